@@ -1,0 +1,63 @@
+// Port: a device. Its memory (frames), addresses over it (views), and a copy engine that runs copies
+// in order, asynchronously. Shaped so that CUDA streams and events fit: a Copy is submitted on the
+// lane of its direction, after what `after` says, and completes with a ticket that can be polled.
+//
+// Threads: claim() and reserve() at start; map() and copies under the core's lock; completions of
+// copies ring the doorbell given at construction. poll() never blocks.
+//
+//   HostBackend device(bell);
+//   device.claim(frame_count, page_bytes);
+//   std::byte* view = device.reserve(8 * page_bytes);          // an address for life
+//   device.map(view, 0, FrameId{3});                            // its first page is frame 3
+//   CopyTicket t = device.copy_in(FrameId{3}, host_pointer, page_bytes);
+//   while (!device.done(t)) ...
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "memory/result.hpp"
+#include "memory/units.hpp"
+
+namespace strata {
+
+// Copies of one lane complete in the order of their tickets.
+enum class CopyTicket : std::uint64_t {};
+
+// A stream of the caller, opaque to the core: nullptr on the host, cudaStream_t on CUDA.
+using Stream = void*;
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual const char* name() const = 0;
+
+  // Claims every frame at once. REQUIRES: called once, before anything else.
+  virtual std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) = 0;
+
+  // A range of addresses of `bytes` (a multiple of the page), reachable but not mapped.
+  virtual std::byte* reserve(std::size_t bytes) = 0;
+  virtual void release(std::byte* view, std::size_t bytes) = 0;
+
+  // Makes page `page_index` of the view show the frame. One frame may be shown by several views:
+  // aliasing; at most one of them may be in use at a time.
+  virtual std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) = 0;
+
+  // Copies host memory into a frame, in order, behind the caller's back. `from` stays unchanged
+  // until done(). A failed copy is reported by take_error().
+  virtual CopyTicket copy_in(FrameId to, const std::byte* from, std::size_t bytes) = 0;
+  // Copies from a frame to host memory, in order with copy_in.
+  virtual CopyTicket copy_out(std::byte* to, FrameId from, std::size_t bytes) = 0;
+  virtual bool done(CopyTicket ticket) = 0;
+  virtual void wait(CopyTicket ticket) = 0;
+  virtual std::optional<Error> take_error() = 0;
+
+  // Makes work that the caller submits later on `stream` wait for the ticket, and tells when work
+  // submitted so far on `stream` is finished. On the host both are immediate.
+  virtual void stream_waits(Stream stream, CopyTicket ticket) = 0;
+  virtual CopyTicket record(Stream stream) = 0;
+};
+
+}  // namespace strata

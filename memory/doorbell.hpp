@@ -1,0 +1,27 @@
+// One eventfd that everything rings when it has finished something: io_uring, the copy engine, the
+// optimizer workers. The pump thread sleeps on it. Thread-safe.
+//
+//   Doorbell bell;
+//   bell.ring();                  // from any thread
+//   bell.wait(timeout_ms);        // true when somebody rang since the last wait
+#pragma once
+
+namespace strata {
+
+class Doorbell final {
+ public:
+  Doorbell();
+  ~Doorbell();
+  Doorbell(const Doorbell&) = delete;
+  Doorbell& operator=(const Doorbell&) = delete;
+
+  void ring() noexcept;
+  // Sleeps until rung or until timeout_ms passed (negative: for ever). Clears the ring.
+  bool wait(int timeout_ms) noexcept;
+  int fd() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+}  // namespace strata

@@ -1,0 +1,51 @@
+// The vocabulary of places: tiers, pages, frames and slots, each with a type of its own, so that a
+// frame number cannot be passed where a page number is meant.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace strata {
+
+inline constexpr std::size_t kKiB = std::size_t{1} << 10;
+inline constexpr std::size_t kMiB = std::size_t{1} << 20;
+inline constexpr std::size_t kGiB = std::size_t{1} << 30;
+
+inline constexpr std::size_t kPageBytesMin = 64 * kKiB;
+inline constexpr std::size_t kPageBytesMax = 64 * kMiB;
+
+enum class Tier : std::uint8_t { device, host, ssd };
+inline constexpr std::size_t kTierCount = 3;
+
+// The unit of identity, movement and accounting. A page's id never changes.
+enum class PageId : std::uint32_t {};
+// A page-sized place in device or host memory.
+enum class FrameId : std::uint32_t {};
+// A page-sized place in the SSD files.
+enum class SlotId : std::uint32_t {};
+// The parameters that are gathered, moved and updated together.
+enum class UnitId : std::uint32_t {};
+
+inline constexpr PageId kNoPage{UINT32_MAX};
+inline constexpr FrameId kNoFrame{UINT32_MAX};
+inline constexpr SlotId kNoSlot{UINT32_MAX};
+inline constexpr UnitId kNoUnit{UINT32_MAX};
+
+constexpr std::uint32_t index(PageId id) { return static_cast<std::uint32_t>(id); }
+constexpr std::uint32_t index(FrameId id) { return static_cast<std::uint32_t>(id); }
+constexpr std::uint32_t index(SlotId id) { return static_cast<std::uint32_t>(id); }
+constexpr std::uint32_t index(UnitId id) { return static_cast<std::uint32_t>(id); }
+
+constexpr const char* name(Tier tier) {
+  switch (tier) {
+    case Tier::device: return "device";
+    case Tier::host: return "host";
+    case Tier::ssd: return "ssd";
+  }
+  return "?";
+}
+
+constexpr std::size_t ceil_div(std::size_t value, std::size_t by) { return (value + by - 1) / by; }
+constexpr std::size_t round_up(std::size_t value, std::size_t to) { return ceil_div(value, to) * to; }
+
+}  // namespace strata

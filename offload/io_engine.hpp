@@ -1,0 +1,51 @@
+// Port: asynchronous reads and writes of files opened with O_DIRECT. An engine knows nothing of
+// pages, retries or checksums: it reports what the kernel said, and Store decides.
+//
+// Threads: one caller at a time (the core's lock). Completions ring the doorbell.
+//
+//   auto engine = make_io_engine("auto", options);       // io_uring, else libaio, else threads
+//   int file = engine->attach(fd, file_bytes);
+//   engine->submit({.op = IoOp::read, .file = file, .offset = 0, .buffer = p, .bytes = n, .tag = 7});
+//   std::array<IoCompletion, 16> seen;
+//   size_t count = engine->reap(seen);                    // never blocks
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace strata {
+
+enum class IoOp : std::uint8_t { read, write };
+
+struct IoRequest {
+  IoOp op = IoOp::read;
+  int file = -1;               // what attach() returned
+  std::uint64_t offset = 0;    // bytes, aligned to 4096
+  std::byte* buffer = nullptr; // aligned to 4096
+  std::uint32_t bytes = 0;     // a multiple of 4096
+  std::uint64_t tag = 0;       // comes back in the completion
+};
+
+struct IoCompletion {
+  std::uint64_t tag = 0;
+  std::int64_t result = 0;     // bytes moved (may be fewer than asked), or -errno
+};
+
+class IoEngine {
+ public:
+  virtual ~IoEngine() = default;
+  virtual const char* name() const = 0;
+  // Registers an open descriptor (the engine does not close it). Returns the file's number.
+  virtual int attach(int fd, std::uint64_t file_bytes) = 0;
+  // Optional: announces memory that requests will use, so that it is pinned once.
+  virtual void register_memory(std::span<std::byte> memory) { (void)memory; }
+  // False when the queue is full: reap first, then try again.
+  [[nodiscard]] virtual bool submit(const IoRequest& request) = 0;
+  // Hands what submit() queued to the kernel in one go. Called once per turn.
+  virtual void flush() = 0;
+  // Moves finished requests into `out`, returns how many. Never blocks.
+  virtual std::size_t reap(std::span<IoCompletion> out) = 0;
+};
+
+}  // namespace strata

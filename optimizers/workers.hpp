@@ -1,0 +1,45 @@
+// Worker threads that run update jobs: a ring in and a ring out, each. They see spans of memory and
+// never pages. With zero threads, jobs run inside collect(), in order: the simulator's form.
+//
+// Threads: one caller (the core's lock) submits and collects; workers ring the doorbell.
+//
+//   Workers workers(2, &bell);
+//   workers.submit({.spans = spans, .tag = chunk});       // false: full, collect first
+//   for (uint64_t tag; workers.collect(tag);) ...         // never blocks
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "memory/doorbell.hpp"
+#include "optimizers/rule.hpp"
+
+namespace strata {
+
+struct UpdateJob {
+  std::span<const UpdateSpan> spans;  // stays valid until collected
+  std::uint64_t tag = 0;
+};
+
+class Workers final {
+ public:
+  // REQUIRES: bell outlives this, or thread_count is 0 (then bell may be null).
+  Workers(int thread_count, Doorbell* bell, Isa isa = best_isa());
+  ~Workers();  // finishes what was submitted, then joins
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+
+  [[nodiscard]] bool submit(const UpdateJob& job);
+  bool collect(std::uint64_t& tag);
+  std::size_t in_flight() const;
+  int thread_count() const;
+  std::uint64_t busy_ns() const;  // summed over threads, since start
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace strata
