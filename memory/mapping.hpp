@@ -1,0 +1,34 @@
+// What the kernel is asked about memory: addresses, population, and how much is left.
+// Thread-safe: no state.
+//
+//   std::byte* range = reserve_addresses(kGiB);          // reachable, nothing behind it
+//   ...mmap(range, bytes, ..., MAP_FIXED, ...);
+//   if (int failed = populate(range, bytes)) ...          // an errno; 0: every page is there
+#pragma once
+
+#include <cstddef>
+
+#include "memory/result.hpp"
+
+namespace strata {
+
+// The sizes the kernel maps by: what an address must be aligned to so that it can give huge pages.
+inline constexpr std::size_t kKernelPageBytes = 4 * kKiB;
+inline constexpr std::size_t kHugePageBytes = 2 * kMiB;
+
+// A range of addresses aligned to kHugePageBytes with no memory behind it and no access.
+// Throws StrataError (memory) when the address space is exhausted.
+std::byte* reserve_addresses(std::size_t bytes);
+
+// Puts memory behind every page of a writable mapping, contents unchanged, so that no later touch
+// can fault or fail. Returns 0 or an errno.
+int populate(std::byte* range, std::size_t bytes);
+
+// What can still be claimed before the kernel kills somebody: the least of the machine's available
+// memory and what is left of this process's cgroup and the cgroups around it.
+std::size_t host_bytes_available();
+
+// An Error of Fault::memory that names the bytes, the tier and the way out.
+Error memory_error(const char* what, Tier tier, std::size_t bytes, int errno_value);
+
+}  // namespace strata

@@ -1,0 +1,58 @@
+// Pool: which frames of a tier are free. The one released last is handed out first, because its
+// bytes are the warmest.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   Pool frames(frame_count, page_bytes, slab.bytes().data());
+//   std::optional<FrameId> frame = frames.acquire();       // nullopt: every frame is taken
+//   std::byte* bytes = frames.address(*frame);
+//   frames.release(*frame);
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "memory/check.hpp"
+#include "memory/units.hpp"
+
+namespace strata {
+
+// Invariants:
+//   1. used() + free_count() == capacity().
+//   2. A frame is in free_ exactly once, or it is taken: taken_[f] says which.
+//   3. used() <= peak() <= capacity().
+class Pool final {
+ public:
+  // `base` is where frame 0 lies; nullptr where frames have no address (a device).
+  Pool(std::uint32_t frame_count, std::size_t page_bytes, std::byte* base = nullptr);
+
+  std::optional<FrameId> acquire();
+  // REQUIRES: the frame is taken.
+  void release(FrameId frame);
+
+  std::uint32_t capacity() const { return static_cast<std::uint32_t>(taken_.size()); }
+  std::uint32_t free_count() const { return static_cast<std::uint32_t>(free_.size()); }
+  std::uint32_t used() const { return capacity() - free_count(); }
+  // The most frames that were ever taken at the same time.
+  std::uint32_t peak() const { return peak_; }
+  std::size_t page_bytes() const { return page_bytes_; }
+  bool taken(FrameId frame) const;
+
+  // REQUIRES: the pool was given a base.
+  std::byte* address(FrameId frame) const {
+    STRATA_ASSERT(base_ != nullptr);
+    STRATA_ASSERT(index(frame) < capacity());
+    return base_ + index(frame) * page_bytes_;
+  }
+
+ private:
+  std::size_t page_bytes_;
+  std::byte* base_;
+  std::vector<FrameId> free_;  // a stack
+  std::vector<bool> taken_;
+  std::uint32_t peak_ = 0;
+};
+
+}  // namespace strata
