@@ -1,0 +1,244 @@
+"""Materialises a model built on the meta device, one tensor at a time.
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    weights.load(model, write, weights="llama/", seed=0)       # write(name, float32 tensor)
+
+The parameters stay on the meta device and keep their identity; their values go to `write`, so the
+memory used beside the model is that of one module. Buffers become real in place.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from . import initialise
+
+Write = Callable[[str, torch.Tensor], None]
+
+INDEX_NAME = "model.safetensors.index.json"
+LISTED_MAX = 8  # names spelled out in one error
+
+
+def load(
+    model: nn.Module,
+    write: Write,
+    *,
+    weights: str | Path | None = None,
+    seed: int = 0,
+    names: Collection[str] | None = None,
+) -> None:
+    """Calls `write(name, tensor)` once for every parameter, with a contiguous float32 CPU tensor.
+
+    `weights` is a safetensors file, or a folder of them (with the index that Transformers writes or
+    without); None lets the modules initialise themselves from `seed`. `names` limits the parameters
+    to those given, as in `model.named_parameters()`; default: those on the meta device. A tied
+    parameter is written once, under its first name.
+
+    Raises ValueError where the weights lack a tensor, hold one too many, or one of another shape.
+    """
+    wanted = {
+        name
+        for name, parameter in model.named_parameters()
+        if (parameter.is_meta if names is None else name in names)
+    }
+    if names is not None and (unknown := set(names) - wanted):
+        raise ValueError(f"the model has no parameter named {_list([repr(n) for n in unknown])}")
+    if weights is None:
+        _initialise(model, write, seed, wanted)
+        initialise.buffers(model)
+        return
+    source = WeightFiles(weights)
+    try:
+        taken = _read_parameters(model, source, write, wanted)
+        initialise.buffers(model, skip=taken)
+    finally:
+        source.close()
+
+
+class WeightFiles:
+    """The tensors of a safetensors file, or of a folder of them, by name. Reads one at a time.
+
+    Use from one thread. Holds the files open until close().
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Opens `path`. Raises FileNotFoundError or ValueError, naming the file."""
+        self.path = Path(path)
+        self._files: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        for file in _weight_files(self.path):
+            try:
+                opened = safe_open(file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+            self._files[file] = opened
+            for name in opened.offset_keys():
+                if name in self._file_of:
+                    raise ValueError(f"{name!r} is both in {self._file_of[name]} and in {file}")
+                self._file_of[name] = file
+
+    def names(self) -> set[str]:
+        """The names of all stored tensors."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it."""
+        return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in the dtype of the file."""
+        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        """Closes the files. Tensors already read stay valid."""
+        self._files.clear()
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.name.endswith(".index.json"):
+            return _indexed_files(path)
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"no weights at {path}")
+    if (path / INDEX_NAME).is_file():
+        return _indexed_files(path / INDEX_NAME)
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors file in {path}")
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+    files = [index.parent / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{index} names {file.name}, which is not there")
+    return files
+
+
+def _initialise(model: nn.Module, write: Write, seed: int, wanted: set[str]) -> None:
+    """Sends first values, module by module."""
+    # A tied parameter counts under its first name only.
+    for module_name in dict.fromkeys(name.rpartition(".")[0] for name in sorted(wanted)):
+        for name, value in initialise.parameters(model, module_name, seed).items():
+            full = f"{module_name}.{name}" if module_name else name
+            if full in wanted:
+                write(full, value)
+
+
+def _read_parameters(
+    model: nn.Module, source: WeightFiles, write: Write, wanted: set[str]
+) -> frozenset[str]:
+    """Sends the parameters and sets the buffers that `source` holds. Returns the buffers' names."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    alias_of = {names[0]: names for names in aliases.values()}
+    buffers = dict(model.named_buffers())
+    persistent = set(model.state_dict(keep_vars=True)) & set(buffers)
+
+    stored = _translate(
+        model, source.names(), {n for ns in aliases.values() for n in ns} | set(buffers)
+    )
+    found = {name: [a for a in alias_of[name] if a in stored] for name in shapes}
+    known = {alias for group in aliases.values() for alias in group} | set(buffers)
+    expected = shapes | {name: tuple(b.shape) for name, b in buffers.items() if name in persistent}
+    for name in persistent:
+        found[name] = [name] if name in stored else []
+    _check(model, source, stored, found, known, expected)
+
+    for name in (n for n in shapes if n in wanted):
+        value = source.read(stored[found[name][0]])
+        for other in found[name][1:]:
+            if not torch.equal(value, source.read(stored[other])):
+                raise ValueError(
+                    f"{found[name][0]!r} and {other!r} are one tied parameter of the model, but "
+                    f"their tensors in {source.path} differ"
+                )
+        write(name, value.to(torch.float32).contiguous())
+    for name in persistent:
+        if buffers[name].is_meta:
+            value = source.read(stored[name]).to(buffers[name].dtype).clone()
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = value
+    return frozenset(persistent)
+
+
+def _translate(model: nn.Module, stored: set[str], names: set[str]) -> dict[str, str]:
+    """The model's name of each stored tensor → the stored name.
+
+    A folder may hold the tensors of a base model that this one wraps under `base_model_prefix`, or
+    the other way round.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    result: dict[str, str] = {}
+    for name in sorted(stored):
+        candidates = [name]
+        if prefix:
+            candidates += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+        known = next((c for c in candidates if c in names), name)
+        if known in result:
+            raise ValueError(f"both {result[known]!r} and {name!r} stand for {known!r}")
+        result[known] = name
+    return result
+
+
+def _check(
+    model: nn.Module,
+    source: WeightFiles,
+    stored: dict[str, str],
+    found: dict[str, list[str]],
+    known: set[str],
+    expected: dict[str, tuple[int, ...]],
+) -> None:
+    """Raises one ValueError for everything that does not fit."""
+    ignored = [
+        re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ]
+    missing = [f"{name!r} {shape}" for name, shape in expected.items() if not found[name]]
+    extra = [
+        f"{stored[name]!r} {source.shape(stored[name])}"
+        for name in stored
+        if name not in known and not any(p.search(stored[name]) for p in ignored)
+    ]
+    shaped = [
+        f"{stored[alias]!r} is {source.shape(stored[alias])}, "
+        f"the model's {name!r} is {expected[name]}"
+        for name, aliases in found.items()
+        for alias in aliases
+        if source.shape(stored[alias]) != expected[name]
+    ]
+    problems = []
+    if missing:
+        problems.append(f"missing: {_list(missing)}")
+    if extra:
+        problems.append(f"not in the model: {_list(extra)}")
+    if shaped:
+        problems.append(f"of another shape: {_list(shaped)}")
+    if problems:
+        raise ValueError(
+            f"the tensors of {source.path} do not fit the model; " + "; ".join(problems)
+        )
+
+
+def _list(names: Collection[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = sorted(names)[:LISTED_MAX]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
