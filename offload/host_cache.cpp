@@ -1,0 +1,180 @@
+#include "offload/host_cache.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "memory/check.hpp"
+
+namespace strata {
+
+HostCache::HostCache(PageTable& table, Mover& mover, Pool& host, std::vector<Tier> tier)
+    : table_(table),
+      mover_(mover),
+      host_(host),
+      tier_(std::move(tier)),
+      writing_(table.page_count(), false) {
+  STRATA_ASSERT(tier_.size() == table.page_count());
+  for (std::uint32_t page = 0; page < tier_.size(); ++page) {
+    if (tier_[page] != Tier::host) continue;
+    const auto frame = host_.acquire();
+    STRATA_ASSERT(frame.has_value());
+    table_.begin_fill(PageId{page}, Tier::host, index(*frame), 0);
+    table_.finish_fill(PageId{page}, Tier::host);
+  }
+  while (const auto frame = host_.acquire()) staged_.push_back({.frame = *frame});
+}
+
+bool HostCache::is_dirty(PageId page) const {
+  return table_.newest(page) != 0 && table_.is_current(page, Tier::host) &&
+         !table_.is_current(page, Tier::ssd);
+}
+
+HostCache::Staged* HostCache::staged(PageId page) {
+  const auto found = std::find_if(staged_.begin(), staged_.end(),
+                                  [page](const Staged& place) { return place.page == page; });
+  return found == staged_.end() ? nullptr : &*found;
+}
+
+void HostCache::start_write(Staged& place) {
+  if (mover_.full()) return;
+  place.write_now = false;
+  mover_.write(place.page);
+}
+
+// A staging frame that holds nothing, evicting the least recently used page that may go.
+HostCache::Staged* HostCache::make_room() {
+  Staged* oldest = nullptr;
+  for (Staged& place : staged_) {
+    if (place.page == kNoPage) return &place;
+    const Copy& copy = table_.copy(place.page, Tier::host);
+    const bool may_go = copy.state == CopyState::valid && copy.pins == 0 && !place.promised;
+    if (may_go && (oldest == nullptr || place.last_use < oldest->last_use)) oldest = &place;
+  }
+  if (oldest == nullptr) return nullptr;
+  if (is_dirty(oldest->page)) {
+    start_write(*oldest);
+    return nullptr;
+  }
+  table_.drop(oldest->page, Tier::host);
+  oldest->page = kNoPage;
+  return oldest;
+}
+
+void HostCache::fill_fresh(PageId page, FrameId frame, Intent intent) {
+  if (intent != Intent::overwrite) std::memset(host_.address(frame), 0, host_.page_bytes());
+  table_.begin_fill(page, Tier::host, index(frame), 0);
+  table_.finish_fill(page, Tier::host);
+}
+
+std::byte* HostCache::open(PageId page, Intent intent) {
+  if (writing_[index(page)]) return nullptr;
+  STRATA_ASSERT(intent != Intent::overwrite || table_.newest(page) == 0);
+  // 1. Bring the bytes to host memory.
+  if (table_.copy(page, Tier::host).state == CopyState::none) {
+    STRATA_ASSERT(rests_on_ssd(page));
+    const bool fresh = table_.newest(page) == 0;
+    if (!fresh && mover_.full()) return nullptr;
+    Staged* place = make_room();
+    if (place == nullptr) return nullptr;
+    *place = {.frame = place->frame, .page = page, .last_use = ++use_, .promised = true};
+    if (!fresh) {
+      mover_.read(page, place->frame);
+      return nullptr;
+    }
+    fill_fresh(page, place->frame, intent);
+  }
+  // 2. Hand them out, if nobody is in the way.
+  const Copy& copy = table_.copy(page, Tier::host);
+  if (copy.state == CopyState::filling) return nullptr;
+  if (intent != Intent::read) {
+    if (copy.pins != 0 || copy.state == CopyState::draining) return nullptr;
+    writing_[index(page)] = true;
+  }
+  table_.pin(page, Tier::host);
+  if (rests_on_ssd(page)) {
+    Staged* place = staged(page);
+    place->promised = false;
+    place->last_use = ++use_;
+  }
+  return host_.address(FrameId{copy.place});
+}
+
+void HostCache::close(PageId page, Intent intent, WriteBack write_back) {
+  table_.unpin(page, Tier::host);
+  if (intent == Intent::read) return;
+  STRATA_ASSERT(writing_[index(page)]);
+  writing_[index(page)] = false;
+  table_.publish(page, Tier::host, ++version_);
+  if (rests_on_ssd(page) && write_back == WriteBack::now) {
+    Staged& place = *staged(page);
+    place.write_now = true;
+    start_write(place);
+  }
+}
+
+bool HostCache::discard(PageId page) {
+  if (table_.newest(page) == 0) return true;
+  for (const Tier tier : {Tier::host, Tier::ssd}) {
+    const Copy& copy = table_.copy(page, tier);
+    if (copy.state == CopyState::filling || copy.state == CopyState::draining) return false;
+    if (copy.pins != 0) return false;
+  }
+  const Discard proof("the gradient was applied or dropped");
+  const bool on_ssd = table_.copy(page, Tier::ssd).state == CopyState::valid;
+  const bool in_host = table_.copy(page, Tier::host).state == CopyState::valid;
+  if (on_ssd && in_host && table_.is_current(page, Tier::ssd)) {
+    // The host copy goes first: it may be stale, the SSD's is the newest.
+    const std::uint32_t frame = table_.drop(page, Tier::host);
+    table_.drop(page, Tier::ssd, proof);
+    table_.begin_fill(page, Tier::host, frame, 0);
+    table_.finish_fill(page, Tier::host);
+    return true;
+  }
+  if (on_ssd && !in_host) {
+    table_.drop(page, Tier::ssd, proof);
+    return true;
+  }
+  if (on_ssd) table_.drop(page, Tier::ssd);
+  const std::uint32_t frame = table_.drop(page, Tier::host, proof);
+  table_.begin_fill(page, Tier::host, frame, 0);
+  table_.finish_fill(page, Tier::host);
+  return true;
+}
+
+bool HostCache::dirty() const {
+  return std::any_of(staged_.begin(), staged_.end(), [this](const Staged& place) {
+    return place.page != kNoPage && is_dirty(place.page);
+  });
+}
+
+void HostCache::flush() {
+  for (Staged& place : staged_) {
+    if (place.page != kNoPage && is_dirty(place.page)) place.write_now = true;
+  }
+}
+
+bool HostCache::turn() {
+  bool moved = false;
+  std::size_t dirty_count = 0;
+  for (Staged& place : staged_) {
+    if (place.page == kNoPage || !is_dirty(place.page)) continue;
+    const Copy& copy = table_.copy(place.page, Tier::host);
+    const bool settled = copy.state == CopyState::valid && copy.pins == 0;
+    ++dirty_count;
+    // Half of the staging stays clean, so that whoever needs a frame finds one without waiting.
+    const bool crowded = dirty_count * 2 > staged_.size();
+    if (settled && !mover_.full() && (place.write_now || crowded)) {
+      start_write(place);
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+void HostCache::arrived(const Arrival& arrival) {
+  if (arrival.link != Link::read || !arrival.error) return;
+  // The frame is empty again; the session fails, and its waiters are told why.
+  if (Staged* place = staged(arrival.page)) *place = {.frame = place->frame};
+}
+
+}  // namespace strata

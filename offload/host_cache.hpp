@@ -1,0 +1,88 @@
+// HostCache: the one way to a page's bytes in host memory. Pages that rest in host memory keep their
+// frame for life; pages that rest on the SSD pass through a bounded set of staging frames, read when
+// opened, written back when changed, and evicted least recently used first. Gradients that land,
+// parameters on their way to the device and chunks under update all go through here, so there is one
+// place that can run out, and one rule for it.
+//
+// Threads: one caller at a time (the core's lock). open() never blocks: it starts what is missing
+// and returns null; call it again after the next turn.
+//
+//   if (std::byte* bytes = cache.open(page, Intent::modify)) {
+//     ...
+//     cache.close(page, Intent::modify, WriteBack::now);
+//   }
+//
+// Note [Staging cannot deadlock]
+// Every user holds at most one staging frame at a time and finishes without needing another
+// (uploads, landing gradients), except the two below, for which room is set aside: chunks under
+// update (admitted by the sum of their pages, Updates) and the session's own reads and writes (two
+// pages). A page that is read because somebody opened it is promised to him: it is not evicted
+// before he comes back for it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "memory/page_table.hpp"
+#include "memory/pool.hpp"
+#include "offload/mover.hpp"
+
+namespace strata {
+
+enum class Intent : std::uint8_t {
+  read,       // many at a time
+  modify,     // alone; the bytes are the newest, or zero where none were ever written
+  overwrite,  // alone; the bytes may be anything. REQUIRES: nothing was ever written
+};
+
+enum class WriteBack : std::uint8_t { later, now };
+
+class HostCache final {
+ public:
+  // Gives every page that rests in host memory its frame. `tier` is where each page rests.
+  HostCache(PageTable& table, Mover& mover, Pool& host, std::vector<Tier> tier);
+
+  // The page's bytes, or null: not yet. Every success is closed once, with the same intent.
+  std::byte* open(PageId page, Intent intent);
+  // After modify and overwrite the page has a new version, and copies elsewhere are stale.
+  void close(PageId page, Intent intent, WriteBack write_back = WriteBack::later);
+  // The page's contents are no longer wanted: it is a zero page again. False: in use, try later.
+  bool discard(PageId page);
+
+  bool rests_on_ssd(PageId page) const { return tier_[index(page)] == Tier::ssd; }
+  // Something to write back, or being written.
+  bool dirty() const;
+  // Starts writing back everything that is dirty; call turn() until !dirty().
+  void flush();
+  // Writes back ahead of need. True when anything was started.
+  bool turn();
+  void arrived(const Arrival& arrival);
+
+  std::uint32_t staging_frames() const { return static_cast<std::uint32_t>(staged_.size()); }
+
+ private:
+  struct Staged {
+    FrameId frame = kNoFrame;
+    PageId page = kNoPage;
+    std::uint64_t last_use = 0;
+    bool promised = false;
+    bool write_now = false;
+  };
+
+  bool is_dirty(PageId page) const;
+  Staged* staged(PageId page);
+  Staged* make_room();
+  void start_write(Staged& place);
+  void fill_fresh(PageId page, FrameId frame, Intent intent);
+
+  PageTable& table_;
+  Mover& mover_;
+  Pool& host_;
+  std::vector<Tier> tier_;
+  std::vector<Staged> staged_;
+  std::vector<bool> writing_;     // by page: open for modify or overwrite
+  std::uint64_t version_ = 0;     // the last one given to any page: versions are never used twice
+  std::uint64_t use_ = 0;
+};
+
+}  // namespace strata

@@ -1,0 +1,149 @@
+#include "offload/mover.hpp"
+
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+struct Ends {
+  Tier from;
+  Tier to;
+};
+
+constexpr Ends ends(Link link) {
+  switch (link) {
+    case Link::read: return {Tier::ssd, Tier::host};
+    case Link::write: return {Tier::host, Tier::ssd};
+    case Link::upload: return {Tier::host, Tier::device};
+    case Link::download: return {Tier::device, Tier::host};
+  }
+  return {Tier::host, Tier::host};
+}
+
+}  // namespace
+
+const char* name(Link link) {
+  switch (link) {
+    case Link::read: return "ssd to host";
+    case Link::write: return "host to ssd";
+    case Link::upload: return "host to device";
+    case Link::download: return "device to host";
+  }
+  return "?";
+}
+
+Mover::Mover(PageTable& table, Backend& backend, const Pool& host, Store* store,
+             std::vector<SlotId> slot_of, std::uint32_t in_flight_max)
+    : table_(table),
+      backend_(backend),
+      host_(host),
+      store_(store),
+      slot_of_(std::move(slot_of)),
+      transfers_(in_flight_max) {
+  STRATA_ASSERT(in_flight_max > 0);
+  for (std::uint32_t slot = in_flight_max; slot-- > 0;) free_.push_back(slot);
+}
+
+std::byte* Mover::host_bytes(PageId page) const {
+  return host_.address(FrameId{table_.copy(page, Tier::host).place});
+}
+
+std::uint32_t Mover::start(Link link, PageId page) {
+  STRATA_ASSERT(!free_.empty());
+  STRATA_ASSERT(table_.is_current(page, ends(link).from));
+  const std::uint32_t slot = free_.back();
+  free_.pop_back();
+  transfers_[slot] = {.link = link, .page = page, .busy = true};
+  ++in_flight_[static_cast<std::size_t>(link)];
+  table_.begin_drain(page, ends(link).from);
+  return slot;
+}
+
+bool Mover::submit(std::uint32_t slot) {
+  Transfer& transfer = transfers_[slot];
+  const SlotId place = slot_of_[index(transfer.page)];
+  const std::uint64_t version = table_.newest(transfer.page);
+  transfer.queued = transfer.link == Link::read
+                        ? !store_->read(place, host_bytes(transfer.page), version, slot)
+                        : !store_->write(place, host_bytes(transfer.page), version, slot);
+  return !transfer.queued;
+}
+
+void Mover::read(PageId page, FrameId to) {
+  STRATA_ASSERT(store_ != nullptr);
+  const std::uint32_t slot = start(Link::read, page);
+  table_.begin_fill(page, Tier::host, index(to), table_.newest(page));
+  submit(slot);
+}
+
+void Mover::write(PageId page) {
+  STRATA_ASSERT(store_ != nullptr);
+  STRATA_ASSERT(slot_of_[index(page)] != kNoSlot);
+  if (table_.copy(page, Tier::ssd).state == CopyState::valid) table_.drop(page, Tier::ssd);
+  const std::uint32_t slot = start(Link::write, page);
+  table_.begin_fill(page, Tier::ssd, index(slot_of_[index(page)]), table_.newest(page));
+  submit(slot);
+}
+
+void Mover::upload(PageId page, FrameId to) {
+  if (table_.copy(page, Tier::device).state == CopyState::valid) table_.drop(page, Tier::device);
+  const std::uint32_t slot = start(Link::upload, page);
+  table_.begin_fill(page, Tier::device, index(to), table_.newest(page));
+  transfers_[slot].ticket = backend_.copy_in(to, host_bytes(page), host_.page_bytes());
+  copies_.push_back(slot);
+}
+
+void Mover::download(PageId page) {
+  STRATA_ASSERT(table_.copy(page, Tier::host).state == CopyState::valid);
+  const std::uint32_t place = table_.drop(page, Tier::host);
+  const std::uint32_t slot = start(Link::download, page);
+  table_.begin_fill(page, Tier::host, place, table_.newest(page));
+  const FrameId from{table_.copy(page, Tier::device).place};
+  transfers_[slot].ticket =
+      backend_.copy_out(host_.address(FrameId{place}), from, host_.page_bytes());
+  copies_.push_back(slot);
+}
+
+void Mover::finish(std::uint32_t slot, std::optional<Error> error, std::vector<Arrival>& out) {
+  Transfer& transfer = transfers_[slot];
+  STRATA_ASSERT(transfer.busy);
+  const Ends path = ends(transfer.link);
+  table_.finish_drain(transfer.page, path.from);
+  if (error) {
+    error->page = transfer.page;
+    error->tier = transfer.link == Link::write ? Tier::ssd : path.from;
+    table_.abandon_fill(transfer.page, path.to);
+  } else {
+    table_.finish_fill(transfer.page, path.to);
+    bytes_[static_cast<std::size_t>(transfer.link)] += host_.page_bytes();
+  }
+  --in_flight_[static_cast<std::size_t>(transfer.link)];
+  out.push_back({transfer.link, transfer.page, std::move(error)});
+  transfer.busy = false;
+  free_.push_back(slot);
+}
+
+bool Mover::turn(std::vector<Arrival>& out) {
+  const std::size_t before = out.size();
+  // 1. Copies, in the order of their tickets: the first that is not done ends the look.
+  std::size_t landed = 0;
+  while (landed < copies_.size() && backend_.done(transfers_[copies_[landed]].ticket)) {
+    finish(copies_[landed++], backend_.take_error(), out);
+  }
+  copies_.erase(copies_.begin(), copies_.begin() + static_cast<std::ptrdiff_t>(landed));
+  // 2. The disk: hand over what waited for room, then take what finished.
+  if (store_ == nullptr) return out.size() != before;
+  for (std::uint32_t slot = 0; slot < transfers_.size(); ++slot) {
+    if (transfers_[slot].busy && transfers_[slot].queued && !submit(slot)) break;
+  }
+  done_.clear();
+  const bool moved = store_->turn(done_);
+  for (StoreCompletion& completion : done_) {
+    finish(static_cast<std::uint32_t>(completion.tag), std::move(completion.error), out);
+  }
+  return moved || out.size() != before;
+}
+
+}  // namespace strata
