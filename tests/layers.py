@@ -1,0 +1,88 @@
+"""Checks what the compiler does not: layers, foreign headers and sizes. Prints every breach.
+
+bindings → engine → {offload, optimizers} → memory        (an arrow means "may include")
+"""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+MAY_INCLUDE = {
+    "memory": {"memory"},
+    "offload": {"offload", "memory"},
+    "optimizers": {"optimizers", "memory"},
+    "engine": {"engine", "offload", "optimizers", "memory"},
+    "bindings": {"bindings", "engine", "offload", "optimizers", "memory"},
+}
+# What each match names is known to one file only, which stands between it and everything else.
+FOREIGN = re.compile(
+    r"cuda\w*\.h|nccl\.h|liburing\.h|libaio\.h|jemalloc/jemalloc\.h|xxh\w*\.h|pybind11/"
+)
+NEVER = re.compile(r"torch/|ATen/|c10/")  # tensors cross as DLPack and pointers
+INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
+CPP = {".cpp", ".hpp", ".h", ".cu"}
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70  # of C++ functions, clang-tidy says so
+
+
+def sources(root: Path) -> Iterator[Path]:
+    """Every C++ and Python file of the project."""
+    for folder in (*MAY_INCLUDE, "benchmarks", "tests"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in CPP | {".py", ".pyi"}:
+                yield path
+
+
+def include_breaches(root: Path) -> Iterator[str]:
+    """Includes against the layer order, relative ones, and foreign headers seen by two files."""
+    seen_by: dict[str, set[str]] = defaultdict(set)
+    for path in sources(root):
+        if path.suffix not in CPP:
+            continue
+        name = path.relative_to(root).as_posix()
+        layer = name.split("/")[0]
+        for quote, header in INCLUDE.findall(path.read_text()):
+            if foreign := FOREIGN.match(header):
+                seen_by[foreign.group()].add(name)
+            if NEVER.match(header):
+                yield f"{name}: {header}: the core knows no libtorch"
+            if ".." in header.split("/") or (quote == '"' and "/" not in header):
+                yield f"{name}: {header}: write it as <layer>/<file>"
+            target = header.split("/")[0]
+            if layer in MAY_INCLUDE and target in MAY_INCLUDE.keys() - MAY_INCLUDE[layer]:
+                yield f"{name}: {header}: {layer} may not know {target}"
+    for header, names in seen_by.items():
+        if len(names) > 1:
+            yield f"{header} belongs in one file, not in {', '.join(sorted(names))}"
+
+
+def size_breaches(root: Path) -> Iterator[str]:
+    """Files and Python functions that are too long to hold in mind."""
+    for path in sources(root):
+        name = path.relative_to(root).as_posix()
+        text = path.read_text()
+        if (lines := len(text.splitlines())) > FILE_LINES_MAX:
+            yield f"{name}: {lines} lines, at most {FILE_LINES_MAX}"
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > FUNCTION_LINES_MAX:
+                    yield f"{name}: {node.name}: {lines} lines, at most {FUNCTION_LINES_MAX}"
+
+
+def main() -> int:
+    """Exits with 1 where anything is wrong."""
+    root = Path(__file__).resolve().parent.parent
+    breaches = [*include_breaches(root), *size_breaches(root)]
+    for breach in breaches:
+        print(breach)
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The project obeys tests/layers.py, and tests/layers.py sees what is wrong."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("layers", ROOT / "tests" / "layers.py")
+assert _spec is not None
+assert _spec.loader is not None
+layers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(layers)
+
+
+def test_includes_obey_the_layers():
+    assert list(layers.include_breaches(ROOT)) == []
+
+
+def test_files_and_functions_are_short():
+    assert list(layers.size_breaches(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "breach"),
+    [
+        ("offload/a.hpp", '#include "optimizers/rule.hpp"\n', "offload may not know optimizers"),
+        ("optimizers/a.hpp", '#include "offload/store.hpp"\n', "optimizers may not know offload"),
+        ("memory/a.hpp", "#  include <engine/step.hpp>\n", "memory may not know engine"),
+        ("engine/a.cpp", '#include "../memory/units.hpp"\n', "write it as"),
+        ("engine/a.cpp", '#include "step.hpp"\n', "write it as"),
+        ("bindings/a.cpp", "#include <torch/extension.h>\n", "libtorch"),
+    ],
+)
+def test_a_wrong_include_is_seen(tmp_path, path, text, breach):
+    (tmp_path / path).parent.mkdir()
+    (tmp_path / path).write_text(text)
+    (found,) = layers.include_breaches(tmp_path)
+    assert breach in found
+
+
+def test_a_foreign_header_in_two_files_is_seen(tmp_path):
+    (tmp_path / "offload").mkdir()
+    (tmp_path / "offload" / "a.cpp").write_text("#include <liburing.h>\n")
+    assert list(layers.include_breaches(tmp_path)) == []
+    (tmp_path / "offload" / "b.cpp").write_text("#include <liburing.h>\n")
+    (found,) = layers.include_breaches(tmp_path)
+    assert "offload/a.cpp, offload/b.cpp" in found
+
+
+def test_what_is_too_long_is_seen(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "long.py").write_text("def f():\n" + "    x = 1\n" * 70)
+    (tmp_path / "tests" / "long.hpp").write_text("\n" * 401)
+    assert sorted(layers.size_breaches(tmp_path)) == [
+        "tests/long.hpp: 401 lines, at most 400",
+        "tests/long.py: f: 71 lines, at most 70",
+    ]
