@@ -91,7 +91,7 @@ class HostBackend final : public Backend {
 
   std::array<Job, kQueueMax> queue_{};
   std::atomic<std::uint64_t> done_ = 0;  // the last ticket whose copy is in place
-  std::uint64_t last_ = 0;               // the last ticket given; guarded by mutex_
+  std::uint64_t last_ = 0;               // the last ticket given; the caller writes it under mutex_
   bool closing_ = false;                 // guarded by mutex_
   std::mutex mutex_;
   std::condition_variable submitted_;

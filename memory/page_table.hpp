@@ -58,8 +58,7 @@ struct Discard {
 //   4. No copy is newer than the page's newest version, except one that is filling (new contents).
 //   5. newest > 0  ⇒  some tier holds a valid or draining copy of that version.
 //   6. place < capacity of its tier, and no two pages hold the same place of a tier.
-//   7. copies(tier) == the number of copies of that tier that are not none  <=  capacity of the
-//   tier.
+//   7. copies(tier) == the number of that tier's copies that are not none (<= capacity, by 6).
 class PageTable final {
  public:
   // Adds `count` pages nobody holds, at version 0, and returns the first; ids are consecutive.
@@ -67,9 +66,10 @@ class PageTable final {
 
   // A tier's place starts to receive the page. With version <= newest it is a move, with a newer
   // one it is new contents, which finish_fill() makes the newest.
-  // REQUIRES: the copy is none; for a move of version > 0, another tier holds that version.
+  // REQUIRES: the copy is none; for a move of version > 0, another tier holds that version; for new
+  // contents, no other tier receives new contents.
   void begin_fill(PageId page, Tier tier, std::uint32_t place, std::uint64_t version);
-  // REQUIRES: filling; new contents are still newer than the newest.
+  // REQUIRES: filling.
   void finish_fill(PageId page, Tier tier);
   // Returns the place that is free again. REQUIRES: filling.
   std::uint32_t abandon_fill(PageId page, Tier tier);
@@ -121,7 +121,11 @@ class PageTable final {
   Entry& entry(PageId page);
   Copy& held(PageId page, Tier tier);
   bool held_elsewhere(PageId page, Tier tier, std::uint64_t version) const;
+  bool is_being_renewed(PageId page) const;
   std::uint32_t forget(PageId page, Tier tier);
+  // Invariants 1 to 4, and the first half of 6.
+  std::optional<std::string> check_copy(PageId page, Tier tier, std::uint32_t capacity) const;
+  std::string broken_at(int invariant, PageId page, Tier tier, const char* what) const;
 
   std::vector<Entry> pages_;
   std::array<std::uint32_t, kTierCount> copies_{};

@@ -1,0 +1,198 @@
+#include "memory/host_backend.hpp"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "memory/check.hpp"
+#include "memory/mapping.hpp"
+
+namespace strata {
+
+HostBackend::HostBackend(Doorbell* bell, CopyEngine engine) : bell_(bell), engine_(engine) {
+  if (engine_ == CopyEngine::threaded) worker_ = std::thread([this] { run_worker(); });
+}
+
+HostBackend::~HostBackend() {
+  if (engine_ == CopyEngine::polled) run_through(last_);
+  if (worker_.joinable()) {
+    {
+      const std::lock_guard lock(mutex_);
+      closing_ = true;
+    }
+    submitted_.notify_one();
+    worker_.join();
+  }
+  STRATA_ASSERT(done_ == last_);
+  if (base_ != nullptr) ::munmap(base_, frame_count_ * page_bytes_);
+  if (fd_ >= 0) ::close(fd_);
+}
+
+std::optional<Error> HostBackend::claim(std::size_t frame_count, std::size_t page_bytes) {
+  STRATA_ASSERT(fd_ < 0);
+  STRATA_ASSERT(frame_count > 0);
+  STRATA_ASSERT(page_bytes > 0 && page_bytes % kKernelPageBytes == 0);
+  const std::size_t bytes = frame_count * page_bytes;
+  const auto failed = [bytes](const char* what, int errno_value) {
+    return memory_error(what, Tier::device, bytes, errno_value);
+  };
+  if (bytes > host_bytes_available()) return failed("could not claim the memory", ENOMEM);
+
+  // 1. One file in memory of exactly the size of all frames.
+  fd_ = ::memfd_create("strata-device", MFD_CLOEXEC);
+  if (fd_ < 0) return failed("could not create the memory file", errno);
+  if (::ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
+    return failed("could not size the memory file", errno);
+  }
+  // 2. One mapping of all of it, for the copy engine.
+  std::byte* base = reserve_addresses(bytes);
+  if (::mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, 0) == MAP_FAILED) {
+    const int errno_value = errno;
+    ::munmap(base, bytes);
+    return failed("could not map the memory file", errno_value);
+  }
+  base_ = base;
+  frame_count_ = frame_count;
+  page_bytes_ = page_bytes;
+  // 3. Memory behind it, through the mapping and not by fallocate(): only a mapping can ask for
+  // huge
+  //    pages, and views then show the same ones.
+  ::madvise(base_, bytes, MADV_HUGEPAGE);
+  if (const int errno_value = populate(base_, bytes); errno_value != 0) {
+    return failed("could not claim the memory", errno_value);
+  }
+  return std::nullopt;
+}
+
+std::byte* HostBackend::reserve(std::size_t bytes) {
+  STRATA_ASSERT(page_bytes_ > 0);
+  STRATA_ASSERT(bytes % page_bytes_ == 0);
+  return reserve_addresses(bytes);
+}
+
+void HostBackend::release(std::byte* view, std::size_t bytes) {
+  STRATA_ASSERT(view != nullptr);
+  STRATA_ASSERT(bytes % page_bytes_ == 0);
+  ::munmap(view, bytes);
+}
+
+std::optional<Error> HostBackend::map(std::byte* view, std::size_t page_index, FrameId frame) {
+  STRATA_ASSERT(view != nullptr);
+  STRATA_ASSERT(index(frame) < frame_count_);
+  std::byte* at = view + page_index * page_bytes_;
+  const auto offset = static_cast<off_t>(index(frame) * page_bytes_);
+  int failed = 0;
+  if (::mmap(at, page_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, offset) ==
+      MAP_FAILED) {
+    failed = errno;
+  } else {
+    // Now, so that no touch in the middle of a step faults.
+    if (page_bytes_ >= kHugePageBytes) ::madvise(at, page_bytes_, MADV_HUGEPAGE);
+    failed = populate(at, page_bytes_);
+  }
+  if (failed == 0) return std::nullopt;
+  Error error = memory_error("could not map a page of a view", Tier::device, page_bytes_, failed);
+  error.what += ", or take larger pages, or raise vm.max_map_count";
+  return error;
+}
+
+std::byte* HostBackend::frame_address(FrameId frame, std::size_t bytes) const {
+  STRATA_ASSERT(index(frame) < frame_count_);
+  STRATA_ASSERT(bytes <= page_bytes_);
+  return base_ + index(frame) * page_bytes_;
+}
+
+CopyTicket HostBackend::copy_in(FrameId to, const std::byte* from, std::size_t bytes) {
+  STRATA_ASSERT(from != nullptr);
+  return submit({.to = frame_address(to, bytes), .from = from, .bytes = bytes});
+}
+
+CopyTicket HostBackend::copy_out(std::byte* to, FrameId from, std::size_t bytes) {
+  STRATA_ASSERT(to != nullptr);
+  return submit({.to = to, .from = frame_address(from, bytes), .bytes = bytes});
+}
+
+CopyTicket HostBackend::submit(const Job& job) {
+  // 1. Room: the slot of the new ticket is that of the ticket kQueueMax before it.
+  if (last_ >= kQueueMax) wait(CopyTicket{last_ + 1 - kQueueMax});
+  // 2. Queue it.
+  {
+    const std::lock_guard lock(mutex_);
+    queue_[(last_ + 1) % kQueueMax] = job;
+    ++last_;
+  }
+  // 3. Wake who runs it: the thread, or the caller's loop, whose next done() does.
+  if (engine_ == CopyEngine::threaded) {
+    submitted_.notify_one();
+  } else if (bell_ != nullptr) {
+    bell_->ring();
+  }
+  return CopyTicket{last_};
+}
+
+bool HostBackend::done(CopyTicket ticket) {
+  const auto wanted = static_cast<std::uint64_t>(ticket);
+  STRATA_ASSERT(wanted <= last_);
+  if (engine_ == CopyEngine::polled) run_through(wanted);
+  return done_.load(std::memory_order_acquire) >= wanted;
+}
+
+void HostBackend::wait(CopyTicket ticket) {
+  const auto wanted = static_cast<std::uint64_t>(ticket);
+  STRATA_ASSERT(wanted <= last_);
+  if (engine_ == CopyEngine::polled) run_through(wanted);
+  std::uint64_t seen = done_.load(std::memory_order_acquire);
+  while (seen < wanted) {
+    done_.wait(seen, std::memory_order_acquire);
+    seen = done_.load(std::memory_order_acquire);
+  }
+}
+
+void HostBackend::stream_waits(Stream stream, CopyTicket ticket) {
+  STRATA_ASSERT(stream == nullptr);
+  wait(ticket);
+}
+
+CopyTicket HostBackend::record(Stream stream) {
+  STRATA_ASSERT(stream == nullptr);
+  return CopyTicket{0};
+}
+
+void HostBackend::run_through(std::uint64_t ticket) {
+  for (std::uint64_t next = done_ + 1; next <= ticket; ++next) {
+    const Job& job = queue_[next % kQueueMax];
+    std::memcpy(job.to, job.from, job.bytes);
+    done_ = next;
+  }
+}
+
+void HostBackend::run_worker() {
+  ::pthread_setname_np(::pthread_self(), "strata-copy");
+  // Signals are for the caller's threads: a Ctrl-C delivered here would interrupt nobody's wait.
+  sigset_t all;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_BLOCK, &all, nullptr);
+
+  std::unique_lock lock(mutex_);
+  while (true) {
+    // 1. Sleep until there is a copy; leave when there is none and none will come.
+    submitted_.wait(lock, [this] { return last_ > done_ || closing_; });
+    const std::uint64_t ticket = done_ + 1;
+    if (ticket > last_) return;
+    const Job job = queue_[ticket % kQueueMax];
+    // 2. Copy without the lock, so that submitting never waits for bytes.
+    lock.unlock();
+    std::memcpy(job.to, job.from, job.bytes);
+    // 3. Publish the bytes, then tell everybody.
+    done_.store(ticket, std::memory_order_release);
+    done_.notify_all();
+    if (bell_ != nullptr) bell_->ring();
+    lock.lock();
+  }
+}
+
+}  // namespace strata

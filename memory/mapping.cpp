@@ -1,0 +1,134 @@
+#include "memory/mapping.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <fstream>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <string_view>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+// Where each version of cgroups keeps what: v2 has one tree, v1 one for every controller.
+struct CgroupFiles {
+  const char* mount;
+  const char* limit;
+  const char* usage;
+  // What memory.stat calls the cache of files, which the kernel gives back before it kills.
+  std::string_view cache_old;
+  std::string_view cache_new;
+};
+constexpr CgroupFiles kCgroupV1{"/sys/fs/cgroup/memory", "/memory.limit_in_bytes",
+                                "/memory.usage_in_bytes", "total_inactive_file",
+                                "total_active_file"};
+constexpr CgroupFiles kCgroupV2{"/sys/fs/cgroup", "/memory.max", "/memory.current", "inactive_file",
+                                "active_file"};
+
+constexpr std::size_t kUnlimited = std::numeric_limits<std::size_t>::max();
+
+// The number in a file that holds one number; kUnlimited for "max" or no such file.
+std::size_t read_number(const std::string& path) {
+  std::ifstream file(path);
+  std::size_t value = 0;
+  return file >> value ? value : kUnlimited;
+}
+
+// The number that follows `key` in a file of keys and numbers; 0 where there is none.
+std::size_t read_entry(const std::string& path, std::string_view key) {
+  std::ifstream file(path);
+  std::string line;
+  while (std::getline(file, line)) {
+    std::istringstream words(line);
+    std::string word;
+    std::size_t value = 0;
+    if (words >> word >> value && word == key) return value;
+  }
+  return 0;
+}
+
+// What is left of the group at `group` and of each one around it, up to the root of the mount.
+std::size_t cgroup_bytes_left(const CgroupFiles& files, std::string group) {
+  std::size_t left = kUnlimited;
+  while (true) {
+    const std::string folder = files.mount + group;
+    const std::size_t limit = read_number(folder + files.limit);
+    const std::size_t usage = read_number(folder + files.usage);
+    if (limit != kUnlimited && usage != kUnlimited) {
+      const std::string stat = folder + "/memory.stat";
+      const std::size_t cache =
+          read_entry(stat, files.cache_old) + read_entry(stat, files.cache_new);
+      const std::size_t kept = usage - std::min(usage, cache);
+      left = std::min(left, limit - std::min(limit, kept));
+    }
+    if (group.empty()) return left;
+    group.resize(group.rfind('/') == std::string::npos ? 0 : group.rfind('/'));
+  }
+}
+
+}  // namespace
+
+std::byte* reserve_addresses(std::size_t bytes) {
+  STRATA_ASSERT(bytes > 0);
+  STRATA_ASSERT(bytes % kKernelPageBytes == 0);
+  // The kernel aligns to small pages only, so ask for more and give the ends back.
+  const std::size_t asked = bytes + kHugePageBytes;
+  void* got = ::mmap(nullptr, asked, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (got == MAP_FAILED) {
+    throw StrataError(memory_error("could not reserve addresses", Tier::host, bytes, errno));
+  }
+  auto* start = static_cast<std::byte*>(got);
+  const std::size_t past = reinterpret_cast<std::uintptr_t>(start) % kHugePageBytes;
+  const std::size_t before = past == 0 ? 0 : kHugePageBytes - past;
+  if (before > 0) ::munmap(start, before);
+  ::munmap(start + before + bytes, asked - before - bytes);
+  return start + before;
+}
+
+int populate(std::byte* range, std::size_t bytes) {
+  if (::madvise(range, bytes, MADV_POPULATE_WRITE) == 0) return 0;
+  if (errno != EINVAL) return errno == EFAULT ? ENOMEM : errno;
+  // A kernel before 5.14: touch each page, without changing what another thread may be writing.
+  for (std::size_t at = 0; at < bytes; at += kKernelPageBytes) {
+    auto& first = reinterpret_cast<unsigned char&>(range[at]);
+    std::atomic_ref<unsigned char>(first).fetch_or(0, std::memory_order_relaxed);
+  }
+  return 0;
+}
+
+std::size_t host_bytes_available() {
+  std::size_t left = read_entry("/proc/meminfo", "MemAvailable:") * kKiB;
+  std::ifstream groups("/proc/self/cgroup");  // lines are "number:controllers:/path"
+  std::string line;
+  while (std::getline(groups, line)) {
+    const std::size_t first = line.find(':');
+    const std::size_t second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    std::string group = line.substr(second + 1);
+    if (group == "/") group.clear();
+    if (controllers.empty()) left = std::min(left, cgroup_bytes_left(kCgroupV2, group));
+    if (controllers == "memory") left = std::min(left, cgroup_bytes_left(kCgroupV1, group));
+  }
+  return left;
+}
+
+Error memory_error(const char* what, Tier tier, std::size_t bytes, int errno_value) {
+  Error error;
+  error.fault = Fault::memory;
+  error.what = std::string(what) + " of the " + name(tier) + " tier: " + std::to_string(bytes) +
+               " bytes asked, " + std::to_string(host_bytes_available()) +
+               " available; ask for a smaller budget";
+  error.errno_value = errno_value;
+  error.tier = tier;
+  return error;
+}
+
+}  // namespace strata

@@ -1,0 +1,239 @@
+#include "memory/page_table.hpp"
+
+#include <limits>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::array<Tier, kTierCount> kTiers{Tier::device, Tier::host, Tier::ssd};
+
+constexpr std::size_t index(Tier tier) {
+  return static_cast<std::size_t>(tier);
+}
+
+// A copy whose bytes are all there.
+constexpr bool readable(const Copy& copy) {
+  return copy.state == CopyState::valid || copy.state == CopyState::draining;
+}
+
+}  // namespace
+
+const char* name(CopyState state) {
+  switch (state) {
+    case CopyState::none:
+      return "none";
+    case CopyState::filling:
+      return "filling";
+    case CopyState::valid:
+      return "valid";
+    case CopyState::draining:
+      return "draining";
+  }
+  return "?";
+}
+
+PageId PageTable::add(std::uint32_t count) {
+  const std::uint32_t first = page_count();
+  STRATA_ASSERT(count < strata::index(kNoPage) - first);
+  pages_.resize(first + count);
+  return PageId{first};
+}
+
+void PageTable::begin_fill(PageId page, Tier tier, std::uint32_t place, std::uint64_t version) {
+  Copy& copy = entry(page).copies[index(tier)];
+  STRATA_ASSERT(copy.state == CopyState::none);
+  STRATA_ASSERT(place != kNoPlace);
+  const bool is_move = version > 0 && version <= newest(page);
+  STRATA_ASSERT(!is_move || held_elsewhere(page, tier, version));
+  STRATA_ASSERT(version <= newest(page) || !is_being_renewed(page));
+  copy = {.state = CopyState::filling, .drains = 0, .pins = 0, .place = place, .version = version};
+  ++copies_[index(tier)];
+}
+
+void PageTable::finish_fill(PageId page, Tier tier) {
+  Entry& of = entry(page);
+  Copy& copy = of.copies[index(tier)];
+  STRATA_ASSERT(copy.state == CopyState::filling);
+  copy.state = CopyState::valid;
+  if (copy.version > of.newest) of.newest = copy.version;
+}
+
+std::uint32_t PageTable::abandon_fill(PageId page, Tier tier) {
+  STRATA_ASSERT(copy(page, tier).state == CopyState::filling);
+  return forget(page, tier);
+}
+
+void PageTable::begin_drain(PageId page, Tier tier) {
+  Copy& copy = held(page, tier);
+  STRATA_ASSERT(copy.drains < std::numeric_limits<decltype(copy.drains)>::max());
+  ++copy.drains;
+  copy.state = CopyState::draining;
+}
+
+void PageTable::finish_drain(PageId page, Tier tier) {
+  Copy& copy = held(page, tier);
+  STRATA_ASSERT(copy.drains > 0);
+  --copy.drains;
+  if (copy.drains == 0) copy.state = CopyState::valid;
+}
+
+std::uint32_t PageTable::drop(PageId page, Tier tier) {
+  const Copy& copy = held(page, tier);
+  STRATA_ASSERT(copy.state == CopyState::valid);
+  STRATA_ASSERT(copy.pins == 0);
+  STRATA_ASSERT(newest(page) == 0 || !is_current(page, tier) ||
+                held_elsewhere(page, tier, newest(page)));
+  return forget(page, tier);
+}
+
+std::uint32_t PageTable::drop(PageId page, Tier tier, Discard proof) {
+  STRATA_ASSERT(proof.why != nullptr);
+  const bool is_last_of_newest =
+      is_current(page, tier) && !held_elsewhere(page, tier, newest(page));
+  if (!is_last_of_newest) return drop(page, tier);
+
+  Entry& of = entry(page);
+  STRATA_ASSERT(of.copies[index(tier)].state == CopyState::valid);
+  STRATA_ASSERT(of.copies[index(tier)].pins == 0);
+  // An old copy left behind would come back as the truth.
+  for (const Tier other : kTiers) {
+    STRATA_ASSERT(other == tier || of.copies[index(other)].state == CopyState::none);
+  }
+  of.newest = 0;
+  return forget(page, tier);
+}
+
+void PageTable::pin(PageId page, Tier tier) {
+  Copy& copy = held(page, tier);
+  STRATA_ASSERT(copy.pins < std::numeric_limits<decltype(copy.pins)>::max());
+  ++copy.pins;
+}
+
+void PageTable::unpin(PageId page, Tier tier) {
+  Copy& copy = held(page, tier);
+  STRATA_ASSERT(copy.pins > 0);
+  --copy.pins;
+}
+
+void PageTable::publish(PageId page, Tier tier, std::uint64_t version) {
+  Entry& of = entry(page);
+  Copy& copy = of.copies[index(tier)];
+  STRATA_ASSERT(copy.state == CopyState::valid);
+  STRATA_ASSERT(version > of.newest);
+  STRATA_ASSERT(!is_being_renewed(page));
+  copy.version = version;
+  of.newest = version;
+}
+
+const Copy& PageTable::copy(PageId page, Tier tier) const {
+  STRATA_ASSERT(strata::index(page) < page_count());
+  return pages_[strata::index(page)].copies[index(tier)];
+}
+
+std::uint64_t PageTable::newest(PageId page) const {
+  STRATA_ASSERT(strata::index(page) < page_count());
+  return pages_[strata::index(page)].newest;
+}
+
+bool PageTable::is_current(PageId page, Tier tier) const {
+  const Copy& of = copy(page, tier);
+  return readable(of) && of.version == newest(page);
+}
+
+std::optional<std::string> PageTable::check_invariants(
+    const std::array<std::uint32_t, kTierCount>& capacity) const {
+  std::array<std::vector<PageId>, kTierCount> holders;  // place → the page that holds it
+  for (const Tier tier : kTiers) holders[index(tier)].assign(capacity[index(tier)], kNoPage);
+  std::array<std::uint32_t, kTierCount> counted{};
+
+  for (std::uint32_t i = 0; i < page_count(); ++i) {
+    const Entry& of = pages_[i];
+    const PageId page{i};
+    bool newest_exists = of.newest == 0;
+    for (const Tier tier : kTiers) {
+      const Copy& copy = of.copies[index(tier)];
+      if (auto broken = check_copy(page, tier, capacity[index(tier)])) return broken;
+      if (copy.state == CopyState::none) continue;
+      newest_exists = newest_exists || is_current(page, tier);
+      ++counted[index(tier)];
+      PageId& holder = holders[index(tier)][copy.place];
+      if (holder != kNoPage) return broken_at(6, page, tier, "its place is held by another page");
+      holder = page;
+    }
+    if (!newest_exists) return broken_at(5, page, Tier::device, "no tier holds the newest version");
+  }
+  for (const Tier tier : kTiers) {
+    if (counted[index(tier)] == copies_[index(tier)]) continue;
+    return "invariant 7: " + std::to_string(copies_[index(tier)]) + " copies counted on " +
+           name(tier) + ", " + std::to_string(counted[index(tier)]) + " there";
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> PageTable::check_copy(PageId page, Tier tier,
+                                                 std::uint32_t capacity) const {
+  const Copy& of = copy(page, tier);
+  const bool is_none = of.state == CopyState::none;
+  if (is_none != (of.place == kNoPlace)) return broken_at(1, page, tier, "state and place differ");
+  if (is_none && (of.pins > 0 || of.drains > 0 || of.version > 0)) {
+    return broken_at(1, page, tier, "nothing is held, but something is left");
+  }
+  if ((of.state == CopyState::draining) != (of.drains > 0)) {
+    return broken_at(2, page, tier, "state and number of drains differ");
+  }
+  if (of.pins > 0 && !readable(of)) return broken_at(3, page, tier, "pinned, but not there");
+  if (of.version > newest(page) && of.state != CopyState::filling) {
+    return broken_at(4, page, tier, "newer than the newest version");
+  }
+  if (!is_none && of.place >= capacity) return broken_at(6, page, tier, "place beyond the tier");
+  return std::nullopt;
+}
+
+std::string PageTable::broken_at(int invariant, PageId page, Tier tier, const char* what) const {
+  const Copy& of = copy(page, tier);
+  return "invariant " + std::to_string(invariant) + ": page " +
+         std::to_string(strata::index(page)) + " (newest " + std::to_string(newest(page)) +
+         ") on " + name(tier) + ": " + what + "; " + name(of.state) + ", place " +
+         std::to_string(of.place) + ", version " + std::to_string(of.version) + ", pins " +
+         std::to_string(of.pins) + ", drains " + std::to_string(of.drains);
+}
+
+PageTable::Entry& PageTable::entry(PageId page) {
+  STRATA_ASSERT(strata::index(page) < page_count());
+  return pages_[strata::index(page)];
+}
+
+Copy& PageTable::held(PageId page, Tier tier) {
+  Copy& copy = entry(page).copies[index(tier)];
+  STRATA_ASSERT(readable(copy));
+  return copy;
+}
+
+bool PageTable::held_elsewhere(PageId page, Tier tier, std::uint64_t version) const {
+  for (const Tier other : kTiers) {
+    const Copy& of = copy(page, other);
+    if (other != tier && readable(of) && of.version == version) return true;
+  }
+  return false;
+}
+
+bool PageTable::is_being_renewed(PageId page) const {
+  for (const Tier tier : kTiers) {
+    const Copy& of = copy(page, tier);
+    if (of.state == CopyState::filling && of.version > newest(page)) return true;
+  }
+  return false;
+}
+
+std::uint32_t PageTable::forget(PageId page, Tier tier) {
+  Copy& copy = entry(page).copies[index(tier)];
+  STRATA_ASSERT(copies_[index(tier)] > 0);
+  const std::uint32_t place = copy.place;
+  copy = Copy{};
+  --copies_[index(tier)];
+  return place;
+}
+
+}  // namespace strata

@@ -1,0 +1,37 @@
+#include "memory/pool.hpp"
+
+#include <algorithm>
+
+namespace strata {
+
+Pool::Pool(std::uint32_t frame_count, std::size_t page_bytes, std::byte* base)
+    : page_bytes_(page_bytes), base_(base), taken_(frame_count, false) {
+  STRATA_ASSERT(frame_count < index(kNoFrame));
+  STRATA_ASSERT(page_bytes > 0);
+  free_.reserve(frame_count);
+  // Frame 0 on top: a pool that is never full uses one end of its memory only.
+  for (std::uint32_t i = frame_count; i > 0; --i) free_.push_back(FrameId{i - 1});
+}
+
+std::optional<FrameId> Pool::acquire() {
+  if (free_.empty()) return std::nullopt;
+  const FrameId frame = free_.back();
+  STRATA_ASSERT(!taken_[index(frame)]);
+  free_.pop_back();
+  taken_[index(frame)] = true;
+  peak_ = std::max(peak_, used());
+  return frame;
+}
+
+void Pool::release(FrameId frame) {
+  STRATA_ASSERT(taken(frame));
+  taken_[index(frame)] = false;
+  free_.push_back(frame);
+}
+
+bool Pool::taken(FrameId frame) const {
+  STRATA_ASSERT(index(frame) < capacity());
+  return taken_[index(frame)];
+}
+
+}  // namespace strata
