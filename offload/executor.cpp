@@ -1,0 +1,279 @@
+#include "offload/executor.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+// A plan is remade when this many steps in a row did not follow it.
+constexpr std::uint32_t kStrangeStepsMax = 2;
+
+bool contains(const std::vector<UnitId>& units, UnitId unit) {
+  return std::find(units.begin(), units.end(), unit) != units.end();
+}
+
+}  // namespace
+
+Executor::Executor(PageTable& table, Mover& mover, HostCache& cache, Backend& backend,
+                   std::vector<UnitPages> units, std::uint32_t frame_count,
+                   std::uint32_t fetches_max)
+    : table_(table),
+      mover_(mover),
+      cache_(cache),
+      backend_(backend),
+      units_(std::move(units)),
+      state_(units_.size()),
+      page_slot_(table.page_count(), UINT32_MAX),
+      blocked_(table.page_count(), false),
+      occupant_(frame_count, kNoPage),
+      fetches_max_(fetches_max) {
+  STRATA_ASSERT(fetches_max > 0);
+  for (std::uint32_t unit = 0; unit < units_.size(); ++unit) {
+    for (std::uint32_t i = 0; i < units_[unit].pages.size(); ++i) {
+      page_slot_[index(units_[unit].pages[i])] = static_cast<std::uint32_t>(pages_.size());
+      PageState page;
+      page.unit = UnitId{unit};
+      page.in_view = i;
+      pages_.push_back(page);
+    }
+  }
+}
+
+std::optional<std::string> Executor::enter(UnitId unit, bool backward, bool recorded) {
+  UnitState& state = state_[index(unit)];
+  if (state.pins == 0) {
+    if (recorded) note_use(unit, backward);
+    follow_plan(unit, backward, recorded);
+  }
+  std::size_t held = state.pins == 0 ? units_[index(unit)].pages.size() : 0;
+  for (std::size_t other = 0; other < state_.size(); ++other) {
+    if (state_[other].pins != 0) held += units_[other].pages.size();
+  }
+  if (held > occupant_.size()) {
+    state.open_use.reset();
+    return "needs " + std::to_string(held) + " device pages together with the units in use, and " +
+           "the budget has " + std::to_string(occupant_.size());
+  }
+  if (!ready(unit) && !contains(demanded_, unit)) demanded_.push_back(unit);
+  return std::nullopt;
+}
+
+void Executor::note_use(UnitId unit, bool backward) {
+  UnitState& state = state_[index(unit)];
+  // Autograd enters a unit once for each of its nodes: they are one use.
+  if (!trace_.uses.empty()) {
+    const Use& last = trace_.uses.back();
+    const bool goes_on = last.unit == unit && last.backward == backward;
+    if (goes_on && last.leave + 1 == trace_.moments) {
+      state.open_use = static_cast<std::uint32_t>(trace_.uses.size() - 1);
+      --trace_.moments;
+      return;
+    }
+  }
+  state.open_use = static_cast<std::uint32_t>(trace_.uses.size());
+  trace_.uses.push_back({unit, backward, trace_.moments, trace_.moments});
+  ++trace_.moments;
+}
+
+bool Executor::ready(UnitId unit) const {
+  for (const PageId page : units_[index(unit)].pages) {
+    if (blocked_[index(page)] || page_state(page).fetch != Fetch::none) return false;
+    if (!table_.is_current(page, Tier::device)) return false;
+  }
+  return true;
+}
+
+void Executor::pin(UnitId unit) {
+  STRATA_ASSERT(ready(unit));
+  ++state_[index(unit)].pins;
+  state_[index(unit)].last_use = ++use_;
+  std::erase(demanded_, unit);
+  std::erase(wanted_, unit);
+}
+
+void Executor::leave(UnitId unit, Stream stream) {
+  UnitState& state = state_[index(unit)];
+  STRATA_ASSERT(state.pins > 0);
+  if (--state.pins != 0) return;
+  state.released = backend_.record(stream);
+  state.last_use = ++use_;
+  if (!state.open_use) return;
+  trace_.uses[*state.open_use].leave = trace_.moments++;
+  state.open_use.reset();
+}
+
+// Finds the use in the plan, the nearest ahead, and asks for the units of the next ones.
+void Executor::follow_plan(UnitId unit, bool backward, bool recorded) {
+  if (!plan_.feasible) return;
+  const std::size_t uses = plan_.uses.size();
+  for (std::size_t ahead = 1; ahead <= uses; ++ahead) {
+    const std::size_t at = (cursor_ + ahead) % uses;
+    if (plan_.uses[at] != unit || plan_.backward[at] != backward) continue;
+    if (ahead != 1 && recorded) ++step_deviations_, ++counters_.deviations;
+    cursor_ = at;
+    want_uses(at + 1);
+    return;
+  }
+  if (recorded) ++step_deviations_, ++counters_.deviations;
+  wanted_.clear();
+}
+
+// The first uses of the next step are not wanted before end_step(): their update comes between.
+void Executor::want_uses(std::size_t first) {
+  wanted_.clear();
+  const std::size_t end = std::min(first + plan_.lookahead, plan_.uses.size());
+  for (std::size_t at = first; at < end; ++at) {
+    if (!contains(wanted_, plan_.uses[at])) wanted_.push_back(plan_.uses[at]);
+  }
+}
+
+void Executor::end_step() {
+  for (UnitState& state : state_) {
+    if (!state.open_use) continue;
+    trace_.uses[*state.open_use].leave = trace_.moments++;
+    state.open_use.reset();
+  }
+  if (trace_.uses.empty()) return;
+  const bool strange = plan_.feasible && step_deviations_ != 0;
+  strange_steps_ = strange ? strange_steps_ + 1 : 0;
+  if (!plan_.feasible || strange_steps_ >= kStrangeStepsMax) {
+    std::vector<std::uint32_t> sizes;
+    for (const UnitPages& unit : units_) {
+      sizes.push_back(static_cast<std::uint32_t>(unit.pages.size()));
+    }
+    adopt_plan(make_plan(trace_, sizes, static_cast<std::uint32_t>(occupant_.size())));
+    strange_steps_ = 0;
+  }
+  trace_ = {};
+  step_deviations_ = 0;
+  if (!plan_.feasible) return;
+  cursor_ = plan_.uses.size() - 1;
+  want_uses(0);
+}
+
+void Executor::adopt_plan(Plan plan) {
+  if (!plan.feasible) return;
+  plan_ = std::move(plan);
+  ++counters_.plans;
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    for (const PageId page : units_[unit].pages) {
+      PageState& state = page_state(page);
+      state.planned = plan_.frames[unit].empty() ? kNoFrame : plan_.frames[unit][state.in_view];
+      const bool elsewhere = state.frame != kNoFrame && state.frame != state.planned;
+      if (elsewhere && may_take(state.frame, true)) evict(page);
+    }
+  }
+}
+
+bool Executor::wanted(UnitId unit, bool demanded) const {
+  return contains(demanded_, unit) || (!demanded && contains(wanted_, unit));
+}
+
+// Demanded pages may take frames from pages that are only wanted.
+bool Executor::may_take(FrameId frame, bool demanded) const {
+  const PageId occupant = occupant_[index(frame)];
+  if (occupant == kNoPage) return true;
+  const PageState& page = page_state(occupant);
+  const UnitState& unit = state_[index(page.unit)];
+  return page.fetch == Fetch::none && unit.pins == 0 && !wanted(page.unit, demanded) &&
+         table_.copy(occupant, Tier::device).state == CopyState::valid &&
+         backend_.done(unit.released);
+}
+
+FrameId Executor::frame_for(const PageState& page, bool demanded) const {
+  for (const FrameId frame : {page.planned, page.mapped}) {
+    if (frame != kNoFrame && may_take(frame, demanded)) return frame;
+  }
+  if (!demanded) return kNoFrame;
+  FrameId best = kNoFrame;
+  std::uint64_t best_use = UINT64_MAX;
+  for (std::uint32_t f = 0; f < occupant_.size(); ++f) {
+    if (!may_take(FrameId{f}, demanded)) continue;
+    if (occupant_[f] == kNoPage) return FrameId{f};
+    const std::uint64_t last_use = state_[index(page_state(occupant_[f]).unit)].last_use;
+    if (last_use < best_use) best = FrameId{f}, best_use = last_use;
+  }
+  return best;
+}
+
+void Executor::evict(PageId page) {
+  PageState& state = page_state(page);
+  STRATA_ASSERT(occupant_[index(state.frame)] == page);
+  table_.drop(page, Tier::device);
+  occupant_[index(state.frame)] = kNoPage;
+  state.frame = kNoFrame;
+  --frames_used_;
+}
+
+// Gives the page its frame and makes the view show it.
+bool Executor::claim(PageId page, FrameId frame) {
+  PageState& state = page_state(page);
+  if (state.frame == frame) return true;
+  STRATA_ASSERT(state.frame == kNoFrame);
+  if (occupant_[index(frame)] != kNoPage) evict(occupant_[index(frame)]);
+  if (state.mapped != frame) {
+    failure_ = backend_.map(units_[index(state.unit)].view, state.in_view, frame);
+    if (failure_) return false;
+    state.mapped = frame;
+    ++counters_.mappings;
+  }
+  occupant_[index(frame)] = page;
+  state.frame = frame;
+  counters_.frames_peak = std::max(counters_.frames_peak, ++frames_used_);
+  return true;
+}
+
+bool Executor::fetch_unit(UnitId unit, bool demanded) {
+  bool moved = false;
+  for (const PageId page : units_[index(unit)].pages) {
+    PageState& state = page_state(page);
+    const bool idle = state.fetch == Fetch::none && !blocked_[index(page)];
+    if (!idle || table_.is_current(page, Tier::device)) continue;
+    if (fetching_ >= fetches_max_) return moved;
+    const FrameId frame = state.frame != kNoFrame ? state.frame : frame_for(state, demanded);
+    if (frame == kNoFrame) continue;
+    if (!claim(page, frame)) return moved;
+    state.fetch = Fetch::opening;
+    opening_.push_back(page);
+    ++fetching_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool Executor::open_and_upload() {
+  bool moved = false;
+  std::erase_if(opening_, [&](PageId page) {
+    if (mover_.full() || cache_.open(page, Intent::read) == nullptr) return false;
+    PageState& state = page_state(page);
+    state.fetch = Fetch::uploading;
+    mover_.upload(page, state.frame);
+    return moved = true;
+  });
+  return moved;
+}
+
+bool Executor::turn() {
+  bool moved = open_and_upload();
+  for (const UnitId unit : demanded_) moved |= fetch_unit(unit, true);
+  for (const UnitId unit : wanted_) moved |= fetch_unit(unit, false);
+  return open_and_upload() || moved;
+}
+
+void Executor::arrived(const Arrival& arrival) {
+  if (arrival.link != Link::upload) return;
+  PageState& state = page_state(arrival.page);
+  STRATA_ASSERT(state.fetch == Fetch::uploading);
+  state.fetch = Fetch::none;
+  --fetching_;
+  cache_.close(arrival.page, Intent::read);
+  if (!arrival.error) return;
+  occupant_[index(state.frame)] = kNoPage;
+  state.frame = kNoFrame;
+  --frames_used_;
+}
+
+}  // namespace strata

@@ -1,0 +1,133 @@
+// Executor: which units are on the device, and who comes next. On demand it brings a unit's pages
+// wherever there is room, evicting what is used last; with a plan, each page has a frame for life
+// and the units of the next uses start to move at every enter. A step that differs from the plan is
+// served on demand, correctly, and only slower.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   executor.enter(unit, backward);                      // notes the use, asks for its pages
+//   while (!executor.ready(unit)) { ...turn... }
+//   executor.pin(unit);  ...compute...  executor.leave(unit, stream);
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "memory/backend.hpp"
+#include "memory/page_table.hpp"
+#include "offload/host_cache.hpp"
+#include "offload/mover.hpp"
+#include "offload/plan.hpp"
+#include "offload/trace.hpp"
+
+namespace strata {
+
+// A unit as movement sees it: parameter pages and the view that shows them, in order.
+struct UnitPages {
+  std::vector<PageId> pages;
+  std::byte* view = nullptr;
+};
+
+struct ExecutorCounters {
+  std::uint64_t mappings = 0;     // view pages mapped since the start
+  std::uint64_t plans = 0;        // plans made
+  std::uint64_t deviations = 0;   // uses that the plan did not foresee
+  std::uint32_t frames_peak = 0;  // device frames that held a page at once
+};
+
+// Invariants:
+//   1. occupant_[f] == p  ⇔  page p's device copy has place f, or p is being fetched into f.
+//   2. A page that is being fetched has state opening or uploading, and its unit is in wanted_ or
+//      was; it keeps its frame until it arrives.
+//   3. A frame whose occupant belongs to a pinned unit is never given to another page.
+class Executor final {
+ public:
+  Executor(PageTable& table, Mover& mover, HostCache& cache, Backend& backend,
+           std::vector<UnitPages> units, std::uint32_t frame_count, std::uint32_t fetches_max);
+
+  // Pages under update: not fetched, and their unit is not ready, until unblocked.
+  void block(PageId page) { blocked_[index(page)] = true; }
+  void unblock(PageId page) { blocked_[index(page)] = false; }
+
+  // Notes a use and asks for the unit's pages. `recorded` uses are part of the step's trace.
+  // Returns why the unit cannot come while the pinned ones stay, if that is so.
+  std::optional<std::string> enter(UnitId unit, bool backward, bool recorded);
+  bool ready(UnitId unit) const;
+  // REQUIRES: ready().
+  void pin(UnitId unit);
+  // The unit's frames may go once work submitted so far on `stream` is finished.
+  void leave(UnitId unit, Stream stream);
+  std::uint32_t pins(UnitId unit) const { return state_[index(unit)].pins; }
+
+  // The step is over: its trace becomes the plan, if there is none or it fits no longer.
+  void end_step();
+
+  bool turn();
+  void arrived(const Arrival& arrival);
+
+  // A mapping that the backend refused; the session ends with it.
+  const std::optional<Error>& failure() const { return failure_; }
+  const Plan& plan() const { return plan_; }
+  const ExecutorCounters& counters() const { return counters_; }
+  std::uint32_t frames_used() const { return frames_used_; }
+
+ private:
+  enum class Fetch : std::uint8_t { none, opening, uploading };
+  struct UnitState {
+    std::uint32_t pins = 0;
+    std::uint64_t last_use = 0;
+    CopyTicket released{};
+    std::optional<std::uint32_t> open_use;  // index into trace_.uses: entered and not left
+  };
+  struct PageState {
+    UnitId unit = kNoUnit;
+    std::uint32_t in_view = 0;
+    FrameId mapped = kNoFrame;     // what the view shows
+    FrameId planned = kNoFrame;
+    FrameId frame = kNoFrame;      // what it occupies
+    Fetch fetch = Fetch::none;
+  };
+
+  void note_use(UnitId unit, bool backward);
+  void follow_plan(UnitId unit, bool backward, bool recorded);
+  void adopt_plan(Plan plan);
+  void want_uses(std::size_t first);
+  bool fetch_unit(UnitId unit, bool demanded);
+  bool claim(PageId page, FrameId frame);
+  bool open_and_upload();
+  FrameId frame_for(const PageState& page, bool demanded) const;
+  bool may_take(FrameId frame, bool demanded) const;
+  bool wanted(UnitId unit, bool demanded) const;
+  void evict(PageId page);
+  PageState& page_state(PageId page) { return pages_[page_slot_[index(page)]]; }
+  const PageState& page_state(PageId page) const { return pages_[page_slot_[index(page)]]; }
+
+  PageTable& table_;
+  Mover& mover_;
+  HostCache& cache_;
+  Backend& backend_;
+  std::vector<UnitPages> units_;
+  std::vector<UnitState> state_;
+  std::vector<PageState> pages_;
+  std::vector<std::uint32_t> page_slot_;  // by page: index into pages_
+  std::vector<bool> blocked_;             // by page
+  std::vector<PageId> occupant_;          // by frame
+  std::vector<UnitId> demanded_;          // entered and not yet pinned
+  std::vector<UnitId> wanted_;            // ahead of their use, in order of need
+  std::vector<PageId> opening_;           // have a frame, wait for their bytes in host memory
+  std::uint32_t fetching_ = 0;
+  std::uint32_t fetches_max_;
+  std::uint32_t frames_used_ = 0;
+  std::uint64_t use_ = 0;
+  Trace trace_;
+  Plan plan_;
+  std::size_t cursor_ = 0;                // the plan's use that is running
+  std::uint32_t step_deviations_ = 0;
+  std::uint32_t strange_steps_ = 0;       // in a row
+  ExecutorCounters counters_;
+  std::optional<Error> failure_;
+};
+
+}  // namespace strata
