@@ -3,49 +3,66 @@
 //
 // Threads: one caller at a time (the core's lock). Completions ring the doorbell.
 //
-//   auto engine = make_io_engine("auto", options);       // io_uring, else libaio, else threads
+//   auto engine = make_io_engine("auto", &bell, 64, &why);  // io_uring, else libaio, else threads
 //   int file = engine->attach(fd, file_bytes);
-//   engine->submit({.op = IoOp::read, .file = file, .offset = 0, .buffer = p, .bytes = n, .tag = 7});
-//   std::array<IoCompletion, 16> seen;
-//   size_t count = engine->reap(seen);                    // never blocks
+//   engine->submit({.op = IoOp::read, .file = file, .offset = 0, .buffer = p, .bytes = n, .tag =
+//   7}); engine->flush(); std::array<IoCompletion, 16> seen; size_t count = engine->reap(seen); //
+//   never blocks
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+
+#include "memory/result.hpp"
 
 namespace strata {
 
 enum class IoOp : std::uint8_t { read, write };
 
+// Direct I/O moves whole sectors from and to memory aligned to them.
+inline constexpr std::size_t kIoAlignment = 4096;
+
 struct IoRequest {
   IoOp op = IoOp::read;
-  int file = -1;               // what attach() returned
-  std::uint64_t offset = 0;    // bytes, aligned to 4096
-  std::byte* buffer = nullptr; // aligned to 4096
-  std::uint32_t bytes = 0;     // a multiple of 4096
-  std::uint64_t tag = 0;       // comes back in the completion
+  int file = -1;                // what attach() returned
+  std::uint64_t offset = 0;     // bytes, a multiple of kIoAlignment
+  std::byte* buffer = nullptr;  // aligned to kIoAlignment; a write only reads it
+  std::uint32_t bytes = 0;      // a multiple of kIoAlignment
+  std::uint64_t tag = 0;        // comes back in the completion
 };
 
 struct IoCompletion {
   std::uint64_t tag = 0;
-  std::int64_t result = 0;     // bytes moved (may be fewer than asked), or -errno
+  std::int64_t result = 0;  // bytes moved (may be fewer than asked), or -errno
 };
 
 class IoEngine {
  public:
+  // Waits for what the kernel is working on and drops the rest: afterwards no buffer is touched.
   virtual ~IoEngine() = default;
   virtual const char* name() const = 0;
   // Registers an open descriptor (the engine does not close it). Returns the file's number.
+  // REQUIRES: nothing in flight.
   virtual int attach(int fd, std::uint64_t file_bytes) = 0;
-  // Optional: announces memory that requests will use, so that it is pinned once.
-  virtual void register_memory(std::span<std::byte> memory) { (void)memory; }
   // False when the queue is full: reap first, then try again.
   [[nodiscard]] virtual bool submit(const IoRequest& request) = 0;
   // Hands what submit() queued to the kernel in one go. Called once per turn.
   virtual void flush() = 0;
-  // Moves finished requests into `out`, returns how many. Never blocks.
+  // Moves finished requests into `out`, returns how many. Never blocks. When `out` came back
+  // full there may be more, and the doorbell does not ring for them again.
   virtual std::size_t reap(std::span<IoCompletion> out) = 0;
+
+  // Optional: announces memory that requests will use, so that it is pinned once. An error says why
+  // it could not be; requests work all the same, only slower.
+  // REQUIRES: nothing in flight; the memory outlives the engine.
+  virtual std::optional<Error> register_memory(std::span<std::byte> memory) {
+    (void)memory;
+    return std::nullopt;
+  }
+  // Optional: false for an engine that keeps files to itself and ignores descriptors.
+  virtual bool needs_files() const { return true; }
 };
 
 }  // namespace strata

@@ -1,0 +1,42 @@
+// One process at a time writes into an SSD folder. The lock is <folder>/strata.lock: held with
+// flock(), so that it ends with its process however that ends; its text says who holds it and which
+// files are theirs, so that the next process can name the holder or clean up after it.
+//
+// Format: the first line is the holder, "<pid> <pid namespace>"; each further line is the name of a
+// file in the folder that belongs to the holder.
+//
+// Threads: any; sessions of one process in one folder share the lock, each with its own object.
+//
+//   DirectoryLock lock("/mnt/nvme");    // throws StrataError naming a live holder
+//   lock.list("strata.pages");          // before the file is made: no crash leaves it unlisted
+#pragma once
+
+#include <string>
+
+namespace strata {
+
+class DirectoryLock final {
+ public:
+  // Takes the lock and removes the files of a dead holder.
+  explicit DirectoryLock(const std::string& folder);
+  // The last object of the process removes the lock file. REQUIRES: what was listed is removed.
+  ~DirectoryLock();
+  DirectoryLock(const DirectoryLock&) = delete;
+  DirectoryLock& operator=(const DirectoryLock&) = delete;
+
+  // Notes that a file of this name in the folder is ours. REQUIRES: a plain name, no slash.
+  void list(const std::string& file_name);
+
+ private:
+  enum class Attempt { held, again };
+  Attempt try_lock();
+  Attempt take_over();
+  Attempt join();
+  [[noreturn]] void refuse_holder(const std::string& holder) const;
+
+  std::string folder_;
+  std::string path_;
+  int fd_ = -1;
+};
+
+}  // namespace strata
