@@ -62,6 +62,16 @@ def load(
         source.close()
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to a saved model: those that `state_dict` would hold."""
+    result: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, value in module._buffers.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                result[f"{prefix}.{name}" if prefix else name] = value
+    return result
+
+
 class WeightFiles:
     """The tensors of a safetensors file, or of a folder of them, by name. Reads one at a time.
 
@@ -79,7 +89,7 @@ class WeightFiles:
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
             self._files[file] = opened
-            for name in opened.offset_keys():
+            for name in list(opened.keys()):
                 if name in self._file_of:
                     raise ValueError(f"{name!r} is both in {self._file_of[name]} and in {file}")
                 self._file_of[name] = file
@@ -151,7 +161,7 @@ def _read_parameters(
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     alias_of = {names[0]: names for names in aliases.values()}
     buffers = dict(model.named_buffers())
-    persistent = set(model.state_dict(keep_vars=True)) & set(buffers)
+    persistent = set(persistent_buffers(model)) & set(buffers)
 
     stored = _translate(
         model, source.names(), {n for ns in aliases.values() for n in ns} | set(buffers)
