@@ -4,7 +4,7 @@
 // span begins or ends.
 //
 //   UpdateSpan span{...};
-//   kernels(Isa::best).update(span);
+//   kernels(best_isa()).update(span);
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ enum class Rule : std::uint8_t { adamw, adam, sgd };
 struct Hyper {
   Rule rule = Rule::adamw;
   double lr = 1e-3;
-  double beta1 = 0.9;         // adam, adamw
+  double beta1 = 0.9;  // adam, adamw
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0.0;  // decoupled in adamw, added to the gradient in adam and sgd
@@ -38,17 +38,17 @@ constexpr int moment_count(Rule rule, double momentum) {
 
 // One run of elements of one parameter, all with the same hyperparameters and step.
 struct UpdateSpan {
-  Dtype dtype = Dtype::bfloat16;      // of param
-  Dtype grad_dtype = Dtype::bfloat16; // dtype, or float32 where gradients are accumulated
+  Dtype dtype = Dtype::bfloat16;       // of param
+  Dtype grad_dtype = Dtype::bfloat16;  // dtype, or float32 where gradients are accumulated
   std::size_t count = 0;
-  void* param = nullptr;              // in and out: the compute-dtype parameter
-  void* master = nullptr;             // bfloat16: uint16 residual; float16: float32; float32: null
-  float* moment1 = nullptr;           // exp_avg, or the momentum buffer of sgd
-  float* moment2 = nullptr;           // exp_avg_sq
+  void* param = nullptr;     // in and out: the compute-dtype parameter
+  void* master = nullptr;    // bfloat16: uint16 residual; float16: float32; float32: null
+  float* moment1 = nullptr;  // exp_avg, or the momentum buffer of sgd
+  float* moment2 = nullptr;  // exp_avg_sq
   const void* grad = nullptr;
   const Hyper* hyper = nullptr;
-  std::int64_t step = 1;              // 1 for the first update of this parameter
-  float grad_scale = 1.0f;            // multiplies the gradient first (clipping, averaging)
+  std::int64_t step = 1;    // 1 for the first update of this parameter
+  float grad_scale = 1.0f;  // multiplies the gradient first (clipping, averaging)
 };
 
 // How gradients land in a page: `copy` overwrites, `add` accumulates into float32.
@@ -63,7 +63,8 @@ struct Kernels {
   // Infinite or NaN elements make the sum non-finite; finite ones never do.
   double (*land_gradient)(void* to, Dtype to_dtype, const void* from, Dtype from_dtype,
                           std::size_t count, GradMode mode);
-  // float32 values into the stored form (param + master) and back. The pair is exact.
+  // float32 values into the stored form (param + master) and back. The pair is exact; a NaN becomes
+  // the one quiet NaN.
   void (*split)(const float* from, std::size_t count, Dtype dtype, void* param, void* master);
   void (*join)(const void* param, const void* master, std::size_t count, Dtype dtype, float* to);
 };

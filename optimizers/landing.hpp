@@ -1,0 +1,120 @@
+// How gradients land: copied or added to where they rest, with the sum of squares of what is there
+// afterwards taken in passing, so that clipping by norm needs no pass of its own.
+//
+// Threads: pure functions of the memory they are given.
+//
+//   const double squares = land_gradient<Vec8>(to, Dtype::float32, from, Dtype::bfloat16, count,
+//   mode);
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "optimizers/coefficients.hpp"
+#include "optimizers/kernel.hpp"
+#include "optimizers/rule.hpp"
+
+namespace strata {
+
+// Note [Order of the norm]
+// Sums of squares are sums of doubles, whose order matters. A span is cut into blocks of kNormBlock
+// elements from its start; in a block, element i goes to lane i % 16, and the lanes are added as a
+// tree: j and j + 8, then j and j + 4, j + 2, j + 1. Blocks are added in order. No order depends on
+// the instruction set: a vector of 16 lanes is one row, of 8 half a row, a scalar one lane. The
+// square of a float32 is exact in double, so fusing it with the addition changes nothing.
+inline constexpr std::size_t kNormLanes = 16;
+static_assert(kNormBlock % kNormLanes == 0, "only the last block of a span has a ragged row");
+
+template <class V, Dtype kTo, Dtype kFrom, GradMode kMode>
+struct Landing {
+  using F = typename V::F;
+  static constexpr std::size_t kVectors = kNormLanes / V::kLanes;
+
+  void* to;
+  Gradient<V, kFrom> from;
+
+  double run(std::size_t count) const {
+    double total = 0.0;
+    for (std::size_t begin = 0; begin < count; begin += kNormBlock) {
+      const std::size_t left = count - begin;
+      total += land_block(begin, begin + (left < kNormBlock ? left : kNormBlock));
+    }
+    return total;
+  }
+
+  double land_block(std::size_t begin, std::size_t end) const {
+    typename V::Sums sums[kVectors] = {};
+    std::size_t at = begin;
+    while (at + kNormLanes <= end) {
+      for (std::size_t k = 0; k < kVectors; ++k, at += V::kLanes) {
+        V::add_squares(sums[k], land_lanes(at, typename V::All{}));
+      }
+    }
+    for (std::size_t k = 0; at < end; ++k, at += V::kLanes) {
+      if (at + V::kLanes <= end) {
+        V::add_squares(sums[k], land_lanes(at, typename V::All{}));
+      } else {
+        V::add_squares(sums[k], land_lanes(at, typename V::Some{end - at}));
+      }
+    }
+    double lanes[kNormLanes];
+    for (std::size_t k = 0; k < kVectors; ++k) V::store(lanes + k * V::kLanes, sums[k]);
+    for (std::size_t half = kNormLanes / 2; half > 0; half /= 2) {
+      for (std::size_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+    }
+    return lanes[0];
+  }
+
+  // Lands some elements and returns what the destination then holds.
+  template <class Lanes>
+  F land_lanes(std::size_t at, Lanes lanes) const {
+    const F value = from.load(at, lanes);
+    if constexpr (kMode == GradMode::add) {
+      float* const sum = static_cast<float*>(to) + at;
+      const F added = V::one_nan(V::add(V::load(sum, lanes), value));
+      V::store(sum, added, lanes);
+      return added;
+    } else if constexpr (kTo == Dtype::float32) {
+      V::store(static_cast<float*>(to) + at, value, lanes);
+      return value;
+    } else {
+      const auto* const halves = static_cast<const std::uint16_t*>(from.from) + at;
+      V::store(static_cast<std::uint16_t*>(to) + at, V::load(halves, lanes), lanes);
+      return value;
+    }
+  }
+};
+
+template <class V, Dtype kFrom>
+double land_with(void* to, Dtype to_dtype, const void* from, std::size_t count, GradMode mode) {
+  if (mode == GradMode::add) {
+    return Landing<V, Dtype::float32, kFrom, GradMode::add>{to, {from}}.run(count);
+  }
+  if (to_dtype == Dtype::float32) {
+    return Landing<V, Dtype::float32, kFrom, GradMode::copy>{to, {from}}.run(count);
+  }
+  return Landing<V, kFrom, kFrom, GradMode::copy>{to, {from}}.run(count);
+}
+
+template <class V>
+double land_gradient(void* to, Dtype to_dtype, const void* from, Dtype from_dtype,
+                     std::size_t count, GradMode mode) {
+  check_landing(to_dtype, from_dtype, mode);
+  switch (from_dtype) {
+    case Dtype::float32:
+      return land_with<V, Dtype::float32>(to, to_dtype, from, count, mode);
+    case Dtype::float16:
+      return land_with<V, Dtype::float16>(to, to_dtype, from, count, mode);
+    case Dtype::bfloat16:
+      return land_with<V, Dtype::bfloat16>(to, to_dtype, from, count, mode);
+  }
+  return 0.0;
+}
+
+template <class V>
+constexpr Kernels make_kernels() {
+  return {
+      .update = update<V>, .land_gradient = land_gradient<V>, .split = split<V>, .join = join<V>};
+}
+
+}  // namespace strata
