@@ -5,9 +5,10 @@
 //
 //   auto engine = make_io_engine("auto", &bell, 64, &why);  // io_uring, else libaio, else threads
 //   int file = engine->attach(fd, file_bytes);
-//   engine->submit({.op = IoOp::read, .file = file, .offset = 0, .buffer = p, .bytes = n, .tag =
-//   7}); engine->flush(); std::array<IoCompletion, 16> seen; size_t count = engine->reap(seen); //
-//   never blocks
+//   engine->submit({.op = IoOp::read, .file = file, .buffer = p, .bytes = n, .tag = 7});
+//   engine->flush();
+//   std::array<IoCompletion, 16> seen;
+//   size_t count = engine->reap(seen);                      // never blocks
 #pragma once
 
 #include <cstddef>

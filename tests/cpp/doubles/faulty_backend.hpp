@@ -1,0 +1,159 @@
+// FaultyBackend: wraps a Backend and lets the nth claim, map or copy fail, and copies be late. Each
+// fault names the bug it exists for.
+//
+// Threads: one caller at a time.
+//
+//   FaultyBackend device(std::make_unique<HostBackend>(&bell, CopyEngine::polled),
+//                        {.nth_copy = 3, .polls_late_max = 5, .seed = seed});
+//   ... run; device.fired() says whether the nth operation was reached.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+
+#include "memory/backend.hpp"
+#include "memory/check.hpp"
+
+namespace strata {
+
+// Counted from 1; 0: never.
+struct BackendFaults {
+  // For a session that goes on without its device memory, or leaks what it claimed before.
+  std::uint64_t nth_claim = 0;
+  // For a view whose pages are believed to be mapped when the kernel is out of mappings.
+  std::uint64_t nth_map = 0;
+  // For a mover that takes a ticket that is done for bytes that arrived. The copy's bytes stay
+  // away, its ticket completes, take_error() tells.
+  std::uint64_t nth_copy = 0;
+  // For code that worked because copies on the host are instant: a source that is reused, or a view
+  // that is read, before done(). A late copy reads its source at the end, and done() says false up
+  // to this many times (drawn from `seed` for each copy).
+  std::uint32_t polls_late_max = 0;
+  std::uint64_t seed = 0;
+};
+
+class FaultyBackend final : public Backend {
+ public:
+  FaultyBackend(std::unique_ptr<Backend> inner, BackendFaults faults)
+      : inner_(std::move(inner)), faults_(faults), random_(faults.seed) {}
+
+  // The nth claim, map or copy was reached, and failed.
+  bool fired() const { return fired_; }
+
+  const char* name() const override { return inner_->name(); }
+
+  std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) override {
+    if (strikes(++claims_, faults_.nth_claim)) return injected("claim", Fault::memory);
+    return inner_->claim(frame_count, page_bytes);
+  }
+
+  std::byte* reserve(std::size_t bytes) override { return inner_->reserve(bytes); }
+  void release(std::byte* view, std::size_t bytes) override { inner_->release(view, bytes); }
+
+  std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) override {
+    if (strikes(++maps_, faults_.nth_map)) return injected("map", Fault::memory);
+    return inner_->map(view, page_index, frame);
+  }
+
+  CopyTicket copy_in(FrameId to, const std::byte* from, std::size_t bytes) override {
+    return hold({.frame = to, .in_from = from, .out_to = nullptr, .bytes = bytes});
+  }
+  CopyTicket copy_out(std::byte* to, FrameId from, std::size_t bytes) override {
+    return hold({.frame = from, .in_from = nullptr, .out_to = to, .bytes = bytes});
+  }
+
+  bool done(CopyTicket ticket) override {
+    // Every poll brings the oldest copy nearer, whichever was asked for.
+    if (!held_.empty() && held_.front().polls_left > 0) {
+      --held_.front().polls_left;
+    } else {
+      finish_due();
+    }
+    return finished_ >= static_cast<std::uint64_t>(ticket);
+  }
+  void wait(CopyTicket ticket) override {
+    while (finished_ < static_cast<std::uint64_t>(ticket)) finish_oldest();
+  }
+  std::optional<Error> take_error() override {
+    return error_ ? std::exchange(error_, std::nullopt) : inner_->take_error();
+  }
+
+  void stream_waits(Stream stream, CopyTicket ticket) override {
+    wait(ticket);
+    inner_->stream_waits(stream, CopyTicket{0});
+  }
+  // Work on the host is finished when its call returns: ticket 0 always is.
+  CopyTicket record(Stream stream) override {
+    inner_->wait(inner_->record(stream));
+    return CopyTicket{0};
+  }
+
+ private:
+  struct Held {
+    FrameId frame;
+    const std::byte* in_from;  // one of the two is null
+    std::byte* out_to;
+    std::size_t bytes;
+    std::uint32_t polls_left = 0;
+    bool fails = false;
+  };
+
+  bool strikes(std::uint64_t count, std::uint64_t nth) {
+    if (nth == 0 || count != nth) return false;
+    fired_ = true;
+    return true;
+  }
+
+  static Error injected(const char* what, Fault fault) {
+    Error error;
+    error.fault = fault;
+    error.what = std::string("injected fault of a ") + what;
+    error.tier = Tier::device;
+    return error;
+  }
+
+  CopyTicket hold(Held copy) {
+    copy.fails = strikes(++copies_, faults_.nth_copy);
+    std::uniform_int_distribution<std::uint32_t> polls(0, faults_.polls_late_max);
+    copy.polls_left = polls(random_);
+    held_.push_back(copy);
+    return CopyTicket{copies_};
+  }
+
+  void finish_due() {
+    while (!held_.empty() && held_.front().polls_left == 0) finish_oldest();
+  }
+
+  void finish_oldest() {
+    STRATA_ASSERT(!held_.empty());
+    const Held copy = held_.front();
+    held_.pop_front();
+    ++finished_;
+    if (copy.fails) {
+      error_ = injected("copy", Fault::io);
+    } else if (copy.in_from != nullptr) {
+      inner_->wait(inner_->copy_in(copy.frame, copy.in_from, copy.bytes));
+    } else {
+      inner_->wait(inner_->copy_out(copy.out_to, copy.frame, copy.bytes));
+    }
+  }
+
+  std::unique_ptr<Backend> inner_;
+  BackendFaults faults_;
+  std::mt19937_64 random_;
+  std::deque<Held> held_;  // in the order of their tickets, the first is finished_ + 1
+  std::uint64_t claims_ = 0;
+  std::uint64_t maps_ = 0;
+  std::uint64_t copies_ = 0;    // tickets given
+  std::uint64_t finished_ = 0;  // the last ticket that is done
+  std::optional<Error> error_;
+  bool fired_ = false;
+};
+
+}  // namespace strata

@@ -1,0 +1,71 @@
+// What the tests of engines and stores share: folders that vanish and buffers for direct I/O.
+//
+// Threads: none.
+//
+//   TempFolder folder;                      // below $TMPDIR, else /tmp
+//   AlignedBuffer page(64 * kKiB);
+//   page.fill(7);
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "offload/io_engine.hpp"
+
+namespace strata {
+
+class TempFolder final {
+ public:
+  explicit TempFolder(const std::string& parent = std::filesystem::temp_directory_path())
+      : path_(parent + "/strata-test-XXXXXX") {
+    if (mkdtemp(path_.data()) == nullptr) std::abort();
+  }
+  ~TempFolder() { std::filesystem::remove_all(path_); }
+  TempFolder(const TempFolder&) = delete;
+  TempFolder& operator=(const TempFolder&) = delete;
+
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+class AlignedBuffer final {
+ public:
+  explicit AlignedBuffer(std::size_t bytes)
+      : bytes_(bytes), memory_(static_cast<std::byte*>(std::aligned_alloc(kIoAlignment, bytes))) {
+    fill(0);
+  }
+
+  std::byte* data() { return memory_.get(); }
+  std::size_t size() const { return bytes_; }
+  std::span<std::byte> span() { return {memory_.get(), bytes_}; }
+
+  // Bytes that differ with `seed` and from place to place.
+  void fill(std::uint64_t seed) {
+    for (std::size_t i = 0; i < bytes_; ++i) {
+      memory_.get()[i] = static_cast<std::byte>((seed * 131 + i * 7 + i / 4096) & 0xFF);
+    }
+  }
+  bool operator==(const AlignedBuffer& other) const {
+    return bytes_ == other.bytes_ &&
+           std::equal(memory_.get(), memory_.get() + bytes_, other.memory_.get());
+  }
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  std::size_t bytes_;
+  std::unique_ptr<std::byte, Free> memory_;
+};
+
+}  // namespace strata
