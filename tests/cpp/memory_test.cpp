@@ -1,0 +1,180 @@
+// Units of memory/: slab, pool, doorbell, and what the kernel is asked.
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <fstream>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "memory/doorbell.hpp"
+#include "memory/mapping.hpp"
+#include "memory/pool.hpp"
+#include "memory/slab.hpp"
+
+namespace strata {
+namespace {
+
+// Faults of this process so far that needed a new page.
+long minor_faults() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_minflt;
+}
+
+std::size_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  std::size_t total = 0;
+  std::size_t resident = 0;
+  statm >> total >> resident;
+  return resident * kKernelPageBytes;
+}
+
+TEST(Slab, IsExactAlignedZeroAndThereFromTheStart) {
+  for (const std::size_t bytes : {4 * kKiB, 2 * kMiB, 5 * kMiB + 4 * kKiB, 32 * kMiB}) {
+    const std::size_t before = resident_bytes();
+    const Slab slab(bytes);
+    const auto range = slab.bytes();
+    EXPECT_EQ(range.size(), bytes);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(range.data()) % kHugePageBytes, 0u);
+    // Claimed now, and not more: the C library's own noise is below a quarter of a MiB.
+    EXPECT_LT(resident_bytes() - before, bytes + kMiB / 4);
+    EXPECT_GE(resident_bytes() + kMiB / 4, before + bytes);
+
+    const long faults = minor_faults();
+    EXPECT_TRUE(std::ranges::all_of(range, [](std::byte b) { return b == std::byte{0}; }));
+    for (std::size_t at = 0; at < bytes; at += kKernelPageBytes) range[at] = std::byte{1};
+    EXPECT_LT(minor_faults() - faults, 8) << "the slab was not populated";
+  }
+}
+
+TEST(Slab, GivesItsMemoryBack) {
+  const std::size_t before = resident_bytes();
+  for (int i = 0; i < 4; ++i) const Slab slab(32 * kMiB);
+  EXPECT_LT(resident_bytes(), before + kMiB);
+}
+
+TEST(Slab, RefusesWhatTheMachineDoesNotHave) {
+  try {
+    const Slab slab(std::size_t{1} << 46);
+    FAIL() << "64 TiB were claimed";
+  } catch (const StrataError& error) {
+    EXPECT_EQ(error.error().fault, Fault::memory);
+    EXPECT_EQ(error.error().tier, Tier::host);
+    EXPECT_NE(error.error().text().find("70368744177664 bytes asked"), std::string::npos);
+  }
+}
+
+TEST(Slab, LocksWhereItMayAndSaysSoWhereNot) {
+  EXPECT_FALSE(Slab(kMiB).locked());
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &limit), 0);
+  const Slab slab(64 * kKiB, Locking::wanted);
+  if (limit.rlim_cur >= kMiB) {
+    EXPECT_TRUE(slab.locked());
+  }
+  slab.bytes()[0] = std::byte{1};  // usable either way
+}
+
+TEST(Mapping, AvailableIsLessThanTheMachine) {
+  const std::size_t available = host_bytes_available();
+  EXPECT_GT(available, 16 * kMiB);
+  EXPECT_LT(available, std::size_t{1} << 46);
+  // And it sees what is claimed, within the noise of other processes.
+  const Slab slab(256 * kMiB);
+  EXPECT_LT(host_bytes_available(), available + 64 * kMiB);
+}
+
+TEST(Mapping, PopulateKeepsContents) {
+  const Slab slab(64 * kKiB);
+  slab.bytes()[kKernelPageBytes] = std::byte{9};
+  EXPECT_EQ(populate(slab.bytes().data(), slab.bytes().size()), 0);
+  EXPECT_EQ(slab.bytes()[kKernelPageBytes], std::byte{9});
+}
+
+TEST(Pool, HandsOutEveryFrameOnceAndSaysWhenEmpty) {
+  Pool pool(4, kPageBytesMin);
+  std::set<FrameId> seen;
+  for (int i = 0; i < 4; ++i) seen.insert(pool.acquire().value());
+  EXPECT_EQ(seen.size(), 4u);
+  EXPECT_EQ(*seen.rbegin(), FrameId{3});
+  EXPECT_FALSE(pool.acquire());
+  EXPECT_EQ(pool.used(), 4u);
+}
+
+TEST(Pool, TheLastReleasedIsTheFirstAcquired) {
+  Pool pool(4, kPageBytesMin);
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(pool.acquire());
+  pool.release(FrameId{2});
+  pool.release(FrameId{0});
+  EXPECT_EQ(pool.acquire(), FrameId{0});
+  EXPECT_EQ(pool.acquire(), FrameId{2});
+}
+
+TEST(Pool, AddressesAreFramesApart) {
+  const Slab slab(4 * kPageBytesMin);
+  const Pool pool(4, kPageBytesMin, slab.bytes().data());
+  EXPECT_EQ(pool.address(FrameId{0}), slab.bytes().data());
+  EXPECT_EQ(pool.address(FrameId{3}), slab.bytes().data() + 3 * kPageBytesMin);
+}
+
+TEST(Pool, CountsHoldUnderRandomUse) {
+  constexpr std::uint32_t kCapacity = 37;
+  const std::uint64_t seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  Pool pool(kCapacity, kPageBytesMin);
+  std::vector<FrameId> mine;
+  std::uint32_t peak = 0;
+  for (int i = 0; i < 5000; ++i) {
+    if (random() % 2 == 0) {
+      const auto frame = pool.acquire();
+      ASSERT_EQ(frame.has_value(), mine.size() < kCapacity);
+      if (frame) mine.push_back(*frame);
+    } else if (!mine.empty()) {
+      std::swap(mine[random() % mine.size()], mine.back());
+      pool.release(mine.back());
+      mine.pop_back();
+    }
+    peak = std::max(peak, static_cast<std::uint32_t>(mine.size()));
+    ASSERT_EQ(pool.used(), mine.size());
+    ASSERT_EQ(pool.used() + pool.free_count(), pool.capacity());
+    ASSERT_EQ(pool.peak(), peak);
+  }
+}
+
+TEST(PoolDeathTest, MisuseDies) {
+  Pool pool(2, kPageBytesMin);
+  const FrameId frame = pool.acquire().value();
+  pool.release(frame);
+  EXPECT_DEATH(pool.release(frame), "taken");
+  EXPECT_DEATH(pool.release(FrameId{2}), "capacity");
+  EXPECT_DEATH(pool.address(FrameId{0}), "base_");
+}
+
+TEST(Doorbell, RingsAreRememberedAndCleared) {
+  Doorbell bell;
+  EXPECT_FALSE(bell.wait(0));
+  bell.ring();
+  bell.ring();
+  EXPECT_TRUE(bell.wait(0));
+  EXPECT_FALSE(bell.wait(0));
+}
+
+TEST(Doorbell, WakesASleeper) {
+  Doorbell bell;
+  std::thread ringer([&bell] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    bell.ring();
+  });
+  EXPECT_TRUE(bell.wait(-1));
+  ringer.join();
+}
+
+}  // namespace
+}  // namespace strata
