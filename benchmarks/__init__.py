@@ -1,0 +1,1 @@
+"""Measurements, each against its physical bound: ``./dev bench NAME [--json FILE]``."""

@@ -1,0 +1,91 @@
+"""The command line: ``python -m benchmarks NAME [--json FILE]``."""
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from .common import ROOT, BenchError, Context, Figure, as_json, print_table
+
+# Each module has run(context), which yields figures.
+BENCHES = {
+    "equal": "the same bits under any budgets, page size, I/O engine and workers",
+    "step": "step time against plain PyTorch: all resident, state in host memory, state on the SSD",
+    "io-bound": "SSD bandwidth of a step with little computation, against fio",
+    "adam": "the optimizer kernel against torch's and against a loop over the same bytes",
+    "capacity": "the largest Llama that trains within 2 GiB of memory and 20 GB of SSD",
+    "wrap": "what a wrapped module costs when its parameters are there already",
+}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(prog="./dev bench", description="Measures strata.")
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(BENCHES)}; all; or list")
+    parser.add_argument("--json", metavar="FILE", help="keep the figures as JSON lines; -: stdout")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
+    parser.add_argument("--rounds", type=int, help="turns of every side (5; quick: 1)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--ssd-path", type=Path, default=ROOT / "build", help="folder on the disk to measure"
+    )
+    options = parser.parse_args(arguments)
+    known = [*BENCHES, "all", "list"]
+    if options.name not in known:
+        near = difflib.get_close_matches(options.name, known, n=1, cutoff=0.0)[0]
+        parser.error(f"unknown bench {options.name!r}; did you mean {near!r}?")
+    if options.rounds is not None and options.rounds < 1:
+        parser.error("--rounds: at least 1")
+    if not options.ssd_path.is_dir():
+        parser.error(f"--ssd-path: {options.ssd_path} is not a folder")
+    return options
+
+
+def run_bench(name: str, context: Context) -> Iterator[Figure]:
+    """All figures of one bench."""
+    print(f"{name}: {BENCHES[name]}", file=sys.stderr, flush=True)
+    module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+    return module.run(context)
+
+
+def open_sink(target: str | None) -> contextlib.AbstractContextManager[TextIO | None]:
+    """Where JSON lines go, if anywhere."""
+    if target is None or target == "-":
+        return contextlib.nullcontext(sys.stdout if target else None)
+    return open(target, "w")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs what was asked for; 1 where one could not run (a missed target is a figure)."""
+    options = parse(arguments)
+    if options.name == "list":
+        for name, purpose in BENCHES.items():
+            print(f"{name:10} {purpose}")
+        return 0
+    rounds = options.rounds or (1 if options.quick else 5)
+    context = Context(options.quick, options.seed, rounds, options.ssd_path.resolve())
+    figures: list[Figure] = []
+    status = 0
+    with open_sink(options.json) as sink:
+        for name in BENCHES if options.name == "all" else [options.name]:
+            try:
+                for figure in run_bench(name, context):
+                    figures.append(figure)
+                    if sink:  # at once: what was measured survives what comes after
+                        print(as_json(figure, context.seed), file=sink, flush=True)
+            except BenchError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                status = 1
+    if figures:
+        print_table(figures, context.seed, Console(stderr=options.json == "-"))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

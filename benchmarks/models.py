@@ -1,0 +1,46 @@
+"""Llamas to measure with, and tokens to feed them."""
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 8192
+
+
+def llama_config(hidden: int, layers: int, vocabulary: int = VOCABULARY) -> LlamaConfig:
+    """A Llama with heads of 64, a feed-forward of 21/8 of the width and an untied head."""
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 21 // 8,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 64),
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+def parameter_count(hidden: int, layers: int, vocabulary: int = VOCABULARY) -> int:
+    """Parameters of llama_config(...), without building it."""
+    block = 4 * hidden * hidden + 3 * hidden * (hidden * 21 // 8) + 2 * hidden
+    return layers * block + 2 * vocabulary * hidden + hidden
+
+
+def llama(config: LlamaConfig, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The model in training mode, the same for the same seed."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).to(dtype)
+    return model.train()
+
+
+def llama_166m(seed: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The model of the step bench: 166.2 M parameters."""
+    return llama(llama_config(1024, 12), dtype, seed)
+
+
+def tokens(count: int, seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """A batch of one sequence of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (1, count), generator=generator)
