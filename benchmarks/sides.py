@@ -79,9 +79,7 @@ class Paged:
     @property
     def session(self) -> Any:
         """The core's session behind the model."""
-        from strata.paged import paged_model
-
-        return paged_model(self.model).session
+        return session_of(self.model)
 
     def step(self) -> float:
         """Forward, backward, update (which goes on behind the caller's back). Returns the loss."""
@@ -94,6 +92,13 @@ class Paged:
     def close(self) -> None:
         """Stops the threads, removes the files, frees the memory."""
         self.session.close()
+
+
+def session_of(model: nn.Module) -> Any:
+    """The core's session behind a wrapped model."""
+    from strata.wrapped import wrapped
+
+    return wrapped(model).session
 
 
 def steady_step(side: Side) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .common import MIB, Context, Figure, seconds_of
+from .sides import session_of
 
 TARGET_MICROSECONDS = 50.0
 
@@ -52,14 +53,13 @@ def microseconds(work: Callable[[], Any], calls: int, rounds: int) -> float:
 def run(context: Context) -> Iterator[Figure]:
     """Yields microseconds of enter+leave in the core, and of a module call with hooks."""
     import strata
-    from strata.paged import paged_model
 
     calls, rounds = (100, 1) if context.quick else (10_000, context.rounds)
     bare = Model()
     model: nn.Module = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     model, _ = strata.wrap(model, optimizer, memory={"device": 8 * MIB, "host": 8 * MIB})
-    session = paged_model(model).session
+    session = session_of(model)
     try:
 
         def pair() -> None:

@@ -1,0 +1,130 @@
+"""What the benches share. The benches themselves are run by hand, never as timed tests."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import __main__ as command
+from benchmarks import capacity, common, models
+from benchmarks.common import Figure
+
+
+def test_list_names_every_bench(capsys):
+    assert command.main(["list"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["equal", "step", "io-bound", "adam", "capacity", "wrap"]
+
+
+@pytest.mark.parametrize("name", command.BENCHES)
+def test_every_bench_has_a_module(name):
+    path = common.ROOT / "benchmarks" / f"{name.replace('-', '_')}.py"
+    assert "def run(context: Context) -> Iterator[Figure]:" in path.read_text()
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(capsys):
+    with pytest.raises(SystemExit) as refused:
+        command.main(["capasity"])
+    assert refused.value.code == 2
+    assert "did you mean 'capacity'?" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_missing_is_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        command.main(["step", "--ssd-path", str(tmp_path / "missing")])
+    assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def two_figures(monkeypatch):
+    """The bench "wrap", replaced by one that yields a figure and then cannot go on."""
+
+    def run_bench(name, context):
+        yield Figure(name, "cost", 40.0, "µs", target=50, bound=1.0)
+        yield Figure(name, "speed", float(context.seed), "%", target=90, better="higher")
+        raise common.BenchError("the disk is on fire")
+
+    monkeypatch.setattr(command, "run_bench", run_bench)
+
+
+def test_figures_measured_before_a_failure_are_kept(two_figures, tmp_path, capsys):
+    kept = tmp_path / "figures.jsonl"
+    assert command.main(["wrap", "--json", str(kept), "--seed", "7"]) == 1
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [line["value"] for line in lines] == [40.0, 7.0]
+    keys = {"bench", "metric", "value", "unit", "target", "bound", "machine", "commit", "seed"}
+    assert all(keys <= line.keys() for line in lines)
+    assert lines[0]["seed"] == 7
+    assert "the disk is on fire" in capsys.readouterr().err
+
+
+def test_json_to_stdout_leaves_the_table_to_stderr(two_figures, capsys):
+    command.main(["wrap", "--json", "-"])
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["metric"] for line in out.splitlines()] == ["cost", "speed"]
+    assert "≤ 50" in err
+
+
+def test_the_table_says_what_was_reached():
+    text = io.StringIO()
+    figures = [
+        Figure("a", "fast", 40.0, "µs", target=50),
+        Figure("a", "slow", 60.0, "µs", target=50),
+        Figure("a", "large", 95.0, "%", target=90, better="higher"),
+        Figure("a", "plain", 1.0, "s"),
+    ]
+    common.print_table(figures, 0, Console(file=text, width=160))
+    rows = {
+        line.split("│")[2].strip(): line for line in text.getvalue().splitlines() if "│" in line
+    }
+    assert "reached" in rows["fast"]
+    assert "missed" in rows["slow"]
+    assert "reached" in rows["large"]
+    assert "≥ 90" in rows["large"]
+    assert "reached" not in rows["plain"]
+
+
+def test_sides_take_turns_and_each_begins_a_round():
+    order = []
+
+    def side(name):
+        return lambda: order.append(name) or float(len(order))
+
+    taken = common.take_turns({name: side(name) for name in "abc"}, 3, lambda text: None)
+    assert "".join(order) == "abc" + "bca" + "cab"
+    assert taken["a"] == [1.0, 6.0, 8.0]
+
+
+def test_a_slow_round_does_not_tilt_the_ratio():
+    assert common.median_ratio([2.0, 200.0, 2.2], [1.0, 100.0, 1.0]) == 2.0
+
+
+def test_parameters_are_counted_as_transformers_counts_them():
+    model = models.llama(models.llama_config(128, 3, 256), torch.float32, seed=0)
+    assert models.parameter_count(128, 3, 256) == sum(p.numel() for p in model.parameters())
+    assert 165e6 < models.parameter_count(1024, 12) < 167e6
+
+
+def test_the_capacity_search_finds_the_edge(monkeypatch):
+    def fits(side, shape, context, run):
+        return models.parameter_count(*shape) <= 300e6
+
+    monkeypatch.setattr(capacity, "attempt", fits)
+    context = common.Context(quick=False, seed=0, rounds=1, ssd_path=Path())
+    found = capacity.largest("strata", context, run=None)
+    assert 270e6 <= found <= 300e6
+    monkeypatch.setattr(capacity, "attempt", lambda *_: False)
+    assert capacity.largest("strata", context, run=None) == 0
+
+
+@pytest.mark.parametrize("parameters", [10e6, 100e6, 1e9])
+def test_shapes_have_about_the_parameters_asked_for(parameters):
+    assert models.parameter_count(*capacity.shape_for(parameters)) == pytest.approx(
+        parameters, rel=0.1
+    )
