@@ -59,6 +59,7 @@ void pack(const Config& config, Layout& layout) {
     const std::uint32_t at = segment_of.at(Key{index(spec.unit), !spec.trainable, spec.dtype});
     Segment& segment = layout.segments[at];
     layout.places.push_back({at, segment.elements});
+    layout.numel.push_back(spec.numel);
     segment.params.push_back(id);
     segment.elements += round_up(spec.numel, kParamAlign);
   }

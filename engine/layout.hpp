@@ -70,10 +70,12 @@ struct Piece {
 
 struct Layout {
   std::size_t page_bytes = 0;
+  bool accumulate = false;              // gradients are float32
   std::uint32_t page_count = 0;
   std::vector<Segment> segments;
   std::vector<Chunk> chunks;
   std::vector<Place> places;            // by parameter
+  std::vector<std::size_t> numel;       // by parameter
   std::vector<UnitLayout> units;
   std::vector<std::uint32_t> chunk_of;  // by page
   std::vector<Role> role_of;            // by page
@@ -87,7 +89,6 @@ struct Layout {
   // Elements of `role` that one page holds.
   std::size_t elements_per_page(const Chunk& chunk, Role role) const;
   std::size_t element_bytes(const Chunk& chunk, Role role) const;
-  bool accumulate = false;
 };
 
 // The largest run of elements that lies within one page of every role, for every page size: pieces

@@ -154,6 +154,17 @@ void Executor::end_step() {
   want_uses(0);
 }
 
+std::vector<UnitId> Executor::order() const {
+  std::vector<UnitId> units;
+  for (const UnitId unit : plan_.uses) {
+    if (!contains(units, unit)) units.push_back(unit);
+  }
+  for (std::uint32_t unit = 0; unit < units_.size(); ++unit) {
+    if (!contains(units, UnitId{unit})) units.push_back(UnitId{unit});
+  }
+  return units;
+}
+
 void Executor::adopt_plan(Plan plan) {
   if (!plan.feasible) return;
   plan_ = std::move(plan);

@@ -59,7 +59,8 @@ class Executor final {
   void pin(UnitId unit);
   // The unit's frames may go once work submitted so far on `stream` is finished.
   void leave(UnitId unit, Stream stream);
-  std::uint32_t pins(UnitId unit) const { return state_[index(unit)].pins; }
+  // The frame that holds the page. REQUIRES: its unit is pinned.
+  FrameId frame_of(PageId page) const { return page_state(page).frame; }
 
   // The step is over: its trace becomes the plan, if there is none or it fits no longer.
   void end_step();
@@ -67,9 +68,13 @@ class Executor final {
   bool turn();
   void arrived(const Arrival& arrival);
 
+  // Somebody waits for pages, or will: the pump has something to do.
+  bool wants_work() const { return !demanded_.empty() || !wanted_.empty() || fetching_ != 0; }
   // A mapping that the backend refused; the session ends with it.
   const std::optional<Error>& failure() const { return failure_; }
   const Plan& plan() const { return plan_; }
+  // Units in the order in which the next step is expected to use them first.
+  std::vector<UnitId> order() const;
   const ExecutorCounters& counters() const { return counters_; }
   std::uint32_t frames_used() const { return frames_used_; }
 

@@ -17,7 +17,6 @@ constexpr Ends ends(Link link) {
     case Link::read: return {Tier::ssd, Tier::host};
     case Link::write: return {Tier::host, Tier::ssd};
     case Link::upload: return {Tier::host, Tier::device};
-    case Link::download: return {Tier::device, Tier::host};
   }
   return {Tier::host, Tier::host};
 }
@@ -29,7 +28,6 @@ const char* name(Link link) {
     case Link::read: return "ssd to host";
     case Link::write: return "host to ssd";
     case Link::upload: return "host to device";
-    case Link::download: return "device to host";
   }
   return "?";
 }
@@ -92,17 +90,6 @@ void Mover::upload(PageId page, FrameId to) {
   const std::uint32_t slot = start(Link::upload, page);
   table_.begin_fill(page, Tier::device, index(to), table_.newest(page));
   transfers_[slot].ticket = backend_.copy_in(to, host_bytes(page), host_.page_bytes());
-  copies_.push_back(slot);
-}
-
-void Mover::download(PageId page) {
-  STRATA_ASSERT(table_.copy(page, Tier::host).state == CopyState::valid);
-  const std::uint32_t place = table_.drop(page, Tier::host);
-  const std::uint32_t slot = start(Link::download, page);
-  table_.begin_fill(page, Tier::host, place, table_.newest(page));
-  const FrameId from{table_.copy(page, Tier::device).place};
-  transfers_[slot].ticket =
-      backend_.copy_out(host_.address(FrameId{place}), from, host_.page_bytes());
   copies_.push_back(slot);
 }
 

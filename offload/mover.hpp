@@ -21,8 +21,8 @@
 
 namespace strata {
 
-enum class Link : std::uint8_t { read, write, upload, download };
-inline constexpr std::size_t kLinkCount = 4;
+enum class Link : std::uint8_t { read, write, upload };
+inline constexpr std::size_t kLinkCount = 3;
 const char* name(Link link);
 
 struct Arrival {
@@ -41,11 +41,10 @@ class Mover final {
   bool full() const { return free_.empty(); }
   bool idle() const { return free_.size() == transfers_.size(); }
 
-  // REQUIRES of all four: not full(); the source is readable, and the newest.
+  // REQUIRES of all three: not full(); the source is readable, and the newest.
   void read(PageId page, FrameId to);      // ssd → host
   void write(PageId page);                 // host → ssd
   void upload(PageId page, FrameId to);    // host → device; replaces a stale device copy in `to`
-  void download(PageId page);              // device → host; new contents of a current host copy
 
   // Reaps, and appends what finished. True when anything moved.
   bool turn(std::vector<Arrival>& out);
@@ -76,7 +75,7 @@ class Mover final {
   std::vector<SlotId> slot_of_;
   std::vector<Transfer> transfers_;
   std::vector<std::uint32_t> free_;
-  std::vector<std::uint32_t> copies_;  // uploads and downloads in flight, in ticket order
+  std::vector<std::uint32_t> copies_;  // uploads in flight, in ticket order
   std::vector<StoreCompletion> done_;
   std::array<std::uint64_t, kLinkCount> bytes_{};
   std::array<std::uint32_t, kLinkCount> in_flight_{};

@@ -1,0 +1,333 @@
+// The Python module strata._core: dictionaries in, dictionaries out, and the session between. What
+// each name means is written in bindings/strata/_core.pyi. Methods that may wait release the GIL.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <thread>
+
+#include "dlpack.hpp"
+#include "engine/session.hpp"
+
+namespace py = pybind11;
+
+namespace strata {
+namespace {
+
+template <typename T>
+T field(const py::dict& dict, const char* key) {
+  if (!dict.contains(key)) throw py::key_error(std::string("config lacks ") + key);
+  return dict[key].cast<T>();
+}
+
+Dtype parse_dtype(const std::string& text) {
+  for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
+    if (text == name(dtype)) return dtype;
+  }
+  throw py::value_error("unknown dtype " + text);
+}
+
+Kind parse_kind(const std::string& text) {
+  if (text == "master") return Kind::master;
+  if (text == "moment1") return Kind::moment1;
+  if (text == "moment2") return Kind::moment2;
+  if (text == "grad") return Kind::grad;
+  throw py::value_error("unknown kind " + text);
+}
+
+Hyper parse_group(const py::dict& group) {
+  const auto rule = field<std::string>(group, "rule");
+  Hyper hyper;
+  hyper.rule = rule == "adamw" ? Rule::adamw : rule == "adam" ? Rule::adam : Rule::sgd;
+  hyper.lr = field<double>(group, "lr");
+  hyper.beta1 = field<double>(group, "beta1");
+  hyper.beta2 = field<double>(group, "beta2");
+  hyper.eps = field<double>(group, "eps");
+  hyper.weight_decay = field<double>(group, "weight_decay");
+  hyper.momentum = field<double>(group, "momentum");
+  hyper.dampening = field<double>(group, "dampening");
+  hyper.nesterov = field<bool>(group, "nesterov");
+  hyper.maximize = field<bool>(group, "maximize");
+  return hyper;
+}
+
+std::vector<Hyper> parse_groups(const py::list& groups) {
+  std::vector<Hyper> out;
+  for (const py::handle& group : groups) out.push_back(parse_group(group.cast<py::dict>()));
+  return out;
+}
+
+Config parse_config(const py::dict& dict) {
+  Config config;
+  for (const py::handle& item : field<py::list>(dict, "params")) {
+    const auto spec = item.cast<py::dict>();
+    ParamSpec param;
+    param.name = field<std::string>(spec, "name");
+    param.numel = field<std::size_t>(spec, "numel");
+    param.dtype = parse_dtype(field<std::string>(spec, "dtype"));
+    param.trainable = field<bool>(spec, "trainable");
+    param.unit = UnitId{field<std::uint32_t>(spec, "unit")};
+    param.group = field<std::uint32_t>(spec, "group");
+    config.params.push_back(std::move(param));
+  }
+  config.units = field<std::vector<std::string>>(dict, "units");
+  config.groups = parse_groups(field<py::list>(dict, "groups"));
+  config.page_bytes = field<std::size_t>(dict, "page_bytes");
+  config.device_bytes = field<std::size_t>(dict, "device_bytes");
+  config.host_bytes = field<std::size_t>(dict, "host_bytes");
+  config.ssd_bytes = field<std::size_t>(dict, "ssd_bytes");
+  config.ssd_paths = field<std::vector<std::string>>(dict, "ssd_paths");
+  config.io_engine = field<std::string>(dict, "io_engine");
+  config.workers = field<int>(dict, "workers");
+  config.accumulate = field<bool>(dict, "accumulate");
+  if (dict.contains("session_name")) config.session_name = field<std::string>(dict, "session_name");
+  return config;
+}
+
+// "host", "ssd", or "mixed"; "none" where the unit has no such pages.
+std::string tier_text(const Residence& home, std::size_t unit, bool (*wanted)(Role)) {
+  bool host = false, ssd = false;
+  for (const std::uint32_t id : home.layout.units[unit].chunks) {
+    for (std::size_t r = 0; r < kRoleCount; ++r) {
+      if (!wanted(static_cast<Role>(r))) continue;
+      const PageRun& run = home.layout.chunks[id].roles[r];
+      for (std::uint32_t i = 0; i < run.count; ++i) {
+        (home.tier[index(run.first) + i] == Tier::host ? host : ssd) = true;
+      }
+    }
+  }
+  return host && ssd ? "mixed" : host ? "host" : ssd ? "ssd" : "none";
+}
+
+py::dict plan_dict(const Config& config, const Residence& home) {
+  const std::size_t page = home.layout.page_bytes;
+  py::list units;
+  for (std::size_t u = 0; u < config.units.size(); ++u) {
+    std::size_t elements = 0;
+    for (const ParamSpec& spec : config.params) {
+      if (index(spec.unit) == u) elements += spec.numel;
+    }
+    py::dict unit;
+    unit["name"] = config.units[u];
+    unit["params"] = elements;
+    unit["param_bytes"] = home.layout.units[u].pages.size() * page;
+    unit["param_tier"] = tier_text(home, u, [](Role role) { return role == Role::param; });
+    unit["grad_tier"] = tier_text(home, u, [](Role role) { return role == Role::grad; });
+    unit["state_tier"] = tier_text(
+        home, u, [](Role role) { return role != Role::param && role != Role::grad; });
+    units.append(unit);
+  }
+  py::dict plan;
+  plan["page_bytes"] = page;
+  plan["device_bytes"] = home.device_frames * page;
+  plan["host_bytes"] = home.host_frames * page;
+  plan["ssd_bytes"] = home.slots * page;
+  plan["staging_bytes"] = home.staging_frames * page;
+  plan["device_bytes_min"] = home.device_frames_min * page;
+  plan["units"] = units;
+  return plan;
+}
+
+py::dict stats_dict(const SessionStats& stats) {
+  py::dict out;
+  for (std::size_t link = 0; link < kLinkCount; ++link) {
+    out[py::str(std::string(name(static_cast<Link>(link))) + " bytes")] = stats.link_bytes[link];
+  }
+  out["waited_s"] = stats.waited_s;
+  out["device_bytes"] = stats.device_bytes;
+  out["device_bytes_peak"] = stats.device_bytes_peak;
+  out["device_bytes_budget"] = stats.device_bytes_budget;
+  out["host_bytes"] = stats.host_bytes;
+  out["staging_bytes"] = stats.staging_bytes;
+  out["ssd_bytes"] = stats.ssd_bytes;
+  out["steps"] = stats.steps;
+  out["steps_skipped"] = stats.steps_skipped;
+  out["chunks_updated"] = stats.chunks_updated;
+  out["mappings"] = stats.mappings;
+  out["plans"] = stats.plans;
+  out["deviations"] = stats.deviations;
+  out["lookahead"] = stats.lookahead;
+  out["io_retries"] = stats.io_retries;
+  out["worker_busy_s"] = stats.worker_busy_s;
+  out["host_locked"] = stats.host_locked;
+  out["backend"] = stats.backend;
+  out["io_engine"] = stats.io_engine;
+  out["io_engine_why"] = stats.io_engine_why;
+  out["isa"] = stats.isa;
+  return out;
+}
+
+const char* fault_name(Fault fault) {
+  switch (fault) {
+    case Fault::io: return "io";
+    case Fault::short_read: return "short_read";
+    case Fault::corrupt: return "corrupt";
+    case Fault::no_space: return "no_space";
+    case Fault::memory: return "memory";
+    case Fault::config: return "config";
+    case Fault::cancelled: return "cancelled";
+  }
+  return "io";
+}
+
+void set_python_error(const py::object& type, const Error& error) {
+  py::object raised = type(error.text());
+  raised.attr("fault") = fault_name(error.fault);
+  raised.attr("errno") = error.errno_value;
+  raised.attr("unit") = error.unit;
+  raised.attr("page") = error.page == kNoPage ? -1 : static_cast<long>(index(error.page));
+  raised.attr("tier") = name(error.tier);
+  raised.attr("path") = error.path;
+  raised.attr("offset") = error.offset;
+  PyErr_SetObject(type.ptr(), raised.ptr());
+}
+
+py::capsule tensor_capsule(const Session& session, std::uint32_t param) {
+  const ParamSpec& spec = session.config().params.at(param);
+  auto* managed = dlpack::make(session.device_address(param), spec.numel, spec.dtype);
+  // A consumer renames the capsule and calls the deleter itself; an unconsumed one frees here.
+  return py::reinterpret_steal<py::capsule>(
+      PyCapsule_New(managed, dlpack::kCapsuleName, [](PyObject* capsule) {
+        if (!PyCapsule_IsValid(capsule, dlpack::kCapsuleName)) return;
+        auto* tensor = static_cast<dlpack::ManagedTensor*>(
+            PyCapsule_GetPointer(capsule, dlpack::kCapsuleName));
+        tensor->deleter(tensor);
+      }));
+}
+
+template <typename T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);  // tensor.data_ptr() on the Python side
+}
+
+Isa parse_isa(const std::string& text) {
+  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+    if (text == name(isa)) return isa;
+  }
+  return best_isa();
+}
+
+// Runs one span, cut among threads; what a session does chunk by chunk, for tests and benchmarks.
+void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
+  const auto cut = [&](int part) {
+    const std::size_t each = round_up(ceil_div(whole.count, static_cast<std::size_t>(threads)), 64);
+    const std::size_t first = std::min(whole.count, each * static_cast<std::size_t>(part));
+    const auto shift = [&](auto* base, std::size_t bytes) {
+      using Bytes = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(base)>>,
+                                       const std::byte, std::byte>;
+      if (base == nullptr) return base;
+      return static_cast<decltype(base)>(
+          static_cast<void*>(const_cast<std::byte*>(reinterpret_cast<Bytes*>(base)) + first * bytes));
+    };
+    UpdateSpan span = whole;
+    span.count = std::min(each, whole.count - first);
+    span.param = shift(whole.param, size_of(whole.dtype));
+    span.master = shift(whole.master, whole.dtype == Dtype::float16 ? 4 : 2);
+    span.moment1 = shift(whole.moment1, 4);
+    span.moment2 = shift(whole.moment2, 4);
+    span.grad = shift(whole.grad, size_of(whole.grad_dtype));
+    chosen.update(span);
+  };
+  std::vector<std::thread> team;
+  for (int part = 1; part < threads; ++part) team.emplace_back(cut, part);
+  cut(0);
+  for (std::thread& thread : team) thread.join();
+}
+
+py::dict step(Session& session, const py::list& groups, double max_norm, double grad_divisor,
+              bool skip_nonfinite) {
+  std::vector<Hyper> hypers = parse_groups(groups);
+  StepResult result;
+  {
+    const py::gil_scoped_release release;
+    result = session.step(std::move(hypers), {max_norm, grad_divisor, skip_nonfinite});
+  }
+  py::dict out;
+  out["norm"] = result.norm;
+  out["finite"] = result.finite;
+  out["skipped"] = result.skipped;
+  return out;
+}
+
+void bind_session(py::module_& module) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Session>(module, "Session")
+      .def(py::init([](const py::dict& dict) {
+        const Config config = parse_config(dict);
+        const py::gil_scoped_release release;
+        return std::make_unique<Session>(config);
+      }))
+      .def_property_readonly(
+          "plan", [](const Session& s) { return plan_dict(s.config(), s.residence()); })
+      .def("tensor", &tensor_capsule)
+      .def("write", [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
+                       std::uintptr_t address, std::size_t count) {
+        const Kind parsed = parse_kind(kind);
+        const py::gil_scoped_release release;
+        s.write(param, parsed, offset, pointer<const float>(address), count);
+      })
+      .def("read", [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
+                      std::uintptr_t address, std::size_t count) {
+        const Kind parsed = parse_kind(kind);
+        const py::gil_scoped_release release;
+        s.read(param, parsed, offset, pointer<float>(address), count);
+      })
+      .def("enter", [](Session& s, std::uint32_t unit, bool backward, bool recorded) {
+        const py::gil_scoped_release release;
+        s.enter(UnitId{unit}, backward, recorded);
+      }, py::arg("unit"), py::arg("backward"), py::arg("recorded") = true)
+      .def("leave", [](Session& s, std::uint32_t unit) { s.leave(UnitId{unit}); }, Release())
+      .def("resident", [](Session& s, std::uint32_t unit) { return s.resident(UnitId{unit}); },
+           Release())
+      .def("device_written", &Session::device_written, Release())
+      .def("land_gradient", [](Session& s, std::uint32_t param, std::uintptr_t address,
+                               const std::string& dtype) {
+        const Dtype parsed = parse_dtype(dtype);
+        const py::gil_scoped_release release;
+        s.land_gradient(param, pointer<const void>(address), parsed);
+      })
+      .def("drop_gradients", [](Session& s) { s.drop_gradients(); }, Release())
+      .def("gradient_count", &Session::gradient_count, Release())
+      .def("step", &step)
+      .def("param_step", &Session::step_of, Release())
+      .def("set_param_step", &Session::set_step, Release())
+      .def("synchronize", &Session::synchronize, Release())
+      .def("stats", [](Session& s) { return stats_dict(s.stats()); })
+      .def("close", &Session::close, Release());
+}
+
+}  // namespace
+}  // namespace strata
+
+PYBIND11_MODULE(_core, module) {
+  using namespace strata;
+  module.doc() = "The C++ core of strata: pages over device memory, host memory and SSD.";
+  static py::exception<StrataError> raised(module, "StrataError", PyExc_RuntimeError);
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const StrataError& error) {
+      set_python_error(raised, error.error());
+    }
+  });
+  bind_session(module);
+  module.def("plan", [](const py::dict& dict) {
+    const Config config = parse_config(dict);
+    return plan_dict(config, choose_residence(config));
+  });
+  module.def("update_span", [](const py::dict& group, const std::string& dtype,
+                               const std::string& grad_dtype, std::size_t count,
+                               std::uintptr_t param, std::uintptr_t master, std::uintptr_t moment1,
+                               std::uintptr_t moment2, std::uintptr_t grad, std::int64_t step,
+                               double grad_scale, int threads, const std::string& isa) {
+    const Hyper hyper = parse_group(group);
+    const UpdateSpan span{parse_dtype(dtype),      parse_dtype(grad_dtype),
+                          count,                   pointer<void>(param),
+                          pointer<void>(master),   pointer<float>(moment1),
+                          pointer<float>(moment2), pointer<const void>(grad),
+                          &hyper,                  step,
+                          static_cast<float>(grad_scale)};
+    const Kernels& chosen = kernels(parse_isa(isa));
+    const py::gil_scoped_release release;
+    update_span(chosen, span, std::max(1, threads));
+  });
+}

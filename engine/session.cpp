@@ -1,0 +1,319 @@
+#include "engine/session.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <utility>
+
+#include "memory/check.hpp"
+#include "memory/host_backend.hpp"
+#include "offload/make_engine.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::uint32_t kTransfersMax = 64;
+constexpr std::uint32_t kFetchesMax = 16;
+constexpr std::uint32_t kIoDepth = 64;
+// The pump looks around this often even when nobody rang.
+constexpr int kPumpPeriodMs = 100;
+constexpr auto kStuckAfter = std::chrono::seconds(120);
+constexpr int kStuckIdleTurns = 1'000'000;
+
+// Staging frames that fetches may hold, so that chunks and the session's own accesses (two pages)
+// always find theirs: see Note [Staging cannot deadlock].
+std::uint32_t fetches_for(const Residence& home) {
+  if (home.staging_frames == 0) return kFetchesMax;
+  STRATA_ASSERT(home.staging_frames >= home.chunk_frames_max + 3);
+  return std::clamp((home.staging_frames - home.chunk_frames_max - 2) / 2, 1U, kFetchesMax);
+}
+
+}  // namespace
+
+Session::Session(const Config& config, SessionParts parts)
+    : config_(config),
+      home_(choose_residence(config)),
+      kernels_(kernels(best_isa())),
+      landed_(config.params.size(), 0),
+      sum_squares_(config.params.size(), 0.0),
+      waited_ns_(config.units.size(), 0),
+      idle_(std::move(parts.idle)) {
+  for (const ParamSpec& spec : config_.params) group_of_.push_back(spec.group);
+  claim(parts);
+  build_core();
+  if (!idle_) pump_ = std::thread([this] { pump(); });
+}
+
+void Session::claim(SessionParts& parts) {
+  const std::size_t page = home_.layout.page_bytes;
+  slab_ = std::make_unique<Slab>(home_.host_frames * page, Locking::wanted);
+  host_ = std::make_unique<Pool>(home_.host_frames, page, slab_->bytes().data());
+  backend_ = std::move(parts.backend);
+  if (!backend_) backend_ = std::make_unique<HostBackend>(&bell_);
+  if (auto error = backend_->claim(home_.device_frames, page)) throw StrataError(*error);
+  for (const UnitLayout& unit : home_.layout.units) {
+    views_.push_back(unit.pages.empty() ? nullptr : backend_->reserve(unit.pages.size() * page));
+  }
+  if (home_.slots == 0) return;
+  auto engine = std::move(parts.io_engine);
+  if (!engine) engine = make_io_engine(config_.io_engine, &bell_, kIoDepth, &io_engine_why_);
+  StoreOptions options;
+  options.paths = config_.ssd_paths;
+  options.slot_bytes = page;
+  options.slot_count = home_.slots;
+  options.in_flight_max = kIoDepth;
+  options.session_name = config_.session_name;
+  store_ = std::make_unique<Store>(options, std::move(engine));
+  store_->register_memory(slab_->bytes());
+}
+
+void Session::build_core() {
+  table_.add(home_.layout.page_count);
+  std::vector<SlotId> slots(home_.layout.page_count, kNoSlot);
+  for (std::uint32_t page = 0; page < home_.layout.page_count; ++page) {
+    if (home_.tier[page] == Tier::ssd) slots[page] = store_->acquire().value();
+  }
+  mover_ = std::make_unique<Mover>(table_, *backend_, *host_, store_.get(), std::move(slots),
+                                   kTransfersMax);
+  cache_ = std::make_unique<HostCache>(table_, *mover_, *host_, home_.tier);
+  std::vector<UnitPages> units;
+  for (std::size_t u = 0; u < views_.size(); ++u) {
+    units.push_back({home_.layout.units[u].pages, views_[u]});
+  }
+  const std::uint32_t fetches = fetches_for(home_);
+  executor_ = std::make_unique<Executor>(table_, *mover_, *cache_, *backend_, std::move(units),
+                                         home_.device_frames, fetches);
+  workers_ = std::make_unique<Workers>(idle_ ? 0 : std::max(1, config_.workers), &bell_);
+  const std::uint32_t frames_max =
+      home_.staging_frames == 0 ? 0 : home_.staging_frames - fetches - 2;
+  updates_ = std::make_unique<Updates>(home_.layout, *cache_, *executor_, *workers_, frames_max);
+}
+
+Session::~Session() { close(); }
+
+void Session::close() {
+  {
+    const Lock lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  bell_.ring();
+  if (pump_.joinable()) pump_.join();
+  // Workers finish what they hold before the memory under them goes; the store and the backend
+  // finish what is in flight when they are destroyed, before the slab.
+  updates_.reset();
+  workers_.reset();
+  store_.reset();
+  for (std::size_t u = 0; u < views_.size(); ++u) {
+    if (views_[u] == nullptr) continue;
+    backend_->release(views_[u], home_.layout.units[u].pages.size() * home_.layout.page_bytes);
+  }
+  views_.clear();
+  backend_.reset();
+  slab_.reset();
+}
+
+void Session::pump() {
+  for (;;) {
+    bell_.wait(kPumpPeriodMs);
+    const Lock lock(mutex_);
+    if (closed_) return;
+    bool moved = false;
+    while (!failure_ && turn()) moved = true;
+    if (moved || failure_) moved_.notify_all();
+  }
+}
+
+bool Session::turn() {
+  arrivals_.clear();
+  bool moved = mover_->turn(arrivals_);
+  for (Arrival& arrival : arrivals_) {
+    cache_->arrived(arrival);
+    executor_->arrived(arrival);
+    if (arrival.error) fail(std::move(*arrival.error));
+  }
+  if (failure_) return true;
+  moved |= updates_->turn();
+  moved |= executor_->turn();
+  moved |= cache_->turn();
+  if (executor_->failure()) fail(*executor_->failure());
+  if (moved) ++progress_;
+  return moved;
+}
+
+void Session::fail(Error error) {
+  if (failure_) return;
+  if (error.page != kNoPage) {
+    const Chunk& chunk = home_.layout.chunks[home_.layout.chunk_of[index(error.page)]];
+    const UnitId unit = home_.layout.segments[chunk.segment].unit;
+    error.unit = config_.units[index(unit)] + " (" + name(home_.layout.role_of[index(error.page)]) + ")";
+  }
+  failure_ = std::move(error);
+}
+
+void Session::throw_if_failed() const {
+  if (failure_) throw StrataError(*failure_);
+  if (!closed_) return;
+  Error error;
+  error.fault = Fault::cancelled;
+  error.what = "the session is closed: the model was unwrapped";
+  throw StrataError(std::move(error));
+}
+
+void Session::wait(Lock& lock, const std::function<bool()>& ready) {
+  throw_if_failed();
+  std::uint64_t seen = progress_;
+  auto since = std::chrono::steady_clock::now();
+  for (int idle_turns = 0; !ready(); ++idle_turns) {
+    if (idle_) {
+      if (turn()) idle_turns = 0;
+      else idle_();
+    } else {
+      while (!failure_ && !ready() && turn()) {}
+      if (!ready()) moved_.wait_for(lock, std::chrono::milliseconds(kPumpPeriodMs));
+    }
+    throw_if_failed();
+    const auto now = std::chrono::steady_clock::now();
+    if (progress_ != seen) seen = progress_, since = now;
+    if (idle_ ? idle_turns < kStuckIdleTurns : now - since < kStuckAfter) continue;
+    Error error;
+    error.what = "nothing moved for two minutes: " + std::to_string(mover_->in_flight(Link::read)) +
+                 " reads, " + std::to_string(mover_->in_flight(Link::write)) + " writes and " +
+                 std::to_string(mover_->in_flight(Link::upload)) +
+                 " uploads are in flight; the disk may hang";
+    fail(std::move(error));
+    throw_if_failed();
+  }
+}
+
+std::byte* Session::device_address(std::uint32_t param) const {
+  const Place& place = home_.layout.places[param];
+  const Segment& segment = home_.layout.segments[place.segment];
+  return views_[index(segment.unit)] + segment.view_page * home_.layout.page_bytes +
+         place.first * size_of(segment.dtype);
+}
+
+void Session::enter(UnitId unit, bool backward, bool recorded) {
+  Lock lock(mutex_);
+  throw_if_failed();
+  if (const auto why = executor_->enter(unit, backward, recorded)) {
+    Error error;
+    error.fault = Fault::config;
+    error.tier = Tier::device;
+    error.what = "infeasible at " + std::string(backward ? "backward" : "forward") + " of " +
+                 config_.units[index(unit)] + ": it " + *why + "; a larger device= would do";
+    throw StrataError(std::move(error));
+  }
+  if (!executor_->ready(unit)) {
+    const auto start = std::chrono::steady_clock::now();
+    wait(lock, [&] { return executor_->ready(unit); });
+    waited_ns_[index(unit)] += (std::chrono::steady_clock::now() - start).count();
+  }
+  executor_->pin(unit);
+  if (executor_->wants_work()) bell_.ring();
+}
+
+void Session::leave(UnitId unit, Stream stream) {
+  const Lock lock(mutex_);
+  if (closed_) return;
+  executor_->leave(unit, stream);
+  if (executor_->wants_work()) bell_.ring();
+}
+
+bool Session::resident(UnitId unit) {
+  const Lock lock(mutex_);
+  throw_if_failed();
+  return executor_->ready(unit);
+}
+
+StepResult Session::step(std::vector<Hyper> groups, const StepOptions& options) {
+  Lock lock(mutex_);
+  wait(lock, [&] { return !updates_->busy(); });
+  executor_->end_step();
+  StepResult result;
+  // Parameters in order, so that the sum does not depend on the order of arrival.
+  double total = 0.0;
+  bool any = false;
+  for (std::size_t param = 0; param < landed_.size(); ++param) {
+    if (landed_[param] == 0) continue;
+    total += sum_squares_[param];
+    any = true;
+  }
+  result.norm = std::sqrt(total) / options.grad_divisor;
+  result.finite = std::isfinite(total);
+  if (!any) return result;
+  ++steps_;
+  if (!result.finite && options.skip_nonfinite) {
+    ++steps_skipped_;
+    result.skipped = true;
+    drop_gradients(lock);
+    return result;
+  }
+  double scale = 1.0 / options.grad_divisor;
+  // The small addition is that of torch.nn.utils.clip_grad_norm_.
+  if (options.max_norm > 0.0) scale *= std::min(1.0, options.max_norm / (result.norm + 1e-6));
+  const std::vector<UnitId> order = executor_->order();
+  updates_->start(std::move(groups), group_of_, landed_, static_cast<float>(scale), order);
+  std::fill(landed_.begin(), landed_.end(), 0U);
+  bell_.ring();
+  return result;
+}
+
+std::int64_t Session::step_of(std::uint32_t param) {
+  const Lock lock(mutex_);
+  throw_if_failed();
+  return updates_->step_of(param);
+}
+
+void Session::set_step(std::uint32_t param, std::int64_t step) {
+  const Lock lock(mutex_);
+  throw_if_failed();
+  updates_->set_step(param, step);
+}
+
+void Session::synchronize() {
+  Lock lock(mutex_);
+  wait(lock, [&] { return !updates_->busy(); });
+  cache_->flush();
+  wait(lock, [&] { return !cache_->dirty() && mover_->idle(); });
+}
+
+SessionStats Session::stats() {
+  const Lock lock(mutex_);
+  throw_if_failed();
+  const std::uint64_t page = home_.layout.page_bytes;
+  SessionStats stats;
+  for (std::size_t link = 0; link < kLinkCount; ++link) {
+    stats.link_bytes[link] = mover_->bytes(static_cast<Link>(link));
+  }
+  for (const std::int64_t ns : waited_ns_) stats.waited_s.push_back(static_cast<double>(ns) * 1e-9);
+  stats.device_bytes = executor_->frames_used() * page;
+  stats.device_bytes_peak = executor_->counters().frames_peak * page;
+  stats.device_bytes_budget = home_.device_frames * page;
+  stats.host_bytes = home_.host_frames * page;
+  stats.staging_bytes = home_.staging_frames * page;
+  stats.ssd_bytes = home_.slots * page;
+  stats.steps = steps_;
+  stats.steps_skipped = steps_skipped_;
+  stats.chunks_updated = updates_->chunks_done();
+  stats.mappings = executor_->counters().mappings;
+  stats.plans = executor_->counters().plans;
+  stats.deviations = executor_->counters().deviations;
+  stats.lookahead = executor_->plan().lookahead;
+  stats.worker_busy_s = static_cast<double>(workers_->busy_ns()) * 1e-9;
+  stats.host_locked = slab_->locked();
+  stats.backend = backend_->name();
+  stats.isa = name(best_isa());
+  if (!store_) return stats;
+  stats.io_retries = store_->counters().retries;
+  stats.io_engine = store_->engine_name();
+  stats.io_engine_why = io_engine_why_;
+  return stats;
+}
+
+std::optional<std::string> Session::check_invariants() {
+  const Lock lock(mutex_);
+  return table_.check_invariants({home_.device_frames, home_.host_frames, home_.slots});
+}
+
+}  // namespace strata

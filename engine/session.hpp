@@ -1,0 +1,165 @@
+// Session: a model in training. It owns every part of the core and is the one door to it: tensors
+// in and out, enter and leave around a unit's computation, gradients as they come, and step().
+//
+// Threads: any thread may call any method; one coarse lock makes the core single-threaded. A pump
+// thread, asleep on the doorbell, advances transfers while callers compute. Without a pump (tests),
+// whoever waits takes the turns, so a run with faults is deterministic.
+//
+//   Session session(config);
+//   std::byte* weights = session.device_address(param);   // the same for life
+//   session.enter(unit, false);  ...compute...  session.leave(unit);
+//   session.land_gradient(param, grad, Dtype::bfloat16);
+//   session.step(groups, {.max_norm = 1.0});
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/residence.hpp"
+#include "engine/updates.hpp"
+#include "memory/doorbell.hpp"
+#include "memory/slab.hpp"
+#include "offload/io_engine.hpp"
+
+namespace strata {
+
+enum class Kind : std::uint8_t { master, moment1, moment2, grad };
+
+struct StepOptions {
+  double max_norm = 0.0;       // > 0: scale gradients so that their norm is at most this
+  double grad_divisor = 1.0;
+  bool skip_nonfinite = false;
+};
+
+struct StepResult {
+  double norm = 0.0;           // of all gradients, after division and before clipping
+  bool finite = true;
+  bool skipped = false;
+};
+
+struct SessionStats {
+  std::array<std::uint64_t, kLinkCount> link_bytes{};
+  std::vector<double> waited_s;            // in enter(), by unit
+  std::uint64_t device_bytes = 0, device_bytes_peak = 0, device_bytes_budget = 0;
+  std::uint64_t host_bytes = 0, staging_bytes = 0;
+  std::uint64_t ssd_bytes = 0;
+  std::uint64_t steps = 0, steps_skipped = 0, chunks_updated = 0;
+  std::uint64_t mappings = 0, plans = 0, deviations = 0, io_retries = 0;
+  std::uint32_t lookahead = 0;
+  double worker_busy_s = 0.0;
+  bool host_locked = false;
+  std::string backend, io_engine, io_engine_why, isa;
+};
+
+// What a test replaces. Left empty, the session makes the real thing.
+struct SessionParts {
+  std::unique_ptr<Backend> backend;
+  std::unique_ptr<IoEngine> io_engine;
+  // No pump: called when nothing moved, to advance the virtual clock. Absent: a pump thread runs.
+  std::function<void()> idle;
+};
+
+class Session final {
+ public:
+  // Throws StrataError when the budgets cannot work or a tier cannot be claimed.
+  explicit Session(const Config& config, SessionParts parts = {});
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  const Config& config() const { return config_; }
+  const Residence& residence() const { return home_; }
+
+  // All of these throw StrataError once the session has failed.
+  std::byte* device_address(std::uint32_t param) const;
+  // `values`: count float32, elements [offset, offset + count) of the parameter.
+  void write(std::uint32_t param, Kind kind, std::size_t offset, const float* values,
+             std::size_t count);
+  void read(std::uint32_t param, Kind kind, std::size_t offset, float* values, std::size_t count);
+
+  // Returns when the unit's parameters are on the device at their newest version. Nests.
+  // `recorded`: part of the training step, so the plan should foresee it.
+  void enter(UnitId unit, bool backward, bool recorded = true);
+  void leave(UnitId unit, Stream stream = nullptr);
+  bool resident(UnitId unit);
+  // The user changed the device view: makes it the value of the parameter. REQUIRES: entered.
+  void device_written(std::uint32_t param);
+
+  // Takes numel contiguous elements; `from` may be reused on return.
+  void land_gradient(std::uint32_t param, const void* from, Dtype dtype);
+  void drop_gradients();
+  std::uint32_t gradient_count(std::uint32_t param);
+
+  // Starts the updates and returns: enter() waits per unit.
+  StepResult step(std::vector<Hyper> groups, const StepOptions& options);
+  std::int64_t step_of(std::uint32_t param);
+  void set_step(std::uint32_t param, std::int64_t step);
+  void synchronize();
+
+  SessionStats stats();
+  // Checks every invariant of the page table; the simulator calls it after every turn.
+  std::optional<std::string> check_invariants();
+  void close();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  void claim(SessionParts& parts);
+  void build_core();
+  void pump();
+  bool turn();
+  void fail(Error error);
+  void throw_if_failed() const;
+  void wait(Lock& lock, const std::function<bool()>& ready);
+  std::byte* open(Lock& lock, PageId page, Intent intent);
+  void wait_idle_chunk(Lock& lock, std::uint32_t chunk);
+  void for_pieces(std::uint32_t param, std::size_t offset, std::size_t count,
+                  const std::function<void(const Piece&)>& visit) const;
+  PageId page_of(const Chunk& chunk, Role role, std::size_t element) const;
+  std::size_t byte_in_page(const Chunk& chunk, Role role, std::size_t element) const;
+  void write_master(Lock& lock, const Piece& piece, const float* values);
+  void read_master(Lock& lock, const Piece& piece, float* values);
+  void land_page(Lock& lock, std::uint32_t param, std::span<const Piece> pieces, const void* from,
+                 Dtype dtype, double& sum);
+  void drop_gradients(Lock& lock);
+
+  Config config_;
+  Residence home_;
+  const Kernels& kernels_;
+  Doorbell bell_;
+  std::unique_ptr<Slab> slab_;
+  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<Store> store_;
+  std::string io_engine_why_;
+  PageTable table_;
+  std::unique_ptr<Pool> host_;
+  std::unique_ptr<Mover> mover_;
+  std::unique_ptr<HostCache> cache_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<Workers> workers_;
+  std::unique_ptr<Updates> updates_;
+  std::vector<std::byte*> views_;             // by unit
+  std::vector<std::uint32_t> group_of_;       // by parameter
+  std::vector<std::uint32_t> landed_;         // by parameter: gradients since the last step
+  std::vector<double> sum_squares_;           // by parameter: of what landed
+  std::vector<std::int64_t> waited_ns_;       // by unit
+  std::vector<Arrival> arrivals_;
+  std::uint64_t steps_ = 0;
+  std::uint64_t steps_skipped_ = 0;
+  std::uint64_t progress_ = 0;                // turns that moved something
+  std::optional<Error> failure_;
+  std::function<void()> idle_;
+  std::mutex mutex_;
+  std::condition_variable moved_;
+  bool closed_ = false;
+  std::thread pump_;                          // last: starts when everything above is ready
+};
+
+}  // namespace strata
