@@ -96,16 +96,14 @@ class Store::Impl final {
 };
 
 Store::Impl::Impl(const StoreOptions& options, std::unique_ptr<IoEngine> engine)
-    : options_(options),
-      slots_(options.slot_count),
-      transfers_(options.in_flight_max),
-      engine_(std::move(engine)) {
+    : options_(options), transfers_(options.in_flight_max), engine_(std::move(engine)) {
   STRATA_ASSERT(engine_ != nullptr);
   STRATA_ASSERT(options.slot_bytes > 0 && options.slot_bytes % kIoAlignment == 0);
   STRATA_ASSERT(options.slot_bytes <= kPageBytesMax);
   STRATA_ASSERT(options.in_flight_max > 0);
   if (options.slot_count == 0) refuse("a store on SSD needs room for at least one page");
-  make_files();
+  make_files();  // first: a budget beyond the disk is refused before memory is taken for its slots
+  slots_.resize(options.slot_count);
   for (std::uint32_t i = options.slot_count; i-- > 0;) free_slots_.push_back(SlotId{i});
   for (std::uint32_t i = options.in_flight_max; i-- > 0;) idle_.push_back(i);
 }

@@ -1,0 +1,251 @@
+// Store and the folders it is given: what is refused before the first step, and who may be there.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <linux/magic.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <fstream>
+
+#include "io_fixtures.hpp"
+#include "offload/make_engine.hpp"
+#include "offload/store.hpp"
+
+namespace strata {
+namespace {
+
+namespace fs = std::filesystem;
+
+StoreOptions options_for(std::vector<std::string> paths, const std::string& session = "strata") {
+  StoreOptions options;
+  options.paths = std::move(paths);
+  options.slot_bytes = 16 * kKiB;
+  options.slot_count = 4;
+  options.session_name = session;
+  return options;
+}
+
+std::unique_ptr<Store> make_store(const StoreOptions& options) {
+  std::string why;
+  return std::make_unique<Store>(options, make_io_engine("threads", nullptr, 4, &why));
+}
+
+Error refusal(const StoreOptions& options) {
+  try {
+    make_store(options);
+  } catch (const StrataError& error) {
+    return error.error();
+  }
+  ADD_FAILURE() << "was not refused";
+  return {};
+}
+
+bool mentions(const Error& error, const std::string& word) {
+  return error.text().find(word) != std::string::npos;
+}
+
+// A process that holds a store until it is killed. REQUIRES: no other threads when it is made.
+class OtherProcess final {
+ public:
+  explicit OtherProcess(const StoreOptions& options) {
+    std::array<int, 2> ready;
+    if (pipe(ready.data()) != 0) std::abort();
+    pid_ = fork();
+    if (pid_ == 0) {
+      close(ready[0]);
+      const auto store = make_store(options);
+      [[maybe_unused]] const ssize_t sent = write(ready[1], "x", 1);
+      pause();
+      _exit(0);
+    }
+    close(ready[1]);
+    char byte = 0;
+    EXPECT_EQ(read(ready[0], &byte, 1), 1) << "the other process could not make its store";
+    close(ready[0]);
+  }
+  ~OtherProcess() { end(); }
+  OtherProcess(const OtherProcess&) = delete;
+  OtherProcess& operator=(const OtherProcess&) = delete;
+
+  void end() {
+    if (pid_ <= 0) return;
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+    pid_ = 0;
+  }
+  pid_t pid() const { return pid_; }
+
+ private:
+  pid_t pid_ = 0;
+};
+
+TEST(StorePathsTest, AMissingPathIsRefused) {
+  TempFolder folder;
+  const Error error = refusal(options_for({folder.path() + "/nowhere"}));
+  EXPECT_EQ(error.fault, Fault::config);
+  EXPECT_TRUE(mentions(error, "nowhere")) << error.text();
+  EXPECT_TRUE(mentions(error, "does not exist")) << error.text();
+}
+
+TEST(StorePathsTest, AFileIsNotAFolder) {
+  TempFolder folder;
+  std::ofstream(folder.path() + "/file") << "text";
+  const Error error = refusal(options_for({folder.path() + "/file"}));
+  EXPECT_EQ(error.fault, Fault::config);
+  EXPECT_TRUE(mentions(error, "not a folder")) << error.text();
+}
+
+TEST(StorePathsTest, AReadOnlyFolderIsRefused) {
+  TempFolder folder;
+  fs::permissions(folder.path(), fs::perms(0555));
+  const bool root = geteuid() == 0;  // root may write anywhere
+  ASSERT_EQ(root ? seteuid(65534) : 0, 0);
+  const Error error = refusal(options_for({folder.path()}));
+  ASSERT_EQ(root ? seteuid(0) : 0, 0);
+  EXPECT_EQ(error.fault, Fault::config);
+  EXPECT_TRUE(mentions(error, "cannot be written")) << error.text();
+}
+
+TEST(StorePathsTest, OnePathTwiceIsRefused) {
+  TempFolder folder;
+  const Error error = refusal(options_for({folder.path(), folder.path()}));
+  EXPECT_TRUE(mentions(error, "twice")) << error.text();
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+TEST(StorePathsTest, NoPathAndNoSlotsAreRefused) {
+  EXPECT_TRUE(mentions(refusal(options_for({})), "needs a path"));
+  TempFolder folder;
+  StoreOptions options = options_for({folder.path()});
+  options.slot_count = 0;
+  EXPECT_TRUE(mentions(refusal(options), "at least one page"));
+}
+
+TEST(StorePathsTest, MoreThanTheDiskHasIsRefusedWithBothSizes) {
+  TempFolder one, two;
+  StoreOptions options = options_for({one.path(), two.path()});
+  options.slot_bytes = kPageBytesMax;
+  options.slot_count = 1u << 31;  // 128 PiB
+  const Error error = refusal(options);
+  EXPECT_EQ(error.fault, Fault::no_space);
+  EXPECT_TRUE(mentions(error, "needs 67108864.00 GiB")) << error.text();
+  EXPECT_TRUE(mentions(error, "GiB (")) << error.text();
+  EXPECT_TRUE(mentions(error, one.path())) << error.text();
+  EXPECT_TRUE(fs::is_empty(one.path()));
+  EXPECT_TRUE(fs::is_empty(two.path()));
+}
+
+TEST(StorePathsTest, FilesArePreallocated) {
+  TempFolder folder;
+  const auto store = make_store(options_for({folder.path()}));
+  struct stat status {};
+  ASSERT_EQ(stat((folder.path() + "/strata.pages").c_str(), &status), 0);
+  EXPECT_EQ(status.st_size, 4 * 16 * 1024);
+  EXPECT_GE(status.st_blocks * 512, status.st_size);
+}
+
+TEST(StorePathsTest, ATmpfsWorksWithAWarning) {
+  struct statfs filesystem {};
+  if (statfs("/dev/shm", &filesystem) != 0 || filesystem.f_type != TMPFS_MAGIC) {
+    GTEST_SKIP() << "/dev/shm is no tmpfs here";
+  }
+  TempFolder folder("/dev/shm");
+  const auto store = make_store(options_for({folder.path()}));
+  ASSERT_FALSE(store->warnings().empty());
+  EXPECT_NE(store->warnings().back().find("tmpfs"), std::string::npos);
+  AlignedBuffer page(16 * kKiB), back(16 * kKiB);
+  page.fill(3);
+  const SlotId slot = store->acquire().value();
+  std::vector<StoreCompletion> done;
+  ASSERT_TRUE(store->write(slot, page.data(), 1, 0));
+  while (done.size() < 1) store->turn(done);
+  ASSERT_TRUE(store->read(slot, back.data(), 1, 0));
+  while (done.size() < 2) store->turn(done);
+  EXPECT_FALSE(done[0].error || done[1].error);
+  EXPECT_TRUE(page == back);
+}
+
+TEST(StorePathsTest, AStrangersFileIsLeftAlone) {
+  TempFolder folder;
+  for (const char* name : {"/strata.pages", "/letter.pages"}) {
+    std::ofstream(folder.path() + name) << "dear";
+  }
+  const Error error = refusal(options_for({folder.path()}));
+  EXPECT_TRUE(mentions(error, "exists already")) << error.text();
+  make_store(options_for({folder.path()}, "other"));
+  EXPECT_EQ(fs::file_size(folder.path() + "/strata.pages"), 4u);
+  EXPECT_EQ(fs::file_size(folder.path() + "/letter.pages"), 4u);
+}
+
+TEST(StorePathsTest, ALiveProcessKeepsItsFolderAndADeadOneIsCleanedUpAfter) {
+  TempFolder folder;
+  OtherProcess other(options_for({folder.path()}, "theirs"));
+  ASSERT_TRUE(fs::exists(folder.path() + "/theirs.pages"));
+  const Error error = refusal(options_for({folder.path()}, "ours"));
+  EXPECT_EQ(error.fault, Fault::config);
+  EXPECT_TRUE(mentions(error, "process " + std::to_string(other.pid()))) << error.text();
+  EXPECT_TRUE(mentions(error, folder.path())) << error.text();
+  EXPECT_TRUE(fs::exists(folder.path() + "/theirs.pages"));
+
+  other.end();  // kill -9: its file and lock file stay
+  ASSERT_TRUE(fs::exists(folder.path() + "/theirs.pages"));
+  {
+    const auto store = make_store(options_for({folder.path()}, "ours"));
+    EXPECT_FALSE(fs::exists(folder.path() + "/theirs.pages"));
+    EXPECT_TRUE(fs::exists(folder.path() + "/ours.pages"));
+  }
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+TEST(StorePathsTest, SessionsOfOneProcessShareAFolder) {
+  TempFolder folder;
+  auto one = make_store(options_for({folder.path()}, "one"));
+  auto two = make_store(options_for({folder.path()}, "two"));
+  EXPECT_TRUE(mentions(refusal(options_for({folder.path()}, "two")), "same name"));
+  one.reset();
+  EXPECT_FALSE(fs::exists(folder.path() + "/one.pages"));
+  EXPECT_TRUE(fs::exists(folder.path() + "/two.pages"));
+  EXPECT_TRUE(fs::exists(folder.path() + "/strata.lock"));
+  auto again = make_store(options_for({folder.path()}, "one"));
+  two.reset();
+  again.reset();
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+// The first session of a process ends; the lock is still held for the second.
+TEST(StorePathsTest, TheLockLastsAsLongAsTheLastSession) {
+  TempFolder folder;
+  auto one = make_store(options_for({folder.path()}, "one"));
+  const auto two = make_store(options_for({folder.path()}, "two"));
+  one.reset();
+  const pid_t child = fork();
+  if (child == 0) {
+    bool refused = false;
+    try {
+      make_store(options_for({folder.path()}, "child"));
+    } catch (const StrataError& error) {
+      refused = error.error().fault == Fault::config;
+    }
+    _exit(refused ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0) << "another process came in";
+}
+
+// Both names of the lock lines must stay inside the folder, whoever wrote the file.
+TEST(StorePathsTest, ALockFileCannotNameFilesElsewhere) {
+  TempFolder folder;
+  fs::create_directory(folder.path() + "/ssd");
+  std::ofstream(folder.path() + "/precious") << "x";
+  std::ofstream(folder.path() + "/ssd/strata.lock") << "999999999 nobody\n../precious\n";
+  make_store(options_for({folder.path() + "/ssd"}));
+  EXPECT_TRUE(fs::exists(folder.path() + "/precious"));
+}
+
+}  // namespace
+}  // namespace strata
