@@ -20,7 +20,7 @@ FIO_SECONDS = 10
 def ssd_bytes(side: Paged) -> int:
     """Bytes read from and written to the SSD since the start."""
     stats = side.session.stats()
-    return int(stats["ssd_read_bytes"] + stats["ssd_written_bytes"])
+    return int(stats["ssd to host bytes"] + stats["host to ssd bytes"])
 
 
 def bandwidth(side: Paged, steps: int) -> tuple[float, float]:
