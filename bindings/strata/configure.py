@@ -1,0 +1,186 @@
+"""Turns a model, an optimizer and the user's options into the core's Config: pure but for looking
+at what the machine has free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from . import machine
+from .errors import check_choice
+from .optimizer import check_optimizer, group_spec
+from .sizes import Size, format_size, parse_budgets, parse_size
+from .units import Chosen, find_units
+from .wrapped import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from ._core import Config, ParamSpec, Plan
+
+UPDATES = ("on_step",)
+IO_ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
+FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
+DISK_SHARE = 0.9
+DEVICE_SHARE = 0.25  # of that, where not everything fits
+UNBOUNDED = 1 << 50
+
+log = logging.getLogger("strata")
+
+
+@dataclass
+class Options:
+    """The keywords of strata.wrap(), which documents them."""
+
+    memory: Mapping[str, Size] | None = None
+    ssd_path: str | Path | Sequence[str | Path] | None = None
+    dtype: torch.dtype | None = None
+    update: str = "on_step"
+    max_grad_norm: float | None = None
+    accumulation_steps: int = 1
+    skip_nonfinite: bool = False
+    units: Chosen | None = None
+    page_size: Size = "auto"
+    io_engine: str = "auto"
+    workers: int | None = None
+    weights: str | Path | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises for a value that can be seen to be wrong by itself."""
+        check_choice("update", self.update, UPDATES)
+        check_choice("io_engine", self.io_engine, IO_ENGINES)
+        if self.accumulation_steps < 1:
+            raise ValueError(
+                f"accumulation_steps must be at least 1, not {self.accumulation_steps}"
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, not {self.max_grad_norm}")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, not {self.workers}")
+        if self.dtype is not None and self.dtype not in DTYPE_NAMES:
+            raise ValueError(f"dtype {self.dtype} is not supported; valid: {_dtypes()}")
+
+    def ssd_paths(self) -> list[str]:
+        """The SSD folders, absolute."""
+        if self.ssd_path is None:
+            return []
+        paths = [self.ssd_path] if isinstance(self.ssd_path, str | Path) else list(self.ssd_path)
+        return [str(Path(path).absolute()) for path in paths]
+
+
+OPTION_NAMES = [field.name for field in fields(Options)]
+
+
+def configure(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    make_plan: Callable[[Config], Plan],
+) -> tuple[Config, dict[nn.Module, list[int]]]:
+    """The Config, and the modules to hook with the units that each one reads."""
+    options.check()
+    _check_model(model)
+    check_optimizer(optimizer, model)
+    unit_specs, hooked = find_units(model, options.units)
+    unit_of = {p: u for u, unit in enumerate(unit_specs) for p in unit.params}
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    params: list[ParamSpec] = []
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        trainable = parameter.requires_grad and id(parameter) in group_of
+        params.append(
+            {
+                "name": name,
+                "numel": parameter.numel(),
+                "dtype": DTYPE_NAMES[options.dtype or parameter.dtype],  # type: ignore[typeddict-item]
+                "trainable": trainable,
+                "unit": unit_of[i],
+                "group": group_of[id(parameter)] if trainable else 0,
+            }
+        )
+    config: Config = {
+        "params": params,
+        "units": [unit.name for unit in unit_specs],
+        "groups": [group_spec(optimizer, group) for group in optimizer.param_groups],
+        "page_bytes": 0 if options.page_size == "auto" else parse_size(options.page_size),
+        "device_bytes": 0,
+        "host_bytes": 0,
+        "ssd_bytes": 0,
+        "ssd_paths": options.ssd_paths(),
+        "io_engine": options.io_engine,  # type: ignore[typeddict-item]
+        "workers": options.workers or max(1, min(4, machine.processors() // 2)),
+        "accumulate": options.accumulation_steps > 1,
+    }
+    _choose_budgets(config, parse_budgets(options.memory), make_plan)
+    return config, hooked
+
+
+def _check_model(model: nn.Module) -> None:
+    named = list(model.named_parameters())
+    if not named:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    for module in model.modules():
+        if module.__dict__.get("_strata") is not None:
+            raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run the lazy model once first")
+        if parameter.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}, which is not supported; valid: {_dtypes()}"
+            )
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}: wrap the model before it is moved "
+                "(on the CPU or the meta device)"
+            )
+        if parameter.numel() == 0:
+            raise ValueError(f"parameter {name!r} has shape {tuple(parameter.shape)}: no elements")
+
+
+def _dtypes() -> str:
+    return ", ".join(str(dtype) for dtype in DTYPE_NAMES)
+
+
+def _choose_budgets(
+    config: Config, given: dict[str, int], make_plan: Callable[[Config], Plan]
+) -> None:
+    """Fills in the budgets: those given, and for the others what the machine has free."""
+    if given.get("ssd") and not config["ssd_paths"]:
+        raise ValueError("memory={'ssd': ...} needs ssd_path= as well")
+    # 1. The SSD: only where a path is given, and then everything that rests may rest there.
+    if config["ssd_paths"]:
+        config["ssd_bytes"] = given.get("ssd", _default_ssd_bytes(config))
+    # 2. Device and host: what the model needs, if the machine has it.
+    free = int(machine.free_host_bytes() * FREE_SHARE)
+    if "device" not in given or "host" not in given:
+        needs = make_plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
+        left = max(0, free - sum(given.get(tier, 0) for tier in ("device", "host")))
+        device, host = needs["device_bytes"], needs["host_bytes"]
+        if "host" in given:
+            given["device"] = min(device, left)
+        elif "device" in given:
+            given["host"] = min(host, left)
+        elif device + host <= left:
+            given.update(device=device, host=host)
+        else:
+            given["device"] = min(device, int(left * DEVICE_SHARE))
+            given["host"] = min(host, left - given["device"])
+    config["device_bytes"], config["host_bytes"] = given["device"], given["host"]
+    log.info(
+        "budgets: device %s, host %s, ssd %s (free: %s)",
+        *(format_size(config[k]) for k in ("device_bytes", "host_bytes", "ssd_bytes")),  # type: ignore[literal-required]
+        format_size(free),
+    )
+
+
+def _default_ssd_bytes(config: Config) -> int:
+    """Room for all that rests: parameter, residual or master, two moments, gradient."""
+    need = sum(spec["numel"] * (18 if spec["trainable"] else 4) for spec in config["params"])
+    need += len(config["units"]) * (64 << 20)  # whole pages
+    return min(need, int(machine.free_disk_bytes(config["ssd_paths"]) * DISK_SHARE))

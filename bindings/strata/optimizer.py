@@ -1,0 +1,195 @@
+"""The optimizer that strata.wrap() returns, and what of torch.optim it can stand for.
+
+    optimizer.step()          # starts the updates; the next forward of each unit waits for its own
+    optimizer.zero_grad()
+
+It shares the very list `param_groups` with the optimizer that was given to wrap(), so learning-rate
+schedulers built on either of the two work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from ._core import GroupSpec, Kind
+
+SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+MOMENT_NAMES: dict[str, list[tuple[Kind, str]]] = {
+    "adamw": [("moment1", "exp_avg"), ("moment2", "exp_avg_sq")],
+    "adam": [("moment1", "exp_avg"), ("moment2", "exp_avg_sq")],
+    "sgd": [("moment1", "momentum_buffer")],
+}
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raises where strata cannot stand for this optimizer on this model."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, StrataOptimizer):
+        raise ValueError("this optimizer already belongs to a wrapped model")
+    if type(optimizer) not in SUPPORTED:
+        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in SUPPORTED)
+        raise TypeError(
+            f"optimizer {type(optimizer).__name__} is not supported; supported: {names}"
+        )
+    if optimizer.state:
+        raise ValueError(
+            "the optimizer already has state from earlier steps: wrap a fresh one, then call "
+            "load_state_dict(old.state_dict()) on the optimizer that strata.wrap() returns"
+        )
+    own = {id(p) for p in model.parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                raise ValueError(f"{type(optimizer).__name__}({option}=True) is not supported")
+        for i, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"the optimizer was built from other parameters: number {i} of group {g}, of "
+                    f"shape {tuple(parameter.shape)}, is not in the model"
+                )
+
+
+def group_spec(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> GroupSpec:
+    """The hyperparameters of a group, now, as the core takes them."""
+    beta1, beta2 = group.get("betas", (0.0, 0.0))
+    if isinstance(optimizer, torch.optim.SGD):
+        rule = "sgd"
+    elif isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
+        rule = "adamw"
+    else:
+        rule = "adam"
+    return {
+        "rule": rule,  # type: ignore[typeddict-item]
+        "lr": float(group["lr"]),
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "eps": float(group.get("eps", 0.0)),
+        "weight_decay": float(group["weight_decay"]),
+        "momentum": float(group.get("momentum", 0.0)),
+        "dampening": float(group.get("dampening", 0.0)),
+        "nesterov": bool(group.get("nesterov", False)),
+        "maximize": bool(group.get("maximize", False)),
+    }
+
+
+class StrataOptimizer(torch.optim.Optimizer):
+    """Stands for the optimizer given to wrap(): same groups, same arithmetic, state in pages."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        state: Wrapped,
+        *,
+        max_grad_norm: float | None,
+        skip_nonfinite: bool,
+    ) -> None:
+        """`inner` keeps its groups and is asked for nothing else."""
+        # torch's own way to make an optimizer of given parts; its __init__ would copy the list.
+        self.__setstate__(
+            {
+                "defaults": inner.defaults,
+                "state": defaultdict(dict),
+                "param_groups": inner.param_groups,
+            }
+        )
+        self._inner = inner
+        self._wrapped = state
+        self._max_grad_norm = max_grad_norm or 0.0
+        self._skip_nonfinite = skip_nonfinite
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Starts the update of every parameter whose gradient has landed, and returns at once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state = self._wrapped
+        state.hooks.reset()
+        groups = [group_spec(self._inner, group) for group in self.param_groups]
+        result = state.session.step(groups, self._max_grad_norm, 1.0, self._skip_nonfinite)
+        state.note_step(result)
+        # Schedulers built on the inner optimizer look here to see whether step() came first.
+        self._inner._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients that have landed since the last step()."""
+        state = self._wrapped
+        state.hooks.reset()
+        state.drop_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises: the pages of the optimizer's state were laid out by wrap()."""
+        raise RuntimeError("parameter groups cannot be added after strata.wrap()")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: moments and steps, all of them in memory at once; strata.save streams them."""
+        index: dict[int, int] = {}
+        groups = []
+        for group in self.param_groups:
+            packed = {key: value for key, value in group.items() if key != "params"}
+            for parameter in group["params"]:
+                index.setdefault(id(parameter), len(index))
+            packed["params"] = [index[id(p)] for p in group["params"]]
+            groups.append(packed)
+        entries = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if entry := self._read_state(parameter, group):
+                    entries[index[id(parameter)]] = entry
+        return {"state": entries, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict()` of this or of the plain torch optimizer returned."""
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError("loaded state dict has other parameter groups than the optimizer")
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                self._write_state(parameter, group, state_dict["state"].get(number, {}))
+
+    def _kinds(self, group: dict[str, Any]) -> list[tuple[Kind, str]]:
+        spec = group_spec(self._inner, group)
+        return MOMENT_NAMES[spec["rule"]] if spec["rule"] != "sgd" or spec["momentum"] else []
+
+    def _read_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = self._wrapped
+        index = state.index_of(parameter)
+        step = state.session.param_step(index)
+        if step == 0 or not state.config["params"][index]["trainable"]:
+            return {}
+        entry: dict[str, Any] = {"step": torch.tensor(float(step))}
+        for kind, name in self._kinds(group):
+            entry[name] = state.read(index, kind)
+        return entry
+
+    def _write_state(
+        self, parameter: torch.Tensor, group: dict[str, Any], entry: dict[str, Any]
+    ) -> None:
+        state = self._wrapped
+        index = state.index_of(parameter)
+        if not state.config["params"][index]["trainable"]:
+            return
+        kinds = self._kinds(group)
+        moments = [(kind, entry.get(name)) for kind, name in kinds]
+        for kind, value in moments:
+            if value is not None and value.shape != parameter.shape:
+                raise ValueError(
+                    f"the state of {state.names[index]!r} has shape {tuple(value.shape)}, the "
+                    f"parameter {tuple(parameter.shape)}"
+                )
+            state.write(index, torch.zeros(parameter.shape) if value is None else value, kind)
+        # torch's SGD keeps no step; a momentum buffer says that there was one.
+        started = any(value is not None for _, value in moments)
+        state.session.set_param_step(index, int(entry.get("step", started)))

@@ -1,0 +1,193 @@
+"""The public functions: wrap a model, look at it, take it back.
+
+model, optimizer = strata.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+...                                        # a plain PyTorch training loop
+print(strata.report(model))
+model = strata.unwrap(model)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _core
+from . import weights as weight_files
+from .configure import OPTION_NAMES, Options, configure
+from .errors import check_keywords
+from .hooks import Hooks
+from .optimizer import StrataOptimizer
+from .paged import make_paged
+from .report import PlanReport, Report
+from .sizes import Size
+from .units import Chosen
+from .wrapped import CHUNK_NUMEL, DisableTorchFunction, Slot, Wrapped, wrapped
+
+__all__ = [
+    "Wrapped",
+    "gather_grad",
+    "plan",
+    "report",
+    "synchronize",
+    "unwrap",
+    "wrap",
+    "wrapped",
+]
+
+log = logging.getLogger("strata")
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    memory: Mapping[str, Size] | None = None,
+    ssd_path: str | Path | Sequence[str | Path] | None = None,
+    dtype: torch.dtype | None = None,
+    update: str = "on_step",
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+    skip_nonfinite: bool = False,
+    units: Chosen | None = None,
+    page_size: Size = "auto",
+    io_engine: str = "auto",
+    workers: int | None = None,
+    weights: str | Path | None = None,
+    seed: int = 0,
+    **unknown: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Moves the training state of a model into pages. Returns the same model, and its optimizer.
+
+    memory: budgets by tier, {"device": "8GiB", "host": "24GiB", "ssd": "200GiB"}; hard limits.
+        Default: what the machine has free; no SSD without `ssd_path`.
+    ssd_path: one folder, or several on different drives.
+    dtype: of parameters and gradients in the computation (float32, bfloat16, float16). The master
+        copy is always float32-exact. Default: the dtype that each parameter has.
+    update: "on_step": updates start at optimizer.step(), as in plain PyTorch.
+    max_grad_norm: clips the norm of all gradients together; takes the place of clip_grad_norm_.
+    accumulation_steps: more than 1 where several backward() calls precede one step(). Gradients then
+        add up in float32; they are not averaged.
+    skip_nonfinite: leaves out steps whose gradients hold infinities or NaN, and counts them.
+    units: more units than are found by themselves: modules, their names, or predicate(name, module).
+    page_size: bytes in a page, a power of two; "auto" chooses by model and budgets.
+    io_engine: "io_uring", "libaio", "threads" or "memory"; "auto" takes the first that works.
+    workers: threads of the optimizer.
+    weights: a safetensors file or folder to read the parameters from, one at a time; for a model
+        built under torch.device("meta"). Without it such a model initialises itself from `seed`.
+
+    Trainable parameters that no parameter group holds get no update and show no gradient.
+
+    Raises StrataError where the budgets cannot work, with the smallest that would; ValueError and
+    TypeError for arguments that make no sense.
+    """
+    check_keywords("wrap", unknown, OPTION_NAMES)
+    options = Options(
+        memory, ssd_path, dtype, update, max_grad_norm, accumulation_steps, skip_nonfinite, units,
+        page_size, io_engine, workers, weights, seed,
+    )  # fmt: skip
+    config, hooked = configure(model, optimizer, options, _core.plan)
+    session = _core.Session(config)
+    try:
+        state = Wrapped(model, session, config)
+        _fill(state, options)
+    except BaseException:
+        session.close()
+        raise
+    state.hooks = Hooks(state)
+    state.hooks.install(hooked)
+    state.optimizer = StrataOptimizer(
+        optimizer, state, max_grad_norm=max_grad_norm, skip_nonfinite=skip_nonfinite
+    )
+    model.__dict__["_strata"] = state
+    log.info("wrapped %s: %d units", type(model).__name__, len(state.units))
+    return model, state.optimizer
+
+
+def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> PlanReport:
+    """A dry run of wrap() with the same keywords: says what would go where, and allocates nothing."""
+    check_keywords("plan", [word for word in options if word not in OPTION_NAMES], OPTION_NAMES)
+    config, _ = configure(model, optimizer, Options(**options), _core.plan)
+    return PlanReport(_core.plan(config), _budgets(config))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Gives the plain model back: parameters in ordinary memory, hooks removed, session closed.
+
+    Parameters get the dtype that they had before wrap(), with the values of the master copy.
+    """
+    state = wrapped(model)
+    state.hooks.remove()
+    state.session.synchronize()
+    for i, parameter in enumerate(state.params):
+        value = state.read(i).to(state.original_dtypes[i])
+        parameter.__class__ = nn.Parameter
+        parameter.data = value
+        del parameter._strata
+    del model.__dict__["_strata"]
+    state.close()
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """Where the time and the bytes went so far."""
+    state = wrapped(model)
+    return Report(
+        budgets=_budgets(state.config),
+        steps=state.steps,
+        steps_skipped=state.steps_skipped,
+        accumulate=state.config["accumulate"],
+        stats=state.session.stats(),
+    )
+
+
+def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a paged parameter, as a new float32 tensor; None where none has landed."""
+    slot = getattr(parameter, "_strata", None)
+    if slot is None:
+        raise ValueError("gather_grad() takes a parameter of a wrapped model")
+    return slot.state.read(slot.index, "grad") if slot.state.landed[slot.index] else None
+
+
+def synchronize(model: nn.Module) -> None:
+    """Waits until every update and every write of the model has finished."""
+    wrapped(model).session.synchronize()
+
+
+def _budgets(config: _core.Config) -> dict[str, int]:
+    return {
+        "device": config["device_bytes"],
+        "host": config["host_bytes"],
+        "ssd": config["ssd_bytes"],
+    }
+
+
+def _fill(state: Wrapped, options: Options) -> None:
+    """Moves the values into the session, and the parameters onto its memory."""
+    place = {name: i for i, name in enumerate(state.names)}
+    from_files = options.weights is not None
+    if from_files or any(p.is_meta for p in state.params):
+        weight_files.load(
+            state.model,
+            lambda name, value: state.write(place[name], value),
+            weights=options.weights,
+            seed=options.seed,
+            names=state.names if from_files else None,
+        )
+    for i in [i for unit in state.units for i in unit.params]:
+        parameter = state.params[i]
+        alias = state.aliases[i]
+        if not parameter.is_meta and not from_files:
+            state.write(i, parameter)
+        if parameter.is_meta:
+            real = nn.Parameter(alias.view(alias.shape), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, real)
+        else:
+            parameter.data = alias.view(alias.shape)
+        state.written[i] = parameter._version
+        parameter._strata = Slot(state, i, state.unit_of[i])  # type: ignore[attr-defined]
+        make_paged(parameter)

@@ -1,0 +1,198 @@
+"""What strata knows of one wrapped model: the session of the core, the parameters and the units.
+
+    state = wrapped(model)
+    state.session.read(state.index_of(model.lm_head.weight), "master", 0, address, count)
+
+Use from the thread that trains. Autograd's own threads reach it through hooks.py, under the GIL.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ._core import Config, Kind, Session, StepResult
+
+
+CHUNK_NUMEL = 1 << 24  # values that travel through one temporary float32 tensor
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+class Unit:
+    """A unit at run time. `entered` counts what Python has entered and not left."""
+
+    __slots__ = ("entered", "index", "landed", "name", "params", "running", "trainable")
+
+    def __init__(self, index: int, name: str, params: list[int], trainable: int) -> None:
+        self.index = index
+        self.name = name
+        self.params = params
+        self.trainable = trainable  # how many of them train
+        self.entered = 0
+        self.running = 0  # forwards now running of modules that read it
+        self.landed = 0  # gradients of this backward
+
+
+class Slot:
+    """What a paged parameter, or an alias of one, knows: whose it is, and its place there."""
+
+    __slots__ = ("index", "state", "unit")
+
+    def __init__(self, state: "Wrapped", index: int, unit: Unit) -> None:
+        self.state = state
+        self.index = index
+        self.unit = unit
+
+
+class Wrapped:
+    """The state behind a wrapped model. `params[i]` is parameter i of the core's session.
+
+    Invariants:
+    1. params[i] has the address of aliases[i] for as long as the session is open.
+    2. written[i] is the version counter of params[i] at the last moment when the core knew its value.
+    """
+
+    def __init__(self, model: nn.Module, session: Session, config: Config) -> None:
+        self.model = model
+        self.session = session
+        self.config = config
+        self.params: list[nn.Parameter] = list(model.parameters())
+        self.names = [spec["name"] for spec in config["params"]]
+        self.original_dtypes = [p.dtype for p in self.params]
+        self.optimizer: torch.optim.Optimizer = cast(torch.optim.Optimizer, None)
+        self.hooks: Any = None  # hooks.Hooks, once installed
+        self.units = self._make_units(config)
+        self.unit_of = [self.units[spec["unit"]] for spec in config["params"]]
+        self.aliases = [
+            torch.from_dlpack(session.tensor(i)).reshape(p.shape) for i, p in enumerate(self.params)
+        ]
+        self.written = [0] * len(self.params)
+        self.landed = [0] * len(self.params)  # gradients since the last step() or zero_grad()
+        self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
+        self.dirty = False  # step() has run and zero_grad() has not
+        self.last_step: StepResult | None = None
+        self.steps = 0
+        self.steps_skipped = 0
+        spans = sorted(
+            (alias.data_ptr(), alias.data_ptr() + alias.nbytes, i)
+            for i, alias in enumerate(self.aliases)
+            if alias.nbytes
+        )
+        self._begins = [span[0] for span in spans]
+        self._spans = spans
+        self.low = spans[0][0]  # every address of every parameter lies in [low, high)
+        self.high = max(span[1] for span in spans)
+        # Closes the session when nothing can reach it any more, and at the interpreter's exit.
+        self.close: Callable[[], Any] = weakref.finalize(self, session.close)
+
+    def _make_units(self, config: Config) -> list[Unit]:
+        members: list[list[int]] = [[] for _ in config["units"]]
+        for i, spec in enumerate(config["params"]):
+            members[spec["unit"]].append(i)
+        return [
+            Unit(u, name, members[u], sum(config["params"][i]["trainable"] for i in members[u]))
+            for u, name in enumerate(config["units"])
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a wrapped model is a plain one."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled model is a plain one."""
+        return (type(None), ())
+
+    def index_of(self, parameter: torch.Tensor) -> int:
+        """The index of a parameter of this model. Raises ValueError for any other tensor."""
+        slot = getattr(parameter, "_strata", None)
+        if slot is None or slot.state is not self:
+            raise ValueError("this tensor is not a parameter of a model wrapped by strata")
+        return cast(Slot, slot).index
+
+    def find(self, address: int) -> int:
+        """The parameter whose memory holds `address`, or -1."""
+        if not self.low <= address < self.high:
+            return -1
+        begin, end, index = self._spans[bisect.bisect_right(self._begins, address) - 1]
+        return index if begin <= address < end else -1
+
+    def enter(self, unit: Unit, backward: bool = False) -> None:
+        """Waits until the unit is on the device, and keeps it there."""
+        self.session.enter(unit.index, backward)
+        unit.entered += 1
+
+    def leave(self, unit: Unit) -> None:
+        """Undoes one enter()."""
+        unit.entered -= 1
+        self.session.leave(unit.index)
+
+    def note_writes(self, indices: Iterable[int]) -> None:
+        """Tells the core which parameters the user changed in place. REQUIRES: they are entered."""
+        with DisableTorchFunction():
+            for i in indices:
+                version = self.params[i]._version
+                if version != self.written[i]:
+                    self.written[i] = version
+                    self.session.device_written(i)
+
+    def read(self, index: int, kind: Kind = "master") -> torch.Tensor:
+        """A whole parameter, moment or gradient as a new float32 tensor of the parameter's shape."""
+        alias = self.aliases[index]
+        result = torch.empty(alias.shape, dtype=torch.float32)
+        if alias.numel():
+            self.session.read(index, kind, 0, result.data_ptr(), result.numel())
+        return result
+
+    def write(
+        self, index: int, value: torch.Tensor, kind: Kind = "master", offset: int = 0
+    ) -> None:
+        """Stores values, of any dtype, as the exact master (or moment) from element `offset` on."""
+        flat = value.detach().reshape(-1)
+        for begin in range(0, flat.numel(), CHUNK_NUMEL):
+            part = flat[begin : begin + CHUNK_NUMEL].to("cpu", torch.float32).contiguous()
+            self.session.write(index, kind, offset + begin, part.data_ptr(), part.numel())
+
+    def note_step(self, result: StepResult) -> None:
+        """Counts a step, and marks what it changes as changed for the graphs that saved it."""
+        self.last_step = result
+        self.steps += 1
+        if result["skipped"]:
+            self.steps_skipped += 1
+        else:
+            changed = [i for i, count in enumerate(self.landed) if count]
+            params = [self.params[i] for i in changed]
+            with DisableTorchFunction():
+                torch.autograd.graph.increment_version(params)
+                for i, parameter in zip(changed, params, strict=True):
+                    self.written[i] = parameter._version
+        self.dirty = self.dirty or any(self.landed)
+        self.landed = [0] * len(self.params)
+
+    def drop_gradients(self) -> None:
+        """Forgets what has landed since the last step."""
+        self.session.drop_gradients()
+        self.landed = [0] * len(self.params)
+        self.dirty = False
+
+    def gradient_landed(self) -> bool:
+        """Whether plain PyTorch would now show gradients in `p.grad`."""
+        return self.dirty or any(self.landed)
+
+
+def wrapped(model: nn.Module) -> Wrapped:
+    """The state of a wrapped model. Raises ValueError where the model is not wrapped."""
+    state = model.__dict__.get("_strata")
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} is not wrapped: call strata.wrap() first")
+    return cast(Wrapped, state)

@@ -1,0 +1,253 @@
+"""An in-memory double of strata._core, and the oracle of the tests of the Python package.
+
+It exists to catch reads of parameters that are not on the device: where the device budget does not
+hold all units, a unit's memory is filled with NaN as soon as nobody has it entered. Arithmetic is
+torch's own, on float32 tensors.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch.utils.dlpack import to_dlpack
+
+try:
+    from strata._core import StrataError
+except ImportError:
+
+    class StrataError(RuntimeError):  # type: ignore[no-redef]
+        fault = "config"
+
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PAGE = 4096
+
+
+class Session:
+    """One session. Every method checks what the contract requires of its caller."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.plan = plan(config)
+        self.params = [_Param(spec) for spec in config["params"]]
+        self.pins = [0] * len(config["units"])
+        self.members = [
+            [p for p in self.params if p.spec["unit"] == u] for u in range(len(config["units"]))
+        ]
+        everything = sum(p.device.nbytes for p in self.params)
+        self.evicts = config["device_bytes"] < everything
+        self.steps = 0
+        self.entered = 0
+        self.peak = 0
+        self.closed = False
+        for u in range(len(self.members)):
+            self._settle(u)
+
+    def tensor(self, param: int) -> Any:
+        return to_dlpack(self.params[param].device)
+
+    def write(self, param: int, kind: str, offset: int, address: int, count: int) -> None:
+        self._open()
+        p = self.params[param]
+        assert 0 < count and 0 <= offset and offset + count <= p.spec["numel"]
+        p.array(kind)[offset : offset + count] = _borrow(address, count, torch.float32)
+        if kind == "master" and not p.spec["trainable"]:
+            p.master.copy_(p.rounded())
+        self._settle(p.spec["unit"])
+
+    def read(self, param: int, kind: str, offset: int, address: int, count: int) -> None:
+        self._open()
+        p = self.params[param]
+        assert 0 < count and 0 <= offset and offset + count <= p.spec["numel"]
+        assert kind != "grad" or p.landed
+        _borrow(address, count, torch.float32).copy_(p.array(kind)[offset : offset + count])
+
+    def enter(self, unit: int, backward: bool) -> None:
+        self._open()
+        self.pins[unit] += 1
+        self.entered += 1
+        held = sum(p.device.nbytes for u, ps in enumerate(self.members) if self.pins[u] for p in ps)
+        self.peak = max(self.peak, held)
+        if held > self.config["device_bytes"]:
+            self.pins[unit] -= 1
+            raise StrataError(f"device memory: {held} > {self.config['device_bytes']} bytes")
+        if self.pins[unit] == 1:
+            for p in self.members[unit]:
+                p.device.copy_(p.rounded())
+
+    def leave(self, unit: int) -> None:
+        assert self.pins[unit] > 0, "leave() without enter()"
+        self.pins[unit] -= 1
+        self._settle(unit)
+
+    def resident(self, unit: int) -> bool:
+        return not self.evicts or self.pins[unit] > 0
+
+    def device_written(self, param: int) -> None:
+        p = self.params[param]
+        assert self.pins[p.spec["unit"]] > 0, "device_written() outside enter()"
+        p.master.copy_(p.device)
+
+    def land_gradient(self, param: int, address: int, dtype: str) -> None:
+        self._open()
+        p = self.params[param]
+        assert p.spec["trainable"]
+        assert p.spec["dtype"] == dtype
+        assert self.config["accumulate"] or not p.landed
+        value = _borrow(address, p.spec["numel"], DTYPES[dtype]).float()
+        p.grad = value.clone() if p.grad is None else p.grad + value
+        p.landed += 1
+
+    def drop_gradients(self) -> None:
+        for p in self.params:
+            p.grad, p.landed = None, 0
+
+    def gradient_count(self, param: int) -> int:
+        return self.params[param].landed
+
+    def step(
+        self, groups: list[dict[str, Any]], max_norm: float, divisor: float, skip: bool
+    ) -> dict[str, Any]:
+        self._open()
+        landed = [p for p in self.params if p.landed]
+        scale = 1.0 / divisor
+        norm = sum((p.grad.double() * scale).square().sum().item() for p in landed) ** 0.5
+        finite = norm < float("inf")
+        if max_norm > 0:
+            scale *= min(1.0, max_norm / (norm + 1e-6))
+        skipped = skip and not finite
+        for p in landed:
+            if not skipped:
+                p.update(groups[p.spec["group"]], scale)
+        self.drop_gradients()
+        self.steps += 1
+        for u, pins in enumerate(self.pins):
+            assert pins == 0, f"unit {u} is entered during step()"
+            self._settle(u)
+        return {"norm": norm, "finite": finite, "skipped": skipped}
+
+    def param_step(self, param: int) -> int:
+        return self.params[param].step
+
+    def set_param_step(self, param: int, step: int) -> None:
+        self.params[param].step = step
+
+    def synchronize(self) -> None:
+        self._open()
+
+    def stats(self) -> dict[str, Any]:
+        return {"steps": self.steps, "peak_device_bytes": self.peak, "enters": self.entered}
+
+    def close(self) -> None:
+        self.closed = True
+        for p in self.params:
+            p.device.fill_(float("nan"))
+
+    def _open(self) -> None:
+        if self.closed:
+            raise StrataError("the session is closed")
+
+    def _settle(self, unit: int) -> None:
+        """What the unit's memory holds while nobody has it entered."""
+        for p in self.members[unit]:
+            if self.pins[unit] or not self.evicts:
+                p.device.copy_(p.rounded())
+            else:
+                p.device.fill_(float("nan"))
+
+
+class _Param:
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        n = spec["numel"]
+        self.device = torch.empty(n, dtype=DTYPES[spec["dtype"]])
+        self.master = torch.zeros(n)
+        self.moments = [torch.zeros(n), torch.zeros(n)]
+        self.grad: torch.Tensor | None = None
+        self.landed = 0
+        self.step = 0
+
+    def array(self, kind: str) -> torch.Tensor:
+        if kind == "master":
+            return self.master
+        if kind == "grad":
+            assert self.grad is not None
+            return self.grad
+        return self.moments[int(kind[-1]) - 1]
+
+    def rounded(self) -> torch.Tensor:
+        """The master in the compute dtype; bfloat16 rounds halves away from zero."""
+        return round_master(self.master, self.device.dtype)
+
+    def update(self, group: dict[str, Any], scale: float) -> None:
+        self.step += 1
+        grad = self.grad * scale if scale != 1.0 else self.grad
+        master = torch.nn.Parameter(self.master)
+        master.grad = grad
+        shared = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        shared |= {"maximize": group["maximize"], "foreach": False}
+        if group["rule"] == "sgd":
+            names = ("momentum", "dampening", "nesterov")
+            rule = torch.optim.SGD([master], **shared, **{k: group[k] for k in names})
+            if group["momentum"] and self.step > 1:
+                rule.state[master]["momentum_buffer"] = self.moments[0]
+            rule.step()
+            if group["momentum"]:
+                self.moments[0].copy_(rule.state[master]["momentum_buffer"])
+            return
+        kind = torch.optim.AdamW if group["rule"] == "adamw" else torch.optim.Adam
+        adam = kind([master], betas=(group["beta1"], group["beta2"]), eps=group["eps"], **shared)
+        adam.state[master] = {
+            "step": torch.tensor(float(self.step - 1)),
+            "exp_avg": self.moments[0],
+            "exp_avg_sq": self.moments[1],
+        }
+        adam.step()
+
+
+def round_master(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is not torch.bfloat16:
+        return master.to(dtype)
+    bits = (master.contiguous().view(torch.int32).to(torch.int64) + 0x8000) >> 16
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def plan(config: dict[str, Any]) -> dict[str, Any]:
+    sizes = [0] * len(config["units"])
+    host = 0
+    for spec in config["params"]:
+        size = DTYPES[spec["dtype"]].itemsize
+        sizes[spec["unit"]] += size * spec["numel"]
+        host += (size + 16 * spec["trainable"]) * spec["numel"]
+    smallest = max(sizes)
+    if config["device_bytes"] < smallest:
+        name = config["units"][sizes.index(smallest)]
+        raise StrataError(
+            f"device budget {config['device_bytes']} is too small for unit {name!r}: {smallest} "
+            "bytes would do"
+        )
+    return {
+        "page_bytes": config["page_bytes"] or PAGE,
+        "device_bytes": min(sum(sizes), config["device_bytes"]),
+        "host_bytes": min(host, config["host_bytes"]),
+        "ssd_bytes": 0,
+        "staging_bytes": 0,
+        "device_bytes_min": smallest,
+        "units": [
+            {
+                "name": name,
+                "params": sum(s["numel"] for s in config["params"] if s["unit"] == u),
+                "param_bytes": sizes[u],
+                "param_tier": "host",
+                "grad_tier": "host",
+                "state_tier": "host",
+            }
+            for u, name in enumerate(config["units"])
+        ],
+    }
+
+
+def _borrow(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over somebody else's memory."""
+    raw = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=dtype)
