@@ -160,30 +160,37 @@ void Session::throw_if_failed() const {
   throw StrataError(std::move(error));
 }
 
+// `ready` may act when it succeeds (open a page), so nobody asks it again after it said yes.
 void Session::wait(Lock& lock, const std::function<bool()>& ready) {
   throw_if_failed();
   std::uint64_t seen = progress_;
   auto since = std::chrono::steady_clock::now();
   for (int idle_turns = 0; !ready(); ++idle_turns) {
-    if (idle_) {
-      if (turn()) idle_turns = 0;
-      else idle_();
-    } else {
-      while (!failure_ && !ready() && turn()) {}
-      if (!ready()) moved_.wait_for(lock, std::chrono::milliseconds(kPumpPeriodMs));
+    const bool moved = turn();
+    throw_if_failed();
+    if (moved) {
+      idle_turns = 0;
+      continue;
     }
+    if (idle_) idle_();
+    else moved_.wait_for(lock, std::chrono::milliseconds(kPumpPeriodMs));
     throw_if_failed();
     const auto now = std::chrono::steady_clock::now();
     if (progress_ != seen) seen = progress_, since = now;
     if (idle_ ? idle_turns < kStuckIdleTurns : now - since < kStuckAfter) continue;
-    Error error;
-    error.what = "nothing moved for two minutes: " + std::to_string(mover_->in_flight(Link::read)) +
-                 " reads, " + std::to_string(mover_->in_flight(Link::write)) + " writes and " +
-                 std::to_string(mover_->in_flight(Link::upload)) +
-                 " uploads are in flight; the disk may hang";
-    fail(std::move(error));
+    fail(stuck());
     throw_if_failed();
   }
+}
+
+// The watchdog's report: what is in flight, and how much waits to be.
+Error Session::stuck() const {
+  Error error;
+  error.what = "nothing moved for two minutes: " + std::to_string(mover_->in_flight(Link::read)) +
+               " reads, " + std::to_string(mover_->in_flight(Link::write)) + " writes and " +
+               std::to_string(mover_->in_flight(Link::upload)) + " uploads are in flight, updates " +
+               (updates_->busy() ? "are waiting" : "are done") + "; the disk may hang";
+  return error;
 }
 
 std::byte* Session::device_address(std::uint32_t param) const {

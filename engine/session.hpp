@@ -117,6 +117,7 @@ class Session final {
   bool turn();
   void fail(Error error);
   void throw_if_failed() const;
+  Error stuck() const;
   void wait(Lock& lock, const std::function<bool()>& ready);
   std::byte* open(Lock& lock, PageId page, Intent intent);
   void wait_idle_chunk(Lock& lock, std::uint32_t chunk);

@@ -1,0 +1,160 @@
+"""The core through its seam: values, updates, gradients and failures, without torch modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strata import _core
+
+GROUP: dict[str, Any] = {
+    "rule": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1,
+    "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False,
+}  # fmt: skip
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+SIZES = [70_000, 33, 200_000, 5, 90_001, 64, 150_000]
+KIB = 1024
+
+
+def config(dtype: str = "bfloat16", **changes: Any) -> dict[str, Any]:
+    params = [
+        {"name": f"p{i}", "numel": n, "dtype": dtype, "trainable": True, "unit": i // 2, "group": 0}
+        for i, n in enumerate(SIZES)
+    ]
+    base: dict[str, Any] = {
+        "params": params, "units": ["u0", "u1", "u2", "u3"], "groups": [GROUP],
+        "page_bytes": 64 * KIB, "device_bytes": 10 * 64 * KIB if dtype != "float32" else 20 * 64 * KIB,
+        "host_bytes": 1 << 30, "ssd_bytes": 0, "ssd_paths": [], "io_engine": "auto", "workers": 2,
+        "accumulate": False,
+    }  # fmt: skip
+    return base | changes
+
+
+def tensors(session: Any) -> list[torch.Tensor]:
+    return [torch.from_dlpack(session.tensor(i)) for i in range(len(SIZES))]
+
+
+def fill(session: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for i, n in enumerate(SIZES):
+        values = torch.randn(n, generator=generator)
+        session.write(i, "master", 0, values.data_ptr(), n)
+
+
+def masters(session: Any) -> list[torch.Tensor]:
+    out = []
+    for i, n in enumerate(SIZES):
+        values = torch.empty(n)
+        session.read(i, "master", 0, values.data_ptr(), n)
+        out.append(values)
+    return out
+
+
+def train(session: Any, steps: int, backwards: int = 1, max_norm: float = 0.0) -> list[torch.Tensor]:
+    """Gradients are a function of the parameters as the device shows them."""
+    views = tensors(session)
+    for step in range(steps):
+        for _ in range(backwards):
+            for unit in (0, 1, 2, 3, 3, 2, 1, 0):
+                session.enter(unit, False)
+                session.leave(unit)
+            for unit in (3, 2, 1, 0):
+                session.enter(unit, True)
+                for i in (2 * unit, 2 * unit + 1):
+                    if i >= len(SIZES):
+                        continue
+                    grad = (views[i].float().sin() * (step + 1)).to(views[i].dtype)
+                    name = str(grad.dtype).removeprefix("torch.")
+                    session.land_gradient(i, grad.data_ptr(), name)
+                session.leave(unit)
+        session.step([GROUP], max_norm, 1.0, False)
+        session.drop_gradients()
+    session.synchronize()
+    return masters(session)
+
+
+def run(dtype: str, steps: int = 3, max_norm: float = 0.0, **changes: Any) -> list[torch.Tensor]:
+    session = _core.Session(config(dtype, **changes))
+    try:
+        fill(session)
+        return train(session, steps, 2 if changes.get("accumulate") else 1, max_norm)
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_budgets_do_not_change_bits(dtype: str, accumulate: bool, tmp_path: Path) -> None:
+    base = run(dtype, max_norm=1.0, accumulate=accumulate, device_bytes=1 << 28)
+    on_ssd = {"host_bytes": 2048 * KIB, "ssd_bytes": 64 << 20, "ssd_paths": [str(tmp_path)]}
+    variants: list[dict[str, Any]] = [
+        {"device_bytes": 24 * 64 * KIB},
+        {"workers": 1, **on_ssd},
+        {"host_bytes": 4096 * KIB, "ssd_bytes": 64 << 20, "ssd_paths": [str(tmp_path)]},
+        {"page_bytes": 256 * KIB, "device_bytes": 1 << 28},
+        {"workers": 3, **on_ssd, "io_engine": "threads"},
+    ]
+    for changes in variants:
+        other = run(dtype, max_norm=1.0, accumulate=accumulate, **changes)
+        for a, b in zip(base, other, strict=True):
+            assert torch.equal(a, b), changes
+
+
+def test_matches_torch_adamw() -> None:
+    generator = torch.Generator().manual_seed(1)
+    plain = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in SIZES]
+    optimizer = torch.optim.AdamW(plain, lr=1e-2, weight_decay=0.1)
+    for step in range(5):
+        for p in plain:
+            p.grad = p.detach().sin() * (step + 1)
+        optimizer.step()
+    for ours, theirs in zip(run("float32", steps=5), plain, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_master_survives_exactly() -> None:
+    for dtype in DTYPES:
+        session = _core.Session(config(dtype))
+        fill(session)
+        generator = torch.Generator().manual_seed(1)
+        for values in masters(session):
+            assert torch.equal(values, torch.randn(values.numel(), generator=generator))
+        session.close()
+
+
+def test_device_written_becomes_the_value() -> None:
+    session = _core.Session(config())
+    fill(session)
+    view = tensors(session)[2]
+    session.enter(1, False)
+    view.mul_(0.5)
+    expected = view.clone()
+    session.device_written(2)
+    session.leave(1)
+    assert torch.equal(masters(session)[2], expected.float())
+    for unit in (0, 2, 3, 1):
+        session.enter(unit, False)
+        session.leave(unit)
+    session.enter(1, False)
+    assert torch.equal(view, expected)
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device_bytes": 64 * KIB}, ["device budget", "u1", "would do"]),
+        ({"host_bytes": 64 * KIB}, ["host", "ssd_path"]),
+        ({"host_bytes": 64 * KIB, "ssd_paths": ["/tmp"], "ssd_bytes": 1 << 30}, ["one chunk", "KiB"]),
+        ({"host_bytes": 2 << 20, "ssd_paths": ["/tmp"], "ssd_bytes": 64 * KIB}, ["SSD", "MiB"]),
+    ],
+)
+def test_infeasible_budgets_say_what_would_do(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(_core.StrataError) as caught:
+        _core.plan(config(**changes))
+    assert caught.value.fault == "config"
+    for word in words:
+        assert word in str(caught.value)
