@@ -218,26 +218,33 @@ TEST(StorePathsTest, SessionsOfOneProcessShareAFolder) {
 // The first session of a process ends; the lock is still held for the second.
 TEST(StorePathsTest, TheLockLastsAsLongAsTheLastSession) {
   TempFolder folder;
-  auto one = make_store(options_for({folder.path()}, "one"));
-  const auto two = make_store(options_for({folder.path()}, "two"));
-  one.reset();
-  const pid_t child = fork();
+  std::array<int, 2> go;
+  ASSERT_EQ(pipe(go.data()), 0);
+  const pid_t child = fork();  // before there are threads that it would lack
   if (child == 0) {
+    close(go[1]);
+    char byte = 0;
     bool refused = false;
     try {
-      make_store(options_for({folder.path()}, "child"));
+      if (read(go[0], &byte, 1) == 1) make_store(options_for({folder.path()}, "child"));
     } catch (const StrataError& error) {
       refused = error.error().fault == Fault::config;
     }
     _exit(refused ? 0 : 1);
   }
+  close(go[0]);
+  auto one = make_store(options_for({folder.path()}, "one"));
+  const auto two = make_store(options_for({folder.path()}, "two"));
+  one.reset();
+  EXPECT_EQ(write(go[1], "x", 1), 1);
+  close(go[1]);
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0) << "another process came in";
 }
 
-// Both names of the lock lines must stay inside the folder, whoever wrote the file.
+// The lines of a lock file must stay inside the folder, whoever wrote them.
 TEST(StorePathsTest, ALockFileCannotNameFilesElsewhere) {
   TempFolder folder;
   fs::create_directory(folder.path() + "/ssd");
