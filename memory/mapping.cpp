@@ -26,10 +26,10 @@ struct CgroupFiles {
   std::string_view cache_old;
   std::string_view cache_new;
 };
-constexpr CgroupFiles kCgroupV1{"/sys/fs/cgroup/memory", "/memory.limit_in_bytes",
+constexpr CgroupFiles kCgroupV1{"sys/fs/cgroup/memory", "/memory.limit_in_bytes",
                                 "/memory.usage_in_bytes", "total_inactive_file",
                                 "total_active_file"};
-constexpr CgroupFiles kCgroupV2{"/sys/fs/cgroup", "/memory.max", "/memory.current", "inactive_file",
+constexpr CgroupFiles kCgroupV2{"sys/fs/cgroup", "/memory.max", "/memory.current", "inactive_file",
                                 "active_file"};
 
 constexpr std::size_t kUnlimited = std::numeric_limits<std::size_t>::max();
@@ -55,10 +55,11 @@ std::size_t read_entry(const std::string& path, std::string_view key) {
 }
 
 // What is left of the group at `group` and of each one around it, up to the root of the mount.
-std::size_t cgroup_bytes_left(const CgroupFiles& files, std::string group) {
+std::size_t cgroup_bytes_left(const std::string& root, const CgroupFiles& files,
+                              std::string group) {
   std::size_t left = kUnlimited;
   while (true) {
-    const std::string folder = files.mount + group;
+    const std::string folder = root + files.mount + group;
     const std::size_t limit = read_number(folder + files.limit);
     const std::size_t usage = read_number(folder + files.usage);
     if (limit != kUnlimited && usage != kUnlimited) {
@@ -103,9 +104,9 @@ int populate(std::byte* range, std::size_t bytes) {
   return 0;
 }
 
-std::size_t host_bytes_available() {
-  std::size_t left = read_entry("/proc/meminfo", "MemAvailable:") * kKiB;
-  std::ifstream groups("/proc/self/cgroup");  // lines are "number:controllers:/path"
+std::size_t host_bytes_available(const std::string& root) {
+  std::size_t left = read_entry(root + "proc/meminfo", "MemAvailable:") * kKiB;
+  std::ifstream groups(root + "proc/self/cgroup");  // lines are "number:controllers:/path"
   std::string line;
   while (std::getline(groups, line)) {
     const std::size_t first = line.find(':');
@@ -114,8 +115,8 @@ std::size_t host_bytes_available() {
     const std::string controllers = line.substr(first + 1, second - first - 1);
     std::string group = line.substr(second + 1);
     if (group == "/") group.clear();
-    if (controllers.empty()) left = std::min(left, cgroup_bytes_left(kCgroupV2, group));
-    if (controllers == "memory") left = std::min(left, cgroup_bytes_left(kCgroupV1, group));
+    if (controllers.empty()) left = std::min(left, cgroup_bytes_left(root, kCgroupV2, group));
+    if (controllers == "memory") left = std::min(left, cgroup_bytes_left(root, kCgroupV1, group));
   }
   return left;
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "memory/result.hpp"
 
@@ -25,8 +26,9 @@ std::byte* reserve_addresses(std::size_t bytes);
 int populate(std::byte* range, std::size_t bytes);
 
 // What can still be claimed before the kernel kills somebody: the least of the machine's available
-// memory and what is left of this process's cgroup and the cgroups around it.
-std::size_t host_bytes_available();
+// memory and what is left of this process's cgroup and the cgroups around it (either version).
+// `root` is the folder that holds proc/ and sys/.
+std::size_t host_bytes_available(const std::string& root = "/");
 
 // An Error of Fault::memory that names the bytes, the tier and the way out.
 Error memory_error(const char* what, Tier tier, std::size_t bytes, int errno_value);

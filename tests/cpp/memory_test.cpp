@@ -2,11 +2,15 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <iterator>
+#include <map>
 #include <random>
 #include <set>
 #include <string>
@@ -79,13 +83,54 @@ TEST(Slab, LocksWhereItMayAndSaysSoWhereNot) {
   slab.bytes()[0] = std::byte{1};  // usable either way
 }
 
-TEST(Mapping, AvailableIsLessThanTheMachine) {
-  const std::size_t available = host_bytes_available();
-  EXPECT_GT(available, 16 * kMiB);
-  EXPECT_LT(available, std::size_t{1} << 46);
-  // And it sees what is claimed, within the noise of other processes.
-  const Slab slab(256 * kMiB);
-  EXPECT_LT(host_bytes_available(), available + 64 * kMiB);
+TEST(Mapping, AvailableOfThisMachineMakesSense) {
+  EXPECT_GT(host_bytes_available(), 16 * kMiB);
+  EXPECT_LT(host_bytes_available(), std::size_t{1} << 46);
+}
+
+// A folder that looks like / to host_bytes_available(): 1000 MiB available, files as given.
+class FakeRoot {
+ public:
+  explicit FakeRoot(const std::map<std::string, std::string>& files)
+      : path_(testing::TempDir() + "strata-root-" + std::to_string(::getpid()) + "/") {
+    write("proc/meminfo", "MemTotal: 4096000 kB\nMemAvailable: 1024000 kB\n");
+    for (const auto& [name, text] : files) write(name, text);
+  }
+  ~FakeRoot() { std::filesystem::remove_all(path_); }
+  const std::string& path() const { return path_; }
+
+ private:
+  void write(const std::string& name, const std::string& text) const {
+    const std::filesystem::path file = path_ + name;
+    std::filesystem::create_directories(file.parent_path());
+    std::ofstream(file) << text;
+  }
+  std::string path_;
+};
+
+TEST(Mapping, AvailableIsTheMachinesWhereNoCgroupLimits) {
+  const FakeRoot root({{"proc/self/cgroup", "0::/\n"}, {"sys/fs/cgroup/memory.max", "max\n"}});
+  EXPECT_EQ(host_bytes_available(root.path()), 1000 * kMiB);
+}
+
+TEST(Mapping, AvailableSeesTheTightestGroupAroundTheProcess) {
+  // The inner group has 90 MiB left; the outer one 100 - 80 + 30 of cached files, which is less.
+  const FakeRoot root({{"proc/self/cgroup", "0::/outer/inner\n"},
+                       {"sys/fs/cgroup/outer/inner/memory.max", "104857600\n"},
+                       {"sys/fs/cgroup/outer/inner/memory.current", "10485760\n"},
+                       {"sys/fs/cgroup/outer/memory.max", "104857600\n"},
+                       {"sys/fs/cgroup/outer/memory.current", "83886080\n"},
+                       {"sys/fs/cgroup/outer/memory.stat",
+                        "anon 52428800\ninactive_file 20971520\nactive_file 10485760\n"}});
+  EXPECT_EQ(host_bytes_available(root.path()), 50 * kMiB);
+}
+
+TEST(Mapping, AvailableSeesTheOldCgroups) {
+  const FakeRoot root({{"proc/self/cgroup", "9:name=systemd:/\n4:memory:/job\n1:cpu:/job\n0::/\n"},
+                       {"sys/fs/cgroup/memory/job/memory.limit_in_bytes", "104857600\n"},
+                       {"sys/fs/cgroup/memory/job/memory.usage_in_bytes", "209715200\n"},
+                       {"sys/fs/cgroup/memory/job/memory.stat", "total_active_file 1048576\n"}});
+  EXPECT_EQ(host_bytes_available(root.path()), 0u) << "over its limit: nothing is left";
 }
 
 TEST(Mapping, PopulateKeepsContents) {
