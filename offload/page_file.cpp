@@ -115,8 +115,13 @@ void PageFile::preallocate(const std::string& folder, std::uint64_t bytes) {
   }
   int failed = 0;
   do {
-    failed = posix_fallocate(fd_, 0, static_cast<off_t>(bytes));
+    failed = fallocate(fd_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   } while (failed == EINTR);
+  if (failed == EOPNOTSUPP && ftruncate(fd_, static_cast<off_t>(bytes)) == 0) {
+    warnings_.push_back("the filesystem of " + folder +
+                        " cannot set space aside: it may run out later");
+    failed = 0;
+  }
   if (failed == ENOSPC || failed == EFBIG || failed == EDQUOT) {
     fail(Fault::no_space, sizes + ", but they could not be claimed", path_, failed);
   }

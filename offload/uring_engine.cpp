@@ -43,6 +43,7 @@ class UringEngine::Impl final {
   std::optional<Error> register_memory(std::span<std::byte> memory);
 
  private:
+  int register_slices();
   int registered_slice(const std::byte* buffer, std::uint32_t bytes) const;
   void prepare(io_uring_sqe* sqe, const IoRequest& request) const;
 
@@ -52,7 +53,6 @@ class UringEngine::Impl final {
       0;  // submitted here and not reaped; at most depth_, so the CQ holds it
   bool live_ = false;
   bool files_registered_ = false;
-  bool memory_registered_ = false;
   io_uring ring_{};
   std::vector<int> files_;     // descriptors, by file number
   std::vector<iovec> slices_;  // registered memory, by buffer index
@@ -102,21 +102,26 @@ int UringEngine::Impl::attach(int fd) {
 
 std::optional<Error> UringEngine::Impl::register_memory(std::span<std::byte> memory) {
   STRATA_ASSERT(in_flight_ == 0);
+  const std::size_t before = slices_.size();
   for (std::size_t at = 0; at < memory.size(); at += kSliceBytesMax) {
     slices_.push_back({memory.data() + at, std::min(kSliceBytesMax, memory.size() - at)});
   }
   // One table for all the memory announced so far: every kernel with io_uring can replace it whole.
-  if (memory_registered_) io_uring_unregister_buffers(&ring_);
-  const int result =
-      io_uring_register_buffers(&ring_, slices_.data(), static_cast<unsigned>(slices_.size()));
-  memory_registered_ = result == 0;
-  if (memory_registered_) return std::nullopt;
-  slices_.clear();
+  if (before > 0) io_uring_unregister_buffers(&ring_);
+  const int result = register_slices();
+  if (result == 0) return std::nullopt;
+  // What was registered before stays so, if it still can be.
+  slices_.resize(before);
+  if (before > 0 && register_slices() != 0) slices_.clear();
   return ring_error(result == -ENOMEM
                         ? "io_uring could not pin the memory of pages (see ulimit -l); plain "
                           "buffers are used"
                         : "io_uring could not register the memory of pages; plain buffers are used",
                     result);
+}
+
+int UringEngine::Impl::register_slices() {
+  return io_uring_register_buffers(&ring_, slices_.data(), static_cast<unsigned>(slices_.size()));
 }
 
 // The index of the registered slice that holds the whole buffer, or -1.

@@ -1,6 +1,7 @@
 // The conformance suite of the IoEngine port: what Store relies on, asked of every engine.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
@@ -263,6 +264,22 @@ TEST_P(IoEngineTest, EndsWithRequestsInFlight) {
   AlignedBuffer same(kBlock);
   same.fill(9);
   EXPECT_TRUE(buffer == same) << "somebody still writes into the buffer";
+}
+
+// Memory that cannot be pinned (here: not readable) is reported; what was pinned before stays so.
+TEST_P(IoEngineTest, MemoryThatCannotBePinnedDoesNoHarm) {
+  AlignedBuffer pinned(kBlock), back(kBlock);
+  pinned.fill(1);
+  const int file = make_file(kBlock);
+  engine_->register_memory(pinned.span());
+  void* hole = mmap(nullptr, kBlock, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(hole, MAP_FAILED);
+  const auto error = engine_->register_memory({static_cast<std::byte*>(hole), kBlock});
+  EXPECT_EQ(error.has_value(), GetParam() == "io_uring");
+  EXPECT_EQ(move(IoOp::write, file, 0, pinned), kBlock);
+  EXPECT_EQ(move(IoOp::read, file, 0, back), kBlock);
+  EXPECT_TRUE(back == pinned);
+  munmap(hole, kBlock);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, IoEngineTest,
