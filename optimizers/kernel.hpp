@@ -34,6 +34,22 @@ namespace strata {
 //     one quiet NaN 0x7fc00000 (0x7fc0 in bfloat16, 0x7e00 in float16).
 // It holds in the default floating-point environment: round to nearest, subnormal numbers kept.
 
+// Note [Prefetch]
+// An update is bound by memory, and its square root and division leave the processor's window too
+// short to see far ahead. So each block asks for the lines, one of 16-bit values and two of
+// float32, that come kPrefetchDistance later. Asking beyond the end of a span is harmless: a
+// prefetch never faults.
+inline constexpr std::size_t kBlock = 32;
+inline constexpr std::size_t kPrefetchDistance = 512;  // elements
+
+template <class V, class T>
+void prefetch_block(const T* stream) {
+  constexpr std::size_t kLineBytes = 64;
+  for (std::size_t i = 0; i < kBlock; i += kLineBytes / sizeof(T)) {
+    __builtin_prefetch(stream + i);
+  }
+}
+
 // Note [Split master]
 // A bfloat16 parameter is the upper half of its own float32 master; the residual is the lower half.
 // With `bits` the master's bits, param = (bits + 0x8000) >> 16 and residual = bits - (param << 16).
@@ -51,6 +67,10 @@ struct SplitMaster {
       : param(static_cast<std::uint16_t*>(param_memory)),
         residual(static_cast<std::uint16_t*>(master)) {}
 
+  void prefetch(std::size_t at) const {
+    prefetch_block<V>(param + at);
+    prefetch_block<V>(residual + at);
+  }
   template <class Lanes>
   typename V::F load(std::size_t at, Lanes lanes) const {
     return V::join_halves(V::load(param + at, lanes), V::load(residual + at, lanes));
@@ -73,6 +93,10 @@ struct FullMaster {
       : param(static_cast<std::uint16_t*>(param_memory)),
         master(static_cast<float*>(master_memory)) {}
 
+  void prefetch(std::size_t at) const {
+    prefetch_block<V>(param + at);
+    prefetch_block<V>(master + at);
+  }
   template <class Lanes>
   typename V::F load(std::size_t at, Lanes lanes) const {
     return V::load(master + at, lanes);
@@ -92,6 +116,7 @@ struct NoMaster {
 
   NoMaster(void* param_memory, void*) : param(static_cast<float*>(param_memory)) {}
 
+  void prefetch(std::size_t at) const { prefetch_block<V>(param + at); }
   template <class Lanes>
   typename V::F load(std::size_t at, Lanes lanes) const {
     return V::load(param + at, lanes);
@@ -107,6 +132,13 @@ template <class V, Dtype dtype>
 struct Gradient {
   const void* from;
 
+  void prefetch(std::size_t at) const {
+    if constexpr (dtype == Dtype::float32) {
+      prefetch_block<V>(static_cast<const float*>(from) + at);
+    } else {
+      prefetch_block<V>(static_cast<const std::uint16_t*>(from) + at);
+    }
+  }
   template <class Lanes>
   typename V::F load(std::size_t at, Lanes lanes) const {
     if constexpr (dtype == Dtype::float32) {
@@ -186,37 +218,54 @@ template <class V, class Math, class Master, class Grad>
 struct Update {
   using F = typename V::F;
 
-  const UpdateSpan& span;
-  Math math;
-  Master master;
-  Grad grad;
+  explicit Update(const UpdateSpan& span)
+      : math(coefficients(span)),
+        master(span.param, span.master),
+        grad{span.grad},
+        moment1(span.moment1),
+        moment2(span.moment2) {}
 
-  explicit Update(const UpdateSpan& s)
-      : span(s), math(coefficients(s)), master(s.param, s.master), grad{s.grad} {}
-
-  void run() const {
+  void run(std::size_t count) const {
     std::size_t at = 0;
-    for (; at + V::kLanes <= span.count; at += V::kLanes) update_lanes(at, typename V::All{});
-    if (at < span.count) update_lanes(at, typename V::Some{span.count - at});
+    for (; at + kBlock <= count; at += kBlock) {
+      prefetch(at + kPrefetchDistance);
+      for (std::size_t k = 0; k < kBlock; k += V::kLanes) update_lanes(at + k, typename V::All{});
+    }
+    for (; at + V::kLanes <= count; at += V::kLanes) update_lanes(at, typename V::All{});
+    if (at < count) update_lanes(at, typename V::Some{count - at});
+  }
+
+  void prefetch(std::size_t at) const {
+    master.prefetch(at);
+    grad.prefetch(at);
+    if constexpr (Math::kMoments >= 1) prefetch_block<V>(moment1 + at);
+    if constexpr (Math::kMoments >= 2) prefetch_block<V>(moment2 + at);
   }
 
   template <class Lanes>
   void update_lanes(std::size_t at, Lanes lanes) const {
     // 1. Read every stream.
     F param = master.load(at, lanes);
-    F moment1 = V::set(0.0f);
-    F moment2 = V::set(0.0f);
-    if constexpr (Math::kMoments >= 1) moment1 = V::load(span.moment1 + at, lanes);
-    if constexpr (Math::kMoments >= 2) moment2 = V::load(span.moment2 + at, lanes);
+    F value1 = V::set(0.0f);
+    F value2 = V::set(0.0f);
+    if constexpr (Math::kMoments >= 1) value1 = V::load(moment1 + at, lanes);
+    if constexpr (Math::kMoments >= 2) value2 = V::load(moment2 + at, lanes);
 
     // 2. Compute.
-    math(grad.load(at, lanes), param, moment1, moment2);
+    math(grad.load(at, lanes), param, value1, value2);
 
     // 3. Write back.
-    if constexpr (Math::kMoments >= 1) V::store(span.moment1 + at, V::one_nan(moment1), lanes);
-    if constexpr (Math::kMoments >= 2) V::store(span.moment2 + at, V::one_nan(moment2), lanes);
+    if constexpr (Math::kMoments >= 1) V::store(moment1 + at, V::one_nan(value1), lanes);
+    if constexpr (Math::kMoments >= 2) V::store(moment2 + at, V::one_nan(value2), lanes);
     master.store(at, param, lanes);
   }
+
+  // Pointers by value: a store through float* could change what a reference to a span leads to.
+  Math math;
+  Master master;
+  Grad grad;
+  float* moment1;
+  float* moment2;
 };
 
 template <class V, class Math>
@@ -224,13 +273,15 @@ void update_with(const UpdateSpan& span) {
   const bool wide = span.grad_dtype == Dtype::float32;
   switch (span.dtype) {
     case Dtype::float32:
-      return Update<V, Math, NoMaster<V>, Gradient<V, Dtype::float32>>(span).run();
+      return Update<V, Math, NoMaster<V>, Gradient<V, Dtype::float32>>(span).run(span.count);
     case Dtype::float16:
-      if (wide) return Update<V, Math, FullMaster<V>, Gradient<V, Dtype::float32>>(span).run();
-      return Update<V, Math, FullMaster<V>, Gradient<V, Dtype::float16>>(span).run();
+      if (wide)
+        return Update<V, Math, FullMaster<V>, Gradient<V, Dtype::float32>>(span).run(span.count);
+      return Update<V, Math, FullMaster<V>, Gradient<V, Dtype::float16>>(span).run(span.count);
     case Dtype::bfloat16:
-      if (wide) return Update<V, Math, SplitMaster<V>, Gradient<V, Dtype::float32>>(span).run();
-      return Update<V, Math, SplitMaster<V>, Gradient<V, Dtype::bfloat16>>(span).run();
+      if (wide)
+        return Update<V, Math, SplitMaster<V>, Gradient<V, Dtype::float32>>(span).run(span.count);
+      return Update<V, Math, SplitMaster<V>, Gradient<V, Dtype::bfloat16>>(span).run(span.count);
   }
 }
 

@@ -80,6 +80,7 @@ struct Streams {
     return values;
   }
   void set_grad(const std::vector<float>& values) {
+    if (values.empty()) return;
     if (grad_dtype == Dtype::float32) {
       std::memcpy(grad_at(0), values.data(), count * sizeof(float));
     } else {
