@@ -57,7 +57,8 @@ class IoEngine {
 
   // Optional: announces memory that requests will use, so that it is pinned once. An error says why
   // it could not be; requests work all the same, only slower.
-  // REQUIRES: nothing in flight; the memory outlives the engine.
+  // Children made by fork() may not find it in their address space.
+  // REQUIRES: nothing in flight; whole pages, aligned; the memory outlives the engine.
   virtual std::optional<Error> register_memory(std::span<std::byte> memory) {
     (void)memory;
     return std::nullopt;

@@ -1,6 +1,7 @@
 #include "offload/uring_engine.hpp"
 
 #include <liburing.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
@@ -19,6 +20,14 @@ constexpr std::uint32_t kRegisteredFilesMax = 64;
 // Worth trying again: interrupted, or the kernel is short of memory for requests just now.
 bool transient(int result) {
   return result == -EINTR || result == -EAGAIN || result == -EBUSY || result == -ENOMEM;
+}
+
+// Note [Pinned memory and fork]
+// A page that the kernel has pinned cannot be shared copy-on-write, so fork() copies every one of
+// them at once: a data loader's worker would cost the whole host budget, and seconds. Children have
+// no business in pinned memory; they do not inherit it while it is registered.
+void inherit(std::span<std::byte> memory, bool by_children) {
+  madvise(memory.data(), memory.size(), by_children ? MADV_DOFORK : MADV_DONTFORK);
 }
 
 Error ring_error(const char* what, int result) {
@@ -44,6 +53,7 @@ class UringEngine::Impl final {
 
  private:
   int register_slices();
+  void forget_slices();
   int registered_slice(const std::byte* buffer, std::uint32_t bytes) const;
   void prepare(io_uring_sqe* sqe, const IoRequest& request) const;
 
@@ -85,6 +95,7 @@ UringEngine::Impl::~Impl() {
     while (reap(seen) > 0) continue;
   }
   io_uring_queue_exit(&ring_);
+  forget_slices();
 }
 
 int UringEngine::Impl::attach(int fd) {
@@ -102,6 +113,7 @@ int UringEngine::Impl::attach(int fd) {
 
 std::optional<Error> UringEngine::Impl::register_memory(std::span<std::byte> memory) {
   STRATA_ASSERT(in_flight_ == 0);
+  STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(memory.data()) % kIoAlignment == 0);
   const std::size_t before = slices_.size();
   for (std::size_t at = 0; at < memory.size(); at += kSliceBytesMax) {
     slices_.push_back({memory.data() + at, std::min(kSliceBytesMax, memory.size() - at)});
@@ -109,15 +121,25 @@ std::optional<Error> UringEngine::Impl::register_memory(std::span<std::byte> mem
   // One table for all the memory announced so far: every kernel with io_uring can replace it whole.
   if (before > 0) io_uring_unregister_buffers(&ring_);
   const int result = register_slices();
-  if (result == 0) return std::nullopt;
+  if (result == 0) {
+    inherit(memory, false);
+    return std::nullopt;
+  }
   // What was registered before stays so, if it still can be.
   slices_.resize(before);
-  if (before > 0 && register_slices() != 0) slices_.clear();
+  if (before > 0 && register_slices() != 0) forget_slices();
   return ring_error(result == -ENOMEM
                         ? "io_uring could not pin the memory of pages (see ulimit -l); plain "
                           "buffers are used"
                         : "io_uring could not register the memory of pages; plain buffers are used",
                     result);
+}
+
+void UringEngine::Impl::forget_slices() {
+  for (const iovec& slice : slices_) {
+    inherit({static_cast<std::byte*>(slice.iov_base), slice.iov_len}, true);
+  }
+  slices_.clear();
 }
 
 int UringEngine::Impl::register_slices() {

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +15,7 @@
 #include "memory/doorbell.hpp"
 #include "offload/make_engine.hpp"
 #include "offload/memory_engine.hpp"
+#include "offload/uring_engine.hpp"
 
 namespace strata {
 namespace {
@@ -280,6 +282,28 @@ TEST_P(IoEngineTest, MemoryThatCannotBePinnedDoesNoHarm) {
   EXPECT_EQ(move(IoOp::read, file, 0, back), kBlock);
   EXPECT_TRUE(back == pinned);
   munmap(hole, kBlock);
+}
+
+// The kernel would copy it all, at once, into every worker of a data loader.
+TEST(UringEngineTest, PinnedMemoryIsNotCopiedIntoChildren) {
+  Error refused;
+  auto engine = UringEngine::make(nullptr, kDepth, &refused);
+  if (engine == nullptr) GTEST_SKIP() << refused.text();
+  AlignedBuffer pinned(kBlock);
+  if (auto error = engine->register_memory(pinned.span())) GTEST_SKIP() << error->text();
+  const auto is_mapped_in_a_child = [&] {
+    const pid_t child = fork();
+    if (child == 0) {
+      std::array<unsigned char, kBlock / 4096> resident;
+      _exit(mincore(pinned.data(), kBlock, resident.data()) == 0 ? 1 : 0);
+    }
+    int status = 0;
+    EXPECT_EQ(waitpid(child, &status, 0), child);
+    return WEXITSTATUS(status) == 1;
+  };
+  EXPECT_FALSE(is_mapped_in_a_child());
+  engine.reset();
+  EXPECT_TRUE(is_mapped_in_a_child());
 }
 
 INSTANTIATE_TEST_SUITE_P(All, IoEngineTest,
