@@ -4,17 +4,24 @@ model, optimizer = strata.wrap(model, torch.optim.AdamW(model.parameters(), lr=1
                                memory={"device": "8GiB", "host": "24GiB"})
 """
 
+from .checkpoint import load, save
+from .checkpoint_files import CheckpointError
 from .errors import StrataError
+from .export import export_safetensors
 from .report import PlanReport, Report
 from .wrap import gather_grad, plan, report, synchronize, unwrap, wrap
 
 __all__ = [
+    "CheckpointError",
     "PlanReport",
     "Report",
     "StrataError",
+    "export_safetensors",
     "gather_grad",
+    "load",
     "plan",
     "report",
+    "save",
     "synchronize",
     "unwrap",
     "wrap",

@@ -1,0 +1,262 @@
+"""Resumable checkpoints: everything a run needs, streamed through a bounded buffer.
+
+    strata.save(model, "checkpoint/", extra={"batch": 120})
+    extra = strata.load(model, "checkpoint/")          # same model, any budgets, any page size
+
+Format, version 1. A checkpoint is a folder of two files:
+
+    state.bin      the tensors, one behind the other, little-endian, no padding. Per parameter in
+                   the order of model.parameters(): master (float32; of a frozen parameter its own
+                   dtype), then moment1 and moment2 (float32) as far as its rule keeps them. Then
+                   the persistent buffers, in their own dtype.
+    manifest.json  {"checksum": XXH3-64 of the rest as canonical JSON, "version": 1,
+                    "bytes": of state.bin,
+                    "params":  [{"name", "shape", "dtype", "trainable", "step", "tensors"}],
+                    "buffers": [{"name", "shape", "tensors"}],
+                        where tensors is [{"kind", "dtype", "offset", "bytes", "xxh3_64"}]
+                    "groups":  the optimizer's parameter groups without their parameters,
+                    "rng":     the states of torch (CPU, CUDA), random and numpy,
+                    "extra":   what the caller gave}
+
+Note [Complete or absent]. Both files are written into `path.tmp-PID`, the manifest last, and synced
+to the disk; then an older checkpoint steps aside to `path.old-PID`, the new one takes its name, and
+the old one is deleted. A folder with a manifest is thus always whole. Killed between the two
+renames, `path` is missing while both others are whole: a loader then takes the newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import rng
+from .checkpoint_files import (
+    BUFFER_BYTES,
+    STATE_NAME,
+    CheckpointError,
+    Record,
+    TensorReader,
+    TensorWriter,
+    find,
+    replace_folder,
+    write_manifest,
+)
+from .weights import persistent_buffers
+from .wrapped import Wrapped, wrapped
+
+if TYPE_CHECKING:
+    from ._core import GroupSpec, Kind, ParamSpec, Session  # types only: the stub's, not the core's
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+LISTED_MAX = 4  # problems spelled out in one error
+
+
+def save(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    extra: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a checkpoint of a wrapped model, which takes the place of an older one at `path`.
+
+    `extra` is anything JSON can hold; `load` gives it back. Waits for pending updates. Memory used:
+    4 MiB, whatever the size of the model. Raises CheckpointError where `path` is something else.
+    """
+    state = wrapped(model)
+    state.session.synchronize()
+    buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32)
+    meter = _Meter(progress, _total_bytes(state))
+    shapes = [list(p.shape) for p in model.parameters()]
+    params, buffers = [], []
+    with replace_folder(Path(path)) as folder:
+        with TensorWriter(folder / STATE_NAME) as file:
+            for place, spec in enumerate(state.config["params"]):
+                params.append(
+                    {
+                        "name": spec["name"],
+                        "shape": shapes[place],
+                        "dtype": spec["dtype"],
+                        "trainable": spec["trainable"],
+                        "step": state.session.param_step(place),
+                        "tensors": [
+                            file.append(
+                                kind,
+                                dtype,
+                                meter(_stored(state.session, place, kind, spec, dtype, buffer)),
+                            )
+                            for kind, dtype in _kinds(state, spec)
+                        ],
+                    }
+                )
+            for name, value in persistent_buffers(model).items():
+                record = file.append("buffer", _name(value.dtype), meter(_raw(value)))
+                buffers.append({"name": name, "shape": list(value.shape), "tensors": [record]})
+        write_manifest(
+            folder,
+            {
+                "bytes": file.bytes,
+                "params": params,
+                "buffers": buffers,
+                "groups": [_plain(group) for group in state.optimizer.param_groups],
+                "rng": rng.capture(),
+                "extra": extra or {},
+            },
+        )
+
+
+def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Continues from a checkpoint: weights, moments, steps, hyperparameters, buffers, randomness.
+
+    Budgets, page size and disks may differ from those of the run that saved it. Returns `extra`.
+    Raises CheckpointError, before anything is changed, where there is no complete checkpoint, where
+    a checksum does not match, or where it is of another model.
+    """
+    state = wrapped(model)
+    folder = find(path)
+    if folder is None:
+        raise CheckpointError(f"no complete checkpoint at {path}")
+    with TensorReader(folder) as file:
+        manifest = file.manifest
+        _check_fits(state, model, manifest, folder)
+        meter = _Meter(progress, 2 * manifest["bytes"])
+        entries = [*manifest["params"], *manifest["buffers"]]
+        file.verify(((e["name"], r) for e in entries for r in e["tensors"]), meter.add)
+        for place, entry in enumerate(manifest["params"]):
+            for record in entry["tensors"]:
+                _restore(state.session, place, record, meter(file.chunks(record)))
+            state.session.set_param_step(place, entry["step"])
+        buffers = persistent_buffers(model)
+        for entry in manifest["buffers"]:
+            target = buffers[entry["name"]]
+            raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
+            value = torch.frombuffer(bytearray(raw), dtype=target.dtype)
+            target.copy_(value.reshape(target.shape))
+    for group, saved in zip(state.optimizer.param_groups, manifest["groups"], strict=True):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    rng.restore(manifest["rng"])
+    extra: dict[str, Any] = manifest["extra"]
+    return extra
+
+
+class _Meter:
+    """Counts bytes on their way and tells whoever watches."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def __call__(self, chunks: Iterator[memoryview]) -> Iterator[memoryview]:
+        for chunk in chunks:
+            yield chunk
+            self.add(len(chunk))
+
+
+def _kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
+    """What is stored of a parameter, and as which dtype."""
+    if not spec["trainable"]:
+        return [("master", spec["dtype"])]
+    kinds: list[Kind] = ["master", "moment1", "moment2"]
+    moments = _moment_count(state.config["groups"][spec["group"]])
+    return [(kind, "float32") for kind in kinds[: 1 + moments]]
+
+
+def _moment_count(group: GroupSpec) -> int:
+    if group["rule"] == "sgd":
+        return 1 if group["momentum"] else 0
+    return 2
+
+
+def _stored(
+    session: Session, param: int, kind: Kind, spec: ParamSpec, dtype: str, buffer: torch.Tensor
+) -> Iterator[memoryview]:
+    """One tensor of one parameter, from its pages, in its dtype on disk."""
+    for begin in range(0, spec["numel"], buffer.numel()):
+        values = buffer[: spec["numel"] - begin]
+        session.read(param, kind, begin, values.data_ptr(), values.numel())
+        yield from _raw(values.to(getattr(torch, dtype)))
+
+
+def _restore(session: Session, param: int, record: Record, chunks: Iterator[memoryview]) -> None:
+    dtype = getattr(torch, record["dtype"])
+    offset = 0
+    for chunk in chunks:
+        values = torch.frombuffer(chunk, dtype=dtype).to(torch.float32)
+        session.write(param, record["kind"], offset, values.data_ptr(), values.numel())
+        offset += values.numel()
+
+
+def _raw(value: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in memory."""
+    if value.numel():
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters, as JSON values."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _total_bytes(state: Wrapped) -> int:
+    return sum(
+        spec["numel"] * getattr(torch, dtype).itemsize
+        for spec in state.config["params"]
+        for _, dtype in _kinds(state, spec)
+    ) + sum(value.nbytes for value in persistent_buffers(state.model).values())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_fits(state: Wrapped, model: nn.Module, manifest: dict[str, Any], folder: Path) -> None:
+    """Raises one CheckpointError that lists how the checkpoint differs from the model."""
+    ours: dict[str, Any] = {}
+    for spec, parameter in zip(state.config["params"], model.parameters(), strict=True):
+        ours[spec["name"]] = (list(parameter.shape), _kinds(state, spec))
+    for name, value in persistent_buffers(model).items():
+        ours[name] = (list(value.shape), [("buffer", _name(value.dtype))])
+    theirs = {
+        entry["name"]: (entry["shape"], [(r["kind"], r["dtype"]) for r in entry["tensors"]])
+        for entry in [*manifest["params"], *manifest["buffers"]]
+    }
+    problems = []
+    for name in (n for n in ours if n in theirs and ours[n] != theirs[n]):
+        (shape, kinds), (their_shape, their_kinds) = ours[name], theirs[name]
+        if shape != their_shape:
+            problems.append(f"{name!r} has shape {their_shape}, the model's has {shape}")
+        else:
+            problems.append(f"{name!r} is stored as {their_kinds}, the model needs {kinds}")
+    problems += [f"{name!r} is not in the checkpoint" for name in ours if name not in theirs]
+    problems += [f"{name!r} is not in the model" for name in theirs if name not in ours]
+    if len(manifest["groups"]) != len(state.optimizer.param_groups):
+        problems.append(
+            f"it has {len(manifest['groups'])} parameter groups, the optimizer has "
+            f"{len(state.optimizer.param_groups)}"
+        )
+    if not problems and list(ours) != list(theirs):
+        problems.append("its parameters are in another order")
+    if problems:
+        shown = problems[:LISTED_MAX]
+        more = len(problems) - len(shown)
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model: "
+            + "; ".join(shown + ([f"and {more} more"] if more else []))
+        )

@@ -1,0 +1,147 @@
+"""Writes a wrapped model in the layout of `save_pretrained`, one shard in memory at a time.
+
+    strata.export_safetensors(model, "out/")
+    AutoModelForCausalLM.from_pretrained("out/")
+
+Files: model.safetensors, or model-00001-of-000NN.safetensors with model.safetensors.index.json as
+Transformers reads them; config.json and generation_config.json where the model has them. A tied
+parameter is stored once, under its first name. The index is written last, and every file appears
+whole.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from .checkpoint_files import BUFFER_BYTES
+from .weights import INDEX_NAME, persistent_buffers
+from .wrapped import wrapped
+
+SHARD_BYTES = 256 << 20
+
+
+def export_safetensors(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes the newest parameters of `model` into the folder `path`.
+
+    `dtype` of the file: default that of the computation. Memory used: one shard of at most
+    `shard_bytes`, or the largest parameter where that is more. Shards that an earlier export left
+    in `path` are removed. Raises OSError where the folder cannot be written.
+    """
+    source = _Source(model, dtype)
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    shards = list(_shards(source.sizes, shard_bytes))
+    files: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {name: source.tensor(name) for name in names}
+        save_file(tensors, path / f"{file}.tmp", metadata={"format": "pt"})
+        os.replace(path / f"{file}.tmp", path / file)
+        files |= dict.fromkeys(names, file)
+    _save_configs(model, path, source.common_dtype())
+    _write_index(path, files, sum(source.sizes.values()))
+    for left in path.glob("model*.safetensors"):
+        if left.name not in files.values():
+            left.unlink()
+
+
+class _Source:
+    """The tensors to write, by name, read from their pages one at a time."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        state = wrapped(model)
+        state.session.synchronize()
+        self._state = state
+        self._dtypes: dict[str, torch.dtype] = {
+            spec["name"]: dtype or getattr(torch, spec["dtype"]) for spec in state.config["params"]
+        }
+        self._shapes = [parameter.shape for parameter in model.parameters()]
+        self._buffers = persistent_buffers(model)
+        self.sizes = {
+            name: shape.numel() * dtype.itemsize
+            for (name, dtype), shape in zip(self._dtypes.items(), self._shapes, strict=True)
+        } | {name: value.nbytes for name, value in self._buffers.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter or buffer, in memory of its own."""
+        if name in self._buffers:
+            return self._buffers[name].detach().cpu().clone().contiguous()
+        param = list(self._dtypes).index(name)
+        if self._dtypes[name] == self._state.aliases[param].dtype:
+            return self._computed(param)
+        result = torch.empty(self._shapes[param].numel(), dtype=self._dtypes[name])
+        staging = torch.empty(min(result.numel(), BUFFER_BYTES // 4), dtype=torch.float32)
+        for begin in range(0, result.numel(), max(1, staging.numel())):
+            values = staging[: result.numel() - begin]
+            self._state.session.read(param, "master", begin, values.data_ptr(), values.numel())
+            result[begin : begin + values.numel()] = values
+        return result.reshape(self._shapes[param])
+
+    def _computed(self, param: int) -> torch.Tensor:
+        """A parameter as the device computes with it; rounding its master may give a neighbour."""
+        unit = self._state.unit_of[param]
+        self._state.enter(unit)
+        try:
+            return self._state.aliases[param].detach().to("cpu", copy=True)
+        finally:
+            self._state.leave(unit)
+
+    def common_dtype(self) -> torch.dtype:
+        """The dtype of most bytes: what config.json says of the whole."""
+        bytes_of = dict.fromkeys(self._dtypes.values(), 0)
+        for name, dtype in self._dtypes.items():
+            bytes_of[dtype] += self.sizes[name]
+        return max(bytes_of, key=lambda dtype: bytes_of[dtype])
+
+
+def _shards(sizes: dict[str, int], shard_bytes: int) -> Iterator[list[str]]:
+    """The names in their order, cut where a shard would become too large."""
+    names: list[str] = []
+    used = 0
+    for name, size in sizes.items():
+        if names and used + size > shard_bytes:
+            yield names
+            names, used = [], 0
+        names.append(name)
+        used += size
+    if names:
+        yield names
+
+
+def _save_configs(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
+    """What Transformers needs to build the model again; nothing for other models."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if config is None or not hasattr(config, "save_pretrained"):
+        return
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(path)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(path)
+
+
+def _write_index(path: Path, files: dict[str, str], size: int) -> None:
+    """Names the shard of every tensor; a single file needs no index."""
+    index = path / INDEX_NAME
+    if len(set(files.values())) == 1:
+        index.unlink(missing_ok=True)
+        return
+    temporary = index.with_suffix(".tmp")
+    content = {"metadata": {"total_size": size}, "weight_map": files}
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, index)
