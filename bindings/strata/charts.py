@@ -1,0 +1,80 @@
+"""The picture of a run: loss, and memory per tier, over time.
+
+charts.draw(records, evaluations, budgets, Path("progress.png"), title="llama-110m")
+"""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display is needed, or there may be none
+
+import matplotlib.pyplot as plt
+
+COLOURS = {"device": "#d1495b", "host": "#edae49", "ssd": "#00798c"}
+SMOOTHING = 0.9  # of the loss: the share that the past keeps at every step
+
+
+def draw(
+    steps: list[dict[str, Any]],
+    evaluations: list[dict[str, Any]],
+    budgets: dict[str, int],
+    path: Path,
+    title: str,
+) -> None:
+    """Writes a PNG. `steps` and `evaluations` are records of metrics.jsonl; budgets in bytes."""
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(9, 7), sharex=True, height_ratios=[3, 2], layout="constrained"
+    )
+    try:
+        _draw_loss(upper, steps, evaluations)
+        _draw_memory(lower, steps, budgets)
+        upper.set_title(title)
+        figure.savefig(path, dpi=120)
+    finally:
+        plt.close(figure)
+
+
+def _draw_loss(axes: Any, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    minutes = [record["seconds"] / 60 for record in steps]
+    losses = [record["loss"] for record in steps]
+    axes.plot(minutes, losses, color="#b0b7c3", linewidth=1, label="training loss, each step")
+    axes.plot(minutes, _smooth(losses), color="#30415d", linewidth=2, label="training loss, mean")
+    axes.plot(
+        [record["seconds"] / 60 for record in evaluations],
+        [record["held_out_loss"] for record in evaluations],
+        "o-", color="#d1495b", linewidth=1.5, label="held-out loss",
+    )  # fmt: skip
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _draw_memory(axes: Any, steps: list[dict[str, Any]], budgets: dict[str, int]) -> None:
+    minutes = [record["seconds"] / 60 for record in steps]
+    for tier, budget in budgets.items():
+        if not budget:
+            continue
+        used = [record[f"{tier}_bytes"] / 2**20 for record in steps]
+        colour = COLOURS[tier]
+        axes.plot(minutes, used, color=colour, linewidth=2, label=f"{tier}: in use")
+        axes.axhline(
+            budget / 2**20, color=colour, linestyle="--", linewidth=1, label=f"{tier}: budget"
+        )
+    axes.set_yscale("log")
+    axes.set_ylabel("memory, MiB")
+    axes.set_xlabel("time, minutes")
+    axes.grid(alpha=0.3)
+    axes.legend(ncols=3, fontsize="small")
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """An exponential mean, corrected for its start."""
+    result = []
+    mean = weight = 0.0
+    for value in values:
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        result.append(mean / weight)
+    return result

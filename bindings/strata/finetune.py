@@ -1,0 +1,275 @@
+"""Fine-tunes a causal language model inside memory budgets: what `strata finetune` does.
+
+    finetune.run(Options(model="llama-25m", data=["notes/"], device_memory="16MiB"))
+
+Files of a run, in its output folder:
+
+    options.json    what it was told                data/           the tokens of the text
+    metrics.jsonl   one line per step/evaluation    tokenizer/      trained for a fresh model
+    progress.png    the picture of them             checkpoint/     of strata.save
+    model/          the result, as save_pretrained writes it, with its tokenizer
+"""
+
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from . import checkpoint, finetune_report
+from .export import export_safetensors
+from .finetune_data import Data, prepare
+from .finetune_model import Choice, choose
+from .finetune_options import OPTIONS_NAME, Options
+from .finetune_view import StepRecord, View, make_view
+from .interrupt import Interrupt
+from .metrics import Metrics
+from .wrap import wrap
+from .wrapped import wrapped
+
+RATE_FRESH = 6e-4
+RATE_SAVED = 2e-5
+INTERRUPTED = 130  # the exit status that shells use for Ctrl-C
+
+
+def run(options: Options) -> int:
+    """Trains, saves and reports. Returns the exit status: 0, or 130 after Ctrl-C.
+
+    Raises ValueError or OSError for options, data or files that cannot be used, StrataError for
+    budgets that cannot work and disks that fail.
+    """
+    output = Path(options.output)
+    choice = choose(options.model, options.vocabulary, options.sequence)
+    _claim(output, options)
+    data = prepare(options, choice, output)
+    for seeded in (torch.manual_seed, random.seed, np.random.seed):
+        seeded(options.seed)
+    model = choice.build()
+    needs = finetune_report.plain_needs(choice, options.batch, options.sequence)
+    model, optimizer = _wrap(model, choice, options)
+    try:
+        training = _Training(model, optimizer, choice, options, data, output)
+        if options.resume:
+            training.resume()
+        if not training.go():
+            return INTERRUPTED
+        training.finish(needs)
+        return 0
+    finally:
+        wrapped(model).close()
+
+
+def _claim(output: Path, options: Options) -> None:
+    """Makes the output folder, and refuses to write over an earlier run."""
+    if not options.resume and (output / OPTIONS_NAME).exists():
+        if not options.overwrite:
+            raise ValueError(
+                f"{output} holds an earlier run: --resume continues it, --overwrite replaces it"
+            )
+        for folder in ("checkpoint", "data", "tokenizer", "model"):
+            shutil.rmtree(output / folder, ignore_errors=True)
+    output.mkdir(parents=True, exist_ok=True)
+    options.save(output)
+
+
+def _wrap(
+    model: nn.Module, choice: Choice, options: Options
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},  # norms, biases
+    ]
+    rate = options.lr or (RATE_SAVED if choice.weights else RATE_FRESH)
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=rate, betas=(0.9, 0.95))
+    return wrap(
+        model,
+        optimizer,
+        memory=options.memory(),
+        ssd_path=options.ssd_path,
+        dtype=getattr(torch, options.dtype),
+        max_grad_norm=options.max_grad_norm,
+        accumulation_steps=options.accumulation,
+        weights=choice.weights,
+        seed=options.seed,
+        page_size=options.page_size,
+        io_engine=options.io_engine,
+        workers=options.workers,
+    )
+
+
+class _Training:
+    """The loop, and where it stands. `position` counts the windows drawn so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        choice: Choice,
+        options: Options,
+        data: Data,
+        output: Path,
+    ) -> None:
+        self._model: Any = model
+        self._optimizer = optimizer
+        self._choice = choice
+        self._options = options
+        self._data = data
+        self._output = output
+        self._state = wrapped(model)
+        self._budgets = finetune_report.budgets(self._state)
+        self._peak_rate = float(optimizer.param_groups[0]["lr"])
+        self._metrics = Metrics(output / "metrics.jsonl", keep=options.resume)
+        self._position = 0
+        self._step = 0
+        self._seconds = 0.0  # of training, without evaluation and saving
+
+    def resume(self) -> None:
+        """Continues where the checkpoint stands. Raises where it is of another run."""
+        extra = checkpoint.load(self._model, self._output / "checkpoint")
+        identity = self._identity()
+        for name, value in extra["identity"].items():
+            if identity[name] != value:
+                raise ValueError(
+                    f"cannot resume: {name} was {value!r} in the run that {self._output} holds, "
+                    f"and is {identity[name]!r} now"
+                )
+        self._step, self._position = extra["step"], extra["position"]
+        self._seconds = extra["seconds"]
+        self._peak_rate = self._options.lr or extra["peak_rate"]
+        self._metrics.forget_after(self._step)
+
+    def go(self) -> bool:
+        """Trains to the last step. False: interrupted, with a checkpoint to continue from."""
+        options = self._options
+        every = options.eval_every
+        if every is None:
+            every = max(1, options.steps // 5)
+        with (
+            make_view(options.steps, self._step, self._budgets, options.no_progress) as view,
+            Interrupt(view.note) as interrupt,
+        ):
+            view.note(finetune_report.opening(self._state, self._choice, self._data))
+            if self._step == 0:
+                self._evaluate(view)
+            while self._step < options.steps:
+                view.step(self._train_step())
+                last = self._step == options.steps
+                if last or (every and self._step % every == 0):
+                    self._evaluate(view)
+                if interrupt.asked and not last:
+                    break
+                if options.save_every and self._step % options.save_every == 0:
+                    self._save(view)
+            else:
+                return True
+            self._save(view)
+            view.note(f"to continue: strata finetune --resume --output {self._output}")
+            return False
+
+    def _train_step(self) -> StepRecord:
+        options = self._options
+        began = time.perf_counter()
+        self._model.train()
+        rate = options.rate(self._step, self._peak_rate)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        total = 0.0
+        for _ in range(options.accumulation):
+            tokens = self._data.training.batch(self._position, options.batch)
+            self._position += options.batch
+            loss = self._loss(tokens) / options.accumulation
+            loss.backward()
+            total += loss.item()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._step += 1
+        took = time.perf_counter() - began
+        self._seconds += took
+        stats = self._state.session.stats()
+        assert self._state.last_step is not None
+        record = StepRecord(
+            step=self._step,
+            loss=total,
+            lr=rate,
+            norm=self._state.last_step["norm"],
+            tokens_per_second=options.accumulation * options.batch * options.sequence / took,
+            seconds=self._seconds,
+            **{f"{tier}_bytes": stats[f"{tier}_bytes"] for tier in ("device", "host", "ssd")},
+        )
+        self._metrics.add_step(record)
+        return record
+
+    def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = tokens.to(self._state.aliases[0].device)
+        loss: torch.Tensor = self._model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+
+    def _evaluate(self, view: View) -> None:
+        """Mean loss over the held-out windows: the same ones every time."""
+        windows = self._data.held_out
+        count = min(self._options.eval_windows, windows.count)
+        self._model.eval()
+        total = 0.0
+        with torch.no_grad():
+            for begin in range(0, count, self._options.batch):
+                size = min(self._options.batch, count - begin)
+                total += size * self._loss(windows.batch(begin, size)).item()
+        loss = total / count
+        self._metrics.add_evaluation(self._step, self._seconds, loss)
+        perplexity = finetune_report.perplexity(loss)
+        view.note(f"held-out loss after step {self._step}: {loss:.4f} (perplexity {perplexity})")
+
+    def _save(self, view: View) -> None:
+        extra = {
+            "identity": self._identity(),
+            "step": self._step,
+            "position": self._position,
+            "seconds": self._seconds,
+            "peak_rate": self._peak_rate,
+        }
+        checkpoint.save(self._model, self._output / "checkpoint", extra=extra)
+        view.note(f"checkpoint of step {self._step} in {self._output / 'checkpoint'}")
+
+    def _identity(self) -> dict[str, Any]:
+        """What must stay the same for a resumed run to be the run it continues."""
+        names = ("model", "seed", "batch", "sequence", "accumulation", "dtype", "weight_decay")
+        told = {name: getattr(self._options, name) for name in names}
+        return told | {"text": self._data.fingerprint}
+
+    def finish(self, needs: finetune_report.PlainNeeds) -> None:
+        """Saves the result, draws the picture, generates, and prints the summary."""
+        folder = self._output / "model"
+        export_safetensors(self._model, folder)
+        self._data.tokenizer.save_pretrained(folder)
+        self._metrics.draw(self._output / "progress.png", self._budgets, self._choice.name)
+        finetune_report.summary(
+            self._state, self._metrics, needs, self._budgets, self._output, self._choice.name
+        )
+        if self._options.generate:
+            print(self._generate())
+
+    def _generate(self) -> str:
+        """The prompt and its continuation."""
+        tokenizer = self._data.tokenizer
+        prompt = self._options.prompt or self._data.prompt
+        tokens = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        tokens = tokens.to(self._state.aliases[0].device)
+        self._model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._options.seed)
+            result = self._model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=self._options.generate,
+                do_sample=True,
+                temperature=0.8,
+                top_k=50,
+                pad_token_id=tokenizer.eos_token_id,
+            )
+        text: str = tokenizer.decode(result[0], skip_special_tokens=True)
+        return text

@@ -1,0 +1,118 @@
+"""The causal language model that `--model` names: a saved folder, a config.json, or a size.
+
+choice = choose("llama-110m", vocabulary=8192)
+model = choice.build()                       # on the meta device
+strata.wrap(model, ..., weights=choice.weights)
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from .errors import nearest
+
+VOCABULARY = 8192  # of a fresh model, where nothing else is asked for
+
+# name: hidden size, layers, heads, intermediate size
+SIZES = {
+    "llama-10m": (256, 8, 4, 768),
+    "llama-25m": (384, 10, 6, 1024),
+    "llama-110m": (768, 14, 12, 2048),
+    "llama-350m": (1024, 24, 16, 3072),
+    "llama-1b": (2048, 20, 16, 5632),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model that is not built yet. `weights` None: a fresh one."""
+
+    name: str
+    config: Any
+    weights: Path | None
+    tokenizer: Path | None
+
+    def build(self, device: str = "meta") -> nn.Module:
+        """The model, on the meta device unless asked otherwise: no parameter has memory yet."""
+        with torch.device(device):
+            model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        return model
+
+    def load_tokenizer(self) -> Any | None:
+        """The model's own tokenizer, or None where one must be trained."""
+        return None if self.tokenizer is None else AutoTokenizer.from_pretrained(self.tokenizer)
+
+
+def choose(name: str, vocabulary: int | None, positions: int) -> Choice:
+    """Finds the model. `positions`: the longest sequence that a fresh named one will see.
+
+    Raises ValueError, naming the nearest valid name, for what is neither a folder, a file nor a
+    size, and for a folder or file that holds no causal language model.
+    """
+    path = Path(name)
+    if name in SIZES:
+        return Choice(name, _llama(name, vocabulary or VOCABULARY, positions), None, None)
+    if path.is_file():
+        config = _config(path)
+        if vocabulary is not None:
+            config.vocab_size = vocabulary
+        return Choice(path.parent.name or name, config, None, _tokenizer_in(path.parent))
+    if path.is_dir():
+        return _saved(path, vocabulary)
+    raise ValueError(
+        f"--model {name!r} is neither a folder, nor a config.json, nor a size: "
+        f"{nearest(name, SIZES)} (sizes: {', '.join(SIZES)})"
+    )
+
+
+def _saved(path: Path, vocabulary: int | None) -> Choice:
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json: it is not a save_pretrained folder")
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"{path} has no *.safetensors weights; "
+            f"for a fresh model give its {path / 'config.json'}"
+        )
+    if vocabulary is not None:
+        raise ValueError("--vocabulary is for a fresh model; a saved one keeps its own")
+    tokenizer = _tokenizer_in(path)
+    if tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer beside its weights")
+    return Choice(path.resolve().name, _config(path / "config.json"), path, tokenizer)
+
+
+def _config(file: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(file)
+    except (ValueError, TypeError, OSError) as error:
+        raise ValueError(
+            f"{file} is not the config.json of a Transformers model: {error}"
+        ) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{file}: {config.model_type!r} is not a causal language model")
+    return config
+
+
+def _tokenizer_in(folder: Path) -> Path | None:
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    return folder if any((folder / name).is_file() for name in names) else None
+
+
+def _llama(name: str, vocabulary: int, positions: int) -> LlamaConfig:
+    hidden, layers, heads, intermediate = SIZES[name]
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=intermediate,
+        max_position_embeddings=max(2048, positions),
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,  # no pad_token_id: its embedding would never be trained
+    )

@@ -1,0 +1,230 @@
+"""What `strata finetune` can be told, and what follows from it.
+
+options = parse(["--model", "llama-25m", "--data", "notes/", "--steps", "100"])
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .finetune_model import SIZES
+from .sizes import parse_size
+
+OPTIONS_NAME = "options.json"
+DTYPES = ("bfloat16", "float16", "float32")
+ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
+
+
+@dataclass
+class Options:
+    """One field per option of the command line; sizes as people write them."""
+
+    model: str = ""
+    data: list[str] = field(default_factory=list)
+    output: str = "runs/finetune"
+    device_memory: str | None = None
+    host_memory: str | None = None
+    ssd_memory: str | None = None
+    ssd_path: list[str] | None = None
+    steps: int = 100
+    batch: int = 1
+    sequence: int = 512
+    accumulation: int = 1
+    lr: float | None = None
+    warmup: int | None = None
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    eval_every: int | None = None
+    eval_windows: int = 16
+    held_out: float = 0.05
+    save_every: int = 0
+    resume: bool = False
+    overwrite: bool = False
+    seed: int = 0
+    dtype: str = "bfloat16"
+    page_size: str = "auto"
+    io_engine: str = "auto"
+    workers: int | None = None
+    vocabulary: int | None = None
+    data_limit: str | None = None
+    prompt: str | None = None
+    generate: int = 64
+    no_progress: bool = False
+
+    def memory(self) -> dict[str, str]:
+        """The budgets that were given, by tier, as strata.wrap takes them."""
+        given = {"device": self.device_memory, "host": self.host_memory, "ssd": self.ssd_memory}
+        return {tier: size for tier, size in given.items() if size is not None}
+
+    def rate(self, step: int, peak: float) -> float:
+        """Learning rate of step `step` (from 0): linear warm-up, then a cosine to a tenth of it."""
+        warmup = self.warmup if self.warmup is not None else min(100, self.steps // 10)
+        if step < warmup:
+            return peak * (step + 1) / (warmup + 1)
+        part = (step - warmup) / max(1, self.steps - warmup)
+        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, part))))
+
+    def save(self, folder: Path) -> None:
+        """Remembers the options, so that --resume needs none but --output."""
+        text = json.dumps(dataclasses.asdict(self), indent=2)
+        (folder / OPTIONS_NAME).write_text(text + "\n")
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the nearest valid option where one is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for whatever cannot be parsed."""
+        options = [o for action in self._actions for o in action.option_strings]
+        unknown = [word for word in message.split() if word.startswith("--")]
+        if message.startswith("unrecognized arguments") and unknown:
+            word = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(word, options, n=1, cutoff=0.0)
+            message = f"unknown option {word!r}: did you mean {close[0]!r}?"
+        super().error(message)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `finetune`, in groups."""
+    default = Options()
+    add = parser.add_argument_group("what to train").add_argument
+    sizes = ", ".join(SIZES)
+    add(
+        "--model",
+        metavar="DIR|CONFIG|SIZE",
+        help=f"a save_pretrained folder, a config.json, or a fresh model of a size: {sizes}",
+    )
+    add("--data", nargs="+", metavar="PATH", help="text files, or folders searched for them")
+    add("--output", metavar="DIR", help=f"where results go (default: {default.output})")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue the run in --output; its other options are remembered",
+    )
+    add("--overwrite", action="store_true", help="replace an earlier run in --output")
+    add(
+        "--vocabulary",
+        type=_positive,
+        metavar="N",
+        help="tokens of the tokenizer trained for a fresh model (default: 8192, or its config's)",
+    )
+    add("--data-limit", type=_size, metavar="SIZE", help="use so much of the text at most")
+    add(
+        "--held-out",
+        type=_fraction,
+        metavar="PART",
+        help=f"part of the text kept for evaluation (default: {default.held_out})",
+    )
+
+    add = parser.add_argument_group("where it lives").add_argument
+    for tier in ("device", "host", "ssd"):
+        add(
+            f"--{tier}-memory",
+            type=_size,
+            metavar="SIZE",
+            help=f"budget of the {tier} tier, such as 256MiB"
+            + (" (default: from what is free)" if tier != "ssd" else "; needs --ssd-path"),
+        )
+    add("--ssd-path", nargs="+", metavar="DIR", help="folders on one or several disks")
+    add("--dtype", choices=DTYPES, help=f"of the computation (default: {default.dtype})")
+    add("--page-size", type=_page_size, metavar="SIZE", help="default: auto")
+    add("--io-engine", choices=ENGINES, help="default: auto")
+    add("--workers", type=_positive, metavar="N", help="threads that update parameters")
+
+    add = parser.add_argument_group("how to train").add_argument
+    add("--steps", type=_positive, metavar="N", help=f"default: {default.steps}")
+    add("--batch", type=_positive, metavar="N", help=f"sequences (default: {default.batch})")
+    add("--sequence", type=_positive, metavar="N", help=f"tokens (default: {default.sequence})")
+    add("--accumulation", type=_positive, metavar="N", help="backward calls per step (default: 1)")
+    add("--lr", type=float, metavar="RATE", help="peak (default: 6e-4 if fresh, 2e-5 if saved)")
+    add("--warmup", type=int, metavar="N", help="steps (default: a tenth, at most 100)")
+    add("--weight-decay", type=float, metavar="RATE", help=f"default: {default.weight_decay}")
+    add(
+        "--max-grad-norm",
+        type=float,
+        metavar="NORM",
+        help=f"gradients are scaled down to it; 0: never (default: {default.max_grad_norm})",
+    )
+    add("--seed", type=int, metavar="N", help=f"default: {default.seed}")
+
+    add = parser.add_argument_group("what to show and keep").add_argument
+    add(
+        "--eval-every",
+        type=int,
+        metavar="N",
+        help="steps between evaluations; 0: first and last only (default: a fifth of --steps)",
+    )
+    add(
+        "--eval-windows",
+        type=_positive,
+        metavar="N",
+        help=f"held-out sequences per evaluation (default: {default.eval_windows})",
+    )
+    add("--save-every", type=int, metavar="N", help="steps between checkpoints (default: none)")
+    add("--prompt", metavar="TEXT", help="what the model continues at the end")
+    add(
+        "--generate",
+        type=int,
+        metavar="N",
+        help=f"tokens to generate at the end (default: {default.generate})",
+    )
+    add("--no-progress", action="store_true", help="log lines in place of a progress bar")
+    parser.set_defaults(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)})
+
+
+def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options:
+    """Parses; with --resume the options of the run to continue are the defaults."""
+    names = {f.name for f in dataclasses.fields(Options)}
+    values = vars(parser.parse_args(arguments))
+    if values["resume"]:
+        remembered = Path(values["output"], OPTIONS_NAME)
+        if not remembered.is_file():
+            parser.error(f"--resume: there is no run in {values['output']}")
+        saved: dict[str, Any] = json.loads(remembered.read_text())
+        saved |= {"resume": True, "overwrite": False}
+        parser.set_defaults(**{k: v for k, v in saved.items() if k in names})
+        values = vars(parser.parse_args(arguments))
+    options = Options(**{k: v for k, v in values.items() if k in names})
+    for name in ("model", "data"):
+        if not getattr(options, name):
+            parser.error(f"--{name} is needed")
+    if options.ssd_memory and not options.ssd_path:
+        parser.error("--ssd-memory needs --ssd-path, a folder on the disk to use")
+    for path in options.ssd_path or []:
+        if not Path(path).is_dir():
+            parser.error(f"--ssd-path {path} is not a folder")
+    if options.resume and options.overwrite:
+        parser.error("--resume and --overwrite contradict each other")
+    return options
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _size(text: str) -> str:
+    try:
+        parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _page_size(text: str) -> str:
+    return text if text == "auto" else _size(text)

@@ -1,0 +1,45 @@
+"""Ctrl-C that ends a run after its step, and at once when pressed again.
+
+with Interrupt(view.note) as interrupt:
+    while not interrupt.asked: ...
+"""
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt(AbstractContextManager["Interrupt"]):
+    """`asked` becomes true at the first SIGINT or SIGTERM; a second raises KeyboardInterrupt.
+
+    Outside the main thread signals stay as they are.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` is given what to show the user."""
+        self.asked = False
+        self._tell = tell
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        """Takes the signals over."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._tell("stopping after this step; press Ctrl-C again to stop at once")

@@ -1,0 +1,223 @@
+"""The main job, end to end on a tiny model: train, stop, continue, save, and refuse nonsense."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from strata import cli
+from strata.finetune_options import Options, Parser, add_arguments, finish
+from strata.metrics import Metrics
+from strata.weights import WeightFiles
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+LINES = "the quick brown fox jumps over the lazy dog\nand the dog sleeps on in the sun\n"
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # for child processes
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with text and a tiny model's config, as the working directory of a user has them."""
+    (tmp_path / "text").mkdir()
+    for i in range(12):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i}\n" + LINES * 12)
+    LlamaConfig(
+        vocab_size=320, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128,
+        attention_dropout=0.1,
+    ).save_pretrained(tmp_path / "tiny")  # fmt: skip
+    (tmp_path / "disk").mkdir()
+    return tmp_path
+
+
+def arguments(place: Path, output: str = "out", **more: Any) -> list[str]:
+    told = {
+        "model": place / "tiny" / "config.json", "data": place / "text", "output": place / output,
+        "device-memory": "512KiB", "host-memory": "1MiB", "ssd-memory": "16MiB",
+        "ssd-path": place / "disk", "steps": 6, "sequence": 32, "batch": 2, "accumulation": 2,
+        "eval-every": 3, "eval-windows": 4, "generate": 4, "lr": 0.003,
+    } | more  # fmt: skip
+    return ["finetune", *(f"--{name}={value}" for name, value in told.items() if value is not None)]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = WeightFiles(folder)
+    return {name: files.read(name).clone() for name in files.names()}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_and_leaves_a_model_that_transformers_loads(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments(place, steps=20)) == 0
+    out = place / "out"
+    said = capsys.readouterr().out
+    for expected in ("step 20/20", "held-out loss", "tokens/s", "plain PyTorch", "perplexity"):
+        assert expected in said
+    assert lines(out)[-2]["ssd_bytes"] > 0
+    evaluations = [r["held_out_loss"] for r in lines(out) if "held_out_loss" in r]
+    assert evaluations[-1] < evaluations[0] - 0.5
+    assert [r["step"] for r in lines(out) if "loss" in r] == list(range(1, 21))
+    assert (out / "progress.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((place / "disk").iterdir()) == []
+
+    model = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    tokens = tokenizer(LINES, return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(tokens[0]) == LINES
+    with torch.no_grad():
+        loss = model(input_ids=tokens, labels=tokens).loss.item()
+    assert loss < evaluations[0] - 0.5
+
+
+def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) -> None:
+    assert cli.main(arguments(place, "whole", steps=6)) == 0
+    # A run that was killed between its checkpoint and its end, then continued with other budgets.
+    saving = arguments(place, "cut", steps=6, **{"save-every": 2, "eval-every": 0})
+    script = (
+        "import sys, os; from strata import cli, finetune\n"
+        "train = finetune._Training._train_step\n"
+        "def dying(self):\n"
+        "    if self._step == 3: os._exit(9)\n"
+        "    return train(self)\n"
+        "finetune._Training._train_step = dying\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script, *saving], check=False, env=ENVIRONMENT
+        ).returncode
+        == 9
+    )
+    (place / "text" / "0.txt").unlink()  # the run has its own copy
+    output = f"--output={place / 'cut'}"
+    assert cli.main(["finetune", "--resume", output, "--device-memory=4MiB"]) == 0
+
+    whole, cut = tensors(place / "whole" / "model"), tensors(place / "cut" / "model")
+    assert whole.keys() == cut.keys()
+    for name in whole:
+        assert torch.equal(whole[name], cut[name]), name
+    losses = [
+        {r["step"]: r["loss"] for r in lines(place / f) if "loss" in r} for f in ("whole", "cut")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_saved_model_is_trained_further(place: Path) -> None:
+    assert cli.main(arguments(place, "first", steps=10)) == 0
+    before = lines(place / "first")[-1]["held_out_loss"]
+    again = arguments(place, "second", steps=1, model=place / "first" / "model", lr=None)
+    assert cli.main(again) == 0
+    first = lines(place / "second")[0]["held_out_loss"]
+    assert first == pytest.approx(before, abs=0.02)
+    assert (place / "second" / "model" / "tokenizer.json").exists()
+
+
+def test_ctrl_c_saves_says_how_to_continue_and_leaves_nothing(place: Path) -> None:
+    command = [sys.executable, "-u", "-m", "strata", *arguments(place, steps=100_000)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    metrics = place / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and len(lines(place / "out")) > 3):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "stopping after this step" in said
+    assert f"strata finetune --resume --output {place / 'out'}" in said
+    assert list((place / "disk").iterdir()) == []
+    step = max(r["step"] for r in lines(place / "out"))
+    assert (
+        cli.main(["finetune", "--resume", f"--output={place / 'out'}", f"--steps={step + 1}"]) == 0
+    )
+
+
+def wrong(capsys: pytest.CaptureFixture[str], told: list[str]) -> str:
+    """What a call that is refused says."""
+    try:
+        status = cli.main(told)
+    except SystemExit as exit_:
+        status = exit_.code  # type: ignore[assignment]
+    assert status in (1, 2)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model": "llama-111m"}, "did you mean 'llama-110m'"),
+        ({"device-memory": "64MiBB"}, "unknown unit 'MiBB'"),
+        ({"device-memroy": "64MiB"}, "did you mean '--device-memory'"),
+        ({"dtype": "int8"}, "invalid choice: 'int8'"),
+        ({"ssd-path": "/nowhere"}, "/nowhere is not a folder"),
+        ({"ssd-path": None}, "--ssd-memory needs --ssd-path"),
+        ({"data": "/nowhere"}, "no data at /nowhere"),
+        ({"sequence": 100_000}, "less than one sequence"),
+        ({"device-memory": "8KiB"}, "device"),
+        ({"data": None}, "--data is needed"),
+    ],
+)
+def test_a_wrong_call_is_refused_in_words(
+    place: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], expected: str
+) -> None:
+    assert expected in wrong(capsys, arguments(place, **change))
+
+
+def test_an_earlier_run_is_not_overwritten(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments(place, steps=1, **{"save-every": 1})) == 0
+    capsys.readouterr()
+    assert "holds an earlier run" in wrong(capsys, arguments(place))
+    output = f"--output={place / 'out'}"
+    assert "seed was 0" in wrong(capsys, ["finetune", "--resume", output, "--seed=5"])
+    assert "there is no run" in wrong(capsys, ["finetune", "--resume", "--output=/nowhere"])
+    assert cli.main([*arguments(place, steps=1), "--overwrite"]) == 0
+
+
+def test_commands_are_listed_and_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert "finetune" in capsys.readouterr().out
+    assert "did you mean 'finetune'" in wrong(capsys, ["finetun"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["finetune", "--help"])
+    assert caught.value.code == 0
+    assert "llama-1b" in capsys.readouterr().out
+
+
+def test_every_option_has_a_flag_and_a_default() -> None:
+    parser = Parser()
+    add_arguments(parser)
+    options = finish(parser, ["--model", "llama-10m", "--data", "a", "b"])
+    assert options == Options(model="llama-10m", data=["a", "b"])
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    options = Options(steps=100, warmup=10)
+    rates = [options.rate(step, 1.0) for step in range(100)]
+    assert rates[0] == pytest.approx(1 / 11)
+    assert max(rates) == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_metrics_survive_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    Metrics(path, keep=False).add_evaluation(0, 0.0, 9.0)
+    with open(path, "a") as file:
+        file.write('{"step": 1, "lo')
+    metrics = Metrics(path, keep=True)
+    metrics.add_evaluation(2, 1.0, 8.0)
+    assert [record["step"] for record in lines(tmp_path)] == [0, 2]
+    metrics.forget_after(1)
+    assert [record["step"] for record in Metrics(path, keep=True).evaluations] == [0]
