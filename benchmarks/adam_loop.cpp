@@ -85,8 +85,9 @@ inline __attribute__((always_inline)) void touch(State& state, std::size_t begin
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) void touch_avx512(
-    State& state, std::size_t begin, std::size_t end) {
+__attribute__((target("avx512f,avx512bw,avx512vl"))) void touch_avx512(State& state,
+                                                                       std::size_t begin,
+                                                                       std::size_t end) {
   touch(state, begin, end);
 }
 __attribute__((target("avx2"))) void touch_avx2(State& state, std::size_t begin, std::size_t end) {
