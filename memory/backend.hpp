@@ -1,6 +1,7 @@
-// Port: a device. Its memory (frames), addresses over it (views), and a copy engine that runs copies
-// in order, asynchronously. Shaped so that CUDA streams and events fit: a Copy is submitted on the
-// lane of its direction, after what `after` says, and completes with a ticket that can be polled.
+// Port: a device. Its memory (frames), addresses over it (views), and a copy engine that runs
+// copies in order, asynchronously. Shaped so that CUDA streams and events fit: a Copy is submitted
+// on the lane of its direction, after what `after` says, and completes with a ticket that can be
+// polled.
 //
 // Threads: claim() and reserve() at start; map() and copies under the core's lock; completions of
 // copies ring the doorbell given at construction. poll() never blocks.

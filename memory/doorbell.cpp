@@ -20,7 +20,9 @@ Doorbell::Doorbell() : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   throw StrataError(std::move(error));
 }
 
-Doorbell::~Doorbell() { ::close(fd_); }
+Doorbell::~Doorbell() {
+  ::close(fd_);
+}
 
 void Doorbell::ring() noexcept {
   const std::uint64_t one = 1;

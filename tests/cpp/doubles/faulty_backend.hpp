@@ -1,7 +1,8 @@
 // FaultyBackend: wraps a Backend and lets the nth claim, map or copy fail, and copies be late. Each
 // fault names the bug it exists for.
 //
-// Threads: one caller at a time.
+// Threads: one caller at a time. A late copy is late by polls, so it must be polled: it rings no
+// bell.
 //
 //   FaultyBackend device(std::make_unique<HostBackend>(&bell, CopyEngine::polled),
 //                        {.nth_copy = 3, .polls_late_max = 5, .seed = seed});
