@@ -37,7 +37,8 @@ Session::Session(const Config& config, SessionParts parts)
       landed_(config.params.size(), 0),
       sum_squares_(config.params.size(), 0.0),
       waited_ns_(config.units.size(), 0),
-      idle_(std::move(parts.idle)) {
+      idle_(std::move(parts.idle)),
+      turned_(std::move(parts.turned)) {
   for (const ParamSpec& spec : config_.params) group_of_.push_back(spec.group);
   claim(parts);
   build_core();
@@ -101,8 +102,8 @@ void Session::close() {
   if (pump_.joinable()) pump_.join();
   // Workers finish what they hold before the memory under them goes; the store and the backend
   // finish what is in flight when they are destroyed, before the slab.
-  updates_.reset();
   workers_.reset();
+  updates_.reset();
   store_.reset();
   for (std::size_t u = 0; u < views_.size(); ++u) {
     if (views_[u] == nullptr) continue;
@@ -138,6 +139,7 @@ bool Session::turn() {
   moved |= cache_->turn();
   if (executor_->failure()) fail(*executor_->failure());
   if (moved) ++progress_;
+  if (turned_) turned_(table_);
   return moved;
 }
 
@@ -316,11 +318,6 @@ SessionStats Session::stats() {
   stats.io_engine = store_->engine_name();
   stats.io_engine_why = io_engine_why_;
   return stats;
-}
-
-std::optional<std::string> Session::check_invariants() {
-  const Lock lock(mutex_);
-  return table_.check_invariants({home_.device_frames, home_.host_frames, home_.slots});
 }
 
 }  // namespace strata

@@ -64,6 +64,8 @@ struct SessionParts {
   std::unique_ptr<IoEngine> io_engine;
   // No pump: called when nothing moved, to advance the virtual clock. Absent: a pump thread runs.
   std::function<void()> idle;
+  // Called after every turn, for checks of what must always hold.
+  std::function<void(const PageTable&)> turned;
 };
 
 class Session final {
@@ -104,8 +106,6 @@ class Session final {
   void synchronize();
 
   SessionStats stats();
-  // Checks every invariant of the page table; the simulator calls it after every turn.
-  std::optional<std::string> check_invariants();
   void close();
 
  private:
@@ -157,6 +157,7 @@ class Session final {
   std::uint64_t progress_ = 0;                // turns that moved something
   std::optional<Error> failure_;
   std::function<void()> idle_;
+  std::function<void(const PageTable&)> turned_;
   std::mutex mutex_;
   std::condition_variable moved_;
   bool closed_ = false;

@@ -1,0 +1,282 @@
+#include "simulator.hpp"
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "memory/host_backend.hpp"
+#include "offload/memory_engine.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::size_t kPage = 64 * kKiB;
+
+struct Broken {
+  std::string what;
+};
+
+void promise(bool kept, const std::string& what) {
+  if (!kept) throw Broken{what};
+}
+
+// One parameter of the plain run: the same arithmetic on one piece of memory.
+struct Plain {
+  std::vector<float> initial;
+  std::vector<std::byte> param, master, grad;
+  std::vector<float> moment1, moment2;
+  std::int64_t step = 0;
+  int landed = 0;
+};
+
+class Simulation final {
+ public:
+  Simulation(std::uint64_t seed, FaultPlan faults) : random_(seed) {
+    config_ = random_config();
+    auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
+                                                 faults, &clock_);
+    engine_ = engine.get();
+    SessionParts parts;
+    parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
+    parts.io_engine = std::move(engine);
+    parts.idle = [this] { clock_.advance(10'000); };
+    parts.turned = [this](const PageTable& table) { check(table); };
+    home_ = choose_residence(config_);
+    session_ = std::make_unique<Session>(config_, std::move(parts));
+  }
+
+  void run() {
+    fill();
+    const int steps = 2 + below(4);
+    for (int step = 0; step < steps; ++step) {
+      if (below(4) == 0) pass(false, false);
+      const int backwards = config_.accumulate ? 1 + below(3) : 1;
+      for (int b = 0; b < backwards; ++b) train();
+      if (below(8) == 0) forget();
+      else update();
+      if (below(3) == 0) session_->synchronize();
+      if (below(4) == 0) poke();
+    }
+    compare();
+    session_->close();
+  }
+
+  std::uint64_t turns() const { return turns_; }
+  std::uint64_t faults() const {
+    std::uint64_t sum = 0;
+    for (std::size_t f = 1; f < kIoFaultCount; ++f) sum += injected_[f];
+    return sum;
+  }
+
+ private:
+  int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
+
+  Config random_config() {
+    Config config;
+    const int units = 2 + below(5);
+    for (int u = 0; u < units; ++u) config.units.push_back("unit" + std::to_string(u));
+    config.accumulate = below(3) == 0;
+    Hyper hyper;
+    hyper.rule = static_cast<Rule>(below(3));
+    hyper.momentum = 0.9;
+    hyper.weight_decay = 0.1;
+    config.groups = {hyper, hyper};
+    config.groups[1].lr = 3e-3;
+    const auto dtype = static_cast<Dtype>(below(3));
+    const int params = units + below(8);
+    for (int p = 0; p < params; ++p) {
+      ParamSpec spec;
+      spec.name = "p" + std::to_string(p);
+      spec.numel = static_cast<std::size_t>(below(4) == 0 ? 1 + below(90'000) : 1 + below(9'000));
+      spec.dtype = dtype;
+      spec.trainable = below(6) != 0;
+      spec.unit = UnitId{static_cast<std::uint32_t>(p < units ? p : below(units))};
+      spec.group = static_cast<std::uint32_t>(below(2));
+      config.params.push_back(spec);
+    }
+    config.page_bytes = kPage;
+    config.ssd_paths = {"simulated"};
+    config.ssd_bytes = kGiB;
+    const Layout layout = make_layout(config, kPage);
+    std::size_t largest = 0;
+    for (const UnitLayout& unit : layout.units) largest = std::max(largest, unit.pages.size());
+    const auto spare = static_cast<int>(layout.param_pages() - largest + 1);
+    config.device_bytes = (largest + static_cast<std::size_t>(below(spare + 1))) * kPage;
+    const auto total = static_cast<int>(layout.page_count);
+    config.host_bytes = static_cast<std::size_t>(12 + below(std::max(1, total - 4))) * kPage;
+    return config;
+  }
+
+  void check(const PageTable& table) {
+    ++turns_;
+    for (std::size_t f = 0; f < kIoFaultCount; ++f) {
+      injected_[f] = engine_->injected(static_cast<IoFault>(f));
+    }
+    const auto wrong =
+        table.check_invariants({home_.device_frames, home_.host_frames, home_.slots});
+    promise(!wrong, wrong.value_or(""));
+    promise(home_.device_frames * kPage <= config_.device_bytes, "the device budget");
+    promise(home_.host_frames * kPage <= config_.host_bytes, "the host budget");
+  }
+
+  void fill() {
+    const Kernels& plain = kernels(Isa::scalar);
+    std::normal_distribution<float> normal;
+    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
+      const ParamSpec& spec = config_.params[p];
+      Plain mine;
+      mine.initial.resize(spec.numel);
+      for (float& value : mine.initial) value = normal(random_);
+      mine.param.resize(spec.numel * size_of(spec.dtype));
+      mine.master.resize(spec.numel * 4);
+      mine.grad.resize(spec.numel * 4);
+      mine.moment1.resize(spec.numel);
+      mine.moment2.resize(spec.numel);
+      plain.split(mine.initial.data(), spec.numel, spec.dtype, mine.param.data(),
+                  mine.master.data());
+      session_->write(p, Kind::master, 0, mine.initial.data(), spec.numel);
+      plain_.push_back(std::move(mine));
+    }
+  }
+
+  // While a unit is entered, the device shows what the plain run has.
+  void look(UnitId unit) {
+    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
+      if (config_.params[p].unit != unit) continue;
+      const auto& mine = plain_[p].param;
+      promise(std::memcmp(session_->device_address(p), mine.data(), mine.size()) == 0,
+              "the device shows other bytes of " + config_.params[p].name + " than the plain run");
+    }
+  }
+
+  void land(UnitId unit) {
+    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
+      const ParamSpec& spec = config_.params[p];
+      if (spec.unit != unit || !spec.trainable || below(10) == 0) continue;
+      Plain& mine = plain_[p];
+      // A gradient that depends on the parameter as the device shows it.
+      std::vector<float> wide(spec.numel);
+      kernels(Isa::scalar).land_gradient(wide.data(), Dtype::float32, session_->device_address(p),
+                                         spec.dtype, spec.numel, GradMode::copy);
+      for (float& value : wide) value = value * 0.25f + 0.01f * static_cast<float>(below(5));
+      std::vector<std::byte> from(spec.numel * size_of(spec.dtype));
+      std::vector<std::byte> rest(spec.numel * 4);
+      kernels(Isa::scalar).split(wide.data(), spec.numel, spec.dtype, from.data(), rest.data());
+      session_->land_gradient(p, from.data(), spec.dtype);
+      const bool adds = mine.landed++ != 0 && config_.accumulate;
+      kernels(Isa::scalar).land_gradient(
+          mine.grad.data(), config_.accumulate ? Dtype::float32 : spec.dtype, from.data(),
+          spec.dtype, spec.numel, adds ? GradMode::add : GradMode::copy);
+    }
+  }
+
+  void visit(UnitId unit, bool backward, bool recorded) {
+    session_->enter(unit, backward, recorded);
+    look(unit);
+    if (backward) land(unit);
+    look(unit);
+    session_->leave(unit);
+  }
+
+  void pass(bool backward, bool recorded) {
+    const auto units = static_cast<std::uint32_t>(config_.units.size());
+    for (std::uint32_t i = 0; i < units; ++i) {
+      const UnitId unit{backward ? units - 1 - i : i};
+      if (below(25) != 0) visit(unit, backward, recorded);  // now and then one is not used
+    }
+  }
+
+  void train() {
+    pass(false, true);
+    pass(true, true);
+  }
+
+  void update() {
+    session_->step(config_.groups, {});
+    for (std::uint32_t p = 0; p < plain_.size(); ++p) {
+      Plain& mine = plain_[p];
+      if (mine.landed == 0) continue;
+      mine.landed = 0;
+      UpdateSpan span;
+      span.dtype = config_.params[p].dtype;
+      span.grad_dtype = config_.accumulate ? Dtype::float32 : span.dtype;
+      span.count = config_.params[p].numel;
+      span.param = mine.param.data();
+      span.master = span.dtype == Dtype::float32 ? nullptr : mine.master.data();
+      span.moment1 = mine.moment1.data();
+      span.moment2 = config_.groups[0].rule == Rule::sgd ? nullptr : mine.moment2.data();
+      span.grad = mine.grad.data();
+      span.hyper = &config_.groups[config_.params[p].group];
+      span.step = ++mine.step;
+      kernels(Isa::scalar).update(span);
+    }
+  }
+
+  void forget() {
+    session_->drop_gradients();
+    for (Plain& mine : plain_) mine.landed = 0;
+  }
+
+  // The user writes a parameter between steps.
+  void poke() {
+    const auto p = static_cast<std::uint32_t>(below(static_cast<int>(plain_.size())));
+    const UnitId unit = config_.params[p].unit;
+    session_->enter(unit, false, false);
+    auto& bytes = plain_[p].param;
+    std::memset(bytes.data(), 0, bytes.size());
+    std::memset(plain_[p].master.data(), 0, plain_[p].master.size());
+    std::memset(session_->device_address(p), 0, bytes.size());
+    session_->device_written(p);
+    session_->leave(unit);
+  }
+
+  void compare() {
+    for (std::uint32_t p = 0; p < plain_.size(); ++p) {
+      const ParamSpec& spec = config_.params[p];
+      std::vector<float> expected(spec.numel), actual(spec.numel);
+      const bool has_master = spec.trainable && spec.dtype != Dtype::float32;
+      const Kernels& plain = kernels(Isa::scalar);
+      if (has_master) {
+        plain.join(plain_[p].param.data(), plain_[p].master.data(), spec.numel, spec.dtype,
+                   expected.data());
+      } else {
+        plain.land_gradient(expected.data(), Dtype::float32, plain_[p].param.data(), spec.dtype,
+                            spec.numel, GradMode::copy);
+      }
+      session_->read(p, Kind::master, 0, actual.data(), spec.numel);
+      promise(std::memcmp(expected.data(), actual.data(), spec.numel * 4) == 0,
+              spec.name + " differs from the plain run at the end");
+      promise(session_->step_of(p) == plain_[p].step, spec.name + " counted other steps");
+    }
+  }
+
+  std::mt19937_64 random_;
+  VirtualClock clock_;
+  Config config_;
+  Residence home_;
+  FaultyEngine* engine_ = nullptr;
+  std::unique_ptr<Session> session_;
+  std::vector<Plain> plain_;
+  std::array<std::uint64_t, kIoFaultCount> injected_{};
+  std::uint64_t turns_ = 0;
+};
+
+}  // namespace
+
+SimulationResult simulate(std::uint64_t seed, FaultPlan faults) {
+  SimulationResult result;
+  faults.seed = seed;
+  Simulation simulation(seed, faults);
+  try {
+    simulation.run();
+  } catch (const Broken& broken) {
+    result.broken = broken.what;
+  } catch (const StrataError& error) {
+    result.error = error.error();
+  }
+  result.turns = simulation.turns();
+  result.faults = simulation.faults();
+  return result;
+}
+
+}  // namespace strata

@@ -1,0 +1,28 @@
+// A whole training run under a virtual clock, from one seed: a random model, random budgets, a disk
+// that misbehaves by plan, and a plain in-memory run beside it as the oracle. After every turn the
+// page table's invariants and every budget are checked; while a unit is entered its device bytes
+// must be those of the oracle.
+//
+//   SimulationResult result = simulate(seed, faults);
+//   EXPECT_EQ(result.broken, "") << "replay with seed " << seed;
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "doubles/faulty_engine.hpp"
+#include "engine/session.hpp"
+
+namespace strata {
+
+struct SimulationResult {
+  std::string broken;           // the first promise that did not hold; empty: all did
+  std::optional<Error> error;   // the exception that ended the run, if one did
+  std::uint64_t faults = 0;     // that happened
+  std::uint64_t turns = 0;
+};
+
+SimulationResult simulate(std::uint64_t seed, FaultPlan faults);
+
+}  // namespace strata

@@ -1,0 +1,90 @@
+// The simulator's seeds. STRATA_SEEDS=10000 runs more; STRATA_SEED=7 replays one.
+#include "simulator.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+namespace strata {
+namespace {
+
+std::uint64_t number(const char* variable, std::uint64_t otherwise) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+template <typename Visit>
+void for_seeds(std::uint64_t count, Visit visit) {
+  if (const std::uint64_t one = number("STRATA_SEED", 0)) return visit(one);
+  const std::uint64_t seeds = number("STRATA_SEEDS", count);
+  for (std::uint64_t seed = 1; seed <= seeds && !testing::Test::HasFailure(); ++seed) visit(seed);
+}
+
+FaultPlan nuisances() {
+  FaultPlan plan;
+  plan.delay_ns_max = 1'000'000;
+  plan.chance_of(IoFault::interrupted) = 0.05;
+  plan.chance_of(IoFault::again) = 0.05;
+  plan.chance_of(IoFault::shortened) = 0.1;
+  return plan;
+}
+
+// What a disk may do and still be a disk: nobody notices.
+TEST(Simulator, NuisancesChangeNothing) {
+  std::uint64_t faults = 0;
+  for_seeds(120, [&](std::uint64_t seed) {
+    const SimulationResult result = simulate(seed, nuisances());
+    faults += result.faults;
+    EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
+    EXPECT_FALSE(result.error) << result.error->text() << "; replay with STRATA_SEED=" << seed;
+  });
+  EXPECT_GT(faults, 0U) << "the disk was never used";
+}
+
+// What a broken disk does: one error that says where, or nothing at all; never other bits.
+TEST(Simulator, BrokenDisksAreNoticed) {
+  std::uint64_t errors = 0;
+  for_seeds(80, [&](std::uint64_t seed) {
+    FaultPlan plan = nuisances();
+    for (const IoFault fault : {IoFault::eio, IoFault::no_space, IoFault::corrupt,
+                                IoFault::misdirected, IoFault::lost_write}) {
+      plan.chance_of(fault) = 0.002;
+    }
+    const SimulationResult result = simulate(seed, plan);
+    EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
+    if (!result.error) return;
+    ++errors;
+    EXPECT_GT(result.faults, 0U);
+    EXPECT_NE(result.error->page, kNoPage) << result.error->text();
+    EXPECT_FALSE(result.error->unit.empty()) << result.error->text();
+  });
+  if (number("STRATA_SEED", 0) == 0) {
+    EXPECT_GT(errors, 0U) << "no fault was ever noticed";
+  }
+}
+
+// The 1st, 2nd, 3rd … request fails, until a run passes untouched.
+TEST(Simulator, EveryRequestMayFail) {
+  for (const IoFault fault : {IoFault::eio, IoFault::corrupt, IoFault::lost_write}) {
+    bool untouched = false;
+    std::uint64_t touched = 0;
+    for (std::uint64_t nth = 1; !untouched; nth += 1 + nth / 8) {
+      FaultPlan plan;
+      plan.nth = nth;
+      plan.nth_fault = fault;
+      const SimulationResult result = simulate(8, plan);
+      untouched = result.faults == 0 && !result.error;
+      touched += result.faults;
+      ASSERT_EQ(result.broken, "") << "request " << nth;
+      if (fault == IoFault::eio && result.faults != 0) {
+        ASSERT_TRUE(result.error) << "request " << nth << " failed and nobody said so";
+        EXPECT_EQ(result.error->errno_value, 5);
+      }
+      ASSERT_LT(nth, 1'000'000U);
+    }
+    EXPECT_GT(touched, 20U) << "the run hardly uses the disk";
+  }
+}
+
+}  // namespace
+}  // namespace strata
