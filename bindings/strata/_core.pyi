@@ -86,9 +86,9 @@ class Session:
     def read(self, param: int, kind: Kind, offset: int, address: int, count: int) -> None:
         """Reads `count` values as float32, after pending updates. Frozen float16/bfloat16 parameters
         have no master: theirs is the parameter itself."""
-    def enter(self, unit: int, backward: bool) -> None:
+    def enter(self, unit: int, backward: bool, recorded: bool = True) -> None:
         """Waits until the unit's parameters are on the device at their newest version, and pins
-        them. Nests."""
+        them. Nests. `recorded`: part of the training step, so the plan should foresee it."""
     def leave(self, unit: int) -> None:
         """Undoes one enter()."""
     def resident(self, unit: int) -> bool: ...

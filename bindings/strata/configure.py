@@ -132,7 +132,8 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(f"parameter {name!r} has no shape yet: run the lazy model once first")
         if parameter.dtype not in DTYPE_NAMES:
             raise ValueError(
-                f"parameter {name!r} is {parameter.dtype}, which is not supported; valid: {_dtypes()}"
+                f"parameter {name!r} is {parameter.dtype}, which is not supported; "
+                f"valid: {_dtypes()}"
             )
         if parameter.device.type not in ("cpu", "meta"):
             raise ValueError(
@@ -173,8 +174,10 @@ def _choose_budgets(
             given["host"] = min(host, left - given["device"])
     config["device_bytes"], config["host_bytes"] = given["device"], given["host"]
     log.info(
-        "budgets: device %s, host %s, ssd %s (free: %s)",
-        *(format_size(config[k]) for k in ("device_bytes", "host_bytes", "ssd_bytes")),  # type: ignore[literal-required]
+        "budgets: device %s, host %s, ssd %s; memory free: %s",
+        format_size(config["device_bytes"]),
+        format_size(config["host_bytes"]),
+        format_size(config["ssd_bytes"]),
         format_size(free),
     )
 

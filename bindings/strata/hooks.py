@@ -8,16 +8,16 @@
                LandHook             when the gradient of a parameter is complete
                Hooks.end_backward   when the whole backward is over
 
-Note [Pins in backward]. A node uses what it unpacked until the next node runs. So unpack() pins the
-unit for the node now running, and releases what earlier nodes pinned once another unit is asked for.
-The last pins go at the end of the backward; those of a backward that raised, at the next forward,
-step() or zero_grad().
+Note [Pins in backward]. A node uses what it unpacked until the next node runs. So unpack() pins
+the unit for the node now running, and releases what earlier nodes pinned once another unit is asked
+for. The last pins go at the end of the backward; those of a backward that raised, at the next
+forward, step() or zero_grad().
 
-Note [Checkpoint]. torch.utils.checkpoint drops what its own pack hook is given and computes it again
-inside backward. Our pack stands above it and keeps parameters from it (they need no recomputing), in
-both runs alike. Where a parameter is used outside its module the order of the hooks may differ
-between the two runs, so there checkpoint gets the parameter, and the unit stays entered until its
-gradients have landed or the backward is over.
+Note [Checkpoint]. torch.utils.checkpoint drops what its own pack hook is given and computes it
+again inside backward. Our pack stands above it and keeps parameters from it (they need no
+recomputing), in both runs alike. Where a parameter is used outside its module the order of the
+hooks may differ between the two runs, so there checkpoint gets the parameter, and the unit stays
+entered until its gradients have landed or the backward is over.
 """
 
 import threading
@@ -68,7 +68,8 @@ def _make_inert() -> Any:
 class Hooks:
     """The hooks of one wrapped model, and what is entered on their account.
 
-    Use from the thread that trains; autograd's threads call pack, unpack and LandHook under the GIL.
+    Use from the thread that trains; autograd's threads call pack, unpack and LandHook, under the
+    GIL.
     """
 
     def __init__(self, state: Wrapped) -> None:
@@ -115,11 +116,17 @@ class Hooks:
             return
         while self.frames:
             self.close_frame(*self.frames.pop())
+        while self._on_top():
+            _pop_hooks()
         if self.pins or self.held or self.tasks:
             self._release(list(self.pins))
             self._release_held(list(self.held))
             self.tasks.clear()
             self._forget_landings()
+
+    def in_step(self) -> bool:
+        """Whether a module of the model, or a backward, is running now."""
+        return bool(self.frames) or _graph_task() != -1
 
     def close_frame(self, hook: "ModuleHook", pushed: bool) -> None:
         """Undoes what ModuleHook.before did."""
@@ -127,7 +134,7 @@ class Hooks:
             _pop_hooks()
         hook.leave()
 
-    # Saved tensors ---------------------------------------------------------------------------------
+    # Saved tensors ------------------------------------------------------------------------------
 
     def push(self) -> bool:
         """Puts pack and unpack on top of torch's stack, if they are not there already."""
@@ -175,6 +182,8 @@ class Hooks:
         if self.state.written[index] != version:
             raise _changed(self.state.names[index], "it was updated by step() or in place")
         self._pin(unit)
+        if torch.is_grad_enabled() and _graph_task() != -1:
+            self.push()  # create_graph: the node saves tensors too. Autograd pops it with the node
         return cast(torch.Tensor, tensor)
 
     def _pin(self, unit: Unit) -> None:
@@ -217,7 +226,7 @@ class Hooks:
         """Undoes one push that returned True."""
         _pop_hooks()
 
-    # Backward --------------------------------------------------------------------------------------
+    # Backward -----------------------------------------------------------------------------------
 
     def watch(self) -> None:
         """Asks to be told of the end of the backward now running, once."""
@@ -311,9 +320,10 @@ class ModuleHook:
         hooks = self.hooks
         state = hooks.state
         entered = 0
+        recorded = torch.is_grad_enabled() or state.model.training
         try:
             for unit in self.units:
-                state.enter(unit)
+                state.enter(unit, False, recorded)
                 entered += 1
         except BaseException:
             for unit in self.units[:entered]:

@@ -107,7 +107,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         self._skip_nonfinite = skip_nonfinite
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Starts the update of every parameter whose gradient has landed, and returns at once."""
         loss = None
         if closure is not None:
@@ -133,7 +133,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         raise RuntimeError("parameter groups cannot be added after strata.wrap()")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: moments and steps, all of them in memory at once; strata.save streams them."""
+        """As torch's: moments and steps, all in memory at once; strata.save streams them."""
         index: dict[int, int] = {}
         groups = []
         for group in self.param_groups:

@@ -15,10 +15,11 @@ instead, so that a float32 source is kept exactly.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from .wrapped import DisableTorchFunction, Slot
 
@@ -59,7 +60,7 @@ class PagedParameter(nn.Parameter):
         return _call(func, args, kwargs or {})
 
     @property
-    def grad(self) -> None:  # type: ignore[override]
+    def grad(self) -> None:
         """None where no gradient has landed. Raises otherwise: the gradient rests in pages."""
         slot = self._strata
         if slot.state.gradient_landed():
@@ -88,7 +89,7 @@ class PagedParameter(nn.Parameter):
         """A plain parameter in ordinary memory."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(_plain_copy(self), self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return cast(nn.Parameter, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter."""
@@ -112,8 +113,8 @@ def _call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     if func in _REFUSED:
         raise RuntimeError(
-            f"{_name(func)} would give away the raw memory of a parameter that strata moves between "
-            "tiers; use a copy (p.detach().clone()), strata.export_safetensors, or strata.unwrap"
+            f"{_name(func)} would give away the raw memory of a parameter that strata moves "
+            "between tiers; use p.detach().clone(), strata.export_safetensors or strata.unwrap"
         )
     special = _SPECIAL.get(func)
     if special is not None:
@@ -133,7 +134,7 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             # 1. Bring the units in. What autograd saves of them is found again by its address.
             for slot in units.values():
-                slot.state.enter(slot.unit)
+                slot.state.enter(slot.unit, recorded=slot.state.hooks.in_step())
                 entered.append(slot)
                 if slot.state.hooks.push_outside(slot.unit):
                     pushed.append(slot)
@@ -211,7 +212,7 @@ def _copy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`p.data = value`: takes the values over. `model.to()`, `.half()` and `.cuda()` end here too."""
+    """`p.data = value`: takes the values over. `model.half()` and `.cuda()` end here too."""
     target, value = args
     if not _is_paged(target):  # an ordinary tensor is to share the memory of a paged one
         raise RuntimeError("a tensor cannot take the memory of a paged parameter: use p.clone()")
@@ -221,8 +222,8 @@ def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not same:
         raise RuntimeError(
             f"parameter {_label(target)} cannot become {value.dtype} of shape "
-            f"{tuple(value.shape)} on {value.device} after strata.wrap(): pass dtype= to wrap(), or "
-            "call strata.unwrap(model) first"
+            f"{tuple(value.shape)} on {value.device} after strata.wrap(): pass dtype= to wrap(), "
+            "or call strata.unwrap(model) first"
         )
     with DisableTorchFunction():
         if value.data_ptr() == target.data_ptr():
@@ -247,8 +248,30 @@ def _set_requires_grad(func: Function, args: tuple[Any, ...], kwargs: dict[str, 
         return func(*args, **kwargs)
 
 
+def _gradients(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.autograd.grad: reads no parameter itself, only says which gradients are wanted."""
+    names = ("outputs", "inputs", "grad_outputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rest = args[len(names) :]
+    inputs = given.pop("inputs")
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    outputs = given.pop("outputs")
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    with DisableTorchFunction():
+        edges = [get_gradient_edge(t) if _is_paged(t) else t for t in inputs]
+    if any(_is_paged(t) for t in outputs):
+        raise RuntimeError("torch.autograd.grad of a parameter itself is not supported by strata")
+    return func(outputs, edges, given.pop("grad_outputs", None), *rest, **given)
+
+
 def _iterate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return iter(args[0].unbind(0))
+
+
+def _represent(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Prints as what it stands for."""
+    plain = _plain_copy(args[0])
+    return func(plain.requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
 
 
 def _to_numpy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,12 +309,12 @@ _METADATA = _functions(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size "
     "is_floating_point is_complex is_signed get_device __hash__ __len__ register_hook "
     "register_post_accumulate_grad_hook retain_grad is_inference is_pinned is_same_size is_shared",
-    "shape dtype device layout requires_grad is_leaf grad_fn ndim _version output_nr is_cuda is_cpu "
-    "is_sparse is_sparse_csr is_meta is_quantized is_nested is_mkldnn is_xpu is_mps itemsize nbytes "
-    "_backward_hooks _post_accumulate_grad_hooks",
+    "shape dtype device layout requires_grad is_leaf grad_fn ndim _version output_nr is_cuda "
+    "is_cpu is_sparse is_sparse_csr is_meta is_quantized is_nested is_mkldnn is_xpu is_mps "
+    "itemsize nbytes _backward_hooks _post_accumulate_grad_hooks",
 )
 _REFUSED = _functions(
-    "data_ptr untyped_storage storage _typed_storage __dlpack__ share_memory_ set_ resize_ "
+    "data_ptr untyped_storage storage _typed_storage __dlpack__ share_memory_ resize_ "
     "resize_as_ detach_",
     "__cuda_array_interface__",
 )
@@ -301,6 +324,8 @@ _SPECIAL: dict[Function, Callable[..., Any]] = {
     torch.Tensor.requires_grad_: _set_requires_grad,
     torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
     torch.Tensor.__iter__: _iterate,
+    torch.Tensor.__repr__: _represent,
     torch.Tensor.numpy: _to_numpy,
+    torch.autograd.grad: _gradients,
     torch.Tensor.__array__: _to_numpy,
 }

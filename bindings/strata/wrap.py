@@ -26,7 +26,7 @@ from .paged import make_paged
 from .report import PlanReport, Report
 from .sizes import Size
 from .units import Chosen
-from .wrapped import CHUNK_NUMEL, DisableTorchFunction, Slot, Wrapped, wrapped
+from .wrapped import Slot, Wrapped, wrapped
 
 __all__ = [
     "Wrapped",
@@ -70,10 +70,11 @@ def wrap(
         copy is always float32-exact. Default: the dtype that each parameter has.
     update: "on_step": updates start at optimizer.step(), as in plain PyTorch.
     max_grad_norm: clips the norm of all gradients together; takes the place of clip_grad_norm_.
-    accumulation_steps: more than 1 where several backward() calls precede one step(). Gradients then
-        add up in float32; they are not averaged.
+    accumulation_steps: more than 1 where several backward() calls precede one step(). Gradients
+        then add up in float32; they are not averaged.
     skip_nonfinite: leaves out steps whose gradients hold infinities or NaN, and counts them.
-    units: more units than are found by themselves: modules, their names, or predicate(name, module).
+    units: more units than are found by themselves: modules, their names, or a
+        predicate(name, module).
     page_size: bytes in a page, a power of two; "auto" chooses by model and budgets.
     io_engine: "io_uring", "libaio", "threads" or "memory"; "auto" takes the first that works.
     workers: threads of the optimizer.
@@ -109,7 +110,7 @@ def wrap(
 
 
 def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> PlanReport:
-    """A dry run of wrap() with the same keywords: says what would go where, and allocates nothing."""
+    """A dry run of wrap() with the same keywords: says what would go where. Allocates nothing."""
     check_keywords("plan", [word for word in options if word not in OPTION_NAMES], OPTION_NAMES)
     config, _ = configure(model, optimizer, Options(**options), _core.plan)
     return PlanReport(_core.plan(config), _budgets(config))
@@ -127,7 +128,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         value = state.read(i).to(state.original_dtypes[i])
         parameter.__class__ = nn.Parameter
         parameter.data = value
-        del parameter._strata
+        del parameter.__dict__["_strata"]
     del model.__dict__["_strata"]
     state.close()
     return model

@@ -50,7 +50,7 @@ class Slot:
 
     __slots__ = ("index", "state", "unit")
 
-    def __init__(self, state: "Wrapped", index: int, unit: Unit) -> None:
+    def __init__(self, state: Wrapped, index: int, unit: Unit) -> None:
         self.state = state
         self.index = index
         self.unit = unit
@@ -61,7 +61,7 @@ class Wrapped:
 
     Invariants:
     1. params[i] has the address of aliases[i] for as long as the session is open.
-    2. written[i] is the version counter of params[i] at the last moment when the core knew its value.
+    2. written[i] is the version counter of params[i] when the core last knew its value.
     """
 
     def __init__(self, model: nn.Module, session: Session, config: Config) -> None:
@@ -127,9 +127,12 @@ class Wrapped:
         begin, end, index = self._spans[bisect.bisect_right(self._begins, address) - 1]
         return index if begin <= address < end else -1
 
-    def enter(self, unit: Unit, backward: bool = False) -> None:
-        """Waits until the unit is on the device, and keeps it there."""
-        self.session.enter(unit.index, backward)
+    def enter(self, unit: Unit, backward: bool = False, recorded: bool = True) -> None:
+        """Waits until the unit is on the device, and keeps it there.
+
+        `recorded`: a use that the next training step will repeat, so that it is planned for.
+        """
+        self.session.enter(unit.index, backward, recorded)
         unit.entered += 1
 
     def leave(self, unit: Unit) -> None:
@@ -147,7 +150,7 @@ class Wrapped:
                     self.session.device_written(i)
 
     def read(self, index: int, kind: Kind = "master") -> torch.Tensor:
-        """A whole parameter, moment or gradient as a new float32 tensor of the parameter's shape."""
+        """A whole parameter, moment or gradient, as a new float32 tensor of its shape."""
         alias = self.aliases[index]
         result = torch.empty(alias.shape, dtype=torch.float32)
         if alias.numel():

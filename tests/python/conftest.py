@@ -1,17 +1,20 @@
-"""Fixtures: the core, once as the in-memory double and once as the real one."""
+"""The tests of the package run twice: on the in-memory double of the core, and on the real one."""
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import fake_core
+import pytest
+import strata
+import strata._core
+import torch
 
-try:
-    import strata._core as real_core
-except ImportError:
-    real_core = None
-    sys.modules["strata._core"] = fake_core
+torch.set_num_threads(1)  # toy models: more threads only wait for each other
+
+
+@pytest.fixture(params=["fake", "real"])
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What strata.wrap() builds sessions from during this test."""
+    module = fake_core if request.param == "fake" else strata._core
+    monkeypatch.setattr(sys.modules["strata.wrap"], "_core", module)
+    return module

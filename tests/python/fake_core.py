@@ -9,15 +9,8 @@ import ctypes
 from typing import Any
 
 import torch
+from strata._core import StrataError
 from torch.utils.dlpack import to_dlpack
-
-try:
-    from strata._core import StrataError
-except ImportError:
-
-    class StrataError(RuntimeError):  # type: ignore[no-redef]
-        fault = "config"
-
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PAGE = 4096
@@ -49,7 +42,7 @@ class Session:
     def write(self, param: int, kind: str, offset: int, address: int, count: int) -> None:
         self._open()
         p = self.params[param]
-        assert 0 < count and 0 <= offset and offset + count <= p.spec["numel"]
+        assert 0 <= offset < offset + count <= p.spec["numel"]
         p.array(kind)[offset : offset + count] = _borrow(address, count, torch.float32)
         if kind == "master" and not p.spec["trainable"]:
             p.master.copy_(p.rounded())
@@ -58,11 +51,11 @@ class Session:
     def read(self, param: int, kind: str, offset: int, address: int, count: int) -> None:
         self._open()
         p = self.params[param]
-        assert 0 < count and 0 <= offset and offset + count <= p.spec["numel"]
+        assert 0 <= offset < offset + count <= p.spec["numel"]
         assert kind != "grad" or p.landed
         _borrow(address, count, torch.float32).copy_(p.array(kind)[offset : offset + count])
 
-    def enter(self, unit: int, backward: bool) -> None:
+    def enter(self, unit: int, backward: bool, recorded: bool = True) -> None:
         self._open()
         self.pins[unit] += 1
         self.entered += 1
