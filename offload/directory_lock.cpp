@@ -78,7 +78,8 @@ DirectoryLock::DirectoryLock(const std::string& folder)
 }
 
 DirectoryLock::~DirectoryLock() {
-  if (flock(fd_, LOCK_EX | LOCK_NB) == 0) unlink(path_.c_str());
+  // A child shares the lock with its parent: what it did to it would happen to both.
+  if (getpid() == owner_ && flock(fd_, LOCK_EX | LOCK_NB) == 0) unlink(path_.c_str());
   close(fd_);
 }
 

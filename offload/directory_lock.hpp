@@ -11,6 +11,8 @@
 //   lock.list("strata.pages");          // before the file is made: no crash leaves it unlisted
 #pragma once
 
+#include <unistd.h>
+
 #include <string>
 
 namespace strata {
@@ -19,7 +21,8 @@ class DirectoryLock final {
  public:
   // Takes the lock and removes the files of a dead holder.
   explicit DirectoryLock(const std::string& folder);
-  // The last object of the process removes the lock file. REQUIRES: what was listed is removed.
+  // The last object of the process removes the lock file; in a child made by fork() nothing
+  // happens. REQUIRES: what was listed is removed.
   ~DirectoryLock();
   DirectoryLock(const DirectoryLock&) = delete;
   DirectoryLock& operator=(const DirectoryLock&) = delete;
@@ -37,6 +40,7 @@ class DirectoryLock final {
   std::string folder_;
   std::string path_;
   int fd_ = -1;
+  pid_t owner_ = getpid();
 };
 
 }  // namespace strata

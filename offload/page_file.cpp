@@ -76,7 +76,7 @@ PageFile::~PageFile() {
 
 void PageFile::remove() {
   close(fd_);
-  unlink(path_.c_str());
+  if (getpid() == owner_) unlink(path_.c_str());
 }
 
 void PageFile::refuse_existing() const {

@@ -8,6 +8,8 @@
 //   for (const std::string& warning : file.warnings()) ...
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -20,7 +22,7 @@ class PageFile final {
  public:
   // The file is <folder>/<session_name>.pages.
   PageFile(const std::string& folder, const std::string& session_name, std::uint64_t bytes);
-  ~PageFile();  // removes the file
+  ~PageFile();  // removes the file; in a child made by fork() it only forgets it
   PageFile(const PageFile&) = delete;
   PageFile& operator=(const PageFile&) = delete;
 
@@ -39,6 +41,7 @@ class PageFile final {
   std::vector<std::string> warnings_;
   DirectoryLock lock_;
   int fd_ = -1;
+  pid_t owner_ = getpid();
 };
 
 }  // namespace strata

@@ -11,7 +11,9 @@
 #include <fstream>
 
 #include "io_fixtures.hpp"
+#include "offload/directory_lock.hpp"
 #include "offload/make_engine.hpp"
+#include "offload/page_file.hpp"
 #include "offload/store.hpp"
 
 namespace strata {
@@ -242,6 +244,51 @@ TEST(StorePathsTest, TheLockLastsAsLongAsTheLastSession) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0) << "another process came in";
+}
+
+TEST(StorePathsTest, AForkedChildTakesNothingAwayFromItsParent) {
+  TempFolder folder;
+  auto file = std::make_unique<PageFile>(folder.path(), "strata", 16 * kKiB);
+  const pid_t child = fork();
+  if (child == 0) {
+    file.reset();
+    _exit(0);
+  }
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  EXPECT_TRUE(fs::exists(folder.path() + "/strata.pages"));
+  file.reset();
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+// Processes that start and end at the same moment: never two inside, and one at least got in.
+TEST(StorePathsTest, ARaceForTheFolderHasOneWinnerAtATime) {
+  TempFolder folder, inside;
+  enum Outcome { got_in = 0, was_refused = 1, met_another = 2 };
+  std::vector<pid_t> children;
+  for (int i = 0; i < 6; ++i) {
+    children.push_back(fork());
+    if (children.back() != 0) continue;
+    Outcome outcome = was_refused;
+    for (int round = 0; round < 20 && outcome != met_another; ++round) {
+      try {
+        DirectoryLock lock(folder.path());
+        outcome = mkdir((inside.path() + "/one").c_str(), 0700) == 0 ? got_in : met_another;
+        usleep(500);
+        rmdir((inside.path() + "/one").c_str());
+      } catch (const StrataError&) {
+      }
+    }
+    _exit(outcome);
+  }
+  int winners = 0;
+  for (pid_t child : children) {
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFEXITED(status));
+    EXPECT_NE(WEXITSTATUS(status), met_another);
+    winners += WEXITSTATUS(status) == got_in ? 1 : 0;
+  }
+  EXPECT_GE(winners, 1);
 }
 
 // The lines of a lock file must stay inside the folder, whoever wrote them.
