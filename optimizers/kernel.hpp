@@ -8,10 +8,7 @@
 //
 // Threads: pure functions of the memory they are given.
 //
-//   const Kernels& avx2_kernels() {
-//     static constexpr Kernels table = make_kernels<Vec8>();
-//     return table;
-//   }
+//   update<Vec8>(span);
 #pragma once
 
 #include <cstddef>
@@ -24,14 +21,12 @@ namespace strata {
 
 // Note [Same bits everywhere]
 // A span gives the same bits on every instruction set, wherever it begins or ends:
-//   - each element is computed on its own, by additions, multiplications, divisions, square roots
-//   and
-//     explicit fused multiply-adds, all correctly rounded by IEEE 754, in the order written here;
+//   - each element is computed on its own, by additions, multiplications, divisions, square
+//     roots and explicit fused multiply-adds, all correctly rounded by IEEE 754, in this order;
 //   - the compiler may not fuse by itself (-ffp-contract=off);
 //   - the last, partial vector runs the same operations with the missing lanes at zero;
 //   - which NaN comes out of two NaNs depends on the instruction, so every NaN that is stored is
-//   the
-//     one quiet NaN 0x7fc00000 (0x7fc0 in bfloat16, 0x7e00 in float16).
+//     the one quiet NaN 0x7fc00000 (0x7fc0 in bfloat16, 0x7e00 in float16).
 // It holds in the default floating-point environment: round to nearest, subnormal numbers kept.
 
 // Note [Prefetch]

@@ -1,10 +1,13 @@
 // How gradients land: copied or added to where they rest, with the sum of squares of what is there
-// afterwards taken in passing, so that clipping by norm needs no pass of its own.
+// afterwards taken in passing, so that clipping by norm needs no pass of its own. With it the
+// kernels of an instruction set are complete.
 //
 // Threads: pure functions of the memory they are given.
 //
-//   const double squares = land_gradient<Vec8>(to, Dtype::float32, from, Dtype::bfloat16, count,
-//   mode);
+//   const Kernels& avx2_kernels() {
+//     static constexpr Kernels table = make_kernels<Vec8>();
+//     return table;
+//   }
 #pragma once
 
 #include <cstddef>
