@@ -83,7 +83,9 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"{name}: {error}", file=sys.stderr)
                 status = 1
     if figures:
-        print_table(figures, context.seed, Console(stderr=options.json == "-"))
+        console = Console(stderr=options.json == "-")
+        console.width = max(console.width, 110)  # a figure that is cut is no figure
+        print_table(figures, context.seed, console)
     return status
 
 

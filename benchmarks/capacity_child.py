@@ -44,6 +44,7 @@ def main() -> None:
             memory={"device": DEVICE_BYTES, "host": HOST_BYTES, "ssd": options.ssd_bytes},
             ssd_path=options.ssd_path,
             dtype=torch.bfloat16,
+            seed=options.seed,
         )
     batch = tokens(options.tokens, options.seed)
     losses, seconds = [], []

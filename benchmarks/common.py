@@ -139,10 +139,10 @@ def print_table(figures: Sequence[Figure], seed: int, console: Console) -> None:
     """The figures for people: value, target and bound side by side."""
     table = Table(title=f"{machine()}\ncommit {commit()}, seed {seed}", title_justify="left")
     for heading in ("bench", "metric"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in ("value", "unit", "target", "bound"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     marks = {None: "", True: "[green]reached", False: "[red]missed"}
     for figure in figures:
         sign = "≤" if figure.better == "lower" else "≥"
