@@ -49,7 +49,8 @@ def include_breaches(root: Path) -> Iterator[str]:
                 seen_by[foreign.group()].add(name)
             if NEVER.match(header):
                 yield f"{name}: {header}: the core knows no libtorch"
-            if ".." in header.split("/") or (quote == '"' and "/" not in header):
+            bare = layer in MAY_INCLUDE and quote == '"' and "/" not in header
+            if bare or ".." in header.split("/"):
                 yield f"{name}: {header}: write it as <layer>/<file>"
             target = header.split("/")[0]
             if layer in MAY_INCLUDE and target in MAY_INCLUDE.keys() - MAY_INCLUDE[layer]:
