@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display is needed, or there may be none
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import ScalarFormatter
 
 COLOURS = {"device": "#d1495b", "host": "#edae49", "ssd": "#00798c"}
 SMOOTHING = 0.9  # of the loss: the share that the past keeps at every step
@@ -54,17 +55,18 @@ def _draw_loss(axes: Any, steps: list[dict[str, Any]], evaluations: list[dict[st
 def _draw_memory(axes: Any, steps: list[dict[str, Any]], budgets: dict[str, int]) -> None:
     minutes = [record["seconds"] / 60 for record in steps]
     for tier, budget in budgets.items():
-        if not budget:
-            continue
         used = [record[f"{tier}_bytes"] / 2**20 for record in steps]
+        if not any(used):
+            continue
         colour = COLOURS[tier]
         axes.plot(minutes, used, color=colour, linewidth=2, label=f"{tier}: in use")
         axes.axhline(
             budget / 2**20, color=colour, linestyle="--", linewidth=1, label=f"{tier}: budget"
         )
-    axes.set_yscale("log")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(ScalarFormatter())  # 256, not 2 to the 8th
     axes.set_ylabel("memory, MiB")
-    axes.set_xlabel("time, minutes")
+    axes.set_xlabel("time of training, minutes")
     axes.grid(alpha=0.3)
     axes.legend(ncols=3, fontsize="small")
 

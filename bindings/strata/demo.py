@@ -21,7 +21,7 @@ PRESET = {
     "output": "runs/demo",
     "overwrite": True,
     "device_memory": "52MiB",
-    "host_memory": "640MiB",
+    "host_memory": "384MiB",
     "ssd_memory": "2GiB",
     "ssd_path": [SSD_PATH],
     "steps": 60,

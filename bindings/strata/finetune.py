@@ -94,6 +94,7 @@ def _wrap(
         dtype=getattr(torch, options.dtype),
         max_grad_norm=options.max_grad_norm,
         accumulation_steps=options.accumulation,
+        skip_nonfinite=True,
         weights=choice.weights,
         seed=options.seed,
         page_size=options.page_size,
@@ -251,7 +252,7 @@ class _Training:
             self._state, self._metrics, needs, self._budgets, self._output, self._choice.name
         )
         if self._options.generate:
-            print(self._generate())
+            print(f"\nThe model continues a prompt:\n\n{self._generate()}")
 
     def _generate(self) -> str:
         """The prompt and its continuation."""

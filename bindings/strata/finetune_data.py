@@ -49,8 +49,8 @@ def prepare(options: Options, choice: Choice, output: Path) -> Data:
     own = choice.load_tokenizer()
     return Data(
         tokenizer=own or AutoTokenizer.from_pretrained(output / "tokenizer"),
-        training=_windows(folder / "training.bin", options, options.seed),
-        held_out=_windows(folder / "held_out.bin", options, None),
+        training=_windows(folder / "training.bin", options),
+        held_out=_windows(folder / "held_out.bin", options),
         fingerprint=ready["fingerprint"],
         prompt=ready["prompt"],
         documents=ready["documents"],
@@ -81,8 +81,8 @@ def _tokenize_all(options: Options, choice: Choice, output: Path, folder: Path) 
     (folder / READY_NAME).write_text(json.dumps(ready))
 
 
-def _windows(path: Path, options: Options, seed: int | None) -> Windows:
-    return Windows(np.memmap(path, dtype=np.uint32, mode="r"), options.sequence, seed)
+def _windows(path: Path, options: Options) -> Windows:
+    return Windows(np.memmap(path, dtype=np.uint32, mode="r"), options.sequence, options.seed)
 
 
 def _prompt(document: Document) -> str:

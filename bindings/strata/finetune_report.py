@@ -127,6 +127,8 @@ def summary(
         ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} tokens/s (median step)"),
         ("parameters", f"{needs.parameters / 1e6:.1f} M, {format_size(size)} as computed with"),
     ]
+    if state.steps_skipped:
+        rows.append(("skipped steps", f"{state.steps_skipped}, their gradients were not finite"))
     rows += [
         (f"{tier} memory", f"{format_size(peaks[tier])} of {format_size(budget)}")
         for tier, budget in tiers.items()

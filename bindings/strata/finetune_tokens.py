@@ -62,8 +62,8 @@ class Windows:
     A position counts the windows drawn so far: it is all a run needs to continue.
     """
 
-    def __init__(self, tokens: np.ndarray[Any, Any], sequence: int, seed: int | None) -> None:
-        """`seed` None: in the order of the text. Raises DataError for less than one window."""
+    def __init__(self, tokens: np.ndarray[Any, Any], sequence: int, seed: int) -> None:
+        """Raises DataError for less than one window."""
         self.count = len(tokens) // sequence
         if self.count == 0:
             raise DataError(
@@ -82,7 +82,7 @@ class Windows:
 
     def _place(self, position: int) -> int:
         epoch, place = divmod(position, self.count)
-        if self._seed is not None and epoch != self._epoch:
+        if epoch != self._epoch:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self.count)
             self._epoch = epoch
         return int(self._order[place])
