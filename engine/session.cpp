@@ -133,10 +133,11 @@ bool Session::turn() {
     executor_->arrived(arrival);
     if (arrival.error) fail(std::move(*arrival.error));
   }
-  if (failure_) return true;
-  moved |= updates_->turn();
-  moved |= executor_->turn();
-  moved |= cache_->turn();
+  if (!failure_) {
+    moved |= updates_->turn();
+    moved |= executor_->turn();
+    moved |= cache_->turn();
+  }
   if (executor_->failure()) fail(*executor_->failure());
   if (moved) ++progress_;
   if (turned_) turned_(table_);

@@ -35,13 +35,13 @@ class Simulation final {
     config_ = random_config();
     auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
                                                  faults, &clock_);
-    engine_ = engine.get();
     SessionParts parts;
     parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
-    parts.io_engine = std::move(engine);
     parts.idle = [this] { clock_.advance(10'000); };
     parts.turned = [this](const PageTable& table) { check(table); };
     home_ = choose_residence(config_);
+    if (home_.slots != 0) engine_ = engine.get();
+    parts.io_engine = std::move(engine);
     session_ = std::make_unique<Session>(config_, std::move(parts));
   }
 
@@ -57,6 +57,7 @@ class Simulation final {
       if (below(3) == 0) session_->synchronize();
       if (below(4) == 0) poke();
     }
+    session_->synchronize();
     compare();
     session_->close();
   }
@@ -67,6 +68,7 @@ class Simulation final {
     for (std::size_t f = 1; f < kIoFaultCount; ++f) sum += injected_[f];
     return sum;
   }
+  std::uint64_t requests() const { return faults() + injected_[0]; }
 
  private:
   int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
@@ -109,7 +111,7 @@ class Simulation final {
 
   void check(const PageTable& table) {
     ++turns_;
-    for (std::size_t f = 0; f < kIoFaultCount; ++f) {
+    for (std::size_t f = 0; engine_ != nullptr && f < kIoFaultCount; ++f) {
       injected_[f] = engine_->injected(static_cast<IoFault>(f));
     }
     const auto wrong =
@@ -254,7 +256,7 @@ class Simulation final {
   VirtualClock clock_;
   Config config_;
   Residence home_;
-  FaultyEngine* engine_ = nullptr;
+  FaultyEngine* engine_ = nullptr;  // null where nothing rests on the disk
   std::unique_ptr<Session> session_;
   std::vector<Plain> plain_;
   std::array<std::uint64_t, kIoFaultCount> injected_{};
@@ -276,6 +278,7 @@ SimulationResult simulate(std::uint64_t seed, FaultPlan faults) {
   }
   result.turns = simulation.turns();
   result.faults = simulation.faults();
+  result.requests = simulation.requests();
   return result;
 }
 
