@@ -1,46 +1,28 @@
 """All the hooks that strata gives to torch, and when torch calls each.
 
-    forward    ModuleHook.before    ahead of a unit's module: the unit enters, its parameters become
-                                    plain ones, `pack` and `unpack` are put in place
-               Hooks.pack           for every tensor that autograd saves meanwhile
-               ModuleHook.after     behind the module, also when it raised: the unit leaves
-    backward   Hooks.unpack         when an autograd node wants a saved tensor back: the unit enters
-               LandHook             when the gradient of a parameter is complete
-               Hooks.end_backward   when the whole backward is over
-
-Note [Pins in backward]. A node uses what it unpacked until the next node runs. So unpack() pins
-the unit for the node now running, and releases what earlier nodes pinned once another unit is asked
-for. The last pins go at the end of the backward; those of a backward that raised, at the next
-forward, step() or zero_grad().
-
-Note [Checkpoint]. torch.utils.checkpoint drops what its own pack hook is given and computes it
-again inside backward. Our pack stands above it and keeps parameters from it (they need no
-recomputing), in both runs alike. Where a parameter is used outside its module the order of the
-hooks may differ between the two runs, so there checkpoint gets the parameter, and the unit stays
-entered until its gradients have landed or the backward is over.
+forward    ModuleHook.before    ahead of a unit's module: the unit enters, its parameters become
+                                plain ones, `pack` and `unpack` are put in place
+           SavedTensors.pack    for every tensor that autograd saves meanwhile
+           ModuleHook.after     behind the module, also when it raised: the unit leaves
+backward   SavedTensors.unpack  when an autograd node wants a saved tensor back: the unit enters
+                                (pins.py keeps it there)
+           LandHook             when the gradient of a parameter is complete
+           Pins.end             when the whole backward is over
 """
 
-import threading
-from typing import Any, cast
+import weakref
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from .paged import PagedParameter
+from .pins import Pins
+from .saved import SavedTensors
 from .wrapped import DTYPE_NAMES, DisableTorchFunction, Unit, Wrapped
 
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _graph_task = torch._C._current_graph_task_id
-_current_node = torch._C._current_autograd_node
 _grad: Any = torch.Tensor.grad
-
-# What pack() returns is a tuple, told apart by its length.
-KEPT_AS_IS = 2  # tensor, its version counter
-KEPT_BY_OTHERS = 3  # unpack of the hooks below ours, what their pack returned, None
-KEPT_BY_UNIT = 4  # alias, version of the parameter, unit, index of the parameter
 
 
 def inert(*args: Any, **kwargs: Any) -> None:
@@ -75,12 +57,8 @@ class Hooks:
     def __init__(self, state: Wrapped) -> None:
         self.state = state
         self.frames: list[tuple[ModuleHook, bool]] = []  # modules now running; hooks pushed or not
-        self.pins: list[_Pin] = []
-        self.held: list[Unit] = []  # until their gradients have landed. Note [Checkpoint]
-        self.tasks: set[int] = set()  # backwards whose end we are told of
-        # Bound once: the same objects are recognised when they lie on top of torch's stack.
-        self.pack_hook = self.pack
-        self.unpack_hook = self.unpack
+        self.pins = Pins(state)
+        self.saved = SavedTensors(state, self.pins)
         self._handles: list[Any] = []
 
     def install(self, hooked: dict[nn.Module, list[int]]) -> None:
@@ -116,13 +94,9 @@ class Hooks:
             return
         while self.frames:
             self.close_frame(*self.frames.pop())
-        while self._on_top():
-            _pop_hooks()
-        if self.pins or self.held or self.tasks:
-            self._release(list(self.pins))
-            self._release_held(list(self.held))
-            self.tasks.clear()
-            self._forget_landings()
+        while self.saved.on_top():
+            self.saved.pop()
+        self.pins.reset()
 
     def in_step(self) -> bool:
         """Whether a module of the model, or a backward, is running now."""
@@ -130,165 +104,9 @@ class Hooks:
 
     def close_frame(self, hook: "ModuleHook", pushed: bool) -> None:
         """Undoes what ModuleHook.before did."""
-        if pushed and self._on_top():
-            _pop_hooks()
+        if pushed and self.saved.on_top():
+            self.saved.pop()
         hook.leave()
-
-    # Saved tensors ------------------------------------------------------------------------------
-
-    def push(self) -> bool:
-        """Puts pack and unpack on top of torch's stack, if they are not there already."""
-        top = _top_hooks(True)
-        if top is None:
-            _push_hooks(self.pack_hook, self.unpack_hook)
-        elif self._is_ours(top[0]):
-            return False
-        else:
-            _push_hooks(_Above(self, *top).pack, self.unpack_hook)
-        return True
-
-    def _is_ours(self, pack: Any) -> bool:
-        owner = getattr(pack, "__self__", None)
-        return owner is self or (type(owner) is _Above and owner.hooks is self)
-
-    def _on_top(self) -> bool:
-        top = _top_hooks(True)
-        return top is not None and self._is_ours(top[0])
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Called for each tensor that autograd saves. Parameters are kept by unit, not by value."""
-        state = self.state
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # sparse and symbolic tensors have none, and are not ours
-            return (tensor, 0)
-        if state.low <= address < state.high:
-            index = state.find(address)
-            if index >= 0:
-                kept = state.aliases[index] if tensor is state.params[index] else tensor
-                return (kept, state.written[index], state.unit_of[index], index)
-        return (tensor, tensor._version)
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Called when a node wants a saved tensor back, or when Python code reads it."""
-        if len(packed) == KEPT_BY_OTHERS:
-            return cast(torch.Tensor, packed[0](packed[1]))
-        if len(packed) == KEPT_AS_IS:
-            tensor, version = packed
-            if version and tensor._version != version:
-                raise _changed(tuple(tensor.shape), "it was changed in place")
-            return cast(torch.Tensor, tensor)
-        tensor, version, unit, index = packed
-        if self.state.written[index] != version:
-            raise _changed(self.state.names[index], "it was updated by step() or in place")
-        self._pin(unit)
-        if torch.is_grad_enabled() and _graph_task() != -1:
-            self.push()  # create_graph: the node saves tensors too. Autograd pops it with the node
-        return cast(torch.Tensor, tensor)
-
-    def _pin(self, unit: Unit) -> None:
-        pin = _Pin(unit, _current_node(), _graph_task(), threading.get_ident())
-        pins = self.pins
-        known = any(p.unit is unit and p.task == pin.task for p in pins)
-        if len(pins) > known:
-            self._release([p for p in pins if p.is_past(pin) and p.unit is not unit])
-        if known:
-            place = next(i for i, p in enumerate(pins) if p.unit is unit and p.task == pin.task)
-            pins[place] = pin
-            return
-        self.state.enter(unit, backward=True)
-        pins.append(pin)
-        self.watch()
-
-    def _release(self, pins: list["_Pin"]) -> None:
-        for pin in pins:
-            self.pins.remove(pin)
-            self.state.leave(pin.unit)
-
-    def _release_held(self, units: list[Unit]) -> None:
-        for unit in units:
-            self.held.remove(unit)
-            self.state.leave(unit)
-
-    def push_outside(self, unit: Unit) -> bool:
-        """For an operation on a parameter outside its module. Returns whether hooks were pushed."""
-        top = _top_hooks(True)
-        if top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint":
-            return self.push()
-        if _graph_task() != -1 and unit not in self.held:  # see Note [Checkpoint]
-            self.state.enter(unit, backward=True)
-            self.held.append(unit)
-            self.watch()
-        return False
-
-    @staticmethod
-    def pop() -> None:
-        """Undoes one push that returned True."""
-        _pop_hooks()
-
-    # Backward -----------------------------------------------------------------------------------
-
-    def watch(self) -> None:
-        """Asks to be told of the end of the backward now running, once."""
-        task = _graph_task()
-        if task != -1 and task not in self.tasks:
-            self.tasks.add(task)
-            Variable._execution_engine.queue_callback(lambda: self.end_backward(task))
-
-    def end_backward(self, task: int) -> None:
-        """Called by autograd when the backward has run all its nodes."""
-        self.tasks.discard(task)
-        self._release([pin for pin in self.pins if pin.task == task])
-        if not self.tasks:
-            self._release_held(list(self.held))
-            self._forget_landings()
-
-    def land(self, unit: Unit) -> None:
-        """Notes that one gradient of the unit is complete."""
-        self.watch()
-        unit.landed += 1
-        if unit.landed == unit.trainable:
-            self._release([pin for pin in self.pins if pin.unit is unit])
-            if unit in self.held:
-                self._release_held([unit])
-
-    def _forget_landings(self) -> None:
-        for unit in self.state.units:
-            unit.landed = 0
-
-
-class _Pin:
-    """A unit that stays entered because autograd node `node` unpacked one of its parameters."""
-
-    __slots__ = ("node", "task", "thread", "unit")
-
-    def __init__(self, unit: Unit, node: Any, task: int, thread: int) -> None:
-        self.unit = unit
-        self.node = node
-        self.task = task
-        self.thread = thread
-
-    def is_past(self, now: "_Pin") -> bool:
-        """Whether another node of the same backward runs now, so that this one's is done."""
-        return self.task == now.task and self.thread == now.thread and self.node is not now.node
-
-
-class _Above:
-    """Our hooks above somebody else's, which still get every tensor that is not a parameter."""
-
-    __slots__ = ("hooks", "outer_pack", "outer_unpack")
-
-    def __init__(self, hooks: Hooks, outer_pack: Any, outer_unpack: Any) -> None:
-        self.hooks = hooks
-        self.outer_pack = outer_pack
-        self.outer_unpack = outer_unpack
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """As Hooks.pack, which see."""
-        packed = self.hooks.pack(tensor)
-        if len(packed) == KEPT_BY_UNIT:
-            return packed
-        return (self.outer_unpack, self.outer_pack(tensor), None)
 
 
 class ModuleHook:
@@ -340,7 +158,7 @@ class ModuleHook:
         except BaseException:
             self.leave()
             raise
-        hooks.frames.append((self, hooks.push()))
+        hooks.frames.append((self, hooks.saved.push()))
 
     def after(self, output: Any) -> Any:
         """Leaves. Returns what is to take the place of the output, or None."""
@@ -440,12 +258,16 @@ class RootHook(_Uncopied):
 
 
 class LandHook(_Uncopied):
-    """Takes the gradient of one parameter to the core."""
+    """Takes the gradient of one parameter to the core.
+
+    Refers weakly: Python's garbage collector does not look into this kind of hook, so the cycle of
+    model, parameter and hook would never be found.
+    """
 
     __slots__ = ("accumulate", "dtype_name", "hooks", "index", "unit")
 
     def __init__(self, hooks: Hooks, index: int) -> None:
-        self.hooks = hooks
+        self.hooks = weakref.ref(hooks)
         self.index = index
         self.unit = hooks.state.unit_of[index]
         self.accumulate = hooks.state.config["accumulate"]
@@ -453,10 +275,11 @@ class LandHook(_Uncopied):
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Called by autograd when the gradient is complete, once per backward."""
-        state, index = self.hooks.state, self.index
+        hooks, index = self.hooks(), self.index
         grad = take_grad(parameter)
-        if grad is None:
+        if hooks is None or grad is None:
             return
+        state = hooks.state
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of {state.names[index]!r} is sparse, which strata does not support: "
@@ -477,7 +300,7 @@ class LandHook(_Uncopied):
             grad = grad.to(parameter.dtype)
         state.session.land_gradient(index, grad.data_ptr(), self.dtype_name)
         state.landed[index] += 1
-        self.hooks.land(self.unit)
+        hooks.pins.land(self.unit)
 
 
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -491,10 +314,3 @@ def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 def drop_grad(parameter: torch.Tensor) -> None:
     """Called by autograd for a parameter that no optimizer group holds: nobody will ask for it."""
     take_grad(parameter)
-
-
-def _changed(what: object, how: str) -> RuntimeError:
-    return RuntimeError(
-        f"one of the variables needed for gradient computation has been modified: {what}: {how} "
-        "between forward and backward"
-    )

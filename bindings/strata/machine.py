@@ -41,7 +41,7 @@ def _meminfo(key: str) -> int:
 def _cgroup_files() -> list[tuple[int | None, int | None]]:
     """(limit, use) of the control groups of this process and all above it, versions 2 and 1."""
     result = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in _groups():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             root, names = CGROUPS, ("memory.max", "memory.current")
@@ -56,6 +56,10 @@ def _cgroup_files() -> list[tuple[int | None, int | None]]:
                 break
             result.append((_number(place / names[0]), _number(place / names[1])))
     return result
+
+
+def _groups() -> list[str]:
+    return Path("/proc/self/cgroup").read_text().splitlines()
 
 
 def _number(file: Path) -> int | None:

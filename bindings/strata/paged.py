@@ -136,7 +136,7 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for slot in units.values():
                 slot.state.enter(slot.unit, recorded=slot.state.hooks.in_step())
                 entered.append(slot)
-                if slot.state.hooks.push_outside(slot.unit):
+                if slot.state.hooks.saved.push_outside(slot.unit):
                     pushed.append(slot)
             # 2. Run.
             result = func(*args, **kwargs)
@@ -147,7 +147,7 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _guard(result, units)
         finally:
             for slot in reversed(pushed):
-                slot.state.hooks.pop()
+                slot.state.hooks.saved.pop()
             for slot in reversed(entered):
                 slot.state.leave(slot.unit)
 

@@ -451,6 +451,23 @@ def test_graph_kept_over_a_step_is_refused(core: ModuleType) -> None:
     steps(model, optimizer)
 
 
+def test_activation_changed_in_place_is_noticed(core: ModuleType) -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(48, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            z = y * y
+            y.add_(1)
+            return z
+
+    model, _ = tight(nn.Sequential(Square(), nn.Sequential(nn.Linear(48, 48))))
+    with pytest.raises(RuntimeError, match="modified"):
+        model(torch.randn(2, 48)).sum().backward()
+
+
 def test_autograd_grad(core: ModuleType) -> None:
     plain = build(Blocks)
     model, _ = tight(build(Blocks))

@@ -1,0 +1,121 @@
+"""Which units stay entered during a backward, and until when.
+
+    pins.pin(unit)       # the autograd node now running has unpacked one of its parameters
+    pins.hold(unit)      # until its gradients have landed or the backward is over
+    pins.land(unit)      # one of its gradients is complete
+
+A node uses what it unpacked until the next node runs. So a pin belongs to the node now running, and
+goes when another node asks for another unit, or when all gradients of the unit have landed. What is
+left goes at the end of the backward; after a backward that raised, at reset().
+
+Autograd's threads call this under the GIL.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from .wrapped import Unit, Wrapped
+
+_graph_task = torch._C._current_graph_task_id
+_current_node = torch._C._current_autograd_node
+
+
+class _Pin:
+    """A unit that stays entered because autograd node `node` unpacked one of its parameters."""
+
+    __slots__ = ("node", "task", "thread", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.node: Any = _current_node()
+        self.task = _graph_task()
+        self.thread = threading.get_ident()
+
+    def is_past(self, now: "_Pin") -> bool:
+        """Whether another node of the same backward runs now, so that this one's is done."""
+        return self.task == now.task and self.thread == now.thread and self.node is not now.node
+
+
+class Pins:
+    """The units of one model that are entered on account of a backward."""
+
+    def __init__(self, state: Wrapped) -> None:
+        self._state = state
+        self._pins: list[_Pin] = []  # one per unit and backward
+        self._held: list[Unit] = []
+        self._tasks: set[int] = set()  # backwards whose end we are told of
+
+    def pin(self, unit: Unit) -> None:
+        """Enters the unit for the node now running."""
+        now = _Pin(unit)
+        place = -1
+        past = []
+        for i, pin in enumerate(self._pins):
+            if pin.unit is unit and pin.task == now.task:
+                place = i
+            elif pin.is_past(now):
+                past.append(pin)
+        if place >= 0:
+            self._pins[place] = now
+            self._release(past)
+            return
+        self._release(past)
+        self._state.enter(unit, backward=True)
+        self._pins.append(now)
+        self._watch()
+
+    def hold(self, unit: Unit) -> None:
+        """Enters the unit until its gradients have landed or the backward is over."""
+        if unit not in self._held:
+            self._state.enter(unit, backward=True)
+            self._held.append(unit)
+            self._watch()
+
+    def land(self, unit: Unit) -> None:
+        """Notes that one gradient of the unit is complete."""
+        self._watch()
+        unit.landed += 1
+        if unit.landed == unit.trainable:
+            self._release([pin for pin in self._pins if pin.unit is unit])
+            if unit in self._held:
+                self._release_held([unit])
+
+    def end(self, task: int) -> None:
+        """Called by autograd when the backward has run all its nodes."""
+        self._tasks.discard(task)
+        self._release([pin for pin in self._pins if pin.task == task])
+        if not self._tasks:
+            self._release_held(list(self._held))
+            self._forget_landings()
+
+    def reset(self) -> None:
+        """Drops what a backward that raised has left behind."""
+        if self._pins or self._held or self._tasks:
+            self._release(list(self._pins))
+            self._release_held(list(self._held))
+            self._tasks.clear()
+            self._forget_landings()
+
+    def _watch(self) -> None:
+        """Asks to be told of the end of the backward now running, once."""
+        task = _graph_task()
+        if task != -1 and task not in self._tasks:
+            self._tasks.add(task)
+            Variable._execution_engine.queue_callback(lambda: self.end(task))
+
+    def _release(self, pins: list[_Pin]) -> None:
+        for pin in pins:
+            self._pins.remove(pin)
+            self._state.leave(pin.unit)
+
+    def _release_held(self, units: list[Unit]) -> None:
+        for unit in units:
+            self._held.remove(unit)
+            self._state.leave(unit)
+
+    def _forget_landings(self) -> None:
+        for unit in self._state.units:
+            unit.landed = 0

@@ -1,0 +1,101 @@
+"""Which parameters make a unit."""
+
+import pytest
+import torch
+from small_models import ConvNet, build, gpt2, llama, t5
+from strata.units import find_units
+from torch import nn
+
+
+def names(model: nn.Module) -> list[str]:
+    return [unit.name for unit in find_units(model)[0]]
+
+
+def owners(model: nn.Module) -> dict[str, list[int]]:
+    known = {module: name for name, module in model.named_modules()}
+    return {known[module]: units for module, units in find_units(model)[1].items()}
+
+
+def test_llama() -> None:
+    assert names(build(llama)) == [
+        "model.embed_tokens",
+        *[f"model.layers.{i}" for i in range(4)],
+        "model.norm",
+        "lm_head",
+    ]
+
+
+def test_every_parameter_has_one_unit() -> None:
+    for make in (llama, gpt2, t5, ConvNet):
+        model = build(make)
+        units, _ = find_units(model)
+        placed = sorted(p for unit in units for p in unit.params)
+        assert placed == list(range(len(list(model.parameters()))))
+        assert sum(u.bytes for u in units) == sum(p.nbytes for p in model.parameters())
+
+
+def test_gpt2_head_reads_the_embedding() -> None:
+    model = build(gpt2)
+    found = names(model)
+    assert found[:2] == ["transformer.wte", "transformer.wpe"]
+    assert [n for n in found if ".h." in n] == [f"transformer.h.{i}" for i in range(3)]
+    assert owners(model)["lm_head"] == owners(model)["transformer.wte"] == [0]
+
+
+def test_t5_norms_share_a_unit() -> None:
+    model = build(t5)
+    found = names(model)
+    assert "encoder.final_layer_norm+decoder.final_layer_norm" in found
+    assert found[0] == "shared"
+    assert {f"{side}.block.{i}" for side in ("encoder", "decoder") for i in (0, 1)} <= set(found)
+    hooked = owners(model)
+    assert hooked["encoder.final_layer_norm"] == hooked["decoder.final_layer_norm"]
+
+
+def test_convolutions() -> None:
+    found = names(build(ConvNet))
+    assert found == ["stem", "norm+head", "stages.0", "stages.1", "stages.2"]
+
+
+def test_a_sequence_of_leaves() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Linear(64, 9))
+    assert names(model) == ["0", "2", "3"]
+
+
+class Wrapped(nn.Module):
+    """Owns a parameter and a list of them beside its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(300))
+        self.gains = nn.ParameterList([nn.Parameter(torch.ones(300)) for _ in range(2)])
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))
+
+
+def test_own_parameters_beside_modules() -> None:
+    model = Wrapped()
+    units, hooked = find_units(model)
+    assert [u.name for u in units] == ["model", "blocks.0", "blocks.1"]
+    assert len(units[0].params) == 3
+    assert hooked[model] == [0]
+
+
+def test_chosen_units() -> None:
+    model = build(llama)
+    whole, _ = find_units(model, ["model"])
+    assert [u.name for u in whole] == ["model", "lm_head"]
+    by_module, _ = find_units(model, [model.model])
+    assert [u.name for u in by_module] == ["model", "lm_head"]
+    finer, _ = find_units(model, lambda name, module: name.endswith("mlp"))
+    assert "model.layers.2.mlp" in [u.name for u in finer]
+    assert "model.layers.2" not in [u.name for u in finer]
+
+
+def test_bad_choices() -> None:
+    model = build(llama)
+    with pytest.raises(ValueError, match=r"lm_hed.*'lm_head'"):
+        find_units(model, ["lm_hed"])
+    with pytest.raises(ValueError, match="lies in"):
+        find_units(model, ["model", "model.layers.1"])
+    with pytest.raises(ValueError, match="not a module of the model"):
+        find_units(model, [nn.Linear(1, 1)])

@@ -1,0 +1,252 @@
+"""wrap, plan, report, unwrap: what they refuse, choose, say and leave behind."""
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import strata
+import torch
+from safetensors.torch import save_file
+from small_models import adamw, assert_same, build, llama, tight, train
+from strata import configure, machine
+from torch import nn
+
+
+def test_same_objects_come_back(core: ModuleType) -> None:
+    model = build(llama)
+    parameters = list(model.parameters())
+    inner = adamw(model)
+    wrapped, optimizer = strata.wrap(model, inner)
+    assert wrapped is model
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert optimizer.param_groups is inner.param_groups
+    assert [p.shape for p in parameters] == [p.shape for p in build(llama).parameters()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memroy": 1}, r"'memroy'.*'memory'"),
+        ({"ssd_paths": "x"}, r"'ssd_paths'.*'ssd_path'"),
+        ({"memory": {"devise": 1}}, r"tier 'devise'.*'device'"),
+        ({"memory": {"device": "1GBi"}}, r"unit 'GBi'"),
+        ({"memory": {"ssd": "1GiB"}}, "ssd_path"),
+        ({"update": "in_bakward"}, r"update 'in_bakward'.*on_step"),
+        ({"io_engine": "uring"}, r"io_engine 'uring'.*'io_uring'"),
+        ({"dtype": torch.float64}, r"float64.*bfloat16"),
+        ({"accumulation_steps": 0}, "accumulation_steps"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm"),
+        ({"workers": 0}, "workers"),
+        ({"page_size": "4 pages"}, "page"),
+    ],
+)
+def test_bad_arguments(core: ModuleType, arguments: dict[str, Any], message: str) -> None:
+    model = build(llama)
+    for function in (strata.wrap, strata.plan):
+        with pytest.raises((TypeError, ValueError), match=message):
+            function(model, adamw(model), **arguments)
+    assert_same(model, build(llama))
+
+
+def test_too_small_a_budget_says_what_would_do(core: ModuleType) -> None:
+    model = build(llama)
+    with pytest.raises(strata.StrataError, match=r"model\.layers\.0|model\.embed") as caught:
+        strata.wrap(model, adamw(model), memory={"device": "1KiB", "host": "64MiB"})
+    assert "would do" in str(caught.value)
+    assert_same(model, build(llama))
+
+
+def test_bad_models(core: ModuleType) -> None:
+    with pytest.raises(ValueError, match="no parameters"):
+        strata.wrap(nn.ReLU(), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    double = nn.Linear(4, 4).double()
+    with pytest.raises(ValueError, match=r"'weight'.*float64"):
+        strata.wrap(double, adamw(double))
+    empty = nn.Sequential(nn.Linear(4, 4), nn.Linear(0, 4))
+    with pytest.raises(ValueError, match=r"'1\.weight'.*no elements"):
+        strata.wrap(empty, adamw(empty))
+    lazy = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"'1\.weight' has no shape"):
+        strata.wrap(lazy, adamw(lazy[0]))
+    model = build(llama)
+    wrapped, optimizer = strata.wrap(model, adamw(model))
+    with pytest.raises(ValueError, match="already wrapped"):
+        strata.wrap(wrapped, torch.optim.SGD(wrapped.parameters()))
+    with pytest.raises(ValueError, match="already wrapped"):
+        strata.wrap(nn.Sequential(wrapped), torch.optim.SGD(wrapped.parameters()))
+
+
+def test_functions_want_a_wrapped_model(core: ModuleType) -> None:
+    model = build(llama)
+    for function in (strata.report, strata.unwrap, strata.synchronize):
+        with pytest.raises(ValueError, match="not wrapped"):
+            function(model)
+    with pytest.raises(ValueError, match="wrapped"):
+        strata.gather_grad(next(model.parameters()))
+
+
+def test_unwrap_gives_a_plain_model(core: ModuleType) -> None:
+    plain = build(llama)
+    train(plain, adamw(plain), 2)
+    model, optimizer = tight(build(llama))
+    train(model, optimizer, 2)
+    assert strata.unwrap(model) is model
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or "_strata" in m.__dict__ for m in model.modules()
+    )
+    train(plain, adamw(plain), 1)
+    train(model, adamw(model), 1)
+    assert_same(model, plain, 1e-5)
+    again, optimizer = tight(model)
+    train(again, optimizer, 1)
+    with pytest.raises(ValueError, match="not wrapped"):
+        strata.unwrap(strata.unwrap(again))
+
+
+def test_mixed_dtypes_are_kept(core: ModuleType) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(3)])
+        model[1].bfloat16()
+        return model
+
+    model, _ = tight(build(make))
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in build(make).parameters()]
+
+
+def test_plan_allocates_nothing_and_reads_well(core: ModuleType) -> None:
+    with torch.device("meta"):
+        model = llama()
+    report = strata.plan(model, adamw(model), memory={"device": "1MiB", "host": "64MiB"})
+    assert all(p.is_meta for p in model.parameters())
+    text = str(report)
+    assert "model.layers.3" in text
+    assert "host" in text
+    assert report.to_dict()["budgets"]["device"] == 1 << 20
+
+
+def test_report_reads_well(core: ModuleType) -> None:
+    model, optimizer = tight(build(llama))
+    train(model, optimizer, 3)
+    strata.synchronize(model)
+    report = strata.report(model)
+    assert report.to_dict()["steps"] == 3
+    assert "3 steps" in str(report)
+
+
+def test_meta_model_initialises_itself(core: ModuleType) -> None:
+    with torch.device("meta"):
+        model = llama()
+    inner = adamw(model)
+    model, optimizer = tight(model, inner, seed=3)
+    assert type(model.lm_head.weight).__name__ == "PagedParameter"
+    assert 0 < model.lm_head.weight.std().item() < 0.1
+    first = train(model, optimizer)
+    with torch.device("meta"):
+        other = llama()
+    other, optimizer = tight(other, seed=3)
+    assert train(other, optimizer) == first
+
+
+def test_weights_from_a_file(core: ModuleType, tmp_path: Path) -> None:
+    source = build(llama, seed=8)
+    save_file(dict(source.state_dict()), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = llama()
+    model, _ = tight(model, weights=str(tmp_path))
+    assert_same(model, source)
+    real, _ = tight(build(llama), weights=tmp_path / "model.safetensors")
+    assert_same(real, source)
+
+
+def test_a_failed_wrap_leaves_the_model_alone(core: ModuleType, tmp_path: Path) -> None:
+    model = build(llama)
+    save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="other"):
+        tight(model, weights=tmp_path)
+    assert_same(model, build(llama))
+    train(model, adamw(model), 1)
+
+
+def test_defaults_hold_everything(
+    core: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "strata"):
+        model, optimizer = strata.wrap(model := build(llama), adamw(model))
+    assert "budgets: device" in caplog.text
+    train(model, optimizer, 1)
+    # Short of memory, the budgets are shares of what is free.
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 3 << 20)
+    small = build(llama)
+    report = strata.plan(small, adamw(small), page_size="4KiB" if core is not strata._core else 0)
+    assert sum(report.budgets.values()) <= 3 << 20
+
+
+def test_memory_of_the_machine() -> None:
+    assert 1 << 20 < machine.free_host_bytes() < 1 << 50
+    assert 1 <= machine.processors() <= (os.cpu_count() or 1)
+    assert machine.free_disk_bytes(["/", "/"]) == machine.free_disk_bytes(["/"])
+
+
+def test_control_groups_limit_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    group = tmp_path / "a" / "b"
+    group.mkdir(parents=True)
+    (tmp_path / "a" / "memory.max").write_text("50000000\n")
+    (tmp_path / "a" / "memory.current").write_text("20000000\n")
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("20000000\n")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_groups", lambda: ["0::/a/b"])
+    assert machine.free_host_bytes() == 30_000_000
+
+
+def test_collected_with_the_model(core: ModuleType) -> None:
+    model, optimizer = tight(build(llama))
+    train(model, optimizer, 1)
+    alive = weakref.ref(model.__dict__["_strata"])
+    closed: list[int] = []
+    weakref.finalize(alive(), closed.append, 1)
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+    assert closed
+
+
+SCRIPT = """
+import sys, torch, strata
+from torch import nn
+model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128)) for _ in range(4)])
+model, optimizer = strata.wrap(model, torch.optim.AdamW(model.parameters()), ssd_path={ssd!r},
+                               memory={{"device": "256KiB", "host": "2MiB", "ssd": "64MiB"}})
+for step in range(1000):
+    model(torch.ones(1, 128)).sum().backward()
+    if step == 2:
+        {end}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise KeyboardInterrupt", "1 / 0"])
+def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
+    """Real core only: files and a clean exit."""
+    script = SCRIPT.format(ssd=str(tmp_path), end=end)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode not in (0, -6, -11), run.stderr
+    assert [p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size] == [], run.stderr
+
+
+def test_configuration_names_are_the_keywords_of_wrap() -> None:
+    import inspect
+
+    keywords = list(inspect.signature(strata.wrap).parameters)
+    assert keywords == ["model", "optimizer", *configure.OPTION_NAMES, "unknown"]
