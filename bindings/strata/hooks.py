@@ -179,9 +179,11 @@ class ModuleHook:
         for unit in reversed(self.units):
             unit.running -= 1
             if unit.running == 0:
-                state.note_writes(unit.params)
                 for i in unit.params:
-                    params[i].__class__ = PagedParameter
+                    parameter = params[i]
+                    if parameter._version != state.written[i]:
+                        state.note_write(i)
+                    parameter.__class__ = PagedParameter
             state.leave(unit)
 
     def _check(self) -> None:

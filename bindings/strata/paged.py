@@ -143,18 +143,13 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # 3. Tell the core what was changed, and mark what may outlive the visit.
             for tensor, version in zip(paged, versions, strict=True):
                 if tensor._version != version:
-                    _note_write(tensor._strata)
+                    tensor._strata.state.note_write(tensor._strata.index)
             return _guard(result, units)
         finally:
             for slot in reversed(pushed):
                 slot.state.hooks.saved.pop()
             for slot in reversed(entered):
                 slot.state.leave(slot.unit)
-
-
-def _note_write(slot: Slot) -> None:
-    slot.state.written[slot.index] = slot.state.params[slot.index]._version
-    slot.state.session.device_written(slot.index)
 
 
 def _paged_in(value: Any) -> Iterator[PagedTensor | PagedParameter]:

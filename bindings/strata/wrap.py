@@ -23,7 +23,7 @@ from .errors import check_keywords
 from .hooks import Hooks
 from .optimizer import StrataOptimizer
 from .paged import make_paged
-from .report import PlanReport, Report
+from .report import PlanReport, Report, make_report
 from .sizes import Size
 from .units import Chosen
 from .wrapped import Slot, Wrapped, wrapped
@@ -136,14 +136,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def report(model: nn.Module) -> Report:
     """Where the time and the bytes went so far."""
-    state = wrapped(model)
-    return Report(
-        budgets=_budgets(state.config),
-        steps=state.steps,
-        steps_skipped=state.steps_skipped,
-        accumulate=state.config["accumulate"],
-        stats=state.session.stats(),
-    )
+    return make_report(wrapped(model))
 
 
 def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:

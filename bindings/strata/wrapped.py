@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -84,6 +84,7 @@ class Wrapped:
         self.dirty = False  # step() has run and zero_grad() has not
         self.last_step: StepResult | None = None
         self.steps = 0
+        self.steps_nonfinite = 0
         self.steps_skipped = 0
         spans = sorted(
             (alias.data_ptr(), alias.data_ptr() + alias.nbytes, i)
@@ -140,14 +141,11 @@ class Wrapped:
         unit.entered -= 1
         self.session.leave(unit.index)
 
-    def note_writes(self, indices: Iterable[int]) -> None:
-        """Tells the core which parameters the user changed in place. REQUIRES: they are entered."""
+    def note_write(self, index: int) -> None:
+        """Tells the core that the user changed a parameter in place. REQUIRES: it is entered."""
         with DisableTorchFunction():
-            for i in indices:
-                version = self.params[i]._version
-                if version != self.written[i]:
-                    self.written[i] = version
-                    self.session.device_written(i)
+            self.written[index] = self.params[index]._version
+        self.session.device_written(index)
 
     def read(self, index: int, kind: Kind = "master") -> torch.Tensor:
         """A whole parameter, moment or gradient, as a new float32 tensor of its shape."""
@@ -170,6 +168,7 @@ class Wrapped:
         """Counts a step, and marks what it changes as changed for the graphs that saved it."""
         self.last_step = result
         self.steps += 1
+        self.steps_nonfinite += not result["finite"]
         if result["skipped"]:
             self.steps_skipped += 1
         else:

@@ -138,7 +138,11 @@ def test_report_reads_well(core: ModuleType) -> None:
     strata.synchronize(model)
     report = strata.report(model)
     assert report.to_dict()["steps"] == 3
-    assert "3 steps" in str(report)
+    assert report.to_dict()["tiers"]["device"]["peak"] > 0
+    assert report.grad_norm is not None
+    text = str(report)
+    for part in ("3 steps", "device", "host to device", "all units"):
+        assert part in text
 
 
 def test_meta_model_initialises_itself(core: ModuleType) -> None:
