@@ -5,7 +5,7 @@
 
 #include <thread>
 
-#include "dlpack.hpp"
+#include "bindings/dlpack.hpp"
 #include "engine/session.hpp"
 
 namespace py = pybind11;
