@@ -145,10 +145,13 @@ def _initialise(model: nn.Module, write: Write, seed: int, wanted: set[str]) -> 
     """Sends first values, module by module."""
     # A tied parameter counts under its first name only.
     for module_name in dict.fromkeys(name.rpartition(".")[0] for name in sorted(wanted)):
-        for name, value in initialise.parameters(model, module_name, seed).items():
+        values = initialise.parameters(model, module_name, seed)
+        while values:
+            name, value = values.popitem()
             full = f"{module_name}.{name}" if module_name else name
             if full in wanted:
                 write(full, value)
+            del value  # before the next module needs its memory
 
 
 def _read_parameters(
@@ -174,20 +177,25 @@ def _read_parameters(
     _check(model, source, stored, found, known, expected)
 
     for name in (n for n in shapes if n in wanted):
-        value = source.read(stored[found[name][0]])
-        for other in found[name][1:]:
-            if not torch.equal(value, source.read(stored[other])):
-                raise ValueError(
-                    f"{found[name][0]!r} and {other!r} are one tied parameter of the model, but "
-                    f"their tensors in {source.path} differ"
-                )
-        write(name, value.to(torch.float32).contiguous())
+        write(name, _read_tied(source, found[name], stored).to(torch.float32).contiguous())
     for name in persistent:
         if buffers[name].is_meta:
             value = source.read(stored[name]).to(buffers[name].dtype).clone()
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = value
     return frozenset(persistent)
+
+
+def _read_tied(source: WeightFiles, aliases: list[str], stored: dict[str, str]) -> torch.Tensor:
+    """A parameter that is stored under one or several of its names."""
+    value = source.read(stored[aliases[0]])
+    for other in aliases[1:]:
+        if not torch.equal(value, source.read(stored[other])):
+            raise ValueError(
+                f"{aliases[0]!r} and {other!r} are one tied parameter of the model, but their "
+                f"tensors in {source.path} differ"
+            )
+    return value
 
 
 def _translate(model: nn.Module, stored: set[str], names: set[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,6 +150,20 @@ def test_initial_values_depend_on_the_seed_and_the_name_alone() -> None:
     assert list(some) == [name]
     assert torch.equal(some[name], once[name])
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("source", ["files", "initialisers"])
+def test_one_module_at_a_time_is_in_memory(source: str, tmp_path: Path) -> None:
+    if source == "files":
+        llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def write(name: str, value: torch.Tensor) -> None:
+        assert [ref for ref in alive if ref() is not None] == [], name
+        alive.append(weakref.ref(value))
+
+    weights.load(on_meta(llama), write, weights=tmp_path if source == "files" else None)
+    assert len(alive) == len(list(llama().parameters()))
 
 
 def test_a_base_model_fits_the_model_that_wraps_it_and_back(tmp_path: Path) -> None:
