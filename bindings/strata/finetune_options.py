@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,12 +93,19 @@ class Parser(argparse.ArgumentParser):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `finetune`, in groups."""
     default = Options()
-    add = parser.add_argument_group("what to train").add_argument
-    sizes = ", ".join(SIZES)
+    _add_model(parser.add_argument_group("what to train").add_argument, default)
+    _add_places(parser.add_argument_group("where it lives").add_argument, default)
+    _add_training(parser.add_argument_group("how to train").add_argument, default)
+    _add_results(parser.add_argument_group("what to show and keep").add_argument, default)
+    parser.set_defaults(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)})
+
+
+def _add_model(add: Callable[..., object], default: Options) -> None:
     add(
         "--model",
         metavar="DIR|CONFIG|SIZE",
-        help=f"a save_pretrained folder, a config.json, or a fresh model of a size: {sizes}",
+        help="a save_pretrained folder, a config.json, or a fresh model of a size: "
+        + ", ".join(SIZES),
     )
     add("--data", nargs="+", metavar="PATH", help="text files, or folders searched for them")
     add("--output", metavar="DIR", help=f"where results go (default: {default.output})")
@@ -122,7 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"part of the text kept for evaluation (default: {default.held_out})",
     )
 
-    add = parser.add_argument_group("where it lives").add_argument
+
+def _add_places(add: Callable[..., object], default: Options) -> None:
     for tier in ("device", "host", "ssd"):
         add(
             f"--{tier}-memory",
@@ -137,13 +145,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--io-engine", choices=ENGINES, help="default: auto")
     add("--workers", type=_positive, metavar="N", help="threads that update parameters")
 
-    add = parser.add_argument_group("how to train").add_argument
+
+def _add_training(add: Callable[..., object], default: Options) -> None:
     add("--steps", type=_positive, metavar="N", help=f"default: {default.steps}")
     add("--batch", type=_positive, metavar="N", help=f"sequences (default: {default.batch})")
     add("--sequence", type=_positive, metavar="N", help=f"tokens (default: {default.sequence})")
     add("--accumulation", type=_positive, metavar="N", help="backward calls per step (default: 1)")
     add("--lr", type=float, metavar="RATE", help="peak (default: 6e-4 if fresh, 2e-5 if saved)")
-    add("--warmup", type=int, metavar="N", help="steps (default: a tenth, at most 100)")
+    add("--warmup", type=_count, metavar="N", help="steps (default: a tenth, at most 100)")
     add("--weight-decay", type=float, metavar="RATE", help=f"default: {default.weight_decay}")
     add(
         "--max-grad-norm",
@@ -151,12 +160,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NORM",
         help=f"gradients are scaled down to it; 0: never (default: {default.max_grad_norm})",
     )
-    add("--seed", type=int, metavar="N", help=f"default: {default.seed}")
+    add("--seed", type=_count, metavar="N", help=f"default: {default.seed}")
 
-    add = parser.add_argument_group("what to show and keep").add_argument
+
+def _add_results(add: Callable[..., object], default: Options) -> None:
     add(
         "--eval-every",
-        type=int,
+        type=_count,
         metavar="N",
         help="steps between evaluations; 0: first and last only (default: a fifth of --steps)",
     )
@@ -166,16 +176,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"held-out sequences per evaluation (default: {default.eval_windows})",
     )
-    add("--save-every", type=int, metavar="N", help="steps between checkpoints (default: none)")
+    add("--save-every", type=_count, metavar="N", help="steps between checkpoints (default: none)")
     add("--prompt", metavar="TEXT", help="what the model continues at the end")
     add(
         "--generate",
-        type=int,
+        type=_count,
         metavar="N",
-        help=f"tokens to generate at the end (default: {default.generate})",
+        help=f"tokens to generate at the end; 0: none (default: {default.generate})",
     )
     add("--no-progress", action="store_true", help="log lines in place of a progress bar")
-    parser.set_defaults(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)})
 
 
 def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options:
@@ -204,9 +213,16 @@ def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     return options
 
 
-def _positive(text: str) -> int:
+def _count(text: str) -> int:
     value = int(text)
-    if value < 1:
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = _count(text)
+    if value == 0:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value
 

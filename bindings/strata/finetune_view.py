@@ -8,13 +8,15 @@ print_table("llama-110m", rows)
 
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from .sizes import format_size
 
@@ -81,13 +83,24 @@ class LogView(AbstractContextManager["LogView"]):
         """Nothing to undo."""
 
 
+class _BarAndTiers(Progress):
+    """A progress bar with a line on the tiers below it, so that both fit into 80 columns."""
+
+    tiers = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Called by rich for what to draw."""
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.tiers)
+
+
 class BarView(AbstractContextManager["BarView"]):
     """A live progress bar on a terminal."""
 
     def __init__(self, steps: int, start: int, budgets: dict[str, int]) -> None:
         """`start`: steps that an earlier run made."""
         self._budgets = budgets
-        self._progress = Progress(
+        self._progress = _BarAndTiers(
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
@@ -98,10 +111,8 @@ class BarView(AbstractContextManager["BarView"]):
 
     def step(self, record: StepRecord) -> None:
         """Moves the bar."""
-        figures = (
-            f"loss [bold]{record.loss:.4f}[/]  {record.tokens_per_second:,.0f} tokens/s  "
-            f"{tiers_text(record, self._budgets)}"
-        )
+        self._progress.tiers = tiers_text(record, self._budgets)
+        figures = f"loss [bold]{record.loss:.4f}[/]  {record.tokens_per_second:,.0f} tokens/s"
         self._progress.update(self._task, completed=record.step, figures=figures)
 
     def note(self, text: str) -> None:
