@@ -102,10 +102,8 @@ class Report:
         waits = [["waited for pages of", "seconds"]]
         for name, seconds in sorted(self.waited_seconds.items(), key=lambda item: -item[1]):
             waits.append([name, f"{seconds:.3f}"])
-        waits = [
-            *waits[: WAITS_SHOWN + 1],
-            ["all units", f"{sum(self.waited_seconds.values()):.3f}"],
-        ]
+        del waits[WAITS_SHOWN + 1 :]
+        waits.append(["all units", f"{sum(self.waited_seconds.values()):.3f}"])
         return "\n\n".join([head, table(tiers), table(links), table(waits)])
 
 

@@ -24,7 +24,7 @@ from .hooks import Hooks
 from .optimizer import StrataOptimizer
 from .paged import make_paged
 from .report import PlanReport, Report, make_report
-from .sizes import Size
+from .sizes import Size, format_size
 from .units import Chosen
 from .wrapped import Slot, Wrapped, wrapped
 
@@ -99,13 +99,22 @@ def wrap(
     except BaseException:
         session.close()
         raise
+    _move(state, dtype)
     state.hooks = Hooks(state)
     state.hooks.install(hooked)
     state.optimizer = StrataOptimizer(
         optimizer, state, max_grad_norm=max_grad_norm, skip_nonfinite=skip_nonfinite
     )
     model.__dict__["_strata"] = state
-    log.info("wrapped %s: %d units", type(model).__name__, len(state.units))
+    stats = session.stats()
+    log.info(
+        "wrapped %s: %d units, pages of %s, %s backend%s",
+        type(model).__name__,
+        len(state.units),
+        format_size(session.plan["page_bytes"]),
+        stats["backend"],
+        f", {stats['io_engine']} ({stats['io_engine_why']})" if stats["io_engine"] else "",
+    )
     return model, state.optimizer
 
 
@@ -129,6 +138,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         parameter.__class__ = nn.Parameter
         parameter.data = value
         del parameter.__dict__["_strata"]
+    for module, name, dtype in state.cast_buffers:
+        setattr(module, name, getattr(module, name).to(dtype))
     del model.__dict__["_strata"]
     state.close()
     return model
@@ -161,22 +172,26 @@ def _budgets(config: _core.Config) -> dict[str, int]:
 
 
 def _fill(state: Wrapped, options: Options) -> None:
-    """Moves the values into the session, and the parameters onto its memory."""
+    """Stores the values of all parameters. The model itself is not touched yet: this may fail."""
     place = {name: i for i, name in enumerate(state.names)}
-    from_files = options.weights is not None
-    if from_files or any(p.is_meta for p in state.params):
+    if options.weights is not None or any(p.is_meta for p in state.params):
         weight_files.load(
             state.model,
             lambda name, value: state.write(place[name], value),
             weights=options.weights,
             seed=options.seed,
-            names=state.names if from_files else None,
+            names=state.names if options.weights is not None else None,
         )
-    for i in [i for unit in state.units for i in unit.params]:
-        parameter = state.params[i]
+    if options.weights is None:
+        for i, parameter in enumerate(state.params):
+            if not parameter.is_meta:
+                state.write(i, parameter)
+
+
+def _move(state: Wrapped, dtype: torch.dtype | None) -> None:
+    """Moves the parameters onto the session's memory; each remains the same Python object."""
+    for i, parameter in enumerate(state.params):
         alias = state.aliases[i]
-        if not parameter.is_meta and not from_files:
-            state.write(i, parameter)
         if parameter.is_meta:
             real = nn.Parameter(alias.view(alias.shape), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, real)
@@ -185,3 +200,11 @@ def _fill(state: Wrapped, options: Options) -> None:
         state.written[i] = parameter._version
         parameter._strata = Slot(state, i, state.unit_of[i])  # type: ignore[attr-defined]
         make_paged(parameter)
+    # Statistics beside parameters (batch norm) take part in the same kernels, so they have the same
+    # dtype; tables of modules without parameters (rotary frequencies) keep theirs.
+    for module in state.model.modules():
+        if dtype is not None and next(module.parameters(recurse=False), None) is not None:
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and buffer.dtype != dtype:
+                    state.cast_buffers.append((module, name, buffer.dtype))
+                    setattr(module, name, buffer.to(dtype))

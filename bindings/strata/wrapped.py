@@ -72,6 +72,7 @@ class Wrapped:
         self.names = [spec["name"] for spec in config["params"]]
         self.original_dtypes = [p.dtype for p in self.params]
         self.optimizer: torch.optim.Optimizer = cast(torch.optim.Optimizer, None)
+        self.cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # and their old dtype
         self.hooks: Any = None  # hooks.Hooks, once installed
         self.units = self._make_units(config)
         self.unit_of = [self.units[spec["unit"]] for spec in config["params"]]

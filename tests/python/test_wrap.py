@@ -10,11 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fake_core
 import pytest
 import strata
 import torch
 from safetensors.torch import save_file
-from small_models import adamw, assert_same, build, llama, tight, train
+from small_models import ConvNet, adamw, assert_same, build, llama, tight, train
 from strata import configure, machine
 from torch import nn
 
@@ -76,7 +77,7 @@ def test_bad_models(core: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"'1\.weight' has no shape"):
         strata.wrap(lazy, adamw(lazy[0]))
     model = build(llama)
-    wrapped, optimizer = strata.wrap(model, adamw(model))
+    wrapped, _ = strata.wrap(model, adamw(model))
     with pytest.raises(ValueError, match="already wrapped"):
         strata.wrap(wrapped, torch.optim.SGD(wrapped.parameters()))
     with pytest.raises(ValueError, match="already wrapped"):
@@ -177,6 +178,38 @@ def test_a_failed_wrap_leaves_the_model_alone(core: ModuleType, tmp_path: Path) 
         tight(model, weights=tmp_path)
     assert_same(model, build(llama))
     train(model, adamw(model), 1)
+
+
+def test_a_disk_that_fails_during_wrap_leaves_the_model_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["strata.wrap"], "_core", fake_core)
+    count = len(list(build(llama).parameters()))
+    calls: list[int] = []
+    write = fake_core.Session.write
+
+    def failing(self: Any, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == count:
+            raise strata.StrataError("disk full")
+        write(self, *arguments)
+
+    monkeypatch.setattr(fake_core.Session, "write", failing)
+    model = build(llama)
+    with pytest.raises(strata.StrataError, match="disk full"):
+        tight(model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert_same(model, build(llama))
+    train(model, adamw(model), 1)
+
+
+def test_buffers_follow_the_dtype_and_come_back(core: ModuleType) -> None:
+    plain = build(ConvNet)
+    model, optimizer = tight(build(ConvNet), dtype=torch.bfloat16)
+    assert model.norm.running_mean.dtype == torch.bfloat16
+    train(model, optimizer, 2)
+    assert strata.unwrap(model).norm.running_mean.dtype == torch.float32
+    assert [b.dtype for b in model.buffers()] == [b.dtype for b in plain.buffers()]
 
 
 def test_defaults_hold_everything(
