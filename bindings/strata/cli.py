@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from .checkpoint_files import CheckpointError
 from .errors import StrataError, nearest
 
 
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(library).setLevel(logging.WARNING)
     try:
         return command(arguments[1:])
-    except (StrataError, ValueError, OSError) as error:
+    except (StrataError, CheckpointError, ValueError, OSError) as error:
         if os.environ.get("STRATA_TRACEBACK"):
             raise
         print(f"strata: {error}", file=sys.stderr)

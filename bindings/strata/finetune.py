@@ -55,6 +55,7 @@ def run(options: Options) -> int:
         training = _Training(model, optimizer, choice, options, data, output)
         if options.resume:
             training.resume()
+        options.save(output)  # no sooner: a call that was refused is not a run to continue
         if not training.go():
             return INTERRUPTED
         training.finish(needs)
@@ -72,8 +73,8 @@ def _claim(output: Path, options: Options) -> None:
             )
         for folder in ("checkpoint", "data", "tokenizer", "model"):
             shutil.rmtree(output / folder, ignore_errors=True)
+        (output / OPTIONS_NAME).unlink()
     output.mkdir(parents=True, exist_ok=True)
-    options.save(output)
 
 
 def _wrap(

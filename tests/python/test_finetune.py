@@ -176,10 +176,13 @@ def test_a_wrong_call_is_refused_in_words(
 
 
 def test_an_earlier_run_is_not_overwritten(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments(place, steps=1, **{"save-every": 1})) == 0
+    assert "no data" in wrong(capsys, arguments(place, data="/nowhere"))  # that was not a run
+    assert cli.main(arguments(place, steps=1)) == 0
+    output = f"--output={place / 'out'}"
+    assert "no complete checkpoint" in wrong(capsys, ["finetune", "--resume", output])
+    assert cli.main([*arguments(place, steps=1, **{"save-every": 1}), "--overwrite"]) == 0
     capsys.readouterr()
     assert "holds an earlier run" in wrong(capsys, arguments(place))
-    output = f"--output={place / 'out'}"
     assert "seed was 0" in wrong(capsys, ["finetune", "--resume", output, "--seed=5"])
     assert "there is no run" in wrong(capsys, ["finetune", "--resume", "--output=/nowhere"])
     assert cli.main([*arguments(place, steps=1), "--overwrite"]) == 0
