@@ -153,6 +153,7 @@ py::dict stats_dict(const SessionStats& stats) {
   out["io_engine"] = stats.io_engine;
   out["io_engine_why"] = stats.io_engine_why;
   out["isa"] = stats.isa;
+  out["warnings"] = stats.warnings;
   return out;
 }
 

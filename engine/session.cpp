@@ -314,10 +314,15 @@ SessionStats Session::stats() {
   stats.host_locked = slab_->locked();
   stats.backend = backend_->name();
   stats.isa = name(best_isa());
+  if (!slab_->locked()) {
+    stats.warnings.push_back("host memory could not be locked (ulimit -l): it may be swapped out");
+  }
   if (!store_) return stats;
   stats.io_retries = store_->counters().retries;
   stats.io_engine = store_->engine_name();
   stats.io_engine_why = io_engine_why_;
+  const auto& store_warnings = store_->warnings();
+  stats.warnings.insert(stats.warnings.end(), store_warnings.begin(), store_warnings.end());
   return stats;
 }
 

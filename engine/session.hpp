@@ -56,6 +56,7 @@ struct SessionStats {
   double worker_busy_s = 0.0;
   bool host_locked = false;
   std::string backend, io_engine, io_engine_why, isa;
+  std::vector<std::string> warnings;       // for the log: what works less well than it could
 };
 
 // What a test replaces. Left empty, the session makes the real thing.

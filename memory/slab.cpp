@@ -21,6 +21,9 @@ int fill_range(std::byte* range, std::size_t bytes) {
   if (got == MAP_FAILED) return errno;
   // 3. Huge pages are a wish: a kernel without them says EINVAL, and small ones do.
   if (bytes >= kHugePageBytes) ::madvise(range, bytes, MADV_HUGEPAGE);
+  // A forked child (a DataLoader's worker) has no business here; without it, every page that either
+  // side writes, and every pinned one at once, would be copied and break the budget.
+  ::madvise(range, bytes, MADV_DONTFORK);
   return populate(range, bytes);
 }
 

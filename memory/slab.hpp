@@ -1,7 +1,8 @@
 // Slab: one mapping that holds the whole host budget, claimed when it is made. Every byte is
 // there from then on: no later touch can fault, fail or grow the process.
 //
-// Threads: the bytes belong to whoever is handed them; the object itself does not change.
+// Threads: the bytes belong to whoever is handed them; the object itself does not change. A forked
+// child does not have them.
 //
 //   Slab slab(256 * kMiB, Locking::wanted);      // throws StrataError (memory) when refused
 //   Pool frames(64, 4 * kMiB, slab.bytes().data());
