@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import machine
-from .errors import check_choice
+from .errors import StrataError, check_choice
 from .optimizer import check_optimizer, group_spec
 from .sizes import Size, format_size, parse_budgets, parse_size
 from .units import Chosen, find_units
@@ -118,6 +118,37 @@ def configure(
     }
     _choose_budgets(config, parse_budgets(options.memory), make_plan)
     return config, hooked
+
+
+def nested_device_bytes(
+    model: nn.Module, hooked: dict[nn.Module, list[int]], plan: Plan
+) -> tuple[int, str]:
+    """The most that is entered at one moment of a forward, and the name of the module then running.
+
+    A module that owns parameters beside sub-modules is still running when those enter.
+    """
+    names = {name: hooked[module] for name, module in model.named_modules() if module in hooked}
+    most, where = 0, ""
+    for name, units in names.items():
+        parts = name.split(".") if name else []
+        entered = set(units)
+        for depth in range(len(parts)):
+            entered.update(names.get(".".join(parts[:depth]), []))
+        needed = sum(plan["units"][u]["param_bytes"] for u in entered)
+        if needed > most:
+            most, where = needed, name or "the model itself"
+    return most, where
+
+
+def check_nesting(model: nn.Module, hooked: dict[nn.Module, list[int]], plan: Plan) -> None:
+    """Raises StrataError where modules within each other do not fit on the device together."""
+    needed, where = nested_device_bytes(model, hooked, plan)
+    if needed > plan["device_bytes"]:
+        raise StrataError(
+            f"infeasible: the device budget holds {format_size(plan['device_bytes'])}, and forward "
+            f"of {where} needs {format_size(needed)}, together with the modules around it that "
+            f"own parameters; device={needed} would do"
+        )
 
 
 def _check_model(model: nn.Module) -> None:

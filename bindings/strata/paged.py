@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from .errors import StrataError
 from .wrapped import DisableTorchFunction, Slot
 
 Function = Callable[..., Any]
@@ -125,31 +126,56 @@ def _call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation while the units of all its paged arguments are entered."""
     paged = list(_paged_in((args, kwargs)))
-    slots = {id(t): t._strata for t in paged}
-    units = {(id(slot.state), slot.unit.index): slot for slot in slots.values()}
+    units = {(id(t._strata.state), t._strata.unit.index): t._strata for t in paged}
     entered: list[Slot] = []
     pushed: list[Slot] = []
-    with DisableTorchFunction():
-        versions = [t._version for t in paged]
-        try:
-            # 1. Bring the units in. What autograd saves of them is found again by its address.
-            for slot in units.values():
-                slot.state.enter(slot.unit, recorded=slot.state.hooks.in_step())
-                entered.append(slot)
-                if slot.state.hooks.saved.push_outside(slot.unit):
-                    pushed.append(slot)
-            # 2. Run.
+    try:
+        # 1. Bring the units in. What autograd saves of them is found again by its address.
+        for slot in units.values():
+            slot.state.enter(slot.unit, recorded=slot.state.hooks.in_step())
+            entered.append(slot)
+            if slot.state.hooks.saved.push_outside(slot.unit):
+                pushed.append(slot)
+        # 2. Run.
+        with DisableTorchFunction():
+            versions = [t._version for t in paged]
             result = func(*args, **kwargs)
             # 3. Tell the core what was changed, and mark what may outlive the visit.
             for tensor, version in zip(paged, versions, strict=True):
                 if tensor._version != version:
                     tensor._strata.state.note_write(tensor._strata.index)
             return _guard(result, units)
-        finally:
-            for slot in reversed(pushed):
-                slot.state.hooks.saved.pop()
-            for slot in reversed(entered):
-                slot.state.leave(slot.unit)
+    except StrataError:
+        if len(entered) == len(units) or not entered or _writes(func, kwargs):
+            raise
+    finally:
+        for slot in reversed(pushed):
+            slot.state.hooks.saved.pop()
+        for slot in reversed(entered):
+            slot.state.leave(slot.unit)
+    # They do not fit on the device together: copy them out one by one. Autograd follows.
+    return func(*_copied_out(args), **_copied_out(kwargs))
+
+
+def _writes(func: Function, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation may change its arguments, going by torch's names."""
+    name = _name(func)
+    return (
+        "out" in kwargs
+        or name in ("__set__", "__setitem__")
+        or (name.startswith("__i") if name.startswith("__") else name.endswith("_"))
+    )
+
+
+def _copied_out(value: Any) -> Any:
+    """Arguments with every paged tensor replaced by a copy in ordinary memory."""
+    if _is_paged(value):
+        return value.clone()
+    if type(value) is tuple or type(value) is list:
+        return type(value)(_copied_out(item) for item in value)
+    if type(value) is dict:
+        return {key: _copied_out(item) for key, item in value.items()}
+    return value
 
 
 def _paged_in(value: Any) -> Iterator[PagedTensor | PagedParameter]:

@@ -4,9 +4,10 @@
     units[1].name                  # "model.layers.0"
     hooked[model.lm_head]          # [1]: indices of the units that a module's forward reads
 
-A *block* is a child of an outermost ModuleList or Sequential, with all parameters below it. Every
-other module that owns parameters makes a unit of just these. Small ones among the latter share a
-unit, so that they share pages. A tied parameter belongs to the unit that owns it first; the other
+A *block* is a child of an outermost ModuleList or Sequential, with all parameters below it. So is a
+module that owns a good part of the parameters below it, such as an attention layer. Every other
+module that owns parameters makes a unit of just these. Small ones among the latter share a unit, so
+that they share pages. A tied parameter belongs to the unit that owns it first; the other
 module's forward reads that unit too.
 """
 
@@ -22,6 +23,7 @@ Chosen = Iterable[nn.Module | str] | Predicate
 
 SMALL_BYTES_MAX = 1 << 20  # a unit is small up to here ...
 SMALL_SHARE = 64  # ... and up to this part of the model: a toy model has small units too
+OWN_SHARE = 8  # a module that owns this part of what lies below it is a block
 
 
 @dataclass
@@ -120,6 +122,10 @@ def _owners(module: nn.Module, name: str, chosen: set[nn.Module]) -> Iterator[_O
         yield _Owner(name or "model", module, list(module.parameters()), True)
         return
     if direct := _direct_params(module):
+        everything = list(module.parameters())
+        if _holds_together(module, direct, everything):
+            yield _Owner(name or "model", module, everything, len(everything) > len(direct))
+            return
         yield _Owner(name or "model", module, direct, False)
     blocks = _is_block_list(module) and not any(m in chosen for m in module.modules())
     for child_name, child in module.named_children():
@@ -138,6 +144,18 @@ def _direct_params(module: nn.Module) -> list[nn.Parameter]:
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             direct += child.parameters()
     return list({id(p): p for p in direct}.values())
+
+
+def _holds_together(
+    module: nn.Module, direct: list[nn.Parameter], everything: list[nn.Parameter]
+) -> bool:
+    """Whether what a module owns itself is used with what lies below, and is not small beside it.
+
+    If it made a unit of its own, both would have to be on the device at the same time anyway.
+    """
+    if any(_is_block_list(m) for m in module.modules()):
+        return False
+    return sum(p.nbytes for p in direct) * OWN_SHARE >= sum(p.nbytes for p in everything)
 
 
 def _is_block_list(module: nn.Module) -> bool:

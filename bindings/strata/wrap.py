@@ -18,7 +18,13 @@ from torch import nn
 
 from . import _core
 from . import weights as weight_files
-from .configure import OPTION_NAMES, Options, configure
+from .configure import (
+    OPTION_NAMES,
+    Options,
+    check_nesting,
+    configure,
+    nested_device_bytes,
+)
 from .errors import check_keywords
 from .hooks import Hooks
 from .optimizer import StrataOptimizer
@@ -92,6 +98,7 @@ def wrap(
         page_size, io_engine, workers, weights, seed,
     )  # fmt: skip
     config, hooked = configure(model, optimizer, options, _core.plan)
+    check_nesting(model, hooked, _core.plan(config))
     session = _core.Session(config)
     try:
         state = Wrapped(model, session, config)
@@ -121,8 +128,12 @@ def wrap(
 def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> PlanReport:
     """A dry run of wrap() with the same keywords: says what would go where. Allocates nothing."""
     check_keywords("plan", [word for word in options if word not in OPTION_NAMES], OPTION_NAMES)
-    config, _ = configure(model, optimizer, Options(**options), _core.plan)
-    return PlanReport(_core.plan(config), _budgets(config))
+    config, hooked = configure(model, optimizer, Options(**options), _core.plan)
+    result = _core.plan(config)
+    check_nesting(model, hooked, result)
+    needed, _ = nested_device_bytes(model, hooked, result)
+    result["device_bytes_min"] = max(result["device_bytes_min"], needed)
+    return PlanReport(result, _budgets(config))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -137,6 +137,23 @@ def test_numpy_copies_refuse_writes(model: nn.Module) -> None:
         array[0] = 1
 
 
+def test_operations_on_more_than_fits_at_once(model: nn.Module) -> None:
+    """The device holds one unit; these read all of them."""
+    plain = twin()
+    joined, expected = (torch.cat([p.view(-1) for p in m.parameters()]) for m in (model, plain))
+    assert torch.equal(joined, expected)
+    weights = torch.randn(expected.numel())
+    wanted = [m.get_parameter("model.layers.1.mlp.up_proj.weight") for m in (model, plain)]
+    (found,) = torch.autograd.grad((joined * weights).sum(), wanted[0])
+    (other,) = torch.autograd.grad((expected * weights).sum(), wanted[1])
+    assert torch.equal(found, other)
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    assert torch.equal(vector, nn.utils.parameters_to_vector(plain.parameters()))
+    with pytest.raises(strata.StrataError):
+        torch._foreach_mul_([p.detach() for p in model.parameters()], 2)
+    assert_same(model, plain)
+
+
 def test_ema_loop(model: nn.Module) -> None:
     plain = twin()
     averages = []

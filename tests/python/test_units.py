@@ -80,6 +80,13 @@ def test_own_parameters_beside_modules() -> None:
     assert hooked[model] == [0]
 
 
+def test_an_attention_layer_is_one_unit() -> None:
+    model = nn.Module()
+    model.attention = nn.MultiheadAttention(64, 4)
+    model.out = nn.Linear(64, 64)
+    assert names(model) == ["attention", "out"]
+
+
 def test_chosen_units() -> None:
     model = build(llama)
     whole, _ = find_units(model, ["model"])

@@ -64,6 +64,30 @@ def test_too_small_a_budget_says_what_would_do(core: ModuleType) -> None:
     assert_same(model, build(llama))
 
 
+def test_nested_units_count_together(core: ModuleType) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2000))
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(100, 100)) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x) * self.scale[:100]
+            return x
+
+    model = Scaled()
+    options: dict[str, Any] = {"page_size": "64KiB", "memory": {"host": "64MiB"}}
+    least = strata.plan(model, adamw(model), **options).plan["device_bytes_min"]
+    assert least >= 4 * (2000 + 10100)
+    options["memory"]["device"] = least - 1
+    with pytest.raises(strata.StrataError, match=r"layers\.0.*would do"):
+        strata.wrap(model, adamw(model), **options)
+    model, optimizer = tight(model)
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+
+
 def test_bad_models(core: ModuleType) -> None:
     with pytest.raises(ValueError, match="no parameters"):
         strata.wrap(nn.ReLU(), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
