@@ -13,6 +13,7 @@ import pytest
 import torch
 from strata import cli
 from strata.finetune_options import Options, Parser, add_arguments, finish
+from strata.interrupt import Interrupt
 from strata.metrics import Metrics
 from strata.weights import WeightFiles
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -142,6 +143,19 @@ def test_ctrl_c_saves_says_how_to_continue_and_leaves_nothing(place: Path) -> No
     assert (
         cli.main(["finetune", "--resume", f"--output={place / 'out'}", f"--steps={step + 1}"]) == 0
     )
+
+
+def test_the_second_ctrl_c_stops_at_once_and_the_handler_comes_back() -> None:
+    said: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt(said.append) as interrupt:
+        assert not interrupt.asked
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.asked
+        assert "again to stop at once" in said[0]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def wrong(capsys: pytest.CaptureFixture[str], told: list[str]) -> str:
