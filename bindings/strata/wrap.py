@@ -97,28 +97,13 @@ def wrap(
         memory, ssd_path, dtype, update, max_grad_norm, accumulation_steps, skip_nonfinite, units,
         page_size, io_engine, workers, weights, seed,
     )  # fmt: skip
-    config, hooked = configure(model, optimizer, options, _core.plan)
-    check_nesting(model, hooked, _core.plan(config))
-    session = _core.Session(config)
-    try:
-        state = Wrapped(model, session, config)
-        _fill(state, options)
-    except BaseException:
-        session.close()
-        raise
-    _move(state, dtype)
-    state.hooks = Hooks(state)
-    state.hooks.install(hooked)
-    state.optimizer = StrataOptimizer(
-        optimizer, state, max_grad_norm=max_grad_norm, skip_nonfinite=skip_nonfinite
-    )
-    model.__dict__["_strata"] = state
-    stats = session.stats()
+    state = _open(model, optimizer, options)
+    stats = state.session.stats()
     log.info(
         "wrapped %s: %d units, pages of %s, %s backend%s",
         type(model).__name__,
         len(state.units),
-        format_size(session.plan["page_bytes"]),
+        format_size(state.session.plan["page_bytes"]),
         stats["backend"],
         f", {stats['io_engine']} ({stats['io_engine_why']})" if stats["io_engine"] else "",
     )
@@ -180,6 +165,30 @@ def _budgets(config: _core.Config) -> dict[str, int]:
         "host": config["host_bytes"],
         "ssd": config["ssd_bytes"],
     }
+
+
+def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
+    """Starts a session for the model and moves it there. Leaves the model alone where it fails."""
+    config, hooked = configure(model, optimizer, options, _core.plan)
+    check_nesting(model, hooked, _core.plan(config))
+    session = _core.Session(config)
+    try:
+        state = Wrapped(model, session, config)
+        _fill(state, options)
+    except BaseException:
+        session.close()
+        raise
+    _move(state, options.dtype)
+    state.hooks = Hooks(state)
+    state.hooks.install(hooked)
+    state.optimizer = StrataOptimizer(
+        optimizer,
+        state,
+        max_grad_norm=options.max_grad_norm,
+        skip_nonfinite=options.skip_nonfinite,
+    )
+    model.__dict__["_strata"] = state
+    return state
 
 
 def _fill(state: Wrapped, options: Options) -> None:
