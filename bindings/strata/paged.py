@@ -7,6 +7,8 @@ is a PagedTensor, which does the same.
 
 Note [Aliases]. A view shares the parameter's address range; that is how it is recognised, whatever
 operation made it. Operations that would give a raw address away (`data_ptr`, `__dlpack__`) raise.
+Limits: `torch.tensor(p)`, `torch.as_tensor(p)` and `other.data = p.data` go past a tensor's class,
+so nothing can be done for them here; what they see is true only while the unit is on the device.
 
 Note [Writes]. An in-place operation raises the version counter of the tensor it changes; comparing
 the counters before and after finds every one of them. The core then takes the value on the device
