@@ -8,13 +8,14 @@ optimizer's state rests on the disk.
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import finetune
 from . import finetune_options as options
 
 SSD_PATH = "runs/demo-ssd"
 
-PRESET = {
+PRESET: dict[str, Any] = {
     "model": "llama-110m",
     "data": [sysconfig.get_path("stdlib")],
     "data_limit": "8MB",
