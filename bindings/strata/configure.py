@@ -29,6 +29,7 @@ FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
 DISK_SHARE = 0.9
 DEVICE_SHARE = 0.25  # of that, where not everything fits
 UNBOUNDED = 1 << 50
+PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
 
 log = logging.getLogger("strata")
 
@@ -55,6 +56,13 @@ class Options:
         """Raises for a value that can be seen to be wrong by itself."""
         check_choice("update", self.update, UPDATES)
         check_choice("io_engine", self.io_engine, IO_ENGINES)
+        if self.page_size != "auto":
+            size = parse_size(self.page_size)
+            if not PAGE_BYTES_MIN <= size <= PAGE_BYTES_MAX or size & (size - 1):
+                raise ValueError(
+                    f"page_size must be a power of two from {format_size(PAGE_BYTES_MIN)} to "
+                    f"{format_size(PAGE_BYTES_MAX)}, not {self.page_size}"
+                )
         if self.accumulation_steps < 1:
             raise ValueError(
                 f"accumulation_steps must be at least 1, not {self.accumulation_steps}"

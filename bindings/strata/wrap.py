@@ -127,10 +127,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     Parameters get the dtype that they had before wrap(), with the values of the master copy.
     """
     state = wrapped(model)
-    state.hooks.remove()
+    state.hooks.reset()
     state.session.synchronize()
-    for i, parameter in enumerate(state.params):
-        value = state.read(i).to(state.original_dtypes[i])
+    # All values first: where the disk fails, the model remains a wrapped one.
+    values = [state.read(i).to(dtype) for i, dtype in enumerate(state.original_dtypes)]
+    state.hooks.remove()
+    for parameter, value in zip(state.params, values, strict=True):
         parameter.__class__ = nn.Parameter
         parameter.data = value
         del parameter.__dict__["_strata"]

@@ -45,7 +45,9 @@ def test_same_objects_come_back(core: ModuleType) -> None:
         ({"accumulation_steps": 0}, "accumulation_steps"),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),
         ({"workers": 0}, "workers"),
-        ({"page_size": "4 pages"}, "page"),
+        ({"page_size": "4 pages"}, "pages"),
+        ({"page_size": "4KiB"}, "power of two from 64.0 KiB"),
+        ({"page_size": 100_000}, "power of two"),
     ],
 )
 def test_bad_arguments(core: ModuleType, arguments: dict[str, Any], message: str) -> None:
@@ -246,7 +248,7 @@ def test_defaults_hold_everything(
     # Short of memory, the budgets are shares of what is free.
     monkeypatch.setattr(machine, "free_host_bytes", lambda: 3 << 20)
     small = build(llama)
-    report = strata.plan(small, adamw(small), page_size="4KiB" if core is not strata._core else 0)
+    report = strata.plan(small, adamw(small))
     assert sum(report.budgets.values()) <= 3 << 20
 
 
