@@ -46,6 +46,7 @@ def run(options: Options) -> int:
     choice = choose(options.model, options.vocabulary, options.sequence)
     _claim(output, options)
     data = prepare(options, choice, output)
+    choice.adopt(data.tokenizer)
     for seeded in (torch.manual_seed, random.seed, np.random.seed):
         seeded(options.seed)
     model = choice.build()

@@ -42,6 +42,17 @@ class Choice:
             model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         return model
 
+    def adopt(self, tokenizer: Any) -> None:
+        """Makes the special tokens of a fresh model those of its tokenizer.
+
+        The padding token stays unset: Transformers would never train its embedding, which here is
+        that of the end of the text.
+        """
+        if self.weights is None:
+            self.config.bos_token_id = tokenizer.bos_token_id
+            self.config.eos_token_id = tokenizer.eos_token_id
+            self.config.pad_token_id = None
+
     def load_tokenizer(self) -> Any | None:
         """The model's own tokenizer, or None where one must be trained."""
         return None if self.tokenizer is None else AutoTokenizer.from_pretrained(self.tokenizer)
@@ -113,6 +124,4 @@ def _llama(name: str, vocabulary: int, positions: int) -> LlamaConfig:
         intermediate_size=intermediate,
         max_position_embeddings=max(2048, positions),
         tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,  # no pad_token_id: its embedding would never be trained
     )

@@ -74,6 +74,7 @@ def test_a_run_learns_and_leaves_a_model_that_transformers_loads(
 
     model = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 0
     tokens = tokenizer(LINES, return_tensors="pt")["input_ids"]
     assert tokenizer.decode(tokens[0]) == LINES
     with torch.no_grad():
