@@ -1,9 +1,9 @@
 """The C++ core as Python sees it. Everything here moves pages; nothing here knows torch modules.
 
-Addresses are plain integers (``tensor.data_ptr()``), counts are elements, offsets are elements from
-the start of the parameter. Methods that may wait release the GIL. Every failure is a ``StrataError``
-(budgets that cannot work, disks that fail, pages that are corrupt); after an I/O failure the session
-is closed for business and repeats that error.
+Addresses are plain integers (``tensor.data_ptr()``), counts are elements, offsets are elements
+from the start of the parameter. Methods that may wait release the GIL. Every failure is a
+``StrataError`` (budgets that cannot work, disks that fail, pages that are corrupt); after an I/O
+failure the session is closed for business and repeats that error.
 """
 
 from typing import Any, Literal, TypedDict
@@ -12,10 +12,10 @@ Kind = Literal["master", "moment1", "moment2", "grad"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
 
 class StrataError(RuntimeError):
-    fault: str        # "io", "short_read", "corrupt", "no_space", "memory", "config", "cancelled"
+    fault: str  # "io", "short_read", "corrupt", "no_space", "memory", "config", "cancelled"
     errno: int
     unit: str
-    page: int         # -1 where it does not apply
+    page: int  # -1 where it does not apply
     tier: str
     path: str
     offset: int
@@ -23,13 +23,14 @@ class StrataError(RuntimeError):
 class ParamSpec(TypedDict):
     name: str
     numel: int
-    dtype: DtypeName      # of computation
+    dtype: DtypeName  # of computation
     trainable: bool
-    unit: int             # index into Config.units
-    group: int            # index of the optimizer's parameter group; 0 for frozen ones
+    unit: int  # index into Config.units
+    group: int  # index of the optimizer's parameter group; 0 for frozen ones
 
 class GroupSpec(TypedDict):
     """Hyperparameters of one parameter group, as torch.optim names them."""
+
     rule: Literal["adamw", "adam", "sgd"]
     lr: float
     beta1: float
@@ -42,37 +43,37 @@ class GroupSpec(TypedDict):
     maximize: bool
 
 class Config(TypedDict):
-    params: list[ParamSpec]   # in the order of model.parameters(); a parameter's id is its place here
-    units: list[str]          # names, in order of first use
+    params: list[ParamSpec]  # in the order of model.parameters(); its place here is its id
+    units: list[str]  # names, in order of first use
     groups: list[GroupSpec]
-    page_bytes: int           # 0: chosen from the sizes and budgets
+    page_bytes: int  # 0: chosen from the sizes and budgets
     device_bytes: int
     host_bytes: int
     ssd_bytes: int
     ssd_paths: list[str]
     io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"]
     workers: int
-    accumulate: bool          # gradients rest in float32 and several backward calls add up
+    accumulate: bool  # gradients rest in float32 and several backward calls add up
 
 class UnitPlan(TypedDict):
     name: str
-    params: int               # elements
-    param_bytes: int          # in pages, compute dtype
-    param_tier: str           # where they rest: "host", "ssd" or "mixed"
+    params: int  # elements
+    param_bytes: int  # in pages, compute dtype
+    param_tier: str  # where they rest: "host", "ssd" or "mixed"
     grad_tier: str
     state_tier: str
 
 class Plan(TypedDict):
     page_bytes: int
-    device_bytes: int         # used of each budget, in whole frames
+    device_bytes: int  # used of each budget, in whole frames
     host_bytes: int
     ssd_bytes: int
-    staging_bytes: int        # part of host_bytes
-    device_bytes_min: int     # smallest device budget that works
+    staging_bytes: int  # part of host_bytes
+    device_bytes_min: int  # smallest device budget that works
     units: list[UnitPlan]
 
 def plan(config: Config) -> Plan:
-    """What would go where. Pure: allocates nothing, opens nothing. Raises StrataError if infeasible."""
+    """What would go where. Allocates nothing, opens nothing. Raises StrataError if infeasible."""
 
 class Session:
     def __init__(self, config: Config) -> None: ...
@@ -82,10 +83,10 @@ class Session:
         """A DLPack capsule of shape (numel,) over the parameter's address on the device. The
         address never changes; the contents are true between enter() and leave() of its unit."""
     def write(self, param: int, kind: Kind, offset: int, address: int, count: int) -> None:
-        """Stores `count` float32 values as master weight (and compute-dtype parameter) or moment."""
+        """Stores `count` float32 values as master weight (and parameter) or moment."""
     def read(self, param: int, kind: Kind, offset: int, address: int, count: int) -> None:
-        """Reads `count` values as float32, after pending updates. Frozen float16/bfloat16 parameters
-        have no master: theirs is the parameter itself."""
+        """Reads `count` values as float32, after pending updates. Frozen float16/bfloat16
+        parameters have no master: theirs is the parameter itself."""
     def enter(self, unit: int, backward: bool, recorded: bool = True) -> None:
         """Waits until the unit's parameters are on the device at their newest version, and pins
         them. Nests. `recorded`: part of the training step, so the plan should foresee it."""
@@ -102,8 +103,9 @@ class Session:
         """Forgets what has landed since the last step: zero_grad()."""
     def gradient_count(self, param: int) -> int:
         """How many times a gradient landed since the last step or drop_gradients()."""
-    def step(self, groups: list[GroupSpec], max_norm: float, grad_divisor: float,
-             skip_nonfinite: bool) -> StepResult:
+    def step(
+        self, groups: list[GroupSpec], max_norm: float, grad_divisor: float, skip_nonfinite: bool
+    ) -> StepResult:
         """Starts the updates of every parameter whose gradient landed, and returns at once; enter()
         waits per unit. max_norm <= 0: no clipping. Ends the recorded step."""
     def param_step(self, param: int) -> int:
@@ -115,16 +117,28 @@ class Session:
         """Counters and gauges: bytes per link, seconds waited in enter() by unit, frames in use and
         peak per tier, updates, steps, io engine, page size."""
     def close(self) -> None:
-        """Stops threads, removes files, unmaps memory. Tensors over views become invalid. Idempotent."""
+        """Stops threads, removes files, unmaps memory; tensors over views become invalid.
+        Idempotent."""
 
 class StepResult(TypedDict):
-    norm: float               # of the gradients before clipping, after division; 0.0 where none landed
+    norm: float  # of the gradients before clipping, after division; 0.0 if none landed
     finite: bool
-    skipped: bool             # nothing was updated because the gradients were not finite
+    skipped: bool  # nothing was updated because the gradients were not finite
 
 def update_span(
-    group: GroupSpec, dtype: DtypeName, grad_dtype: DtypeName, count: int, param: int, master: int,
-    moment1: int, moment2: int, grad: int, step: int, grad_scale: float, threads: int, isa: str,
+    group: GroupSpec,
+    dtype: DtypeName,
+    grad_dtype: DtypeName,
+    count: int,
+    param: int,
+    master: int,
+    moment1: int,
+    moment2: int,
+    grad: int,
+    step: int,
+    grad_scale: float,
+    threads: int,
+    isa: str,
 ) -> None:
     """Runs one optimizer kernel over plain memory at the given addresses (0: absent); for tests and
     benchmarks. isa: "best", "scalar", "avx2", "avx512"."""
