@@ -43,19 +43,18 @@ Executor::Executor(PageTable& table, Mover& mover, HostCache& cache, Backend& ba
 }
 
 std::optional<std::string> Executor::enter(UnitId unit, bool backward, bool recorded) {
-  UnitState& state = state_[index(unit)];
-  if (state.pins == 0) {
-    if (recorded) note_use(unit, backward);
-    follow_plan(unit, backward, recorded);
-  }
-  std::size_t held = state.pins == 0 ? units_[index(unit)].pages.size() : 0;
+  const bool starts = state_[index(unit)].pins == 0;
+  std::size_t held = starts ? units_[index(unit)].pages.size() : 0;
   for (std::size_t other = 0; other < state_.size(); ++other) {
     if (state_[other].pins != 0) held += units_[other].pages.size();
   }
   if (held > occupant_.size()) {
-    state.open_use.reset();
     return "needs " + std::to_string(held) + " device pages together with the units in use, and " +
            "the budget has " + std::to_string(occupant_.size());
+  }
+  if (starts) {
+    if (recorded) note_use(unit, backward);
+    follow_plan(unit, backward, recorded);
   }
   if (!ready(unit) && !contains(demanded_, unit)) demanded_.push_back(unit);
   return std::nullopt;
@@ -109,12 +108,18 @@ void Executor::leave(UnitId unit, Stream stream) {
 void Executor::follow_plan(UnitId unit, bool backward, bool recorded) {
   if (!plan_.feasible) return;
   const std::size_t uses = plan_.uses.size();
+  const auto is_use = [&](std::size_t at) {
+    return plan_.uses[at] == unit && plan_.backward[at] == backward;
+  };
+  // The running use goes on: autograd enters a unit once for each of its nodes.
+  if (is_use(cursor_) && !is_use((cursor_ + 1) % uses)) return;
   for (std::size_t ahead = 1; ahead <= uses; ++ahead) {
     const std::size_t at = (cursor_ + ahead) % uses;
-    if (plan_.uses[at] != unit || plan_.backward[at] != backward) continue;
-    if (ahead != 1 && recorded) ++step_deviations_, ++counters_.deviations;
-    cursor_ = at;
+    if (!is_use(at)) continue;
     want_uses(at + 1);
+    if (!recorded) return;  // an evaluation: the step has not moved
+    if (ahead != 1) ++step_deviations_, ++counters_.deviations;
+    cursor_ = at;
     return;
   }
   if (recorded) ++step_deviations_, ++counters_.deviations;
@@ -126,7 +131,8 @@ void Executor::want_uses(std::size_t first) {
   wanted_.clear();
   const std::size_t end = std::min(first + plan_.lookahead, plan_.uses.size());
   for (std::size_t at = first; at < end; ++at) {
-    if (!contains(wanted_, plan_.uses[at])) wanted_.push_back(plan_.uses[at]);
+    const UnitId unit = plan_.uses[at];
+    if (!ready(unit) && !contains(wanted_, unit)) wanted_.push_back(unit);
   }
 }
 
@@ -169,43 +175,50 @@ void Executor::adopt_plan(Plan plan) {
   if (!plan.feasible) return;
   plan_ = std::move(plan);
   ++counters_.plans;
+  wanted_.clear();  // the old plan's wishes keep no frame
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     for (const PageId page : units_[unit].pages) {
       PageState& state = page_state(page);
       state.planned = plan_.frames[unit].empty() ? kNoFrame : plan_.frames[unit][state.in_view];
       const bool elsewhere = state.frame != kNoFrame && state.frame != state.planned;
-      if (elsewhere && may_take(state.frame, true)) evict(page);
+      if (elsewhere && may_take(state.frame, demanded_.size())) evict(page);
     }
   }
 }
 
-bool Executor::wanted(UnitId unit, bool demanded) const {
-  return contains(demanded_, unit) || (!demanded && contains(wanted_, unit));
+// Who goes first where frames are short: those who wait, in the order in which they came (so two
+// who wait cannot hold what the other needs); then what is wanted ahead of its use; then the rest.
+std::size_t Executor::rank(UnitId unit) const {
+  const auto found = std::find(demanded_.begin(), demanded_.end(), unit);
+  const auto place = static_cast<std::size_t>(found - demanded_.begin());
+  return found != demanded_.end() || contains(wanted_, unit) ? place : place + 1;
 }
 
-// Demanded pages may take frames from pages that are only wanted.
-bool Executor::may_take(FrameId frame, bool demanded) const {
+bool Executor::may_take(FrameId frame, std::size_t taker_rank) const {
   const PageId occupant = occupant_[index(frame)];
   if (occupant == kNoPage) return true;
   const PageState& page = page_state(occupant);
   const UnitState& unit = state_[index(page.unit)];
-  return page.fetch == Fetch::none && unit.pins == 0 && !wanted(page.unit, demanded) &&
+  return page.fetch == Fetch::none && unit.pins == 0 && rank(page.unit) > taker_rank &&
          table_.copy(occupant, Tier::device).state == CopyState::valid &&
          backend_.done(unit.released);
 }
 
-FrameId Executor::frame_for(const PageState& page, bool demanded) const {
+FrameId Executor::frame_for(const PageState& page) const {
+  const std::size_t mine = rank(page.unit);
   for (const FrameId frame : {page.planned, page.mapped}) {
-    if (frame != kNoFrame && may_take(frame, demanded)) return frame;
+    if (frame != kNoFrame && may_take(frame, mine)) return frame;
   }
-  if (!demanded) return kNoFrame;
+  if (mine >= demanded_.size()) return kNoFrame;  // nobody waits for it
   FrameId best = kNoFrame;
-  std::uint64_t best_use = UINT64_MAX;
+  std::pair<std::size_t, std::uint64_t> best_claim;
   for (std::uint32_t f = 0; f < occupant_.size(); ++f) {
-    if (!may_take(FrameId{f}, demanded)) continue;
+    if (!may_take(FrameId{f}, mine)) continue;
     if (occupant_[f] == kNoPage) return FrameId{f};
-    const std::uint64_t last_use = state_[index(page_state(occupant_[f]).unit)].last_use;
-    if (last_use < best_use) best = FrameId{f}, best_use = last_use;
+    const UnitId unit = page_state(occupant_[f]).unit;
+    // The last in line, and of those the one that was used least recently.
+    const std::pair claim{rank(unit), ~state_[index(unit)].last_use};
+    if (best == kNoFrame || claim > best_claim) best = FrameId{f}, best_claim = claim;
   }
   return best;
 }
@@ -237,14 +250,14 @@ bool Executor::claim(PageId page, FrameId frame) {
   return true;
 }
 
-bool Executor::fetch_unit(UnitId unit, bool demanded) {
+bool Executor::fetch_unit(UnitId unit) {
   bool moved = false;
   for (const PageId page : units_[index(unit)].pages) {
     PageState& state = page_state(page);
     const bool idle = state.fetch == Fetch::none && !blocked_[index(page)];
     if (!idle || table_.is_current(page, Tier::device)) continue;
     if (fetching_ >= fetches_max_) return moved;
-    const FrameId frame = state.frame != kNoFrame ? state.frame : frame_for(state, demanded);
+    const FrameId frame = state.frame != kNoFrame ? state.frame : frame_for(state);
     if (frame == kNoFrame) continue;
     if (!claim(page, frame)) return moved;
     state.fetch = Fetch::opening;
@@ -269,8 +282,8 @@ bool Executor::open_and_upload() {
 
 bool Executor::turn() {
   bool moved = open_and_upload();
-  for (const UnitId unit : demanded_) moved |= fetch_unit(unit, true);
-  for (const UnitId unit : wanted_) moved |= fetch_unit(unit, false);
+  for (const UnitId unit : demanded_) moved |= fetch_unit(unit);
+  for (const UnitId unit : wanted_) moved |= fetch_unit(unit);
   return open_and_upload() || moved;
 }
 

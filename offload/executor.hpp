@@ -99,12 +99,12 @@ class Executor final {
   void follow_plan(UnitId unit, bool backward, bool recorded);
   void adopt_plan(Plan plan);
   void want_uses(std::size_t first);
-  bool fetch_unit(UnitId unit, bool demanded);
+  bool fetch_unit(UnitId unit);
   bool claim(PageId page, FrameId frame);
   bool open_and_upload();
-  FrameId frame_for(const PageState& page, bool demanded) const;
-  bool may_take(FrameId frame, bool demanded) const;
-  bool wanted(UnitId unit, bool demanded) const;
+  std::size_t rank(UnitId unit) const;
+  bool may_take(FrameId frame, std::size_t taker_rank) const;
+  FrameId frame_for(const PageState& page) const;
   void evict(PageId page);
   PageState& page_state(PageId page) { return pages_[page_slot_[index(page)]]; }
   const PageState& page_state(PageId page) const { return pages_[page_slot_[index(page)]]; }
