@@ -60,12 +60,6 @@ HostCache::Staged* HostCache::make_room() {
   return oldest;
 }
 
-void HostCache::fill_fresh(PageId page, FrameId frame, Intent intent) {
-  if (intent != Intent::overwrite) std::memset(host_.address(frame), 0, host_.page_bytes());
-  table_.begin_fill(page, Tier::host, index(frame), 0);
-  table_.finish_fill(page, Tier::host);
-}
-
 std::byte* HostCache::open(PageId page, Intent intent) {
   if (writing_[index(page)]) return nullptr;
   STRATA_ASSERT(intent != Intent::overwrite || table_.newest(page) == 0);
@@ -81,7 +75,8 @@ std::byte* HostCache::open(PageId page, Intent intent) {
       mover_.read(page, place->frame);
       return nullptr;
     }
-    fill_fresh(page, place->frame, intent);
+    table_.begin_fill(page, Tier::host, index(place->frame), 0);
+    table_.finish_fill(page, Tier::host);
   }
   // 2. Hand them out, if nobody is in the way.
   const Copy& copy = table_.copy(page, Tier::host);
@@ -90,13 +85,17 @@ std::byte* HostCache::open(PageId page, Intent intent) {
     if (copy.pins != 0 || copy.state == CopyState::draining) return nullptr;
     writing_[index(page)] = true;
   }
+  std::byte* bytes = host_.address(FrameId{copy.place});
+  // A frame keeps the bytes of whoever had it before; nobody else looks while we clear it.
+  const bool unwritten = table_.newest(page) == 0 && copy.pins == 0;
+  if (unwritten && intent != Intent::overwrite) std::memset(bytes, 0, host_.page_bytes());
   table_.pin(page, Tier::host);
   if (rests_on_ssd(page)) {
     Staged* place = staged(page);
     place->promised = false;
     place->last_use = ++use_;
   }
-  return host_.address(FrameId{copy.place});
+  return bytes;
 }
 
 void HostCache::close(PageId page, Intent intent, WriteBack write_back) {
@@ -113,6 +112,7 @@ void HostCache::close(PageId page, Intent intent, WriteBack write_back) {
 }
 
 bool HostCache::discard(PageId page) {
+  if (writing_[index(page)]) return false;
   if (table_.newest(page) == 0) return true;
   for (const Tier tier : {Tier::host, Tier::ssd}) {
     const Copy& copy = table_.copy(page, tier);

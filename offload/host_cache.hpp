@@ -73,7 +73,6 @@ class HostCache final {
   Staged* staged(PageId page);
   Staged* make_room();
   void start_write(Staged& place);
-  void fill_fresh(PageId page, FrameId frame, Intent intent);
 
   PageTable& table_;
   Mover& mover_;
