@@ -100,7 +100,7 @@ void Mover::finish(std::uint32_t slot, std::optional<Error> error, std::vector<A
   table_.finish_drain(transfer.page, path.from);
   if (error) {
     error->page = transfer.page;
-    error->tier = transfer.link == Link::write ? Tier::ssd : path.from;
+    error->tier = transfer.link == Link::upload ? Tier::device : Tier::ssd;
     table_.abandon_fill(transfer.page, path.to);
   } else {
     table_.finish_fill(transfer.page, path.to);
