@@ -29,15 +29,25 @@ Windows windows_of(const Trace& trace, std::size_t unit_count, std::uint32_t loo
   return windows;
 }
 
-bool overlap(const std::vector<bool>& a, const std::vector<bool>& b) {
-  for (std::size_t m = 0; m < a.size(); ++m) {
-    if (a[m] && b[m]) return true;
+// By unit, by unit: do their windows overlap?
+using Overlaps = std::vector<std::vector<bool>>;
+
+Overlaps overlaps_of(const Windows& windows, std::uint32_t moments) {
+  Overlaps overlaps(windows.size(), std::vector<bool>(windows.size(), false));
+  for (std::uint32_t moment = 0; moment < moments; ++moment) {
+    std::vector<std::size_t> here;
+    for (std::size_t unit = 0; unit < windows.size(); ++unit) {
+      if (windows[unit][moment]) here.push_back(unit);
+    }
+    for (const std::size_t a : here) {
+      for (const std::size_t b : here) overlaps[a][b] = true;
+    }
   }
-  return false;
+  return overlaps;
 }
 
 // First-fit: the largest units first, each into the lowest frames that no overlapping unit has.
-std::optional<std::vector<std::vector<FrameId>>> assign(const Windows& windows,
+std::optional<std::vector<std::vector<FrameId>>> assign(const Overlaps& overlaps,
                                                         std::span<const std::uint32_t> pages,
                                                         const std::vector<bool>& resident,
                                                         std::uint32_t frame_count) {
@@ -54,7 +64,7 @@ std::optional<std::vector<std::vector<FrameId>>> assign(const Windows& windows,
     std::fill(taken.begin(), taken.end(), false);
     for (std::size_t j = 0; j < i; ++j) {
       const std::uint32_t other = order[j];
-      if (!resident[unit] && !resident[other] && !overlap(windows[unit], windows[other])) continue;
+      if (!resident[unit] && !resident[other] && !overlaps[unit][other]) continue;
       for (const FrameId frame : frames[other]) taken[index(frame)] = true;
     }
     for (std::uint32_t f = 0; f < frame_count && frames[unit].size() < pages[unit]; ++f) {
@@ -66,13 +76,21 @@ std::optional<std::vector<std::vector<FrameId>>> assign(const Windows& windows,
 }
 
 // Gives frames of its own to every unit that still fits so: what stays need not move. Units are
-// tried from the last used to the first, because the turn from forward to backward is cheap anyway.
-void settle(const Windows& windows, std::span<const std::uint32_t> pages,
+// tried in the order of their first use, because what forward uses last backward uses at once; those
+// that the step does not use come last.
+void settle(const Overlaps& overlaps, std::span<const std::uint32_t> pages,
             std::uint32_t frame_count, Plan& plan) {
-  for (std::size_t unit = 0; unit < pages.size(); ++unit) {
-    if (pages[unit] == 0) continue;
+  std::vector<std::uint32_t> order;
+  std::vector<bool> listed(pages.size(), false);
+  const auto list = [&](std::uint32_t unit) {
+    if (!listed[unit] && pages[unit] != 0) order.push_back(unit);
+    listed[unit] = true;
+  };
+  for (const UnitId unit : plan.uses) list(index(unit));
+  for (std::uint32_t unit = 0; unit < pages.size(); ++unit) list(unit);
+  for (const std::uint32_t unit : order) {
     plan.resident[unit] = true;
-    if (auto frames = assign(windows, pages, plan.resident, frame_count)) {
+    if (auto frames = assign(overlaps, pages, plan.resident, frame_count)) {
       plan.frames = std::move(*frames);
     } else {
       plan.resident[unit] = false;
@@ -96,12 +114,13 @@ Plan make_plan(const Trace& trace, std::span<const std::uint32_t> unit_pages,
   plan.resident.assign(unit_pages.size(), false);
   for (std::uint32_t lookahead = kLookaheadMax + 1; lookahead-- > 0;) {
     const Windows windows = windows_of(trace, unit_pages.size(), lookahead);
-    auto frames = assign(windows, unit_pages, plan.resident, frame_count);
+    const Overlaps overlaps = overlaps_of(windows, trace.moments);
+    auto frames = assign(overlaps, unit_pages, plan.resident, frame_count);
     if (!frames) continue;
     plan.feasible = true;
     plan.lookahead = lookahead;
     plan.frames = std::move(*frames);
-    settle(windows, unit_pages, frame_count, plan);
+    settle(overlaps, unit_pages, frame_count, plan);
     break;
   }
   for (const auto& frames : plan.frames) {
