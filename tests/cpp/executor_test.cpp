@@ -1,0 +1,270 @@
+// The executor: what the device shows, who may take whose frame, and how steps follow their plan.
+#include "offload/executor.hpp"
+
+#include <gtest/gtest.h>
+
+#include "core_fixtures.hpp"
+#include "traces.hpp"
+
+namespace strata {
+namespace {
+
+constexpr UnitId kFirst{0}, kSecond{1}, kThird{2};
+
+std::vector<Tier> on_host(std::size_t pages) {
+  return std::vector<Tier>(pages, Tier::host);
+}
+
+std::uint32_t sum(const std::vector<std::uint32_t>& sizes) {
+  std::uint32_t total = 0;
+  for (const std::uint32_t size : sizes) total += size;
+  return total;
+}
+
+// A model over a SmallCore: page p holds the byte version * 16 + p, as far as a byte goes.
+class Model final {
+ public:
+  Model(const std::vector<std::uint32_t>& sizes, std::vector<Tier> tier, SmallCoreOptions options)
+      : core(std::move(tier), options), sizes_(sizes) {
+    core.make_units(sizes);
+    update();
+  }
+
+  // Returns why not.
+  std::optional<std::string> enter(UnitId unit, bool backward, bool recorded = true) {
+    auto why = core.executor->enter(unit, backward, recorded);
+    if (why) return why;
+    EXPECT_TRUE(core.until([&] { return core.executor->ready(unit); }))
+        << "unit " << index(unit) << " never came";
+    core.executor->pin(unit);
+    expect_shown(unit);
+    return std::nullopt;
+  }
+  void leave(UnitId unit) {
+    expect_shown(unit);  // nobody wrote over it while it was entered
+    core.executor->leave(unit, nullptr);
+  }
+
+  void run(const std::vector<Event>& step, bool recorded = true) {
+    for (const Event& event : step) {
+      if (event.enters) {
+        EXPECT_EQ(enter(event.unit, event.backward, recorded), std::nullopt);
+      } else {
+        leave(event.unit);
+      }
+      if (testing::Test::HasFailure()) return;
+    }
+  }
+  // The end of a step: every parameter changes.
+  void end() {
+    core.executor->end_step();
+    update();
+  }
+
+  const ExecutorCounters& counters() const { return core.executor->counters(); }
+
+  SmallCore core;
+
+ private:
+  int value_of(PageId page) const { return (version_ * 16 + static_cast<int>(index(page))) % 251; }
+
+  void update() {
+    ++version_;
+    for (std::uint32_t page = 0; page < sum(sizes_); ++page) core.executor->block(PageId{page});
+    for (std::uint32_t page = 0; page < sum(sizes_); ++page) {
+      core.write(PageId{page}, value_of(PageId{page}));
+      core.executor->unblock(PageId{page});
+    }
+  }
+
+  void expect_shown(UnitId unit) {
+    const UnitPages& of = core.unit(unit);
+    for (std::size_t i = 0; i < of.pages.size(); ++i) {
+      EXPECT_TRUE(SmallCore::filled_with(of.view + i * SmallCore::kPage, value_of(of.pages[i])))
+          << "unit " << index(unit) << " shows other bytes in page " << i;
+    }
+  }
+
+  std::vector<std::uint32_t> sizes_;
+  int version_ = 0;
+};
+
+TEST(Executor, ShowsWhatIsAskedForOnDemand) {
+  Model model({2, 1, 2}, {Tier::host, Tier::ssd, Tier::ssd, Tier::host, Tier::ssd},
+              {.staging = 2, .device_frames = 2});
+  model.run(there_and_back(3));
+  EXPECT_LE(model.counters().frames_peak, 2U);
+}
+
+TEST(Executor, ASteadyStepMapsNothing) {
+  for_seeds(60, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    std::vector<std::uint32_t> sizes;
+    for (std::uint64_t u = 0; u < 2 + random() % 5; ++u) {
+      sizes.push_back(static_cast<std::uint32_t>(1 + random() % 4));
+    }
+    const auto units = static_cast<std::uint32_t>(sizes.size());
+    const std::vector<Event> step =
+        random() % 3 == 0 ? nested_step(random, units, static_cast<int>(4 + random() % 12))
+                          : there_and_back(units, static_cast<int>(1 + random() % 3));
+    const std::uint32_t total = sum(sizes);
+    const std::uint32_t least = std::max(peak_pages(step, sizes),
+                                         *std::max_element(sizes.begin(), sizes.end()));
+    std::vector<Tier> tier;
+    for (std::uint32_t p = 0; p < total; ++p) {
+      tier.push_back(random() % 2 == 0 ? Tier::host : Tier::ssd);
+    }
+    const auto spare = static_cast<std::uint32_t>(random() % (total - least + 1));
+    Model model(sizes, tier, {.staging = 5, .device_frames = least + spare,
+                              .backend = {.polls_late_max = 3, .seed = seed}});
+    for (int warm = 0; warm < 2; ++warm) model.run(step), model.end();
+    const ExecutorCounters before = model.counters();
+    if (!model.core.executor->plan().feasible) return;  // first-fit found none: on demand
+    for (int steady = 0; steady < 2; ++steady) model.run(step), model.end();
+    EXPECT_EQ(model.counters().mappings, before.mappings);
+    EXPECT_EQ(model.counters().deviations, 0U);
+    EXPECT_EQ(model.counters().plans, 1U);
+    EXPECT_LE(model.counters().frames_peak, least + spare);
+  });
+}
+
+TEST(Executor, WhereEverythingFitsEachPageMovesOncePerStep) {
+  Model model({2, 3, 1}, on_host(6), {.staging = 1, .device_frames = 6});
+  for (int warm = 0; warm < 2; ++warm) model.run(there_and_back(3)), model.end();
+  const std::uint64_t before = model.core.moved_pages(Link::upload);
+  for (int steady = 0; steady < 3; ++steady) model.run(there_and_back(3)), model.end();
+  EXPECT_EQ(model.core.moved_pages(Link::upload) - before, 3U * 6U);
+}
+
+TEST(Executor, ThePlanBringsUnitsAheadOfTheirUse) {
+  Model model({1, 1, 1, 1}, on_host(4), {.staging = 1, .device_frames = 3});
+  model.run(there_and_back(4));
+  model.end();
+  ASSERT_GT(model.core.executor->plan().lookahead, 0U);
+  model.core.settle();
+  EXPECT_TRUE(model.core.executor->ready(kFirst)) << "the next step's first unit";
+  ASSERT_EQ(model.enter(kFirst, false), std::nullopt);
+  model.core.settle();
+  EXPECT_TRUE(model.core.executor->ready(kSecond));
+}
+
+// Autograd asks for a unit once for each of its nodes.
+TEST(Executor, EnteringAgainIsNoDeviation) {
+  Model model({1, 1, 1}, on_host(3), {.staging = 1, .device_frames = 2});
+  for (int step = 0; step < 6; ++step) model.run(there_and_back(3, 3)), model.end();
+  EXPECT_EQ(model.counters().deviations, 0U);
+  EXPECT_EQ(model.counters().plans, 1U);
+}
+
+TEST(Executor, EvaluationBetweenStepsIsNoDeviation) {
+  Model model({1, 1, 1}, on_host(3), {.staging = 1, .device_frames = 2});
+  std::vector<Event> forward = there_and_back(3);
+  forward.resize(6);
+  for (int step = 0; step < 4; ++step) {
+    model.run(there_and_back(3));
+    model.end();
+    model.run(forward, false);
+  }
+  EXPECT_EQ(model.counters().deviations, 0U);
+  EXPECT_EQ(model.counters().plans, 1U);
+}
+
+TEST(Executor, OtherStepsAreServedAndThenPlanned) {
+  Model model({1, 2, 1}, on_host(4), {.staging = 1, .device_frames = 3});
+  for (int step = 0; step < 3; ++step) model.run(there_and_back(3)), model.end();
+  EXPECT_EQ(model.counters().deviations, 0U);
+  std::vector<Event> other = there_and_back(3);
+  std::reverse(other.begin(), other.end());
+  for (Event& event : other) event.enters = !event.enters;
+  for (int step = 0; step < 2; ++step) model.run(other), model.end();
+  EXPECT_GT(model.counters().deviations, 0U);
+  EXPECT_EQ(model.counters().plans, 2U);
+  const std::uint64_t deviations = model.counters().deviations;
+  for (int step = 0; step < 2; ++step) model.run(other), model.end();
+  EXPECT_EQ(model.counters().deviations, deviations);
+}
+
+TEST(Executor, OneStrangeStepChangesNoPlan) {
+  Model model({1, 1, 1}, on_host(3), {.staging = 1, .device_frames = 2});
+  for (int step = 0; step < 6; ++step) {
+    if (step % 2 == 1) model.run({{kThird, true, true}, {kThird, true, false}});
+    model.run(there_and_back(3));
+    model.end();
+  }
+  EXPECT_EQ(model.counters().plans, 1U);
+}
+
+TEST(Executor, BlockedPagesAreWaitedFor) {
+  Model model({1}, on_host(1), {.staging = 1, .device_frames = 1});
+  model.core.executor->block(PageId{0});
+  EXPECT_EQ(model.core.executor->enter(kFirst, false, true), std::nullopt);
+  model.core.settle();
+  EXPECT_FALSE(model.core.executor->ready(kFirst));
+  model.core.executor->unblock(PageId{0});
+  EXPECT_TRUE(model.core.until([&] { return model.core.executor->ready(kFirst); }));
+}
+
+TEST(Executor, WhatCannotComeIsRefusedAndTheStepGoesOn) {
+  Model model({2, 2, 1}, on_host(5), {.staging = 1, .device_frames = 3});
+  ASSERT_EQ(model.enter(kFirst, false), std::nullopt);
+  const auto why = model.enter(kSecond, false);
+  ASSERT_TRUE(why);
+  EXPECT_NE(why->find("needs 4 device pages"), std::string::npos) << *why;
+  EXPECT_NE(why->find("has 3"), std::string::npos) << *why;
+  ASSERT_EQ(model.enter(kThird, false), std::nullopt);
+  model.leave(kThird);
+  model.leave(kFirst);
+  model.run({{kSecond, false, true}, {kSecond, false, false}});
+  model.end();
+  EXPECT_TRUE(model.core.executor->plan().feasible);
+}
+
+// As above, where the use that is refused would have gone on from the last one.
+TEST(Executor, ARefusedUseLeavesTheTraceWhole) {
+  Model model({2, 2}, on_host(4), {.staging = 1, .device_frames = 3});
+  model.run({{kFirst, false, true}, {kFirst, false, false}});
+  ASSERT_EQ(model.enter(kSecond, false, false), std::nullopt);
+  EXPECT_TRUE(model.enter(kFirst, false));
+  model.leave(kSecond);
+  model.end();
+  EXPECT_TRUE(model.core.executor->plan().feasible);
+}
+
+// Two threads ask, and when the updates are done each has half of the frames: the first in line
+// goes first.
+TEST(Executor, TwoWhoWaitDoNotStarveEachOther) {
+  Model model({3, 3}, on_host(6), {.staging = 1, .device_frames = 4});
+  Executor& executor = *model.core.executor;
+  for (const PageId page : {PageId{2}, PageId{3}}) executor.block(page);
+  EXPECT_EQ(executor.enter(kFirst, true, true), std::nullopt);
+  EXPECT_EQ(executor.enter(kSecond, true, true), std::nullopt);
+  model.core.settle();
+  EXPECT_EQ(executor.frames_used(), 4U);
+  for (const PageId page : {PageId{2}, PageId{3}}) executor.unblock(page);
+  ASSERT_TRUE(model.core.until([&] { return executor.ready(kFirst); }));
+  executor.pin(kFirst);
+  executor.leave(kFirst, nullptr);
+  EXPECT_TRUE(model.core.until([&] { return executor.ready(kSecond); }));
+}
+
+TEST(Executor, AMappingThatFailsIsTold) {
+  SmallCore core({Tier::host}, {.device_frames = 1, .backend = {.nth_map = 1}});
+  core.make_units({1});
+  EXPECT_EQ(core.executor->enter(kFirst, false, true), std::nullopt);
+  core.turn();
+  ASSERT_TRUE(core.executor->failure());
+  EXPECT_EQ(core.executor->failure()->tier, Tier::device);
+}
+
+TEST(Executor, AFailedUploadGivesTheFrameBack) {
+  SmallCore core({Tier::host}, {.device_frames = 1, .backend = {.nth_copy = 1}});
+  core.make_units({1});
+  core.write(PageId{0}, 4);
+  EXPECT_EQ(core.executor->enter(kFirst, false, true), std::nullopt);
+  EXPECT_TRUE(core.until([&] { return core.executor->ready(kFirst); })) << "it is tried again";
+  EXPECT_EQ(core.errors.size(), 1U);
+  EXPECT_EQ(core.executor->frames_used(), 1U);
+}
+
+}  // namespace
+}  // namespace strata
