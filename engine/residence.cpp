@@ -1,6 +1,7 @@
 #include "engine/residence.hpp"
 
 #include <algorithm>
+#include <cstdio>
 #include <optional>
 #include <string>
 
@@ -103,7 +104,9 @@ void choose_host(const Config& config, Verdict& verdict) {
     infeasible(verdict, Tier::host,
                "infeasible: parameters, gradients and optimizer state take " +
                    bytes_text(total * page) + " of host memory and the budget is " +
-                   bytes_text(config.host_bytes) + "; raise host= or give ssd_path=");
+                   bytes_text(config.host_bytes) + "; host=\"" +
+                   std::to_string(ceil_div(total * page, kKiB)) +
+                   "KiB\" would do, or give ssd_path=");
     return;
   }
   const std::uint32_t least = home.chunk_frames_max + 3;
@@ -111,7 +114,8 @@ void choose_host(const Config& config, Verdict& verdict) {
     infeasible(verdict, Tier::host,
                "infeasible: the host budget of " + bytes_text(config.host_bytes) +
                    " is less than the staging area for one chunk; host=\"" +
-                   std::to_string(ceil_div(least * page, kKiB)) + "KiB\" would do");
+                   std::to_string(ceil_div(std::min(least, total) * page, kKiB)) +
+                   "KiB\" would do");
     return;
   }
   const std::uint32_t wanted = kChunksInFlight * home.chunk_frames_max + kSinglePages;
