@@ -1,0 +1,205 @@
+// Which tier pages rest in: budgets hold for every model, and a refusal names a budget that works.
+#include "engine/residence.hpp"
+
+#include <gtest/gtest.h>
+
+#include <regex>
+
+#include "configs.hpp"
+#include "core_fixtures.hpp"
+#include "memory/result.hpp"
+
+namespace strata {
+namespace {
+
+Config random_budgets(std::mt19937_64& random) {
+  Config config = random_model(random);
+  if (below(random, 2) == 0) config.page_bytes = kPageBytesMin << below(random, 4);
+  const auto up_to = [&](std::size_t most) {
+    return below(random, 4) == 0 ? most : below(random, most);
+  };
+  config.device_bytes = up_to(4 * kMiB);
+  config.host_bytes = up_to(16 * kMiB);
+  if (below(random, 3) != 0) {
+    config.ssd_paths = {"somewhere"};
+    config.ssd_bytes = up_to(32 * kMiB);
+  }
+  return config;
+}
+
+void check_budgets(const Config& config, const Residence& home) {
+  const std::size_t page = home.layout.page_bytes;
+  EXPECT_LE(home.device_frames * page, config.device_bytes);
+  EXPECT_LE(home.host_frames * page, config.host_bytes);
+  EXPECT_LE(std::size_t{home.slots} * page, config.ssd_bytes);
+  EXPECT_GE(home.device_frames, home.device_frames_min);
+  std::uint32_t on_ssd = 0, on_host = 0;
+  ASSERT_EQ(home.tier.size(), home.layout.page_count);
+  for (const Tier tier : home.tier) {
+    EXPECT_NE(tier, Tier::device);
+    ++(tier == Tier::ssd ? on_ssd : on_host);
+  }
+  EXPECT_EQ(on_ssd, home.slots);
+  EXPECT_EQ(on_host + home.staging_frames, home.host_frames);
+  EXPECT_EQ(home.slots == 0, home.staging_frames == 0);
+  if (home.slots == 0) return;
+  EXPECT_FALSE(config.ssd_paths.empty());
+  // A chunk under update, a page on its way to the device, and two of the session's own.
+  EXPECT_GE(home.staging_frames, home.chunk_frames_max + 3);
+}
+
+TEST(Residence, ClaimsNoMoreThanItMay) {
+  int feasible = 0, on_ssd = 0;
+  for_seeds(3000, [&](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const Config config = random_budgets(random);
+    try {
+      const Residence home = choose_residence(config);
+      check_budgets(config, home);
+      ++feasible;
+      on_ssd += home.slots != 0;
+    } catch (const StrataError& error) {
+      EXPECT_EQ(error.error().fault, Fault::config);
+    }
+  });
+  if (std::getenv("STRATA_SEED") != nullptr) return;
+  EXPECT_GT(feasible, 500);
+  EXPECT_GT(on_ssd, 100);
+}
+
+// Does what the message says: the budget that "would do".
+void obey(Config& config, const std::string& text) {
+  static const std::regex advice(R"((device|host|ssd)=\"(\d+)(KiB|MiB)\" would do)");
+  std::smatch match;
+  ASSERT_TRUE(std::regex_search(text, match, advice)) << text;
+  const std::size_t bytes = std::stoull(match[2]) * (match[3] == "KiB" ? kKiB : kMiB);
+  std::size_t& budget = match[1] == "device" ? config.device_bytes
+                        : match[1] == "host" ? config.host_bytes
+                                             : config.ssd_bytes;
+  EXPECT_GT(bytes, budget) << text;
+  budget = bytes;
+}
+
+TEST(Residence, WhatARefusalAdvisesWorks) {
+  int refused = 0;
+  for_seeds(2000, [&](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_budgets(random);
+    // Each tier is advised on once at most.
+    for (int attempt = 0; attempt <= 3; ++attempt) {
+      try {
+        check_budgets(config, choose_residence(config));
+        return;
+      } catch (const StrataError& error) {
+        ++refused;
+        ASSERT_LT(attempt, 3) << "the advice did not help: " << error.error().text();
+        obey(config, error.error().text());
+      }
+    }
+  });
+  if (std::getenv("STRATA_SEED") == nullptr) {
+    EXPECT_GT(refused, 200);
+  }
+}
+
+// One page less than the budget that a refusal advises is refused again.
+TEST(Residence, TheAdviceIsTheSmallestThatWorks) {
+  int advised = 0;
+  for_seeds(500, [&](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_model(random);
+    config.page_bytes = kPageBytesMin;
+    config.device_bytes = 64 * kMiB;
+    config.host_bytes = below(random, 8) * kPageBytesMin;
+    config.ssd_bytes = kGiB;
+    if (below(random, 2) == 0) config.ssd_paths = {"somewhere"};
+    try {
+      choose_residence(config);
+    } catch (const StrataError& error) {
+      ++advised;
+      obey(config, error.error().text());
+      config.host_bytes -= kPageBytesMin;
+      EXPECT_THROW(choose_residence(config), StrataError) << error.error().text();
+    }
+  });
+  if (std::getenv("STRATA_SEED") == nullptr) {
+    EXPECT_GT(advised, 50);
+  }
+}
+
+Config one_parameter(std::size_t numel) {
+  Config config;
+  config.units = {"only"};
+  config.groups = {Hyper{}};
+  config.params = {{.name = "weight", .numel = numel}};
+  config.device_bytes = kGiB;
+  config.host_bytes = 4 * kGiB;
+  return config;
+}
+
+TEST(Residence, ThePageSizeFitsTheModel) {
+  EXPECT_EQ(choose_residence(one_parameter(100 * kMiB)).layout.page_bytes, 4 * kMiB);
+  EXPECT_EQ(choose_residence(one_parameter(1000)).layout.page_bytes, kPageBytesMin);
+}
+
+TEST(Residence, ThePageSizeFitsTheBudget) {
+  Config config = one_parameter(8 * kMiB);
+  config.ssd_paths = {"somewhere"};
+  config.ssd_bytes = kGiB;
+  config.host_bytes = 16 * kMiB;
+  const Residence home = choose_residence(config);
+  EXPECT_LT(home.layout.page_bytes, 4 * kMiB);
+  EXPECT_LE(home.staging_frames * 4, home.host_frames) << "most of host memory is for resting";
+}
+
+TEST(Residence, AToyModelFitsIntoAMebibyte) {
+  Config config;
+  for (std::uint32_t u = 0; u < 12; ++u) {
+    config.units.push_back("block" + std::to_string(u));
+    config.params.push_back({.name = "w", .numel = 60'000, .unit = UnitId{u}});
+  }
+  config.groups = {Hyper{}};
+  config.device_bytes = kMiB;
+  config.host_bytes = 2 * kMiB;
+  config.ssd_bytes = 64 * kMiB;
+  config.ssd_paths = {"somewhere"};
+  EXPECT_NO_THROW(choose_residence(config));
+}
+
+TEST(Residence, ParametersRestInHostMemoryBeforeGradientsBeforeState) {
+  for_seeds(200, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_budgets(random);
+    config.ssd_paths = {"somewhere"};
+    config.ssd_bytes = kGiB;
+    config.device_bytes = kGiB;
+    config.host_bytes += 2 * kMiB;
+    config.page_bytes = kPageBytesMin;
+    const Residence home = choose_residence(config);
+    const auto worth = [&](std::size_t page) {
+      const Role role = home.layout.role_of[page];
+      return role == Role::param ? 2 : role == Role::grad ? 1 : 0;
+    };
+    int least_in_host = 2, most_on_ssd = 0;
+    for (std::size_t page = 0; page < home.tier.size(); ++page) {
+      if (home.tier[page] == Tier::host) least_in_host = std::min(least_in_host, worth(page));
+      else most_on_ssd = std::max(most_on_ssd, worth(page));
+    }
+    EXPECT_LE(most_on_ssd, least_in_host);
+  });
+}
+
+TEST(Residence, ARefusalNamesTheUnit) {
+  Config config = one_parameter(10 * kMiB);
+  config.device_bytes = kMiB;
+  try {
+    choose_residence(config);
+    FAIL() << "was not refused";
+  } catch (const StrataError& error) {
+    EXPECT_EQ(error.error().unit, "only");
+    EXPECT_EQ(error.error().tier, Tier::device);
+  }
+}
+
+}  // namespace
+}  // namespace strata
