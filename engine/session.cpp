@@ -251,12 +251,16 @@ StepResult Session::step(std::vector<Hyper> groups, const StepOptions& options) 
   }
   result.norm = std::sqrt(total) / options.grad_divisor;
   result.finite = std::isfinite(total);
-  if (!any) return result;
+  if (!any) {
+    executor_->begin_step();
+    return result;
+  }
   ++steps_;
   if (!result.finite && options.skip_nonfinite) {
     ++steps_skipped_;
     result.skipped = true;
     drop_gradients(lock);
+    executor_->begin_step();
     return result;
   }
   double scale = 1.0 / options.grad_divisor;
@@ -264,6 +268,7 @@ StepResult Session::step(std::vector<Hyper> groups, const StepOptions& options) 
   if (options.max_norm > 0.0) scale *= std::min(1.0, options.max_norm / (result.norm + 1e-6));
   const std::vector<UnitId> order = executor_->order();
   updates_->start(std::move(groups), group_of_, landed_, static_cast<float>(scale), order);
+  executor_->begin_step();
   std::fill(landed_.begin(), landed_.end(), 0U);
   bell_.ring();
   return result;

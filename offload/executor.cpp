@@ -126,7 +126,7 @@ void Executor::follow_plan(UnitId unit, bool backward, bool recorded) {
   wanted_.clear();
 }
 
-// The first uses of the next step are not wanted before end_step(): their update comes between.
+// The first uses of the next step are not wanted before begin_step(): their update comes between.
 void Executor::want_uses(std::size_t first) {
   wanted_.clear();
   const std::size_t end = std::min(first + plan_.lookahead, plan_.uses.size());
@@ -155,6 +155,9 @@ void Executor::end_step() {
   }
   trace_ = {};
   step_deviations_ = 0;
+}
+
+void Executor::begin_step() {
   if (!plan_.feasible) return;
   cursor_ = plan_.uses.size() - 1;
   want_uses(0);

@@ -64,6 +64,8 @@ class Executor final {
 
   // The step is over: its trace becomes the plan, if there is none or it fits no longer.
   void end_step();
+  // The next step may come: asks for its first units. Call it when what they wait for is blocked.
+  void begin_step();
 
   bool turn();
   void arrived(const Arrival& arrival);

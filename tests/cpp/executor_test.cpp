@@ -58,6 +58,7 @@ class Model final {
   // The end of a step: every parameter changes.
   void end() {
     core.executor->end_step();
+    core.executor->begin_step();
     update();
   }
 
