@@ -167,12 +167,18 @@ void Session::land_page(Lock& lock, std::uint32_t param, std::span<const Piece> 
   const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
   const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
   wait_idle_chunk(lock, pieces.front().chunk);
-  const Intent intent = table_.newest(page) == 0 ? Intent::overwrite : Intent::modify;
-  std::byte* bytes = open(lock, page, intent);
+  Intent intent = Intent::overwrite;
+  std::byte* bytes = nullptr;
+  wait(lock, [&] {
+    // Asked anew each time: another thread may land the first gradient in it meanwhile.
+    intent = table_.newest(page) == 0 ? Intent::overwrite : Intent::modify;
+    return (bytes = cache_->open(page, intent)) != nullptr;
+  });
   const GradMode mode =
       landed_[param] != 0 && home_.layout.accumulate ? GradMode::add : GradMode::copy;
   const Dtype to_dtype =
       home_.layout.accumulate ? Dtype::float32 : home_.layout.segments[chunk.segment].dtype;
+  ++copying_;
   lock.unlock();
   for (const Piece& piece : pieces) {
     sum += kernels_.land_gradient(
@@ -181,7 +187,9 @@ void Session::land_page(Lock& lock, std::uint32_t param, std::span<const Piece> 
         mode);
   }
   lock.lock();
+  --copying_;
   cache_->close(page, intent);
+  moved_.notify_all();  // for whoever waits for this page, or to close
 }
 
 void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype) {

@@ -40,8 +40,13 @@ Session::Session(const Config& config, SessionParts parts)
       idle_(std::move(parts.idle)),
       turned_(std::move(parts.turned)) {
   for (const ParamSpec& spec : config_.params) group_of_.push_back(spec.group);
-  claim(parts);
-  build_core();
+  try {
+    claim(parts);
+    build_core();
+  } catch (...) {
+    release_views();  // the backend does not know them
+    throw;
+  }
   if (!idle_) pump_ = std::thread([this] { pump(); });
 }
 
@@ -94,9 +99,11 @@ Session::~Session() { close(); }
 
 void Session::close() {
   {
-    const Lock lock(mutex_);
+    Lock lock(mutex_);
     if (closed_) return;
     closed_ = true;
+    moved_.notify_all();
+    moved_.wait(lock, [this] { return copying_ == 0; });
   }
   bell_.ring();
   if (pump_.joinable()) pump_.join();
@@ -105,13 +112,17 @@ void Session::close() {
   workers_.reset();
   updates_.reset();
   store_.reset();
+  release_views();
+  backend_.reset();
+  slab_.reset();
+}
+
+void Session::release_views() {
   for (std::size_t u = 0; u < views_.size(); ++u) {
     if (views_[u] == nullptr) continue;
     backend_->release(views_[u], home_.layout.units[u].pages.size() * home_.layout.page_bytes);
   }
   views_.clear();
-  backend_.reset();
-  slab_.reset();
 }
 
 void Session::pump() {
@@ -172,6 +183,7 @@ void Session::wait(Lock& lock, const std::function<bool()>& ready) {
     const bool moved = turn();
     throw_if_failed();
     if (moved) {
+      moved_.notify_all();  // what moved may be what another one waits for
       idle_turns = 0;
       continue;
     }
@@ -197,6 +209,8 @@ Error Session::stuck() const {
 }
 
 std::byte* Session::device_address(std::uint32_t param) const {
+  const Lock lock(mutex_);
+  throw_if_failed();
   const Place& place = home_.layout.places[param];
   const Segment& segment = home_.layout.segments[place.segment];
   return views_[index(segment.unit)] + segment.view_page * home_.layout.page_bytes +

@@ -113,6 +113,7 @@ class Session final {
   using Lock = std::unique_lock<std::mutex>;
 
   void claim(SessionParts& parts);
+  void release_views();
   void build_core();
   void pump();
   bool turn();
@@ -156,10 +157,11 @@ class Session final {
   std::uint64_t steps_ = 0;
   std::uint64_t steps_skipped_ = 0;
   std::uint64_t progress_ = 0;                // turns that moved something
+  std::uint32_t copying_ = 0;                 // threads that use host pages without the lock
   std::optional<Error> failure_;
   std::function<void()> idle_;
   std::function<void(const PageTable&)> turned_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable moved_;
   bool closed_ = false;
   std::thread pump_;                          // last: starts when everything above is ready
