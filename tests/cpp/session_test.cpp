@@ -1,0 +1,281 @@
+// Sessions as they run for a user: a pump, copy and worker threads, files on a disk, and several
+// threads that call. What is computed is checked against a session that keeps everything in memory.
+#include "engine/session.hpp"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <latch>
+#include <random>
+#include <thread>
+
+#include "doubles/faulty_engine.hpp"
+#include "io_fixtures.hpp"
+#include "offload/make_engine.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::size_t kPage = kPageBytesMin;
+constexpr std::uint32_t kUnits = 4;
+constexpr std::uint32_t kParamsEach = 2;
+constexpr std::size_t kNumel = 20'000;  // more than half a page: each unit is two pages
+
+Config small_config(const std::string& folder, const std::string& name = "strata") {
+  Config config;
+  for (std::uint32_t u = 0; u < kUnits; ++u) {
+    config.units.push_back("block" + std::to_string(u));
+    for (std::uint32_t p = 0; p < kParamsEach; ++p) {
+      config.params.push_back({.name = "w" + std::to_string(u) + std::to_string(p),
+                               .numel = kNumel,
+                               .unit = UnitId{u}});
+    }
+  }
+  config.groups = {Hyper{}};
+  config.page_bytes = kPage;
+  config.device_bytes = 5 * kPage;  // two units and a half
+  config.host_bytes = 24 * kPage;   // a third of the state
+  config.ssd_bytes = kGiB;
+  config.ssd_paths = {folder};
+  config.session_name = name;
+  config.workers = 2;
+  return config;
+}
+
+Config roomy_config() {
+  Config config = small_config("");
+  config.device_bytes = config.host_bytes = 512 * kPage;
+  config.ssd_paths.clear();
+  config.ssd_bytes = 0;
+  return config;
+}
+
+void fill(Session& session) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(kNumel);
+  for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
+    for (float& value : values) value = normal(random);
+    session.write(p, Kind::master, 0, values.data(), values.size());
+  }
+}
+
+// The gradient of a parameter is the parameter as the device shows it.
+void land(Session& session, std::uint32_t param) {
+  session.land_gradient(param, session.device_address(param), Dtype::bfloat16);
+}
+
+void visit(Session& session, std::uint32_t unit, bool backward) {
+  session.enter(UnitId{unit}, backward);
+  for (std::uint32_t p = 0; backward && p < kParamsEach; ++p) land(session, unit * kParamsEach + p);
+  session.leave(UnitId{unit});
+}
+
+void train(Session& session, int steps) {
+  for (int step = 0; step < steps; ++step) {
+    for (std::uint32_t u = 0; u < kUnits; ++u) visit(session, u, false);
+    for (std::uint32_t u = kUnits; u-- > 0;) visit(session, u, true);
+    session.step(session.config().groups, {.max_norm = 1.0});
+  }
+}
+
+std::vector<float> contents(Session& session) {
+  std::vector<float> all(kUnits * kParamsEach * kNumel);
+  for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
+    session.read(p, Kind::master, 0, all.data() + p * kNumel, kNumel);
+  }
+  return all;
+}
+
+std::vector<float> expected(int steps) {
+  Session session(roomy_config());
+  fill(session);
+  train(session, steps);
+  return contents(session);
+}
+
+TEST(Session, SmallBudgetsComputeTheSameBits) {
+  const std::vector<float> plain = expected(3);
+  for (const std::string engine : {"auto", "threads"}) {
+    TempFolder folder;
+    Config config = small_config(folder.path());
+    config.io_engine = engine;
+    Session session(config);
+    fill(session);
+    train(session, 3);
+    EXPECT_EQ(contents(session), plain) << engine;
+    const SessionStats stats = session.stats();
+    EXPECT_GT(stats.ssd_bytes, 0U);
+    EXPECT_LE(stats.device_bytes_peak, config.device_bytes);
+    EXPECT_GT(stats.link_bytes[static_cast<std::size_t>(Link::read)], 0U);
+    session.close();
+    EXPECT_FALSE(std::filesystem::exists(folder.path() + "/strata.pages"));
+  }
+}
+
+TEST(Session, TwoSessionsShareAFolder) {
+  const std::vector<float> plain = expected(2);
+  TempFolder folder;
+  Session one(small_config(folder.path(), "one"));
+  Session two(small_config(folder.path(), "two"));
+  std::thread other([&] { fill(two), train(two, 2); });
+  fill(one);
+  train(one, 2);
+  other.join();
+  EXPECT_EQ(contents(one), plain);
+  EXPECT_EQ(contents(two), plain);
+}
+
+TEST(Session, ThreadsUseDifferentUnitsAtOnce) {
+  TempFolder folder;
+  Session session(small_config(folder.path()));
+  fill(session);
+  const auto use = [&](std::uint32_t first) {
+    for (int round = 0; round < 20; ++round) visit(session, first + round % 2, round % 4 > 1);
+  };
+  std::thread other([&] { use(2); });
+  use(0);
+  other.join();
+  for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) EXPECT_EQ(session.gradient_count(p), 5U);
+  EXPECT_TRUE(session.step(session.config().groups, {}).finite);
+  session.synchronize();
+}
+
+// Both parameters lie in one page of gradients, and each finds nothing in it yet.
+TEST(Session, TwoThreadsLandInOnePage) {
+  constexpr std::size_t kLarge = 1'000'000;  // takes long enough to meet
+  Config config = roomy_config();
+  config.units.resize(1);
+  config.params.resize(2);
+  for (ParamSpec& spec : config.params) spec.numel = kLarge;
+  config.page_bytes = 4 * kMiB;
+  config.device_bytes = config.host_bytes = kGiB;
+  Session session(config);
+  const std::vector<std::uint16_t> gradient(kLarge, 0x3F80);  // 1.0
+  std::vector<float> seen(kLarge);
+  for (int round = 0; round < 20; ++round) {
+    std::latch both(2);
+    const auto land_one = [&](std::uint32_t param) {
+      both.arrive_and_wait();
+      session.land_gradient(param, gradient.data(), Dtype::bfloat16);
+    };
+    std::thread other([&] { land_one(0); });
+    land_one(1);
+    other.join();
+    for (const std::uint32_t param : {0U, 1U}) {
+      session.read(param, Kind::grad, 0, seen.data(), seen.size());
+      EXPECT_EQ(seen, std::vector<float>(kLarge, 1.0F)) << "parameter " << param;
+    }
+    session.drop_gradients();
+  }
+}
+
+TEST(Session, ClosesInTheMiddleOfUpdates) {
+  TempFolder folder;
+  for (int round = 0; round < 5; ++round) {
+    Session session(small_config(folder.path()));
+    fill(session);
+    train(session, 1);
+    session.close();
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path()) ||
+                !std::filesystem::exists(folder.path() + "/strata.pages"));
+    EXPECT_THROW(session.enter(UnitId{0}, false), StrataError);
+    EXPECT_THROW(session.device_address(0), StrataError);
+    EXPECT_THROW(session.stats(), StrataError);
+    session.leave(UnitId{0});  // what was entered may still be left
+    session.close();
+  }
+}
+
+TEST(Session, IsDestroyedWithoutClose) {
+  TempFolder folder;
+  { const Session unused(small_config(folder.path())); }
+  {
+    Session session(small_config(folder.path()));
+    fill(session);
+    train(session, 2);
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder.path() + "/strata.pages"));
+}
+
+// Whoever waits, computes or copies when another thread closes gets one exception and no crash.
+TEST(Session, ClosesUnderThoseWhoUseIt) {
+  for (int round = 0; round < 10; ++round) {
+    TempFolder folder;
+    Session session(small_config(folder.path()));
+    fill(session);
+    std::atomic<int> told = 0;
+    std::vector<std::thread> users;
+    const auto use = [&](auto act) {
+      users.emplace_back([&told, act] {
+        try {
+          for (;;) act();
+        } catch (const StrataError& error) {
+          EXPECT_EQ(error.error().fault, Fault::cancelled) << error.error().text();
+          ++told;
+        }
+      });
+    };
+    const std::vector<std::uint16_t> gradient(kNumel, 0x3F80);
+    use([&] { visit(session, 0, false); });
+    use([&] { visit(session, 1, false); });
+    use([&] { session.land_gradient(5, gradient.data(), Dtype::bfloat16); });
+    use([&] { session.land_gradient(7, gradient.data(), Dtype::bfloat16); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(5 + 3 * round));
+    session.close();
+    for (std::thread& user : users) user.join();
+    EXPECT_EQ(told, 4);
+  }
+}
+
+// A disk that fails for good ends in one and the same exception for everybody, and nothing hangs.
+TEST(Session, AFailingDiskIsToldToEverybody) {
+  TempFolder folder;
+  SessionParts parts;
+  // It rings no bell: the pump's own period finds what it finished.
+  std::string why;
+  auto engine = std::make_unique<FaultyEngine>(make_io_engine("threads", nullptr, 64, &why),
+                                               FaultPlan{.nth = 120, .nth_fault = IoFault::eio});
+  parts.io_engine = std::move(engine);
+  Session session(small_config(folder.path()), std::move(parts));
+  std::atomic<int> told = 0;
+  const auto until_it_fails = [&](std::uint32_t first) {
+    try {
+      for (;;) {
+        for (std::uint32_t u = first; u < first + 2; ++u) visit(session, u, true);
+        if (first == 0) session.step(session.config().groups, {});
+      }
+    } catch (const StrataError& error) {
+      EXPECT_EQ(error.error().errno_value, EIO) << error.error().text();
+      EXPECT_FALSE(error.error().unit.empty());
+      EXPECT_NE(error.error().page, kNoPage);
+      ++told;
+    }
+  };
+  std::thread other([&] { until_it_fails(2); });
+  until_it_fails(0);
+  other.join();
+  EXPECT_EQ(told, 2);
+  EXPECT_THROW(session.synchronize(), StrataError);
+  session.close();
+}
+
+std::size_t address_space_bytes() {
+  std::size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * 4096;
+}
+
+TEST(Session, ABadPathLeavesNothingBehind) {
+  const std::size_t before = address_space_bytes();
+  for (int round = 0; round < 60; ++round) {
+    EXPECT_THROW(Session(small_config("/nowhere/at/all")), StrataError);
+  }
+  const std::size_t views = 60 * kUnits * 2 * kPage;
+  EXPECT_LT(address_space_bytes() - before, views / 2);
+}
+
+}  // namespace
+}  // namespace strata
