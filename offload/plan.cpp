@@ -23,8 +23,9 @@ Windows windows_of(const Trace& trace, std::size_t unit_count, std::uint32_t loo
     const std::size_t back = std::min<std::size_t>(lookahead, uses - 1);
     const std::uint32_t start = trace.uses[(k + uses - back) % uses].enter;
     std::vector<bool>& window = windows[index(use.unit)];
-    for (std::uint32_t m = start; m != use.leave; m = (m + 1) % trace.moments) window[m] = true;
-    window[use.leave] = true;
+    // Two arcs: a use that spans most of the step reaches back into its own fetching.
+    for (std::uint32_t m = start; m != use.enter; m = (m + 1) % trace.moments) window[m] = true;
+    for (std::uint32_t m = use.enter; m <= use.leave; ++m) window[m] = true;
   }
   return windows;
 }

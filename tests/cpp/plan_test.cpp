@@ -20,7 +20,9 @@ bool holds_frames(const Trace& trace, UnitId unit, std::uint32_t lookahead, std:
     if (trace.uses[k].unit != unit) continue;
     const std::size_t back = std::min<std::size_t>(lookahead, uses - 1);
     const std::uint32_t start = trace.uses[(k + uses - back) % uses].enter;
-    if (distance(start, moment) <= distance(start, trace.uses[k].leave)) return true;
+    const Use& use = trace.uses[k];
+    if (use.enter <= moment && moment <= use.leave) return true;
+    if (distance(start, moment) < distance(start, use.enter)) return true;
   }
   return false;
 }
@@ -116,6 +118,20 @@ TEST(Plan, OneUnitAtATimeNeedsTheLargestUnitOnly) {
     EXPECT_TRUE(make_plan(trace, sizes, largest).feasible);
     EXPECT_FALSE(make_plan(trace, sizes, largest - 1).feasible);
   });
+}
+
+// It is entered all the time: nobody may have its frames, whatever is fetched ahead.
+TEST(Plan, AUseThatSpansTheStepKeepsItsFrames) {
+  const std::vector<std::uint32_t> sizes{4, 3, 5, 1};
+  const std::vector<Event> step{
+      {UnitId{0}, false, true}, {UnitId{1}, false, true}, {UnitId{1}, false, false},
+      {UnitId{1}, true, true},  {UnitId{2}, true, true},  {UnitId{2}, true, false},
+      {UnitId{1}, true, false}, {UnitId{3}, true, true},  {UnitId{3}, true, false},
+      {UnitId{0}, false, false}};
+  EXPECT_FALSE(make_plan(trace_of(step), sizes, 11).feasible);
+  const Plan plan = make_plan(trace_of(step), sizes, 12);
+  ASSERT_TRUE(plan.feasible);
+  EXPECT_FALSE(share(plan, 0, 2));
 }
 
 TEST(Plan, SaysTheSameTwice) {
