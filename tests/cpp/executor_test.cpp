@@ -98,7 +98,8 @@ TEST(Executor, ShowsWhatIsAskedForOnDemand) {
 }
 
 TEST(Executor, ASteadyStepMapsNothing) {
-  for_seeds(60, [](std::uint64_t seed) {
+  int planned = 0;
+  for_seeds(60, [&planned](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     std::vector<std::uint32_t> sizes;
     for (std::uint64_t u = 0; u < 2 + random() % 5; ++u) {
@@ -121,12 +122,16 @@ TEST(Executor, ASteadyStepMapsNothing) {
     for (int warm = 0; warm < 2; ++warm) model.run(step), model.end();
     const ExecutorCounters before = model.counters();
     if (!model.core.executor->plan().feasible) return;  // first-fit found none: on demand
+    ++planned;
     for (int steady = 0; steady < 2; ++steady) model.run(step), model.end();
     EXPECT_EQ(model.counters().mappings, before.mappings);
     EXPECT_EQ(model.counters().deviations, 0U);
     EXPECT_EQ(model.counters().plans, 1U);
     EXPECT_LE(model.counters().frames_peak, least + spare);
   });
+  if (std::getenv("STRATA_SEED") == nullptr) {
+    EXPECT_GT(planned, 40) << "hardly any step was planned";
+  }
 }
 
 TEST(Executor, WhereEverythingFitsEachPageMovesOncePerStep) {
@@ -246,6 +251,70 @@ TEST(Executor, TwoWhoWaitDoNotStarveEachOther) {
   executor.pin(kFirst);
   executor.leave(kFirst, nullptr);
   EXPECT_TRUE(model.core.until([&] { return executor.ready(kSecond); }));
+}
+
+// Somebody who asks for units, waits, uses them for a while and leaves, over and over.
+struct User {
+  enum class State : std::uint8_t { away, waiting, using_it };
+  State state = State::away;
+  UnitId unit = kNoUnit;
+  int turns_left = 0;
+  int visits = 0;
+};
+
+void act(User& user, Executor& executor, std::mt19937_64& random, std::uint32_t units) {
+  switch (user.state) {
+    case User::State::away:
+      user.unit = UnitId{static_cast<std::uint32_t>(random() % units)};
+      if (executor.enter(user.unit, random() % 2 == 0, random() % 3 != 0)) return;  // too much
+      user.state = User::State::waiting;
+      return;
+    case User::State::waiting:
+      if (!executor.ready(user.unit)) return;
+      executor.pin(user.unit);
+      user.state = User::State::using_it;
+      user.turns_left = static_cast<int>(random() % 4);
+      return;
+    case User::State::using_it:
+      if (user.turns_left-- > 0) return;
+      executor.leave(user.unit, nullptr);
+      user.state = User::State::away;
+      ++user.visits;
+  }
+}
+
+TEST(Executor, EverybodyIsServedInTheEnd) {
+  for_seeds(60, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    std::vector<std::uint32_t> sizes;
+    for (std::uint64_t u = 0; u < 2 + random() % 4; ++u) {
+      sizes.push_back(static_cast<std::uint32_t>(1 + random() % 3));
+    }
+    const auto units = static_cast<std::uint32_t>(sizes.size());
+    const std::uint32_t largest = *std::max_element(sizes.begin(), sizes.end());
+    std::vector<Tier> tier;
+    for (std::uint32_t p = 0; p < sum(sizes); ++p) {
+      tier.push_back(random() % 2 == 0 ? Tier::host : Tier::ssd);
+    }
+    SmallCore core(tier, {.staging = static_cast<std::uint32_t>(1 + random() % 3),
+                          .device_frames = largest + static_cast<std::uint32_t>(random() % 4),
+                          .backend = {.polls_late_max = 2, .seed = seed}});
+    core.make_units(sizes, static_cast<std::uint32_t>(1 + random() % 3));
+    std::vector<User> users(3);
+    for (int turn = 0; turn < 1500; ++turn) {
+      for (User& user : users) act(user, *core.executor, random, units);
+      if (random() % 40 == 0) core.executor->end_step(), core.executor->begin_step();
+      if (random() % 8 == 0) {  // an update
+        const PageId page{static_cast<std::uint32_t>(random() % sum(sizes))};
+        core.executor->block(page);
+        core.turn();
+        core.executor->unblock(page);
+      }
+      core.turn();
+    }
+    for (const User& user : users) EXPECT_GT(user.visits, 10);
+    EXPECT_FALSE(core.executor->failure());
+  });
 }
 
 TEST(Executor, AMappingThatFailsIsTold) {
