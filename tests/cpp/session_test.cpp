@@ -133,7 +133,9 @@ TEST(Session, ThreadsUseDifferentUnitsAtOnce) {
   Session session(small_config(folder.path()));
   fill(session);
   const auto use = [&](std::uint32_t first) {
-    for (int round = 0; round < 20; ++round) visit(session, first + round % 2, round % 4 > 1);
+    for (std::uint32_t round = 0; round < 20; ++round) {
+      visit(session, first + round % 2, round % 4 > 1);
+    }
   };
   std::thread other([&] { use(2); });
   use(0);
