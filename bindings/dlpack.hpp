@@ -1,5 +1,6 @@
 // A one-dimensional tensor over foreign memory, as DLPack 0.x describes it: enough for a parameter
-// on its view. The structs follow the public ABI of dlpack.h; torch.from_dlpack() takes the capsule.
+// on its view. The structs follow the public ABI of dlpack.h; torch.from_dlpack() takes the
+// capsule.
 //
 // The memory outlives the tensor or the tensor is invalid: whoever closes the session says so.
 #pragma once

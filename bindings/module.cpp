@@ -112,8 +112,8 @@ py::dict plan_dict(const Config& config, const Residence& home) {
     unit["param_bytes"] = home.layout.units[u].pages.size() * page;
     unit["param_tier"] = tier_text(home, u, [](Role role) { return role == Role::param; });
     unit["grad_tier"] = tier_text(home, u, [](Role role) { return role == Role::grad; });
-    unit["state_tier"] = tier_text(
-        home, u, [](Role role) { return role != Role::param && role != Role::grad; });
+    unit["state_tier"] =
+        tier_text(home, u, [](Role role) { return role != Role::param && role != Role::grad; });
     units.append(unit);
   }
   py::dict plan;
@@ -159,13 +159,20 @@ py::dict stats_dict(const SessionStats& stats) {
 
 const char* fault_name(Fault fault) {
   switch (fault) {
-    case Fault::io: return "io";
-    case Fault::short_read: return "short_read";
-    case Fault::corrupt: return "corrupt";
-    case Fault::no_space: return "no_space";
-    case Fault::memory: return "memory";
-    case Fault::config: return "config";
-    case Fault::cancelled: return "cancelled";
+    case Fault::io:
+      return "io";
+    case Fault::short_read:
+      return "short_read";
+    case Fault::corrupt:
+      return "corrupt";
+    case Fault::no_space:
+      return "no_space";
+    case Fault::memory:
+      return "memory";
+    case Fault::config:
+      return "config";
+    case Fault::cancelled:
+      return "cancelled";
   }
   return "io";
 }
@@ -216,8 +223,8 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
       using Bytes = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(base)>>,
                                        const std::byte, std::byte>;
       if (base == nullptr) return base;
-      return static_cast<decltype(base)>(
-          static_cast<void*>(const_cast<std::byte*>(reinterpret_cast<Bytes*>(base)) + first * bytes));
+      return static_cast<decltype(base)>(static_cast<void*>(
+          const_cast<std::byte*>(reinterpret_cast<Bytes*>(base)) + first * bytes));
     };
     UpdateSpan span = whole;
     span.count = std::min(each, whole.count - first);
@@ -257,36 +264,44 @@ void bind_session(py::module_& module) {
         const py::gil_scoped_release release;
         return std::make_unique<Session>(config);
       }))
-      .def_property_readonly(
-          "plan", [](const Session& s) { return plan_dict(s.config(), s.residence()); })
+      .def_property_readonly("plan",
+                             [](const Session& s) { return plan_dict(s.config(), s.residence()); })
       .def("tensor", &tensor_capsule)
-      .def("write", [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
-                       std::uintptr_t address, std::size_t count) {
-        const Kind parsed = parse_kind(kind);
-        const py::gil_scoped_release release;
-        s.write(param, parsed, offset, pointer<const float>(address), count);
-      })
-      .def("read", [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
-                      std::uintptr_t address, std::size_t count) {
-        const Kind parsed = parse_kind(kind);
-        const py::gil_scoped_release release;
-        s.read(param, parsed, offset, pointer<float>(address), count);
-      })
-      .def("enter", [](Session& s, std::uint32_t unit, bool backward, bool recorded) {
-        const py::gil_scoped_release release;
-        s.enter(UnitId{unit}, backward, recorded);
-      }, py::arg("unit"), py::arg("backward"), py::arg("recorded") = true)
-      .def("leave", [](Session& s, std::uint32_t unit) { s.leave(UnitId{unit}); }, Release())
-      .def("resident", [](Session& s, std::uint32_t unit) { return s.resident(UnitId{unit}); },
-           Release())
+      .def("write",
+           [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
+              std::uintptr_t address, std::size_t count) {
+             const Kind parsed = parse_kind(kind);
+             const py::gil_scoped_release release;
+             s.write(param, parsed, offset, pointer<const float>(address), count);
+           })
+      .def("read",
+           [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
+              std::uintptr_t address, std::size_t count) {
+             const Kind parsed = parse_kind(kind);
+             const py::gil_scoped_release release;
+             s.read(param, parsed, offset, pointer<float>(address), count);
+           })
+      .def(
+          "enter",
+          [](Session& s, std::uint32_t unit, bool backward, bool recorded) {
+            const py::gil_scoped_release release;
+            s.enter(UnitId{unit}, backward, recorded);
+          },
+          py::arg("unit"), py::arg("backward"), py::arg("recorded") = true)
+      .def(
+          "leave", [](Session& s, std::uint32_t unit) { s.leave(UnitId{unit}); }, Release())
+      .def(
+          "resident", [](Session& s, std::uint32_t unit) { return s.resident(UnitId{unit}); },
+          Release())
       .def("device_written", &Session::device_written, Release())
-      .def("land_gradient", [](Session& s, std::uint32_t param, std::uintptr_t address,
-                               const std::string& dtype) {
-        const Dtype parsed = parse_dtype(dtype);
-        const py::gil_scoped_release release;
-        s.land_gradient(param, pointer<const void>(address), parsed);
-      })
-      .def("drop_gradients", [](Session& s) { s.drop_gradients(); }, Release())
+      .def("land_gradient",
+           [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype) {
+             const Dtype parsed = parse_dtype(dtype);
+             const py::gil_scoped_release release;
+             s.land_gradient(param, pointer<const void>(address), parsed);
+           })
+      .def(
+          "drop_gradients", [](Session& s) { s.drop_gradients(); }, Release())
       .def("gradient_count", &Session::gradient_count, Release())
       .def("step", &step)
       .def("param_step", &Session::step_of, Release())
@@ -315,20 +330,25 @@ PYBIND11_MODULE(_core, module) {
     const Config config = parse_config(dict);
     return plan_dict(config, choose_residence(config));
   });
-  module.def("update_span", [](const py::dict& group, const std::string& dtype,
-                               const std::string& grad_dtype, std::size_t count,
-                               std::uintptr_t param, std::uintptr_t master, std::uintptr_t moment1,
-                               std::uintptr_t moment2, std::uintptr_t grad, std::int64_t step,
-                               double grad_scale, int threads, const std::string& isa) {
-    const Hyper hyper = parse_group(group);
-    const UpdateSpan span{parse_dtype(dtype),      parse_dtype(grad_dtype),
-                          count,                   pointer<void>(param),
-                          pointer<void>(master),   pointer<float>(moment1),
-                          pointer<float>(moment2), pointer<const void>(grad),
-                          &hyper,                  step,
-                          static_cast<float>(grad_scale)};
-    const Kernels& chosen = kernels(parse_isa(isa));
-    const py::gil_scoped_release release;
-    update_span(chosen, span, std::max(1, threads));
-  });
+  module.def("update_span",
+             [](const py::dict& group, const std::string& dtype, const std::string& grad_dtype,
+                std::size_t count, std::uintptr_t param, std::uintptr_t master,
+                std::uintptr_t moment1, std::uintptr_t moment2, std::uintptr_t grad,
+                std::int64_t step, double grad_scale, int threads, const std::string& isa) {
+               const Hyper hyper = parse_group(group);
+               const UpdateSpan span{parse_dtype(dtype),
+                                     parse_dtype(grad_dtype),
+                                     count,
+                                     pointer<void>(param),
+                                     pointer<void>(master),
+                                     pointer<float>(moment1),
+                                     pointer<float>(moment2),
+                                     pointer<const void>(grad),
+                                     &hyper,
+                                     step,
+                                     static_cast<float>(grad_scale)};
+               const Kernels& chosen = kernels(parse_isa(isa));
+               const py::gil_scoped_release release;
+               update_span(chosen, span, std::max(1, threads));
+             });
 }

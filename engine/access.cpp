@@ -12,10 +12,14 @@ namespace {
 
 Role role_of(Kind kind) {
   switch (kind) {
-    case Kind::master: return Role::param;
-    case Kind::moment1: return Role::moment1;
-    case Kind::moment2: return Role::moment2;
-    case Kind::grad: return Role::grad;
+    case Kind::master:
+      return Role::param;
+    case Kind::moment1:
+      return Role::moment1;
+    case Kind::moment2:
+      return Role::moment2;
+    case Kind::grad:
+      return Role::grad;
   }
   return Role::param;
 }

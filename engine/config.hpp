@@ -18,14 +18,14 @@ struct ParamSpec {
   Dtype dtype = Dtype::bfloat16;  // of computation
   bool trainable = true;
   UnitId unit{0};
-  std::uint32_t group = 0;        // index into Config::groups
+  std::uint32_t group = 0;  // index into Config::groups
 };
 
 struct Config {
   std::vector<ParamSpec> params;
   std::vector<std::string> units;  // names, in order of first use
   std::vector<Hyper> groups;
-  std::size_t page_bytes = 0;      // 0: chosen
+  std::size_t page_bytes = 0;  // 0: chosen
   std::size_t device_bytes = 0;
   std::size_t host_bytes = 0;
   std::size_t ssd_bytes = 0;
@@ -33,7 +33,7 @@ struct Config {
   std::string io_engine = "auto";
   std::string session_name = "strata";
   int workers = 1;
-  bool accumulate = false;         // gradients rest in float32
+  bool accumulate = false;  // gradients rest in float32
 };
 
 }  // namespace strata

@@ -11,9 +11,12 @@ namespace {
 
 std::size_t master_bytes(Dtype dtype) {
   switch (dtype) {
-    case Dtype::float32: return 0;   // the parameter is its own master
-    case Dtype::bfloat16: return 2;  // the lower half: see optimizers, Note [Split master]
-    case Dtype::float16: return 4;
+    case Dtype::float32:
+      return 0;  // the parameter is its own master
+    case Dtype::bfloat16:
+      return 2;  // the lower half: see optimizers, Note [Split master]
+    case Dtype::float16:
+      return 4;
   }
   return 0;
 }
@@ -22,11 +25,16 @@ std::size_t bytes_of(Role role, const Segment& segment, int moments, bool accumu
   if (role == Role::param) return size_of(segment.dtype);
   if (!segment.trainable) return 0;
   switch (role) {
-    case Role::master: return master_bytes(segment.dtype);
-    case Role::moment1: return moments >= 1 ? sizeof(float) : 0;
-    case Role::moment2: return moments >= 2 ? sizeof(float) : 0;
-    case Role::grad: return accumulate ? sizeof(float) : size_of(segment.dtype);
-    case Role::param: break;
+    case Role::master:
+      return master_bytes(segment.dtype);
+    case Role::moment1:
+      return moments >= 1 ? sizeof(float) : 0;
+    case Role::moment2:
+      return moments >= 2 ? sizeof(float) : 0;
+    case Role::grad:
+      return accumulate ? sizeof(float) : size_of(segment.dtype);
+    case Role::param:
+      break;
   }
   return 0;
 }
@@ -104,11 +112,16 @@ void cut(const Config& config, Layout& layout) {
 
 const char* name(Role role) {
   switch (role) {
-    case Role::param: return "param";
-    case Role::master: return "residual";
-    case Role::moment1: return "exp_avg";
-    case Role::moment2: return "exp_avg_sq";
-    case Role::grad: return "grad";
+    case Role::param:
+      return "param";
+    case Role::master:
+      return "residual";
+    case Role::moment1:
+      return "exp_avg";
+    case Role::moment2:
+      return "exp_avg_sq";
+    case Role::grad:
+      return "grad";
   }
   return "?";
 }
@@ -122,11 +135,15 @@ std::size_t Layout::param_pages() const {
 std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {
   const Segment& segment = segments[chunk.segment];
   switch (role) {
-    case Role::param: return size_of(segment.dtype);
-    case Role::master: return master_bytes(segment.dtype);
+    case Role::param:
+      return size_of(segment.dtype);
+    case Role::master:
+      return master_bytes(segment.dtype);
     case Role::moment1:
-    case Role::moment2: return sizeof(float);
-    case Role::grad: return accumulate ? sizeof(float) : size_of(segment.dtype);
+    case Role::moment2:
+      return sizeof(float);
+    case Role::grad:
+      return accumulate ? sizeof(float) : size_of(segment.dtype);
   }
   return 0;
 }

@@ -32,8 +32,8 @@ struct PageRun {
 
 struct Chunk {
   std::uint32_t segment = 0;
-  std::size_t first = 0;      // first element, in its segment
-  std::size_t elements = 0;   // all but the last chunk of a segment are full
+  std::size_t first = 0;     // first element, in its segment
+  std::size_t elements = 0;  // all but the last chunk of a segment are full
   std::array<PageRun, kRoleCount> roles;
 
   const PageRun& run(Role role) const { return roles[static_cast<std::size_t>(role)]; }
@@ -46,36 +46,36 @@ struct Segment {
   std::size_t elements = 0;
   std::uint32_t first_chunk = 0;
   std::uint32_t chunk_count = 0;
-  std::uint32_t view_page = 0;          // where its parameter pages begin in the unit's view
-  std::vector<std::uint32_t> params;    // ids, in order of their place
+  std::uint32_t view_page = 0;        // where its parameter pages begin in the unit's view
+  std::vector<std::uint32_t> params;  // ids, in order of their place
 };
 
 struct Place {
   std::uint32_t segment = 0;
-  std::size_t first = 0;                // element in the segment
+  std::size_t first = 0;  // element in the segment
 };
 
 struct UnitLayout {
-  std::vector<PageId> pages;            // parameter pages, in view order
-  std::vector<std::uint32_t> chunks;    // the chunk behind each
+  std::vector<PageId> pages;          // parameter pages, in view order
+  std::vector<std::uint32_t> chunks;  // the chunk behind each
 };
 
 // A run of one parameter's elements within one chunk.
 struct Piece {
   std::uint32_t chunk = 0;
-  std::size_t in_chunk = 0;             // first element, in the chunk
-  std::size_t in_param = 0;             // first element, in the parameter
+  std::size_t in_chunk = 0;  // first element, in the chunk
+  std::size_t in_param = 0;  // first element, in the parameter
   std::size_t count = 0;
 };
 
 struct Layout {
   std::size_t page_bytes = 0;
-  bool accumulate = false;              // gradients are float32
+  bool accumulate = false;  // gradients are float32
   std::uint32_t page_count = 0;
   std::vector<Segment> segments;
   std::vector<Chunk> chunks;
-  std::vector<Place> places;            // by parameter
-  std::vector<std::size_t> numel;       // by parameter
+  std::vector<Place> places;       // by parameter
+  std::vector<std::size_t> numel;  // by parameter
   std::vector<UnitLayout> units;
   std::vector<std::uint32_t> chunk_of;  // by page
   std::vector<Role> role_of;            // by page

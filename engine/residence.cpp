@@ -101,12 +101,11 @@ void choose_host(const Config& config, Verdict& verdict) {
     return;
   }
   if (config.ssd_paths.empty()) {
-    infeasible(verdict, Tier::host,
-               "infeasible: parameters, gradients and optimizer state take " +
-                   bytes_text(total * page) + " of host memory and the budget is " +
-                   bytes_text(config.host_bytes) + "; host=\"" +
-                   std::to_string(ceil_div(total * page, kKiB)) +
-                   "KiB\" would do, or give ssd_path=");
+    infeasible(
+        verdict, Tier::host,
+        "infeasible: parameters, gradients and optimizer state take " + bytes_text(total * page) +
+            " of host memory and the budget is " + bytes_text(config.host_bytes) + "; host=\"" +
+            std::to_string(ceil_div(total * page, kKiB)) + "KiB\" would do, or give ssd_path=");
     return;
   }
   const std::uint32_t least = home.chunk_frames_max + 3;
@@ -145,7 +144,8 @@ Verdict try_page(const Config& config, std::size_t page_bytes) {
   return verdict;
 }
 
-// A page size is comfortable when it wastes little and the staging area is a small part of the host.
+// A page size is comfortable when it wastes little and the staging area is a small part of the
+// host.
 bool comfortable(const Config& config, const Residence& home) {
   std::size_t elements = 0;
   for (const ParamSpec& spec : config.params) elements += spec.numel * size_of(spec.dtype);

@@ -95,7 +95,9 @@ void Session::build_core() {
   updates_ = std::make_unique<Updates>(home_.layout, *cache_, *executor_, *workers_, frames_max);
 }
 
-Session::~Session() { close(); }
+Session::~Session() {
+  close();
+}
 
 void Session::close() {
   {
@@ -160,7 +162,8 @@ void Session::fail(Error error) {
   if (error.page != kNoPage) {
     const Chunk& chunk = home_.layout.chunks[home_.layout.chunk_of[index(error.page)]];
     const UnitId unit = home_.layout.segments[chunk.segment].unit;
-    error.unit = config_.units[index(unit)] + " (" + name(home_.layout.role_of[index(error.page)]) + ")";
+    error.unit =
+        config_.units[index(unit)] + " (" + name(home_.layout.role_of[index(error.page)]) + ")";
   }
   failure_ = std::move(error);
 }
@@ -187,8 +190,10 @@ void Session::wait(Lock& lock, const std::function<bool()>& ready) {
       idle_turns = 0;
       continue;
     }
-    if (idle_) idle_();
-    else moved_.wait_for(lock, std::chrono::milliseconds(kPumpPeriodMs));
+    if (idle_)
+      idle_();
+    else
+      moved_.wait_for(lock, std::chrono::milliseconds(kPumpPeriodMs));
     throw_if_failed();
     const auto now = std::chrono::steady_clock::now();
     if (progress_ != seen) seen = progress_, since = now;
@@ -203,7 +208,8 @@ Error Session::stuck() const {
   Error error;
   error.what = "nothing moved for two minutes: " + std::to_string(mover_->in_flight(Link::read)) +
                " reads, " + std::to_string(mover_->in_flight(Link::write)) + " writes and " +
-               std::to_string(mover_->in_flight(Link::upload)) + " uploads are in flight, updates " +
+               std::to_string(mover_->in_flight(Link::upload)) +
+               " uploads are in flight, updates " +
                (updates_->busy() ? "are waiting" : "are done") + "; the disk may hang";
   return error;
 }

@@ -33,20 +33,20 @@ namespace strata {
 enum class Kind : std::uint8_t { master, moment1, moment2, grad };
 
 struct StepOptions {
-  double max_norm = 0.0;       // > 0: scale gradients so that their norm is at most this
+  double max_norm = 0.0;  // > 0: scale gradients so that their norm is at most this
   double grad_divisor = 1.0;
   bool skip_nonfinite = false;
 };
 
 struct StepResult {
-  double norm = 0.0;           // of all gradients, after division and before clipping
+  double norm = 0.0;  // of all gradients, after division and before clipping
   bool finite = true;
   bool skipped = false;
 };
 
 struct SessionStats {
   std::array<std::uint64_t, kLinkCount> link_bytes{};
-  std::vector<double> waited_s;            // in enter(), by unit
+  std::vector<double> waited_s;  // in enter(), by unit
   std::uint64_t device_bytes = 0, device_bytes_peak = 0, device_bytes_budget = 0;
   std::uint64_t host_bytes = 0, staging_bytes = 0;
   std::uint64_t ssd_bytes = 0;
@@ -56,7 +56,7 @@ struct SessionStats {
   double worker_busy_s = 0.0;
   bool host_locked = false;
   std::string backend, io_engine, io_engine_why, isa;
-  std::vector<std::string> warnings;       // for the log: what works less well than it could
+  std::vector<std::string> warnings;  // for the log: what works less well than it could
 };
 
 // What a test replaces. Left empty, the session makes the real thing.
@@ -148,23 +148,23 @@ class Session final {
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Workers> workers_;
   std::unique_ptr<Updates> updates_;
-  std::vector<std::byte*> views_;             // by unit
-  std::vector<std::uint32_t> group_of_;       // by parameter
-  std::vector<std::uint32_t> landed_;         // by parameter: gradients since the last step
-  std::vector<double> sum_squares_;           // by parameter: of what landed
-  std::vector<std::int64_t> waited_ns_;       // by unit
+  std::vector<std::byte*> views_;        // by unit
+  std::vector<std::uint32_t> group_of_;  // by parameter
+  std::vector<std::uint32_t> landed_;    // by parameter: gradients since the last step
+  std::vector<double> sum_squares_;      // by parameter: of what landed
+  std::vector<std::int64_t> waited_ns_;  // by unit
   std::vector<Arrival> arrivals_;
   std::uint64_t steps_ = 0;
   std::uint64_t steps_skipped_ = 0;
-  std::uint64_t progress_ = 0;                // turns that moved something
-  std::uint32_t copying_ = 0;                 // threads that use host pages without the lock
+  std::uint64_t progress_ = 0;  // turns that moved something
+  std::uint32_t copying_ = 0;   // threads that use host pages without the lock
   std::optional<Error> failure_;
   std::function<void()> idle_;
   std::function<void(const PageTable&)> turned_;
   mutable std::mutex mutex_;
   std::condition_variable moved_;
   bool closed_ = false;
-  std::thread pump_;                          // last: starts when everything above is ready
+  std::thread pump_;  // last: starts when everything above is ready
 };
 
 }  // namespace strata

@@ -49,7 +49,8 @@ void Updates::start(std::vector<Hyper> groups, std::span<const std::uint32_t> gr
     if (active_[param]) ++steps_[param];
   }
   for (const Segment& segment : layout_.segments) {
-    for (std::uint32_t c = 0; c < segment.chunk_count; ++c) pieces_[segment.first_chunk + c].clear();
+    for (std::uint32_t c = 0; c < segment.chunk_count; ++c)
+      pieces_[segment.first_chunk + c].clear();
   }
   for (const Segment& segment : layout_.segments) {
     for (const std::uint32_t param : segment.params) {
@@ -134,9 +135,8 @@ std::byte* Updates::at(const Slot& slot, Role role, std::size_t element) const {
   if (run.count == 0) return nullptr;
   const std::size_t per_page = layout_.elements_per_page(chunk, role);
   const std::uint32_t page = index(run.first) + static_cast<std::uint32_t>(element / per_page);
-  const auto open = std::find_if(slot.pages.begin(), slot.pages.end(), [page](const OpenPage& p) {
-    return index(p.page) == page;
-  });
+  const auto open = std::find_if(slot.pages.begin(), slot.pages.end(),
+                                 [page](const OpenPage& p) { return index(p.page) == page; });
   STRATA_ASSERT(open != slot.pages.end());
   return open->bytes + (element % per_page) * layout_.element_bytes(chunk, role);
 }

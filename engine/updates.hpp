@@ -57,8 +57,8 @@ class Updates final {
   struct Slot {
     Stage stage = Stage::free;
     std::uint32_t chunk = 0;
-    std::uint32_t frames = 0;            // staging frames it may hold
-    std::vector<OpenPage> pages;         // in order of page id
+    std::uint32_t frames = 0;     // staging frames it may hold
+    std::vector<OpenPage> pages;  // in order of page id
     std::vector<UpdateSpan> spans;
   };
   struct ChunkPiece {
@@ -87,10 +87,10 @@ class Updates final {
   std::deque<std::uint32_t> queue_;
   std::vector<Slot> slots_;
   std::uint32_t open_ = 0;
-  std::vector<PageId> spent_;                    // gradient pages to forget
-  std::vector<Hyper> groups_;                    // of the running step
+  std::vector<PageId> spent_;  // gradient pages to forget
+  std::vector<Hyper> groups_;  // of the running step
   std::vector<std::uint32_t> group_of_;
-  std::vector<bool> active_;                     // by parameter: updated in the running step
+  std::vector<bool> active_;  // by parameter: updated in the running step
   float grad_scale_ = 1.0f;
   std::uint64_t chunks_done_ = 0;
 };

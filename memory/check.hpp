@@ -15,6 +15,6 @@ namespace strata::detail {
 
 }  // namespace strata::detail
 
-#define STRATA_ASSERT(condition)    \
+#define STRATA_ASSERT(condition)      \
   ((condition) ? static_cast<void>(0) \
                : ::strata::detail::assert_failed(#condition, __FILE__, __LINE__))

@@ -9,13 +9,18 @@ namespace strata {
 
 enum class Dtype : std::uint8_t { float32, float16, bfloat16 };
 
-constexpr std::size_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+constexpr std::size_t size_of(Dtype dtype) {
+  return dtype == Dtype::float32 ? 4 : 2;
+}
 
 constexpr const char* name(Dtype dtype) {
   switch (dtype) {
-    case Dtype::float32: return "float32";
-    case Dtype::float16: return "float16";
-    case Dtype::bfloat16: return "bfloat16";
+    case Dtype::float32:
+      return "float32";
+    case Dtype::float16:
+      return "float16";
+    case Dtype::bfloat16:
+      return "bfloat16";
   }
   return "?";
 }

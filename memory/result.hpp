@@ -25,13 +25,13 @@ enum class Fault : std::uint8_t {
 
 struct Error {
   Fault fault = Fault::io;
-  std::string what;              // one sentence: what was attempted and what to do
-  int errno_value = 0;           // 0 where the operating system said nothing
+  std::string what;     // one sentence: what was attempted and what to do
+  int errno_value = 0;  // 0 where the operating system said nothing
   PageId page = kNoPage;
   Tier tier = Tier::ssd;
-  std::string path;              // file concerned, empty where none
-  std::uint64_t offset = 0;      // bytes into `path`
-  std::string unit;              // filled in by the layer that knows units
+  std::string path;          // file concerned, empty where none
+  std::uint64_t offset = 0;  // bytes into `path`
+  std::string unit;          // filled in by the layer that knows units
 
   std::string text() const;
 };

@@ -31,21 +31,36 @@ inline constexpr FrameId kNoFrame{UINT32_MAX};
 inline constexpr SlotId kNoSlot{UINT32_MAX};
 inline constexpr UnitId kNoUnit{UINT32_MAX};
 
-constexpr std::uint32_t index(PageId id) { return static_cast<std::uint32_t>(id); }
-constexpr std::uint32_t index(FrameId id) { return static_cast<std::uint32_t>(id); }
-constexpr std::uint32_t index(SlotId id) { return static_cast<std::uint32_t>(id); }
-constexpr std::uint32_t index(UnitId id) { return static_cast<std::uint32_t>(id); }
+constexpr std::uint32_t index(PageId id) {
+  return static_cast<std::uint32_t>(id);
+}
+constexpr std::uint32_t index(FrameId id) {
+  return static_cast<std::uint32_t>(id);
+}
+constexpr std::uint32_t index(SlotId id) {
+  return static_cast<std::uint32_t>(id);
+}
+constexpr std::uint32_t index(UnitId id) {
+  return static_cast<std::uint32_t>(id);
+}
 
 constexpr const char* name(Tier tier) {
   switch (tier) {
-    case Tier::device: return "device";
-    case Tier::host: return "host";
-    case Tier::ssd: return "ssd";
+    case Tier::device:
+      return "device";
+    case Tier::host:
+      return "host";
+    case Tier::ssd:
+      return "ssd";
   }
   return "?";
 }
 
-constexpr std::size_t ceil_div(std::size_t value, std::size_t by) { return (value + by - 1) / by; }
-constexpr std::size_t round_up(std::size_t value, std::size_t to) { return ceil_div(value, to) * to; }
+constexpr std::size_t ceil_div(std::size_t value, std::size_t by) {
+  return (value + by - 1) / by;
+}
+constexpr std::size_t round_up(std::size_t value, std::size_t to) {
+  return ceil_div(value, to) * to;
+}
 
 }  // namespace strata

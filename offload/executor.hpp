@@ -91,9 +91,9 @@ class Executor final {
   struct PageState {
     UnitId unit = kNoUnit;
     std::uint32_t in_view = 0;
-    FrameId mapped = kNoFrame;     // what the view shows
+    FrameId mapped = kNoFrame;  // what the view shows
     FrameId planned = kNoFrame;
-    FrameId frame = kNoFrame;      // what it occupies
+    FrameId frame = kNoFrame;  // what it occupies
     Fetch fetch = Fetch::none;
   };
 
@@ -130,9 +130,9 @@ class Executor final {
   std::uint64_t use_ = 0;
   Trace trace_;
   Plan plan_;
-  std::size_t cursor_ = 0;                // the plan's use that is running
+  std::size_t cursor_ = 0;  // the plan's use that is running
   std::uint32_t step_deviations_ = 0;
-  std::uint32_t strange_steps_ = 0;       // in a row
+  std::uint32_t strange_steps_ = 0;  // in a row
   ExecutorCounters counters_;
   std::optional<Error> failure_;
 };

@@ -1,8 +1,8 @@
-// HostCache: the one way to a page's bytes in host memory. Pages that rest in host memory keep their
-// frame for life; pages that rest on the SSD pass through a bounded set of staging frames, read when
-// opened, written back when changed, and evicted least recently used first. Gradients that land,
-// parameters on their way to the device and chunks under update all go through here, so there is one
-// place that can run out, and one rule for it.
+// HostCache: the one way to a page's bytes in host memory. Pages that rest in host memory keep
+// their frame for life; pages that rest on the SSD pass through a bounded set of staging frames,
+// read when opened, written back when changed, and evicted least recently used first. Gradients
+// that land, parameters on their way to the device and chunks under update all go through here, so
+// there is one place that can run out, and one rule for it.
 //
 // Threads: one caller at a time (the core's lock). open() never blocks: it starts what is missing
 // and returns null; call it again after the next turn.
@@ -79,8 +79,8 @@ class HostCache final {
   Pool& host_;
   std::vector<Tier> tier_;
   std::vector<Staged> staged_;
-  std::vector<bool> writing_;     // by page: open for modify or overwrite
-  std::uint64_t version_ = 0;     // the last one given to any page: versions are never used twice
+  std::vector<bool> writing_;  // by page: open for modify or overwrite
+  std::uint64_t version_ = 0;  // the last one given to any page: versions are never used twice
   std::uint64_t use_ = 0;
 };
 

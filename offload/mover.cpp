@@ -14,9 +14,12 @@ struct Ends {
 
 constexpr Ends ends(Link link) {
   switch (link) {
-    case Link::read: return {Tier::ssd, Tier::host};
-    case Link::write: return {Tier::host, Tier::ssd};
-    case Link::upload: return {Tier::host, Tier::device};
+    case Link::read:
+      return {Tier::ssd, Tier::host};
+    case Link::write:
+      return {Tier::host, Tier::ssd};
+    case Link::upload:
+      return {Tier::host, Tier::device};
   }
   return {Tier::host, Tier::host};
 }
@@ -25,9 +28,12 @@ constexpr Ends ends(Link link) {
 
 const char* name(Link link) {
   switch (link) {
-    case Link::read: return "ssd to host";
-    case Link::write: return "host to ssd";
-    case Link::upload: return "host to device";
+    case Link::read:
+      return "ssd to host";
+    case Link::write:
+      return "host to ssd";
+    case Link::upload:
+      return "host to device";
   }
   return "?";
 }

@@ -42,17 +42,15 @@ class Mover final {
   bool idle() const { return free_.size() == transfers_.size(); }
 
   // REQUIRES of all three: not full(); the source is readable, and the newest.
-  void read(PageId page, FrameId to);      // ssd → host
-  void write(PageId page);                 // host → ssd
-  void upload(PageId page, FrameId to);    // host → device; replaces a stale device copy in `to`
+  void read(PageId page, FrameId to);    // ssd → host
+  void write(PageId page);               // host → ssd
+  void upload(PageId page, FrameId to);  // host → device; replaces a stale device copy in `to`
 
   // Reaps, and appends what finished. True when anything moved.
   bool turn(std::vector<Arrival>& out);
 
   std::uint64_t bytes(Link link) const { return bytes_[static_cast<std::size_t>(link)]; }
-  std::uint32_t in_flight(Link link) const {
-    return in_flight_[static_cast<std::size_t>(link)];
-  }
+  std::uint32_t in_flight(Link link) const { return in_flight_[static_cast<std::size_t>(link)]; }
 
  private:
   struct Transfer {

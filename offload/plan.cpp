@@ -77,8 +77,8 @@ std::optional<std::vector<std::vector<FrameId>>> assign(const Overlaps& overlaps
 }
 
 // Gives frames of its own to every unit that still fits so: what stays need not move. Units are
-// tried in the order of their first use, because what forward uses last backward uses at once; those
-// that the step does not use come last.
+// tried in the order of their first use, because what forward uses last backward uses at once;
+// those that the step does not use come last.
 void settle(const Overlaps& overlaps, std::span<const std::uint32_t> pages,
             std::uint32_t frame_count, Plan& plan) {
   std::vector<std::uint32_t> order;
@@ -125,7 +125,8 @@ Plan make_plan(const Trace& trace, std::span<const std::uint32_t> unit_pages,
     break;
   }
   for (const auto& frames : plan.frames) {
-    for (const FrameId frame : frames) plan.frames_used = std::max(plan.frames_used, index(frame) + 1);
+    for (const FrameId frame : frames)
+      plan.frames_used = std::max(plan.frames_used, index(frame) + 1);
   }
   return plan;
 }

@@ -17,7 +17,7 @@ struct Use {
 };
 
 struct Trace {
-  std::vector<Use> uses;    // in order of enter
+  std::vector<Use> uses;  // in order of enter
   std::uint32_t moments = 0;
 };
 

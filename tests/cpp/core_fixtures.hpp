@@ -62,8 +62,8 @@ class SmallCore final {
     device = std::make_unique<FaultyBackend>(
         std::make_unique<HostBackend>(nullptr, CopyEngine::polled), options.backend);
     EXPECT_FALSE(device->claim(options.device_frames, kPage));
-    auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
-                                                 FaultPlan{});
+    auto engine =
+        std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64), FaultPlan{});
     disk = engine.get();
     StoreOptions store;
     store.paths = {"memory"};

@@ -110,15 +110,17 @@ TEST(Executor, ASteadyStepMapsNothing) {
         random() % 3 == 0 ? nested_step(random, units, static_cast<int>(4 + random() % 12))
                           : there_and_back(units, static_cast<int>(1 + random() % 3));
     const std::uint32_t total = sum(sizes);
-    const std::uint32_t least = std::max(peak_pages(step, sizes),
-                                         *std::max_element(sizes.begin(), sizes.end()));
+    const std::uint32_t least =
+        std::max(peak_pages(step, sizes), *std::max_element(sizes.begin(), sizes.end()));
     std::vector<Tier> tier;
     for (std::uint32_t p = 0; p < total; ++p) {
       tier.push_back(random() % 2 == 0 ? Tier::host : Tier::ssd);
     }
     const auto spare = static_cast<std::uint32_t>(random() % (total - least + 1));
-    Model model(sizes, tier, {.staging = 5, .device_frames = least + spare,
-                              .backend = {.polls_late_max = 3, .seed = seed}});
+    Model model(sizes, tier,
+                {.staging = 5,
+                 .device_frames = least + spare,
+                 .backend = {.polls_late_max = 3, .seed = seed}});
     for (int warm = 0; warm < 2; ++warm) model.run(step), model.end();
     const ExecutorCounters before = model.counters();
     if (!model.core.executor->plan().feasible) return;  // first-fit found none: on demand

@@ -291,8 +291,8 @@ TEST(HostCache, AgreesWithPlainMemory) {
       tier.push_back(below(3) == 0 ? Tier::host : Tier::ssd);
     }
     const auto staging = static_cast<std::uint32_t>(1 + below(4));
-    SmallCore core(tier, {.staging = staging,
-                          .in_flight = static_cast<std::uint32_t>(1 + below(4))});
+    SmallCore core(tier,
+                   {.staging = staging, .in_flight = static_cast<std::uint32_t>(1 + below(4))});
     std::vector<int> expected(pages, 0);
     for (int action = 0; action < 150; ++action) {
       const PageId page{static_cast<std::uint32_t>(below(pages))};

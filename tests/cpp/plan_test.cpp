@@ -123,11 +123,11 @@ TEST(Plan, OneUnitAtATimeNeedsTheLargestUnitOnly) {
 // It is entered all the time: nobody may have its frames, whatever is fetched ahead.
 TEST(Plan, AUseThatSpansTheStepKeepsItsFrames) {
   const std::vector<std::uint32_t> sizes{4, 3, 5, 1};
-  const std::vector<Event> step{
-      {UnitId{0}, false, true}, {UnitId{1}, false, true}, {UnitId{1}, false, false},
-      {UnitId{1}, true, true},  {UnitId{2}, true, true},  {UnitId{2}, true, false},
-      {UnitId{1}, true, false}, {UnitId{3}, true, true},  {UnitId{3}, true, false},
-      {UnitId{0}, false, false}};
+  const std::vector<Event> step{{UnitId{0}, false, true},  {UnitId{1}, false, true},
+                                {UnitId{1}, false, false}, {UnitId{1}, true, true},
+                                {UnitId{2}, true, true},   {UnitId{2}, true, false},
+                                {UnitId{1}, true, false},  {UnitId{3}, true, true},
+                                {UnitId{3}, true, false},  {UnitId{0}, false, false}};
   EXPECT_FALSE(make_plan(trace_of(step), sizes, 11).feasible);
   const Plan plan = make_plan(trace_of(step), sizes, 12);
   ASSERT_TRUE(plan.feasible);

@@ -182,8 +182,10 @@ TEST(Residence, ParametersRestInHostMemoryBeforeGradientsBeforeState) {
     };
     int least_in_host = 2, most_on_ssd = 0;
     for (std::size_t page = 0; page < home.tier.size(); ++page) {
-      if (home.tier[page] == Tier::host) least_in_host = std::min(least_in_host, worth(page));
-      else most_on_ssd = std::max(most_on_ssd, worth(page));
+      if (home.tier[page] == Tier::host)
+        least_in_host = std::min(least_in_host, worth(page));
+      else
+        most_on_ssd = std::max(most_on_ssd, worth(page));
     }
     EXPECT_LE(most_on_ssd, least_in_host);
   });

@@ -52,8 +52,10 @@ class Simulation final {
       if (below(4) == 0) pass(false, false);
       const int backwards = config_.accumulate ? 1 + below(3) : 1;
       for (int b = 0; b < backwards; ++b) train();
-      if (below(8) == 0) forget();
-      else update();
+      if (below(8) == 0)
+        forget();
+      else
+        update();
       if (below(3) == 0) session_->synchronize();
       if (below(4) == 0) poke();
     }
@@ -158,17 +160,19 @@ class Simulation final {
       Plain& mine = plain_[p];
       // A gradient that depends on the parameter as the device shows it.
       std::vector<float> wide(spec.numel);
-      kernels(Isa::scalar).land_gradient(wide.data(), Dtype::float32, session_->device_address(p),
-                                         spec.dtype, spec.numel, GradMode::copy);
+      kernels(Isa::scalar)
+          .land_gradient(wide.data(), Dtype::float32, session_->device_address(p), spec.dtype,
+                         spec.numel, GradMode::copy);
       for (float& value : wide) value = value * 0.25f + 0.01f * static_cast<float>(below(5));
       std::vector<std::byte> from(spec.numel * size_of(spec.dtype));
       std::vector<std::byte> rest(spec.numel * 4);
       kernels(Isa::scalar).split(wide.data(), spec.numel, spec.dtype, from.data(), rest.data());
       session_->land_gradient(p, from.data(), spec.dtype);
       const bool adds = mine.landed++ != 0 && config_.accumulate;
-      kernels(Isa::scalar).land_gradient(
-          mine.grad.data(), config_.accumulate ? Dtype::float32 : spec.dtype, from.data(),
-          spec.dtype, spec.numel, adds ? GradMode::add : GradMode::copy);
+      kernels(Isa::scalar)
+          .land_gradient(mine.grad.data(), config_.accumulate ? Dtype::float32 : spec.dtype,
+                         from.data(), spec.dtype, spec.numel,
+                         adds ? GradMode::add : GradMode::copy);
     }
   }
 

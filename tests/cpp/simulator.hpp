@@ -17,10 +17,10 @@
 namespace strata {
 
 struct SimulationResult {
-  std::string broken;           // the first promise that did not hold; empty: all did
-  std::optional<Error> error;   // the exception that ended the run, if one did
-  std::uint64_t faults = 0;     // that happened
-  std::uint64_t requests = 0;   // to the disk
+  std::string broken;          // the first promise that did not hold; empty: all did
+  std::optional<Error> error;  // the exception that ended the run, if one did
+  std::uint64_t faults = 0;    // that happened
+  std::uint64_t requests = 0;  // to the disk
   std::uint64_t turns = 0;
 };
 
