@@ -18,7 +18,7 @@ SSD_BYTES = 20 * 10**9
 TOKENS = 128
 GROWTH = 1.1
 TARGET = 1.2e9
-START = 10e6
+START = 20e6
 BYTES_PER_PARAMETER = 14  # parameter, gradient, residual, two moments
 
 WIDTHS = (256, 512, 1024, 2048)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from strata import _core
 
 GROUP: dict[str, Any] = {
