@@ -318,6 +318,8 @@ PYBIND11_MODULE(_core, module) {
   using namespace strata;
   module.doc() = "The C++ core of strata: pages over device memory, host memory and SSD.";
   static py::exception<StrataError> raised(module, "StrataError", PyExc_RuntimeError);
+  // The signature is pybind11's.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param)
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
