@@ -49,7 +49,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     for g, group in enumerate(optimizer.param_groups):
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
-                raise ValueError(f"{type(optimizer).__name__}({option}=True) is not supported")
+                raise ValueError(
+                    f"{type(optimizer).__name__}({option}=True) is not supported: "
+                    f"build the optimizer without {option}"
+                )
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in own:
                 raise ValueError(

@@ -10,6 +10,7 @@ UNITS = {
     "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
+SIZE_MAX = 1 << 60  # sums of sizes still fit into 64 bits
 TIERS = ("device", "host", "ssd")
 
 Size = int | str
@@ -24,7 +25,7 @@ def parse_size(size: Size) -> int:
     if isinstance(size, int):
         if size < 0:
             raise ValueError(f"a size cannot be negative: {size}")
-        return size
+        return _bounded(size)
     match = _PATTERN.fullmatch(size)
     if match is None:
         raise ValueError(f"{size!r} is not a size; write a number and a unit, such as '8GiB'")
@@ -33,7 +34,13 @@ def parse_size(size: Size) -> int:
     if unit and unit.lower() not in factors:
         raise ValueError(f"unknown unit {unit!r} in {size!r}: {nearest(unit, UNITS)}")
     whole = factors[unit.lower()] if unit else 1
-    return int(number) * whole if number.isdigit() else round(float(number) * whole)
+    return _bounded(int(number) * whole if number.isdigit() else round(float(number) * whole))
+
+
+def _bounded(size: int) -> int:
+    if size > SIZE_MAX:
+        raise ValueError(f"a size of {size} bytes is more than any machine has")
+    return size
 
 
 def parse_budgets(memory: Mapping[str, Size] | None) -> dict[str, int]:
