@@ -6,7 +6,7 @@ from the start of the parameter. Methods that may wait release the GIL. Every fa
 failure the session is closed for business and repeats that error.
 """
 
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -53,6 +53,7 @@ class Config(TypedDict):
     ssd_paths: list[str]
     io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"]
     workers: int
+    session_name: NotRequired[str]  # files are <ssd path>/<session_name>.pages; default "strata"
     accumulate: bool  # gradients rest in float32 and several backward calls add up
 
 class UnitPlan(TypedDict):

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import NoneType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +31,16 @@ DISK_SHARE = 0.9
 DEVICE_SHARE = 0.25  # of that, where not everything fits
 UNBOUNDED = 1 << 50
 PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
+
+# Keywords whose type would otherwise be noticed late, or never.
+KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("memory", (Mapping, NoneType), "a dictionary such as {'device': '8GiB'}"),
+    ("max_grad_norm", (float, int, NoneType), "a number or None"),
+    ("accumulation_steps", int, "a whole number"),
+    ("skip_nonfinite", bool, "True or False"),
+    ("workers", (int, NoneType), "a whole number or None"),
+    ("seed", int, "a whole number"),
+)
 
 log = logging.getLogger("strata")
 
@@ -54,6 +65,10 @@ class Options:
 
     def check(self) -> None:
         """Raises for a value that can be seen to be wrong by itself."""
+        for name, kinds, what in KINDS:
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                raise TypeError(f"{name} must be {what}, not {value!r}")
         check_choice("update", self.update, UPDATES)
         check_choice("io_engine", self.io_engine, IO_ENGINES)
         if self.page_size != "auto":
@@ -79,6 +94,11 @@ class Options:
         if self.ssd_path is None:
             return []
         paths = [self.ssd_path] if isinstance(self.ssd_path, str | Path) else list(self.ssd_path)
+        if not all(map(str, paths)):
+            raise ValueError("ssd_path is empty: give a folder on the disk to use, or None")
+        for path in paths:
+            if not Path(path).exists():
+                raise FileNotFoundError(f"ssd_path: there is no folder {path}; make it first")
         return [str(Path(path).absolute()) for path in paths]
 
 
@@ -148,18 +168,47 @@ def nested_device_bytes(
     return most, where
 
 
-def check_nesting(model: nn.Module, hooked: dict[nn.Module, list[int]], plan: Plan) -> None:
-    """Raises StrataError where modules within each other do not fit on the device together."""
-    needed, where = nested_device_bytes(model, hooked, plan)
-    if needed > plan["device_bytes"]:
-        raise StrataError(
-            f"infeasible: the device budget holds {format_size(plan['device_bytes'])}, and forward "
-            f"of {where} needs {format_size(needed)}, together with the modules around it that "
-            f"own parameters; device={needed} would do"
-        )
+def settle(
+    model: nn.Module,
+    hooked: dict[nn.Module, list[int]],
+    config: Config,
+    make_plan: Callable[[Config], Plan],
+) -> Plan:
+    """The plan of `config`, with smaller pages where modules within each other ask for it.
+
+    Raises StrataError where the budgets cannot work, with the smallest that would.
+    """
+    plan: Plan | None
+    try:
+        plan = make_plan(config)
+        page_bytes = plan["page_bytes"]
+    except StrataError as error:
+        if getattr(error, "tier", "") != "device":
+            raise
+        plan = None
+        page_bytes = config["page_bytes"] or PAGE_BYTES_MIN
+    smallest = config["page_bytes"] or PAGE_BYTES_MIN
+    budget = config["device_bytes"]
+    while True:
+        if plan is not None and nested_device_bytes(model, hooked, plan)[0] <= plan["device_bytes"]:
+            return plan
+        if page_bytes <= smallest:
+            break
+        page_bytes //= 2
+        config["page_bytes"] = page_bytes
+        plan = make_plan(config)
+    wide = make_plan({**config, "page_bytes": smallest, "device_bytes": UNBOUNDED})
+    needed, where = nested_device_bytes(model, hooked, wide)
+    raise StrataError(
+        f"infeasible: the device budget is {format_size(budget)} ({budget} bytes), and forward of "
+        f"{where} needs {format_size(needed)}, with the modules around it that own parameters; "
+        f"device={needed} would do"
+    )
 
 
 def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
     named = list(model.named_parameters())
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
@@ -200,8 +249,9 @@ def _choose_budgets(
     free = int(machine.free_host_bytes() * FREE_SHARE)
     if "device" not in given or "host" not in given:
         needs = make_plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
-        left = max(0, free - sum(given.get(tier, 0) for tier in ("device", "host")))
         device, host = needs["device_bytes"], needs["host_bytes"]
+        taken = min(given.get("device", 0), device) + min(given.get("host", 0), host)
+        left = max(0, free - taken)
         if "host" in given:
             given["device"] = min(device, left)
         elif "device" in given:

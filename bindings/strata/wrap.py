@@ -8,7 +8,9 @@ model = strata.unwrap(model)
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,9 @@ from . import weights as weight_files
 from .configure import (
     OPTION_NAMES,
     Options,
-    check_nesting,
     configure,
     nested_device_bytes,
+    settle,
 )
 from .errors import check_keywords
 from .hooks import Hooks
@@ -107,6 +109,8 @@ def wrap(
         stats["backend"],
         f", {stats['io_engine']} ({stats['io_engine_why']})" if stats["io_engine"] else "",
     )
+    for warning in stats.get("warnings", []):
+        log.warning("%s", warning)
     return model, state.optimizer
 
 
@@ -114,8 +118,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     """A dry run of wrap() with the same keywords: says what would go where. Allocates nothing."""
     check_keywords("plan", [word for word in options if word not in OPTION_NAMES], OPTION_NAMES)
     config, hooked = configure(model, optimizer, Options(**options), _core.plan)
-    result = _core.plan(config)
-    check_nesting(model, hooked, result)
+    result = settle(model, hooked, config, _core.plan)
     needed, _ = nested_device_bytes(model, hooked, result)
     result["device_bytes_min"] = max(result["device_bytes_min"], needed)
     return PlanReport(result, _budgets(config))
@@ -172,7 +175,9 @@ def _budgets(config: _core.Config) -> dict[str, int]:
 def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
     """Starts a session for the model and moves it there. Leaves the model alone where it fails."""
     config, hooked = configure(model, optimizer, options, _core.plan)
-    check_nesting(model, hooked, _core.plan(config))
+    settle(model, hooked, config, _core.plan)
+    gc.collect()  # a wrapped model that nobody can reach any more still has its frames and files
+    config["session_name"] = _free_name(config["ssd_paths"])
     session = _core.Session(config)
     try:
         state = Wrapped(model, session, config)
@@ -191,6 +196,26 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     )
     model.__dict__["_strata"] = state
     return state
+
+
+def _free_name(paths: Sequence[str]) -> str:
+    """What the files of a session are called: wrapped models of one process may share a folder."""
+
+    def taken(name: str) -> bool:
+        return any(Path(path, f"{name}.pages").exists() for path in paths if _is_ours(path))
+
+    number = 1
+    while taken(name := f"strata-{number}" if number > 1 else "strata"):
+        number += 1
+    return name
+
+
+def _is_ours(path: str) -> bool:
+    """Whether the folder's lock names this process: its first line begins with the holder."""
+    try:
+        return Path(path, "strata.lock").read_text().split(None, 1)[0] == str(os.getpid())
+    except (OSError, IndexError):
+        return False
 
 
 def _fill(state: Wrapped, options: Options) -> None:

@@ -48,6 +48,13 @@ def test_same_objects_come_back(core: ModuleType) -> None:
         ({"page_size": "4 pages"}, "pages"),
         ({"page_size": "4KiB"}, "power of two from 64.0 KiB"),
         ({"page_size": 100_000}, "power of two"),
+        ({"memory": "8GiB"}, "memory must be a dictionary"),
+        ({"memory": {"host": "9999999TiB"}}, "more than any machine"),
+        ({"accumulation_steps": 2.5}, "accumulation_steps must be a whole number"),
+        ({"max_grad_norm": "1"}, "max_grad_norm must be a number"),
+        ({"workers": "2"}, "workers must be a whole number"),
+        ({"seed": "a"}, "seed must be a whole number"),
+        ({"ssd_path": ""}, "ssd_path is empty"),
     ],
 )
 def test_bad_arguments(core: ModuleType, arguments: dict[str, Any], message: str) -> None:
@@ -64,6 +71,18 @@ def test_too_small_a_budget_says_what_would_do(core: ModuleType) -> None:
         strata.wrap(model, adamw(model), memory={"device": "1KiB", "host": "64MiB"})
     assert "would do" in str(caught.value)
     assert_same(model, build(llama))
+
+
+def test_a_missing_folder_is_named(core: ModuleType, tmp_path: Path) -> None:
+    model = build(llama)
+    with pytest.raises(FileNotFoundError, match=r"ssd_path: there is no folder .*gone; make it"):
+        strata.wrap(model, adamw(model), ssd_path=tmp_path / "gone")
+
+
+def test_a_host_budget_beyond_the_machine_leaves_room_for_the_device(core: ModuleType) -> None:
+    model = build(llama)
+    report = strata.plan(model, adamw(model), memory={"host": "100TiB"})
+    assert report.budgets["device"] == report.plan["device_bytes"] > 0
 
 
 def test_nested_units_count_together(core: ModuleType) -> None:
@@ -91,6 +110,8 @@ def test_nested_units_count_together(core: ModuleType) -> None:
 
 
 def test_bad_models(core: ModuleType) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, not dict"):
+        strata.wrap({}, adamw(nn.Linear(4, 4)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no parameters"):
         strata.wrap(nn.ReLU(), torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     double = nn.Linear(4, 4).double()

@@ -1,0 +1,119 @@
+"""Budgets and folders that the real core refuses, warns of or shares, and a disk that lies."""
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strata
+import torch
+from small_models import adamw, build, llama, train
+from torch import nn
+
+TIGHT_SSD = {"device": "1MiB", "host": "2MiB", "ssd": "64MiB"}
+
+
+def linear_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256)) for _ in range(4)])
+
+
+def steps(model: nn.Module, optimizer: Any, count: int = 3) -> float:
+    for _ in range(count):
+        loss = model(torch.ones(2, 256)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    strata.synchronize(model)
+    return loss.item()
+
+
+def test_models_of_one_process_share_a_folder(tmp_path: Path) -> None:
+    losses = []
+    pairs = [
+        strata.wrap(m, adamw(m), memory=TIGHT_SSD, ssd_path=tmp_path)
+        for m in (linear_layers(), linear_layers())
+    ]
+    for _ in range(3):
+        losses += [steps(model, optimizer, 1) for model, optimizer in pairs]
+    assert losses[::2] == losses[1::2]
+    assert {file.name for file in tmp_path.glob("*.pages")} == {"strata.pages", "strata-2.pages"}
+    for model, _ in pairs:
+        strata.unwrap(model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tmpfs_works_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    memory = Path("/dev/shm")
+    if not os.path.ismount(memory):
+        pytest.skip("no /dev/shm here")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        model = linear_layers()
+        with caplog.at_level(logging.WARNING, "strata"):
+            model, _ = strata.wrap(model, adamw(model), memory=TIGHT_SSD, ssd_path=folder)
+        assert f"{folder} is a tmpfs" in caplog.text
+        strata.unwrap(model)
+
+
+def test_a_page_that_changed_on_the_disk_is_named(tmp_path: Path) -> None:
+    """Unit, page, file and offset in one exception, and the process goes on."""
+    model = linear_layers()
+    model, optimizer = strata.wrap(model, adamw(model), memory=TIGHT_SSD, ssd_path=tmp_path)
+    strata.synchronize(model)
+    pages = tmp_path / "strata.pages"
+    with pages.open("r+b") as file:
+        for offset in range(0, pages.stat().st_size, 4096):
+            file.seek(offset)
+            file.write(b"damaged!")
+    with pytest.raises(strata.StrataError, match="checksum") as caught:
+        steps(model, optimizer)
+    error = caught.value
+    assert error.fault == "corrupt"
+    assert error.path == str(pages)
+    assert error.page >= 0
+    assert error.unit.split()[0] in "0123"
+    assert error.offset % (64 << 10) == 0
+    del model, optimizer
+
+
+def test_a_refused_device_budget_names_moment_bytes_and_what_would_do() -> None:
+    model = build(llama)
+    options: dict[str, Any] = {"memory": {"device": "10KiB", "host": "64MiB"}}
+    message = r"10.0 KiB \(10240 bytes\), and forward of model\.\S+ needs .*; device=(\d+) would do"
+    for function in (strata.wrap, strata.plan):
+        with pytest.raises(strata.StrataError, match=message) as caught:
+            function(model, adamw(model), **options)
+    least = int(str(caught.value).split("device=")[1].split()[0])
+    options["memory"]["device"] = least - 1
+    with pytest.raises(strata.StrataError, match=f"device={least} would do"):
+        strata.wrap(model, adamw(model), **options)
+    options["memory"]["device"] = least
+    model, optimizer = strata.wrap(model, adamw(model), **options)
+    train(model, optimizer, 1)
+
+
+def test_pages_get_smaller_where_nested_modules_need_it() -> None:
+    """Each unit fits with large pages, all that is entered at once does not."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1024))
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(3)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x) * self.scale
+            return x
+
+    model = Scaled()
+    memory = {"device": (4 << 20) + (128 << 10), "host": "256MiB"}
+    report = strata.plan(model, adamw(model), memory=memory)
+    assert report.plan["page_bytes"] < 4 << 20
+    model, optimizer = strata.wrap(model, adamw(model), memory=memory)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
