@@ -70,6 +70,7 @@ def save(
     4 MiB, whatever the size of the model. Raises CheckpointError where `path` is something else.
     """
     state = wrapped(model)
+    state.check_parameters()
     state.session.synchronize()
     buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32)
     meter = _Meter(progress, _total_bytes(state))

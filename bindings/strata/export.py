@@ -64,6 +64,7 @@ class _Source:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         state = wrapped(model)
+        state.check_parameters()
         state.session.synchronize()
         self._state = state
         self._dtypes: dict[str, torch.dtype] = {

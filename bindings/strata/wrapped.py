@@ -115,6 +115,19 @@ class Wrapped:
         """A pickled model is a plain one."""
         return (type(None), ())
 
+    def check_parameters(self) -> None:
+        """Raises RuntimeError where the model has other parameters than when it was wrapped."""
+        now = dict(self.model.named_parameters())
+        changed = sorted(set(now) ^ set(self.names))
+        changed += [
+            n for n, p in zip(self.names, self.params, strict=True) if now.get(n, p) is not p
+        ]
+        if changed:
+            raise RuntimeError(
+                f"parameter {changed[0]!r} was added, removed or exchanged after strata.wrap(), so "
+                "the result would not be the model: undo that, or call strata.unwrap(model) first"
+            )
+
     def index_of(self, parameter: torch.Tensor) -> int:
         """The index of a parameter of this model. Raises ValueError for any other tensor."""
         slot = getattr(parameter, "_strata", None)

@@ -117,3 +117,19 @@ def test_pages_get_smaller_where_nested_modules_need_it() -> None:
     model, optimizer = strata.wrap(model, adamw(model), memory=memory)
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "exchanged"])
+def test_a_model_with_other_parameters_is_not_saved(tmp_path: Path, change: str) -> None:
+    model: Any = linear_layers()
+    model, _ = strata.wrap(model, adamw(model))
+    if change == "added":
+        model.append(nn.Linear(2, 2))
+    elif change == "removed":
+        del model[3]
+    else:
+        model[3][0].weight = nn.Parameter(torch.ones(256, 256))
+    for save in (strata.save, strata.export_safetensors):
+        with pytest.raises(RuntimeError, match=r"'[34].*added, removed or exchanged"):
+            save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
