@@ -183,7 +183,11 @@ def settle(
         plan = make_plan(config)
         page_bytes = plan["page_bytes"]
     except StrataError as error:
-        if getattr(error, "tier", "") != "device":
+        tier = getattr(error, "tier", "")
+        if tier == "ssd":
+            free = format_size(machine.free_disk_bytes(config["ssd_paths"]))
+            raise StrataError(f"{error} ({', '.join(config['ssd_paths'])}: {free} free)") from error
+        if tier != "device":
             raise
         plan = None
         page_bytes = config["page_bytes"] or PAGE_BYTES_MIN

@@ -10,6 +10,7 @@ import pytest
 import strata
 import torch
 from small_models import adamw, build, llama, train
+from strata import machine
 from torch import nn
 
 TIGHT_SSD = {"device": "1MiB", "host": "2MiB", "ssd": "64MiB"}
@@ -133,3 +134,14 @@ def test_a_model_with_other_parameters_is_not_saved(tmp_path: Path, change: str)
         with pytest.raises(RuntimeError, match=r"'[34].*added, removed or exchanged"):
             save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_named_with_what_it_has_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "free_disk_bytes", lambda paths: 1 << 20)
+    model = linear_layers()
+    memory = {"device": "1MiB", "host": "2MiB"}
+    with pytest.raises(strata.StrataError, match=r"would do.*\(.*: 1\.0 MiB free\)"):
+        strata.wrap(model, adamw(model), memory=memory, ssd_path=tmp_path)
+    assert list(tmp_path.iterdir()) == []
