@@ -17,16 +17,6 @@ constexpr std::size_t kPageBytesDefault = 4 * kMiB;
 constexpr std::uint32_t kChunksInFlight = 4;
 constexpr std::uint32_t kSinglePages = 8;
 
-std::string bytes_text(std::size_t bytes) {
-  const char* suffix = "KiB";
-  double value = static_cast<double>(bytes) / static_cast<double>(kKiB);
-  if (value >= 1024) value /= 1024, suffix = "MiB";
-  if (value >= 1024) value /= 1024, suffix = "GiB";
-  char text[32];
-  std::snprintf(text, sizeof text, value < 10 ? "%.2f %s" : "%.1f %s", value, suffix);
-  return text;
-}
-
 std::uint32_t chunk_pages_max(const Layout& layout) {
   std::uint32_t most = 1;
   for (const Chunk& chunk : layout.chunks) {

@@ -170,6 +170,10 @@ void Session::fail(Error error) {
 
 void Session::throw_if_failed() const {
   if (failure_) throw StrataError(*failure_);
+  throw_if_closed();
+}
+
+void Session::throw_if_closed() const {
   if (!closed_) return;
   Error error;
   error.fault = Fault::cancelled;
@@ -315,7 +319,7 @@ void Session::synchronize() {
 
 SessionStats Session::stats() {
   const Lock lock(mutex_);
-  throw_if_failed();
+  throw_if_closed();
   const std::uint64_t page = home_.layout.page_bytes;
   SessionStats stats;
   for (std::size_t link = 0; link < kLinkCount; ++link) {

@@ -106,6 +106,7 @@ class Session final {
   void set_step(std::uint32_t param, std::int64_t step);
   void synchronize();
 
+  // Works on a failed session too, to see how far it came.
   SessionStats stats();
   void close();
 
@@ -119,6 +120,7 @@ class Session final {
   bool turn();
   void fail(Error error);
   void throw_if_failed() const;
+  void throw_if_closed() const;
   Error stuck() const;
   void wait(Lock& lock, const std::function<bool()>& ready);
   std::byte* open(Lock& lock, PageId page, Intent intent);

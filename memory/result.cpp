@@ -1,5 +1,6 @@
 #include "memory/result.hpp"
 
+#include <cstdio>
 #include <cstring>
 
 namespace strata {
@@ -13,6 +14,16 @@ std::string Error::text() const {
     out += "; errno " + std::to_string(errno_value) + " (" + std::strerror(errno_value) + ")";
   }
   return out;
+}
+
+std::string bytes_text(std::uint64_t bytes) {
+  const char* suffix = "KiB";
+  double value = static_cast<double>(bytes) / static_cast<double>(kKiB);
+  if (value >= 1024) value /= 1024, suffix = "MiB";
+  if (value >= 1024) value /= 1024, suffix = "GiB";
+  char text[32];
+  std::snprintf(text, sizeof text, value < 10 ? "%.2f %s" : "%.1f %s", value, suffix);
+  return text;
 }
 
 void refuse(std::string what) {

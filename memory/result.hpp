@@ -45,6 +45,9 @@ class StrataError final : public std::runtime_error {
   Error error_;
 };
 
+// Bytes for people: "1.50 GiB", "640.0 KiB".
+std::string bytes_text(std::uint64_t bytes);
+
 // Throws a configuration error.
 [[noreturn]] void refuse(std::string what);
 

@@ -28,14 +28,6 @@ namespace {
   throw StrataError(std::move(error));
 }
 
-std::string size_text(std::uint64_t bytes) {
-  std::array<char, 64> text;
-  std::snprintf(text.data(), text.size(), "%.2f GiB (%llu bytes)",
-                static_cast<double>(bytes) / static_cast<double>(kGiB),
-                static_cast<unsigned long long>(bytes));
-  return text.data();
-}
-
 // Returns the folder, so that it can be checked before the lock in it is taken.
 const std::string& checked(const std::string& folder, const std::string& session_name) {
   if (session_name.empty() || session_name.find('/') != std::string::npos ||
@@ -81,8 +73,8 @@ void PageFile::remove() {
 
 void PageFile::refuse_existing() const {
   refuse(path_ +
-         " exists already: another session of this process has the same name, or it was "
-         "not made by strata; rename it or choose another session name");
+         " exists already: it was not made by strata, or another session of this process "
+         "has the same name; move it away or give another ssd_path=");
 }
 
 void PageFile::make(const std::string& folder) {
@@ -108,10 +100,11 @@ void PageFile::preallocate(const std::string& folder, std::uint64_t bytes) {
     fail(Fault::io, "the free space of the SSD path cannot be read", folder, errno);
   }
   const std::uint64_t free_bytes = std::uint64_t{filesystem.f_bavail} * filesystem.f_frsize;
-  const std::string sizes = folder + " needs " + size_text(bytes) + " for pages and has " +
-                            size_text(free_bytes) + " free";
+  const std::string sizes = folder + " needs " + bytes_text(bytes) + " for pages and has " +
+                            bytes_text(free_bytes) + " free";
   if (bytes > free_bytes) {
-    fail(Fault::no_space, sizes + "; free some or lower the ssd budget", path_, 0);
+    fail(Fault::no_space, sizes + "; free some, give another ssd_path=, or a larger host=", path_,
+         0);
   }
   int failed = 0;
   do {

@@ -1,4 +1,4 @@
-"""Ctrl-C that ends a run after its step, and at once when pressed again.
+"""Ctrl-C that ends a run after what it is doing, and at once when pressed again.
 
 with Interrupt(view.note) as interrupt:
     while not interrupt.asked: ...
@@ -42,4 +42,4 @@ class Interrupt(AbstractContextManager["Interrupt"]):
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        self._tell("stopping after this step; press Ctrl-C again to stop at once")
+        self._tell("stopping in a moment; press Ctrl-C again to stop at once")

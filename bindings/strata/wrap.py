@@ -29,6 +29,7 @@ from .configure import (
 )
 from .errors import check_keywords
 from .hooks import Hooks
+from .interrupt import Interrupt
 from .optimizer import StrataOptimizer
 from .paged import make_paged
 from .report import PlanReport, Report, make_report
@@ -185,16 +186,21 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     except BaseException:
         session.close()
         raise
-    _move(state, options.dtype)
-    state.hooks = Hooks(state)
-    state.hooks.install(hooked)
-    state.optimizer = StrataOptimizer(
-        optimizer,
-        state,
-        max_grad_norm=options.max_grad_norm,
-        skip_nonfinite=options.skip_nonfinite,
-    )
-    model.__dict__["_strata"] = state
+    # A model half moved is of no use to anybody: Ctrl-C waits until it is whole, and undoes it then.
+    with Interrupt(log.info) as interrupt:
+        _move(state, options.dtype)
+        state.hooks = Hooks(state)
+        state.hooks.install(hooked)
+        state.optimizer = StrataOptimizer(
+            optimizer,
+            state,
+            max_grad_norm=options.max_grad_norm,
+            skip_nonfinite=options.skip_nonfinite,
+        )
+        model.__dict__["_strata"] = state
+    if interrupt.asked:
+        unwrap(model)
+        raise KeyboardInterrupt
     return state
 
 

@@ -52,7 +52,9 @@ def masters(session: Any) -> list[torch.Tensor]:
     return out
 
 
-def train(session: Any, steps: int, backwards: int = 1, max_norm: float = 0.0) -> list[torch.Tensor]:
+def train(
+    session: Any, steps: int, backwards: int = 1, max_norm: float = 0.0
+) -> list[torch.Tensor]:
     """Gradients are a function of the parameters as the device shows them."""
     views = tensors(session)
     for step in range(steps):
@@ -147,7 +149,10 @@ def test_device_written_becomes_the_value() -> None:
     [
         ({"device_bytes": 64 * KIB}, ["device budget", "u1", "would do"]),
         ({"host_bytes": 64 * KIB}, ["host", "ssd_path"]),
-        ({"host_bytes": 64 * KIB, "ssd_paths": ["/tmp"], "ssd_bytes": 1 << 30}, ["one chunk", "KiB"]),
+        (
+            {"host_bytes": 64 * KIB, "ssd_paths": ["/tmp"], "ssd_bytes": 1 << 30},
+            ["one chunk", "KiB"],
+        ),
         ({"host_bytes": 2 << 20, "ssd_paths": ["/tmp"], "ssd_bytes": 64 * KIB}, ["SSD", "MiB"]),
     ],
 )

@@ -137,7 +137,7 @@ def test_ctrl_c_saves_says_how_to_continue_and_leaves_nothing(place: Path) -> No
     process.send_signal(signal.SIGINT)
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "stopping after this step" in said
+    assert "stopping in a moment" in said
     assert f"strata finetune --resume --output {place / 'out'}" in said
     assert list((place / "disk").iterdir()) == []
     step = max(r["step"] for r in lines(place / "out"))
