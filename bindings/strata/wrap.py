@@ -186,7 +186,7 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     except BaseException:
         session.close()
         raise
-    # A model half moved is of no use to anybody: Ctrl-C waits until it is whole, and undoes it then.
+    # A model half moved is of no use: Ctrl-C waits until it is whole, and undoes it then.
     with Interrupt(log.info) as interrupt:
         _move(state, options.dtype)
         state.hooks = Hooks(state)

@@ -25,7 +25,7 @@ def config(dtype: str = "bfloat16", **changes: Any) -> dict[str, Any]:
     ]
     base: dict[str, Any] = {
         "params": params, "units": ["u0", "u1", "u2", "u3"], "groups": [GROUP],
-        "page_bytes": 64 * KIB, "device_bytes": 10 * 64 * KIB if dtype != "float32" else 20 * 64 * KIB,
+        "page_bytes": 64 * KIB, "device_bytes": (20 if dtype == "float32" else 10) * 64 * KIB,
         "host_bytes": 1 << 30, "ssd_bytes": 0, "ssd_paths": [], "io_engine": "auto", "workers": 2,
         "accumulate": False,
     }  # fmt: skip
