@@ -227,7 +227,7 @@ std::byte* Session::device_address(std::uint32_t param) const {
          place.first * size_of(segment.dtype);
 }
 
-void Session::enter(UnitId unit, bool backward, bool recorded) {
+void Session::enter(UnitId unit, bool backward, bool recorded, Stream stream) {
   Lock lock(mutex_);
   throw_if_failed();
   if (const auto why = executor_->enter(unit, backward, recorded)) {
@@ -243,7 +243,7 @@ void Session::enter(UnitId unit, bool backward, bool recorded) {
     wait(lock, [&] { return executor_->ready(unit); });
     waited_ns_[index(unit)] += (std::chrono::steady_clock::now() - start).count();
   }
-  executor_->pin(unit);
+  executor_->pin(unit, stream);
   if (executor_->wants_work()) bell_.ring();
 }
 

@@ -89,7 +89,8 @@ class Session final {
 
   // Returns when the unit's parameters are on the device at their newest version. Nests.
   // `recorded`: part of the training step, so the plan should foresee it.
-  void enter(UnitId unit, bool backward, bool recorded = true);
+  // `stream`: the caller's; leave() frees the frames once it has passed.
+  void enter(UnitId unit, bool backward, bool recorded = true, Stream stream = nullptr);
   void leave(UnitId unit, Stream stream = nullptr);
   bool resident(UnitId unit);
   // The user changed the device view: makes it the value of the parameter. REQUIRES: entered.

@@ -85,8 +85,9 @@ bool Executor::ready(UnitId unit) const {
   return true;
 }
 
-void Executor::pin(UnitId unit) {
+void Executor::pin(UnitId unit, Stream stream) {
   STRATA_ASSERT(ready(unit));
+  backend_.stream_waits(stream, state_[index(unit)].uploaded);
   ++state_[index(unit)].pins;
   state_[index(unit)].last_use = ++use_;
   std::erase(demanded_, unit);
@@ -277,7 +278,7 @@ bool Executor::open_and_upload() {
     if (mover_.full() || cache_.open(page, Intent::read) == nullptr) return false;
     PageState& state = page_state(page);
     state.fetch = Fetch::uploading;
-    mover_.upload(page, state.frame);
+    state_[index(state.unit)].uploaded = mover_.upload(page, state.frame);
     return moved = true;
   });
   return moved;

@@ -55,8 +55,8 @@ class Executor final {
   // Returns why the unit cannot come while the pinned ones stay, if that is so.
   std::optional<std::string> enter(UnitId unit, bool backward, bool recorded);
   bool ready(UnitId unit) const;
-  // REQUIRES: ready().
-  void pin(UnitId unit);
+  // Work submitted to `stream` from here on sees the pages. REQUIRES: ready().
+  void pin(UnitId unit, Stream stream = nullptr);
   // The unit's frames may go once work submitted so far on `stream` is finished.
   void leave(UnitId unit, Stream stream);
   // The frame that holds the page. REQUIRES: its unit is pinned.
@@ -85,6 +85,7 @@ class Executor final {
   struct UnitState {
     std::uint32_t pins = 0;
     std::uint64_t last_use = 0;
+    CopyTicket uploaded{};  // of its last page
     CopyTicket released{};
     std::optional<std::uint32_t> open_use;  // index into trace_.uses: entered and not left
   };

@@ -91,12 +91,13 @@ void Mover::write(PageId page) {
   submit(slot);
 }
 
-void Mover::upload(PageId page, FrameId to) {
+CopyTicket Mover::upload(PageId page, FrameId to) {
   if (table_.copy(page, Tier::device).state == CopyState::valid) table_.drop(page, Tier::device);
   const std::uint32_t slot = start(Link::upload, page);
   table_.begin_fill(page, Tier::device, index(to), table_.newest(page));
   transfers_[slot].ticket = backend_.copy_in(to, host_bytes(page), host_.page_bytes());
   copies_.push_back(slot);
+  return transfers_[slot].ticket;
 }
 
 void Mover::finish(std::uint32_t slot, std::optional<Error> error, std::vector<Arrival>& out) {

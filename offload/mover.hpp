@@ -42,9 +42,10 @@ class Mover final {
   bool idle() const { return free_.size() == transfers_.size(); }
 
   // REQUIRES of all three: not full(); the source is readable, and the newest.
-  void read(PageId page, FrameId to);    // ssd → host
-  void write(PageId page);               // host → ssd
-  void upload(PageId page, FrameId to);  // host → device; replaces a stale device copy in `to`
+  void read(PageId page, FrameId to);  // ssd → host
+  void write(PageId page);             // host → ssd
+  // host → device; replaces a stale device copy in `to`.
+  CopyTicket upload(PageId page, FrameId to);
 
   // Reaps, and appends what finished. True when anything moved.
   bool turn(std::vector<Arrival>& out);

@@ -251,19 +251,19 @@ TEST_P(IoEngineTest, RegisteredMemoryIsOnlyAMatterOfSpeed) {
 
 TEST_P(IoEngineTest, EndsWithRequestsInFlight) {
   const int file = make_file(kDepth * kBlock);
-  AlignedBuffer buffer(kBlock);
+  AlignedBuffer buffer(kDepth * kBlock);
   for (std::uint32_t i = 0; i < kDepth; ++i) {
     ASSERT_TRUE(engine_->submit({.op = IoOp::read,
                                  .file = file,
                                  .offset = std::uint64_t{i} * kBlock,
-                                 .buffer = buffer.data(),
+                                 .buffer = buffer.data() + std::size_t{i} * kBlock,
                                  .bytes = kBlock,
                                  .tag = i}));
     if (i == kDepth / 2) engine_->flush();
   }
   engine_.reset();
   buffer.fill(9);
-  AlignedBuffer same(kBlock);
+  AlignedBuffer same(kDepth * kBlock);
   same.fill(9);
   EXPECT_TRUE(buffer == same) << "somebody still writes into the buffer";
 }

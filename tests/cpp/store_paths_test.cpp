@@ -133,8 +133,8 @@ TEST(StorePathsTest, MoreThanTheDiskHasIsRefusedWithBothSizes) {
   options.slot_count = 1u << 31;  // 128 PiB
   const Error error = refusal(options);
   EXPECT_EQ(error.fault, Fault::no_space);
-  EXPECT_TRUE(mentions(error, "needs 67108864.00 GiB")) << error.text();
-  EXPECT_TRUE(mentions(error, "GiB (")) << error.text();
+  EXPECT_TRUE(mentions(error, "needs 67108864.0 GiB")) << error.text();
+  EXPECT_TRUE(mentions(error, " free; ")) << error.text();
   EXPECT_TRUE(mentions(error, one.path())) << error.text();
   EXPECT_TRUE(fs::is_empty(one.path()));
   EXPECT_TRUE(fs::is_empty(two.path()));
