@@ -58,8 +58,6 @@ class HostCache final {
   bool turn();
   void arrived(const Arrival& arrival);
 
-  std::uint32_t staging_frames() const { return static_cast<std::uint32_t>(staged_.size()); }
-
  private:
   struct Staged {
     FrameId frame = kNoFrame;
