@@ -1,23 +1,13 @@
 // The Python module strata._core: dictionaries in, dictionaries out, and the session between. What
 // each name means is written in bindings/strata/_core.pyi. Methods that may wait release the GIL.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <thread>
 
 #include "bindings/dlpack.hpp"
+#include "bindings/python.hpp"
 #include "engine/session.hpp"
-
-namespace py = pybind11;
 
 namespace strata {
 namespace {
-
-template <typename T>
-T field(const py::dict& dict, const char* key) {
-  if (!dict.contains(key)) throw py::key_error(std::string("config lacks ") + key);
-  return dict[key].cast<T>();
-}
 
 Dtype parse_dtype(const std::string& text) {
   for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {

@@ -151,7 +151,7 @@ void Executor::end_step() {
     for (const UnitPages& unit : units_) {
       sizes.push_back(static_cast<std::uint32_t>(unit.pages.size()));
     }
-    adopt_plan(make_plan(trace_, sizes, static_cast<std::uint32_t>(occupant_.size())));
+    adopt_plan(make_frame_plan(trace_, sizes, static_cast<std::uint32_t>(occupant_.size())));
     strange_steps_ = 0;
   }
   trace_ = {};
@@ -175,7 +175,7 @@ std::vector<UnitId> Executor::order() const {
   return units;
 }
 
-void Executor::adopt_plan(Plan plan) {
+void Executor::adopt_plan(FramePlan plan) {
   if (!plan.feasible) return;
   plan_ = std::move(plan);
   ++counters_.plans;

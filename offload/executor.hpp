@@ -19,7 +19,7 @@
 #include "memory/page_table.hpp"
 #include "offload/host_cache.hpp"
 #include "offload/mover.hpp"
-#include "offload/plan.hpp"
+#include "offload/frame_plan.hpp"
 #include "offload/trace.hpp"
 
 namespace strata {
@@ -74,7 +74,7 @@ class Executor final {
   bool wants_work() const { return !demanded_.empty() || !wanted_.empty() || fetching_ != 0; }
   // A mapping that the backend refused; the session ends with it.
   const std::optional<Error>& failure() const { return failure_; }
-  const Plan& plan() const { return plan_; }
+  const FramePlan& plan() const { return plan_; }
   // Units in the order in which the next step is expected to use them first.
   std::vector<UnitId> order() const;
   const ExecutorCounters& counters() const { return counters_; }
@@ -100,7 +100,7 @@ class Executor final {
 
   void note_use(UnitId unit, bool backward);
   void follow_plan(UnitId unit, bool backward, bool recorded);
-  void adopt_plan(Plan plan);
+  void adopt_plan(FramePlan plan);
   void want_uses(std::size_t first);
   bool fetch_unit(UnitId unit);
   bool claim(PageId page, FrameId frame);
@@ -130,7 +130,7 @@ class Executor final {
   std::uint32_t frames_used_ = 0;
   std::uint64_t use_ = 0;
   Trace trace_;
-  Plan plan_;
+  FramePlan plan_;
   std::size_t cursor_ = 0;  // the plan's use that is running
   std::uint32_t step_deviations_ = 0;
   std::uint32_t strange_steps_ = 0;  // in a row

@@ -1,24 +1,90 @@
-// What happened in one step, as the planner sees it: which unit was entered and left at which
-// moment. Moments are numbered from 0; every enter and every leave is one.
+// What happened in one step, as the planner sees it. Moments are numbered from 0; every enter and
+// every leave of a unit is one. The executor fills in the order of uses; the recorder of the
+// bindings adds times, saved tensors and the memory that PyTorch itself used.
+//
+//   Trace trace = ...;                             // recorded, or made up for a paper machine
+//   Lifetimes lives = lifetimes(trace);
+//   lives.units[3].saved_bytes                     // what keeping unit 3's activations holds
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "memory/units.hpp"
 
 namespace strata {
 
+// What becomes of the tensors that autograd saves in a unit's forward, until its backward.
+enum class Activation : std::uint8_t { keep, swap_host, swap_ssd, recompute };
+inline constexpr std::size_t kActivationCount = 4;
+const char* name(Activation activation);
+
+// Bytes are of PyTorch's own memory, beside our pages. Everything below `leave` is zero where only
+// the order was recorded.
 struct Use {
   UnitId unit = kNoUnit;
   bool backward = false;
   std::uint32_t enter = 0;  // moments
   std::uint32_t leave = 0;
+  double seconds = 0.0;              // of computation, without waiting and without nested uses
+  double gap_seconds = 0.0;          // of computation outside any unit, just before this use
+  std::uint64_t live_bytes = 0;      // at enter
+  std::uint64_t peak_bytes = 0;      // from enter to leave
+  std::uint64_t gap_peak_bytes = 0;  // in the gap before this use
+};
+
+// One storage that autograd saved; views of it are not counted again.
+struct SavedTensor {
+  UnitId unit = kNoUnit;  // whose forward saved it first
+  std::uint64_t bytes = 0;
+  std::uint32_t born = 0;       // index into uses: the forward use that saved it
+  std::uint32_t last_used = 0;  // index into uses: the backward use that read it last
+  bool input = false;           // it was there before the unit's forward: recomputing keeps it
+};
+
+// Sizes are of whole pages.
+struct TracedUnit {
+  std::string name;
+  std::uint64_t elements = 0;     // of its parameters
+  std::uint64_t param_bytes = 0;  // in the compute dtype
+  std::uint64_t grad_bytes = 0;   // 0 where nothing is trained
+  std::uint64_t state_bytes = 0;  // residuals and moments
+  std::uint32_t chunks = 0;
+  std::uint32_t slices_max = 1;  // of its batch; 1: it cannot be split
+  bool may_swap = true;
+  bool may_recompute = true;
+  Activation traced = Activation::keep;  // keep or recompute: how the step was recorded
 };
 
 struct Trace {
   std::vector<Use> uses;  // in order of enter
   std::uint32_t moments = 0;
+  std::vector<TracedUnit> units;     // empty where only the order was recorded
+  std::vector<SavedTensor> tensors;  // those saved inside units
+  double tail_seconds = 0.0;         // of computation after the last use
+  std::uint64_t tail_peak_bytes = 0;
 };
+
+// A unit's activations, summed over its forward uses.
+struct UnitLife {
+  std::uint64_t saved_bytes = 0;  // what keep holds, inputs included
+  std::uint64_t input_bytes = 0;  // what recompute holds
+  double forward_seconds = 0.0;
+  double backward_seconds = 0.0;     // without recomputation
+  std::uint32_t forward_leave = 0;   // use index: the last forward use; UINT32_MAX: none
+  std::uint32_t backward_enter = 0;  // use index: the first backward use; UINT32_MAX: none
+};
+
+struct Lifetimes {
+  std::vector<UnitLife> units;
+  std::vector<std::uint64_t> held_bytes;  // by use: what the traced step held for other units then
+};
+
+// REQUIRES: trace.units is filled in, and every index is in range (see check_trace).
+Lifetimes lifetimes(const Trace& trace);
+
+// Why the trace cannot be planned (an index out of range, a leave before its enter); empty: it can.
+std::string check_trace(const Trace& trace);
 
 }  // namespace strata

@@ -117,9 +117,184 @@ class Session:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges: bytes per link, seconds waited in enter() by unit, frames in use and
         peak per tier, updates, steps, io engine, page size."""
+    def limit_device(self, byte_count: int) -> None:
+        """From the next step on, parameters use at most these bytes of the device budget (whole
+        frames); frames are planned anew. Raises StrataError where the largest use needs more."""
+    def reserve_activations(self, host_bytes: int, ssd_bytes: int) -> None:
+        """Makes room for swapped activations: host memory that was claimed and not used, and where
+        that is not enough, pages whose residence saves least go to rest on the SSD. Waits for
+        pending updates. REQUIRES: no activation is saved. Raises StrataError, and changes nothing,
+        where there is no room."""
+    def save_activation(self, address: int, byte_count: int, to_ssd: bool, unit: int) -> int:
+        """Starts to copy device memory into pages; -1 where there is no room. The memory must stay
+        as it is until activation_saved()."""
+    def activation_saved(self, save: int, wait: bool) -> bool:
+        """Whether the copy is done; `wait`: after waiting for it."""
+    def stage_activation(self, save: int) -> None:
+        """Asks for its pages in host memory ahead of fetch_activation(); never waits."""
+    def fetch_activation(self, save: int, address: int) -> None:
+        """Starts to copy the bytes to device memory."""
+    def activation_fetched(self, save: int, wait: bool) -> bool:
+        """Whether they are there; `wait`: after waiting for them. Any number of fetches, one at a
+        time."""
+    def drop_activation(self, save: int) -> None:
+        """Forgets it, whatever is under way. Never waits, never raises on a closed session."""
+    def timeline(self) -> list[TimelineSpan]:
+        """What was busy since the last call, oldest first; a bounded number of the newest."""
     def close(self) -> None:
         """Stops threads, removes files, unmaps memory; tensors over views become invalid.
         Idempotent."""
+
+class TimelineSpan(TypedDict):
+    track: Literal["read", "write", "upload", "download", "update", "wait"]
+    cause: str  # of a wait: what came last; "ssd", "copy", "update", "frame", "room"; else "none"
+    lane: int  # of an update: the worker
+    backward: bool
+    unit: int  # -1 where it does not apply
+    begin_ns: int  # of time.perf_counter_ns()
+    end_ns: int
+    bytes: int
+
+# The planner: pure functions. Names and units are those of offload/{trace,costs,plan,simulate}.hpp.
+
+ActivationName = Literal["keep", "swap_host", "swap_ssd", "recompute"]
+LaneName = Literal["compute", "upload", "download", "read", "write", "update"]
+
+class Use(TypedDict):
+    unit: int
+    backward: bool
+    enter: int
+    leave: int
+    seconds: float
+    gap_seconds: float
+    live_bytes: int
+    peak_bytes: int
+    gap_peak_bytes: int
+
+class SavedTensor(TypedDict):
+    unit: int
+    bytes: int
+    born: int
+    last_used: int
+    input: bool
+
+class TracedUnit(TypedDict):
+    name: str
+    elements: int
+    param_bytes: int
+    grad_bytes: int
+    state_bytes: int
+    chunks: int
+    slices_max: int
+    may_swap: bool
+    may_recompute: bool
+    traced: ActivationName
+
+class Trace(TypedDict):
+    uses: list[Use]
+    moments: int
+    units: list[TracedUnit]
+    tensors: list[SavedTensor]
+    tail_seconds: float
+    tail_peak_bytes: int
+
+class Costs(TypedDict):
+    compute_scale: float
+    upload_bytes_s: float
+    download_bytes_s: float
+    read_bytes_s: float
+    write_bytes_s: float
+    update_elements_s: float
+    transfer_seconds: float
+    slice_seconds: float
+    slow: dict[LaneName, dict[LaneName, float]]  # pairs left out: 1
+
+class Budgets(TypedDict):
+    page_bytes: int
+    device_bytes: int
+    host_bytes: int
+    ssd_bytes: int
+    staging_bytes: int
+
+class Wishes(TypedDict):
+    activation: ActivationName | None
+    slices: int
+    may_split: bool
+
+class PlannedUnit(TypedDict):
+    activation: ActivationName
+    slices: int
+    param_ssd_bytes: int
+    grad_ssd_bytes: int
+    state_ssd_bytes: int
+
+class Peak(TypedDict):
+    bytes: int
+    budget: int
+    use: int
+
+class StepPlan(TypedDict):
+    feasible: bool
+    refusal: str
+    device_bytes_min: int
+    units: list[PlannedUnit]
+    lookahead: int  # of parameters, in uses
+    resident: list[bool]  # by unit: its parameters never leave the device
+    param_device_bytes: int
+    activation_device_bytes: int
+    activation_host_bytes: int
+    activation_ssd_bytes: int
+    activation_lookahead: int
+    resting_host_bytes: int
+    resting_ssd_bytes: int
+    device_curve: list[int]  # by use
+    peaks: dict[Literal["device", "host", "ssd"], Peak]
+
+class SimulatedSpan(TypedDict):
+    lane: LaneName
+    purpose: str
+    unit: int
+    begin: float
+    end: float
+    bytes: int
+
+class LaneUse(TypedDict):
+    busy_seconds: float
+    bytes: int
+
+class Stall(TypedDict):
+    use: int
+    lane: LaneName
+    purpose: str
+    seconds: float
+
+class Simulation(TypedDict):
+    step_seconds: float
+    lanes: dict[LaneName, LaneUse]
+    stalls: list[Stall]
+    spans: list[SimulatedSpan]
+
+class Bound(TypedDict):
+    seconds: float
+    compute_seconds: float
+    update_seconds: float
+    lane_seconds: dict[LaneName, float]
+    ssd_seconds: float
+    what: str
+
+class PaperPlan:
+    """A plan as the planner made it, with what it was made for."""
+
+    def __init__(self, trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) -> None:
+        """Raises ValueError where the trace contradicts itself. An infeasible plan is no error."""
+    @property
+    def plan(self) -> StepPlan: ...
+    def check(self) -> str:
+        """The first promise that the plan does not keep, replayed on paper; empty: none."""
+    def simulate(self, costs: Costs | None = None, spans: bool = False) -> Simulation:
+        """The step under this plan, on the machine it was made for or another one."""
+    def bound(self) -> Bound:
+        """The shortest that any plan's step could be with these budgets on this machine."""
 
 class StepResult(TypedDict):
     norm: float  # of the gradients before clipping, after division; 0.0 if none landed

@@ -11,13 +11,16 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Callable
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from .recorder import Recorder
+
 if TYPE_CHECKING:
-    from ._core import Config, Kind, Session, StepResult
+    from ._core import ActivationName, Config, Kind, Session, StepResult
 
 
 CHUNK_NUMEL = 1 << 24  # values that travel through one temporary float32 tensor
@@ -33,7 +36,20 @@ DTYPE_NAMES = {
 class Unit:
     """A unit at run time. `entered` counts what Python has entered and not left."""
 
-    __slots__ = ("entered", "index", "landed", "name", "params", "running", "trainable")
+    __slots__ = (
+        "activation",
+        "entered",
+        "index",
+        "landed",
+        "may_recompute",
+        "may_swap",
+        "name",
+        "params",
+        "running",
+        "slices",
+        "slices_max",
+        "trainable",
+    )
 
     def __init__(self, index: int, name: str, params: list[int], trainable: int) -> None:
         self.index = index
@@ -43,6 +59,13 @@ class Unit:
         self.entered = 0
         self.running = 0  # forwards now running of modules that read it
         self.landed = 0  # gradients of this backward
+        # What the plan says of its activations; changed between steps only.
+        self.activation: ActivationName = "keep"
+        self.slices = 1
+        # What could be said of them: found when the model is wrapped, and by trying.
+        self.may_swap = True
+        self.may_recompute = False
+        self.slices_max = 1
 
 
 class Slot:
@@ -74,6 +97,7 @@ class Wrapped:
         self.optimizer: torch.optim.Optimizer = cast(torch.optim.Optimizer, None)
         self.cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # and their old dtype
         self.hooks: Any = None  # hooks.Hooks, once installed
+        self.recorder = Recorder()
         self.units = self._make_units(config)
         self.unit_of = [self.units[spec["unit"]] for spec in config["params"]]
         self.aliases = [
@@ -147,12 +171,15 @@ class Wrapped:
 
         `recorded`: a use that the next training step will repeat, so that it is planned for.
         """
+        asked = perf_counter()
         self.session.enter(unit.index, backward, recorded)
         unit.entered += 1
+        self.recorder.enter(unit.index, backward, asked)
 
     def leave(self, unit: Unit) -> None:
         """Undoes one enter()."""
         unit.entered -= 1
+        self.recorder.leave(unit.index)
         self.session.leave(unit.index)
 
     def note_write(self, index: int) -> None:

@@ -1,4 +1,4 @@
-#include "offload/plan.hpp"
+#include "offload/frame_plan.hpp"
 
 #include <algorithm>
 #include <numeric>
@@ -80,7 +80,7 @@ std::optional<std::vector<std::vector<FrameId>>> assign(const Overlaps& overlaps
 // tried in the order of their first use, because what forward uses last backward uses at once;
 // those that the step does not use come last.
 void settle(const Overlaps& overlaps, std::span<const std::uint32_t> pages,
-            std::uint32_t frame_count, Plan& plan) {
+            std::uint32_t frame_count, FramePlan& plan) {
   std::vector<std::uint32_t> order;
   std::vector<bool> listed(pages.size(), false);
   const auto list = [&](std::uint32_t unit) {
@@ -101,9 +101,9 @@ void settle(const Overlaps& overlaps, std::span<const std::uint32_t> pages,
 
 }  // namespace
 
-Plan make_plan(const Trace& trace, std::span<const std::uint32_t> unit_pages,
+FramePlan make_frame_plan(const Trace& trace, std::span<const std::uint32_t> unit_pages,
                std::uint32_t frame_count) {
-  Plan plan;
+  FramePlan plan;
   for (const Use& use : trace.uses) {
     STRATA_ASSERT(index(use.unit) < unit_pages.size());
     STRATA_ASSERT(use.enter < trace.moments);

@@ -1,5 +1,5 @@
 // The planner against what a plan promises, on random traces.
-#include "offload/plan.hpp"
+#include "offload/frame_plan.hpp"
 
 #include <gtest/gtest.h>
 
@@ -36,13 +36,13 @@ bool meet(const Trace& trace, UnitId a, UnitId b, std::uint32_t lookahead) {
   return false;
 }
 
-bool share(const Plan& plan, std::size_t a, std::size_t b) {
+bool share(const FramePlan& plan, std::size_t a, std::size_t b) {
   return std::any_of(plan.frames[a].begin(), plan.frames[a].end(), [&](FrameId frame) {
     return std::find(plan.frames[b].begin(), plan.frames[b].end(), frame) != plan.frames[b].end();
   });
 }
 
-void check_plan(const Plan& plan, const Trace& trace, const std::vector<std::uint32_t>& sizes,
+void check_plan(const FramePlan& plan, const Trace& trace, const std::vector<std::uint32_t>& sizes,
                 std::uint32_t frame_count) {
   ASSERT_EQ(plan.frames.size(), sizes.size());
   ASSERT_EQ(plan.uses.size(), trace.uses.size());
@@ -85,13 +85,13 @@ Case random_case(std::mt19937_64& random) {
   return out;
 }
 
-TEST(Plan, KeepsItsPromisesOnRandomTraces) {
+TEST(FramePlan, KeepsItsPromisesOnRandomTraces) {
   int infeasible = 0, first_fit_lost = 0;
   for_seeds(400, [&](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     const Case of = random_case(random);
     const auto frames = static_cast<std::uint32_t>(random() % (of.total + 2));
-    const Plan plan = make_plan(of.trace, of.sizes, frames);
+    const FramePlan plan = make_frame_plan(of.trace, of.sizes, frames);
     if (plan.feasible) {
       EXPECT_GE(frames, of.peak);
       return check_plan(plan, of.trace, of.sizes, frames);
@@ -106,7 +106,7 @@ TEST(Plan, KeepsItsPromisesOnRandomTraces) {
 }
 
 // Without nesting first-fit cannot lose: one unit at a time fits wherever it lies.
-TEST(Plan, OneUnitAtATimeNeedsTheLargestUnitOnly) {
+TEST(FramePlan, OneUnitAtATimeNeedsTheLargestUnitOnly) {
   for_seeds(100, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     std::vector<std::uint32_t> sizes;
@@ -115,31 +115,31 @@ TEST(Plan, OneUnitAtATimeNeedsTheLargestUnitOnly) {
     }
     const Trace trace = trace_of(there_and_back(static_cast<std::uint32_t>(sizes.size())));
     const std::uint32_t largest = *std::max_element(sizes.begin(), sizes.end());
-    EXPECT_TRUE(make_plan(trace, sizes, largest).feasible);
-    EXPECT_FALSE(make_plan(trace, sizes, largest - 1).feasible);
+    EXPECT_TRUE(make_frame_plan(trace, sizes, largest).feasible);
+    EXPECT_FALSE(make_frame_plan(trace, sizes, largest - 1).feasible);
   });
 }
 
 // It is entered all the time: nobody may have its frames, whatever is fetched ahead.
-TEST(Plan, AUseThatSpansTheStepKeepsItsFrames) {
+TEST(FramePlan, AUseThatSpansTheStepKeepsItsFrames) {
   const std::vector<std::uint32_t> sizes{4, 3, 5, 1};
   const std::vector<Event> step{{UnitId{0}, false, true},  {UnitId{1}, false, true},
                                 {UnitId{1}, false, false}, {UnitId{1}, true, true},
                                 {UnitId{2}, true, true},   {UnitId{2}, true, false},
                                 {UnitId{1}, true, false},  {UnitId{3}, true, true},
                                 {UnitId{3}, true, false},  {UnitId{0}, false, false}};
-  EXPECT_FALSE(make_plan(trace_of(step), sizes, 11).feasible);
-  const Plan plan = make_plan(trace_of(step), sizes, 12);
+  EXPECT_FALSE(make_frame_plan(trace_of(step), sizes, 11).feasible);
+  const FramePlan plan = make_frame_plan(trace_of(step), sizes, 12);
   ASSERT_TRUE(plan.feasible);
   EXPECT_FALSE(share(plan, 0, 2));
 }
 
-TEST(Plan, SaysTheSameTwice) {
+TEST(FramePlan, SaysTheSameTwice) {
   for_seeds(50, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     const Case of = random_case(random);
-    const Plan one = make_plan(of.trace, of.sizes, of.peak + 3);
-    const Plan two = make_plan(of.trace, of.sizes, of.peak + 3);
+    const FramePlan one = make_frame_plan(of.trace, of.sizes, of.peak + 3);
+    const FramePlan two = make_frame_plan(of.trace, of.sizes, of.peak + 3);
     EXPECT_EQ(one.feasible, two.feasible);
     EXPECT_EQ(one.frames, two.frames);
     EXPECT_EQ(one.resident, two.resident);
@@ -147,11 +147,11 @@ TEST(Plan, SaysTheSameTwice) {
   });
 }
 
-TEST(Plan, WhereEverythingFitsEverythingStays) {
+TEST(FramePlan, WhereEverythingFitsEverythingStays) {
   for_seeds(50, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     const Case of = random_case(random);
-    const Plan plan = make_plan(of.trace, of.sizes, of.total);
+    const FramePlan plan = make_frame_plan(of.trace, of.sizes, of.total);
     ASSERT_TRUE(plan.feasible);
     EXPECT_EQ(plan.frames_used, of.total);
     for (std::size_t unit = 0; unit < of.sizes.size(); ++unit) {
@@ -161,34 +161,34 @@ TEST(Plan, WhereEverythingFitsEverythingStays) {
 }
 
 // A unit that the step does not use must not keep the ones it uses from staying.
-TEST(Plan, WhatTheStepUsesStaysFirst) {
+TEST(FramePlan, WhatTheStepUsesStaysFirst) {
   const std::vector<std::uint32_t> sizes{2, 2, 2, 2, 2, 2, 2};
   std::vector<Event> step = there_and_back(7);
   std::erase_if(step, [](const Event& event) { return index(event.unit) == 0; });
-  const Plan plan = make_plan(trace_of(step), sizes, 12);
+  const FramePlan plan = make_frame_plan(trace_of(step), sizes, 12);
   ASSERT_TRUE(plan.feasible);
   EXPECT_FALSE(plan.resident[0]);
   EXPECT_GT(std::count(plan.resident.begin(), plan.resident.end(), true), 0);
   EXPECT_TRUE(plan.resident[1]);
 }
 
-TEST(Plan, MoreFramesMoreLookahead) {
+TEST(FramePlan, MoreFramesMoreLookahead) {
   const std::vector<std::uint32_t> sizes(8, 3);
   const Trace trace = trace_of(there_and_back(8));
   std::uint32_t before = 0;
   for (std::uint32_t frames = 3; frames <= 24; ++frames) {
-    const Plan plan = make_plan(trace, sizes, frames);
+    const FramePlan plan = make_frame_plan(trace, sizes, frames);
     ASSERT_TRUE(plan.feasible) << frames;
     EXPECT_GE(plan.lookahead, before) << frames;
     before = plan.lookahead;
   }
-  EXPECT_EQ(make_plan(trace, sizes, 5).lookahead, 0U);
-  EXPECT_GT(make_plan(trace, sizes, 6).lookahead, 0U);
+  EXPECT_EQ(make_frame_plan(trace, sizes, 5).lookahead, 0U);
+  EXPECT_GT(make_frame_plan(trace, sizes, 6).lookahead, 0U);
 }
 
-TEST(Plan, AnEmptyTraceHasNoPlan) {
+TEST(FramePlan, AnEmptyTraceHasNoPlan) {
   const std::vector<std::uint32_t> sizes{1};
-  EXPECT_FALSE(make_plan({}, sizes, 4).feasible);
+  EXPECT_FALSE(make_frame_plan({}, sizes, 4).feasible);
 }
 
 }  // namespace

@@ -1,0 +1,41 @@
+// What a machine can do: the measured speed of every lane alone, and how much lanes slow each other
+// down when they run together. Plain values, from calibration or made up for a paper machine.
+//
+//   costs.together(Lane::compute, Lane::update)   // 0.8: computation runs at 80 % beside an update
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace strata {
+
+// What can be busy at the same time. One job at a time each, in the order in which they were
+// issued.
+enum class Lane : std::uint8_t { compute, upload, download, read, write, update };
+inline constexpr std::size_t kLaneCount = 6;
+const char* name(Lane lane);
+
+struct Costs {
+  double compute_scale = 1.0;      // seconds of computation here per second in the trace
+  double upload_bytes_s = 0.0;     // host → device
+  double download_bytes_s = 0.0;   // device → host: swapped activations, and gradients
+  double read_bytes_s = 0.0;       // SSD → host
+  double write_bytes_s = 0.0;      // host → SSD
+  double update_elements_s = 0.0;  // the optimizer, all workers together
+  double transfer_seconds = 0.0;   // a transfer costs this beside its bytes
+  double slice_seconds = 0.0;      // a further slice of a unit's batch costs this, each way
+  // [a][b]: the speed of lane a, of what it does alone, while lane b is busy; 1 where they share
+  // nothing. Several busy lanes multiply.
+  std::array<std::array<double, kLaneCount>, kLaneCount> slow = unhindered();
+
+  double together(Lane a, Lane b) const {
+    return slow[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)];
+  }
+  static constexpr std::array<std::array<double, kLaneCount>, kLaneCount> unhindered() {
+    std::array<std::array<double, kLaneCount>, kLaneCount> all{};
+    for (auto& row : all) row.fill(1.0);
+    return all;
+  }
+};
+
+}  // namespace strata

@@ -1,0 +1,82 @@
+// A step on paper: every computation, transfer and update of a plan as jobs on lanes, played with
+// the speeds of a machine. Steps follow each other as in training, so that the updates of one run
+// into the forward of the next; what is told is a steady one.
+//
+//   Simulation run = simulate(trace, plan, costs);
+//   run.step_seconds, run.lanes[1].busy_seconds, run.stalls[0].seconds
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "offload/costs.hpp"
+#include "offload/plan.hpp"
+#include "offload/trace.hpp"
+
+namespace strata {
+
+// What a job is for.
+enum class Purpose : std::uint8_t {
+  forward,
+  backward,
+  recompute,
+  outside,
+  param,
+  activation,
+  grad,
+  state
+};
+const char* name(Purpose purpose);
+
+struct Span {
+  Lane lane = Lane::compute;
+  Purpose purpose = Purpose::forward;
+  UnitId unit = kNoUnit;
+  double begin = 0.0;  // seconds since the step began
+  double end = 0.0;
+  std::uint64_t bytes = 0;
+};
+
+struct LaneUse {
+  double busy_seconds = 0.0;
+  std::uint64_t bytes = 0;
+};
+
+// The computation of a use waited: for whom, and on which lane the last thing came.
+struct Stall {
+  std::uint32_t use = 0;
+  Lane lane = Lane::upload;
+  Purpose purpose = Purpose::param;
+  double seconds = 0.0;
+};
+
+struct Simulation {
+  double step_seconds = 0.0;
+  std::array<LaneUse, kLaneCount> lanes;
+  std::vector<Stall> stalls;
+  std::vector<Span> spans;  // of the steady step, in order of begin; empty unless asked for
+};
+
+enum class Detail : bool { figures, spans };
+
+// REQUIRES: plan.feasible, made for this trace.
+Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs,
+                    Detail detail = Detail::figures);
+
+// No step of this trace can be shorter on this machine, whatever the plan: each lane needs its
+// bytes, and lanes that slow each other down share. Only what must move is counted: what exceeds a
+// tier's budget, and the optimizer's work. `seconds` is the largest of the others.
+struct Bound {
+  double seconds = 0.0;
+  double compute_seconds = 0.0;  // and what the other lanes take away from it
+  double update_seconds = 0.0;
+  std::array<double, kLaneCount> lane_seconds{};  // by lane, alone
+  double ssd_seconds = 0.0;  // reads and writes together, where they slow each other down
+  std::string what;          // names the largest
+};
+
+Bound lower_bound(const Trace& trace, const Costs& costs, const Budgets& budgets);
+
+}  // namespace strata
