@@ -283,6 +283,7 @@ void bind_session(py::module_& module) {
       .def(
           "resident", [](Session& s, std::uint32_t unit) { return s.resident(UnitId{unit}); },
           Release())
+      .def("limit_device", &Session::limit_device, Release())
       .def("device_written", &Session::device_written, Release())
       .def("land_gradient",
            [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype) {

@@ -254,6 +254,26 @@ void Session::leave(UnitId unit, Stream stream) {
   if (executor_->wants_work()) bell_.ring();
 }
 
+void Session::limit_device(std::size_t byte_count) {
+  Lock lock(mutex_);
+  throw_if_failed();
+  const std::size_t page = home_.layout.page_bytes;
+  const auto frames =
+      static_cast<std::uint32_t>(std::min<std::size_t>(byte_count / page, home_.device_frames));
+  executor_->want_nothing();
+  wait(lock, [&] { return !executor_->fetching(); });
+  if (frames < home_.device_frames_min || !executor_->limit_frames(frames)) {
+    Error error;
+    error.fault = Fault::config;
+    error.tier = Tier::device;
+    error.what = "infeasible: parameters cannot do with " + bytes_text(byte_count) +
+                 " of the device budget, the units that are in use together need more";
+    throw StrataError(std::move(error));
+  }
+  executor_->begin_step();
+  bell_.ring();
+}
+
 bool Session::resident(UnitId unit) {
   const Lock lock(mutex_);
   throw_if_failed();

@@ -93,6 +93,9 @@ class Session final {
   void enter(UnitId unit, bool backward, bool recorded = true, Stream stream = nullptr);
   void leave(UnitId unit, Stream stream = nullptr);
   bool resident(UnitId unit);
+  // Between two steps: parameters use at most these bytes of the device, planned anew.
+  // Throws StrataError, and changes nothing, where the last step needs more.
+  void limit_device(std::size_t byte_count);
   // The user changed the device view: makes it the value of the parameter. REQUIRES: entered.
   void device_written(std::uint32_t param);
 

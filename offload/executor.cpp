@@ -29,7 +29,8 @@ Executor::Executor(PageTable& table, Mover& mover, HostCache& cache, Backend& ba
       page_slot_(table.page_count(), UINT32_MAX),
       blocked_(table.page_count(), false),
       occupant_(frame_count, kNoPage),
-      fetches_max_(fetches_max) {
+      fetches_max_(fetches_max),
+      frame_limit_(frame_count) {
   STRATA_ASSERT(fetches_max > 0);
   for (std::uint32_t unit = 0; unit < units_.size(); ++unit) {
     for (std::uint32_t i = 0; i < units_[unit].pages.size(); ++i) {
@@ -48,9 +49,9 @@ std::optional<std::string> Executor::enter(UnitId unit, bool backward, bool reco
   for (std::size_t other = 0; other < state_.size(); ++other) {
     if (state_[other].pins != 0) held += units_[other].pages.size();
   }
-  if (held > occupant_.size()) {
+  if (held > frame_limit_) {
     return "needs " + std::to_string(held) + " device pages together with the units in use, and " +
-           "the budget has " + std::to_string(occupant_.size());
+           "parameters have " + std::to_string(frame_limit_);
   }
   if (starts) {
     if (recorded) note_use(unit, backward);
@@ -147,15 +148,37 @@ void Executor::end_step() {
   const bool strange = plan_.feasible && step_deviations_ != 0;
   strange_steps_ = strange ? strange_steps_ + 1 : 0;
   if (!plan_.feasible || strange_steps_ >= kStrangeStepsMax) {
-    std::vector<std::uint32_t> sizes;
-    for (const UnitPages& unit : units_) {
-      sizes.push_back(static_cast<std::uint32_t>(unit.pages.size()));
-    }
-    adopt_plan(make_frame_plan(trace_, sizes, static_cast<std::uint32_t>(occupant_.size())));
+    adopt_plan(plan_frames(trace_, frame_limit_));
     strange_steps_ = 0;
   }
-  trace_ = {};
+  last_trace_ = std::exchange(trace_, {});
   step_deviations_ = 0;
+}
+
+FramePlan Executor::plan_frames(const Trace& trace, std::uint32_t frames) const {
+  std::vector<std::uint32_t> sizes;
+  for (const UnitPages& unit : units_) {
+    sizes.push_back(static_cast<std::uint32_t>(unit.pages.size()));
+  }
+  return make_frame_plan(trace, sizes, frames);
+}
+
+bool Executor::limit_frames(std::uint32_t frames) {
+  STRATA_ASSERT(frames <= occupant_.size());
+  STRATA_ASSERT(fetching_ == 0);
+  FramePlan plan = plan_frames(last_trace_, frames);
+  if (!last_trace_.uses.empty() && !plan.feasible) return false;
+  frame_limit_ = frames;
+  for (std::uint32_t f = frames; f < occupant_.size(); ++f) {
+    if (occupant_[f] == kNoPage) continue;
+    STRATA_ASSERT(may_take(FrameId{f}, demanded_.size()));
+    evict(occupant_[f]);
+  }
+  for (PageState& page : pages_) {
+    if (page.planned != kNoFrame && index(page.planned) >= frames) page.planned = kNoFrame;
+  }
+  adopt_plan(std::move(plan));
+  return true;
 }
 
 void Executor::begin_step() {
@@ -211,12 +234,13 @@ bool Executor::may_take(FrameId frame, std::size_t taker_rank) const {
 FrameId Executor::frame_for(const PageState& page) const {
   const std::size_t mine = rank(page.unit);
   for (const FrameId frame : {page.planned, page.mapped}) {
-    if (frame != kNoFrame && may_take(frame, mine)) return frame;
+    const bool allowed = frame != kNoFrame && index(frame) < frame_limit_;
+    if (allowed && may_take(frame, mine)) return frame;
   }
   if (mine >= demanded_.size()) return kNoFrame;  // nobody waits for it
   FrameId best = kNoFrame;
   std::pair<std::size_t, std::uint64_t> best_claim;
-  for (std::uint32_t f = 0; f < occupant_.size(); ++f) {
+  for (std::uint32_t f = 0; f < frame_limit_; ++f) {
     if (!may_take(FrameId{f}, mine)) continue;
     if (occupant_[f] == kNoPage) return FrameId{f};
     const UnitId unit = page_state(occupant_[f]).unit;

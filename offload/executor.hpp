@@ -17,9 +17,9 @@
 
 #include "memory/backend.hpp"
 #include "memory/page_table.hpp"
+#include "offload/frame_plan.hpp"
 #include "offload/host_cache.hpp"
 #include "offload/mover.hpp"
-#include "offload/frame_plan.hpp"
 #include "offload/trace.hpp"
 
 namespace strata {
@@ -41,7 +41,8 @@ struct ExecutorCounters {
 //   1. occupant_[f] == p  ⇔  page p's device copy has place f, or p is being fetched into f.
 //   2. A page that is being fetched has state opening or uploading, and its unit is in wanted_ or
 //      was; it keeps its frame until it arrives.
-//   3. A frame whose occupant belongs to a pinned unit is never given to another page.
+//   3. Frames from frame_limit_ on have no occupant, and no page is planned there.
+//   4. A frame whose occupant belongs to a pinned unit is never given to another page.
 class Executor final {
  public:
   Executor(PageTable& table, Mover& mover, HostCache& cache, Backend& backend,
@@ -75,6 +76,15 @@ class Executor final {
   // A mapping that the backend refused; the session ends with it.
   const std::optional<Error>& failure() const { return failure_; }
   const FramePlan& plan() const { return plan_; }
+  // Between two steps: pages use the first `frames` frames only, planned anew from the last step.
+  // False, and nothing changes: the last step needs more. REQUIRES: !fetching(), no unit is pinned.
+  bool limit_frames(std::uint32_t frames);
+  std::uint32_t frame_limit() const { return frame_limit_; }
+  // Pages are on their way.
+  bool fetching() const { return fetching_ != 0; }
+  // Forgets what is wanted ahead of its use; begin_step() asks again.
+  void want_nothing() { wanted_.clear(); }
+
   // Units in the order in which the next step is expected to use them first.
   std::vector<UnitId> order() const;
   const ExecutorCounters& counters() const { return counters_; }
@@ -100,6 +110,7 @@ class Executor final {
 
   void note_use(UnitId unit, bool backward);
   void follow_plan(UnitId unit, bool backward, bool recorded);
+  FramePlan plan_frames(const Trace& trace, std::uint32_t frames) const;
   void adopt_plan(FramePlan plan);
   void want_uses(std::size_t first);
   bool fetch_unit(UnitId unit);
@@ -128,8 +139,10 @@ class Executor final {
   std::uint32_t fetching_ = 0;
   std::uint32_t fetches_max_;
   std::uint32_t frames_used_ = 0;
+  std::uint32_t frame_limit_;  // frames from here on stay empty
   std::uint64_t use_ = 0;
   Trace trace_;
+  Trace last_trace_;  // of the last step that used anything
   FramePlan plan_;
   std::size_t cursor_ = 0;  // the plan's use that is running
   std::uint32_t step_deviations_ = 0;
