@@ -2,10 +2,12 @@
 
 It exists to catch reads of parameters that are not on the device: where the device budget does not
 hold all units, a unit's memory is filled with NaN as soon as nobody has it entered. Arithmetic is
-torch's own, on float32 tensors.
+torch's own, on float32 tensors. Copies of activations are as late as they may be: the bytes are
+taken when activation_saved() first says so, and given when activation_fetched() does.
 """
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +33,9 @@ class Session:
         self.evicts = config["device_bytes"] < everything
         self.peak = 0
         self.closed = False
+        self.room = {False: 0, True: 0}  # bytes for activations, by to_ssd
+        self.saves: dict[int, _Save] = {}
+        self.saves_made = 0
         for u in range(len(self.members)):
             self._settle(u)
 
@@ -136,8 +141,62 @@ class Session:
             "io_engine": "",
         }
 
+    def reserve_activations(self, host_bytes: int, ssd_bytes: int) -> None:
+        self._open()
+        assert not self.saves, "an activation is saved"
+        for size, key in ((host_bytes, "host_bytes"), (ssd_bytes, "ssd_bytes")):
+            if size > self.config[key]:
+                raise StrataError(f"activations: {size} > {self.config[key]} {key}")
+        self.room = {False: host_bytes, True: ssd_bytes}
+
+    def save_activation(self, address: int, byte_count: int, to_ssd: bool, unit: int) -> int:
+        self._open()
+        assert byte_count > 0
+        assert 0 <= unit < len(self.members)
+        if byte_count > self.room[to_ssd]:
+            return -1
+        self.room[to_ssd] -= byte_count
+        self.saves_made += 1
+        self.saves[self.saves_made] = _Save(address, byte_count, to_ssd)
+        return self.saves_made
+
+    def activation_saved(self, save: int, wait: bool) -> bool:
+        self._open()
+        held = self.saves[save]
+        if held.data is None and (wait or held.asked):
+            held.data = _borrow(held.address, held.byte_count, torch.uint8).clone()
+        held.asked = True
+        return held.data is not None
+
+    def stage_activation(self, save: int) -> None:
+        self._open()
+        assert save in self.saves
+
+    def fetch_activation(self, save: int, address: int) -> None:
+        self._open()
+        held = self.saves[save]
+        assert held.data is not None, "fetch_activation() before activation_saved()"
+        assert held.fetch_to is None, "one fetch at a time"
+        held.fetch_to, held.asked = address, False
+
+    def activation_fetched(self, save: int, wait: bool) -> bool:
+        self._open()
+        held = self.saves[save]
+        if held.fetch_to is not None and (wait or held.asked):
+            _borrow(held.fetch_to, held.byte_count, torch.uint8).copy_(held.data)
+            held.fetch_to = None
+        held.asked = True
+        return held.fetch_to is None
+
+    def drop_activation(self, save: int) -> None:
+        if self.closed:
+            return
+        held = self.saves.pop(save)
+        self.room[held.to_ssd] += held.byte_count
+
     def close(self) -> None:
         self.closed = True
+        self.saves.clear()
         for p in self.params:
             p.device.fill_(float("nan"))
 
@@ -152,6 +211,16 @@ class Session:
                 p.device.copy_(p.rounded())
             else:
                 p.device.fill_(float("nan"))
+
+
+@dataclass
+class _Save:
+    address: int
+    byte_count: int
+    to_ssd: bool
+    data: torch.Tensor | None = None
+    fetch_to: int | None = None
+    asked: bool = False
 
 
 class _Param:
