@@ -174,7 +174,7 @@ class Wrapped:
         asked = perf_counter()
         self.session.enter(unit.index, backward, recorded)
         unit.entered += 1
-        self.recorder.enter(unit.index, backward, asked)
+        self.recorder.enter(unit.index, backward, asked, recorded)
 
     def leave(self, unit: Unit) -> None:
         """Undoes one enter()."""

@@ -1,0 +1,134 @@
+"""What a step is recorded as: uses and their times, saved storages, PyTorch's memory."""
+
+import time
+
+import torch
+from strata.memory_curve import MemoryCurve
+from strata.recorder import Recorder
+
+LARGE = 1 << 20  # elements: 4 MiB in float32
+
+
+def use(recorder: Recorder, unit: int, backward: bool = False, seconds: float = 0.0) -> None:
+    recorder.enter(unit, backward, time.perf_counter(), True)
+    time.sleep(seconds)
+    recorder.leave(unit)
+
+
+def test_uses_come_in_order_with_their_moments() -> None:
+    recorder = Recorder()
+    for unit in (0, 1):
+        use(recorder, unit)
+    for unit in (1, 0):
+        use(recorder, unit, backward=True)
+    step = recorder.take()
+    assert [(u.unit, u.backward, u.enter, u.leave) for u in step.uses] == [
+        (0, False, 0, 1), (1, False, 2, 3), (1, True, 4, 5), (0, True, 6, 7),
+    ]  # fmt: skip
+    assert (step.moments, step.rounds) == (8, 1)
+    assert recorder.take().uses == []
+
+
+def test_computation_waits_and_gaps_are_told_apart() -> None:
+    recorder = Recorder()
+    use(recorder, 0)
+    time.sleep(0.02)  # a gap
+    asked = time.perf_counter()
+    time.sleep(0.03)  # a wait
+    recorder.enter(1, False, asked, True)
+    time.sleep(0.01)
+    recorder.enter(2, False, time.perf_counter(), True)  # nested
+    time.sleep(0.04)
+    recorder.leave(2)
+    begin = time.perf_counter()
+    time.sleep(0.05)
+    recorder.pause(begin, time.perf_counter())
+    recorder.leave(1)
+    outer, inner = recorder.take().uses[1:]
+    assert 0.02 <= outer.gap_seconds < 0.03
+    assert 0.01 <= outer.seconds < 0.02
+    assert 0.08 <= outer.waited < 0.1
+    assert 0.04 <= inner.seconds < 0.05
+
+
+def test_autograds_enters_of_one_unit_are_one_use() -> None:
+    recorder = Recorder()
+    for _ in range(3):
+        use(recorder, 0, backward=True)
+    step = recorder.take()
+    assert len(step.uses) == 1
+    assert (step.uses[0].enter, step.uses[0].leave, step.moments) == (0, 1, 2)
+
+
+def test_the_last_round_is_the_one_that_counts() -> None:
+    recorder = Recorder()
+    for _ in range(3):
+        use(recorder, 0)
+        use(recorder, 0, backward=True)
+    step = recorder.take()
+    assert len(step.uses) == 2
+    assert step.rounds == 3
+
+
+def test_an_evaluation_is_not_part_of_the_step() -> None:
+    recorder = Recorder()
+    recorder.enter(0, False, time.perf_counter(), False)
+    recorder.leave(0)
+    use(recorder, 1)
+    assert [u.unit for u in recorder.take().uses] == [1]
+
+
+def test_a_storage_is_counted_once_and_inputs_are_known() -> None:
+    recorder = Recorder()
+    recorder.begin()
+    given, own = torch.ones(LARGE), torch.ones(LARGE)
+    recorder.inputs(0, [given])
+    recorder.enter(0, False, time.perf_counter(), True)
+    numbers = [recorder.saved(0, t) for t in (given, own, own[5:], given.view(2, -1))]
+    recorder.leave(0)
+    recorder.enter(0, True, time.perf_counter(), True)
+    recorder.used(numbers[1])
+    recorder.leave(0)
+    step = recorder.take()
+    assert numbers == [0, 1, 1, 0]
+    assert [(t.bytes, t.input, t.born, t.last_used) for t in step.tensors] == [
+        (4 * LARGE, True, 0, 0),
+        (4 * LARGE, False, 0, 1),
+    ]
+
+
+def test_a_storage_that_is_gone_does_not_lend_its_number() -> None:
+    recorder = Recorder()
+    recorder.begin()
+    use(recorder, 0)
+    numbers = {recorder.saved(0, torch.ones(LARGE)) for _ in range(4)}
+    recorder.take()
+    assert numbers == {0, 1, 2, 3}
+
+
+def test_memory_is_measured_where_it_is_taken() -> None:
+    recorder = Recorder()
+    recorder.begin()
+    recorder.enter(0, False, time.perf_counter(), True)
+    kept = torch.ones(LARGE)
+    torch.ones(2 * LARGE).sum()
+    recorder.leave(0)
+    torch.ones(3 * LARGE).sum()
+    use(recorder, 1)
+    step = recorder.take()
+    assert step.measured
+    first, second = step.uses
+    assert first.live_bytes == 0
+    assert 12 * LARGE <= first.peak_bytes < 13 * LARGE
+    assert 4 * LARGE <= second.live_bytes < 5 * LARGE
+    assert 16 * LARGE <= second.gap_peak_bytes < 17 * LARGE
+    del kept
+
+
+def test_a_users_profiler_is_left_alone() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert MemoryCurve.start() is None
+        recorder = Recorder()
+        recorder.begin()
+        use(recorder, 0)
+        assert not recorder.take().measured
