@@ -1,5 +1,5 @@
 // Port: a device. Its memory (frames), addresses over it (views), and a copy engine that runs
-// copies in order, asynchronously. Shaped so that CUDA streams and events fit: a Copy is submitted
+// copies in order, asynchronously. Shaped so that CUDA streams and events fit: a copy is submitted
 // on the lane of its direction, after what `after` says, and completes with a ticket that can be
 // polled.
 //
@@ -12,6 +12,8 @@
 //   device.map(view, 0, FrameId{3});                            // its first page is frame 3
 //   CopyTicket t = device.copy_in(FrameId{3}, host_pointer, page_bytes);
 //   while (!device.done(t)) ...
+//   CopyTicket made = device.record(stream);                    // the caller's work so far
+//   t = device.copy_from(host_pointer, tensor, bytes, made);    // of memory that is no frame
 #pragma once
 
 #include <cstddef>
@@ -47,13 +49,21 @@ class Backend {
   virtual std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) = 0;
 
   // Copies host memory into a frame, in order, behind the caller's back. `from` stays unchanged
-  // until done(). A failed copy is reported by take_error().
+  // until done(). A failed copy is done too: take_error() tells.
   virtual CopyTicket copy_in(FrameId to, const std::byte* from, std::size_t bytes) = 0;
   // Copies from a frame to host memory, in order with copy_in.
   virtual CopyTicket copy_out(std::byte* to, FrameId from, std::size_t bytes) = 0;
+  // The same for device memory of the caller, which is no frame: on the lanes of copy_in and
+  // copy_out, starting when the work that `after` recorded is finished.
+  // REQUIRES: `after` came from record(); both memories stay until done().
+  virtual CopyTicket copy_to(std::byte* device, const std::byte* from, std::size_t bytes,
+                             CopyTicket after) = 0;
+  virtual CopyTicket copy_from(std::byte* to, const std::byte* device, std::size_t bytes,
+                               CopyTicket after) = 0;
   virtual bool done(CopyTicket ticket) = 0;
   virtual void wait(CopyTicket ticket) = 0;
-  virtual std::optional<Error> take_error() = 0;
+  // Why the copy failed, told once; nullopt: it did not. REQUIRES: done(ticket).
+  virtual std::optional<Error> take_error(CopyTicket ticket) = 0;
 
   // Makes work that the caller submits later on `stream` wait for the ticket, and tells when work
   // submitted so far on `stream` is finished. On the host both are immediate.

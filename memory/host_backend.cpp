@@ -116,6 +116,20 @@ CopyTicket HostBackend::copy_out(std::byte* to, FrameId from, std::size_t bytes)
   return submit({.to = to, .from = frame_address(from, bytes), .bytes = bytes});
 }
 
+CopyTicket HostBackend::copy_to(std::byte* device, const std::byte* from, std::size_t bytes,
+                                CopyTicket after) {
+  STRATA_ASSERT(device != nullptr && from != nullptr);
+  STRATA_ASSERT(done(after));
+  return submit({.to = device, .from = from, .bytes = bytes});
+}
+
+CopyTicket HostBackend::copy_from(std::byte* to, const std::byte* device, std::size_t bytes,
+                                  CopyTicket after) {
+  STRATA_ASSERT(to != nullptr && device != nullptr);
+  STRATA_ASSERT(done(after));
+  return submit({.to = to, .from = device, .bytes = bytes});
+}
+
 CopyTicket HostBackend::submit(const Job& job) {
   // 1. Room: the slot of the new ticket is that of the ticket kQueueMax before it.
   if (last_ >= kQueueMax) wait(CopyTicket{last_ + 1 - kQueueMax});

@@ -59,10 +59,15 @@ class HostBackend final : public Backend {
   // These wait for room when kQueueMax copies are in flight.
   CopyTicket copy_in(FrameId to, const std::byte* from, std::size_t bytes) override;
   CopyTicket copy_out(std::byte* to, FrameId from, std::size_t bytes) override;
+  // Work on the host is finished when it is recorded: these wait for nothing else.
+  CopyTicket copy_to(std::byte* device, const std::byte* from, std::size_t bytes,
+                     CopyTicket after) override;
+  CopyTicket copy_from(std::byte* to, const std::byte* device, std::size_t bytes,
+                       CopyTicket after) override;
   bool done(CopyTicket ticket) override;
   void wait(CopyTicket ticket) override;
   // Copies inside host memory cannot fail.
-  std::optional<Error> take_error() override { return std::nullopt; }
+  std::optional<Error> take_error(CopyTicket) override { return std::nullopt; }
 
   void stream_waits(Stream stream, CopyTicket ticket) override;
   // Work on the host is finished when the call that did it returns: a ticket that is done.

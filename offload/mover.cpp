@@ -124,7 +124,8 @@ bool Mover::turn(std::vector<Arrival>& out) {
   // 1. Copies, in the order of their tickets: the first that is not done ends the look.
   std::size_t landed = 0;
   while (landed < copies_.size() && backend_.done(transfers_[copies_[landed]].ticket)) {
-    finish(copies_[landed++], backend_.take_error(), out);
+    const std::uint32_t slot = copies_[landed++];
+    finish(slot, backend_.take_error(transfers_[slot].ticket), out);
   }
   copies_.erase(copies_.begin(), copies_.begin() + static_cast<std::ptrdiff_t>(landed));
   // 2. The disk: hand over what waited for room, then take what finished.

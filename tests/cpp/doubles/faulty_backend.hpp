@@ -63,10 +63,20 @@ class FaultyBackend final : public Backend {
   }
 
   CopyTicket copy_in(FrameId to, const std::byte* from, std::size_t bytes) override {
-    return hold({.frame = to, .in_from = from, .out_to = nullptr, .bytes = bytes});
+    return hold({.how = How::in, .frame = to, .from = from, .bytes = bytes});
   }
   CopyTicket copy_out(std::byte* to, FrameId from, std::size_t bytes) override {
-    return hold({.frame = from, .in_from = nullptr, .out_to = to, .bytes = bytes});
+    return hold({.how = How::out, .frame = from, .to = to, .bytes = bytes});
+  }
+  CopyTicket copy_to(std::byte* device, const std::byte* from, std::size_t bytes,
+                     CopyTicket after) override {
+    STRATA_ASSERT(static_cast<std::uint64_t>(after) <= finished_);
+    return hold({.how = How::to, .to = device, .from = from, .bytes = bytes});
+  }
+  CopyTicket copy_from(std::byte* to, const std::byte* device, std::size_t bytes,
+                       CopyTicket after) override {
+    STRATA_ASSERT(static_cast<std::uint64_t>(after) <= finished_);
+    return hold({.how = How::from, .to = to, .from = device, .bytes = bytes});
   }
 
   bool done(CopyTicket ticket) override {
@@ -81,8 +91,11 @@ class FaultyBackend final : public Backend {
   void wait(CopyTicket ticket) override {
     while (finished_ < static_cast<std::uint64_t>(ticket)) finish_oldest();
   }
-  std::optional<Error> take_error() override {
-    return error_ ? std::exchange(error_, std::nullopt) : inner_->take_error();
+  std::optional<Error> take_error(CopyTicket ticket) override {
+    STRATA_ASSERT(finished_ >= static_cast<std::uint64_t>(ticket));
+    if (failed_ != static_cast<std::uint64_t>(ticket)) return std::nullopt;
+    failed_ = 0;
+    return injected("copy", Fault::io);
   }
 
   void stream_waits(Stream stream, CopyTicket ticket) override {
@@ -96,11 +109,13 @@ class FaultyBackend final : public Backend {
   }
 
  private:
+  enum class How : std::uint8_t { in, out, to, from };
   struct Held {
-    FrameId frame;
-    const std::byte* in_from;  // one of the two is null
-    std::byte* out_to;
-    std::size_t bytes;
+    How how;
+    FrameId frame = kNoFrame;
+    std::byte* to = nullptr;
+    const std::byte* from = nullptr;
+    std::size_t bytes = 0;
     std::uint32_t polls_left = 0;
     bool fails = false;
   };
@@ -137,12 +152,24 @@ class FaultyBackend final : public Backend {
     held_.pop_front();
     ++finished_;
     if (copy.fails) {
-      error_ = injected("copy", Fault::io);
-    } else if (copy.in_from != nullptr) {
-      inner_->wait(inner_->copy_in(copy.frame, copy.in_from, copy.bytes));
+      failed_ = finished_;
     } else {
-      inner_->wait(inner_->copy_out(copy.out_to, copy.frame, copy.bytes));
+      inner_->wait(submit(copy));
     }
+  }
+
+  CopyTicket submit(const Held& copy) {
+    switch (copy.how) {
+      case How::in:
+        return inner_->copy_in(copy.frame, copy.from, copy.bytes);
+      case How::out:
+        return inner_->copy_out(copy.to, copy.frame, copy.bytes);
+      case How::to:
+        return inner_->copy_to(copy.to, copy.from, copy.bytes, inner_->record(nullptr));
+      case How::from:
+        return inner_->copy_from(copy.to, copy.from, copy.bytes, inner_->record(nullptr));
+    }
+    return {};
   }
 
   std::unique_ptr<Backend> inner_;
@@ -153,7 +180,7 @@ class FaultyBackend final : public Backend {
   std::uint64_t maps_ = 0;
   std::uint64_t copies_ = 0;    // tickets given
   std::uint64_t finished_ = 0;  // the last ticket that is done
-  std::optional<Error> error_;
+  std::uint64_t failed_ = 0;    // the ticket of the copy that failed; 0: none, or told
   bool fired_ = false;
 };
 
