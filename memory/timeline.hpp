@@ -1,5 +1,6 @@
 // Timeline: spans of what was busy when, for people to look at. A ring of fixed size: the newest
-// spans are kept, recording never waits and never allocates.
+// spans are kept, recording never waits and never allocates. Pages of one unit that follow each
+// other on a track become one span, so that a ring of thousands holds several steps.
 //
 // Threads: one caller at a time (the core's lock); workers hand in their times with their results.
 //
@@ -7,6 +8,7 @@
 //   for (const TimelineSpan& span : timeline.take()) ...     // oldest first; empties the ring
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -24,8 +26,10 @@ enum class Track : std::uint8_t {
 };
 const char* name(Track track);
 
-// Why a wait was not over sooner: what came last.
-enum class Cause : std::uint8_t { none, ssd, copy, update, frame, room };
+// What was missing during a wait. A page goes through these backwards: its update is published, a
+// frame of the device becomes free, then room in host memory; its bytes come from the SSD, and are
+// copied.
+enum class Cause : std::uint8_t { none, copy, ssd, room, frame, update };
 const char* name(Cause cause);
 
 struct TimelineSpan {
@@ -34,25 +38,51 @@ struct TimelineSpan {
   std::uint8_t lane = 0;
   bool backward = false;
   UnitId unit = kNoUnit;
-  std::int64_t begin_ns = 0;  // of the session's Clock
+  std::int64_t begin_ns = 0;  // of the steady clock
   std::int64_t end_ns = 0;
   std::uint64_t bytes = 0;
 };
 
 class Timeline final {
  public:
+  // REQUIRES: span_count > 0.
   explicit Timeline(std::size_t span_count);
 
+  // REQUIRES: span.begin_ns <= span.end_ns.
   void add(const TimelineSpan& span);
-  // Everything since the last take(), oldest first, at most span_count.
+  // Everything since the last take(), in the order in which it was first added, at most span_count.
   std::vector<TimelineSpan> take();
   std::uint64_t lost() const { return lost_; }  // overwritten before they were taken
 
  private:
+  bool goes_on(const TimelineSpan& span);
+  TimelineSpan& newest(std::size_t back) {
+    return ring_[(next_ + ring_.size() - 1 - back) % ring_.size()];
+  }
+
   std::vector<TimelineSpan> ring_;
   std::size_t next_ = 0;   // where the next one goes
   std::size_t count_ = 0;  // not yet taken
   std::uint64_t lost_ = 0;
+};
+
+// One wait, cut into spans by what was missing meanwhile. Nothing is recorded of a wait that was
+// none.
+//
+//   Waiting waiting(timeline, unit, backward);
+//   while (!ready()) waiting.missing(Cause::ssd), ...sleep...
+//   waiting.over();
+class Waiting final {
+ public:
+  Waiting(Timeline& timeline, UnitId unit, bool backward);
+
+  void missing(Cause cause);  // from now on, until something else is
+  std::int64_t over();        // returns how long it was, in ns
+
+ private:
+  Timeline& timeline_;
+  TimelineSpan span_;
+  std::int64_t since_ns_;
 };
 
 }  // namespace strata
