@@ -6,6 +6,7 @@
 
 #include "engine/session.hpp"
 #include "memory/check.hpp"
+#include "memory/clock.hpp"
 
 namespace strata {
 namespace {
@@ -170,28 +171,41 @@ void Session::land_page(Lock& lock, std::uint32_t param, std::span<const Piece> 
                         const void* from, Dtype dtype, double& sum) {
   const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
   const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
-  wait_idle_chunk(lock, pieces.front().chunk);
+  const UnitId unit = home_.layout.segments[chunk.segment].unit;
+  Waiting waiting(timeline_, unit, true);
+  wait(lock, [&] {
+    if (updates_->settled(pieces.front().chunk)) return true;
+    waiting.missing(Cause::update);
+    return false;
+  });
   Intent intent = Intent::overwrite;
   std::byte* bytes = nullptr;
   wait(lock, [&] {
     // Asked anew each time: another thread may land the first gradient in it meanwhile.
     intent = table_.newest(page) == 0 ? Intent::overwrite : Intent::modify;
-    return (bytes = cache_->open(page, intent)) != nullptr;
+    if ((bytes = cache_->open(page, intent)) != nullptr) return true;
+    waiting.missing(intent == Intent::modify ? Cause::ssd : Cause::room);
+    return false;
   });
+  waiting.over();
   const GradMode mode =
       landed_[param] != 0 && home_.layout.accumulate ? GradMode::add : GradMode::copy;
   const Dtype to_dtype =
       home_.layout.accumulate ? Dtype::float32 : home_.layout.segments[chunk.segment].dtype;
+  TimelineSpan span{.track = Track::download, .unit = unit, .begin_ns = SteadyClock().now_ns()};
   ++copying_;
   lock.unlock();
   for (const Piece& piece : pieces) {
+    span.bytes += piece.count * size_of(dtype);
     sum += kernels_.land_gradient(
         bytes + byte_in_page(chunk, Role::grad, piece.in_chunk), to_dtype,
         static_cast<const std::byte*>(from) + piece.in_param * size_of(dtype), dtype, piece.count,
         mode);
   }
+  span.end_ns = SteadyClock().now_ns();
   lock.lock();
   --copying_;
+  timeline_.add(span);
   cache_->close(page, intent);
   moved_.notify_all();  // for whoever waits for this page, or to close
 }

@@ -19,6 +19,8 @@ constexpr std::uint32_t kIoDepth = 64;
 constexpr int kPumpPeriodMs = 100;
 constexpr auto kStuckAfter = std::chrono::seconds(120);
 constexpr int kStuckIdleTurns = 1'000'000;
+// Several steps of a large model, a few MiB.
+constexpr std::size_t kTimelineSpans = 1 << 14;
 
 // Staging frames that fetches may hold, so that chunks and the session's own accesses (two pages)
 // always find theirs: see Note [Staging cannot deadlock].
@@ -37,6 +39,7 @@ Session::Session(const Config& config, SessionParts parts)
       landed_(config.params.size(), 0),
       sum_squares_(config.params.size(), 0.0),
       waited_ns_(config.units.size(), 0),
+      timeline_(kTimelineSpans),
       idle_(std::move(parts.idle)),
       turned_(std::move(parts.turned)) {
   for (const ParamSpec& spec : config_.params) group_of_.push_back(spec.group);
@@ -92,7 +95,8 @@ void Session::build_core() {
   workers_ = std::make_unique<Workers>(idle_ ? 0 : std::max(1, config_.workers), &bell_);
   const std::uint32_t frames_max =
       home_.staging_frames == 0 ? 0 : home_.staging_frames - fetches - 2;
-  updates_ = std::make_unique<Updates>(home_.layout, *cache_, *executor_, *workers_, frames_max);
+  updates_ = std::make_unique<Updates>(home_.layout, *cache_, *executor_, *workers_, timeline_,
+                                       frames_max);
 }
 
 Session::~Session() {
@@ -142,6 +146,7 @@ bool Session::turn() {
   arrivals_.clear();
   bool moved = mover_->turn(arrivals_);
   for (Arrival& arrival : arrivals_) {
+    record(arrival);
     cache_->arrived(arrival);
     executor_->arrived(arrival);
     if (arrival.error) fail(std::move(*arrival.error));
@@ -238,11 +243,13 @@ void Session::enter(UnitId unit, bool backward, bool recorded, Stream stream) {
                  config_.units[index(unit)] + ": it " + *why + "; a larger device= would do";
     throw StrataError(std::move(error));
   }
-  if (!executor_->ready(unit)) {
-    const auto start = std::chrono::steady_clock::now();
-    wait(lock, [&] { return executor_->ready(unit); });
-    waited_ns_[index(unit)] += (std::chrono::steady_clock::now() - start).count();
-  }
+  Waiting waiting(timeline_, unit, backward);
+  wait(lock, [&] {
+    if (executor_->ready(unit)) return true;
+    waiting.missing(executor_->missing(unit));
+    return false;
+  });
+  waited_ns_[index(unit)] += waiting.over();
   executor_->pin(unit, stream);
   if (executor_->wants_work()) bell_.ring();
 }
@@ -282,7 +289,13 @@ bool Session::resident(UnitId unit) {
 
 StepResult Session::step(std::vector<Hyper> groups, const StepOptions& options) {
   Lock lock(mutex_);
-  wait(lock, [&] { return !updates_->busy(); });
+  Waiting waiting(timeline_, kNoUnit, true);
+  wait(lock, [&] {
+    if (!updates_->busy()) return true;
+    waiting.missing(Cause::update);
+    return false;
+  });
+  waiting.over();
   executor_->end_step();
   StepResult result;
   // Parameters in order, so that the sum does not depend on the order of arrival.
@@ -335,44 +348,6 @@ void Session::synchronize() {
   wait(lock, [&] { return !updates_->busy(); });
   cache_->flush();
   wait(lock, [&] { return !cache_->dirty() && mover_->idle(); });
-}
-
-SessionStats Session::stats() {
-  const Lock lock(mutex_);
-  throw_if_closed();
-  const std::uint64_t page = home_.layout.page_bytes;
-  SessionStats stats;
-  for (std::size_t link = 0; link < kLinkCount; ++link) {
-    stats.link_bytes[link] = mover_->bytes(static_cast<Link>(link));
-  }
-  for (const std::int64_t ns : waited_ns_) stats.waited_s.push_back(static_cast<double>(ns) * 1e-9);
-  stats.device_bytes = executor_->frames_used() * page;
-  stats.device_bytes_peak = executor_->counters().frames_peak * page;
-  stats.device_bytes_budget = home_.device_frames * page;
-  stats.host_bytes = home_.host_frames * page;
-  stats.staging_bytes = home_.staging_frames * page;
-  stats.ssd_bytes = home_.slots * page;
-  stats.steps = steps_;
-  stats.steps_skipped = steps_skipped_;
-  stats.chunks_updated = updates_->chunks_done();
-  stats.mappings = executor_->counters().mappings;
-  stats.plans = executor_->counters().plans;
-  stats.deviations = executor_->counters().deviations;
-  stats.lookahead = executor_->plan().lookahead;
-  stats.worker_busy_s = static_cast<double>(workers_->busy_ns()) * 1e-9;
-  stats.host_locked = slab_->locked();
-  stats.backend = backend_->name();
-  stats.isa = name(best_isa());
-  if (!slab_->locked()) {
-    stats.warnings.push_back("host memory could not be locked (ulimit -l): it may be swapped out");
-  }
-  if (!store_) return stats;
-  stats.io_retries = store_->counters().retries;
-  stats.io_engine = store_->engine_name();
-  stats.io_engine_why = io_engine_why_;
-  const auto& store_warnings = store_->warnings();
-  stats.warnings.insert(stats.warnings.end(), store_warnings.begin(), store_warnings.end());
-  return stats;
 }
 
 }  // namespace strata

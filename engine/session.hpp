@@ -26,6 +26,7 @@
 #include "engine/updates.hpp"
 #include "memory/doorbell.hpp"
 #include "memory/slab.hpp"
+#include "memory/timeline.hpp"
 #include "offload/io_engine.hpp"
 
 namespace strata {
@@ -112,6 +113,8 @@ class Session final {
 
   // Works on a failed session too, to see how far it came.
   SessionStats stats();
+  // What was busy since the last call, oldest first; a bounded number of the newest.
+  std::vector<TimelineSpan> timeline();
   void close();
 
  private:
@@ -123,6 +126,7 @@ class Session final {
   void pump();
   bool turn();
   void fail(Error error);
+  void record(const Arrival& arrival);
   void throw_if_failed() const;
   void throw_if_closed() const;
   Error stuck() const;
@@ -160,6 +164,7 @@ class Session final {
   std::vector<double> sum_squares_;      // by parameter: of what landed
   std::vector<std::int64_t> waited_ns_;  // by unit
   std::vector<Arrival> arrivals_;
+  Timeline timeline_;
   std::uint64_t steps_ = 0;
   std::uint64_t steps_skipped_ = 0;
   std::uint64_t progress_ = 0;  // turns that moved something

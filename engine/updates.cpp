@@ -17,11 +17,12 @@ std::size_t slots_for(const Workers& workers) {
 }  // namespace
 
 Updates::Updates(const Layout& layout, HostCache& cache, Executor& executor, Workers& workers,
-                 std::uint32_t frames_max)
+                 Timeline& timeline, std::uint32_t frames_max)
     : layout_(layout),
       cache_(cache),
       executor_(executor),
       workers_(workers),
+      timeline_(timeline),
       frames_max_(frames_max),
       pieces_(layout.chunks.size()),
       staging_need_(layout.chunks.size(), 0),
@@ -161,8 +162,15 @@ void Updates::make_spans(Slot& slot) const {
   }
 }
 
-void Updates::finish(Slot& slot) {
+void Updates::finish(const UpdateDone& done) {
+  Slot& slot = slots_[done.tag];
   STRATA_ASSERT(slot.stage == Stage::updating);
+  timeline_.add({.track = Track::update,
+                 .lane = done.worker,
+                 .unit = layout_.segments[layout_.chunks[slot.chunk].segment].unit,
+                 .begin_ns = done.begin_ns,
+                 .end_ns = done.end_ns,
+                 .bytes = slot.pages.size() * layout_.page_bytes});
   for (const OpenPage& page : slot.pages) {
     cache_.close(page.page, page.intent, WriteBack::now);
     if (page.intent == Intent::read) spent_.push_back(page.page);
@@ -177,8 +185,8 @@ void Updates::finish(Slot& slot) {
 
 bool Updates::turn() {
   bool moved = false;
-  for (std::uint64_t tag = 0; workers_.collect(tag);) {
-    finish(slots_[tag]);
+  for (UpdateDone done; workers_.collect(done);) {
+    finish(done);
     moved = true;
   }
   moved |= std::erase_if(spent_, [this](PageId page) { return cache_.discard(page); }) != 0;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/layout.hpp"
+#include "memory/timeline.hpp"
 #include "offload/executor.hpp"
 #include "offload/host_cache.hpp"
 #include "optimizers/workers.hpp"
@@ -27,9 +28,10 @@ namespace strata {
 //   2. The staging frames of all open chunks together never exceed frames_max.
 class Updates final {
  public:
-  // `frames_max`: staging frames that open chunks may hold together.
+  // `frames_max`: staging frames that open chunks may hold together. What workers did is recorded
+  // in `timeline`.
   Updates(const Layout& layout, HostCache& cache, Executor& executor, Workers& workers,
-          std::uint32_t frames_max);
+          Timeline& timeline, std::uint32_t frames_max);
 
   // Queues the chunks of all parameters with landed[p] != 0 and counts their step.
   // REQUIRES: !busy().
@@ -72,12 +74,13 @@ class Updates final {
   bool load(Slot& slot);
   void make_spans(Slot& slot) const;
   std::byte* at(const Slot& slot, Role role, std::size_t element) const;
-  void finish(Slot& slot);
+  void finish(const UpdateDone& done);
 
   const Layout& layout_;
   HostCache& cache_;
   Executor& executor_;
   Workers& workers_;
+  Timeline& timeline_;
   std::uint32_t frames_max_;
   std::uint32_t frames_held_ = 0;
   std::vector<std::vector<ChunkPiece>> pieces_;  // by chunk; each within one page of every role

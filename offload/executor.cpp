@@ -86,6 +86,34 @@ bool Executor::ready(UnitId unit) const {
   return true;
 }
 
+Cause Executor::missing(const PageState& page, PageId id) const {
+  if (page.fetch == Fetch::uploading) return Cause::copy;
+  if (page.fetch == Fetch::none) {
+    if (table_.is_current(id, Tier::device)) return Cause::none;
+    const bool may_start = page.frame == kNoFrame && fetching_ < fetches_max_;
+    if (may_start && frame_for(page) == kNoFrame) return Cause::frame;
+    return cache_.rests_on_ssd(id) ? Cause::ssd : Cause::copy;  // others come before it
+  }
+  switch (table_.copy(id, Tier::host).state) {
+    case CopyState::none:
+      return Cause::room;
+    case CopyState::filling:
+      return Cause::ssd;
+    default:
+      return Cause::copy;
+  }
+}
+
+Cause Executor::missing(UnitId unit) const {
+  Cause furthest = Cause::none;
+  for (const PageId page : units_[index(unit)].pages) {
+    if (blocked_[index(page)]) return Cause::update;
+    if (furthest == Cause::frame) continue;
+    furthest = std::max(furthest, missing(page_state(page), page));
+  }
+  return furthest;
+}
+
 void Executor::pin(UnitId unit, Stream stream) {
   STRATA_ASSERT(ready(unit));
   backend_.stream_waits(stream, state_[index(unit)].uploaded);

@@ -17,6 +17,7 @@
 
 #include "memory/backend.hpp"
 #include "memory/page_table.hpp"
+#include "memory/timeline.hpp"
 #include "offload/frame_plan.hpp"
 #include "offload/host_cache.hpp"
 #include "offload/mover.hpp"
@@ -56,6 +57,8 @@ class Executor final {
   // Returns why the unit cannot come while the pinned ones stay, if that is so.
   std::optional<std::string> enter(UnitId unit, bool backward, bool recorded);
   bool ready(UnitId unit) const;
+  // What the page that is furthest behind still needs first; none where the unit is ready.
+  Cause missing(UnitId unit) const;
   // Work submitted to `stream` from here on sees the pages. REQUIRES: ready().
   void pin(UnitId unit, Stream stream = nullptr);
   // The unit's frames may go once work submitted so far on `stream` is finished.
@@ -108,6 +111,7 @@ class Executor final {
     Fetch fetch = Fetch::none;
   };
 
+  Cause missing(const PageState& page, PageId id) const;
   void note_use(UnitId unit, bool backward);
   void follow_plan(UnitId unit, bool backward, bool recorded);
   FramePlan plan_frames(const Trace& trace, std::uint32_t frames) const;

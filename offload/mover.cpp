@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "memory/check.hpp"
+#include "memory/clock.hpp"
 
 namespace strata {
 namespace {
@@ -59,7 +60,7 @@ std::uint32_t Mover::start(Link link, PageId page) {
   STRATA_ASSERT(table_.is_current(page, ends(link).from));
   const std::uint32_t slot = free_.back();
   free_.pop_back();
-  transfers_[slot] = {.link = link, .page = page, .busy = true};
+  transfers_[slot] = {.link = link, .page = page, .begin_ns = SteadyClock().now_ns(), .busy = true};
   ++in_flight_[static_cast<std::size_t>(link)];
   table_.begin_drain(page, ends(link).from);
   return slot;
@@ -114,7 +115,7 @@ void Mover::finish(std::uint32_t slot, std::optional<Error> error, std::vector<A
     bytes_[static_cast<std::size_t>(transfer.link)] += host_.page_bytes();
   }
   --in_flight_[static_cast<std::size_t>(transfer.link)];
-  out.push_back({transfer.link, transfer.page, std::move(error)});
+  out.push_back({transfer.link, transfer.page, std::move(error), transfer.begin_ns});
   transfer.busy = false;
   free_.push_back(slot);
 }

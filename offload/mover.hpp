@@ -29,6 +29,7 @@ struct Arrival {
   Link link = Link::read;
   PageId page = kNoPage;
   std::optional<Error> error;  // the destination then holds nothing of the page
+  std::int64_t begin_ns = 0;   // when it was asked for, by the steady clock
 };
 
 class Mover final {
@@ -58,6 +59,7 @@ class Mover final {
     Link link = Link::read;
     PageId page = kNoPage;
     CopyTicket ticket{};
+    std::int64_t begin_ns = 0;
     bool queued = false;  // the store was full: try again next turn
     bool busy = false;
   };

@@ -3,13 +3,13 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <chrono>
 #include <csignal>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "memory/check.hpp"
+#include "memory/clock.hpp"
 #include "memory/ring.hpp"
 
 namespace strata {
@@ -19,12 +19,16 @@ namespace {
 // Jobs that one worker may hold, done and uncollected ones included.
 constexpr std::size_t kJobsMax = 64;
 
-std::uint64_t run(const UpdateJob& job, const Kernels& kernels) {
-  const auto begin = std::chrono::steady_clock::now();
+UpdateDone run(const UpdateJob& job, const Kernels& kernels, std::uint8_t worker) {
+  const SteadyClock clock;
+  UpdateDone done{.tag = job.tag, .worker = worker, .begin_ns = clock.now_ns()};
   for (const UpdateSpan& span : job.spans) kernels.update(span);
-  const auto took = std::chrono::steady_clock::now() - begin;
-  return static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(took).count());
+  done.end_ns = clock.now_ns();
+  return done;
+}
+
+std::uint64_t busy_ns_of(const UpdateDone& done) {
+  return static_cast<std::uint64_t>(done.end_ns - done.begin_ns);
 }
 
 // One thread, its ring in and its ring out.
@@ -36,7 +40,10 @@ std::uint64_t run(const UpdateJob& job, const Kernels& kernels) {
 class Worker final {
  public:
   Worker(int index, Doorbell& bell, const Kernels& kernels)
-      : bell_(bell), kernels_(kernels), thread_(&Worker::loop, this) {
+      : index_(static_cast<std::uint8_t>(index)),
+        bell_(bell),
+        kernels_(kernels),
+        thread_(&Worker::loop, this) {
     const std::string name = "strata-opt-" + std::to_string(index);
     pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
   }
@@ -60,8 +67,8 @@ class Worker final {
     wake();
   }
 
-  bool collect(std::uint64_t& tag) {
-    if (!done_.pop(tag)) return false;
+  bool collect(UpdateDone& done) {
+    if (!done_.pop(done)) return false;
     STRATA_ASSERT(held_ > 0);
     --held_;
     return true;
@@ -78,8 +85,9 @@ class Worker final {
       const std::uint32_t seen = signal_.load(std::memory_order_acquire);
       const bool stopping = stopping_.load(std::memory_order_acquire);
       for (UpdateJob job; jobs_.pop(job);) {
-        busy_ns_.fetch_add(run(job, kernels_), std::memory_order_relaxed);
-        const bool pushed = done_.push(job.tag);
+        const UpdateDone done = run(job, kernels_, index_);
+        busy_ns_.fetch_add(busy_ns_of(done), std::memory_order_relaxed);
+        const bool pushed = done_.push(done);
         STRATA_ASSERT(pushed);
         bell_.ring();
       }
@@ -88,11 +96,12 @@ class Worker final {
     }
   }
 
+  const std::uint8_t index_;  // of 256 threads or more, some share a number: it is only shown
   Doorbell& bell_;
   const Kernels& kernels_;
   std::size_t held_ = 0;  // the caller's
   Ring<UpdateJob, kJobsMax> jobs_;
-  Ring<std::uint64_t, kJobsMax> done_;
+  Ring<UpdateDone, kJobsMax> done_;
   std::atomic<std::uint32_t> signal_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<std::uint64_t> busy_ns_{0};
@@ -140,12 +149,12 @@ class Workers::Impl final {
     return true;
   }
 
-  bool collect(std::uint64_t& tag) {
-    if (workers_.empty()) return run_inline(tag);
+  bool collect(UpdateDone& done) {
+    if (workers_.empty()) return run_inline(done);
     for (std::size_t i = 0; i < workers_.size(); ++i) {
       // Begins after the worker that answered last, so that none is left waiting.
       next_ = (next_ + 1) % workers_.size();
-      if (workers_[next_]->collect(tag)) return true;
+      if (workers_[next_]->collect(done)) return true;
     }
     return false;
   }
@@ -166,18 +175,18 @@ class Workers::Impl final {
 
   // Without threads, what was submitted is finished here.
   ~Impl() {
-    for (std::uint64_t tag; run_inline(tag);) {
+    for (UpdateDone done; run_inline(done);) {
     }
   }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
  private:
-  bool run_inline(std::uint64_t& tag) {
+  bool run_inline(UpdateDone& done) {
     UpdateJob job;
     if (!inline_jobs_.pop(job)) return false;
-    inline_ns_ += run(job, kernels_);
-    tag = job.tag;
+    done = run(job, kernels_, 0);
+    inline_ns_ += busy_ns_of(done);
     return true;
   }
 
@@ -195,8 +204,8 @@ Workers::~Workers() = default;
 bool Workers::submit(const UpdateJob& job) {
   return impl_->submit(job);
 }
-bool Workers::collect(std::uint64_t& tag) {
-  return impl_->collect(tag);
+bool Workers::collect(UpdateDone& done) {
+  return impl_->collect(done);
 }
 std::size_t Workers::in_flight() const {
   return impl_->in_flight();

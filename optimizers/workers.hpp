@@ -5,7 +5,7 @@
 //
 //   Workers workers(2, &bell);
 //   workers.submit({.spans = spans, .tag = chunk});       // false: full, collect first
-//   for (uint64_t tag; workers.collect(tag);) ...         // never blocks
+//   for (UpdateDone done; workers.collect(done);) ...     // never blocks
 #pragma once
 
 #include <cstddef>
@@ -23,6 +23,14 @@ struct UpdateJob {
   std::uint64_t tag = 0;
 };
 
+// A job that was run: by which worker, and from when to when by the steady clock.
+struct UpdateDone {
+  std::uint64_t tag = 0;
+  std::uint8_t worker = 0;
+  std::int64_t begin_ns = 0;
+  std::int64_t end_ns = 0;
+};
+
 class Workers final {
  public:
   // REQUIRES: bell outlives this, or thread_count is 0 (then bell may be null).
@@ -32,7 +40,7 @@ class Workers final {
   Workers& operator=(const Workers&) = delete;
 
   [[nodiscard]] bool submit(const UpdateJob& job);
-  bool collect(std::uint64_t& tag);
+  bool collect(UpdateDone& done);
   std::size_t in_flight() const;
   int thread_count() const;
   std::uint64_t busy_ns() const;  // summed over threads, since start

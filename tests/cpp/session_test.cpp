@@ -13,6 +13,7 @@
 
 #include "doubles/faulty_engine.hpp"
 #include "io_fixtures.hpp"
+#include "memory/clock.hpp"
 #include "offload/make_engine.hpp"
 
 namespace strata {
@@ -113,6 +114,47 @@ TEST(Session, SmallBudgetsComputeTheSameBits) {
     session.close();
     EXPECT_FALSE(std::filesystem::exists(folder.path() + "/strata.pages"));
   }
+}
+
+TEST(Session, TheTimelineHoldsEveryByteAndEveryWait) {
+  TempFolder folder;
+  const Config config = small_config(folder.path());
+  const std::int64_t begin_ns = SteadyClock().now_ns();
+  Session session(config);
+  fill(session);
+  train(session, 3);
+  session.synchronize();
+  std::array<std::uint64_t, 6> bytes{};
+  std::array<std::size_t, 6> count{};
+  double waited_s = 0.0;
+  for (const TimelineSpan& span : session.timeline()) {
+    bytes.at(static_cast<std::size_t>(span.track)) += span.bytes;
+    ++count.at(static_cast<std::size_t>(span.track));
+    EXPECT_LE(begin_ns, span.begin_ns);
+    EXPECT_LE(span.begin_ns, span.end_ns);
+    EXPECT_LE(span.end_ns, SteadyClock().now_ns());
+    EXPECT_LT(span.lane, config.workers);
+    EXPECT_EQ(span.cause != Cause::none, span.track == Track::wait);
+    if (span.track == Track::wait) {
+      waited_s += static_cast<double>(span.end_ns - span.begin_ns) * 1e-9;
+    } else {
+      EXPECT_LT(index(span.unit), kUnits);
+    }
+  }
+  const auto of = [](const auto& by_track, Track track) {
+    return by_track[static_cast<std::size_t>(track)];
+  };
+  const SessionStats stats = session.stats();
+  const auto moved = [&](Link link) { return stats.link_bytes[static_cast<std::size_t>(link)]; };
+  EXPECT_EQ(of(bytes, Track::read), moved(Link::read));
+  EXPECT_EQ(of(bytes, Track::write), moved(Link::write));
+  EXPECT_EQ(of(bytes, Track::upload), moved(Link::upload));
+  EXPECT_EQ(of(bytes, Track::download), 3U * kUnits * kParamsEach * kNumel * 2);
+  EXPECT_GT(of(count, Track::update), 0U);
+  double waited_in_enter_s = 0.0;
+  for (const double seconds : stats.waited_s) waited_in_enter_s += seconds;
+  EXPECT_GE(waited_s, waited_in_enter_s * 0.999);
+  EXPECT_TRUE(session.timeline().empty()) << "it was taken";
 }
 
 TEST(Session, TwoSessionsShareAFolder) {

@@ -121,8 +121,10 @@ std::vector<int> run_all(Model& model, Workers& workers, Doorbell& bell) {
     }
     EXPECT_EQ(workers.in_flight(), submitted - collected);
     bool any = false;
-    for (std::uint64_t tag = 0; workers.collect(tag); any = true) {
-      ++seen.at(tag);
+    for (UpdateDone done; workers.collect(done); any = true) {
+      EXPECT_LT(done.worker, std::max(1, workers.thread_count()));
+      EXPECT_GE(done.end_ns, done.begin_ns);
+      ++seen.at(done.tag);
       ++collected;
     }
     if (!any && !bell.wait(20'000)) {
@@ -155,12 +157,12 @@ TEST(Workers, WithoutThreadsJobsRunInOrderInsideCollect) {
     ASSERT_TRUE(workers.submit({.spans = {&model.spans[tag], 1}, .tag = tag}));
   }
   EXPECT_TRUE(model == Model()) << "nothing runs before collect()";
-  std::uint64_t tag = 0;
+  UpdateDone done;
   for (std::uint64_t expected = 0; expected < 3; ++expected) {
-    ASSERT_TRUE(workers.collect(tag));
-    EXPECT_EQ(tag, expected);
+    ASSERT_TRUE(workers.collect(done));
+    EXPECT_EQ(done.tag, expected);
   }
-  EXPECT_FALSE(workers.collect(tag));
+  EXPECT_FALSE(workers.collect(done));
   EXPECT_FALSE(model == Model());
 }
 
@@ -170,8 +172,8 @@ TEST(Workers, RefuseMoreThanTheyCanHoldAndRecover) {
   while (held < 10'000 && workers.submit({.spans = {}, .tag = held})) ++held;
   ASSERT_LT(held, 10'000u);
   EXPECT_EQ(workers.in_flight(), held);
-  std::uint64_t tag = 0;
-  EXPECT_TRUE(workers.collect(tag));
+  UpdateDone done;
+  EXPECT_TRUE(workers.collect(done));
   EXPECT_TRUE(workers.submit({.spans = {}, .tag = held}));
 }
 
@@ -197,9 +199,9 @@ TEST(Workers, WakeUpAgainAfterSleeping) {
   Workers workers(1, &bell);
   for (std::uint64_t round = 0; round < 200; ++round) {
     ASSERT_TRUE(workers.submit({.spans = {&model.spans[0], 1}, .tag = round}));
-    std::uint64_t tag = 0;
-    while (!workers.collect(tag)) ASSERT_TRUE(bell.wait(20'000)) << "round " << round;
-    EXPECT_EQ(tag, round);
+    UpdateDone done;
+    while (!workers.collect(done)) ASSERT_TRUE(bell.wait(20'000)) << "round " << round;
+    EXPECT_EQ(done.tag, round);
   }
 }
 
