@@ -1,0 +1,215 @@
+#include "offload/device_memory.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+std::uint64_t less(std::uint64_t a, std::uint64_t b) {
+  return a > b ? a - b : 0;
+}
+
+// Differences by use, of which sums are taken at the end; they wrap, and wrap back.
+class Steps final {
+ public:
+  explicit Steps(std::size_t uses) : steps_(uses + 2, 0) {}
+
+  void add(std::size_t first, std::size_t last, std::uint64_t bytes) {
+    if (first > last) return;
+    STRATA_ASSERT(last + 1 < steps_.size());
+    steps_[first] += bytes;
+    steps_[last + 1] -= bytes;
+  }
+
+  // One entry for each use, and one for what follows the last.
+  std::vector<std::uint64_t> sums() {
+    std::partial_sum(steps_.begin(), steps_.end(), steps_.begin());
+    steps_.pop_back();
+    return std::move(steps_);
+  }
+
+ private:
+  std::vector<std::uint64_t> steps_;
+};
+
+}  // namespace
+
+DeviceMemory::DeviceMemory(const Trace& trace, const Lifetimes& lives)
+    : lives_(lives),
+      groups_(trace.units.size()),
+      backward_place_(trace.units.size(), SIZE_MAX),
+      moments_(trace.uses.size()),
+      tail_bytes_(trace.tail_peak_bytes) {
+  for (const Use& use : trace.uses) {
+    unit_of_.push_back(use.unit);
+    backward_.push_back(use.backward);
+    std::size_t& place = backward_place_[index(use.unit)];
+    if (!use.backward || place != SIZE_MAX) continue;
+    place = backward_order_.size();
+    backward_order_.push_back(index(use.unit));
+  }
+  add_groups(trace);
+  traced_held_ = traced_held(trace);
+  take_apart(trace, traced_held_);
+  find_nested(trace);
+}
+
+void DeviceMemory::add_groups(const Trace& trace) {
+  for (const SavedTensor& tensor : trace.tensors) {
+    std::vector<Group>& groups = groups_[index(tensor.unit)];
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& g) {
+      return g.born == tensor.born && g.last_used == tensor.last_used;
+    });
+    if (group == groups.end()) {
+      group = groups.insert(groups.end(), {.born = tensor.born, .last_used = tensor.last_used});
+    }
+    (tensor.input ? group->input_bytes : group->other_bytes) += tensor.bytes;
+  }
+}
+
+std::vector<std::uint64_t> DeviceMemory::traced_held(const Trace& trace) const {
+  Steps steps(trace.uses.size());
+  for (std::size_t u = 0; u < groups_.size(); ++u) {
+    const bool kept = trace.units[u].traced == Activation::keep;
+    for (const Group& group : groups_[u]) {
+      steps.add(std::size_t{group.born} + 1, group.last_used, group.input_bytes);
+      const std::size_t back = lives_.units[u].backward_enter;
+      if (!kept && back == UINT32_MAX) continue;
+      // What is recomputed inside a use is there from the next one on.
+      steps.add((kept ? std::size_t{group.born} : back) + 1, group.last_used, group.other_bytes);
+    }
+  }
+  return steps.sums();
+}
+
+void DeviceMemory::take_apart(const Trace& trace, const std::vector<std::uint64_t>& held) {
+  // What a unit's forward reaches where it saves: recomputing reaches it again.
+  std::vector<std::uint64_t> forward_saving(trace.units.size(), 0);
+  for (std::size_t i = 0; i < trace.uses.size(); ++i) {
+    const Use& use = trace.uses[i];
+    const std::size_t unit = index(use.unit);
+    const bool kept = trace.units[unit].traced == Activation::keep;
+    const bool first = i == lives_.units[unit].backward_enter;
+    const std::uint64_t grown = use.peak_bytes - use.live_bytes;
+    Moment& moment = moments_[i];
+    moment.base = less(use.live_bytes, held[i]);
+    if (use.gap_peak_bytes != 0) moment.gap_base = less(use.gap_peak_bytes, held[i]);
+    std::uint64_t saved = 0, largest = 0;
+    for (const Group& group : groups_[unit]) {
+      if (group.born == i) {
+        saved += group.other_bytes;
+        largest = std::max(largest, group.other_bytes);
+      } else if (use.backward && group.born < i && i <= group.last_used) {
+        moment.own_inputs += group.input_bytes;
+        moment.own += group.other_bytes;
+      }
+    }
+    if (!use.backward) {
+      moment.saving = kept ? grown : grown + saved;
+      moment.extra = kept ? less(grown, saved) : grown;
+      forward_saving[unit] = std::max(forward_saving[unit], moment.saving);
+      continue;
+    }
+    moment.extra = kept || !first ? grown : less(grown, moment.own);
+    moment.saving =
+        kept ? std::max(moment.extra, less(forward_saving[unit], moment.own)) : moment.extra;
+  }
+}
+
+// The peak of a use with others inside it is theirs where one of them reaches it; it may not be.
+void DeviceMemory::find_nested(const Trace& trace) {
+  for (std::size_t i = 0; i < trace.uses.size(); ++i) {
+    std::size_t end = i + 1;
+    std::uint64_t inner = 0;
+    while (end < trace.uses.size() && trace.uses[end].enter < trace.uses[i].leave) {
+      inner = std::max(inner, trace.uses[end++].peak_bytes);
+    }
+    moments_[i].inner_end = static_cast<std::uint32_t>(end);
+    if (end == i + 1) continue;
+    moments_[i].extra = moments_[i].saving = 0;
+    if (inner < trace.uses[i].peak_bytes) moments_[i].inner_peak = trace.uses[i].peak_bytes;
+  }
+}
+
+std::size_t DeviceMemory::fetched_from(std::size_t unit, std::uint32_t lookahead) const {
+  const std::size_t place = backward_place_[unit];
+  if (place == SIZE_MAX) return SIZE_MAX;
+  const std::size_t ahead = std::min<std::size_t>(place, lookahead);
+  return lives_.units[backward_order_[place - ahead]].backward_enter;
+}
+
+std::uint64_t DeviceMemory::sliced(std::uint64_t bytes, std::size_t use,
+                                   const UnitPlan& plan) const {
+  if (plan.slices == 1) return bytes;
+  return ceil_div(bytes, plan.slices) + 2 * lives_.units[index(unit_of_[use])].input_bytes;
+}
+
+std::uint64_t DeviceMemory::need(std::size_t use, const UnitPlan& plan) const {
+  const Moment& moment = moments_[use];
+  const bool again = plan.activation == Activation::recompute;
+  std::uint64_t bytes = 0;
+  if (backward_[use]) {
+    bytes = moment.base + moment.own_inputs +
+            sliced(moment.own + (again ? moment.saving : moment.extra), use, plan);
+  } else {
+    bytes = moment.base + sliced(again ? moment.extra : moment.saving, use, plan);
+  }
+  return bytes;
+}
+
+// By use: the bytes of all saved tensors on the device at its enter. `leaving`: what is still on
+// its way out in the gap before.
+std::vector<std::uint64_t> DeviceMemory::held_under(std::span<const UnitPlan> units,
+                                                    std::uint32_t lookahead,
+                                                    std::vector<std::uint64_t>& leaving) const {
+  const std::size_t uses = moments_.size();
+  Steps steps(uses);
+  leaving.assign(uses, 0);
+  for (std::size_t u = 0; u < groups_.size(); ++u) {
+    const Activation activation = units[u].activation;
+    const std::size_t back = fetched_from(u, swaps(activation) ? lookahead : 0);
+    for (const Group& group : groups_[u]) {
+      const std::size_t after = std::size_t{group.born} + 1;
+      const std::uint64_t both = group.input_bytes + group.other_bytes;
+      if (activation == Activation::keep) {
+        steps.add(after, group.last_used, both);
+      } else if (activation == Activation::recompute) {
+        steps.add(after, group.last_used, group.input_bytes);
+        if (back != SIZE_MAX) steps.add(back, group.last_used, group.other_bytes);
+      } else if (back == SIZE_MAX || back <= after) {  // it has no time to be away
+        steps.add(after, group.last_used, both);
+      } else {
+        steps.add(after, std::min<std::size_t>(after, group.last_used), both);
+        steps.add(back, group.last_used, both);
+        if (after + 1 < back && after + 1 < uses) leaving[after + 1] += both;
+      }
+    }
+  }
+  return steps.sums();
+}
+
+std::vector<std::uint64_t> DeviceMemory::curve(std::span<const UnitPlan> units,
+                                               std::uint32_t lookahead) const {
+  STRATA_ASSERT(units.size() == groups_.size());
+  std::vector<std::uint64_t> leaving;
+  const std::vector<std::uint64_t> held = held_under(units, lookahead, leaving);
+  std::vector<std::uint64_t> curve(moments_.size() + 1, 0);
+  for (std::size_t i = 0; i < moments_.size(); ++i) {
+    const Moment& moment = moments_[i];
+    const std::uint64_t own = moment.own + moment.own_inputs;
+    STRATA_ASSERT(held[i] >= own);
+    curve[i] = held[i] - own + need(i, units[index(unit_of_[i])]);
+    if (moment.gap_base != 0) curve[i] = std::max(curve[i], held[i] + leaving[i] + moment.gap_base);
+    if (moment.inner_peak == 0) continue;
+    for (std::size_t k = i; k <= moment.inner_end; ++k) {
+      curve[i] = std::max(curve[i], less(moment.inner_peak + held[k], traced_held_[k]));
+    }
+  }
+  curve.back() = tail_bytes_;
+  return curve;
+}
+
+}  // namespace strata

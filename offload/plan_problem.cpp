@@ -1,0 +1,153 @@
+#include "offload/plan_problem.hpp"
+
+#include <algorithm>
+#include <numeric>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+// Numbers of frames between the least and all of them that are tried.
+constexpr std::uint32_t kFrameSteps = 6;
+
+}  // namespace
+
+Problem::Problem(const Trace& trace, const Costs& costs, const Budgets& budgets,
+                 const Wishes& wishes)
+    : trace_(trace),
+      costs_(costs),
+      budgets_(budgets),
+      lives_(lifetimes(trace)),
+      memory_(trace, lives_),
+      resting_(trace, budgets) {
+  STRATA_ASSERT(budgets.page_bytes > 0);
+  for (std::size_t u = 0; u < trace.units.size(); ++u) {
+    const std::size_t pages = ceil_div(trace.units[u].param_bytes, budgets.page_bytes);
+    unit_pages_.push_back(static_cast<std::uint32_t>(pages));
+    options_.push_back(options_of(u, wishes));
+  }
+  find_frame_counts();
+}
+
+std::vector<UnitPlan> Problem::options_of(std::size_t unit, const Wishes& wishes) const {
+  const TracedUnit& of = trace_.units[unit];
+  const UnitLife& life = lives_.units[unit];
+  std::vector<UnitPlan> options;
+  const auto add = [&](Activation activation, std::uint32_t slices = 1) {
+    options.push_back({.activation = activation, .slices = slices});
+  };
+  const bool trains = life.forward_leave != UINT32_MAX && life.backward_enter != UINT32_MAX;
+  const bool recomputes = trains && of.may_recompute;
+  if (recomputes && wishes.slices > 1 && wishes.slices <= of.slices_max) {
+    add(Activation::recompute, wishes.slices);
+    return options;
+  }
+  const auto wanted = [&](Activation activation) {
+    return !wishes.activation || *wishes.activation == activation;
+  };
+  const bool swaps = trains && of.may_swap && life.saved_bytes != 0;
+  if (wanted(Activation::keep)) add(Activation::keep);
+  if (swaps && wanted(Activation::swap_host)) add(Activation::swap_host);
+  // A forced swap goes on to the SSD where the host is full.
+  const bool to_ssd = wanted(Activation::swap_ssd) || wishes.activation == Activation::swap_host;
+  if (swaps && to_ssd && budgets_.ssd_bytes != 0) add(Activation::swap_ssd);
+  if (recomputes && wanted(Activation::recompute)) {
+    add(Activation::recompute);
+    const bool splits = wishes.may_split && wishes.slices == 0;
+    for (std::uint32_t k = 2; splits && k <= of.slices_max; k *= 2) add(Activation::recompute, k);
+  }
+  if (options.empty()) add(Activation::keep);  // what was forced cannot be: the working fallback
+  return options;
+}
+
+void Problem::find_frame_counts() {
+  const std::uint32_t all = std::accumulate(unit_pages_.begin(), unit_pages_.end(), 0U);
+  // Whether so many frames do: more may fail where fewer did not, so it is asked of each in turn.
+  const auto least = [&](std::uint32_t lookahead) {
+    std::uint32_t low = 0, high = all;
+    while (low < high) {
+      const std::uint32_t middle = low + (high - low) / 2;
+      const FramePlan& plan = frame_plan(middle);
+      if (plan.feasible && plan.lookahead >= lookahead) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  };
+  for (std::uint32_t lookahead = 0; lookahead <= 3; ++lookahead) {
+    frame_counts_.push_back(least(lookahead));
+  }
+  const std::uint32_t from = frame_counts_.back();
+  for (std::uint32_t i = 1; i <= kFrameSteps; ++i) {
+    frame_counts_.push_back(from + (all - from) / kFrameSteps * i);
+  }
+  frame_counts_.push_back(all);
+  std::sort(frame_counts_.begin(), frame_counts_.end());
+  frame_counts_.erase(std::unique(frame_counts_.begin(), frame_counts_.end()), frame_counts_.end());
+  std::erase_if(frame_counts_, [&](std::uint32_t count) { return !frame_plan(count).feasible; });
+  STRATA_ASSERT(!frame_counts_.empty());  // with frames for all pages there is always a plan
+}
+
+const FramePlan& Problem::frame_plan(std::uint32_t frames) const {
+  auto found = frame_plans_.find(frames);
+  if (found == frame_plans_.end()) {
+    found = frame_plans_.emplace(frames, make_frame_plan(trace_, unit_pages_, frames)).first;
+  }
+  return found->second;
+}
+
+std::uint64_t Problem::activation_bytes(std::span<const UnitPlan> modes,
+                                        std::uint32_t lookahead) const {
+  const std::vector<std::uint64_t> curve = memory_.curve(modes, lookahead);
+  return *std::max_element(curve.begin(), curve.end());
+}
+
+bool Problem::fits_tiers(std::span<const UnitPlan> modes) const {
+  return !resting_.shortage(swapped_peak(trace_, modes, budgets_.page_bytes));
+}
+
+bool Problem::fits(const Choice& choice) const {
+  const std::uint64_t frames = std::uint64_t{choice.frames} * budgets_.page_bytes;
+  return frames + activation_bytes(choice.modes, choice.lookahead) <= budgets_.device_bytes &&
+         fits_tiers(choice.modes);
+}
+
+Plan Problem::plan_of(const Choice& choice) const {
+  Plan plan;
+  plan.feasible = true;
+  plan.units = choice.modes;
+  plan.frames = frame_plan(choice.frames);
+  plan.param_device_bytes = std::uint64_t{choice.frames} * budgets_.page_bytes;
+  plan.activation_lookahead = choice.lookahead;
+  const Swapped swapped = swapped_peak(trace_, plan.units, budgets_.page_bytes);
+  plan.activation_host_bytes = swapped.host_bytes;
+  plan.activation_ssd_bytes = swapped.ssd_bytes;
+  plan.resting_ssd_bytes = resting_.place(swapped, plan.units);
+  plan.resting_host_bytes = resting_.total_bytes() - plan.resting_ssd_bytes;
+  fill_peaks(choice, swapped, plan);
+  return plan;
+}
+
+void Problem::fill_peaks(const Choice& choice, const Swapped& swapped, Plan& plan) const {
+  plan.device_curve = memory_.curve(choice.modes, choice.lookahead);
+  const std::uint64_t tail = plan.device_curve.back();
+  plan.device_curve.pop_back();
+  plan.device_curve.back() = std::max(plan.device_curve.back(), tail);
+  const auto top = std::max_element(plan.device_curve.begin(), plan.device_curve.end());
+  plan.activation_device_bytes = *top;
+  for (std::uint64_t& bytes : plan.device_curve) bytes += plan.param_device_bytes;
+  plan.peaks[static_cast<std::size_t>(Tier::device)] = {
+      *top, budgets_.device_bytes, static_cast<std::uint32_t>(top - plan.device_curve.begin())};
+  const bool stages = plan.resting_ssd_bytes + swapped.ssd_bytes != 0;
+  plan.peaks[static_cast<std::size_t>(Tier::host)] = {
+      plan.resting_host_bytes + swapped.host_bytes +
+          (stages ? round_up(budgets_.staging_bytes, budgets_.page_bytes) : 0),
+      budgets_.host_bytes, swapped.host_use};
+  plan.peaks[static_cast<std::size_t>(Tier::ssd)] = {plan.resting_ssd_bytes + swapped.ssd_bytes,
+                                                     budgets_.ssd_bytes, swapped.ssd_use};
+}
+
+}  // namespace strata

@@ -1,0 +1,111 @@
+#include "offload/resting.hpp"
+
+#include <algorithm>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+std::uint64_t down_to_pages(std::uint64_t bytes, std::uint64_t page) {
+  return bytes / page * page;
+}
+
+}  // namespace
+
+Swapped swapped_peak(const Trace& trace, std::span<const UnitPlan> units,
+                     std::uint64_t page_bytes) {
+  STRATA_ASSERT(units.size() == trace.units.size());
+  struct Stay {
+    std::uint32_t born = UINT32_MAX;
+    std::uint32_t last_used = 0;
+    std::uint64_t bytes = 0;
+  };
+  std::vector<Stay> stays(units.size());
+  for (const SavedTensor& tensor : trace.tensors) {
+    Stay& stay = stays[index(tensor.unit)];
+    stay.born = std::min(stay.born, tensor.born);
+    stay.last_used = std::max(stay.last_used, tensor.last_used);
+    stay.bytes += tensor.bytes;
+  }
+  std::vector<std::uint64_t> host(trace.uses.size() + 1, 0), ssd(trace.uses.size() + 1, 0);
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    const Activation activation = units[u].activation;
+    const bool to_host = activation == Activation::swap_host;
+    if (stays[u].bytes == 0 || (!to_host && activation != Activation::swap_ssd)) continue;
+    std::vector<std::uint64_t>& tier = to_host ? host : ssd;
+    const std::uint64_t bytes = round_up(stays[u].bytes, page_bytes);
+    tier[stays[u].born] += bytes;
+    tier[stays[u].last_used + 1] -= bytes;  // wraps, and wraps back in the sum
+  }
+  Swapped peak;
+  std::uint64_t host_now = 0, ssd_now = 0;
+  for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
+    host_now += host[i];
+    ssd_now += ssd[i];
+    if (host_now > peak.host_bytes) peak.host_bytes = host_now, peak.host_use = i;
+    if (ssd_now > peak.ssd_bytes) peak.ssd_bytes = ssd_now, peak.ssd_use = i;
+  }
+  return peak;
+}
+
+Resting::Resting(const Trace& trace, const Budgets& budgets) : trace_(trace), budgets_(budgets) {
+  budgets_.host_bytes = down_to_pages(budgets.host_bytes, budgets.page_bytes);
+  budgets_.ssd_bytes = down_to_pages(budgets.ssd_bytes, budgets.page_bytes);
+  budgets_.staging_bytes = round_up(budgets.staging_bytes, budgets.page_bytes);
+  for (const TracedUnit& unit : trace.units) {
+    total_ += unit.param_bytes + unit.grad_bytes + unit.state_bytes;
+  }
+}
+
+bool Resting::all_in_host(const Swapped& swapped) const {
+  return swapped.ssd_bytes == 0 && total_ + swapped.host_bytes <= budgets_.host_bytes;
+}
+
+std::optional<Shortage> Resting::shortage(const Swapped& swapped) const {
+  if (all_in_host(swapped)) return std::nullopt;
+  // Host memory that holds everything, or as much as leaves the SSD no more than it can take.
+  const std::uint64_t everything = total_ + swapped.host_bytes;
+  const std::uint64_t fixed = budgets_.staging_bytes + swapped.host_bytes;
+  const bool ssd_holds = swapped.ssd_bytes <= budgets_.ssd_bytes;
+  const std::uint64_t ssd_room = ssd_holds ? budgets_.ssd_bytes - swapped.ssd_bytes : 0;
+  std::uint64_t host_enough = swapped.ssd_bytes == 0 ? everything : UINT64_MAX;
+  if (ssd_holds && budgets_.ssd_bytes != 0) {
+    host_enough = std::min(host_enough, fixed + (total_ > ssd_room ? total_ - ssd_room : 0));
+  }
+  if (budgets_.ssd_bytes == 0 || fixed > budgets_.host_bytes) {
+    return Shortage{Tier::host, std::min(fixed, host_enough), budgets_.host_bytes,
+                    host_enough == UINT64_MAX ? 0 : host_enough};
+  }
+  const std::uint64_t rest = total_ - std::min(total_, budgets_.host_bytes - fixed);
+  if (rest + swapped.ssd_bytes <= budgets_.ssd_bytes) return std::nullopt;
+  return Shortage{Tier::ssd, rest + swapped.ssd_bytes, budgets_.ssd_bytes,
+                  rest + swapped.ssd_bytes};
+}
+
+std::uint64_t Resting::place(const Swapped& swapped, std::span<UnitPlan> units) const {
+  STRATA_ASSERT(!shortage(swapped));
+  std::uint64_t room = total_;
+  if (!all_in_host(swapped)) {
+    room = std::min(room, budgets_.host_bytes - budgets_.staging_bytes - swapped.host_bytes);
+  }
+  std::uint64_t on_ssd = 0;
+  const auto take = [&](std::uint64_t bytes) {
+    const std::uint64_t here = std::min(bytes, room);
+    room -= here;
+    on_ssd += bytes - here;
+    return bytes - here;
+  };
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    units[u].param_ssd_bytes = take(trace_.units[u].param_bytes);
+  }
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    units[u].grad_ssd_bytes = take(trace_.units[u].grad_bytes);
+  }
+  for (std::size_t u = 0; u < units.size(); ++u) {
+    units[u].state_ssd_bytes = take(trace_.units[u].state_bytes);
+  }
+  return on_ssd;
+}
+
+}  // namespace strata
