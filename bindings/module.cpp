@@ -147,6 +147,23 @@ py::dict stats_dict(const SessionStats& stats) {
   return out;
 }
 
+py::list timeline_list(const std::vector<TimelineSpan>& spans) {
+  py::list out;
+  for (const TimelineSpan& span : spans) {
+    py::dict entry;
+    entry["track"] = name(span.track);
+    entry["cause"] = name(span.cause);
+    entry["lane"] = span.lane;
+    entry["backward"] = span.backward;
+    entry["unit"] = span.unit == kNoUnit ? -1 : static_cast<long>(index(span.unit));
+    entry["begin_ns"] = span.begin_ns;
+    entry["end_ns"] = span.end_ns;
+    entry["bytes"] = span.bytes;
+    out.append(entry);
+  }
+  return out;
+}
+
 const char* fault_name(Fault fault) {
   switch (fault) {
     case Fault::io:
@@ -299,6 +316,7 @@ void bind_session(py::module_& module) {
       .def("set_param_step", &Session::set_step, Release())
       .def("synchronize", &Session::synchronize, Release())
       .def("stats", [](Session& s) { return stats_dict(s.stats()); })
+      .def("timeline", [](Session& s) { return timeline_list(s.timeline()); })
       .def("close", &Session::close, Release());
 }
 

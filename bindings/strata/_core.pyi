@@ -147,7 +147,7 @@ class Session:
 
 class TimelineSpan(TypedDict):
     track: Literal["read", "write", "upload", "download", "update", "wait"]
-    cause: str  # of a wait: what came last; "ssd", "copy", "update", "frame", "room"; else "none"
+    cause: str  # of a wait: what was missing; "copy", "ssd", "room", "frame", "update"; else "none"
     lane: int  # of an update: the worker
     backward: bool
     unit: int  # -1 where it does not apply

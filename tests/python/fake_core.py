@@ -8,6 +8,7 @@ taken when activation_saved() first says so, and given when activation_fetched()
 
 import ctypes
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Session:
         everything = sum(p.device.nbytes for p in self.params)
         self.evicts = config["device_bytes"] < everything
         self.peak = 0
+        self.spans: list[dict[str, Any]] = []
         self.closed = False
         self.room = {False: 0, True: 0}  # bytes for activations, by to_ssd
         self.saves: dict[int, _Save] = {}
@@ -67,8 +69,12 @@ class Session:
             self.pins[unit] -= 1
             raise StrataError(f"device memory: {held} > {self.config['device_bytes']} bytes")
         if self.pins[unit] == 1:
+            begin = perf_counter_ns()
             for p in self.members[unit]:
                 p.device.copy_(p.rounded())
+            copied = sum(p.device.nbytes for p in self.members[unit])
+            self._span("upload", unit, backward, begin, copied)
+            self._span("wait", unit, backward, begin, cause="copy")
 
     def leave(self, unit: int) -> None:
         assert self.pins[unit] > 0, "leave() without enter()"
@@ -89,9 +95,11 @@ class Session:
         assert p.spec["trainable"]
         assert p.spec["dtype"] == dtype
         assert self.config["accumulate"] or not p.landed
+        begin = perf_counter_ns()
         value = _borrow(address, p.spec["numel"], DTYPES[dtype]).float()
         p.grad = value.clone() if p.grad is None else p.grad + value
         p.landed += 1
+        self._span("download", p.spec["unit"], True, begin, p.device.nbytes)
 
     def drop_gradients(self) -> None:
         for p in self.params:
@@ -113,7 +121,9 @@ class Session:
         skipped = skip and not finite
         for p in landed:
             if not skipped:
+                begin = perf_counter_ns()
                 p.update(groups[p.spec["group"]], scale)
+                self._span("update", p.spec["unit"], False, begin, p.device.nbytes)
         self.drop_gradients()
         for u, pins in enumerate(self.pins):
             assert pins == 0, f"unit {u} is entered during step()"
@@ -194,6 +204,10 @@ class Session:
         held = self.saves.pop(save)
         self.room[held.to_ssd] += held.byte_count
 
+    def timeline(self) -> list[dict[str, Any]]:
+        spans, self.spans = self.spans, []
+        return spans
+
     def close(self) -> None:
         self.closed = True
         self.saves.clear()
@@ -203,6 +217,12 @@ class Session:
     def _open(self) -> None:
         if self.closed:
             raise StrataError("the session is closed")
+
+    def _span(
+        self, track: str, unit: int, backward: bool, begin: int, size: int = 0, cause: str = "none"
+    ) -> None:
+        span = {"track": track, "cause": cause, "lane": 0, "backward": backward, "unit": unit}
+        self.spans.append({**span, "begin_ns": begin, "end_ns": perf_counter_ns(), "bytes": size})
 
     def _settle(self, unit: int) -> None:
         """What the unit's memory holds while nobody has it entered."""
