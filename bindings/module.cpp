@@ -9,13 +9,6 @@
 namespace strata {
 namespace {
 
-Dtype parse_dtype(const std::string& text) {
-  for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
-    if (text == name(dtype)) return dtype;
-  }
-  throw py::value_error("unknown dtype " + text);
-}
-
 Kind parse_kind(const std::string& text) {
   if (text == "master") return Kind::master;
   if (text == "moment1") return Kind::moment1;
@@ -337,6 +330,7 @@ PYBIND11_MODULE(_core, module) {
     }
   });
   bind_session(module);
+  bind_calibration(module);
   module.def("plan", [](const py::dict& dict) {
     const Config config = parse_config(dict);
     return plan_dict(config, choose_residence(config));

@@ -1,12 +1,15 @@
-// pybind11 for the files that bind, and fields of dictionaries.
+// pybind11 for the files that bind, and what they share: fields of dictionaries, names of dtypes.
 //
 //   const auto numel = field<std::size_t>(spec, "numel");    // KeyError names what is missing
+//   const Dtype dtype = parse_dtype("bfloat16");             // ValueError for another name
 #pragma once
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <string>
+
+#include "memory/dtype.hpp"
 
 namespace py = pybind11;
 
@@ -17,5 +20,14 @@ T field(const py::dict& dict, const char* key) {
   if (!dict.contains(key)) throw py::key_error(std::string("there is no ") + key);
   return dict[key].cast<T>();
 }
+
+inline Dtype parse_dtype(const std::string& text) {
+  for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
+    if (text == name(dtype)) return dtype;
+  }
+  throw py::value_error("unknown dtype " + text);
+}
+
+void bind_calibration(py::module_& module);  // calibrate_binding.cpp
 
 }  // namespace strata

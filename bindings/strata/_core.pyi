@@ -301,6 +301,41 @@ class StepResult(TypedDict):
     finite: bool
     skipped: bool  # nothing was updated because the gradients were not finite
 
+# Probes: a link at work for a while, see offload/calibrate.hpp. `run` releases the GIL and returns
+# what went through per second, so that several can be run at once by as many threads.
+
+Ways = Literal["in", "out", "both"]  # towards the computation, away from it
+
+class SsdProbe:
+    """Files on SSD, striped over `paths` as a session's are; removed with the object. `depth`:
+    requests in flight, 0: chosen."""
+
+    def __init__(
+        self, paths: list[str], page_bytes: int, io_engine: str, file_bytes: int, depth: int = 0
+    ) -> None: ...
+    def run(self, ways: Ways, seconds: float) -> tuple[float, float]:
+        """(bytes read, bytes written) per second."""
+    @property
+    def io_engine(self) -> str: ...
+    @property
+    def depth(self) -> int: ...
+
+class CopyProbe:
+    """The copy engine between host memory (`bytes` of it) and frames of the device."""
+
+    def __init__(self, page_bytes: int, bytes: int) -> None: ...
+    def run(self, ways: Ways, seconds: float) -> tuple[float, float]:
+        """(bytes uploaded, bytes downloaded) per second."""
+    def transfer_seconds(self) -> float:
+        """What a copy costs beside its bytes."""
+
+class UpdateProbe:
+    """The optimizer's workers on chunks of AdamW."""
+
+    def __init__(self, workers: int, dtype: DtypeName, page_bytes: int, bytes: int) -> None: ...
+    def run(self, seconds: float) -> float:
+        """Elements per second, all workers together."""
+
 def update_span(
     group: GroupSpec,
     dtype: DtypeName,

@@ -1,0 +1,91 @@
+#include "engine/calibrate.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kJobsPerWorker = 2;  // one at work, one waiting
+constexpr int kBellMs = 20;                // a lost ring costs no more than this
+
+std::size_t master_size(Dtype dtype) {
+  return dtype == Dtype::bfloat16 ? 2 : dtype == Dtype::float16 ? 4 : 0;
+}
+
+// Of everything that one parameter has: itself, its master, two moments and a gradient.
+std::size_t element_bytes(Dtype dtype) {
+  return 2 * size_of(dtype) + master_size(dtype) + 2 * sizeof(float);
+}
+
+std::size_t chunk_elements(const UpdateProbeOptions& options) {
+  return options.page_bytes / size_of(options.dtype);
+}
+
+std::size_t chunk_bytes(const UpdateProbeOptions& options) {
+  return chunk_elements(options) * element_bytes(options.dtype);
+}
+
+// Enough for every job in flight to have its own.
+std::size_t chunk_count(const UpdateProbeOptions& options) {
+  return std::max(options.bytes / chunk_bytes(options),
+                  (kJobsPerWorker + 1) * static_cast<std::size_t>(options.workers));
+}
+
+}  // namespace
+
+UpdateProbe::UpdateProbe(const UpdateProbeOptions& options)
+    : memory_(chunk_count(options) * chunk_bytes(options)), workers_(options.workers, &bell_) {
+  STRATA_ASSERT(options.workers > 0);
+  std::byte* at = memory_.bytes().data();
+  const std::size_t count = chunk_elements(options);
+  const auto take = [&at, count](std::size_t bytes) {
+    std::byte* const mine = at;
+    at += count * bytes;
+    return static_cast<void*>(mine);
+  };
+  for (std::size_t i = 0; i < chunk_count(options); ++i) {
+    UpdateSpan span{.dtype = options.dtype, .grad_dtype = options.dtype, .count = count};
+    span.param = take(size_of(options.dtype));
+    if (master_size(options.dtype) != 0) span.master = take(master_size(options.dtype));
+    span.moment1 = static_cast<float*>(take(sizeof(float)));
+    span.moment2 = static_cast<float*>(take(sizeof(float)));
+    span.grad = take(size_of(options.dtype));
+    span.hyper = &hyper_;
+    chunks_.push_back(span);
+  }
+  STRATA_ASSERT(at == memory_.bytes().data() + memory_.bytes().size());
+}
+
+double UpdateProbe::run(double seconds) {
+  const std::size_t in_flight_max =
+      kJobsPerWorker * static_cast<std::size_t>(workers_.thread_count());
+  std::vector<bool> busy(chunks_.size());
+  std::uint64_t begun = 0;
+  std::uint64_t done = 0;
+  const Clock::time_point begin = Clock::now();
+  const auto elapsed = [begin] {
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+  };
+  while (elapsed() < seconds || done < begun) {
+    // 1. Every worker has something to do until the time is over.
+    for (; begun - done < in_flight_max && elapsed() < seconds; ++begun) {
+      const std::size_t chunk = begun % chunks_.size();
+      if (busy[chunk]) break;
+      const bool taken = workers_.submit({.spans = {&chunks_[chunk], 1}, .tag = chunk});
+      STRATA_ASSERT(taken);
+      busy[chunk] = true;
+    }
+    // 2. Sleep until one is done.
+    bool any = false;
+    for (UpdateDone job; workers_.collect(job); any = true, ++done) busy[job.tag] = false;
+    if (!any && done < begun) bell_.wait(kBellMs);
+  }
+  return static_cast<double>(done * chunks_.front().count) / elapsed();
+}
+
+}  // namespace strata

@@ -1,0 +1,106 @@
+// Probes of calibration: they move what they say, leave nothing behind, and fail as values do.
+#include "offload/calibrate.hpp"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <fstream>
+
+#include "engine/calibrate.hpp"
+#include "io_fixtures.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::size_t kPage = 64 * kKiB;
+constexpr double kSeconds = 0.02;
+
+SsdProbeOptions small(std::vector<std::string> paths) {
+  return {.paths = std::move(paths), .page_bytes = kPage, .file_bytes = 32 * kPage, .depth = 4};
+}
+
+TEST(SsdProbe, TellsBothWaysAloneAndTogether) {
+  TempFolder root;
+  std::vector<std::string> paths;
+  for (const char* name : {"/a", "/b"}) {
+    paths.push_back(root.path() + name);
+    std::filesystem::create_directory(paths.back());
+  }
+  {
+    SsdProbe probe(small(paths), "threads");
+    EXPECT_STREQ(probe.engine_name(), "threads");
+    for (const std::string& path : paths) EXPECT_FALSE(std::filesystem::is_empty(path));
+    const LinkSpeed reads = probe.run(Ways::in, kSeconds);
+    EXPECT_GT(reads.in_bytes_s, 0.0);
+    EXPECT_EQ(reads.out_bytes_s, 0.0);
+    const LinkSpeed writes = probe.run(Ways::out, kSeconds);
+    EXPECT_EQ(writes.in_bytes_s, 0.0);
+    EXPECT_GT(writes.out_bytes_s, 0.0);
+    const LinkSpeed both = probe.run(Ways::both, kSeconds);
+    EXPECT_GT(both.in_bytes_s, 0.0);
+    EXPECT_GT(both.out_bytes_s, 0.0);
+  }
+  for (const std::string& path : paths) EXPECT_TRUE(std::filesystem::is_empty(path));
+}
+
+TEST(SsdProbe, StaysWithinTheTimeItWasGiven) {
+  SsdProbe probe(small({}), "memory");
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_GT(probe.run(Ways::both, kSeconds).in_bytes_s, 0.0);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  EXPECT_GE(took.count(), kSeconds);
+  EXPECT_LT(took.count(), 100 * kSeconds);
+}
+
+TEST(SsdProbe, LargePagesTakeFewerRequestsAtATime) {
+  SsdProbeOptions options = small({});
+  options.depth = 0;
+  EXPECT_EQ(SsdProbe(options, "memory").depth(), 64u);
+  options.page_bytes = 4 * kMiB;
+  EXPECT_EQ(SsdProbe(options, "memory").depth(), 16u);
+}
+
+TEST(SsdProbe, AFileThatWasCutOffIsAnErrorAndIsRemovedAllTheSame) {
+  TempFolder folder;
+  {
+    SsdProbe probe(small({folder.path()}), "threads");
+    for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
+      if (entry.path().extension() == ".pages") std::filesystem::resize_file(entry.path(), 0);
+    }
+    try {
+      probe.run(Ways::in, kSeconds);
+      FAIL() << "read from an empty file";
+    } catch (const StrataError& error) {
+      EXPECT_EQ(error.error().fault, Fault::short_read);
+    }
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+}
+
+TEST(SsdProbe, AMissingFolderIsRefused) {
+  EXPECT_THROW(SsdProbe(small({"/nowhere/at/all"}), "threads"), StrataError);
+}
+
+TEST(CopyProbe, TellsBothWaysAloneAndTogether) {
+  CopyProbe probe(kPage, 16 * kPage);
+  const LinkSpeed up = probe.run(Ways::in, kSeconds);
+  EXPECT_GT(up.in_bytes_s, 0.0);
+  EXPECT_EQ(up.out_bytes_s, 0.0);
+  EXPECT_GT(probe.run(Ways::out, kSeconds).out_bytes_s, 0.0);
+  const LinkSpeed both = probe.run(Ways::both, kSeconds);
+  EXPECT_GT(both.in_bytes_s, 0.0);
+  EXPECT_NEAR(both.in_bytes_s, both.out_bytes_s, kPage / kSeconds);  // they take turns
+  EXPECT_GT(probe.transfer_seconds(), 0.0);
+  EXPECT_LT(probe.transfer_seconds(), 0.1);
+}
+
+TEST(UpdateProbe, CountsElementsOfEveryDtype) {
+  for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
+    UpdateProbe probe({.workers = 2, .dtype = dtype, .page_bytes = kPage, .bytes = 1});
+    EXPECT_GT(probe.run(kSeconds), 0.0);
+    EXPECT_GT(probe.run(kSeconds), 0.0) << "a probe can be run again";
+  }
+}
+
+}  // namespace
+}  // namespace strata
