@@ -1,0 +1,170 @@
+"""Calibration: what it measures, what it remembers, and what it does where it cannot."""
+
+import json
+import logging
+
+import pytest
+import torch
+from strata import _core, calibrate
+from strata.calibrate import Calibration, Setup
+
+PAGE = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch, tmp_path):
+    """Sizes and times that are quick, and a cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibrate, "ALONE_SECONDS", 0.005)
+    monkeypatch.setattr(calibrate, "TOGETHER_SECONDS", 0.005)
+    monkeypatch.setattr(calibrate, "SSD_BYTES", 64 * PAGE)
+    monkeypatch.setattr(calibrate, "COPY_BYTES", 16 * PAGE)
+    monkeypatch.setattr(calibrate, "UPDATE_BYTES", 16 * PAGE)
+    monkeypatch.setattr(calibrate, "FEED_FORWARD", 64)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """What was asked to be measured; made-up values in place of those of the machine."""
+    calls = []
+
+    def measure(setup):
+        calls.append(setup)
+        speeds = {name: float(len(calls)) for name in calibrate.COST_NAMES - {"slow"}}
+        return Calibration({**speeds, "slow": {"compute": {"update": 0.5}}}, 1e9)
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    return calls
+
+
+def only_file():
+    (file,) = calibrate.cache_folder().iterdir()
+    return file
+
+
+def test_every_lane_is_measured_alone_and_beside_the_others(disk):
+    found = calibrate.measure(Setup(1, PAGE, [str(disk)], "threads"))
+    assert found.typical == []
+    assert set(found.costs) == calibrate.COST_NAMES
+    assert all(v > 0 for name, v in found.costs.items() if name != "slow")
+    slow = found.costs["slow"]
+    for lane in calibrate.LANES:
+        beside = set(slow[lane])
+        assert beside == set(calibrate.LANES) - {lane}
+        assert all(0 < part <= 1 for part in slow[lane].values())
+    assert found.flops_s > 1e6
+
+
+def test_nothing_is_left_on_the_disk(disk):
+    calibrate.measure(Setup(1, PAGE, [str(disk)], "threads"))
+    assert list(disk.iterdir()) == []
+
+
+def test_without_a_disk_its_lanes_have_no_speed():
+    costs = calibrate.costs(2, [], PAGE, "auto")
+    assert costs["read_bytes_s"] == costs["write_bytes_s"] == 0
+    assert "read" not in costs["slow"]["compute"]
+
+
+def test_random_numbers_of_the_user_stay_as_they_are():
+    torch.manual_seed(3)
+    calibrate.measure(Setup(1, PAGE))
+    after = torch.rand(4)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(4))
+
+
+def test_a_second_call_remembers(disk, counted):
+    first = calibrate.costs(1, [str(disk)], PAGE, "threads")
+    assert calibrate.costs(1, [str(disk)], PAGE, "threads") == first
+    assert len(counted) == 1
+    calibrate.costs(1, [str(disk)], PAGE, "threads", refresh=True)
+    assert len(counted) == 2
+
+
+def test_folders_of_one_disk_share_what_is_known(disk, counted):
+    (disk / "other").mkdir()
+    calibrate.costs(1, [str(disk)], PAGE, "threads")
+    calibrate.costs(1, [str(disk / "other")], PAGE, "threads")
+    assert len(counted) == 1
+
+
+@pytest.mark.parametrize("change", [{"workers": 2}, {"page_bytes": 2 * PAGE}, {"dtype": "float32"}])
+def test_another_setup_is_measured_anew(change, counted):
+    setup = {"workers": 1, "page_bytes": PAGE}
+    calibrate.calibration(Setup(**setup))
+    calibrate.calibration(Setup(**{**setup, **change}))
+    assert len(counted) == 2
+
+
+def _set(path, value):
+    def change(text):
+        stored = json.loads(text)
+        place = stored
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = value
+        return json.dumps(stored)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:40],
+        lambda text: "[]",
+        lambda text: "null",
+        _set(["key", "version"], 0),
+        _set(["calibration", "costs", "slow", "warp"], {}),
+        _set(["calibration", "costs", "upload_bytes_s"], "fast"),
+        _set(["calibration", "costs", "upload_bytes_s"], -1.0),
+        _set(["calibration", "costs"], {}),
+        _set(["calibration", "more"], 1),
+    ],
+)
+def test_a_damaged_file_is_measured_again_and_replaced(damage, counted):
+    calibrate.costs(1, [], PAGE, "auto")
+    file = only_file()
+    file.write_text(damage(file.read_text()))
+    again = calibrate.costs(1, [], PAGE, "auto")
+    assert len(counted) == 2
+    assert json.loads(only_file().read_text())["calibration"]["costs"] == again
+
+
+def test_a_cache_folder_that_cannot_be_made_is_logged(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.INFO, "strata"):
+        assert calibrate.costs(1, [], PAGE, "auto")["upload_bytes_s"] > 0
+    assert "is not remembered" in caplog.text
+
+
+def test_a_disk_that_cannot_be_measured_is_taken_to_be_a_modest_one(tmp_path, caplog):
+    costs = calibrate.costs(1, [str(tmp_path)], PAGE, "nonsense")
+    assert costs["read_bytes_s"] == calibrate.TYPICAL["read"]
+    assert costs["upload_bytes_s"] != calibrate.TYPICAL["upload"]
+    assert "cannot measure read and write" in caplog.text
+    assert not calibrate.cache_folder().exists()  # perhaps it can be, next time
+
+
+def test_a_lane_that_fails_beside_another_is_raised():
+    def broken(seconds):
+        raise _core.StrataError("the disk is gone")
+
+    with pytest.raises(_core.StrataError, match="the disk is gone"):
+        calibrate.together(lambda seconds: 1.0, broken, 0.001)
+
+
+def test_probes_refuse_what_they_do_not_know():
+    with pytest.raises(ValueError, match="sideways"):
+        _core.CopyProbe(PAGE, 4 * PAGE).run("sideways", 0.001)
+    with pytest.raises(ValueError, match="int8"):
+        _core.UpdateProbe(1, "int8", PAGE, PAGE)
