@@ -1,5 +1,6 @@
 // The Python module strata._core: dictionaries in, dictionaries out, and the session between. What
 // each name means is written in bindings/strata/_core.pyi. Methods that may wait release the GIL.
+#include <numeric>
 #include <thread>
 
 #include "bindings/dlpack.hpp"
@@ -93,6 +94,16 @@ py::dict plan_dict(const Config& config, const Residence& home) {
     unit["name"] = config.units[u];
     unit["params"] = elements;
     unit["param_bytes"] = home.layout.units[u].pages.size() * page;
+    std::array<std::size_t, kRoleCount> pages{};
+    for (const std::uint32_t id : home.layout.units[u].chunks) {
+      for (std::size_t r = 0; r < kRoleCount; ++r) pages[r] += home.layout.chunks[id].roles[r].count;
+    }
+    const std::size_t grads = pages[static_cast<std::size_t>(Role::grad)];
+    unit["grad_bytes"] = grads * page;
+    unit["state_bytes"] =
+        (std::accumulate(pages.begin(), pages.end(), std::size_t{0}) - grads) * page -
+        home.layout.units[u].pages.size() * page;
+    unit["chunks"] = home.layout.units[u].chunks.size();
     unit["param_tier"] = tier_text(home, u, [](Role role) { return role == Role::param; });
     unit["grad_tier"] = tier_text(home, u, [](Role role) { return role == Role::grad; });
     unit["state_tier"] =

@@ -60,6 +60,9 @@ class UnitPlan(TypedDict):
     name: str
     params: int  # elements
     param_bytes: int  # in pages, compute dtype
+    grad_bytes: int  # in pages; 0 where nothing is trained
+    state_bytes: int  # in pages: residuals or masters, and moments
+    chunks: int
     param_tier: str  # where they rest: "host", "ssd" or "mixed"
     grad_tier: str
     state_tier: str
