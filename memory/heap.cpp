@@ -2,6 +2,7 @@
 
 #include <jemalloc/jemalloc.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -29,7 +30,7 @@ int set(const std::string& name, Value value) {
 }  // namespace
 
 // Note [Extents]
-// jemalloc asks for extents by a hook. Ours cuts them off the frames from the front and never takes
+// jemalloc asks for extents by a hook. Ours cuts them off a range from the front and never takes
 // one back: "opting out" of deallocation makes jemalloc keep it, split and merge it, and use it
 // again before it asks for more. It merges inside of what one call of the hook gave, never across;
 // so the heap lets it ask for a few large extents at once, before anybody allocates (claim_frames).
@@ -37,12 +38,19 @@ int set(const std::string& name, Value value) {
 // 100 KiB an arena) lie outside: in here they would take 2 MiB at once.
 //
 // Invariants:
-//   1. cut <= frames.size(): extents lie in the first `cut` bytes, without overlap.
-//   2. used <= cut.
+//   1. cut <= frames.size() of every range: extents lie in its first `cut` bytes, without overlap.
+//   2. used <= the sum of what is cut.
 struct Heap::Arena {
   extent_hooks_t hooks{};  // first: jemalloc hands its address to the hooks, which is ours too
-  std::span<std::byte> frames;
-  std::size_t cut = 0;
+  struct Range {
+    std::span<std::byte> frames;
+    std::size_t cut = 0;
+
+    bool holds(const std::byte* at) const {
+      return at >= frames.data() && at < frames.data() + cut;
+    }
+  };
+  std::vector<Range> ranges;
   std::size_t used = 0;
   unsigned number = 0;
 
@@ -50,15 +58,22 @@ struct Heap::Arena {
                           bool* zero, bool* commit, unsigned /*arena*/) {
     auto& arena = *reinterpret_cast<Arena*>(hooks);
     if (at != nullptr) return nullptr;  // an extent at a wish address is only ever a wish
-    // 1. Where the next one would start and end.
-    const auto base = reinterpret_cast<std::uintptr_t>(arena.frames.data());
-    const std::size_t start = round_up(base + arena.cut, align) - base;
-    if (start > arena.frames.size() || bytes > arena.frames.size() - start) return nullptr;
-    // 2. It is ours: the gap that alignment leaves is lost.
-    arena.cut = start + bytes;
-    if (*zero) std::memset(arena.frames.data() + start, 0, bytes);
-    *commit = true;
-    return arena.frames.data() + start;
+    for (auto range = arena.ranges.rbegin(); range != arena.ranges.rend(); ++range) {
+      // 1. Where the next one would start and end.
+      const auto base = reinterpret_cast<std::uintptr_t>(range->frames.data());
+      const std::size_t start = round_up(base + range->cut, align) - base;
+      if (start > range->frames.size() || bytes > range->frames.size() - start) continue;
+      // 2. It is ours: the gap that alignment leaves is lost.
+      range->cut = start + bytes;
+      if (*zero) std::memset(range->frames.data() + start, 0, bytes);
+      *commit = true;
+      return range->frames.data() + start;
+    }
+    return nullptr;
+  }
+  bool holds(const std::byte* at) const {
+    return std::any_of(ranges.begin(), ranges.end(),
+                       [at](const Range& range) { return range.holds(at); });
   }
 
   // jemalloc's convention: true means that it was not done.
@@ -75,9 +90,6 @@ struct Heap::Arena {
 
 Heap::Heap(std::span<std::byte> frames) : arena_(std::make_unique<Arena>()) {
   static_assert(offsetof(Arena, hooks) == 0);
-  STRATA_ASSERT(!frames.empty() && frames.size() % kKernelPageBytes == 0);
-  STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(frames.data()) % kKernelPageBytes == 0);
-  arena_->frames = frames;
   arena_->hooks.alloc = Arena::cut_extent;
   arena_->hooks.dalloc = Arena::keep_extent;
   arena_->hooks.split = Arena::split_extent;
@@ -96,12 +108,19 @@ Heap::Heap(std::span<std::byte> frames) : arena_(std::make_unique<Arena>()) {
   if (failed != 0) {
     throw StrataError(memory_error("could not make a heap", Tier::host, frames.size(), failed));
   }
-  claim_frames();
+  add(frames);
 }
 
-void Heap::claim_frames() {
+void Heap::add(std::span<std::byte> frames) {
+  STRATA_ASSERT(!frames.empty() && frames.size() % kKernelPageBytes == 0);
+  STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(frames.data()) % kKernelPageBytes == 0);
+  arena_->ranges.push_back({.frames = frames});
+  claim_frames(frames.size());
+}
+
+void Heap::claim_frames(std::size_t bytes) {
   std::vector<std::byte*> pieces;
-  std::size_t left = capacity();
+  std::size_t left = bytes;
   // Below 16 KiB sizes are not whole pages: the rest is cut as it is asked for.
   while (left >= 16 * kKiB) {
     // A size class: four to a power of two, so a piece takes four fifths of the rest or more.
@@ -128,15 +147,14 @@ std::byte* Heap::allocate(std::size_t bytes, std::size_t align) {
                     static_cast<int>(MALLOCX_ALIGN(align));
   auto* got = static_cast<std::byte*>(strata_je_mallocx(bytes, flags));
   if (got == nullptr) return nullptr;
-  STRATA_ASSERT(got >= arena_->frames.data());
-  STRATA_ASSERT(got + bytes <= arena_->frames.data() + arena_->frames.size());
+  STRATA_ASSERT(arena_->holds(got));
+  STRATA_ASSERT(arena_->holds(got + bytes - 1));
   arena_->used += strata_je_sallocx(got, 0);
   return got;
 }
 
 void Heap::deallocate(std::byte* bytes) {
-  STRATA_ASSERT(bytes >= arena_->frames.data());
-  STRATA_ASSERT(bytes < arena_->frames.data() + arena_->cut);
+  STRATA_ASSERT(arena_->holds(bytes));
   const std::size_t given_back = strata_je_sallocx(bytes, 0);
   STRATA_ASSERT(given_back <= arena_->used);
   arena_->used -= given_back;
@@ -148,7 +166,9 @@ std::size_t Heap::used() const {
 }
 
 std::size_t Heap::capacity() const {
-  return arena_->frames.size();
+  std::size_t bytes = 0;
+  for (const Arena::Range& range : arena_->ranges) bytes += range.frames.size();
+  return bytes;
 }
 
 }  // namespace strata

@@ -5,12 +5,17 @@
 namespace strata {
 
 Pool::Pool(std::uint32_t frame_count, std::size_t page_bytes, std::byte* base)
-    : page_bytes_(page_bytes), base_(base), taken_(frame_count, false) {
-  STRATA_ASSERT(frame_count < index(kNoFrame));
+    : page_bytes_(page_bytes), base_(base) {
   STRATA_ASSERT(page_bytes > 0);
-  free_.reserve(frame_count);
-  // Frame 0 on top: a pool that is never full uses one end of its memory only.
-  for (std::uint32_t i = frame_count; i > 0; --i) free_.push_back(FrameId{i - 1});
+  grow(frame_count);
+}
+
+void Pool::grow(std::uint32_t frame_count) {
+  const std::uint32_t before = capacity();
+  STRATA_ASSERT(frame_count < index(kNoFrame) - before);
+  taken_.resize(before + frame_count, false);
+  // The first one on top: a pool that is never full uses one end of its memory only.
+  for (std::uint32_t i = before + frame_count; i > before; --i) free_.push_back(FrameId{i - 1});
 }
 
 std::optional<FrameId> Pool::acquire() {

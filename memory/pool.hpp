@@ -31,6 +31,8 @@ class Pool final {
   std::optional<FrameId> acquire();
   // REQUIRES: the frame is taken.
   void release(FrameId frame);
+  // The tier became larger: so many free frames more, behind the others.
+  void grow(std::uint32_t frame_count);
 
   std::uint32_t capacity() const { return static_cast<std::uint32_t>(taken_.size()); }
   std::uint32_t free_count() const { return static_cast<std::uint32_t>(free_.size()); }

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 
@@ -27,20 +28,50 @@ int fill_range(std::byte* range, std::size_t bytes) {
   return populate(range, bytes);
 }
 
+// Bare addresses again. The kernel has no reason to refuse it: the range is one mapping already.
+void empty_range(std::byte* range, std::size_t bytes) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  const void* got = ::mmap(range, bytes, PROT_NONE, flags, -1, 0);
+  STRATA_ASSERT(got != MAP_FAILED);
+}
+
 }  // namespace
 
-Slab::Slab(std::size_t bytes, Locking lock) : bytes_(reserve_addresses(bytes), bytes) {
+Slab::Slab(std::size_t bytes, Locking locking, std::size_t bytes_max)
+    : bytes_max_(std::max(bytes, bytes_max)),
+      locking_(locking),
+      locked_(locking == Locking::wanted) {
+  bytes_ = {reserve_addresses(bytes_max_), 0};
   STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(bytes_.data()) % kHugePageBytes == 0);
-  if (const int failed = fill_range(bytes_.data(), bytes); failed != 0) {
-    ::munmap(bytes_.data(), bytes);
-    throw StrataError(memory_error("could not claim the memory", Tier::host, bytes, failed));
+  try {
+    resize(bytes);
+  } catch (...) {
+    ::munmap(bytes_.data(), bytes_max_);
+    throw;
   }
-  locked_ = lock == Locking::wanted && ::mlock(bytes_.data(), bytes) == 0;
 }
 
 Slab::~Slab() {
   // Unmapping unlocks.
-  ::munmap(bytes_.data(), bytes_.size());
+  ::munmap(bytes_.data(), bytes_max_);
+}
+
+void Slab::resize(std::size_t bytes) {
+  STRATA_ASSERT(bytes > 0 && bytes % kKernelPageBytes == 0);
+  STRATA_ASSERT(bytes <= bytes_max_);
+  const std::size_t before = bytes_.size();
+  if (bytes > before) {
+    std::byte* end = bytes_.data() + before;
+    const std::size_t more = bytes - before;
+    if (const int failed = fill_range(end, more); failed != 0) {
+      empty_range(end, more);
+      throw StrataError(memory_error("could not claim the memory", Tier::host, more, failed));
+    }
+    if (locking_ == Locking::wanted) locked_ = ::mlock(end, more) == 0 && locked_;
+  } else if (bytes < before) {
+    empty_range(bytes_.data() + bytes, before - bytes);
+  }
+  bytes_ = {bytes_.data(), bytes};
 }
 
 }  // namespace strata

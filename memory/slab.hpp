@@ -1,12 +1,14 @@
-// Slab: one mapping that holds the whole host budget, claimed when it is made. Every byte is
-// there from then on: no later touch can fault, fail or grow the process.
+// Slab: one mapping that holds the host budget. What is claimed is there from then on: no later
+// touch can fault, fail or grow the process. Addresses may be kept free behind it, so that more can
+// be claimed later without moving anything.
 //
-// Threads: the bytes belong to whoever is handed them; the object itself does not change. A forked
+// Threads: the bytes belong to whoever is handed them; one caller at a time resizes. A forked
 // child does not have them.
 //
-//   Slab slab(256 * kMiB, Locking::wanted);      // throws StrataError (memory) when refused
+//   Slab slab(256 * kMiB, Locking::wanted, kGiB);  // throws StrataError (memory) when refused
 //   Pool frames(64, 4 * kMiB, slab.bytes().data());
 //   if (!slab.locked()) log("swap may touch it: ulimit -l is too small");
+//   slab.resize(512 * kMiB);                       // between two steps
 #pragma once
 
 #include <cstddef>
@@ -18,19 +20,27 @@ enum class Locking : bool { none, wanted };
 
 class Slab final {
  public:
-  // Maps exactly `bytes`, aligned to 2 MiB, in huge pages where the kernel gives them, all zero.
-  // REQUIRES: bytes is a positive multiple of 4096.
-  explicit Slab(std::size_t bytes, Locking locking = Locking::none);
+  // Maps exactly `bytes`, aligned to 2 MiB, in huge pages where the kernel gives them, all zero,
+  // with addresses for `bytes_max` (at least `bytes`).
+  // REQUIRES: bytes is a positive multiple of 4096, as is bytes_max unless it is 0.
+  explicit Slab(std::size_t bytes, Locking locking = Locking::none, std::size_t bytes_max = 0);
   ~Slab();
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
 
+  // Claims more bytes behind the others, or gives the last ones back. Throws StrataError (memory),
+  // and changes nothing, when refused. REQUIRES: a positive multiple of 4096; <= bytes_max().
+  void resize(std::size_t bytes);
+
   std::span<std::byte> bytes() const { return bytes_; }
+  std::size_t bytes_max() const { return bytes_max_; }
   // False when locking was not wanted, or refused: the slab is as good, but may be swapped out.
   bool locked() const { return locked_; }
 
  private:
   std::span<std::byte> bytes_;
+  std::size_t bytes_max_;
+  Locking locking_;
   bool locked_ = false;
 };
 

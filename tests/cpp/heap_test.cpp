@@ -95,6 +95,31 @@ TEST(Heap, FramesOfAnySizeAreOfUse) {
   }
 }
 
+// Ranges that do not touch: each holds blocks of its own, and none crosses from one to the other.
+TEST(Heap, GoesOnInTheFramesThatAreAdded) {
+  constexpr std::size_t kFrame = 64 * kKiB;
+  const Slab slab(kMiB);
+  const auto frame = [&](std::size_t i) { return slab.bytes().subspan(2 * i * kFrame, kFrame); };
+  Heap heap(frame(0));
+  std::vector<std::byte*> blocks;
+  for (std::size_t i = 0; i < 8; ++i) {
+    if (i > 0) heap.add(frame(i));
+    EXPECT_EQ(heap.capacity(), (i + 1) * kFrame);
+    EXPECT_EQ(heap.allocate(kFrame + 1, 64), nullptr);
+    // Just under half a frame: two of them fit.
+    for (int half = 0; half < 2; ++half) {
+      std::byte* at = heap.allocate(kFrame / 2 - 100, 64);
+      ASSERT_NE(at, nullptr) << "frame " << i;
+      EXPECT_TRUE(inside(frame(i), at, kFrame / 2 - 100));
+      blocks.push_back(at);
+    }
+    EXPECT_EQ(heap.allocate(kFrame / 2, 64), nullptr);
+  }
+  for (std::byte* at : blocks) heap.deallocate(at);
+  EXPECT_EQ(heap.used(), 0u);
+  for (int i = 0; i < 8; ++i) EXPECT_NE(heap.allocate(kFrame * 7 / 8, 64), nullptr);
+}
+
 TEST(Heap, TwoHeapsShareNothing) {
   const Slab slab(2 * kMiB);
   Heap one(slab.bytes().first(kMiB));

@@ -75,6 +75,34 @@ TEST(Slab, RefusesWhatTheMachineDoesNotHave) {
   }
 }
 
+TEST(Slab, GrowsAndShrinksInPlace) {
+  Slab slab(kMiB, Locking::none, 16 * kMiB);
+  std::byte* const start = slab.bytes().data();
+  start[0] = std::byte{7};
+  EXPECT_EQ(resident_pages(start + kMiB, 15 * kMiB), 0);
+  slab.resize(6 * kMiB);
+  EXPECT_EQ(slab.bytes().data(), start);
+  EXPECT_EQ(slab.bytes().size(), 6 * kMiB);
+  EXPECT_EQ(resident_pages(start, 6 * kMiB), 6 * kMiB / kKernelPageBytes);
+  EXPECT_EQ(start[0], std::byte{7});
+  start[6 * kMiB - 1] = std::byte{8};
+  slab.resize(2 * kMiB);
+  EXPECT_EQ(resident_pages(start + 2 * kMiB, 14 * kMiB), 0) << "the rest was given back";
+  slab.resize(6 * kMiB);
+  EXPECT_EQ(start[6 * kMiB - 1], std::byte{0});
+  EXPECT_EQ(start[0], std::byte{7});
+}
+
+TEST(Slab, StaysAsItIsWhenItCannotGrow) {
+  constexpr std::size_t kTooMuch = std::size_t{1} << 45;
+  Slab slab(kMiB, Locking::none, kTooMuch);
+  EXPECT_THROW(slab.resize(kTooMuch), StrataError);
+  EXPECT_EQ(slab.bytes().size(), kMiB);
+  slab.bytes()[0] = std::byte{1};
+  slab.resize(2 * kMiB);
+  EXPECT_EQ(slab.bytes()[0], std::byte{1});
+}
+
 TEST(Slab, LocksWhereItMayAndSaysSoWhereNot) {
   EXPECT_FALSE(Slab(kMiB).locked());
   rlimit limit{};
@@ -160,6 +188,18 @@ TEST(Pool, TheLastReleasedIsTheFirstAcquired) {
   pool.release(FrameId{0});
   EXPECT_EQ(pool.acquire(), FrameId{0});
   EXPECT_EQ(pool.acquire(), FrameId{2});
+}
+
+TEST(Pool, GrowsBehindTheFramesItHas) {
+  Pool pool(2, kPageBytesMin);
+  const FrameId first = pool.acquire().value();
+  pool.grow(3);
+  EXPECT_EQ(pool.capacity(), 5u);
+  EXPECT_EQ(pool.free_count(), 4u);
+  EXPECT_TRUE(pool.taken(first));
+  EXPECT_EQ(pool.acquire(), FrameId{2});
+  while (pool.acquire()) continue;
+  EXPECT_EQ(pool.used(), 5u);
 }
 
 TEST(Pool, AddressesAreFramesApart) {
