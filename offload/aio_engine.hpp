@@ -22,6 +22,7 @@ class AioEngine final : public IoEngine {
 
   const char* name() const override { return "libaio"; }
   int attach(int fd, std::uint64_t file_bytes) override;
+  void grew(int, std::uint64_t) override {}  // the kernel knows how long a file is
   [[nodiscard]] bool submit(const IoRequest& request) override;
   void flush() override;
   std::size_t reap(std::span<IoCompletion> out) override;

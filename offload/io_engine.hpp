@@ -47,6 +47,8 @@ class IoEngine {
   // Registers an open descriptor (the engine does not close it). Returns the file's number.
   // REQUIRES: nothing in flight.
   virtual int attach(int fd, std::uint64_t file_bytes) = 0;
+  // The attached file became longer. REQUIRES: nothing in flight.
+  virtual void grew(int file, std::uint64_t file_bytes) = 0;
   // False when the queue is full: reap first, then try again.
   [[nodiscard]] virtual bool submit(const IoRequest& request) = 0;
   // Hands what submit() queued to the kernel in one go. Called once per turn.

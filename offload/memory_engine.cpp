@@ -17,6 +17,11 @@ int MemoryEngine::attach(int, std::uint64_t file_bytes) {
   return static_cast<int>(files_.size()) - 1;
 }
 
+void MemoryEngine::grew(int file, std::uint64_t file_bytes) {
+  STRATA_ASSERT(queue_.empty());
+  files_[static_cast<std::size_t>(file)].resize(file_bytes);
+}
+
 bool MemoryEngine::submit(const IoRequest& request) {
   STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());
   if (queue_.size() == depth_) return false;

@@ -48,14 +48,16 @@ const std::string& checked(const std::string& folder, const std::string& session
 }  // namespace
 
 PageFile::PageFile(const std::string& folder, const std::string& session_name, std::uint64_t bytes)
-    : path_(folder + "/" + session_name + ".pages"), lock_(checked(folder, session_name)) {
+    : folder_(folder),
+      path_(folder + "/" + session_name + ".pages"),
+      lock_(checked(folder, session_name)) {
   STRATA_ASSERT(bytes > 0);
   // A file of that name that the lock did not list as a dead session's is not ours to overwrite.
   if (access(path_.c_str(), F_OK) == 0) refuse_existing();
   lock_.list(session_name + ".pages");
-  make(folder);
+  make();
   try {
-    preallocate(folder, bytes);
+    resize(bytes);
   } catch (...) {
     remove();
     throw;
@@ -77,42 +79,61 @@ void PageFile::refuse_existing() const {
          "has the same name; move it away or give another ssd_path=");
 }
 
-void PageFile::make(const std::string& folder) {
+void PageFile::resize(std::uint64_t bytes) {
+  if (bytes > bytes_) {
+    try {
+      preallocate(bytes_, bytes);
+    } catch (...) {
+      static_cast<void>(ftruncate(fd_, static_cast<off_t>(bytes_)));  // what it got of it
+      throw;
+    }
+  } else if (bytes < bytes_ && ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
+    fail(Fault::io, "the file for pages cannot be shortened", path_, errno);
+  }
+  bytes_ = bytes;
+}
+
+void PageFile::make() {
   const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
   fd_ = open(path_.c_str(), flags | O_DIRECT, 0600);
   if (fd_ < 0 && errno == EINVAL) {
     unlink(path_.c_str());  // some filesystems make the file before they refuse O_DIRECT
     fd_ = open(path_.c_str(), flags, 0600);
-    warnings_.push_back("the filesystem of " + folder +
+    warnings_.push_back("the filesystem of " + folder_ +
                         " refuses O_DIRECT: pages pass through the page cache");
   }
   if (fd_ < 0 && errno == EEXIST) refuse_existing();
   if (fd_ < 0) fail(Fault::config, "the file for pages cannot be made", path_, errno);
   struct statfs filesystem {};
   if (fstatfs(fd_, &filesystem) == 0 && filesystem.f_type == TMPFS_MAGIC) {
-    warnings_.push_back(folder + " is a tmpfs: what is stored there takes host memory");
+    warnings_.push_back(folder_ + " is a tmpfs: what is stored there takes host memory");
   }
 }
 
-void PageFile::preallocate(const std::string& folder, std::uint64_t bytes) {
+void PageFile::preallocate(std::uint64_t from, std::uint64_t to) {
   struct statvfs filesystem {};
   if (fstatvfs(fd_, &filesystem) != 0) {
-    fail(Fault::io, "the free space of the SSD path cannot be read", folder, errno);
+    fail(Fault::io, "the free space of the SSD path cannot be read", folder_, errno);
   }
+  const std::uint64_t bytes = to - from;
   const std::uint64_t free_bytes = std::uint64_t{filesystem.f_bavail} * filesystem.f_frsize;
-  const std::string sizes = folder + " needs " + bytes_text(bytes) + " for pages and has " +
-                            bytes_text(free_bytes) + " free";
+  const std::string more = from == 0 ? " needs " : " needs another ";
+  const std::string sizes =
+      folder_ + more + bytes_text(bytes) + " for pages and has " + bytes_text(free_bytes) + " free";
   if (bytes > free_bytes) {
     fail(Fault::no_space, sizes + "; free some, give another ssd_path=, or a larger host=", path_,
          0);
   }
   int failed = 0;
   do {
-    failed = fallocate(fd_, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+    const int result = fallocate(fd_, 0, static_cast<off_t>(from), static_cast<off_t>(bytes));
+    failed = result == 0 ? 0 : errno;
   } while (failed == EINTR);
-  if (failed == EOPNOTSUPP && ftruncate(fd_, static_cast<off_t>(bytes)) == 0) {
-    warnings_.push_back("the filesystem of " + folder +
-                        " cannot set space aside: it may run out later");
+  if (failed == EOPNOTSUPP && ftruncate(fd_, static_cast<off_t>(to)) == 0) {
+    if (from == 0) {
+      warnings_.push_back("the filesystem of " + folder_ +
+                          " cannot set space aside: it may run out later");
+    }
     failed = 0;
   }
   if (failed == ENOSPC || failed == EFBIG || failed == EDQUOT) {

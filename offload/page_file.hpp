@@ -22,6 +22,8 @@ class PageFile final {
  public:
   // The file is <folder>/<session_name>.pages.
   PageFile(const std::string& folder, const std::string& session_name, std::uint64_t bytes);
+  // Makes it `bytes` long, or as it was: throws StrataError (no_space, io), and changes nothing.
+  void resize(std::uint64_t bytes);
   ~PageFile();  // removes the file; in a child made by fork() it only forgets it
   PageFile(const PageFile&) = delete;
   PageFile& operator=(const PageFile&) = delete;
@@ -33,14 +35,16 @@ class PageFile final {
 
  private:
   [[noreturn]] void refuse_existing() const;
-  void make(const std::string& folder);
-  void preallocate(const std::string& folder, std::uint64_t bytes);
+  void make();
+  void preallocate(std::uint64_t from, std::uint64_t to);
   void remove();
 
+  std::string folder_;
   std::string path_;
   std::vector<std::string> warnings_;
   DirectoryLock lock_;
   int fd_ = -1;
+  std::uint64_t bytes_ = 0;
   pid_t owner_ = getpid();
 };
 

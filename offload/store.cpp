@@ -38,8 +38,7 @@ struct Transfer {
 }  // namespace
 
 // Invariants
-//   1. |idle_| + |waiting_| + (in the engine) == in_flight_max: each transfer is in one of the
-//   three.
+//   1. |idle_| + |waiting_| + (in the engine) == in_flight_max: each transfer is in one of them.
 //   2. A slot is busy exactly while one transfer that is not idle names it.
 //   3. |free_slots_| slots are not acquired; those are not busy.
 //   4. A slot whose write is under way or has failed is not sealed.
@@ -50,6 +49,7 @@ class Store::Impl final {
   std::optional<SlotId> acquire();
   void release(SlotId slot);
   std::uint32_t free_slots() const { return static_cast<std::uint32_t>(free_slots_.size()); }
+  void extend(std::uint32_t count);
   bool start(const Transfer& transfer);
   bool turn(std::vector<StoreCompletion>& out);
   std::uint32_t in_flight() const {
@@ -79,6 +79,11 @@ class Store::Impl final {
   std::uint64_t offset_of(SlotId slot) const {
     return std::uint64_t{index(slot) / numbers_.size()} * options_.slot_bytes;
   }
+  // All stripes have one length, so the last row of slots may be longer than was asked.
+  std::uint64_t stripe_bytes(std::size_t slots) const {
+    return ceil_div(slots, std::max<std::size_t>(options_.paths.size(), 1)) * options_.slot_bytes;
+  }
+  void add_slots(std::uint32_t count);
   std::uint32_t slot_bytes() const { return static_cast<std::uint32_t>(options_.slot_bytes); }
 
   StoreOptions options_;
@@ -103,8 +108,7 @@ Store::Impl::Impl(const StoreOptions& options, std::unique_ptr<IoEngine> engine)
   STRATA_ASSERT(options.in_flight_max > 0);
   if (options.slot_count == 0) refuse("a store on SSD needs room for at least one page");
   make_files();  // first: a budget beyond the disk is refused before memory is taken for its slots
-  slots_.resize(options.slot_count);
-  for (std::uint32_t i = options.slot_count; i-- > 0;) free_slots_.push_back(SlotId{i});
+  add_slots(options.slot_count);
   for (std::uint32_t i = options.in_flight_max; i-- > 0;) idle_.push_back(i);
 }
 
@@ -116,8 +120,7 @@ void Store::Impl::make_files() {
     refuse("the SSD path " + *path + " is given twice");
   }
   const std::size_t stripes = std::max<std::size_t>(options_.paths.size(), 1);
-  // Every stripe has the same length, so the last row of slots may be longer than slot_count asks.
-  const std::uint64_t bytes = ceil_div(options_.slot_count, stripes) * options_.slot_bytes;
+  const std::uint64_t bytes = stripe_bytes(options_.slot_count);
   for (std::size_t i = 0; i < stripes; ++i) {
     int fd = -1;
     if (on_disk) {
@@ -128,6 +131,28 @@ void Store::Impl::make_files() {
     }
     numbers_.push_back(engine_->attach(fd, bytes));
   }
+}
+
+void Store::Impl::add_slots(std::uint32_t count) {
+  STRATA_ASSERT(count < index(kNoSlot) - slots_.size());
+  const auto end = static_cast<std::uint32_t>(slots_.size()) + count;
+  for (std::uint32_t i = end; i-- > slots_.size();) free_slots_.push_back(SlotId{i});
+  slots_.resize(end);
+}
+
+void Store::Impl::extend(std::uint32_t count) {
+  STRATA_ASSERT(in_flight() == 0);
+  const std::uint64_t before = stripe_bytes(slots_.size());
+  const std::uint64_t after = stripe_bytes(slots_.size() + count);
+  std::size_t longer = 0;
+  try {
+    for (; longer < files_.size(); ++longer) files_[longer]->resize(after);
+  } catch (...) {
+    while (longer-- > 0) files_[longer]->resize(before);  // all of them or none
+    throw;
+  }
+  for (const int number : numbers_) engine_->grew(number, after);
+  add_slots(count);
 }
 
 Slot& Store::Impl::at(SlotId slot) {
@@ -336,6 +361,9 @@ void Store::release(SlotId slot) {
 }
 std::uint32_t Store::free_slots() const {
   return impl_->free_slots();
+}
+void Store::extend(std::uint32_t slot_count) {
+  impl_->extend(slot_count);
 }
 
 bool Store::read(SlotId slot, std::byte* buffer, std::uint64_t version, std::uint64_t tag) {

@@ -59,6 +59,9 @@ class Store final {
   std::optional<SlotId> acquire();  // nullopt: every slot is taken
   void release(SlotId slot);
   std::uint32_t free_slots() const;
+  // So many slots more, in longer files. Throws StrataError (no_space, io), and changes nothing,
+  // where they do not fit. REQUIRES: nothing in flight.
+  void extend(std::uint32_t slot_count);
 
   // Nothing moves before the next turn(). False: in_flight_max requests are under way.
   // `buffer` holds slot_bytes, aligned to 4096, and must not change until the completion. A read

@@ -27,6 +27,7 @@ class ThreadEngine final : public IoEngine {
 
   const char* name() const override { return "threads"; }
   int attach(int fd, std::uint64_t file_bytes) override;
+  void grew(int, std::uint64_t) override {}  // the kernel knows how long a file is
   [[nodiscard]] bool submit(const IoRequest& request) override;
   void flush() override;
   std::size_t reap(std::span<IoCompletion> out) override;

@@ -24,6 +24,7 @@ class UringEngine final : public IoEngine {
 
   const char* name() const override { return "io_uring"; }
   int attach(int fd, std::uint64_t file_bytes) override;
+  void grew(int, std::uint64_t) override {}  // the kernel knows how long a file is
   [[nodiscard]] bool submit(const IoRequest& request) override;
   void flush() override;
   std::size_t reap(std::span<IoCompletion> out) override;

@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 #include <linux/magic.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/wait.h>
 
 #include <array>
+#include <csignal>
 #include <fstream>
 
 #include "io_fixtures.hpp"
@@ -147,6 +149,64 @@ TEST(StorePathsTest, FilesArePreallocated) {
   ASSERT_EQ(stat((folder.path() + "/strata.pages").c_str(), &status), 0);
   EXPECT_EQ(status.st_size, 4 * 16 * 1024);
   EXPECT_GE(status.st_blocks * 512, status.st_size);
+}
+
+std::uint64_t bytes_of(const std::string& folder) {
+  return fs::file_size(folder + "/strata.pages");
+}
+
+TEST(StorePathsTest, WhatCannotBeExtendedStaysAsItIs) {
+  TempFolder folder;
+  const auto store = make_store(options_for({folder.path()}));
+  const std::uint64_t before = bytes_of(folder.path());
+  const std::uint32_t slots = store->free_slots();
+  // 1. More than the disk has.
+  try {
+    store->extend(1u << 31);
+    FAIL() << "32 TiB were claimed";
+  } catch (const StrataError& error) {
+    EXPECT_EQ(error.error().fault, Fault::no_space);
+    EXPECT_TRUE(mentions(error.error(), "needs another")) << error.what();
+  }
+  EXPECT_EQ(bytes_of(folder.path()), before);
+  // 2. More than the operating system grants.
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &limit), 0);
+  rlimit small = limit;
+  small.rlim_cur = before + 4096;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const auto old_action = std::signal(SIGXFSZ, SIG_IGN);
+  EXPECT_THROW(store->extend(4), StrataError);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+  std::signal(SIGXFSZ, old_action);
+  EXPECT_EQ(bytes_of(folder.path()), before);
+  EXPECT_EQ(store->free_slots(), slots);
+  // 3. And what it grants after all.
+  store->extend(4);
+  EXPECT_EQ(bytes_of(folder.path()), before + 4 * 16 * kKiB);
+  EXPECT_EQ(store->free_slots(), slots + 4);
+}
+
+// The first file is made longer before the second one is found to be refused: its descriptor can
+// only read.
+TEST(StorePathsTest, AllFilesAreExtendedOrNone) {
+  TempFolder one, two;
+  const auto store = make_store(options_for({one.path(), two.path()}));
+  const std::uint64_t before = bytes_of(one.path());
+  const std::string second = fs::canonical(two.path() + "/strata.pages");
+  int replaced = 0;
+  for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    if (fs::read_symlink(entry.path(), gone) != second) continue;
+    const int read_only = open(second.c_str(), O_RDONLY | O_CLOEXEC);
+    ASSERT_GE(dup2(read_only, std::stoi(entry.path().filename())), 0);
+    close(read_only);
+    ++replaced;
+  }
+  ASSERT_EQ(replaced, 1);
+  EXPECT_THROW(store->extend(8), StrataError);
+  EXPECT_EQ(bytes_of(one.path()), before);
+  EXPECT_EQ(bytes_of(two.path()), before);
 }
 
 TEST(StorePathsTest, ATmpfsWorksWithAWarning) {

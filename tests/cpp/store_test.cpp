@@ -144,6 +144,35 @@ TEST(StoreTest, AFlippedBitInTheFileIsSeen) {
   EXPECT_EQ(error->offset, index(second) * kSlot);
 }
 
+TEST(StoreTest, ExtendedFilesKeepTheirPages) {
+  for (const char* engine : {"io_uring", "libaio", "threads", "memory"}) {
+    TempFolder one, two;
+    std::unique_ptr<IoEngine> made;
+    try {
+      made = engine_named(engine);
+    } catch (const StrataError&) {
+      continue;  // not on this kernel
+    }
+    Store store(options_for({one.path(), two.path()}, 3), std::move(made));
+    AlignedBuffer page(kSlot), back(kSlot);
+    for (std::uint32_t slots = 3; slots < 12; slots += 3) {
+      for (std::uint32_t i = slots - 3; i < slots; ++i) {
+        ASSERT_EQ(store.acquire(), SlotId{i}) << engine;
+        page.fill(i);
+        EXPECT_EQ(text_of(write(store, SlotId{i}, page, 1 + i)), "(no error)") << engine;
+      }
+      EXPECT_EQ(store.acquire(), std::nullopt);
+      for (std::uint32_t i = 0; i < slots; ++i) {
+        page.fill(i);
+        EXPECT_EQ(text_of(read(store, SlotId{i}, back, 1 + i)), "(no error)") << engine;
+        EXPECT_TRUE(page == back) << engine << " slot " << i;
+      }
+      store.extend(3);
+      EXPECT_EQ(store.free_slots(), 3u);
+    }
+  }
+}
+
 TEST(StoreTest, EndsWithRequestsInFlight) {
   TempFolder folder;
   AlignedBuffer page(kSlot);

@@ -64,6 +64,11 @@ int FaultyEngine::attach(int fd, std::uint64_t file_bytes) {
   return file;
 }
 
+void FaultyEngine::grew(int file, std::uint64_t file_bytes) {
+  inner_->grew(file, file_bytes);
+  file_bytes_[static_cast<std::size_t>(file)] = file_bytes;
+}
+
 std::optional<Error> FaultyEngine::register_memory(std::span<std::byte> memory) {
   return inner_->register_memory(memory);
 }
