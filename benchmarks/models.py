@@ -40,7 +40,7 @@ def llama_166m(seed: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return llama(llama_config(1024, 12), dtype, seed)
 
 
-def tokens(count: int, seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
-    """A batch of one sequence of random tokens."""
+def tokens(count: int, seed: int, vocabulary: int = VOCABULARY, sequences: int = 1) -> torch.Tensor:
+    """A batch of random tokens: `count` of them in sequences of equal length."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (1, count), generator=generator)
+    return torch.randint(vocabulary, (sequences, count // sequences), generator=generator)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ._core import Config, ParamSpec, Plan
 
 UPDATES = ("on_step",)
+ACTIVATIONS = ("auto", "keep", "swap", "recompute")
 IO_ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
 FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
 DISK_SHARE = 0.9
@@ -40,6 +41,7 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
     ("skip_nonfinite", bool, "True or False"),
     ("workers", (int, NoneType), "a whole number or None"),
     ("seed", int, "a whole number"),
+    ("split", (int, NoneType), "a whole number or None"),
 )
 
 log = logging.getLogger("strata")
@@ -62,6 +64,8 @@ class Options:
     workers: int | None = None
     weights: str | Path | None = None
     seed: int = 0
+    activations: str | None = None
+    split: int | None = None
 
     def check(self) -> None:
         """Raises for a value that can be seen to be wrong by itself."""
@@ -71,6 +75,15 @@ class Options:
                 raise TypeError(f"{name} must be {what}, not {value!r}")
         check_choice("update", self.update, UPDATES)
         check_choice("io_engine", self.io_engine, IO_ENGINES)
+        if self.activations is not None:
+            check_choice("activations", self.activations, ACTIVATIONS)
+        if self.split is not None and self.split < 2:
+            raise ValueError(f"split must be at least 2, or None, not {self.split}")
+        if self.split is not None and self.activations not in ("auto", "recompute"):
+            raise ValueError(
+                "split= computes slices of the batch one after the other and recomputes them, "
+                f"which activations={self.activations!r} rules out; pass activations='auto'"
+            )
         if self.page_size != "auto":
             size = parse_size(self.page_size)
             if not PAGE_BYTES_MIN <= size <= PAGE_BYTES_MAX or size & (size - 1):
@@ -146,6 +159,17 @@ def configure(
     }
     _choose_budgets(config, parse_budgets(options.memory), make_plan)
     return config, hooked
+
+
+def device_goal(config: Config, options: Options) -> int:
+    """The device bytes that frames, activations and PyTorch's own memory may take together.
+
+    Where the user gave none, what the machine has: on the host backend they share its memory.
+    """
+    if "device" in parse_budgets(options.memory):
+        return config["device_bytes"]
+    free = int(machine.free_host_bytes() * FREE_SHARE)
+    return config["device_bytes"] + max(0, free - config["device_bytes"] - config["host_bytes"])
 
 
 def nested_device_bytes(

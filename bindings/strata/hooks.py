@@ -11,6 +11,7 @@ backward   SavedTensors.unpack  when an autograd node wants a saved tensor back:
 """
 
 import weakref
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ class Hooks:
                 module.register_forward_pre_hook(Before(hook), prepend=True),
                 module.register_forward_hook(After(hook), always_call=True),
             ]
-        self._handles.append(state.model.register_forward_pre_hook(RootHook(self), prepend=True))
+        root = state.model.register_forward_pre_hook(RootHook(self), prepend=True, with_kwargs=True)
+        self._handles.append(root)
         for i, (parameter, spec) in enumerate(
             zip(state.params, state.config["params"], strict=True)
         ):
@@ -247,16 +249,19 @@ class After(_Uncopied):
 
 
 class RootHook(_Uncopied):
-    """Starts a forward of the whole model from a clean state."""
+    """Starts a forward of the whole model from a clean state, under the plan for its batch."""
 
     __slots__ = ("hooks",)
 
     def __init__(self, hooks: Hooks) -> None:
         self.hooks = hooks
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called by torch ahead of the model's forward."""
         self.hooks.reset()
+        planning = self.hooks.state.planning
+        if planning is not None and _graph_task() == -1:
+            planning.begin_forward(args, kwargs)
 
 
 class LandHook(_Uncopied):
@@ -300,7 +305,9 @@ class LandHook(_Uncopied):
         grad = grad.detach().contiguous()
         if DTYPE_NAMES.get(grad.dtype) != self.dtype_name:
             grad = grad.to(parameter.dtype)
+        begin = perf_counter()
         state.session.land_gradient(index, grad.data_ptr(), self.dtype_name)
+        state.recorder.pause(begin, perf_counter())
         state.landed[index] += 1
         hooks.pins.land(self.unit)
 

@@ -91,6 +91,11 @@ class Recorder:
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
         self._inputs: dict[int, StorageWeakRef] = {}
 
+    @property
+    def in_step(self) -> bool:
+        """Whether anything was used since the last take()."""
+        return bool(self._step.uses)
+
     def begin(self) -> None:
         """Records the step that begins in detail. It costs some tens of microseconds a tensor."""
         if self.recording:

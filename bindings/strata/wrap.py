@@ -24,6 +24,7 @@ from .configure import (
     OPTION_NAMES,
     Options,
     configure,
+    device_goal,
     nested_device_bytes,
     settle,
 )
@@ -32,6 +33,7 @@ from .hooks import Hooks
 from .interrupt import Interrupt
 from .optimizer import StrataOptimizer
 from .paged import make_paged
+from .planning import Goal, Planning
 from .report import PlanReport, Report, make_report
 from .sizes import Size, format_size
 from .units import Chosen
@@ -68,6 +70,8 @@ def wrap(
     workers: int | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
+    activations: str | None = None,
+    split: int | None = None,
     **unknown: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Moves the training state of a model into pages. Returns the same model, and its optimizer.
@@ -89,6 +93,13 @@ def wrap(
     workers: threads of the optimizer.
     weights: a safetensors file or folder to read the parameters from, one at a time; for a model
         built under torch.device("meta"). Without it such a model initialises itself from `seed`.
+    activations: what becomes of the tensors that autograd saves between forward and backward.
+        "auto": planned for every unit; "keep", "swap" (to host memory and SSD) or "recompute": so
+        for every unit that can. The device budget then covers parameters, activations and
+        PyTorch's own memory together, as measured in the first step. None: they are PyTorch's
+        affair, and the device budget covers parameters alone.
+    split: computes every unit that can be split on so many slices of the batch, one after the
+        other. Default: as planned.
 
     Trainable parameters that no parameter group holds get no update and show no gradient.
 
@@ -98,7 +109,7 @@ def wrap(
     check_keywords("wrap", unknown, OPTION_NAMES)
     options = Options(
         memory, ssd_path, dtype, update, max_grad_norm, accumulation_steps, skip_nonfinite, units,
-        page_size, io_engine, workers, weights, seed,
+        page_size, io_engine, workers, weights, seed, activations, split,
     )  # fmt: skip
     state = _open(model, optimizer, options)
     stats = state.session.stats()
@@ -198,10 +209,29 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
             skip_nonfinite=options.skip_nonfinite,
         )
         model.__dict__["_strata"] = state
+        if options.activations is not None:
+            _start_planning(state, options, hooked)
     if interrupt.asked:
         unwrap(model)
         raise KeyboardInterrupt
     return state
+
+
+def _start_planning(state: Wrapped, options: Options, hooked: dict[nn.Module, list[int]]) -> None:
+    """Plans steps from the first one on."""
+    config = state.config
+    assert options.activations is not None
+    goal = Goal(
+        options.activations,
+        options.split,
+        device_goal(config, options),
+        config["workers"],
+        config["io_engine"],
+    )
+    state.planning = Planning(state, goal)
+    # Until activations are known, parameters have half of the device.
+    needed, _ = nested_device_bytes(state.model, hooked, state.session.plan)
+    state.session.limit_device(max(needed, config["device_bytes"] // 2))
 
 
 def _free_name(paths: Sequence[str]) -> str:

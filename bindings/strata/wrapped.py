@@ -21,6 +21,7 @@ from .recorder import Recorder
 
 if TYPE_CHECKING:
     from ._core import ActivationName, Config, Kind, Session, StepResult
+    from .planning import Planning
 
 
 CHUNK_NUMEL = 1 << 24  # values that travel through one temporary float32 tensor
@@ -98,6 +99,7 @@ class Wrapped:
         self.cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # and their old dtype
         self.hooks: Any = None  # hooks.Hooks, once installed
         self.recorder = Recorder()
+        self.planning: Planning | None = None  # None: activations are PyTorch's affair
         self.units = self._make_units(config)
         self.unit_of = [self.units[spec["unit"]] for spec in config["params"]]
         self.aliases = [

@@ -81,6 +81,9 @@ class Session:
         self.pins[unit] -= 1
         self._settle(unit)
 
+    def limit_device(self, byte_count: int) -> None:
+        self.config = {**self.config, "device_bytes": byte_count}
+
     def resident(self, unit: int) -> bool:
         return not self.evicts or self.pins[unit] > 0
 
@@ -325,6 +328,9 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
                 "name": name,
                 "params": sum(s["numel"] for s in config["params"] if s["unit"] == u),
                 "param_bytes": sizes[u],
+                "grad_bytes": sizes[u],
+                "state_bytes": 4 * sizes[u],
+                "chunks": 1,
                 "param_tier": "host",
                 "grad_tier": "host",
                 "state_tier": "host",

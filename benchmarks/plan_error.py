@@ -1,0 +1,102 @@
+"""Predicted against measured step time, and measured step time against the lower bound, in six
+settings of budgets, tokens and activation modes. Steps are measured as in training, one behind the
+other; the prediction is made before, from one recorded and one timed step.
+"""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .common import Context, Figure, seconds_of
+from .models import llama, llama_166m, llama_config, tokens
+from .planned import Planned
+from .sides import everything_resident, state_on_ssd
+
+MEDIAN_ERROR_MAX = 0.05
+WORST_ERROR_MAX = 0.12
+BOUND_MIN = {"compute": 0.90, "ssd": 0.85}
+STEPS = 5
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where things may rest, how much there is to compute, and what becomes of activations."""
+
+    tokens: int
+    device_gib: float  # 0: unlimited
+    on_ssd: bool
+    activations: str
+
+
+SETTINGS = {
+    "2048_keep": Setting(2048, 0, False, "keep"),
+    "2048_tight_auto": Setting(2048, 0.5, False, "auto"),
+    "2048_ssd_recompute": Setting(2048, 1.0, True, "recompute"),
+    "1024_ssd_auto": Setting(1024, 0.5, True, "auto"),
+    "256_ssd_keep": Setting(256, 0.5, True, "keep"),
+    "128_ssd_auto": Setting(128, 0.25, True, "auto"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One setting, predicted and measured."""
+
+    predicted: float
+    measured: float
+    bound: float
+    what: str  # names the bound
+
+
+def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
+    """Trains some steps in a setting."""
+    if context.quick:
+        model = llama(llama_config(128, 2), torch.bfloat16, context.seed)
+    else:
+        model = llama_166m(context.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    memory = state_on_ssd(parameters) if setting.on_ssd else everything_resident(parameters)
+    memory["device"] = int((setting.device_gib or 16) * GIB)
+    batch = tokens(setting.tokens // (8 if context.quick else 1), context.seed)
+    side = Planned(model, batch, memory, folder if setting.on_ssd else None, setting.activations)
+    try:
+        side.settle()
+        planning = side.planning
+        planning.measure_again()  # the disk is shared: as it is now, and not an hour ago
+        side.step()
+        context.say(planning.describe())
+        predicted = planning.simulation["step_seconds"]
+        bound = planning.bound
+        seconds = [seconds_of(side.step) for _ in range(1 if context.quick else STEPS)]
+    finally:
+        side.close()
+    return Outcome(predicted, statistics.median(seconds), bound["seconds"], bound["what"])
+
+
+@cache
+def outcomes(context: Context) -> dict[str, Outcome]:
+    """All settings, measured once for both benches."""
+    found = {}
+    with context.scratch() as folder:
+        for name, setting in SETTINGS.items():
+            found[name] = measure(context, setting, folder)
+            context.say(f"{name}: {found[name]}")
+    return found
+
+
+def run(context: Context) -> Iterator[Figure]:
+    """Yields the error of every prediction, the median and the worst."""
+    errors = []
+    for name, outcome in outcomes(context).items():
+        error = abs(outcome.predicted / outcome.measured - 1)
+        errors.append(error)
+        yield Figure("plan-error", f"{name}_predicted", outcome.predicted, "s")
+        yield Figure("plan-error", f"{name}_measured", outcome.measured, "s")
+        yield Figure("plan-error", f"{name}_error", error, "share")
+    yield Figure("plan-error", "median", statistics.median(errors), "share", MEDIAN_ERROR_MAX)
+    yield Figure("plan-error", "worst", max(errors), "share", WORST_ERROR_MAX)

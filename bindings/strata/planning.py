@@ -1,0 +1,314 @@
+"""Plans a wrapped model's steps and carries the plans out: when to record, when to plan anew, which
+plan holds for which shape of batch.
+
+    state.planning = Planning(state, Goal(...))
+    state.planning.begin_forward(args, kwargs)     # the model's forward is called
+    state.planning.end_step()                      # behind optimizer.step()
+
+The first step with a batch of an unseen shape is recorded while units recompute their activations,
+which takes the least memory; budgets that cannot work are refused at its end. The second one shows
+how long computation takes when nothing disturbs it: it waits for the updates of the step before,
+and nothing is recorded but times. Then the plan is made. Use from the thread that trains.
+
+Note [Shape classes]. A plan made for one batch serves every batch that is nowhere larger: its
+promises still hold. A batch that is larger somewhere, or has less than half the elements, gets a
+plan of its own. What is claimed for plans (frames, room for swapped tensors) only ever changes one
+way, so batches of many lengths do not make it swing to and fro.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _core, calibrate
+from .errors import StrataError
+from .recorder import RecordedStep
+from .sizes import format_size
+from .trace_of import make_trace, refresh_times
+
+if TYPE_CHECKING:
+    from ._core import Bound, Budgets, Costs, Simulation, StepPlan, Trace, Wishes
+    from .wrapped import Wrapped
+
+Shape = tuple[tuple[int, ...], ...]
+
+CLASSES_MAX = 16
+SMALL_SHARE = 0.5  # of a class's elements: smaller batches get a class of their own
+SLOW_STEPS = 3  # in a row, before the disk is measured anew
+SLOW_FACTOR = 1.5  # of the predicted time
+STEPS_KEPT = 8
+MODES: dict[str, Any] = {
+    "auto": None,
+    "keep": "keep",
+    "swap": "swap_host",
+    "recompute": "recompute",
+}
+
+log = logging.getLogger("strata")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the user asked for."""
+
+    activations: str  # one of MODES
+    split: int | None
+    device_bytes: int  # frames, activations and PyTorch's own memory together
+    workers: int
+    io_engine: str
+
+
+@dataclass
+class ShapeClass:
+    """Batches that one plan serves."""
+
+    shape: Shape
+    trace: Trace | None = None  # None: to be recorded
+    paper: _core.PaperPlan | None = None  # None: to be timed
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+
+    @property
+    def elements(self) -> int:
+        """Of all tensors of the batch."""
+        return sum(torch.Size(shape).numel() for shape in self.shape)
+
+    def serves(self, shape: Shape) -> bool:
+        """Whether a batch of this shape is nowhere larger than the recorded one."""
+        return len(shape) == len(self.shape) and all(
+            len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True))
+            for a, b in zip(shape, self.shape, strict=True)
+        )
+
+
+class Planning:
+    """The plans of one wrapped model."""
+
+    def __init__(self, state: Wrapped, goal: Goal) -> None:
+        self.state = state
+        self.goal = goal
+        self.costs: Costs | None = None  # measured when the first plan is made
+        self.classes: list[ShapeClass] = []
+        self.current: ShapeClass | None = None
+        self._claimed = (0, 0, 0)  # device bytes of parameters, host and SSD bytes of activations
+        self._slow_steps = 0
+        self._mixed = False  # batches of two classes in one step: its times say little
+
+    @property
+    def trace(self) -> Trace | None:
+        """What the plan in use was made from."""
+        return self.current.trace if self.current else None
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The plan in use."""
+        return self.current.paper.plan if self.current and self.current.paper else None
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """The step as the plan in use predicts it."""
+        return (
+            self.current.paper.simulate(None, True) if self.current and self.current.paper else None
+        )
+
+    @property
+    def bound(self) -> Bound | None:
+        """What no plan could be faster than."""
+        return self.current.paper.bound() if self.current and self.current.paper else None
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """The median of the last steps under the plan in use."""
+        seconds = self.current.seconds if self.current else None
+        return median(seconds) if seconds else None
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Chooses the plan for a batch. Called ahead of every forward of the whole model."""
+        if not torch.is_grad_enabled():
+            return
+        shape: Shape = tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))
+        found = self._class_of(shape)
+        self._mixed = self._mixed or (found is not self.current and self.state.recorder.in_step)
+        changes = found is not self.current
+        self.current = found
+        if found.paper is None:
+            self._observe(found)
+        elif changes:
+            self._use(found)
+
+    def end_step(self) -> None:
+        """Looks at the step that has ended, and plans. Called behind every optimizer.step().
+
+        Raises StrataError where the budgets cannot work.
+        """
+        step = self.state.recorder.take()
+        current, mixed = self.current, self._mixed
+        self._mixed = False
+        if current is None or not step.uses or not step.uses[-1].backward:
+            return
+        if current.trace is None:
+            if step.detailed:
+                trace = make_trace(step, self.state)
+                self._plan_for(trace)  # refused now, if it has to be
+                current.trace = trace
+        elif current.paper is None:
+            refresh_times(current.trace, step, self.state)
+            self._adopt(current)
+        elif not mixed and step.rounds == 1:
+            current.seconds.append(step.end - step.begin)
+            self._watch_speed(current, step)
+
+    def _class_of(self, shape: Shape) -> ShapeClass:
+        elements = ShapeClass(shape).elements
+        serving = [c for c in self.classes if c.trace is not None and c.serves(shape)]
+        best = min(serving, key=lambda c: c.elements, default=None)
+        roomy = best is not None and elements < best.elements * SMALL_SHARE
+        if best is not None and not (roomy and len(self.classes) < CLASSES_MAX):
+            return best
+        new = next((c for c in self.classes if c.shape == shape), None)
+        if new is None:
+            new = ShapeClass(shape)
+            # What a new class serves as well is not needed any more.
+            self.classes = [c for c in self.classes if c.trace is not None][-CLASSES_MAX + 1 :]
+            self.classes.append(new)
+        return new
+
+    def _observe(self, found: ShapeClass) -> None:
+        """Lets the step that begins be recorded, or timed, in the mode that needs least memory."""
+        if self.state.recorder.in_step:
+            return  # another round of the step that is being recorded or timed
+        keeps = self.goal.activations == "keep"
+        for unit in self.state.units:
+            unit.activation = "recompute" if unit.may_recompute and not keeps else "keep"
+            unit.slices = 1
+        if found.trace is not None:
+            self.state.session.synchronize()
+            return
+        self.state.recorder.begin()
+        log.info("recording a step with a batch of %s", " ".join(map(str, found.shape)))
+
+    def _budgets(self) -> Budgets:
+        config, resting = self.state.config, self.state.session.plan
+        return {
+            "page_bytes": resting["page_bytes"],
+            "device_bytes": self.goal.device_bytes,
+            "host_bytes": config["host_bytes"],
+            "ssd_bytes": config["ssd_bytes"],
+            "staging_bytes": resting["staging_bytes"],
+        }
+
+    def _plan_for(self, trace: Trace) -> _core.PaperPlan:
+        """Raises StrataError where the budgets cannot work."""
+        if self.costs is None:
+            self.costs = self._measure()
+        wishes: Wishes = {
+            "activation": MODES[self.goal.activations],
+            "slices": self.goal.split or 0,
+            "may_split": self.goal.activations == "auto",
+        }
+        paper = _core.PaperPlan(trace, self.costs, self._budgets(), wishes)
+        if not paper.plan["feasible"]:
+            raise StrataError(paper.plan["refusal"])
+        return paper
+
+    def _measure(self, refresh: bool = False) -> Costs:
+        config, page_bytes = self.state.config, self.state.session.plan["page_bytes"]
+        return calibrate.costs(
+            self.goal.workers, config["ssd_paths"], page_bytes, self.goal.io_engine, refresh
+        )
+
+    def _adopt(self, found: ShapeClass) -> None:
+        assert found.trace is not None
+        found.paper = self._plan_for(found.trace)
+        found.seconds.clear()
+        self._use(found)
+        log.info("planned: %s", self.describe())
+
+    def _use(self, found: ShapeClass) -> None:
+        """Claims what the plan needs and tells the units. REQUIRES: between two rounds."""
+        assert found.paper is not None
+        plan = found.paper.plan
+        old = self._claimed
+        claimed = (
+            min(old[0] or plan["param_device_bytes"], plan["param_device_bytes"]),
+            max(old[1], plan["activation_host_bytes"]),
+            max(old[2], plan["activation_ssd_bytes"]),
+        )
+        session = self.state.session
+        if claimed[0] != old[0]:
+            session.limit_device(claimed[0])
+        if claimed[1:] != old[1:]:
+            session.reserve_activations(claimed[1], claimed[2])
+        self._claimed = claimed
+        for unit, planned in zip(self.state.units, plan["units"], strict=True):
+            unit.activation = planned["activation"]
+            unit.slices = planned["slices"]
+        self.state.hooks.saved.lookahead = plan["activation_lookahead"]
+
+    def _watch_speed(self, current: ShapeClass, step: RecordedStep) -> None:
+        """Plans anew where the disk has become much slower than it was measured."""
+        assert current.paper is not None
+        predicted = current.paper.simulate()["step_seconds"]
+        slow = step.end - step.begin > SLOW_FACTOR * predicted
+        self._slow_steps = self._slow_steps + 1 if slow else 0
+        if self._slow_steps < SLOW_STEPS or not self.state.config["ssd_paths"]:
+            return
+        self._slow_steps = 0
+        assert self.costs is not None
+        old = self.costs["read_bytes_s"]
+        self.measure_again()
+        log.warning(
+            "steps take %.1f s and %.1f s were planned; the SSD reads %s/s, and %s/s when it was "
+            "measured before: planned anew",
+            step.end - step.begin,
+            predicted,
+            format_size(self.costs["read_bytes_s"]),
+            format_size(old),
+        )
+
+    def measure_again(self) -> None:
+        """Measures the machine as it is now, and plans anew. Call between two steps."""
+        self.state.session.synchronize()
+        self.costs = self._measure(refresh=True)
+        if self.current is not None and self.current.paper is not None:
+            self._adopt(self.current)
+
+    def describe(self) -> str:
+        """The plan in use, in one line."""
+        if self.current is None or self.current.paper is None:
+            return "nothing yet"
+        paper = self.current.paper
+        plan, run, bound = paper.plan, paper.simulate(), paper.bound()
+        modes: dict[str, int] = {}
+        for unit in plan["units"]:
+            sliced = f" in {unit['slices']}" if unit["slices"] > 1 else ""
+            key = unit["activation"].replace("_", " to ") + sliced
+            modes[key] = modes.get(key, 0) + 1
+        return (
+            f"{', '.join(f'{count} units {mode}' for mode, count in modes.items())}; device peak "
+            f"{format_size(plan['peaks']['device']['bytes'])}, of it "
+            f"{format_size(plan['param_device_bytes'])} for parameters; "
+            f"{run['step_seconds']:.2f} s a step predicted, "
+            f"{bound['seconds'] / run['step_seconds']:.0%} of the bound ({bound['what']})"
+        )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested tuples, lists and dictionaries, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _each(value.values())
+    elif isinstance(value, tuple | list):
+        yield from _each(value)
+
+
+def _each(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        yield from tensors_in(value)
