@@ -8,7 +8,9 @@ plan holds for which shape of batch.
 The first step with a batch of an unseen shape is recorded while units recompute their activations,
 which takes the least memory; budgets that cannot work are refused at its end. The second one shows
 how long computation takes when nothing disturbs it: it waits for the updates of the step before,
-and nothing is recorded but times. Then the plan is made. Use from the thread that trains.
+and nothing is recorded but times. Then the plan is made. In the first step under it PyTorch's
+memory is measured again: where it is more than was planned, the plan is made anew with that much
+less. Use from the thread that trains.
 
 Note [Shape classes]. A plan made for one batch serves every batch that is nowhere larger: its
 promises still hold. A batch that is larger somewhere, or has less than half the elements, gets a
@@ -29,6 +31,7 @@ import torch
 
 from . import _core, calibrate
 from .errors import StrataError
+from .memory_curve import MemoryCurve
 from .recorder import RecordedStep
 from .sizes import format_size
 from .trace_of import make_trace, refresh_times
@@ -72,6 +75,8 @@ class ShapeClass:
     shape: Shape
     trace: Trace | None = None  # None: to be recorded
     paper: _core.PaperPlan | None = None  # None: to be timed
+    device_peak: int = 0  # frames and PyTorch's memory, measured under the plan; 0: to be measured
+    reserve: int = 0  # bytes of the device that plans leave alone, because one turned out too large
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
 
     @property
@@ -99,6 +104,7 @@ class Planning:
         self._claimed = (0, 0, 0)  # device bytes of parameters, host and SSD bytes of activations
         self._slow_steps = 0
         self._mixed = False  # batches of two classes in one step: its times say little
+        self._curve: MemoryCurve | None = None  # of a step that is measured
 
     @property
     def trace(self) -> Trace | None:
@@ -141,6 +147,8 @@ class Planning:
             self._observe(found)
         elif changes:
             self._use(found)
+        if found.paper is not None and not found.device_peak and self._curve is None:
+            self._curve = MemoryCurve.start()
 
     def end_step(self) -> None:
         """Looks at the step that has ended, and plans. Called behind every optimizer.step().
@@ -148,18 +156,22 @@ class Planning:
         Raises StrataError where the budgets cannot work.
         """
         step = self.state.recorder.take()
-        current, mixed = self.current, self._mixed
-        self._mixed = False
+        current, mixed, curve = self.current, self._mixed, self._curve
+        self._mixed, self._curve = False, None
+        if curve is not None:
+            curve.stop()
         if current is None or not step.uses or not step.uses[-1].backward:
             return
         if current.trace is None:
             if step.detailed:
                 trace = make_trace(step, self.state)
-                self._plan_for(trace)  # refused now, if it has to be
+                self._plan_for(trace, 0)  # refused now, if it has to be
                 current.trace = trace
         elif current.paper is None:
             refresh_times(current.trace, step, self.state)
             self._adopt(current)
+        elif curve is not None:
+            self._check_peak(current, curve.peak(step.begin, step.end))
         elif not mixed and step.rounds == 1:
             current.seconds.append(step.end - step.begin)
             self._watch_speed(current, step)
@@ -193,17 +205,17 @@ class Planning:
         self.state.recorder.begin()
         log.info("recording a step with a batch of %s", " ".join(map(str, found.shape)))
 
-    def _budgets(self) -> Budgets:
+    def _budgets(self, reserve: int) -> Budgets:
         config, resting = self.state.config, self.state.session.plan
         return {
             "page_bytes": resting["page_bytes"],
-            "device_bytes": self.goal.device_bytes,
+            "device_bytes": max(0, self.goal.device_bytes - reserve),
             "host_bytes": config["host_bytes"],
             "ssd_bytes": config["ssd_bytes"],
             "staging_bytes": resting["staging_bytes"],
         }
 
-    def _plan_for(self, trace: Trace) -> _core.PaperPlan:
+    def _plan_for(self, trace: Trace, reserve: int) -> _core.PaperPlan:
         """Raises StrataError where the budgets cannot work."""
         if self.costs is None:
             self.costs = self._measure()
@@ -212,7 +224,7 @@ class Planning:
             "slices": self.goal.split or 0,
             "may_split": self.goal.activations == "auto",
         }
-        paper = _core.PaperPlan(trace, self.costs, self._budgets(), wishes)
+        paper = _core.PaperPlan(trace, self.costs, self._budgets(reserve), wishes)
         if not paper.plan["feasible"]:
             raise StrataError(paper.plan["refusal"])
         return paper
@@ -225,7 +237,8 @@ class Planning:
 
     def _adopt(self, found: ShapeClass) -> None:
         assert found.trace is not None
-        found.paper = self._plan_for(found.trace)
+        found.paper = self._plan_for(found.trace, found.reserve)
+        found.device_peak = 0
         found.seconds.clear()
         self._use(found)
         log.info("planned: %s", self.describe())
@@ -250,6 +263,25 @@ class Planning:
             unit.activation = planned["activation"]
             unit.slices = planned["slices"]
         self.state.hooks.saved.lookahead = plan["activation_lookahead"]
+
+    def _check_peak(self, current: ShapeClass, pytorch_bytes: int) -> None:
+        """Holds the plan against what PyTorch's memory really reached."""
+        assert current.paper is not None
+        frames = current.paper.plan["param_device_bytes"]
+        current.device_peak = frames + pytorch_bytes
+        excess = current.device_peak - self.goal.device_bytes
+        if excess <= 0:
+            return
+        current.reserve += excess
+        try:
+            self._adopt(current)
+        except StrataError:
+            log.warning(
+                "the device holds %s more than its budget, and there is no smaller plan: "
+                "device=%d would do",
+                format_size(excess),
+                current.device_peak,
+            )
 
     def _watch_speed(self, current: ShapeClass, step: RecordedStep) -> None:
         """Plans anew where the disk has become much slower than it was measured."""
