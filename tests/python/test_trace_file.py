@@ -1,0 +1,152 @@
+"""Trace files: what was written comes back, and everything else is refused by name."""
+
+import copy
+import json
+import re
+
+import pytest
+from strata import trace_file
+from strata.trace_file import Origin, load, mismatch, save
+
+TRACE = {
+    "uses": [
+        {
+            "unit": unit,
+            "backward": backward,
+            "enter": 2 * i,
+            "leave": 2 * i + 1,
+            "seconds": 0.125 * i,
+            "gap_seconds": 1e-6,
+            "live_bytes": 100,
+            "peak_bytes": 300 + i,
+            "gap_peak_bytes": 120,
+        }
+        for i, (unit, backward) in enumerate([(0, False), (1, False), (1, True), (0, True)])
+    ],
+    "moments": 8,
+    "units": [
+        {
+            "name": name,
+            "elements": elements,
+            "param_bytes": 4096,
+            "grad_bytes": 4096,
+            "state_bytes": 16384,
+            "chunks": 1,
+            "slices_max": 4,
+            "may_swap": True,
+            "may_recompute": name != "head",
+            "traced": "recompute",
+        }
+        for name, elements in (("layers.0", 2000), ("head", 70))
+    ],
+    "tensors": [
+        {"unit": 0, "bytes": 64, "born": 0, "last_used": 3, "input": True},
+        {"unit": 1, "bytes": 32, "born": 1, "last_used": 2, "input": False},
+    ],
+    "tail_seconds": 0.5,
+    "tail_peak_bytes": 10,
+}
+ORIGIN = Origin("Toy", "a machine", 16, [[2, 8]])
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "step.trace.json"
+    save(path, TRACE, ORIGIN)
+    return path
+
+
+def test_what_was_written_comes_back(file):
+    found = load(file)
+    assert found.trace == TRACE
+    assert found.origin == ORIGIN
+    assert [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+def test_a_row_is_a_line(file):
+    assert "  [0, 64, 0, 3, true],\n" in file.read_text()
+
+
+def test_every_prefix_is_refused(file):
+    text = file.read_text()
+    for end in range(0, len(text) - 2, 7):
+        file.write_text(text[:end])
+        with pytest.raises(ValueError, match="cut off, or not a strata trace"):
+            load(file)
+
+
+def test_other_files_are_refused(file):
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="it is not text"):
+        load(file)
+    for text in ("[]", "3", '{"format": "another"}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="is not a strata trace"):
+            load(file)
+    with pytest.raises(FileNotFoundError):
+        load(file.with_name("missing"))
+
+
+def damaged(file, change):
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c.update(version=2), "of version 2; this strata reads version 1"),
+        (lambda c: c.pop("moments"), "'moments' is missing"),
+        (lambda c: c.update(more=1), "'more' is unknown"),
+        (lambda c: c.update(moments="8"), "moments is '8', not of type int"),
+        (lambda c: c.update(tail_seconds=-1.0), "tail_seconds is -1.0, which cannot be"),
+        (lambda c: c.update(tail_seconds=float("nan")), "tail_seconds is nan"),
+        (lambda c: c.update(moments=7), "use 3 lasts from moment 6 to 7 of 7"),
+        (lambda c: c.update(parameters=1), "it names 1 parameters, its units have 2070"),
+        (lambda c: c["units"]["rows"][0].__setitem__(0, "x"), "not those that it was written with"),
+        (lambda c: c["units"]["rows"][0].__setitem__(9, "burn"), "activations 'burn'"),
+        (lambda c: c["uses"]["rows"][1].__setitem__(0, 2), "use 1 is of unit 2 of 2"),
+        (lambda c: c["uses"]["rows"][1].__setitem__(0, True), "unit of row 1 of uses is True"),
+        (lambda c: c["uses"]["rows"][1].pop(), "row 1 of uses has not 9 values"),
+        (lambda c: c["uses"]["rows"].reverse(), "use 1 is entered at moment 4, before use 0"),
+        (lambda c: c["uses"]["fields"].pop(), "uses has the fields"),
+        (lambda c: c["uses"].pop("rows"), "uses is not a table"),
+        (lambda c: c["tensors"]["rows"][0].__setitem__(3, 4), "last used in use 4"),
+        (lambda c: c["tensors"]["rows"][0].__setitem__(2, 1), "not born in a forward use"),
+        (lambda c: c.update(origin={}), "origin is {}"),
+    ],
+)
+def test_what_is_wrong_is_named(file, change, says):
+    damaged(file, change)
+    with pytest.raises(ValueError, match=re.escape(says)) as refused:
+        load(file)
+    assert str(file) in str(refused.value)
+
+
+def test_fields_may_stand_in_any_order(file):
+    def turn(content):
+        table = content["tensors"]
+        table["fields"].reverse()
+        for row in table["rows"]:
+            row.reverse()
+
+    assert load(damaged(file, turn)).trace == TRACE
+
+
+def test_a_contradicting_trace_is_not_written(tmp_path):
+    broken = copy.deepcopy(TRACE)
+    broken["uses"][2]["leave"] = 99
+    with pytest.raises(ValueError, match="use 2 lasts from moment 4 to 99"):
+        save(tmp_path / "x", broken)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_of_a_trace_is_told_from_others():
+    units = trace_file.units_of(TRACE)
+    assert mismatch(TRACE, units) == ""
+    assert "2000 parameters in the trace, 9 in the model" in mismatch(TRACE, [("layers.0", 9)])
+    assert "where the model has tail" in mismatch(TRACE, [units[0], ("tail", 70)])
+    assert mismatch(TRACE, units[:1]) == "the trace has 2 units, the model 1"
+    assert mismatch(TRACE, []) == "the trace has 2 units, the model 0"
