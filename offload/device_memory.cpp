@@ -58,13 +58,16 @@ DeviceMemory::DeviceMemory(const Trace& trace, const Lifetimes& lives)
 }
 
 void DeviceMemory::add_groups(const Trace& trace) {
-  for (const SavedTensor& tensor : trace.tensors) {
+  for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
+    const SavedTensor& tensor = trace.tensors[t];
     std::vector<Group>& groups = groups_[index(tensor.unit)];
     auto group = std::find_if(groups.begin(), groups.end(), [&](const Group& g) {
       return g.born == tensor.born && g.last_used == tensor.last_used;
     });
     if (group == groups.end()) {
-      group = groups.insert(groups.end(), {.born = tensor.born, .last_used = tensor.last_used});
+      group = groups.insert(
+          groups.end(),
+          {.born = tensor.born, .last_used = tensor.last_used, .recomputed = lives_.recomputed[t]});
     }
     (tensor.input ? group->input_bytes : group->other_bytes) += tensor.bytes;
   }
@@ -76,10 +79,9 @@ std::vector<std::uint64_t> DeviceMemory::traced_held(const Trace& trace) const {
     const bool kept = trace.units[u].traced == Activation::keep;
     for (const Group& group : groups_[u]) {
       steps.add(std::size_t{group.born} + 1, group.last_used, group.input_bytes);
-      const std::size_t back = lives_.units[u].backward_enter;
-      if (!kept && back == UINT32_MAX) continue;
       // What is recomputed inside a use is there from the next one on.
-      steps.add((kept ? std::size_t{group.born} : back) + 1, group.last_used, group.other_bytes);
+      const std::size_t before = kept ? group.born : group.recomputed;
+      steps.add(before + 1, group.last_used, group.other_bytes);
     }
   }
   return steps.sums();
@@ -92,20 +94,18 @@ void DeviceMemory::take_apart(const Trace& trace, const std::vector<std::uint64_
     const Use& use = trace.uses[i];
     const std::size_t unit = index(use.unit);
     const bool kept = trace.units[unit].traced == Activation::keep;
-    const bool first = i == lives_.units[unit].backward_enter;
     const std::uint64_t grown = use.peak_bytes - use.live_bytes;
     Moment& moment = moments_[i];
     moment.base = less(use.live_bytes, held[i]);
     if (use.gap_peak_bytes != 0) moment.gap_base = less(use.gap_peak_bytes, held[i]);
-    std::uint64_t saved = 0, largest = 0;
+    std::uint64_t saved = 0, again = 0;
     for (const Group& group : groups_[unit]) {
-      if (group.born == i) {
-        saved += group.other_bytes;
-        largest = std::max(largest, group.other_bytes);
-      } else if (use.backward && group.born < i && i <= group.last_used) {
-        moment.own_inputs += group.input_bytes;
-        moment.own += group.other_bytes;
-      }
+      if (group.born == i) saved += group.other_bytes;
+      if (!use.backward || group.born >= i || i > group.last_used) continue;
+      moment.own_inputs += group.input_bytes;
+      if (group.recomputed > i) continue;
+      moment.own += group.other_bytes;
+      if (group.recomputed == i) again += group.other_bytes;
     }
     if (!use.backward) {
       moment.saving = kept ? grown : grown + saved;
@@ -113,7 +113,7 @@ void DeviceMemory::take_apart(const Trace& trace, const std::vector<std::uint64_
       forward_saving[unit] = std::max(forward_saving[unit], moment.saving);
       continue;
     }
-    moment.extra = kept || !first ? grown : less(grown, moment.own);
+    moment.extra = kept ? grown : less(grown, again);
     moment.saving =
         kept ? std::max(moment.extra, less(forward_saving[unit], moment.own)) : moment.extra;
   }
@@ -170,7 +170,7 @@ std::vector<std::uint64_t> DeviceMemory::held_under(std::span<const UnitPlan> un
   leaving.assign(uses, 0);
   for (std::size_t u = 0; u < groups_.size(); ++u) {
     const Activation activation = units[u].activation;
-    const std::size_t back = fetched_from(u, swaps(activation) ? lookahead : 0);
+    const std::size_t back = fetched_from(u, lookahead);
     for (const Group& group : groups_[u]) {
       const std::size_t after = std::size_t{group.born} + 1;
       const std::uint64_t both = group.input_bytes + group.other_bytes;
@@ -178,7 +178,7 @@ std::vector<std::uint64_t> DeviceMemory::held_under(std::span<const UnitPlan> un
         steps.add(after, group.last_used, both);
       } else if (activation == Activation::recompute) {
         steps.add(after, group.last_used, group.input_bytes);
-        if (back != SIZE_MAX) steps.add(back, group.last_used, group.other_bytes);
+        steps.add(group.recomputed, group.last_used, group.other_bytes);
       } else if (back == SIZE_MAX || back <= after) {  // it has no time to be away
         steps.add(after, group.last_used, both);
       } else {

@@ -40,6 +40,7 @@ class DeviceMemory final {
   struct Group {
     std::uint32_t born = 0;
     std::uint32_t last_used = 0;
+    std::uint32_t recomputed = 0;  // the use that brings them back
     std::uint64_t input_bytes = 0;
     std::uint64_t other_bytes = 0;
   };
@@ -49,7 +50,7 @@ class DeviceMemory final {
     std::uint64_t gap_base = 0;  // the same for the gap before; 0: nothing is known of it
     std::uint64_t extra = 0;     // forward: without saving; backward: beside its saved tensors
     std::uint64_t saving = 0;    // forward: with saving
-    std::uint64_t own = 0;       // backward: the unit's saved tensors but its inputs, at enter
+    std::uint64_t own = 0;       // backward: the unit's saved tensors but its inputs
     std::uint64_t own_inputs = 0;
     std::uint32_t inner_end = 0;   // nested uses are those before this one
     std::uint64_t inner_peak = 0;  // of the traced step, where nested uses do not explain it

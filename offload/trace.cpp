@@ -37,13 +37,64 @@ void sum_up(std::vector<std::uint64_t>& steps) {
   steps.pop_back();
 }
 
-// From where the traced step held a tensor: recomputing brings it back inside the first use of its
-// unit's backward, so that it is there from the next use on.
-std::size_t held_from(const Trace& trace, const UnitLife& life, const SavedTensor& tensor) {
-  const bool recomputed =
-      trace.units[index(tensor.unit)].traced == Activation::recompute && !tensor.input;
-  if (!recomputed) return std::size_t{tensor.born} + 1;
-  return life.backward_enter == UINT32_MAX ? SIZE_MAX : std::size_t{life.backward_enter} + 1;
+// What a unit's forwards saved, one call of it after the other.
+struct Call {
+  std::uint32_t born = 0;
+  std::uint32_t first_read = UINT32_MAX;  // the least of what its tensors say of their last use
+  std::uint32_t last_read = 0;
+};
+
+// By tensor of one unit: backward goes through its calls the other way round, and the first use
+// that is not a later call's computes again. Where calls interleave, the unit's first backward use.
+void find_recomputed(const Trace& trace, const std::vector<std::size_t>& tensors,
+                     const std::vector<std::uint32_t>& backward_uses,
+                     std::vector<std::uint32_t>& recomputed) {
+  if (backward_uses.empty()) return;
+  std::vector<Call> calls;
+  for (const std::size_t t : tensors) {
+    const SavedTensor& tensor = trace.tensors[t];
+    auto call = std::find_if(calls.begin(), calls.end(),
+                             [&](const Call& c) { return c.born == tensor.born; });
+    if (call == calls.end()) call = calls.insert(calls.end(), {.born = tensor.born});
+    call->first_read = std::min(call->first_read, tensor.last_used);
+    call->last_read = std::max(call->last_read, tensor.last_used);
+  }
+  for (const std::size_t t : tensors) {
+    std::uint32_t begin = backward_uses.front();
+    std::uint32_t end = UINT32_MAX;
+    for (const Call& call : calls) {
+      if (call.born > trace.tensors[t].born) begin = std::max(begin, call.last_read + 1);
+      if (call.born == trace.tensors[t].born) end = call.first_read;
+    }
+    const auto use = std::lower_bound(backward_uses.begin(), backward_uses.end(), begin);
+    const bool in_turn = use != backward_uses.end() && *use <= end;
+    recomputed[t] = in_turn ? *use : backward_uses.front();
+  }
+}
+
+// From where the traced step held a tensor. One that was computed again inside a use is there from
+// the next use on.
+std::size_t held_from(const Trace& trace, const Lifetimes& lives, std::size_t t) {
+  const SavedTensor& tensor = trace.tensors[t];
+  const bool again = trace.units[index(tensor.unit)].traced == Activation::recompute;
+  if (!again || tensor.input) return std::size_t{tensor.born} + 1;
+  return std::size_t{lives.recomputed[t]} + 1;
+}
+
+void find_held(const Trace& trace, const std::vector<std::vector<std::size_t>>& tensors,
+               Lifetimes& lives) {
+  std::vector<std::uint64_t> all(trace.uses.size() + 1, 0);
+  for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
+    add_span(all, held_from(trace, lives, t), trace.tensors[t].last_used, trace.tensors[t].bytes);
+  }
+  sum_up(all);
+  for (std::size_t i = 0; i < trace.uses.size(); ++i) {
+    for (const std::size_t t : tensors[index(trace.uses[i].unit)]) {
+      const bool held = held_from(trace, lives, t) <= i && i <= trace.tensors[t].last_used;
+      if (held) all[i] -= trace.tensors[t].bytes;
+    }
+  }
+  lives.held_bytes = std::move(all);
 }
 
 }  // namespace
@@ -52,11 +103,13 @@ Lifetimes lifetimes(const Trace& trace) {
   STRATA_ASSERT(!trace.units.empty());
   Lifetimes lives;
   lives.units.resize(trace.units.size());
+  std::vector<std::vector<std::uint32_t>> backward_uses(trace.units.size());
   for (UnitLife& life : lives.units) life.forward_leave = life.backward_enter = UINT32_MAX;
   for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
     const Use& use = trace.uses[i];
     UnitLife& life = lives.units[index(use.unit)];
     if (use.backward) {
+      backward_uses[index(use.unit)].push_back(i);
       life.backward_enter = std::min(life.backward_enter, i);
       life.backward_seconds += use.seconds;
     } else {
@@ -64,24 +117,19 @@ Lifetimes lifetimes(const Trace& trace) {
       life.forward_seconds += use.seconds;
     }
   }
-  std::vector<std::uint64_t> all(trace.uses.size() + 1, 0);
-  std::vector<std::vector<const SavedTensor*>> tensors(trace.units.size());
-  for (const SavedTensor& tensor : trace.tensors) {
+  lives.recomputed.assign(trace.tensors.size(), UINT32_MAX);
+  std::vector<std::vector<std::size_t>> tensors(trace.units.size());
+  for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
+    const SavedTensor& tensor = trace.tensors[t];
     UnitLife& life = lives.units[index(tensor.unit)];
     life.saved_bytes += tensor.bytes;
     if (tensor.input) life.input_bytes += tensor.bytes;
-    add_span(all, held_from(trace, life, tensor), tensor.last_used, tensor.bytes);
-    tensors[index(tensor.unit)].push_back(&tensor);
+    tensors[index(tensor.unit)].push_back(t);
   }
-  sum_up(all);
-  lives.held_bytes = std::move(all);
-  for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
-    const UnitId unit = trace.uses[i].unit;
-    for (const SavedTensor* tensor : tensors[index(unit)]) {
-      const std::size_t from = held_from(trace, lives.units[index(unit)], *tensor);
-      if (from <= i && i <= tensor->last_used) lives.held_bytes[i] -= tensor->bytes;
-    }
+  for (std::size_t u = 0; u < trace.units.size(); ++u) {
+    find_recomputed(trace, tensors[u], backward_uses[u], lives.recomputed);
   }
+  find_held(trace, tensors, lives);
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     // Where it was recorded with recomputation, its backward held that too.
     UnitLife& life = lives.units[u];

@@ -79,6 +79,9 @@ struct UnitLife {
 struct Lifetimes {
   std::vector<UnitLife> units;
   std::vector<std::uint64_t> held_bytes;  // by use: what the traced step held for other units then
+  // By saved tensor: the use in whose course recomputing its unit brings it back; UINT32_MAX: its
+  // unit has no backward.
+  std::vector<std::uint32_t> recomputed;
 };
 
 // REQUIRES: trace.units is filled in, and every index is in range (see check_trace).
