@@ -34,6 +34,7 @@ from .errors import StrataError
 from .memory_curve import MemoryCurve
 from .recorder import RecordedStep
 from .sizes import format_size
+from .timeline import StepLog, StepRecord, UseSpan
 from .trace_of import make_trace, refresh_times
 
 if TYPE_CHECKING:
@@ -92,6 +93,22 @@ class ShapeClass:
         )
 
 
+@dataclass(frozen=True)
+class Promise:
+    """How long a step takes by a plan, and by none less; reckoned once a plan."""
+
+    paper: _core.PaperPlan | None = None
+    step_seconds: float | None = None
+    bound_seconds: float | None = None
+
+    @staticmethod
+    def of(paper: _core.PaperPlan | None) -> Promise:
+        """Of a plan in use, or of none."""
+        if paper is None:
+            return Promise()
+        return Promise(paper, paper.simulate()["step_seconds"], paper.bound()["seconds"])
+
+
 class Planning:
     """The plans of one wrapped model."""
 
@@ -105,6 +122,8 @@ class Planning:
         self._slow_steps = 0
         self._mixed = False  # batches of two classes in one step: its times say little
         self._curve: MemoryCurve | None = None  # of a step that is measured
+        self._log = StepLog(state.session, [unit.name for unit in state.units])
+        self._promise = Promise()
 
     @property
     def trace(self) -> Trace | None:
@@ -127,6 +146,11 @@ class Planning:
     def bound(self) -> Bound | None:
         """What no plan could be faster than."""
         return self.current.paper.bound() if self.current and self.current.paper else None
+
+    @property
+    def records(self) -> Iterable[StepRecord]:
+        """What happened in the last steps, oldest first."""
+        return self._log.records
 
     @property
     def measured_seconds(self) -> float | None:
@@ -160,6 +184,7 @@ class Planning:
         self._mixed, self._curve = False, None
         if curve is not None:
             curve.stop()
+        self._log_step(step)
         if current is None or not step.uses or not step.uses[-1].backward:
             return
         if current.trace is None:
@@ -175,6 +200,16 @@ class Planning:
         elif not mixed and step.rounds == 1:
             current.seconds.append(step.end - step.begin)
             self._watch_speed(current, step)
+
+    def _log_step(self, step: RecordedStep) -> None:
+        paper = self.current.paper if self.current else None
+        if paper is not self._promise.paper:
+            self._promise = Promise.of(paper)
+        # Of several rounds the recorder tells the last one only.
+        begin = step.begin if step.rounds == 1 else None
+        uses = map(UseSpan.of, step.uses)
+        promise = self._promise
+        self._log.end_step(begin, step.end, uses, promise.step_seconds, promise.bound_seconds)
 
     def _class_of(self, shape: Shape) -> ShapeClass:
         elements = ShapeClass(shape).elements

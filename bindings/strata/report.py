@@ -1,17 +1,30 @@
-"""What strata tells people: where things go (plan) and where time and bytes went (report)."""
+"""What strata tells people: where things go (plan) and where time and bytes went (report).
+
+A report is kept as a file: one JSON object, {"format": FORMAT} and the fields of Report by name.
+`strata report` renders it.
+
+    report = strata.report(model)
+    print(report)
+    report.save("report.json")
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .sizes import format_size
+from . import report_text, timeline
+from .timeline import StepRecord
 
-WAITS_SHOWN = 8  # units, those that were waited for longest
+FORMAT = "strata report 1"
+DAY_SECONDS = 86_400
+TB = 1e12  # as makers of drives count their endurance
 
 if TYPE_CHECKING:
-    from ._core import Plan
+    from ._core import Bound, Plan, Simulation, StepPlan, Trace
     from .wrapped import Wrapped
 
 
@@ -28,31 +41,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         """A table for people."""
-        plan = self.plan
-        rows = [["tier", "budget", "used"]]
-        for tier, budget in self.budgets.items():
-            rows.append([tier, format_size(budget), format_size(plan[f"{tier}_bytes"])])  # type: ignore[literal-required]
-        units = [["unit", "elements", "bytes", "parameters", "gradients", "state"]]
-        for unit in plan["units"]:
-            units.append(
-                [
-                    unit["name"],
-                    f"{unit['params']:,}",
-                    format_size(unit["param_bytes"]),
-                    unit["param_tier"],
-                    unit["grad_tier"],
-                    unit["state_tier"],
-                ]
-            )
-        return "\n".join(
-            [
-                f"pages of {format_size(plan['page_bytes'])}; staging "
-                f"{format_size(plan['staging_bytes'])} of host memory; smallest device budget "
-                f"{format_size(plan['device_bytes_min'])}",
-                table(rows),
-                table(units),
-            ]
-        )
+        return report_text.plan_text(self)
 
 
 @dataclass(frozen=True)
@@ -65,8 +54,50 @@ class TierUse:
 
 
 @dataclass(frozen=True)
+class PlannedPeak:
+    """The most that a tier holds under the plan, and at which use of a unit."""
+
+    bytes: int
+    budget: int
+    where: str  # "backward of layers.7"
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """What the plan says of one unit."""
+
+    unit: str
+    activation: str  # "keep", "swap_host", "swap_ssd" or "recompute"
+    slices: int
+    params: str  # where they rest: "host", "ssd", "mixed", or "none" where there are none
+    grads: str
+    states: str
+    resident: bool  # its parameters never leave the device
+
+
+@dataclass(frozen=True)
+class Wear:
+    """What training at this rate does to the SSD."""
+
+    tb_per_day: float
+    days_per_100_tb: float
+
+    @staticmethod
+    def of(bytes_per_step: float, seconds_per_step: float) -> Wear | None:
+        """None where nothing is written."""
+        if bytes_per_step <= 0 or seconds_per_step <= 0:
+            return None
+        per_day = bytes_per_step / seconds_per_step * DAY_SECONDS / TB
+        return Wear(per_day, 100 / per_day)
+
+
+@dataclass(frozen=True)
 class Report:
-    """What strata.report() returns: counters since wrap(). str() gives tables."""
+    """What strata.report() returns. str() gives tables.
+
+    What is counted is counted since wrap(); what is "per step" is the mean of the steps in
+    `records`, those that ran under one plan. Without a plan, its fields are None or empty.
+    """
 
     steps: int
     steps_nonfinite: int  # gradients held infinities or NaN ...
@@ -79,38 +110,83 @@ class Report:
     io_engine: str  # "" where nothing is on the SSD
     backend: str
     stats: dict[str, Any]  # all counters of the core
+    measured_seconds: float | None = None  # of a step, the median
+    predicted_seconds: float | None = None
+    bound_seconds: float | None = None  # no plan could be faster
+    bound_what: str = ""  # what the bound comes from
+    percent_of_bound: float | None = None  # 100: as fast as any plan could be
+    stalls: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause, unit: per step
+    link_bytes_per_step: dict[str, float] = field(default_factory=dict)
+    ssd_written_per_step: float | None = None
+    wear: Wear | None = None  # None: nothing is written
+    peaks: dict[str, PlannedPeak] = field(default_factory=dict)  # by tier
+    planned: list[PlannedRow] = field(default_factory=list)
+    plan: StepPlan | None = None
+    trace: Trace | None = None  # what the plan was made from
+    simulation: Simulation | None = None  # the step as the plan predicts it
+    records: list[StepRecord] = field(default_factory=list)  # oldest first
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
         return asdict(self)
 
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON, for `strata report`."""
+        Path(path).write_text(json.dumps({"format": FORMAT, **self.to_dict()}))
+
+    @staticmethod
+    def load(path: str | Path) -> Report:
+        """What save() wrote. Raises ValueError for any other file."""
+        try:
+            values = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no report: {error}") from error
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise ValueError(f"{path} is no report of this version of strata")
+        try:
+            values["tiers"] = {k: TierUse(**v) for k, v in values["tiers"].items()}
+            values["peaks"] = {k: PlannedPeak(**v) for k, v in values["peaks"].items()}
+            values["wear"] = values["wear"] and Wear(**values["wear"])
+            values["planned"] = [PlannedRow(**row) for row in values["planned"]]
+            values["records"] = [StepRecord.from_dict(row) for row in values["records"]]
+            return Report(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is a damaged report: {error}") from error
+
     def __str__(self) -> str:
         """Tables for people."""
-        head = f"{self.steps} steps"
-        if self.steps_nonfinite:
-            head += f", {self.steps_nonfinite} not finite ({self.steps_skipped} skipped)"
-        if self.grad_norm is not None:
-            head += f"; last gradient norm {self.grad_norm:.4g}"
-        head += f"; {self.backend} backend, pages of {format_size(self.page_bytes)}"
-        head += f", {self.io_engine} I/O" if self.io_engine else ""
-        tiers = [["tier", "budget", "used", "peak"]]
-        for name, tier in self.tiers.items():
-            tiers.append([name, *map(format_size, (tier.budget, tier.used, tier.peak))])
-        links = [["link", "moved", "per step"]]
-        for name, moved in self.link_bytes.items():
-            links.append([name, format_size(moved), format_size(moved / max(1, self.steps))])
-        waits = [["waited for pages of", "seconds"]]
-        for name, seconds in sorted(self.waited_seconds.items(), key=lambda item: -item[1]):
-            waits.append([name, f"{seconds:.3f}"])
-        del waits[WAITS_SHOWN + 1 :]
-        waits.append(["all units", f"{sum(self.waited_seconds.values()):.3f}"])
-        return "\n\n".join([head, table(tiers), table(links), table(waits)])
+        return report_text.report_text(self)
+
+
+class Planned(Protocol):
+    """What a report reads of the planning of a wrapped model."""
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The plan in use; None: there is none yet."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """What it was made from."""
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """The step as it predicts it."""
+
+    @property
+    def bound(self) -> Bound | None:
+        """What no plan could be faster than."""
+
+    @property
+    def records(self) -> Iterable[StepRecord]:
+        """The last steps, oldest first."""
 
 
 def make_report(state: Wrapped) -> Report:
     """The report of a wrapped model, now."""
     stats = state.session.stats()
     config = state.config
+    planning: Planned | None = getattr(state, "planning", None)
     host = stats["host_bytes"]
     return Report(
         steps=state.steps,
@@ -131,16 +207,81 @@ def make_report(state: Wrapped) -> Report:
         io_engine=stats["io_engine"],
         backend=stats["backend"],
         stats=stats,
+        **(_measured(planning) if planning is not None else {}),
+        **(_planned(planning) if planning is not None else {}),
     )
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text: the first one left-aligned, the others right-aligned."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+def _measured(planning: Planned) -> dict[str, Any]:
+    """The fields of a report that come from what was recorded."""
+    records = timeline.steady(planning.records)
+    if not records:
+        return {}
+    seconds = timeline.measured_seconds(records)
+    bound = planning.bound
+    links = timeline.link_bytes(records)
+    written = links["host to ssd"]
+    return {
+        "measured_seconds": seconds,
+        "percent_of_bound": 100 * bound["seconds"] / seconds if bound and seconds else None,
+        "stalls": timeline.stall_seconds(records),
+        "link_bytes_per_step": links,
+        "ssd_written_per_step": written,
+        "wear": Wear.of(written, seconds or 0.0),
+        "records": records,
+    }
+
+
+def _planned(planning: Planned) -> dict[str, Any]:
+    """The fields of a report that come from the plan."""
+    plan = planning.plan
+    if plan is None:
+        return {}
+    trace, simulation, bound = planning.trace, planning.simulation, planning.bound
+    return {
+        "plan": plan,
+        "trace": trace,
+        "simulation": simulation,
+        "predicted_seconds": simulation["step_seconds"] if simulation else None,
+        "bound_seconds": bound["seconds"] if bound else None,
+        "bound_what": bound["what"] if bound else "",
+        "peaks": planned_peaks(plan, trace),
+        "planned": planned_rows(plan, trace) if trace else [],
+    }
+
+
+def planned_peaks(plan: StepPlan, trace: Trace | None) -> dict[str, PlannedPeak]:
+    """The peak of every tier, with the name of the moment."""
+    peaks: dict[str, PlannedPeak] = {}
+    for tier, peak in plan["peaks"].items():
+        where = ""
+        if trace and peak["use"] < len(trace["uses"]):
+            use = trace["uses"][peak["use"]]
+            way = "backward" if use["backward"] else "forward"
+            where = f"{way} of {trace['units'][use['unit']]['name']}"
+        peaks[tier] = PlannedPeak(peak["bytes"], peak["budget"], where)
+    return peaks
+
+
+def planned_rows(plan: StepPlan, trace: Trace) -> list[PlannedRow]:
+    """The plan as a table, in the order of the units."""
+    return [
+        PlannedRow(
+            unit["name"],
+            planned["activation"],
+            planned["slices"],
+            _resting(planned["param_ssd_bytes"], unit["param_bytes"]),
+            _resting(planned["grad_ssd_bytes"], unit["grad_bytes"]),
+            _resting(planned["state_ssd_bytes"], unit["state_bytes"]),
+            resident,
+        )
+        for unit, planned, resident in zip(
+            trace["units"], plan["units"], plan["resident"], strict=True
+        )
+    ]
+
+
+def _resting(on_ssd: int, size: int) -> str:
+    if size == 0:
+        return "none"
+    return "host" if on_ssd == 0 else "ssd" if on_ssd >= size else "mixed"

@@ -1,0 +1,153 @@
+"""Reports and plans as tables of text, and the sentences that other forms of a report share.
+
+print(report_text.report_text(report))
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from .sizes import format_size
+from .timeline import ALL_UNITS, stall_name
+
+WAITS_SHOWN = 8  # those that were waited for longest
+
+if TYPE_CHECKING:
+    from .report import PlannedRow, PlanReport, Report
+
+
+def plan_text(report: PlanReport) -> str:
+    """What would go where."""
+    plan = report.plan
+    rows = [["tier", "budget", "used"]]
+    for tier, budget in report.budgets.items():
+        rows.append([tier, format_size(budget), format_size(plan[f"{tier}_bytes"])])  # type: ignore[literal-required]
+    units = [["unit", "elements", "bytes", "parameters", "gradients", "state"]]
+    for unit in plan["units"]:
+        units.append(
+            [
+                unit["name"],
+                f"{unit['params']:,}",
+                format_size(unit["param_bytes"]),
+                unit["param_tier"],
+                unit["grad_tier"],
+                unit["state_tier"],
+            ]
+        )
+    return "\n".join(
+        [
+            f"pages of {format_size(plan['page_bytes'])}; staging "
+            f"{format_size(plan['staging_bytes'])} of host memory; smallest device budget "
+            f"{format_size(plan['device_bytes_min'])}",
+            table(rows),
+            table(units),
+        ]
+    )
+
+
+def report_text(report: Report) -> str:
+    """A report as tables."""
+    return "\n\n".join(_paragraphs(report))
+
+
+def _paragraphs(report: Report) -> Iterator[str]:
+    head = f"{report.steps} steps"
+    if report.steps_nonfinite:
+        head += f", {report.steps_nonfinite} not finite ({report.steps_skipped} skipped)"
+    if report.grad_norm is not None:
+        head += f"; last gradient norm {report.grad_norm:.4g}"
+    head += f"; {report.backend} backend, pages of {format_size(report.page_bytes)}"
+    head += f", {report.io_engine} I/O" if report.io_engine else ""
+    speed = speed_line(report)
+    yield head + (f"\n{speed}" if speed else "")
+    tiers = [["tier", "budget", "used", "peak", "planned peak", "at"]]
+    for name, tier in report.tiers.items():
+        peak = report.peaks.get(name)
+        planned = [format_size(peak.bytes), peak.where] if peak else ["", ""]
+        tiers.append([name, *map(format_size, (tier.budget, tier.used, tier.peak)), *planned])
+    yield table(tiers if report.peaks else [row[:4] for row in tiers])
+    links = [["link", "moved", "per step"]]
+    for name, moved in report.link_bytes.items():
+        each = report.link_bytes_per_step.get(name, moved / max(1, report.steps))
+        links.append([name, format_size(moved), format_size(each)])
+    wear = wear_line(report)
+    yield table(links) + (f"\n{wear}" if wear else "")
+    yield _waits(report)
+    if report.planned:
+        yield table(_planned_runs(report.planned))
+
+
+def speed_line(report: Report) -> str:
+    """A step's time: measured, predicted, and beside its lower bound; empty: nothing is known."""
+    parts = []
+    if report.measured_seconds is not None:
+        parts.append(f"{report.measured_seconds:.3g} s a step")
+    if report.predicted_seconds is not None:
+        parts.append(f"{report.predicted_seconds:.3g} s predicted")
+    if report.bound_seconds is not None:
+        parts.append(f"lower bound {report.bound_seconds:.3g} s ({report.bound_what})")
+    if report.percent_of_bound is not None:
+        parts.append(f"{report.percent_of_bound:.0f} % of it reached")
+    return ", ".join(parts)
+
+
+def wear_line(report: Report) -> str:
+    """What is written to the SSD; empty: nothing."""
+    if report.wear is None or report.ssd_written_per_step is None:
+        return ""
+    return (
+        f"{format_size(report.ssd_written_per_step)} a step are written to the SSD: "
+        f"{report.wear.tb_per_day:.3g} TB a day at this rate, 100 TB in "
+        f"{report.wear.days_per_100_tb:.3g} days"
+    )
+
+
+def _waits(report: Report) -> str:
+    if not report.stalls:
+        waits = [["waited for pages of", "seconds"]]
+        for name, seconds in sorted(report.waited_seconds.items(), key=lambda item: -item[1]):
+            waits.append([name, f"{seconds:.3f}"])
+        del waits[WAITS_SHOWN + 1 :]
+        waits.append([ALL_UNITS, f"{sum(report.waited_seconds.values()):.3f}"])
+        return table(waits)
+    rows = [
+        (stall_name(cause, unit), seconds)
+        for cause, units in report.stalls.items()
+        for unit, seconds in units.items()
+    ]
+    rows.sort(key=lambda row: -row[1])
+    stalls = [["time lost per step", "seconds"]]
+    stalls += [[name, f"{seconds:.4f}"] for name, seconds in rows[:WAITS_SHOWN]]
+    stalls.append(["everything together", f"{sum(seconds for _, seconds in rows):.4f}"])
+    return table(stalls)
+
+
+def _planned_runs(rows: Sequence[PlannedRow]) -> list[list[str]]:
+    """Units in a row of which the plan says the same share a line."""
+    lines = [["unit", "activations", "slices", "parameters", "gradients", "state", "resident"]]
+    for cells, run in itertools.groupby(rows, key=planned_cells):
+        names = [row.unit for row in run]
+        name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+        lines.append([name, *cells])
+    return lines
+
+
+def planned_cells(row: PlannedRow) -> list[str]:
+    """A row of the plan's table, behind the unit's name."""
+    activation = row.activation.replace("_", " to ")
+    resident = "yes" if row.resident else "no"
+    return [activation, str(row.slices), row.params, row.grads, row.states, resident]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first one left-aligned, the others right-aligned."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

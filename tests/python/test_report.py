@@ -1,0 +1,110 @@
+"""What a report says: from what a wrapped model knows, as text, and as a file."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import strata
+from made_up import PAGE, UNITS, Planning, bare_report, report
+from small_models import build, llama, tight, train
+from strata.report import Report, Wear
+from strata.timeline import StepLog
+from strata.wrapped import wrapped
+
+
+def test_the_text_tells_speed_stalls_wear_and_plan() -> None:
+    text = str(report())
+    assert "1 s a step, 0.95 s predicted, lower bound 0.8 s (computation), 80 % of it" in text
+    assert "waiting for layers.0 from ssd" in text
+    assert "TB a day" in text
+    assert "swap to ssd" in text
+    assert "backward of" in text
+    for unit in UNITS:
+        assert unit in text
+
+
+def test_units_of_one_kind_share_a_line() -> None:
+    rows = report().planned
+    many = [rows[0].__class__(**{**vars(rows[2]), "unit": f"layers.{i}"}) for i in range(12)]
+    text = str(report(planned=many))
+    assert "layers.0 … layers.11 (12)" in text
+    assert "layers.5" not in text
+
+
+def test_without_a_plan_the_text_is_what_is_counted() -> None:
+    text = str(bare_report())
+    assert "waited for pages of" in text
+    assert "predicted" not in text
+    assert "planned" not in text
+
+
+def test_it_is_the_same_from_a_file(tmp_path: Path) -> None:
+    for whole in (report(), bare_report()):
+        whole.save(tmp_path / "report.json")
+        assert Report.load(tmp_path / "report.json") == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no report"),
+        ("[]", "is no report of this version"),
+        ('{"format": "strata report 0"}', "is no report of this version"),
+        ('{"format": "strata report 1"}', "damaged"),
+        ('{"format": "strata report 1", "tiers": 5}', "damaged"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Report.load(path)
+
+
+def test_wear_is_what_a_drive_is_sold_by() -> None:
+    wear = Wear.of(10e9, 10.0)  # a GB a second
+    assert wear is not None
+    assert wear.tb_per_day == pytest.approx(86.4)
+    assert wear.days_per_100_tb == pytest.approx(100 / 86.4)
+    assert Wear.of(0, 10.0) is None
+
+
+def test_a_plan_fills_the_report(core: ModuleType) -> None:
+    model, optimizer = tight(build(llama))
+    train(model, optimizer, 1)
+    wrapped(model).planning = Planning()  # type: ignore[assignment]
+    made = strata.report(model)
+    assert made.measured_seconds == pytest.approx(1.0)
+    assert made.predicted_seconds == 0.95
+    assert made.percent_of_bound == pytest.approx(80.0)
+    assert [row.activation for row in made.planned] == [
+        "swap_host", "swap_ssd", "recompute", "keep",
+    ]  # fmt: skip
+    assert [row.grads for row in made.planned] == ["host", "mixed", "host", "host"]
+    assert [row.states for row in made.planned] == ["host", "ssd", "host", "host"]
+    assert made.planned[2].slices == 4
+    assert made.peaks["device"].where == f"backward of {UNITS[3]}"
+    assert made.ssd_written_per_step == 3 * PAGE
+    assert made.wear is not None
+    assert len(made.records) == 2
+
+
+def test_a_real_step_fills_the_report(core: ModuleType, tmp_path: Path) -> None:
+    model, optimizer = tight(build(llama))
+    state = wrapped(model)
+    log = StepLog(state.session, [unit.name for unit in state.units])
+    planning = Planning()
+    planning.plan = planning.bound = planning.trace = planning.simulation = None
+    planning.records = log.records  # type: ignore[assignment]
+    state.planning = planning  # type: ignore[assignment]
+    for step in range(2):
+        train(model, optimizer, 1)
+        log.end_step(float(step), step + 1.0, [])
+    made = strata.report(model)
+    assert made.measured_seconds == 1.0
+    assert made.link_bytes_per_step["host to device"] > 0
+    assert made.predicted_seconds is None
+    made.save(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["measured_seconds"] == 1.0
+    assert Report.load(tmp_path / "report.json").stalls == made.stalls
