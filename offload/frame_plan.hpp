@@ -1,7 +1,7 @@
 // Where the parameter pages of each unit lie on the device: a pure function of a trace, the units'
 // sizes and a number of frames. Each unit's pages get fixed frames, shared with units whose windows
-// of residency never overlap (alias sets), so that a steady step maps nothing; and at the enter of a
-// use, the pages of the next `lookahead` uses start to move.
+// of residency never overlap (alias sets), so that a steady step maps nothing; and at the enter of
+// a use, the pages of the next `lookahead` uses start to move.
 //
 //   FramePlan plan = make_frame_plan(trace, unit_pages, frame_count);
 //   if (!plan.feasible) ...                               // the step needs more frames at once
@@ -28,6 +28,11 @@ struct FramePlan {
 
 // REQUIRES: unit_pages has an entry for every unit of the trace.
 FramePlan make_frame_plan(const Trace& trace, std::span<const std::uint32_t> unit_pages,
-               std::uint32_t frame_count);
+                          std::uint32_t frame_count);
+
+// The fewest frames with which pages of the next `lookahead` uses can move ahead.
+// REQUIRES: as make_frame_plan, and the trace has uses.
+std::uint32_t frame_count_min(const Trace& trace, std::span<const std::uint32_t> unit_pages,
+                              std::uint32_t lookahead);
 
 }  // namespace strata

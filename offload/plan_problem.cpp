@@ -10,6 +10,7 @@ namespace {
 
 // Numbers of frames between the least and all of them that are tried.
 constexpr std::uint32_t kFrameSteps = 6;
+constexpr std::uint32_t kLookaheadMax = 3;
 
 }  // namespace
 
@@ -63,22 +64,8 @@ std::vector<UnitPlan> Problem::options_of(std::size_t unit, const Wishes& wishes
 
 void Problem::find_frame_counts() {
   const std::uint32_t all = std::accumulate(unit_pages_.begin(), unit_pages_.end(), 0U);
-  // Whether so many frames do: more may fail where fewer did not, so it is asked of each in turn.
-  const auto least = [&](std::uint32_t lookahead) {
-    std::uint32_t low = 0, high = all;
-    while (low < high) {
-      const std::uint32_t middle = low + (high - low) / 2;
-      const FramePlan& plan = frame_plan(middle);
-      if (plan.feasible && plan.lookahead >= lookahead) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
-    }
-    return low;
-  };
-  for (std::uint32_t lookahead = 0; lookahead <= 3; ++lookahead) {
-    frame_counts_.push_back(least(lookahead));
+  for (std::uint32_t lookahead = 0; lookahead <= kLookaheadMax; ++lookahead) {
+    frame_counts_.push_back(frame_count_min(trace_, unit_pages_, lookahead));
   }
   const std::uint32_t from = frame_counts_.back();
   for (std::uint32_t i = 1; i <= kFrameSteps; ++i) {
