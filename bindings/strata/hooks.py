@@ -20,6 +20,7 @@ from torch import nn
 from .paged import PagedParameter
 from .pins import Pins
 from .saved import SavedTensors
+from .swapping import Swapping
 from .wrapped import DTYPE_NAMES, DisableTorchFunction, Unit, Wrapped
 
 _graph_task = torch._C._current_graph_task_id
@@ -58,8 +59,9 @@ class Hooks:
     def __init__(self, state: Wrapped) -> None:
         self.state = state
         self.frames: list[tuple[ModuleHook, bool]] = []  # modules now running; hooks pushed or not
-        self.pins = Pins(state)
-        self.saved = SavedTensors(state, self.pins)
+        self.swapping = Swapping(state)
+        self.pins = Pins(state, self.swapping)
+        self.saved = SavedTensors(state, self.pins, self.swapping, self.frames)
         self._handles: list[Any] = []
 
     def install(self, hooked: dict[nn.Module, list[int]]) -> None:
@@ -83,6 +85,7 @@ class Hooks:
     def remove(self) -> None:
         """Takes every hook away again."""
         self.reset()
+        self.swapping.drain()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -99,6 +102,7 @@ class Hooks:
         while self.saved.on_top():
             self.saved.pop()
         self.pins.reset()
+        self.swapping.poll()
 
     def in_step(self) -> bool:
         """Whether a module of the model, or a backward, is running now."""
@@ -108,17 +112,19 @@ class Hooks:
         """Undoes what ModuleHook.before did."""
         if pushed and self.saved.on_top():
             self.saved.pop()
+        self.swapping.poll()
         hook.leave()
 
 
 class ModuleHook:
     """Enters the units that a module's forward reads, and leaves them behind it."""
 
-    __slots__ = ("hooks", "owned", "units")
+    __slots__ = ("hooks", "owned", "unit", "units")
 
     def __init__(self, hooks: Hooks, module: nn.Module, units: list[Unit]) -> None:
         self.hooks = hooks
         self.units = units
+        self.unit = max(units, key=lambda unit: unit.index)  # its own: others are tied to it
         index_of = {id(p): i for i, p in enumerate(hooks.state.params)}
         mine = {i for unit in units for i in unit.params}
         # Where each parameter is looked up at run time: one that was exchanged must not pass.
@@ -138,6 +144,7 @@ class ModuleHook:
     def before(self) -> None:
         """Enters."""
         hooks = self.hooks
+        hooks.swapping.open(self.unit)
         state = hooks.state
         entered = 0
         recorded = torch.is_grad_enabled() or state.model.training

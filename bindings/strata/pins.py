@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from .swapping import Swapping
 from .wrapped import Unit, Wrapped
 
 _graph_task = torch._C._current_graph_task_id
@@ -42,8 +43,9 @@ class _Pin:
 class Pins:
     """The units of one model that are entered on account of a backward."""
 
-    def __init__(self, state: Wrapped) -> None:
+    def __init__(self, state: Wrapped, swapping: Swapping) -> None:
         self._state = state
+        self._swapping = swapping
         self._pins: list[_Pin] = []  # one per unit and backward
         self._held: list[Unit] = []
         self._tasks: set[int] = set()  # backwards whose end we are told of
@@ -63,25 +65,33 @@ class Pins:
             self._release(past)
             return
         self._release(past)
+        self._swapping.arrive(unit)
         self._state.enter(unit, backward=True)
         self._pins.append(now)
-        self._watch()
+        self.watch()
 
     def hold(self, unit: Unit) -> None:
         """Enters the unit until its gradients have landed or the backward is over."""
         if unit not in self._held:
             self._state.enter(unit, backward=True)
             self._held.append(unit)
-            self._watch()
+            self.watch()
 
     def land(self, unit: Unit) -> None:
         """Notes that one gradient of the unit is complete."""
-        self._watch()
+        self.watch()
         unit.landed += 1
         if unit.landed == unit.trainable:
             self._release([pin for pin in self._pins if pin.unit is unit])
             if unit in self._held:
                 self._release_held([unit])
+
+    def watch(self) -> None:
+        """Asks to be told of the end of the backward now running, once."""
+        task = _graph_task()
+        if task != -1 and task not in self._tasks:
+            self._tasks.add(task)
+            Variable._execution_engine.queue_callback(lambda: self.end(task))
 
     def end(self, task: int) -> None:
         """Called by autograd when the backward has run all its nodes."""
@@ -90,6 +100,7 @@ class Pins:
         if not self._tasks:
             self._release_held(list(self._held))
             self._forget_landings()
+            self._swapping.end()
 
     def reset(self) -> None:
         """Drops what a backward that raised has left behind."""
@@ -98,13 +109,7 @@ class Pins:
             self._release_held(list(self._held))
             self._tasks.clear()
             self._forget_landings()
-
-    def _watch(self) -> None:
-        """Asks to be told of the end of the backward now running, once."""
-        task = _graph_task()
-        if task != -1 and task not in self._tasks:
-            self._tasks.add(task)
-            Variable._execution_engine.queue_callback(lambda: self.end(task))
+            self._swapping.end()
 
     def _release(self, pins: list[_Pin]) -> None:
         for pin in pins:

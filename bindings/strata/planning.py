@@ -297,7 +297,7 @@ class Planning:
         for unit, planned in zip(self.state.units, plan["units"], strict=True):
             unit.activation = planned["activation"]
             unit.slices = planned["slices"]
-        self.state.hooks.saved.lookahead = plan["activation_lookahead"]
+        self.state.hooks.swapping.lookahead = plan["activation_lookahead"]
 
     def _check_peak(self, current: ShapeClass, pytorch_bytes: int) -> None:
         """Holds the plan against what PyTorch's memory really reached."""

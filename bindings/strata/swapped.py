@@ -1,0 +1,136 @@
+"""What is known of saved tensors that are off the device: storages, and views of them.
+
+    record = Swapped(owner, storage, save)           # the core has begun to copy its bytes
+    view = SwappedView(tensor, hollow, record, visit)
+    ...                                              # the tensor's memory may be gone
+    view.check()
+    tensor = view.over(restored, record.begin)       # the same tensor in other memory
+
+Threads: swapping.py says who may use them when.
+
+Note [Versions]. Each view keeps a *witness*: a tensor without memory that shares the version
+counter of the tensor that was saved. So a change in place is noticed as plain PyTorch would notice
+it, while the copy is under way and also when the tensor's memory is long gone. What comes back
+shares the counter too.
+"""
+
+import enum
+import weakref
+from typing import Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Owner(Protocol):
+    """Who is told when nobody refers to a Swapped any more."""
+
+    def forget(self, save: int) -> None:
+        """Drops what the core saved."""
+
+
+class State(enum.Enum):
+    """Where the bytes of a Swapped are."""
+
+    LEAVING = enum.auto()  # on the device; their copy is under way
+    AWAY = enum.auto()  # in pages only
+    COMING = enum.auto()  # in pages; on their way into `storage`
+    HERE = enum.auto()  # in pages and in `storage`
+
+
+class Visit:
+    """What one stretch of a module's forward saved."""
+
+    __slots__ = ("previous", "records", "use")
+
+    def __init__(self, use: int, previous: "Visit | None") -> None:
+        self.use = use
+        self.previous = previous
+        self.records: list[weakref.ref[Swapped]] = []
+
+
+class Swapped:
+    """Bytes [begin, end) of a storage that autograd saved.
+
+    Invariants:
+    1. LEAVING or COMING: Swapping refers to it, so that neither side of a copy is freed under it.
+    2. `storage` is None exactly when AWAY. Its first byte is byte `base` of the original.
+    3. Otherwise only views refer to it: when the last is gone, so is the core's copy.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "base",
+        "begin",
+        "end",
+        "origin",
+        "owner",
+        "save",
+        "staged",
+        "state",
+        "storage",
+        "to_ssd",
+        "use",
+        "version",
+        "visit",
+        "wanted",
+    )
+
+    def __init__(self, owner: "Owner", storage: torch.UntypedStorage, save: int) -> None:
+        self.owner = owner
+        self.save = save
+        self.storage: torch.UntypedStorage | None = storage
+        self.origin = StorageWeakRef(storage)  # its key stays taken for as long as this lives
+        self.state = State.LEAVING
+        self.base = 0
+        self.begin = 0
+        self.end = 0
+        self.version = 0
+        self.to_ssd = False
+        self.staged = False
+        self.wanted = False  # by the backward that runs now
+        self.use = 0  # that saved it
+        self.visit: Visit | None = None  # the last one that lists it
+
+    def __del__(self) -> None:
+        self.owner.forget(self.save)
+
+
+class SwappedView:
+    """What autograd gets to hold in a tensor's place: where it lies in a Swapped."""
+
+    __slots__ = ("dtype", "offset", "record", "shape", "stride", "version", "visit", "witness")
+
+    def __init__(
+        self, tensor: torch.Tensor, hollow: torch.Tensor, record: Swapped, visit: Visit
+    ) -> None:
+        self.record = record
+        self.visit = visit
+        self.witness = tensor.detach()  # see Note [Versions]
+        self.witness.data = hollow
+        self.version = tensor._version
+        self.dtype = tensor.dtype
+        self.offset = tensor.storage_offset() * tensor.element_size()  # bytes in the original
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+
+    def check(self) -> None:
+        """Raises RuntimeError where the tensor was changed in place since it was saved."""
+        if self.witness._version != self.version:
+            raise changed(tuple(self.shape), "it was changed in place")
+
+    def over(self, storage: torch.UntypedStorage, base: int) -> torch.Tensor:
+        """The tensor, in a storage that begins at byte `base` of the original."""
+        bare = torch.empty(0, dtype=self.dtype, device=storage.device)
+        bare.set_(storage, (self.offset - base) // self.dtype.itemsize, self.shape, self.stride)
+        tensor = self.witness.detach()
+        tensor.data = bare
+        return tensor
+
+
+def changed(what: object, how: str) -> RuntimeError:
+    """What plain PyTorch would raise, for a tensor changed between forward and backward."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified: {what}: {how} "
+        "between forward and backward"
+    )
