@@ -44,7 +44,9 @@ struct LaneUse {
   std::uint64_t bytes = 0;
 };
 
-// The computation of a use waited: for whom, and on which lane the last thing came.
+// The computation of a use waited: for whom, and on which lane. Where one thing waited for another
+// (an upload for its read, a read for those before it in its lane), each has its part of the time,
+// what came last first.
 struct Stall {
   std::uint32_t use = 0;
   Lane lane = Lane::upload;
@@ -61,22 +63,26 @@ struct Simulation {
 
 enum class Detail : bool { figures, spans };
 
-// REQUIRES: plan.feasible, made for this trace.
+// REQUIRES: plan.feasible, made for this trace; every entry of costs.slow is above 0 and at most 1.
+// On a lane without speed that has something to do a step takes infinitely long, and nothing else
+// is told.
 Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs,
                     Detail detail = Detail::figures);
 
 // No step of this trace can be shorter on this machine, whatever the plan: each lane needs its
 // bytes, and lanes that slow each other down share. Only what must move is counted: what exceeds a
-// tier's budget, and the optimizer's work. `seconds` is the largest of the others.
+// tier's budget, and the optimizer's work. `seconds` is of all lanes together, each doing its work
+// beside whichever others suit it best; the rest are of parts of them, and never longer.
 struct Bound {
   double seconds = 0.0;
-  double compute_seconds = 0.0;  // and what the other lanes take away from it
-  double update_seconds = 0.0;
+  double compute_seconds = 0.0;  // and what the other lanes cannot help taking away from it
+  double update_seconds = 0.0;   // likewise
   std::array<double, kLaneCount> lane_seconds{};  // by lane, alone
   double ssd_seconds = 0.0;  // reads and writes together, where they slow each other down
-  std::string what;          // names the largest
+  std::string what;          // the largest part: compute, update, ssd, upload or download
 };
 
+// REQUIRES: as for simulate().
 Bound lower_bound(const Trace& trace, const Costs& costs, const Budgets& budgets);
 
 }  // namespace strata

@@ -1,0 +1,125 @@
+// Note [What must move]
+// Host memory rests H bytes, the device D; "beyond" is what is left of a sum above them, never less
+// than nothing. Sums are over units that the step uses.
+//   down   every gradient.
+//   up     a unit that is trained is updated in host memory: all of it comes up once. Of what is
+//          not trained, only D can have stayed. When the first backward begins, D is all that can
+//          be on the device of what the forward used and a backward will use: the rest comes again.
+//   read   when the last backward ends, gradients, states and trained parameters all exist, and the
+//          updates read each of them from host memory: what is beyond H is on the SSD alone, and is
+//          read by the update. So is, by the next forward, what is not trained and beyond D. And of
+//          what the backward uses again, what is beyond D + H must be read during the backward.
+//   write  all of the bytes of the first kind change in every step, so that those on the SSD at
+//          that moment were written since the same moment of the last step.
+// Activations may be kept or recomputed, and computation is counted once: whatever a plan does
+// about them costs nothing here. Neither does what a transfer costs beside its bytes.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "offload/sharing.hpp"
+#include "offload/simulate.hpp"
+
+namespace strata {
+namespace {
+
+std::uint64_t beyond(std::uint64_t sum, std::uint64_t room) {
+  return sum > room ? sum - room : 0;
+}
+
+// In bytes, and elements.
+struct MustMove {
+  std::uint64_t up = 0, down = 0, read = 0, written = 0, elements = 0;
+};
+
+MustMove must_move(const Trace& trace, const Budgets& budgets) {
+  std::vector<bool> used(trace.units.size(), false), forward(used), again(used);
+  bool turned = false;
+  for (const Use& use : trace.uses) {
+    turned |= use.backward;
+    used[index(use.unit)] = true;
+    if (!turned) forward[index(use.unit)] = true;
+    if (use.backward) again[index(use.unit)] = true;
+  }
+  std::uint64_t trained = 0, frozen = 0, both = 0, changing = 0;
+  MustMove moves;
+  for (std::size_t u = 0; u < trace.units.size(); ++u) {
+    const TracedUnit& unit = trace.units[u];
+    if (!used[u]) continue;
+    if (forward[u] && again[u]) both += unit.param_bytes;
+    if (unit.grad_bytes == 0) {
+      frozen += unit.param_bytes;
+      continue;
+    }
+    trained += unit.param_bytes;
+    changing += unit.param_bytes + unit.grad_bytes + unit.state_bytes;
+    moves.down += unit.grad_bytes;
+    moves.elements += unit.elements;
+  }
+  const std::uint64_t host = budgets.host_bytes, device = budgets.device_bytes;
+  moves.up = trained + beyond(frozen, device) + beyond(both, device);
+  moves.read = beyond(changing + beyond(frozen, device), host) + beyond(both, device + host);
+  moves.written = beyond(changing, host);
+  return moves;
+}
+
+double compute_seconds(const Trace& trace) {
+  double seconds = trace.tail_seconds;
+  for (const Use& use : trace.uses) seconds += use.gap_seconds;
+  for (const UnitLife& life : lifetimes(trace).units) {
+    seconds += life.forward_seconds + life.backward_seconds;
+  }
+  return seconds;
+}
+
+double seconds_for(std::uint64_t amount, double speed) {
+  return amount == 0 ? 0.0 : static_cast<double>(amount) / speed;
+}
+
+void find_largest(Bound& bound) {
+  const auto alone = [&](Lane lane) { return bound.lane_seconds[static_cast<std::size_t>(lane)]; };
+  const std::pair<double, const char*> parts[] = {
+      {bound.compute_seconds, "compute"},  {bound.update_seconds, "update"},
+      {bound.ssd_seconds, "ssd"},          {alone(Lane::upload), "upload"},
+      {alone(Lane::download), "download"},
+  };
+  double largest = -1.0;
+  for (const auto& [seconds, what] : parts) {
+    if (seconds > largest) largest = seconds, bound.what = what;
+  }
+}
+
+}  // namespace
+
+Bound lower_bound(const Trace& trace, const Costs& costs, const Budgets& budgets) {
+  const MustMove moves = must_move(trace, budgets);
+  Bound bound;
+  LaneSeconds& work = bound.lane_seconds;
+  const auto set = [&](Lane lane, double seconds) {
+    work[static_cast<std::size_t>(lane)] = seconds;
+  };
+  set(Lane::compute, compute_seconds(trace) * costs.compute_scale);
+  set(Lane::upload, seconds_for(moves.up, costs.upload_bytes_s));
+  set(Lane::download, seconds_for(moves.down, costs.download_bytes_s));
+  set(Lane::read, seconds_for(moves.read, costs.read_bytes_s));
+  set(Lane::write, seconds_for(moves.written, costs.write_bytes_s));
+  set(Lane::update, seconds_for(moves.elements, costs.update_elements_s));
+  const double read = work[static_cast<std::size_t>(Lane::read)];
+  const double write = work[static_cast<std::size_t>(Lane::write)];
+  const double longest = *std::max_element(work.begin(), work.end());
+  if (!std::isfinite(longest)) {  // it waits for what never comes
+    bound.seconds = longest;
+    bound.compute_seconds = work[static_cast<std::size_t>(Lane::compute)];
+    bound.update_seconds = work[static_cast<std::size_t>(Lane::update)];
+    bound.ssd_seconds = read + write;
+  } else {
+    bound.seconds = share_lanes(costs, work);
+    bound.compute_seconds = share_lane(costs, work, Lane::compute);
+    bound.update_seconds = share_lane(costs, work, Lane::update);
+    bound.ssd_seconds = share_lanes(costs, {0.0, 0.0, 0.0, read, write, 0.0});
+  }
+  find_largest(bound);
+  return bound;
+}
+
+}  // namespace strata
