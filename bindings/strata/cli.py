@@ -3,10 +3,12 @@
 A command is a function from its arguments to the exit status, entered in COMMANDS.
 """
 
+import argparse
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from .checkpoint_files import CheckpointError
 from .errors import StrataError, nearest
@@ -29,7 +31,31 @@ def demo(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"finetune": finetune, "demo": demo}
+def report(arguments: Sequence[str]) -> int:
+    """Show a saved report: as text, as a page with charts, as a trace for ui.perfetto.dev."""
+    from . import html_report, perfetto
+    from .report import Report
+
+    parser = argparse.ArgumentParser(prog="strata report", description=report.__doc__)
+    parser.add_argument("report", metavar="REPORT.json", help="what Report.save() wrote")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="one page that needs no network")
+    parser.add_argument("--perfetto", metavar="FILE", type=Path, help="a trace of the last steps")
+    options = parser.parse_args(arguments)
+    found = Report.load(options.report)
+    if options.html:
+        options.html.write_text(html_report.page(found), encoding="utf-8")
+    if options.perfetto:
+        perfetto.write(found.records, options.perfetto)
+    if not options.html and not options.perfetto:
+        print(found)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "finetune": finetune,
+    "demo": demo,
+    "report": report,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -171,20 +171,21 @@ def link_bytes(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def bandwidth(record: StepRecord, track: str, bins: int) -> list[float]:
-    """Bytes per second of a track in equal parts of the step. A span's bytes are spread evenly over
-    its time; what lies outside the step is left out."""
-    rates = [0.0] * bins
-    width = record.seconds / bins
+    """Bytes per second of a track in equal parts of the step."""
+    spans = [s for s in record.spans if s["track"] == track]
+    return rates([(*record.seconds_of(s), s["bytes"]) for s in spans], record.seconds, bins)
+
+
+def rates(parts: Iterable[tuple[float, float, float]], seconds: float, bins: int) -> list[float]:
+    """What was done per second in equal parts of `seconds`, given (begin, end, amount) each. An
+    amount is spread evenly over its time; what lies outside is left out."""
+    found = [0.0] * bins
+    width = seconds / bins
     if width <= 0:
-        return rates
-    for span in record.spans:
-        if span["track"] != track:
-            continue
-        begin, end = record.seconds_of(span)
+        return found
+    for begin, end, amount in parts:
         end = max(end, begin + 1e-9)
-        rate = span["bytes"] / (end - begin)
-        first = max(0, int(begin / width))
-        for i in range(first, min(bins, int(end / width) + 1)):
+        for i in range(max(0, int(begin / width)), min(bins, int(end / width) + 1)):
             shared = min(end, (i + 1) * width) - max(begin, i * width)
-            rates[i] += rate * max(0.0, shared) / width
-    return rates
+            found[i] += amount / (end - begin) * max(0.0, shared) / width
+    return found

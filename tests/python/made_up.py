@@ -38,7 +38,8 @@ def record(step: int = 0, begin: float = 100.0, **more: Any) -> StepRecord:
         span("update", begin + 0.7, begin + 0.85, 1, lane=1),
         span("update", begin + 0.95, begin + 1.2, 0, lane=1),  # into the next step
     ]
-    return StepRecord(step, begin, begin + 1.0, uses, spans, UNITS, **more)
+    fields: dict[str, Any] = {"uses": uses, "spans": spans, "units": UNITS, **more}
+    return StepRecord(step, begin, begin + 1.0, **fields)
 
 
 def trace() -> Any:
