@@ -109,13 +109,13 @@ void DeviceMemory::take_apart(const Trace& trace, const std::vector<std::uint64_
     }
     if (!use.backward) {
       moment.saving = kept ? grown : grown + saved;
-      moment.extra = kept ? less(grown, saved) : grown;
+      moment.recomputing = kept ? less(grown, saved) : grown;
       forward_saving[unit] = std::max(forward_saving[unit], moment.saving);
       continue;
     }
-    moment.extra = kept ? grown : less(grown, again);
-    moment.saving =
-        kept ? std::max(moment.extra, less(forward_saving[unit], moment.own)) : moment.extra;
+    moment.saving = kept ? grown : less(grown, again);
+    moment.recomputing =
+        kept ? std::max(grown, less(forward_saving[unit], moment.own)) : moment.saving;
   }
 }
 
@@ -129,7 +129,7 @@ void DeviceMemory::find_nested(const Trace& trace) {
     }
     moments_[i].inner_end = static_cast<std::uint32_t>(end);
     if (end == i + 1) continue;
-    moments_[i].extra = moments_[i].saving = 0;
+    moments_[i].recomputing = moments_[i].saving = 0;
     if (inner < trace.uses[i].peak_bytes) moments_[i].inner_peak = trace.uses[i].peak_bytes;
   }
 }
@@ -149,15 +149,12 @@ std::uint64_t DeviceMemory::sliced(std::uint64_t bytes, std::size_t use,
 
 std::uint64_t DeviceMemory::need(std::size_t use, const UnitPlan& plan) const {
   const Moment& moment = moments_[use];
-  const bool again = plan.activation == Activation::recompute;
-  std::uint64_t bytes = 0;
-  if (backward_[use]) {
-    bytes = moment.base + moment.own_inputs +
-            sliced(moment.own + (again ? moment.saving : moment.extra), use, plan);
-  } else {
-    bytes = moment.base + sliced(again ? moment.extra : moment.saving, use, plan);
-  }
-  return bytes;
+  const std::uint64_t works =
+      plan.activation == Activation::recompute ? moment.recomputing : moment.saving;
+  const std::uint64_t inside =
+      moment.base + moment.own_inputs + sliced(moment.own + works, use, plan);
+  if (moment.gap_base == 0) return inside;
+  return std::max(inside, moment.gap_base + moment.own_inputs + moment.own);
 }
 
 // By use: the bytes of all saved tensors on the device at its enter. `leaving`: what is still on
@@ -202,7 +199,9 @@ std::vector<std::uint64_t> DeviceMemory::curve(std::span<const UnitPlan> units,
     const std::uint64_t own = moment.own + moment.own_inputs;
     STRATA_ASSERT(held[i] >= own);
     curve[i] = held[i] - own + need(i, units[index(unit_of_[i])]);
-    if (moment.gap_base != 0) curve[i] = std::max(curve[i], held[i] + leaving[i] + moment.gap_base);
+    if (leaving[i] != 0 && moment.gap_base != 0) {
+      curve[i] = std::max(curve[i], held[i] + leaving[i] + moment.gap_base);
+    }
     if (moment.inner_peak == 0) continue;
     for (std::size_t k = i; k <= moment.inner_end; ++k) {
       curve[i] = std::max(curve[i], less(moment.inner_peak + held[k], traced_held_[k]));

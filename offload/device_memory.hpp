@@ -28,7 +28,8 @@ class DeviceMemory final {
   // By use, the gap before it included, and one more for what follows the last use.
   std::vector<std::uint64_t> curve(std::span<const UnitPlan> units, std::uint32_t lookahead) const;
 
-  // What a use reaches beside what is held for other units, where its own unit has this mode.
+  // What a use, or the gap before it, reaches beside what is held for other units, where its own
+  // unit has this mode.
   std::uint64_t need(std::size_t use, const UnitPlan& plan) const;
 
   // The use at whose enter a swapped unit's tensors begin to come back; SIZE_MAX: it has no
@@ -48,9 +49,11 @@ class DeviceMemory final {
   struct Moment {
     std::uint64_t base = 0;      // at enter, beside all saved tensors
     std::uint64_t gap_base = 0;  // the same for the gap before; 0: nothing is known of it
-    std::uint64_t extra = 0;     // forward: without saving; backward: beside its saved tensors
-    std::uint64_t saving = 0;    // forward: with saving
-    std::uint64_t own = 0;       // backward: the unit's saved tensors but its inputs
+    // What is reached beside base and the tensors below, where the unit keeps or swaps, and where
+    // it recomputes.
+    std::uint64_t saving = 0;
+    std::uint64_t recomputing = 0;
+    std::uint64_t own = 0;  // backward: the unit's saved tensors but its inputs
     std::uint64_t own_inputs = 0;
     std::uint32_t inner_end = 0;   // nested uses are those before this one
     std::uint64_t inner_peak = 0;  // of the traced step, where nested uses do not explain it

@@ -97,6 +97,7 @@ bool Problem::fits_tiers(std::span<const UnitPlan> modes) const {
 }
 
 bool Problem::fits(const Choice& choice) const {
+  if (!frame_plan(choice.frames).feasible) return false;
   const std::uint64_t frames = std::uint64_t{choice.frames} * budgets_.page_bytes;
   return frames + activation_bytes(choice.modes, choice.lookahead) <= budgets_.device_bytes &&
          fits_tiers(choice.modes);

@@ -1,30 +1,22 @@
 #include "offload/plan_search.hpp"
 
 #include <algorithm>
+#include <tuple>
 
 #include "memory/check.hpp"
+#include "offload/plan_contest.hpp"
+#include "offload/plan_refine.hpp"
+#include "offload/stack_model.hpp"
 
 namespace strata {
 namespace {
 
-// The option of a unit that needs least at its own uses; of equal ones the first.
-UnitPlan leanest(const Problem& problem, std::size_t unit,
-                 const std::vector<std::vector<std::size_t>>& uses_of) {
-  const std::vector<UnitPlan>& options = problem.options(unit);
-  UnitPlan best = options.front();
-  std::uint64_t best_need = UINT64_MAX;
-  for (const UnitPlan& option : options) {
-    std::uint64_t need = 0;
-    for (const std::size_t use : uses_of[unit]) {
-      need = std::max(need, problem.memory().need(use, option));
-    }
-    if (need < best_need || (need == best_need && option.activation == Activation::recompute)) {
-      best = option;
-      best_need = need;
-    }
-  }
-  return best;
-}
+constexpr std::uint32_t kDescentTries = 4'000;
+constexpr std::size_t kUnitsTried = 48;  // more than that: the peak's own and its neighbours
+constexpr double kSwapPrices[] = {0.3, 0.05, 1.0, 3.0};
+constexpr double kFirstPrice = kSwapPrices[0];
+
+const Without kWithout[] = {{false, false}, {true, false}, {false, true}, {true, true}};
 
 // All units in this mode where they can, else in their first.
 Modes uniform(const Problem& problem, Activation activation) {
@@ -40,17 +32,104 @@ Modes uniform(const Problem& problem, Activation activation) {
   return modes;
 }
 
+// Lowers the peak, and the number of uses that reach it, one unit's mode at a time.
+class Descent final {
+ public:
+  Descent(const Problem& problem, Modes modes) : problem_(problem), modes_(std::move(modes)) {
+    height_ = height_of(modes_);
+  }
+
+  std::uint64_t bytes() const { return std::get<0>(height_); }
+  const Modes& modes() const { return modes_; }
+
+  void go_down() {
+    while (tries_ < kDescentTries && step_down()) continue;
+  }
+
+ private:
+  using Height = std::tuple<std::uint64_t, std::size_t>;
+
+  Height height_of(const Modes& modes) const {
+    const std::vector<std::uint64_t> curve = problem_.memory().curve(modes, 0);
+    const std::uint64_t most = *std::max_element(curve.begin(), curve.end());
+    return {most, static_cast<std::size_t>(std::count(curve.begin(), curve.end(), most))};
+  }
+
+  std::vector<std::size_t> units_to_try() const {
+    std::vector<std::size_t> units;
+    for (std::size_t u = 0; u < problem_.units() && problem_.units() <= kUnitsTried; ++u) {
+      units.push_back(u);
+    }
+    if (!units.empty()) return units;
+    const std::vector<std::uint64_t> curve = problem_.memory().curve(modes_, 0);
+    const auto top =
+        static_cast<std::size_t>(std::max_element(curve.begin(), curve.end()) - curve.begin());
+    const std::vector<Use>& uses = problem_.trace().uses;
+    for (std::size_t i = top - std::min<std::size_t>(top, 2); i < uses.size() && i <= top + 2;
+         ++i) {
+      units.push_back(index(uses[i].unit));
+    }
+    return units;
+  }
+
+  bool step_down() {
+    for (const std::size_t unit : units_to_try()) {
+      const UnitPlan before = modes_[unit];
+      for (const UnitPlan& option : problem_.options(unit)) {
+        ++tries_;
+        modes_[unit] = option;
+        const Height height = height_of(modes_);
+        if (height < height_ && problem_.fits_tiers(modes_)) {
+          height_ = height;
+          return true;
+        }
+      }
+      modes_[unit] = before;
+    }
+    return false;
+  }
+
+  const Problem& problem_;
+  Modes modes_;
+  Height height_;
+  std::uint32_t tries_ = 0;
+};
+
+// The dynamic program's answer for so many frames; none: nothing fits beside them.
+std::optional<Choice> cheapest(const Problem& problem, const StackModel& stack,
+                               std::uint32_t frames, std::uint32_t lookahead,
+                               const Prices& prices) {
+  const std::uint64_t taken = std::uint64_t{frames} * problem.budgets().page_bytes;
+  if (taken >= problem.budgets().device_bytes) return std::nullopt;
+  const std::uint64_t room = problem.budgets().device_bytes - taken;
+  std::uint64_t allowed = room;
+  // Where the step is no stack its memory is another: ask again for as much less as it was over.
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    std::optional<Modes> modes = stack.cheapest(allowed, lookahead, prices);
+    if (!modes) return std::nullopt;
+    const std::uint64_t bytes = problem.activation_bytes(*modes, lookahead);
+    if (bytes <= room) return Choice{std::move(*modes), frames, lookahead};
+    if (bytes - room >= allowed) return std::nullopt;
+    allowed -= bytes - room;
+  }
+  return std::nullopt;
+}
+
+void offer_cheapest(const Problem& problem, const StackModel& stack, std::uint32_t frames,
+                    std::uint32_t lookahead, const Prices& prices, Contest& contest) {
+  if (contest.spent()) return;
+  const std::optional<Choice> choice = cheapest(problem, stack, frames, lookahead, prices);
+  if (choice) contest.offer_filled(*choice);
+}
+
 }  // namespace
 
 std::optional<Choice> least_device(const Problem& problem) {
-  std::vector<std::vector<std::size_t>> uses_of(problem.units());
-  for (std::size_t i = 0; i < problem.trace().uses.size(); ++i) {
-    uses_of[index(problem.trace().uses[i].unit)].push_back(i);
-  }
+  const StackModel stack(problem);
   std::vector<Modes> starts;
-  Modes lean;
-  for (std::size_t u = 0; u < problem.units(); ++u) lean.push_back(leanest(problem, u, uses_of));
-  starts.push_back(std::move(lean));
+  for (const Without& without : kWithout) {
+    if (auto modes = stack.least_memory(without)) starts.push_back(std::move(*modes));
+  }
   for (const Activation activation :
        {Activation::recompute, Activation::swap_host, Activation::swap_ssd, Activation::keep}) {
     starts.push_back(uniform(problem, activation));
@@ -59,10 +138,11 @@ std::optional<Choice> least_device(const Problem& problem) {
   std::uint64_t best_bytes = UINT64_MAX;
   for (Modes& modes : starts) {
     if (!problem.fits_tiers(modes)) continue;
-    const std::uint64_t bytes = problem.activation_bytes(modes, 0);
-    if (bytes >= best_bytes) continue;
-    best_bytes = bytes;
-    best = Choice{std::move(modes), problem.frame_counts().front(), 0};
+    Descent descent(problem, std::move(modes));
+    descent.go_down();
+    if (descent.bytes() >= best_bytes) continue;
+    best_bytes = descent.bytes();
+    best = Choice{descent.modes(), problem.frame_counts().front(), 0};
   }
   return best;
 }
@@ -75,23 +155,38 @@ std::optional<Shortage> swapping_shortage(const Problem& problem) {
 
 Choice fastest(const Problem& problem, const Choice& least) {
   STRATA_ASSERT(problem.fits(least));
-  Choice best = least;
+  const StackModel stack(problem);
+  Contest contest(problem);
+  // 1. What always fits, and one mode for all.
+  contest.offer(least);
+  contest.offer_filled(least);
   for (const Activation activation :
-       {Activation::keep, Activation::swap_host, Activation::recompute}) {
-    const Choice choice{uniform(problem, activation), least.frames, 0};
-    if (problem.fits(choice)) {
-      best = choice;
-      break;
+       {Activation::keep, Activation::recompute, Activation::swap_host, Activation::swap_ssd}) {
+    for (const std::uint32_t lookahead : {1U, 0U}) {
+      const Modes modes = uniform(problem, activation);
+      if (!contest.spent()) contest.offer_filled({modes, least.frames, lookahead});
     }
   }
+  // 2. For every number of frames, what the dynamic program says with swapping and without.
   for (const std::uint32_t frames : problem.frame_counts()) {
-    Choice choice = best;
-    choice.frames = frames;
-    if (problem.fits(choice)) best = choice;
+    for (const bool no_swap : {false, true}) {
+      const Prices prices{.swap = kFirstPrice, .without = {no_swap, no_swap}};
+      offer_cheapest(problem, stack, frames, 1, prices, contest);
+    }
   }
-  Choice ahead = best;
-  ahead.lookahead = 1;
-  return problem.fits(ahead) ? ahead : best;
+  // 3. Beside the best of these, what it says at other prices.
+  const std::uint32_t frames = contest.best().frames;
+  for (const double price : kSwapPrices) {
+    for (const Without& without : kWithout) {
+      for (const std::uint32_t lookahead : {1U, 0U}) {
+        const Prices prices{.swap = price, .without = without};
+        offer_cheapest(problem, stack, frames, lookahead, prices, contest);
+      }
+    }
+  }
+  // 4. Small changes, as long as they help.
+  refine(problem, contest);
+  return contest.best();
 }
 
 }  // namespace strata

@@ -1,0 +1,41 @@
+// The choices that were simulated, and the best of them. Effort is counted in simulations and never
+// in time, so that the same input gives the same plan.
+//
+// Threads: one.
+//
+//   Contest contest(problem);
+//   contest.offer(choice);        // whether it is the best so far
+//   contest.best(), contest.spent()
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "offload/plan_problem.hpp"
+
+namespace strata {
+
+class Contest final {
+ public:
+  explicit Contest(const Problem& problem);
+
+  // Simulates a choice that fits and was not offered before. REQUIRES: not spent().
+  bool offer(const Choice& choice);
+  // The same with as many frames as fit beside its modes.
+  bool offer_filled(Choice choice);
+
+  bool spent() const { return left_ == 0; }
+  // REQUIRES: some offer was the best so far.
+  const Choice& best() const { return best_; }
+  double best_seconds() const { return best_seconds_; }
+
+ private:
+  const Problem& problem_;
+  std::uint32_t left_;  // simulations
+  std::set<std::vector<std::uint32_t>> offered_;
+  Choice best_;
+  double best_seconds_;
+};
+
+}  // namespace strata
