@@ -102,6 +102,8 @@ def _wrap(
         page_size=options.page_size,
         io_engine=options.io_engine,
         workers=options.workers,
+        activations=options.activations,
+        split=options.split,
     )
 
 

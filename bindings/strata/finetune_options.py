@@ -19,6 +19,7 @@ from .sizes import parse_size
 OPTIONS_NAME = "options.json"
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
+ACTIVATIONS = ("auto", "keep", "swap", "recompute")
 
 
 @dataclass
@@ -51,6 +52,8 @@ class Options:
     page_size: str = "auto"
     io_engine: str = "auto"
     workers: int | None = None
+    activations: str = "auto"
+    split: int | None = None
     vocabulary: int | None = None
     data_limit: str | None = None
     prompt: str | None = None
@@ -144,6 +147,13 @@ def _add_places(add: Callable[..., object], default: Options) -> None:
     add("--page-size", type=_page_size, metavar="SIZE", help="default: auto")
     add("--io-engine", choices=ENGINES, help="default: auto")
     add("--workers", type=_positive, metavar="N", help="threads that update parameters")
+    add(
+        "--activations",
+        choices=ACTIVATIONS,
+        help="what becomes of what backward needs: as planned, or so wherever it can be "
+        f"(default: {default.activations})",
+    )
+    add("--split", type=_positive, metavar="N", help="compute units on slices of the batch")
 
 
 def _add_training(add: Callable[..., object], default: Options) -> None:

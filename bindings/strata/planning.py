@@ -21,10 +21,8 @@ way, so batches of many lengths do not make it swing to and fro.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +45,6 @@ CLASSES_MAX = 16
 SMALL_SHARE = 0.5  # of a class's elements: smaller batches get a class of their own
 SLOW_STEPS = 3  # in a row, before the disk is measured anew
 SLOW_FACTOR = 1.5  # of the predicted time
-STEPS_KEPT = 8
 MODES: dict[str, Any] = {
     "auto": None,
     "keep": "keep",
@@ -78,7 +75,8 @@ class ShapeClass:
     paper: _core.PaperPlan | None = None  # None: to be timed
     device_peak: int = 0  # frames and PyTorch's memory, measured under the plan; 0: to be measured
     reserve: int = 0  # bytes of the device that plans leave alone, because one turned out too large
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    predicted_seconds: float = 0.0
+    bound_seconds: float = 0.0
 
     @property
     def elements(self) -> int:
@@ -91,22 +89,6 @@ class ShapeClass:
             len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True))
             for a, b in zip(shape, self.shape, strict=True)
         )
-
-
-@dataclass(frozen=True)
-class Promise:
-    """How long a step takes by a plan, and by none less; reckoned once a plan."""
-
-    paper: _core.PaperPlan | None = None
-    step_seconds: float | None = None
-    bound_seconds: float | None = None
-
-    @staticmethod
-    def of(paper: _core.PaperPlan | None) -> Promise:
-        """Of a plan in use, or of none."""
-        if paper is None:
-            return Promise()
-        return Promise(paper, paper.simulate()["step_seconds"], paper.bound()["seconds"])
 
 
 class Planning:
@@ -123,7 +105,6 @@ class Planning:
         self._mixed = False  # batches of two classes in one step: its times say little
         self._curve: MemoryCurve | None = None  # of a step that is measured
         self._log = StepLog(state.session, [unit.name for unit in state.units])
-        self._promise = Promise()
 
     @property
     def trace(self) -> Trace | None:
@@ -138,25 +119,19 @@ class Planning:
     @property
     def simulation(self) -> Simulation | None:
         """The step as the plan in use predicts it."""
-        return (
-            self.current.paper.simulate(None, True) if self.current and self.current.paper else None
-        )
+        paper = self.current.paper if self.current else None
+        return paper.simulate(None, True) if paper else None
 
     @property
     def bound(self) -> Bound | None:
         """What no plan could be faster than."""
-        return self.current.paper.bound() if self.current and self.current.paper else None
+        paper = self.current.paper if self.current else None
+        return paper.bound() if paper else None
 
     @property
-    def records(self) -> Iterable[StepRecord]:
+    def records(self) -> list[StepRecord]:
         """What happened in the last steps, oldest first."""
-        return self._log.records
-
-    @property
-    def measured_seconds(self) -> float | None:
-        """The median of the last steps under the plan in use."""
-        seconds = self.current.seconds if self.current else None
-        return median(seconds) if seconds else None
+        return list(self._log.records)
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Chooses the plan for a batch. Called ahead of every forward of the whole model."""
@@ -198,18 +173,14 @@ class Planning:
         elif curve is not None:
             self._check_peak(current, curve.peak(step.begin, step.end))
         elif not mixed and step.rounds == 1:
-            current.seconds.append(step.end - step.begin)
             self._watch_speed(current, step)
 
     def _log_step(self, step: RecordedStep) -> None:
-        paper = self.current.paper if self.current else None
-        if paper is not self._promise.paper:
-            self._promise = Promise.of(paper)
         # Of several rounds the recorder tells the last one only.
         begin = step.begin if step.rounds == 1 else None
-        uses = map(UseSpan.of, step.uses)
-        promise = self._promise
-        self._log.end_step(begin, step.end, uses, promise.step_seconds, promise.bound_seconds)
+        current = self.current if self.current and self.current.paper else None
+        promise = (current.predicted_seconds, current.bound_seconds) if current else (None, None)
+        self._log.end_step(begin, step.end, map(UseSpan.of, step.uses), *promise)
 
     def _class_of(self, shape: Shape) -> ShapeClass:
         elements = ShapeClass(shape).elements
@@ -274,7 +245,8 @@ class Planning:
         assert found.trace is not None
         found.paper = self._plan_for(found.trace, found.reserve)
         found.device_peak = 0
-        found.seconds.clear()
+        found.predicted_seconds = found.paper.simulate()["step_seconds"]
+        found.bound_seconds = found.paper.bound()["seconds"]
         self._use(found)
         log.info("planned: %s", self.describe())
 
@@ -320,8 +292,7 @@ class Planning:
 
     def _watch_speed(self, current: ShapeClass, step: RecordedStep) -> None:
         """Plans anew where the disk has become much slower than it was measured."""
-        assert current.paper is not None
-        predicted = current.paper.simulate()["step_seconds"]
+        predicted = current.predicted_seconds
         slow = step.end - step.begin > SLOW_FACTOR * predicted
         self._slow_steps = self._slow_steps + 1 if slow else 0
         if self._slow_steps < SLOW_STEPS or not self.state.config["ssd_paths"]:

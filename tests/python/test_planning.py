@@ -1,0 +1,207 @@
+"""Planned steps: the same bits in every mode and under every budget that works, the smallest device
+that would do, batches of many shapes, and disks that become slow.
+"""
+
+import itertools
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import strata
+import torch
+from small_models import MODELS, VOCABULARY, adamw, assert_same, batch, build, train
+from strata.errors import StrataError
+from strata.wrapped import wrapped
+from torch import nn
+
+ROOM = {"device": "64MiB", "host": "64MiB"}
+STEPS = 5  # one recorded, one timed, one measured, and then some
+
+
+def planned(name: str, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(MODELS[name])
+    return strata.wrap(
+        model, adamw(model), **{"memory": ROOM, "page_size": "64KiB", "activations": "auto", **more}
+    )
+
+
+def planning(model: nn.Module) -> Any:
+    return wrapped(model).planning
+
+
+def modes(model: nn.Module) -> set[str]:
+    return {unit.activation for unit in wrapped(model).units}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_mode_gives_the_same_bits(core: ModuleType, name: str) -> None:
+    model, optimizer = planned(name, activations=None)
+    expected = train(model, optimizer, STEPS)
+    plain = strata.unwrap(model)
+    for mode in ("keep", "swap", "recompute", "auto"):
+        model, optimizer = planned(name, activations=mode)
+        assert train(model, optimizer, STEPS) == expected, mode
+        assert planning(model).plan is not None
+        if mode == "swap":
+            assert "swap_host" in modes(model)
+        elif mode == "recompute":
+            assert "recompute" in modes(model)
+        else:
+            assert modes(model) == {"keep"}, "there is room for everything"
+        strata.unwrap(model)
+        assert_same(model, plain)
+
+
+def test_the_smallest_budget_that_would_do_does(core: ModuleType) -> None:
+    model, optimizer = planned("llama")
+    expected = train(model, optimizer, STEPS)
+    smallest = planning(model).plan["device_bytes_min"]
+    strata.unwrap(model)
+    small, optimizer = planned("llama", memory={**ROOM, "device": smallest + (64 << 10)})
+    assert train(small, optimizer, STEPS) == expected
+    peak = planning(small).plan["peaks"]["device"]
+    assert peak["bytes"] <= peak["budget"]
+    strata.unwrap(small)
+
+
+def test_a_budget_that_cannot_work_is_refused_with_one_that_does(core: ModuleType) -> None:
+    model, optimizer = planned("llama")
+    train(model, optimizer, STEPS)
+    smallest = planning(model).plan["device_bytes_min"]
+    strata.unwrap(model)
+    for share in (0.9, 0.97):
+        model, optimizer = planned("llama", memory={**ROOM, "device": int(smallest * share)})
+        with pytest.raises(StrataError, match=r"infeasible.*would do"):
+            train(model, optimizer, 1)
+        strata.unwrap(model)
+
+
+def test_split_is_forced_and_equal_within_rounding(core: ModuleType) -> None:
+    model, optimizer = planned("llama", activations=None)
+    expected = train(model, optimizer, STEPS)
+    strata.unwrap(model)
+    runs = []
+    for _ in range(2):
+        model, optimizer = planned("llama", split=2)
+        runs.append(train(model, optimizer, STEPS))
+        assert {u.slices for u in wrapped(model).units} == {1, 2}
+        strata.unwrap(model)
+    assert runs[0] == runs[1]
+    assert runs[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_batches_of_many_lengths_are_served_without_thrashing(core: ModuleType) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        torch.manual_seed(3)
+        losses = []
+        for _ in range(50):
+            length = int(torch.randint(4, 40, ()))
+            tokens = torch.randint(0, VOCABULARY, (2, length))
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = planned("llama", activations=None)
+    expected = run(model, optimizer)
+    strata.unwrap(model)
+    model, optimizer = planned("llama")
+    calls = []
+    session = wrapped(model).session
+    limit = session.limit_device
+    wrapped(model).session = Counted(session, calls)
+    assert run(model, optimizer) == expected
+    assert limit is not None
+    assert len(planning(model).classes) <= 16
+    assert len(calls) <= 8, "frames are planned anew only while the batches still grow"
+    strata.unwrap(model)
+
+
+class Counted:
+    """A session that notes how often frames are limited."""
+
+    def __init__(self, session: Any, calls: list[int]) -> None:
+        self._session = session
+        self._calls = calls
+
+    def limit_device(self, byte_count: int) -> None:
+        self._calls.append(byte_count)
+        self._session.limit_device(byte_count)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def test_evaluation_between_planned_steps(core: ModuleType) -> None:
+    results = []
+    for mode in (None, "recompute", "swap"):
+        model, optimizer = planned("gpt2", activations=mode)
+        losses = []
+        torch.manual_seed(2)
+        for _ in range(STEPS):
+            losses += train(model, optimizer, 1, seed=len(losses))
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(**batch(model)).loss.item())
+            model.train()
+        results.append(losses)
+        strata.unwrap(model)
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_users_checkpointing_inside_planned_units(core: ModuleType) -> None:
+    results = []
+    for mode in (None, "keep", "swap", "recompute"):
+        model, optimizer = planned("llama", activations=mode)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        results.append(train(model, optimizer, STEPS))
+        strata.unwrap(model)
+    assert all(losses == results[0] for losses in results)
+
+
+def test_several_backwards_per_step(core: ModuleType) -> None:
+    results = []
+    for mode in (None, "auto", "swap", "recompute"):
+        model, optimizer = planned("llama", activations=mode, accumulation_steps=2)
+        torch.manual_seed(4)
+        losses = []
+        for _ in range(STEPS):
+            for _ in range(2):
+                loss = model(**batch(model)).loss
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(losses)
+        strata.unwrap(model)
+    assert all(losses == results[0] for losses in results)
+
+
+def test_a_disk_that_became_slow_is_measured_again(
+    core: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    memory = {"device": "64MiB", "host": "64MiB", "ssd": "256MiB"}
+    model, optimizer = planned("llama", memory=memory, ssd_path=tmp_path)
+    train(model, optimizer, STEPS)
+    current = planning(model).current
+
+    current.predicted_seconds = 1e-9  # it promises too much
+    measured = itertools.count()
+    costs = strata.planning.calibrate.costs
+    monkeypatch.setattr(
+        strata.planning.calibrate, "costs", lambda *a, **k: (next(measured), costs(*a, **k))[1]
+    )
+    train(model, optimizer, 4)
+    assert next(measured) == 1
+    assert "planned anew" in caplog.text
+    assert current.predicted_seconds > 1e-9
+    strata.unwrap(model)
+
+
+def test_modes_that_make_no_sense_are_refused() -> None:
+    for wrong in ({"activations": "swop"}, {"split": 1}, {"split": 2, "activations": "keep"}):
+        with pytest.raises(ValueError, match=r"activations|split"):
+            planned("llama", **wrong)
