@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .forwards import plan_forwards
 from .paged import PagedParameter
 from .pins import Pins
 from .saved import SavedTensors
@@ -67,14 +68,18 @@ class Hooks:
     def install(self, hooked: dict[nn.Module, list[int]]) -> None:
         """Registers everything. `hooked`: the units that each module's forward reads."""
         state = self.state
-        for module, units in hooked.items():
-            hook = ModuleHook(self, module, [state.units[u] for u in units])
+        by_module = {
+            module: ModuleHook(self, module, [state.units[u] for u in units])
+            for module, units in hooked.items()
+        }
+        for module, hook in by_module.items():
             self._handles += [
                 module.register_forward_pre_hook(Before(hook), prepend=True),
                 module.register_forward_hook(After(hook), always_call=True),
             ]
         root = state.model.register_forward_pre_hook(RootHook(self), prepend=True, with_kwargs=True)
         self._handles.append(root)
+        self._handles += plan_forwards(self, by_module)
         for i, (parameter, spec) in enumerate(
             zip(state.params, state.config["params"], strict=True)
         ):
@@ -141,8 +146,8 @@ class ModuleHook:
             if p is not None and index_of[id(p)] in mine
         ]
 
-    def before(self) -> None:
-        """Enters."""
+    def before(self, backward: bool = False) -> None:
+        """Enters. `backward`: the forward is run again there, for its activations."""
         hooks = self.hooks
         hooks.swapping.open(self.unit)
         state = hooks.state
@@ -150,7 +155,7 @@ class ModuleHook:
         recorded = torch.is_grad_enabled() or state.model.training
         try:
             for unit in self.units:
-                state.enter(unit, False, recorded)
+                state.enter(unit, backward, recorded)
                 entered += 1
         except BaseException:
             for unit in self.units[:entered]:

@@ -50,6 +50,7 @@ class Unit:
         "slices",
         "slices_max",
         "trainable",
+        "unsplit_reason",
     )
 
     def __init__(self, index: int, name: str, params: list[int], trainable: int) -> None:
@@ -67,6 +68,7 @@ class Unit:
         self.may_swap = True
         self.may_recompute = False
         self.slices_max = 1
+        self.unsplit_reason = ""  # why it is 1, where that was tried
 
 
 class Slot:
@@ -99,6 +101,7 @@ class Wrapped:
         self.cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # and their old dtype
         self.hooks: Any = None  # hooks.Hooks, once installed
         self.recorder = Recorder()
+        self.may_split = True  # units may be tried on slices of the batch, and run on them
         self.planning: Planning | None = None  # None: activations are PyTorch's affair
         self.units = self._make_units(config)
         self.unit_of = [self.units[spec["unit"]] for spec in config["params"]]

@@ -1,0 +1,348 @@
+"""Units that run on slices of the batch: the same within rounding, and never where it is wrong."""
+
+import logging
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from small_models import (
+    VOCABULARY,
+    ConvNet,
+    adamw,
+    assert_same,
+    build,
+    gpt2,
+    llama,
+    t5,
+    tight,
+)
+from stacks import Blocks, blocks
+from strata.arguments import Arguments
+from strata.trial import Verdicts
+from strata.wrapped import wrapped
+from torch import nn
+from torch.nn import functional as F
+
+Make = Callable[[], nn.Module]
+
+
+def cacheless(make: Make, dropout: bool) -> Make:
+    """Without the cache of keys and values, which is not cut, and perhaps without dropout."""
+
+    def made() -> nn.Module:
+        model: Any = make()
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config.use_cache = False
+        if not dropout:
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+                for name in ("attention_dropout", "dropout"):  # probabilities of functions
+                    if isinstance(getattr(module, name, None), float):
+                        setattr(module, name, 0.0)
+        return model
+
+    return made
+
+
+MODELS: dict[str, Make] = {"llama": llama, "gpt2": gpt2, "t5": t5}
+
+
+def train(
+    model: nn.Module, optimizer: Any, rows: int = 5, lengths: tuple[int, ...] = (12,)
+) -> list[float]:
+    torch.manual_seed(1)
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(0, VOCABULARY, (rows, lengths[step % len(lengths)]))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def sliced(make: Make, count: int) -> tuple[Any, Any]:
+    model, optimizer = tight(build(make))
+    for unit in wrapped(model).units:
+        if unit.may_recompute:
+            unit.activation, unit.slices = "recompute", count
+    return model, optimizer
+
+
+@pytest.mark.parametrize("count", [2, 3, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_give_the_same_within_rounding(core: ModuleType, name: str, count: int) -> None:
+    make = cacheless(MODELS[name], dropout=False)
+    plain = build(make)
+    expected = train(plain, adamw(plain))
+    model, optimizer = sliced(make, count)
+    assert train(model, optimizer) == pytest.approx(expected, rel=1e-5)
+    assert_same(model, plain, 1e-4)
+    layers = [u for u in wrapped(model).units if re.search(r"\.\d", u.name)]
+    assert layers
+    for unit in layers:
+        assert unit.slices_max == 5, unit.unsplit_reason
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_give_the_same_bits_twice(core: ModuleType, name: str) -> None:
+    """With dropout: each slice draws its own numbers, and the same ones when recomputed."""
+    make = cacheless(MODELS[name], dropout=True)
+    model, optimizer = sliced(make, 2)
+    other, optimizer_of_other = sliced(make, 2)
+    losses = train(model, optimizer, lengths=(12, 7))
+    assert train(other, optimizer_of_other, lengths=(12, 7)) == losses
+    assert_same(model, other)
+
+
+def test_dropout_is_the_same_in_both_runs(core: ModuleType) -> None:
+    """A wrong mask in the recomputation gives the gradient of another function."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(48, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.inner(x), 0.5)
+
+    def make() -> nn.Module:
+        model: Any = blocks(lambda self, x: self.blocks[0](x))()
+        model.blocks[0] = nn.Sequential(Dropped())
+        return model
+
+    model, _ = sliced(make, 2)
+    x = torch.ones(4, 48)
+    model(x)  # the trial
+    model.embed.register_forward_hook(lambda m, a, out: torch.ones(4, 48, requires_grad=True))
+    seen: list[torch.Tensor] = []
+    model.head.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    model(x).sum().backward()
+    (y,) = seen
+    mask = (y != 0).float()
+    assert 0 < mask.mean() < 1
+    # The gradient of the block's bias: what reaches each output, times its mask.
+    into = torch.autograd.grad(model.head(y.detach().requires_grad_()).sum(), seen[-1])[0]
+    expected = (into * mask * 2).sum(0)
+    torch.testing.assert_close(wrapped_grad(model.blocks[0][0].inner.bias), expected)
+
+
+def wrapped_grad(parameter: torch.Tensor) -> torch.Tensor:
+    slot = parameter._strata  # type: ignore[attr-defined]
+    return slot.state.read(slot.index, "grad")
+
+
+def test_gradients_of_inputs_and_of_what_is_not_cut(core: ModuleType) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(48, 48)
+
+        def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> dict[str, Any]:
+            y = torch.tanh(self.inner(x) + shift)
+            return {"y": y, "both": (y * 2, None), "shift": shift * 3}
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        shift = self.embed.bias[None] * 0.5
+        for block in self.blocks:
+            out = block(x, shift=shift)
+            x = x + out["y"] + out["both"][0] + out["shift"]
+        return x
+
+    def make() -> nn.Module:
+        model: Any = blocks(run)()
+        model.blocks = nn.ModuleList(Mixed() for _ in range(3))
+        return model
+
+    def gradients(count: int) -> list[torch.Tensor]:
+        model, _ = tight(
+            build(make),
+            units=lambda name, m: isinstance(m, Mixed),
+            memory={"device": "256KiB", "host": "64MiB"},
+            page_size="64KiB",
+        )
+        for unit in wrapped(model).units[1:-1]:
+            unit.activation, unit.slices = "recompute", count
+        torch.manual_seed(1)
+        x = torch.randn(5, 48, requires_grad=True)
+        model(x).square().sum().backward()
+        assert all(u.slices_max == (5 if count > 1 else 1) for u in wrapped(model).units[1:-1])
+        return [x.grad, *(wrapped_grad(p) for p in model.parameters())]  # type: ignore[list-item]
+
+    for a, b in zip(gradients(2), gradients(1), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+class Case(nn.Module):
+    """A forward of which the test says whether it may be cut."""
+
+    def __init__(self, run: Callable[..., Any], *, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = layer or nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(()))
+        self.seen: torch.Tensor
+        self.run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+def in_place(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x += 1
+    return self.layer(x)
+
+
+def counts_rows(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.seen += x.size(0)
+    return self.layer(x)
+
+
+def of_training(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.layer(x)
+    return y - y.mean(0) if self.training else y
+
+
+def alike(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([F.normalize(x, dim=1) @ F.normalize(row, dim=0) for row in x], dim=1)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "mean over the batch": (lambda s, x: s.layer(x) - x.mean(0), "other rows"),
+    "only in training": (of_training, "other rows"),
+    "loss": (lambda s, x: s.layer(x).square().mean(), "whole batch"),
+    "rows of the batch against each other": (lambda s, x: (s.layer(x) @ x.T).tanh(), "other rows"),
+    "negatives of the batch": (alike, "other rows"),
+    "earlier rows": (lambda s, x: s.layer(x).cumsum(0), "other rows"),
+    "neighbours": (lambda s, x: s.layer(x) + x.roll(1, 0), "other rows"),
+    "number of rows": (lambda s, x: s.layer(x) / x.size(0), "something else"),
+    "position by row": (lambda s, x: s.layer(x) + torch.arange(x.size(0))[:, None], "something"),
+    "batch is last": (lambda s, x: s.layer(x).T, "shape (8, 6) depends"),
+    "batch is nowhere": (lambda s, x: x.new_ones(2, x.numel()), "no batch dimension"),
+    "argument changed in place": (in_place, "changes its arguments"),
+    "buffer changed": (counts_rows, "changes the buffer 'seen'"),
+    "list filled": (lambda s, x, told: told.append(s.layer(x)) or told[0], "changes its arguments"),
+    "more arguments with as many rows": (lambda s, x, p: s.layer(x) * p.sum(), "other rows"),
+    "an object": (lambda s, x, o: s.layer(x), "given a object"),
+    "returns an object": (lambda s, x: (s.layer(x), object()), "returns a object"),
+    "knows how many rows there are": (lambda s, x: s.layer(x.view(6, 4, 8)), "RuntimeError"),
+}
+MORE: dict[str, Any] = {
+    "list filled": [],
+    "more arguments with as many rows": torch.linspace(0, 1, 6),
+    "an object": object(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_cut(name: str) -> None:
+    run, reason = REFUSED[name]
+    x = torch.randn(6, 4, 8) if "knows" in name else torch.randn(6, 8)
+    more = (MORE[name],) if name in MORE else ()
+    module = Case(run)
+    before = x.clone()
+    state = torch.get_rng_state()
+    verdicts = Verdicts(module, module.forward)
+    verdict = verdicts.find(Arguments(((x, *more), {})), trial=True)
+    assert verdict is not None
+    assert reason in verdict.reason, verdict.reason
+    assert torch.equal(x, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.seen == 0
+    assert module.training
+    assert verdicts.find(Arguments(((x[:5], *more), {})), trial="as many" in name) is not None
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(8), nn.SyncBatchNorm(8), nn.Sequential(nn.BatchNorm1d(8))]
+)
+def test_batch_norm_is_not_cut_in_training(layer: nn.Module) -> None:
+    module = Case(lambda s, x: s.layer(x), layer=layer)
+    x = Arguments(((torch.randn(6, 8),), {}))
+    verdict = Verdicts(module, module.forward).find(x, trial=True)
+    assert verdict is not None
+    assert "normalises over the batch" in verdict.reason
+
+
+CUT: dict[str, tuple[Callable[..., Any], tuple[bool, ...]]] = {
+    "rows": (lambda s, x: s.layer(x), (True,)),
+    "dropout": (lambda s, x: F.dropout(s.layer(x), 0.5, s.training), (True,)),
+    "what is not of the batch": (lambda s, x: (s.layer(x), s.layer.weight.sum()), (True, False)),
+    "nothing at all": (lambda s, x: (None, s.layer(x), {"flag": True}), (True,)),
+    "whole numbers": (lambda s, x: x.argmax(1), (True,)),
+    "masks": (lambda s, x: s.layer(x).masked_fill(x > 0, float("-inf")), (True,)),
+    "no number": (lambda s, x: torch.cat([x * float("nan"), s.layer(x)], 1), (True,)),
+}
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8])
+@pytest.mark.parametrize("name", CUT)
+def test_what_is_cut(name: str, rows: int) -> None:
+    run, expected = CUT[name]
+    module = Case(run)
+    arguments = Arguments(((torch.randn(rows, 8),), {}))
+    state = torch.get_rng_state()
+    verdict = Verdicts(module, module.forward).find(arguments, trial=True)
+    assert verdict is not None
+    assert (verdict.reason, verdict.cut) == ("", expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rows_that_are_all_alike_tell_nothing() -> None:
+    module = Case(lambda s, x: x + x.sum(0))
+    verdicts = Verdicts(module, module.forward)
+    same = Arguments(((torch.ones(4, 3, dtype=torch.int64),), {}))
+    assert verdicts.find(same, trial=True) is None
+    other = Arguments(((torch.arange(12).reshape(4, 3),), {}))
+    assert verdicts.find(other, trial=True) is not None
+
+
+def test_refused_units_run_whole_and_say_why(
+    core: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "strata")
+    model, optimizer = sliced(ConvNet, 2)
+    torch.manual_seed(1)
+    for _ in range(2):
+        images, labels = torch.randn(4, 3, 8, 8), torch.randint(0, 10, (4,))
+        model(images, labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    unit = next(u for u in wrapped(model).units if u.name == "stages.1")
+    assert unit.slices_max == 1
+    assert unit.unsplit_reason == "norm normalises over the batch"
+    told = [r.message for r in caplog.records if r.message.startswith("stages.1 runs on the whole")]
+    assert len(told) == 1
+    assert unit.unsplit_reason in told[0]
+
+
+def test_a_trial_while_recording_changes_nothing(core: ModuleType) -> None:
+    """The planner learns how far units may be cut; the step is the one that it would have been."""
+    make = cacheless(gpt2, dropout=True)
+
+    def run(recording: bool) -> tuple[list[float], Any]:
+        model, optimizer = sliced(make, 1)
+        if recording:
+            wrapped(model).recorder.begin()
+        return train(model, optimizer), model
+
+    expected, kept = run(recording=False)
+    losses, model = run(recording=True)
+    assert losses == expected
+    assert_same(model, kept)
+    assert all(u.slices_max == 5 for u in wrapped(model).units if ".h." in u.name)
+    assert all(u.slices_max == 1 for u in wrapped(kept).units)
+
+
+def test_trials_can_be_forbidden(core: ModuleType) -> None:
+    model, _ = sliced(Blocks, 2)
+    wrapped(model).may_split = False
+    wrapped(model).recorder.begin()
+    model(torch.randn(4, 48)).sum().backward()
+    wrapped(model).recorder.take()
+    assert all(u.slices_max == 1 and not u.unsplit_reason for u in wrapped(model).units)
