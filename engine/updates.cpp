@@ -30,8 +30,15 @@ Updates::Updates(const Layout& layout, HostCache& cache, Executor& executor, Wor
       pending_(layout.chunks.size(), false),
       slots_(slots_for(workers)),
       active_(layout.places.size(), false) {
-  for (std::uint32_t page = 0; page < layout.page_count; ++page) {
-    if (cache.rests_on_ssd(PageId{page})) ++staging_need_[layout.chunk_of[page]];
+  set_staging(frames_max);
+}
+
+void Updates::set_staging(std::uint32_t frames_max) {
+  STRATA_ASSERT(!busy());
+  frames_max_ = frames_max;
+  std::fill(staging_need_.begin(), staging_need_.end(), 0U);
+  for (std::uint32_t page = 0; page < layout_.page_count; ++page) {
+    if (cache_.rests_on_ssd(PageId{page})) ++staging_need_[layout_.chunk_of[page]];
   }
 }
 

@@ -33,6 +33,8 @@ class Updates final {
   Updates(const Layout& layout, HostCache& cache, Executor& executor, Workers& workers,
           Timeline& timeline, std::uint32_t frames_max);
 
+  // Pages have come to rest elsewhere, and the staging area is another. REQUIRES: !busy().
+  void set_staging(std::uint32_t frames_max);
   // Queues the chunks of all parameters with landed[p] != 0 and counts their step.
   // REQUIRES: !busy().
   void start(std::vector<Hyper> groups, std::span<const std::uint32_t> group_of,

@@ -82,6 +82,8 @@ class Executor final {
   // Between two steps: pages use the first `frames` frames only, planned anew from the last step.
   // False, and nothing changes: the last step needs more. REQUIRES: !fetching(), no unit is pinned.
   bool limit_frames(std::uint32_t frames);
+  // From here on: pages that are on their way to the device at a time.
+  void limit_fetches(std::uint32_t fetches_max) { fetches_max_ = fetches_max; }
   std::uint32_t frame_limit() const { return frame_limit_; }
   // Pages are on their way.
   bool fetching() const { return fetching_ != 0; }

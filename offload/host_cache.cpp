@@ -21,7 +21,54 @@ HostCache::HostCache(PageTable& table, Mover& mover, Pool& host, std::vector<Tie
     table_.begin_fill(PageId{page}, Tier::host, index(*frame), 0);
     table_.finish_fill(PageId{page}, Tier::host);
   }
-  while (const auto frame = host_.acquire()) staged_.push_back({.frame = *frame});
+  while (host_.free_count() != 0) take_in();
+}
+
+void HostCache::add_pages() {
+  tier_.resize(table_.page_count(), Tier::ssd);
+  writing_.resize(table_.page_count(), false);
+}
+
+void HostCache::promote(PageId page) {
+  STRATA_ASSERT(rests_on_ssd(page));
+  STRATA_ASSERT(table_.newest(page) == 0);
+  const auto frame = host_.acquire();
+  STRATA_ASSERT(frame.has_value());
+  tier_[index(page)] = Tier::host;
+  table_.begin_fill(page, Tier::host, index(*frame), 0);
+  table_.finish_fill(page, Tier::host);
+}
+
+void HostCache::demote(PageId page) {
+  STRATA_ASSERT(!rests_on_ssd(page));
+  const Copy& copy = table_.copy(page, Tier::host);
+  tier_[index(page)] = Tier::ssd;
+  staged_.push_back({.frame = FrameId{copy.place}, .page = page, .last_use = ++use_});
+}
+
+void HostCache::take_in() {
+  const auto frame = host_.acquire();
+  STRATA_ASSERT(frame.has_value());
+  staged_.push_back({.frame = *frame});
+}
+
+bool HostCache::give_back(PageId page) {
+  Staged* place = staged(page);
+  if (place == nullptr) {
+    place = make_room();
+    if (place == nullptr) return false;
+  } else {
+    const Copy& copy = table_.copy(page, Tier::host);
+    if (copy.state != CopyState::valid || copy.pins != 0 || place->promised) return false;
+    if (is_dirty(page)) {
+      start_write(*place);
+      return false;
+    }
+    table_.drop(page, Tier::host);
+  }
+  host_.release(place->frame);
+  staged_.erase(staged_.begin() + (place - staged_.data()));
+  return true;
 }
 
 bool HostCache::is_dirty(PageId page) const {
@@ -119,25 +166,25 @@ bool HostCache::discard(PageId page) {
     if (copy.state == CopyState::filling || copy.state == CopyState::draining) return false;
     if (copy.pins != 0) return false;
   }
-  const Discard proof("the gradient was applied or dropped");
+  const Discard proof("the contents were used up or dropped");
   const bool on_ssd = table_.copy(page, Tier::ssd).state == CopyState::valid;
   const bool in_host = table_.copy(page, Tier::host).state == CopyState::valid;
-  if (on_ssd && in_host && table_.is_current(page, Tier::ssd)) {
-    // The host copy goes first: it may be stale, the SSD's is the newest.
-    const std::uint32_t frame = table_.drop(page, Tier::host);
+  std::uint32_t frame = kNoPlace;
+  // What is not the newest copy, or not the only one, goes first.
+  if (on_ssd && (!in_host || table_.is_current(page, Tier::ssd))) {
+    if (in_host) frame = table_.drop(page, Tier::host);
     table_.drop(page, Tier::ssd, proof);
+  } else {
+    if (on_ssd) table_.drop(page, Tier::ssd);
+    frame = table_.drop(page, Tier::host, proof);
+  }
+  // A staging frame is for the next one; a page that rests in host memory keeps its own.
+  if (Staged* place = staged(page)) {
+    *place = {.frame = place->frame};
+  } else if (frame != kNoPlace) {
     table_.begin_fill(page, Tier::host, frame, 0);
     table_.finish_fill(page, Tier::host);
-    return true;
   }
-  if (on_ssd && !in_host) {
-    table_.drop(page, Tier::ssd, proof);
-    return true;
-  }
-  if (on_ssd) table_.drop(page, Tier::ssd);
-  const std::uint32_t frame = table_.drop(page, Tier::host, proof);
-  table_.begin_fill(page, Tier::host, frame, 0);
-  table_.finish_fill(page, Tier::host);
   return true;
 }
 

@@ -1,8 +1,8 @@
 // HostCache: the one way to a page's bytes in host memory. Pages that rest in host memory keep
-// their frame for life; pages that rest on the SSD pass through a bounded set of staging frames,
-// read when opened, written back when changed, and evicted least recently used first. Gradients
-// that land, parameters on their way to the device and chunks under update all go through here, so
-// there is one place that can run out, and one rule for it.
+// their frame until they are demoted; pages that rest on the SSD pass through a bounded set of
+// staging frames, read when opened, written back when changed, and evicted least recently used
+// first. Gradients that land, parameters on their way to the device and chunks under update all go
+// through here, so there is one place that can run out, and one rule for it.
 //
 // Threads: one caller at a time (the core's lock). open() never blocks: it starts what is missing
 // and returns null; call it again after the next turn.
@@ -14,10 +14,11 @@
 //
 // Note [Staging cannot deadlock]
 // Every user holds at most one staging frame at a time and finishes without needing another
-// (uploads, landing gradients), except the two below, for which room is set aside: chunks under
-// update (admitted by the sum of their pages, Updates) and the session's own reads and writes (two
-// pages). A page that is read because somebody opened it is promised to him: it is not evicted
-// before he comes back for it.
+// (uploads, landing gradients, copies of activations), except the two below, for which room is set
+// aside: chunks under update (admitted by the sum of their pages, Updates) and the session's own
+// reads and writes (two pages). A page that is read because somebody opened it is promised to him:
+// it is not evicted before he comes back for it. Who asks ahead of a need that another one decides
+// on (activations that are staged) closes the page as soon as it came: it may be evicted again.
 #pragma once
 
 #include <cstdint>
@@ -39,8 +40,25 @@ enum class WriteBack : std::uint8_t { later, now };
 
 class HostCache final {
  public:
-  // Gives every page that rests in host memory its frame. `tier` is where each page rests.
+  // Gives every page that rests in host memory its frame, and what is left to the staging area.
+  // `tier` is where each page rests.
   HostCache(PageTable& table, Mover& mover, Pool& host, std::vector<Tier> tier);
+
+  // Pages that were added to the table since: they rest on the SSD. Give a page a slot before it is
+  // first opened.
+  void add_pages();
+  // The page rests in host memory from here on. REQUIRES: nothing of it is held anywhere; the pool
+  // has a frame.
+  void promote(PageId page);
+  // The page rests on the SSD from here on: give it a slot. Its frame joins the staging area, with
+  // the page in it. REQUIRES: it rests in host memory.
+  void demote(PageId page);
+  // Takes a frame out of the staging area and gives it to the pool: the one with the page in it, or
+  // any other where the page was evicted. False: not yet, and what has to happen is under way.
+  bool give_back(PageId page);
+  // Takes a free frame of the pool into the staging area. REQUIRES: the pool has one.
+  void take_in();
+  std::size_t staging_frames() const { return staged_.size(); }
 
   // The page's bytes, or null: not yet. Every success is closed once, with the same intent.
   std::byte* open(PageId page, Intent intent);

@@ -51,6 +51,25 @@ Mover::Mover(PageTable& table, Backend& backend, const Pool& host, Store* store,
   for (std::uint32_t slot = in_flight_max; slot-- > 0;) free_.push_back(slot);
 }
 
+void Mover::set_slot(PageId page, SlotId slot) {
+  if (index(page) >= slot_of_.size()) slot_of_.resize(index(page) + 1, kNoSlot);
+  slot_of_[index(page)] = slot;
+}
+
+void Mover::set_store(Store& store) {
+  STRATA_ASSERT(store_ == nullptr);
+  store_ = &store;
+}
+
+PageId Mover::oldest(Link link) const {
+  const Transfer* first = nullptr;
+  for (const Transfer& transfer : transfers_) {
+    if (!transfer.busy || transfer.link != link) continue;
+    if (first == nullptr || transfer.begin_ns < first->begin_ns) first = &transfer;
+  }
+  return first == nullptr ? kNoPage : first->page;
+}
+
 std::byte* Mover::host_bytes(PageId page) const {
   return host_.address(FrameId{table_.copy(page, Tier::host).place});
 }

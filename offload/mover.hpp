@@ -39,6 +39,12 @@ class Mover final {
   Mover(PageTable& table, Backend& backend, const Pool& host, Store* store,
         std::vector<SlotId> slot_of, std::uint32_t in_flight_max);
 
+  // The page has this slot from here on, or none (kNoSlot). REQUIRES: nothing of it is in flight.
+  void set_slot(PageId page, SlotId slot);
+  SlotId slot_of(PageId page) const { return slot_of_[index(page)]; }
+  // For a session that needs the SSD only later. REQUIRES: there was none.
+  void set_store(Store& store);
+
   bool full() const { return free_.empty(); }
   bool idle() const { return free_.size() == transfers_.size(); }
 
@@ -53,6 +59,8 @@ class Mover final {
 
   std::uint64_t bytes(Link link) const { return bytes_[static_cast<std::size_t>(link)]; }
   std::uint32_t in_flight(Link link) const { return in_flight_[static_cast<std::size_t>(link)]; }
+  // The page that has been on its way for longest; kNoPage where none is.
+  PageId oldest(Link link) const;
 
  private:
   struct Transfer {
