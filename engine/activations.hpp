@@ -1,31 +1,171 @@
 // Activations that leave the device between a unit's forward and its backward. A saved tensor
-// becomes a ticket: its bytes are copied into pages (those that rest in host memory, or those that
-// rest on the SSD and pass through the staging area) and back; what is smaller than half a page,
-// and the end of what is larger, lies in a heap over host frames. Pages are recycled from step to
-// step.
+// becomes a number: its bytes are copied into pages (those that rest in host memory, or those that
+// rest on the SSD and pass through the staging area) and back; what is at most half a page, be it a
+// tensor or its end, lies in a heap over pages of host memory. Pages are recycled at once.
 //
-// Threads: one caller at a time (the core's lock). Nothing here waits: copies are submitted and
-// asked after.
+// Threads: one caller at a time (the core's lock). Nothing here waits, except drop() for copies of
+// the caller's memory: everything else is submitted and asked after.
 //
-//   activations.reserve(host_pages, heap_bytes, ssd_pages);      // between two steps
-//   std::optional<SaveId> id = activations.save(device_bytes, size, Tier::host);   // none: no room
+//   activations.reserve({.host = pages, .ssd = more_pages, .frames_max = 4});  // between two steps
+//   std::optional<SaveId> id = activations.save(device, bytes, Tier::host, unit);  // none: no room
 //   while (!activations.saved(*id)) ...turn...                   // then the device memory may go
-//   activations.fetch(*id, device_bytes);
+//   activations.fetch(*id, device);
 //   while (!activations.fetched(*id)) ...turn...
 //   activations.drop(*id);
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "memory/backend.hpp"
 #include "memory/heap.hpp"
+#include "memory/timeline.hpp"
 #include "offload/host_cache.hpp"
 
 namespace strata {
 
 enum class SaveId : std::uint32_t {};
+
+// Pages that nobody uses. Those on the SSD have their slots.
+struct ActivationRoom {
+  std::vector<PageId> host;
+  std::vector<PageId> ssd;
+  // Staging frames that copies may hold at once, and as many again that are asked ahead.
+  std::uint32_t frames_max = 1;
+};
+
+struct ActivationFailure {
+  Error error;
+  UnitId unit = kNoUnit;
+};
+
+// Note [Recycling]
+// A page goes from save to save without ever being cleared: it is opened to be overwritten, and
+// discarded when its save is dropped. A page that is on its way to or from the SSD at that moment
+// cannot be discarded yet; it waits among the spent ones, and turn() tries again. The heap takes
+// whole pages, one by one as it needs them, and holds them open; it is given up when it is empty
+// and pages are short.
+//
+// Invariants:
+//   1. Every page of the room is free, in one live save, in the heap, or spent.
+//   2. A save is in queue_ exactly while it is being copied; `left` of its pieces are not there
+//   yet.
+//   3. At most kCopiesMax copies are in flight, and at most frames_max pages that rest on the SSD
+//      are open for them or asked for.
+//   4. Nothing holds a page that was staged: it was closed when it came.
+class Activations final {
+ public:
+  Activations(HostCache& cache, Backend& backend, Timeline& timeline, std::size_t page_bytes);
+
+  // From here on these pages, and no others. REQUIRES: vacate() said yes, and nothing was saved
+  // since.
+  void reserve(ActivationRoom room);
+  // Nothing is saved.
+  bool empty() const { return live_ == 0; }
+  // Nothing of what was saved is left in any page: others may have them. False: ask again after
+  // the next turn. REQUIRES: empty().
+  bool vacate();
+
+  // Starts to copy `bytes` from the device, when what the caller submitted to `stream` is done.
+  // They stay as they are until saved(). nullopt: no room. REQUIRES: bytes > 0; tier is not device.
+  std::optional<SaveId> save(std::byte* device, std::size_t bytes, Tier tier, UnitId unit,
+                             Stream stream = nullptr);
+  bool saved(SaveId id) const { return at(id).saved; }
+  // Asks for its pages in host memory, a few at a time.
+  void stage(SaveId id);
+  // Starts to copy the bytes to the device, when what was submitted to `stream` so far is done.
+  // REQUIRES: saved(), fetched().
+  void fetch(SaveId id, std::byte* device, Stream stream = nullptr);
+  // They are there, or none were asked for.
+  bool fetched(SaveId id) const { return at(id).saved && at(id).left == 0; }
+  // Forgets it, whatever is under way. Afterwards no copy touches the caller's memory.
+  void drop(SaveId id);
+  bool holds(SaveId id) const;
+
+  bool turn();
+
+  // A copy that failed: the session ends with it.
+  const std::optional<ActivationFailure>& failure() const { return failure_; }
+  // The unit that the page was last used for; kNoUnit: none, or no page of activations.
+  UnitId unit_of(PageId page) const;
+  UnitId unit_of(SaveId id) const { return at(id).unit; }
+  std::uint32_t copies_in_flight() const;
+  std::uint64_t saved_bytes() const { return moved_bytes_[0]; }
+  std::uint64_t fetched_bytes() const { return moved_bytes_[1]; }
+
+ private:
+  enum class Way : std::uint8_t { out, in };  // off the device, and back
+  struct Save {
+    bool live = false;
+    bool saved = false;
+    Way way = Way::out;
+    Tier tier = Tier::host;
+    UnitId unit = kNoUnit;
+    std::size_t bytes = 0;
+    std::vector<PageId> pages;
+    std::byte* end = nullptr;  // in the heap: what follows the pages
+    std::byte* device = nullptr;
+    CopyTicket after{};
+    std::vector<bool> started;  // by piece: its copy is in flight or done
+    std::uint32_t first = 0;    // pieces before it are started
+    std::uint32_t left = 0;     // pieces to be copied yet
+    std::uint32_t staged = 0;   // pages that came ahead of their fetch
+    bool staging = false;       // in ahead_
+  };
+  struct CopyInFlight {
+    CopyTicket ticket;
+    SaveId id;
+    std::uint32_t piece;
+    std::int64_t begin_ns;
+  };
+  struct Spent {
+    PageId page;
+    Tier tier;
+  };
+
+  static constexpr std::uint32_t kCopiesMax = 16;
+
+  const Save& at(SaveId id) const;
+  Save& at(SaveId id);
+  static std::uint32_t piece_count(const Save& save);
+  std::size_t piece_bytes(const Save& save, std::uint32_t piece) const;
+  static bool on_ssd(const Save& save, std::uint32_t piece);
+  std::vector<PageId>& free_pages(Tier tier) { return tier == Tier::ssd ? room_.ssd : room_.host; }
+
+  std::byte* allocate(std::size_t bytes, std::size_t pages_kept);
+  bool release_heap();
+  bool recycle();
+  void begin(SaveId id, Way way, std::byte* device, Stream stream);
+  void stop_staging(SaveId id);
+  bool start_copies();
+  bool start_copy(SaveId id, std::uint32_t piece);
+  bool stage_ahead();
+  bool reap();
+  void finish(const CopyInFlight& copy, Way way);
+
+  HostCache& cache_;
+  Backend& backend_;
+  Timeline& timeline_;
+  std::size_t page_bytes_;
+  ActivationRoom room_;  // the pages that are free
+  std::optional<Heap> heap_;
+  std::vector<PageId> heap_pages_;
+  std::vector<Spent> spent_;
+  std::vector<Save> saves_;
+  std::vector<SaveId> free_ids_;
+  std::uint32_t live_ = 0;
+  std::deque<SaveId> queue_;    // being copied, in the order in which they were asked for
+  std::deque<SaveId> ahead_;    // to be staged
+  std::uint32_t staged_ = 0;    // pages that came ahead, of all saves
+  std::uint32_t ssd_open_ = 0;  // copies in flight of pages that rest on the SSD
+  std::array<std::deque<CopyInFlight>, 2> copies_;  // by way, in the order of their tickets
+  std::array<std::uint64_t, 2> moved_bytes_{};      // by way
+  std::vector<UnitId> owner_;                       // by page
+  std::optional<ActivationFailure> failure_;
+};
 
 }  // namespace strata

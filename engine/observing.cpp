@@ -21,15 +21,56 @@ constexpr Track track_of(Link link) {
 
 }  // namespace
 
+std::string Session::name_of(UnitId unit) const {
+  return index(unit) < config_.units.size() ? config_.units[index(unit)] : "no unit";
+}
+
+UnitId Session::unit_of(PageId page) const {
+  if (index(page) >= home_.layout.page_count) return activations_->unit_of(page);
+  const Chunk& chunk = home_.layout.chunks[home_.layout.chunk_of[index(page)]];
+  return home_.layout.segments[chunk.segment].unit;
+}
+
+std::string Session::whose(PageId page) const {
+  const bool activation = index(page) >= home_.layout.page_count;
+  const char* role = activation ? "activation" : name(home_.layout.role_of[index(page)]);
+  return name_of(unit_of(page)) + " (" + role + ")";
+}
+
+// The watchdog's report: who waits for what, and what is in flight for how many.
+Error Session::stuck(const Awaited& awaited) const {
+  Error error;
+  error.what = "nothing moved for two minutes while waiting for " + std::string(awaited.what);
+  if (awaited.unit != kNoUnit) error.what += " of " + name_of(awaited.unit);
+  error.what += "; in flight:";
+  for (const Link link : {Link::read, Link::write, Link::upload}) {
+    error.what += " " + std::to_string(mover_->in_flight(link)) + " " + name(link);
+    if (const PageId oldest = mover_->oldest(link); oldest != kNoPage) {
+      error.what +=
+          " (the oldest: page " + std::to_string(index(oldest)) + " of " + whose(oldest) + ")";
+    }
+    error.what += ",";
+  }
+  error.what += " " + std::to_string(activations_->copies_in_flight()) +
+                " copies of activations; updates " + (updates_->busy() ? "wait" : "are done") +
+                "; the disk may hang";
+  if (awaited.unit != kNoUnit) error.unit = name_of(awaited.unit);
+  return error;
+}
+
 // From the asking to the arrival, as far as the core knows of it: the end is when the turn that
 // reaps it looks.
 void Session::record(const Arrival& arrival) {
-  const Chunk& chunk = home_.layout.chunks[home_.layout.chunk_of[index(arrival.page)]];
   timeline_.add({.track = track_of(arrival.link),
-                 .unit = home_.layout.segments[chunk.segment].unit,
+                 .unit = unit_of(arrival.page),
                  .begin_ns = arrival.begin_ns,
                  .end_ns = SteadyClock().now_ns(),
                  .bytes = home_.layout.page_bytes});
+}
+
+Residence Session::residence() const {
+  const Lock lock(mutex_);
+  return home_;
 }
 
 std::vector<TimelineSpan> Session::timeline() {
@@ -53,6 +94,10 @@ SessionStats Session::stats() {
   stats.host_bytes = home_.host_frames * page;
   stats.staging_bytes = home_.staging_frames * page;
   stats.ssd_bytes = home_.slots * page;
+  stats.activation_host_bytes = home_.activation_frames * page;
+  stats.activation_ssd_bytes = home_.activation_slots * page;
+  stats.activation_saved_bytes = activations_->saved_bytes();
+  stats.activation_fetched_bytes = activations_->fetched_bytes();
   stats.steps = steps_;
   stats.steps_skipped = steps_skipped_;
   stats.chunks_updated = updates_->chunks_done();

@@ -16,6 +16,9 @@ constexpr std::size_t kPageBytesDefault = 4 * kMiB;
 // many single pages: gradients that land and parameters on their way to the device.
 constexpr std::uint32_t kChunksInFlight = 4;
 constexpr std::uint32_t kSinglePages = 8;
+constexpr std::uint32_t kFetchesMax = 16;
+// Copies of activations finish by themselves and quickly: a few keep the disk and the device busy.
+constexpr std::uint32_t kActivationFramesMax = 8;
 
 std::uint32_t chunk_pages_max(const Layout& layout) {
   std::uint32_t most = 1;
@@ -42,6 +45,22 @@ std::vector<PageId> by_worth(const Layout& layout) {
     add(chunk, Role::moment2);
   }
   return order;
+}
+
+// The staging area for a chunk, and what may be held beside it.
+std::uint32_t staging_least(const Residence& home) {
+  return home.chunk_frames_max + 3;
+}
+
+std::uint32_t staging_wanted(const Residence& home) {
+  return kChunksInFlight * home.chunk_frames_max + kSinglePages;
+}
+
+// Of so many frames of the budget.
+std::uint32_t choose_staging(const Residence& home, std::size_t frames) {
+  const std::uint32_t least = staging_least(home);
+  return std::clamp(static_cast<std::uint32_t>(frames / 2), least,
+                    std::max(least, staging_wanted(home)));
 }
 
 struct Verdict {
@@ -98,7 +117,7 @@ void choose_host(const Config& config, Verdict& verdict) {
             std::to_string(ceil_div(total * page, kKiB)) + "KiB\" would do, or give ssd_path=");
     return;
   }
-  const std::uint32_t least = home.chunk_frames_max + 3;
+  const std::uint32_t least = staging_least(home);
   if (frames < least) {
     infeasible(verdict, Tier::host,
                "infeasible: the host budget of " + bytes_text(config.host_bytes) +
@@ -107,9 +126,7 @@ void choose_host(const Config& config, Verdict& verdict) {
                    "KiB\" would do");
     return;
   }
-  const std::uint32_t wanted = kChunksInFlight * home.chunk_frames_max + kSinglePages;
-  home.staging_frames =
-      std::clamp(static_cast<std::uint32_t>(frames / 2), least, std::max(least, wanted));
+  home.staging_frames = choose_staging(home, frames);
   home.host_frames = static_cast<std::uint32_t>(frames);
   const std::vector<PageId> order = by_worth(home.layout);
   STRATA_ASSERT(order.size() == total);
@@ -141,8 +158,7 @@ bool comfortable(const Config& config, const Residence& home) {
   for (const ParamSpec& spec : config.params) elements += spec.numel * size_of(spec.dtype);
   const std::size_t padded = home.layout.param_pages() * home.layout.page_bytes;
   const bool little_waste = padded <= elements + elements / 16 + kPageBytesMin;
-  const std::uint32_t wanted = kChunksInFlight * home.chunk_frames_max + kSinglePages;
-  const bool small_staging = home.slots == 0 || (home.staging_frames >= wanted &&
+  const bool small_staging = home.slots == 0 || (home.staging_frames >= staging_wanted(home) &&
                                                  home.staging_frames * 4 <= home.host_frames);
   return little_waste && small_staging;
 }
@@ -168,6 +184,73 @@ Residence choose_residence(const Config& config) {
     }
   }
   return std::move(feasible->residence);
+}
+
+Residence make_room(const Config& config, const Residence& home, std::size_t host_pages,
+                    std::size_t ssd_pages) {
+  Verdict verdict{home, std::nullopt};
+  Residence& then = verdict.residence;
+  const std::size_t page = home.layout.page_bytes;
+  const std::size_t budget = config.host_bytes / page;
+  const auto resting =
+      static_cast<std::size_t>(std::count(home.tier.begin(), home.tier.end(), Tier::host));
+  // 1. Host memory: what is missing is taken from pages that rest there.
+  const auto missing = [&] {
+    const std::size_t needed = resting + then.staging_frames + host_pages;
+    return needed - std::min(needed, budget);
+  };
+  if (then.staging_frames == 0 && (missing() != 0 || ssd_pages != 0)) {
+    then.staging_frames = choose_staging(home, budget);
+  }
+  const std::size_t demoted = missing();
+  if (demoted > resting || (then.staging_frames != 0 && config.ssd_paths.empty())) {
+    const std::size_t needed = (resting + home.staging_frames + host_pages) * page;
+    infeasible(
+        verdict, Tier::host,
+        "infeasible: activations need " + bytes_text(host_pages * page) + " of host memory and " +
+            bytes_text(ssd_pages * page) + " of SSD, and the host budget is " +
+            bytes_text(config.host_bytes) + "; host=\"" + std::to_string(ceil_div(needed, kKiB)) +
+            "KiB\" would do" +
+            (config.ssd_paths.empty() ? " where nothing goes to the SSD, or give ssd_path=" : ""));
+    throw StrataError(*verdict.error);
+  }
+  std::size_t left = demoted;
+  const std::vector<PageId> order = by_worth(home.layout);
+  for (auto worst = order.rbegin(); left != 0; ++worst) {
+    if (then.tier[index(*worst)] != Tier::host) continue;
+    then.tier[index(*worst)] = Tier::ssd;
+    --left;
+  }
+  const std::size_t frames = resting - demoted + then.staging_frames + host_pages;
+  // 2. The SSD.
+  const std::size_t slots = home.tier.size() - resting + demoted + ssd_pages;
+  if (slots > config.ssd_bytes / page) {
+    infeasible(verdict, Tier::ssd,
+               "infeasible: " + bytes_text(slots * page) +
+                   " must rest on the SSD with activations, and the budget is " +
+                   bytes_text(config.ssd_bytes) + "; ssd=\"" +
+                   std::to_string(ceil_div(slots * page, kMiB)) + "MiB\" would do");
+    verdict.error->fault = Fault::no_space;
+    throw StrataError(*verdict.error);
+  }
+  then.host_frames = std::max(home.host_frames, static_cast<std::uint32_t>(frames));
+  then.slots = std::max(home.slots, static_cast<std::uint32_t>(slots));
+  then.activation_frames = static_cast<std::uint32_t>(host_pages);
+  then.activation_slots = static_cast<std::uint32_t>(ssd_pages);
+  STRATA_ASSERT(then.host_frames <= budget);
+  return std::move(then);
+}
+
+StagingShares share_staging(const Residence& home) {
+  if (home.staging_frames == 0) return {.fetches = kFetchesMax};
+  STRATA_ASSERT(home.staging_frames >= staging_least(home));
+  // The session's own accesses hold two pages.
+  const std::uint32_t beside_a_chunk = home.staging_frames - home.chunk_frames_max - 2;
+  StagingShares shares;
+  shares.fetches = std::clamp(beside_a_chunk / 2, 1U, kFetchesMax);
+  shares.chunks = home.staging_frames - shares.fetches - 2;
+  shares.activations = std::clamp(beside_a_chunk / 4, 1U, kActivationFramesMax);
+  return shares;
 }
 
 }  // namespace strata

@@ -5,6 +5,7 @@
 //
 //   Residence home = choose_residence(config);            // throws StrataError when infeasible
 //   home.tier[index(page)]
+//   Residence then = make_room(config, home, 100, 400);   // pages of activations
 #pragma once
 
 #include <cstdint>
@@ -14,19 +15,38 @@
 
 namespace strata {
 
+// Invariant: resting pages + staging_frames + activation_frames <= host_frames, and likewise for
+// slots.
 struct Residence {
   Layout layout;
-  std::vector<Tier> tier;               // by page: host or ssd
+  std::vector<Tier> tier;               // by page of the layout: host or ssd
   std::uint32_t device_frames = 0;      // frames to claim
-  std::uint32_t host_frames = 0;        // resting and staging frames
+  std::uint32_t host_frames = 0;        // to claim: for all that follows
   std::uint32_t staging_frames = 0;     // part of host_frames; 0 when nothing rests on the SSD
   std::uint32_t slots = 0;              // SSD slots
   std::uint32_t chunk_frames_max = 0;   // staging frames that the update of one chunk pins at once
   std::uint32_t device_frames_min = 0;  // the largest unit
+  std::uint32_t activation_frames = 0;  // part of host_frames
+  std::uint32_t activation_slots = 0;   // part of slots
 };
 
 // Picks the page size when config.page_bytes is 0: 4 MiB, or less where the model or a budget is
 // small. Throws StrataError (config) naming the unit, the bytes and the smallest budget that works.
 Residence choose_residence(const Config& config);
+
+// The same with room for so many pages of activations, instead of what they had. Where the host
+// budget is short, the pages whose residence saves least come to rest on the SSD: those of the
+// states that the next step needs last. What is claimed never shrinks, and no page comes back.
+// Throws StrataError (config, no_space) with what would do.
+Residence make_room(const Config& config, const Residence& home, std::size_t host_pages,
+                    std::size_t ssd_pages);
+
+// How many staging frames may be held at once: see Note [Staging cannot deadlock].
+struct StagingShares {
+  std::uint32_t fetches = 0;      // by parameters on their way to the device
+  std::uint32_t chunks = 0;       // by chunks under update, together
+  std::uint32_t activations = 1;  // by copies of activations
+};
+StagingShares share_staging(const Residence& home);
 
 }  // namespace strata

@@ -13,7 +13,6 @@ namespace strata {
 namespace {
 
 constexpr std::uint32_t kTransfersMax = 64;
-constexpr std::uint32_t kFetchesMax = 16;
 constexpr std::uint32_t kIoDepth = 64;
 // The pump looks around this often even when nobody rang.
 constexpr int kPumpPeriodMs = 100;
@@ -22,13 +21,8 @@ constexpr int kStuckIdleTurns = 1'000'000;
 // Several steps of a large model, a few MiB.
 constexpr std::size_t kTimelineSpans = 1 << 14;
 
-// Staging frames that fetches may hold, so that chunks and the session's own accesses (two pages)
-// always find theirs: see Note [Staging cannot deadlock].
-std::uint32_t fetches_for(const Residence& home) {
-  if (home.staging_frames == 0) return kFetchesMax;
-  STRATA_ASSERT(home.staging_frames >= home.chunk_frames_max + 3);
-  return std::clamp((home.staging_frames - home.chunk_frames_max - 2) / 2, 1U, kFetchesMax);
-}
+// Addresses that are kept free for host memory to grow: more than any machine has.
+constexpr std::size_t kHostAddressesMax = std::size_t{1} << 44;
 
 }  // namespace
 
@@ -55,7 +49,9 @@ Session::Session(const Config& config, SessionParts parts)
 
 void Session::claim(SessionParts& parts) {
   const std::size_t page = home_.layout.page_bytes;
-  slab_ = std::make_unique<Slab>(home_.host_frames * page, Locking::wanted);
+  const std::size_t host_bytes = home_.host_frames * page;
+  const std::size_t budget = std::min(config_.host_bytes, kHostAddressesMax) / page * page;
+  slab_ = std::make_unique<Slab>(host_bytes, Locking::wanted, std::max(host_bytes, budget));
   host_ = std::make_unique<Pool>(home_.host_frames, page, slab_->bytes().data());
   backend_ = std::move(parts.backend);
   if (!backend_) backend_ = std::make_unique<HostBackend>(&bell_);
@@ -63,13 +59,17 @@ void Session::claim(SessionParts& parts) {
   for (const UnitLayout& unit : home_.layout.units) {
     views_.push_back(unit.pages.empty() ? nullptr : backend_->reserve(unit.pages.size() * page));
   }
-  if (home_.slots == 0) return;
-  auto engine = std::move(parts.io_engine);
+  io_engine_ = std::move(parts.io_engine);
+  if (home_.slots != 0) open_store(home_.slots);
+}
+
+void Session::open_store(std::uint32_t slots) {
+  auto engine = std::move(io_engine_);
   if (!engine) engine = make_io_engine(config_.io_engine, &bell_, kIoDepth, &io_engine_why_);
   StoreOptions options;
   options.paths = config_.ssd_paths;
-  options.slot_bytes = page;
-  options.slot_count = home_.slots;
+  options.slot_bytes = home_.layout.page_bytes;
+  options.slot_count = slots;
   options.in_flight_max = kIoDepth;
   options.session_name = config_.session_name;
   store_ = std::make_unique<Store>(options, std::move(engine));
@@ -89,14 +89,14 @@ void Session::build_core() {
   for (std::size_t u = 0; u < views_.size(); ++u) {
     units.push_back({home_.layout.units[u].pages, views_[u]});
   }
-  const std::uint32_t fetches = fetches_for(home_);
+  const StagingShares shares = share_staging(home_);
   executor_ = std::make_unique<Executor>(table_, *mover_, *cache_, *backend_, std::move(units),
-                                         home_.device_frames, fetches);
+                                         home_.device_frames, shares.fetches);
   workers_ = std::make_unique<Workers>(idle_ ? 0 : std::max(1, config_.workers), &bell_);
-  const std::uint32_t frames_max =
-      home_.staging_frames == 0 ? 0 : home_.staging_frames - fetches - 2;
   updates_ = std::make_unique<Updates>(home_.layout, *cache_, *executor_, *workers_, timeline_,
-                                       frames_max);
+                                       shares.chunks);
+  activations_ =
+      std::make_unique<Activations>(*cache_, *backend_, timeline_, home_.layout.page_bytes);
 }
 
 Session::~Session() {
@@ -120,6 +120,7 @@ void Session::close() {
   store_.reset();
   release_views();
   backend_.reset();
+  activations_.reset();
   slab_.reset();
 }
 
@@ -154,9 +155,15 @@ bool Session::turn() {
   if (!failure_) {
     moved |= updates_->turn();
     moved |= executor_->turn();
+    moved |= activations_->turn();
     moved |= cache_->turn();
   }
   if (executor_->failure()) fail(*executor_->failure());
+  if (activations_->failure()) {
+    Error error = activations_->failure()->error;
+    error.unit = name_of(activations_->failure()->unit) + " (activation)";
+    fail(std::move(error));
+  }
   if (moved) ++progress_;
   if (turned_) turned_(table_);
   return moved;
@@ -164,12 +171,7 @@ bool Session::turn() {
 
 void Session::fail(Error error) {
   if (failure_) return;
-  if (error.page != kNoPage) {
-    const Chunk& chunk = home_.layout.chunks[home_.layout.chunk_of[index(error.page)]];
-    const UnitId unit = home_.layout.segments[chunk.segment].unit;
-    error.unit =
-        config_.units[index(unit)] + " (" + name(home_.layout.role_of[index(error.page)]) + ")";
-  }
+  if (error.page != kNoPage) error.unit = whose(error.page);
   failure_ = std::move(error);
 }
 
@@ -187,7 +189,7 @@ void Session::throw_if_closed() const {
 }
 
 // `ready` may act when it succeeds (open a page), so nobody asks it again after it said yes.
-void Session::wait(Lock& lock, const std::function<bool()>& ready) {
+void Session::wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited) {
   throw_if_failed();
   std::uint64_t seen = progress_;
   auto since = std::chrono::steady_clock::now();
@@ -207,20 +209,9 @@ void Session::wait(Lock& lock, const std::function<bool()>& ready) {
     const auto now = std::chrono::steady_clock::now();
     if (progress_ != seen) seen = progress_, since = now;
     if (idle_ ? idle_turns < kStuckIdleTurns : now - since < kStuckAfter) continue;
-    fail(stuck());
+    fail(stuck(awaited));
     throw_if_failed();
   }
-}
-
-// The watchdog's report: what is in flight, and how much waits to be.
-Error Session::stuck() const {
-  Error error;
-  error.what = "nothing moved for two minutes: " + std::to_string(mover_->in_flight(Link::read)) +
-               " reads, " + std::to_string(mover_->in_flight(Link::write)) + " writes and " +
-               std::to_string(mover_->in_flight(Link::upload)) +
-               " uploads are in flight, updates " +
-               (updates_->busy() ? "are waiting" : "are done") + "; the disk may hang";
-  return error;
 }
 
 std::byte* Session::device_address(std::uint32_t param) const {
@@ -244,11 +235,13 @@ void Session::enter(UnitId unit, bool backward, bool recorded, Stream stream) {
     throw StrataError(std::move(error));
   }
   Waiting waiting(timeline_, unit, backward);
-  wait(lock, [&] {
-    if (executor_->ready(unit)) return true;
-    waiting.missing(executor_->missing(unit));
-    return false;
-  });
+  wait(lock,
+       [&] {
+         if (executor_->ready(unit)) return true;
+         waiting.missing(executor_->missing(unit));
+         return false;
+       },
+       {"the parameters", unit});
   waited_ns_[index(unit)] += waiting.over();
   executor_->pin(unit, stream);
   if (executor_->wants_work()) bell_.ring();

@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/activations.hpp"
 #include "engine/residence.hpp"
 #include "engine/updates.hpp"
 #include "memory/doorbell.hpp"
@@ -51,6 +52,8 @@ struct SessionStats {
   std::uint64_t device_bytes = 0, device_bytes_peak = 0, device_bytes_budget = 0;
   std::uint64_t host_bytes = 0, staging_bytes = 0;
   std::uint64_t ssd_bytes = 0;
+  std::uint64_t activation_host_bytes = 0, activation_ssd_bytes = 0;       // set aside
+  std::uint64_t activation_saved_bytes = 0, activation_fetched_bytes = 0;  // copied so far
   std::uint64_t steps = 0, steps_skipped = 0, chunks_updated = 0;
   std::uint64_t mappings = 0, plans = 0, deviations = 0, io_retries = 0;
   std::uint32_t lookahead = 0;
@@ -70,6 +73,12 @@ struct SessionParts {
   std::function<void(const PageTable&)> turned;
 };
 
+// For the watchdog: what somebody waits for, and of which unit.
+struct Awaited {
+  const char* what = "host memory";
+  UnitId unit = kNoUnit;
+};
+
 class Session final {
  public:
   // Throws StrataError when the budgets cannot work or a tier cannot be claimed.
@@ -79,7 +88,8 @@ class Session final {
   Session& operator=(const Session&) = delete;
 
   const Config& config() const { return config_; }
-  const Residence& residence() const { return home_; }
+  // As it is now: reserve_activations() changes it.
+  Residence residence() const;
 
   // All of these throw StrataError once the session has failed.
   std::byte* device_address(std::uint32_t param) const;
@@ -97,6 +107,18 @@ class Session final {
   // Between two steps: parameters use at most these bytes of the device, planned anew.
   // Throws StrataError, and changes nothing, where the last step needs more.
   void limit_device(std::size_t byte_count);
+  // Between two steps, when no activation is saved: makes room for so many bytes of them, in whole
+  // pages; see make_room(). Throws StrataError, and changes nothing, where there is none.
+  void reserve_activations(std::size_t host_bytes, std::size_t ssd_bytes);
+  // As Activations says; nullopt: no room. `wait_for_it`: returns when it is so.
+  std::optional<SaveId> save_activation(std::byte* device, std::size_t bytes, Tier tier,
+                                        UnitId unit, Stream stream = nullptr);
+  bool activation_saved(SaveId id, bool wait_for_it);
+  void stage_activation(SaveId id);
+  void fetch_activation(SaveId id, std::byte* device, Stream stream = nullptr);
+  bool activation_fetched(SaveId id, bool wait_for_it);
+  // Never throws: what a closed or failed session held is gone anyway.
+  void drop_activation(SaveId id);
   // The user changed the device view: makes it the value of the parameter. REQUIRES: entered.
   void device_written(std::uint32_t param);
 
@@ -119,8 +141,8 @@ class Session final {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-
   void claim(SessionParts& parts);
+  void open_store(std::uint32_t slots);
   void release_views();
   void build_core();
   void pump();
@@ -129,8 +151,11 @@ class Session final {
   void record(const Arrival& arrival);
   void throw_if_failed() const;
   void throw_if_closed() const;
-  Error stuck() const;
-  void wait(Lock& lock, const std::function<bool()>& ready);
+  std::string name_of(UnitId unit) const;
+  UnitId unit_of(PageId page) const;
+  std::string whose(PageId page) const;
+  Error stuck(const Awaited& awaited) const;
+  void wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited = {});
   std::byte* open(Lock& lock, PageId page, Intent intent);
   void wait_idle_chunk(Lock& lock, std::uint32_t chunk);
   void for_pieces(std::uint32_t param, std::size_t offset, std::size_t count,
@@ -142,6 +167,13 @@ class Session final {
   void land_page(Lock& lock, std::uint32_t param, std::span<const Piece> pieces, const void* from,
                  Dtype dtype, double& sum);
   void drop_gradients(Lock& lock);
+  void claim_more(const Residence& then);
+  void forget_activation_pages();
+  void rest_elsewhere(Lock& lock, Residence then);
+  ActivationRoom take_activation_pages();
+  void check_activation(SaveId id) const;
+  void start_copies();
+  bool ask_activation(SaveId id, bool wait_for_it, bool (Activations::*there)(SaveId) const);
 
   Config config_;
   Residence home_;
@@ -149,6 +181,7 @@ class Session final {
   Doorbell bell_;
   std::unique_ptr<Slab> slab_;
   std::unique_ptr<Backend> backend_;
+  std::unique_ptr<IoEngine> io_engine_;  // given, and not needed yet
   std::unique_ptr<Store> store_;
   std::string io_engine_why_;
   PageTable table_;
@@ -158,11 +191,13 @@ class Session final {
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Workers> workers_;
   std::unique_ptr<Updates> updates_;
-  std::vector<std::byte*> views_;        // by unit
-  std::vector<std::uint32_t> group_of_;  // by parameter
-  std::vector<std::uint32_t> landed_;    // by parameter: gradients since the last step
-  std::vector<double> sum_squares_;      // by parameter: of what landed
-  std::vector<std::int64_t> waited_ns_;  // by unit
+  std::unique_ptr<Activations> activations_;
+  std::vector<PageId> activation_pages_;  // every one that was ever added to the table
+  std::vector<std::byte*> views_;         // by unit
+  std::vector<std::uint32_t> group_of_;   // by parameter
+  std::vector<std::uint32_t> landed_;     // by parameter: gradients since the last step
+  std::vector<double> sum_squares_;       // by parameter: of what landed
+  std::vector<std::int64_t> waited_ns_;   // by unit
   std::vector<Arrival> arrivals_;
   Timeline timeline_;
   std::uint64_t steps_ = 0;

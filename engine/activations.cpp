@@ -1,0 +1,313 @@
+#include "engine/activations.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/check.hpp"
+#include "memory/clock.hpp"
+
+namespace strata {
+namespace {
+
+// As PyTorch aligns its own memory on the host.
+constexpr std::size_t kHeapAlign = 64;
+
+}  // namespace
+
+Activations::Activations(HostCache& cache, Backend& backend, Timeline& timeline,
+                         std::size_t page_bytes)
+    : cache_(cache), backend_(backend), timeline_(timeline), page_bytes_(page_bytes) {}
+
+const Activations::Save& Activations::at(SaveId id) const {
+  STRATA_ASSERT(holds(id));
+  return saves_[static_cast<std::size_t>(id)];
+}
+
+Activations::Save& Activations::at(SaveId id) {
+  STRATA_ASSERT(holds(id));
+  return saves_[static_cast<std::size_t>(id)];
+}
+
+bool Activations::holds(SaveId id) const {
+  const auto which = static_cast<std::size_t>(id);
+  return which < saves_.size() && saves_[which].live;
+}
+
+std::uint32_t Activations::piece_count(const Save& save) {
+  return static_cast<std::uint32_t>(save.pages.size()) + (save.end == nullptr ? 0 : 1);
+}
+
+std::size_t Activations::piece_bytes(const Save& save, std::uint32_t piece) const {
+  return std::min(page_bytes_, save.bytes - piece * page_bytes_);
+}
+
+bool Activations::on_ssd(const Save& save, std::uint32_t piece) {
+  return save.tier == Tier::ssd && piece < save.pages.size();
+}
+
+UnitId Activations::unit_of(PageId page) const {
+  return index(page) < owner_.size() ? owner_[index(page)] : kNoUnit;
+}
+
+std::uint32_t Activations::copies_in_flight() const {
+  return static_cast<std::uint32_t>(copies_[0].size() + copies_[1].size());
+}
+
+void Activations::reserve(ActivationRoom room) {
+  STRATA_ASSERT(empty() && spent_.empty() && heap_pages_.empty());
+  STRATA_ASSERT(room.frames_max > 0);
+  room_ = std::move(room);
+  for (const std::vector<PageId>* pages : {&room_.host, &room_.ssd}) {
+    for (const PageId page : *pages) {
+      if (index(page) >= owner_.size()) owner_.resize(index(page) + 1, kNoUnit);
+    }
+  }
+}
+
+bool Activations::vacate() {
+  STRATA_ASSERT(empty());
+  release_heap();
+  recycle();
+  return spent_.empty();
+}
+
+// Gives the heap's pages back, if nothing lies in them.
+bool Activations::release_heap() {
+  if (!heap_ || heap_->used() != 0) return false;
+  heap_.reset();
+  for (const PageId page : heap_pages_) {
+    cache_.close(page, Intent::overwrite);
+    spent_.push_back({page, Tier::host});
+  }
+  heap_pages_.clear();
+  recycle();
+  return true;
+}
+
+bool Activations::recycle() {
+  return std::erase_if(spent_, [this](const Spent& spent) {
+           if (!cache_.discard(spent.page)) return false;
+           free_pages(spent.tier).push_back(spent.page);
+           return true;
+         }) != 0;
+}
+
+// A place in the heap, which may grow by pages of host memory as long as `pages_kept` are left.
+std::byte* Activations::allocate(std::size_t bytes, std::size_t pages_kept) {
+  std::byte* place = heap_ ? heap_->allocate(bytes, kHeapAlign) : nullptr;
+  if (place != nullptr || room_.host.size() <= pages_kept) return place;
+  const PageId page = room_.host.back();
+  std::byte* frame = cache_.open(page, Intent::overwrite);
+  STRATA_ASSERT(frame != nullptr);  // it rests in host memory, and nobody else knows it
+  room_.host.pop_back();
+  heap_pages_.push_back(page);
+  if (heap_) {
+    heap_->add({frame, page_bytes_});
+  } else {
+    heap_.emplace(std::span(frame, page_bytes_));
+  }
+  return heap_->allocate(bytes, kHeapAlign);
+}
+
+std::optional<SaveId> Activations::save(std::byte* device, std::size_t bytes, Tier tier,
+                                        UnitId unit, Stream stream) {
+  STRATA_ASSERT(bytes > 0);
+  STRATA_ASSERT(tier != Tier::device);
+  // 1. Whole pages, and an end: more than half a page of it takes a page, as does one for which
+  //    the heap has no place.
+  std::vector<PageId>& free = free_pages(tier);
+  std::size_t pages = bytes / page_bytes_;
+  const std::size_t rest = bytes % page_bytes_;
+  if (free.size() < pages + 1) recycle();
+  if (free.size() < pages + 1 && tier == Tier::host) release_heap();
+  if (free.size() < pages) return std::nullopt;
+  std::byte* end = nullptr;
+  if (rest > 0 && rest <= page_bytes_ / 2) end = allocate(rest, tier == Tier::host ? pages : 0);
+  if (rest > 0 && end == nullptr) ++pages;
+  if (free.size() < pages) return std::nullopt;
+  // 2. They are its own now.
+  if (free_ids_.empty()) {
+    free_ids_.push_back(SaveId{static_cast<std::uint32_t>(saves_.size())});
+    saves_.emplace_back();
+  }
+  const SaveId id = free_ids_.back();
+  free_ids_.pop_back();
+  Save& save = saves_[static_cast<std::size_t>(id)];
+  save.live = true;
+  save.tier = tier;
+  save.unit = unit;
+  save.bytes = bytes;
+  save.end = end;
+  save.pages.assign(free.end() - static_cast<std::ptrdiff_t>(pages), free.end());
+  free.resize(free.size() - pages);
+  for (const PageId page : save.pages) owner_[index(page)] = unit;
+  ++live_;
+  begin(id, Way::out, device, stream);
+  return id;
+}
+
+void Activations::begin(SaveId id, Way way, std::byte* device, Stream stream) {
+  STRATA_ASSERT(device != nullptr);
+  Save& save = at(id);
+  save.way = way;
+  save.device = device;
+  save.after = backend_.record(stream);
+  save.left = piece_count(save);
+  save.started.assign(save.left, false);
+  save.first = 0;
+  queue_.push_back(id);
+}
+
+void Activations::fetch(SaveId id, std::byte* device, Stream stream) {
+  STRATA_ASSERT(fetched(id));
+  stop_staging(id);
+  begin(id, Way::in, device, stream);
+}
+
+void Activations::stage(SaveId id) {
+  Save& save = at(id);
+  if (save.tier != Tier::ssd || save.staging || !fetched(id)) return;
+  save.staging = true;
+  save.staged = 0;
+  ahead_.push_back(id);
+}
+
+void Activations::stop_staging(SaveId id) {
+  Save& save = at(id);
+  if (!save.staging) return;
+  save.staging = false;
+  STRATA_ASSERT(staged_ >= save.staged);
+  staged_ -= save.staged;
+  std::erase(ahead_, id);
+}
+
+void Activations::drop(SaveId id) {
+  Save& save = at(id);
+  // 1. What is in flight arrives.
+  const std::deque<CopyInFlight>& copies = copies_[static_cast<std::size_t>(save.way)];
+  const auto last = std::find_if(copies.rbegin(), copies.rend(),
+                                 [id](const CopyInFlight& copy) { return copy.id == id; });
+  if (last != copies.rend()) {
+    backend_.wait(last->ticket);
+    reap();
+  }
+  // 2. What is not yet in flight never will be.
+  std::erase(queue_, id);
+  stop_staging(id);
+  // 3. Its places are for others.
+  if (save.end != nullptr) heap_->deallocate(save.end);
+  for (const PageId page : save.pages) spent_.push_back({page, save.tier});
+  save = Save{};
+  free_ids_.push_back(id);
+  --live_;
+  recycle();
+}
+
+bool Activations::start_copy(SaveId id, std::uint32_t piece) {
+  Save& save = at(id);
+  const bool out = save.way == Way::out;
+  std::byte* host = save.end;
+  if (piece < save.pages.size()) {
+    host = cache_.open(save.pages[piece], out ? Intent::overwrite : Intent::read);
+    if (host == nullptr) return false;
+  }
+  std::byte* device = save.device + piece * page_bytes_;
+  const std::size_t bytes = piece_bytes(save, piece);
+  const CopyTicket ticket = out ? backend_.copy_from(host, device, bytes, save.after)
+                                : backend_.copy_to(device, host, bytes, save.after);
+  copies_[static_cast<std::size_t>(save.way)].push_back(
+      {ticket, id, piece, SteadyClock().now_ns()});
+  save.started[piece] = true;
+  if (on_ssd(save, piece)) ++ssd_open_;
+  return true;
+}
+
+bool Activations::start_copies() {
+  bool moved = false;
+  // Pages on the SSD that may hold a staging frame: the first so many, in an order that stays.
+  std::uint32_t frames = room_.frames_max - std::min(room_.frames_max, ssd_open_);
+  for (const SaveId id : queue_) {
+    Save& save = at(id);
+    while (save.first < save.started.size() && save.started[save.first]) ++save.first;
+    for (std::uint32_t piece = save.first; piece < save.started.size(); ++piece) {
+      if (save.started[piece]) continue;
+      if (copies_in_flight() == kCopiesMax) return moved;
+      if (on_ssd(save, piece)) {
+        if (frames == 0) continue;
+        --frames;
+      }
+      moved |= start_copy(id, piece);
+    }
+  }
+  return moved;
+}
+
+// Pages of saves that will be fetched: opened, so that they are read, and closed as they come.
+bool Activations::stage_ahead() {
+  bool moved = false;
+  std::uint32_t frames = room_.frames_max - std::min(room_.frames_max, staged_);
+  for (const SaveId id : ahead_) {
+    Save& save = at(id);
+    bool in_order = true;
+    for (std::size_t i = save.staged; i < save.pages.size(); ++i) {
+      if (frames == 0) return moved;
+      --frames;
+      const bool came = cache_.open(save.pages[i], Intent::read) != nullptr;
+      if (came) cache_.close(save.pages[i], Intent::read);
+      in_order &= came;
+      if (!in_order) continue;  // asked for; counted when it is its turn
+      ++save.staged;
+      ++staged_;
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+bool Activations::reap() {
+  bool moved = false;
+  for (const Way way : {Way::out, Way::in}) {
+    std::deque<CopyInFlight>& copies = copies_[static_cast<std::size_t>(way)];
+    for (; !copies.empty() && backend_.done(copies.front().ticket); copies.pop_front()) {
+      finish(copies.front(), way);
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+void Activations::finish(const CopyInFlight& copy, Way way) {
+  Save& save = at(copy.id);
+  const bool out = way == Way::out;
+  const std::size_t bytes = piece_bytes(save, copy.piece);
+  timeline_.add({.track = out ? Track::download : Track::upload,
+                 .unit = save.unit,
+                 .begin_ns = copy.begin_ns,
+                 .end_ns = SteadyClock().now_ns(),
+                 .bytes = bytes});
+  moved_bytes_[static_cast<std::size_t>(way)] += bytes;
+  if (on_ssd(save, copy.piece)) --ssd_open_;
+  if (copy.piece < save.pages.size()) {
+    const bool written = out && save.tier == Tier::ssd;
+    cache_.close(save.pages[copy.piece], out ? Intent::overwrite : Intent::read,
+                 written ? WriteBack::now : WriteBack::later);
+  }
+  if (auto error = backend_.take_error(copy.ticket)) {
+    error->tier = Tier::device;
+    if (!failure_) failure_ = {std::move(*error), save.unit};
+  }
+  STRATA_ASSERT(save.left > 0);
+  if (--save.left != 0) return;
+  save.saved = true;
+  std::erase(queue_, copy.id);
+}
+
+bool Activations::turn() {
+  bool moved = reap();
+  moved |= recycle();
+  moved |= start_copies();
+  moved |= stage_ahead();
+  return moved;
+}
+
+}  // namespace strata
