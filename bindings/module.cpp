@@ -96,7 +96,8 @@ py::dict plan_dict(const Config& config, const Residence& home) {
     unit["param_bytes"] = home.layout.units[u].pages.size() * page;
     std::array<std::size_t, kRoleCount> pages{};
     for (const std::uint32_t id : home.layout.units[u].chunks) {
-      for (std::size_t r = 0; r < kRoleCount; ++r) pages[r] += home.layout.chunks[id].roles[r].count;
+      for (std::size_t r = 0; r < kRoleCount; ++r)
+        pages[r] += home.layout.chunks[id].roles[r].count;
     }
     const std::size_t grads = pages[static_cast<std::size_t>(Role::grad)];
     unit["grad_bytes"] = grads * page;
@@ -133,6 +134,10 @@ py::dict stats_dict(const SessionStats& stats) {
   out["host_bytes"] = stats.host_bytes;
   out["staging_bytes"] = stats.staging_bytes;
   out["ssd_bytes"] = stats.ssd_bytes;
+  out["activation_host_bytes"] = stats.activation_host_bytes;
+  out["activation_ssd_bytes"] = stats.activation_ssd_bytes;
+  out["activation_saved_bytes"] = stats.activation_saved_bytes;
+  out["activation_fetched_bytes"] = stats.activation_fetched_bytes;
   out["steps"] = stats.steps;
   out["steps_skipped"] = stats.steps_skipped;
   out["chunks_updated"] = stats.chunks_updated;
@@ -267,9 +272,48 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
   return out;
 }
 
+void bind_activations(py::class_<Session>& session) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  session.def("reserve_activations", &Session::reserve_activations, Release())
+      .def(
+          "save_activation",
+          [](Session& s, std::uintptr_t address, std::size_t byte_count, bool to_ssd,
+             std::uint32_t unit) {
+            const auto id = s.save_activation(pointer<std::byte>(address), byte_count,
+                                              to_ssd ? Tier::ssd : Tier::host, UnitId{unit});
+            return id ? static_cast<std::int64_t>(*id) : -1;
+          },
+          Release())
+      .def(
+          "activation_saved",
+          [](Session& s, std::uint32_t save, bool wait) {
+            return s.activation_saved(SaveId{save}, wait);
+          },
+          Release())
+      .def(
+          "stage_activation",
+          [](Session& s, std::uint32_t save) { s.stage_activation(SaveId{save}); }, Release())
+      .def(
+          "fetch_activation",
+          [](Session& s, std::uint32_t save, std::uintptr_t address) {
+            s.fetch_activation(SaveId{save}, pointer<std::byte>(address));
+          },
+          Release())
+      .def(
+          "activation_fetched",
+          [](Session& s, std::uint32_t save, bool wait) {
+            return s.activation_fetched(SaveId{save}, wait);
+          },
+          Release())
+      .def(
+          "drop_activation",
+          [](Session& s, std::uint32_t save) { s.drop_activation(SaveId{save}); }, Release());
+}
+
 void bind_session(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<Session>(module, "Session")
+  py::class_<Session> session(module, "Session");
+  session
       .def(py::init([](const py::dict& dict) {
         const Config config = parse_config(dict);
         const py::gil_scoped_release release;
@@ -322,6 +366,7 @@ void bind_session(py::module_& module) {
       .def("stats", [](Session& s) { return stats_dict(s.stats()); })
       .def("timeline", [](Session& s) { return timeline_list(s.timeline()); })
       .def("close", &Session::close, Release());
+  bind_activations(session);
 }
 
 }  // namespace
