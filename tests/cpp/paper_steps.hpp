@@ -4,7 +4,7 @@
 // Threads: none.
 //
 //   Trace trace = paper_step(2, {.forward = 2.0, .backward = 3.0});
-//   Plan plan = paper_plan(trace, {.frames = 2, .lookahead = 1});
+//   Plan plan = paper_plan(trace, 2);          // frames
 #pragma once
 
 #include <algorithm>
@@ -53,6 +53,11 @@ inline Costs paper_costs() {
   costs.upload_bytes_s = costs.download_bytes_s = costs.read_bytes_s = costs.write_bytes_s = 100.0;
   costs.update_elements_s = 100.0;
   return costs;
+}
+
+// Lane a runs at this share of its speed while lane b is busy.
+inline void set_slow(Costs& costs, Lane a, Lane b, double share) {
+  costs.slow[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)] = share;
 }
 
 inline std::vector<std::uint32_t> pages_of(const Trace& trace) {

@@ -7,8 +7,6 @@
 #include <chrono>
 #include <cmath>
 
-#include "offload/lanes.hpp"
-#include "offload/sharing.hpp"
 #include "paper_steps.hpp"
 
 namespace strata {
@@ -18,10 +16,6 @@ constexpr double kNear = 1e-9;
 
 const LaneUse& lane(const Simulation& run, Lane lane) {
   return run.lanes[static_cast<std::size_t>(lane)];
-}
-
-void set_slow(Costs& costs, Lane a, Lane b, double share) {
-  costs.slow[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)] = share;
 }
 
 double stalled(const Simulation& run, std::uint32_t use, Lane lane, Purpose purpose) {
@@ -37,110 +31,6 @@ double stalled(const Simulation& run) {
   double seconds = 0.0;
   for (const Stall& stall : run.stalls) seconds += stall.seconds;
   return seconds;
-}
-
-TEST(Lanes, SlowEachOtherDownWhileBothAreBusy) {
-  StepGraph graph;
-  const JobId compute = graph.add(Lane::compute, 4.0);
-  const JobId upload = graph.add(Lane::upload, 2.0);
-  Costs costs;
-  set_slow(costs, Lane::compute, Lane::upload, 0.5);
-  Lanes one_way(graph, costs);
-  one_way.play(0, compute);
-  EXPECT_NEAR(one_way.done(0, upload).end, 2.0, kNear);
-  EXPECT_NEAR(one_way.done(0, compute).end, 5.0, kNear);
-  set_slow(costs, Lane::upload, Lane::compute, 0.5);
-  Lanes both_ways(graph, costs);
-  both_ways.play(0, compute);
-  EXPECT_NEAR(both_ways.done(0, upload).end, 4.0, kNear);
-  EXPECT_NEAR(both_ways.done(0, compute).end, 6.0, kNear);
-}
-
-TEST(Lanes, SeveralBusyLanesMultiply) {
-  StepGraph graph;
-  const JobId compute = graph.add(Lane::compute, 1.0);
-  graph.add(Lane::read, 10.0);
-  graph.add(Lane::write, 10.0);
-  Costs costs;
-  set_slow(costs, Lane::compute, Lane::read, 0.5);
-  set_slow(costs, Lane::compute, Lane::write, 0.5);
-  Lanes lanes(graph, costs);
-  lanes.play(0, compute);
-  EXPECT_NEAR(lanes.done(0, compute).end, 4.0, kNear);
-}
-
-TEST(Lanes, ServeInTheOrderOfBeingReadyAndCarryOverToTheNextStep) {
-  StepGraph graph;
-  const JobId late = graph.add(Lane::read, 1.0);
-  const JobId soon = graph.add(Lane::read, 5.0);
-  const JobId first = graph.add(Lane::compute, 2.0);
-  const JobId end = graph.add(Lane::compute, 0.0);
-  graph.wait(late, first);
-  graph.wait(end, late);
-  graph.wait_across(first, end);
-  graph.wait_across(soon, end);
-  graph.wait_across(late, soon);  // of the step before
-  Lanes lanes(graph, Costs{});
-  lanes.play(1, end);
-  EXPECT_NEAR(lanes.done(0, late).begin, 5.0, kNear);
-  EXPECT_NEAR(lanes.done(0, end).end, 6.0, kNear);
-  EXPECT_NEAR(lanes.done(1, first).begin, 6.0, kNear);
-  EXPECT_NEAR(lanes.done(1, late).begin, 11.0, kNear);  // behind the read of its own step
-  EXPECT_EQ(lanes.done(1, late).last, soon);
-  EXPECT_EQ(lanes.done(1, late).last_step, 1U);
-  EXPECT_EQ(lanes.done(1, first).last, end);
-  EXPECT_EQ(lanes.done(1, first).last_step, 0U);
-}
-
-TEST(Sharing, TwoLanesOverlapWhereThatGains) {
-  Costs costs;
-  EXPECT_NEAR(share_lanes(costs, {3.0, 0.0, 0.0, 2.0, 0.0, 0.0}), 3.0, 1e-8);
-  set_slow(costs, Lane::read, Lane::write, 0.5);
-  set_slow(costs, Lane::write, Lane::read, 0.5);
-  EXPECT_NEAR(share_lanes(costs, {0.0, 0.0, 0.0, 2.0, 3.0, 0.0}), 5.0, 1e-8);
-  // 2 s of reads take 2.5 s beside writes at 0.8, of which 2 s are done by then.
-  set_slow(costs, Lane::read, Lane::write, 0.8);
-  set_slow(costs, Lane::write, Lane::read, 0.8);
-  EXPECT_NEAR(share_lanes(costs, {0.0, 0.0, 0.0, 2.0, 3.0, 0.0}), 2.5 + 1.0, 1e-8);
-  // Together they would both be slower than in turns.
-  set_slow(costs, Lane::write, Lane::read, 0.1);
-  EXPECT_NEAR(share_lanes(costs, {0.0, 0.0, 0.0, 2.0, 3.0, 0.0}), 5.0, 1e-8);
-}
-
-TEST(Sharing, WhatTwoLanesTakeAwayTogetherCountsOnce) {
-  // Computation at half speed beside either lane, and at a quarter beside both: 4 s beside both
-  // leave 1 s of the 10 s done, which is less lost than 2 + 2 s, one lane after the other.
-  Costs costs;
-  set_slow(costs, Lane::compute, Lane::upload, 0.5);
-  set_slow(costs, Lane::compute, Lane::download, 0.5);
-  const LaneSeconds work{10.0, 4.0, 4.0, 0.0, 0.0, 0.0};
-  EXPECT_NEAR(share_lanes(costs, work), 13.0, 1e-8);
-  EXPECT_NEAR(share_lane(costs, work, Lane::compute), 13.0, 1e-8);
-  EXPECT_NEAR(share_lane(costs, work, Lane::upload), 4.0, 1e-8);  // nobody slows it down
-}
-
-// Lanes without any dependencies, cut into jobs at random, are never done sooner.
-TEST(Sharing, NoOrderOfJobsIsFaster) {
-  for (std::uint64_t seed = 0; seed < 200; ++seed) {
-    std::mt19937_64 random(seed);
-    const Costs costs = random_paper_case(random).costs;
-    LaneSeconds work{};
-    StepGraph graph;
-    for (int i = 0; i < 30; ++i) {
-      const std::size_t a = random() % kLaneCount;
-      const double seconds = static_cast<double>(random() % 100) * 0.01;
-      graph.add(static_cast<Lane>(a), seconds);
-      work[a] += seconds;
-    }
-    const JobId end = graph.add(Lane::compute, 0.0);
-    for (JobId job = 0; job < end; ++job) graph.wait(end, job);
-    Lanes lanes(graph, costs);
-    lanes.play(0, end);
-    const double bound = share_lanes(costs, work);
-    EXPECT_GE(lanes.done(0, end).end, bound * (1.0 - 1e-8)) << "seed " << seed;
-    EXPECT_GE(bound, *std::max_element(work.begin(), work.end()) * (1.0 - 1e-8));
-    EXPECT_GT(bound, 0.0);
-  }
 }
 
 TEST(Simulate, OneFrameForTwoUnitsIsFilledOnDemand) {
