@@ -387,6 +387,7 @@ PYBIND11_MODULE(_core, module) {
   });
   bind_session(module);
   bind_calibration(module);
+  bind_planner(module);
   module.def("plan", [](const py::dict& dict) {
     const Config config = parse_config(dict);
     return plan_dict(config, choose_residence(config));

@@ -29,5 +29,6 @@ inline Dtype parse_dtype(const std::string& text) {
 }
 
 void bind_calibration(py::module_& module);  // calibrate_binding.cpp
+void bind_planner(py::module_& module);      // planner_binding.cpp
 
 }  // namespace strata
