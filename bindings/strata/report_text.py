@@ -69,9 +69,10 @@ def _paragraphs(report: Report) -> Iterator[str]:
         tiers.append([name, *map(format_size, (tier.budget, tier.used, tier.peak)), *planned])
     yield table(tiers if report.peaks else [row[:4] for row in tiers])
     links = [["link", "moved", "per step"]]
-    for name, moved in report.link_bytes.items():
-        each = report.link_bytes_per_step.get(name, moved / max(1, report.steps))
-        links.append([name, format_size(moved), format_size(each)])
+    for name in {**report.link_bytes, **report.link_bytes_per_step}:
+        moved = report.link_bytes.get(name)
+        each = report.link_bytes_per_step.get(name, (moved or 0) / max(1, report.steps))
+        links.append([name, format_size(moved) if moved is not None else "", format_size(each)])
     wear = wear_line(report)
     yield table(links) + (f"\n{wear}" if wear else "")
     yield _waits(report)

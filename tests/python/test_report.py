@@ -18,6 +18,7 @@ def test_the_text_tells_speed_stalls_wear_and_plan() -> None:
     assert "1 s a step, 0.95 s predicted, lower bound 0.8 s (computation), 80 % of it" in text
     assert "waiting for layers.0 from ssd" in text
     assert "TB a day" in text
+    assert "device to host" in text
     assert "swap to ssd" in text
     assert "backward of" in text
     for unit in UNITS:
