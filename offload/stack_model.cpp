@@ -8,9 +8,10 @@ namespace strata {
 namespace {
 
 // Cells of a whole table: few units are told apart finely, many coarsely.
-constexpr std::size_t kCellsMax = 400'000;
+constexpr std::size_t kCellsMax = 100'000;
 constexpr std::size_t kRowsMin = 128;
 constexpr std::size_t kRowsMax = 2'048;
+static_assert(2 * kRowsMax <= UINT16_MAX);
 
 double seconds(std::uint64_t bytes, double bytes_s) {
   return bytes_s > 0 ? static_cast<double>(bytes) / bytes_s : 0.0;
@@ -147,16 +148,17 @@ std::optional<Modes> StackModel::least_memory(const Without& without) const {
 }
 
 void StackModel::advance(const std::vector<Cell>& from, std::size_t place, std::uint64_t bytes,
-                         std::uint32_t lookahead, const Prices& prices,
-                         std::vector<Cell>& to) const {
+                         std::uint32_t lookahead, const Prices& prices, std::vector<Cell>& to,
+                         std::span<Step> steps) const {
   to.assign(2 * rows_, Cell{});
+  const double scale = static_cast<double>(rows_) / (static_cast<double>(bytes) + 1);
   const std::vector<Option>& options = options_[place];
   std::vector<double> costs;
   for (const Option& option : options) costs.push_back(cost_of(option, prices));
-  for (std::uint32_t f = 0; f < from.size(); ++f) {
+  for (std::size_t f = 0; f < from.size(); ++f) {
     const Cell& cell = from[f];
-    if (place > 0 && cell.option == UINT32_MAX) continue;
-    for (std::uint32_t o = 0; o < options.size(); ++o) {
+    if (!cell.reached) continue;
+    for (std::size_t o = 0; o < options.size(); ++o) {
       const Option& option = options[o];
       const std::uint64_t ahead = lookahead == 0 ? 0 : cell.leaving;
       if (cell.held + cell.leaving + option.forward > bytes ||
@@ -165,38 +167,38 @@ void StackModel::advance(const std::vector<Cell>& from, std::size_t place, std::
       }
       const std::uint64_t held = cell.held + option.held;
       if (held > bytes) continue;
-      const std::size_t row =
-          static_cast<std::size_t>(static_cast<double>(held) / (static_cast<double>(bytes) + 1) *
-                                   static_cast<double>(rows_));
-      Cell& best = to[2 * row + (option.leaving != 0 ? 1 : 0)];
+      const auto row = static_cast<std::size_t>(static_cast<double>(held) * scale);
+      const std::size_t place_to = 2 * row + (option.leaving != 0 ? 1 : 0);
+      Cell& best = to[place_to];
       const double cost = cell.cost + costs[o];
-      if (best.option != UINT32_MAX &&
-          (cost > best.cost || (cost == best.cost && held >= best.held))) {
-        continue;
-      }
-      best = {cost, held, option.leaving, o, f};
+      if (best.reached && (cost > best.cost || (cost == best.cost && held >= best.held))) continue;
+      best = {cost, held, option.leaving, true};
+      steps[place_to] = {static_cast<std::uint16_t>(o), static_cast<std::uint16_t>(f)};
     }
   }
 }
 
 std::optional<Modes> StackModel::cheapest(std::uint64_t bytes, std::uint32_t lookahead,
                                           const Prices& prices) const {
-  std::vector<std::vector<Cell>> table(order_.size());
-  const std::vector<Cell> start(1);
+  const std::size_t width = 2 * rows_;
+  std::vector<Step> steps(order_.size() * width);
+  std::vector<Cell> row(width), next;
+  row.front().reached = true;  // nothing is held before the first unit
   for (std::size_t place = 0; place < order_.size(); ++place) {
-    advance(place == 0 ? start : table[place - 1], place, bytes, lookahead, prices, table[place]);
+    advance(row, place, bytes, lookahead, prices, next,
+            std::span(steps).subspan(place * width, width));
+    std::swap(row, next);
   }
+  std::size_t at = width;
+  for (std::size_t c = 0; c < width; ++c) {
+    if (row[c].reached && (at == width || row[c].cost < row[at].cost)) at = c;
+  }
+  if (at == width) return std::nullopt;
   Modes modes = base_modes();
-  if (order_.empty()) return modes;
-  const Cell* best = nullptr;
-  for (const Cell& cell : table.back()) {
-    if (cell.option == UINT32_MAX || (best != nullptr && cell.cost >= best->cost)) continue;
-    best = &cell;
-  }
-  if (best == nullptr) return std::nullopt;
   for (std::size_t place = order_.size(); place-- > 0;) {
-    modes[order_[place]] = options_[place][best->option].plan;
-    if (place > 0) best = &table[place - 1][best->before];
+    const Step& step = steps[place * width + at];
+    modes[order_[place]] = options_[place][step.option].plan;
+    at = step.before;
   }
   return modes;
 }

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "offload/plan_problem.hpp"
@@ -62,8 +63,12 @@ class StackModel final {
     double cost = 0.0;
     std::uint64_t held = 0;
     std::uint64_t leaving = 0;
-    std::uint32_t option = UINT32_MAX;  // of the last unit; UINT32_MAX: no way leads here
-    std::uint32_t before = 0;           // index into the row before
+    bool reached = false;
+  };
+  // How a cell was reached: which mode of its unit, from which cell of the row before.
+  struct Step {
+    std::uint16_t option = 0;
+    std::uint16_t before = 0;
   };
 
   Option option_of(std::size_t unit, const UnitPlan& plan) const;
@@ -71,7 +76,8 @@ class StackModel final {
   bool left_out(const Option& option, const Without& without) const;
   double cost_of(const Option& option, const Prices& prices) const;
   void advance(const std::vector<Cell>& from, std::size_t place, std::uint64_t bytes,
-               std::uint32_t lookahead, const Prices& prices, std::vector<Cell>& to) const;
+               std::uint32_t lookahead, const Prices& prices, std::vector<Cell>& to,
+               std::span<Step> steps) const;
   Modes base_modes() const;
 
   const Problem& problem_;
