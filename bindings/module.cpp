@@ -145,6 +145,7 @@ py::dict stats_dict(const SessionStats& stats) {
   out["plans"] = stats.plans;
   out["deviations"] = stats.deviations;
   out["lookahead"] = stats.lookahead;
+  out["timeline_lost"] = stats.timeline_lost;
   out["io_retries"] = stats.io_retries;
   out["worker_busy_s"] = stats.worker_busy_s;
   out["host_locked"] = stats.host_locked;

@@ -203,6 +203,17 @@ void Activations::drop(SaveId id) {
   recycle();
 }
 
+// Whoever waits until it is saved wants the device's memory back.
+Cause Activations::missing(SaveId id) const {
+  const Save& save = at(id);
+  if (save.left == 0) return Cause::none;
+  if (save.way == Way::out) return Cause::frame;
+  for (std::uint32_t piece = save.first; piece < save.started.size(); ++piece) {
+    if (!save.started[piece] && on_ssd(save, piece)) return Cause::ssd;
+  }
+  return Cause::copy;
+}
+
 bool Activations::start_copy(SaveId id, std::uint32_t piece) {
   Save& save = at(id);
   const bool out = save.way == Way::out;

@@ -85,6 +85,8 @@ class Activations final {
   // Forgets it, whatever is under way. Afterwards no copy touches the caller's memory.
   void drop(SaveId id);
   bool holds(SaveId id) const;
+  // What it needs first to be there; none where it is.
+  Cause missing(SaveId id) const;
 
   bool turn();
 

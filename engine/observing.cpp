@@ -105,6 +105,7 @@ SessionStats Session::stats() {
   stats.plans = executor_->counters().plans;
   stats.deviations = executor_->counters().deviations;
   stats.lookahead = executor_->plan().lookahead;
+  stats.timeline_lost = timeline_.lost();
   stats.worker_busy_s = static_cast<double>(workers_->busy_ns()) * 1e-9;
   stats.host_locked = slab_->locked();
   stats.backend = backend_->name();

@@ -55,7 +55,7 @@ struct SessionStats {
   std::uint64_t activation_host_bytes = 0, activation_ssd_bytes = 0;       // set aside
   std::uint64_t activation_saved_bytes = 0, activation_fetched_bytes = 0;  // copied so far
   std::uint64_t steps = 0, steps_skipped = 0, chunks_updated = 0;
-  std::uint64_t mappings = 0, plans = 0, deviations = 0, io_retries = 0;
+  std::uint64_t mappings = 0, plans = 0, deviations = 0, io_retries = 0, timeline_lost = 0;
   std::uint32_t lookahead = 0;
   double worker_busy_s = 0.0;
   bool host_locked = false;

@@ -155,9 +155,17 @@ bool Session::ask_activation(SaveId id, bool wait_for_it,
   if (turn()) moved_.notify_all();
   throw_if_failed();
   if (!wait_for_it) return (activations_.get()->*there)(id);
-  // Another thread may drop it meanwhile.
-  wait(lock, [&] { return !activations_->holds(id) || (activations_.get()->*there)(id); },
-       {"an activation", activations_->unit_of(id)});
+  const UnitId unit = activations_->unit_of(id);
+  Waiting waiting(timeline_, unit, activations_->saved(id));
+  wait(lock,
+       [&] {
+         // Another thread may drop it meanwhile.
+         if (!activations_->holds(id) || (activations_.get()->*there)(id)) return true;
+         waiting.missing(activations_->missing(id));
+         return false;
+       },
+       {"an activation", unit});
+  waiting.over();
   return true;
 }
 
