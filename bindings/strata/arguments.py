@@ -8,16 +8,15 @@ The nest is that of the moment when it was taken: a forward that appends to a li
 to a cache, gets both as they were when it is run again. Use from one thread at a time.
 
 Note [Caches]. A Transformers layer that is given a cache of keys and values adds its own, and would
-do so again when it is recomputed. So the cache is copied without the tensors of other layers, which
-would otherwise live until the backward.
+do so again when it is recomputed. So a cache is taken apart like a container. What it holds for
+other layers is left out: it would otherwise live until the backward.
 """
 
-import copy
 import dataclasses
 import enum
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,20 +35,27 @@ class _TensorAt:
 
 
 @dataclasses.dataclass(frozen=True)
-class _CacheAsBefore:
-    cache: Any
-    layers: frozenset[int]
+class _Object:
+    """A cache, or what one holds for a layer."""
+
+    kind: type
+    state: dict[str, Any]
 
 
 class Arguments:
-    """A nest of tuples, lists, dictionaries and Transformers' outputs, with tensors in it."""
+    """A nest of tuples, lists, dictionaries, Transformers' outputs and caches, with tensors in it.
+
+    Invariant: tensors[i] lies within a cache iff i is in `cached`.
+    """
 
     def __init__(self, nest: Any, layers: frozenset[int] = frozenset()) -> None:
         """`layers`: the places in a cache that the forward may use; empty: all."""
         self.tensors: list[torch.Tensor] = []
-        self.others: list[Any] = []  # what is neither a tensor nor plain
         self.plain: list[Any] = []
-        self._layers = layers
+        self.caches: list[Any] = []
+        self.others: list[Any] = []
+        self.cached: set[int] = set()
+        self.layers = layers
         self._nest = _rebuild(nest, self._take)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -58,27 +64,68 @@ class Arguments:
         def put(leaf: Any) -> Any:
             if type(leaf) is _TensorAt:
                 return tensors[leaf.place]
-            if type(leaf) is _CacheAsBefore:
-                return _copy_cache(leaf.cache, leaf.layers)
+            if type(leaf) is _Object:
+                made: Any = object.__new__(leaf.kind)
+                made.__dict__.update(_rebuild(leaf.state, put))
+                return made
             return leaf
 
         return _rebuild(self._nest, put)
 
-    def drop_tensors(self) -> None:
-        """Keeps the nest only."""
-        self.tensors = []
+    def forget(self) -> None:
+        """Keeps the nest only: nothing that was taken stays alive for it."""
+        self.tensors, self.caches = [], []
 
     def _take(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            self.tensors.append(leaf)
-            return _TensorAt(len(self.tensors) - 1)
-        if isinstance(leaf, PLAIN_TYPES):
-            self.plain.append(leaf)
-            return leaf
-        self.others.append(leaf)
+            return self._take_tensor(leaf)
         if _is_cache(leaf):
-            return _CacheAsBefore(_copy_cache(leaf, self._layers), self._layers)
+            self.caches.append(leaf)
+            return self._take_cache(leaf)
+        (self.plain if isinstance(leaf, PLAIN_TYPES) else self.others).append(leaf)
         return leaf
+
+    def _take_tensor(self, tensor: torch.Tensor) -> _TensorAt:
+        self.tensors.append(tensor)
+        return _TensorAt(len(self.tensors) - 1)
+
+    def _take_cache(self, cache: Any) -> _Object:
+        """See Note [Caches]."""
+
+        def take(leaf: Any) -> Any:
+            if _is_cache(leaf):
+                return self._take_cache(leaf)
+            if isinstance(leaf, torch.Tensor):
+                self.cached.add(len(self.tensors))
+                return self._take_tensor(leaf)
+            return leaf
+
+        state = {
+            name: _rebuild(value, take) for name, value in vars(cache).items() if name != "layers"
+        }
+        if hasattr(cache, "layers"):
+            state["layers"] = [
+                _Object(type(layer), _rebuild(vars(layer), take))
+                if layer is not None and (not self.layers or place in self.layers)
+                else None
+                for place, layer in enumerate(cache.layers)
+            ]
+        return _Object(type(cache), state)
+
+
+def update_cache(cache: Any, newer: Any) -> None:
+    """Gives a cache what a copy of it has learnt since."""
+    for name, value in vars(newer).items():
+        if _is_cache(value):
+            update_cache(getattr(cache, name), value)
+        elif name == "layers":
+            for place, layer in enumerate(value):
+                if place == len(cache.layers):
+                    cache.layers.append(layer)
+                elif layer is not None:
+                    cache.layers[place].__dict__.update(vars(layer))
+        else:
+            setattr(cache, name, value)
 
 
 def layers_of(module: nn.Module) -> frozenset[int]:
@@ -103,22 +150,3 @@ def _rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
 def _is_cache(value: Any) -> bool:
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
-
-
-def _copy_cache(cache: Any, layers: Iterable[int]) -> Any:
-    """See Note [Caches]."""
-    wanted = frozenset(layers)
-
-    def copied(value: Any) -> Any:
-        if _is_cache(value):
-            return _copy_cache(value, wanted)
-        if type(value) is list:
-            return [
-                copy.copy(item) if not wanted or place in wanted else None
-                for place, item in enumerate(value)
-            ]
-        return dict(value) if type(value) is dict else value
-
-    result = copy.copy(cache)
-    result.__dict__.update((name, copied(value)) for name, value in vars(cache).items())
-    return result

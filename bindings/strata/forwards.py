@@ -26,10 +26,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from .arguments import Arguments, layers_of
+from .arguments import Arguments, layers_of, update_cache
 from .buffers import Buffer, Buffers, as_they_were
 from .errors import StrataError
-from .slicing import Verdict, batch_size, cut, merged
+from .slicing import Verdict, batch_size, cut, fits, merged
 from .trial import Verdicts
 from .wrapped import Unit
 
@@ -113,7 +113,7 @@ class PlannedForward:
         count = min(unit.slices, batch)
         if count < 2 or verdict is None or verdict.reason:
             return self._checkpointed(arguments, (args, kwargs))
-        return self._sliced(arguments, verdict, batch, count)
+        return self._sliced(arguments, (args, kwargs), verdict.cut, count)
 
     def __getattr__(self, name: str) -> Any:
         """`__self__`, `__func__` and whatever else the plain forward has."""
@@ -143,16 +143,16 @@ class PlannedForward:
             return None
         begin = perf_counter()
         verdict = self._verdicts.find(arguments, trial=True)
-        state.recorder.pause(begin, perf_counter())
+        state.recorder.ignore(begin, perf_counter())
         if verdict is not None:
-            self._note(verdict.reason)
-            unit.slices_max = 1 if verdict.reason else batch
+            self._note(verdict.reason, batch)
         return verdict
 
-    def _note(self, reason: str) -> None:
-        """Says once why a unit that should run on slices does not."""
+    def _note(self, reason: str, batch: int) -> None:
+        """Keeps a verdict for the planner, and says once why a unit does not run on slices."""
         unit = self.unit
         unit.unsplit_reason = reason
+        unit.slices_max = 1 if reason else batch
         if reason and unit.slices > 1 and reason != self._told:
             log.info("%s runs on the whole batch: %s", unit.name, reason)
             self._told = reason
@@ -161,12 +161,23 @@ class PlannedForward:
         tensors = arguments.tensors
         return checkpoint(_Call(self, arguments, own), *tensors, use_reentrant=False)
 
-    def _sliced(self, arguments: Arguments, verdict: Verdict, batch: int, count: int) -> Any:
+    def _sliced(self, arguments: Arguments, own: Any, cut_ones: Sequence[bool], count: int) -> Any:
+        batch = batch_size(arguments.tensors)
         outputs = []
         for piece in cut(arguments.tensors, batch, count):
-            part = Arguments(arguments.filled(piece))
-            outputs.append(Arguments(self._checkpointed(part, arguments.filled(piece))))
-        return merged(outputs, verdict.cut)
+            nest = arguments.filled(piece)
+            part = Arguments(nest, self._layers)
+            caches = part.caches
+            output = self._checkpointed(part, nest)
+            outputs.append(Arguments((output, caches), self._layers))
+        if not fits(outputs, cut_ones, batch):
+            self._note("its output has another form than when slices were tried", batch)
+            self._verdicts.refuse(arguments, self.unit.unsplit_reason)
+            return self._checkpointed(arguments, own)
+        result, caches = merged(outputs, cut_ones)
+        for cache, newer in zip(arguments.caches, caches, strict=True):
+            update_cache(cache, newer)
+        return result
 
 
 class _Call:
@@ -177,7 +188,7 @@ class _Call:
         self._arguments = arguments
         self._own = own  # what the first run is called with: the caller's very objects
         self._changed: list[Buffer] = []
-        arguments.drop_tensors()  # checkpoint keeps them
+        arguments.forget()  # checkpoint keeps the tensors
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Called by checkpoint in forward, and in backward when a node wants a saved tensor."""

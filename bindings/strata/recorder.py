@@ -2,7 +2,7 @@
 tensors that autograd saves, by storage, and the memory that PyTorch takes.
 
     recorder.begin()                # from here on in detail
-    ...                             # hooks call enter, leave, pause, inputs, saved and used
+    ...                             # hooks call enter, leave, pause, ignore, inputs, saved and used
     step = recorder.take()          # at the end of every step
 
 Times are always noted, which costs about a microsecond; `recording` is true while saved tensors and
@@ -88,6 +88,7 @@ class Recorder:
         self._mark: float | None = None  # computation is accounted for until here
         self._gap = 0.0
         self._last: RecordedUse | None = None  # closed, with nothing after it
+        self._ignored: list[tuple[float, float]] = []
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
         self._inputs: dict[int, StorageWeakRef] = {}
 
@@ -164,6 +165,12 @@ class Recorder:
         if self._open:
             self._open[-1].waited += end - begin
 
+    def ignore(self, begin: float, end: float) -> None:
+        """As pause(), for what is no part of the step: its memory does not count either."""
+        self.pause(begin, end)
+        if self.recording:
+            self._ignored.append((begin, end))
+
     def inputs(self, unit: int, tensors: Iterable[torch.Tensor]) -> None:
         """The tensors that a unit's forward was called with. Call while `recording`."""
         for tensor in tensors:
@@ -237,7 +244,16 @@ class Recorder:
         before = step.begin
         for use in step.uses:
             use.live_bytes = curve.at(use.entered)
-            use.peak_bytes = curve.peak(use.entered, use.left)
+            use.peak_bytes = self._peak(curve, use.entered, use.left)
             use.gap_peak_bytes = curve.peak(min(before, use.entered), use.entered)
             before = max(before, use.left)
         step.tail_peak_bytes = curve.peak(before, max(before, step.end))
+
+    def _peak(self, curve: MemoryCurve, begin: float, end: float) -> int:
+        """The most from `begin` to `end`, but for what is ignored."""
+        peak = 0
+        for first, last in self._ignored:
+            if begin <= first and last <= end:
+                peak = max(peak, curve.peak(begin, first))
+                begin = last
+        return max(peak, curve.peak(begin, end))

@@ -45,6 +45,17 @@ def cut(tensors: Sequence[torch.Tensor], batch: int, count: int) -> Iterator[lis
     return (list(piece) for piece in zip(*parts, strict=True))
 
 
+def fits(outputs: Sequence[Arguments], cut_ones: Sequence[bool], batch: int) -> bool:
+    """Whether outputs have the form that `cut_ones` tells: they may be merged then."""
+    if any(o.others or len(o.tensors) != len(cut_ones) for o in outputs):
+        return False
+    columns = zip(*(output.tensors for output in outputs), strict=True)
+    return all(
+        not cut_here or (all(t.dim() for t in column) and sum(t.size(0) for t in column) == batch)
+        for cut_here, column in zip(cut_ones, columns, strict=True)
+    )
+
+
 def merged(outputs: Sequence[Arguments], cut_ones: Sequence[bool]) -> Any:
     """The output of the whole batch. `cut_ones`: which of its tensors are cut with the batch."""
     columns = zip(*(output.tensors for output in outputs), strict=True)

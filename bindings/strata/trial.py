@@ -19,7 +19,7 @@ modules is not looked at.
 Use from the thread that trains.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ from .slicing import Verdict, batch_size, cut, is_cut
 
 ROUNDING = 16  # units in the last place that two ways to sum may differ by ...
 ROUNDING_MIN = 1e-3  # ... or this share: sums over thousands of float32 values
+PARTS = 16
 SAMPLE = 4096  # elements that tell how large the values of a tensor are
 
 
@@ -70,7 +71,7 @@ class Verdicts:
         return verdict
 
     def refuse(self, arguments: Arguments, reason: str) -> None:
-        """Corrects a verdict."""
+        """Corrects what is known of this kind."""
         kind = self._kind(arguments, batch_size(arguments.tensors))
         self._verdicts[kind] = Verdict(reason)
 
@@ -87,9 +88,7 @@ class Verdicts:
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
                 return f"{name or type(module).__name__} normalises over the batch"
         if arguments.others:
-            kind = type(arguments.others[0]).__name__
-            advice = ": model.config.use_cache = False avoids that" if "Cache" in kind else ""
-            return f"it is given a {kind}{advice}"
+            return f"it is given a {type(arguments.others[0]).__name__}"
         return ""
 
 
@@ -115,8 +114,7 @@ def try_slices(
                 _check_row(whole, trial.run(variant), row, batch)
             with _evaluating(module) if trial.draws else nullcontext():
                 whole = trial.run(tensors) if trial.draws else whole
-                pieces = [trial.run(piece) for piece in cut(tensors, batch, 2)]
-            return Verdict("", _cut_outputs(whole, pieces, batch))
+                return Verdict("", _cut_outputs(trial, whole, cut(tensors, batch, 2), batch))
     except _RefusedError as refused:
         return Verdict(str(refused))
     except Exception as error:
@@ -147,21 +145,29 @@ class _Trial:
         buffers = self._buffers.all() if first else []
         with torch.random.fork_rng(self._devices):
             before = self._random_state() if first else []
-            output = Arguments(self._forward(*args, **kwargs))
+            result = self._forward(*args, **kwargs)
             after = self._random_state() if first else []
         self.draws |= any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         changed = next((buffer.name for buffer in buffers if buffer.is_changed()), None)
         if changed is not None:
             raise _RefusedError(f"its forward changes the buffer {changed!r}")
-        now = Arguments(nest).tensors
-        if [id(t) for t in now] != [id(t) for t in mine] or [t._version for t in mine] != versions:
+        now = Arguments(nest, self._arguments.layers)
+        if _own(now.tensors, now.cached) != _own(mine, self._arguments.cached) or versions != [
+            t._version for t in mine
+        ]:
             raise _RefusedError("its forward changes its arguments")
+        output = Arguments((result, now.caches), self._arguments.layers)
         if output.others:
             raise _RefusedError(f"it returns a {type(output.others[0]).__name__}")
         return output
 
     def _random_state(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
+
+
+def _own(tensors: Sequence[torch.Tensor], cached: set[int]) -> list[int]:
+    """Which tensors a forward was given outside caches, which it may change."""
+    return [id(t) for i, t in enumerate(tensors) if i not in cached]
 
 
 def _only(tensor: torch.Tensor, row: int) -> torch.Tensor:
@@ -186,27 +192,36 @@ def _check_row(whole: Arguments, other: Arguments, row: int, batch: int) -> None
             raise _RefusedError(f"its output of shape {tuple(a.shape)} depends on the whole batch")
 
 
-def _cut_outputs(whole: Arguments, pieces: Sequence[Arguments], batch: int) -> tuple[bool, ...]:
+def _cut_outputs(
+    trial: _Trial, whole: Arguments, pieces: Iterable[list[torch.Tensor]], batch: int
+) -> tuple[bool, ...]:
     """Which tensors of the output are cut with the batch. Raises _RefusedError where that fails."""
+    cut_ones: tuple[bool, ...] = ()
+    begin = 0
     for piece in pieces:
-        if piece.plain != whole.plain or len(piece.tensors) != len(whole.tensors):
+        part = trial.run(piece)
+        rows = batch_size(piece)
+        if part.plain != whole.plain or len(part.tensors) != len(whole.tensors):
             raise _RefusedError("its output has another form for a slice")
-    result = []
-    for a, *parts in zip(whole.tensors, *(piece.tensors for piece in pieces), strict=True):
-        same = all(part.shape == a.shape for part in parts)
-        if not same and not (is_cut(a, batch) and all(part.dim() == a.dim() for part in parts)):
-            raise _RefusedError(f"its output of shape {tuple(a.shape)} has no batch dimension")
-        if same:
-            agree = all(_close(a, part) for part in parts)
-        else:
-            together = torch.cat(parts)
-            agree = together.shape == a.shape and all(
-                _close(x, y) for x, y in zip(a, together, strict=True)
-            )
-        if not agree:
-            raise _RefusedError("slices give something else than the whole batch")
-        result.append(not same)
-    return tuple(result)
+        found = []
+        for a, b in zip(whole.tensors, part.tensors, strict=True):
+            here = is_cut(a, batch) and is_cut(b, rows)
+            if not here and a.shape != b.shape:
+                raise _RefusedError(f"its output of shape {tuple(a.shape)} has no batch dimension")
+            expected = a[begin : begin + rows] if here else a
+            if expected.shape != b.shape or not all(map(_close, _parts(expected), _parts(b))):
+                raise _RefusedError("slices give something else than the whole batch")
+            found.append(here)
+        if cut_ones not in ((), tuple(found)):
+            raise _RefusedError("its output has another form for a smaller slice")
+        cut_ones = tuple(found)
+        begin += rows
+    return cut_ones
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Part by part: a comparison takes several times the memory of what is compared."""
+    return tensor.chunk(PARTS) if tensor.dim() else [tensor]
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -125,6 +125,22 @@ def test_memory_is_measured_where_it_is_taken() -> None:
     del kept
 
 
+def test_what_is_ignored_takes_no_memory_and_no_time() -> None:
+    recorder = Recorder()
+    recorder.begin()
+    recorder.enter(0, False, time.perf_counter(), True)
+    torch.ones(LARGE).sum()
+    begin = time.perf_counter()
+    torch.ones(4 * LARGE).sum()
+    time.sleep(0.02)
+    recorder.ignore(begin, time.perf_counter())
+    torch.ones(2 * LARGE).sum()
+    recorder.leave(0)
+    (use,) = recorder.take().uses
+    assert 8 * LARGE <= use.peak_bytes < 9 * LARGE
+    assert use.seconds < 0.02
+
+
 def test_a_users_profiler_is_left_alone() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert MemoryCurve.start() is None

@@ -29,21 +29,15 @@ from torch.nn import functional as F
 Make = Callable[[], nn.Module]
 
 
-def cacheless(make: Make, dropout: bool) -> Make:
-    """Without the cache of keys and values, which is not cut, and perhaps without dropout."""
-
+def without_dropout(make: Make) -> Make:
     def made() -> nn.Module:
-        model: Any = make()
+        model = make()
         for module in model.modules():
-            if hasattr(module, "config"):
-                module.config.use_cache = False
-        if not dropout:
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
-                for name in ("attention_dropout", "dropout"):  # probabilities of functions
-                    if isinstance(getattr(module, name, None), float):
-                        setattr(module, name, 0.0)
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            for name in ("attention_dropout", "dropout"):  # probabilities of functions
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
         return model
 
     return made
@@ -78,7 +72,7 @@ def sliced(make: Make, count: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("count", [2, 3, 64])
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_give_the_same_within_rounding(core: ModuleType, name: str, count: int) -> None:
-    make = cacheless(MODELS[name], dropout=False)
+    make = without_dropout(MODELS[name])
     plain = build(make)
     expected = train(plain, adamw(plain))
     model, optimizer = sliced(make, count)
@@ -93,9 +87,8 @@ def test_slices_give_the_same_within_rounding(core: ModuleType, name: str, count
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_give_the_same_bits_twice(core: ModuleType, name: str) -> None:
     """With dropout: each slice draws its own numbers, and the same ones when recomputed."""
-    make = cacheless(MODELS[name], dropout=True)
-    model, optimizer = sliced(make, 2)
-    other, optimizer_of_other = sliced(make, 2)
+    model, optimizer = sliced(MODELS[name], 2)
+    other, optimizer_of_other = sliced(MODELS[name], 2)
     losses = train(model, optimizer, lengths=(12, 7))
     assert train(other, optimizer_of_other, lengths=(12, 7)) == losses
     assert_same(model, other)
@@ -136,6 +129,29 @@ def test_dropout_is_the_same_in_both_runs(core: ModuleType) -> None:
 def wrapped_grad(parameter: torch.Tensor) -> torch.Tensor:
     slot = parameter._strata  # type: ignore[attr-defined]
     return slot.state.read(slot.index, "grad")
+
+
+def test_the_cache_of_keys_is_that_of_the_whole(core: ModuleType) -> None:
+    """Two forwards that share a cache: the second is given keys and values to cut."""
+
+    def run(model: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        tokens = torch.randint(0, VOCABULARY, (3, 8))
+        first = model(tokens, labels=tokens)
+        second = model(tokens, labels=tokens, past_key_values=first.past_key_values)
+        layers = second.past_key_values.layers
+        keys = [t.detach() for layer in layers for t in (layer.keys, layer.values)]
+        (first.loss + second.loss).backward()
+        return [*keys, torch.stack([first.loss, second.loss]).detach()]
+
+    plain = build(llama)
+    expected = run(plain)
+    model, _ = sliced(llama, 2)
+    for a, b in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(wrapped_grad(p), q.grad)
+    assert wrapped(model).units[1].slices_max == 3
 
 
 def test_gradients_of_inputs_and_of_what_is_not_cut(core: ModuleType) -> None:
@@ -321,15 +337,53 @@ def test_refused_units_run_whole_and_say_why(
     assert unit.unsplit_reason in told[0]
 
 
+def test_a_form_that_was_not_tried_is_not_cut(core: ModuleType) -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(48, 48)
+            self.extra = False
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = torch.tanh(self.inner(x))
+            return (y, y.square().mean()) if self.extra else (y,)
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(y for y in self.blocks[0][0](x))
+
+    def make() -> nn.Module:
+        model: Any = blocks(run)()
+        model.blocks[0] = nn.Sequential(Fickle())
+        return model
+
+    def loss(slices: int) -> tuple[float, Any]:
+        model, _ = tight(build(make), units=["blocks.0.0"])
+        unit = next(u for u in wrapped(model).units if u.name == "blocks.0.0")
+        unit.activation, unit.slices = "recompute", slices
+        x = torch.linspace(-1, 1, 4 * 48).reshape(4, 48)
+        model(x)
+        assert unit.slices_max == (4 if slices > 1 else 1)
+        model.blocks[0][0].extra = True
+        value = model(x).sum()
+        value.backward()
+        return value.item(), unit
+
+    expected, _ = loss(1)
+    found, unit = loss(2)
+    assert found == expected
+    assert (unit.slices_max, "another form" in unit.unsplit_reason) == (1, True)
+
+
 def test_a_trial_while_recording_changes_nothing(core: ModuleType) -> None:
     """The planner learns how far units may be cut; the step is the one that it would have been."""
-    make = cacheless(gpt2, dropout=True)
 
     def run(recording: bool) -> tuple[list[float], Any]:
-        model, optimizer = sliced(make, 1)
+        model, optimizer = sliced(gpt2, 1)
         if recording:
             wrapped(model).recorder.begin()
-        return train(model, optimizer), model
+        losses = train(model, optimizer)
+        wrapped(model).recorder.take()
+        return losses, model
 
     expected, kept = run(recording=False)
     losses, model = run(recording=True)
