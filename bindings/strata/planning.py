@@ -9,8 +9,8 @@ The first step with a batch of an unseen shape is recorded while units recompute
 which takes the least memory; budgets that cannot work are refused at its end. The second one shows
 how long computation takes when nothing disturbs it: it waits for the updates of the step before,
 and nothing is recorded but times. Then the plan is made. In the first step under it PyTorch's
-memory is measured again: where it is more than was planned, the plan is made anew with that much
-less. Use from the thread that trains.
+memory is measured again, if the budget is tight: where it is more than was planned, the plan is
+made anew with that much less. Use from the thread that trains.
 
 Note [Shape classes]. A plan made for one batch serves every batch that is nowhere larger: its
 promises still hold. A batch that is larger somewhere, or has less than half the elements, gets a
@@ -43,6 +43,7 @@ Shape = tuple[tuple[int, ...], ...]
 
 CLASSES_MAX = 16
 SMALL_SHARE = 0.5  # of a class's elements: smaller batches get a class of their own
+TIGHT_SHARE = 0.8  # of the device budget
 SLOW_STEPS = 3  # in a row, before the disk is measured anew
 SLOW_FACTOR = 1.5  # of the predicted time
 MODES: dict[str, Any] = {
@@ -73,10 +74,18 @@ class ShapeClass:
     shape: Shape
     trace: Trace | None = None  # None: to be recorded
     paper: _core.PaperPlan | None = None  # None: to be timed
-    device_peak: int = 0  # frames and PyTorch's memory, measured under the plan; 0: to be measured
+    device_peak: int = 0  # frames and PyTorch's memory, as measured under the plan; 0: not yet
     reserve: int = 0  # bytes of the device that plans leave alone, because one turned out too large
     predicted_seconds: float = 0.0
     bound_seconds: float = 0.0
+
+    @property
+    def to_check(self) -> bool:
+        """Whether the device comes so near its budget that it has to be measured under the plan."""
+        if self.paper is None or self.device_peak:
+            return False
+        peak = self.paper.plan["peaks"]["device"]
+        return peak["bytes"] > TIGHT_SHARE * peak["budget"]
 
     @property
     def elements(self) -> int:
@@ -146,7 +155,7 @@ class Planning:
             self._observe(found)
         elif changes:
             self._use(found)
-        if found.paper is not None and not found.device_peak and self._curve is None:
+        if found.to_check and self._curve is None:
             self._curve = MemoryCurve.start()
 
     def end_step(self) -> None:
