@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -118,7 +119,8 @@ def residency(
     tiers = [tier for tier in TIER_COLOURS if any(held[tier])]
     with plt.rc_context(STYLE):
         figure, rows = _figure(len(tiers), 0.6 + 1.4 * len(tiers))
-        times = [begin for _, _, begin, _ in at] + [at[-1][3]]
+        # In order, also where a use ends behind the begin of the next.
+        times = list(accumulate([*(begin for _, _, begin, _ in at), at[-1][3]], max))
         for axes, tier in zip(rows, tiers, strict=True):
             top = max([*held[tier], peaks[tier].budget if tier in peaks else 0])
             name, size = ("GiB", GIB) if top >= GIB else ("MiB", MIB)

@@ -48,7 +48,6 @@ def page(report: Report) -> str:
 
 def _sections(report: Report) -> Iterator[str]:
     record = report.records[-1] if report.records else None
-    at = moments(report.trace, record)
     yield "<h1>strata report</h1>"
     yield (
         f"<p>{report.steps} steps, {escape(report.backend)} backend, pages of "
@@ -69,15 +68,18 @@ def _sections(report: Report) -> Iterator[str]:
     yield "<h2>Time lost</h2>"
     yield from _stalls(report)
     yield "<h2>Memory over a step</h2>"
-    if report.plan and report.trace and at:
+    if report.plan and report.trace and report.trace["uses"]:
         held = residency(report.plan, report.trace)
-        yield _figure(figures.residency(held, at, report.peaks), "As planned, by tier.")
+        at = moments(report.trace, record)
+        caption = "As planned, by tier; of host memory without the staging area."
+        yield _figure(figures.residency(held, at, report.peaks), caption)
     else:
         yield _none("there is no plan")
     yield _tiers(report)
     yield "<h2>Units over a step</h2>"
     names = [unit["name"] for unit in report.trace["units"]] if report.trace else []
     names = names or (record.units if record else [])
+    at = moments(None, record) or moments(report.trace, None)
     if at:
         yield _figure(
             figures.units(names, at, report.planned),

@@ -36,18 +36,37 @@ def residency(plan: StepPlan, trace: Trace) -> dict[str, list[int]]:
 
 
 def moments(trace: Trace | None, record: StepRecord | None) -> list[Moment]:
-    """The uses of a step: as measured, where they are those of the trace or there is no trace; else
-    as traced, one after the other without waits."""
-    if record is not None and record.uses:
-        seen = [(use.unit, use.backward) for use in record.uses]
-        if trace is None or seen == [(use["unit"], use["backward"]) for use in trace["uses"]]:
-            return [
-                (use.unit, use.backward, use.entered - record.begin, use.left - record.begin)
-                for use in record.uses
-            ]
+    """The uses of the trace (of the record, where there is no trace), each at the time at which the
+    record has it. What the record lacks takes no time; where it lacks most, the times are the
+    traced ones, without waits."""
+    measured = (
+        [(u.unit, u.backward, u.entered - record.begin, u.left - record.begin) for u in record.uses]
+        if record
+        else []
+    )
+    if trace is None:
+        return measured
+    found: list[Moment] = []
+    at = 0
+    missing = 0
+    for use in trace["uses"]:
+        key = (use["unit"], use["backward"])
+        next_at = next((i for i in range(at, len(measured)) if measured[i][:2] == key), None)
+        if next_at is None:
+            now = found[-1][3] if found else 0.0
+            found.append((*key, now, now))
+            missing += 1
+        else:
+            found.append(measured[next_at])
+            at = next_at + 1
+    return found if 2 * missing < len(found) else _traced(trace)
+
+
+def _traced(trace: Trace) -> list[Moment]:
+    """One use after the other, for as long as each computed."""
     result = []
     at = 0.0
-    for use in trace["uses"] if trace else []:
+    for use in trace["uses"]:
         at += use["gap_seconds"]
         result.append((use["unit"], use["backward"], at, at + use["seconds"]))
         at += use["seconds"]

@@ -118,12 +118,21 @@ def test_what_a_tier_holds_grows_by_what_is_swapped() -> None:
     assert held["device"] == made_up.plan()["device_curve"]
 
 
-def test_moments_are_those_of_the_trace_where_the_step_differs() -> None:
+def test_moments_are_measured_where_the_step_is_the_traced_one() -> None:
     trace, record = made_up.trace(), made_up.record()
-    assert moments(trace, record)[1] == (1, False, pytest.approx(0.14), pytest.approx(0.24))
-    shorter = made_up.record(uses=record.uses[:3])
-    assert moments(trace, shorter)[1] == (1, False, pytest.approx(0.1), pytest.approx(0.2))
-    assert len(moments(None, shorter)) == 3
+    measured = moments(None, record)
+    assert measured[1] == (1, False, pytest.approx(0.14), pytest.approx(0.24))
+    assert moments(trace, record) == measured
+    lacking = moments(trace, made_up.record(uses=record.uses[:-1]))
+    assert lacking[:-1] == measured[:-1]
+    assert lacking[-1] == (0, True, measured[-2][3], measured[-2][3])
+
+
+def test_moments_are_traced_where_the_step_is_another() -> None:
+    trace, record = made_up.trace(), made_up.record()
+    other = made_up.record(uses=record.uses[:3])
+    assert moments(trace, other)[1] == (1, False, pytest.approx(0.1), pytest.approx(0.2))
+    assert moments(trace, None) == moments(trace, other)
     assert moments(None, None) == []
 
 
