@@ -165,7 +165,7 @@ bool Session::turn() {
     fail(std::move(error));
   }
   if (moved) ++progress_;
-  if (turned_) turned_(table_);
+  if (turned_) turned_(table_, home_);
   return moved;
 }
 

@@ -70,7 +70,7 @@ struct SessionParts {
   // No pump: called when nothing moved, to advance the virtual clock. Absent: a pump thread runs.
   std::function<void()> idle;
   // Called after every turn, for checks of what must always hold.
-  std::function<void(const PageTable&)> turned;
+  std::function<void(const PageTable&, const Residence&)> turned;
 };
 
 // For the watchdog: what somebody waits for, and of which unit.
@@ -206,7 +206,7 @@ class Session final {
   std::uint32_t copying_ = 0;   // threads that use host pages without the lock
   std::optional<Error> failure_;
   std::function<void()> idle_;
-  std::function<void(const PageTable&)> turned_;
+  std::function<void(const PageTable&, const Residence&)> turned_;
   mutable std::mutex mutex_;
   std::condition_variable moved_;
   bool closed_ = false;

@@ -1,6 +1,8 @@
 #include "simulator.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -29,6 +31,14 @@ struct Plain {
   int landed = 0;
 };
 
+// A tensor that was saved: what it was, and the memory that a copy may still read or write.
+struct Tensor {
+  SaveId id{};
+  UnitId unit = kNoUnit;
+  std::vector<std::byte> expected;
+  std::unique_ptr<std::vector<std::byte>> device;
+};
+
 class Simulation final {
  public:
   Simulation(std::uint64_t seed, FaultPlan faults) : random_(seed) {
@@ -38,9 +48,8 @@ class Simulation final {
     SessionParts parts;
     parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
     parts.idle = [this] { clock_.advance(10'000); };
-    parts.turned = [this](const PageTable& table) { check(table); };
-    home_ = choose_residence(config_);
-    if (home_.slots != 0) engine_ = engine.get();
+    parts.turned = [this](const PageTable& table, const Residence& home) { check(table, home); };
+    engine_ = engine.get();
     parts.io_engine = std::move(engine);
     session_ = std::make_unique<Session>(config_, std::move(parts));
   }
@@ -49,6 +58,7 @@ class Simulation final {
     fill();
     const int steps = 2 + below(4);
     for (int step = 0; step < steps; ++step) {
+      if (below(2) == 0) reserve();
       if (below(4) == 0) pass(false, false);
       const int backwards = config_.accumulate ? 1 + below(3) : 1;
       for (int b = 0; b < backwards; ++b) train();
@@ -65,6 +75,8 @@ class Simulation final {
   }
 
   std::uint64_t turns() const { return turns_; }
+  std::uint64_t came_back() const { return came_back_; }
+  std::uint64_t demotions() const { return demoted_; }
   std::uint64_t faults() const {
     std::uint64_t sum = 0;
     for (std::size_t f = 1; f < kIoFaultCount; ++f) sum += injected_[f];
@@ -111,16 +123,79 @@ class Simulation final {
     return config;
   }
 
-  void check(const PageTable& table) {
+  void check(const PageTable& table, const Residence& home) {
     ++turns_;
-    for (std::size_t f = 0; engine_ != nullptr && f < kIoFaultCount; ++f) {
+    for (std::size_t f = 0; f < kIoFaultCount; ++f) {
       injected_[f] = engine_->injected(static_cast<IoFault>(f));
     }
-    const auto wrong =
-        table.check_invariants({home_.device_frames, home_.host_frames, home_.slots});
+    const auto wrong = table.check_invariants({home.device_frames, home.host_frames, home.slots});
     promise(!wrong, wrong.value_or(""));
-    promise(home_.device_frames * kPage <= config_.device_bytes, "the device budget");
-    promise(home_.host_frames * kPage <= config_.host_bytes, "the host budget");
+    promise(home.device_frames * kPage <= config_.device_bytes, "the device budget");
+    promise(home.host_frames * kPage <= config_.host_bytes, "the host budget");
+    promise(home.slots * kPage <= config_.ssd_bytes, "the SSD budget");
+  }
+
+  // Room for activations, or the refusal of it, which changes nothing.
+  void reserve() {
+    drop_all();
+    const auto host = static_cast<std::size_t>(below(12)) * kPage;
+    const auto ssd = static_cast<std::size_t>(below(3) == 0 ? 0 : below(16)) * kPage;
+    const std::vector<Tier> before = session_->residence().tier;
+    try {
+      session_->reserve_activations(host, ssd);
+      demoted_ += session_->residence().tier != before ? 1 : 0;
+    } catch (const StrataError& error) {
+      if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
+    }
+  }
+
+  // What a forward of the unit saves, here and there; the memory of some goes at once.
+  void save(UnitId unit) {
+    for (int i = below(4); i > 0; --i) {
+      Tensor tensor;
+      tensor.unit = unit;
+      const int bytes = 1 + below(below(2) == 0 ? 5'000 : 200'000);
+      tensor.expected.resize(static_cast<std::size_t>(bytes));
+      std::uint64_t word = random_();
+      for (std::byte& byte : tensor.expected) byte = static_cast<std::byte>(word = word * 5 + 1);
+      tensor.device = std::make_unique<std::vector<std::byte>>(tensor.expected);
+      const Tier tier = below(2) == 0 ? Tier::host : Tier::ssd;
+      const auto id =
+          session_->save_activation(tensor.device->data(), tensor.device->size(), tier, unit);
+      if (!id) continue;  // no room: it stays on the device
+      tensor.id = *id;
+      if (session_->activation_saved(*id, below(2) == 0)) tensor.device.reset();
+      tensors_.push_back(std::move(tensor));
+      if (below(10) == 0) drop(tensors_.size() - 1);
+    }
+  }
+
+  void drop(std::size_t which) {
+    session_->drop_activation(tensors_[which].id);
+    tensors_.erase(tensors_.begin() + static_cast<std::ptrdiff_t>(which));
+  }
+
+  void drop_all() {
+    while (!tensors_.empty()) drop(tensors_.size() - 1);
+  }
+
+  // The unit's backward: the last one saved is needed first. Some are asked ahead for the next
+  // unit.
+  void restore(UnitId unit) {
+    for (std::size_t i = tensors_.size(); i-- > 0;) {
+      if (below(4) == 0) session_->stage_activation(tensors_[i].id);
+      if (tensors_[i].unit != unit) continue;
+      Tensor& tensor = tensors_[i];
+      session_->activation_saved(tensor.id, true);
+      tensor.device = std::make_unique<std::vector<std::byte>>(tensor.expected.size());
+      session_->fetch_activation(tensor.id, tensor.device->data());
+      if (below(8) != 0) {
+        session_->activation_fetched(tensor.id, true);
+        promise(*tensor.device == tensor.expected, "an activation came back with other bytes");
+        ++came_back_;
+      }
+      drop(i);
+    }
   }
 
   void fill() {
@@ -179,6 +254,7 @@ class Simulation final {
   void visit(UnitId unit, bool backward, bool recorded) {
     session_->enter(unit, backward, recorded);
     look(unit);
+    if (recorded) backward ? restore(unit) : save(unit);
     if (backward) land(unit);
     look(unit);
     session_->leave(unit);
@@ -259,12 +335,14 @@ class Simulation final {
   std::mt19937_64 random_;
   VirtualClock clock_;
   Config config_;
-  Residence home_;
-  FaultyEngine* engine_ = nullptr;  // null where nothing rests on the disk
+  FaultyEngine* engine_ = nullptr;
+  std::vector<Tensor> tensors_;  // saved, the oldest first; the session's copies use their memory
   std::unique_ptr<Session> session_;
   std::vector<Plain> plain_;
   std::array<std::uint64_t, kIoFaultCount> injected_{};
   std::uint64_t turns_ = 0;
+  std::uint64_t came_back_ = 0;
+  std::uint64_t demoted_ = 0;
 };
 
 }  // namespace
@@ -281,6 +359,8 @@ SimulationResult simulate(std::uint64_t seed, FaultPlan faults) {
     result.error = error.error();
   }
   result.turns = simulation.turns();
+  result.came_back = simulation.came_back();
+  result.demotions = simulation.demotions();
   result.faults = simulation.faults();
   result.requests = simulation.requests();
   return result;

@@ -1,7 +1,7 @@
 // A whole training run under a virtual clock, from one seed: a random model, random budgets, a disk
 // that misbehaves by plan, and a plain in-memory run beside it as the oracle. After every turn the
 // page table's invariants and every budget are checked; while a unit is entered its device bytes
-// must be those of the oracle.
+// must be those of the oracle, and what was saved of its activations comes back as it was.
 //
 //   SimulationResult result = simulate(seed, faults);
 //   EXPECT_EQ(result.broken, "") << "replay with seed " << seed;
@@ -22,6 +22,8 @@ struct SimulationResult {
   std::uint64_t faults = 0;    // that happened
   std::uint64_t requests = 0;  // to the disk
   std::uint64_t turns = 0;
+  std::uint64_t came_back = 0;  // activations that were saved and fetched
+  std::uint64_t demotions = 0;  // times that pages came to rest on the SSD for their sake
 };
 
 SimulationResult simulate(std::uint64_t seed, FaultPlan faults);
