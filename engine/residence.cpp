@@ -203,17 +203,20 @@ Residence make_room(const Config& config, const Residence& home, std::size_t hos
     then.staging_frames = choose_staging(home, budget);
   }
   const std::size_t demoted = missing();
-  if (demoted > resting || (then.staging_frames != 0 && config.ssd_paths.empty())) {
-    const std::size_t needed = (resting + home.staging_frames + host_pages) * page;
-    infeasible(
-        verdict, Tier::host,
-        "infeasible: activations need " + bytes_text(host_pages * page) + " of host memory and " +
-            bytes_text(ssd_pages * page) + " of SSD, and the host budget is " +
-            bytes_text(config.host_bytes) + "; host=\"" + std::to_string(ceil_div(needed, kKiB)) +
-            "KiB\" would do" +
-            (config.ssd_paths.empty() ? " where nothing goes to the SSD, or give ssd_path=" : ""));
-    throw StrataError(*verdict.error);
+  const std::string needs = "infeasible: activations need " + bytes_text(host_pages * page) +
+                            " of host memory and " + bytes_text(ssd_pages * page) + " of SSD, ";
+  if (ssd_pages != 0 && config.ssd_paths.empty()) {
+    infeasible(verdict, Tier::ssd, needs + "and there is no ssd_path=");
+  } else if (demoted > resting || (demoted != 0 && config.ssd_paths.empty())) {
+    // At best nothing else rests in host memory.
+    const std::size_t staging = std::max(then.staging_frames, staging_wanted(home));
+    const std::size_t least = config.ssd_paths.empty() ? resting : staging;
+    infeasible(verdict, Tier::host,
+               needs + "and the host budget is " + bytes_text(config.host_bytes) + "; host=\"" +
+                   std::to_string(ceil_div((least + host_pages) * page, kKiB)) + "KiB\" would do" +
+                   (config.ssd_paths.empty() ? ", or give ssd_path=" : ""));
   }
+  if (verdict.error) throw StrataError(*verdict.error);
   std::size_t left = demoted;
   const std::vector<PageId> order = by_worth(home.layout);
   for (auto worst = order.rbegin(); left != 0; ++worst) {

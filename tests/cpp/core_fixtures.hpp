@@ -45,6 +45,7 @@ struct SmallCoreOptions {
   std::uint32_t staging = 2;
   std::uint32_t device_frames = 4;
   std::uint32_t in_flight = 8;
+  std::uint32_t spare_slots = 0;  // that no page has
   BackendFaults backend = {};
 };
 
@@ -56,7 +57,7 @@ class SmallCore final {
       : options_(options),
         host_frames_(count(tier, Tier::host) + options.staging),
         memory_(host_frames_ * kPage),
-        slots_(std::max(1U, count(tier, Tier::ssd))) {
+        slots_(std::max(1U, count(tier, Tier::ssd) + options.spare_slots)) {
     const auto pages = static_cast<std::uint32_t>(tier.size());
     table.add(pages);
     device = std::make_unique<FaultyBackend>(
@@ -157,6 +158,8 @@ class SmallCore final {
     cache->flush();
     EXPECT_TRUE(until([this] { return !cache->dirty() && mover->idle(); }));
   }
+  SlotId acquire_slot() { return store_->acquire().value(); }
+  const Pool& host() const { return *host_; }
   CopyState state(PageId page, Tier tier) const { return table.copy(page, tier).state; }
   std::uint64_t moved_pages(Link link) const { return mover->bytes(link) / kPage; }
 

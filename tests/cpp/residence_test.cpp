@@ -67,6 +67,73 @@ TEST(Residence, ClaimsNoMoreThanItMay) {
   EXPECT_GT(on_ssd, 100);
 }
 
+// What rests where once activations have room, and what that costs.
+void check_room(const Config& config, const Residence& before, const Residence& then) {
+  const std::size_t page = then.layout.page_bytes;
+  const auto resting =
+      static_cast<std::size_t>(std::count(then.tier.begin(), then.tier.end(), Tier::host));
+  const std::size_t frames = resting + then.staging_frames + then.activation_frames;
+  const std::size_t slots = then.tier.size() - resting + then.activation_slots;
+  EXPECT_LE(frames, then.host_frames);
+  EXPECT_LE(then.host_frames * page, config.host_bytes);
+  EXPECT_LE(slots, then.slots);
+  EXPECT_LE(then.slots * page, config.ssd_bytes);
+  EXPECT_GE(then.host_frames, before.host_frames);
+  EXPECT_GE(then.slots, before.slots);
+  if (slots != 0) {
+    EXPECT_GE(then.staging_frames, then.chunk_frames_max + 3);
+  }
+  std::size_t demoted = 0;
+  std::size_t on_ssd = 0;
+  std::array<bool, 3> host{}, ssd{};  // by worth: parameters, gradients, states
+  for (std::size_t i = 0; i < then.tier.size(); ++i) {
+    EXPECT_FALSE(before.tier[i] == Tier::ssd && then.tier[i] == Tier::host);
+    demoted += before.tier[i] != then.tier[i];
+    on_ssd += then.tier[i] == Tier::ssd;
+    const Role role = then.layout.role_of[i];
+    const std::size_t worth = role == Role::param ? 0 : role == Role::grad ? 1 : 2;
+    (then.tier[i] == Tier::host ? host : ssd)[worth] = true;
+  }
+  EXPECT_FALSE(host[2] && (ssd[0] || ssd[1])) << "a state stays and a parameter or gradient goes";
+  EXPECT_FALSE(host[1] && ssd[0]);
+  if (demoted == 0) return;
+  EXPECT_EQ(frames, config.host_bytes / page) << "more pages went than had to";
+}
+
+TEST(Residence, MakesRoomForActivations) {
+  int made = 0, demoting = 0, refused = 0;
+  for_seeds(2000, [&](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_budgets(random);
+    Residence home;
+    try {
+      home = choose_residence(config);
+    } catch (const StrataError&) {
+      return;
+    }
+    for (int round = 0; round < 3; ++round) {
+      const std::size_t host = below(random, 40);
+      const std::size_t ssd = below(random, 2) == 0 ? 0 : below(random, 60);
+      try {
+        const Residence then = make_room(config, home, host, ssd);
+        EXPECT_EQ(then.activation_frames, host);
+        EXPECT_EQ(then.activation_slots, ssd);
+        check_room(config, home, then);
+        ++made;
+        demoting += then.tier != home.tier;
+        home = then;
+      } catch (const StrataError& error) {
+        ++refused;
+        EXPECT_NE(error.error().text().find("infeasible"), std::string::npos);
+      }
+    }
+  });
+  if (std::getenv("STRATA_SEED") != nullptr) return;
+  EXPECT_GT(made, 500);
+  EXPECT_GT(demoting, 20);
+  EXPECT_GT(refused, 100);
+}
+
 // Does what the message says: the budget that "would do".
 void obey(Config& config, const std::string& text) {
   static const std::regex advice(R"((device|host|ssd)=\"(\d+)(KiB|MiB)\" would do)");
@@ -99,6 +166,35 @@ TEST(Residence, WhatARefusalAdvisesWorks) {
   });
   if (std::getenv("STRATA_SEED") == nullptr) {
     EXPECT_GT(refused, 200);
+  }
+}
+
+TEST(Residence, WhatARefusalOfRoomAdvisesWorks) {
+  int advised = 0;
+  for_seeds(1000, [&](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_budgets(random);
+    Residence home;
+    try {
+      home = choose_residence(config);
+    } catch (const StrataError&) {
+      return;
+    }
+    const std::size_t host = below(random, 400);
+    const std::size_t ssd = config.ssd_paths.empty() ? 0 : below(random, 400);
+    for (int attempt = 0; attempt <= 2; ++attempt) {
+      try {
+        check_room(config, home, make_room(config, home, host, ssd));
+        return;
+      } catch (const StrataError& error) {
+        ASSERT_LT(attempt, 2) << "the advice did not help: " << error.error().text();
+        obey(config, error.error().text());
+        ++advised;
+      }
+    }
+  });
+  if (std::getenv("STRATA_SEED") == nullptr) {
+    EXPECT_GT(advised, 100);
   }
 }
 
