@@ -117,7 +117,6 @@ class Hooks:
         """Undoes what ModuleHook.before did."""
         if pushed and self.saved.on_top():
             self.saved.pop()
-        self.swapping.poll()
         hook.leave()
 
 
@@ -184,6 +183,7 @@ class ModuleHook:
             self.hooks.close_frame(*frames.pop())
         replaced = self._own(output)
         self.hooks.close_frame(*frames.pop())
+        self.hooks.swapping.poll()
         return None if replaced is output else replaced
 
     def leave(self) -> None:

@@ -58,7 +58,7 @@ class SavedTensors:
         self, state: Wrapped, pins: Pins, swapping: Swapping, frames: list[tuple[Any, bool]]
     ) -> None:
         self.swapping = swapping
-        self._state = state
+        self.state = state
         self._pins = pins
         self._frames = frames
         # Bound once: the same objects are recognised when they lie on top of torch's stack.
@@ -87,7 +87,7 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called for each tensor that autograd saves. Parameters are kept by unit, not by value."""
-        state = self._state
+        state = self.state
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # sparse and symbolic tensors have none, and are not ours
@@ -112,20 +112,13 @@ class SavedTensors:
 
     def keep_by_unit(self, tensor: torch.Tensor, index: int) -> Any:
         """What pack() returns for a tensor in the memory of parameter `index`."""
-        state = self._state
+        state = self.state
         kept = state.aliases[index] if tensor is state.params[index] else tensor
         return (kept, state.written[index], state.unit_of[index], index)
 
-    def find(self, tensor: torch.Tensor) -> int:
-        """The parameter whose memory a tensor shows, or -1."""
-        try:
-            return self._state.find(tensor.data_ptr())
-        except RuntimeError:
-            return -1
-
     def record(self, tensor: torch.Tensor, packed: Any) -> Any:
         """Tells the recorder of a tensor that is saved in a unit's forward."""
-        recorder = self._state.recorder
+        recorder = self.state.recorder
         if recorder.recording and self._frames and _graph_task() == -1:
             number = recorder.saved(self._frames[-1][0].unit.index, tensor)
             if number != NOT_RECORDED:
@@ -144,8 +137,8 @@ class SavedTensors:
                 raise changed(tuple(tensor.shape), "it was changed in place")
             return cast(torch.Tensor, tensor)
         tensor, version, unit, index = packed
-        if self._state.written[index] != version:
-            raise changed(self._state.names[index], "it was updated by step() or in place")
+        if self.state.written[index] != version:
+            raise changed(self.state.names[index], "it was updated by step() or in place")
         self._pins.pin(unit)
         if torch.is_grad_enabled() and _graph_task() != -1:
             self.push()  # create_graph: the node saves tensors too. Autograd pops it with the node
@@ -153,7 +146,7 @@ class SavedTensors:
 
     def _unpack_activation(self, packed: Recorded | SwappedView) -> torch.Tensor:
         if type(packed) is Recorded:
-            self._state.recorder.used(packed.number)
+            self.state.recorder.used(packed.number)
             return self.unpack(packed.packed)
         self._pins.watch()
         return self.swapping.unpack(cast(SwappedView, packed))
@@ -186,12 +179,16 @@ class _Above:
     def pack(self, tensor: torch.Tensor) -> Any:
         """As SavedTensors.pack, which see."""
         ours = self.ours
-        index = ours.find(tensor)
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            return (self.outer_unpack, self.outer_pack(tensor), None)
+        index = ours.state.find(address)
         if index >= 0:
             return ours.keep_by_unit(tensor, index)
         return ours.record(tensor, (self.outer_unpack, self.outer_pack(tensor), None))
 
 
 def _as_is(tensor: torch.Tensor) -> Any:
-    kept = tensor if tensor.grad_fn is None else tensor.detach()  # see Note [Cycles]
+    kept = tensor if tensor.is_leaf else tensor.detach()  # see Note [Cycles]
     return (kept, tensor._version)
