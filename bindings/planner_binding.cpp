@@ -103,6 +103,7 @@ Costs parse_costs(const py::dict& dict) {
   costs.update_elements_s = parse_amount(dict, "update_elements_s");
   costs.transfer_seconds = parse_amount(dict, "transfer_seconds");
   costs.slice_seconds = parse_amount(dict, "slice_seconds");
+  if (dict.contains("landing_waits")) costs.landing_waits = field<bool>(dict, "landing_waits");
   for (const auto& [a, row] : field<py::dict>(dict, "slow")) {
     const auto lane = static_cast<std::size_t>(parse_lane(a.cast<std::string>()));
     for (const auto& [b, value] : row.cast<py::dict>()) {

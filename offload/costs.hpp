@@ -24,6 +24,8 @@ struct Costs {
   double update_elements_s = 0.0;  // the optimizer, all workers together
   double transfer_seconds = 0.0;   // a transfer costs this beside its bytes
   double slice_seconds = 0.0;      // a further slice of a unit's batch costs this, each way
+  bool landing_waits = false;      // computation stands still while a gradient goes down, because
+                                   // its own thread copies it
   // [a][b]: the speed of lane a, of what it does alone, while lane b is busy; 1 where they share
   // nothing. Several busy lanes multiply.
   std::array<std::array<double, kLaneCount>, kLaneCount> slow = unhindered();

@@ -76,6 +76,16 @@ double seconds_for(std::uint64_t amount, double speed) {
   return amount == 0 ? 0.0 : static_cast<double>(amount) / speed;
 }
 
+// Where two lanes take each half of the other's speed, neither gains by running beside the other.
+Costs in_turns(Costs costs) {
+  constexpr auto kCompute = static_cast<std::size_t>(Lane::compute);
+  constexpr auto kDownload = static_cast<std::size_t>(Lane::download);
+  for (double* share : {&costs.slow[kCompute][kDownload], &costs.slow[kDownload][kCompute]}) {
+    *share = std::min(*share, 0.5);
+  }
+  return costs;
+}
+
 void find_largest(Bound& bound) {
   const auto alone = [&](Lane lane) { return bound.lane_seconds[static_cast<std::size_t>(lane)]; };
   const std::pair<double, const char*> parts[] = {
@@ -91,7 +101,8 @@ void find_largest(Bound& bound) {
 
 }  // namespace
 
-Bound lower_bound(const Trace& trace, const Costs& costs, const Budgets& budgets) {
+Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budgets) {
+  const Costs costs = machine.landing_waits ? in_turns(machine) : machine;
   const MustMove moves = must_move(trace, budgets);
   Bound bound;
   LaneSeconds& work = bound.lane_seconds;

@@ -83,6 +83,6 @@ struct Bound {
 };
 
 // REQUIRES: as for simulate().
-Bound lower_bound(const Trace& trace, const Costs& costs, const Budgets& budgets);
+Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budgets);
 
 }  // namespace strata

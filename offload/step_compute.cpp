@@ -71,7 +71,7 @@ std::vector<UseJobs> add_computation(const Trace& trace, const Plan& plan, const
     }
     jobs.before = out.compute.empty() ? kNoJob : out.compute.back();
     if (use.backward && recomputes(unit)) {
-      jobs.first = chain(out, forwards[i] * scale + slicing, {0, use.unit, i, Purpose::recompute});
+      jobs.first = chain(out, forwards[i] * scale, {0, use.unit, i, Purpose::recompute});
     }
     const double share = use.backward ? shares[index(use.unit)] : 1.0;
     const Purpose purpose = use.backward ? Purpose::backward : Purpose::forward;
@@ -79,7 +79,9 @@ std::vector<UseJobs> add_computation(const Trace& trace, const Plan& plan, const
     if (jobs.first == kNoJob) jobs.first = jobs.body;
     last[i] = jobs.body;
   }
-  const JobId end = chain(out, trace.tail_seconds * scale, {0, kNoUnit, kNone, Purpose::outside});
+  const auto last_use = static_cast<std::uint32_t>(all.size() - 1);
+  const JobId end =
+      chain(out, trace.tail_seconds * scale, {0, kNoUnit, last_use, Purpose::outside});
   out.graph.wait_across(out.compute.front(), end);
   for (std::size_t i = 0; i < all.size(); ++i) {
     const std::uint32_t leave = trace.uses[i].leave;

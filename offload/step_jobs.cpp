@@ -51,7 +51,7 @@ class Builder final {
   void bring(std::uint32_t i, std::uint64_t bytes, JobId frames_left, bool first);
   void swap_activations();
   void swap(std::uint32_t born, std::uint64_t bytes, double tensors, std::uint32_t needed);
-  std::uint32_t swap_in_at(std::uint32_t needed) const;
+  std::uint32_t swap_in_at(std::uint32_t needed, std::uint32_t ahead) const;
 
   const Trace& trace_;
   const Plan& plan_;
@@ -125,8 +125,14 @@ void Builder::gradients() {
     const UnitId unit{u};
     if (!trained(unit)) continue;
     const double transfers = transfers_of(unit, 1);
+    // Who was not seen in the backward has its gradient at the end of it.
+    const JobId backward = uses_[std::min<std::size_t>(last_back_[u], uses_.size() - 1)].left;
     landed_[u] = move(Lane::download, of(unit).grad_bytes, transfers, Purpose::grad, unit);
-    out_.graph.wait(landed_[u], last_back_[u] == kNone ? end_ : uses_[last_back_[u]].left);
+    out_.graph.wait(landed_[u], backward);
+    if (costs_.landing_waits) {
+      const auto next = std::upper_bound(out_.compute.begin(), out_.compute.end(), backward);
+      out_.graph.wait(*next, landed_[u]);
+    }
     const std::uint64_t on_ssd = plan_of(unit).grad_ssd_bytes;
     if (on_ssd == 0) continue;
     const double part = static_cast<double>(on_ssd) / static_cast<double>(of(unit).grad_bytes);
@@ -274,22 +280,18 @@ void Builder::swap(std::uint32_t born, std::uint64_t bytes, double tensors, std:
   if (needed == kNone) return;
   const JobId in = move(Lane::upload, bytes, tensors, Purpose::activation, unit);
   out_.graph.wait(uses_[needed].body, in);
-  JobId start = in;
-  if (to_ssd) {
-    start = move(Lane::read, bytes, tensors, Purpose::activation, unit);
-    out_.graph.wait(in, start);
-  }
-  out_.graph.wait(start, away);
-  wait_for_enter(start, swap_in_at(needed));
+  wait_for_enter(in, swap_in_at(needed, plan_.activation_lookahead));
+  if (!to_ssd) return out_.graph.wait(in, away);
+  const JobId read = move(Lane::read, bytes, tensors, Purpose::activation, unit);
+  out_.graph.wait(in, read);
+  out_.graph.wait(read, away);
+  wait_for_enter(read, swap_in_at(needed, plan_.activation_lookahead + 1));
 }
 
-// At whose enter the tensors that a use needs start to come.
-std::uint32_t Builder::swap_in_at(std::uint32_t needed) const {
+// The use so many before, or the first backward use.
+std::uint32_t Builder::swap_in_at(std::uint32_t needed, std::uint32_t ahead) const {
   std::uint32_t at = needed;
-  for (std::uint32_t units = 0; at > 0 && units < plan_.activation_lookahead; ++units) {
-    if (!trace_.uses[at - 1].backward) break;
-    --at;
-  }
+  for (; ahead > 0 && at > 0 && trace_.uses[at - 1].backward; --ahead) --at;
   return at;
 }
 

@@ -12,8 +12,9 @@
 //                frames is left; then from the SSD, then up. The first uses are asked for when the
 //                step begins. Whoever was updated comes again, also what stays on the device
 //   activations  go when the forward that saved them is over, and come when the use
-//                `activation_lookahead` before is entered, never before the first backward
-//   gradients    go when the unit's backward is over
+//                `activation_lookahead` before is entered (from the SSD, one use earlier), never
+//                before the first backward
+//   gradients    go when the unit's backward is over; where landing waits, so does computation
 //   updates      start after the last computation, in the order of the next forward; a piece
 //                is opened when the one kPiecesOpen before is done and written
 //
@@ -42,7 +43,8 @@ inline constexpr std::uint32_t kPiecesOpen = 4;
 struct JobNote {
   std::uint64_t bytes = 0;
   UnitId unit = kNoUnit;
-  std::uint32_t use = UINT32_MAX;  // of computation: index into the trace's uses
+  std::uint32_t use = UINT32_MAX;  // of computation: index into the trace's uses; what comes after
+                                   // the last one counts as its
   Purpose purpose = Purpose::outside;
 };
 

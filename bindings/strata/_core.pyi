@@ -210,6 +210,7 @@ class Costs(TypedDict):
     update_elements_s: float
     transfer_seconds: float
     slice_seconds: float
+    landing_waits: NotRequired[bool]  # computation stands still while a gradient goes down
     slow: dict[LaneName, dict[LaneName, float]]  # pairs left out: 1
 
 class Budgets(TypedDict):

@@ -153,6 +153,7 @@ inline PaperCase random_paper_case(std::mt19937_64& random) {
   costs.update_elements_s = speed();
   costs.transfer_seconds = 0.01 * seconds();
   costs.slice_seconds = 0.1 * seconds();
+  costs.landing_waits = below(2) == 0;
   for (auto& row : costs.slow) {
     for (double& share : row) share = below(3) == 0 ? 0.2 + 0.8 * seconds() : 1.0;
   }

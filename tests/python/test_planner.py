@@ -124,6 +124,9 @@ def test_a_step_is_played_on_this_machine_or_another() -> None:
     assert run == paper.simulate(made_up_costs())
     faster = made_up_costs() | {"read_bytes_s": 8e9, "write_bytes_s": 8e9}
     assert paper.simulate(faster)["step_seconds"] < run["step_seconds"]
+    waiting = paper.simulate(made_up_costs() | {"landing_waits": True})
+    landing = [s for s in waiting["stalls"] if s["lane"] == "download" and s["purpose"] == "grad"]
+    assert {stall["use"] for stall in landing} >= set(range(UNITS + 1, 2 * UNITS))
     without_ssd = made_up_costs() | {"read_bytes_s": 0.0}
     assert math.isinf(paper.simulate(without_ssd)["step_seconds"])
 
