@@ -85,12 +85,7 @@ class Options:
                 f"which activations={self.activations!r} rules out; pass activations='auto'"
             )
         if self.page_size != "auto":
-            size = parse_size(self.page_size)
-            if not PAGE_BYTES_MIN <= size <= PAGE_BYTES_MAX or size & (size - 1):
-                raise ValueError(
-                    f"page_size must be a power of two from {format_size(PAGE_BYTES_MIN)} to "
-                    f"{format_size(PAGE_BYTES_MAX)}, not {self.page_size}"
-                )
+            check_page_size(parse_size(self.page_size))
         if self.accumulation_steps < 1:
             raise ValueError(
                 f"accumulation_steps must be at least 1, not {self.accumulation_steps}"
@@ -116,6 +111,20 @@ class Options:
 
 
 OPTION_NAMES = [field.name for field in fields(Options)]
+
+
+def check_page_size(size: int) -> None:
+    """Raises ValueError for what no page can be."""
+    if not PAGE_BYTES_MIN <= size <= PAGE_BYTES_MAX or size & (size - 1):
+        raise ValueError(
+            f"page_size must be a power of two from {format_size(PAGE_BYTES_MIN)} to "
+            f"{format_size(PAGE_BYTES_MAX)}, not {format_size(size)}"
+        )
+
+
+def default_workers() -> int:
+    """Threads that update parameters where nobody says how many."""
+    return max(1, min(4, machine.processors() // 2))
 
 
 def configure(
@@ -154,7 +163,7 @@ def configure(
         "ssd_bytes": 0,
         "ssd_paths": options.ssd_paths(),
         "io_engine": options.io_engine,  # type: ignore[typeddict-item]
-        "workers": options.workers or max(1, min(4, machine.processors() // 2)),
+        "workers": options.workers or default_workers(),
         "accumulate": options.accumulation_steps > 1,
     }
     _choose_budgets(config, parse_budgets(options.memory), make_plan)
