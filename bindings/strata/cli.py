@@ -51,10 +51,34 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
+def plan(arguments: Sequence[str]) -> int:
+    """Say how a recorded step would run on another machine, without running anything."""
+    from .whatif import run
+
+    return run(arguments, plan.__doc__)
+
+
+def estimate(arguments: Sequence[str]) -> int:
+    """Say whether a model fits and how fast it would train, before its weights are there."""
+    from .estimate import run
+
+    return run(arguments, estimate.__doc__)
+
+
+def io_tune(arguments: Sequence[str]) -> int:
+    """Measure this machine's links and disks, and remember them for planning."""
+    from .io_tune import run
+
+    return run(arguments, io_tune.__doc__)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "finetune": finetune,
     "demo": demo,
     "report": report,
+    "plan": plan,
+    "estimate": estimate,
+    "io-tune": io_tune,
 }
 
 

@@ -1,0 +1,99 @@
+"""`strata io-tune`: measures this machine by hand and remembers what it found.
+
+strata io-tune --ssd-path /mnt/nvme0 /mnt/nvme1 --page-size 4MiB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from . import _core, configure
+from .calibrate import LANES, Calibration, Setup, calibration
+from .finetune_options import ENGINES, Parser
+from .forecast import LANE_NAMES
+from .planner_options import page_size, positive, worded
+from .sizes import format_size
+
+SWEEP_SECONDS = 0.15
+SWEEP_BYTES = 128 << 20
+SWEEP_PAGES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
+SWEEP_DEPTHS = (4, 16, 64)
+IN_FLIGHT_MAX = 256 << 20  # bytes of host memory for buffers
+
+
+def run(arguments: Sequence[str], description: str | None) -> int:
+    """0; what cannot be measured is said, and raises where it is the disk that was asked for."""
+    parser = Parser(prog="strata io-tune", description=description)
+    parser.add_argument("--ssd-path", nargs="+", default=[], metavar="DIR", help="folders on disks")
+    parser.add_argument(
+        "--page-size",
+        type=worded(page_size),
+        default=4 << 20,
+        metavar="SIZE",
+        help="of the calibration that is remembered (default: 4MiB)",
+    )
+    parser.add_argument("--io-engine", choices=ENGINES, default="auto", help="default: auto")
+    parser.add_argument(
+        "--workers", type=worded(positive), metavar="N", help="threads that update parameters"
+    )
+    options = parser.parse_args(arguments)
+    for path in options.ssd_path:
+        if not Path(path).is_dir():
+            parser.error(f"--ssd-path {path} is not a folder")
+    console = Console()
+    if options.ssd_path:
+        console.print(sweep(options.ssd_path, options.io_engine))
+    workers = options.workers or configure.default_workers()
+    setup = Setup(workers, options.page_size, options.ssd_path, options.io_engine)
+    console.print(lanes_table(calibration(setup, refresh=True), options.page_size))
+    return 0
+
+
+def sweep(paths: Sequence[str], io_engine: str) -> Table:
+    """Bandwidth of the disks by page size and requests in flight."""
+    table = Table(title="disks: GB/s by page size and requests in flight", title_justify="left")
+    for heading in ("page", "in flight", "read", "write", "read beside write", "write beside read"):
+        table.add_column(heading, justify="right")
+    for page in SWEEP_PAGES:
+        for depth in SWEEP_DEPTHS:
+            if page * depth > IN_FLIGHT_MAX:
+                continue
+            speeds = _disk_speeds(_core.SsdProbe(list(paths), page, io_engine, SWEEP_BYTES, depth))
+            table.add_row(format_size(page), str(depth), *(f"{s / 1e9:.2f}" for s in speeds))
+    return table
+
+
+def _disk_speeds(probe: _core.SsdProbe) -> list[float]:
+    """Read alone, write alone, and both together."""
+    alone = [probe.run("in", SWEEP_SECONDS)[0], probe.run("out", SWEEP_SECONDS)[1]]
+    return [*alone, *probe.run("both", SWEEP_SECONDS)]
+
+
+def lanes_table(found: Calibration, page_bytes: int) -> Table:
+    """Every lane alone, and the share of its speed that it keeps beside each other one."""
+    costs = found.costs
+    speeds = {
+        "compute": f"{found.flops_s / 1e9:,.0f} GFLOP/s",
+        "upload": f"{costs['upload_bytes_s'] / 1e9:.2f} GB/s",
+        "download": f"{costs['download_bytes_s'] / 1e9:.2f} GB/s",
+        "read": f"{costs['read_bytes_s'] / 1e9:.2f} GB/s",
+        "write": f"{costs['write_bytes_s'] / 1e9:.2f} GB/s",
+        "update": f"{costs['update_elements_s'] / 1e9:.2f} G/s",
+    }
+    shown = [lane for lane in LANES if costs["slow"].get(lane)]
+    title = f"lanes with pages of {format_size(page_bytes)}: alone, and what is left beside others"
+    table = Table(title=title, title_justify="left")
+    table.add_column("lane")
+    table.add_column("alone", justify="right")
+    for lane in shown:
+        table.add_column(lane, justify="right")
+    for lane in shown:
+        beside = [costs["slow"][lane].get(other) for other in shown]
+        cells = ["" if part is None else f"{100 * part:.0f} %" for part in beside]
+        typical = " (typical)" if lane in found.typical else ""
+        table.add_row(LANE_NAMES[lane], speeds[lane] + typical, *cells)
+    return table

@@ -1,0 +1,256 @@
+"""`strata plan` and `strata estimate`: what they answer, and what they refuse."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from strata import calibrate, cli, paper, planner_options, trace_file, whatif
+from strata.calibrate import Calibration
+from strata.trace_file import Origin
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
+
+TOKENS = 4096
+SIZES = replace(paper.LLAMA_7B, name="toy", layers=6, hidden=512, feed_forward=1408, heads=8)
+SIZES = replace(SIZES, kv_heads=8, vocabulary=4000)
+COSTS = paper.PaperMachine("", 1, 1.0, 10e9, 1, 100e9, 1, 2e9, 2e9).costs()
+BUDGET = "device=1GiB,host=4GiB"
+ON_DISK = "device=1GiB,host=200MiB,ssd=8GiB"
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """No test here measures anything."""
+
+    def calibration(setup, refresh=False):
+        disk = {} if setup.ssd_paths else {"read_bytes_s": 0.0, "write_bytes_s": 0.0}
+        return Calibration({**COSTS, **disk}, 1e12)
+
+    monkeypatch.setattr(planner_options, "calibration", calibration)
+
+
+@pytest.fixture
+def trace_path(tmp_path):
+    trace = paper.llama_trace(SIZES, TOKENS, 512, 2e12, page_bytes=1 << 20)
+    path = tmp_path / "step.trace.json"
+    trace_file.save(path, trace, Origin("Toy", "paper", TOKENS))
+    return str(path)
+
+
+@pytest.fixture
+def ask(trace_path, capsys):
+    """What `strata plan --json` answers, and its status."""
+
+    def asked(*options, memory=BUDGET):
+        arguments = ["plan", "--trace", trace_path, "--memory", memory, *options, "--json"]
+        status = cli.main(arguments)
+        return json.loads(capsys.readouterr().out), status
+
+    return asked
+
+
+def test_a_step_that_fits_is_described(trace_path, capsys):
+    assert cli.main(["plan", "--trace", trace_path, "--memory", BUDGET]) == 0
+    text = capsys.readouterr().out
+    for words in ("fits", "s a step predicted", "tokens a second", "lower bound", "model.layers.0"):
+        assert words in text
+    assert "optimizer" in text
+
+
+def test_json_says_the_same(ask):
+    found, status = ask()
+    assert status == 0
+    assert found["feasible"]
+    assert found["refusal"] == ""
+    assert 0 < found["bound"]["seconds"] <= found["step_seconds"] * (1 + 1e-9)
+    assert found["percent_of_bound"] == pytest.approx(
+        100 * found["bound"]["seconds"] / found["step_seconds"]
+    )
+    assert found["tokens_per_second"] == pytest.approx(TOKENS / found["step_seconds"])
+    assert set(found["lanes"]) == set(calibrate.LANES)
+    assert [unit["name"] for unit in found["units"]][1] == "model.layers.0"
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_one_that_would_do(ask):
+    found, status = ask(memory="device=16MiB,host=4GiB")
+    assert status == 1
+    assert not found["feasible"]
+    assert "infeasible: device" in found["refusal"]
+    assert found["step_seconds"] is None
+    enough = found["device_bytes_min"]
+    assert ask(memory=f"device={enough},host=4GiB")[1] == 0
+
+
+def test_a_refusal_is_said_in_words(trace_path, capsys):
+    assert cli.main(["plan", "--trace", trace_path, "--memory", "device=16MiB,host=4GiB"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("does not fit\ninfeasible: device")
+    assert "smallest device budget" in text
+
+
+def test_a_faster_disk_is_not_slower(ask):
+    times = []
+    for speed in ("500MB/s", "1GB/s", "4GB/s", "40GB/s"):
+        told = ["--ssd-read-speed", speed, "--ssd-write-speed", speed]
+        found, status = ask(*told, memory=ON_DISK)
+        assert status == 0
+        times.append(found["step_seconds"])
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 2 * times[-1]
+
+
+def test_faster_links_and_optimizers_are_not_slower(ask):
+    base = ask()[0]["step_seconds"]
+    assert ask("--upload-speed", "40GB/s", "--download-speed", "40GB/s")[0]["step_seconds"] <= base
+    assert ask("--update-speed", "100G")[0]["step_seconds"] <= base
+    assert ask("--update-speed", "100M")[0]["step_seconds"] > base
+
+
+def test_a_faster_device_shortens_computation(ask):
+    slow, fast = ask()[0], ask("--compute-speed", "2x")[0]
+    assert fast["lanes"]["compute"]["busy_seconds"] < slow["lanes"]["compute"]["busy_seconds"]
+    assert fast["step_seconds"] <= slow["step_seconds"]
+
+
+def test_a_larger_batch_computes_longer_and_holds_more(ask):
+    one, four = ask()[0], ask("--tokens-scale", "4")[0]
+    assert four["bound"]["compute_seconds"] == pytest.approx(
+        4 * one["bound"]["compute_seconds"], rel=0.3
+    )
+    assert four["tokens_per_second"] == pytest.approx(4 * TOKENS / four["step_seconds"])
+    assert four["device_bytes_min"] > one["device_bytes_min"]
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "swap"])
+def test_modes_can_be_forced(ask, mode):
+    found, status = ask("--activations", mode, memory="device=8GiB,host=8GiB")
+    assert status == 0
+    blocks = [u["activation"] for u in found["units"] if "layers" in u["name"]]
+    assert set(blocks) == {"swap_host" if mode == "swap" else mode}
+
+
+def test_slices_can_be_forced(ask):
+    found, _ = ask("--split", "4")
+    assert {u["slices"] for u in found["units"] if "layers" in u["name"]} == {4}
+
+
+def test_scaling_scales_what_grows_and_nothing_else():
+    trace = paper.llama_trace(SIZES, TOKENS, 512, 1e12)
+    half = whatif.scaled(trace, 0.5)
+    assert half["uses"][2]["seconds"] == trace["uses"][2]["seconds"] / 2
+    assert half["tensors"][3]["bytes"] == round(trace["tensors"][3]["bytes"] / 2)
+    assert half["units"][1]["slices_max"] == 4
+    assert half["units"][1]["param_bytes"] == trace["units"][1]["param_bytes"]
+    assert whatif.scaled(trace, 1.0) == trace
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--memory", "device=1GiB"], "has no host= budget"),
+        (["--memory", "devise=1GiB,host=1GiB"], "did you mean 'device'?"),
+        (["--memory", "device=1GiX,host=1GiB"], "did you mean"),
+        (["--memory", "8GiB"], "'8GiB' is not a budget such as device=8GiB"),
+        (["--compute-speed", "fast"], "'fast' is not a factor"),
+        (["--tokens-scale", "0"], "'0' is not a factor"),
+        (["--split", "0"], "'0' is not a positive whole number"),
+        (["--upload-speed", "12GB/h"], "'12GB/h' is not a size"),
+        (["--update-speed", "many"], "'many' is not a number"),
+        (["--ssd-red-speed", "1GB/s"], "did you mean '--ssd-read-speed'?"),
+    ],
+)
+def test_wrong_calls_are_refused_in_words(trace_path, capsys, options, says):
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["plan", "--trace", trace_path, "--memory", BUDGET, *options])
+    assert refused.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_disk_of_unknown_speed_is_asked_for(trace_path, capsys):
+    assert cli.main(["plan", "--trace", trace_path, "--memory", ON_DISK]) == 1
+    assert "--ssd-read-speed and --ssd-write-speed, or --ssd-path" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path, capsys):
+    (tmp_path / "x").write_text("{}")
+    assert cli.main(["plan", "--trace", str(tmp_path / "x"), "--memory", BUDGET]) == 1
+    assert "is not a strata trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_s"), [("12GB/s", 12e9), ("1.5 GiB / s", 1.5 * 2**30), ("500", 500)]
+)
+def test_speeds(text, bytes_s):
+    assert planner_options.parse_speed(text) == bytes_s
+
+
+@pytest.mark.parametrize(("text", "count"), [("2G", 2e9), ("989T", 989e12), ("1e3", 1000.0)])
+def test_counts(text, count):
+    assert planner_options.parse_count(text) == count
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Transformers folder without weights."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=512,
+    )
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def estimate(capsys, *options):
+    status = cli.main(["estimate", "--batch", "2", "--sequence", "64", *options, "--json"])
+    return json.loads(capsys.readouterr().out), status
+
+
+def test_a_model_without_weights_is_estimated(folder, capsys):
+    found, status = estimate(capsys, "--model", folder, "--memory", "device=64MiB,host=64MiB")
+    assert status == 0
+    assert found["tokens_per_second"] == pytest.approx(128 / found["step_seconds"])
+    parameters = sum(
+        p.numel() for p in LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).parameters()
+    )
+    assert found["plan"]["resting_host_bytes"] >= 14 * parameters
+
+
+def test_an_estimate_that_does_not_fit_says_what_would(folder, capsys):
+    small = "device=256KiB,host=64MiB"
+    found, status = estimate(capsys, "--model", folder, "--memory", small)
+    assert status == 1
+    assert found["device_bytes_min"] > 256 << 10
+    enough = f"device={found['device_bytes_min']},host=64MiB"
+    assert estimate(capsys, "--model", folder, "--memory", enough)[1] == 0
+
+
+def test_flops_and_bandwidth_of_another_device_can_be_told(folder, capsys):
+    def seconds(*told):
+        found, _ = estimate(capsys, "--model", folder, "--memory", "device=64MiB,host=64MiB", *told)
+        return found["lanes"]["compute"]["busy_seconds"]
+
+    assert seconds("--flops", "1G") == pytest.approx(2 * seconds("--flops", "2G"), rel=0.01)
+    assert seconds("--flops", "1T", "--device-bandwidth", "1GB/s") > 10 * seconds("--flops", "1T")
+
+
+def test_models_of_other_kinds_are_refused(tmp_path, capsys):
+    BertConfig().save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path / "config.json"), "--memory", BUDGET]
+    assert cli.main(["estimate", *options]) == 1
+    assert capsys.readouterr().err.startswith("strata: ")
+
+
+def test_nothing_of_a_large_model_takes_memory(capsys):
+    large = LlamaConfig(num_hidden_layers=4)  # 4096 wide: 1.1 G parameters
+    assert large.hidden_size == 4096
+    before = torch.get_default_dtype()
+    from strata import estimate as module
+
+    model, step = module.count(large, 1, 2048, "bfloat16")
+    assert sum(p.numel() for p in model.parameters()) > 10**9
+    assert max(use.peak_bytes for use in step.uses) > 2**30
+    assert torch.get_default_dtype() == before
