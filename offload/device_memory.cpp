@@ -88,8 +88,6 @@ std::vector<std::uint64_t> DeviceMemory::traced_held(const Trace& trace) const {
 }
 
 void DeviceMemory::take_apart(const Trace& trace, const std::vector<std::uint64_t>& held) {
-  // What a unit's forward reaches where it saves: recomputing reaches it again.
-  std::vector<std::uint64_t> forward_saving(trace.units.size(), 0);
   for (std::size_t i = 0; i < trace.uses.size(); ++i) {
     const Use& use = trace.uses[i];
     const std::size_t unit = index(use.unit);
@@ -98,24 +96,25 @@ void DeviceMemory::take_apart(const Trace& trace, const std::vector<std::uint64_
     Moment& moment = moments_[i];
     moment.base = less(use.live_bytes, held[i]);
     if (use.gap_peak_bytes != 0) moment.gap_base = less(use.gap_peak_bytes, held[i]);
-    std::uint64_t saved = 0, again = 0;
+    std::uint64_t saved = 0;
+    std::uint64_t again = 0;  // what a forward of the unit reaches: recomputing reaches it too
     for (const Group& group : groups_[unit]) {
       if (group.born == i) saved += group.other_bytes;
       if (!use.backward || group.born >= i || i > group.last_used) continue;
       moment.own_inputs += group.input_bytes;
       if (group.recomputed > i) continue;
       moment.own += group.other_bytes;
-      if (group.recomputed == i) again += group.other_bytes;
+      if (group.recomputed != i) continue;
+      moment.own_again += group.other_bytes;
+      again = std::max(again, moments_[group.born].saving);
     }
     if (!use.backward) {
       moment.saving = kept ? grown : grown + saved;
       moment.recomputing = kept ? less(grown, saved) : grown;
-      forward_saving[unit] = std::max(forward_saving[unit], moment.saving);
       continue;
     }
-    moment.saving = kept ? grown : less(grown, again);
-    moment.recomputing =
-        kept ? std::max(grown, less(forward_saving[unit], moment.own)) : moment.saving;
+    moment.saving = kept ? grown : less(grown, moment.own_again);
+    moment.recomputing = std::max(moment.saving, kept ? less(again, moment.own_again) : 0);
   }
 }
 
@@ -153,8 +152,15 @@ std::uint64_t DeviceMemory::need(std::size_t use, const UnitPlan& plan) const {
       plan.activation == Activation::recompute ? moment.recomputing : moment.saving;
   const std::uint64_t inside =
       moment.base + moment.own_inputs + sliced(moment.own + works, use, plan);
-  if (moment.gap_base == 0) return inside;
-  return std::max(inside, moment.gap_base + moment.own_inputs + moment.own);
+  return std::max(inside, gap_need(use, plan));
+}
+
+// In the gap before a use; 0 where nothing is known of it.
+std::uint64_t DeviceMemory::gap_need(std::size_t use, const UnitPlan& plan) const {
+  const Moment& moment = moments_[use];
+  if (moment.gap_base == 0) return 0;
+  const bool again = plan.activation == Activation::recompute;
+  return moment.gap_base + moment.own_inputs + moment.own - (again ? moment.own_again : 0);
 }
 
 // By use: the bytes of all saved tensors on the device at its enter. `leaving`: what is still on
@@ -198,9 +204,10 @@ std::vector<std::uint64_t> DeviceMemory::curve(std::span<const UnitPlan> units,
     const Moment& moment = moments_[i];
     const std::uint64_t own = moment.own + moment.own_inputs;
     STRATA_ASSERT(held[i] >= own);
-    curve[i] = held[i] - own + need(i, units[index(unit_of_[i])]);
+    const UnitPlan& plan = units[index(unit_of_[i])];
+    curve[i] = held[i] - own + need(i, plan);
     if (leaving[i] != 0 && moment.gap_base != 0) {
-      curve[i] = std::max(curve[i], held[i] + leaving[i] + moment.gap_base);
+      curve[i] = std::max(curve[i], held[i] - own + leaving[i] + gap_need(i, plan));
     }
     if (moment.inner_peak == 0) continue;
     for (std::size_t k = i; k <= moment.inner_end; ++k) {

@@ -53,7 +53,8 @@ class DeviceMemory final {
     // it recomputes.
     std::uint64_t saving = 0;
     std::uint64_t recomputing = 0;
-    std::uint64_t own = 0;  // backward: the unit's saved tensors but its inputs
+    std::uint64_t own = 0;        // backward: the unit's saved tensors but its inputs
+    std::uint64_t own_again = 0;  // of these: what recomputing brings back in this very use
     std::uint64_t own_inputs = 0;
     std::uint32_t inner_end = 0;   // nested uses are those before this one
     std::uint64_t inner_peak = 0;  // of the traced step, where nested uses do not explain it
@@ -65,6 +66,7 @@ class DeviceMemory final {
   void find_nested(const Trace& trace);
   std::vector<std::uint64_t> held_under(std::span<const UnitPlan> units, std::uint32_t lookahead,
                                         std::vector<std::uint64_t>& leaving) const;
+  std::uint64_t gap_need(std::size_t use, const UnitPlan& plan) const;
   std::uint64_t sliced(std::uint64_t bytes, std::size_t use, const UnitPlan& plan) const;
 
   const Lifetimes& lives_;

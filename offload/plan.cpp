@@ -29,7 +29,7 @@ std::string refusal_text(Tier tier, std::uint64_t bytes, std::uint64_t budget,
                          const std::string& where, std::uint64_t enough) {
   return std::string("infeasible: ") + name(tier) + " " + bytes_text(bytes) + " > " +
          bytes_text(budget) + " " + where +
-         (enough == 0 ? "; no size of it would do" : "; " + enough_text(enough) + " would do");
+         (enough == 0 ? "" : "; " + enough_text(enough) + " would do");
 }
 
 std::string place_of(const Trace& trace, std::size_t use) {
@@ -37,6 +37,19 @@ std::string place_of(const Trace& trace, std::size_t use) {
   const Use& at = trace.uses[use];
   return std::string(at.backward ? "at backward of " : "at forward of ") +
          trace.units[index(at.unit)].name;
+}
+
+// Host memory or the SSD cannot hold what must rest there.
+std::string refuse_tier(const Problem& problem) {
+  const Swapped swapped =
+      swapped_peak(problem.trace(), fewest_swaps(problem), problem.budgets().page_bytes);
+  const std::optional<Shortage> shortage = problem.resting().shortage(swapped);
+  STRATA_ASSERT(shortage);
+  const bool swaps = swapped.host_bytes + swapped.ssd_bytes != 0;
+  return refusal_text(shortage->tier, shortage->bytes, shortage->budget,
+                      swaps ? "for parameters, gradients, states and swapped activations"
+                            : "for parameters, gradients and states",
+                      shortage->enough);
 }
 
 // Where the least that the device must hold is reached.
@@ -55,30 +68,24 @@ Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
   STRATA_ASSERT(check_trace(trace).empty());
   const Problem problem(trace, costs, budgets, wishes);
   Plan plan;
-  // 1. Can everything rest somewhere, with nothing swapped?
-  if (const auto shortage = problem.resting().shortage({})) {
-    plan.refusal = refusal_text(shortage->tier, shortage->bytes, shortage->budget,
-                                "for parameters, gradients and states", shortage->enough);
+  // 1. Can everything rest somewhere?
+  const std::optional<Modes> modes = modes_that_rest(problem);
+  if (!modes) {
+    plan.refusal = refuse_tier(problem);
     return plan;
   }
   // 2. The least that the device must hold.
-  const std::optional<Choice> least = least_device(problem);
-  if (!least) {  // only swapping was allowed, and there is no room for it
-    const Shortage shortage = *swapping_shortage(problem);
-    plan.refusal = refusal_text(shortage.tier, shortage.bytes, shortage.budget,
-                                "with the swapped activations", shortage.enough);
-    return plan;
-  }
-  const std::uint64_t least_bytes = std::uint64_t{least->frames} * budgets.page_bytes +
-                                    problem.activation_bytes(least->modes, least->lookahead);
-  if (least_bytes > budgets.device_bytes) {
-    plan.refusal = refuse_device(problem, *least, least_bytes);
-    plan.device_bytes_min = least_bytes;
+  const Choice least = least_device(problem, *modes);
+  plan.device_bytes_min = std::uint64_t{least.frames} * budgets.page_bytes +
+                          problem.activation_bytes(least.modes, least.lookahead);
+  if (plan.device_bytes_min > budgets.device_bytes) {
+    plan.refusal = refuse_device(problem, least, plan.device_bytes_min);
     return plan;
   }
   // 3. The fastest of what fits.
-  plan = problem.plan_of(fastest(problem, *least));
-  plan.device_bytes_min = least_bytes;
+  const std::uint64_t device_bytes_min = plan.device_bytes_min;
+  plan = problem.plan_of(fastest(problem, least));
+  plan.device_bytes_min = device_bytes_min;
   return plan;
 }
 

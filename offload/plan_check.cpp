@@ -197,7 +197,9 @@ class Replay final {
     const Use& use = trace_.uses[i];
     if (use.gap_peak_bytes != 0) {
       const std::uint64_t beside = use.gap_peak_bytes - std::min(use.gap_peak_bytes, traced_[i]);
-      most = std::max(most, beside + planned_[i] + leaving_[i]);
+      const bool again = plan_.units[index(use.unit)].activation == Activation::recompute;
+      const std::uint64_t not_yet = again ? own_at(i).computed : 0;
+      most = std::max(most, beside + planned_[i] + leaving_[i] - not_yet);
     }
     return i + 1 == trace_.uses.size() ? std::max(most, trace_.tail_peak_bytes) : most;
   }
@@ -253,14 +255,13 @@ class Replay final {
     return own;
   }
 
-  // What a forward of the unit reaches above its enter when it saves.
-  std::uint64_t forward_saving(std::size_t unit) const {
+  // What the forward that this use computes again reached above its enter, saving.
+  std::uint64_t forward_saving(std::size_t i) const {
     std::uint64_t most = 0;
-    for (std::size_t i = 0; i < trace_.uses.size(); ++i) {
-      const Use& use = trace_.uses[i];
-      if (index(use.unit) != unit || use.backward) continue;
-      const bool saved = trace_.units[unit].traced == Activation::keep;
-      most = std::max(most, use.peak_bytes - use.live_bytes + (saved ? 0 : own_at(i).born));
+    for (const std::size_t t : tensors_[index(trace_.uses[i].unit)]) {
+      if (lives_.recomputed[t] != i) continue;
+      const Use& born = trace_.uses[trace_.tensors[t].born];
+      most = std::max(most, born.peak_bytes - born.live_bytes);
     }
     return most;
   }
@@ -286,7 +287,9 @@ class Replay final {
       others -= own.others;
       works = was_again ? std::max(grown, own.computed) + own.others - own.computed
                         : grown + own.others;
-      if (again && !was_again) works = std::max(works, forward_saving(unit));
+      if (again && !was_again) {
+        works = std::max(works, forward_saving(i) + own.others - own.computed);
+      }
     }
     if (plan.slices == 1) return others + works;
     return others + ceil_div(works, plan.slices) + 2 * lives_.units[unit].input_bytes;

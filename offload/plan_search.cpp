@@ -124,9 +124,34 @@ void offer_cheapest(const Problem& problem, const StackModel& stack, std::uint32
 
 }  // namespace
 
-std::optional<Choice> least_device(const Problem& problem) {
+Modes fewest_swaps(const Problem& problem) {
+  Modes modes;
+  for (std::size_t u = 0; u < problem.units(); ++u) {
+    const std::vector<UnitPlan>& options = problem.options(u);
+    const auto stays = std::find_if(options.begin(), options.end(), [](const UnitPlan& option) {
+      return !swaps(option.activation);
+    });
+    modes.push_back(stays == options.end() ? options.front() : *stays);
+  }
+  return modes;
+}
+
+std::optional<Modes> modes_that_rest(const Problem& problem) {
+  Modes modes = fewest_swaps(problem);
+  for (std::size_t u = problem.units(); u > 0 && !problem.fits_tiers(modes); --u) {
+    if (!swaps(modes[u - 1].activation)) continue;
+    for (const UnitPlan& option : problem.options(u - 1)) {
+      if (option.activation == Activation::swap_ssd) modes[u - 1] = option;
+    }
+  }
+  if (!problem.fits_tiers(modes)) return std::nullopt;
+  return modes;
+}
+
+Choice least_device(const Problem& problem, const Modes& modes_that_fit) {
+  STRATA_ASSERT(problem.fits_tiers(modes_that_fit));
   const StackModel stack(problem);
-  std::vector<Modes> starts;
+  std::vector<Modes> starts{modes_that_fit};
   for (const Without& without : kWithout) {
     if (auto modes = stack.least_memory(without)) starts.push_back(std::move(*modes));
   }
@@ -134,7 +159,7 @@ std::optional<Choice> least_device(const Problem& problem) {
        {Activation::recompute, Activation::swap_host, Activation::swap_ssd, Activation::keep}) {
     starts.push_back(uniform(problem, activation));
   }
-  std::optional<Choice> best;
+  Choice best;
   std::uint64_t best_bytes = UINT64_MAX;
   for (Modes& modes : starts) {
     if (!problem.fits_tiers(modes)) continue;
@@ -145,12 +170,6 @@ std::optional<Choice> least_device(const Problem& problem) {
     best = Choice{descent.modes(), problem.frame_counts().front(), 0};
   }
   return best;
-}
-
-std::optional<Shortage> swapping_shortage(const Problem& problem) {
-  const Modes modes = uniform(problem, Activation::swap_host);
-  return problem.resting().shortage(
-      swapped_peak(problem.trace(), modes, problem.budgets().page_bytes));
 }
 
 Choice fastest(const Problem& problem, const Choice& least) {

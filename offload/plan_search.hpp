@@ -1,10 +1,12 @@
-// The two searches of the planner: for the least that a device must hold, and for the fastest plan
-// among those that fit. Both are deterministic, with bounded effort.
+// The searches of the planner: for modes with which everything rests somewhere, for the least that
+// a device must hold, and for the fastest plan among those that fit. All are deterministic, with
+// bounded effort.
 //
 // Threads: one.
 //
-//   std::optional<Choice> least = least_device(problem);
-//   Choice best = fastest(problem, *least);
+//   std::optional<Modes> modes = modes_that_rest(problem);
+//   Choice least = least_device(problem, *modes);
+//   Choice best = fastest(problem, least);
 #pragma once
 
 #include <optional>
@@ -13,11 +15,13 @@
 
 namespace strata {
 
-// The choice that holds least of the device, whatever it costs; none: what was forced needs room
-// in host memory or on the SSD that is not there.
-std::optional<Choice> least_device(const Problem& problem);
-// Then: which tier lacks how much.
-std::optional<Shortage> swapping_shortage(const Problem& problem);
+// Every unit swaps only where it may do nothing else: into host memory.
+Modes fewest_swaps(const Problem& problem);
+// The same, with as many on to the SSD as it takes; none: host memory and SSD do not do.
+std::optional<Modes> modes_that_rest(const Problem& problem);
+
+// The choice that holds least of the device, whatever it costs. REQUIRES: modes fits the tiers.
+Choice least_device(const Problem& problem, const Modes& modes);
 
 // REQUIRES: problem.fits(least).
 Choice fastest(const Problem& problem, const Choice& least);

@@ -74,7 +74,8 @@ std::optional<Shortage> Resting::shortage(const Swapped& swapped) const {
     host_enough = std::min(host_enough, fixed + (total_ > ssd_room ? total_ - ssd_room : 0));
   }
   if (budgets_.ssd_bytes == 0 || fixed > budgets_.host_bytes) {
-    return Shortage{Tier::host, std::min(fixed, host_enough), budgets_.host_bytes,
+    const std::uint64_t needed = host_enough == UINT64_MAX ? fixed : host_enough;
+    return Shortage{Tier::host, needed, budgets_.host_bytes,
                     host_enough == UINT64_MAX ? 0 : host_enough};
   }
   const std::uint64_t rest = total_ - std::min(total_, budgets_.host_bytes - fixed);

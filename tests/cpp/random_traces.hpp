@@ -25,7 +25,7 @@ struct PaperStep {
   Budgets budgets;
 };
 
-inline constexpr std::uint64_t kPaperPage = 64 * kKiB;
+inline constexpr std::uint64_t kRandomPageBytes = 64 * kKiB;
 
 // In [low, high).
 inline double between(std::mt19937_64& random, double low, double high) {
@@ -56,7 +56,7 @@ inline void add_unit(std::mt19937_64& random, Trace& trace, std::string name, do
   TracedUnit unit;
   unit.name = std::move(name);
   const std::uint64_t count = 1 + bytes_between(random, 0.5 * pages, 1.5 * pages);
-  unit.param_bytes = count * kPaperPage;
+  unit.param_bytes = count * kRandomPageBytes;
   unit.elements = unit.param_bytes / 2;
   const bool trained = random() % 12 != 0;
   unit.grad_bytes = trained ? unit.param_bytes : 0;
@@ -70,7 +70,7 @@ inline void add_unit(std::mt19937_64& random, Trace& trace, std::string name, do
 
 // The uses of calls that run forward and then back, with the memory that they then hold.
 inline void add_uses(std::mt19937_64& random, Trace& trace, const std::vector<PaperCall>& calls) {
-  const std::uint64_t fixed = bytes_between(random, 0, 4.0 * kPaperPage);
+  const std::uint64_t fixed = bytes_between(random, 0, 4.0 * kRandomPageBytes);
   const auto count = static_cast<std::uint32_t>(calls.size());
   std::uint64_t held = 0;
   const auto holds = [&](const PaperCall& call) {
@@ -89,7 +89,7 @@ inline void add_uses(std::mt19937_64& random, Trace& trace, const std::vector<Pa
     use.gap_seconds = seconds * between(random, 0, 0.05);
     use.live_bytes = live;
     use.peak_bytes = live + grown;
-    use.gap_peak_bytes = live + bytes_between(random, 0, 1.0 * kPaperPage);
+    use.gap_peak_bytes = live + bytes_between(random, 0, 1.0 * kRandomPageBytes);
     trace.uses.push_back(use);
   };
   for (std::uint32_t c = 0; c < count; ++c) {
@@ -117,9 +117,10 @@ inline void add_uses(std::mt19937_64& random, Trace& trace, const std::vector<Pa
   trace.tail_peak_bytes = fixed;
 }
 
-// `repeats`: whether a block may be called twice.
-inline Trace random_training_trace(std::mt19937_64& random, std::uint32_t blocks,
-                                   bool repeats = false) {
+// `repeats`: whether a block may be called twice. `traced`: how the blocks that can be recomputed
+// were recorded; the same seed gives the same step, recorded this way or that.
+inline Trace random_training_trace(std::mt19937_64& random, std::uint32_t blocks, bool repeats,
+                                   Activation traced) {
   Trace trace;
   const double pages = between(random, 2, 12);
   const double tokens = between(random, 0.3, 4);  // activations, in sizes of the parameters
@@ -129,9 +130,8 @@ inline Trace random_training_trace(std::mt19937_64& random, std::uint32_t blocks
     add_unit(random, trace, "layers." + std::to_string(b), pages, true);
   }
   add_unit(random, trace, "head", pages * between(random, 0.5, 3), false);
-  const Activation traced = random() % 2 == 0 ? Activation::keep : Activation::recompute;
   std::vector<PaperCall> calls;
-  const double hidden = tokens * pages * static_cast<double>(kPaperPage) / 8;
+  const double hidden = tokens * pages * static_cast<double>(kRandomPageBytes) / 8;
   for (std::uint32_t u = 0; u < trace.units.size(); ++u) {
     TracedUnit& unit = trace.units[u];
     if (unit.may_recompute) unit.traced = traced;
@@ -193,12 +193,13 @@ inline Budgets random_budgets(std::mt19937_64& random, const Trace& trace) {
   }
   for (const SavedTensor& tensor : trace.tensors) activations += tensor.bytes;
   const auto part = [&](double of, double low, double high) {
-    return static_cast<std::uint64_t>(of * between(random, low, high)) / kPaperPage * kPaperPage;
+    return static_cast<std::uint64_t>(of * between(random, low, high)) / kRandomPageBytes *
+           kRandomPageBytes;
   };
   Budgets budgets;
-  budgets.page_bytes = kPaperPage;
+  budgets.page_bytes = kRandomPageBytes;
   budgets.device_bytes = part(static_cast<double>(params + activations), 0.15, 0.9);
-  budgets.staging_bytes = 24 * kPaperPage;
+  budgets.staging_bytes = 24 * kRandomPageBytes;
   budgets.host_bytes =
       budgets.staging_bytes + part(static_cast<double>(rest + activations), 0.05, 1.1);
   budgets.ssd_bytes = random() % 5 == 0 ? 0 : part(static_cast<double>(rest), 0.8, 3);
@@ -208,7 +209,8 @@ inline Budgets random_budgets(std::mt19937_64& random, const Trace& trace) {
 inline PaperStep random_paper_step(std::mt19937_64& random, std::uint32_t blocks,
                                    bool repeats = false) {
   PaperStep of;
-  of.trace = random_training_trace(random, blocks, repeats);
+  const Activation traced = random() % 2 == 0 ? Activation::keep : Activation::recompute;
+  of.trace = random_training_trace(random, blocks, repeats, traced);
   of.costs = random_machine(random, of.trace);
   of.budgets = random_budgets(random, of.trace);
   return of;
