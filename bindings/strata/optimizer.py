@@ -121,7 +121,9 @@ class StrataOptimizer(torch.optim.Optimizer):
         groups = [group_spec(self._inner, group) for group in self.param_groups]
         result = state.session.step(groups, self._max_grad_norm, 1.0, self._skip_nonfinite)
         state.note_step(result)
-        if state.planning is not None:
+        if state.planning is None:
+            state.end_step()
+        else:
             state.planning.end_step()
         # Schedulers built on the inner optimizer look here to see whether step() came first.
         self._inner._opt_called = True  # type: ignore[attr-defined]

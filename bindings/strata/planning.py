@@ -32,7 +32,6 @@ from .errors import StrataError
 from .memory_curve import MemoryCurve
 from .recorder import RecordedStep
 from .sizes import format_size
-from .timeline import StepLog, StepRecord, UseSpan
 from .trace_of import make_trace, refresh_times
 
 if TYPE_CHECKING:
@@ -113,7 +112,6 @@ class Planning:
         self._slow_steps = 0
         self._mixed = False  # batches of two classes in one step: its times say little
         self._curve: MemoryCurve | None = None  # of a step that is measured
-        self._log = StepLog(state.session, [unit.name for unit in state.units])
 
     @property
     def trace(self) -> Trace | None:
@@ -137,11 +135,6 @@ class Planning:
         paper = self.current.paper if self.current else None
         return paper.bound() if paper else None
 
-    @property
-    def records(self) -> list[StepRecord]:
-        """What happened in the last steps, oldest first."""
-        return list(self._log.records)
-
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Chooses the plan for a batch. Called ahead of every forward of the whole model."""
         if not torch.is_grad_enabled():
@@ -163,12 +156,15 @@ class Planning:
 
         Raises StrataError where the budgets cannot work.
         """
-        step = self.state.recorder.take()
+        promise = self.current if self.current and self.current.paper else None
+        step = self.state.end_step(
+            promise.predicted_seconds if promise else None,
+            promise.bound_seconds if promise else None,
+        )
         current, mixed, curve = self.current, self._mixed, self._curve
         self._mixed, self._curve = False, None
         if curve is not None:
             curve.stop()
-        self._log_step(step)
         if current is None or not step.uses or not step.uses[-1].backward:
             return
         if current.trace is None:
@@ -183,13 +179,6 @@ class Planning:
             self._check_peak(current, curve.peak(step.begin, step.end))
         elif not mixed and step.rounds == 1:
             self._watch_speed(current, step)
-
-    def _log_step(self, step: RecordedStep) -> None:
-        # Of several rounds the recorder tells the last one only.
-        begin = step.begin if step.rounds == 1 else None
-        current = self.current if self.current and self.current.paper else None
-        promise = (current.predicted_seconds, current.bound_seconds) if current else (None, None)
-        self._log.end_step(begin, step.end, map(UseSpan.of, step.uses), *promise)
 
     def _class_of(self, shape: Shape) -> ShapeClass:
         elements = ShapeClass(shape).elements
@@ -246,9 +235,11 @@ class Planning:
 
     def _measure(self, refresh: bool = False) -> Costs:
         config, page_bytes = self.state.config, self.state.session.plan["page_bytes"]
-        return calibrate.costs(
+        costs = calibrate.costs(
             self.goal.workers, config["ssd_paths"], page_bytes, self.goal.io_engine, refresh
         )
+        # Session.land_gradient() returns when the gradient has been copied.
+        return {**costs, "landing_waits": True}
 
     def _adopt(self, found: ShapeClass) -> None:
         assert found.trace is not None

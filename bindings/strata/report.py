@@ -11,7 +11,6 @@ A report is kept as a file: one JSON object, {"format": FORMAT} and the fields o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -177,16 +176,12 @@ class Planned(Protocol):
     def bound(self) -> Bound | None:
         """What no plan could be faster than."""
 
-    @property
-    def records(self) -> Iterable[StepRecord]:
-        """The last steps, oldest first."""
-
 
 def make_report(state: Wrapped) -> Report:
     """The report of a wrapped model, now."""
     stats = state.session.stats()
     config = state.config
-    planning: Planned | None = getattr(state, "planning", None)
+    planning: Planned | None = state.planning
     host = stats["host_bytes"]
     return Report(
         steps=state.steps,
@@ -207,18 +202,16 @@ def make_report(state: Wrapped) -> Report:
         io_engine=stats["io_engine"],
         backend=stats["backend"],
         stats=stats,
-        **(_measured(planning) if planning is not None else {}),
-        **(_planned(planning) if planning is not None else {}),
+        **_measured(timeline.steady(state.log.records), planning.bound if planning else None),
+        **(_planned(planning) if planning else {}),
     )
 
 
-def _measured(planning: Planned) -> dict[str, Any]:
+def _measured(records: list[StepRecord], bound: Bound | None) -> dict[str, Any]:
     """The fields of a report that come from what was recorded."""
-    records = timeline.steady(planning.records)
     if not records:
         return {}
     seconds = timeline.measured_seconds(records)
-    bound = planning.bound
     links = timeline.link_bytes(records)
     written = links["host to ssd"]
     return {

@@ -121,7 +121,7 @@ def _waits(report: Report) -> str:
     rows.sort(key=lambda row: -row[1])
     stalls = [["time lost per step", "seconds"]]
     stalls += [[name, f"{seconds:.4f}"] for name, seconds in rows[:WAITS_SHOWN]]
-    stalls.append(["everything together", f"{sum(seconds for _, seconds in rows):.4f}"])
+    stalls.append([ALL_UNITS, f"{sum(seconds for _, seconds in rows):.4f}"])
     return table(stalls)
 
 

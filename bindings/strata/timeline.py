@@ -110,16 +110,11 @@ class StepLog:
             begin = (
                 self.records[-1].end if self.records else min((u.asked for u in uses), default=end)
             )
-        record = StepRecord(
-            self._steps,
-            begin,
-            end,
-            uses,
-            self._session.timeline(),
-            self._units,
-            predicted_seconds,
-            bound_seconds,
-        )
+        spans = self._session.timeline()
+        if self._steps == 0:  # what came before, such as the loading of weights, is no step's
+            spans = [span for span in spans if span["end_ns"] * 1e-9 >= begin]
+        promise = (predicted_seconds, bound_seconds)
+        record = StepRecord(self._steps, begin, end, uses, spans, self._units, *promise)
         self._steps += 1
         self.records.append(record)
         return record
@@ -131,10 +126,11 @@ def stall_name(cause: str, unit: str) -> str:
 
 
 def steady(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """The newest records that ran under one plan. Records of other plans say nothing about it."""
+    """The newest records that ran under one plan: others say nothing about it. Nor does the very
+    first step, in which everything comes when it is asked for, where there is another."""
     kept: list[StepRecord] = []
     for record in reversed(list(records)):
-        if kept and record.predicted_seconds != kept[0].predicted_seconds:
+        if kept and (record.predicted_seconds != kept[0].predicted_seconds or record.step == 0):
             break
         kept.append(record)
     return kept[::-1]

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from .recorder import Recorder
+from .recorder import RecordedStep, Recorder
+from .timeline import StepLog, UseSpan
 
 if TYPE_CHECKING:
     from ._core import ActivationName, Config, Kind, Session, StepResult
@@ -101,6 +102,7 @@ class Wrapped:
         self.cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # and their old dtype
         self.hooks: Any = None  # hooks.Hooks, once installed
         self.recorder = Recorder()
+        self.log = StepLog(session, config["units"])
         self.may_split = True  # units may be tried on slices of the batch, and run on them
         self.planning: Planning | None = None  # None: activations are PyTorch's affair
         self.units = self._make_units(config)
@@ -226,6 +228,18 @@ class Wrapped:
                     self.written[i] = parameter._version
         self.dirty = self.dirty or any(self.landed)
         self.landed = [0] * len(self.params)
+
+    def end_step(
+        self, predicted_seconds: float | None = None, bound_seconds: float | None = None
+    ) -> RecordedStep:
+        """What was recorded of the step that has ended. The log keeps of it what reports tell."""
+        step = self.recorder.take()
+        if step.uses:
+            # Of several rounds the recorder tells the last one only.
+            begin = step.begin if step.rounds == 1 else None
+            uses = map(UseSpan.of, step.uses)
+            self.log.end_step(begin, step.end, uses, predicted_seconds, bound_seconds)
+        return step
 
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step."""

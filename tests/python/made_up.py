@@ -136,10 +136,6 @@ class Planning:
         self.trace = trace()
         self.simulation = simulation()
         self.bound = bound()
-        # The first one ran under another plan: it must not count.
-        other = record(0, 99.0, predicted_seconds=9.0, bound_seconds=0.8)
-        mine = [record(i, 99.0 + i, predicted_seconds=0.95, bound_seconds=0.8) for i in (1, 2)]
-        self.records = [other, *mine]
 
     def begin_forward(self, args: Any, kwargs: Any) -> None:
         pass
@@ -148,10 +144,17 @@ class Planning:
         pass
 
 
+def records() -> list[StepRecord]:
+    """Three steps. The first one ran under another plan: it must not count."""
+    other = record(3, 99.0, predicted_seconds=9.0, bound_seconds=0.8)
+    promise = {"predicted_seconds": 0.95, "bound_seconds": 0.8}
+    return [other, *(record(4 + i, 100.0 + i, **promise) for i in range(2))]
+
+
 def report(**more: Any) -> Report:
     """A report with everything in it."""
-    records = Planning().records[1:]
-    links = link_bytes(records)
+    mine = records()[1:]
+    links = link_bytes(mine)
     fields: dict[str, Any] = {
         "steps": 3, "steps_nonfinite": 1, "steps_skipped": 0, "grad_norm": 0.5,
         "tiers": {
@@ -164,10 +167,10 @@ def report(**more: Any) -> Report:
         "page_bytes": PAGE, "io_engine": "threads", "backend": "host", "stats": {},
         "measured_seconds": 1.0, "predicted_seconds": 0.95, "bound_seconds": 0.8,
         "bound_what": "computation", "percent_of_bound": 80.0,
-        "stalls": stall_seconds(records), "link_bytes_per_step": links,
+        "stalls": stall_seconds(mine), "link_bytes_per_step": links,
         "ssd_written_per_step": links["host to ssd"], "wear": Wear.of(links["host to ssd"], 1.0),
         "peaks": planned_peaks(plan(), trace()), "planned": planned_rows(plan(), trace()),
-        "plan": plan(), "trace": trace(), "simulation": simulation(), "records": records,
+        "plan": plan(), "trace": trace(), "simulation": simulation(), "records": mine,
     }  # fmt: skip
     return Report(**{**fields, **more})
 

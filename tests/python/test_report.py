@@ -6,10 +6,9 @@ from types import ModuleType
 
 import pytest
 import strata
-from made_up import PAGE, UNITS, Planning, bare_report, report
+from made_up import PAGE, UNITS, Planning, bare_report, records, report
 from small_models import build, llama, tight, train
 from strata.report import Report, Wear
-from strata.timeline import StepLog
 from strata.wrapped import wrapped
 
 
@@ -75,6 +74,7 @@ def test_a_plan_fills_the_report(core: ModuleType) -> None:
     model, optimizer = tight(build(llama))
     train(model, optimizer, 1)
     wrapped(model).planning = Planning()  # type: ignore[assignment]
+    wrapped(model).log.records.extend(records())
     made = strata.report(model)
     assert made.measured_seconds == pytest.approx(1.0)
     assert made.predicted_seconds == 0.95
@@ -93,19 +93,20 @@ def test_a_plan_fills_the_report(core: ModuleType) -> None:
 
 def test_a_real_step_fills_the_report(core: ModuleType, tmp_path: Path) -> None:
     model, optimizer = tight(build(llama))
-    state = wrapped(model)
-    log = StepLog(state.session, [unit.name for unit in state.units])
-    planning = Planning()
-    planning.plan = planning.bound = planning.trace = planning.simulation = None
-    planning.records = log.records  # type: ignore[assignment]
-    state.planning = planning  # type: ignore[assignment]
-    for step in range(2):
-        train(model, optimizer, 1)
-        log.end_step(float(step), step + 1.0, [])
+    train(model, optimizer, 3)
     made = strata.report(model)
-    assert made.measured_seconds == 1.0
+    assert [record.step for record in made.records] == [1, 2]
+    uses = [(use.unit, use.backward) for use in made.records[-1].uses]
+    units = range(len(wrapped(model).units))
+    assert (
+        uses == [*((u, False) for u in units), *((u, True) for u in reversed(units))][: len(uses)]
+    )
+    assert made.measured_seconds is not None
+    assert made.measured_seconds > 0
     assert made.link_bytes_per_step["host to device"] > 0
     assert made.predicted_seconds is None
+    assert made.wear is None, "nothing is on the SSD"
+    assert all(unit in [u.name for u in wrapped(model).units] for unit in made.stalls["copy"])
     made.save(tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text())["measured_seconds"] == 1.0
-    assert Report.load(tmp_path / "report.json").stalls == made.stalls
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 3
+    assert Report.load(tmp_path / "report.json") == made

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 import strata
-from made_up import PAGE, UNITS, Planning, record, span
+from made_up import PAGE, UNITS, record, records, span
 from small_models import build, llama, tight, train
 from strata.timeline import (
     LINKS,
@@ -43,12 +43,22 @@ def test_a_log_keeps_the_last_steps() -> None:
     assert fresh.end_step(None, 4.0, [UseSpan(0, False, 3.0, 3.1, 3.5)]).begin == 3.0
 
 
+def test_what_came_before_the_first_step_is_left_out() -> None:
+    log = StepLog(Session(), UNITS)
+    assert log.end_step(2.5, 3.0, []).spans == []  # it had ended at 2
+    assert len(log.end_step(9.0, 9.5, []).spans) == 1, "later, updates between steps belong to one"
+
+
 def test_only_steps_of_the_newest_plan_count() -> None:
-    records = Planning().records
-    assert [kept.step for kept in steady(records)] == [1, 2]
+    assert [kept.step for kept in steady(records())] == [4, 5]
     assert steady([]) == []
-    assert measured_seconds(steady(records)) == 1.0
+    assert measured_seconds(steady(records())) == 1.0
     assert measured_seconds([]) is None
+
+
+def test_the_first_step_counts_only_where_it_is_alone() -> None:
+    assert [kept.step for kept in steady([record(0), record(1), record(2)])] == [1, 2]
+    assert [kept.step for kept in steady([record(0)])] == [0]
 
 
 def test_stalls_are_summed_by_cause_and_unit() -> None:
@@ -88,11 +98,12 @@ def test_bandwidth_spreads_bytes_over_time() -> None:
 def test_a_real_model_leaves_a_timeline(core: ModuleType) -> None:
     model, optimizer = tight(build(llama))
     session = wrapped(model).session
-    session.timeline()
     train(model, optimizer, 1)
     strata.synchronize(model)
     units = [unit["name"] for unit in session.plan["units"]]
-    found = StepRecord(0, 0.0, 1.0, [], session.timeline(), units)
+    (step,) = wrapped(model).log.records
+    # Updates run on behind the step.
+    found = StepRecord(0, 0.0, 1.0, [], [*step.spans, *session.timeline()], units)
     moved = link_bytes([found])
     assert moved["host to device"] > 0
     assert moved["device to host"] == sum(p.numel() * p.element_size() for p in model.parameters())
