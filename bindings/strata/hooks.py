@@ -2,6 +2,7 @@
 
 forward    ModuleHook.before    ahead of a unit's module: the unit enters, its parameters become
                                 plain ones, `pack` and `unpack` are put in place
+           PlannedForward       in the place of the module's forward (forwards.py)
            SavedTensors.pack    for every tensor that autograd saves meanwhile
            ModuleHook.after     behind the module, also when it raised: the unit leaves
 backward   SavedTensors.unpack  when an autograd node wants a saved tensor back: the unit enters
