@@ -7,7 +7,8 @@ Files of a run, in its output folder:
     options.json    what it was told                data/           the tokens of the text
     metrics.jsonl   one line per step/evaluation    tokenizer/      trained for a fresh model
     progress.png    the picture of them             checkpoint/     of strata.save
-    model/          the result, as save_pretrained writes it, with its tokenizer
+    report.json     for `strata report`             model/          the result, as save_pretrained
+                                                                    writes it, with its tokenizer
 """
 
 import random
@@ -28,6 +29,7 @@ from .finetune_options import OPTIONS_NAME, Options
 from .finetune_view import StepRecord, View, make_view
 from .interrupt import Interrupt
 from .metrics import Metrics
+from .report import make_report
 from .wrap import wrap
 from .wrapped import wrapped
 
@@ -247,7 +249,8 @@ class _Training:
         return told | {"text": self._data.fingerprint}
 
     def finish(self, needs: finetune_report.PlainNeeds) -> None:
-        """Saves the result, draws the picture, generates, and prints the summary."""
+        """Saves the result and the report, draws the picture, generates, prints the summary."""
+        make_report(self._state).save(self._output / "report.json")
         folder = self._output / "model"
         export_safetensors(self._model, folder)
         self._data.tokenizer.save_pretrained(folder)

@@ -138,5 +138,6 @@ def summary(
         ("plain PyTorch", str(needs)),
         ("model", str(output / "model")),
         ("picture", str(output / "progress.png")),
+        ("report", f"strata report --html report.html {output / 'report.json'}"),
     ]
     print_table(name, rows)

@@ -70,6 +70,8 @@ def test_a_run_learns_and_leaves_a_model_that_transformers_loads(
     assert evaluations[-1] < evaluations[0] - 0.5
     assert [r["step"] for r in lines(out) if "loss" in r] == list(range(1, 21))
     assert (out / "progress.png").read_bytes()[:4] == b"\x89PNG"
+    assert cli.main(["report", str(out / "report.json")]) == 0
+    assert "waiting for" in capsys.readouterr().out
     assert list((place / "disk").iterdir()) == []
 
     model = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32).eval()
