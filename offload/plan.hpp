@@ -6,18 +6,24 @@
 //   if (!plan.feasible) puts(plan.refusal.c_str());   // the moment, the numbers, what would do
 //
 // Note [Device memory of a plan]
-// At use i the device holds: the frames of parameters (claimed for the whole step), what other
-// units' activations hold, and what unit i itself works with:
-//   others(i)   = live_bytes(i) - held in the traced step + held under the plan
-//   held(unit)  = saved_bytes for keep, input_bytes for recompute and for slices, 0 for swap (a
-//   swapped
-//                 unit's bytes count until the use after the next has begun: the copies are under
-//                 way)
-//   working(i)  = peak_bytes(i) - live_bytes(i), corrected by the saved bytes that the traced mode
-//   had
-//                 and the planned one has not, or the other way round; with k slices, a k-th of it
-//                 and twice the unit's input (the slices' results beside the whole)
-// Backward also holds the swapped tensors that come back `activation_lookahead` units ahead.
+// The device holds the frames of parameters, claimed for the whole step, and PyTorch's own memory.
+// Of that the trace says what it was at the enter of each use, its peaks inside the use and in the
+// gap before it, and which saved tensors it then held. The planned step is the traced one, less
+// those tensors, with what the planned modes hold in their place:
+//   1. Others. From the use behind its birth to the use that reads it last, keep holds a saved
+//      tensor. Recompute and slices hold what was input; the rest comes back in the use that
+//      computes it again (Lifetimes::recomputed), and stays until it is read. Swap holds it for one
+//      use and one gap more, while the copy is under way, and again from the enter of the unit that
+//      is `activation_lookahead` units before its own in backward.
+//   2. The use itself. Forward: what it grew by, and what it saves where only the traced or only
+//      the planned mode saves. Backward: its unit's tensors and what it grew by beside them; where
+//      only the planned mode recomputes, at least what the forward grew by.
+//   3. Slices divide 2 by their number, and add twice the unit's input: the slices' results beside
+//      the whole.
+//   4. A use with others inside it is seen through them, where one of them reaches its peak; else
+//      the most that the plan adds inside it is added to its peak.
+// Where a forward was traced saving, 2 takes all that it saves off its peak, which may be too much:
+// a trace of recomputing units is the safer one.
 #pragma once
 
 #include <array>
@@ -44,8 +50,8 @@ struct Budgets {
 struct Wishes {
   std::optional<Activation> activation;  // of every unit that can; keep, swap_host (or on to the
                                          // SSD where the host is full), or recompute
-  std::uint32_t slices = 0;  // of every unit that can; 0: chosen
-  bool may_split = true;     // false: only by `slices`
+  std::uint32_t slices = 0;              // of every unit that can; 0: chosen
+  bool may_split = true;                 // false: only by `slices`
 };
 
 struct UnitPlan {
