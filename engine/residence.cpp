@@ -17,6 +17,7 @@ constexpr std::size_t kPageBytesDefault = 4 * kMiB;
 constexpr std::uint32_t kChunksInFlight = 4;
 constexpr std::uint32_t kSinglePages = 8;
 constexpr std::uint32_t kFetchesMax = 16;
+constexpr std::size_t kPagesMax = std::size_t{1} << 30;  // of activations in a tier
 // Copies of activations finish by themselves and quickly: a few keep the disk and the device busy.
 constexpr std::uint32_t kActivationFramesMax = 8;
 
@@ -189,6 +190,7 @@ Residence choose_residence(const Config& config) {
 Residence make_room(const Config& config, const Residence& home, std::size_t host_pages,
                     std::size_t ssd_pages) {
   Verdict verdict{home, std::nullopt};
+  if (std::max(host_pages, ssd_pages) > kPagesMax) refuse("infeasible: so many activations");
   Residence& then = verdict.residence;
   const std::size_t page = home.layout.page_bytes;
   const std::size_t budget = config.host_bytes / page;
@@ -233,7 +235,6 @@ Residence make_room(const Config& config, const Residence& home, std::size_t hos
                    " must rest on the SSD with activations, and the budget is " +
                    bytes_text(config.ssd_bytes) + "; ssd=\"" +
                    std::to_string(ceil_div(slots * page, kMiB)) + "MiB\" would do");
-    verdict.error->fault = Fault::no_space;
     throw StrataError(*verdict.error);
   }
   then.host_frames = std::max(home.host_frames, static_cast<std::uint32_t>(frames));

@@ -17,7 +17,7 @@ constexpr std::uint32_t kIoDepth = 64;
 // The pump looks around this often even when nobody rang.
 constexpr int kPumpPeriodMs = 100;
 constexpr auto kStuckAfter = std::chrono::seconds(120);
-constexpr int kStuckIdleTurns = 1'000'000;
+constexpr int kStuckIdleTurns = 100'000;
 // Several steps of a large model, a few MiB.
 constexpr std::size_t kTimelineSpans = 1 << 14;
 

@@ -8,94 +8,16 @@
 #include <filesystem>
 #include <fstream>
 #include <latch>
-#include <random>
 #include <thread>
 
 #include "doubles/faulty_engine.hpp"
 #include "io_fixtures.hpp"
 #include "memory/clock.hpp"
 #include "offload/make_engine.hpp"
+#include "session_fixtures.hpp"
 
 namespace strata {
 namespace {
-
-constexpr std::size_t kPage = kPageBytesMin;
-constexpr std::uint32_t kUnits = 4;
-constexpr std::uint32_t kParamsEach = 2;
-constexpr std::size_t kNumel = 20'000;  // more than half a page: each unit is two pages
-
-Config small_config(const std::string& folder, const std::string& name = "strata") {
-  Config config;
-  for (std::uint32_t u = 0; u < kUnits; ++u) {
-    config.units.push_back("block" + std::to_string(u));
-    for (std::uint32_t p = 0; p < kParamsEach; ++p) {
-      config.params.push_back({.name = "w" + std::to_string(u) + std::to_string(p),
-                               .numel = kNumel,
-                               .unit = UnitId{u}});
-    }
-  }
-  config.groups = {Hyper{}};
-  config.page_bytes = kPage;
-  config.device_bytes = 5 * kPage;  // two units and a half
-  config.host_bytes = 24 * kPage;   // a third of the state
-  config.ssd_bytes = kGiB;
-  config.ssd_paths = {folder};
-  config.session_name = name;
-  config.workers = 2;
-  return config;
-}
-
-Config roomy_config() {
-  Config config = small_config("");
-  config.device_bytes = config.host_bytes = 512 * kPage;
-  config.ssd_paths.clear();
-  config.ssd_bytes = 0;
-  return config;
-}
-
-void fill(Session& session) {
-  std::mt19937 random(1);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(kNumel);
-  for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
-    for (float& value : values) value = normal(random);
-    session.write(p, Kind::master, 0, values.data(), values.size());
-  }
-}
-
-// The gradient of a parameter is the parameter as the device shows it.
-void land(Session& session, std::uint32_t param) {
-  session.land_gradient(param, session.device_address(param), Dtype::bfloat16);
-}
-
-void visit(Session& session, std::uint32_t unit, bool backward) {
-  session.enter(UnitId{unit}, backward);
-  for (std::uint32_t p = 0; backward && p < kParamsEach; ++p) land(session, unit * kParamsEach + p);
-  session.leave(UnitId{unit});
-}
-
-void train(Session& session, int steps) {
-  for (int step = 0; step < steps; ++step) {
-    for (std::uint32_t u = 0; u < kUnits; ++u) visit(session, u, false);
-    for (std::uint32_t u = kUnits; u-- > 0;) visit(session, u, true);
-    session.step(session.config().groups, {.max_norm = 1.0});
-  }
-}
-
-std::vector<float> contents(Session& session) {
-  std::vector<float> all(kUnits * kParamsEach * kNumel);
-  for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
-    session.read(p, Kind::master, 0, all.data() + p * kNumel, kNumel);
-  }
-  return all;
-}
-
-std::vector<float> expected(int steps) {
-  Session session(roomy_config());
-  fill(session);
-  train(session, steps);
-  return contents(session);
-}
 
 TEST(Session, SmallBudgetsComputeTheSameBits) {
   const std::vector<float> plain = expected(3);
