@@ -107,7 +107,7 @@ def try_slices(
     ):
         return None
     try:
-        with torch.no_grad(), as_they_were(Buffers(module).all()):
+        with torch.no_grad(), _no_cached_casts(), as_they_were(Buffers(module).all()):
             trial = _Trial(module, forward, arguments)
             whole = trial.run(tensors, first=True)
             for row, variant in zip(kept, variants, strict=True):
@@ -237,6 +237,18 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     sample = a.flatten()[:: max(1, a.numel() // SAMPLE)].float().abs()
     typical = sample[sample.isfinite()].median().item() if sample.isfinite().any() else 0.0
     return bool(torch.isclose(b, a, rtol=share, atol=share * typical, equal_nan=True).all())
+
+
+@contextmanager
+def _no_cached_casts() -> Iterator[None]:
+    """Autocast keeps casts of parameters for later operations, and older PyTorch also those that were
+    made without gradients."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 @contextmanager

@@ -393,6 +393,27 @@ def test_a_trial_while_recording_changes_nothing(core: ModuleType) -> None:
     assert all(u.slices_max == 1 for u in wrapped(kept).units)
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_autocast(core: ModuleType, slices: int) -> None:
+    """Casts of parameters that a trial makes have no gradient: nobody else may use them."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        wrapped(model).recorder.begin()
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.manual_seed(1)
+            model(torch.randn(4, 48)).square().sum().backward()
+        wrapped(model).recorder.take()
+        return [wrapped_grad(p) for p in model.parameters()]
+
+    kept, _ = tight(build(Blocks))
+    wrapped(kept).may_split = False
+    expected = gradients(kept)
+    rounding = 0.0 if slices == 1 else 0.1
+    for a, b in zip(gradients(sliced(Blocks, slices)[0]), expected, strict=True):
+        assert torch.count_nonzero(a)
+        torch.testing.assert_close(a, b, rtol=rounding, atol=0.1 * rounding)
+
+
 def test_trials_can_be_forbidden(core: ModuleType) -> None:
     model, _ = sliced(Blocks, 2)
     wrapped(model).may_split = False
