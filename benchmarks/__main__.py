@@ -21,6 +21,7 @@ BENCHES = {
     "adam": "the optimizer kernel against torch's and against a loop over the same bytes",
     "capacity": "the largest Llama that trains within 2 GiB of memory and 20 GB of SSD",
     "wrap": "what a wrapped module costs when its parameters are there already",
+    "replay": "steps of 7 B to 70 B models on paper machines: time, and percentage of the bound",
 }
 
 

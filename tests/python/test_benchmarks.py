@@ -12,14 +12,14 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import __main__ as command
-from benchmarks import capacity, common, models
+from benchmarks import capacity, common, models, replay
 from benchmarks.common import Figure
 
 
 def test_list_names_every_bench(capsys):
     assert command.main(["list"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["equal", "step", "io-bound", "adam", "capacity", "wrap"]
+    assert names == ["equal", "step", "io-bound", "adam", "capacity", "wrap", "replay"]
 
 
 @pytest.mark.parametrize("name", command.BENCHES)
@@ -128,3 +128,12 @@ def test_shapes_have_about_the_parameters_asked_for(parameters):
     assert models.parameter_count(*capacity.shape_for(parameters)) == pytest.approx(
         parameters, rel=0.1
     )
+
+
+def test_replay_computes_the_same_steps_every_time():
+    context = common.Context(quick=True, seed=0, rounds=1, ssd_path=Path("."))
+    figures = list(replay.run(context))
+    assert figures == list(replay.run(context))
+    for step, percent in zip(figures[::2], figures[1::2], strict=True):
+        assert percent.value == pytest.approx(100 * step.bound / step.value)
+        assert percent.value <= 100 + 1e-6
