@@ -241,8 +241,8 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextmanager
 def _no_cached_casts() -> Iterator[None]:
-    """Autocast keeps casts of parameters for later operations; older PyTorch does so even with those
-    that were made without gradients."""
+    """Autocast keeps casts of parameters for later operations; older PyTorch keeps even those that
+    were made without gradients."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
