@@ -95,7 +95,8 @@ void DeviceMemory::take_apart(const Trace& trace, const std::vector<std::uint64_
     const std::uint64_t grown = use.peak_bytes - use.live_bytes;
     Moment& moment = moments_[i];
     moment.base = less(use.live_bytes, held[i]);
-    if (use.gap_peak_bytes != 0) moment.gap_base = less(use.gap_peak_bytes, held[i]);
+    moment.gap_base = less(use.gap_peak_bytes, held[i]);
+    moment.gap_known = use.gap_peak_bytes != 0;
     std::uint64_t saved = 0;
     std::uint64_t again = 0;  // what a forward of the unit reaches: recomputing reaches it too
     for (const Group& group : groups_[unit]) {
@@ -142,7 +143,7 @@ std::size_t DeviceMemory::fetched_from(std::size_t unit, std::uint32_t lookahead
 
 std::uint64_t DeviceMemory::sliced(std::uint64_t bytes, std::size_t use,
                                    const UnitPlan& plan) const {
-  if (plan.slices == 1) return bytes;
+  if (plan.slices == 1 || moments_[use].inner_end > use + 1) return bytes;
   return ceil_div(bytes, plan.slices) + 2 * lives_.units[index(unit_of_[use])].input_bytes;
 }
 
@@ -158,7 +159,7 @@ std::uint64_t DeviceMemory::need(std::size_t use, const UnitPlan& plan) const {
 // In the gap before a use; 0 where nothing is known of it.
 std::uint64_t DeviceMemory::gap_need(std::size_t use, const UnitPlan& plan) const {
   const Moment& moment = moments_[use];
-  if (moment.gap_base == 0) return 0;
+  if (!moment.gap_known) return 0;
   const bool again = plan.activation == Activation::recompute;
   return moment.gap_base + moment.own_inputs + moment.own - (again ? moment.own_again : 0);
 }
@@ -187,7 +188,8 @@ std::vector<std::uint64_t> DeviceMemory::held_under(std::span<const UnitPlan> un
       } else {
         steps.add(after, std::min<std::size_t>(after, group.last_used), both);
         steps.add(back, group.last_used, both);
-        if (after + 1 < back && after + 1 < uses) leaving[after + 1] += both;
+        if (after + 1 < std::min<std::size_t>(back, group.last_used + 1))
+          leaving[after + 1] += both;
       }
     }
   }
@@ -206,7 +208,7 @@ std::vector<std::uint64_t> DeviceMemory::curve(std::span<const UnitPlan> units,
     STRATA_ASSERT(held[i] >= own);
     const UnitPlan& plan = units[index(unit_of_[i])];
     curve[i] = held[i] - own + need(i, plan);
-    if (leaving[i] != 0 && moment.gap_base != 0) {
+    if (leaving[i] != 0 && moment.gap_known) {
       curve[i] = std::max(curve[i], held[i] - own + leaving[i] + gap_need(i, plan));
     }
     if (moment.inner_peak == 0) continue;

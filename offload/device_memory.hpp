@@ -48,7 +48,8 @@ class DeviceMemory final {
   // One use, with what the traced mode added taken out.
   struct Moment {
     std::uint64_t base = 0;      // at enter, beside all saved tensors
-    std::uint64_t gap_base = 0;  // the same for the gap before; 0: nothing is known of it
+    std::uint64_t gap_base = 0;  // the same for the gap before
+    bool gap_known = false;
     // What is reached beside base and the tensors below, where the unit keeps or swaps, and where
     // it recomputes.
     std::uint64_t saving = 0;

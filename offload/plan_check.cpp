@@ -259,7 +259,7 @@ class Replay final {
   std::uint64_t forward_saving(std::size_t i) const {
     std::uint64_t most = 0;
     for (const std::size_t t : tensors_[index(trace_.uses[i].unit)]) {
-      if (lives_.recomputed[t] != i) continue;
+      if (lives_.recomputed[t] != i || trace_.tensors[t].last_used < i) continue;
       const Use& born = trace_.uses[trace_.tensors[t].born];
       most = std::max(most, born.peak_bytes - born.live_bytes);
     }

@@ -45,11 +45,11 @@ struct Call {
 };
 
 // By tensor of one unit: backward goes through its calls the other way round, and the first use
-// that is not a later call's computes again. Where calls interleave, the unit's first backward use.
+// that is not a later call's computes again. Where calls interleave, the first backward use behind
+// their birth.
 void find_recomputed(const Trace& trace, const std::vector<std::size_t>& tensors,
                      const std::vector<std::uint32_t>& backward_uses,
                      std::vector<std::uint32_t>& recomputed) {
-  if (backward_uses.empty()) return;
   std::vector<Call> calls;
   for (const std::size_t t : tensors) {
     const SavedTensor& tensor = trace.tensors[t];
@@ -60,15 +60,19 @@ void find_recomputed(const Trace& trace, const std::vector<std::size_t>& tensors
     call->last_read = std::max(call->last_read, tensor.last_used);
   }
   for (const std::size_t t : tensors) {
-    std::uint32_t begin = backward_uses.front();
+    std::uint32_t begin = 0;
     std::uint32_t end = UINT32_MAX;
     for (const Call& call : calls) {
       if (call.born > trace.tensors[t].born) begin = std::max(begin, call.last_read + 1);
       if (call.born == trace.tensors[t].born) end = call.first_read;
     }
-    const auto use = std::lower_bound(backward_uses.begin(), backward_uses.end(), begin);
-    const bool in_turn = use != backward_uses.end() && *use <= end;
-    recomputed[t] = in_turn ? *use : backward_uses.front();
+    const auto at = [&](std::uint32_t from) {
+      return std::lower_bound(backward_uses.begin(), backward_uses.end(), from);
+    };
+    const auto first = at(trace.tensors[t].born);
+    if (first == backward_uses.end()) continue;
+    const auto in_turn = at(std::max(begin, *first));
+    recomputed[t] = in_turn != backward_uses.end() && *in_turn <= end ? *in_turn : *first;
   }
 }
 

@@ -80,7 +80,7 @@ struct Lifetimes {
   std::vector<UnitLife> units;
   std::vector<std::uint64_t> held_bytes;  // by use: what the traced step held for other units then
   // By saved tensor: the use in whose course recomputing its unit brings it back; UINT32_MAX: its
-  // unit has no backward.
+  // unit has no backward behind it.
   std::vector<std::uint32_t> recomputed;
 };
 

@@ -10,6 +10,7 @@
 #include "offload/device_memory.hpp"
 #include "offload/simulate.hpp"
 #include "random_traces.hpp"
+#include "traces.hpp"
 
 namespace strata {
 namespace {
@@ -50,6 +51,49 @@ TEST(Plan, KeepsEveryBudgetAtEveryMoment) {
     EXPECT_LE(plan.device_bytes_min, of.budgets.device_bytes);
   });
   EXPECT_GT(feasible * 2, tried);
+}
+
+// Units inside each other, called again and again, with tensors and memory that mean nothing: as
+// far from a stack as a step can be.
+PaperStep nested_paper_step(std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto units = static_cast<std::uint32_t>(1 + random() % 6);
+  PaperStep of;
+  of.trace = trace_of(nested_step(random, units, static_cast<int>(1 + random() % 24)));
+  Trace& trace = of.trace;
+  for (std::uint32_t u = 0; u < units; ++u) {
+    add_unit(random, trace, "unit" + std::to_string(u), 3, random() % 4 != 0);
+    const bool again = trace.units[u].may_recompute && random() % 2 == 0;
+    trace.units[u].traced = again ? Activation::recompute : Activation::keep;
+  }
+  for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
+    Use& use = trace.uses[i];
+    use.seconds = between(random, 0, 1);
+    use.live_bytes = bytes_between(random, 0, 5e5);
+    use.peak_bytes = use.live_bytes + bytes_between(random, 0, 5e5);
+    use.gap_peak_bytes = random() % 2 == 0 ? 0 : bytes_between(random, 0, 8e5);
+    for (std::uint64_t t = random() % 4; t > 0 && !use.backward; --t) {
+      const std::uint64_t rest = trace.uses.size() - i;
+      trace.tensors.push_back({use.unit, bytes_between(random, 0, 3e5), i,
+                               i + static_cast<std::uint32_t>(random() % rest), random() % 3 == 0});
+    }
+  }
+  of.costs = random_machine(random, trace);
+  of.budgets = random_budgets(random, trace);
+  return of;
+}
+
+TEST(Plan, KeepsItsPromisesWhereAStepIsNoStack) {
+  int feasible = 0;
+  for_seeds(150, [&](std::uint64_t seed) {
+    const PaperStep of = nested_paper_step(seed);
+    ASSERT_EQ(check_trace(of.trace), "");
+    const Plan plan = plan_of(of, random_wishes(seed));
+    if (!plan.feasible) return;
+    ++feasible;
+    EXPECT_EQ(check_plan(of.trace, of.budgets, plan), "");
+  });
+  EXPECT_GT(feasible, 20);
 }
 
 TEST(Plan, SaysTheSameTwice) {
