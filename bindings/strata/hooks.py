@@ -244,8 +244,8 @@ class Before(_Uncopied):
         self.hook = hook
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Called by torch ahead of the module's forward."""
-        self.hook.before()
+        """Called by torch ahead of the module's forward; in a backward by a user's checkpoint."""
+        self.hook.before(_graph_task() != -1)
 
 
 class After(_Uncopied):

@@ -134,7 +134,8 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         # 1. Bring the units in. What autograd saves of them is found again by its address.
         for slot in units.values():
-            slot.state.enter(slot.unit, recorded=slot.state.hooks.in_step())
+            backward = torch._C._current_graph_task_id() != -1  # a user's checkpoint reads it there
+            slot.state.enter(slot.unit, backward, recorded=slot.state.hooks.in_step())
             entered.append(slot)
             if slot.state.hooks.saved.push_outside(slot.unit):
                 pushed.append(slot)

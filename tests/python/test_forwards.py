@@ -418,3 +418,31 @@ def test_inputs_are_recorded(core: ModuleType) -> None:
         tensors = [t for t in step.tensors if t.unit == unit]
         assert any(not t.input for t in tensors), "what the block saves beside its input"
         assert [use.backward for use in step.uses if use.unit == unit] == [False, True]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_users_recomputation_belongs_to_the_backward(
+    core: ModuleType, reentrant: bool, outside: bool
+) -> None:
+    def segment(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        inner: Any = block[0]  # type: ignore[index]
+        return x + (F.linear(x, inner.weight)[:, :48] if outside else block(x))
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(segment, block, x, use_reentrant=reentrant)
+        return x
+
+    model, _ = recomputed(
+        blocks(run), memory={"device": "1MiB", "host": "64MiB"}, page_size="64KiB"
+    )
+    recorder = wrapped(model).recorder
+    recorder.begin()
+    model(torch.randn(3, 48)).sum().backward()
+    step = recorder.take()
+    assert step.rounds == 1
+    backward = [use.backward for use in step.uses]
+    assert backward == sorted(backward)
+    assert backward.count(False) == (2 if outside else len(model.blocks) + 2)
+    assert backward.count(True) >= len(model.blocks) + 2
