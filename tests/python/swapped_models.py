@@ -23,9 +23,9 @@ class Counts:
         self.fetches: list[int] = []
         self.stages: list[int] = []
         self.live: set[int] = set()
-        watched = _Watched(state.session, self)
-        monkeypatch.setattr(state, "session", watched)
-        monkeypatch.setattr(state.hooks.swapping, "_session", watched)
+        self.session = _Watched(state.session, self)
+        monkeypatch.setattr(state, "session", self.session)
+        monkeypatch.setattr(state.hooks.swapping, "_session", self.session)
 
 
 class _Watched:

@@ -184,6 +184,29 @@ def test_an_exception_leaves_nothing(core: ModuleType, where: str) -> None:
     assert is_idle(state)
 
 
+def test_a_disk_that_fails_is_the_callers_error(
+    core: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise strata.StrataError("the disk failed")
+
+    plain = build(Blocks)
+    model, _, state = make_swapping(build(Blocks))
+    counts = Counts(state, monkeypatch)
+    x = torch.randn(3, 48, requires_grad=True)
+    loss = model(x).square().sum()
+    state.hooks.swapping.drain()
+    with monkeypatch.context() as broken:
+        broken.setattr(counts.session, "fetch_activation", fail, raising=False)
+        with pytest.raises(strata.StrataError, match="the disk failed"):
+            torch.autograd.grad(loss, x)
+    del loss
+    assert is_idle(state)
+    (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
+    (found,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_inside_a_swapped_unit(
     core: ModuleType, monkeypatch: pytest.MonkeyPatch, reentrant: bool
