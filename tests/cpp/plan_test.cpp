@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdio>
 #include <ctime>
 #include <regex>
 
@@ -257,6 +258,23 @@ TEST(Plan, MoreDeviceMemoryMakesNoSlowerStep) {
   });
 }
 
+TEST(Plan, ChoosingIsNoSlowerThanForcing) {
+  for_seeds(40, [](std::uint64_t seed) {
+    const PaperStep of = step_of(seed);
+    const Plan chosen = plan_of(of);
+    const auto seconds_of = [&](const Plan& plan) {
+      return simulate(of.trace, plan, of.costs).step_seconds;
+    };
+    for (const Activation wish :
+         {Activation::keep, Activation::swap_host, Activation::swap_ssd, Activation::recompute}) {
+      const Plan forced = plan_of(of, {.activation = wish});
+      if (!forced.feasible) continue;
+      ASSERT_TRUE(chosen.feasible);
+      EXPECT_LE(seconds_of(chosen), 1.02 * seconds_of(forced)) << name(wish);
+    }
+  });
+}
+
 double seconds_to_plan(std::uint32_t blocks) {
   std::mt19937_64 random(3);
   PaperStep of = random_paper_step(random, blocks);
@@ -265,7 +283,9 @@ double seconds_to_plan(std::uint32_t blocks) {
   const std::clock_t begin = std::clock();
   const Plan plan = plan_of(of);
   EXPECT_TRUE(plan.feasible) << plan.refusal;
-  return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+  const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+  std::printf("planner-time units=%zu seconds=%.2f\n", of.trace.units.size(), seconds);
+  return seconds;
 }
 
 // Optimised: some 0.3 s, and 2.5 s. Of other builds and of slow machines no more is asked than that
