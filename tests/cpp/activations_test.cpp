@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -248,37 +247,6 @@ TEST(Activations, StagedPagesAreThereWhenTheyAreFetched) {
 }
 
 // What is staged may be fetched much later, or never: it must not keep others from their frames.
-TEST(Activations, SayWhatTheyWaitForAndWhatTheyMoved) {
-  Room room;
-  const std::size_t bytes = 3 * kPage;
-  for (const Tier tier : {Tier::host, Tier::ssd}) {
-    std::vector<std::byte> memory(bytes);
-    const SaveId id = room.save(memory, tier).value();
-    EXPECT_EQ(room.activations.missing(id), Cause::frame) << "the device's memory is wanted back";
-    EXPECT_TRUE(room.until([&] { return room.activations.saved(id); }));
-    EXPECT_EQ(room.activations.missing(id), Cause::none);
-    room.settle();
-    room.activations.fetch(id, memory.data());
-    const bool far = tier == Tier::ssd;
-    EXPECT_EQ(room.activations.missing(id), far ? Cause::ssd : Cause::copy);
-    std::vector<Cause> causes;
-    EXPECT_TRUE(room.until([&] {
-      causes.push_back(room.activations.missing(id));
-      return causes.back() == Cause::none;
-    }));
-    EXPECT_TRUE(room.activations.fetched(id));
-    room.activations.drop(id);
-    // Each way once, whatever way through host memory.
-    std::array<std::uint64_t, 6> moved{};
-    for (const TimelineSpan& span : room.timeline.take()) {
-      EXPECT_EQ(span.unit, kUnit);
-      moved.at(static_cast<std::size_t>(span.track)) += span.bytes;
-    }
-    EXPECT_EQ(moved[static_cast<std::size_t>(Track::download)], bytes);
-    EXPECT_EQ(moved[static_cast<std::size_t>(Track::upload)], bytes);
-  }
-}
-
 TEST(Activations, WhatIsStagedHoldsNoFrame) {
   Room room({.host = 1, .ssd = 8, .staging = 2, .frames_max = 2});
   const auto one = room.send(pattern(3 * kPage, 1), Tier::ssd);

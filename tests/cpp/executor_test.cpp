@@ -212,52 +212,6 @@ TEST(Executor, BlockedPagesAreWaitedFor) {
   EXPECT_TRUE(model.core.until([&] { return model.core.executor->ready(kFirst); }));
 }
 
-// A page goes through all that can be missing, one after the other.
-TEST(Executor, SaysWhatAUnitWaitsFor) {
-  SmallCore core({Tier::ssd, Tier::ssd, Tier::ssd, Tier::ssd}, {.staging = 2, .device_frames = 2});
-  core.make_units({2, 2}, 2);
-  for (std::uint32_t page = 0; page < 4; ++page) core.write(PageId{page}, 5, WriteBack::now);
-  core.flush();
-  Executor& executor = *core.executor;
-  std::vector<Cause> causes;
-  const auto until_ready = [&](UnitId unit) {
-    causes.clear();
-    return core.until([&] {
-      const Cause cause = executor.missing(unit);
-      if (causes.empty() || causes.back() != cause) causes.push_back(cause);
-      EXPECT_EQ(cause == Cause::none, executor.ready(unit));
-      return cause == Cause::none;
-    });
-  };
-  // 1. A unit on the disk.
-  EXPECT_EQ(executor.enter(kSecond, false, true), std::nullopt);
-  ASSERT_TRUE(until_ready(kSecond));
-  EXPECT_EQ(causes, (std::vector{Cause::ssd, Cause::copy, Cause::none}));
-  executor.pin(kSecond);
-  // 2. Its pages are in host memory and in use there; its frames too.
-  for (const std::uint32_t page : {0U, 1U}) core.open(PageId{page}, Intent::modify);
-  executor.leave(kSecond, nullptr);
-  EXPECT_EQ(executor.enter(kFirst, false, true), std::nullopt);
-  executor.block(PageId{1});
-  EXPECT_EQ(executor.missing(kFirst), Cause::update);
-  executor.unblock(PageId{1});
-  core.turn();
-  EXPECT_NE(executor.missing(kFirst), Cause::frame) << "the other unit was left";
-  for (const std::uint32_t page : {0U, 1U}) core.cache->close(PageId{page}, Intent::modify);
-  ASSERT_TRUE(until_ready(kFirst));
-  executor.pin(kFirst);
-  // 3. No frame while the first unit is entered: asked ahead of being refused.
-  EXPECT_EQ(executor.missing(kSecond), Cause::frame);
-  executor.leave(kFirst, nullptr);
-  // 4. No room in host memory while others hold it.
-  for (const std::uint32_t page : {0U, 1U}) core.open(PageId{page}, Intent::read);
-  EXPECT_EQ(executor.enter(kSecond, false, true), std::nullopt);
-  core.turn();
-  EXPECT_EQ(executor.missing(kSecond), Cause::room);
-  for (const std::uint32_t page : {0U, 1U}) core.cache->close(PageId{page}, Intent::read);
-  EXPECT_TRUE(until_ready(kSecond));
-}
-
 TEST(Executor, WhatCannotComeIsRefusedAndTheStepGoesOn) {
   Model model({2, 2, 1}, on_host(5), {.staging = 1, .device_frames = 3});
   ASSERT_EQ(model.enter(kFirst, false), std::nullopt);
