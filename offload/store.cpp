@@ -373,11 +373,9 @@ bool Store::read(SlotId slot, std::byte* buffer, std::uint64_t version, std::uin
 
 bool Store::write(SlotId slot, const std::byte* buffer, std::uint64_t version, std::uint64_t tag) {
   // The engine takes one kind of pointer for both directions; a write only reads through it.
-  return impl_->start({.op = IoOp::write,
-                       .slot = slot,
-                       .buffer = const_cast<std::byte*>(buffer),
-                       .version = version,
-                       .tag = tag});
+  auto* from = const_cast<std::byte*>(buffer);
+  return impl_->start(
+      {.op = IoOp::write, .slot = slot, .buffer = from, .version = version, .tag = tag});
 }
 
 bool Store::turn(std::vector<StoreCompletion>& out) {

@@ -141,7 +141,8 @@ class Session:
         """Whether they are there; `wait`: after waiting for them. Any number of fetches, one at a
         time."""
     def drop_activation(self, save: int) -> None:
-        """Forgets it, whatever is under way. Never waits, never raises on a closed session."""
+        """Forgets it, whatever is under way; afterwards no copy touches the caller's memory: waits
+        for one that is in flight, and for nothing else. Never raises on a closed session."""
     def timeline(self) -> list[TimelineSpan]:
         """What was busy since the last call, oldest first; a bounded number of the newest."""
     def close(self) -> None:
