@@ -9,6 +9,7 @@ from .checkpoint_files import CheckpointError
 from .errors import StrataError
 from .export import export_safetensors
 from .report import PlanReport, Report
+from .trace_file import save_trace
 from .wrap import gather_grad, plan, report, synchronize, unwrap, wrap
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "plan",
     "report",
     "save",
+    "save_trace",
     "synchronize",
     "unwrap",
     "wrap",

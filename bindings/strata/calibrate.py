@@ -91,7 +91,7 @@ class Setup:
         """All that a calibration depends on. Folders of one file system are the same disk."""
         return {
             "version": VERSION,
-            "processor": _processor(),
+            "processor": processor(),
             "processors": machine.processors(),
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
@@ -334,7 +334,8 @@ def _slice_seconds() -> float:
     return statistics.median(taken) / 2
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What this machine calls its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,5 +1,6 @@
 """Traces as text files, so that a step recorded on one machine can be planned on another.
 
+    save_trace(model, "step.trace.json")              # of a wrapped model that has trained a step
     save("step.trace.json", trace, Origin(model="LlamaForCausalLM", tokens=2048))
     found = load("step.trace.json")
     found.trace, found.origin.tokens
@@ -30,6 +31,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from . import calibrate
+from .wrapped import wrapped
 
 if TYPE_CHECKING:
     from ._core import Trace
@@ -120,6 +126,24 @@ def save(path: str | Path, trace: Trace, origin: Origin | None = None) -> None:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def save_trace(model: nn.Module, path: str | Path) -> None:
+    """Saves the recorded step of a wrapped model, for `strata plan --trace`.
+
+    Raises ValueError where none was recorded: strata.wrap() needs activations=, and a step has to
+    have run.
+    """
+    planning = wrapped(model).planning
+    if planning is None or planning.current is None or planning.current.trace is None:
+        raise ValueError(
+            "no step of this model was recorded: wrap it with activations='auto' and train one step"
+        )
+    shapes = [list(shape) for shape in planning.current.shape]
+    # A batch of token ids is (sequences, tokens); of other models the tokens stay unknown.
+    tokens = shapes[0][0] * shapes[0][1] if shapes and len(shapes[0]) == 2 else 0
+    origin = Origin(type(model).__name__, calibrate.processor(), tokens, shapes)
+    save(path, planning.current.trace, origin)
 
 
 def load(path: str | Path) -> TraceFile:

@@ -3,10 +3,13 @@
 import copy
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+import strata
 from strata import trace_file
 from strata.trace_file import Origin, load, mismatch, save
+from torch import nn
 
 TRACE = {
     "uses": [
@@ -150,3 +153,33 @@ def test_the_model_of_a_trace_is_told_from_others():
     assert "where the model has tail" in mismatch(TRACE, [units[0], ("tail", 70)])
     assert mismatch(TRACE, units[:1]) == "the trace has 2 units, the model 1"
     assert mismatch(TRACE, []) == "the trace has 2 units, the model 0"
+
+
+def planned(monkeypatch, current):
+    """Makes every model one whose planning has this class of batches."""
+    planning = None if current is None else SimpleNamespace(current=current)
+    state = SimpleNamespace(planning=planning)
+    monkeypatch.setattr(trace_file, "wrapped", lambda model: state)
+
+
+def test_the_step_of_a_wrapped_model_is_saved_with_its_origin(monkeypatch, tmp_path):
+    planned(monkeypatch, SimpleNamespace(trace=TRACE, shape=((2, 8), (2, 8))))
+    strata.save_trace(nn.Linear(2, 2), tmp_path / "x")
+    found = load(tmp_path / "x")
+    assert found.trace == TRACE
+    assert (found.origin.model, found.origin.tokens) == ("Linear", 16)
+    assert found.origin.shapes == [[2, 8], [2, 8]]
+    assert found.origin.machine
+
+
+@pytest.mark.parametrize("current", [None, SimpleNamespace(trace=None, shape=())])
+def test_a_model_without_a_recorded_step_has_none_to_save(monkeypatch, tmp_path, current):
+    planned(monkeypatch, current)
+    with pytest.raises(ValueError, match="activations='auto' and train one step"):
+        strata.save_trace(nn.Linear(2, 2), tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plain_model_has_no_trace(tmp_path):
+    with pytest.raises(ValueError, match="is not wrapped"):
+        strata.save_trace(nn.Linear(2, 2), tmp_path / "x")
