@@ -64,7 +64,7 @@ class Options:
     workers: int | None = None
     weights: str | Path | None = None
     seed: int = 0
-    activations: str | None = None
+    activations: str | None = "auto"
     split: int | None = None
 
     def check(self) -> None:

@@ -16,6 +16,10 @@ Note [Shape classes]. A plan made for one batch serves every batch that is nowhe
 promises still hold. A batch that is larger somewhere, or has less than half the elements, gets a
 plan of its own. What is claimed for plans (frames, room for swapped tensors) only ever changes one
 way, so batches of many lengths do not make it swing to and fro.
+
+Note [Slices]. Keeping, swapping and recomputing give the same bits, so measured times may choose
+between them. Slices change the shapes of matrix products, and with them the last bits: a batch is
+cut only where nothing else fits, into the fewest slices that do, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -220,18 +224,24 @@ class Planning:
         }
 
     def _plan_for(self, trace: Trace, reserve: int) -> _core.PaperPlan:
-        """Raises StrataError where the budgets cannot work."""
+        """See Note [Slices]. Raises StrataError where the budgets cannot work."""
         if self.costs is None:
             self.costs = self._measure()
-        wishes: Wishes = {
-            "activation": MODES[self.goal.activations],
-            "slices": self.goal.split or 0,
-            "may_split": self.goal.activations == "auto",
-        }
-        paper = _core.PaperPlan(trace, self.costs, self._budgets(reserve), wishes)
-        if not paper.plan["feasible"]:
-            raise StrataError(paper.plan["refusal"])
-        return paper
+        budgets = self._budgets(reserve)
+        slices = [self.goal.split or 0]
+        if self.goal.activations == "auto" and not self.goal.split:
+            most = max(unit["slices_max"] for unit in trace["units"])
+            slices += [2**n for n in range(1, most.bit_length()) if 2**n <= most]
+        for count in slices:
+            wishes: Wishes = {
+                "activation": MODES[self.goal.activations],
+                "slices": count,
+                "may_split": False,
+            }
+            paper = _core.PaperPlan(trace, self.costs, budgets, wishes)
+            if paper.plan["feasible"]:
+                return paper
+        raise StrataError(paper.plan["refusal"])
 
     def _measure(self, refresh: bool = False) -> Costs:
         config, page_bytes = self.state.config, self.state.session.plan["page_bytes"]
@@ -264,7 +274,12 @@ class Planning:
         if claimed[0] != old[0]:
             session.limit_device(claimed[0])
         if claimed[1:] != old[1:]:
-            session.reserve_activations(claimed[1], claimed[2])
+            if (
+                self.state.hooks.swapping.drain()
+            ):  # graphs that somebody keeps: what there is, stays
+                claimed = (claimed[0], old[1], old[2])
+            else:
+                session.reserve_activations(claimed[1], claimed[2])
         self._claimed = claimed
         for unit, planned in zip(self.state.units, plan["units"], strict=True):
             unit.activation = planned["activation"]

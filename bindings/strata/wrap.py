@@ -70,7 +70,7 @@ def wrap(
     workers: int | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
-    activations: str | None = None,
+    activations: str | None = "auto",
     split: int | None = None,
     **unknown: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -95,9 +95,8 @@ def wrap(
         built under torch.device("meta"). Without it such a model initialises itself from `seed`.
     activations: what becomes of the tensors that autograd saves between forward and backward.
         "auto": planned for every unit; "keep", "swap" (to host memory and SSD) or "recompute": so
-        for every unit that can. The device budget then covers parameters, activations and
-        PyTorch's own memory together, as measured in the first step. None: they are PyTorch's
-        affair, and the device budget covers parameters alone.
+        for every unit that can. The device budget covers parameters, activations and PyTorch's own
+        memory together, as measured in the first step. None: it covers parameters alone.
     split: computes every unit that can be split on so many slices of the batch, one after the
         other. Default: as planned.
 

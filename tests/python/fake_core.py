@@ -304,11 +304,11 @@ def round_master(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def plan(config: dict[str, Any]) -> dict[str, Any]:
     sizes = [0] * len(config["units"])
-    host = 0
+    resting = [0] * len(config["units"])
     for spec in config["params"]:
         size = DTYPES[spec["dtype"]].itemsize
         sizes[spec["unit"]] += size * spec["numel"]
-        host += (size + 16 * spec["trainable"]) * spec["numel"]
+        resting[spec["unit"]] += (2 * size + 16 * spec["trainable"]) * spec["numel"]
     smallest = max(sizes)
     if config["device_bytes"] < smallest:
         name = config["units"][sizes.index(smallest)]
@@ -319,7 +319,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "page_bytes": config["page_bytes"] or PAGE,
         "device_bytes": min(sum(sizes), config["device_bytes"]),
-        "host_bytes": min(host, config["host_bytes"]),
+        "host_bytes": min(sum(resting), config["host_bytes"]),
         "ssd_bytes": 0,
         "staging_bytes": 0,
         "device_bytes_min": smallest,
@@ -329,7 +329,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
                 "params": sum(s["numel"] for s in config["params"] if s["unit"] == u),
                 "param_bytes": sizes[u],
                 "grad_bytes": sizes[u],
-                "state_bytes": 4 * sizes[u],
+                "state_bytes": resting[u] - 2 * sizes[u],
                 "chunks": 1,
                 "param_tier": "host",
                 "grad_tier": "host",

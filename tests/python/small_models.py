@@ -116,6 +116,7 @@ def adamw(model: nn.Module, **more: Any) -> torch.optim.Optimizer:
 def tight(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any) -> Any:
     """Wraps a model so that only a part of it is ever on the device."""
     optimizer = optimizer or adamw(model)
+    more.setdefault("activations", None)
     if "memory" not in more:
         needs = strata.plan(model, optimizer, memory={"host": "64MiB"}, page_size="64KiB", **more)
         more["memory"] = {"device": needs.plan["device_bytes_min"], "host": "64MiB"}

@@ -3,6 +3,7 @@ that would do, batches of many shapes, and disks that become slow.
 """
 
 import itertools
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import strata
 import torch
 from small_models import MODELS, VOCABULARY, adamw, assert_same, batch, build, train
 from strata.errors import StrataError
+from strata.sizes import parse_size
 from strata.wrapped import wrapped
 from torch import nn
 
@@ -65,16 +67,23 @@ def test_the_smallest_budget_that_would_do_does(core: ModuleType) -> None:
     strata.unwrap(small)
 
 
-def test_a_budget_that_cannot_work_is_refused_with_one_that_does(core: ModuleType) -> None:
-    model, optimizer = planned("llama")
-    train(model, optimizer, STEPS)
+def test_a_budget_that_cannot_work_is_refused_with_one_that_does() -> None:
+    """On the real core: the double's own tensors would be taken for activations."""
+    model, optimizer = planned("llama", activations="recompute")
+    expected = train(model, optimizer, STEPS)
     smallest = planning(model).plan["device_bytes_min"]
     strata.unwrap(model)
-    for share in (0.9, 0.97):
-        model, optimizer = planned("llama", memory={**ROOM, "device": int(smallest * share)})
-        with pytest.raises(StrataError, match=r"infeasible.*would do"):
-            train(model, optimizer, 1)
-        strata.unwrap(model)
+    memory = {**ROOM, "device": smallest - 4096}
+    model, optimizer = planned("llama", activations="recompute", memory=memory)
+    with pytest.raises(StrataError, match="infeasible: device") as caught:
+        train(model, optimizer, 1)
+    strata.unwrap(model)
+    found = re.search(r"; ([\d.]+ [KM]iB) would do", str(caught.value))
+    assert found is not None
+    memory["device"] = parse_size(found[1]) + 1024  # the text is rounded
+    model, optimizer = planned("llama", activations="recompute", memory=memory)
+    assert train(model, optimizer, STEPS) == expected
+    strata.unwrap(model)
 
 
 def test_split_is_forced_and_equal_within_rounding(core: ModuleType) -> None:
@@ -85,7 +94,7 @@ def test_split_is_forced_and_equal_within_rounding(core: ModuleType) -> None:
     for _ in range(2):
         model, optimizer = planned("llama", split=2)
         runs.append(train(model, optimizer, STEPS))
-        assert {u.slices for u in wrapped(model).units} == {1, 2}
+        assert 2 in {u.slices for u in wrapped(model).units}
         strata.unwrap(model)
     assert runs[0] == runs[1]
     assert runs[0] == pytest.approx(expected, rel=1e-5)

@@ -81,7 +81,7 @@ def test_a_page_that_changed_on_the_disk_is_named(tmp_path: Path) -> None:
 
 def test_a_refused_device_budget_names_moment_bytes_and_what_would_do() -> None:
     model = build(llama)
-    options: dict[str, Any] = {"memory": {"device": "10KiB", "host": "64MiB"}}
+    options: dict[str, Any] = {"memory": {"device": "10KiB", "host": "64MiB"}, "activations": None}
     message = r"10.0 KiB \(10240 bytes\), and forward of model\.\S+ needs .*; device=(\d+) would do"
     for function in (strata.wrap, strata.plan):
         with pytest.raises(strata.StrataError, match=message) as caught:
@@ -115,7 +115,7 @@ def test_pages_get_smaller_where_nested_modules_need_it() -> None:
     memory = {"device": (4 << 20) + (128 << 10), "host": "256MiB"}
     report = strata.plan(model, adamw(model), memory=memory)
     assert report.plan["page_bytes"] < 4 << 20
-    model, optimizer = strata.wrap(model, adamw(model), memory=memory)
+    model, optimizer = strata.wrap(model, adamw(model), memory=memory, activations=None)
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
 
