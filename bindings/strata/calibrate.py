@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import platform
-import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -229,13 +228,7 @@ def matmul_flops(dtype: str) -> float:
     """FLOP/s of large matrix products."""
     a = torch.ones(512, 1024, dtype=TORCH_DTYPES[dtype])
     b = torch.ones(1024, 2048, dtype=TORCH_DTYPES[dtype])
-    taken: list[float] = []
-    begin = time.perf_counter()
-    while not taken or time.perf_counter() - begin < ALONE_SECONDS:
-        start = time.perf_counter()
-        torch.mm(a, b)
-        taken.append(time.perf_counter() - start)
-    return 2 * a.numel() * b.shape[1] / statistics.median(taken)
+    return 2 * a.numel() * b.shape[1] / _shortest(lambda: torch.mm(a, b))
 
 
 def _measure_lanes(
@@ -323,15 +316,21 @@ def together(first: Run, second: Run, seconds: float = TOGETHER_SECONDS) -> tupl
 
 def _slice_seconds() -> float:
     """What a block costs beside its arithmetic: forward and backward of one with next to none."""
-    taken = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         block = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
         x = torch.zeros(1, 4, 32, requires_grad=True)
-        for _ in range(20):
-            begin = time.perf_counter()
-            block(x).sum().backward()
-            taken.append(time.perf_counter() - begin)
-    return statistics.median(taken) / 2
+        return _shortest(lambda: block(x).sum().backward()) / 2
+
+
+def _shortest(work: Callable[[], object]) -> float:
+    """Seconds of one call, undisturbed."""
+    taken: list[float] = []
+    begin = time.perf_counter()
+    while len(taken) < 2 or time.perf_counter() - begin < ALONE_SECONDS:
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
 
 
 def processor() -> str:
