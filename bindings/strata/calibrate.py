@@ -326,7 +326,7 @@ def _shortest(work: Callable[[], object]) -> float:
     """Seconds of one call, undisturbed."""
     taken: list[float] = []
     begin = time.perf_counter()
-    while len(taken) < 2 or time.perf_counter() - begin < ALONE_SECONDS:
+    while len(taken) < 8 or time.perf_counter() - begin < ALONE_SECONDS:
         start = time.perf_counter()
         work()
         taken.append(time.perf_counter() - start)
