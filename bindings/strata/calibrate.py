@@ -319,7 +319,12 @@ def _slice_seconds() -> float:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         block = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
         x = torch.zeros(1, 4, 32, requires_grad=True)
-        return _shortest(lambda: block(x).sum().backward()) / 2
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # there is nothing to share, and others may keep threads waiting
+        try:
+            return _shortest(lambda: block(x).sum().backward()) / 2
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _shortest(work: Callable[[], object]) -> float:
