@@ -164,8 +164,8 @@ class Simulation final {
           session_->save_activation(tensor.device->data(), tensor.device->size(), tier, unit);
       if (!id) continue;  // no room: it stays on the device
       tensor.id = *id;
-      if (session_->activation_saved(*id, below(2) == 0)) tensor.device.reset();
-      tensors_.push_back(std::move(tensor));
+      tensors_.push_back(std::move(tensor));  // first: waiting may throw, and the copy goes on
+      if (session_->activation_saved(*id, below(2) == 0)) tensors_.back().device.reset();
       if (below(10) == 0) drop(tensors_.size() - 1);
     }
   }
