@@ -21,6 +21,12 @@ BENCHES = {
     "adam": "the optimizer kernel against torch's and against a loop over the same bytes",
     "capacity": "the largest Llama that trains within 2 GiB of memory and 20 GB of SSD",
     "wrap": "what a wrapped module costs when its parameters are there already",
+    "plan-error": "predicted against measured step time, in six settings",
+    "bound": "measured step time against the lower bound, in the same settings",
+    "device-floor": "the smallest device budget at 1.10 times plain PyTorch's step",
+    "activations": "memory and time where activations are kept, swapped, recomputed, sliced",
+    "batch": "parameter bytes that cross to the device, as the batch grows",
+    "planner-vs-optimal": "plans against the best of all plans, on small random steps",
     "replay": "steps of 7 B to 70 B models on paper machines: time, and percentage of the bound",
 }
 

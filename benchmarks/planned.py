@@ -10,7 +10,7 @@ from torch import nn
 from .common import BenchError
 from .sides import Paged, Plain, session_of
 
-UNDER_WAY = 3  # steps: one is recorded, one is timed, one fills what the plan has just moved
+UNDER_WAY = 5  # steps: one is recorded, two are timed, two fill what the plan has just moved
 
 
 class Planned(Paged):
@@ -64,4 +64,4 @@ def pytorch_peak(side: Plain | Paged) -> int:
 
 def uploaded_bytes(side: Paged) -> int:
     """Bytes of parameters that crossed to the device so far."""
-    return int(session_of(side.model).stats()["upload bytes"])
+    return int(session_of(side.model).stats()["host to device bytes"])

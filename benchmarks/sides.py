@@ -73,7 +73,7 @@ class Paged:
             torch.optim.AdamW(model.parameters(), **adamw),
             memory=dict(memory),
             ssd_path=None if ssd_path is None else str(ssd_path),
-            **(options or {}),
+            **{"activations": None, **(options or {})},  # budgets of pages alone
         )
 
     @property

@@ -58,7 +58,8 @@ def run(context: Context) -> Iterator[Figure]:
     bare = Model()
     model: nn.Module = Model()
     optimizer = torch.optim.AdamW(model.parameters())
-    model, _ = strata.wrap(model, optimizer, memory={"device": 8 * MIB, "host": 8 * MIB})
+    memory = {"device": 8 * MIB, "host": 8 * MIB}
+    model, _ = strata.wrap(model, optimizer, memory=memory, activations=None)
     session = session_of(model)
     try:
 

@@ -6,11 +6,11 @@ plan holds for which shape of batch.
     state.planning.end_step()                      # behind optimizer.step()
 
 The first step with a batch of an unseen shape is recorded while units recompute their activations,
-which takes the least memory; budgets that cannot work are refused at its end. The second one shows
-how long computation takes when nothing disturbs it: it waits for the updates of the step before,
-and nothing is recorded but times. Then the plan is made. In the first step under it PyTorch's
-memory is measured again, if the budget is tight: where it is more than was planned, the plan is
-made anew with that much less. Use from the thread that trains.
+which takes the least memory; budgets that cannot work are refused at its end. The next two show how
+long computation takes when nothing disturbs it: they wait for the updates of the step before, and
+nothing is recorded but times. Then the plan is made. In the first step under it PyTorch's memory is
+measured again, if the budget is tight: where it is more than was planned, the plan is made anew
+with that much less. Use from the thread that trains.
 
 Note [Shape classes]. A plan made for one batch serves every batch that is nowhere larger: its
 promises still hold. A batch that is larger somewhere, or has less than half the elements, gets a
@@ -36,7 +36,7 @@ from .errors import StrataError
 from .memory_curve import MemoryCurve
 from .recorder import RecordedStep
 from .sizes import format_size
-from .trace_of import make_trace, refresh_times
+from .trace_of import make_trace, note_times
 
 if TYPE_CHECKING:
     from ._core import Bound, Budgets, Costs, Simulation, StepPlan, Trace, Wishes
@@ -46,6 +46,7 @@ Shape = tuple[tuple[int, ...], ...]
 
 CLASSES_MAX = 16
 SMALL_SHARE = 0.5  # of a class's elements: smaller batches get a class of their own
+TIMED_STEPS = 2  # the first one still warms up
 TIGHT_SHARE = 0.8  # of the device budget
 SLOW_STEPS = 3  # in a row, before the disk is measured anew
 SLOW_FACTOR = 1.5  # of the predicted time
@@ -76,6 +77,7 @@ class ShapeClass:
 
     shape: Shape
     trace: Trace | None = None  # None: to be recorded
+    timed: int = 0  # steps
     paper: _core.PaperPlan | None = None  # None: to be timed
     device_peak: int = 0  # frames and PyTorch's memory, as measured under the plan; 0: not yet
     reserve: int = 0  # bytes of the device that plans leave alone, because one turned out too large
@@ -177,8 +179,10 @@ class Planning:
                 self._plan_for(trace, 0)  # refused now, if it has to be
                 current.trace = trace
         elif current.paper is None:
-            refresh_times(current.trace, step, self.state)
-            self._adopt(current)
+            note_times(current.trace, step, first=current.timed == 0)
+            current.timed += 1
+            if current.timed == TIMED_STEPS:
+                self._adopt(current)
         elif curve is not None:
             self._check_peak(current, curve.peak(step.begin, step.end))
         elif not mixed and step.rounds == 1:

@@ -1,7 +1,7 @@
 """From a recorded step to the planner's Trace.
 
 trace = make_trace(step, state)
-refresh_times(trace, later_step, state)      # times of a step that nothing was recorded in
+note_times(trace, later_step, first=True)    # times of a step that nothing was recorded in
 """
 
 from __future__ import annotations
@@ -65,30 +65,18 @@ def make_trace(step: RecordedStep, state: Wrapped) -> Trace:
     return trace
 
 
-def refresh_times(trace: Trace, step: RecordedStep, state: Wrapped) -> None:
-    """Puts the times of `step` into the trace, as if its units had run as in the traced step.
-
-    Does nothing where the two steps differ in the order of their uses.
+def note_times(trace: Trace, step: RecordedStep, first: bool) -> None:
+    """Puts the times of a step into the trace whose units ran in the same modes: those of the
+    `first` step at once, later ones where they are shorter. Does nothing where the order of uses
+    is another one.
     """
     if [(u["unit"], u["backward"]) for u in trace["uses"]] != [
         (u.unit, u.backward) for u in step.uses
     ]:
         return
-    forward = [0.0] * len(state.units)
-    for use in step.uses:
-        if not use.backward:
-            forward[use.unit] += use.seconds
     for old, use in zip(trace["uses"], step.uses, strict=True):
-        seconds = use.seconds
-        if use.backward:
-            ran = _traced(state.units[use.unit].activation)
-            traced = trace["units"][use.unit]["traced"]
-            # A unit has one backward use; where it has several, only the first recomputes.
-            if ran != traced:
-                seconds += forward[use.unit] if traced == "recompute" else -forward[use.unit]
-                forward[use.unit] = 0.0
-        old["seconds"] = max(0.0, seconds)
-        old["gap_seconds"] = use.gap_seconds
+        old["seconds"] = use.seconds if first else min(old["seconds"], use.seconds)
+        old["gap_seconds"] = use.gap_seconds if first else min(old["gap_seconds"], use.gap_seconds)
     trace["tail_seconds"] = step.tail_seconds
 
 

@@ -18,7 +18,7 @@ from strata.wrapped import wrapped
 from torch import nn
 
 ROOM = {"device": "64MiB", "host": "64MiB"}
-STEPS = 5  # one recorded, one timed, one measured, and then some
+STEPS = 6  # one recorded, two timed, one measured, and then some
 
 
 def planned(name: str, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
