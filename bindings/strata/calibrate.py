@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 VERSION = 2  # of what is measured: another one is measured again
 ALONE_SECONDS = 0.1  # twice, and the better one counts
-TOGETHER_SECONDS = 0.12
+TOGETHER_SECONDS = 0.25
+ROUNDS = 3  # of what is measured more than once
 SSD_BYTES = 256 << 20
 COPY_BYTES = 96 << 20
 UPDATE_BYTES = 96 << 20
@@ -246,7 +248,7 @@ def _measure_lanes(
         runs["write"] = lambda seconds: ssd.run("out", seconds)[1]
     alone: dict[LaneName, float] = {}
     for lane in list(runs):
-        if (speed := attempt((lane,), lambda run=runs[lane]: _best(run))) is None:
+        if (speed := attempt((lane,), lambda run=runs[lane]: _typical(run))) is None:
             del runs[lane]  # a disk that failed
         else:
             alone[lane] = speed
@@ -266,9 +268,9 @@ def _measure_lanes(
     return alone, slow
 
 
-def _best(run: Run) -> float:
-    """The speed of a lane alone: what disturbs the machine only ever makes it slower."""
-    return max(run(ALONE_SECONDS), run(ALONE_SECONDS))
+def _typical(run: Run) -> float:
+    """The speed of a lane alone: the median, because lanes together are measured so too."""
+    return median(run(ALONE_SECONDS) for _ in range(ROUNDS))
 
 
 def _pairs(
@@ -285,12 +287,22 @@ def _pairs(
         for second in own[i + 1 :]:
             if (first, second) == ("read", "write"):
                 continue
-            pairs.append((first, second, lambda a=runs[first], b=runs[second]: together(a, b)))  # type: ignore[misc]
+            # What computation loses decides most: it is measured more than once.
+            rounds = ROUNDS if first == "compute" else 1
+            pairs.append(
+                (first, second, lambda a=runs[first], b=runs[second], n=rounds: together(a, b, n))  # type: ignore[misc]
+            )
     return pairs
 
 
-def together(first: Run, second: Run, seconds: float = TOGETHER_SECONDS) -> tuple[float, float]:
-    """The speeds of two lanes at the same time: `first` on this thread, `second` beside it."""
+def together(first: Run, second: Run, rounds: int = 1) -> tuple[float, float]:
+    """The speeds of two lanes at the same time: `first` on this thread, `second` beside it. The
+    medians of some rounds."""
+    speeds = [_together_once(first, second) for _ in range(rounds)]
+    return median(speed[0] for speed in speeds), median(speed[1] for speed in speeds)
+
+
+def _together_once(first: Run, second: Run) -> tuple[float, float]:
     ready = threading.Barrier(2)
     speeds: list[float] = []
     errors: list[BaseException] = []
@@ -298,7 +310,7 @@ def together(first: Run, second: Run, seconds: float = TOGETHER_SECONDS) -> tupl
     def beside() -> None:
         try:
             ready.wait()
-            speeds.append(second(seconds))
+            speeds.append(second(TOGETHER_SECONDS))
         except BaseException as error:  # raised again by the caller's thread
             errors.append(error)
 
@@ -306,7 +318,7 @@ def together(first: Run, second: Run, seconds: float = TOGETHER_SECONDS) -> tupl
     thread.start()
     ready.wait()
     try:
-        speed = first(seconds)
+        speed = first(TOGETHER_SECONDS)
     finally:
         thread.join()
     if errors:

@@ -160,7 +160,7 @@ def test_a_lane_that_fails_beside_another_is_raised():
         raise _core.StrataError("the disk is gone")
 
     with pytest.raises(_core.StrataError, match="the disk is gone"):
-        calibrate.together(lambda seconds: 1.0, broken, 0.001)
+        calibrate.together(lambda seconds: 1.0, broken)
 
 
 def test_probes_refuse_what_they_do_not_know():
