@@ -5,6 +5,7 @@
 
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
+#include "offload/swapped_size.hpp"
 
 namespace strata {
 namespace {
@@ -113,17 +114,18 @@ std::optional<SaveId> Activations::save(std::byte* device, std::size_t bytes, Ti
                                         UnitId unit, Stream stream) {
   STRATA_ASSERT(bytes > 0);
   STRATA_ASSERT(tier != Tier::device);
-  // 1. Whole pages, and an end: more than half a page of it takes a page, as does one for which
-  //    the heap has no place.
+  // 1. Whole pages, and an end, which takes a page as well where the heap has no place for it.
   std::vector<PageId>& free = free_pages(tier);
-  std::size_t pages = bytes / page_bytes_;
-  const std::size_t rest = bytes % page_bytes_;
+  const SwappedSize size = swapped_size(bytes, page_bytes_, tier);
+  std::size_t pages = size.pages;
   if (free.size() < pages + 1) recycle();
   if (free.size() < pages + 1 && tier == Tier::host) release_heap();
   if (free.size() < pages) return std::nullopt;
   std::byte* end = nullptr;
-  if (rest > 0 && rest <= page_bytes_ / 2) end = allocate(rest, tier == Tier::host ? pages : 0);
-  if (rest > 0 && end == nullptr) ++pages;
+  if (size.heap_bytes > 0) {
+    end = allocate(size.heap_bytes, tier == Tier::host ? pages : 0);
+    if (end == nullptr) ++pages;
+  }
   if (free.size() < pages) return std::nullopt;
   // 2. They are its own now.
   if (free_ids_.empty()) {

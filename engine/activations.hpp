@@ -1,7 +1,8 @@
 // Activations that leave the device between a unit's forward and its backward. A saved tensor
 // becomes a number: its bytes are copied into pages (those that rest in host memory, or those that
-// rest on the SSD and pass through the staging area) and back; what is at most half a page, be it a
-// tensor or its end, lies in a heap over pages of host memory. Pages are recycled at once.
+// rest on the SSD and pass through the staging area) and back; a small tensor, or a small end of a
+// large one, lies in a heap over pages of host memory (see swapped_size.hpp). Pages are recycled at
+// once.
 //
 // Threads: one caller at a time (the core's lock). Nothing here waits, except drop() for copies of
 // the caller's memory: everything else is submitted and asked after.

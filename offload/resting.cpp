@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "memory/check.hpp"
+#include "offload/device_memory.hpp"
+#include "offload/swapped_size.hpp"
 
 namespace strata {
 namespace {
@@ -19,24 +21,33 @@ Swapped swapped_peak(const Trace& trace, std::span<const UnitPlan> units,
   struct Stay {
     std::uint32_t born = UINT32_MAX;
     std::uint32_t last_used = 0;
-    std::uint64_t bytes = 0;
+    std::uint64_t pages[2] = {0, 0};       // in host memory, on the SSD
+    std::uint64_t heap_bytes[2] = {0, 0};  // beside them
   };
   std::vector<Stay> stays(units.size());
   for (const SavedTensor& tensor : trace.tensors) {
     Stay& stay = stays[index(tensor.unit)];
     stay.born = std::min(stay.born, tensor.born);
     stay.last_used = std::max(stay.last_used, tensor.last_used);
-    stay.bytes += tensor.bytes;
+    for (const bool ssd : {false, true}) {
+      const SwappedSize size = swapped_size(tensor.bytes, page_bytes, ssd ? Tier::ssd : Tier::host);
+      stay.pages[ssd] += size.pages;
+      // The heap rounds up to size classes, four for each doubling.
+      stay.heap_bytes[ssd] += size.heap_bytes + size.heap_bytes / 4;
+    }
   }
   std::vector<std::uint64_t> host(trace.uses.size() + 1, 0), ssd(trace.uses.size() + 1, 0);
   for (std::size_t u = 0; u < units.size(); ++u) {
-    const Activation activation = units[u].activation;
-    const bool to_host = activation == Activation::swap_host;
-    if (stays[u].bytes == 0 || (!to_host && activation != Activation::swap_ssd)) continue;
-    std::vector<std::uint64_t>& tier = to_host ? host : ssd;
-    const std::uint64_t bytes = round_up(stays[u].bytes, page_bytes);
-    tier[stays[u].born] += bytes;
-    tier[stays[u].last_used + 1] -= bytes;  // wraps, and wraps back in the sum
+    const Stay& stay = stays[u];
+    if (stay.born == UINT32_MAX || !swaps(units[u].activation)) continue;
+    const bool to_ssd = units[u].activation == Activation::swap_ssd;
+    std::uint64_t in_host = round_up(stay.heap_bytes[to_ssd], page_bytes);
+    if (!to_ssd) in_host += stay.pages[0] * page_bytes;
+    const std::uint64_t on_ssd = to_ssd ? stay.pages[1] * page_bytes : 0;
+    host[stay.born] += in_host;
+    ssd[stay.born] += on_ssd;
+    host[stay.last_used + 1] -= in_host;  // wraps, and wraps back in the sum
+    ssd[stay.last_used + 1] -= on_ssd;
   }
   Swapped peak;
   std::uint64_t host_now = 0, ssd_now = 0;

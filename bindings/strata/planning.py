@@ -265,30 +265,35 @@ class Planning:
         log.info("planned: %s", self.describe())
 
     def _use(self, found: ShapeClass) -> None:
-        """Claims what the plan needs and tells the units. REQUIRES: between two rounds."""
+        """Claims what the plans need and tells the units. REQUIRES: between two rounds."""
         assert found.paper is not None
-        plan = found.paper.plan
-        old = self._claimed
+        plans = [c.paper.plan for c in self.classes if c.paper is not None]
         claimed = (
-            min(old[0] or plan["param_device_bytes"], plan["param_device_bytes"]),
-            max(old[1], plan["activation_host_bytes"]),
-            max(old[2], plan["activation_ssd_bytes"]),
+            min(plan["param_device_bytes"] for plan in plans),
+            max(plan["activation_host_bytes"] for plan in plans),
+            max(plan["activation_ssd_bytes"] for plan in plans),
         )
-        session = self.state.session
-        if claimed[0] != old[0]:
-            session.limit_device(claimed[0])
-        if claimed[1:] != old[1:]:
-            if (
-                self.state.hooks.swapping.drain()
-            ):  # graphs that somebody keeps: what there is, stays
-                claimed = (claimed[0], old[1], old[2])
-            else:
-                session.reserve_activations(claimed[1], claimed[2])
-        self._claimed = claimed
-        for unit, planned in zip(self.state.units, plan["units"], strict=True):
+        if claimed != self._claimed:
+            self._claim(*claimed)
+        for unit, planned in zip(self.state.units, found.paper.plan["units"], strict=True):
             unit.activation = planned["activation"]
             unit.slices = planned["slices"]
-        self.state.hooks.swapping.lookahead = plan["activation_lookahead"]
+        self.state.hooks.swapping.lookahead = found.paper.plan["activation_lookahead"]
+
+    def _claim(self, param_bytes: int, host_bytes: int, ssd_bytes: int) -> None:
+        old = self._claimed
+        session = self.state.session
+        if param_bytes != old[0]:
+            session.limit_device(param_bytes)
+        if (host_bytes, ssd_bytes) != old[1:]:
+            if self.state.hooks.swapping.drain():  # of graphs that somebody keeps
+                host_bytes, ssd_bytes = old[1:]
+            else:
+                try:
+                    session.reserve_activations(host_bytes, ssd_bytes)
+                except StrataError as error:
+                    log.warning("tensors that find no room stay on the device: %s", error)
+        self._claimed = (param_bytes, host_bytes, ssd_bytes)
 
     def _check_peak(self, current: ShapeClass, pytorch_bytes: int) -> None:
         """Holds the plan against what PyTorch's memory really reached."""

@@ -178,14 +178,15 @@ TEST(Activations, PagesAreRecycledForEver) {
   }
 }
 
-// Ends of up to half a page share pages; larger ones have a page each.
+// Ends of up to half a page share pages, on the SSD of up to a sixteenth; larger ones have a page.
 TEST(Activations, SmallOnesShareAPage) {
   Room room({.host = 3, .ssd = 4});
   EXPECT_EQ(room.how_many(kPage / 2, Tier::host), 6U);
   EXPECT_EQ(room.how_many(kPage / 2 + 1, Tier::host), 3U);
   EXPECT_GE(room.how_many(1024, Tier::host), 3 * (kPage / 1024 - 1));
-  // The ends of what rests on the SSD lie in host memory too; where it is full they take a page.
-  EXPECT_EQ(room.how_many(kPage + kPage / 2, Tier::ssd), 4U);
+  // Small ends of what rests on the SSD lie in host memory too; where it is full they take a page.
+  EXPECT_EQ(room.how_many(kPage + kPage / 16, Tier::ssd), 4U);
+  EXPECT_EQ(room.how_many(kPage + kPage / 16 + 1, Tier::ssd), 2U);
   Room no_host({.host = 0, .ssd = 4});
   EXPECT_EQ(no_host.how_many(kPage + 1, Tier::ssd), 2U);
   EXPECT_EQ(no_host.how_many(10, Tier::ssd), 4U);

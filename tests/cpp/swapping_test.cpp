@@ -68,7 +68,7 @@ std::size_t train_swapping(Session& session, int steps) {
       save(session, held, u, 1000, Tier::host);
       save(session, held, u, kPage + 10, Tier::host);
       save(session, held, u, 2 * kPage + kPage / 3, Tier::ssd);
-      save(session, held, u, 5000, Tier::ssd);
+      save(session, held, u, 3000, Tier::ssd);
       session.leave(UnitId{u});
     }
     swapped += held.size();
@@ -103,7 +103,7 @@ TEST(Swapping, ASmallSessionComputesTheSameBits) {
   EXPECT_EQ(train_swapping(session, 1), 0U) << "there was no room";
   const std::size_t before = resting(session, Tier::host);
   ASSERT_GT(before, 0U);
-  session.reserve_activations(6 * kPage, 9 * kPage);
+  session.reserve_activations(6 * kPage, 12 * kPage);
   EXPECT_EQ(resting(session, Tier::host), before - 6);
   EXPECT_EQ(session.stats().activation_host_bytes, 6 * kPage);
   expect_within_budgets(session);
@@ -113,7 +113,7 @@ TEST(Swapping, ASmallSessionComputesTheSameBits) {
   session.reserve_activations(2 * kPage, 0);
   EXPECT_EQ(resting(session, Tier::host), before - 6);
   EXPECT_GT(train_swapping(session, 1), 0U);
-  session.reserve_activations(7 * kPage, 12 * kPage);
+  session.reserve_activations(7 * kPage, 13 * kPage);
   EXPECT_EQ(resting(session, Tier::host), before - 7);
   EXPECT_EQ(train_swapping(session, 1), 16U);
   expect_within_budgets(session);
