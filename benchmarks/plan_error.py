@@ -62,6 +62,8 @@ def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
     parameters = sum(p.numel() for p in model.parameters())
     memory = state_on_ssd(parameters) if setting.on_ssd else everything_resident(parameters)
     memory["device"] = int((setting.device_gib or 16) * GIB)
+    if setting.on_ssd:
+        memory["ssd"] += 2 * GIB  # for what swapped tensors push there
     batch = tokens(setting.tokens // (8 if context.quick else 1), context.seed)
     side = Planned(model, batch, memory, folder if setting.on_ssd else None, setting.activations)
     try:

@@ -16,6 +16,8 @@ constexpr std::size_t kSimulationsMin = 300;
 constexpr std::size_t kSimulationsMax = 3'000;
 // A choice is better by this part of the step; less is rounding.
 constexpr double kBetter = 1e-6;
+// Fewer bytes that move are worth this part of it, which no simulation tells apart.
+constexpr double kAsGood = 5e-3;
 
 }  // namespace
 
@@ -44,19 +46,34 @@ bool Contest::offer(const Choice& choice) {
   return true;
 }
 
-bool Contest::offer_filled(Choice choice) {
+std::optional<Choice> Contest::filled(Choice choice) const {
   const std::uint64_t page = problem_.budgets().page_bytes;
   const std::uint64_t activations = problem_.activation_bytes(choice.modes, choice.lookahead);
-  if (activations > problem_.budgets().device_bytes) return false;
+  if (activations > problem_.budgets().device_bytes) return std::nullopt;
   const std::uint64_t room = (problem_.budgets().device_bytes - activations) / page;
-  if (room < problem_.frame_counts().front()) return false;
-  choice.frames =
-      static_cast<std::uint32_t>(std::min<std::uint64_t>(room, problem_.frame_counts().back()));
-  if (problem_.frame_plan(choice.frames).feasible) return offer(choice);
-  // First-fit may fail with a few more frames than did.
   const auto& counts = problem_.frame_counts();
-  choice.frames = *std::prev(std::upper_bound(counts.begin(), counts.end(), choice.frames));
-  return offer(choice);
+  if (room < counts.front()) return std::nullopt;
+  choice.frames = static_cast<std::uint32_t>(std::min<std::uint64_t>(room, counts.back()));
+  // First-fit may fail with a few more frames than did.
+  if (!problem_.frame_plan(choice.frames).feasible) {
+    choice.frames = *std::prev(std::upper_bound(counts.begin(), counts.end(), choice.frames));
+  }
+  return choice;
+}
+
+bool Contest::offer_filled(const Choice& choice) {
+  const std::optional<Choice> more = filled(choice);
+  return more && offer(*more);
+}
+
+void Contest::fill_best() {
+  const std::optional<Choice> more = filled(best_);
+  if (!more || more->frames == best_.frames || !problem_.fits(*more)) return;
+  const Plan plan = problem_.plan_of(*more);
+  const double seconds = simulate(problem_.trace(), plan, problem_.costs()).step_seconds;
+  if (seconds > best_seconds_ * (1 + kAsGood)) return;
+  best_ = *more;
+  best_seconds_ = seconds;
 }
 
 }  // namespace strata

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -23,7 +24,9 @@ class Contest final {
   // Simulates a choice that fits and was not offered before. REQUIRES: not spent().
   bool offer(const Choice& choice);
   // The same with as many frames as fit beside its modes.
-  bool offer_filled(Choice choice);
+  bool offer_filled(const Choice& choice);
+  // At the end: the best one with as many frames as fit beside its modes, where that is as good.
+  void fill_best();
 
   bool spent() const { return left_ == 0; }
   // REQUIRES: some offer was the best so far.
@@ -31,6 +34,8 @@ class Contest final {
   double best_seconds() const { return best_seconds_; }
 
  private:
+  std::optional<Choice> filled(Choice choice) const;
+
   const Problem& problem_;
   std::uint32_t left_;  // simulations
   std::set<std::vector<std::uint32_t>> offered_;

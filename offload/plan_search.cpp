@@ -205,6 +205,7 @@ Choice fastest(const Problem& problem, const Choice& least) {
   }
   // 4. Small changes, as long as they help.
   refine(problem, contest);
+  contest.fill_best();
   return contest.best();
 }
 
