@@ -9,13 +9,12 @@ from .plan_error import BOUND_MIN, outcomes
 def run(context: Context) -> Iterator[Figure]:
     """Yields the share of the bound that each setting reaches."""
     for name, outcome in outcomes(context).items():
-        kind = "ssd" if outcome.what in ("ssd", "read", "write") else "compute"
         yield Figure(
             "bound",
             f"{name}_of_{outcome.what}",
             outcome.bound / outcome.measured,
             "share",
-            BOUND_MIN[kind],
+            BOUND_MIN[outcome.what],
             1.0,
             "higher",
         )

@@ -235,15 +235,16 @@ struct PaperPlan {
   Trace trace;
   Costs costs;
   Budgets budgets;
+  Wishes wishes;
   Plan plan;
 };
 
 PaperPlan make_paper_plan(const py::dict& trace, const py::dict& costs, const py::dict& budgets,
                           const py::dict& wishes) {
-  PaperPlan paper{parse_trace(trace), parse_costs(costs), parse_budgets(budgets), {}};
-  const Wishes parsed = parse_wishes(wishes);
+  PaperPlan paper{
+      parse_trace(trace), parse_costs(costs), parse_budgets(budgets), parse_wishes(wishes), {}};
   const py::gil_scoped_release release;
-  paper.plan = make_plan(paper.trace, paper.costs, paper.budgets, parsed);
+  paper.plan = make_plan(paper.trace, paper.costs, paper.budgets, paper.wishes);
   return paper;
 }
 
@@ -262,7 +263,7 @@ py::dict bound_paper(const PaperPlan& paper) {
   Bound bound;
   {
     const py::gil_scoped_release release;
-    bound = lower_bound(paper.trace, paper.costs, paper.budgets);
+    bound = lower_bound(paper.trace, paper.costs, paper.budgets, paper.wishes);
   }
   return bound_dict(bound);
 }

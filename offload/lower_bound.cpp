@@ -11,8 +11,17 @@
 //          what the backward uses again, what is beyond D + H must be read during the backward.
 //   write  all of the bytes of the first kind change in every step, so that those on the SSD at
 //          that moment were written since the same moment of the last step.
-// Activations may be kept or recomputed, and computation is counted once: whatever a plan does
-// about them costs nothing here. Neither does what a transfer costs beside its bytes.
+// Activations may be kept or recomputed, and computation is counted once unless recomputing is
+// forced: what else a plan does about them costs nothing here. Neither does what a transfer costs
+// beside its bytes.
+//
+// Note [Two parts of a step]
+// Updates begin when the last backward has ended, and each is done before its unit's next forward.
+// So a step is no shorter than two parts one after the other:
+//   the forward   computes the forward, updates all that it uses, reads the first kind above, and
+//                 writes what is beyond H when it ends: then gradients are gone, and trained
+//                 parameters and states are new.
+//   the backward  computes the rest.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -30,6 +39,8 @@ std::uint64_t beyond(std::uint64_t sum, std::uint64_t room) {
 // In bytes, and elements.
 struct MustMove {
   std::uint64_t up = 0, down = 0, read = 0, written = 0, elements = 0;
+  // Of these, in the forward.
+  std::uint64_t forward_read = 0, forward_written = 0, forward_elements = 0;
 };
 
 MustMove must_move(const Trace& trace, const Budgets& budgets) {
@@ -41,7 +52,7 @@ MustMove must_move(const Trace& trace, const Budgets& budgets) {
     if (!turned) forward[index(use.unit)] = true;
     if (use.backward) again[index(use.unit)] = true;
   }
-  std::uint64_t trained = 0, frozen = 0, both = 0, changing = 0;
+  std::uint64_t trained = 0, frozen = 0, both = 0, changing = 0, first = 0, renewed = 0;
   MustMove moves;
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     const TracedUnit& unit = trace.units[u];
@@ -55,12 +66,39 @@ MustMove must_move(const Trace& trace, const Budgets& budgets) {
     changing += unit.param_bytes + unit.grad_bytes + unit.state_bytes;
     moves.down += unit.grad_bytes;
     moves.elements += unit.elements;
+    if (!forward[u]) continue;
+    first += unit.param_bytes + unit.grad_bytes + unit.state_bytes;
+    renewed += unit.param_bytes + unit.state_bytes;
+    moves.forward_elements += unit.elements;
   }
   const std::uint64_t host = budgets.host_bytes, device = budgets.device_bytes;
   moves.up = trained + beyond(frozen, device) + beyond(both, device);
   moves.read = beyond(changing + beyond(frozen, device), host) + beyond(both, device + host);
   moves.written = beyond(changing, host);
+  moves.forward_read = beyond(first, host);
+  moves.forward_written = beyond(renewed, host);
   return moves;
+}
+
+// Of the computation before the first backward use.
+double forward_seconds(const Trace& trace) {
+  double seconds = 0.0;
+  for (const Use& use : trace.uses) {
+    if (use.backward) break;
+    seconds += use.gap_seconds + use.seconds;
+  }
+  return seconds;
+}
+
+double forced_seconds(const Trace& trace, const Wishes& wishes) {
+  if (wishes.activation != Activation::recompute) return 0.0;
+  const Lifetimes lives = lifetimes(trace);
+  double seconds = 0.0;
+  for (std::size_t u = 0; u < trace.units.size(); ++u) {
+    const bool again = lives.units[u].backward_enter != UINT32_MAX;
+    if (trace.units[u].may_recompute && again) seconds += lives.units[u].forward_seconds;
+  }
+  return seconds;
 }
 
 double compute_seconds(const Trace& trace) {
@@ -101,7 +139,8 @@ void find_largest(Bound& bound) {
 
 }  // namespace
 
-Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budgets) {
+Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budgets,
+                  const Wishes& wishes) {
   const Costs costs = machine.landing_waits ? in_turns(machine) : machine;
   const MustMove moves = must_move(trace, budgets);
   Bound bound;
@@ -109,7 +148,9 @@ Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budge
   const auto set = [&](Lane lane, double seconds) {
     work[static_cast<std::size_t>(lane)] = seconds;
   };
-  set(Lane::compute, compute_seconds(trace) * costs.compute_scale);
+  const double computed =
+      (compute_seconds(trace) + forced_seconds(trace, wishes)) * costs.compute_scale;
+  set(Lane::compute, computed);
   set(Lane::upload, seconds_for(moves.up, costs.upload_bytes_s));
   set(Lane::download, seconds_for(moves.down, costs.download_bytes_s));
   set(Lane::read, seconds_for(moves.read, costs.read_bytes_s));
@@ -128,6 +169,15 @@ Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budge
     bound.compute_seconds = share_lane(costs, work, Lane::compute);
     bound.update_seconds = share_lane(costs, work, Lane::update);
     bound.ssd_seconds = share_lanes(costs, {0.0, 0.0, 0.0, read, write, 0.0});
+    // See Note [Two parts of a step].
+    const double forward = std::min(forward_seconds(trace) * costs.compute_scale, computed);
+    const LaneSeconds first{forward,
+                            0.0,
+                            0.0,
+                            seconds_for(moves.forward_read, costs.read_bytes_s),
+                            seconds_for(moves.forward_written, costs.write_bytes_s),
+                            seconds_for(moves.forward_elements, costs.update_elements_s)};
+    bound.seconds = std::max(bound.seconds, share_lanes(costs, first) + computed - forward);
   }
   find_largest(bound);
   return bound;

@@ -71,8 +71,9 @@ Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs,
 
 // No step of this trace can be shorter on this machine, whatever the plan: each lane needs its
 // bytes, and lanes that slow each other down share. Only what must move is counted: what exceeds a
-// tier's budget, and the optimizer's work. `seconds` is of all lanes together, each doing its work
-// beside whichever others suit it best; the rest are of parts of them, and never longer.
+// tier's budget, the optimizer's work, and what is wished. `seconds` is of all lanes together, each
+// doing its work beside whichever others suit it best; the rest are of parts of them, and never
+// longer.
 struct Bound {
   double seconds = 0.0;
   double compute_seconds = 0.0;  // and what the other lanes cannot help taking away from it
@@ -83,6 +84,7 @@ struct Bound {
 };
 
 // REQUIRES: as for simulate().
-Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budgets);
+Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budgets,
+                  const Wishes& wishes = {});
 
 }  // namespace strata
