@@ -10,7 +10,7 @@ from torch import nn
 from .common import BenchError
 from .sides import Paged, Plain, session_of
 
-UNDER_WAY = 5  # steps: one is recorded, two are timed, two fill what the plan has just moved
+UNDER_WAY = 4  # steps: one is recorded, two are timed, one fills what the plan has just moved
 
 
 class Planned(Paged):

@@ -27,7 +27,7 @@ struct Costs {
   bool landing_waits = false;      // computation stands still while a gradient goes down, because
                                    // its own thread copies it
   // [a][b]: the speed of lane a, of what it does alone, while lane b is busy; 1 where they share
-  // nothing. Several busy lanes multiply.
+  // nothing. Of several busy lanes the one that hurts most decides: they share what they take.
   std::array<std::array<double, kLaneCount>, kLaneCount> slow = unhindered();
 
   double together(Lane a, Lane b) const {

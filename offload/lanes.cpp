@@ -1,5 +1,6 @@
 #include "offload/lanes.hpp"
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
 
@@ -22,7 +23,7 @@ std::array<std::array<double, kLaneCount>, std::size_t{1} << kLaneCount> speeds(
       speed[busy][lane] = 1.0;
       for (std::size_t other = 0; other < kLaneCount; ++other) {
         const bool beside = other != lane && (busy >> other & 1U) != 0;
-        if (beside) speed[busy][lane] *= costs.slow[lane][other];
+        if (beside) speed[busy][lane] = std::min(speed[busy][lane], costs.slow[lane][other]);
       }
     }
   }

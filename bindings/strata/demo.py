@@ -1,8 +1,9 @@
 """`strata demo`: a fixed run of `strata finetune` that needs nothing but this machine.
 
 A Llama of 112 M parameters learns Python from the standard library's own sources. Its parameters
-alone take 213 MiB in 16 bits, its whole training state 1.5 GiB; the device may hold 52 MiB, the
-optimizer's state rests on the disk.
+alone take 213 MiB in 16 bits, its whole training state 1.5 GiB; the device may hold 192 MiB, for
+parameters, activations and PyTorch's own memory together, and the optimizer's state rests on the
+disk.
 """
 
 import sysconfig
@@ -21,7 +22,7 @@ PRESET: dict[str, Any] = {
     "data_limit": "8MB",
     "output": "runs/demo",
     "overwrite": True,
-    "device_memory": "52MiB",
+    "device_memory": "192MiB",
     "host_memory": "384MiB",
     "ssd_memory": "2GiB",
     "ssd_path": [SSD_PATH],

@@ -379,8 +379,7 @@ TEST(Activations, AgreeWithPlainMemory) {
           for (std::uint32_t i = below(4); i-- > 0;) room.turn();
           room.activations.drop(some->first);
           live.erase(some);
-          break;
-        }
+        } break;
         default:
           room.turn();
       }
