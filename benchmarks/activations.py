@@ -24,7 +24,7 @@ MODES: dict[str, tuple[str, int | None]] = {
     "auto": ("auto", None),
 }
 AGAINST = {"split4": "recompute", "auto": "keep"}
-TURNS = 2
+TURNS = 1  # steps are long
 AUTO_OVER_BEST_MAX = 1.03
 SPLIT4_CUT_MIN = 3.0
 SPLIT4_OVER_RECOMPUTE_MAX = 1.10

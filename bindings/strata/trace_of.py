@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ._core import ActivationName, Trace
     from .wrapped import Wrapped
 
+WARM_UP = 1.25  # a first time that is longer by this factor does not count
+
 
 def make_trace(step: RecordedStep, state: Wrapped) -> Trace:
     """REQUIRES: the step was recorded in detail, and units are as they were in it."""
@@ -67,17 +69,24 @@ def make_trace(step: RecordedStep, state: Wrapped) -> Trace:
 
 def note_times(trace: Trace, step: RecordedStep, first: bool) -> None:
     """Puts the times of a step into the trace whose units ran in the same modes: those of the
-    `first` step at once, later ones where they are shorter. Does nothing where the order of uses
-    is another one.
+    `first` step at once, then what _typical() makes of them and later ones. Does nothing where the
+    order of uses is another one.
     """
     if [(u["unit"], u["backward"]) for u in trace["uses"]] != [
         (u.unit, u.backward) for u in step.uses
     ]:
         return
     for old, use in zip(trace["uses"], step.uses, strict=True):
-        old["seconds"] = use.seconds if first else min(old["seconds"], use.seconds)
-        old["gap_seconds"] = use.gap_seconds if first else min(old["gap_seconds"], use.gap_seconds)
+        old["seconds"] = use.seconds if first else _typical(old["seconds"], use.seconds)
+        old["gap_seconds"] = (
+            use.gap_seconds if first else _typical(old["gap_seconds"], use.gap_seconds)
+        )
     trace["tail_seconds"] = step.tail_seconds
+
+
+def _typical(before: float, now: float) -> float:
+    """The mean, unless the time before was still warming up."""
+    return now if before > WARM_UP * now else (before + now) / 2
 
 
 def _traced(activation: ActivationName) -> ActivationName:
