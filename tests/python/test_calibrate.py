@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from strata import _core, calibrate
+from strata import _core, calibrate, compute_probe
 from strata.calibrate import Calibration, Setup
 
 PAGE = 64 << 10
@@ -20,7 +20,8 @@ def tiny(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "SSD_BYTES", 64 * PAGE)
     monkeypatch.setattr(calibrate, "COPY_BYTES", 16 * PAGE)
     monkeypatch.setattr(calibrate, "UPDATE_BYTES", 16 * PAGE)
-    monkeypatch.setattr(calibrate, "FEED_FORWARD", 64)
+    monkeypatch.setattr(compute_probe, "FEED_FORWARD", 64)
+    monkeypatch.setattr(compute_probe, "SHORTEST_SECONDS", 0.005)
 
 
 @pytest.fixture
