@@ -316,10 +316,12 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
             f"device budget {config['device_bytes']} is too small for unit {name!r}: {smallest} "
             "bytes would do"
         )
+    page = config["page_bytes"] or PAGE
+    whole = -(-sum(resting) // page) * page  # in whole pages, as budgets are
     return {
-        "page_bytes": config["page_bytes"] or PAGE,
+        "page_bytes": page,
         "device_bytes": min(sum(sizes), config["device_bytes"]),
-        "host_bytes": min(sum(resting), config["host_bytes"]),
+        "host_bytes": min(whole, config["host_bytes"]),
         "ssd_bytes": 0,
         "staging_bytes": 0,
         "device_bytes_min": smallest,

@@ -80,7 +80,8 @@ def test_a_budget_that_cannot_work_is_refused_with_one_that_does() -> None:
     strata.unwrap(model)
     found = re.search(r"; ([\d.]+ [KM]iB) would do", str(caught.value))
     assert found is not None
-    memory["device"] = parse_size(found[1]) + 1024  # the text is rounded
+    # A few small allocations differ from run to run.
+    memory["device"] = parse_size(found[1]) + (16 << 10)
     model, optimizer = planned("llama", activations="recompute", memory=memory)
     assert train(model, optimizer, STEPS) == expected
     strata.unwrap(model)

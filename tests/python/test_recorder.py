@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+import strata.recorder as recorder_module
 import torch
 from strata.memory_curve import MemoryCurve
 from strata.recorder import Recorder
@@ -29,26 +31,35 @@ def test_uses_come_in_order_with_their_moments() -> None:
     assert recorder.take().uses == []
 
 
-def test_computation_waits_and_gaps_are_told_apart() -> None:
+def test_computation_waits_and_gaps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(recorder_module, "perf_counter", lambda: now[0])
     recorder = Recorder()
-    use(recorder, 0)
-    time.sleep(0.02)  # a gap
-    asked = time.perf_counter()
-    time.sleep(0.03)  # a wait
-    recorder.enter(1, False, asked, True)
-    time.sleep(0.01)
-    recorder.enter(2, False, time.perf_counter(), True)  # nested
-    time.sleep(0.04)
+
+    def enter(unit: int, wait: float) -> None:
+        asked = now[0]
+        now[0] += wait
+        recorder.enter(unit, False, asked, True)
+
+    enter(0, 0.0)
+    recorder.leave(0)
+    now[0] += 2.0  # a gap
+    enter(1, 3.0)
+    now[0] += 1.0
+    enter(2, 0.0)  # nested
+    now[0] += 4.0
     recorder.leave(2)
-    begin = time.perf_counter()
-    time.sleep(0.05)
-    recorder.pause(begin, time.perf_counter())
+    recorder.pause(now[0], now[0] + 5.0)
+    now[0] += 5.0
     recorder.leave(1)
-    outer, inner = recorder.take().uses[1:]
-    assert 0.02 <= outer.gap_seconds < 0.03
-    assert 0.01 <= outer.seconds < 0.02
-    assert 0.08 <= outer.waited < 0.1
-    assert 0.04 <= inner.seconds < 0.05
+    now[0] += 6.0
+    step = recorder.take()
+    outer, inner = step.uses[1:]
+    assert outer.gap_seconds == pytest.approx(2.0)
+    assert outer.seconds == pytest.approx(1.0)
+    assert outer.waited == pytest.approx(3.0 + 5.0)
+    assert inner.seconds == pytest.approx(4.0)
+    assert step.tail_seconds == pytest.approx(6.0)
 
 
 def test_autograds_enters_of_one_unit_are_one_use() -> None:

@@ -189,7 +189,7 @@ def test_report_reads_well(core: ModuleType) -> None:
     assert report.to_dict()["tiers"]["device"]["peak"] > 0
     assert report.grad_norm is not None
     text = str(report)
-    for part in ("3 steps", "device", "host to device", "everything together"):
+    for part in ("3 steps", "device", "host to device", "all units"):
         assert part in text
 
 
