@@ -20,6 +20,7 @@ way, so batches of many lengths do not make it swing to and fro.
 Note [Slices]. Keeping, swapping and recomputing give the same bits, so measured times may choose
 between them. Slices change the shapes of matrix products, and with them the last bits: a batch is
 cut only where nothing else fits, into the fewest slices that do, so that a run can be repeated.
+What can be cut is found by trials that take time and memory, so they are left until then.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class Planning:
         self._slow_steps = 0
         self._mixed = False  # batches of two classes in one step: its times say little
         self._curve: MemoryCurve | None = None  # of a step that is measured
+        state.may_split = goal.split is not None
 
     @property
     def trace(self) -> Trace | None:
@@ -176,7 +178,13 @@ class Planning:
         if current.trace is None:
             if step.detailed:
                 trace = make_trace(step, self.state)
-                self._plan_for(trace, 0)  # refused now, if it has to be
+                try:
+                    self._plan_for(trace, 0)  # refused now, if it has to be
+                except StrataError:
+                    if not self._may_try_slices():
+                        raise
+                    self.state.may_split = True  # recorded again, with trials of what can be cut
+                    return
                 current.trace = trace
         elif current.paper is None:
             note_times(current.trace, step, first=current.timed == 0)
@@ -187,6 +195,9 @@ class Planning:
             self._check_peak(current, curve.peak(step.begin, step.end))
         elif not mixed and step.rounds == 1:
             self._watch_speed(current, step)
+
+    def _may_try_slices(self) -> bool:
+        return self.goal.activations == "auto" and not self.state.may_split
 
     def _class_of(self, shape: Shape) -> ShapeClass:
         elements = ShapeClass(shape).elements
