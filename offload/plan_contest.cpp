@@ -37,13 +37,16 @@ bool Contest::offer(const Choice& choice) {
   }
   if (!offered_.insert(std::move(key)).second || !problem_.fits(choice)) return false;
   --left_;
-  const Plan plan = problem_.plan_of(choice);
-  const double seconds = simulate(problem_.trace(), plan, problem_.costs()).step_seconds;
+  const double seconds = step_seconds(choice);
   const bool first = best_.modes.empty();
   if (!first && !(seconds < best_seconds_ * (1 - kBetter))) return false;
   best_ = choice;
   best_seconds_ = seconds;
   return true;
+}
+
+double Contest::step_seconds(const Choice& choice) const {
+  return simulate(problem_.trace(), problem_.plan_of(choice), problem_.costs()).step_seconds;
 }
 
 std::optional<Choice> Contest::filled(Choice choice) const {
@@ -69,8 +72,7 @@ bool Contest::offer_filled(const Choice& choice) {
 void Contest::fill_best() {
   const std::optional<Choice> more = filled(best_);
   if (!more || more->frames == best_.frames || !problem_.fits(*more)) return;
-  const Plan plan = problem_.plan_of(*more);
-  const double seconds = simulate(problem_.trace(), plan, problem_.costs()).step_seconds;
+  const double seconds = step_seconds(*more);
   if (seconds > best_seconds_ * (1 + kAsGood)) return;
   best_ = *more;
   best_seconds_ = seconds;

@@ -34,6 +34,7 @@ class Contest final {
   double best_seconds() const { return best_seconds_; }
 
  private:
+  double step_seconds(const Choice& choice) const;
   std::optional<Choice> filled(Choice choice) const;
 
   const Problem& problem_;

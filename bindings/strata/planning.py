@@ -80,6 +80,7 @@ class ShapeClass:
     trace: Trace | None = None  # None: to be recorded
     timed: int = 0  # steps
     paper: _core.PaperPlan | None = None  # None: to be timed
+    plan: StepPlan | None = None  # of `paper`, which makes it anew each time it is asked
     device_peak: int = 0  # frames and PyTorch's memory, as measured under the plan; 0: not yet
     reserve: int = 0  # bytes of the device that plans leave alone, because one turned out too large
     predicted_seconds: float = 0.0
@@ -88,9 +89,9 @@ class ShapeClass:
     @property
     def to_check(self) -> bool:
         """Whether the device comes so near its budget that it has to be measured under the plan."""
-        if self.paper is None or self.device_peak:
+        if self.plan is None or self.device_peak:
             return False
-        peak = self.paper.plan["peaks"]["device"]
+        peak = self.plan["peaks"]["device"]
         return peak["bytes"] > TIGHT_SHARE * peak["budget"]
 
     @property
@@ -129,7 +130,7 @@ class Planning:
     @property
     def plan(self) -> StepPlan | None:
         """The plan in use."""
-        return self.current.paper.plan if self.current and self.current.paper else None
+        return self.current.plan if self.current else None
 
     @property
     def simulation(self) -> Simulation | None:
@@ -269,6 +270,7 @@ class Planning:
     def _adopt(self, found: ShapeClass) -> None:
         assert found.trace is not None
         found.paper = self._plan_for(found.trace, found.reserve)
+        found.plan = found.paper.plan
         found.device_peak = 0
         found.predicted_seconds = found.paper.simulate()["step_seconds"]
         found.bound_seconds = found.paper.bound()["seconds"]
@@ -277,8 +279,8 @@ class Planning:
 
     def _use(self, found: ShapeClass) -> None:
         """Claims what the plans need and tells the units. REQUIRES: between two rounds."""
-        assert found.paper is not None
-        plans = [c.paper.plan for c in self.classes if c.paper is not None]
+        assert found.plan is not None
+        plans = [c.plan for c in self.classes if c.plan is not None]
         claimed = (
             min(plan["param_device_bytes"] for plan in plans),
             max(plan["activation_host_bytes"] for plan in plans),
@@ -286,10 +288,10 @@ class Planning:
         )
         if claimed != self._claimed:
             self._claim(*claimed)
-        for unit, planned in zip(self.state.units, found.paper.plan["units"], strict=True):
+        for unit, planned in zip(self.state.units, found.plan["units"], strict=True):
             unit.activation = planned["activation"]
             unit.slices = planned["slices"]
-        self.state.hooks.swapping.lookahead = found.paper.plan["activation_lookahead"]
+        self.state.hooks.swapping.lookahead = found.plan["activation_lookahead"]
 
     def _claim(self, param_bytes: int, host_bytes: int, ssd_bytes: int) -> None:
         old = self._claimed
@@ -308,8 +310,8 @@ class Planning:
 
     def _check_peak(self, current: ShapeClass, pytorch_bytes: int) -> None:
         """Holds the plan against what PyTorch's memory really reached."""
-        assert current.paper is not None
-        frames = current.paper.plan["param_device_bytes"]
+        assert current.plan is not None
+        frames = current.plan["param_device_bytes"]
         current.device_peak = frames + pytorch_bytes
         excess = current.device_peak - self.goal.device_bytes
         if excess <= 0:
