@@ -16,7 +16,7 @@ import dataclasses
 import enum
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -150,3 +150,12 @@ def _rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
 def _is_cache(value: Any) -> bool:
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested tuples, lists and dictionaries, in order. Nothing else is opened."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from .arguments import tensors_in
 from .units import UnitSpec, find_units
 
 OUTSIDE = -1
@@ -122,12 +123,12 @@ class _Counter(TorchDispatchMode):
         """Called by torch for every operation."""
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
-        outputs = list(_tensors(out))
+        outputs = list(tensors_in(out))
         for tensor in outputs:
             self._hold(tensor)
         self._flops += _flops(packet, args, kwargs or {}, out)
         if packet.__name__ not in NO_TRAFFIC:
-            inputs = [*_tensors(args), *_tensors(list((kwargs or {}).values()))]
+            inputs = [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
             self._traffic += sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
         return out
 
@@ -139,7 +140,7 @@ class _Counter(TorchDispatchMode):
             self._close_backward()
             for unit in units:
                 self._enter(unit, False)
-            given = [t for t in _tensors([args, kwargs]) if t.is_floating_point()]
+            given = [t for t in tensors_in([args, kwargs]) if t.is_floating_point()]
             for tensor in given:
                 self._note(tensor, units[0], saved=False)
             self._inputs.setdefault(units[0], []).extend(given)
@@ -273,17 +274,6 @@ def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
         whole = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
         return int(whole) // (2 if causal else 1)
     return 0
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _units_of(model: nn.Module, units: list[UnitSpec]) -> list[int]:

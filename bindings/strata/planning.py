@@ -26,13 +26,13 @@ What can be cut is found by trials that take time and memory, so they are left u
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _core, calibrate
+from .arguments import tensors_in
 from .errors import StrataError
 from .memory_curve import MemoryCurve
 from .recorder import RecordedStep
@@ -372,18 +372,3 @@ class Planning:
             f"{run['step_seconds']:.2f} s a step predicted, "
             f"{bound['seconds'] / run['step_seconds']:.0%} of the bound ({bound['what']})"
         )
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested tuples, lists and dictionaries, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _each(value.values())
-    elif isinstance(value, tuple | list):
-        yield from _each(value)
-
-
-def _each(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        yield from tensors_in(value)
