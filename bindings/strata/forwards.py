@@ -105,7 +105,7 @@ class PlannedForward:
         if not any(t.requires_grad for t in arguments.tensors) and not unit.trainable:
             return self.plain(*args, **kwargs)
         if recording:
-            state.recorder.inputs(unit.index, arguments.tensors)
+            state.recorder.inputs(arguments.tensors)
         batch = batch_size(arguments.tensors)
         verdict = self._verdict(arguments, batch)
         if not recomputes:

@@ -171,8 +171,8 @@ class Recorder:
         if self.recording:
             self._ignored.append((begin, end))
 
-    def inputs(self, unit: int, tensors: Iterable[torch.Tensor]) -> None:
-        """The tensors that a unit's forward was called with. Call while `recording`."""
+    def inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors that a unit's forward was called with. Call while `recording`."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._inputs[storage._cdata] = StorageWeakRef(storage)

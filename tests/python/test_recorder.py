@@ -93,7 +93,7 @@ def test_a_storage_is_counted_once_and_inputs_are_known() -> None:
     recorder = Recorder()
     recorder.begin()
     given, own = torch.ones(LARGE), torch.ones(LARGE)
-    recorder.inputs(0, [given])
+    recorder.inputs([given])
     recorder.enter(0, False, time.perf_counter(), True)
     numbers = [recorder.saved(0, t) for t in (given, own, own[5:], given.view(2, -1))]
     recorder.leave(0)
