@@ -40,6 +40,8 @@ def strata_side(count: int, threads: int) -> Callable[[], float]:
         "weight_decay": 0.1,
         "momentum": 0.0,
         "dampening": 0.0,
+        "lr_decay": 0.0,
+        "initial_accumulator": 0.0,
         "nesterov": False,
         "maximize": False,
     }

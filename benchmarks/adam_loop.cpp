@@ -109,6 +109,7 @@ auto touch_for(Isa isa) {
 void update(State& state, Isa isa, const Hyper& hyper, std::size_t begin, std::size_t end) {
   kernels(isa).update({.count = end - begin,
                        .param = state.param.at(begin),
+                       .new_param = state.param.at(begin),
                        .master = state.residual.at(begin),
                        .moment1 = state.exp_avg.at(begin),
                        .moment2 = state.exp_avg_sq.at(begin),

@@ -18,10 +18,33 @@ Kind parse_kind(const std::string& text) {
   throw py::value_error("unknown kind " + text);
 }
 
+Rule parse_rule(const std::string& text) {
+  if (text == "adamw") return Rule::adamw;
+  if (text == "adam") return Rule::adam;
+  if (text == "sgd") return Rule::sgd;
+  if (text == "lion") return Rule::lion;
+  if (text == "adagrad") return Rule::adagrad;
+  if (text == "foreign") return Rule::foreign;
+  throw py::value_error("unknown rule " + text);
+}
+
+UpdateMode parse_update(const std::string& text) {
+  if (text == "on_step") return UpdateMode::on_step;
+  if (text == "in_backward") return UpdateMode::in_backward;
+  if (text == "lock_free") return UpdateMode::lock_free;
+  throw py::value_error("unknown update mode " + text);
+}
+
+MomentDtype parse_moment_dtype(const std::string& text) {
+  if (text == "float32") return MomentDtype::float32;
+  if (text == "bfloat16") return MomentDtype::bfloat16;
+  if (text == "block8") return MomentDtype::block8;
+  throw py::value_error("unknown moment dtype " + text);
+}
+
 Hyper parse_group(const py::dict& group) {
-  const auto rule = field<std::string>(group, "rule");
   Hyper hyper;
-  hyper.rule = rule == "adamw" ? Rule::adamw : rule == "adam" ? Rule::adam : Rule::sgd;
+  hyper.rule = parse_rule(field<std::string>(group, "rule"));
   hyper.lr = field<double>(group, "lr");
   hyper.beta1 = field<double>(group, "beta1");
   hyper.beta2 = field<double>(group, "beta2");
@@ -29,6 +52,8 @@ Hyper parse_group(const py::dict& group) {
   hyper.weight_decay = field<double>(group, "weight_decay");
   hyper.momentum = field<double>(group, "momentum");
   hyper.dampening = field<double>(group, "dampening");
+  hyper.lr_decay = field<double>(group, "lr_decay");
+  hyper.initial_accumulator = field<double>(group, "initial_accumulator");
   hyper.nesterov = field<bool>(group, "nesterov");
   hyper.maximize = field<bool>(group, "maximize");
   return hyper;
@@ -63,6 +88,10 @@ Config parse_config(const py::dict& dict) {
   config.io_engine = field<std::string>(dict, "io_engine");
   config.workers = field<int>(dict, "workers");
   config.accumulate = field<bool>(dict, "accumulate");
+  config.update = parse_update(field<std::string>(dict, "update"));
+  config.max_staleness = field<std::uint32_t>(dict, "max_staleness");
+  config.moment_dtype = parse_moment_dtype(field<std::string>(dict, "moment_dtype"));
+  config.pin_workers = field<bool>(dict, "pin_workers");
   if (dict.contains("session_name")) config.session_name = field<std::string>(dict, "session_name");
   return config;
 }
@@ -139,6 +168,7 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
     UpdateSpan span = whole;
     span.count = std::min(each, whole.count - first);
     span.param = shift(whole.param, size_of(whole.dtype));
+    span.new_param = shift(whole.new_param, size_of(whole.dtype));
     span.master = shift(whole.master, whole.dtype == Dtype::float16 ? 4 : 2);
     span.moment1 = shift(whole.moment1, 4);
     span.moment2 = shift(whole.moment2, 4);
@@ -292,17 +322,18 @@ PYBIND11_MODULE(_core, module) {
                 std::uintptr_t moment1, std::uintptr_t moment2, std::uintptr_t grad,
                 std::int64_t step, double grad_scale, int threads, const std::string& isa) {
                const Hyper hyper = parse_group(group);
-               const UpdateSpan span{parse_dtype(dtype),
-                                     parse_dtype(grad_dtype),
-                                     count,
-                                     pointer<void>(param),
-                                     pointer<void>(master),
-                                     pointer<float>(moment1),
-                                     pointer<float>(moment2),
-                                     pointer<const void>(grad),
-                                     &hyper,
-                                     step,
-                                     static_cast<float>(grad_scale)};
+               const UpdateSpan span{.dtype = parse_dtype(dtype),
+                                     .grad_dtype = parse_dtype(grad_dtype),
+                                     .count = count,
+                                     .param = pointer<void>(param),
+                                     .new_param = pointer<void>(param),
+                                     .master = pointer<void>(master),
+                                     .moment1 = pointer<void>(moment1),
+                                     .moment2 = pointer<void>(moment2),
+                                     .grad = pointer<const void>(grad),
+                                     .hyper = &hyper,
+                                     .step = step,
+                                     .grad_scale = static_cast<float>(grad_scale)};
                const Kernels& chosen = kernels(parse_isa(isa));
                const py::gil_scoped_release release;
                update_span(chosen, span, std::max(1, threads));

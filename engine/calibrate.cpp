@@ -50,10 +50,11 @@ UpdateProbe::UpdateProbe(const UpdateProbeOptions& options)
   };
   for (std::size_t i = 0; i < chunk_count(options); ++i) {
     UpdateSpan span{.dtype = options.dtype, .grad_dtype = options.dtype, .count = count};
-    span.param = take(size_of(options.dtype));
+    span.new_param = take(size_of(options.dtype));
+    span.param = span.new_param;
     if (master_size(options.dtype) != 0) span.master = take(master_size(options.dtype));
-    span.moment1 = static_cast<float*>(take(sizeof(float)));
-    span.moment2 = static_cast<float*>(take(sizeof(float)));
+    span.moment1 = take(sizeof(float));
+    span.moment2 = take(sizeof(float));
     span.grad = take(size_of(options.dtype));
     span.hyper = &hyper_;
     chunks_.push_back(span);

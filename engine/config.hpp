@@ -21,6 +21,13 @@ struct ParamSpec {
   std::uint32_t group = 0;  // index into Config::groups
 };
 
+// When updates begin, and who waits for them.
+//   on_step      at step(); the next forward of a unit waits for its own. Gradients rest in pages
+//   in_backward  when a unit's gradient is complete. Gradients pass through a few frames
+//   lock_free    at step(); a forward waits only for updates more than max_staleness steps old.
+//                Gradients add up, in float32, while their update lags
+enum class UpdateMode : std::uint8_t { on_step, in_backward, lock_free };
+
 struct Config {
   std::vector<ParamSpec> params;
   std::vector<std::string> units;  // names, in order of first use
@@ -33,7 +40,11 @@ struct Config {
   std::string io_engine = "auto";
   std::string session_name = "strata";
   int workers = 1;
+  bool pin_workers = true;
   bool accumulate = false;  // gradients rest in float32
+  UpdateMode update = UpdateMode::on_step;
+  std::uint32_t max_staleness = 0;  // lock_free: steps that a parameter may lag behind
+  MomentDtype moment_dtype = MomentDtype::float32;
 };
 
 }  // namespace strata

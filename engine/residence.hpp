@@ -15,8 +15,8 @@
 
 namespace strata {
 
-// Invariant: resting pages + staging_frames + activation_frames <= host_frames, and likewise for
-// slots.
+// Invariant: resting pages + staging_frames + activation_frames + buffer_frames + scale_frames <=
+// host_frames, and likewise for slots.
 struct Residence {
   Layout layout;
   std::vector<Tier> tier;               // by page of the layout: host or ssd
@@ -28,6 +28,10 @@ struct Residence {
   std::uint32_t device_frames_min = 0;  // the largest unit
   std::uint32_t activation_frames = 0;  // part of host_frames
   std::uint32_t activation_slots = 0;   // part of slots
+  // Part of host_frames, for gradients that have no pages (in_backward, lock_free) and for new
+  // parameters ahead of their publication (lock_free with a staleness).
+  std::uint32_t buffer_frames = 0;
+  std::uint32_t scale_frames = 0;  // part of host_frames, for the scales of block8 moments
 };
 
 // Picks the page size when config.page_bytes is 0: 4 MiB, or less where the model or a budget is

@@ -157,10 +157,11 @@ void Updates::make_spans(Slot& slot) const {
     span.dtype = segment.dtype;
     span.grad_dtype = layout_.accumulate ? Dtype::float32 : segment.dtype;
     span.count = piece.count;
-    span.param = at(slot, Role::param, piece.in_chunk);
+    span.new_param = at(slot, Role::param, piece.in_chunk);
+    span.param = span.new_param;
     span.master = at(slot, Role::master, piece.in_chunk);
-    span.moment1 = reinterpret_cast<float*>(at(slot, Role::moment1, piece.in_chunk));
-    span.moment2 = reinterpret_cast<float*>(at(slot, Role::moment2, piece.in_chunk));
+    span.moment1 = at(slot, Role::moment1, piece.in_chunk);
+    span.moment2 = at(slot, Role::moment2, piece.in_chunk);
     span.grad = at(slot, Role::grad, piece.in_chunk);
     span.hyper = &groups_[group_of_[piece.param]];
     span.step = steps_[piece.param];

@@ -55,11 +55,13 @@ void prefetch_block(const T* stream) {
 // Limit: a param that something else wrote must have its residual set to zero.
 template <class V>
 struct SplitMaster {
-  std::uint16_t* param;
+  const std::uint16_t* param;
+  std::uint16_t* new_param;
   std::uint16_t* residual;
 
-  SplitMaster(void* param_memory, void* master)
-      : param(static_cast<std::uint16_t*>(param_memory)),
+  SplitMaster(const void* from, void* to, void* master)
+      : param(static_cast<const std::uint16_t*>(from)),
+        new_param(static_cast<std::uint16_t*>(to)),
         residual(static_cast<std::uint16_t*>(master)) {}
 
   void prefetch(std::size_t at) const {
@@ -73,7 +75,7 @@ struct SplitMaster {
   template <class Lanes>
   void store(std::size_t at, typename V::F value, Lanes lanes) const {
     const typename V::F clean = V::one_nan(value);
-    V::store(param + at, V::upper_half_rounded(clean), lanes);
+    V::store(new_param + at, V::upper_half_rounded(clean), lanes);
     V::store(residual + at, V::lower_half(clean), lanes);
   }
 };
@@ -81,15 +83,14 @@ struct SplitMaster {
 // float16 has other exponent bits than float32: its master is whole.
 template <class V>
 struct FullMaster {
-  std::uint16_t* param;
+  std::uint16_t* new_param;
   float* master;
 
-  FullMaster(void* param_memory, void* master_memory)
-      : param(static_cast<std::uint16_t*>(param_memory)),
-        master(static_cast<float*>(master_memory)) {}
+  FullMaster(const void*, void* to, void* master_memory)
+      : new_param(static_cast<std::uint16_t*>(to)), master(static_cast<float*>(master_memory)) {}
 
   void prefetch(std::size_t at) const {
-    prefetch_block<V>(param + at);
+    prefetch_block<V>(new_param + at);
     prefetch_block<V>(master + at);
   }
   template <class Lanes>
@@ -100,16 +101,18 @@ struct FullMaster {
   void store(std::size_t at, typename V::F value, Lanes lanes) const {
     const typename V::F clean = V::one_nan(value);
     V::store(master + at, clean, lanes);
-    V::store(param + at, V::to_float16(clean), lanes);
+    V::store(new_param + at, V::to_float16(clean), lanes);
   }
 };
 
 // A float32 parameter is its own master.
 template <class V>
 struct NoMaster {
-  float* param;
+  const float* param;
+  float* new_param;
 
-  NoMaster(void* param_memory, void*) : param(static_cast<float*>(param_memory)) {}
+  NoMaster(const void* from, void* to, void*)
+      : param(static_cast<const float*>(from)), new_param(static_cast<float*>(to)) {}
 
   void prefetch(std::size_t at) const { prefetch_block<V>(param + at); }
   template <class Lanes>
@@ -118,7 +121,7 @@ struct NoMaster {
   }
   template <class Lanes>
   void store(std::size_t at, typename V::F value, Lanes lanes) const {
-    V::store(param + at, V::one_nan(value), lanes);
+    V::store(new_param + at, V::one_nan(value), lanes);
   }
 };
 
@@ -215,10 +218,10 @@ struct Update {
 
   explicit Update(const UpdateSpan& span)
       : math(coefficients(span)),
-        master(span.param, span.master),
+        master(span.param, span.new_param, span.master),
         grad{span.grad},
-        moment1(span.moment1),
-        moment2(span.moment2) {}
+        moment1(static_cast<float*>(span.moment1)),
+        moment2(static_cast<float*>(span.moment2)) {}
 
   void run(std::size_t count) const {
     std::size_t at = 0;
@@ -291,12 +294,16 @@ void update(const UpdateSpan& span) {
     case Rule::sgd:
       if (span.hyper->momentum != 0.0) return update_with<V, SgdMath<V, true>>(span);
       return update_with<V, SgdMath<V, false>>(span);
+    case Rule::lion:
+    case Rule::adagrad:
+    case Rule::foreign:
+      break;
   }
 }
 
 template <class V, class Master>
 void split_with(const float* from, std::size_t count, void* param, void* master_memory) {
-  const Master master(param, master_memory);
+  const Master master(param, param, master_memory);
   std::size_t at = 0;
   for (; at + V::kLanes <= count; at += V::kLanes) {
     master.store(at, V::load(from + at, typename V::All{}), typename V::All{});
@@ -320,7 +327,7 @@ void split(const float* from, std::size_t count, Dtype dtype, void* param, void*
 // A master is only read here; the storage types hold it as they do for an update.
 template <class V, class Master>
 void join_with(const void* param, const void* master_memory, std::size_t count, float* to) {
-  const Master master(const_cast<void*>(param), const_cast<void*>(master_memory));
+  const Master master(param, nullptr, const_cast<void*>(master_memory));
   std::size_t at = 0;
   for (; at + V::kLanes <= count; at += V::kLanes) {
     V::store(to + at, master.load(at, typename V::All{}), typename V::All{});

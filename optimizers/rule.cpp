@@ -59,6 +59,7 @@ void check_update(const UpdateSpan& span) {
   STRATA_ASSERT(span.grad_dtype == span.dtype || span.grad_dtype == Dtype::float32);
   if (span.count == 0) return;
   STRATA_ASSERT(span.param != nullptr);
+  STRATA_ASSERT(span.new_param != nullptr);
   STRATA_ASSERT(span.grad != nullptr);
   STRATA_ASSERT((span.master != nullptr) == (span.dtype != Dtype::float32));
   const int moments = moment_count(span.hyper->rule, span.hyper->momentum);

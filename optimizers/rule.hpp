@@ -15,25 +15,38 @@
 
 namespace strata {
 
-enum class Rule : std::uint8_t { adamw, adam, sgd };
+// `foreign`: somebody else's optimizer, which gets the elements as float32 (workers.hpp).
+enum class Rule : std::uint8_t { adamw, adam, sgd, lion, adagrad, foreign };
+
+// How moments are stored. float32 is exact; the others lose bits, for half or a quarter of the
+// bytes: bfloat16 with stochastic rounding, and 8-bit codes in blocks of kMomentBlock elements with
+// a scale each.
+enum class MomentDtype : std::uint8_t { float32, bfloat16, block8 };
+
+// Parameters start at multiples of it in their segment, so a block belongs to one parameter.
+inline constexpr std::size_t kMomentBlock = 64;
 
 // The hyperparameters of one parameter group, as torch.optim names them.
 struct Hyper {
   Rule rule = Rule::adamw;
   double lr = 1e-3;
-  double beta1 = 0.9;  // adam, adamw
+  double beta1 = 0.9;  // adam, adamw, lion
   double beta2 = 0.999;
   double eps = 1e-8;
-  double weight_decay = 0.0;  // decoupled in adamw, added to the gradient in adam and sgd
+  double weight_decay = 0.0;  // decoupled in adamw and lion, else added to the gradient
   double momentum = 0.0;      // sgd
   double dampening = 0.0;
+  double lr_decay = 0.0;  // adagrad
+  double initial_accumulator = 0.0;
   bool nesterov = false;
   bool maximize = false;
 };
 
-// Moments that a rule keeps: two for adam(w), one for sgd with momentum, none for plain sgd.
+// Moments that a rule keeps: two for adam(w), one for lion, adagrad and sgd with momentum, none for
+// plain sgd; a foreign one may use two.
 constexpr int moment_count(Rule rule, double momentum) {
-  return rule == Rule::sgd ? (momentum != 0.0 ? 1 : 0) : 2;
+  if (rule == Rule::sgd) return momentum != 0.0 ? 1 : 0;
+  return rule == Rule::lion || rule == Rule::adagrad ? 1 : 2;
 }
 
 // One run of elements of one parameter, all with the same hyperparameters and step.
@@ -41,14 +54,22 @@ struct UpdateSpan {
   Dtype dtype = Dtype::bfloat16;       // of param
   Dtype grad_dtype = Dtype::bfloat16;  // dtype, or float32 where gradients are accumulated
   std::size_t count = 0;
-  void* param = nullptr;     // in and out: the compute-dtype parameter
+  const void* param = nullptr;  // the compute-dtype parameter
+  void* new_param = nullptr;    // where the updated one goes: param itself, or elsewhere
   void* master = nullptr;    // bfloat16: uint16 residual; float16: float32; float32: null
-  float* moment1 = nullptr;  // exp_avg, or the momentum buffer of sgd
-  float* moment2 = nullptr;  // exp_avg_sq
+  MomentDtype moment_dtype = MomentDtype::float32;
+  void* moment1 = nullptr;  // exp_avg; the momentum buffer of sgd; the sum of adagrad
+  void* moment2 = nullptr;  // exp_avg_sq
+  std::uint16_t* scales1 = nullptr;  // block8: bfloat16, one for each kMomentBlock elements
+  std::uint16_t* scales2 = nullptr;
   const void* grad = nullptr;
   const Hyper* hyper = nullptr;
   std::int64_t step = 1;    // 1 for the first update of this parameter
   float grad_scale = 1.0f;  // multiplies the gradient first (clipping, averaging)
+  // Which element of which parameter the span begins with: rounding that draws random bits draws
+  // them from these and the step, so they are the same for every page size and worker.
+  std::uint32_t param_id = 0;
+  std::size_t first = 0;
 };
 
 // How gradients land in a page: `copy` overwrites, `add` accumulates into float32.

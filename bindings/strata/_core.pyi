@@ -31,7 +31,7 @@ class ParamSpec(TypedDict):
 class GroupSpec(TypedDict):
     """Hyperparameters of one parameter group, as torch.optim names them."""
 
-    rule: Literal["adamw", "adam", "sgd"]
+    rule: Literal["adamw", "adam", "sgd", "lion", "adagrad", "foreign"]
     lr: float
     beta1: float
     beta2: float
@@ -39,6 +39,8 @@ class GroupSpec(TypedDict):
     weight_decay: float
     momentum: float
     dampening: float
+    lr_decay: float
+    initial_accumulator: float
     nesterov: bool
     maximize: bool
 
@@ -55,6 +57,10 @@ class Config(TypedDict):
     workers: int
     session_name: NotRequired[str]  # files are <ssd path>/<session_name>.pages; default "strata"
     accumulate: bool  # gradients rest in float32 and several backward calls add up
+    update: Literal["on_step", "in_backward", "lock_free"]
+    max_staleness: int  # lock_free: steps that a parameter may lag behind; else 0
+    moment_dtype: Literal["float32", "bfloat16", "block8"]
+    pin_workers: bool  # to cores of their own where there are spare ones, else they give way
 
 class UnitPlan(TypedDict):
     name: str
@@ -104,14 +110,26 @@ class Session:
         """Takes the gradient of a whole parameter (numel contiguous elements). Returns when the
         memory at `address` may be reused."""
     def drop_gradients(self) -> None:
-        """Forgets what has landed since the last step: zero_grad()."""
+        """Forgets what has landed since the last step: zero_grad(). Raises StrataError where it
+        was used already: in_backward, and lock_free where it was added to older gradients."""
     def gradient_count(self, param: int) -> int:
         """How many times a gradient landed since the last step or drop_gradients()."""
+    def complete(self, unit: int, groups: list[GroupSpec], max_unit_norm: float) -> None:
+        """in_backward: all gradients of the unit that will come have landed; starts its update.
+        enter(..., backward=True) of it raises until step(): it would show new parameters."""
     def step(
-        self, groups: list[GroupSpec], max_norm: float, grad_divisor: float, skip_nonfinite: bool
+        self,
+        groups: list[GroupSpec],
+        max_norm: float,
+        grad_divisor: float,
+        skip_nonfinite: bool,
+        max_unit_norm: float = 0.0,
     ) -> StepResult:
-        """Starts the updates of every parameter whose gradient landed, and returns at once; enter()
-        waits per unit. max_norm <= 0: no clipping. Ends the recorded step."""
+        """Starts the updates of every parameter whose gradient landed and that is not updated yet,
+        and returns at once; enter() waits per unit. max_norm <= 0: no clipping; max_unit_norm:
+        likewise, for each unit by itself. Ends the recorded step."""
+    def drain(self) -> None:
+        """Waits until every update that was started is published: what lock_free leaves open."""
     def param_step(self, param: int) -> int:
         """Updates applied (or started) so far to this parameter."""
     def set_param_step(self, param: int, step: int) -> None: ...
@@ -119,7 +137,9 @@ class Session:
         """Waits until every update and every write has finished."""
     def stats(self) -> dict[str, Any]:
         """Counters and gauges: bytes per link, seconds waited in enter() by unit, frames in use and
-        peak per tier, updates, steps, io engine, page size."""
+        peak per tier, updates, steps, io engine, page size. Under lock_free also "staleness" (a
+        list by unit of how many forwards saw parameters 0, 1, ... steps old), "merged gradients"
+        and "update waits" (each a list by unit)."""
     def limit_device(self, byte_count: int) -> None:
         """From the next step on, parameters use at most these bytes of the device budget (whole
         frames); frames are planned anew. Raises StrataError where the largest use needs more."""

@@ -165,6 +165,10 @@ def configure(
         "io_engine": options.io_engine,  # type: ignore[typeddict-item]
         "workers": options.workers or default_workers(),
         "accumulate": options.accumulation_steps > 1,
+        "update": "on_step",
+        "max_staleness": 0,
+        "moment_dtype": "float32",
+        "pin_workers": True,
     }
     _choose_budgets(config, parse_budgets(options.memory), make_plan)
     return config, hooked

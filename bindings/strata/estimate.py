@@ -50,6 +50,8 @@ ADAMW: GroupSpec = {
     "weight_decay": 0.0,
     "momentum": 0.0,
     "dampening": 0.0,
+    "lr_decay": 0.0,
+    "initial_accumulator": 0.0,
     "nesterov": False,
     "maximize": False,
 }
@@ -164,6 +166,10 @@ def page_sizes(
         "io_engine": "auto",
         "workers": 1,
         "accumulate": False,
+        "update": "on_step",
+        "max_staleness": 0,
+        "moment_dtype": "float32",
+        "pin_workers": True,
     }
     try:
         return _core.plan(config)

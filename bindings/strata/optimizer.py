@@ -79,6 +79,8 @@ def group_spec(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group
         "weight_decay": float(group["weight_decay"]),
         "momentum": float(group.get("momentum", 0.0)),
         "dampening": float(group.get("dampening", 0.0)),
+        "lr_decay": float(group.get("lr_decay", 0.0)),
+        "initial_accumulator": float(group.get("initial_accumulator_value", 0.0)),
         "nesterov": bool(group.get("nesterov", False)),
         "maximize": bool(group.get("maximize", False)),
     }

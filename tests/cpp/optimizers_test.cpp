@@ -62,6 +62,7 @@ struct Streams {
             .grad_dtype = grad_dtype,
             .count = end - begin,
             .param = param_at(begin),
+            .new_param = param_at(begin),
             .master = master_at(begin),
             .moment1 = moment1.data() + kGuard + begin,
             .moment2 = moment2.data() + kGuard + begin,

@@ -284,6 +284,7 @@ class Simulation final {
       span.grad_dtype = config_.accumulate ? Dtype::float32 : span.dtype;
       span.count = config_.params[p].numel;
       span.param = mine.param.data();
+      span.new_param = mine.param.data();
       span.master = span.dtype == Dtype::float32 ? nullptr : mine.master.data();
       span.moment1 = mine.moment1.data();
       span.moment2 = config_.groups[0].rule == Rule::sgd ? nullptr : mine.moment2.data();

@@ -90,6 +90,7 @@ struct Model {
     for (std::size_t i = 0; i < kJobs; ++i) {
       spans.push_back({.count = cuts[i + 1] - cuts[i],
                        .param = param.data() + cuts[i],
+                       .new_param = param.data() + cuts[i],
                        .master = residual.data() + cuts[i],
                        .moment1 = moment1.data() + cuts[i],
                        .moment2 = moment2.data() + cuts[i],

@@ -11,7 +11,7 @@ from strata import _core
 
 GROUP: dict[str, Any] = {
     "rule": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1,
-    "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False,
+    "momentum": 0.0, "dampening": 0.0, "lr_decay": 0.0, "initial_accumulator": 0.0, "nesterov": False, "maximize": False,
 }  # fmt: skip
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 SIZES = [70_000, 33, 200_000, 5, 90_001, 64, 150_000]
@@ -28,6 +28,10 @@ def config(dtype: str = "bfloat16", **changes: Any) -> dict[str, Any]:
         "page_bytes": 64 * KIB, "device_bytes": (20 if dtype == "float32" else 10) * 64 * KIB,
         "host_bytes": 1 << 30, "ssd_bytes": 0, "ssd_paths": [], "io_engine": "auto", "workers": 2,
         "accumulate": False,
+        "update": "on_step",
+        "max_staleness": 0,
+        "moment_dtype": "float32",
+        "pin_workers": True,
     }  # fmt: skip
     return base | changes
 
