@@ -15,6 +15,7 @@ namespace {
 struct Vec16 {
   static constexpr std::size_t kLanes = 16;
   using F = __m512;
+  using I = __m512i;
   using H = __m256i;
   struct Sums {
     __m512d low, high;
@@ -62,6 +63,52 @@ struct Vec16 {
   }
   static F from_float16(H half) { return _mm512_cvtph_ps(half); }
   static H to_float16(F value) { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
+
+  static F sign(F a) {
+    const __m512 signs = _mm512_and_ps(a, _mm512_set1_ps(-0.0f));
+    const __mmask16 other = _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+    return _mm512_mask_or_ps(a, other, signs, _mm512_set1_ps(1.0f));
+  }
+
+  static I bits(F value) { return _mm512_castps_si512(value); }
+  static F of_bits(I bits) { return _mm512_castsi512_ps(bits); }
+  static I set_bits(std::uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
+  static I lane_numbers() {
+    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+  static I plus(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I minus(I a, I b) { return _mm512_sub_epi32(a, b); }
+  static I times(I a, I b) { return _mm512_mullo_epi32(a, b); }
+  static I both(I a, I b) { return _mm512_and_si512(a, b); }
+  static I differ(I a, I b) { return _mm512_xor_si512(a, b); }
+  template <unsigned kBits>
+  static I up(I a) {
+    return _mm512_slli_epi32(a, kBits);
+  }
+  template <unsigned kBits>
+  static I down(I a) {
+    return _mm512_srli_epi32(a, kBits);
+  }
+  static I larger(I a, I b) { return _mm512_max_epi32(a, b); }
+  static I smaller(I a, I b) { return _mm512_min_epi32(a, b); }
+  static std::uint32_t largest(I a) {
+    return static_cast<std::uint32_t>(_mm512_reduce_max_epi32(a));
+  }
+  static I if_less(F a, F b, I then, I otherwise) {
+    return _mm512_mask_mov_epi32(otherwise, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), then);
+  }
+  static I unless_zero(I test, I value) {
+    return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(test, test), value);
+  }
+
+  static I widen(H half) { return _mm512_cvtepu16_epi32(half); }
+  static H narrow(I value) { return _mm512_cvtepi32_epi16(value); }
+  static I load(const std::uint8_t* from) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static void store(std::uint8_t* to, I value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(value));
+  }
 
   static F join_halves(H param, H residual) {
     const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(param), 16);

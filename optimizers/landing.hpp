@@ -13,9 +13,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "optimizers/coefficients.hpp"
 #include "optimizers/kernel.hpp"
+#include "optimizers/masters.hpp"
+#include "optimizers/moments.hpp"
 #include "optimizers/rule.hpp"
+#include "optimizers/tables.hpp"
 
 namespace strata {
 
@@ -116,8 +118,12 @@ double land_gradient(void* to, Dtype to_dtype, const void* from, Dtype from_dtyp
 
 template <class V>
 constexpr Kernels make_kernels() {
-  return {
-      .update = update<V>, .land_gradient = land_gradient<V>, .split = split<V>, .join = join<V>};
+  return {.update = update<V>,
+          .land_gradient = land_gradient<V>,
+          .split = split<V>,
+          .join = join<V>,
+          .load_moments = load_moments<V>,
+          .store_moments = store_moments<V>};
 }
 
 }  // namespace strata

@@ -1,57 +1,9 @@
 #include "optimizers/rule.hpp"
 
-#include <cmath>
-
 #include "memory/check.hpp"
-#include "optimizers/coefficients.hpp"
+#include "optimizers/tables.hpp"
 
 namespace strata {
-
-namespace {
-
-void set_adam(const UpdateSpan& span, Coefficients& c) {
-  const Hyper& hyper = *span.hyper;
-  const auto step = static_cast<double>(span.step);
-  const double correction1 = 1.0 - std::pow(hyper.beta1, step);
-  const double correction2 = 1.0 - std::pow(hyper.beta2, step);
-
-  const auto weight = static_cast<float>(1.0 - hyper.beta1);
-  c.lerp_from_grad = weight >= 0.5f;
-  c.lerp = c.lerp_from_grad ? weight - 1.0f : weight;
-  c.beta2 = static_cast<float>(hyper.beta2);
-  c.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
-  c.denom_scale = static_cast<float>(1.0 / std::sqrt(correction2));
-  c.eps = static_cast<float>(hyper.eps);
-  c.minus_step_size = static_cast<float>(-hyper.lr / correction1);
-  if (hyper.rule == Rule::adamw) {
-    c.keep = static_cast<float>(1.0 - hyper.lr * hyper.weight_decay);
-  }
-}
-
-void set_sgd(const UpdateSpan& span, Coefficients& c) {
-  const Hyper& hyper = *span.hyper;
-  c.first_step = span.step == 1;
-  c.nesterov = hyper.nesterov;
-  c.momentum = static_cast<float>(hyper.momentum);
-  c.one_minus_dampening = static_cast<float>(1.0 - hyper.dampening);
-  c.minus_step_size = static_cast<float>(-hyper.lr);
-}
-
-}  // namespace
-
-Coefficients coefficients(const UpdateSpan& span) {
-  Coefficients c;
-  c.grad_scale = span.hyper->maximize ? -span.grad_scale : span.grad_scale;
-  if (span.hyper->rule != Rule::adamw) {
-    c.weight_decay = static_cast<float>(span.hyper->weight_decay);
-  }
-  if (span.hyper->rule == Rule::sgd) {
-    set_sgd(span, c);
-  } else {
-    set_adam(span, c);
-  }
-  return c;
-}
 
 void check_update(const UpdateSpan& span) {
   STRATA_ASSERT(span.hyper != nullptr);
@@ -63,8 +15,14 @@ void check_update(const UpdateSpan& span) {
   STRATA_ASSERT(span.grad != nullptr);
   STRATA_ASSERT((span.master != nullptr) == (span.dtype != Dtype::float32));
   const int moments = moment_count(span.hyper->rule, span.hyper->momentum);
-  STRATA_ASSERT((span.moment1 != nullptr) || moments < 1);
-  STRATA_ASSERT((span.moment2 != nullptr) || moments < 2);
+  if (moments >= 1) check_moments(span.moment_dtype, span.moment1, span.scales1);
+  if (moments >= 2) check_moments(span.moment_dtype, span.moment2, span.scales2);
+  STRATA_ASSERT(span.moment_dtype == MomentDtype::float32 || span.first % kMomentBlock == 0);
+}
+
+void check_moments(MomentDtype dtype, const void* moments, const std::uint16_t* scales) {
+  STRATA_ASSERT(moments != nullptr);
+  STRATA_ASSERT((scales != nullptr) == (dtype == MomentDtype::block8));
 }
 
 void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode) {

@@ -23,6 +23,10 @@ enum class Rule : std::uint8_t { adamw, adam, sgd, lion, adagrad, foreign };
 // a scale each.
 enum class MomentDtype : std::uint8_t { float32, bfloat16, block8 };
 
+constexpr std::size_t size_of(MomentDtype dtype) {
+  return dtype == MomentDtype::float32 ? 4 : dtype == MomentDtype::bfloat16 ? 2 : 1;
+}
+
 // Parameters start at multiples of it in their segment, so a block belongs to one parameter.
 inline constexpr std::size_t kMomentBlock = 64;
 
@@ -40,6 +44,8 @@ struct Hyper {
   double initial_accumulator = 0.0;
   bool nesterov = false;
   bool maximize = false;
+  std::uint64_t options = 0;  // foreign: which options it runs with, as its owner numbers them
+  int foreign_moments = 2;    // foreign: how many it keeps
 };
 
 // Moments that a rule keeps: two for adam(w), one for lion, adagrad and sgd with momentum, none for
@@ -47,6 +53,22 @@ struct Hyper {
 constexpr int moment_count(Rule rule, double momentum) {
   if (rule == Rule::sgd) return momentum != 0.0 ? 1 : 0;
   return rule == Rule::lion || rule == Rule::adagrad ? 1 : 2;
+}
+constexpr int moment_count(const Hyper& hyper) {
+  if (hyper.rule == Rule::foreign) return hyper.foreign_moments;
+  return moment_count(hyper.rule, hyper.momentum);
+}
+
+// What a moment is made of. A mean of gradients has either sign and may well be zero; a mean or sum
+// of squares is never negative and is divided by, so no stored form makes a positive one zero.
+enum class MomentKind : std::uint8_t { mean, square };
+
+// `number`: 1 or 2, as in moment1 and moment2. Whoever brings a foreign rule knows nothing of
+// kinds, so its moments are stored with their signs.
+constexpr MomentKind moment_kind(Rule rule, int number) {
+  const bool square =
+      rule == Rule::adagrad || (number == 2 && (rule == Rule::adam || rule == Rule::adamw));
+  return square ? MomentKind::square : MomentKind::mean;
 }
 
 // One run of elements of one parameter, all with the same hyperparameters and step.
@@ -56,10 +78,10 @@ struct UpdateSpan {
   std::size_t count = 0;
   const void* param = nullptr;  // the compute-dtype parameter
   void* new_param = nullptr;    // where the updated one goes: param itself, or elsewhere
-  void* master = nullptr;    // bfloat16: uint16 residual; float16: float32; float32: null
+  void* master = nullptr;       // bfloat16: uint16 residual; float16: float32; float32: null
   MomentDtype moment_dtype = MomentDtype::float32;
-  void* moment1 = nullptr;  // exp_avg; the momentum buffer of sgd; the sum of adagrad
-  void* moment2 = nullptr;  // exp_avg_sq
+  void* moment1 = nullptr;           // exp_avg; the momentum buffer of sgd; the sum of adagrad
+  void* moment2 = nullptr;           // exp_avg_sq
   std::uint16_t* scales1 = nullptr;  // block8: bfloat16, one for each kMomentBlock elements
   std::uint16_t* scales2 = nullptr;
   const void* grad = nullptr;
@@ -88,6 +110,13 @@ struct Kernels {
   // the one quiet NaN.
   void (*split)(const float* from, std::size_t count, Dtype dtype, void* param, void* master);
   void (*join)(const void* param, const void* master, std::size_t count, Dtype dtype, float* to);
+  // Moments at rest to float32 and back, rounded to nearest. What was loaded is stored with the
+  // same bits. `scales` are those of UpdateSpan: read and written by block8 alone, else null.
+  // REQUIRES: the first element is the first of a block.
+  void (*load_moments)(const void* from, const std::uint16_t* scales, MomentDtype dtype,
+                       MomentKind kind, std::size_t count, float* to);
+  void (*store_moments)(const float* from, std::size_t count, MomentDtype dtype, MomentKind kind,
+                        void* to, std::uint16_t* scales);
 };
 
 inline constexpr std::size_t kNormBlock = 4096;

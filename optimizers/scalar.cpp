@@ -16,6 +16,7 @@ namespace {
 struct Vec1 {
   static constexpr std::size_t kLanes = 1;
   using F = float;
+  using I = std::uint32_t;
   using H = std::uint16_t;
   using Sums = double;  // of squares, one for each lane
 
@@ -52,6 +53,44 @@ struct Vec1 {
   static F from_bfloat16(H half) { return std::bit_cast<float>(std::uint32_t{half} << 16); }
   static F from_float16(H half) { return float_of_float16(half); }
   static H to_float16(F value) { return float16_bits(value); }
+
+  static F sign(F a) {
+    return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a;
+  }  // zeros and NaNs as they are
+
+  // Integers, modulo 2^32.
+  static I bits(F value) { return std::bit_cast<I>(value); }
+  static F of_bits(I bits) { return std::bit_cast<F>(bits); }
+  static I set_bits(std::uint32_t value) { return value; }
+  static I lane_numbers() { return 0; }  // 0, 1, 2, …
+  static I plus(I a, I b) { return a + b; }
+  static I minus(I a, I b) { return a - b; }
+  static I times(I a, I b) { return a * b; }
+  static I both(I a, I b) { return a & b; }
+  static I differ(I a, I b) { return a ^ b; }
+  template <int kBits>
+  static I up(I a) {
+    return a << kBits;
+  }
+  template <int kBits>
+  static I down(I a) {
+    return a >> kBits;
+  }
+  // Compared as signed numbers.
+  static I larger(I a, I b) {
+    return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b) ? a : b;
+  }
+  static I smaller(I a, I b) {
+    return static_cast<std::int32_t>(a) < static_cast<std::int32_t>(b) ? a : b;
+  }
+  static std::uint32_t largest(I a) { return a; }  // of all lanes
+  static I if_less(F a, F b, I then, I otherwise) { return a < b ? then : otherwise; }
+  static I unless_zero(I test, I value) { return test != 0 ? value : 0; }
+
+  static I widen(H half) { return half; }
+  static H narrow(I value) { return static_cast<H>(value); }  // REQUIRES: every lane fits
+  static I load(const std::uint8_t* from) { return *from; }
+  static void store(std::uint8_t* to, I value) { *to = static_cast<std::uint8_t>(value); }  // same
 
   // Note [Split master]
   static F join_halves(H param, H residual) {

@@ -1,0 +1,173 @@
+// How a parameter rests with its float32 master, and how a gradient of any dtype is read.
+//
+// Threads: pure functions of the memory they are given.
+//
+//   const SplitMaster<Vec8> master(param, new_param, residual);
+//   master.store(at, updated, Vec8::All{});
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "optimizers/prefetch.hpp"
+#include "optimizers/rule.hpp"
+
+namespace strata {
+
+// Note [Split master]
+// A bfloat16 parameter is the upper half of its own float32 master; the residual is the lower half.
+// With `bits` the master's bits, param = (bits + 0x8000) >> 16 and residual = bits - (param << 16).
+// This rounds to nearest with ties away from zero. With ties to even, as the processor rounds, a
+// tie would leave a residual of +0x8000 or -0x8000, which do not both fit into 16 bits; this way it
+// is -0x8000 … 0x7fff, always an int16, and (param << 16) + residual gives back every bit:
+// subnormals, infinities, and the largest numbers, whose param is infinite while the pair is not.
+// Limit: a param that something else wrote must have its residual set to zero.
+template <class V>
+struct SplitMaster {
+  const std::uint16_t* param;
+  std::uint16_t* new_param;
+  std::uint16_t* residual;
+
+  SplitMaster(const void* from, void* to, void* master)
+      : param(static_cast<const std::uint16_t*>(from)),
+        new_param(static_cast<std::uint16_t*>(to)),
+        residual(static_cast<std::uint16_t*>(master)) {}
+
+  template <std::size_t kCount>
+  void prefetch(std::size_t at) const {
+    prefetch_lines<V, kCount>(param + at);
+    prefetch_lines<V, kCount>(residual + at);
+  }
+  template <class Lanes>
+  typename V::F load(std::size_t at, Lanes lanes) const {
+    return V::join_halves(V::load(param + at, lanes), V::load(residual + at, lanes));
+  }
+  template <class Lanes>
+  void store(std::size_t at, typename V::F value, Lanes lanes) const {
+    const typename V::F clean = V::one_nan(value);
+    V::store(new_param + at, V::upper_half_rounded(clean), lanes);
+    V::store(residual + at, V::lower_half(clean), lanes);
+  }
+};
+
+// float16 has other exponent bits than float32: its master is whole.
+template <class V>
+struct FullMaster {
+  std::uint16_t* new_param;
+  float* master;
+
+  FullMaster(const void*, void* to, void* master_memory)
+      : new_param(static_cast<std::uint16_t*>(to)), master(static_cast<float*>(master_memory)) {}
+
+  template <std::size_t kCount>
+  void prefetch(std::size_t at) const {
+    prefetch_lines<V, kCount>(new_param + at);
+    prefetch_lines<V, kCount>(master + at);
+  }
+  template <class Lanes>
+  typename V::F load(std::size_t at, Lanes lanes) const {
+    return V::load(master + at, lanes);
+  }
+  template <class Lanes>
+  void store(std::size_t at, typename V::F value, Lanes lanes) const {
+    const typename V::F clean = V::one_nan(value);
+    V::store(master + at, clean, lanes);
+    V::store(new_param + at, V::to_float16(clean), lanes);
+  }
+};
+
+// A float32 parameter is its own master.
+template <class V>
+struct NoMaster {
+  const float* param;
+  float* new_param;
+
+  NoMaster(const void* from, void* to, void*)
+      : param(static_cast<const float*>(from)), new_param(static_cast<float*>(to)) {}
+
+  template <std::size_t kCount>
+  void prefetch(std::size_t at) const {
+    prefetch_lines<V, kCount>(param + at);
+  }
+  template <class Lanes>
+  typename V::F load(std::size_t at, Lanes lanes) const {
+    return V::load(param + at, lanes);
+  }
+  template <class Lanes>
+  void store(std::size_t at, typename V::F value, Lanes lanes) const {
+    V::store(new_param + at, V::one_nan(value), lanes);
+  }
+};
+
+// Reads a gradient of any dtype as float32.
+template <class V, Dtype dtype>
+struct Gradient {
+  const void* from;
+
+  template <std::size_t kCount>
+  void prefetch(std::size_t at) const {
+    if constexpr (dtype == Dtype::float32) {
+      prefetch_lines<V, kCount>(static_cast<const float*>(from) + at);
+    } else {
+      prefetch_lines<V, kCount>(static_cast<const std::uint16_t*>(from) + at);
+    }
+  }
+  template <class Lanes>
+  typename V::F load(std::size_t at, Lanes lanes) const {
+    if constexpr (dtype == Dtype::float32) {
+      return V::load(static_cast<const float*>(from) + at, lanes);
+    } else {
+      const typename V::H half = V::load(static_cast<const std::uint16_t*>(from) + at, lanes);
+      return dtype == Dtype::bfloat16 ? V::from_bfloat16(half) : V::from_float16(half);
+    }
+  }
+};
+
+template <class V, class Master>
+void split_with(const float* from, std::size_t count, void* param, void* master_memory) {
+  const Master master(param, param, master_memory);
+  std::size_t at = 0;
+  for (; at + V::kLanes <= count; at += V::kLanes) {
+    master.store(at, V::load(from + at, typename V::All{}), typename V::All{});
+  }
+  const typename V::Some rest{count - at};
+  if (at < count) master.store(at, V::load(from + at, rest), rest);
+}
+
+template <class V>
+void split(const float* from, std::size_t count, Dtype dtype, void* param, void* master) {
+  switch (dtype) {
+    case Dtype::float32:
+      return split_with<V, NoMaster<V>>(from, count, param, master);
+    case Dtype::float16:
+      return split_with<V, FullMaster<V>>(from, count, param, master);
+    case Dtype::bfloat16:
+      return split_with<V, SplitMaster<V>>(from, count, param, master);
+  }
+}
+
+// A master is only read here; the storage types hold it as they do for an update.
+template <class V, class Master>
+void join_with(const void* param, const void* master_memory, std::size_t count, float* to) {
+  const Master master(param, nullptr, const_cast<void*>(master_memory));
+  std::size_t at = 0;
+  for (; at + V::kLanes <= count; at += V::kLanes) {
+    V::store(to + at, master.load(at, typename V::All{}), typename V::All{});
+  }
+  const typename V::Some rest{count - at};
+  if (at < count) V::store(to + at, master.load(at, rest), rest);
+}
+
+template <class V>
+void join(const void* param, const void* master, std::size_t count, Dtype dtype, float* to) {
+  switch (dtype) {
+    case Dtype::float32:
+      return join_with<V, NoMaster<V>>(param, master, count, to);
+    case Dtype::float16:
+      return join_with<V, FullMaster<V>>(param, master, count, to);
+    case Dtype::bfloat16:
+      return join_with<V, SplitMaster<V>>(param, master, count, to);
+  }
+}
+
+}  // namespace strata

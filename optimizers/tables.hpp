@@ -1,0 +1,22 @@
+// The table of each instruction set, every one made in a file of its own that is compiled for it,
+// and what all of them check first.
+//
+// Threads: pure functions.
+//
+//   check_update(span);
+#pragma once
+
+#include "optimizers/rule.hpp"
+
+namespace strata {
+
+// REQUIRES, stated as assertions: every pointer that the rule and the dtypes need is there.
+void check_update(const UpdateSpan& span);
+void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode);
+void check_moments(MomentDtype dtype, const void* moments, const std::uint16_t* scales);
+
+const Kernels& scalar_kernels();
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+
+}  // namespace strata
