@@ -4,8 +4,10 @@
 
 #include <atomic>
 #include <csignal>
+#include <exception>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "memory/check.hpp"
@@ -19,10 +21,28 @@ namespace {
 // Jobs that one worker may hold, done and uncollected ones included.
 constexpr std::size_t kJobsMax = 64;
 
-UpdateDone run(const UpdateJob& job, const Kernels& kernels, std::uint8_t worker) {
+// What every worker runs jobs with.
+struct Tools {
+  const Kernels& kernels;
+  const Foreign& foreign;
+};
+
+UpdateDone run(const UpdateJob& job, const Tools& tools, std::uint8_t worker) {
   const SteadyClock clock;
-  UpdateDone done{.tag = job.tag, .worker = worker, .begin_ns = clock.now_ns()};
-  for (const UpdateSpan& span : job.spans) kernels.update(span);
+  UpdateDone done;
+  done.tag = job.tag;
+  done.worker = worker;
+  done.begin_ns = clock.now_ns();
+  try {
+    for (const UpdateSpan& span : job.spans) {
+      if (span.hyper->rule == Rule::foreign)
+        update_foreign(span, tools.kernels, tools.foreign);
+      else
+        tools.kernels.update(span);
+    }
+  } catch (const std::exception& thrown) {
+    done.error = *thrown.what() != '\0' ? thrown.what() : "an exception without a message";
+  }
   done.end_ns = clock.now_ns();
   return done;
 }
@@ -39,11 +59,11 @@ std::uint64_t busy_ns_of(const UpdateDone& done) {
 //      looks into the ring, and sleeps only while signal_ is what it read: no wake-up is lost.
 class Worker final {
  public:
-  Worker(int index, Doorbell& bell, const Kernels& kernels)
+  Worker(int index, Doorbell& bell, const Tools& tools, const Placement& placement)
       : index_(static_cast<std::uint8_t>(index)),
         bell_(bell),
-        kernels_(kernels),
-        thread_(&Worker::loop, this) {
+        tools_(tools),
+        thread_(&Worker::loop, this, placement) {
     const std::string name = "strata-opt-" + std::to_string(index);
     pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
   }
@@ -80,14 +100,15 @@ class Worker final {
     signal_.notify_one();
   }
 
-  void loop() {
+  void loop(const Placement& placement) {
+    place_this_thread(placement, index_);
     for (;;) {
       const std::uint32_t seen = signal_.load(std::memory_order_acquire);
       const bool stopping = stopping_.load(std::memory_order_acquire);
       for (UpdateJob job; jobs_.pop(job);) {
-        const UpdateDone done = run(job, kernels_, index_);
+        UpdateDone done = run(job, tools_, index_);
         busy_ns_.fetch_add(busy_ns_of(done), std::memory_order_relaxed);
-        const bool pushed = done_.push(done);
+        const bool pushed = done_.push(std::move(done));
         STRATA_ASSERT(pushed);
         bell_.ring();
       }
@@ -98,7 +119,7 @@ class Worker final {
 
   const std::uint8_t index_;  // of 256 threads or more, some share a number: it is only shown
   Doorbell& bell_;
-  const Kernels& kernels_;
+  const Tools& tools_;
   std::size_t held_ = 0;  // the caller's
   Ring<UpdateJob, kJobsMax> jobs_;
   Ring<UpdateDone, kJobsMax> done_;
@@ -129,12 +150,13 @@ class SignalsBlocked final {
 
 class Workers::Impl final {
  public:
-  Impl(int thread_count, Doorbell* bell, Isa isa) : kernels_(kernels(isa)) {
+  Impl(int thread_count, Doorbell* bell, WorkerOptions options)
+      : foreign_(std::move(options.foreign)), tools_{kernels(options.isa), foreign_} {
     STRATA_ASSERT(thread_count >= 0);
     STRATA_ASSERT(thread_count == 0 || bell != nullptr);
     const SignalsBlocked blocked;
     for (int i = 0; i < thread_count; ++i) {
-      workers_.push_back(std::make_unique<Worker>(i, *bell, kernels_));
+      workers_.push_back(std::make_unique<Worker>(i, *bell, tools_, options.placement));
     }
   }
 
@@ -185,20 +207,21 @@ class Workers::Impl final {
   bool run_inline(UpdateDone& done) {
     UpdateJob job;
     if (!inline_jobs_.pop(job)) return false;
-    done = run(job, kernels_, 0);
+    done = run(job, tools_, 0);
     inline_ns_ += busy_ns_of(done);
     return true;
   }
 
-  const Kernels& kernels_;
+  const Foreign foreign_;
+  const Tools tools_;
   std::vector<std::unique_ptr<Worker>> workers_;
   std::size_t next_ = 0;
   Ring<UpdateJob, kJobsMax> inline_jobs_;  // used where there are no workers
   std::uint64_t inline_ns_ = 0;
 };
 
-Workers::Workers(int thread_count, Doorbell* bell, Isa isa)
-    : impl_(std::make_unique<Impl>(thread_count, bell, isa)) {}
+Workers::Workers(int thread_count, Doorbell* bell, WorkerOptions options)
+    : impl_(std::make_unique<Impl>(thread_count, bell, std::move(options))) {}
 Workers::~Workers() = default;
 
 bool Workers::submit(const UpdateJob& job) {

@@ -1,5 +1,6 @@
 // Worker threads that run update jobs: a ring in and a ring out, each. They see spans of memory and
 // never pages. With zero threads, jobs run inside collect(), in order: the simulator's form.
+// Where threads run, and who goes first, is chosen in affinity.hpp.
 //
 // Threads: one caller (the core's lock) submits and collects; workers ring the doorbell.
 //
@@ -12,8 +13,11 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "memory/doorbell.hpp"
+#include "optimizers/affinity.hpp"
+#include "optimizers/foreign.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata {
@@ -29,12 +33,21 @@ struct UpdateDone {
   std::uint8_t worker = 0;
   std::int64_t begin_ns = 0;
   std::int64_t end_ns = 0;
+  // What a foreign optimizer said when it threw; empty: all went well. Where it is not, the
+  // elements of the job are half old, half new, and must not be used.
+  std::string error;
+};
+
+struct WorkerOptions {
+  Isa isa = best_isa();
+  Placement placement;
+  Foreign foreign;  // called for spans of Rule::foreign, by every worker
 };
 
 class Workers final {
  public:
   // REQUIRES: bell outlives this, or thread_count is 0 (then bell may be null).
-  Workers(int thread_count, Doorbell* bell, Isa isa = best_isa());
+  Workers(int thread_count, Doorbell* bell, WorkerOptions options = {});
   ~Workers();  // finishes what was submitted, then joins
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
