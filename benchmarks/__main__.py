@@ -28,7 +28,12 @@ BENCHES = {
     "batch": "parameter bytes that cross to the device, as the batch grows",
     "planner-vs-optimal": "plans against the best of all plans, on small random steps",
     "replay": "steps of 7 B to 70 B models on paper machines: time, and percentage of the bound",
+    "hide": "what updates add to a step of 2,048 tokens, in each mode, state on the SSD",
+    "ssd-bound": "steps of 128 tokens under LockFree, state on the SSD, against none on it",
+    "quality": "loss curves of every mode on real text; a round is a seed",
 }
+ROUNDS = 5
+ROUNDS_OF = {"quality": 3}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -37,7 +42,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(BENCHES)}; all; or list")
     parser.add_argument("--json", metavar="FILE", help="keep the figures as JSON lines; -: stdout")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
-    parser.add_argument("--rounds", type=int, help="turns of every side (5; quick: 1)")
+    parser.add_argument("--rounds", type=int, help="turns of every side (5, quality 3; quick: 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--ssd-path", type=Path, default=ROOT / "build", help="folder on the disk to measure"
@@ -52,6 +57,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not options.ssd_path.is_dir():
         parser.error(f"--ssd-path: {options.ssd_path} is not a folder")
     return options
+
+
+def context_of(name: str, options: argparse.Namespace) -> Context:
+    """What the command line asks of one bench."""
+    rounds = options.rounds or (1 if options.quick else ROUNDS_OF.get(name, ROUNDS))
+    return Context(options.quick, options.seed, rounds, options.ssd_path.resolve())
 
 
 def run_bench(name: str, context: Context) -> Iterator[Figure]:
@@ -75,24 +86,22 @@ def main(arguments: Sequence[str]) -> int:
         for name, purpose in BENCHES.items():
             print(f"{name:10} {purpose}")
         return 0
-    rounds = options.rounds or (1 if options.quick else 5)
-    context = Context(options.quick, options.seed, rounds, options.ssd_path.resolve())
     figures: list[Figure] = []
     status = 0
     with open_sink(options.json) as sink:
         for name in BENCHES if options.name == "all" else [options.name]:
             try:
-                for figure in run_bench(name, context):
+                for figure in run_bench(name, context_of(name, options)):
                     figures.append(figure)
                     if sink:  # at once: what was measured survives what comes after
-                        print(as_json(figure, context.seed), file=sink, flush=True)
+                        print(as_json(figure, options.seed), file=sink, flush=True)
             except BenchError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 status = 1
     if figures:
         console = Console(stderr=options.json == "-")
         console.width = max(console.width, 110)  # a figure that is cut is no figure
-        print_table(figures, context.seed, console)
+        print_table(figures, options.seed, console)
     return status
 
 

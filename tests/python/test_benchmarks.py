@@ -12,8 +12,10 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import __main__ as command
-from benchmarks import capacity, common, models, replay
+from benchmarks import capacity, common, models, quality, quality_run, replay
 from benchmarks.common import Figure
+from benchmarks.modes import Mode, lock_free
+from benchmarks.staleness import Staleness
 
 
 def test_list_names_every_bench(capsys):
@@ -21,6 +23,7 @@ def test_list_names_every_bench(capsys):
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == list(command.BENCHES)
     assert {"equal", "step", "capacity", "plan-error", "device-floor", "replay"} <= set(names)
+    assert {"hide", "ssd-bound", "quality"} <= set(names)
 
 
 @pytest.mark.parametrize("name", command.BENCHES)
@@ -138,3 +141,98 @@ def test_replay_computes_the_same_steps_every_time():
     for step, percent in zip(figures[::2], figures[1::2], strict=True):
         assert percent.value == pytest.approx(100 * step.bound / step.value)
         assert percent.value <= 100 + 1e-6
+
+
+def counters(ages, waits, merged=0):
+    """What a session says of one unit."""
+    return {"staleness": [ages], "update waits": [waits], "merged gradients": [merged]}
+
+
+def test_a_wait_is_early_where_parameters_could_not_have_been_too_old():
+    watch = Staleness(bound=2)
+    watch.start(counters([5, 0, 0], waits=3))
+    watch.note(counters([5, 0, 1], waits=4))  # nothing is known of the forward before
+    watch.note(counters([5, 1, 1], waits=5))  # was 2 steps old: would have been 3 without waiting
+    assert (watch.waits, watch.early_waits) == (2, 0)
+    watch.note(counters([6, 1, 1], waits=6))  # was 1 step old: 2 are allowed
+    assert (watch.waits, watch.early_waits) == (3, 1)
+    assert watch.histogram() == [1, 1, 1]
+    assert watch.mean == 1.0
+
+
+def test_waits_are_never_early_where_no_lag_is_allowed():
+    watch = Staleness(bound=0)
+    watch.start(counters([1], waits=0))
+    for step in range(1, 4):
+        watch.note(counters([1 + step], waits=step, merged=2 * step))
+    assert (watch.forwards, watch.waits, watch.early_waits, watch.merged) == (3, 3, 0, 6)
+
+
+def outcome(mode, seed, held_out, staleness=(), digest=""):
+    return quality_run.Outcome(
+        mode, seed, [7.0, held_out], held_out, list(staleness), 0, 1.0, digest
+    )
+
+
+def test_quality_holds_a_lag_against_the_spread_of_seeds():
+    held_out = {mode.name: (4.0, 4.2, 4.1) for mode in quality.MODES}
+    held_out["lock_free_1"] = (4.1, 4.3, 4.2)
+    held_out["8bit_state"] = (4.5, 4.7, 4.6)
+    outcomes = [
+        outcome(name, seed, loss, [30, 10] if name == "lock_free_1" else ())
+        for name, losses in held_out.items()
+        for seed, loss in enumerate(losses)
+    ]
+    outcomes[-1] = outcome("8bit_state", 2, 4.6, digest="other bits")  # lossy: may differ
+    figures = {f.metric: f for f in quality.figures(outcomes)}
+    assert figures["lock_free_1_excess"].value == pytest.approx(0.1)
+    assert figures["lock_free_1_excess"].target == pytest.approx(0.2)
+    assert figures["lock_free_1_excess"].reached
+    assert figures["8bit_state_excess"].value == pytest.approx(0.5)
+    assert figures["lock_free_1_forwards_1_steps_behind"].value == 25.0
+    assert figures["in_backward_runs_that_differ"].value == 0
+
+
+def test_quality_sees_a_single_bit_of_difference():
+    runs = [outcome(mode.name, 0, 4.0, digest=mode.name) for mode in quality.MODES]
+    figures = {f.metric: f for f in quality.figures(runs)}
+    assert figures["in_backward_runs_that_differ"].value == 1
+    assert not figures["in_backward_runs_that_differ"].reached
+    assert figures["lock_free_1_excess"].target is None  # one seed has no spread
+
+
+def test_quality_keeps_curves_and_a_picture(tmp_path):
+    runs = [
+        outcome(mode.name, seed, 4.0, [3, 1] if mode.staleness else ())
+        for seed in range(2)
+        for mode in quality.MODES
+    ]
+    quality.keep(runs, quality_run.QUICK, tmp_path)
+    kept = json.loads((tmp_path / quality.CURVES_NAME).read_text())
+    assert [(run["mode"], run["seed"]) for run in kept["runs"]] == [(r.mode, r.seed) for r in runs]
+    assert kept["runs"][2]["staleness"] == [3, 1]
+    assert (tmp_path / quality.PICTURE_NAME).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_learning_rate_rises_and_falls_to_nothing():
+    rates = [quality_run.rate(step, 400) for step in range(400)]
+    assert max(rates) == 1.0
+    assert rates.index(1.0) == 39
+    assert rates[0] == pytest.approx(1 / 40)
+    assert 0 < rates[-1] < 0.01
+
+
+def test_modes_ask_for_the_memory_that_they_need():
+    on_step, in_backward = Mode("on_step"), Mode("in_backward", "in_backward")
+    host = [mode.state_on_ssd(10**9)["host"] for mode in (in_backward, on_step, lock_free(1))]
+    assert host == sorted(host)
+    assert lock_free(1).state_on_ssd(10**9, passing=0)["host"] == pytest.approx(6.3e9)
+    assert "ssd" not in on_step.state_in_host(10**9)
+
+
+def test_a_quality_run_takes_three_seeds_unless_told_otherwise():
+    options = command.parse(["quality"])
+    assert command.context_of("quality", options).rounds == 3
+    assert command.context_of("step", options).rounds == 5
+    assert command.context_of("quality", command.parse(["quality", "--rounds", "1"])).rounds == 1
+    assert command.context_of("quality", command.parse(["quality", "--quick"])).rounds == 1

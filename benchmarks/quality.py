@@ -1,0 +1,88 @@
+"""What updates that lag, and states that are stored with fewer bits, do to what a model learns:
+loss curves and final held-out loss of every mode, from the same weights and text. A round is a
+seed, in which all modes take turns. Curves and picture are renewed behind every seed.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from .common import ROOT, Context, Figure, commit, machine
+from .models import parameter_count
+from .modes import Mode, lock_free
+from .quality_plot import draw, share
+from .quality_run import FULL, QUICK, Outcome, Shape, prepare, train
+
+REFERENCE = Mode("on_step")
+IN_BACKWARD = Mode("in_backward", "in_backward")
+LOCK_FREE = (lock_free(1), lock_free(2), lock_free(4))
+LOSSY = (Mode("bfloat16_state", state_dtype=torch.bfloat16), Mode("8bit_state", state_dtype="8bit"))
+MODES = (REFERENCE, IN_BACKWARD, *LOCK_FREE, *LOSSY)
+RESULTS = ROOT / "benchmarks" / "results"
+CURVES_NAME = "quality-curves.json"
+PICTURE_NAME = "quality.png"
+
+
+def keep(outcomes: Sequence[Outcome], shape: Shape, folder: Path) -> None:
+    """Writes the curves and their picture."""
+    runs = []
+    for outcome in outcomes:
+        losses = [round(loss, 4) for loss in outcome.losses]
+        runs.append({**asdict(outcome), "losses": losses})
+    content = {"machine": machine(), "commit": commit(), "shape": asdict(shape), "runs": runs}
+    (folder / CURVES_NAME).write_text(json.dumps(content) + "\n")
+    millions = parameter_count(shape.hidden, shape.layers, shape.vocabulary) / 1e6
+    seeds = len({outcome.seed for outcome in outcomes})
+    title = f"Llama of {millions:.1f} M parameters, {shape.steps} steps, {seeds} seed(s)"
+    draw(outcomes, folder / PICTURE_NAME, title)
+
+
+def figures(outcomes: Sequence[Outcome]) -> Iterator[Figure]:
+    """What the runs say. REQUIRES: every mode ran every seed, in the same order."""
+    by_mode = {m.name: [o for o in outcomes if o.mode == m.name] for m in MODES}
+    reference = by_mode[REFERENCE.name]
+    losses = [outcome.held_out for outcome in reference]
+    # One seed has no spread to compare with.
+    spread = max(losses) - min(losses) if len(losses) > 1 else None
+    for name, runs in by_mode.items():
+        mean = statistics.fmean(outcome.held_out for outcome in runs)
+        yield Figure("quality", f"{name}_held_out", mean, "nats")
+    if spread is not None:
+        yield Figure("quality", "spread_of_seeds", spread, "nats")
+    pairs = zip(by_mode[IN_BACKWARD.name], reference, strict=True)
+    differing = sum(not ours.same_as(theirs) for ours, theirs in pairs)
+    yield Figure("quality", "in_backward_runs_that_differ", differing, "runs", target=0)
+    for mode in (*LOCK_FREE, *LOSSY):
+        pairs = zip(by_mode[mode.name], reference, strict=True)
+        excess = statistics.fmean(ours.held_out - theirs.held_out for ours, theirs in pairs)
+        target = spread if mode == LOCK_FREE[0] else None
+        yield Figure("quality", f"{mode.name}_excess", excess, "nats", target)
+    for mode in LOCK_FREE:
+        for age in range(mode.staleness + 1):
+            percent = share(outcomes, mode.name, age)
+            yield Figure("quality", f"{mode.name}_forwards_{age}_steps_behind", percent, "%")
+    seconds = statistics.fmean(outcome.seconds for outcome in outcomes)
+    yield Figure("quality", "seconds_of_a_run", seconds, "s")
+
+
+def run(context: Context) -> Iterator[Figure]:
+    """Yields held-out losses, what each mode loses against on_step, and how far updates lagged."""
+    shape = QUICK if context.quick else FULL
+    outcomes: list[Outcome] = []
+    with context.scratch() as folder:
+        text = prepare(shape, folder)
+        for turn in range(context.rounds):
+            seed = context.seed + turn
+            for mode in MODES:
+                outcome = train(mode, seed, shape, text, folder)
+                outcomes.append(outcome)
+                context.say(
+                    f"seed {seed}, {mode.name}: {outcome.losses[-1]:.4f}, held out "
+                    f"{outcome.held_out:.4f}, {outcome.seconds:.0f} s, lag {outcome.staleness}"
+                )
+            keep(outcomes, shape, folder if context.quick else RESULTS)
+    yield from figures(outcomes)
