@@ -75,8 +75,9 @@ def _draw_staleness(axes: Any, outcomes: Sequence[Outcome], modes: Sequence[str]
         axes.barh(lagging, shares, left=below, color=colour, label=f"{age}")
         below += shares
     axes.set_xlabel("forwards, %, by steps that parameters lagged")
-    if longest:
-        axes.legend(ncols=longest, fontsize="small")
+    axes.invert_yaxis()  # the first mode on top
+    if longest:  # above the bars, which leave no room within
+        axes.legend(ncols=longest, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def share(outcomes: Sequence[Outcome], mode: str, age: int) -> float:
