@@ -21,22 +21,25 @@ std::size_t master_bytes(Dtype dtype) {
   return 0;
 }
 
-std::size_t bytes_of(Role role, const Segment& segment, int moments, bool accumulate) {
-  if (role == Role::param) return size_of(segment.dtype);
-  if (!segment.trainable) return 0;
-  switch (role) {
-    case Role::master:
-      return master_bytes(segment.dtype);
-    case Role::moment1:
-      return moments >= 1 ? sizeof(float) : 0;
-    case Role::moment2:
-      return moments >= 2 ? sizeof(float) : 0;
-    case Role::grad:
-      return accumulate ? sizeof(float) : size_of(segment.dtype);
-    case Role::param:
-      break;
+std::size_t moment_bytes(MomentDtype dtype) {
+  switch (dtype) {
+    case MomentDtype::float32:
+      return 4;
+    case MomentDtype::bfloat16:
+      return 2;
+    case MomentDtype::block8:
+      return 1;
   }
   return 0;
+}
+
+// A scale for each block and moment.
+std::size_t scale_bytes_of(const Layout& layout, const Chunk& chunk) {
+  if (layout.moment_dtype != MomentDtype::block8 || !layout.segments[chunk.segment].trainable) {
+    return 0;
+  }
+  const std::size_t blocks = ceil_div(chunk.elements, kMomentBlock);
+  return blocks * sizeof(std::uint16_t) * static_cast<std::size_t>(layout.moments);
 }
 
 int moments_of(const Config& config) {
@@ -45,6 +48,12 @@ int moments_of(const Config& config) {
     moments = std::max(moments, moment_count(group.rule, group.momentum));
   }
   return moments;
+}
+
+// See Note [Moments in 8 bits].
+bool shares_pages(const Layout& layout, Role role) {
+  return layout.moment_dtype == MomentDtype::block8 &&
+         (role == Role::moment1 || role == Role::moment2);
 }
 
 // Groups the parameters into segments, in order of unit, and places each.
@@ -73,8 +82,41 @@ void pack(const Config& config, Layout& layout) {
   }
 }
 
+// Whether the role has pages of its own in a segment's chunks.
+bool has_pages(const Layout& layout, const Segment& segment, Role role) {
+  if (role == Role::param) return true;
+  if (!segment.trainable) return false;
+  switch (role) {
+    case Role::master:
+      return master_bytes(segment.dtype) != 0;
+    case Role::moment1:
+      return layout.moments >= 1;
+    case Role::moment2:
+      return layout.moments >= 2 && layout.moment_dtype != MomentDtype::block8;
+    case Role::grad:
+      return layout.grad_pages;
+    case Role::param:
+      break;
+  }
+  return true;
+}
+
+void give_pages(Layout& layout, Chunk& chunk, std::uint32_t chunk_id) {
+  const Segment& segment = layout.segments[chunk.segment];
+  for (std::size_t r = 0; r < kRoleCount; ++r) {
+    const auto role = static_cast<Role>(r);
+    if (!has_pages(layout, segment, role)) continue;
+    PageRun& run = chunk.roles[r];
+    run.first = PageId{layout.page_count};
+    run.count =
+        static_cast<std::uint32_t>(ceil_div(chunk.elements, layout.elements_per_page(chunk, role)));
+    layout.page_count += run.count;
+    layout.chunk_of.insert(layout.chunk_of.end(), run.count, chunk_id);
+    layout.role_of.insert(layout.role_of.end(), run.count, role);
+  }
+}
+
 void cut(const Config& config, Layout& layout) {
-  const int moments = moments_of(config);
   layout.units.resize(config.units.size());
   for (std::uint32_t id = 0; id < layout.segments.size(); ++id) {
     Segment& segment = layout.segments[id];
@@ -89,18 +131,9 @@ void cut(const Config& config, Layout& layout) {
       chunk.first = first;
       chunk.elements = std::min(full, segment.elements - first);
       const auto chunk_id = static_cast<std::uint32_t>(layout.chunks.size());
-      for (std::size_t r = 0; r < kRoleCount; ++r) {
-        const auto role = static_cast<Role>(r);
-        const std::size_t bytes =
-            chunk.elements * bytes_of(role, segment, moments, layout.accumulate);
-        if (bytes == 0) continue;
-        PageRun& run = chunk.roles[r];
-        run.first = PageId{layout.page_count};
-        run.count = static_cast<std::uint32_t>(ceil_div(bytes, layout.page_bytes));
-        layout.page_count += run.count;
-        layout.chunk_of.insert(layout.chunk_of.end(), run.count, chunk_id);
-        layout.role_of.insert(layout.role_of.end(), run.count, role);
-      }
+      give_pages(layout, chunk, chunk_id);
+      chunk.scales = layout.scale_bytes;
+      layout.scale_bytes += scale_bytes_of(layout, chunk);
       unit.pages.push_back(chunk.run(Role::param).first);
       unit.chunks.push_back(chunk_id);
       layout.chunks.push_back(chunk);
@@ -141,15 +174,47 @@ std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {
       return master_bytes(segment.dtype);
     case Role::moment1:
     case Role::moment2:
-      return sizeof(float);
+      return moment_bytes(moment_dtype);
     case Role::grad:
-      return accumulate ? sizeof(float) : size_of(segment.dtype);
+      return grad_bytes(segment);
   }
   return 0;
 }
 
 std::size_t Layout::elements_per_page(const Chunk& chunk, Role role) const {
-  return page_bytes / element_bytes(chunk, role);
+  const std::size_t elements = page_bytes / element_bytes(chunk, role);
+  return shares_pages(*this, role) ? elements / 2 : elements;
+}
+
+Spot Layout::spot(const Chunk& chunk, Role role, std::size_t element) const {
+  STRATA_ASSERT(element < chunk.elements);
+  const bool second = role == Role::moment2 && shares_pages(*this, role);
+  if (second && moments < 2) return {};
+  const PageRun& run = chunk.run(second ? Role::moment1 : role);
+  if (run.count == 0) return {};
+  const std::size_t per_page = elements_per_page(chunk, role);
+  const auto in_run = static_cast<std::uint32_t>(element / per_page);
+  STRATA_ASSERT(in_run < run.count);
+  return {PageId{index(run.first) + in_run},
+          element % per_page * element_bytes(chunk, role) + (second ? page_bytes / 2 : 0)};
+}
+
+Dtype Layout::grad_dtype(const Segment& segment) const {
+  return accumulate ? Dtype::float32 : segment.dtype;
+}
+
+std::uint32_t Layout::grad_frames(const Chunk& chunk) const {
+  if (!segments[chunk.segment].trainable) return 0;
+  return static_cast<std::uint32_t>(ceil_div(chunk.elements, elements_per_page(chunk, Role::grad)));
+}
+
+std::size_t Layout::scale_offset(const Chunk& chunk, Role moment, std::size_t element) const {
+  const std::size_t before = moment == Role::moment2 ? 1 : 0;
+  STRATA_ASSERT(moment == Role::moment1 || moment == Role::moment2);
+  STRATA_ASSERT(static_cast<int>(before) < moments);
+  STRATA_ASSERT(scale_bytes_of(*this, chunk) != 0);
+  const std::size_t blocks = ceil_div(chunk.elements, kMomentBlock);
+  return chunk.scales + (before * blocks + element / kMomentBlock) * sizeof(std::uint16_t);
 }
 
 std::vector<Piece> Layout::pieces(std::uint32_t param, std::size_t first, std::size_t count,
@@ -175,7 +240,11 @@ Layout make_layout(const Config& config, std::size_t page_bytes) {
   STRATA_ASSERT((page_bytes & (page_bytes - 1)) == 0);
   Layout layout;
   layout.page_bytes = page_bytes;
-  layout.accumulate = config.accumulate;
+  // Late updates find gradients of several steps added up.
+  layout.accumulate = config.accumulate || config.update == UpdateMode::lock_free;
+  layout.grad_pages = config.update == UpdateMode::on_step;
+  layout.moment_dtype = config.moment_dtype;
+  layout.moments = moments_of(config);
   pack(config, layout);
   cut(config, layout);
   return layout;

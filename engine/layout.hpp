@@ -6,7 +6,23 @@
 // size: that is what makes a run bitwise equal for every page size.
 //
 //   Layout layout = make_layout(config, 4 * kMiB);
-//   for (const Piece& piece : layout.pieces(param, 0, numel)) ... piece.chunk, piece.first ...
+//   for (const Piece& piece : layout.pieces(param, 0, numel, kGrain)) {
+//     Spot spot = layout.spot(layout.chunks[piece.chunk], Role::moment1, piece.in_chunk);
+//     ... piece.count elements from spot.byte of spot.page ...
+//   }
+//
+// Note [Where gradients are]
+// Under on_step they have pages as everything else has. In the other modes they have none: the
+// session keeps them in frames of host memory that it set aside, grad_frames() for each chunk, and
+// their elements lie in them as they would in pages.
+//
+// Note [Moments in 8 bits]
+// A chunk of 16-bit parameters has half a page of codes for each moment. Two such halves in pages
+// of their own would save nothing over 16-bit moments, so both moments share a page: the codes of
+// moment 1 lie in the first half of every page of Role::moment1, those of moment 2 for the same
+// elements in the second half, and Role::moment2 has no pages. (A rule with one moment leaves the
+// second half unused: to it, 8 bits cost what 16 do.) The scales of the blocks are smaller than
+// pages and never leave host memory: they lie in one area, chunk after chunk.
 #pragma once
 
 #include <array>
@@ -34,6 +50,7 @@ struct Chunk {
   std::uint32_t segment = 0;
   std::size_t first = 0;     // first element, in its segment
   std::size_t elements = 0;  // all but the last chunk of a segment are full
+  std::size_t scales = 0;    // where its scales begin in the scale area, in bytes
   std::array<PageRun, kRoleCount> roles;
 
   const PageRun& run(Role role) const { return roles[static_cast<std::size_t>(role)]; }
@@ -68,9 +85,19 @@ struct Piece {
   std::size_t count = 0;
 };
 
+// Where an element lies: kNoPage where its chunk has nothing of the role, or has it in no page.
+struct Spot {
+  PageId page = kNoPage;
+  std::size_t byte = 0;  // in the page
+};
+
 struct Layout {
   std::size_t page_bytes = 0;
   bool accumulate = false;  // gradients are float32
+  bool grad_pages = true;   // see Note [Where gradients are]
+  MomentDtype moment_dtype = MomentDtype::float32;
+  int moments = 0;              // of a trainable element; the most that a group's rule keeps
+  std::size_t scale_bytes = 0;  // the scale area; 0 where moments have no scales
   std::uint32_t page_count = 0;
   std::vector<Segment> segments;
   std::vector<Chunk> chunks;
@@ -86,14 +113,27 @@ struct Layout {
   // `grain` elements of its segment. REQUIRES: grain divides the elements of a full chunk.
   std::vector<Piece> pieces(std::uint32_t param, std::size_t first, std::size_t count,
                             std::size_t grain) const;
-  // Elements of `role` that one page holds.
+  Spot spot(const Chunk& chunk, Role role, std::size_t element) const;
+  // Elements of `role` that one page holds, or one frame of gradients.
   std::size_t elements_per_page(const Chunk& chunk, Role role) const;
   std::size_t element_bytes(const Chunk& chunk, Role role) const;
+
+  Dtype grad_dtype(const Segment& segment) const;
+  std::size_t grad_bytes(const Segment& segment) const { return size_of(grad_dtype(segment)); }
+  // Frames that the gradient of a chunk takes, in pages or not; 0 where it is not trainable.
+  std::uint32_t grad_frames(const Chunk& chunk) const;
+
+  // Where the scale of an element's block lies, in bytes from the beginning of the scale area.
+  // REQUIRES: `moment` is moment1 or moment2, and kept; block8; the chunk is trainable.
+  std::size_t scale_offset(const Chunk& chunk, Role moment, std::size_t element = 0) const;
 };
 
 // The largest run of elements that lies within one page of every role, for every page size: pieces
 // are cut here wherever sums must not depend on the page size.
 inline constexpr std::size_t kGrain = kPageBytesMin / sizeof(float);
+
+static_assert(kParamAlign % kMomentBlock == 0, "a block belongs to one parameter");
+static_assert(kGrain % kMomentBlock == 0, "a piece holds whole blocks");
 
 Layout make_layout(const Config& config, std::size_t page_bytes);
 

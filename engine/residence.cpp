@@ -48,6 +48,37 @@ std::vector<PageId> by_worth(const Layout& layout) {
   return order;
 }
 
+// Frames for gradients without pages: see Note [Buffers].
+struct BufferNeed {
+  std::size_t least = 0;
+  std::size_t wanted = 0;
+};
+
+BufferNeed buffer_need(const Config& config, const Layout& layout) {
+  if (config.update == UpdateMode::on_step) return {};
+  std::size_t all = 0, largest_chunk = 0;
+  std::vector<std::size_t> by_unit(layout.units.size(), 0);
+  for (const Chunk& chunk : layout.chunks) {
+    const std::size_t frames = layout.grad_frames(chunk);
+    all += frames;
+    largest_chunk = std::max(largest_chunk, frames);
+    by_unit[index(layout.segments[chunk.segment].unit)] += frames;
+  }
+  if (config.update == UpdateMode::in_backward) {
+    const std::size_t least = *std::max_element(by_unit.begin(), by_unit.end());
+    return {least, std::min(2 * least, all)};
+  }
+  if (all == 0) return {};
+  const std::size_t slots = update_slots(std::max(1, config.workers));
+  const std::size_t frames = all + slots * (largest_chunk + (config.max_staleness > 0 ? 1 : 0));
+  return {frames, frames};
+}
+
+// What is set aside in host memory, whatever rests where.
+std::size_t set_aside(const Residence& home) {
+  return std::size_t{home.buffer_frames} + home.scale_frames;
+}
+
 // The staging area for a chunk, and what may be held beside it.
 std::uint32_t staging_least(const Residence& home) {
   return home.chunk_frames_max + 3;
@@ -99,39 +130,66 @@ void choose_device(const Config& config, Verdict& verdict) {
   }
 }
 
+std::string host_advice(std::size_t frames, std::size_t page) {
+  return "host=\"" + std::to_string(ceil_div(frames * page, kKiB)) + "KiB\" would do";
+}
+
+// The host budget is less than `needed` frames.
+void refuse_host(const Config& config, Verdict& verdict, std::size_t needed) {
+  const Layout& layout = verdict.residence.layout;
+  const std::size_t page = layout.page_bytes;
+  const std::string budget = bytes_text(config.host_bytes);
+  std::string what = "infeasible: ";
+  if (config.ssd_paths.empty()) {
+    what += "parameters, gradients and optimizer state take " + bytes_text(needed * page) +
+            " of host memory and the budget is " + budget + "; " + host_advice(needed, page) +
+            ", or give ssd_path=";
+  } else {
+    what += "the host budget of " + budget + " is less than the staging area for one chunk";
+    if (set_aside(verdict.residence) != 0) what += " and what must always be in host memory";
+    what += "; " + host_advice(needed, page);
+  }
+  if (config.update == UpdateMode::lock_free) {
+    Config other = config;
+    other.update = UpdateMode::in_backward;
+    const std::size_t would = buffer_need(other, make_layout(other, page)).least;
+    what += "; gradients need " + bytes_text(verdict.residence.buffer_frames * page) +
+            " of host memory, update='in_backward' would need " + bytes_text(would * page);
+  }
+  infeasible(verdict, Tier::host, std::move(what));
+}
+
 void choose_host(const Config& config, Verdict& verdict) {
   Residence& home = verdict.residence;
   const std::size_t page = home.layout.page_bytes;
   const std::size_t frames = config.host_bytes / page;
   const std::uint32_t total = home.layout.page_count;
+  const BufferNeed buffers = buffer_need(config, home.layout);
   home.chunk_frames_max = chunk_pages_max(home.layout);
   home.tier.assign(total, Tier::host);
-  if (frames >= total) {
-    home.host_frames = total;
+  home.scale_frames = static_cast<std::uint32_t>(ceil_div(home.layout.scale_bytes, page));
+  home.buffer_frames = static_cast<std::uint32_t>(buffers.least);
+  // 1. Everything in host memory.
+  const std::size_t everything = total + set_aside(home);
+  if (frames >= everything) {
+    home.buffer_frames +=
+        static_cast<std::uint32_t>(std::min(buffers.wanted - buffers.least, frames - everything));
+    home.host_frames = static_cast<std::uint32_t>(total + set_aside(home));
     return;
   }
-  if (config.ssd_paths.empty()) {
-    infeasible(
-        verdict, Tier::host,
-        "infeasible: parameters, gradients and optimizer state take " + bytes_text(total * page) +
-            " of host memory and the budget is " + bytes_text(config.host_bytes) + "; host=\"" +
-            std::to_string(ceil_div(total * page, kKiB)) + "KiB\" would do, or give ssd_path=");
-    return;
-  }
-  const std::uint32_t least = staging_least(home);
-  if (frames < least) {
-    infeasible(verdict, Tier::host,
-               "infeasible: the host budget of " + bytes_text(config.host_bytes) +
-                   " is less than the staging area for one chunk; host=\"" +
-                   std::to_string(ceil_div(std::min(least, total) * page, kKiB)) +
-                   "KiB\" would do");
-    return;
-  }
-  home.staging_frames = choose_staging(home, frames);
+  const std::size_t least = staging_least(home) + set_aside(home);
+  if (config.ssd_paths.empty()) return refuse_host(config, verdict, everything);
+  if (frames < least) return refuse_host(config, verdict, std::min(least, everything));
+  // 2. What is always there, but no more of it than what is short allows.
+  home.buffer_frames = static_cast<std::uint32_t>(std::clamp(
+      frames / 4, buffers.least, std::min(buffers.wanted, buffers.least + (frames - least))));
+  // 3. The staging area, and as much as has room beside it.
+  const std::size_t room = frames - set_aside(home);
+  home.staging_frames = choose_staging(home, room);
   home.host_frames = static_cast<std::uint32_t>(frames);
   const std::vector<PageId> order = by_worth(home.layout);
   STRATA_ASSERT(order.size() == total);
-  for (std::size_t i = frames - home.staging_frames; i < total; ++i) {
+  for (std::size_t i = room - home.staging_frames; i < total; ++i) {
     home.tier[index(order[i])] = Tier::ssd;
     ++home.slots;
   }
@@ -152,15 +210,20 @@ Verdict try_page(const Config& config, std::size_t page_bytes) {
   return verdict;
 }
 
-// A page size is comfortable when it wastes little and the staging area is a small part of the
-// host.
+// A page size is comfortable when it wastes little, and what depends on it in host memory is a
+// small part of that: the staging area, and buffers beyond the gradients themselves.
 bool comfortable(const Config& config, const Residence& home) {
   std::size_t elements = 0;
   for (const ParamSpec& spec : config.params) elements += spec.numel * size_of(spec.dtype);
   const std::size_t padded = home.layout.param_pages() * home.layout.page_bytes;
   const bool little_waste = padded <= elements + elements / 16 + kPageBytesMin;
+  std::size_t moving = home.staging_frames;
+  if (config.update == UpdateMode::lock_free) {
+    moving += home.buffer_frames;
+    for (const Chunk& chunk : home.layout.chunks) moving -= home.layout.grad_frames(chunk);
+  }
   const bool small_staging = home.slots == 0 || (home.staging_frames >= staging_wanted(home) &&
-                                                 home.staging_frames * 4 <= home.host_frames);
+                                                 moving * 4 <= home.host_frames);
   return little_waste && small_staging;
 }
 
@@ -198,11 +261,11 @@ Residence make_room(const Config& config, const Residence& home, std::size_t hos
       static_cast<std::size_t>(std::count(home.tier.begin(), home.tier.end(), Tier::host));
   // 1. Host memory: what is missing is taken from pages that rest there.
   const auto missing = [&] {
-    const std::size_t needed = resting + then.staging_frames + host_pages;
+    const std::size_t needed = resting + then.staging_frames + set_aside(home) + host_pages;
     return needed - std::min(needed, budget);
   };
   if (then.staging_frames == 0 && (missing() != 0 || ssd_pages != 0)) {
-    then.staging_frames = choose_staging(home, budget);
+    then.staging_frames = choose_staging(home, budget - set_aside(home));
   }
   const std::size_t demoted = missing();
   const std::string needs = "infeasible: activations need " + bytes_text(host_pages * page) +
@@ -210,12 +273,14 @@ Residence make_room(const Config& config, const Residence& home, std::size_t hos
   if (ssd_pages != 0 && config.ssd_paths.empty()) {
     infeasible(verdict, Tier::ssd, needs + "and there is no ssd_path=");
   } else if (demoted > resting || (demoted != 0 && config.ssd_paths.empty())) {
-    // At best nothing else rests in host memory.
+    // At best nothing else rests in host memory. A larger budget may set more aside.
     const std::size_t staging = std::max(then.staging_frames, staging_wanted(home));
+    const std::size_t buffers =
+        std::max<std::size_t>(home.buffer_frames, buffer_need(config, home.layout).wanted);
     const std::size_t least = config.ssd_paths.empty() ? resting : staging;
     infeasible(verdict, Tier::host,
-               needs + "and the host budget is " + bytes_text(config.host_bytes) + "; host=\"" +
-                   std::to_string(ceil_div((least + host_pages) * page, kKiB)) + "KiB\" would do" +
+               needs + "and the host budget is " + bytes_text(config.host_bytes) + "; " +
+                   host_advice(least + buffers + home.scale_frames + host_pages, page) +
                    (config.ssd_paths.empty() ? ", or give ssd_path=" : ""));
   }
   if (verdict.error) throw StrataError(*verdict.error);
@@ -226,7 +291,7 @@ Residence make_room(const Config& config, const Residence& home, std::size_t hos
     then.tier[index(*worst)] = Tier::ssd;
     --left;
   }
-  const std::size_t frames = resting - demoted + then.staging_frames + host_pages;
+  const std::size_t frames = resting - demoted + then.staging_frames + set_aside(home) + host_pages;
   // 2. The SSD.
   const std::size_t slots = home.tier.size() - resting + demoted + ssd_pages;
   if (slots > config.ssd_bytes / page) {

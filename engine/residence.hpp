@@ -1,11 +1,22 @@
 // Which tier every page rests in, and what must be claimed for it: a pure function of the layout
 // and the budgets. Parameters rest in host memory first (each is read twice a step), then
 // gradients, then the optimizer state of the units that the next forward uses first; what is left
-// rests on the SSD and passes through a bounded staging area.
+// rests on the SSD and passes through a bounded staging area. What must always be in host memory is
+// set aside before anything rests there: see Note [Buffers].
 //
 //   Residence home = choose_residence(config);            // throws StrataError when infeasible
 //   home.tier[index(page)]
 //   Residence then = make_room(config, home, 100, 400);   // pages of activations
+//
+// Note [Buffers]
+// Gradients without pages (in_backward, lock_free) lie in frames of host memory that nothing else
+// may take.
+//   in_backward  enough for two units, so that one lands while the other is updated; for one where
+//                the host budget is short. A unit's gradients are complete before its update frees
+//                any of them, so less than one unit would never do
+//   lock_free    every gradient may be late: all of them, beside them those that open updates
+//                still read while the next ones land, and with a staleness the new parameters of
+//                open updates
 #pragma once
 
 #include <cstdint>
@@ -33,6 +44,12 @@ struct Residence {
   std::uint32_t buffer_frames = 0;
   std::uint32_t scale_frames = 0;  // part of host_frames, for the scales of block8 moments
 };
+
+// Chunks whose updates are open at a time: enough for every worker to find the next one loaded and
+// the last one being written; the staging area often allows fewer. REQUIRES: workers >= 0.
+constexpr std::uint32_t update_slots(int workers) {
+  return 4 + 2 * static_cast<std::uint32_t>(workers);
+}
 
 // Picks the page size when config.page_bytes is 0: 4 MiB, or less where the model or a budget is
 // small. Throws StrataError (config) naming the unit, the bytes and the smallest budget that works.

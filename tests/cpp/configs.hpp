@@ -40,4 +40,15 @@ inline Config random_model(std::mt19937_64& random, std::size_t numel_max = 120'
   return config;
 }
 
+// The same model under any way to update and any way to store moments.
+inline void random_modes(std::mt19937_64& random, Config& config) {
+  config.groups.front().rule = static_cast<Rule>(below(random, 6));
+  config.update = static_cast<UpdateMode>(below(random, 3));
+  if (config.update == UpdateMode::lock_free) {
+    config.max_staleness = static_cast<std::uint32_t>(below(random, 3));
+  }
+  config.moment_dtype = static_cast<MomentDtype>(below(random, 3));
+  config.workers = static_cast<int>(below(random, 5));
+}
+
 }  // namespace strata

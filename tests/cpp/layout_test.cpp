@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdlib>
+
 #include "configs.hpp"
 #include "core_fixtures.hpp"
 
@@ -10,6 +13,12 @@ namespace strata {
 namespace {
 
 constexpr std::array kPageSizes{64 * kKiB, 256 * kKiB, 4 * kMiB};
+
+Config random_modes_model(std::mt19937_64& random) {
+  Config config = random_model(random);
+  random_modes(random, config);
+  return config;
+}
 
 TEST(Layout, PlacesDoNotDependOnThePageSize) {
   for_seeds(100, [](std::uint64_t seed) {
@@ -50,7 +59,8 @@ TEST(Layout, NoTwoElementsShareAPlace) {
 TEST(Layout, ChunksCutTheSegmentsAndOwnEveryPageOnce) {
   for_seeds(100, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
-    const Layout layout = make_layout(random_model(random), kPageSizes[seed % kPageSizes.size()]);
+    const Config config = random_modes_model(random);
+    const Layout layout = make_layout(config, kPageSizes[seed % kPageSizes.size()]);
     std::uint32_t next_page = 0;
     for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
       const Chunk& chunk = layout.chunks[id];
@@ -67,7 +77,8 @@ TEST(Layout, ChunksCutTheSegmentsAndOwnEveryPageOnce) {
           EXPECT_EQ(layout.role_of[next_page], role);
         }
       }
-      EXPECT_EQ(chunk.run(Role::grad).count != 0, layout.segments[chunk.segment].trainable);
+      EXPECT_EQ(chunk.run(Role::grad).count != 0,
+                layout.segments[chunk.segment].trainable && config.update == UpdateMode::on_step);
     }
     EXPECT_EQ(next_page, layout.page_count);
     std::size_t elements = 0, in_segments = 0;
@@ -80,7 +91,7 @@ TEST(Layout, ChunksCutTheSegmentsAndOwnEveryPageOnce) {
 TEST(Layout, PiecesCoverExactlyAndCrossNoGrain) {
   for_seeds(100, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
-    const Config config = random_model(random);
+    const Config config = random_modes_model(random);
     const std::size_t page = kPageSizes[seed % kPageSizes.size()];
     const Layout layout = make_layout(config, page);
     const auto param = static_cast<std::uint32_t>(below(random, config.params.size()));
@@ -100,7 +111,7 @@ TEST(Layout, PiecesCoverExactlyAndCrossNoGrain) {
       EXPECT_EQ(in_segment / grain, (in_segment + piece.count - 1) / grain);
       for (std::size_t r = 0; r < kRoleCount; ++r) {
         const auto role = static_cast<Role>(r);
-        if (chunk.run(role).count == 0) continue;
+        if (layout.spot(chunk, role, piece.in_chunk).page == kNoPage) continue;
         const std::size_t per_page = layout.elements_per_page(chunk, role);
         EXPECT_EQ(piece.in_chunk / per_page, (piece.in_chunk + piece.count - 1) / per_page)
             << "crosses a page of " << name(role);
@@ -142,6 +153,147 @@ TEST(Layout, AViewShowsEachSegmentInARow) {
       }
     }
   });
+}
+
+int kept_moments(const Config& config) {
+  return moment_count(config.groups.front().rule, config.groups.front().momentum);
+}
+
+std::size_t stored_bytes(MomentDtype dtype) {
+  return dtype == MomentDtype::float32 ? 4 : dtype == MomentDtype::bfloat16 ? 2 : 1;
+}
+
+// Bytes of a page that belong to one role; those of another are elsewhere.
+struct Range {
+  std::size_t begin = 0, end = 0;
+};
+
+// Every element has its own bytes, whatever shares a page: runs of elements that lie in a row.
+TEST(Layout, NoTwoElementsShareASpot) {
+  for_seeds(100, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const Config config = random_modes_model(random);
+    const std::size_t page_bytes = kPageSizes[seed % kPageSizes.size()];
+    const Layout layout = make_layout(config, page_bytes);
+    std::vector<std::vector<Range>> used(layout.page_count);
+    for (const Chunk& chunk : layout.chunks) {
+      const bool trainable = layout.segments[chunk.segment].trainable;
+      for (std::size_t r = 0; r < kRoleCount; ++r) {
+        const auto role = static_cast<Role>(r);
+        if (role == Role::moment1 || role == Role::moment2) {
+          const bool kept = trainable && kept_moments(config) >= (role == Role::moment1 ? 1 : 2);
+          ASSERT_EQ(layout.spot(chunk, role, 0).page != kNoPage, kept) << name(role);
+          EXPECT_EQ(layout.element_bytes(chunk, role), stored_bytes(config.moment_dtype));
+        }
+        if (layout.spot(chunk, role, 0).page == kNoPage) continue;
+        const std::size_t step = layout.elements_per_page(chunk, role);
+        for (std::size_t first = 0; first < chunk.elements; first += step) {
+          const std::size_t last = std::min(first + step, chunk.elements) - 1;
+          const Spot begin = layout.spot(chunk, role, first), end = layout.spot(chunk, role, last);
+          ASSERT_EQ(begin.page, end.page);
+          const std::size_t bytes = layout.element_bytes(chunk, role);
+          EXPECT_EQ(end.byte - begin.byte, (last - first) * bytes);
+          used[index(begin.page)].push_back({begin.byte, end.byte + bytes});
+        }
+      }
+    }
+    for (std::vector<Range>& ranges : used) {
+      ASSERT_FALSE(ranges.empty()) << "a page for nothing";
+      std::sort(ranges.begin(), ranges.end(),
+                [](const Range& a, const Range& b) { return a.begin < b.begin; });
+      EXPECT_LE(ranges.back().end, page_bytes);
+      for (std::size_t i = 1; i < ranges.size(); ++i) {
+        EXPECT_LE(ranges[i - 1].end, ranges[i].begin) << "two elements share bytes";
+      }
+    }
+  });
+}
+
+TEST(Layout, EveryBlockHasItsOwnScale) {
+  int with_scales = 0;
+  for_seeds(100, [&](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_modes_model(random);
+    config.moment_dtype = MomentDtype::block8;
+    const Layout layout = make_layout(config, kPageSizes[seed % kPageSizes.size()]);
+    const int kept = kept_moments(config);
+    std::size_t next = 0;
+    for (const Chunk& chunk : layout.chunks) {
+      if (!layout.segments[chunk.segment].trainable) continue;
+      for (const Role moment : {Role::moment1, Role::moment2}) {
+        if (kept < (moment == Role::moment1 ? 1 : 2)) continue;
+        for (std::size_t first = 0; first < chunk.elements; first += kMomentBlock) {
+          ASSERT_EQ(layout.scale_offset(chunk, moment, first), next);
+          ASSERT_EQ(layout.scale_offset(chunk, moment, first + kMomentBlock - 1), next);
+          next += sizeof(std::uint16_t);
+        }
+      }
+    }
+    EXPECT_EQ(next, layout.scale_bytes);
+    with_scales += next != 0;
+    // A block never spans two pieces, so never two spans of an update.
+    for (const Place& place : layout.places) EXPECT_EQ(place.first % kMomentBlock, 0U);
+    config.moment_dtype = MomentDtype::bfloat16;
+    EXPECT_EQ(make_layout(config, layout.page_bytes).scale_bytes, 0U);
+  });
+  if (std::getenv("STRATA_SEED") == nullptr) {
+    EXPECT_GT(with_scales, 50);
+  }
+}
+
+TEST(Layout, GradientsTakeTheSameFramesInPagesAndOutOfThem) {
+  for_seeds(100, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_modes_model(random);
+    config.accumulate = true;
+    config.update = UpdateMode::on_step;
+    const Layout paged = make_layout(config, kPageSizes[seed % kPageSizes.size()]);
+    config.accumulate = false;  // lock_free adds up all the same
+    config.update = UpdateMode::lock_free;
+    const Layout late = make_layout(config, paged.page_bytes);
+    config.update = UpdateMode::in_backward;
+    const Layout passing = make_layout(config, paged.page_bytes);
+    for (std::size_t id = 0; id < paged.chunks.size(); ++id) {
+      const Chunk& chunk = passing.chunks[id];
+      const Segment& segment = passing.segments[chunk.segment];
+      EXPECT_EQ(paged.grad_frames(paged.chunks[id]), paged.chunks[id].run(Role::grad).count);
+      EXPECT_EQ(late.grad_frames(late.chunks[id]), paged.grad_frames(paged.chunks[id]));
+      EXPECT_EQ(late.grad_bytes(segment), sizeof(float));
+      EXPECT_EQ(passing.grad_bytes(segment), size_of(segment.dtype));
+      EXPECT_EQ(passing.element_bytes(chunk, Role::grad), size_of(segment.dtype));
+      EXPECT_EQ(passing.grad_frames(chunk), segment.trainable ? 1U : 0U);
+    }
+  });
+}
+
+struct AtRest {
+  UpdateMode update;
+  MomentDtype moments;
+  std::size_t bytes;  // of a parameter
+};
+
+// What the README of the engine promises of bfloat16 parameters under AdamW.
+TEST(Layout, BytesOfAParameterAtRest) {
+  using enum UpdateMode;
+  using enum MomentDtype;
+  for (const AtRest& promise : {AtRest{in_backward, float32, 12}, AtRest{on_step, float32, 14},
+                                AtRest{lock_free, float32, 16}, AtRest{in_backward, bfloat16, 8},
+                                AtRest{on_step, bfloat16, 10}, AtRest{lock_free, bfloat16, 12},
+                                AtRest{in_backward, block8, 6}, AtRest{on_step, block8, 8},
+                                AtRest{lock_free, block8, 10}}) {
+    Config config;
+    config.units = {"only"};
+    config.groups = {Hyper{}};
+    config.params = {{.name = "weight", .numel = kMiB}};
+    config.update = promise.update;
+    config.moment_dtype = promise.moments;
+    const Layout layout = make_layout(config, kPageBytesMin);
+    std::size_t frames = layout.page_count;
+    if (promise.update == lock_free) {
+      for (const Chunk& chunk : layout.chunks) frames += layout.grad_frames(chunk);
+    }
+    EXPECT_EQ(frames * layout.page_bytes, promise.bytes * kMiB);
+  }
 }
 
 }  // namespace

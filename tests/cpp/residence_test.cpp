@@ -14,6 +14,7 @@ namespace {
 
 Config random_budgets(std::mt19937_64& random) {
   Config config = random_model(random);
+  if (below(random, 2) == 0) random_modes(random, config);
   if (below(random, 2) == 0) config.page_bytes = kPageBytesMin << below(random, 4);
   const auto up_to = [&](std::size_t most) {
     return below(random, 4) == 0 ? most : below(random, most);
@@ -25,6 +26,42 @@ Config random_budgets(std::mt19937_64& random) {
     config.ssd_bytes = up_to(32 * kMiB);
   }
   return config;
+}
+
+std::size_t grad_frames_of_unit(const Residence& home, std::size_t unit) {
+  std::size_t frames = 0;
+  for (const std::uint32_t id : home.layout.units[unit].chunks) {
+    frames += home.layout.grad_frames(home.layout.chunks[id]);
+  }
+  return frames;
+}
+
+// What is set aside is enough for what the mode does: see Note [Buffers].
+void check_buffers(const Config& config, const Residence& home) {
+  const Layout& layout = home.layout;
+  EXPECT_GE(home.scale_frames * layout.page_bytes, layout.scale_bytes);
+  EXPECT_LT(home.scale_frames * layout.page_bytes, layout.scale_bytes + layout.page_bytes);
+  std::size_t all = 0, largest_unit = 0, largest_chunk = 0;
+  for (std::size_t u = 0; u < layout.units.size(); ++u) {
+    all += grad_frames_of_unit(home, u);
+    largest_unit = std::max(largest_unit, grad_frames_of_unit(home, u));
+  }
+  for (const Chunk& chunk : layout.chunks) {
+    largest_chunk = std::max<std::size_t>(largest_chunk, layout.grad_frames(chunk));
+  }
+  switch (config.update) {
+    case UpdateMode::on_step:
+      EXPECT_EQ(home.buffer_frames, 0U);
+      return;
+    case UpdateMode::in_backward:
+      EXPECT_GE(home.buffer_frames, largest_unit);
+      EXPECT_LE(home.buffer_frames, std::min(2 * largest_unit, all));
+      return;
+    case UpdateMode::lock_free:
+      const std::size_t slots = update_slots(std::max(1, config.workers));
+      const std::size_t fresh = config.max_staleness > 0 ? slots : 0;
+      EXPECT_EQ(home.buffer_frames, all == 0 ? 0 : all + slots * largest_chunk + fresh);
+  }
 }
 
 void check_budgets(const Config& config, const Residence& home) {
@@ -40,7 +77,9 @@ void check_budgets(const Config& config, const Residence& home) {
     ++(tier == Tier::ssd ? on_ssd : on_host);
   }
   EXPECT_EQ(on_ssd, home.slots);
-  EXPECT_EQ(on_host + home.staging_frames, home.host_frames);
+  EXPECT_EQ(on_host + home.staging_frames + home.buffer_frames + home.scale_frames,
+            home.host_frames);
+  check_buffers(config, home);
   EXPECT_EQ(home.slots == 0, home.staging_frames == 0);
   if (home.slots == 0) return;
   EXPECT_FALSE(config.ssd_paths.empty());
@@ -72,7 +111,10 @@ void check_room(const Config& config, const Residence& before, const Residence& 
   const std::size_t page = then.layout.page_bytes;
   const auto resting =
       static_cast<std::size_t>(std::count(then.tier.begin(), then.tier.end(), Tier::host));
-  const std::size_t frames = resting + then.staging_frames + then.activation_frames;
+  EXPECT_EQ(then.buffer_frames, before.buffer_frames) << "they hold gradients";
+  EXPECT_EQ(then.scale_frames, before.scale_frames);
+  const std::size_t frames = resting + then.staging_frames + then.activation_frames +
+                             then.buffer_frames + then.scale_frames;
   const std::size_t slots = then.tier.size() - resting + then.activation_slots;
   EXPECT_LE(frames, then.host_frames);
   EXPECT_LE(then.host_frames * page, config.host_bytes);
@@ -204,6 +246,7 @@ TEST(Residence, TheAdviceIsTheSmallestThatWorks) {
   for_seeds(500, [&](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     Config config = random_model(random);
+    random_modes(random, config);
     config.page_bytes = kPageBytesMin;
     config.device_bytes = 64 * kMiB;
     config.host_bytes = below(random, 8) * kPageBytesMin;
@@ -269,7 +312,7 @@ TEST(Residence, ParametersRestInHostMemoryBeforeGradientsBeforeState) {
     config.ssd_paths = {"somewhere"};
     config.ssd_bytes = kGiB;
     config.device_bytes = kGiB;
-    config.host_bytes += 2 * kMiB;
+    config.host_bytes += 8 * kMiB;
     config.page_bytes = kPageBytesMin;
     const Residence home = choose_residence(config);
     const auto worth = [&](std::size_t page) {
@@ -297,6 +340,71 @@ TEST(Residence, ARefusalNamesTheUnit) {
     EXPECT_EQ(error.error().unit, "only");
     EXPECT_EQ(error.error().tier, Tier::device);
   }
+}
+
+// Twelve units of one page of gradients each, on a host that is too small for their states.
+Config twelve_units(UpdateMode update, std::size_t host_pages) {
+  Config config;
+  for (std::uint32_t u = 0; u < 12; ++u) {
+    config.units.push_back("block" + std::to_string(u));
+    config.params.push_back({.name = "w", .numel = kPageBytesMin / 2, .unit = UnitId{u}});
+  }
+  config.groups = {Hyper{}};
+  config.page_bytes = kPageBytesMin;
+  config.device_bytes = config.ssd_bytes = 64 * kMiB;
+  config.host_bytes = host_pages * kPageBytesMin;
+  config.ssd_paths = {"somewhere"};
+  config.update = update;
+  return config;
+}
+
+TEST(Residence, BuffersShrinkToOneUnitWhereHostMemoryIsShort) {
+  // Without gradients in pages a chunk opens six: parameters, residuals, two for each moment.
+  const Residence least = choose_residence(twelve_units(UpdateMode::in_backward, 6 + 3 + 1));
+  EXPECT_EQ(least.chunk_frames_max, 6U);
+  EXPECT_EQ(least.buffer_frames, 1U);
+  EXPECT_THROW(choose_residence(twelve_units(UpdateMode::in_backward, 6 + 3)), StrataError);
+  EXPECT_EQ(choose_residence(twelve_units(UpdateMode::in_backward, 40)).buffer_frames, 2U);
+  EXPECT_EQ(choose_residence(twelve_units(UpdateMode::on_step, 40)).chunk_frames_max, 7U);
+}
+
+TEST(Residence, BuffersAreNoReasonToUseTheSsd) {
+  const std::size_t pages = std::size_t{12} * 6;
+  const Residence tight = choose_residence(twelve_units(UpdateMode::in_backward, pages + 1));
+  EXPECT_EQ(tight.slots, 0U);
+  EXPECT_EQ(tight.buffer_frames, 1U);
+  const Residence roomy = choose_residence(twelve_units(UpdateMode::in_backward, pages + 9));
+  EXPECT_EQ(roomy.buffer_frames, 2U);
+  EXPECT_EQ(roomy.host_frames, pages + 2) << "more was claimed than is of use";
+}
+
+TEST(Residence, ARefusalOfLateGradientsSaysWhatElseWouldDo) {
+  Config config = twelve_units(UpdateMode::lock_free, 10);
+  config.max_staleness = 1;
+  try {
+    choose_residence(config);
+    FAIL() << "was not refused";
+  } catch (const StrataError& error) {
+    // Two frames of float32 for each of twelve chunks, and for six open ones, and a new page each.
+    const std::size_t frames = 12 * 2 + 6 * 2 + 6;
+    EXPECT_NE(error.error().text().find("gradients need " + bytes_text(frames * kPageBytesMin)),
+              std::string::npos)
+        << error.error().text();
+    EXPECT_NE(
+        error.error().text().find("update='in_backward' would need " + bytes_text(kPageBytesMin)),
+        std::string::npos)
+        << error.error().text();
+  }
+}
+
+TEST(Residence, ScalesAreSetAside) {
+  Config config = twelve_units(UpdateMode::on_step, 500);
+  config.moment_dtype = MomentDtype::block8;
+  const Residence home = choose_residence(config);
+  // 12 x 32,768 elements in blocks of 64, two bytes for each of two moments: 24 KiB.
+  EXPECT_EQ(home.layout.scale_bytes, 24 * kKiB);
+  EXPECT_EQ(home.scale_frames, 1U);
+  EXPECT_EQ(home.host_frames, home.layout.page_count + 1);
 }
 
 }  // namespace
