@@ -109,9 +109,8 @@ struct Vec8 {
     const __m256i less = _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ));
     return _mm256_blendv_epi8(otherwise, then, less);
   }
-  static I unless_zero(I test, I value) {
-    return _mm256_andnot_si256(_mm256_cmpeq_epi32(test, _mm256_setzero_si256()), value);
-  }
+  static F of_int(I value) { return _mm256_cvtepi32_ps(value); }
+  static I to_int(F value) { return _mm256_cvttps_epi32(value); }
 
   static I widen(H half) { return _mm256_cvtepu16_epi32(half); }
   // REQUIRES: every lane fits in 16 bits; larger ones would saturate.

@@ -97,9 +97,8 @@ struct Vec16 {
   static I if_less(F a, F b, I then, I otherwise) {
     return _mm512_mask_mov_epi32(otherwise, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), then);
   }
-  static I unless_zero(I test, I value) {
-    return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(test, test), value);
-  }
+  static F of_int(I value) { return _mm512_cvtepi32_ps(value); }
+  static I to_int(F value) { return _mm512_cvttps_epi32(value); }
 
   static I widen(H half) { return _mm512_cvtepu16_epi32(half); }
   static H narrow(I value) { return _mm512_cvtepi32_epi16(value); }

@@ -7,6 +7,7 @@
 //   decode_block<V, MomentKind::mean>(codes, &scale, MomentDtype::block8, 64, values);
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -16,90 +17,97 @@
 namespace strata {
 
 // Note [Codes of 8 bits]
-// Positive float32 numbers are ordered as their bits are, so the bits without the last kShift of
-// them count the numbers of kMantissaBits: a step up is a 16th to a 32nd of the number. The largest
-// magnitude of a block, rounded to such a number, is its scale and has the code kTop; a code lower
-// by one means the number one step below, and code 0 is zero. So a mean, with one bit for its sign
-// and 127 codes, spans a factor of 240; a square, with 255 codes, 2^16, and their relative error is
-// the same all over.
-//   - A number too small for the lowest code is drawn between it and zero; but a positive square
-//     never becomes zero: it is divided by.
-//   - Decoded numbers lie on the steps, the largest at kTop: encoding them gives the codes and the
-//     scale back, however the bits are drawn.
-//   - Infinities and NaNs are numbers of kMantissaBits too, and spoil no other element of the block
-//     but those that are too small beside them.
-
+// A block keeps one bfloat16 unit, its scale. A mean is a sign and a multiple of it, up to 127; a
+// square is the square of a code times it, up to 255^2, so that its root, which is what is divided
+// by, has even steps. The unit is the largest magnitude over 127 or 255^2, and the largest has the
+// last code. These maps were chosen by the error they bring to Adam: how far m / sqrt(v) is off,
+// root mean square over all elements, when a small transformer has learned text for 130 steps with
+// the same gradients:
+//   means    even steps 2.0 %, steps that grow like square roots 2.0 %, in proportion 3.8 %
+//   squares  even roots 2.1 %, in proportion 2.2 %, even fourth roots 2.4 %, even steps 3.8 %
+// (rounded to nearest, even roots are 2.8 % off; all in bfloat16: 0.8 %). In so few elements
+// moments differ little: in half of the blocks 95 % of the squares are more than a tenth of the
+// largest, so the fine steps that proportion gives to small numbers are mostly unused.
+//   - A positive square never becomes zero, for it is divided by: its code is 1 at least.
+//   - Encoding decoded numbers gives codes and scale back, because the largest has the last code.
+//   - One NaN or infinity makes the whole block NaN: it cannot pass unseen.
+//   - Units below 2^-120, whose inverse may be infinite, are not used: such means become zero, such
+//     squares are counted in units of 2^-120.
 template <class V, MomentKind kKind>
 struct BlockCode {
   using F = typename V::F;
   using I = typename V::I;
   using All = typename V::All;
-  static constexpr std::uint32_t kTop = kKind == MomentKind::mean ? 127 : 255;
-  static constexpr int kMantissaBits = 4;
-  static constexpr int kShift = 23 - kMantissaBits;
-  static constexpr std::size_t kVectors = kMomentBlock / V::kLanes;
+  static constexpr std::uint32_t kLast = kKind == MomentKind::mean ? 127 : 255;
+  static constexpr float kUnits = kKind == MomentKind::mean ? 127.0f : 255.0f * 255.0f;
+  static constexpr float kUnitMin = 0x1p-120f;
+  static constexpr std::uint32_t kInfinity = 0x7f800000;
 
-  // Code 0 would be this step, were it not zero.
-  static std::uint32_t lowest_step(std::uint32_t top) { return top > kTop ? top - kTop : 0; }
+  static I magnitude(F value) { return V::both(V::bits(value), V::set_bits(0x7fffffff)); }
 
-  static I magnitude(F value) { return V::both(V::bits(value), V::set_bits(0x7fffffffu)); }
-
-  static I step_of(F value, const std::uint16_t* random) {
-    const I draw = V::template up<kShift - 16>(V::widen(V::load(random, All{})));
-    const I step = V::template down<kShift>(V::plus(magnitude(value), draw));
-    if constexpr (kKind == MomentKind::mean) return step;
-    return V::larger(step, V::smaller(magnitude(value), V::set_bits(1)));
-  }
-
-  // REQUIRES: kMomentBlock values, random numbers and codes.
+  // REQUIRES: kMomentBlock values and codes; random numbers for them and one for the scale.
   static void encode(const float* from, const std::uint16_t* random, std::uint8_t* codes,
                      std::uint16_t* scale) {
-    // 1. Round every number to a step.
-    I steps[kVectors];
+    // 1. Find the largest magnitude: of bits, which are ordered as the numbers are, NaNs on top.
     I most = V::set_bits(0);
-    for (std::size_t k = 0; k < kVectors; ++k) {
-      const std::size_t at = k * V::kLanes;
-      steps[k] = step_of(V::one_nan(V::load(from + at, All{})), random + at);
-      most = V::larger(most, steps[k]);
+    for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
+      most = V::larger(most, magnitude(V::load(from + at, All{})));
     }
-    // 2. Count the steps from the largest one.
-    const std::uint32_t top = V::largest(most);
-    const std::uint32_t lowest = lowest_step(top);
-    *scale = static_cast<std::uint16_t>(top << (kShift - 16));
-    for (std::size_t k = 0; k < kVectors; ++k) {
-      const std::size_t at = k * V::kLanes;
-      const F value = V::one_nan(V::load(from + at, All{}));
-      V::store(codes + at, code_of(value, steps[k], lowest, random + at));
+    const std::uint32_t largest = V::largest(most);
+    // 2. Round the unit; the largest magnitude is what it is on average.
+    const float unit = std::bit_cast<float>(largest) / kUnits;
+    const bool tiny = unit < kUnitMin;
+    const bool nothing = largest == 0 || (tiny && kKind == MomentKind::mean);
+    if (nothing || largest >= kInfinity) {
+      *scale = nothing ? 0 : 0x7fc0;
+      std::memset(codes, 0, kMomentBlock);
+      return;
+    }
+    const float nearly = tiny ? kUnitMin : unit;
+    const std::uint32_t rounded = std::bit_cast<std::uint32_t>(nearly) + random[kMomentBlock];
+    *scale = static_cast<std::uint16_t>(rounded >> 16);
+    // 3. Count units. What reaches the limit has the last code.
+    const F per_unit = V::set(1.0f / std::bit_cast<float>(rounded & 0xffff0000u));
+    const F limit = V::of_bits(V::set_bits(tiny ? kInfinity : largest));
+    for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
+      const I bits = V::bits(V::load(from + at, All{}));
+      const F draw = V::mul(V::of_int(V::widen(V::load(random + at, All{}))), V::set(0x1p-16f));
+      V::store(codes + at, code_of(bits, per_unit, draw, limit));
     }
   }
 
-  static I code_of(F value, I step, std::uint32_t lowest, const std::uint16_t* random) {
-    const I code = V::minus(step, V::set_bits(lowest));
-    if constexpr (kKind == MomentKind::square) {
-      return V::larger(code, V::smaller(magnitude(value), V::set_bits(1)));
+  static I code_of(I bits, F per_unit, F draw, F limit) {
+    const I last = V::set_bits(kLast);
+    const F size = V::of_bits(V::both(bits, V::set_bits(0x7fffffff)));
+    const F units = V::mul(size, per_unit);
+    if constexpr (kKind == MomentKind::mean) {
+      const I code = V::smaller(V::to_int(V::add(units, draw)), last);
+      return V::plus(V::if_less(size, limit, code, last),
+                     V::template up<7>(V::template down<31>(bits)));
     } else {
-      const F size = V::of_bits(magnitude(value));
-      const I sign = V::template up<7>(V::template down<31>(V::bits(value)));
-      // Where steps reach down to zero, rounding to a step has already drawn.
-      const F least = V::of_bits(V::set_bits(lowest > 0 ? (lowest + 1) << kShift : 0));
-      const I one_to_two = V::template up<7>(V::widen(V::load(random, All{})));
-      const F draw = V::sub(V::of_bits(V::plus(V::set_bits(0x3f800000u), one_to_two)), V::set(1));
-      const I small = V::if_less(V::mul(draw, least), size, V::set_bits(1), V::set_bits(0));
-      return V::plus(V::if_less(size, least, small, code), sign);
+      // Between a square and the next, by 2 root + 1 larger, as far as the rest says.
+      const I floor = V::to_int(V::sqrt(units));
+      const F root = V::of_int(floor);
+      const F rest = V::fma(V::sub(V::set(0.0f), root), root, units);
+      const F step = V::add(V::add(root, root), V::set(1.0f));
+      const I one = V::set_bits(1);
+      const I up = V::if_less(V::mul(draw, step), rest, one, V::set_bits(0));
+      const I code = V::smaller(V::plus(floor, up), last);
+      return V::if_less(size, limit, V::larger(code, V::smaller(V::bits(size), one)), last);
     }
   }
 
   static void decode(const std::uint8_t* codes, std::uint16_t scale, float* to) {
-    const I lowest = V::set_bits(lowest_step(std::uint32_t{scale} >> (kShift - 16)));
+    const F unit = V::of_bits(V::set_bits(std::uint32_t{scale} << 16));
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
-      const I stored = V::load(codes + at);
-      const I code = V::both(stored, V::set_bits(kTop));
-      const I bits = V::unless_zero(code, V::template up<kShift>(V::plus(code, lowest)));
-      if constexpr (kKind == MomentKind::square) {
-        V::store(to + at, V::of_bits(bits), All{});
-      } else {
-        const I sign = V::template up<31>(V::template down<7>(stored));
+      const I code = V::load(codes + at);
+      if constexpr (kKind == MomentKind::mean) {
+        const I bits = V::bits(V::mul(V::of_int(V::both(code, V::set_bits(kLast))), unit));
+        const I sign = V::template up<31>(V::template down<7>(code));
         V::store(to + at, V::of_bits(V::plus(bits, sign)), All{});
+      } else {
+        const F root = V::of_int(code);
+        V::store(to + at, V::mul(V::mul(root, root), unit), All{});
       }
     }
   }
@@ -144,7 +152,8 @@ void decode_block(const void* from, const std::uint16_t* scale, MomentDtype dtyp
   }
 }
 
-// REQUIRES: kMomentBlock values, those beyond `count` zero, and as many random numbers.
+// REQUIRES: kMomentBlock values, those beyond `count` zero, and a random number for each and one
+// more.
 template <class V, MomentKind kKind>
 void encode_block(const float* from, const std::uint16_t* random, std::size_t count,
                   MomentDtype dtype, void* to, std::uint16_t* scale) {

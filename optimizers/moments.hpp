@@ -42,22 +42,29 @@ typename V::I mixed_lanes(typename V::I value) {
   return V::differ(value, V::template down<15>(value));
 }
 
-// Note [Stochastic rounding]: the bits of one block.
+// Note [Stochastic rounding]: the bits of one block, the last ones for its scales.
 template <class V>
 struct Draws {
-  alignas(64) std::uint16_t low[kMomentBlock], high[kMomentBlock];
+  alignas(64) std::uint16_t low[kMomentBlock + 1];
+  alignas(64) std::uint16_t high[kMomentBlock + 1];
 
   Draws(std::uint32_t param_id, std::int64_t step, std::uint64_t block) {
     const std::uint64_t of_step = mixed<V>(static_cast<std::uint64_t>(step) << 32 | param_id);
-    const auto key = static_cast<std::uint32_t>(mixed<V>(of_step + block));
+    const std::uint64_t of_block = mixed<V>(of_step + block);
+    const auto key = static_cast<std::uint32_t>(of_block);
+    const auto lanes = V::times(V::lane_numbers(), V::set_bits(kStride));
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
-      const auto first = V::set_bits(key + static_cast<std::uint32_t>(at) * 0x9e3779b9u);
-      const auto lanes = V::times(V::lane_numbers(), V::set_bits(0x9e3779b9u));
+      const auto first = V::set_bits(key + static_cast<std::uint32_t>(at) * kStride);
       const auto bits = mixed_lanes<V>(V::plus(first, lanes));
       V::store(low + at, V::narrow(V::both(bits, V::set_bits(0xffff))), typename V::All{});
       V::store(high + at, V::narrow(V::template down<16>(bits)), typename V::All{});
     }
+    low[kMomentBlock] = static_cast<std::uint16_t>(of_block >> 32);
+    high[kMomentBlock] = static_cast<std::uint16_t>(of_block >> 48);
   }
+
+ private:
+  static constexpr std::uint32_t kStride = 0x9e3779b9;  // odd: no two elements share a state
 };
 
 // float32: exact, and nothing to open or close.
@@ -188,7 +195,7 @@ template <class V, MomentKind kKind>
 void store_moments_of(const float* from, std::size_t count, MomentDtype dtype, void* to,
                       std::uint16_t* scales) {
   // Half of a step added before the rest is cut off: to nearest, ties away from zero.
-  alignas(64) std::uint16_t half[kMomentBlock];
+  alignas(64) std::uint16_t half[kMomentBlock + 1];
   for (std::uint16_t& one : half) one = 0x8000;
   for (std::size_t at = 0; at < count; at += kMomentBlock) {
     const std::size_t here = count - at < kMomentBlock ? count - at : kMomentBlock;

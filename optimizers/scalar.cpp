@@ -85,7 +85,8 @@ struct Vec1 {
   }
   static std::uint32_t largest(I a) { return a; }  // of all lanes
   static I if_less(F a, F b, I then, I otherwise) { return a < b ? then : otherwise; }
-  static I unless_zero(I test, I value) { return test != 0 ? value : 0; }
+  static F of_int(I value) { return static_cast<F>(static_cast<std::int32_t>(value)); }
+  static I to_int(F value) { return static_cast<I>(static_cast<std::int32_t>(value)); }  // cut off
 
   static I widen(H half) { return half; }
   static H narrow(I value) { return static_cast<H>(value); }  // REQUIRES: every lane fits

@@ -129,10 +129,10 @@ std::vector<float> any_floats(std::size_t count, std::mt19937_64& random) {
 }
 
 Hyper any_hyper(std::mt19937_64& random) {
-  constexpr Rule kRules[] = {Rule::adamw, Rule::adam, Rule::sgd};
+  constexpr Rule kRules[] = {Rule::adamw, Rule::adam, Rule::sgd, Rule::lion, Rule::adagrad};
   constexpr double kBetas[] = {0.0, 0.3, 0.5, 0.9, 0.999};
   Hyper hyper;
-  hyper.rule = kRules[random() % 3];
+  hyper.rule = kRules[random() % std::size(kRules)];
   hyper.lr = 1e-2;
   hyper.beta1 = kBetas[random() % 5];
   hyper.beta2 = kBetas[random() % 5];
@@ -140,6 +140,8 @@ Hyper any_hyper(std::mt19937_64& random) {
   hyper.weight_decay = random() % 2 == 0 ? 0.0 : 0.1;
   hyper.momentum = random() % 2 == 0 ? 0.0 : 0.9;
   hyper.dampening = random() % 2 == 0 ? 0.0 : 0.5;
+  hyper.lr_decay = random() % 2 == 0 ? 0.0 : 0.1;
+  hyper.initial_accumulator = random() % 2 == 0 ? 0.0 : 0.5;
   hyper.nesterov = random() % 2 == 0;
   hyper.maximize = random() % 2 == 0;
   return hyper;
@@ -275,6 +277,35 @@ TEST(Update, AdamwStaysWithinRoundingOfDouble) {
   }
 }
 
+// Copy on write: readers of the old parameter see nothing of an update.
+TEST(Update, ANewPlaceForTheParameterLeavesTheOldOneAlone) {
+  for (const Isa isa : isas()) {
+    for (const Dtype dtype : kDtypes) {
+      for (const Rule rule : {Rule::adamw, Rule::sgd, Rule::lion, Rule::adagrad}) {
+        SCOPED_TRACE(std::string(name(isa)) + " " + name(dtype));
+        std::mt19937_64 random(3);
+        const Hyper hyper{.rule = rule, .lr = 0.1, .weight_decay = 0.1};
+        Streams in_place(dtype, dtype, 77);
+        in_place.set_params(any_floats(77, random));
+        in_place.set_grad(any_floats(77, random));
+        Streams beside = in_place;
+        const std::vector<std::byte> before = beside.param;
+
+        kernels(isa).update(in_place.span(hyper, 1));
+        std::vector<std::byte> new_param = before;
+        UpdateSpan span = beside.span(hyper, 1);
+        span.new_param = new_param.data() + (beside.param_at(0) - beside.param.data());
+        kernels(isa).update(span);
+
+        EXPECT_EQ(beside.param, before);
+        EXPECT_NE(new_param, before);
+        beside.param = new_param;
+        EXPECT_TRUE(beside.same_bits(in_place));
+      }
+    }
+  }
+}
+
 TEST(Update, ALargeStepHasNoBiasCorrectionLeft) {
   const Hyper hyper{.rule = Rule::adamw, .lr = 0.5, .eps = 0.0};
   for (const std::int64_t step : {std::int64_t{1} << 24, std::int64_t{1} << 40}) {
@@ -297,6 +328,34 @@ TEST(Update, TheFirstStepOfMomentumIgnoresWhatTheBufferHeld) {
   kernels(best_isa()).update(streams.span(hyper, 1));
   EXPECT_EQ(streams.params(), std::vector<float>(20, 0.75f));
   EXPECT_EQ(streams.moment1[Streams::kGuard], 0.25f);
+}
+
+TEST(Update, TheFirstStepOfAdagradIgnoresWhatTheSumHeld) {
+  const Hyper hyper{.rule = Rule::adagrad, .lr = 1.0, .eps = 0.0, .initial_accumulator = 12.0};
+  Streams streams(Dtype::float32, Dtype::float32, 20);
+  streams.set_params(std::vector<float>(20, 1.0f));
+  streams.set_grad(std::vector<float>(20, 2.0f));
+  std::fill(streams.moment1.begin(), streams.moment1.end(), std::bit_cast<float>(kQuietNan));
+  kernels(best_isa()).update(streams.span(hyper, 1));
+  EXPECT_EQ(streams.moment1[Streams::kGuard], 16.0f);
+  EXPECT_EQ(streams.params(), std::vector<float>(20, 0.5f));
+}
+
+TEST(Update, LionTakesNoStepWhereItsDirectionIsZero) {
+  const Hyper hyper{.rule = Rule::lion, .lr = 0.25};
+  for (const Isa isa : isas()) {
+    Streams streams(Dtype::float32, Dtype::float32, 20);
+    streams.set_params(std::vector<float>(20, 1.0f));
+    std::vector<float> grad(20, 0.0f);
+    grad[1] = 1e-30f;
+    grad[17] = -3.0f;
+    streams.set_grad(grad);
+    kernels(isa).update(streams.span(hyper, 1));
+    std::vector<float> expected(20, 1.0f);
+    expected[1] = 0.75f;
+    expected[17] = 1.25f;
+    EXPECT_EQ(streams.params(), expected);
+  }
 }
 
 TEST(Update, AnInfiniteGradientMakesThatElementNanAndNoOther) {
