@@ -8,12 +8,16 @@ from .checkpoint import load, save
 from .checkpoint_files import CheckpointError
 from .errors import StrataError
 from .export import export_safetensors
+from .grad_scaler import GradScaler
 from .report import PlanReport, Report
 from .trace_file import save_trace
+from .update_modes import LockFree
 from .wrap import gather_grad, plan, report, synchronize, unwrap, wrap
 
 __all__ = [
     "CheckpointError",
+    "GradScaler",
+    "LockFree",
     "PlanReport",
     "Report",
     "StrataError",

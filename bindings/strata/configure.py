@@ -16,15 +16,24 @@ from torch import nn
 
 from . import machine
 from .errors import StrataError, check_choice
-from .optimizer import check_optimizer, group_spec
+from .optimizer import check_optimizer, group_spec, moments_of
 from .sizes import Size, format_size, parse_budgets, parse_size
 from .units import Chosen, find_units
+from .update_modes import (
+    STATE_DTYPES,
+    UPDATE_KINDS,
+    LockFree,
+    Update,
+    check_moments,
+    check_state_dtype,
+    check_update,
+    core_mode,
+)
 from .wrapped import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from ._core import Config, ParamSpec, Plan
 
-UPDATES = ("on_step",)
 ACTIVATIONS = ("auto", "keep", "swap", "recompute")
 IO_ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
 FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
@@ -36,7 +45,10 @@ PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
 # Keywords whose type would otherwise be noticed late, or never.
 KINDS: tuple[tuple[str, Any, str], ...] = (
     ("memory", (Mapping, NoneType), "a dictionary such as {'device': '8GiB'}"),
+    ("update", (str, LockFree), UPDATE_KINDS),
+    ("state_dtype", (torch.dtype, str), "torch.float32, torch.bfloat16 or '8bit'"),
     ("max_grad_norm", (float, int, NoneType), "a number or None"),
+    ("max_unit_norm", (float, int, NoneType), "a number or None"),
     ("accumulation_steps", int, "a whole number"),
     ("skip_nonfinite", bool, "True or False"),
     ("workers", (int, NoneType), "a whole number or None"),
@@ -54,8 +66,10 @@ class Options:
     memory: Mapping[str, Size] | None = None
     ssd_path: str | Path | Sequence[str | Path] | None = None
     dtype: torch.dtype | None = None
-    update: str = "on_step"
+    update: Update = "on_step"
+    state_dtype: torch.dtype | str = torch.float32
     max_grad_norm: float | None = None
+    max_unit_norm: float | None = None
     accumulation_steps: int = 1
     skip_nonfinite: bool = False
     units: Chosen | None = None
@@ -73,7 +87,8 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, kinds):
                 raise TypeError(f"{name} must be {what}, not {value!r}")
-        check_choice("update", self.update, UPDATES)
+        check_update(self)
+        check_state_dtype(self.state_dtype)
         check_choice("io_engine", self.io_engine, IO_ENGINES)
         if self.activations is not None:
             check_choice("activations", self.activations, ACTIVATIONS)
@@ -90,8 +105,10 @@ class Options:
             raise ValueError(
                 f"accumulation_steps must be at least 1, not {self.accumulation_steps}"
             )
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, not {self.max_grad_norm}")
+        for name in ("max_grad_norm", "max_unit_norm"):
+            norm = getattr(self, name)
+            if norm is not None and not norm > 0:
+                raise ValueError(f"{name} must be positive, or None, not {norm}")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.dtype is not None and self.dtype not in DTYPE_NAMES:
@@ -153,10 +170,13 @@ def configure(
                 "group": group_of[id(parameter)] if trainable else 0,
             }
         )
+    groups = [group_spec(optimizer, group) for group in optimizer.param_groups]
+    check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
+    update, max_staleness = core_mode(options.update)
     config: Config = {
         "params": params,
         "units": [unit.name for unit in unit_specs],
-        "groups": [group_spec(optimizer, group) for group in optimizer.param_groups],
+        "groups": groups,
         "page_bytes": 0 if options.page_size == "auto" else parse_size(options.page_size),
         "device_bytes": 0,
         "host_bytes": 0,
@@ -165,9 +185,9 @@ def configure(
         "io_engine": options.io_engine,  # type: ignore[typeddict-item]
         "workers": options.workers or default_workers(),
         "accumulate": options.accumulation_steps > 1,
-        "update": "on_step",
-        "max_staleness": 0,
-        "moment_dtype": "float32",
+        "update": update,
+        "max_staleness": max_staleness,
+        "moment_dtype": STATE_DTYPES[options.state_dtype],
         "pin_workers": True,
     }
     _choose_budgets(config, parse_budgets(options.memory), make_plan)

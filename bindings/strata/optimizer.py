@@ -2,6 +2,7 @@
 
     optimizer.step()          # starts the updates; the next forward of each unit waits for its own
     optimizer.zero_grad()
+    complete_unit(state, u)   # in_backward: those of a unit, from the hook of its last gradient
 
 It shares the very list `param_groups` with the optimizer that was given to wrap(), so learning-rate
 schedulers built on either of the two work.
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from .wrapped import Wrapped
+from .errors import StrataError
+from .update_modes import check_loss_scale
+from .wrapped import Unit, Wrapped
 
 if TYPE_CHECKING:
     from ._core import GroupSpec, Kind
@@ -86,6 +89,24 @@ def group_spec(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group
     }
 
 
+def moments_of(spec: GroupSpec) -> list[tuple[Kind, str]]:
+    """The moments that the rule of a group keeps: as the core names them, and as torch does."""
+    return MOMENT_NAMES[spec["rule"]] if spec["rule"] != "sgd" or spec["momentum"] else []
+
+
+def current_groups(state: Wrapped) -> list[GroupSpec]:
+    """The hyperparameters of the updates that begin in this backward: read when the first does."""
+    if state.groups_used is None:
+        state.groups_used = cast(StrataOptimizer, state.optimizer).group_specs()
+    return state.groups_used
+
+
+def complete_unit(state: Wrapped, unit: Unit) -> None:
+    """Starts the update of a unit all of whose gradients have landed (update="in_backward")."""
+    norm = cast(StrataOptimizer, state.optimizer).max_unit_norm
+    state.session.complete(unit.index, current_groups(state), norm)
+
+
 class StrataOptimizer(torch.optim.Optimizer):
     """Stands for the optimizer given to wrap(): same groups, same arithmetic, state in pages."""
 
@@ -95,6 +116,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         state: Wrapped,
         *,
         max_grad_norm: float | None,
+        max_unit_norm: float | None,
         skip_nonfinite: bool,
     ) -> None:
         """`inner` keeps its groups and is asked for nothing else."""
@@ -109,19 +131,35 @@ class StrataOptimizer(torch.optim.Optimizer):
         self._inner = inner
         self._wrapped = state
         self._max_grad_norm = max_grad_norm or 0.0
+        self.max_unit_norm = max_unit_norm or 0.0  # 0: no clipping
         self._skip_nonfinite = skip_nonfinite
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Starts the update of every parameter whose gradient has landed, and returns at once."""
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, loss_scale: float | None = None
+    ) -> Any:
+        """Starts the update of every parameter whose gradient has landed, and returns at once.
+
+        loss_scale: what the loss was multiplied by; strata.GradScaler passes it. Gradients are
+        divided by it, and nothing is updated where one of them is infinite or NaN.
+        """
+        if loss_scale is not None:
+            check_loss_scale(self._wrapped.config)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         state = self._wrapped
         state.hooks.reset()
-        groups = [group_spec(self._inner, group) for group in self.param_groups]
-        result = state.session.step(groups, self._max_grad_norm, 1.0, self._skip_nonfinite)
+        groups = self.group_specs()
+        _check_unchanged(state.groups_used, groups)
+        result = state.session.step(
+            groups,
+            self._max_grad_norm,
+            loss_scale or 1.0,
+            self._skip_nonfinite or loss_scale is not None,
+            **({"max_unit_norm": self.max_unit_norm} if self.max_unit_norm else {}),
+        )
         state.note_step(result)
         if state.planning is None:
             state.end_step()
@@ -132,10 +170,37 @@ class StrataOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients that have landed since the last step()."""
+        """Forgets the gradients that have landed since the last step().
+
+        Raises RuntimeError where they were used before step(): with update="in_backward", and with
+        LockFree where they were added to gradients that still waited for their update.
+        """
         state = self._wrapped
         state.hooks.reset()
-        state.drop_gradients()
+        advice = "call optimizer.step() ahead of zero_grad(), or wrap with update='on_step'"
+        if state.groups_used is not None:
+            raise RuntimeError(
+                "zero_grad() between backward() and step(): update='in_backward' has updated "
+                f"parameters with these gradients already; {advice}"
+            )
+        try:
+            state.drop_gradients()
+        except StrataError as error:
+            if getattr(error, "fault", "") != "config":
+                raise
+            raise RuntimeError(
+                f"zero_grad() between backward() and step(): {error}; {advice}"
+            ) from error
+
+    @property
+    def last_finite(self) -> bool:
+        """Whether all gradients of the last step() were."""
+        result = self._wrapped.last_step
+        return result is None or result["finite"]
+
+    def group_specs(self) -> list[GroupSpec]:
+        """The hyperparameters of all groups, now, as the core takes them."""
+        return [group_spec(self._inner, group) for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises: the pages of the optimizer's state were laid out by wrap()."""
@@ -143,6 +208,7 @@ class StrataOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: moments and steps, all in memory at once; strata.save streams them."""
+        self._wrapped.session.synchronize()
         index: dict[int, int] = {}
         groups = []
         for group in self.param_groups:
@@ -169,8 +235,7 @@ class StrataOptimizer(torch.optim.Optimizer):
                 self._write_state(parameter, group, state_dict["state"].get(number, {}))
 
     def _kinds(self, group: dict[str, Any]) -> list[tuple[Kind, str]]:
-        spec = group_spec(self._inner, group)
-        return MOMENT_NAMES[spec["rule"]] if spec["rule"] != "sgd" or spec["momentum"] else []
+        return moments_of(group_spec(self._inner, group))
 
     def _read_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self._wrapped
@@ -202,3 +267,15 @@ class StrataOptimizer(torch.optim.Optimizer):
         # torch's SGD keeps no step; a momentum buffer says that there was one.
         started = any(value is not None for _, value in moments)
         state.session.set_param_step(index, int(entry.get("step", started)))
+
+
+def _check_unchanged(used: list[GroupSpec] | None, now: list[GroupSpec]) -> None:
+    """Raises where hyperparameters differ from those that updates began with in the backward."""
+    for g, (old, new) in enumerate(zip(used or now, now, strict=True)):
+        for name, value in new.items():
+            if value != old[name]:  # type: ignore[literal-required]
+                raise RuntimeError(
+                    f"{name} of parameter group {g} was changed from {old[name]} to {value} "  # type: ignore[literal-required]
+                    "between backward() and step(), and update='in_backward' has used it already: "
+                    "change it behind step(), as schedulers do, or wrap with update='on_step'"
+                )

@@ -71,8 +71,8 @@ class PagedParameter(nn.Parameter):
             raise RuntimeError(
                 f"the gradient of {name!r} rests in strata's pages, so p.grad cannot be read: use "
                 "strata.gather_grad(p) to look at it, strata.wrap(max_grad_norm=...) instead of "
-                "clip_grad_norm_, skip_nonfinite=True instead of GradScaler, and the zero_grad() "
-                "and step() of the optimizer that strata.wrap() returned"
+                "clip_grad_norm_, strata.GradScaler instead of torch.amp.GradScaler, and the "
+                "zero_grad() and step() of the optimizer that strata.wrap() returned"
             )
 
     @grad.setter
@@ -135,7 +135,10 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 1. Bring the units in. What autograd saves of them is found again by its address.
         for slot in units.values():
             backward = torch._C._current_graph_task_id() != -1  # a user's checkpoint reads it there
-            slot.state.enter(slot.unit, backward, recorded=slot.state.hooks.in_step())
+            in_step = slot.state.hooks.in_step()
+            if not in_step:
+                slot.state.catch_up()
+            slot.state.enter(slot.unit, backward, recorded=in_step)
             entered.append(slot)
             if slot.state.hooks.saved.push_outside(slot.unit):
                 pushed.append(slot)

@@ -37,6 +37,7 @@ from .planning import Goal, Planning
 from .report import PlanReport, Report, make_report
 from .sizes import Size, format_size
 from .units import Chosen
+from .update_modes import Update
 from .wrapped import Slot, Wrapped, wrapped
 
 __all__ = [
@@ -60,8 +61,10 @@ def wrap(
     memory: Mapping[str, Size] | None = None,
     ssd_path: str | Path | Sequence[str | Path] | None = None,
     dtype: torch.dtype | None = None,
-    update: str = "on_step",
+    update: Update = "on_step",
+    state_dtype: torch.dtype | str = torch.float32,
     max_grad_norm: float | None = None,
+    max_unit_norm: float | None = None,
     accumulation_steps: int = 1,
     skip_nonfinite: bool = False,
     units: Chosen | None = None,
@@ -81,8 +84,16 @@ def wrap(
     ssd_path: one folder, or several on different drives.
     dtype: of parameters and gradients in the computation (float32, bfloat16, float16). The master
         copy is always float32-exact. Default: the dtype that each parameter has.
-    update: "on_step": updates start at optimizer.step(), as in plain PyTorch.
+    update: "on_step": updates start at optimizer.step(), as in plain PyTorch, and the next forward
+        of each unit waits for its own. "in_backward": they start as soon as the gradients of a unit
+        are complete, which then need no memory; the result is the same, bit for bit.
+        strata.LockFree(max_staleness=S): they start at step(), and a forward waits only where its
+        parameters would be more than S steps old.
+    state_dtype: of the optimizer's moments. torch.float32 is exact; torch.bfloat16 (rounded
+        stochastically) and "8bit" (codes with a scale for each block) lose bits, for half or a
+        quarter of the memory.
     max_grad_norm: clips the norm of all gradients together; takes the place of clip_grad_norm_.
+    max_unit_norm: clips the norm of each unit's gradients by itself; works in every mode.
     accumulation_steps: more than 1 where several backward() calls precede one step(). Gradients
         then add up in float32; they are not averaged.
     skip_nonfinite: leaves out steps whose gradients hold infinities or NaN, and counts them.
@@ -107,8 +118,9 @@ def wrap(
     """
     check_keywords("wrap", unknown, OPTION_NAMES)
     options = Options(
-        memory, ssd_path, dtype, update, max_grad_norm, accumulation_steps, skip_nonfinite, units,
-        page_size, io_engine, workers, weights, seed, activations, split,
+        memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
+        accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights, seed,
+        activations, split,
     )  # fmt: skip
     state = _open(model, optimizer, options)
     stats = state.session.stats()
@@ -171,7 +183,10 @@ def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Waits until every update and every write of the model has finished."""
+    """Waits until every update and every write of the model has finished.
+
+    Behind it parameters are the newest ones in every mode, also those that LockFree lets lag.
+    """
     wrapped(model).session.synchronize()
 
 
@@ -205,6 +220,7 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
             optimizer,
             state,
             max_grad_norm=options.max_grad_norm,
+            max_unit_norm=options.max_unit_norm,
             skip_nonfinite=options.skip_nonfinite,
         )
         model.__dict__["_strata"] = state

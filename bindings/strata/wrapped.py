@@ -21,7 +21,7 @@ from .recorder import RecordedStep, Recorder
 from .timeline import StepLog, UseSpan
 
 if TYPE_CHECKING:
-    from ._core import ActivationName, Config, Kind, Session, StepResult
+    from ._core import ActivationName, Config, GroupSpec, Kind, Session, StepResult
     from .planning import Planning
 
 
@@ -114,6 +114,8 @@ class Wrapped:
         self.landed = [0] * len(self.params)  # gradients since the last step() or zero_grad()
         self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
         self.dirty = False  # step() has run and zero_grad() has not
+        # in_backward: what the updates of this backward use; None where none has begun.
+        self.groups_used: list[GroupSpec] | None = None
         self.last_step: StepResult | None = None
         self.steps = 0
         self.steps_nonfinite = 0
@@ -189,6 +191,11 @@ class Wrapped:
         self.recorder.leave(unit.index)
         self.session.leave(unit.index)
 
+    def catch_up(self) -> None:
+        """Waits for the updates that LockFree leaves open: what is read then is the newest."""
+        if self.config["update"] == "lock_free":
+            self.session.drain()
+
     def note_write(self, index: int) -> None:
         """Tells the core that the user changed a parameter in place. REQUIRES: it is entered."""
         with DisableTorchFunction():
@@ -227,6 +234,7 @@ class Wrapped:
                 for i, parameter in zip(changed, params, strict=True):
                     self.written[i] = parameter._version
         self.dirty = self.dirty or any(self.landed)
+        self.groups_used = None
         self.landed = [0] * len(self.params)
 
     def end_step(

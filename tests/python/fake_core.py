@@ -12,10 +12,10 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+from fake_param import DTYPES, Param, grad_norm
 from strata._core import StrataError
 from torch.utils.dlpack import to_dlpack
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PAGE = 4096
 
 
@@ -25,7 +25,7 @@ class Session:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.plan = plan(config)
-        self.params = [_Param(spec) for spec in config["params"]]
+        self.params = [Param(spec) for spec in config["params"]]
         self.pins = [0] * len(config["units"])
         self.members = [
             [p for p in self.params if p.spec["unit"] == u] for u in range(len(config["units"]))
@@ -35,6 +35,8 @@ class Session:
         self.peak = 0
         self.spans: list[dict[str, Any]] = []
         self.closed = False
+        self.completed: set[int] = set()  # units, since the last step()
+        self.staleness = [0] * len(config["units"])  # forwards; none of them sees old parameters
         self.room = {False: 0, True: 0}  # bytes for activations, by to_ssd
         self.saves: dict[int, _Save] = {}
         self.saves_made = 0
@@ -62,6 +64,9 @@ class Session:
 
     def enter(self, unit: int, backward: bool, recorded: bool = True) -> None:
         self._open()
+        if backward and unit in self.completed:
+            raise StrataError(f"unit {unit} was updated in this backward already")
+        self.staleness[unit] += recorded and not backward
         self.pins[unit] += 1
         held = sum(p.device.nbytes for u, ps in enumerate(self.members) if self.pins[u] for p in ps)
         self.peak = max(self.peak, held)
@@ -105,33 +110,71 @@ class Session:
         self._span("download", p.spec["unit"], True, begin, p.device.nbytes)
 
     def drop_gradients(self) -> None:
+        if self.completed:
+            error = StrataError("gradients were used already")
+            error.fault = "config"
+            raise error
+        self._forget()
+
+    def _forget(self) -> None:
         for p in self.params:
-            p.grad, p.landed = None, 0
+            p.grad, p.landed, p.updated = None, 0, False
 
     def gradient_count(self, param: int) -> int:
         return self.params[param].landed
 
+    def gradient_fits(self, param: int) -> bool:
+        return True
+
+    def complete(self, unit: int, groups: list[dict[str, Any]], max_unit_norm: float) -> None:
+        self._open()
+        assert self.config["update"] == "in_backward"
+        assert self.pins[unit] == 0, f"unit {unit} is entered while its update begins"
+        self._update(unit, groups, 1.0, max_unit_norm)
+        self.completed.add(unit)
+
     def step(
-        self, groups: list[dict[str, Any]], max_norm: float, divisor: float, skip: bool
+        self,
+        groups: list[dict[str, Any]],
+        max_norm: float,
+        grad_divisor: float,
+        skip_nonfinite: bool,
+        max_unit_norm: float = 0.0,
     ) -> dict[str, Any]:
         self._open()
-        landed = [p for p in self.params if p.landed]
-        scale = 1.0 / divisor
-        norm = sum((p.grad.double() * scale).square().sum().item() for p in landed) ** 0.5
+        whole = max_norm > 0 or skip_nonfinite or grad_divisor != 1  # all gradients are needed
+        assert not (whole and self.config["update"] == "in_backward")
+        assert not (skip_nonfinite and self.config["max_staleness"])
+        scale = 1.0 / grad_divisor
+        norm = grad_norm(self.params, scale)
         finite = norm < float("inf")
         if max_norm > 0:
             scale *= min(1.0, max_norm / (norm + 1e-6))
-        skipped = skip and not finite
-        for p in landed:
+        skipped = skip_nonfinite and not finite
+        for unit in range(len(self.members)):
             if not skipped:
-                begin = perf_counter_ns()
-                p.update(groups[p.spec["group"]], scale)
-                self._span("update", p.spec["unit"], False, begin, p.device.nbytes)
-        self.drop_gradients()
+                self._update(unit, groups, scale, max_unit_norm)
+        self.completed.clear()
+        self._forget()
         for u, pins in enumerate(self.pins):
             assert pins == 0, f"unit {u} is entered during step()"
             self._settle(u)
         return {"norm": norm, "finite": finite, "skipped": skipped}
+
+    def _update(
+        self, unit: int, groups: list[dict[str, Any]], scale: float, max_unit_norm: float
+    ) -> None:
+        if max_unit_norm > 0:
+            scale *= min(1.0, max_unit_norm / (grad_norm(self.members[unit], scale) + 1e-6))
+        for p in self.members[unit]:
+            if p.landed and not p.updated:
+                begin = perf_counter_ns()
+                p.update(groups[p.spec["group"]], scale)
+                p.updated = True
+                self._span("update", unit, False, begin, p.device.nbytes)
+
+    def drain(self) -> None:
+        self._open()
 
     def param_step(self, param: int) -> int:
         return self.params[param].step
@@ -143,7 +186,11 @@ class Session:
         self._open()
 
     def stats(self) -> dict[str, Any]:
+        none = [0] * len(self.members)
         return {
+            "staleness": [[n] + [0] * self.config["max_staleness"] for n in self.staleness],
+            "merged gradients": none,
+            "update waits": none,
             "host to device bytes": 0,
             "waited_s": [0.0] * len(self.members),
             "device_bytes": self.peak,
@@ -244,62 +291,6 @@ class _Save:
     data: torch.Tensor | None = None
     fetch_to: int | None = None
     asked: bool = False
-
-
-class _Param:
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self.spec = spec
-        n = spec["numel"]
-        self.device = torch.empty(n, dtype=DTYPES[spec["dtype"]])
-        self.master = torch.zeros(n)
-        self.moments = [torch.zeros(n), torch.zeros(n)]
-        self.grad: torch.Tensor | None = None
-        self.landed = 0
-        self.step = 0
-
-    def array(self, kind: str) -> torch.Tensor:
-        if kind == "master":
-            return self.master
-        if kind == "grad":
-            assert self.grad is not None
-            return self.grad
-        return self.moments[int(kind[-1]) - 1]
-
-    def rounded(self) -> torch.Tensor:
-        """The master in the compute dtype; bfloat16 rounds halves away from zero."""
-        return round_master(self.master, self.device.dtype)
-
-    def update(self, group: dict[str, Any], scale: float) -> None:
-        self.step += 1
-        grad = self.grad * scale if scale != 1.0 else self.grad
-        master = torch.nn.Parameter(self.master)
-        master.grad = grad
-        shared = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-        shared |= {"maximize": group["maximize"], "foreach": False}
-        if group["rule"] == "sgd":
-            names = ("momentum", "dampening", "nesterov")
-            rule = torch.optim.SGD([master], **shared, **{k: group[k] for k in names})
-            if group["momentum"] and self.step > 1:
-                rule.state[master]["momentum_buffer"] = self.moments[0]
-            rule.step()
-            if group["momentum"]:
-                self.moments[0].copy_(rule.state[master]["momentum_buffer"])
-            return
-        kind = torch.optim.AdamW if group["rule"] == "adamw" else torch.optim.Adam
-        adam = kind([master], betas=(group["beta1"], group["beta2"]), eps=group["eps"], **shared)
-        adam.state[master] = {
-            "step": torch.tensor(float(self.step - 1)),
-            "exp_avg": self.moments[0],
-            "exp_avg_sq": self.moments[1],
-        }
-        adam.step()
-
-
-def round_master(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype is not torch.bfloat16:
-        return master.to(dtype)
-    bits = (master.contiguous().view(torch.int32).to(torch.int64) + 0x8000) >> 16
-    return bits.to(torch.int16).view(torch.bfloat16)
 
 
 def plan(config: dict[str, Any]) -> dict[str, Any]:

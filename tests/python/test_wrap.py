@@ -39,7 +39,7 @@ def test_same_objects_come_back(core: ModuleType) -> None:
         ({"memory": {"devise": 1}}, r"tier 'devise'.*'device'"),
         ({"memory": {"device": "1GBi"}}, r"unit 'GBi'"),
         ({"memory": {"ssd": "1GiB"}}, "ssd_path"),
-        ({"update": "in_bakward"}, r"update 'in_bakward'.*on_step"),
+        ({"update": "in_bakward"}, r"update 'in_bakward'.*'in_backward'"),
         ({"io_engine": "uring"}, r"io_engine 'uring'.*'io_uring'"),
         ({"dtype": torch.float64}, r"float64.*bfloat16"),
         ({"accumulation_steps": 0}, "accumulation_steps"),
