@@ -13,7 +13,7 @@ from html import escape
 
 from . import html_figures as figures
 from .report import Report
-from .report_text import planned_cells, wear_line
+from .report_text import lag_rows, planned_cells, wear_line
 from .residency import moments, residency
 from .sizes import format_size
 from .timeline import LINKS, stall_name
@@ -67,6 +67,11 @@ def _sections(report: Report) -> Iterator[str]:
     yield _links(report)
     yield "<h2>Time lost</h2>"
     yield from _stalls(report)
+    if report.lags:
+        yield "<h2>How far updates lagged</h2>"
+        head, *rows = lag_rows(report.lags)
+        yield "<p>Forwards since wrap(), by the age in steps of the parameters that they saw.</p>"
+        yield _table(head, rows)
     yield "<h2>Memory over a step</h2>"
     if report.plan and report.trace and report.trace["uses"]:
         held = residency(report.plan, report.trace)

@@ -23,7 +23,7 @@ DAY_SECONDS = 86_400
 TB = 1e12  # as makers of drives count their endurance
 
 if TYPE_CHECKING:
-    from ._core import Bound, Plan, Simulation, StepPlan, Trace
+    from ._core import Bound, Config, Plan, Simulation, StepPlan, Trace
     from .wrapped import Wrapped
 
 
@@ -75,6 +75,16 @@ class PlannedRow:
 
 
 @dataclass(frozen=True)
+class Lag:
+    """How the updates of a unit lagged behind the computation, under LockFree."""
+
+    unit: str
+    forwards: list[int]  # [k]: forwards that saw parameters k steps old
+    merged: int  # gradients that were added to those of an earlier step
+    waits: int  # forwards that waited, for the parameters would have been too old
+
+
+@dataclass(frozen=True)
 class Wear:
     """What training at this rate does to the SSD."""
 
@@ -120,6 +130,7 @@ class Report:
     wear: Wear | None = None  # None: nothing is written
     peaks: dict[str, PlannedPeak] = field(default_factory=dict)  # by tier
     planned: list[PlannedRow] = field(default_factory=list)
+    lags: list[Lag] = field(default_factory=list)  # by unit; empty where no update may lag
     plan: StepPlan | None = None
     trace: Trace | None = None  # what the plan was made from
     simulation: Simulation | None = None  # the step as the plan predicts it
@@ -147,6 +158,7 @@ class Report:
             values["peaks"] = {k: PlannedPeak(**v) for k, v in values["peaks"].items()}
             values["wear"] = values["wear"] and Wear(**values["wear"])
             values["planned"] = [PlannedRow(**row) for row in values["planned"]]
+            values["lags"] = [Lag(**row) for row in values.get("lags", [])]
             values["records"] = [StepRecord.from_dict(row) for row in values["records"]]
             return Report(**values)
         except (KeyError, TypeError, AttributeError) as error:
@@ -202,9 +214,15 @@ def make_report(state: Wrapped) -> Report:
         io_engine=stats["io_engine"],
         backend=stats["backend"],
         stats=stats,
+        lags=_lags(config, stats) if config["update"] == "lock_free" else [],
         **_measured(timeline.steady(state.log.records), planning.bound if planning else None),
         **(_planned(planning) if planning else {}),
     )
+
+
+def _lags(config: Config, stats: dict[str, Any]) -> list[Lag]:
+    counts = (stats["staleness"], stats["merged gradients"], stats["update waits"])
+    return [Lag(*row) for row in zip(config["units"], *counts, strict=True)]
 
 
 def _measured(records: list[StepRecord], bound: Bound | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from .timeline import ALL_UNITS, stall_name
 WAITS_SHOWN = 8  # those that were waited for longest
 
 if TYPE_CHECKING:
-    from .report import PlannedRow, PlanReport, Report
+    from .report import Lag, PlannedRow, PlanReport, Report
 
 
 def plan_text(report: PlanReport) -> str:
@@ -76,6 +76,10 @@ def _paragraphs(report: Report) -> Iterator[str]:
     wear = wear_line(report)
     yield table(links) + (f"\n{wear}" if wear else "")
     yield _waits(report)
+    if report.lags:
+        titles, *lags, total = lag_rows(report.lags)
+        lags.sort(key=lambda row: -int(row[-1]))  # stable: in order where nothing was waited for
+        yield table([titles, *lags[:WAITS_SHOWN], total])
     if report.planned:
         yield table(_planned_runs(report.planned))
 
@@ -123,6 +127,21 @@ def _waits(report: Report) -> str:
     stalls += [[name, f"{seconds:.4f}"] for name, seconds in rows[:WAITS_SHOWN]]
     stalls.append([ALL_UNITS, f"{sum(seconds for _, seconds in rows):.4f}"])
     return table(stalls)
+
+
+def lag_rows(lags: Sequence[Lag]) -> list[list[str]]:
+    """How old the parameters were that forwards saw: a head, a row for each unit, and the sums."""
+    steps = max(len(lag.forwards) for lag in lags)
+    counts = [
+        [*lag.forwards, *[0] * (steps - len(lag.forwards)), lag.merged, lag.waits] for lag in lags
+    ]
+    rows = [*counts, [sum(column) for column in zip(*counts, strict=True)]]
+    names = [*(lag.unit for lag in lags), ALL_UNITS]
+    ages = ["forwards, newest", *(f"{step} old" for step in range(1, steps))]
+    return [
+        ["unit", *ages, "merged gradients", "update waits"],
+        *([name, *map(str, row)] for name, row in zip(names, rows, strict=True)),
+    ]
 
 
 def _planned_runs(rows: Sequence[PlannedRow]) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from strata.report import Report, TierUse, Wear, planned_peaks, planned_rows
+from strata.report import Lag, Report, TierUse, Wear, planned_peaks, planned_rows
 from strata.timeline import StepRecord, UseSpan, link_bytes, stall_seconds
 
 # The last one is there to be escaped.
@@ -173,6 +173,15 @@ def report(**more: Any) -> Report:
         "plan": plan(), "trace": trace(), "simulation": simulation(), "records": mine,
     }  # fmt: skip
     return Report(**{**fields, **more})
+
+
+def lags(units: int = len(UNITS)) -> list[Lag]:
+    """Forwards of three steps; the first unit waited once, the last one never lagged."""
+    names = [*UNITS, *(f"layers.{i}" for i in range(len(UNITS), units))]
+    return [
+        Lag(name, [3] if i + 1 == units else [1, 2], merged=2 * i, waits=int(i == 1))
+        for i, name in enumerate(names[:units])
+    ]
 
 
 def bare_report() -> Report:

@@ -82,6 +82,14 @@ def test_the_links_are_in_the_table(text: str) -> None:
     assert "<tr><td>ssd to host</td><td>6.0 MiB</td><td>5.0 MiB</td><td>18.0 MiB</td></tr>" in text
 
 
+def test_how_far_updates_lagged_is_in_a_table() -> None:
+    text = html_report.page(made_up.report(lags=made_up.lags()))
+    assert "<tr><td>layers.0</td><td>1</td><td>2</td><td>2</td><td>1</td></tr>" in text
+    assert "<tr><td>all units</td><td>6</td><td>6</td><td>12</td><td>1</td></tr>" in text
+    assert "&lt;b&gt;head" in text[text.index("update waits") :]
+    assert "update waits" not in html_report.page(made_up.report())
+
+
 def test_without_a_plan_it_says_so() -> None:
     page = Page(html_report.page(made_up.bare_report()))
     assert "svg" not in page.tags

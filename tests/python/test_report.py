@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import strata
-from made_up import PAGE, UNITS, Planning, bare_report, records, report
+from made_up import PAGE, UNITS, Planning, bare_report, lags, records, report
 from small_models import build, llama, tight, train
 from strata.report import Report, Wear
 from strata.wrapped import wrapped
@@ -39,8 +39,19 @@ def test_without_a_plan_the_text_is_what_is_counted() -> None:
     assert "planned" not in text
 
 
+def test_the_text_tells_how_far_updates_lagged() -> None:
+    rows = [line.split() for line in str(report(lags=lags(40))).splitlines()]
+    first = rows.index(
+        ["unit", "forwards,", "newest", "1", "old", "merged", "gradients", "update", "waits"]
+    )
+    assert rows[first + 1] == ["layers.0", "1", "2", "2", "1"], "what was waited for comes first"
+    assert rows[first + 9][:2] == ["all", "units"]
+    assert rows[first + 9][2:] == ["42", "78", str(2 * sum(range(40))), "1"]
+    assert "update waits" not in str(report())
+
+
 def test_it_is_the_same_from_a_file(tmp_path: Path) -> None:
-    for whole in (report(), bare_report()):
+    for whole in (report(), report(lags=lags()), bare_report()):
         whole.save(tmp_path / "report.json")
         assert Report.load(tmp_path / "report.json") == whole
 
