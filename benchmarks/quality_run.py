@@ -51,7 +51,7 @@ class Shape:
     text_bytes: int
 
 
-FULL = Shape(384, 5, 2048, 256, 400, 64, 8_000_000)
+FULL = Shape(384, 5, 2048, 256, 400, 32, 8_000_000)
 QUICK = Shape(64, 2, 512, 32, 4, 2, 200_000)
 
 
