@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "bindings/dlpack.hpp"
+#include "bindings/foreign_call.hpp"
 #include "bindings/python.hpp"
 #include "bindings/told.hpp"
 #include "engine/session.hpp"
@@ -56,6 +57,10 @@ Hyper parse_group(const py::dict& group) {
   hyper.initial_accumulator = field<double>(group, "initial_accumulator");
   hyper.nesterov = field<bool>(group, "nesterov");
   hyper.maximize = field<bool>(group, "maximize");
+  if (hyper.rule == Rule::foreign) {
+    hyper.options = field<std::uint64_t>(group, "options");
+    hyper.foreign_moments = field<int>(group, "moments");
+  }
   return hyper;
 }
 
@@ -92,6 +97,7 @@ Config parse_config(const py::dict& dict) {
   config.max_staleness = field<std::uint32_t>(dict, "max_staleness");
   config.moment_dtype = parse_moment_dtype(field<std::string>(dict, "moment_dtype"));
   config.pin_workers = field<bool>(dict, "pin_workers");
+  config.compute_threads = field<int>(dict, "compute_threads");
   if (dict.contains("session_name")) config.session_name = field<std::string>(dict, "session_name");
   return config;
 }
@@ -156,7 +162,8 @@ Isa parse_isa(const std::string& text) {
 // Runs one span, cut among threads; what a session does chunk by chunk, for tests and benchmarks.
 void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
   const auto cut = [&](int part) {
-    const std::size_t each = round_up(ceil_div(whole.count, static_cast<std::size_t>(threads)), 64);
+    const std::size_t each =
+        round_up(ceil_div(whole.count, static_cast<std::size_t>(threads)), kMomentBlock);
     const std::size_t first = std::min(whole.count, each * static_cast<std::size_t>(part));
     const auto shift = [&](auto* base, std::size_t bytes) {
       using Bytes = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(base)>>,
@@ -170,8 +177,11 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
     span.param = shift(whole.param, size_of(whole.dtype));
     span.new_param = shift(whole.new_param, size_of(whole.dtype));
     span.master = shift(whole.master, whole.dtype == Dtype::float16 ? 4 : 2);
-    span.moment1 = shift(whole.moment1, 4);
-    span.moment2 = shift(whole.moment2, 4);
+    span.moment1 = shift(whole.moment1, size_of(whole.moment_dtype));
+    span.moment2 = shift(whole.moment2, size_of(whole.moment_dtype));
+    span.first = whole.first + first;
+    if (whole.scales1 != nullptr) span.scales1 = whole.scales1 + first / kMomentBlock;
+    if (whole.scales2 != nullptr) span.scales2 = whole.scales2 + first / kMomentBlock;
     span.grad = shift(whole.grad, size_of(whole.grad_dtype));
     chosen.update(span);
   };
@@ -181,13 +191,50 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
   for (std::thread& thread : team) thread.join();
 }
 
+void bind_update_span(py::module_& module) {
+  module.def(
+      "update_span",
+      [](const py::dict& group, const std::string& dtype, const std::string& grad_dtype,
+         std::size_t count, std::uintptr_t param, std::uintptr_t master, std::uintptr_t moment1,
+         std::uintptr_t moment2, std::uintptr_t grad, std::int64_t step, double grad_scale,
+         int threads, const std::string& isa, const std::string& moment_dtype,
+         std::uintptr_t scales1, std::uintptr_t scales2) {
+        const Hyper hyper = parse_group(group);
+        const UpdateSpan span{.dtype = parse_dtype(dtype),
+                              .grad_dtype = parse_dtype(grad_dtype),
+                              .count = count,
+                              .param = pointer<void>(param),
+                              .new_param = pointer<void>(param),
+                              .master = pointer<void>(master),
+                              .moment_dtype = parse_moment_dtype(moment_dtype),
+                              .moment1 = pointer<void>(moment1),
+                              .moment2 = pointer<void>(moment2),
+                              .scales1 = pointer<std::uint16_t>(scales1),
+                              .scales2 = pointer<std::uint16_t>(scales2),
+                              .grad = pointer<const void>(grad),
+                              .hyper = &hyper,
+                              .step = step,
+                              .grad_scale = static_cast<float>(grad_scale)};
+        const Kernels& chosen = kernels(parse_isa(isa));
+        const py::gil_scoped_release release;
+        update_span(chosen, span, std::max(1, threads));
+      },
+      py::arg("group"), py::arg("dtype"), py::arg("grad_dtype"), py::arg("count"), py::arg("param"),
+      py::arg("master"), py::arg("moment1"), py::arg("moment2"), py::arg("grad"), py::arg("step"),
+      py::arg("grad_scale"), py::arg("threads"), py::arg("isa"),
+      py::arg("moment_dtype") = "float32", py::arg("scales1") = 0, py::arg("scales2") = 0);
+}
+
 py::dict step(Session& session, const py::list& groups, double max_norm, double grad_divisor,
-              bool skip_nonfinite) {
-  std::vector<Hyper> hypers = parse_groups(groups);
+              bool skip_nonfinite, double max_unit_norm) {
+  const std::vector<Hyper> hypers = parse_groups(groups);
   StepResult result;
   {
     const py::gil_scoped_release release;
-    result = session.step(std::move(hypers), {max_norm, grad_divisor, skip_nonfinite});
+    result = session.step(hypers, {.max_norm = max_norm,
+                                   .max_unit_norm = max_unit_norm,
+                                   .grad_divisor = grad_divisor,
+                                   .skip_nonfinite = skip_nonfinite});
   }
   py::dict out;
   out["norm"] = result.norm;
@@ -196,7 +243,24 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
   return out;
 }
 
-void bind_activations(py::class_<Session>& session) {
+// Its last reference may go at any time, with a worker in the middle of a call into Python.
+using SessionHolder = std::unique_ptr<Session, ReleaseGilAndDelete>;
+using SessionClass = py::class_<Session, SessionHolder>;
+
+SessionHolder make_session(const py::dict& dict, const py::object& foreign) {
+  const Config config = parse_config(dict);
+  SessionParts parts;
+  parts.foreign = foreign_call(foreign);
+  for (const Hyper& group : config.groups) {
+    if (group.rule == Rule::foreign && !parts.foreign) {
+      throw py::value_error("a group of rule foreign needs a callable that updates it");
+    }
+  }
+  const py::gil_scoped_release release;
+  return SessionHolder(new Session(config, std::move(parts)));
+}
+
+void bind_activations(SessionClass& session) {
   using Release = py::call_guard<py::gil_scoped_release>;
   session.def("reserve_activations", &Session::reserve_activations, Release())
       .def(
@@ -236,13 +300,10 @@ void bind_activations(py::class_<Session>& session) {
 
 void bind_session(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<Session> session(module, "Session");
+  SessionClass session(module, "Session");
   session
-      .def(py::init([](const py::dict& dict) {
-        const Config config = parse_config(dict);
-        const py::gil_scoped_release release;
-        return std::make_unique<Session>(config);
-      }))
+      .def(py::init(&make_session), py::arg("config"), py::arg("foreign") = py::none(),
+           py::keep_alive<1, 3>())
       .def_property_readonly("plan",
                              [](const Session& s) { return plan_dict(s.config(), s.residence()); })
       .def("tensor", &tensor_capsule)
@@ -283,7 +344,16 @@ void bind_session(py::module_& module) {
       .def(
           "drop_gradients", [](Session& s) { s.drop_gradients(); }, Release())
       .def("gradient_count", &Session::gradient_count, Release())
-      .def("step", &step)
+      .def("gradient_fits", &Session::gradient_fits, Release())
+      .def("complete",
+           [](Session& s, std::uint32_t unit, const py::list& groups, double max_unit_norm) {
+             const std::vector<Hyper> hypers = parse_groups(groups);
+             const py::gil_scoped_release release;
+             s.complete(UnitId{unit}, hypers, max_unit_norm);
+           })
+      .def("step", &step, py::arg("groups"), py::arg("max_norm"), py::arg("grad_divisor"),
+           py::arg("skip_nonfinite"), py::arg("max_unit_norm") = 0.0)
+      .def("drain", &Session::drain, Release())
       .def("param_step", &Session::step_of, Release())
       .def("set_param_step", &Session::set_step, Release())
       .def("synchronize", &Session::synchronize, Release())
@@ -316,26 +386,5 @@ PYBIND11_MODULE(_core, module) {
     const Config config = parse_config(dict);
     return plan_dict(config, choose_residence(config));
   });
-  module.def("update_span",
-             [](const py::dict& group, const std::string& dtype, const std::string& grad_dtype,
-                std::size_t count, std::uintptr_t param, std::uintptr_t master,
-                std::uintptr_t moment1, std::uintptr_t moment2, std::uintptr_t grad,
-                std::int64_t step, double grad_scale, int threads, const std::string& isa) {
-               const Hyper hyper = parse_group(group);
-               const UpdateSpan span{.dtype = parse_dtype(dtype),
-                                     .grad_dtype = parse_dtype(grad_dtype),
-                                     .count = count,
-                                     .param = pointer<void>(param),
-                                     .new_param = pointer<void>(param),
-                                     .master = pointer<void>(master),
-                                     .moment1 = pointer<void>(moment1),
-                                     .moment2 = pointer<void>(moment2),
-                                     .grad = pointer<const void>(grad),
-                                     .hyper = &hyper,
-                                     .step = step,
-                                     .grad_scale = static_cast<float>(grad_scale)};
-               const Kernels& chosen = kernels(parse_isa(isa));
-               const py::gil_scoped_release release;
-               update_span(chosen, span, std::max(1, threads));
-             });
+  bind_update_span(module);
 }

@@ -1,8 +1,5 @@
 #include "bindings/told.hpp"
 
-#include <array>
-#include <numeric>
-
 namespace strata {
 namespace {
 
@@ -21,43 +18,52 @@ std::string tier_text(const Residence& home, std::size_t unit, bool (*wanted)(Ro
   return host && ssd ? "mixed" : host ? "host" : ssd ? "ssd" : "none";
 }
 
+py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
+  const std::size_t page = home.layout.page_bytes;
+  std::size_t elements = 0;
+  for (const ParamSpec& spec : config.params) {
+    if (index(spec.unit) == u) elements += spec.numel;
+  }
+  std::size_t grads = 0, states = 0;
+  for (const std::uint32_t id : home.layout.units[u].chunks) {
+    const Chunk& chunk = home.layout.chunks[id];
+    grads += home.layout.grad_frames(chunk);
+    for (const Role role : {Role::master, Role::moment1, Role::moment2}) {
+      states += chunk.run(role).count;
+    }
+  }
+  // Gradients that pass through a few buffers on their way to an update rest nowhere.
+  const bool grads_rest = config.update != UpdateMode::in_backward && grads != 0;
+  py::dict unit;
+  unit["name"] = config.units[u];
+  unit["params"] = elements;
+  unit["param_bytes"] = home.layout.units[u].pages.size() * page;
+  unit["landing_bytes"] = grads * page;
+  unit["grad_bytes"] = grads_rest ? grads * page : 0;
+  unit["state_bytes"] = states * page;
+  unit["chunks"] = home.layout.units[u].chunks.size();
+  unit["param_tier"] = tier_text(home, u, [](Role role) { return role == Role::param; });
+  unit["grad_tier"] = home.layout.grad_pages
+                          ? tier_text(home, u, [](Role role) { return role == Role::grad; })
+                          : (grads_rest ? "host" : "none");
+  unit["state_tier"] =
+      tier_text(home, u, [](Role role) { return role != Role::param && role != Role::grad; });
+  return unit;
+}
+
 }  // namespace
 
 py::dict plan_dict(const Config& config, const Residence& home) {
   const std::size_t page = home.layout.page_bytes;
   py::list units;
-  for (std::size_t u = 0; u < config.units.size(); ++u) {
-    std::size_t elements = 0;
-    for (const ParamSpec& spec : config.params) {
-      if (index(spec.unit) == u) elements += spec.numel;
-    }
-    py::dict unit;
-    unit["name"] = config.units[u];
-    unit["params"] = elements;
-    unit["param_bytes"] = home.layout.units[u].pages.size() * page;
-    std::array<std::size_t, kRoleCount> pages{};
-    for (const std::uint32_t id : home.layout.units[u].chunks) {
-      for (std::size_t r = 0; r < kRoleCount; ++r)
-        pages[r] += home.layout.chunks[id].roles[r].count;
-    }
-    const std::size_t grads = pages[static_cast<std::size_t>(Role::grad)];
-    unit["grad_bytes"] = grads * page;
-    unit["state_bytes"] =
-        (std::accumulate(pages.begin(), pages.end(), std::size_t{0}) - grads) * page -
-        home.layout.units[u].pages.size() * page;
-    unit["chunks"] = home.layout.units[u].chunks.size();
-    unit["param_tier"] = tier_text(home, u, [](Role role) { return role == Role::param; });
-    unit["grad_tier"] = tier_text(home, u, [](Role role) { return role == Role::grad; });
-    unit["state_tier"] =
-        tier_text(home, u, [](Role role) { return role != Role::param && role != Role::grad; });
-    units.append(unit);
-  }
+  for (std::size_t u = 0; u < config.units.size(); ++u) units.append(unit_dict(config, home, u));
   py::dict plan;
   plan["page_bytes"] = page;
   plan["device_bytes"] = home.device_frames * page;
   plan["host_bytes"] = home.host_frames * page;
   plan["ssd_bytes"] = home.slots * page;
   plan["staging_bytes"] = home.staging_frames * page;
+  plan["buffer_bytes"] = (std::size_t{home.buffer_frames} + home.scale_frames) * page;
   plan["device_bytes_min"] = home.device_frames_min * page;
   plan["units"] = units;
   return plan;
@@ -89,11 +95,15 @@ py::dict stats_dict(const SessionStats& stats) {
   out["timeline_lost"] = stats.timeline_lost;
   out["io_retries"] = stats.io_retries;
   out["worker_busy_s"] = stats.worker_busy_s;
+  out["workers_where"] = stats.workers_where;
   out["host_locked"] = stats.host_locked;
   out["backend"] = stats.backend;
   out["io_engine"] = stats.io_engine;
   out["io_engine_why"] = stats.io_engine_why;
   out["isa"] = stats.isa;
+  out["staleness"] = stats.staleness.seen;
+  out["merged gradients"] = stats.staleness.merged;
+  out["update waits"] = stats.update_waits;
   out["warnings"] = stats.warnings;
   return out;
 }

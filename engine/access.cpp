@@ -11,32 +11,31 @@
 namespace strata {
 namespace {
 
-Role role_of(Kind kind) {
-  switch (kind) {
-    case Kind::master:
-      return Role::param;
-    case Kind::moment1:
-      return Role::moment1;
-    case Kind::moment2:
-      return Role::moment2;
-    case Kind::grad:
-      return Role::grad;
-  }
-  return Role::param;
+Role moment_of(Kind kind) {
+  STRATA_ASSERT(kind == Kind::moment1 || kind == Kind::moment2);
+  return kind == Kind::moment1 ? Role::moment1 : Role::moment2;
+}
+
+// The piece, grown to whole blocks of its parameter: those of one scale are stored together.
+Piece whole_blocks(const Piece& piece, std::size_t numel) {
+  const std::size_t before = piece.in_chunk % kMomentBlock;
+  Piece whole = piece;
+  whole.in_chunk -= before;
+  whole.in_param -= before;
+  whole.count = std::min(round_up(before + piece.count, kMomentBlock), numel - whole.in_param);
+  return whole;
 }
 
 }  // namespace
 
 PageId Session::page_of(const Chunk& chunk, Role role, std::size_t element) const {
-  const auto in_run =
-      static_cast<std::uint32_t>(element / home_.layout.elements_per_page(chunk, role));
-  STRATA_ASSERT(in_run < chunk.run(role).count);
-  return PageId{index(chunk.run(role).first) + in_run};
+  const Spot spot = home_.layout.spot(chunk, role, element);
+  STRATA_ASSERT(spot.page != kNoPage);
+  return spot.page;
 }
 
 std::size_t Session::byte_in_page(const Chunk& chunk, Role role, std::size_t element) const {
-  return element % home_.layout.elements_per_page(chunk, role) *
-         home_.layout.element_bytes(chunk, role);
+  return home_.layout.spot(chunk, role, element).byte;
 }
 
 std::byte* Session::open(Lock& lock, PageId page, Intent intent) {
@@ -53,7 +52,10 @@ void Session::for_pieces(std::uint32_t param, std::size_t offset, std::size_t co
 }
 
 void Session::wait_idle_chunk(Lock& lock, std::uint32_t chunk) {
-  wait(lock, [&] { return updates_->settled(chunk); });
+  wait(lock, [&] {
+    if (updates_->merged(chunk)) throw_if_merged();
+    return updates_->settled(chunk);
+  });
 }
 
 void Session::write_master(Lock& lock, const Piece& piece, const float* values) {
@@ -94,6 +96,32 @@ void Session::read_master(Lock& lock, const Piece& piece, float* values) {
   cache_->close(param, Intent::read);
 }
 
+std::uint16_t* Session::scales_of(const Chunk& chunk, Role moment, std::size_t element) const {
+  if (scales_ == nullptr) return nullptr;
+  return reinterpret_cast<std::uint16_t*>(scales_ +
+                                          home_.layout.scale_offset(chunk, moment, element));
+}
+
+// Hands the moments behind the piece to `visit`, which may change them where `intent` is modify.
+void Session::visit_moments(Lock& lock, std::uint32_t param, Role moment, const Piece& piece,
+                            Intent intent, const std::function<void(float*)>& visit) {
+  const Layout& layout = home_.layout;
+  const Chunk& chunk = layout.chunks[piece.chunk];
+  const Piece whole = whole_blocks(piece, layout.numel[param]);
+  const PageId page = page_of(chunk, moment, whole.in_chunk);
+  const MomentKind kind = moment_kind(config_.groups[config_.params[param].group].rule,
+                                      moment == Role::moment1 ? 1 : 2);
+  std::uint16_t* const scales = scales_of(chunk, moment, whole.in_chunk);
+  std::vector<float> values(whole.count);
+  std::byte* const bytes = open(lock, page, intent) + byte_in_page(chunk, moment, whole.in_chunk);
+  kernels_.load_moments(bytes, scales, layout.moment_dtype, kind, whole.count, values.data());
+  visit(values.data() + (piece.in_chunk - whole.in_chunk));
+  if (intent == Intent::modify) {
+    kernels_.store_moments(values.data(), whole.count, layout.moment_dtype, kind, bytes, scales);
+  }
+  cache_->close(page, intent);
+}
+
 void Session::write(std::uint32_t param, Kind kind, std::size_t offset, const float* values,
                     std::size_t count) {
   STRATA_ASSERT(kind != Kind::grad);
@@ -102,12 +130,8 @@ void Session::write(std::uint32_t param, Kind kind, std::size_t offset, const fl
     wait_idle_chunk(lock, piece.chunk);
     const float* from = values + (piece.in_param - offset);
     if (kind == Kind::master) return write_master(lock, piece, from);
-    const Chunk& chunk = home_.layout.chunks[piece.chunk];
-    const PageId page = page_of(chunk, role_of(kind), piece.in_chunk);
-    std::byte* to = open(lock, page, Intent::modify);
-    std::memcpy(to + byte_in_page(chunk, role_of(kind), piece.in_chunk), from,
-                piece.count * sizeof(float));
-    cache_->close(page, Intent::modify);
+    visit_moments(lock, param, moment_of(kind), piece, Intent::modify,
+                  [&](float* moments) { std::copy_n(from, piece.count, moments); });
   });
 }
 
@@ -119,18 +143,12 @@ void Session::read(std::uint32_t param, Kind kind, std::size_t offset, float* va
            " has landed since the last step or zero_grad");
   }
   for_pieces(param, offset, count, [&](const Piece& piece) {
-    wait_idle_chunk(lock, piece.chunk);
     float* to = values + (piece.in_param - offset);
+    if (kind == Kind::grad) return read_gradient(lock, piece, to);
+    wait_idle_chunk(lock, piece.chunk);
     if (kind == Kind::master) return read_master(lock, piece, to);
-    const Chunk& chunk = home_.layout.chunks[piece.chunk];
-    const Role role = role_of(kind);
-    const PageId page = page_of(chunk, role, piece.in_chunk);
-    const std::byte* from = open(lock, page, Intent::read);
-    from += byte_in_page(chunk, role, piece.in_chunk);
-    const bool wide = home_.layout.element_bytes(chunk, role) == sizeof(float);
-    const Dtype dtype = wide ? Dtype::float32 : home_.layout.segments[chunk.segment].dtype;
-    kernels_.land_gradient(to, Dtype::float32, from, dtype, piece.count, GradMode::copy);
-    cache_->close(page, Intent::read);
+    visit_moments(lock, param, moment_of(kind), piece, Intent::read,
+                  [&](const float* moments) { std::copy_n(moments, piece.count, to); });
   });
 }
 
@@ -163,98 +181,6 @@ void Session::device_written(std::uint32_t param) {
     }
     cache_->close(page, Intent::modify);
   });
-}
-
-// The pieces of one gradient page; the copy itself runs without the lock, the page is ours alone.
-// Adds each piece's sum of squares to `sum`, one after the other, whatever the page size.
-void Session::land_page(Lock& lock, std::uint32_t param, std::span<const Piece> pieces,
-                        const void* from, Dtype dtype, double& sum) {
-  const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
-  const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
-  const UnitId unit = home_.layout.segments[chunk.segment].unit;
-  Waiting waiting(timeline_, unit, true);
-  wait(lock, [&] {
-    if (updates_->settled(pieces.front().chunk)) return true;
-    waiting.missing(Cause::update);
-    return false;
-  });
-  Intent intent = Intent::overwrite;
-  std::byte* bytes = nullptr;
-  wait(lock, [&] {
-    // Asked anew each time: another thread may land the first gradient in it meanwhile.
-    intent = table_.newest(page) == 0 ? Intent::overwrite : Intent::modify;
-    if ((bytes = cache_->open(page, intent)) != nullptr) return true;
-    waiting.missing(intent == Intent::modify ? Cause::ssd : Cause::room);
-    return false;
-  });
-  waiting.over();
-  const GradMode mode =
-      landed_[param] != 0 && home_.layout.accumulate ? GradMode::add : GradMode::copy;
-  const Dtype to_dtype =
-      home_.layout.accumulate ? Dtype::float32 : home_.layout.segments[chunk.segment].dtype;
-  TimelineSpan span{.track = Track::download, .unit = unit, .begin_ns = SteadyClock().now_ns()};
-  ++copying_;
-  lock.unlock();
-  for (const Piece& piece : pieces) {
-    span.bytes += piece.count * size_of(dtype);
-    sum += kernels_.land_gradient(
-        bytes + byte_in_page(chunk, Role::grad, piece.in_chunk), to_dtype,
-        static_cast<const std::byte*>(from) + piece.in_param * size_of(dtype), dtype, piece.count,
-        mode);
-  }
-  span.end_ns = SteadyClock().now_ns();
-  lock.lock();
-  --copying_;
-  timeline_.add(span);
-  cache_->close(page, intent);
-  moved_.notify_all();  // for whoever waits for this page, or to close
-}
-
-void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype) {
-  Lock lock(mutex_);
-  throw_if_failed();
-  STRATA_ASSERT(config_.params[param].trainable);
-  // Pieces are cut at kGrain, so that the order of the sum does not depend on the page size.
-  const std::vector<Piece> pieces =
-      home_.layout.pieces(param, 0, home_.layout.numel[param], kGrain);
-  double sum = 0.0;
-  for (std::size_t first = 0; first < pieces.size();) {
-    const Chunk& chunk = home_.layout.chunks[pieces[first].chunk];
-    const PageId page = page_of(chunk, Role::grad, pieces[first].in_chunk);
-    std::size_t end = first + 1;
-    while (end < pieces.size() && pieces[end].chunk == pieces[first].chunk &&
-           page_of(chunk, Role::grad, pieces[end].in_chunk) == page) {
-      ++end;
-    }
-    land_page(lock, param, std::span(pieces).subspan(first, end - first), from, dtype, sum);
-    first = end;
-  }
-  sum_squares_[param] = sum;
-  ++landed_[param];
-}
-
-void Session::drop_gradients(Lock& lock) {
-  for (std::uint32_t param = 0; param < landed_.size(); ++param) {
-    if (landed_[param] == 0) continue;
-    landed_[param] = 0;
-    for_pieces(param, 0, home_.layout.numel[param], [&](const Piece& piece) {
-      const Chunk& chunk = home_.layout.chunks[piece.chunk];
-      const PageId page = page_of(chunk, Role::grad, piece.in_chunk);
-      wait(lock, [&] { return cache_->discard(page); });
-    });
-  }
-}
-
-void Session::drop_gradients() {
-  Lock lock(mutex_);
-  throw_if_failed();
-  drop_gradients(lock);
-}
-
-std::uint32_t Session::gradient_count(std::uint32_t param) {
-  const Lock lock(mutex_);
-  throw_if_failed();
-  return landed_[param];
 }
 
 }  // namespace strata

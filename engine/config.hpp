@@ -41,6 +41,7 @@ struct Config {
   std::string session_name = "strata";
   int workers = 1;
   bool pin_workers = true;
+  int compute_threads = 0;  // cores that pinned workers leave to the computation
   bool accumulate = false;  // gradients rest in float32
   UpdateMode update = UpdateMode::on_step;
   std::uint32_t max_staleness = 0;  // lock_free: steps that a parameter may lag behind

@@ -87,6 +87,8 @@ SessionStats Session::stats() {
   for (std::size_t link = 0; link < kLinkCount; ++link) {
     stats.link_bytes[link] = mover_->bytes(static_cast<Link>(link));
   }
+  stats.staleness = updates_->staleness();
+  stats.update_waits = update_waits_;
   for (const std::int64_t ns : waited_ns_) stats.waited_s.push_back(static_cast<double>(ns) * 1e-9);
   stats.device_bytes = executor_->frames_used() * page;
   stats.device_bytes_peak = executor_->counters().frames_peak * page;
@@ -107,6 +109,7 @@ SessionStats Session::stats() {
   stats.lookahead = executor_->plan().lookahead;
   stats.timeline_lost = timeline_.lost();
   stats.worker_busy_s = static_cast<double>(workers_->busy_ns()) * 1e-9;
+  stats.workers_where = workers_where_;
   stats.host_locked = slab_->locked();
   stats.backend = backend_->name();
   stats.isa = name(best_isa());

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
+#include <cstring>
 #include <utility>
 
 #include "memory/check.hpp"
@@ -33,12 +33,16 @@ Session::Session(const Config& config, SessionParts parts)
       landed_(config.params.size(), 0),
       sum_squares_(config.params.size(), 0.0),
       waited_ns_(config.units.size(), 0),
+      update_waits_(config.units.size(), 0),
+      completed_(config.units.size(), false),
       timeline_(kTimelineSpans),
       idle_(std::move(parts.idle)),
+      worker_is_done_(std::move(parts.worker_is_done)),
       turned_(std::move(parts.turned)) {
   for (const ParamSpec& spec : config_.params) group_of_.push_back(spec.group);
   try {
     claim(parts);
+    start_workers(std::move(parts.foreign));
     build_core();
   } catch (...) {
     release_views();  // the backend does not know them
@@ -76,6 +80,18 @@ void Session::open_store(std::uint32_t slots) {
   store_->register_memory(slab_->bytes());
 }
 
+void Session::start_workers(Foreign foreign) {
+  const int count = idle_ ? 0 : std::max(1, config_.workers);
+  WorkerOptions options;
+  options.foreign = std::move(foreign);
+  if (config_.pin_workers && count != 0) {
+    options.placement =
+        choose_placement(read_topology(), allowed_cpus(), config_.compute_threads, count);
+  }
+  workers_where_ = describe(options.placement);
+  workers_ = std::make_unique<Workers>(count, &bell_, std::move(options));
+}
+
 void Session::build_core() {
   table_.add(home_.layout.page_count);
   std::vector<SlotId> slots(home_.layout.page_count, kNoSlot);
@@ -84,6 +100,17 @@ void Session::build_core() {
   }
   mover_ = std::make_unique<Mover>(table_, *backend_, *host_, store_.get(), std::move(slots),
                                    kTransfersMax);
+  // What is set aside goes first: the cache takes all the rest.
+  for (std::uint32_t i = 0; i < home_.scale_frames; ++i) {
+    const auto frame = host_->acquire();
+    STRATA_ASSERT(frame.has_value());
+    STRATA_ASSERT(index(*frame) == i);  // the first ones, in a row
+    scales_ = host_->address(FrameId{0});
+    std::memset(host_->address(*frame), 0, home_.layout.page_bytes);
+  }
+  if (home_.buffer_frames != 0) {
+    gradients_ = std::make_unique<Gradients>(home_.layout, *host_, home_.buffer_frames);
+  }
   cache_ = std::make_unique<HostCache>(table_, *mover_, *host_, home_.tier);
   std::vector<UnitPages> units;
   for (std::size_t u = 0; u < views_.size(); ++u) {
@@ -92,8 +119,15 @@ void Session::build_core() {
   const StagingShares shares = share_staging(home_);
   executor_ = std::make_unique<Executor>(table_, *mover_, *cache_, *backend_, std::move(units),
                                          home_.device_frames, shares.fetches);
-  workers_ = std::make_unique<Workers>(idle_ ? 0 : std::max(1, config_.workers), &bell_);
-  updates_ = std::make_unique<Updates>(home_.layout, *cache_, *executor_, *workers_, timeline_,
+  updates_ = std::make_unique<Updates>(Updates::Parts{.layout = home_.layout,
+                                                      .config = config_,
+                                                      .cache = *cache_,
+                                                      .executor = *executor_,
+                                                      .workers = *workers_,
+                                                      .timeline = timeline_,
+                                                      .gradients = gradients_.get(),
+                                                      .scales = scales_,
+                                                      .worker_is_done = worker_is_done_},
                                        shares.chunks);
   activations_ =
       std::make_unique<Activations>(*cache_, *backend_, timeline_, home_.layout.page_bytes);
@@ -159,6 +193,7 @@ bool Session::turn() {
     moved |= cache_->turn();
   }
   if (executor_->failure()) fail(*executor_->failure());
+  if (updates_->failure()) fail(*updates_->failure());
   if (activations_->failure()) {
     Error error = activations_->failure()->error;
     error.unit = name_of(activations_->failure()->unit) + " (activation)";
@@ -226,6 +261,11 @@ std::byte* Session::device_address(std::uint32_t param) const {
 void Session::enter(UnitId unit, bool backward, bool recorded, Stream stream) {
   Lock lock(mutex_);
   throw_if_failed();
+  if (backward && completed_[index(unit)]) {
+    refuse("the parameters of " + config_.units[index(unit)] +
+           " are needed again in this backward, after its gradients were complete and its update "
+           "began; update=\"on_step\" keeps them as they are until step()");
+  }
   if (const auto why = executor_->enter(unit, backward, recorded)) {
     Error error;
     error.fault = Fault::config;
@@ -235,14 +275,19 @@ void Session::enter(UnitId unit, bool backward, bool recorded, Stream stream) {
     throw StrataError(std::move(error));
   }
   Waiting waiting(timeline_, unit, backward);
+  bool waited_for_update = false;
   wait(lock,
        [&] {
          if (executor_->ready(unit)) return true;
-         waiting.missing(executor_->missing(unit));
+         const Cause cause = executor_->missing(unit);
+         waited_for_update |= cause == Cause::update;
+         waiting.missing(cause);
          return false;
        },
        {"the parameters", unit});
   waited_ns_[index(unit)] += waiting.over();
+  update_waits_[index(unit)] += waited_for_update;
+  if (recorded && !backward && !executor_->is_pinned(unit)) updates_->count_forward(unit);
   executor_->pin(unit, stream);
   if (executor_->wants_work()) bell_.ring();
 }
@@ -278,69 +323,6 @@ bool Session::resident(UnitId unit) {
   const Lock lock(mutex_);
   throw_if_failed();
   return executor_->ready(unit);
-}
-
-StepResult Session::step(std::vector<Hyper> groups, const StepOptions& options) {
-  Lock lock(mutex_);
-  Waiting waiting(timeline_, kNoUnit, true);
-  wait(lock, [&] {
-    if (!updates_->busy()) return true;
-    waiting.missing(Cause::update);
-    return false;
-  });
-  waiting.over();
-  executor_->end_step();
-  StepResult result;
-  // Parameters in order, so that the sum does not depend on the order of arrival.
-  double total = 0.0;
-  bool any = false;
-  for (std::size_t param = 0; param < landed_.size(); ++param) {
-    if (landed_[param] == 0) continue;
-    total += sum_squares_[param];
-    any = true;
-  }
-  result.norm = std::sqrt(total) / options.grad_divisor;
-  result.finite = std::isfinite(total);
-  if (!any) {
-    executor_->begin_step();
-    return result;
-  }
-  ++steps_;
-  if (!result.finite && options.skip_nonfinite) {
-    ++steps_skipped_;
-    result.skipped = true;
-    drop_gradients(lock);
-    executor_->begin_step();
-    return result;
-  }
-  double scale = 1.0 / options.grad_divisor;
-  // The small addition is that of torch.nn.utils.clip_grad_norm_.
-  if (options.max_norm > 0.0) scale *= std::min(1.0, options.max_norm / (result.norm + 1e-6));
-  const std::vector<UnitId> order = executor_->order();
-  updates_->start(std::move(groups), group_of_, landed_, static_cast<float>(scale), order);
-  executor_->begin_step();
-  std::fill(landed_.begin(), landed_.end(), 0U);
-  bell_.ring();
-  return result;
-}
-
-std::int64_t Session::step_of(std::uint32_t param) {
-  const Lock lock(mutex_);
-  throw_if_failed();
-  return updates_->step_of(param);
-}
-
-void Session::set_step(std::uint32_t param, std::int64_t step) {
-  const Lock lock(mutex_);
-  throw_if_failed();
-  updates_->set_step(param, step);
-}
-
-void Session::synchronize() {
-  Lock lock(mutex_);
-  wait(lock, [&] { return !updates_->busy(); });
-  cache_->flush();
-  wait(lock, [&] { return !cache_->dirty() && mover_->idle(); });
 }
 
 }  // namespace strata

@@ -35,7 +35,8 @@ namespace strata {
 enum class Kind : std::uint8_t { master, moment1, moment2, grad };
 
 struct StepOptions {
-  double max_norm = 0.0;  // > 0: scale gradients so that their norm is at most this
+  double max_norm = 0.0;       // > 0: scale gradients so that their norm is at most this
+  double max_unit_norm = 0.0;  // > 0: likewise, those of each unit by themselves
   double grad_divisor = 1.0;
   bool skip_nonfinite = false;
 };
@@ -57,7 +58,10 @@ struct SessionStats {
   std::uint64_t steps = 0, steps_skipped = 0, chunks_updated = 0;
   std::uint64_t mappings = 0, plans = 0, deviations = 0, io_retries = 0, timeline_lost = 0;
   std::uint32_t lookahead = 0;
+  Staleness staleness;                      // of forwards, by unit
+  std::vector<std::uint64_t> update_waits;  // enters that waited for an update, by unit
   double worker_busy_s = 0.0;
+  std::string workers_where;
   bool host_locked = false;
   std::string backend, io_engine, io_engine_why, isa;
   std::vector<std::string> warnings;  // for the log: what works less well than it could
@@ -69,6 +73,9 @@ struct SessionParts {
   std::unique_ptr<IoEngine> io_engine;
   // No pump: called when nothing moved, to advance the virtual clock. Absent: a pump thread runs.
   std::function<void()> idle;
+  // No pump: asked in every turn whether a worker may have finished; absent: always.
+  std::function<bool()> worker_is_done;
+  Foreign foreign;  // for groups of Rule::foreign
   // Called after every turn, for checks of what must always hold.
   std::function<void(const PageTable&, const Residence&)> turned;
 };
@@ -124,11 +131,21 @@ class Session final {
 
   // Takes numel contiguous elements; `from` may be reused on return.
   void land_gradient(std::uint32_t param, const void* from, Dtype dtype);
+  // Waits until there is room for the gradient. False: there is none, and no update will make any,
+  // so that complete() has to be called for other units first.
+  bool gradient_fits(std::uint32_t param);
+  // Throws StrataError where gradients were used already: by complete(), or added to older ones.
   void drop_gradients();
   std::uint32_t gradient_count(std::uint32_t param);
 
+  // in_backward: starts the updates of what has landed on the unit, if anything has. From here to
+  // step() it may not be entered in a backward: it would show new parameters.
+  void complete(UnitId unit, const std::vector<Hyper>& groups, double max_unit_norm);
   // Starts the updates and returns: enter() waits per unit.
-  StepResult step(std::vector<Hyper> groups, const StepOptions& options);
+  StepResult step(const std::vector<Hyper>& groups, const StepOptions& options);
+  // Waits until all updates are published. Throws StrataError where gradients have been added to
+  // older ones since the last step(): both wait for the next.
+  void drain();
   std::int64_t step_of(std::uint32_t param);
   void set_step(std::uint32_t param, std::int64_t step);
   void synchronize();
@@ -144,6 +161,7 @@ class Session final {
   void claim(SessionParts& parts);
   void open_store(std::uint32_t slots);
   void release_views();
+  void start_workers(Foreign foreign);
   void build_core();
   void pump();
   bool turn();
@@ -164,9 +182,20 @@ class Session final {
   std::size_t byte_in_page(const Chunk& chunk, Role role, std::size_t element) const;
   void write_master(Lock& lock, const Piece& piece, const float* values);
   void read_master(Lock& lock, const Piece& piece, float* values);
-  void land_page(Lock& lock, std::uint32_t param, std::span<const Piece> pieces, const void* from,
-                 Dtype dtype, double& sum);
+  // Null where moments have no scales.
+  std::uint16_t* scales_of(const Chunk& chunk, Role moment, std::size_t element) const;
+  void visit_moments(Lock& lock, std::uint32_t param, Role moment, const Piece& piece,
+                     Intent intent, const std::function<void(float*)>& visit);
+  struct Incoming;
+  void land_page(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
+  void land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
+  void land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece> pieces,
+                   const std::function<std::byte*(const Piece&)>& to, GradMode mode);
+  void read_gradient(Lock& lock, const Piece& piece, float* values);
   void drop_gradients(Lock& lock);
+  void throw_if_merged() const;
+  double unit_norm(UnitId unit) const;
+  std::int64_t coming_step() const;
   void claim_more(const Residence& then);
   void forget_activation_pages();
   void rest_elsewhere(Lock& lock, Residence then);
@@ -184,12 +213,15 @@ class Session final {
   std::unique_ptr<IoEngine> io_engine_;  // given, and not needed yet
   std::unique_ptr<Store> store_;
   std::string io_engine_why_;
+  std::string workers_where_;
   PageTable table_;
   std::unique_ptr<Pool> host_;
   std::unique_ptr<Mover> mover_;
   std::unique_ptr<HostCache> cache_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Workers> workers_;
+  std::byte* scales_ = nullptr;           // the area that Layout::scale_offset() tells of
+  std::unique_ptr<Gradients> gradients_;  // null: gradients have pages
   std::unique_ptr<Updates> updates_;
   std::unique_ptr<Activations> activations_;
   std::vector<PageId> activation_pages_;  // every one that was ever added to the table
@@ -198,6 +230,8 @@ class Session final {
   std::vector<std::uint32_t> landed_;     // by parameter: gradients since the last step
   std::vector<double> sum_squares_;       // by parameter: of what landed
   std::vector<std::int64_t> waited_ns_;   // by unit
+  std::vector<std::uint64_t> update_waits_;
+  std::vector<bool> completed_;  // by unit: since the last step
   std::vector<Arrival> arrivals_;
   Timeline timeline_;
   std::uint64_t steps_ = 0;
@@ -206,6 +240,7 @@ class Session final {
   std::uint32_t copying_ = 0;   // threads that use host pages without the lock
   std::optional<Error> failure_;
   std::function<void()> idle_;
+  std::function<bool()> worker_is_done_;
   std::function<void(const PageTable&, const Residence&)> turned_;
   mutable std::mutex mutex_;
   std::condition_variable moved_;

@@ -1,19 +1,34 @@
-// Updates: the chunk pipeline. At a step, every chunk with a gradient is queued in the order of its
-// next use; a bounded number are open at a time, each loads its pages through the staging area,
-// goes to a worker, and is written back. Parameter pages are blocked from step() until their update
-// is published, so no reader sees an old or a half-written one.
+// Updates: the chunk pipeline. A released chunk is queued in the order of its next use; a bounded
+// number are open at a time, each loads its pages through the staging area, goes to a worker, and
+// is written back.
 //
 // Threads: one caller at a time (the core's lock). Workers see only the spans of memory.
 //
-//   updates.start(groups, landed, 1.0f, executor.order());
+//   updates.note_landed(chunk, param);
+//   updates.release({.step = 1, .groups = groups, .scale_of = scales, .units = executor.order()});
 //   while (updates.busy()) { ...turn... }
+//
+// Note [Versions]. A chunk is at version v when the gradients of all steps up to v are in its
+// parameters. After step n a forward needs version n - max_staleness: only the parameter pages that
+// are older are blocked, from release() until their update is published. With max_staleness 0 that
+// is every page that is released, and the new parameters are written where the old ones are. Else
+// readers may come at any time, so new parameters are written to another frame, which takes the
+// place of the old one when nobody reads that.
+//
+// Note [Held]. A gradient that lands on a chunk whose last one still waits is added to it. From
+// then on the chunk waits for release(): the norm of what is applied, and whether it is applied at
+// all, is known only then. A chunk that is open has taken its gradient; what lands then is the
+// next one's.
 #pragma once
 
 #include <cstdint>
-#include <deque>
+#include <functional>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
+#include "engine/gradients.hpp"
 #include "engine/layout.hpp"
 #include "memory/timeline.hpp"
 #include "offload/executor.hpp"
@@ -22,37 +37,97 @@
 
 namespace strata {
 
+struct Release {
+  std::int64_t step = 0;            // whose gradients these are; the first is 1
+  std::span<const Hyper> groups;    // by parameter group
+  std::span<const float> scale_of;  // by unit: what gradients are multiplied with
+  std::span<const UnitId> units;    // whose gradients; in the order of their next use
+};
+
+// Counters by unit.
+struct Staleness {
+  std::vector<std::vector<std::uint64_t>> seen;  // by steps that a forward's parameters lagged
+  std::vector<std::uint64_t> merged;             // gradients that were added to older ones
+};
+
 // Invariants:
-//   1. A chunk is idle, queued, or open in exactly one slot; its parameter page is blocked in the
-//      executor unless it is idle.
-//   2. The staging frames of all open chunks together never exceed frames_max.
+//   1. A chunk is queued at most once, and open in at most one slot.
+//   2. A parameter page is blocked in the executor exactly while its chunk's oldest gradient that
+//      is queued or open is of step released() - max_staleness or older.
+//   3. The staging frames of all open chunks together never exceed frames_max.
 class Updates final {
  public:
-  // `frames_max`: staging frames that open chunks may hold together. What workers did is recorded
-  // in `timeline`.
-  Updates(const Layout& layout, HostCache& cache, Executor& executor, Workers& workers,
-          Timeline& timeline, std::uint32_t frames_max);
+  struct Parts {
+    const Layout& layout;
+    const Config& config;
+    HostCache& cache;
+    Executor& executor;
+    Workers& workers;
+    Timeline& timeline;    // what workers did
+    Gradients* gradients;  // null: they rest in pages
+    std::byte* scales;     // of block8 moments, as Layout says; null: there are none
+    const std::function<bool()>& worker_is_done;  // asked in every turn; empty: it may be
+  };
+
+  // `frames_max`: staging frames that open chunks may hold together.
+  Updates(const Parts& parts, std::uint32_t frames_max);
 
   // Pages have come to rest elsewhere, and the staging area is another. REQUIRES: !busy().
   void set_staging(std::uint32_t frames_max);
-  // Queues the chunks of all parameters with landed[p] != 0 and counts their step.
-  // REQUIRES: !busy().
-  void start(std::vector<Hyper> groups, std::span<const std::uint32_t> group_of,
-             std::span<const std::uint32_t> landed, float grad_scale,
-             std::span<const UnitId> order);
 
-  bool pending(std::uint32_t chunk) const { return pending_[chunk]; }
-  // Not pending, and its gradient pages may be filled again.
+  // A gradient of the parameter has landed in the chunk; release() lets it go.
+  void note_landed(std::uint32_t chunk, std::uint32_t param);
+  // The next gradient of the parameter has to be added to what the chunk holds of it.
+  bool holds_gradient(std::uint32_t chunk, std::uint32_t param) const;
+  // The chunk holds a gradient that no update has taken.
+  bool holds_landed(std::uint32_t chunk) const { return chunks_[chunk].queued || is_held(chunk); }
+  // A released gradient of the chunk was added to, so the two cannot be told apart.
+  bool merged(std::uint32_t chunk) const { return chunks_[chunk].queued && is_held(chunk); }
+  // Forgets what has landed in the chunk since the last release. REQUIRES: !merged(chunk).
+  void forget_landed(std::uint32_t chunk);
+
+  // Queues the chunks of these units on which gradients have landed, and counts their step.
+  void release(const Release& release);
+  std::int64_t released() const { return released_; }
+  // Steps that the unit's parameters lag behind; counted as seen by a forward.
+  void count_forward(UnitId unit);
+  const Staleness& staleness() const { return staleness_; }
+
+  // Not queued, not open, and its gradient pages may be filled again.
   bool settled(std::uint32_t chunk) const;
   bool busy() const { return !queue_.empty() || open_ != 0 || !spent_.empty(); }
+  // Nothing goes on, and what is queued waits for release(): see Note [Held].
+  bool waits_for_release() const;
   bool turn();
+  // A worker could not do its job; the session ends with it.
+  const std::optional<Error>& failure() const { return failure_; }
 
-  std::int64_t step_of(std::uint32_t param) const { return steps_[param]; }
-  void set_step(std::uint32_t param, std::int64_t step) { steps_[param] = step; }
+  std::int64_t step_of(std::uint32_t param) const;
+  void set_step(std::uint32_t param, std::int64_t step);
   std::uint64_t chunks_done() const { return chunks_done_; }
 
  private:
-  enum class Stage : std::uint8_t { free, loading, updating };
+  // A run of a parameter's elements within one page of every role.
+  struct ChunkPiece {
+    std::uint32_t param = 0;
+    std::size_t in_chunk = 0;
+    std::size_t in_param = 0;
+    std::size_t count = 0;
+    std::int64_t step = 0;  // updates released so far
+    bool landed = false;    // since the last release
+    bool waiting = false;   // released, and not taken yet
+  };
+  struct ChunkState {
+    std::vector<ChunkPiece> pieces;
+    std::uint32_t staging_need = 0;  // pages that rest on the SSD
+    std::uint32_t rank = 0;          // in the order of the next use
+    std::int64_t oldest = 0;         // step of the oldest gradient that is queued
+    std::int64_t oldest_open = 0;    // ... that is open; 0: none
+    float scale = 1.0f;
+    bool queued = false;
+    bool open = false;
+  };
+  enum class Stage : std::uint8_t { free, loading, updating, publishing };
   struct OpenPage {
     PageId page = kNoPage;
     Intent intent = Intent::modify;
@@ -61,42 +136,48 @@ class Updates final {
   struct Slot {
     Stage stage = Stage::free;
     std::uint32_t chunk = 0;
-    std::uint32_t frames = 0;     // staging frames it may hold
-    std::vector<OpenPage> pages;  // in order of page id
+    std::vector<OpenPage> pages;     // in order of page id
+    std::vector<ChunkPiece> pieces;  // to be updated
+    std::vector<Hyper> groups;
+    float scale = 1.0f;
+    std::vector<FrameId> gradient;  // where it has no pages
+    FrameId fresh = kNoFrame;       // for the new parameters, where they are written beside
     std::vector<UpdateSpan> spans;
   };
-  struct ChunkPiece {
-    std::uint32_t param = 0;
-    std::size_t in_chunk = 0;
-    std::size_t count = 0;
-  };
 
+  bool writes_beside() const { return config_.max_staleness != 0; }
+  bool is_held(std::uint32_t chunk) const;
+  void block_or_not(std::uint32_t chunk);
   bool admit();
   void open_slot(Slot& slot, std::uint32_t chunk);
   bool load(Slot& slot);
   void make_spans(Slot& slot) const;
   std::byte* at(const Slot& slot, Role role, std::size_t element) const;
-  void finish(const UpdateDone& done);
+  std::uint16_t* scales_at(const Chunk& chunk, Role moment, std::size_t element) const;
+  void fail(UnitId unit, const std::string& what);
+  bool publish(Slot& slot);
+  void finish(Slot& slot);
 
   const Layout& layout_;
+  const Config& config_;
   HostCache& cache_;
   Executor& executor_;
   Workers& workers_;
   Timeline& timeline_;
+  Gradients* gradients_;
+  std::byte* scales_;
+  const std::function<bool()>& worker_is_done_;
   std::uint32_t frames_max_;
   std::uint32_t frames_held_ = 0;
-  std::vector<std::vector<ChunkPiece>> pieces_;  // by chunk; each within one page of every role
-  std::vector<std::uint32_t> staging_need_;      // by chunk: pages that rest on the SSD
-  std::vector<std::int64_t> steps_;              // by parameter
-  std::vector<bool> pending_;                    // by chunk: queued or open
-  std::deque<std::uint32_t> queue_;
+  std::vector<ChunkState> chunks_;
+  std::vector<std::uint32_t> queue_;  // the oldest first, and of those the one that is used first
+  std::vector<Hyper> groups_;         // of the last release
   std::vector<Slot> slots_;
   std::uint32_t open_ = 0;
   std::vector<PageId> spent_;  // gradient pages to forget
-  std::vector<Hyper> groups_;  // of the running step
-  std::vector<std::uint32_t> group_of_;
-  std::vector<bool> active_;  // by parameter: updated in the running step
-  float grad_scale_ = 1.0f;
+  std::int64_t released_ = 0;
+  Staleness staleness_;
+  std::optional<Error> failure_;
   std::uint64_t chunks_done_ = 0;
 };
 

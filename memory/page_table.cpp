@@ -1,6 +1,7 @@
 #include "memory/page_table.hpp"
 
 #include <limits>
+#include <utility>
 
 #include "memory/check.hpp"
 
@@ -125,6 +126,14 @@ void PageTable::publish(PageId page, Tier tier, std::uint64_t version) {
   STRATA_ASSERT(!is_being_renewed(page));
   copy.version = version;
   of.newest = version;
+}
+
+std::uint32_t PageTable::exchange(PageId page, Tier tier, std::uint32_t place) {
+  Copy& copy = entry(page).copies[index(tier)];
+  STRATA_ASSERT(copy.state == CopyState::valid);
+  STRATA_ASSERT(copy.pins == 0);
+  STRATA_ASSERT(place != kNoPlace);
+  return std::exchange(copy.place, place);
 }
 
 const Copy& PageTable::copy(PageId page, Tier tier) const {

@@ -98,6 +98,10 @@ class PageTable final {
   // stale. REQUIRES: valid (a draining copy is being read); version > newest.
   void publish(PageId page, Tier tier, std::uint64_t version);
 
+  // The copy lies in another place of its tier from here on. Returns the old one, which is free.
+  // REQUIRES: valid, unpinned; nobody has `place`.
+  std::uint32_t exchange(PageId page, Tier tier, std::uint32_t place);
+
   const Copy& copy(PageId page, Tier tier) const;
   std::uint64_t newest(PageId page) const;
   // The tier's copy can be read and is the newest.

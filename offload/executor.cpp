@@ -79,6 +79,7 @@ void Executor::note_use(UnitId unit, bool backward) {
 }
 
 bool Executor::ready(UnitId unit) const {
+  if (state_[index(unit)].pins != 0) return true;
   for (const PageId page : units_[index(unit)].pages) {
     if (blocked_[index(page)] || page_state(page).fetch != Fetch::none) return false;
     if (!table_.is_current(page, Tier::device)) return false;

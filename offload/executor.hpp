@@ -56,11 +56,14 @@ class Executor final {
   // Notes a use and asks for the unit's pages. `recorded` uses are part of the step's trace.
   // Returns why the unit cannot come while the pinned ones stay, if that is so.
   std::optional<std::string> enter(UnitId unit, bool backward, bool recorded);
+  // Its pages are on the device, and the newest there are; those of a unit that is pinned stay what
+  // they are, whatever is published meanwhile.
   bool ready(UnitId unit) const;
   // What the page that is furthest behind still needs first; none where the unit is ready.
   Cause missing(UnitId unit) const;
   // Work submitted to `stream` from here on sees the pages. REQUIRES: ready().
   void pin(UnitId unit, Stream stream = nullptr);
+  bool is_pinned(UnitId unit) const { return state_[index(unit)].pins != 0; }
   // The unit's frames may go once work submitted so far on `stream` is finished.
   void leave(UnitId unit, Stream stream);
   // The frame that holds the page. REQUIRES: its unit is pinned.

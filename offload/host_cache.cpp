@@ -150,6 +150,21 @@ void HostCache::close(PageId page, Intent intent, WriteBack write_back) {
   if (intent == Intent::read) return;
   STRATA_ASSERT(writing_[index(page)]);
   writing_[index(page)] = false;
+  publish(page, write_back);
+}
+
+std::optional<FrameId> HostCache::close_with(PageId page, FrameId fresh, WriteBack write_back) {
+  STRATA_ASSERT(!writing_[index(page)]);
+  const Copy& copy = table_.copy(page, Tier::host);
+  if (copy.state != CopyState::valid || copy.pins != 1) return std::nullopt;
+  table_.unpin(page, Tier::host);
+  const FrameId old{table_.exchange(page, Tier::host, index(fresh))};
+  if (Staged* place = staged(page)) place->frame = fresh;
+  publish(page, write_back);
+  return old;
+}
+
+void HostCache::publish(PageId page, WriteBack write_back) {
   table_.publish(page, Tier::host, ++version_);
   if (rests_on_ssd(page) && write_back == WriteBack::now) {
     Staged& place = *staged(page);

@@ -22,6 +22,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "memory/page_table.hpp"
@@ -64,6 +65,11 @@ class HostCache final {
   std::byte* open(PageId page, Intent intent);
   // After modify and overwrite the page has a new version, and copies elsewhere are stale.
   void close(PageId page, Intent intent, WriteBack write_back = WriteBack::later);
+  // Closes a page that was opened to be read, and publishes other contents for it: those in
+  // `fresh`, a taken frame of the pool. The frame of the old ones is the caller's from here on.
+  // nullopt, and the page stays open: somebody else reads the old ones, try later.
+  // REQUIRES: nobody has the page open for modify or overwrite.
+  std::optional<FrameId> close_with(PageId page, FrameId fresh, WriteBack write_back);
   // The page's contents are no longer wanted: it is a zero page again. False: in use, try later.
   bool discard(PageId page);
 
@@ -89,6 +95,7 @@ class HostCache final {
   Staged* staged(PageId page);
   Staged* make_room();
   void start_write(Staged& place);
+  void publish(PageId page, WriteBack write_back);
 
   PageTable& table_;
   Mover& mover_;

@@ -6,6 +6,7 @@ from the start of the parameter. Methods that may wait release the GIL. Every fa
 failure the session is closed for business and repeats that error.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, NotRequired, TypedDict
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
@@ -43,6 +44,8 @@ class GroupSpec(TypedDict):
     initial_accumulator: float
     nesterov: bool
     maximize: bool
+    options: NotRequired[int]  # foreign: handed to the callable
+    moments: NotRequired[int]  # foreign: how many it keeps, 0 to 2
 
 class Config(TypedDict):
     params: list[ParamSpec]  # in the order of model.parameters(); its place here is its id
@@ -61,15 +64,17 @@ class Config(TypedDict):
     max_staleness: int  # lock_free: steps that a parameter may lag behind; else 0
     moment_dtype: Literal["float32", "bfloat16", "block8"]
     pin_workers: bool  # to cores of their own where there are spare ones, else they give way
+    compute_threads: int  # cores that pinned workers leave to the computation
 
 class UnitPlan(TypedDict):
     name: str
     params: int  # elements
     param_bytes: int  # in pages, compute dtype
-    grad_bytes: int  # in pages; 0 where nothing is trained
+    landing_bytes: int  # of gradients, where they land in a step; 0 where nothing is trained
+    grad_bytes: int  # at rest: in pages, or under lock_free in buffers; 0 under in_backward
     state_bytes: int  # in pages: residuals or masters, and moments
     chunks: int
-    param_tier: str  # where they rest: "host", "ssd" or "mixed"
+    param_tier: str  # where they rest: "host", "ssd" or "mixed"; "none" where there are none
     grad_tier: str
     state_tier: str
 
@@ -79,6 +84,7 @@ class Plan(TypedDict):
     host_bytes: int
     ssd_bytes: int
     staging_bytes: int  # part of host_bytes
+    buffer_bytes: int  # part of host_bytes: gradients in buffers, and scales of 8-bit moments
     device_bytes_min: int  # smallest device budget that works
     units: list[UnitPlan]
 
@@ -86,7 +92,15 @@ def plan(config: Config) -> Plan:
     """What would go where. Allocates nothing, opens nothing. Raises StrataError if infeasible."""
 
 class Session:
-    def __init__(self, config: Config) -> None: ...
+    def __init__(
+        self,
+        config: Config,
+        foreign: Callable[[int, int, int, int, int, int, int, int], None] | None = None,
+    ) -> None:
+        """`foreign` updates groups of rule "foreign", and is called by worker threads: options,
+        param, step (1 for the first), count, and the addresses of so many float32 values: the
+        parameter's, its gradient's, moment1 and moment2 (0: absent). What it raises ends the
+        session with a StrataError."""
     @property
     def plan(self) -> Plan: ...
     def tensor(self, param: int) -> Any:
@@ -114,6 +128,9 @@ class Session:
         was used already: in_backward, and lock_free where it was added to older gradients."""
     def gradient_count(self, param: int) -> int:
         """How many times a gradient landed since the last step or drop_gradients()."""
+    def gradient_fits(self, param: int) -> bool:
+        """in_backward: waits until there is room for the gradient. False: there is none, and no
+        update will make any, so complete() has to be called for other units first."""
     def complete(self, unit: int, groups: list[GroupSpec], max_unit_norm: float) -> None:
         """in_backward: all gradients of the unit that will come have landed; starts its update.
         enter(..., backward=True) of it raises until step(): it would show new parameters."""
@@ -240,6 +257,7 @@ class Budgets(TypedDict):
     host_bytes: int
     ssd_bytes: int
     staging_bytes: int
+    grads_rest: NotRequired[bool]  # in pages; False: in buffers that host_bytes does not count
 
 class Wishes(TypedDict):
     activation: ActivationName | None
@@ -375,6 +393,10 @@ def update_span(
     grad_scale: float,
     threads: int,
     isa: str,
+    moment_dtype: Literal["float32", "bfloat16", "block8"] = "float32",
+    scales1: int = 0,
+    scales2: int = 0,
 ) -> None:
     """Runs one optimizer kernel over plain memory at the given addresses (0: absent); for tests and
-    benchmarks. isa: "best", "scalar", "avx2", "avx512"."""
+    benchmarks. isa: "best", "scalar", "avx2", "avx512". scales1, scales2: of "block8" moments,
+    bfloat16, one for every 64 elements."""

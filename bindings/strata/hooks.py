@@ -272,7 +272,16 @@ class RootHook(_Uncopied):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called by torch ahead of the model's forward."""
         self.hooks.reset()
-        planning = self.hooks.state.planning
+        state = self.hooks.state
+        if _graph_task() == -1:
+            if state.groups_used is not None:
+                raise RuntimeError(
+                    "a forward between backward() and step(): update='in_backward' has updated "
+                    "parameters already; call optimizer.step() behind every backward()"
+                )
+            if not torch.is_grad_enabled():
+                state.catch_up()
+        planning = state.planning
         if planning is not None and _graph_task() == -1:
             planning.begin_forward(args, kwargs)
 
@@ -284,13 +293,14 @@ class LandHook(_Uncopied):
     model, parameter and hook would never be found.
     """
 
-    __slots__ = ("accumulate", "dtype_name", "hooks", "index", "unit")
+    __slots__ = ("accumulate", "dtype_name", "hooks", "in_backward", "index", "unit")
 
     def __init__(self, hooks: Hooks, index: int) -> None:
         self.hooks = weakref.ref(hooks)
         self.index = index
         self.unit = hooks.state.unit_of[index]
         self.accumulate = hooks.state.config["accumulate"]
+        self.in_backward = hooks.state.config["update"] == "in_backward"
         self.dtype_name = hooks.state.config["params"][index]["dtype"]
 
     def __call__(self, parameter: torch.Tensor) -> None:
@@ -311,13 +321,21 @@ class LandHook(_Uncopied):
                 "gradients, which strata has already used up; call optimizer.zero_grad()"
             )
         if state.landed[index] and not self.accumulate:
+            why = (
+                "update='in_backward' has used the first one already; wrap with update='on_step' "
+                "and accumulation_steps=N"
+                if self.in_backward
+                else "pass accumulation_steps=N to strata.wrap()"
+            )
             raise RuntimeError(
-                f"a second gradient of {state.names[index]!r} before step(): pass "
-                "accumulation_steps=N to strata.wrap() for several backward calls per step"
+                f"a second gradient of {state.names[index]!r} before step(): {why} for several "
+                "backward calls per step"
             )
         grad = grad.detach().contiguous()
         if DTYPE_NAMES.get(grad.dtype) != self.dtype_name:
             grad = grad.to(parameter.dtype)
+        if self.in_backward and not state.session.gradient_fits(index):
+            hooks.pins.make_way(self.unit)
         begin = perf_counter()
         state.session.land_gradient(index, grad.data_ptr(), self.dtype_name)
         state.recorder.pause(begin, perf_counter())

@@ -18,32 +18,33 @@ import torch
 from torch import nn
 
 from .errors import StrataError
+from .foreign import NATIVE, Foreign, make_foreign
 from .update_modes import check_loss_scale
 from .wrapped import Unit, Wrapped
 
 if TYPE_CHECKING:
     from ._core import GroupSpec, Kind
 
-SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 MOMENT_NAMES: dict[str, list[tuple[Kind, str]]] = {
     "adamw": [("moment1", "exp_avg"), ("moment2", "exp_avg_sq")],
     "adam": [("moment1", "exp_avg"), ("moment2", "exp_avg_sq")],
     "sgd": [("moment1", "momentum_buffer")],
+    "lion": [("moment1", "exp_avg")],
+    "adagrad": [("moment1", "sum")],
 }
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises where strata cannot stand for this optimizer on this model."""
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Foreign | None:
+    """Raises where strata cannot stand for this optimizer on this model.
+
+    Returns what runs its class; None where there are kernels for it.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, StrataOptimizer):
         raise ValueError("this optimizer already belongs to a wrapped model")
-    if type(optimizer) not in SUPPORTED:
-        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in SUPPORTED)
-        raise TypeError(
-            f"optimizer {type(optimizer).__name__} is not supported; supported: {names}"
-        )
-    if optimizer.state:
+    # Adagrad has a state before its first step.
+    if any(entry.get("step", 1) > 0 for entry in optimizer.state.values()):
         raise ValueError(
             "the optimizer already has state from earlier steps: wrap a fresh one, then call "
             "load_state_dict(old.state_dict()) on the optimizer that strata.wrap() returns"
@@ -62,17 +63,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
                     f"the optimizer was built from other parameters: number {i} of group {g}, of "
                     f"shape {tuple(parameter.shape)}, is not in the model"
                 )
+    return make_foreign(optimizer)
 
 
-def group_spec(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> GroupSpec:
+def group_spec(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], foreign: Foreign | None = None
+) -> GroupSpec:
     """The hyperparameters of a group, now, as the core takes them."""
+    if foreign is not None:
+        return _foreign_spec(group, foreign)
     beta1, beta2 = group.get("betas", (0.0, 0.0))
-    if isinstance(optimizer, torch.optim.SGD):
-        rule = "sgd"
-    elif isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
+    rule = NATIVE[type(optimizer)]
+    if rule == "adam" and group.get("decoupled_weight_decay"):
         rule = "adamw"
-    else:
-        rule = "adam"
     return {
         "rule": rule,  # type: ignore[typeddict-item]
         "lr": float(group["lr"]),
@@ -89,8 +92,21 @@ def group_spec(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group
     }
 
 
+def _foreign_spec(group: dict[str, Any], foreign: Foreign) -> GroupSpec:
+    """The core needs to know only how much is kept; the class takes its options from `foreign`."""
+    return {
+        "rule": "foreign", "lr": float(group["lr"]), "beta1": 0.0, "beta2": 0.0, "eps": 0.0,
+        "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "lr_decay": 0.0,
+        "initial_accumulator": 0.0, "nesterov": False, "maximize": False,
+        "options": foreign.remember(group), "moments": len(foreign.kept(group).moments),
+    }  # fmt: skip
+
+
 def moments_of(spec: GroupSpec) -> list[tuple[Kind, str]]:
     """The moments that the rule of a group keeps: as the core names them, and as torch does."""
+    if spec["rule"] == "foreign":
+        moments: list[Kind] = ["moment1", "moment2"]
+        return [(kind, kind) for kind in moments[: spec["moments"]]]
     return MOMENT_NAMES[spec["rule"]] if spec["rule"] != "sgd" or spec["momentum"] else []
 
 
@@ -107,6 +123,11 @@ def complete_unit(state: Wrapped, unit: Unit) -> None:
     state.session.complete(unit.index, current_groups(state), norm)
 
 
+def clips_units(state: Wrapped) -> bool:
+    """Whether the gradients of a unit are clipped together, so that all are needed first."""
+    return cast(StrataOptimizer, state.optimizer).max_unit_norm > 0
+
+
 class StrataOptimizer(torch.optim.Optimizer):
     """Stands for the optimizer given to wrap(): same groups, same arithmetic, state in pages."""
 
@@ -118,8 +139,9 @@ class StrataOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None,
         max_unit_norm: float | None,
         skip_nonfinite: bool,
+        foreign: Foreign | None = None,
     ) -> None:
-        """`inner` keeps its groups and is asked for nothing else."""
+        """`inner` keeps its groups and is asked for nothing else; `foreign` runs its class."""
         # torch's own way to make an optimizer of given parts; its __init__ would copy the list.
         self.__setstate__(
             {
@@ -128,7 +150,9 @@ class StrataOptimizer(torch.optim.Optimizer):
                 "param_groups": inner.param_groups,
             }
         )
+        inner.state.clear()  # Adagrad's sums rest in pages now
         self._inner = inner
+        self._foreign = foreign
         self._wrapped = state
         self._max_grad_norm = max_grad_norm or 0.0
         self.max_unit_norm = max_unit_norm or 0.0  # 0: no clipping
@@ -200,7 +224,7 @@ class StrataOptimizer(torch.optim.Optimizer):
 
     def group_specs(self) -> list[GroupSpec]:
         """The hyperparameters of all groups, now, as the core takes them."""
-        return [group_spec(self._inner, group) for group in self.param_groups]
+        return [group_spec(self._inner, group, self._foreign) for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises: the pages of the optimizer's state were laid out by wrap()."""
@@ -235,7 +259,11 @@ class StrataOptimizer(torch.optim.Optimizer):
                 self._write_state(parameter, group, state_dict["state"].get(number, {}))
 
     def _kinds(self, group: dict[str, Any]) -> list[tuple[Kind, str]]:
-        return moments_of(group_spec(self._inner, group))
+        kinds = moments_of(group_spec(self._inner, group, self._foreign))
+        if self._foreign is None:
+            return kinds
+        names = self._foreign.kept(group).moments
+        return [(kind, name) for (kind, _), name in zip(kinds, names, strict=True)]
 
     def _read_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self._wrapped
@@ -244,6 +272,8 @@ class StrataOptimizer(torch.optim.Optimizer):
         if step == 0 or not state.config["params"][index]["trainable"]:
             return {}
         entry: dict[str, Any] = {"step": torch.tensor(float(step))}
+        if self._foreign is not None:
+            entry = self._foreign.scalars(index, step, group)
         for kind, name in self._kinds(group):
             entry[name] = state.read(index, kind)
         return entry
@@ -266,7 +296,10 @@ class StrataOptimizer(torch.optim.Optimizer):
             state.write(index, torch.zeros(parameter.shape) if value is None else value, kind)
         # torch's SGD keeps no step; a momentum buffer says that there was one.
         started = any(value is not None for _, value in moments)
-        state.session.set_param_step(index, int(entry.get("step", started)))
+        step = int(entry.get("step", started))
+        state.session.set_param_step(index, step)
+        if self._foreign is not None:
+            self._foreign.set_scalars(index, step, entry, group)
 
 
 def _check_unchanged(used: list[GroupSpec] | None, now: list[GroupSpec]) -> None:

@@ -3,10 +3,14 @@
     pins.pin(unit)       # the autograd node now running has unpacked one of its parameters
     pins.hold(unit)      # until its gradients have landed or the backward is over
     pins.land(unit)      # one of its gradients is complete
+    pins.make_way(unit)  # in_backward: gradients of other units give up their frames
 
 A node uses what it unpacked until the next node runs. So a pin belongs to the node now running, and
 goes when another node asks for another unit, or when all gradients of the unit have landed. What is
 left goes at the end of the backward; after a backward that raised, at reset().
+
+With update="in_backward" a unit whose last gradient has landed is updated at once, and one of which
+some parameters got no gradient at the end of the backward.
 
 Autograd's threads call this under the GIL.
 """
@@ -17,6 +21,8 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from .errors import StrataError
+from .optimizer import clips_units, complete_unit
 from .swapping import Swapping
 from .wrapped import Unit, Wrapped
 
@@ -49,6 +55,7 @@ class Pins:
         self._pins: list[_Pin] = []  # one per unit and backward
         self._held: list[Unit] = []
         self._tasks: set[int] = set()  # backwards whose end we are told of
+        self._completes = state.config["update"] == "in_backward"
 
     def pin(self, unit: Unit) -> None:
         """Enters the unit for the node now running."""
@@ -85,6 +92,25 @@ class Pins:
             self._release([pin for pin in self._pins if pin.unit is unit])
             if unit in self._held:
                 self._release_held([unit])
+            if self._completes:
+                complete_unit(self._state, unit)
+
+    def make_way(self, unit: Unit) -> None:
+        """Updates the other units with what has landed on them, though more may come.
+
+        REQUIRES: update="in_backward". Each element is updated on its own, so the result is the
+        same. Raises StrataError where all gradients of a unit are needed first, to clip them.
+        """
+        others = [u for u in self._state.units if u is not unit and 0 < u.landed < u.trainable]
+        if others and clips_units(self._state):
+            names = ", ".join(u.name for u in others)
+            raise StrataError(
+                f"the gradients of {unit.name} find no room in host memory beside those of {names}, "
+                "which wait for the rest of theirs because max_unit_norm clips them together: give "
+                "more host memory, or wrap with update='on_step'"
+            )
+        for other in others:
+            complete_unit(self._state, other)
 
     def watch(self) -> None:
         """Asks to be told of the end of the backward now running, once."""
@@ -99,6 +125,8 @@ class Pins:
         self._release([pin for pin in self._pins if pin.task == task])
         if not self._tasks:
             self._release_held(list(self._held))
+            if self._completes:
+                self._complete_rest()
             self._forget_landings()
             self._swapping.end()
 
@@ -120,6 +148,12 @@ class Pins:
         for unit in units:
             self._held.remove(unit)
             self._state.leave(unit)
+
+    def _complete_rest(self) -> None:
+        """Units of which some parameters took no part."""
+        for unit in self._state.units:
+            if 0 < unit.landed < unit.trainable:
+                complete_unit(self._state, unit)
 
     def _forget_landings(self) -> None:
         for unit in self._state.units:

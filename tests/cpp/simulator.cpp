@@ -62,7 +62,7 @@ class Simulation final {
       if (below(4) == 0) pass(false, false);
       const int backwards = config_.accumulate ? 1 + below(3) : 1;
       for (int b = 0; b < backwards; ++b) train();
-      if (below(8) == 0)
+      if (below(8) == 0 && config_.update != UpdateMode::in_backward)
         forget();
       else
         update();
@@ -91,9 +91,10 @@ class Simulation final {
     Config config;
     const int units = 2 + below(5);
     for (int u = 0; u < units; ++u) config.units.push_back("unit" + std::to_string(u));
-    config.accumulate = below(3) == 0;
+    config.update = static_cast<UpdateMode>(below(3));
+    config.accumulate = config.update != UpdateMode::in_backward && below(3) == 0;
     Hyper hyper;
-    hyper.rule = static_cast<Rule>(below(3));
+    hyper.rule = static_cast<Rule>(below(5));
     hyper.momentum = 0.9;
     hyper.weight_decay = 0.1;
     config.groups = {hyper, hyper};
@@ -119,7 +120,10 @@ class Simulation final {
     const auto spare = static_cast<int>(layout.param_pages() - largest + 1);
     config.device_bytes = (largest + static_cast<std::size_t>(below(spare + 1))) * kPage;
     const auto total = static_cast<int>(layout.page_count);
-    config.host_bytes = static_cast<std::size_t>(12 + below(std::max(1, total - 4))) * kPage;
+    config.host_bytes = kGiB;
+    const auto aside = static_cast<int>(choose_residence(config).buffer_frames);
+    config.host_bytes =
+        static_cast<std::size_t>(aside + 12 + below(std::max(1, total - 4))) * kPage;
     return config;
   }
 
@@ -232,6 +236,7 @@ class Simulation final {
     for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
       const ParamSpec& spec = config_.params[p];
       if (spec.unit != unit || !spec.trainable || below(10) == 0) continue;
+      if (!session_->gradient_fits(p)) complete_all_but(unit);
       Plain& mine = plain_[p];
       // A gradient that depends on the parameter as the device shows it.
       std::vector<float> wide(spec.numel);
@@ -258,6 +263,21 @@ class Simulation final {
     if (backward) land(unit);
     look(unit);
     session_->leave(unit);
+    // The rest is left to step().
+    if (backward && config_.update == UpdateMode::in_backward && below(5) != 0) complete(unit);
+  }
+
+  void complete(UnitId unit) {
+    session_->complete(unit, config_.groups, 0.0);
+    for (std::uint32_t p = 0; p < plain_.size(); ++p) {
+      if (config_.params[p].unit == unit) update(p);
+    }
+  }
+
+  void complete_all_but(UnitId unit) {
+    for (std::uint32_t other = 0; other < config_.units.size(); ++other) {
+      if (UnitId{other} != unit) complete(UnitId{other});
+    }
   }
 
   void pass(bool backward, bool recorded) {
@@ -275,24 +295,28 @@ class Simulation final {
 
   void update() {
     session_->step(config_.groups, {});
-    for (std::uint32_t p = 0; p < plain_.size(); ++p) {
-      Plain& mine = plain_[p];
-      if (mine.landed == 0) continue;
-      mine.landed = 0;
-      UpdateSpan span;
-      span.dtype = config_.params[p].dtype;
-      span.grad_dtype = config_.accumulate ? Dtype::float32 : span.dtype;
-      span.count = config_.params[p].numel;
-      span.param = mine.param.data();
-      span.new_param = mine.param.data();
-      span.master = span.dtype == Dtype::float32 ? nullptr : mine.master.data();
-      span.moment1 = mine.moment1.data();
-      span.moment2 = config_.groups[0].rule == Rule::sgd ? nullptr : mine.moment2.data();
-      span.grad = mine.grad.data();
-      span.hyper = &config_.groups[config_.params[p].group];
-      span.step = ++mine.step;
-      kernels(Isa::scalar).update(span);
-    }
+    for (std::uint32_t p = 0; p < plain_.size(); ++p) update(p);
+  }
+
+  // As the plain run does it.
+  void update(std::uint32_t p) {
+    Plain& mine = plain_[p];
+    if (mine.landed == 0) return;
+    mine.landed = 0;
+    const int moments = moment_count(config_.groups[0].rule, config_.groups[0].momentum);
+    UpdateSpan span;
+    span.dtype = config_.params[p].dtype;
+    span.grad_dtype = config_.accumulate ? Dtype::float32 : span.dtype;
+    span.count = config_.params[p].numel;
+    span.param = mine.param.data();
+    span.new_param = mine.param.data();
+    span.master = span.dtype == Dtype::float32 ? nullptr : mine.master.data();
+    span.moment1 = mine.moment1.data();
+    span.moment2 = moments < 2 ? nullptr : mine.moment2.data();
+    span.grad = mine.grad.data();
+    span.hyper = &config_.groups[config_.params[p].group];
+    span.step = ++mine.step;
+    kernels(Isa::scalar).update(span);
   }
 
   void forget() {

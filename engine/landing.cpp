@@ -1,0 +1,204 @@
+// The session's way to gradients: they land piece by piece, with their squares added up in passing,
+// in pages or in frames that are set aside; and they are dropped.
+#include <algorithm>
+#include <numeric>
+
+#include "engine/session.hpp"
+#include "memory/check.hpp"
+#include "memory/clock.hpp"
+
+namespace strata {
+
+// A gradient that lands. `sum`: of the squares of what the destination then holds, piece after
+// piece, whatever the page size.
+struct Session::Incoming {
+  std::uint32_t param = 0;
+  const void* from = nullptr;
+  Dtype dtype = Dtype::bfloat16;
+  double sum = 0.0;
+};
+
+namespace {
+
+// The longest run from the start whose pieces `belongs` says yes to.
+template <class Belongs>
+std::span<const Piece> first_run(std::span<const Piece> pieces, const Belongs& belongs) {
+  const auto end = std::find_if_not(pieces.begin(), pieces.end(), belongs);
+  return pieces.first(static_cast<std::size_t>(end - pieces.begin()));
+}
+
+}  // namespace
+
+// The copy itself runs without the lock: nobody else touches these bytes.
+void Session::land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece> pieces,
+                          const std::function<std::byte*(const Piece&)>& to, GradMode mode) {
+  const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
+  const Dtype to_dtype = home_.layout.grad_dtype(home_.layout.segments[chunk.segment]);
+  const std::size_t bytes = size_of(incoming.dtype);
+  TimelineSpan span{.track = Track::download,
+                    .unit = home_.layout.segments[chunk.segment].unit,
+                    .begin_ns = SteadyClock().now_ns()};
+  ++copying_;
+  lock.unlock();
+  for (const Piece& piece : pieces) {
+    span.bytes += piece.count * bytes;
+    incoming.sum += kernels_.land_gradient(
+        to(piece), to_dtype, static_cast<const std::byte*>(incoming.from) + piece.in_param * bytes,
+        incoming.dtype, piece.count, mode);
+  }
+  span.end_ns = SteadyClock().now_ns();
+  lock.lock();
+  --copying_;
+  timeline_.add(span);
+}
+
+// The pieces of one gradient page, which is open for us alone.
+void Session::land_page(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
+  const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
+  const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
+  Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
+  wait(lock, [&] {
+    if (updates_->settled(pieces.front().chunk)) return true;
+    waiting.missing(Cause::update);
+    return false;
+  });
+  Intent intent = Intent::overwrite;
+  std::byte* bytes = nullptr;
+  wait(lock, [&] {
+    // Asked anew each time: another thread may land the first gradient in it meanwhile.
+    intent = table_.newest(page) == 0 ? Intent::overwrite : Intent::modify;
+    if ((bytes = cache_->open(page, intent)) != nullptr) return true;
+    waiting.missing(intent == Intent::modify ? Cause::ssd : Cause::room);
+    return false;
+  });
+  waiting.over();
+  const bool adds = landed_[incoming.param] != 0 && home_.layout.accumulate;
+  land_pieces(
+      lock, incoming, pieces,
+      [&](const Piece& piece) { return bytes + byte_in_page(chunk, Role::grad, piece.in_chunk); },
+      adds ? GradMode::add : GradMode::copy);
+  cache_->close(page, intent);
+  moved_.notify_all();  // for whoever waits for this page, or to close
+}
+
+// The pieces of one chunk whose gradient has no pages.
+void Session::land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
+  const std::uint32_t id = pieces.front().chunk;
+  const Chunk& chunk = home_.layout.chunks[id];
+  Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
+  wait(lock, [&] {
+    if (gradients_->open(id)) return true;
+    waiting.missing(Cause::update);
+    return false;
+  });
+  waiting.over();
+  const bool adds = updates_->holds_gradient(id, incoming.param);
+  land_pieces(
+      lock, incoming, pieces,
+      [&](const Piece& piece) { return gradients_->at(id, piece.in_chunk); },
+      adds ? GradMode::add : GradMode::copy);
+  gradients_->close(id);
+  moved_.notify_all();
+}
+
+void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype) {
+  Lock lock(mutex_);
+  throw_if_failed();
+  STRATA_ASSERT(config_.params[param].trainable);
+  // Pieces are cut at kGrain, so that the order of the sum does not depend on the page size.
+  const std::vector<Piece> pieces =
+      home_.layout.pieces(param, 0, home_.layout.numel[param], kGrain);
+  Incoming incoming{.param = param, .from = from, .dtype = dtype};
+  for (std::span<const Piece> left = pieces; !left.empty();) {
+    const Piece& first = left.front();
+    const Chunk& chunk = home_.layout.chunks[first.chunk];
+    std::span<const Piece> run =
+        first_run(left, [&](const Piece& piece) { return piece.chunk == first.chunk; });
+    if (gradients_) {
+      land_chunk(lock, incoming, run);
+    } else {
+      const PageId page = page_of(chunk, Role::grad, first.in_chunk);
+      run = first_run(
+          run, [&](const Piece& p) { return page_of(chunk, Role::grad, p.in_chunk) == page; });
+      land_page(lock, incoming, run);
+    }
+    left = left.subspan(run.size());
+    if (left.empty() || left.front().chunk != first.chunk) {
+      updates_->note_landed(first.chunk, param);
+    }
+  }
+  sum_squares_[param] = incoming.sum;
+  ++landed_[param];
+}
+
+bool Session::gradient_fits(std::uint32_t param) {
+  Lock lock(mutex_);
+  throw_if_failed();
+  if (!gradients_) return true;
+  std::vector<std::uint32_t> chunks;
+  for (const Piece& piece : home_.layout.pieces(param, 0, home_.layout.numel[param], kGrain)) {
+    if (chunks.empty() || chunks.back() != piece.chunk) chunks.push_back(piece.chunk);
+  }
+  wait(lock, [&] { return gradients_->room_for(chunks) || !updates_->busy(); });
+  return gradients_->room_for(chunks);
+}
+
+void Session::read_gradient(Lock& lock, const Piece& piece, float* values) {
+  const Chunk& chunk = home_.layout.chunks[piece.chunk];
+  const auto land = [&](const std::byte* from) {
+    kernels_.land_gradient(values, Dtype::float32, from,
+                           home_.layout.grad_dtype(home_.layout.segments[chunk.segment]),
+                           piece.count, GradMode::copy);
+  };
+  if (gradients_) {
+    if (!updates_->holds_landed(piece.chunk)) refuse("the gradient was used by its update already");
+    return land(gradients_->at(piece.chunk, piece.in_chunk));
+  }
+  wait_idle_chunk(lock, piece.chunk);
+  const PageId page = page_of(chunk, Role::grad, piece.in_chunk);
+  land(open(lock, page, Intent::read) + byte_in_page(chunk, Role::grad, piece.in_chunk));
+  cache_->close(page, Intent::read);
+}
+
+void Session::drop_gradients(Lock& lock) {
+  for (std::uint32_t unit = 0; unit < completed_.size(); ++unit) {
+    if (!completed_[unit]) continue;
+    refuse("the gradients of " + config_.units[unit] +
+           " were used already, during the backward: call step() behind every backward");
+  }
+  std::vector<bool> touched(home_.layout.chunks.size(), false);
+  for (std::uint32_t param = 0; param < landed_.size(); ++param) {
+    if (landed_[param] == 0) continue;
+    for_pieces(param, 0, home_.layout.numel[param],
+               [&](const Piece& piece) { touched[piece.chunk] = true; });
+  }
+  for (std::uint32_t id = 0; id < touched.size(); ++id) {
+    if (!touched[id] || !gradients_ || !updates_->merged(id)) continue;
+    refuse(
+        "gradients were added to those of an earlier step whose update was still to come, and "
+        "cannot be dropped: call step() behind every backward");
+  }
+  for (std::uint32_t id = 0; id < touched.size(); ++id) {
+    if (!touched[id]) continue;
+    const PageRun& run = home_.layout.chunks[id].run(Role::grad);
+    for (std::uint32_t i = 0; i < run.count; ++i) {
+      wait(lock, [&] { return cache_->discard(PageId{index(run.first) + i}); });
+    }
+    updates_->forget_landed(id);
+  }
+  std::fill(landed_.begin(), landed_.end(), 0U);
+}
+
+void Session::drop_gradients() {
+  Lock lock(mutex_);
+  throw_if_failed();
+  drop_gradients(lock);
+}
+
+std::uint32_t Session::gradient_count(std::uint32_t param) {
+  const Lock lock(mutex_);
+  throw_if_failed();
+  return landed_[param];
+}
+
+}  // namespace strata

@@ -1,0 +1,173 @@
+// Lock-free updates under a virtual clock, with workers and a disk that are late at random. Every
+// gradient is -1 and the learning rate 1, so an element counts the steps whose gradients are in it:
+// a page shows its version in every element, a torn one shows two.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "doubles/faulty_engine.hpp"
+#include "engine/session.hpp"
+#include "memory/host_backend.hpp"
+#include "offload/memory_engine.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::size_t kPage = 64 * kKiB;
+
+struct Seen {
+  std::uint64_t lagging = 0;  // forwards whose parameters were not the newest
+  std::uint64_t waits = 0;
+  std::uint64_t merged = 0;
+};
+
+class Training final {
+ public:
+  explicit Training(std::uint64_t seed) : random_(seed) {
+    config_.update = UpdateMode::lock_free;
+    config_.max_staleness = static_cast<std::uint32_t>(below(5));
+    Hyper count;
+    count.rule = Rule::sgd;
+    count.lr = 1.0;
+    config_.groups = {count};
+    const int units = 2 + below(4);
+    for (int u = 0; u < units; ++u) {
+      config_.units.push_back("unit" + std::to_string(u));
+      ParamSpec spec;
+      spec.name = "p" + std::to_string(u);
+      spec.numel = 1 + static_cast<std::size_t>(below(90'000));
+      spec.dtype = below(2) == 0 ? Dtype::bfloat16 : Dtype::float32;
+      spec.unit = UnitId{static_cast<std::uint32_t>(u)};
+      config_.params.push_back(spec);
+    }
+    config_.page_bytes = kPage;
+    config_.device_bytes = static_cast<std::size_t>(6 + below(20)) * kPage;
+    config_.host_bytes = kGiB;
+    if (below(2) == 0) rest_on_the_ssd();
+    SessionParts parts;
+    parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
+    FaultPlan late;
+    late.seed = seed;
+    late.delay_ns_max = 5'000'000;
+    parts.io_engine =
+        std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64), late, &clock_);
+    parts.idle = [this] { clock_.advance(10'000); };
+    const int pace = 1 + below(60);
+    parts.worker_is_done = [this, pace] { return below(pace) == 0; };
+    session_ = std::make_unique<Session>(config_, std::move(parts));
+    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
+      const std::vector<float> zeros(config_.params[p].numel);
+      session_->write(p, Kind::master, 0, zeros.data(), zeros.size());
+    }
+  }
+
+  Seen run() {
+    const auto units = static_cast<std::uint32_t>(config_.units.size());
+    const int steps = 4 + below(12);
+    for (done_ = 0; done_ < steps; ++done_) {
+      for (std::uint32_t u = 0; u < units; ++u) visit(u, false);
+      for (std::uint32_t u = units; u-- > 0;) visit(u, true);
+      session_->step(config_.groups, {});
+      if (below(10) == 0) session_->drain();
+    }
+    session_->synchronize();
+    const SessionStats stats = session_->stats();
+    Seen seen;
+    for (std::uint32_t u = 0; u < units; ++u) {
+      EXPECT_EQ(shown(u), steps) << "a gradient was lost, or applied twice";
+      for (std::size_t lag = 1; lag < stats.staleness.seen[u].size(); ++lag) {
+        seen.lagging += stats.staleness.seen[u][lag];
+      }
+      seen.waits += stats.update_waits[u];
+      seen.merged += stats.staleness.merged[u];
+    }
+    if (config_.max_staleness == 0) {
+      EXPECT_EQ(seen.lagging, 0U);
+      EXPECT_EQ(seen.merged, 0U);
+    }
+    return seen;
+  }
+
+ private:
+  int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
+
+  void rest_on_the_ssd() {
+    config_.ssd_paths = {"simulated"};
+    config_.ssd_bytes = kGiB;
+    const Residence all = choose_residence(config_);
+    const std::size_t resting = all.layout.page_count;
+    config_.host_bytes = (all.host_frames - resting / 2 + 16) * kPage;
+  }
+
+  void visit(std::uint32_t unit, bool backward) {
+    session_->enter(UnitId{unit}, backward);
+    const int newest = look(unit);
+    EXPECT_GE(newest, done_ - static_cast<int>(config_.max_staleness)) << "older than declared";
+    EXPECT_LE(newest, done_);
+    if (backward) {
+      std::vector<float> minus_one(config_.params[unit].numel, -1.0f);
+      session_->land_gradient(unit, minus_one.data(), Dtype::float32);
+      look(unit);
+    }
+    session_->leave(UnitId{unit});
+  }
+
+  // The oldest version that the unit's device pages show; each page shows one only.
+  int look(std::uint32_t unit) {
+    const ParamSpec& spec = config_.params[unit];
+    std::vector<float> values(spec.numel);
+    kernels(Isa::scalar)
+        .land_gradient(values.data(), Dtype::float32, session_->device_address(unit), spec.dtype,
+                       spec.numel, GradMode::copy);
+    const std::size_t per_page = kPage / size_of(spec.dtype);
+    float oldest = values[0];
+    for (std::size_t first = 0; first < values.size(); first += per_page) {
+      const auto end =
+          values.begin() + static_cast<std::ptrdiff_t>(std::min(values.size(), first + per_page));
+      const auto begin = values.begin() + static_cast<std::ptrdiff_t>(first);
+      EXPECT_TRUE(std::all_of(begin, end, [&](float v) { return v == *begin; })) << "a torn page";
+      oldest = std::min(oldest, *begin);
+    }
+    return static_cast<int>(oldest);
+  }
+
+  int shown(std::uint32_t unit) {
+    session_->enter(UnitId{unit}, false, false);
+    const int version = look(unit);
+    session_->leave(UnitId{unit});
+    return version;
+  }
+
+  std::mt19937_64 random_;
+  VirtualClock clock_;
+  Config config_;
+  int done_ = 0;
+  std::unique_ptr<Session> session_;
+};
+
+TEST(Staleness, NeverMoreThanDeclaredAndNoPageTorn) {
+  const char* more = std::getenv("STRATA_SEEDS");
+  const char* one = std::getenv("STRATA_SEED");
+  const std::uint64_t first = one == nullptr ? 1 : std::strtoull(one, nullptr, 10);
+  const std::uint64_t count = more == nullptr ? 200 : std::strtoull(more, nullptr, 10);
+  const std::uint64_t last = one == nullptr ? count : first;
+  Seen all;
+  for (std::uint64_t seed = first; seed <= last && !HasFailure(); ++seed) {
+    SCOPED_TRACE("replay with STRATA_SEED=" + std::to_string(seed));
+    const Seen seen = Training(seed).run();
+    all.lagging += seen.lagging;
+    all.waits += seen.waits;
+    all.merged += seen.merged;
+  }
+  if (one != nullptr) return;
+  EXPECT_GT(all.lagging, 0U) << "no update was ever late";
+  EXPECT_GT(all.waits, 0U) << "the bound was never reached";
+  EXPECT_GT(all.merged, 0U) << "no gradient ever met an older one";
+}
+
+}  // namespace
+}  // namespace strata
