@@ -27,6 +27,7 @@ from .finetune_data import Data, prepare
 from .finetune_model import Choice, choose
 from .finetune_options import OPTIONS_NAME, Options
 from .finetune_view import StepRecord, View, make_view
+from .grad_scaler import GradScaler
 from .interrupt import Interrupt
 from .metrics import Metrics
 from .report import make_report
@@ -96,9 +97,7 @@ def _wrap(
         memory=options.memory(),
         ssd_path=options.ssd_path,
         dtype=getattr(torch, options.dtype),
-        max_grad_norm=options.max_grad_norm,
-        accumulation_steps=options.accumulation,
-        skip_nonfinite=True,
+        **options.updates(),
         weights=choice.weights,
         seed=options.seed,
         page_size=options.page_size,
@@ -128,6 +127,7 @@ class _Training:
         self._data = data
         self._output = output
         self._state = wrapped(model)
+        self._scaler = GradScaler(enabled=options.dtype == "float16")
         self._budgets = finetune_report.budgets(self._state)
         self._peak_rate = float(optimizer.param_groups[0]["lr"])
         self._metrics = Metrics(output / "metrics.jsonl", keep=options.resume)
@@ -148,6 +148,8 @@ class _Training:
         self._step, self._position = extra["step"], extra["position"]
         self._seconds = extra["seconds"]
         self._peak_rate = self._options.lr or extra["peak_rate"]
+        if self._scaler.is_enabled():
+            self._scaler.load_state_dict(extra["scaler"])
         self._metrics.forget_after(self._step)
 
     def go(self) -> bool:
@@ -190,9 +192,10 @@ class _Training:
             tokens = self._data.training.batch(self._position, options.batch)
             self._position += options.batch
             loss = self._loss(tokens) / options.accumulation
-            loss.backward()
+            self._scaler.scale(loss).backward()
             total += loss.item()
-        self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         self._optimizer.zero_grad()
         self._step += 1
         took = time.perf_counter() - began
@@ -238,6 +241,7 @@ class _Training:
             "position": self._position,
             "seconds": self._seconds,
             "peak_rate": self._peak_rate,
+            "scaler": self._scaler.state_dict(),
         }
         checkpoint.save(self._model, self._output / "checkpoint", extra=extra)
         view.note(f"checkpoint of step {self._step} in {self._output / 'checkpoint'}")

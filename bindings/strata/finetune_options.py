@@ -13,13 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from .finetune_model import SIZES
 from .sizes import parse_size
+from .update_modes import LockFree, parse_update
 
 OPTIONS_NAME = "options.json"
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
 ACTIVATIONS = ("auto", "keep", "swap", "recompute")
+STATE_DTYPES = ("float32", "bfloat16", "8bit")
 
 
 @dataclass
@@ -49,6 +53,8 @@ class Options:
     overwrite: bool = False
     seed: int = 0
     dtype: str = "bfloat16"
+    update: str = "on_step"
+    state_dtype: str = "float32"
     page_size: str = "auto"
     io_engine: str = "auto"
     workers: int | None = None
@@ -64,6 +70,22 @@ class Options:
         """The budgets that were given, by tier, as strata.wrap takes them."""
         given = {"device": self.device_memory, "host": self.host_memory, "ssd": self.ssd_memory}
         return {tier: size for tier, size in given.items() if size is not None}
+
+    def updates(self) -> dict[str, Any]:
+        """When and with what parameters are updated, as strata.wrap takes it."""
+        update = parse_update(self.update)
+        clipped = "max_unit_norm" if update == "in_backward" else "max_grad_norm"
+        return {
+            "update": update,
+            "state_dtype": getattr(torch, self.state_dtype, self.state_dtype),
+            clipped: self.max_grad_norm or None,
+            "accumulation_steps": self.accumulation,
+            "skip_nonfinite": self.may_skip(),
+        }
+
+    def may_skip(self) -> bool:
+        """Whether a step whose gradients are not finite can be left out."""
+        return parse_update(self.update) in ("on_step", LockFree(0))
 
     def rate(self, step: int, peak: float) -> float:
         """Learning rate of step `step` (from 0): linear warm-up, then a cosine to a tenth of it."""
@@ -144,6 +166,11 @@ def _add_places(add: Callable[..., object], default: Options) -> None:
         )
     add("--ssd-path", nargs="+", metavar="DIR", help="folders on one or several disks")
     add("--dtype", choices=DTYPES, help=f"of the computation (default: {default.dtype})")
+    add(
+        "--state-dtype",
+        choices=STATE_DTYPES,
+        help=f"of AdamW's moments; shorter ones lose bits (default: {default.state_dtype})",
+    )
     add("--page-size", type=_page_size, metavar="SIZE", help="default: auto")
     add("--io-engine", choices=ENGINES, help="default: auto")
     add("--workers", type=_positive, metavar="N", help="threads that update parameters")
@@ -163,12 +190,20 @@ def _add_training(add: Callable[..., object], default: Options) -> None:
     add("--accumulation", type=_positive, metavar="N", help="backward calls per step (default: 1)")
     add("--lr", type=float, metavar="RATE", help="peak (default: 6e-4 if fresh, 2e-5 if saved)")
     add("--warmup", type=_count, metavar="N", help="steps (default: a tenth, at most 100)")
+    add(
+        "--update",
+        type=_update,
+        metavar="MODE",
+        help="on_step; in_backward: as soon as a unit's gradients are there; lock-free:S: the "
+        f"model may compute with parameters up to S steps old (default: {default.update})",
+    )
     add("--weight-decay", type=float, metavar="RATE", help=f"default: {default.weight_decay}")
     add(
         "--max-grad-norm",
         type=float,
         metavar="NORM",
-        help=f"gradients are scaled down to it; 0: never (default: {default.max_grad_norm})",
+        help="gradients are scaled down to it, with --update in_backward those of every unit by "
+        f"themselves; 0: never (default: {default.max_grad_norm})",
     )
     add("--seed", type=_count, metavar="N", help=f"default: {default.seed}")
 
@@ -218,6 +253,11 @@ def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     for path in options.ssd_path or []:
         if not Path(path).is_dir():
             parser.error(f"--ssd-path {path} is not a folder")
+    if options.dtype == "float16" and not options.may_skip():
+        parser.error(
+            "--dtype float16 scales the loss and skips steps that overflow, which --update "
+            f"{options.update} cannot: take bfloat16, or --update on_step"
+        )
     if options.resume and options.overwrite:
         parser.error("--resume and --overwrite contradict each other")
     return options
@@ -242,6 +282,14 @@ def _fraction(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return value
+
+
+def _update(text: str) -> str:
+    try:
+        parse_update(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _size(text: str) -> str:

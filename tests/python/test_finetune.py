@@ -127,6 +127,31 @@ def test_a_saved_model_is_trained_further(place: Path) -> None:
     assert (place / "second" / "model" / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"update": "in_backward", "accumulation": 1, "state-dtype": "bfloat16"},
+        {"update": "lock-free:2", "state-dtype": "8bit"},
+    ],
+)
+def test_other_updates_learn_too(place: Path, more: dict[str, Any]) -> None:
+    assert cli.main(arguments(place, steps=12, **more)) == 0
+    losses = [r["held_out_loss"] for r in lines(place / "out") if "held_out_loss" in r]
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_float16_scales_its_loss_and_goes_on_with_the_same_scale(place: Path) -> None:
+    common = {"dtype": "float16", "save-every": 2, "eval-every": 0}
+    assert cli.main(arguments(place, steps=2, **common)) == 0
+    saved = json.loads((place / "out" / "checkpoint" / "manifest.json").read_text())["extra"]
+    assert saved["scaler"]["scale"] > 1
+    output = f"--output={place / 'out'}"
+    assert cli.main(["finetune", "--resume", output, "--steps=4"]) == 0
+    after = json.loads((place / "out" / "checkpoint" / "manifest.json").read_text())["extra"]
+    kept = after["scaler"]["_growth_tracker"] - saved["scaler"]["_growth_tracker"]
+    assert kept == 2 or after["scaler"]["scale"] < saved["scaler"]["scale"]
+
+
 def test_ctrl_c_saves_says_how_to_continue_and_leaves_nothing(place: Path) -> None:
     command = [sys.executable, "-u", "-m", "strata", *arguments(place, steps=100_000)]
     process = subprocess.Popen(
@@ -184,6 +209,11 @@ def wrong(capsys: pytest.CaptureFixture[str], told: list[str]) -> str:
         ({"sequence": 100_000}, "less than one sequence"),
         ({"device-memory": "8KiB"}, "device"),
         ({"data": None}, "--data is needed"),
+        ({"update": "in-backward"}, "did you mean 'in_backward'"),
+        ({"update": "lock-free:x"}, "a number of steps"),
+        ({"update": "in_backward"}, "update='on_step' with accumulation_steps"),
+        ({"update": "lock-free:1", "dtype": "float16"}, "take bfloat16, or --update on_step"),
+        ({"state-dtype": "4bit"}, "invalid choice: '4bit'"),
     ],
 )
 def test_a_wrong_call_is_refused_in_words(
@@ -220,6 +250,14 @@ def test_every_option_has_a_flag_and_a_default() -> None:
     add_arguments(parser)
     options = finish(parser, ["--model", "llama-10m", "--data", "a", "b"])
     assert options == Options(model="llama-10m", data=["a", "b"])
+    updates = finish(parser, ["--model", "a", "--data", "b", "--max-grad-norm=0"]).updates()
+    assert updates["max_grad_norm"] is None
+    assert updates["state_dtype"] is torch.float32
+    told = ["--model", "a", "--data", "b", "--update=in_backward", "--state-dtype=8bit"]
+    updates = finish(parser, told).updates()
+    assert (updates["max_unit_norm"], updates["skip_nonfinite"]) == (1.0, False)
+    assert updates["state_dtype"] == "8bit"
+    assert finish(parser, [*told[:4], "--update=lock-free:0"]).updates()["skip_nonfinite"]
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
