@@ -112,10 +112,15 @@ struct Vec8 {
   static F of_int(I value) { return _mm256_cvtepi32_ps(value); }
   static I to_int(F value) { return _mm256_cvttps_epi32(value); }
 
-  static I widen(H half) { return _mm256_cvtepu16_epi32(half); }
   // REQUIRES: every lane fits in 16 bits; larger ones would saturate.
   static H narrow(I wide) {
     return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  }
+  static I load(const std::uint32_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  }
+  static void store(std::uint32_t* to, I value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
   }
   static I load(const std::uint8_t* from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));

@@ -100,8 +100,9 @@ struct Vec16 {
   static F of_int(I value) { return _mm512_cvtepi32_ps(value); }
   static I to_int(F value) { return _mm512_cvttps_epi32(value); }
 
-  static I widen(H half) { return _mm512_cvtepu16_epi32(half); }
   static H narrow(I value) { return _mm512_cvtepi32_epi16(value); }
+  static I load(const std::uint32_t* from) { return _mm512_loadu_si512(from); }
+  static void store(std::uint32_t* to, I value) { _mm512_storeu_si512(to, value); }
   static I load(const std::uint8_t* from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }

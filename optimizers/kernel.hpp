@@ -41,7 +41,7 @@ namespace strata {
 template <class V, class Math, class Master, class Grad, template <class, class> class Moments>
 struct Update {
   using F = typename V::F;
-  static constexpr std::size_t kBlock = Moments<V, Math>::kBlock;
+  static constexpr std::size_t kBlock = 32;
 
   explicit Update(const UpdateSpan& span)
       : math(span),
@@ -50,29 +50,31 @@ struct Update {
         moments(span) {}
 
   void run(std::size_t count) {
-    std::size_t at = 0;
-    for (; at + kBlock <= count; at += kBlock) {
-      prefetch(at + kPrefetchDistance);
-      moments.open(at, kBlock);
-      for (std::size_t k = 0; k < kBlock; k += V::kLanes) update_lanes(at + k, typename V::All{});
-      moments.close(at, kBlock);
+    if constexpr (Moments<V, Math>::kInPlace) {
+      run(0, count);
+    } else {
+      for (std::size_t at = 0; at < count; at += kGroup) {
+        const std::size_t here = count - at < kGroup ? count - at : kGroup;
+        moments.open(at, here);
+        run(at, at + here);
+        moments.close(at, here);
+      }
     }
-    if (at < count) run_rest(at, count);
   }
 
-  // REQUIRES: less than a block, but something.
-  void run_rest(std::size_t at, std::size_t count) {
-    const std::size_t begin = at;
-    moments.open(begin, count - begin);
-    for (; at + V::kLanes <= count; at += V::kLanes) update_lanes(at, typename V::All{});
-    if (at < count) update_lanes(at, typename V::Some{count - at});
-    moments.close(begin, count - begin);
+  void run(std::size_t at, std::size_t end) {
+    for (; at + kBlock <= end; at += kBlock) {
+      prefetch(at + kPrefetchDistance);
+      for (std::size_t k = 0; k < kBlock; k += V::kLanes) update_lanes(at + k, typename V::All{});
+    }
+    for (; at + V::kLanes <= end; at += V::kLanes) update_lanes(at, typename V::All{});
+    if (at < end) update_lanes(at, typename V::Some{end - at});
   }
 
   void prefetch(std::size_t at) const {
     master.template prefetch<kBlock>(at);
     grad.template prefetch<kBlock>(at);
-    moments.prefetch(at);
+    moments.template prefetch<kBlock>(at);
   }
 
   template <class Lanes>

@@ -1,10 +1,11 @@
 // The short forms of moments: bfloat16, and codes of 8 bits in blocks with a scale each. Both round
-// with bits that the caller draws, or with halves for rounding to nearest.
+// with numbers below 2^16 that the caller draws, or with Halves, which round to nearest.
 //
 // Threads: pure functions of the memory they are given.
 //
-//   encode_block<V, MomentKind::mean>(values, random, 64, MomentDtype::block8, codes, &scale);
-//   decode_block<V, MomentKind::mean>(codes, &scale, MomentDtype::block8, 64, values);
+//   using Form = ShortForm<Vec8, MomentKind::mean>;
+//   Form::encode(values, Halves<Vec8>(), count, MomentDtype::block8, codes, scales);
+//   Form::decode(codes, scales, MomentDtype::block8, count, values);
 #pragma once
 
 #include <bit>
@@ -12,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "optimizers/prefetch.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata {
@@ -45,8 +47,9 @@ struct BlockCode {
 
   static I magnitude(F value) { return V::both(V::bits(value), V::set_bits(0x7fffffff)); }
 
-  // REQUIRES: kMomentBlock values and codes; random numbers for them and one for the scale.
-  static void encode(const float* from, const std::uint16_t* random, std::uint8_t* codes,
+  // One block; the draws of its elements begin at `first`. REQUIRES: kMomentBlock values and codes.
+  template <class Draws>
+  static void encode(const float* from, const Draws& draws, std::size_t first, std::uint8_t* codes,
                      std::uint16_t* scale) {
     // 1. Find the largest magnitude: of bits, which are ordered as the numbers are, NaNs on top.
     I most = V::set_bits(0);
@@ -63,15 +66,15 @@ struct BlockCode {
       std::memset(codes, 0, kMomentBlock);
       return;
     }
-    const float nearly = tiny ? kUnitMin : unit;
-    const std::uint32_t rounded = std::bit_cast<std::uint32_t>(nearly) + random[kMomentBlock];
+    const std::uint32_t rounded =
+        std::bit_cast<std::uint32_t>(tiny ? kUnitMin : unit) + draws.of_scale(first);
     *scale = static_cast<std::uint16_t>(rounded >> 16);
     // 3. Count units. What reaches the limit has the last code.
     const F per_unit = V::set(1.0f / std::bit_cast<float>(rounded & 0xffff0000u));
     const F limit = V::of_bits(V::set_bits(tiny ? kInfinity : largest));
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
       const I bits = V::bits(V::load(from + at, All{}));
-      const F draw = V::mul(V::of_int(V::widen(V::load(random + at, All{}))), V::set(0x1p-16f));
+      const F draw = V::mul(V::of_int(draws.of_lanes(first + at)), V::set(0x1p-16f));
       V::store(codes + at, code_of(bits, per_unit, draw, limit));
     }
   }
@@ -115,14 +118,14 @@ struct BlockCode {
 
 template <class V, MomentKind kKind>
 struct Bfloat16Code {
-  using F = typename V::F;
   using I = typename V::I;
   using All = typename V::All;
 
-  static void encode(const float* from, const std::uint16_t* random, std::uint16_t* to) {
+  template <class Draws>
+  static void encode(const float* from, const Draws& draws, std::size_t first, std::uint16_t* to) {
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
       const I bits = V::bits(V::one_nan(V::load(from + at, All{})));
-      I upper = V::template down<16>(V::plus(bits, V::widen(V::load(random + at, All{}))));
+      I upper = V::template down<16>(V::plus(bits, draws.of_lanes(first + at)));
       if constexpr (kKind == MomentKind::square) {
         upper = V::larger(upper, V::smaller(bits, V::set_bits(1)));
       }
@@ -136,35 +139,73 @@ struct Bfloat16Code {
   }
 };
 
-// One block, of `count` <= kMomentBlock elements; what lies beyond them in `to` reads as zero.
-template <class V, MomentKind kKind>
-void decode_block(const void* from, const std::uint16_t* scale, MomentDtype dtype,
-                  std::size_t count, float* to) {
-  alignas(64) std::byte whole[kMomentBlock * sizeof(std::uint16_t)] = {};
-  if (count < kMomentBlock) {
-    std::memcpy(whole, from, count * size_of(dtype));
-    from = whole;
-  }
-  if (dtype == MomentDtype::bfloat16) {
-    Bfloat16Code<V, kKind>::decode(static_cast<const std::uint16_t*>(from), to);
-  } else {
-    BlockCode<V, kKind>::decode(static_cast<const std::uint8_t*>(from), *scale, to);
-  }
-}
+// Half of a step added before the rest is cut off: to nearest, ties away from zero.
+template <class V>
+struct Halves {
+  typename V::I of_lanes(std::size_t) const { return V::set_bits(0x8000); }
+  std::uint32_t of_scale(std::size_t) const { return 0x8000; }
+};
 
-// REQUIRES: kMomentBlock values, those beyond `count` zero, and a random number for each and one
-// more.
+// Any number of elements from the beginning of a block. The last block may be short: it goes
+// through a whole one, filled up with zeros.
 template <class V, MomentKind kKind>
-void encode_block(const float* from, const std::uint16_t* random, std::size_t count,
-                  MomentDtype dtype, void* to, std::uint16_t* scale) {
-  alignas(64) std::byte whole[kMomentBlock * sizeof(std::uint16_t)];
-  void* const target = count < kMomentBlock ? whole : to;
-  if (dtype == MomentDtype::bfloat16) {
-    Bfloat16Code<V, kKind>::encode(from, random, static_cast<std::uint16_t*>(target));
-  } else {
-    BlockCode<V, kKind>::encode(from, random, static_cast<std::uint8_t*>(target), scale);
+struct ShortForm {
+  template <class Draws>
+  static void encode(const float* from, const Draws& draws, std::size_t count, MomentDtype dtype,
+                     void* to, std::uint16_t* scales) {
+    std::size_t at = 0;
+    for (; at + kMomentBlock <= count; at += kMomentBlock) {
+      encode_block(from + at, draws, at, dtype, ahead(to, at, dtype), scales);
+    }
+    if (at == count) return;
+    alignas(kLineBytes) float values[kMomentBlock] = {};
+    alignas(kLineBytes) std::byte stored[kMomentBlock * sizeof(std::uint16_t)];
+    std::memcpy(values, from + at, (count - at) * sizeof(float));
+    encode_block(values, draws, at, dtype, stored, scales);
+    std::memcpy(ahead(to, at, dtype), stored, (count - at) * size_of(dtype));
   }
-  if (count < kMomentBlock) std::memcpy(to, whole, count * size_of(dtype));
-}
+
+  static void decode(const void* from, const std::uint16_t* scales, MomentDtype dtype,
+                     std::size_t count, float* to) {
+    std::size_t at = 0;
+    for (; at + kMomentBlock <= count; at += kMomentBlock) {
+      decode_block(ahead(from, at, dtype), scales, at, dtype, to + at);
+    }
+    if (at == count) return;
+    alignas(kLineBytes) float values[kMomentBlock];
+    alignas(kLineBytes) std::byte stored[kMomentBlock * sizeof(std::uint16_t)] = {};
+    std::memcpy(stored, ahead(from, at, dtype), (count - at) * size_of(dtype));
+    decode_block(stored, scales, at, dtype, values);
+    std::memcpy(to + at, values, (count - at) * sizeof(float));
+  }
+
+ private:
+  static void* ahead(void* memory, std::size_t at, MomentDtype dtype) {
+    return static_cast<std::byte*>(memory) + at * size_of(dtype);
+  }
+  static const void* ahead(const void* memory, std::size_t at, MomentDtype dtype) {
+    return static_cast<const std::byte*>(memory) + at * size_of(dtype);
+  }
+
+  template <class Draws>
+  static void encode_block(const float* from, const Draws& draws, std::size_t at, MomentDtype dtype,
+                           void* to, std::uint16_t* scales) {
+    if (dtype == MomentDtype::bfloat16) {
+      Bfloat16Code<V, kKind>::encode(from, draws, at, static_cast<std::uint16_t*>(to));
+    } else {
+      BlockCode<V, kKind>::encode(from, draws, at, static_cast<std::uint8_t*>(to),
+                                  scales + at / kMomentBlock);
+    }
+  }
+  static void decode_block(const void* from, const std::uint16_t* scales, std::size_t at,
+                           MomentDtype dtype, float* to) {
+    if (dtype == MomentDtype::bfloat16) {
+      Bfloat16Code<V, kKind>::decode(static_cast<const std::uint16_t*>(from), to);
+    } else {
+      BlockCode<V, kKind>::decode(static_cast<const std::uint8_t*>(from), scales[at / kMomentBlock],
+                                  to);
+    }
+  }
+};
 
 }  // namespace strata

@@ -42,29 +42,47 @@ typename V::I mixed_lanes(typename V::I value) {
   return V::differ(value, V::template down<15>(value));
 }
 
-// Note [Stochastic rounding]: the bits of one block, the last ones for its scales.
+// Blocks that are decoded, updated and encoded together: enough that what each of these begins with
+// is paid for, few enough that they stay in the nearest cache.
+inline constexpr std::size_t kGroupBlocks = 8;
+inline constexpr std::size_t kGroup = kGroupBlocks * kMomentBlock;
+
+// Note [Stochastic rounding]: the bits of a group, 32 for each element and each block.
 template <class V>
-struct Draws {
-  alignas(64) std::uint16_t low[kMomentBlock + 1];
-  alignas(64) std::uint16_t high[kMomentBlock + 1];
+struct GroupBits {
+  alignas(kLineBytes) std::uint32_t of_elements[kGroup];
+  std::uint32_t of_blocks[kGroupBlocks];
 
-  Draws(std::uint32_t param_id, std::int64_t step, std::uint64_t block) {
-    const std::uint64_t of_step = mixed<V>(static_cast<std::uint64_t>(step) << 32 | param_id);
-    const std::uint64_t of_block = mixed<V>(of_step + block);
-    const auto key = static_cast<std::uint32_t>(of_block);
+  // `first_block`: of the group, counted from the beginning of the parameter.
+  void draw(std::uint64_t of_step, std::uint64_t first_block, std::size_t blocks) {
+    constexpr std::uint32_t kStride = 0x9e3779b9;  // odd: no two elements of a block share a state
     const auto lanes = V::times(V::lane_numbers(), V::set_bits(kStride));
-    for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
-      const auto first = V::set_bits(key + static_cast<std::uint32_t>(at) * kStride);
-      const auto bits = mixed_lanes<V>(V::plus(first, lanes));
-      V::store(low + at, V::narrow(V::both(bits, V::set_bits(0xffff))), typename V::All{});
-      V::store(high + at, V::narrow(V::template down<16>(bits)), typename V::All{});
+    for (std::size_t block = 0; block < blocks; ++block) {
+      const std::uint64_t of_block = mixed<V>(of_step + first_block + block);
+      const auto key = V::plus(V::set_bits(static_cast<std::uint32_t>(of_block)), lanes);
+      std::uint32_t* const bits = of_elements + block * kMomentBlock;
+      for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
+        const auto ahead = V::set_bits(static_cast<std::uint32_t>(at) * kStride);
+        V::store(bits + at, mixed_lanes<V>(V::plus(key, ahead)));
+      }
+      of_blocks[block] = static_cast<std::uint32_t>(of_block >> 32);
     }
-    low[kMomentBlock] = static_cast<std::uint16_t>(of_block >> 32);
-    high[kMomentBlock] = static_cast<std::uint16_t>(of_block >> 48);
   }
+};
 
- private:
-  static constexpr std::uint32_t kStride = 0x9e3779b9;  // odd: no two elements share a state
+// What one of the two moments draws.
+template <class V, bool kHigh>
+struct HalfOf {
+  const GroupBits<V>& bits;
+
+  typename V::I of_lanes(std::size_t at) const {
+    const auto both = V::load(bits.of_elements + at);
+    return kHigh ? V::template down<16>(both) : V::both(both, V::set_bits(0xffff));
+  }
+  std::uint32_t of_scale(std::size_t at) const {
+    const std::uint32_t both = bits.of_blocks[at / kMomentBlock];
+    return kHigh ? both >> 16 : both & 0xffff;
+  }
 };
 
 // float32: exact, and nothing to open or close.
@@ -72,16 +90,15 @@ template <class V, class Math>
 class PlainMoments {
  public:
   using F = typename V::F;
-  static constexpr std::size_t kBlock = 32;
+  static constexpr bool kInPlace = true;
 
   explicit PlainMoments(const UpdateSpan& span)
       : streams_{static_cast<float*>(span.moment1), static_cast<float*>(span.moment2)} {}
 
+  template <std::size_t kAhead>
   void prefetch(std::size_t at) const {
-    for (int k = 0; k < Math::kMoments; ++k) prefetch_lines<V, kBlock>(streams_[k] + at);
+    for (int k = 0; k < Math::kMoments; ++k) prefetch_lines<V, kAhead>(streams_[k] + at);
   }
-  void open(std::size_t, std::size_t) {}
-  void close(std::size_t, std::size_t) {}
 
   template <int k, class Lanes>
   F load(std::size_t at, Lanes lanes) const {
@@ -96,86 +113,72 @@ class PlainMoments {
   float* streams_[2];
 };
 
-// The moments of a span whose rule computes on float32 all the same: open() decodes the block at
-// `at`, load and store reach the elements of that block, close() encodes it.
+// A short form, for a rule that computes on float32 all the same: open() decodes the group at `at`,
+// load and store reach the elements of that group, close() encodes it.
 template <class V, class Math>
 class StoredMoments {
  public:
   using F = typename V::F;
-  static constexpr std::size_t kBlock = kMomentBlock;
+  static constexpr bool kInPlace = false;
 
   explicit StoredMoments(const UpdateSpan& span)
       : dtype_(span.moment_dtype),
         streams_{static_cast<std::byte*>(span.moment1), static_cast<std::byte*>(span.moment2)},
         scales_{span.scales1, span.scales2},
-        param_id_(span.param_id),
-        step_(span.step),
+        of_step_(mixed<V>(static_cast<std::uint64_t>(span.step) << 32 | span.param_id)),
         first_block_(span.first / kMomentBlock) {}
 
+  // 32 elements are one line of bfloat16 and half a line of codes.
+  template <std::size_t kAhead>
   void prefetch(std::size_t at) const {
-    for (int k = 0; k < Math::kMoments; ++k) {
-      const std::byte* const line = streams_[k] + at * size_of(dtype_);
-      __builtin_prefetch(line);
-      if (dtype_ == MomentDtype::bfloat16) __builtin_prefetch(line + kLineBytes);
-    }
+    for (int k = 0; k < Math::kMoments; ++k) __builtin_prefetch(streams_[k] + at * size_of(dtype_));
   }
   void open(std::size_t at, std::size_t count) {
     if constexpr (Math::kMoments >= 1) decode<0>(at, count);
     if constexpr (Math::kMoments >= 2) decode<1>(at, count);
   }
   void close(std::size_t at, std::size_t count) {
-    if constexpr (Math::kMoments == 0) return;
-    const Draws<V> draws(param_id_, step_, first_block_ + at / kMomentBlock);
-    if constexpr (Math::kMoments >= 1) encode<0>(at, count, draws.low);
-    if constexpr (Math::kMoments >= 2) encode<1>(at, count, draws.high);
+    const std::size_t blocks = (count + kMomentBlock - 1) / kMomentBlock;
+    bits_.draw(of_step_, first_block_ + at / kMomentBlock, blocks);
+    if constexpr (Math::kMoments >= 1) encode<0>(at, count);
+    if constexpr (Math::kMoments >= 2) encode<1>(at, count);
   }
 
   template <int k, class Lanes>
   F load(std::size_t at, Lanes lanes) const {
-    return V::load(values_[k] + at % kMomentBlock, lanes);
+    return V::load(values_[k] + at % kGroup, lanes);
   }
   template <int k, class Lanes>
   void store(std::size_t at, F value, Lanes lanes) {
-    V::store(values_[k] + at % kMomentBlock, value, lanes);
+    V::store(values_[k] + at % kGroup, value, lanes);
   }
 
  private:
   template <int k>
-  static constexpr MomentKind kKind = moment_kind(Math::kRule, k + 1);
+  using Form = ShortForm<V, moment_kind(Math::kRule, k + 1)>;
 
   template <int k>
-  void decode(std::size_t at, std::size_t count) {
-    decode_block<V, kKind<k>>(streams_[k] + at * size_of(dtype_), scales_[k] + at / kMomentBlock,
-                              dtype_, count, values_[k]);
+  std::uint16_t* scales(std::size_t at) const {
+    return scales_[k] == nullptr ? nullptr : scales_[k] + at / kMomentBlock;
   }
   template <int k>
-  void encode(std::size_t at, std::size_t count, const std::uint16_t* random) {
-    encode_block<V, kKind<k>>(values_[k], random, count, dtype_, streams_[k] + at * size_of(dtype_),
-                              scales_[k] + at / kMomentBlock);
+  void decode(std::size_t at, std::size_t count) {
+    Form<k>::decode(streams_[k] + at * size_of(dtype_), scales<k>(at), dtype_, count, values_[k]);
+  }
+  template <int k>
+  void encode(std::size_t at, std::size_t count) {
+    Form<k>::encode(values_[k], HalfOf<V, k == 1>{bits_}, count, dtype_,
+                    streams_[k] + at * size_of(dtype_), scales<k>(at));
   }
 
   MomentDtype dtype_;
   std::byte* streams_[2];
   std::uint16_t* scales_[2];
-  std::uint32_t param_id_;
-  std::int64_t step_;
+  std::uint64_t of_step_;
   std::size_t first_block_;
-  alignas(64) float values_[2][kMomentBlock];
+  alignas(kLineBytes) float values_[2][kGroup];
+  GroupBits<V> bits_;
 };
-
-template <class V, MomentKind kKind>
-void load_moments_of(const void* from, const std::uint16_t* scales, MomentDtype dtype,
-                     std::size_t count, float* to) {
-  for (std::size_t at = 0; at < count; at += kMomentBlock) {
-    const std::size_t here = count - at < kMomentBlock ? count - at : kMomentBlock;
-    const auto* const stored = static_cast<const std::byte*>(from) + at * size_of(dtype);
-    const std::uint16_t* const scale =
-        dtype == MomentDtype::block8 ? scales + at / kMomentBlock : nullptr;
-    alignas(64) float whole[kMomentBlock];
-    decode_block<V, kKind>(stored, scale, dtype, here, whole);
-    std::memcpy(to + at, whole, here * sizeof(float));
-  }
-}
 
 template <class V>
 void load_moments(const void* from, const std::uint16_t* scales, MomentDtype dtype, MomentKind kind,
@@ -185,26 +188,9 @@ void load_moments(const void* from, const std::uint16_t* scales, MomentDtype dty
   if (dtype == MomentDtype::float32) {
     std::memcpy(to, from, count * sizeof(float));
   } else if (kind == MomentKind::mean) {
-    load_moments_of<V, MomentKind::mean>(from, scales, dtype, count, to);
+    ShortForm<V, MomentKind::mean>::decode(from, scales, dtype, count, to);
   } else {
-    load_moments_of<V, MomentKind::square>(from, scales, dtype, count, to);
-  }
-}
-
-template <class V, MomentKind kKind>
-void store_moments_of(const float* from, std::size_t count, MomentDtype dtype, void* to,
-                      std::uint16_t* scales) {
-  // Half of a step added before the rest is cut off: to nearest, ties away from zero.
-  alignas(64) std::uint16_t half[kMomentBlock + 1];
-  for (std::uint16_t& one : half) one = 0x8000;
-  for (std::size_t at = 0; at < count; at += kMomentBlock) {
-    const std::size_t here = count - at < kMomentBlock ? count - at : kMomentBlock;
-    alignas(64) float whole[kMomentBlock] = {};
-    std::memcpy(whole, from + at, here * sizeof(float));
-    std::uint16_t* const scale =
-        dtype == MomentDtype::block8 ? scales + at / kMomentBlock : nullptr;
-    encode_block<V, kKind>(whole, half, here, dtype,
-                           static_cast<std::byte*>(to) + at * size_of(dtype), scale);
+    ShortForm<V, MomentKind::square>::decode(from, scales, dtype, count, to);
   }
 }
 
@@ -216,9 +202,9 @@ void store_moments(const float* from, std::size_t count, MomentDtype dtype, Mome
   if (dtype == MomentDtype::float32) {
     std::memcpy(to, from, count * sizeof(float));
   } else if (kind == MomentKind::mean) {
-    store_moments_of<V, MomentKind::mean>(from, count, dtype, to, scales);
+    ShortForm<V, MomentKind::mean>::encode(from, Halves<V>(), count, dtype, to, scales);
   } else {
-    store_moments_of<V, MomentKind::square>(from, count, dtype, to, scales);
+    ShortForm<V, MomentKind::square>::encode(from, Halves<V>(), count, dtype, to, scales);
   }
 }
 

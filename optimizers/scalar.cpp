@@ -88,8 +88,9 @@ struct Vec1 {
   static F of_int(I value) { return static_cast<F>(static_cast<std::int32_t>(value)); }
   static I to_int(F value) { return static_cast<I>(static_cast<std::int32_t>(value)); }  // cut off
 
-  static I widen(H half) { return half; }
   static H narrow(I value) { return static_cast<H>(value); }  // REQUIRES: every lane fits
+  static I load(const std::uint32_t* from) { return *from; }
+  static void store(std::uint32_t* to, I value) { *to = value; }
   static I load(const std::uint8_t* from) { return *from; }
   static void store(std::uint8_t* to, I value) { *to = static_cast<std::uint8_t>(value); }  // same
 
