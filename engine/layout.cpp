@@ -45,7 +45,7 @@ std::size_t scale_bytes_of(const Layout& layout, const Chunk& chunk) {
 int moments_of(const Config& config) {
   int moments = 0;
   for (const Hyper& group : config.groups) {
-    moments = std::max(moments, moment_count(group.rule, group.momentum));
+    moments = std::max(moments, moment_count(group));
   }
   return moments;
 }

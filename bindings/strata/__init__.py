@@ -9,6 +9,7 @@ from .checkpoint_files import CheckpointError
 from .errors import StrataError
 from .export import export_safetensors
 from .grad_scaler import GradScaler
+from .lion import Lion
 from .report import PlanReport, Report
 from .trace_file import save_trace
 from .update_modes import LockFree
@@ -17,6 +18,7 @@ from .wrap import gather_grad, plan, report, synchronize, unwrap, wrap
 __all__ = [
     "CheckpointError",
     "GradScaler",
+    "Lion",
     "LockFree",
     "PlanReport",
     "Report",

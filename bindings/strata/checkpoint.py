@@ -45,11 +45,12 @@ from .checkpoint_files import (
     replace_folder,
     write_manifest,
 )
+from .optimizer import moments_of
 from .weights import persistent_buffers
 from .wrapped import Wrapped, wrapped
 
 if TYPE_CHECKING:
-    from ._core import GroupSpec, Kind, ParamSpec, Session  # types only: the stub's, not the core's
+    from ._core import Kind, ParamSpec, Session  # types only: the stub's, not the core's
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -171,14 +172,8 @@ def _kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
     if not spec["trainable"]:
         return [("master", spec["dtype"])]
     kinds: list[Kind] = ["master", "moment1", "moment2"]
-    moments = _moment_count(state.config["groups"][spec["group"]])
-    return [(kind, "float32") for kind in kinds[: 1 + moments]]
-
-
-def _moment_count(group: GroupSpec) -> int:
-    if group["rule"] == "sgd":
-        return 1 if group["momentum"] else 0
-    return 2
+    moments = moments_of(state.config["groups"][spec["group"]])
+    return [(kind, "float32") for kind in kinds[: 1 + len(moments)]]
 
 
 def _stored(

@@ -153,7 +153,12 @@ def configure(
     """The Config, and the modules to hook with the units that each one reads."""
     options.check()
     _check_model(model)
-    check_optimizer(optimizer, model)
+    foreign = check_optimizer(optimizer, model)
+    if foreign is not None and options.state_dtype != torch.float32:
+        raise ValueError(
+            f"state_dtype={options.state_dtype!r} is not supported with {foreign.name}, which runs "
+            "as its own class on float32 state: leave state_dtype out"
+        )
     unit_specs, hooked = find_units(model, options.units)
     unit_of = {p: u for u, unit in enumerate(unit_specs) for p in unit.params}
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -170,7 +175,7 @@ def configure(
                 "group": group_of[id(parameter)] if trainable else 0,
             }
         )
-    groups = [group_spec(optimizer, group) for group in optimizer.param_groups]
+    groups = [group_spec(optimizer, group, foreign) for group in optimizer.param_groups]
     check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
     update, max_staleness = core_mode(options.update)
     config: Config = {
@@ -189,6 +194,7 @@ def configure(
         "max_staleness": max_staleness,
         "moment_dtype": STATE_DTYPES[options.state_dtype],
         "pin_workers": True,
+        "compute_threads": torch.get_num_threads(),
     }
     _choose_budgets(config, parse_budgets(options.memory), make_plan)
     return config, hooked

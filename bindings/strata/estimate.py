@@ -170,6 +170,7 @@ def page_sizes(
         "max_staleness": 0,
         "moment_dtype": "float32",
         "pin_workers": True,
+        "compute_threads": 1,
     }
     try:
         return _core.plan(config)

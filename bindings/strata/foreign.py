@@ -18,8 +18,10 @@ those were changed on the way; load_state_dict() takes them from what was saved.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
@@ -70,7 +72,7 @@ class Foreign:
         self._known: dict[int, tuple[dict[str, Any], Kept]] = {}
         self._next = 0
         self._scalars: dict[int, dict[int, State]] = {}  # by parameter and step
-        self._local = threading.local()
+        self._noting = threading.Lock()
         self._room = max(len(self.kept(group).moments) for group in optimizer.param_groups)
 
     def kept(self, group: dict[str, Any]) -> Kept:
@@ -104,10 +106,11 @@ class Foreign:
         values, grad = torch.ones(TRIAL_NUMEL), torch.ones(TRIAL_NUMEL)
         state: State = {}
         seconds = []
-        for _ in range(5):
-            begin = perf_counter()
-            state = run_step(rule, options, values, grad, state)
-            seconds.append(perf_counter() - begin)
+        with _one_thread():
+            for _ in range(5):
+                begin = perf_counter()
+                state = run_step(rule, options, values, grad, state)
+                seconds.append(perf_counter() - begin)
         return min(seconds) / TRIAL_NUMEL
 
     def scalars(self, param: int, step: int, group: dict[str, Any]) -> State:
@@ -130,7 +133,8 @@ class Foreign:
         if step > 1:
             before = self._after(param, step - 1, options, kept)
             state = {**places, **copy_scalars(before, kept.scalars)}
-        after = run_step(self._rule(), options, values, grad, state)
+        with _one_thread():
+            after = run_step(replica(self._like), options, values, grad, state)
         for name, place in places.items():
             # The first step makes tensors of its own, and so does a class that does not write in
             # place.
@@ -138,19 +142,12 @@ class Foreign:
                 place.copy_(after[name])
         self._note(param, step, copy_scalars(after, kept.scalars))
 
-    def _rule(self) -> torch.optim.Optimizer:
-        """This thread's own."""
-        if not hasattr(self._local, "rule"):
-            self._local.rule = replica(self._like)
-        rule: torch.optim.Optimizer = self._local.rule
-        return rule
-
     def _note(self, param: int, step: int, scalars: State) -> None:
-        known = self._scalars.setdefault(param, {})
-        if step not in known:
-            known[step] = scalars
+        with self._noting:
+            known = self._scalars.setdefault(param, {})
+            known.setdefault(step, scalars)
             while len(known) > STEPS_KEPT:
-                known.pop(next(iter(known)), None)
+                known.pop(next(iter(known)))
 
     def _after(self, param: int, step: int, options: dict[str, Any], kept: Kept) -> State:
         known = self._scalars.get(param, {})
@@ -174,6 +171,25 @@ def _scalars_after(
         one = scalars["step"]
         scalars["step"] = torch.full_like(one, steps) if torch.is_tensor(one) else type(one)(steps)
     return scalars
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keeps torch's operations on the thread that calls.
+
+    Else every worker would bring a team of threads to disturb the computation. torch's own
+    set_num_threads() is for all threads of the program.
+    """
+    threads = torch.get_num_threads()  # of this thread; torch sets it when it first looks
+    set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if set_threads is None or threads == 1:
+        yield
+        return
+    set_threads(1)
+    try:
+        yield
+    finally:
+        set_threads(threads)
 
 
 def _text_of(options: dict[str, Any]) -> str:

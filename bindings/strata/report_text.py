@@ -60,6 +60,8 @@ def _paragraphs(report: Report) -> Iterator[str]:
         head += f"; last gradient norm {report.grad_norm:.4g}"
     head += f"; {report.backend} backend, pages of {format_size(report.page_bytes)}"
     head += f", {report.io_engine} I/O" if report.io_engine else ""
+    if where := report.stats.get("workers_where"):  # reports of files may not have it
+        head += f"; workers {where}"
     speed = speed_line(report)
     yield head + (f"\n{speed}" if speed else "")
     tiers = [["tier", "budget", "used", "peak", "planned peak", "at"]]

@@ -29,6 +29,7 @@ from .configure import (
     settle,
 )
 from .errors import check_keywords
+from .foreign import Foreign, make_foreign
 from .hooks import Hooks
 from .interrupt import Interrupt
 from .optimizer import StrataOptimizer
@@ -132,6 +133,7 @@ def wrap(
         stats["backend"],
         f", {stats['io_engine']} ({stats['io_engine_why']})" if stats["io_engine"] else "",
     )
+    log.info("%d workers %s", state.config["workers"], stats["workers_where"])
     for warning in stats.get("warnings", []):
         log.warning("%s", warning)
     return model, state.optimizer
@@ -204,7 +206,10 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     settle(model, hooked, config, _core.plan)
     gc.collect()  # a wrapped model that nobody can reach any more still has its frames and files
     config["session_name"] = _free_name(config["ssd_paths"])
-    session = _core.Session(config)
+    foreign = make_foreign(optimizer)
+    if foreign is not None:
+        _say_what_it_costs(foreign, optimizer, config)
+    session = _core.Session(config, foreign)
     try:
         state = Wrapped(model, session, config)
         _fill(state, options)
@@ -222,6 +227,7 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
             max_grad_norm=options.max_grad_norm,
             max_unit_norm=options.max_unit_norm,
             skip_nonfinite=options.skip_nonfinite,
+            foreign=foreign,
         )
         model.__dict__["_strata"] = state
         if options.activations is not None:
@@ -230,6 +236,21 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
         unwrap(model)
         raise KeyboardInterrupt
     return state
+
+
+def _say_what_it_costs(
+    foreign: Foreign, optimizer: torch.optim.Optimizer, config: _core.Config
+) -> None:
+    """Of a class without a kernel."""
+    trained = sum(spec["numel"] for spec in config["params"] if spec["trainable"])
+    each = foreign.seconds_per_element(optimizer.param_groups[0])
+    log.warning(
+        "%s has no kernel in strata and runs as its own class: the same results, but slower, about "
+        "%.2g ns for each trained parameter and %.2g s of one core for a step",
+        foreign.name,
+        each * 1e9,
+        each * trained,
+    )
 
 
 def _start_planning(state: Wrapped, options: Options, hooked: dict[nn.Module, list[int]]) -> None:

@@ -22,10 +22,10 @@ PAGE = 4096
 class Session:
     """One session. Every method checks what the contract requires of its caller."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], foreign: Any = None) -> None:
         self.config = config
         self.plan = plan(config)
-        self.params = [Param(spec) for spec in config["params"]]
+        self.params = [Param(i, spec, foreign) for i, spec in enumerate(config["params"])]
         self.pins = [0] * len(config["units"])
         self.members = [
             [p for p in self.params if p.spec["unit"] == u] for u in range(len(config["units"]))
@@ -198,6 +198,7 @@ class Session:
             "host_bytes": 0,
             "ssd_bytes": 0,
             "backend": "fake",
+            "workers_where": "nowhere",
             "io_engine": "",
         }
 

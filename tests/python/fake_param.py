@@ -3,13 +3,17 @@
 from typing import Any
 
 import torch
+from strata import Lion
+from strata._core import StrataError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Param:
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, index: int, spec: dict[str, Any], foreign: Any) -> None:
+        self.index = index
         self.spec = spec
+        self.foreign = foreign
         n = spec["numel"]
         self.device = torch.empty(n, dtype=DTYPES[spec["dtype"]])
         self.master = torch.zeros(n)
@@ -34,6 +38,14 @@ class Param:
     def update(self, group: dict[str, Any], scale: float) -> None:
         self.step += 1
         grad = self.grad * scale if scale != 1.0 else self.grad
+        if group["rule"] == "foreign":
+            tensors = [self.master, grad.clone(), *self.moments[: group["moments"]]]
+            addresses = [t.data_ptr() for t in tensors] + [0] * (4 - len(tensors))
+            try:
+                self.foreign(group["options"], self.index, self.step, grad.numel(), *addresses)
+            except Exception as error:
+                raise StrataError(f"{type(error).__name__}: {error}") from error
+            return
         master = torch.nn.Parameter(self.master)
         master.grad = grad
         shared = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
@@ -47,6 +59,9 @@ class Param:
             if group["momentum"]:
                 self.moments[0].copy_(rule.state[master]["momentum_buffer"])
             return
+        if group["rule"] in ("lion", "adagrad"):
+            self._update_one_moment(master, group)
+            return
         kind = torch.optim.AdamW if group["rule"] == "adamw" else torch.optim.Adam
         adam = kind([master], betas=(group["beta1"], group["beta2"]), eps=group["eps"], **shared)
         adam.state[master] = {
@@ -55,6 +70,21 @@ class Param:
             "exp_avg_sq": self.moments[1],
         }
         adam.step()
+
+    def _update_one_moment(self, master: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        rule: torch.optim.Optimizer
+        if group["rule"] == "lion":
+            betas = (group["beta1"], group["beta2"])
+            rule = Lion([master], group["lr"], betas, group["weight_decay"])
+            rule.state[master] = {"exp_avg": self.moments[0]}
+            rule.step()
+            return
+        names = ("lr", "lr_decay", "eps", "weight_decay", "maximize")
+        rule = torch.optim.Adagrad([master], foreach=False, **{n: group[n] for n in names})
+        if self.step == 1:
+            self.moments[0].fill_(group["initial_accumulator"])
+        rule.state[master] = {"step": torch.tensor(self.step - 1.0), "sum": self.moments[0]}
+        rule.step()
 
 
 def grad_norm(params: list[Param], scale: float) -> float:

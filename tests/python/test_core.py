@@ -32,6 +32,7 @@ def config(dtype: str = "bfloat16", **changes: Any) -> dict[str, Any]:
         "max_staleness": 0,
         "moment_dtype": "float32",
         "pin_workers": True,
+        "compute_threads": 1,
     }  # fmt: skip
     return base | changes
 

@@ -1,0 +1,27 @@
+// A Python callable in the place of an update rule: what a session calls for groups of rule
+// "foreign". Its arguments are those that bindings/strata/_core.pyi names at Session.
+//
+// Threads: called by workers; takes the GIL for the call. Whoever closes the session must have
+// released it, or waits for a worker that waits for the GIL.
+//
+//   parts.foreign = foreign_call(callable);     // REQUIRES: callable lives as long as the session
+#pragma once
+
+#include "bindings/python.hpp"
+#include "optimizers/foreign.hpp"
+
+namespace strata {
+
+// Empty for None. What the callable raises comes out as std::runtime_error.
+Foreign foreign_call(py::handle callable);
+
+// Ends a session that Python forgets without closing it.
+struct ReleaseGilAndDelete {
+  template <class T>
+  void operator()(T* object) const {
+    const py::gil_scoped_release release;
+    delete object;
+  }
+};
+
+}  // namespace strata
