@@ -125,6 +125,7 @@ Budgets parse_budgets(const py::dict& dict) {
   budgets.host_bytes = field<std::uint64_t>(dict, "host_bytes");
   budgets.ssd_bytes = field<std::uint64_t>(dict, "ssd_bytes");
   budgets.staging_bytes = field<std::uint64_t>(dict, "staging_bytes");
+  if (dict.contains("grads_rest")) budgets.grads_rest = field<bool>(dict, "grads_rest");
   if (budgets.page_bytes == 0) throw py::value_error("page_bytes is 0");
   return budgets;
 }

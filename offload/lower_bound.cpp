@@ -63,11 +63,11 @@ MustMove must_move(const Trace& trace, const Budgets& budgets) {
       continue;
     }
     trained += unit.param_bytes;
-    changing += unit.param_bytes + unit.grad_bytes + unit.state_bytes;
+    changing += budgets.resting(unit);
     moves.down += unit.grad_bytes;
     moves.elements += unit.elements;
     if (!forward[u]) continue;
-    first += unit.param_bytes + unit.grad_bytes + unit.state_bytes;
+    first += budgets.resting(unit);
     renewed += unit.param_bytes + unit.state_bytes;
     moves.forward_elements += unit.elements;
   }

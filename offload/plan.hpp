@@ -44,6 +44,17 @@ struct Budgets {
   std::uint64_t host_bytes = 0;    // resting pages, staging and swapped activations together
   std::uint64_t ssd_bytes = 0;
   std::uint64_t staging_bytes = 0;  // of host_bytes, where anything rests on the SSD
+  // Gradients have pages that rest in a tier. False: they land in buffers of their own, which
+  // host_bytes does not count.
+  bool grads_rest = true;
+
+  // What of a unit rests in the tiers.
+  std::uint64_t resting_grads(const TracedUnit& unit) const {
+    return grads_rest ? unit.grad_bytes : 0;
+  }
+  std::uint64_t resting(const TracedUnit& unit) const {
+    return unit.param_bytes + resting_grads(unit) + unit.state_bytes;
+  }
 };
 
 // What the user forced; left alone, everything is chosen.

@@ -45,10 +45,6 @@ std::string check_modes(const Trace& trace, const Lifetimes& lives, const Plan& 
     if (planned.slices > 1 && planned.activation != Activation::recompute) {
       return unit.name + " is cut into slices and not recomputed";
     }
-    if (planned.param_ssd_bytes > unit.param_bytes || planned.grad_ssd_bytes > unit.grad_bytes ||
-        planned.state_ssd_bytes > unit.state_bytes) {
-      return unit.name + " has more on the SSD than it has";
-    }
   }
   return {};
 }
@@ -58,8 +54,12 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
   std::uint64_t total = 0, on_ssd = 0;
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     const TracedUnit& unit = trace.units[u];
-    total += unit.param_bytes + unit.grad_bytes + unit.state_bytes;
+    total += budgets.resting(unit);
     const UnitPlan& planned = plan.units[u];
+    if (planned.param_ssd_bytes > unit.param_bytes || planned.state_ssd_bytes > unit.state_bytes ||
+        planned.grad_ssd_bytes > budgets.resting_grads(unit)) {
+      return unit.name + " has more on the SSD than it has";
+    }
     on_ssd += planned.param_ssd_bytes + planned.grad_ssd_bytes + planned.state_ssd_bytes;
   }
   if (plan.resting_ssd_bytes != on_ssd || plan.resting_host_bytes != total - on_ssd) {

@@ -65,7 +65,7 @@ Resting::Resting(const Trace& trace, const Budgets& budgets) : trace_(trace), bu
   budgets_.ssd_bytes = down_to_pages(budgets.ssd_bytes, budgets.page_bytes);
   budgets_.staging_bytes = round_up(budgets.staging_bytes, budgets.page_bytes);
   for (const TracedUnit& unit : trace.units) {
-    total_ += unit.param_bytes + unit.grad_bytes + unit.state_bytes;
+    total_ += budgets.resting(unit);
   }
 }
 
@@ -112,7 +112,7 @@ std::uint64_t Resting::place(const Swapped& swapped, std::span<UnitPlan> units) 
     units[u].param_ssd_bytes = take(trace_.units[u].param_bytes);
   }
   for (std::size_t u = 0; u < units.size(); ++u) {
-    units[u].grad_ssd_bytes = take(trace_.units[u].grad_bytes);
+    units[u].grad_ssd_bytes = take(budgets_.resting_grads(trace_.units[u]));
   }
   for (std::size_t u = 0; u < units.size(); ++u) {
     units[u].state_ssd_bytes = take(trace_.units[u].state_bytes);

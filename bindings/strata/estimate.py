@@ -113,7 +113,7 @@ def make_trace(
                 "name": unit["name"],
                 "elements": unit["params"],
                 "param_bytes": unit["param_bytes"],
-                "grad_bytes": unit["grad_bytes"],
+                "grad_bytes": unit["landing_bytes"],
                 "state_bytes": unit["state_bytes"],
                 "chunks": unit["chunks"],
                 "slices_max": slices_max if u in saving else 1,

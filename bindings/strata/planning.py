@@ -234,9 +234,10 @@ class Planning:
         return {
             "page_bytes": resting["page_bytes"],
             "device_bytes": max(0, self.goal.device_bytes - reserve),
-            "host_bytes": config["host_bytes"],
+            "host_bytes": config["host_bytes"] - resting["buffer_bytes"],
             "ssd_bytes": config["ssd_bytes"],
             "staging_bytes": resting["staging_bytes"],
+            "grads_rest": config["update"] == "on_step",
         }
 
     def _plan_for(self, trace: Trace, reserve: int) -> _core.PaperPlan:

@@ -41,7 +41,7 @@ def make_trace(step: RecordedStep, state: Wrapped) -> Trace:
                 "name": unit.name,
                 "elements": sum(state.config["params"][i]["numel"] for i in unit.params),
                 "param_bytes": sizes["param_bytes"],
-                "grad_bytes": sizes["grad_bytes"],
+                "grad_bytes": sizes["landing_bytes"],
                 "state_bytes": sizes["state_bytes"],
                 "chunks": sizes["chunks"],
                 "slices_max": unit.slices_max,

@@ -294,13 +294,34 @@ class _Save:
     asked: bool = False
 
 
+MASTER_BYTES = {"float32": 0, "bfloat16": 2, "float16": 4}  # beside the parameter
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}
+
+
+def _grad_bytes(config: dict[str, Any], spec: dict[str, Any]) -> int:
+    """Of an element where its gradient lands."""
+    if not spec["trainable"]:
+        return 0
+    late = config["update"] == "lock_free"
+    return 4 if config["accumulate"] or late else DTYPES[spec["dtype"]].itemsize
+
+
 def plan(config: dict[str, Any]) -> dict[str, Any]:
-    sizes = [0] * len(config["units"])
-    resting = [0] * len(config["units"])
+    units = len(config["units"])
+    sizes, grads, states = [0] * units, [0] * units, [0] * units
     for spec in config["params"]:
-        size = DTYPES[spec["dtype"]].itemsize
-        sizes[spec["unit"]] += size * spec["numel"]
-        resting[spec["unit"]] += (2 * size + 16 * spec["trainable"]) * spec["numel"]
+        unit, numel = spec["unit"], spec["numel"]
+        sizes[unit] += DTYPES[spec["dtype"]].itemsize * numel
+        grads[unit] += _grad_bytes(config, spec) * numel
+        moments = 2 * MOMENT_BYTES[config["moment_dtype"]]
+        states[unit] += (MASTER_BYTES[spec["dtype"]] + moments) * spec["trainable"] * numel
+    landing = grads
+    buffers = 0  # as many as the core needs at least; moments have no scales here
+    if config["update"] == "in_backward":
+        buffers, grads = max(grads), [0] * units
+    elif config["update"] == "lock_free":
+        buffers = sum(grads)
+    resting = [sum(of) for of in zip(sizes, grads, states, strict=True)]
     smallest = max(sizes)
     if config["device_bytes"] < smallest:
         name = config["units"][sizes.index(smallest)]
@@ -309,25 +330,28 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
             "bytes would do"
         )
     page = config["page_bytes"] or PAGE
-    whole = -(-sum(resting) // page) * page  # in whole pages, as budgets are
+    passing = buffers if config["update"] == "in_backward" else 0
+    whole = -(-(sum(resting) + passing) // page) * page  # in whole pages, as budgets are
     return {
         "page_bytes": page,
         "device_bytes": min(sum(sizes), config["device_bytes"]),
         "host_bytes": min(whole, config["host_bytes"]),
         "ssd_bytes": 0,
         "staging_bytes": 0,
+        "buffer_bytes": buffers,
         "device_bytes_min": smallest,
         "units": [
             {
                 "name": name,
                 "params": sum(s["numel"] for s in config["params"] if s["unit"] == u),
                 "param_bytes": sizes[u],
-                "grad_bytes": sizes[u],
-                "state_bytes": resting[u] - 2 * sizes[u],
+                "landing_bytes": landing[u],
+                "grad_bytes": grads[u],
+                "state_bytes": states[u],
                 "chunks": 1,
                 "param_tier": "host",
-                "grad_tier": "host",
-                "state_tier": "host",
+                "grad_tier": "host" if grads[u] else "none",
+                "state_tier": "host" if states[u] else "none",
             }
             for u, name in enumerate(config["units"])
         ],
