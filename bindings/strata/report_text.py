@@ -15,6 +15,7 @@ from .timeline import ALL_UNITS, stall_name
 WAITS_SHOWN = 8  # those that were waited for longest
 
 if TYPE_CHECKING:
+    from ._core import Plan
     from .report import Lag, PlannedRow, PlanReport, Report
 
 
@@ -41,10 +42,19 @@ def plan_text(report: PlanReport) -> str:
             f"pages of {format_size(plan['page_bytes'])}; staging "
             f"{format_size(plan['staging_bytes'])} of host memory; smallest device budget "
             f"{format_size(plan['device_bytes_min'])}",
+            *_buffers(plan),
             table(rows),
             table(units),
         ]
     )
+
+
+def _buffers(plan: Plan) -> list[str]:
+    """A line on what is always in host memory, where anything is."""
+    if plan["buffer_bytes"] == 0:
+        return []
+    size = format_size(plan["buffer_bytes"])
+    return [f"{size} of host memory are set aside for gradients and scales of moments"]
 
 
 def report_text(report: Report) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from strata import _core
 
 GROUP: dict[str, Any] = {
     "rule": "adamw", "lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1,
-    "momentum": 0.0, "dampening": 0.0, "lr_decay": 0.0, "initial_accumulator": 0.0, "nesterov": False, "maximize": False,
+    "momentum": 0.0, "dampening": 0.0, "lr_decay": 0.0, "initial_accumulator": 0.0,
+    "nesterov": False, "maximize": False,
 }  # fmt: skip
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 SIZES = [70_000, 33, 200_000, 5, 90_001, 64, 150_000]
@@ -167,3 +169,71 @@ def test_infeasible_budgets_say_what_would_do(changes: dict[str, Any], words: li
     assert caught.value.fault == "config"
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("update", "moments", "at_rest"),
+    [
+        ("in_backward", "float32", 12),
+        ("on_step", "float32", 14),
+        ("lock_free", "float32", 16),
+        ("in_backward", "bfloat16", 8),
+        ("on_step", "bfloat16", 10),
+        ("lock_free", "bfloat16", 12),
+        ("in_backward", "block8", 6),
+        ("on_step", "block8", 8),
+        ("lock_free", "block8", 10),
+    ],
+)
+def test_a_plan_tells_the_bytes_at_rest(
+    core: ModuleType, update: str, moments: str, at_rest: int
+) -> None:
+    one = {"name": "p", "numel": 1 << 20, "dtype": "bfloat16", "trainable": True, "group": 0}
+    changes: dict[str, Any] = {"update": update, "moment_dtype": moments}
+    units = {"params": [one | {"unit": 0}, one | {"unit": 1}], "units": ["u0", "u1"]}
+    found = core.plan(config(**units, device_bytes=1 << 28, **changes))
+    for unit in found["units"]:
+        parts = unit["param_bytes"] + unit["grad_bytes"] + unit["state_bytes"]
+        assert parts == at_rest * unit["params"]
+        assert unit["grad_tier"] == ("none" if update == "in_backward" else "host")
+    # What is always in host memory comes on top, but for gradients that were counted already.
+    rest = at_rest * (2 << 20)
+    counted = 4 * (2 << 20) if update == "lock_free" else 0
+    assert found["host_bytes"] == rest + found["buffer_bytes"] - counted
+    if update == "on_step" and moments != "block8":
+        assert found["buffer_bytes"] == 0
+    if update == "in_backward":
+        assert found["buffer_bytes"] >= 2 << 20
+
+
+def test_late_gradients_that_do_not_fit_are_told_what_would() -> None:
+    with pytest.raises(_core.StrataError, match="update='in_backward' would need") as caught:
+        _core.plan(config(host_bytes=256 * KIB, update="lock_free"))
+    assert "gradients need" in str(caught.value)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "block8"])
+def test_moments_keep_what_was_read(moments: str) -> None:
+    """A stored moment is read, written back and read again: the same bits, in any pieces."""
+    session = _core.Session(config(moment_dtype=moments))
+    generator = torch.Generator().manual_seed(1)
+    for kind in ("moment1", "moment2"):
+        values = torch.randn(SIZES[0], generator=generator).square()
+        session.write(0, kind, 0, values.data_ptr(), values.numel())
+        stored = torch.empty_like(values)
+        session.read(0, kind, 0, stored.data_ptr(), values.numel())
+        worst = {"float32": 0.0, "bfloat16": 2.0**-8, "block8": 0.1}[moments]
+        assert (stored - values).abs().max() <= worst * values.abs().max()
+        if moments == "float32":
+            continue
+        assert not torch.equal(stored, values)
+        session.write(0, kind, 0, stored.data_ptr(), values.numel())
+        for begin, count in ((0, 64), (64, 128), (200, 9), (values.numel() - 5, 5)):
+            part = torch.empty(count)
+            session.read(0, kind, begin, part.data_ptr(), count)
+            assert torch.equal(part, stored[begin : begin + count])
+            session.write(0, kind, begin, part.data_ptr(), count)
+        again = torch.empty_like(values)
+        session.read(0, kind, 0, again.data_ptr(), values.numel())
+        assert torch.equal(again, stored)
+    session.close()
