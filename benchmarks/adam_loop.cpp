@@ -4,6 +4,7 @@
 // take turns, medians are reported, one JSON object a line.
 //
 //   adam_loop [--params N] [--threads N] [--turns N] [--moments float32|bfloat16|block8]
+//   adam_loop --serve 1 [--params N] [--threads N]   the loop alone, once for every line of input
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iostream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -211,6 +213,21 @@ void measure(State& state, std::size_t count, int threads, int turns, Isa isa,
   print("of_read_modify_write_" + where, median(percent), "%", 95.0, 100.0);
 }
 
+// Says that it is ready; then runs the loop once for every line that comes, and answers with its
+// seconds: so it can take turns with what runs in other processes.
+void serve(State& state, std::size_t count, int threads) {
+  const auto touch_memory = touch_for(best_isa());
+  std::printf("{\"ready\":true}\n");
+  std::fflush(stdout);
+  for (std::string line; std::getline(std::cin, line);) {
+    const double ns = time_ns(count, threads, [&](std::size_t begin, std::size_t end) {
+      touch_memory(state, begin, end);
+    });
+    std::printf("{\"seconds\":%.9f}\n", ns * 1e-9);
+    std::fflush(stdout);
+  }
+}
+
 MomentDtype moments_argument(int argc, char** argv) {
   for (int i = 1; i + 1 < argc; i += 2) {
     if (std::strcmp(argv[i], "--moments") != 0) continue;
@@ -243,6 +260,10 @@ int main(int argc, char** argv) {
   const MomentDtype moments = moments_argument(argc, argv);
   const auto count = static_cast<std::size_t>(params);
   State state(count);
+  if (argument(argc, argv, "--serve", 0) != 0) {
+    serve(state, count, threads_max);
+    return 0;
+  }
   for (int threads = 1; threads <= threads_max; ++threads) {
     measure(state, count, threads, turns, best_isa(), moments);
     if (best_isa() > Isa::avx2) measure(state, count, threads, turns, Isa::avx2, moments);
