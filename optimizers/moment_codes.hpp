@@ -74,27 +74,28 @@ struct BlockCode {
     const F limit = V::of_bits(V::set_bits(tiny ? kInfinity : largest));
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
       const I bits = V::bits(V::load(from + at, All{}));
-      const F draw = V::mul(V::of_int(draws.of_lanes(first + at)), V::set(0x1p-16f));
+      const F draw = V::of_int(draws.of_lanes(first + at));
       V::store(codes + at, code_of(bits, per_unit, draw, limit));
     }
   }
 
+  // `draw`: from 0 to 2^16.
   static I code_of(I bits, F per_unit, F draw, F limit) {
     const I last = V::set_bits(kLast);
     const F size = V::of_bits(V::both(bits, V::set_bits(0x7fffffff)));
     const F units = V::mul(size, per_unit);
     if constexpr (kKind == MomentKind::mean) {
-      const I code = V::smaller(V::to_int(V::add(units, draw)), last);
+      const I code = V::smaller(V::to_int(V::fma(draw, V::set(0x1p-16f), units)), last);
       return V::plus(V::if_less(size, limit, code, last),
                      V::template up<7>(V::template down<31>(bits)));
     } else {
-      // Between a square and the next, by 2 root + 1 larger, as far as the rest says.
+      // Up if the draw is less than the rest's part of the way to the next square, 2 root + 1.
       const I floor = V::to_int(V::sqrt(units));
       const F root = V::of_int(floor);
-      const F rest = V::fma(V::sub(V::set(0.0f), root), root, units);
-      const F step = V::add(V::add(root, root), V::set(1.0f));
+      const F rest = V::sub(units, V::mul(root, root));
+      const F way = V::fma(root, V::set(0x1p-15f), V::set(0x1p-16f));
       const I one = V::set_bits(1);
-      const I up = V::if_less(V::mul(draw, step), rest, one, V::set_bits(0));
+      const I up = V::if_less(V::mul(draw, way), rest, one, V::set_bits(0));
       const I code = V::smaller(V::plus(floor, up), last);
       return V::if_less(size, limit, V::larger(code, V::smaller(V::bits(size), one)), last);
     }

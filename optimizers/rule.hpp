@@ -90,6 +90,8 @@ struct UpdateSpan {
   float grad_scale = 1.0f;  // multiplies the gradient first (clipping, averaging)
   // Which element of which parameter the span begins with: rounding that draws random bits draws
   // them from these and the step, so they are the same for every page size and worker.
+  // REQUIRES: where moments rest in a short form, the span begins with a block and ends with one or
+  // with its parameter.
   std::uint32_t param_id = 0;
   std::size_t first = 0;
 };
