@@ -397,6 +397,5 @@ def update_span(
     scales1: int = 0,
     scales2: int = 0,
 ) -> None:
-    """Runs one optimizer kernel over plain memory at the given addresses (0: absent); for tests and
-    benchmarks. isa: "best", "scalar", "avx2", "avx512". scales1, scales2: of "block8" moments,
-    bfloat16, one for every 64 elements."""
+    """Runs a kernel on plain memory, for tests and benchmarks. Addresses: 0 where absent. isa:
+    "best", "scalar", "avx2", "avx512". Scales: of "block8", bfloat16, one for every 64 elements."""
