@@ -46,6 +46,7 @@ struct SmallCoreOptions {
   std::uint32_t device_frames = 4;
   std::uint32_t in_flight = 8;
   std::uint32_t spare_slots = 0;  // that no page has
+  bool aside = false;             // one frame more, which the cache does not have
   BackendFaults backend = {};
 };
 
@@ -55,7 +56,7 @@ class SmallCore final {
 
   explicit SmallCore(std::vector<Tier> tier, SmallCoreOptions options = {})
       : options_(options),
-        host_frames_(count(tier, Tier::host) + options.staging),
+        host_frames_(count(tier, Tier::host) + options.staging + (options.aside ? 1U : 0U)),
         memory_(host_frames_ * kPage),
         slots_(std::max(1U, count(tier, Tier::ssd) + options.spare_slots)) {
     const auto pages = static_cast<std::uint32_t>(tier.size());
@@ -78,6 +79,7 @@ class SmallCore final {
     }
     mover = std::make_unique<Mover>(table, *device, *host_, store_.get(), std::move(slot_of),
                                     options.in_flight);
+    if (options.aside) aside = host_->acquire().value();
     cache = std::make_unique<HostCache>(table, *mover, *host_, std::move(tier));
   }
 
@@ -184,6 +186,7 @@ class SmallCore final {
   std::unique_ptr<HostCache> cache;
   std::unique_ptr<Executor> executor;
   std::vector<Error> errors;  // that arrived
+  FrameId aside = kNoFrame;   // where options.aside
 };
 
 }  // namespace strata

@@ -71,6 +71,16 @@ TEST(PageTable, PublishingMakesOtherCopiesStale) {
   EXPECT_EQ(broken(pages), "");
 }
 
+TEST(PageTable, ACopyMayLieElsewhereInItsTier) {
+  PageTable pages;
+  const PageId page = written_page(pages);
+  EXPECT_EQ(pages.exchange(page, Tier::host, 5), 0u);
+  EXPECT_EQ(pages.copy(page, Tier::host).place, 5u);
+  EXPECT_TRUE(pages.is_current(page, Tier::host));
+  pages.pin(page, Tier::host);
+  EXPECT_DEATH(pages.exchange(page, Tier::host, 6), "pins == 0");
+}
+
 TEST(PageTable, NewContentsCountWhenTheyArrive) {
   PageTable pages;
   const PageId page = written_page(pages);
