@@ -182,7 +182,7 @@ class StrataOptimizer(torch.optim.Optimizer):
             self._max_grad_norm,
             loss_scale or 1.0,
             self._skip_nonfinite or loss_scale is not None,
-            **({"max_unit_norm": self.max_unit_norm} if self.max_unit_norm else {}),
+            self.max_unit_norm,
         )
         state.note_step(result)
         if state.planning is None:
