@@ -239,6 +239,8 @@ TEST(StoredForms, EmptySpansTouchNothing) {
     kernels(isa).update({.hyper = &hyper});
     kernels(isa).split(nullptr, 0, Dtype::bfloat16, nullptr, nullptr);
     kernels(isa).join(nullptr, nullptr, 0, Dtype::bfloat16, nullptr);
+    kernels(isa).load_moments(nullptr, nullptr, MomentDtype::block8, MomentKind::mean, 0, nullptr);
+    kernels(isa).store_moments(nullptr, 0, MomentDtype::block8, MomentKind::mean, nullptr, nullptr);
     EXPECT_EQ(kernels(isa).land_gradient(nullptr, Dtype::float32, nullptr, Dtype::float32, 0,
                                          GradMode::add),
               0.0);
