@@ -2,6 +2,7 @@
 optimizer's state on the SSD. One rank, on the processor.
 """
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ class Zero:
     def __init__(
         self, model: nn.Module, batch: torch.Tensor, ssd_path: Path | None, **adamw: Any
     ) -> None:
-        import os
-
+        if ssd_path is not None:  # read and written in place: else every one is copied
+            os.environ["DS_PIN_MEMORY_BACKEND"] = "native"
         import deepspeed
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
