@@ -97,10 +97,9 @@ class Session:
         config: Config,
         foreign: Callable[[int, int, int, int, int, int, int, int], None] | None = None,
     ) -> None:
-        """`foreign` updates groups of rule "foreign", and is called by worker threads: options,
-        param, step (1 for the first), count, and the addresses of so many float32 values: the
-        parameter's, its gradient's, moment1 and moment2 (0: absent). What it raises ends the
-        session with a StrataError."""
+        """`foreign` updates groups of rule "foreign", called by worker threads: options, param, step
+        (from 1), count, and addresses of so many float32 values: parameter, gradient, moment1 and
+        moment2 (0: absent). What it raises ends the session with a StrataError."""
     @property
     def plan(self) -> Plan: ...
     def tensor(self, param: int) -> Any:

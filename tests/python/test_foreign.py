@@ -191,21 +191,20 @@ def test_more_state_than_laid_out(core: ModuleType, tmp_path: Path) -> None:
         optimizer.step()
 
 
-class Normalized(Optimizer):
-    """An element's update depends on all the others."""
-
+class Bare(Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
+
+
+class Normalized(Bare):
+    """An element's update depends on all the others."""
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             parameter.sub_(parameter.grad / parameter.grad.norm())
 
 
-class Noisy(Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
+class Noisy(Bare):
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             parameter.sub_(torch.rand_like(parameter))
@@ -219,13 +218,10 @@ class CountsInGroup(Optimizer):
         self.param_groups[0]["steps"] += 1
 
 
-class CountsOnItself(Optimizer):
+class CountsOnItself(Bare):
     """What is in no state cannot be restored."""
 
     steps = 0
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
 
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
@@ -233,19 +229,13 @@ class CountsOnItself(Optimizer):
             parameter.sub_(parameter.grad / self.steps)
 
 
-class KeepsMean(Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
+class KeepsMean(Bare):
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["mean"] = parameter.grad.mean()
 
 
-class KeepsDouble(Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
+class KeepsDouble(Bare):
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["sum"] = parameter.grad.double()
