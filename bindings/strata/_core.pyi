@@ -97,7 +97,7 @@ class Session:
         config: Config,
         foreign: Callable[[int, int, int, int, int, int, int, int], None] | None = None,
     ) -> None:
-        """`foreign` updates groups of rule "foreign", called by worker threads: options, param, step
+        """`foreign` updates groups of rule "foreign", on worker threads: options, parameter, step
         (from 1), count, and addresses of so many float32 values: parameter, gradient, moment1 and
         moment2 (0: absent). What it raises ends the session with a StrataError."""
     @property
