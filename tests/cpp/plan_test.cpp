@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <ctime>
 #include <regex>
@@ -243,6 +244,36 @@ TEST(Plan, WhatIsNeededMostRestsInHostMemory) {
     }
   });
   EXPECT_GT(mixed, 10);
+}
+
+TEST(Plan, GradientsInBuffersTakeNoRoomAndStillLand) {
+  int feasible = 0;
+  for_seeds(40, [&](std::uint64_t seed) {
+    PaperStep of = step_of(seed);
+    const Plan paged = plan_of(of);
+    const double bound = lower_bound(of.trace, of.costs, of.budgets).seconds;
+    of.budgets.grads_rest = false;
+    const Plan plan = plan_of(of);
+    EXPECT_TRUE(plan.feasible || !paged.feasible);
+    // Equal but for rounding, or less.
+    EXPECT_LE(lower_bound(of.trace, of.costs, of.budgets).seconds, bound * (1 + 1e-9));
+    if (!plan.feasible) return;
+    ++feasible;
+    EXPECT_EQ(check_plan(of.trace, of.budgets, plan), "");
+    std::uint64_t resting = 0, landing = 0;
+    for (std::size_t u = 0; u < plan.units.size(); ++u) {
+      const TracedUnit& unit = of.trace.units[u];
+      EXPECT_EQ(plan.units[u].grad_ssd_bytes, 0U);
+      resting += unit.param_bytes + unit.state_bytes;
+      const bool used = std::any_of(of.trace.uses.begin(), of.trace.uses.end(),
+                                    [&](const Use& use) { return index(use.unit) == u; });
+      landing += used ? unit.grad_bytes : 0;
+    }
+    EXPECT_EQ(plan.resting_host_bytes + plan.resting_ssd_bytes, resting);
+    const Simulation run = simulate(of.trace, plan, of.costs);
+    EXPECT_GE(run.lanes[static_cast<std::size_t>(Lane::download)].bytes, landing);
+  });
+  EXPECT_GT(feasible, 10);
 }
 
 TEST(Plan, MoreDeviceMemoryMakesNoSlowerStep) {
