@@ -30,8 +30,8 @@ AIO = {
 
 
 def config(ssd_path: Path | None) -> dict[str, Any]:
-    """DeepSpeed's configuration; without a path nothing is on the SSD. All state is one sub-group:
-    smaller ones, though reads and writes then overlap, take longer here, and less memory.
+    """DeepSpeed's configuration; without a path nothing is on the SSD. All state is one sub-group;
+    smaller ones let reads and writes overlap, take less memory, and want more buffers.
     """
     optimizer: dict[str, Any] = {"device": "cpu"}
     if ssd_path is not None:
