@@ -16,8 +16,8 @@
 // beside its bytes.
 //
 // Note [Two parts of a step]
-// Updates begin when the last backward has ended, and each is done before its unit's next forward.
-// So a step is no shorter than two parts one after the other:
+// Where gradients rest, updates begin when the last backward has ended, and each is done before its
+// unit's next forward. So a step is no shorter than two parts one after the other:
 //   the forward   computes the forward, updates all that it uses, reads the first kind above, and
 //                 writes what is beyond H when it ends: then gradients are gone, and trained
 //                 parameters and states are new.
@@ -177,7 +177,8 @@ Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budge
                             seconds_for(moves.forward_read, costs.read_bytes_s),
                             seconds_for(moves.forward_written, costs.write_bytes_s),
                             seconds_for(moves.forward_elements, costs.update_elements_s)};
-    bound.seconds = std::max(bound.seconds, share_lanes(costs, first) + computed - forward);
+    const double in_parts = share_lanes(costs, first) + computed - forward;
+    if (budgets.grads_rest) bound.seconds = std::max(bound.seconds, in_parts);
   }
   find_largest(bound);
   return bound;

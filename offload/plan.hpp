@@ -45,7 +45,7 @@ struct Budgets {
   std::uint64_t ssd_bytes = 0;
   std::uint64_t staging_bytes = 0;  // of host_bytes, where anything rests on the SSD
   // Gradients have pages that rest in a tier. False: they land in buffers of their own, which
-  // host_bytes does not count.
+  // host_bytes does not count, and updates begin as they land.
   bool grads_rest = true;
 
   // What of a unit rests in the tiers.
@@ -85,6 +85,7 @@ struct Plan {
   std::string refusal;                 // "infeasible: device 2.3 GiB > 2.0 GiB at backward of ..."
   std::uint64_t device_bytes_min = 0;  // the smallest device budget that would do, found as well
                                        // where this one does
+  bool updates_early = false;  // begin as gradients land, not at the end of the step
   std::vector<UnitPlan> units;
   FramePlan frames;
   std::uint64_t param_device_bytes = 0;       // frames for parameters

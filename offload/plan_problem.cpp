@@ -105,6 +105,7 @@ bool Problem::fits(const Choice& choice) const {
 
 Plan Problem::plan_of(const Choice& choice) const {
   Plan plan;
+  plan.updates_early = !budgets_.grads_rest;
   plan.feasible = true;
   plan.units = choice.modes;
   plan.frames = frame_plan(choice.frames);

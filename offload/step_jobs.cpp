@@ -44,6 +44,7 @@ class Builder final {
   JobId move(Lane lane, std::uint64_t bytes, double transfers, Purpose purpose, UnitId unit);
   void wait_for_enter(JobId job, std::uint32_t use);
 
+  std::vector<UnitId> update_order() const;
   void updates();
   Piece update_piece(UnitId unit, Share share, JobId opened);
   void gradients();
@@ -142,14 +143,27 @@ void Builder::gradients() {
   }
 }
 
-void Builder::updates() {
-  std::vector<JobId> done;  // of every piece, in order: its last job
+// In the order in which they begin: that of the next forward, or that in which gradients land.
+std::vector<UnitId> Builder::update_order() const {
+  std::vector<UnitId> order;
   for (std::uint32_t i = 0; i < trace_.uses.size(); ++i) {
     const UnitId unit = trace_.uses[i].unit;
-    if (first_use_[index(unit)] != i || !trained(unit)) continue;
+    if (first_use_[index(unit)] == i && trained(unit)) order.push_back(unit);
+  }
+  if (plan_.updates_early) {
+    std::stable_sort(order.begin(), order.end(), [this](UnitId a, UnitId b) {
+      return last_back_[index(a)] < last_back_[index(b)];
+    });
+  }
+  return order;
+}
+
+void Builder::updates() {
+  std::vector<JobId> done;  // of every piece, in order: its last job
+  for (const UnitId unit : update_order()) {
     const std::uint32_t count = pieces_of(unit);
     for (std::uint32_t p = 0; p < count; ++p) {
-      const JobId opened = done.size() < kPiecesOpen ? end_ : done[done.size() - kPiecesOpen];
+      const JobId opened = done.size() < kPiecesOpen ? kNoJob : done[done.size() - kPiecesOpen];
       const Piece piece = update_piece(unit, {p, count}, opened);
       pieces_[index(unit)].push_back(piece);
       done.push_back(piece.written == kNoJob ? piece.update : piece.written);
@@ -171,8 +185,8 @@ Builder::Piece Builder::update_piece(UnitId unit, Share share, JobId opened) {
     start = move(Lane::read, read_bytes, transfers, Purpose::state, unit);
     out_.graph.wait(piece.update, start);
   }
-  out_.graph.wait(start, opened);
-  out_.graph.wait(start, end_);
+  if (opened != kNoJob) out_.graph.wait(start, opened);
+  if (!plan_.updates_early) out_.graph.wait(start, end_);
   out_.graph.wait(start, landed_[index(unit)]);
   if (kept != 0) {
     piece.written = move(Lane::write, kept, transfers, Purpose::state, unit);

@@ -15,8 +15,9 @@
 //                `activation_lookahead` before is entered (from the SSD, one use earlier), never
 //                before the first backward
 //   gradients    go when the unit's backward is over; where landing waits, so does computation
-//   updates      start after the last computation, in the order of the next forward; a piece
-//                is opened when the one kPiecesOpen before is done and written
+//   updates      start after the last computation, in the order of the next forward, or early: as
+//                gradients land; a piece is opened when the one kPiecesOpen before is done and
+//                written
 //
 // Limits: a unit's pages are moved in a few equal pieces, of which each has its share on the SSD.
 // Nested units: what the outer computes is done before what the inner computes, and recomputing

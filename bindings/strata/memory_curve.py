@@ -13,8 +13,8 @@ start(), of which perf_counter() tells when they happened, tie its clock to ours
 
 Note [Pinned heap]. The profiler notes each allocation in a small block that it keeps. Where such a
 block comes to lie in the hole that a freed tensor left, the next tensor of that size takes new
-memory, and a step can come to hold many times of what it uses. So glibc is told to take tensors from
-the system while the profiler runs, and to give back the rest of the heap behind it. Other
+memory, and a step can come to hold many times of what it uses. So glibc is told to take tensors
+from the system while the profiler runs, and to give back the rest of the heap behind it. Other
 allocators do not listen, and keep small blocks apart on their own.
 """
 

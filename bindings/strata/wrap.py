@@ -85,11 +85,10 @@ def wrap(
     ssd_path: one folder, or several on different drives.
     dtype: of parameters and gradients in the computation (float32, bfloat16, float16). The master
         copy is always float32-exact. Default: the dtype that each parameter has.
-    update: "on_step": updates start at optimizer.step(), as in plain PyTorch, and the next forward
-        of each unit waits for its own. "in_backward": they start as soon as the gradients of a unit
-        are complete, which then need no memory; the result is the same, bit for bit.
-        strata.LockFree(max_staleness=S): they start at step(), and a forward waits only where its
-        parameters would be more than S steps old.
+    update: "on_step": updates start at optimizer.step(), as in plain PyTorch. "in_backward": as
+        soon as a unit's gradients are complete, which then need no memory; the same, bit for bit.
+        strata.LockFree(max_staleness=S): a forward waits for updates only where its parameters
+        would be more than S steps old.
     state_dtype: of the optimizer's moments. torch.float32 is exact; torch.bfloat16 (rounded
         stochastically) and "8bit" (codes with a scale for each block) lose bits, for half or a
         quarter of the memory.
@@ -124,10 +123,16 @@ def wrap(
         activations, split,
     )  # fmt: skip
     state = _open(model, optimizer, options)
+    _tell(state)
+    return model, state.optimizer
+
+
+def _tell(state: Wrapped) -> None:
+    """Says in the log what was made, and what works less well than it could."""
     stats = state.session.stats()
     log.info(
         "wrapped %s: %d units, pages of %s, %s backend%s",
-        type(model).__name__,
+        type(state.model).__name__,
         len(state.units),
         format_size(state.session.plan["page_bytes"]),
         stats["backend"],
@@ -136,7 +141,6 @@ def wrap(
     log.info("%d workers %s", state.config["workers"], stats["workers_where"])
     for warning in stats.get("warnings", []):
         log.warning("%s", warning)
-    return model, state.optimizer
 
 
 def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> PlanReport:

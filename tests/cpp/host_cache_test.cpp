@@ -143,9 +143,8 @@ TEST(HostCache, OtherContentsTakeThePlaceOfThoseThatNobodyReads) {
     EXPECT_TRUE(SmallCore::filled_with(mine, 1)) << "the old contents changed under a reader";
     core.cache->close(kA, Intent::read);
     std::optional<FrameId> old;
-    ASSERT_TRUE(core.until([&] {
-      return (old = core.cache->close_with(kA, core.aside, WriteBack::now)).has_value();
-    }));
+    const auto close = [&] { old = core.cache->close_with(kA, core.aside, WriteBack::now); };
+    ASSERT_TRUE(core.until([&] { return close(), old.has_value(); }));
     EXPECT_EQ(core.host().address(*old), mine);
     EXPECT_TRUE(core.holds(kA, 2));
     core.flush();

@@ -1,0 +1,76 @@
+// What is set aside in host memory for gradients without pages, and for the scales of short moments.
+#include <gtest/gtest.h>
+
+#include "engine/residence.hpp"
+#include "memory/result.hpp"
+
+namespace strata {
+namespace {
+
+// Twelve units of one page of gradients each, on a host that is too small for their states.
+Config twelve_units(UpdateMode update, std::size_t host_pages) {
+  Config config;
+  for (std::uint32_t u = 0; u < 12; ++u) {
+    config.units.push_back("block" + std::to_string(u));
+    config.params.push_back({.name = "w", .numel = kPageBytesMin / 2, .unit = UnitId{u}});
+  }
+  config.groups = {Hyper{}};
+  config.page_bytes = kPageBytesMin;
+  config.device_bytes = config.ssd_bytes = 64 * kMiB;
+  config.host_bytes = host_pages * kPageBytesMin;
+  config.ssd_paths = {"somewhere"};
+  config.update = update;
+  return config;
+}
+
+TEST(Residence, BuffersShrinkToOneUnitWhereHostMemoryIsShort) {
+  // Without gradients in pages a chunk opens six: parameters, residuals, two for each moment.
+  const Residence least = choose_residence(twelve_units(UpdateMode::in_backward, 6 + 3 + 1));
+  EXPECT_EQ(least.chunk_frames_max, 6U);
+  EXPECT_EQ(least.buffer_frames, 1U);
+  EXPECT_THROW(choose_residence(twelve_units(UpdateMode::in_backward, 6 + 3)), StrataError);
+  EXPECT_EQ(choose_residence(twelve_units(UpdateMode::in_backward, 40)).buffer_frames, 2U);
+  EXPECT_EQ(choose_residence(twelve_units(UpdateMode::on_step, 40)).chunk_frames_max, 7U);
+}
+
+TEST(Residence, BuffersAreNoReasonToUseTheSsd) {
+  const std::size_t pages = std::size_t{12} * 6;
+  const Residence tight = choose_residence(twelve_units(UpdateMode::in_backward, pages + 1));
+  EXPECT_EQ(tight.slots, 0U);
+  EXPECT_EQ(tight.buffer_frames, 1U);
+  const Residence roomy = choose_residence(twelve_units(UpdateMode::in_backward, pages + 9));
+  EXPECT_EQ(roomy.buffer_frames, 2U);
+  EXPECT_EQ(roomy.host_frames, pages + 2) << "more was claimed than is of use";
+}
+
+TEST(Residence, ARefusalOfLateGradientsSaysWhatElseWouldDo) {
+  Config config = twelve_units(UpdateMode::lock_free, 10);
+  config.max_staleness = 1;
+  try {
+    choose_residence(config);
+    FAIL() << "was not refused";
+  } catch (const StrataError& error) {
+    // Two frames of float32 for each of twelve chunks, and for six open ones, and a new page each.
+    const std::size_t frames = 12 * 2 + 6 * 2 + 6;
+    EXPECT_NE(error.error().text().find("gradients need " + bytes_text(frames * kPageBytesMin)),
+              std::string::npos)
+        << error.error().text();
+    EXPECT_NE(
+        error.error().text().find("update='in_backward' would need " + bytes_text(kPageBytesMin)),
+        std::string::npos)
+        << error.error().text();
+  }
+}
+
+TEST(Residence, ScalesAreSetAside) {
+  Config config = twelve_units(UpdateMode::on_step, 500);
+  config.moment_dtype = MomentDtype::block8;
+  const Residence home = choose_residence(config);
+  // 12 x 32,768 elements in blocks of 64, two bytes for each of two moments: 24 KiB.
+  EXPECT_EQ(home.layout.scale_bytes, 24 * kKiB);
+  EXPECT_EQ(home.scale_frames, 1U);
+  EXPECT_EQ(home.host_frames, home.layout.page_count + 1);
+}
+
+}  // namespace
+}  // namespace strata
