@@ -22,7 +22,7 @@ DEVICE_BYTES_MIN = 16 * MIB  # a quarter of a tiny model is less than its larges
 PAGE_BYTES = 4 * MIB  # the largest
 # In passing: what two units' gradients take in_backward; and a chunk's gradient and new parameters,
 # of every chunk that lock_free has under way.
-UNITS_PASSING_BYTES = 64 * MIB
+UNITS_PASSING_BYTES = 160 * MIB
 CHUNK_PASSING_BYTES = 3 * PAGE_BYTES
 
 

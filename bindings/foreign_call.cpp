@@ -1,19 +1,55 @@
 #include "bindings/foreign_call.hpp"
 
+#include <condition_variable>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
 namespace strata {
 namespace {
 
-// The interpreter ends threads that ask for the GIL when it is shutting down.
-bool python_is_ending() {
-#if PY_VERSION_HEX >= 0x030d0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
+// Note [The door]
+// A thread that asks for the GIL when the interpreter is ending is ended itself, in the middle of
+// frames that must not be unwound. So every call goes in by a door, and at exit, while there is
+// still a GIL to have, the door is shut behind the last one that comes out.
+class Door final {
+ public:
+  // Throws std::runtime_error once it is shut.
+  void go_in() {
+    const std::lock_guard lock(mutex_);
+    if (shut_) throw std::runtime_error("Python is shutting down");
+    ++inside_;
+  }
+  void come_out() {
+    const std::lock_guard lock(mutex_);
+    --inside_;
+    came_out_.notify_all();
+  }
+  void shut() {
+    std::unique_lock lock(mutex_);
+    shut_ = true;
+    came_out_.wait(lock, [this] { return inside_ == 0; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable came_out_;
+  int inside_ = 0;
+  bool shut_ = false;
+};
+
+Door& door() {
+  static Door only;  // as there is one interpreter
+  return only;
 }
+
+class Inside final {
+ public:
+  Inside() { door().go_in(); }
+  ~Inside() { door().come_out(); }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+};
 
 std::uintptr_t address(const void* memory) {
   return reinterpret_cast<std::uintptr_t>(memory);  // 0: absent
@@ -25,7 +61,7 @@ std::string text_of(const py::error_already_set& error) {
 }
 
 void call(py::handle callable, const UpdateSpan& slice) {
-  if (python_is_ending()) throw std::runtime_error("Python is shutting down");
+  const Inside inside;
   const py::gil_scoped_acquire acquire;
   try {
     callable(slice.hyper->options, slice.param_id, slice.step, slice.count,
@@ -37,6 +73,13 @@ void call(py::handle callable, const UpdateSpan& slice) {
 }
 
 }  // namespace
+
+void shut_door_at_exit() {
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    const py::gil_scoped_release release;
+    door().shut();
+  }));
+}
 
 Foreign foreign_call(py::handle callable) {
   if (callable.is_none()) return {};

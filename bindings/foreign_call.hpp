@@ -15,6 +15,9 @@ namespace strata {
 // Empty for None. What the callable raises comes out as std::runtime_error.
 Foreign foreign_call(py::handle callable);
 
+// From the interpreter's exit on, calls fail. Call once, when the module is made.
+void shut_door_at_exit();
+
 // Ends a session that Python forgets without closing it.
 struct ReleaseGilAndDelete {
   template <class T>

@@ -379,6 +379,7 @@ PYBIND11_MODULE(_core, module) {
       set_python_error(raised, error.error());
     }
   });
+  shut_door_at_exit();
   bind_session(module);
   bind_calibration(module);
   bind_planner(module);

@@ -131,7 +131,7 @@ def test_a_saved_model_is_trained_further(place: Path) -> None:
     "more",
     [
         {"update": "in_backward", "accumulation": 1, "state-dtype": "bfloat16"},
-        {"update": "lock-free:2", "state-dtype": "8bit"},
+        {"update": "lock-free:2", "state-dtype": "8bit", "host-memory": "4MiB"},
     ],
 )
 def test_other_updates_learn_too(place: Path, more: dict[str, Any]) -> None:

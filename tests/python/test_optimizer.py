@@ -201,16 +201,10 @@ def test_the_inner_optimizer_cannot_step(core: ModuleType) -> None:
         inner.step()
 
 
-class OtherOptimizer(AdamW):
-    pass
-
-
 def test_unsupported_optimizers_are_refused(core: ModuleType) -> None:
     model = build(make)
-    with pytest.raises(TypeError, match=r"RMSprop.*supported.*AdamW.*SGD"):
-        strata.wrap(model, torch.optim.RMSprop(model.parameters()))
-    with pytest.raises(TypeError, match="OtherOptimizer"):
-        strata.wrap(model, OtherOptimizer(model.parameters()))
+    with pytest.raises(TypeError, match="LBFGS"):
+        strata.wrap(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="amsgrad"):
         strata.wrap(model, AdamW(model.parameters(), amsgrad=True))
     with pytest.raises(ValueError, match="other parameters"):

@@ -1,5 +1,7 @@
 """What a step is recorded as: uses and their times, saved storages, PyTorch's memory."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -159,3 +161,35 @@ def test_a_users_profiler_is_left_alone() -> None:
         recorder.begin()
         use(recorder, 0)
         assert not recorder.take().measured
+
+
+# Tensors of many sizes, of which few live at a time, in a process whose heap has seen nothing else.
+MANY_SIZES = """
+import torch
+from strata.memory_curve import MemoryCurve
+
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+torch.ones(8 << 20)  # from here on glibc gives blocks of this size no mapping of their own
+before = held()
+curve = MemoryCurve.start()
+for i in range(300):
+    large = torch.empty((2 << 20) + i * 7919 % (3 << 20))
+    small = torch.empty((1 << 20) + i * 104729 % (2 << 20))
+    large[::1024] = 1
+    small[::1024] = 1
+    views = [torch.empty(64) for _ in range(20)]
+    del large
+    product = small * 1
+    del small, views, product
+print(held() - before)
+curve.stop()
+"""
+
+
+def test_memory_that_is_measured_does_not_grow_by_measuring() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_SIZES], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 64 << 20  # 32 MiB at most live at a time
