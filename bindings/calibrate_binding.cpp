@@ -48,12 +48,15 @@ void bind_calibration(py::module_& module) {
            py::call_guard<py::gil_scoped_release>());
   py::class_<UpdateProbe>(module, "UpdateProbe")
       .def(py::init([](int workers, const std::string& dtype, std::size_t page_bytes,
-                       std::size_t bytes) {
+                       std::size_t bytes, int compute_threads) {
              const Dtype parsed = parse_dtype(dtype);
+             const Placement placement =
+                 choose_placement(read_topology(), allowed_cpus(), compute_threads, workers);
              return std::make_unique<UpdateProbe>(
-                 UpdateProbeOptions{workers, parsed, page_bytes, bytes});
+                 UpdateProbeOptions{workers, parsed, page_bytes, bytes, placement});
            }),
-           py::arg("workers"), py::arg("dtype"), py::arg("page_bytes"), py::arg("bytes"))
+           py::arg("workers"), py::arg("dtype"), py::arg("page_bytes"), py::arg("bytes"),
+           py::arg("compute_threads"))
       .def("run", &UpdateProbe::run, py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
 }
 

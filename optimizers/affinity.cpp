@@ -16,7 +16,7 @@ namespace strata {
 namespace {
 
 // How far workers step back where they share cores: measured, see optimizers/README.md.
-constexpr int kGiveWayNice = 19;
+constexpr int kGiveWayNice = 10;
 
 // "0-3,8,10-11" as the kernel writes it. Stops where it reads anything else.
 std::vector<int> parse_cpu_list(const std::string& text) {

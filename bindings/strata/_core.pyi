@@ -372,9 +372,11 @@ class CopyProbe:
         """What a copy costs beside its bytes."""
 
 class UpdateProbe:
-    """The optimizer's workers on chunks of AdamW."""
+    """The optimizer's workers on chunks of AdamW, where a session would have them run."""
 
-    def __init__(self, workers: int, dtype: DtypeName, page_bytes: int, bytes: int) -> None: ...
+    def __init__(
+        self, workers: int, dtype: DtypeName, page_bytes: int, bytes: int, compute_threads: int
+    ) -> None: ...
     def run(self, seconds: float) -> float:
         """Elements per second, all workers together."""
 

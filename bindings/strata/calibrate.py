@@ -39,7 +39,7 @@ from .errors import StrataError
 if TYPE_CHECKING:
     from ._core import Costs, DtypeName, LaneName
 
-VERSION = 2  # of what is measured: another one is measured again
+VERSION = 3  # of what is measured: another one is measured again
 ALONE_SECONDS = 0.1  # twice, and the better one counts
 TOGETHER_SECONDS = 0.25
 ROUNDS = 3  # of what is measured more than once
@@ -161,7 +161,9 @@ def measure(setup: Setup) -> Calibration:
     copies = attempt(("upload", "download"), lambda: _core.CopyProbe(setup.page_bytes, COPY_BYTES))
     update = attempt(
         ("update",),
-        lambda: _core.UpdateProbe(setup.workers, setup.dtype, setup.page_bytes, UPDATE_BYTES),
+        lambda: _core.UpdateProbe(
+            setup.workers, setup.dtype, setup.page_bytes, UPDATE_BYTES, torch.get_num_threads()
+        ),
     )
     ssd = None
     if setup.ssd_paths:

@@ -168,4 +168,4 @@ def test_probes_refuse_what_they_do_not_know():
     with pytest.raises(ValueError, match="sideways"):
         _core.CopyProbe(PAGE, 4 * PAGE).run("sideways", 0.001)
     with pytest.raises(ValueError, match="int8"):
-        _core.UpdateProbe(1, "int8", PAGE, PAGE)
+        _core.UpdateProbe(1, "int8", PAGE, PAGE, 1)
