@@ -128,8 +128,7 @@ class Session:
     def gradient_count(self, param: int) -> int:
         """How many times a gradient landed since the last step or drop_gradients()."""
     def gradient_fits(self, param: int) -> bool:
-        """in_backward: waits until there is room for the gradient. False: there is none, and no
-        update will make any, so complete() has to be called for other units first."""
+        """in_backward: waits for room. False: no update will make any; complete() others first."""
     def complete(self, unit: int, groups: list[GroupSpec], max_unit_norm: float) -> None:
         """in_backward: all gradients of the unit that will come have landed; starts its update.
         enter(..., backward=True) of it raises until step(): it would show new parameters."""
@@ -153,9 +152,8 @@ class Session:
         """Waits until every update and every write has finished."""
     def stats(self) -> dict[str, Any]:
         """Counters and gauges: bytes per link, seconds waited in enter() by unit, frames in use and
-        peak per tier, updates, steps, io engine, page size. Under lock_free also "staleness" (a
-        list by unit of how many forwards saw parameters 0, 1, ... steps old), "merged gradients"
-        and "update waits" (each a list by unit)."""
+        peak per tier, updates, steps, io engine, page size. By unit: "staleness" (how many forwards
+        saw parameters 0, 1, ... steps old), "merged gradients" and "update waits"."""
     def limit_device(self, byte_count: int) -> None:
         """From the next step on, parameters use at most these bytes of the device budget (whole
         frames); frames are planned anew. Raises StrataError where the largest use needs more."""

@@ -105,7 +105,7 @@ class Pins:
         if others and clips_units(self._state):
             names = ", ".join(u.name for u in others)
             raise StrataError(
-                f"the gradients of {unit.name} find no room in host memory beside those of {names}, "
+                f"gradients of {unit.name} find no room in host memory beside those of {names}, "
                 "which wait for the rest of theirs because max_unit_norm clips them together: give "
                 "more host memory, or wrap with update='on_step'"
             )
