@@ -1,5 +1,7 @@
 // The probes of calibration as Python objects; _core.pyi says what each means. Every run() releases
 // the GIL, so that several can run at once.
+#include <optional>
+
 #include "bindings/python.hpp"
 #include "engine/calibrate.hpp"
 #include "offload/calibrate.hpp"
@@ -48,15 +50,17 @@ void bind_calibration(py::module_& module) {
            py::call_guard<py::gil_scoped_release>());
   py::class_<UpdateProbe>(module, "UpdateProbe")
       .def(py::init([](int workers, const std::string& dtype, std::size_t page_bytes,
-                       std::size_t bytes, int compute_threads) {
+                       std::size_t bytes, std::optional<int> beside) {
              const Dtype parsed = parse_dtype(dtype);
-             const Placement placement =
-                 choose_placement(read_topology(), allowed_cpus(), compute_threads, workers);
+             Placement placement;
+             if (beside) {
+               placement = choose_placement(read_topology(), allowed_cpus(), *beside, workers);
+             }
              return std::make_unique<UpdateProbe>(
                  UpdateProbeOptions{workers, parsed, page_bytes, bytes, placement});
            }),
            py::arg("workers"), py::arg("dtype"), py::arg("page_bytes"), py::arg("bytes"),
-           py::arg("compute_threads"))
+           py::arg("beside") = py::none())
       .def("run", &UpdateProbe::run, py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
 }
 
