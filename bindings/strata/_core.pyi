@@ -123,14 +123,14 @@ class Session:
         """Takes the gradient of a whole parameter (numel contiguous elements). Returns when the
         memory at `address` may be reused."""
     def drop_gradients(self) -> None:
-        """Forgets what has landed since the last step. Raises StrataError where it was used already:
+        """Forgets what has landed since the last step. Raises StrataError where that was used:
         in_backward, and lock_free where it was added to older gradients."""
     def gradient_count(self, param: int) -> int:
         """How many times a gradient landed since the last step or drop_gradients()."""
     def gradient_fits(self, param: int) -> bool:
         """in_backward: waits for room. False: no update will make any; complete() others first."""
     def complete(self, unit: int, groups: list[GroupSpec], max_unit_norm: float) -> None:
-        """in_backward: starts the unit's update. Until step() it cannot be entered in a backward."""
+        """in_backward: starts the update. Until step() no backward can enter the unit."""
     def step(
         self,
         groups: list[GroupSpec],
@@ -369,7 +369,7 @@ class CopyProbe:
         """What a copy costs beside its bytes."""
 
 class UpdateProbe:
-    """The optimizer's workers on chunks of AdamW, placed as a session would `beside` so many threads
+    """The workers on chunks of AdamW, placed as a session would `beside` so many threads
     of computation; None: wherever the system puts them."""
 
     def __init__(
