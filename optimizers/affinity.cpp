@@ -142,8 +142,9 @@ void place_this_thread(const Placement& placement, int worker) {
     CPU_SET(static_cast<unsigned>(cpu), &set);
     sched_setaffinity(0, sizeof set, &set);  // 0: the thread that calls
   }
-  if (placement.give_way) {
-    setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kGiveWayNice);
+  const auto thread = static_cast<id_t>(gettid());
+  if (placement.give_way && getpriority(PRIO_PROCESS, thread) < kGiveWayNice) {
+    setpriority(PRIO_PROCESS, thread, kGiveWayNice);
   }
 }
 

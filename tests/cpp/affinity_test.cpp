@@ -162,7 +162,7 @@ TEST(Placement, GivesWayOnTheThreadThatAsks) {
   const int before = niceness();
   std::thread polite([&] {
     place_this_thread({.cpus = {}, .give_way = true}, 0);
-    EXPECT_GT(niceness(), before);
+    EXPECT_EQ(niceness(), std::max(before, 10)) << "a process that is nice already stays so";
   });
   polite.join();
   EXPECT_EQ(niceness(), before);
