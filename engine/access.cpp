@@ -96,12 +96,6 @@ void Session::read_master(Lock& lock, const Piece& piece, float* values) {
   cache_->close(param, Intent::read);
 }
 
-std::uint16_t* Session::scales_of(const Chunk& chunk, Role moment, std::size_t element) const {
-  if (scales_ == nullptr) return nullptr;
-  return reinterpret_cast<std::uint16_t*>(scales_ +
-                                          home_.layout.scale_offset(chunk, moment, element));
-}
-
 // Hands the moments behind the piece to `visit`, which may change them where `intent` is modify.
 void Session::visit_moments(Lock& lock, std::uint32_t param, Role moment, const Piece& piece,
                             Intent intent, const std::function<void(float*)>& visit) {
@@ -111,7 +105,7 @@ void Session::visit_moments(Lock& lock, std::uint32_t param, Role moment, const 
   const PageId page = page_of(chunk, moment, whole.in_chunk);
   const MomentKind kind = moment_kind(config_.groups[config_.params[param].group].rule,
                                       moment == Role::moment1 ? 1 : 2);
-  std::uint16_t* const scales = scales_of(chunk, moment, whole.in_chunk);
+  std::uint16_t* const scales = updates_->scales_at(chunk, moment, whole.in_chunk);
   std::vector<float> values(whole.count);
   std::byte* const bytes = open(lock, page, intent) + byte_in_page(chunk, moment, whole.in_chunk);
   kernels_.load_moments(bytes, scales, layout.moment_dtype, kind, whole.count, values.data());

@@ -39,7 +39,8 @@ std::size_t chunk_count(const UpdateProbeOptions& options) {
 }  // namespace
 
 UpdateProbe::UpdateProbe(const UpdateProbeOptions& options)
-    : memory_(chunk_count(options) * chunk_bytes(options)), workers_(options.workers, &bell_, {.placement = options.placement}) {
+    : memory_(chunk_count(options) * chunk_bytes(options)),
+      workers_(options.workers, &bell_, {.placement = options.placement}) {
   STRATA_ASSERT(options.workers > 0);
   std::byte* at = memory_.bytes().data();
   const std::size_t count = chunk_elements(options);

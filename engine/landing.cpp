@@ -1,7 +1,6 @@
 // The session's way to gradients: they land piece by piece, with their squares added up in passing,
 // in pages or in frames that are set aside; and they are dropped.
 #include <algorithm>
-#include <numeric>
 
 #include "engine/session.hpp"
 #include "memory/check.hpp"

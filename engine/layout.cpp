@@ -21,18 +21,6 @@ std::size_t master_bytes(Dtype dtype) {
   return 0;
 }
 
-std::size_t moment_bytes(MomentDtype dtype) {
-  switch (dtype) {
-    case MomentDtype::float32:
-      return 4;
-    case MomentDtype::bfloat16:
-      return 2;
-    case MomentDtype::block8:
-      return 1;
-  }
-  return 0;
-}
-
 // A scale for each block and moment.
 std::size_t scale_bytes_of(const Layout& layout, const Chunk& chunk) {
   if (layout.moment_dtype != MomentDtype::block8 || !layout.segments[chunk.segment].trainable) {
@@ -174,7 +162,7 @@ std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {
       return master_bytes(segment.dtype);
     case Role::moment1:
     case Role::moment2:
-      return moment_bytes(moment_dtype);
+      return size_of(moment_dtype);
     case Role::grad:
       return grad_bytes(segment);
   }

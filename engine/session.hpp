@@ -183,7 +183,6 @@ class Session final {
   void write_master(Lock& lock, const Piece& piece, const float* values);
   void read_master(Lock& lock, const Piece& piece, float* values);
   // Null where moments have no scales.
-  std::uint16_t* scales_of(const Chunk& chunk, Role moment, std::size_t element) const;
   void visit_moments(Lock& lock, std::uint32_t param, Role moment, const Piece& piece,
                      Intent intent, const std::function<void(float*)>& visit);
   struct Incoming;

@@ -102,6 +102,8 @@ class Updates final {
   // A worker could not do its job; the session ends with it.
   const std::optional<Error>& failure() const { return failure_; }
 
+  // The scales of the moment's blocks from this element on; null: it has none.
+  std::uint16_t* scales_at(const Chunk& chunk, Role moment, std::size_t element) const;
   std::int64_t step_of(std::uint32_t param) const;
   void set_step(std::uint32_t param, std::int64_t step);
   std::uint64_t chunks_done() const { return chunks_done_; }
@@ -153,7 +155,6 @@ class Updates final {
   bool load(Slot& slot);
   void make_spans(Slot& slot) const;
   std::byte* at(const Slot& slot, Role role, std::size_t element) const;
-  std::uint16_t* scales_at(const Chunk& chunk, Role moment, std::size_t element) const;
   void fail(UnitId unit, const std::string& what);
   bool publish(Slot& slot);
   void finish(Slot& slot);
