@@ -12,6 +12,7 @@
 //   device.map(view, 0, FrameId{3});                            // its first page is frame 3
 //   CopyTicket t = device.copy_in(FrameId{3}, host_pointer, page_bytes);
 //   while (!device.done(t)) ...
+//   device.address(FrameId{3});                                 // for computation on the device
 //   CopyTicket made = device.record(stream);                    // the caller's work so far
 //   t = device.copy_from(host_pointer, tensor, bytes, made);    // of memory that is no frame
 #pragma once
@@ -39,6 +40,14 @@ class Backend {
 
   // Claims every frame at once. REQUIRES: called once, before anything else.
   virtual std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) = 0;
+
+  // There are so many frames from here on: more are claimed behind the others, or the last ones
+  // are given back. An error changes nothing. REQUIRES: no copy is in flight; nobody uses the
+  // frames that go, through a view or by address.
+  virtual std::optional<Error> resize(std::size_t frame_count) = 0;
+
+  // Where the frame lies in the device's memory, until the next resize(): for computation there.
+  virtual std::byte* address(FrameId frame) const = 0;
 
   // A range of addresses of `bytes` (a multiple of the page), reachable but not mapped.
   virtual std::byte* reserve(std::size_t bytes) = 0;

@@ -4,9 +4,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <tuple>
 
 #include "memory/check.hpp"
 #include "memory/mapping.hpp"
@@ -36,35 +38,53 @@ std::optional<Error> HostBackend::claim(std::size_t frame_count, std::size_t pag
   STRATA_ASSERT(fd_ < 0);
   STRATA_ASSERT(frame_count > 0);
   STRATA_ASSERT(page_bytes > 0 && page_bytes % kKernelPageBytes == 0);
-  const std::size_t bytes = frame_count * page_bytes;
-  const auto failed = [bytes](const char* what, int errno_value) {
-    return memory_error(what, Tier::device, bytes, errno_value);
-  };
-  if (bytes > host_bytes_available()) return failed("could not claim the memory", ENOMEM);
-
-  // 1. One file in memory of exactly the size of all frames.
+  page_bytes_ = page_bytes;
   fd_ = ::memfd_create("strata-device", MFD_CLOEXEC);
-  if (fd_ < 0) return failed("could not create the memory file", errno);
+  if (fd_ < 0) {
+    const int errno_value = errno;
+    return memory_error("could not create the memory file", Tier::device, frame_count * page_bytes,
+                        errno_value);
+  }
+  return resize(frame_count);
+}
+
+std::optional<Error> HostBackend::resize(std::size_t frame_count) {
+  STRATA_ASSERT(fd_ >= 0);
+  STRATA_ASSERT(done(CopyTicket{last_}));
+  const std::size_t bytes = frame_count * page_bytes_;
+  const std::size_t before = frame_count_ * page_bytes_;
+  const std::size_t more = bytes - std::min(bytes, before);
+  const auto failed = [&](const char* what, int errno_value) {
+    if (more != 0) std::ignore = ::ftruncate(fd_, static_cast<off_t>(before));
+    return memory_error(what, Tier::device, more, errno_value);
+  };
+  if (more > host_bytes_available()) return failed("could not claim the memory", ENOMEM);
+  // 1. A file in memory of exactly the size of all frames.
   if (::ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
     return failed("could not size the memory file", errno);
   }
-  // 2. One mapping of all of it, for the copy engine.
-  std::byte* base = reserve_addresses(bytes);
-  if (::mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, 0) == MAP_FAILED) {
+  // 2. One mapping of all of it, for the copy engine and for computation.
+  std::byte* base = bytes == 0 ? nullptr : reserve_addresses(bytes);
+  const auto map_all = [&] {
+    return ::mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, 0);
+  };
+  if (base != nullptr && map_all() == MAP_FAILED) {
     const int errno_value = errno;
     ::munmap(base, bytes);
     return failed("could not map the memory file", errno_value);
   }
+  // 3. Memory behind it, through the mapping and not by fallocate(): only a mapping can ask
+  //    for huge pages, and views then show the same ones.
+  if (more != 0) {
+    ::madvise(base, bytes, MADV_HUGEPAGE);
+    if (const int errno_value = populate(base + before, more); errno_value != 0) {
+      ::munmap(base, bytes);
+      return failed("could not claim the memory", errno_value);
+    }
+  }
+  if (base_ != nullptr) ::munmap(base_, before);
   base_ = base;
   frame_count_ = frame_count;
-  page_bytes_ = page_bytes;
-  // 3. Memory behind it, through the mapping and not by fallocate(): only a mapping can ask for
-  // huge
-  //    pages, and views then show the same ones.
-  ::madvise(base_, bytes, MADV_HUGEPAGE);
-  if (const int errno_value = populate(base_, bytes); errno_value != 0) {
-    return failed("could not claim the memory", errno_value);
-  }
   return std::nullopt;
 }
 
@@ -100,20 +120,21 @@ std::optional<Error> HostBackend::map(std::byte* view, std::size_t page_index, F
   return error;
 }
 
-std::byte* HostBackend::frame_address(FrameId frame, std::size_t bytes) const {
+std::byte* HostBackend::address(FrameId frame) const {
   STRATA_ASSERT(index(frame) < frame_count_);
-  STRATA_ASSERT(bytes <= page_bytes_);
   return base_ + index(frame) * page_bytes_;
 }
 
 CopyTicket HostBackend::copy_in(FrameId to, const std::byte* from, std::size_t bytes) {
   STRATA_ASSERT(from != nullptr);
-  return submit({.to = frame_address(to, bytes), .from = from, .bytes = bytes});
+  STRATA_ASSERT(bytes <= page_bytes_);
+  return submit({.to = address(to), .from = from, .bytes = bytes});
 }
 
 CopyTicket HostBackend::copy_out(std::byte* to, FrameId from, std::size_t bytes) {
   STRATA_ASSERT(to != nullptr);
-  return submit({.to = to, .from = frame_address(from, bytes), .bytes = bytes});
+  STRATA_ASSERT(bytes <= page_bytes_);
+  return submit({.to = to, .from = address(from), .bytes = bytes});
 }
 
 CopyTicket HostBackend::copy_to(std::byte* device, const std::byte* from, std::size_t bytes,

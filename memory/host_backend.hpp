@@ -50,6 +50,8 @@ class HostBackend final : public Backend {
 
   const char* name() const override { return "host"; }
   std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) override;
+  std::optional<Error> resize(std::size_t frame_count) override;
+  std::byte* address(FrameId frame) const override;
 
   // Throws StrataError (memory) when the address space is exhausted.
   std::byte* reserve(std::size_t bytes) override;
@@ -82,7 +84,6 @@ class HostBackend final : public Backend {
     std::size_t bytes;
   };
 
-  std::byte* frame_address(FrameId frame, std::size_t bytes) const;
   CopyTicket submit(const Job& job);
   void run_through(std::uint64_t ticket);  // polled: runs the copies up to `ticket` here
   void run_worker();

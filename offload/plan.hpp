@@ -22,6 +22,7 @@
 //      the whole.
 //   4. A use with others inside it is seen through them, where one of them reaches its peak; else
 //      the most that the plan adds inside it is added to its peak.
+//   5. Beside all of it, the units that rest on the device (UnitPlan::on_device), whole.
 // Where a forward was traced saving, 2 takes all that it saves off its peak, which may be too much:
 // a trace of recomputing units is the safer one.
 #pragma once
@@ -63,11 +64,15 @@ struct Wishes {
                                          // SSD where the host is full), or recompute
   std::uint32_t slices = 0;              // of every unit that can; 0: chosen
   bool may_split = true;                 // false: only by `slices`
+  std::optional<std::vector<bool>> on_device;  // by unit: exactly these rest on the device
 };
 
 struct UnitPlan {
   Activation activation = Activation::keep;
   std::uint32_t slices = 1;
+  // All of it (parameters, gradients that rest, states) rests on the device, in frames of its own:
+  // nothing of it moves, and it is updated there. Then the three below are 0.
+  bool on_device = false;
   // The part of what rests that rests on the SSD; the other part rests in host memory.
   std::uint64_t param_ssd_bytes = 0;
   std::uint64_t grad_ssd_bytes = 0;
@@ -85,10 +90,11 @@ struct Plan {
   std::string refusal;                 // "infeasible: device 2.3 GiB > 2.0 GiB at backward of ..."
   std::uint64_t device_bytes_min = 0;  // the smallest device budget that would do, found as well
                                        // where this one does
-  bool updates_early = false;  // begin as gradients land, not at the end of the step
+  bool updates_early = false;          // begin as gradients land, not at the end of the step
   std::vector<UnitPlan> units;
   FramePlan frames;
-  std::uint64_t param_device_bytes = 0;       // frames for parameters
+  std::uint64_t param_device_bytes = 0;       // frames for parameters that move
+  std::uint64_t resting_device_bytes = 0;     // frames of units that rest on the device
   std::uint64_t activation_device_bytes = 0;  // the most that PyTorch's memory reaches
   std::uint64_t activation_host_bytes = 0;    // pages for swapped activations
   std::uint64_t activation_ssd_bytes = 0;

@@ -54,6 +54,12 @@ class FaultyBackend final : public Backend {
     return inner_->claim(frame_count, page_bytes);
   }
 
+  std::optional<Error> resize(std::size_t frame_count) override {
+    if (strikes(++claims_, faults_.nth_claim)) return injected("resize", Fault::memory);
+    return inner_->resize(frame_count);
+  }
+  std::byte* address(FrameId frame) const override { return inner_->address(frame); }
+
   std::byte* reserve(std::size_t bytes) override { return inner_->reserve(bytes); }
   void release(std::byte* view, std::size_t bytes) override { inner_->release(view, bytes); }
 
