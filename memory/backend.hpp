@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 
 #include "memory/result.hpp"
 #include "memory/units.hpp"
@@ -42,12 +43,19 @@ class Backend {
   virtual std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) = 0;
 
   // There are so many frames from here on: more are claimed behind the others, or the last ones
-  // are given back. An error changes nothing. REQUIRES: no copy is in flight; nobody uses the
-  // frames that go, through a view or by address.
+  // are given back. Views show frames that come back where they showed them before. An error
+  // changes nothing. REQUIRES: no copy is in flight; nobody uses the frames that go, through a
+  // view or by address.
   virtual std::optional<Error> resize(std::size_t frame_count) = 0;
 
   // Where the frame lies in the device's memory, until the next resize(): for computation there.
   virtual std::byte* address(FrameId frame) const = 0;
+
+  // Optional. Host memory whose copies matter most, whole pages: makes the device reach it by
+  // itself. Again when it has grown, or before it shrinks or goes (empty): with all that remains,
+  // from the same start. Returns how many of the first bytes are pinned; the others are copied as
+  // well, slower. REQUIRES: no copy is in flight.
+  virtual std::size_t pin_host(std::span<std::byte> /*memory*/) { return 0; }
 
   // A range of addresses of `bytes` (a multiple of the page), reachable but not mapped.
   virtual std::byte* reserve(std::size_t bytes) = 0;

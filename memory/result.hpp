@@ -14,7 +14,7 @@
 namespace strata {
 
 enum class Fault : std::uint8_t {
-  io,          // the operating system refused: see errno_value
+  io,          // the operating system refused: see errno_value; or a device failed
   short_read,  // the file ended before the page did
   corrupt,     // the checksum of a page does not match what was written
   no_space,    // the SSD is full, or smaller than its budget

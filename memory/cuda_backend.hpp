@@ -1,0 +1,136 @@
+// CudaBackend: a GPU as the device.
+//
+// Threads: as Backend says. Completions of copies, and of the work that record() tells of, ring the
+// bell from a thread of the driver.
+//
+//   auto device = open_cuda_backend(0, &bell);     // throws StrataError (config): why not
+//   device->pin_host(slab.bytes());
+//   device->claim(frame_count, page_bytes);
+//   device->map(view, 0, FrameId{3});
+//   CopyTicket t = device->copy_in(FrameId{3}, host_pointer, page_bytes);
+//   device->stream_waits(stream, t);               // work on `stream` after this reads the bytes
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "memory/backend.hpp"
+#include "memory/cuda_device.hpp"
+#include "memory/cuda_driver.hpp"
+#include "memory/cuda_frames.hpp"
+#include "memory/doorbell.hpp"
+
+namespace strata {
+
+// Note [Two lanes]
+// A bus carries bytes both ways at once, so there is a stream for each direction, and copies of
+// different directions overlap in time. Backend promises an order between them all the same: a copy
+// waits for those of the other lane that touch the same bytes, which an event does on the device.
+// The bell has streams of its own: a host function holds up its stream until it returns, and would
+// leave the bus idle between any two copies.
+//
+// Note [A lost device]
+// After most errors a GPU does nothing for the process any more. The first one is kept; from then
+// on no call reaches the driver but those that give back, every ticket that was not done is done,
+// and take_error() says why of each of them: nobody waits for what will not come.
+//
+// Invariants:
+//   1. Tickets are given in order, over both lanes and marks; last_ is the last one.
+//   2. A ticket that is in no lane and no mark is done.
+//   3. Tickets grow along a lane's copies and along marks_.
+class CudaBackend final : public Backend {
+ public:
+  // Throws StrataError (config) when the device cannot be used.
+  CudaBackend(const CudaDriver& driver, int ordinal, Doorbell* bell);
+  // Finishes every copy first, and gives everything back, views included.
+  ~CudaBackend() override;
+  CudaBackend(const CudaBackend&) = delete;
+  CudaBackend& operator=(const CudaBackend&) = delete;
+
+  const char* name() const override { return "cuda"; }
+  const CudaDevice& device() const { return device_; }
+
+  std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) override;
+  std::optional<Error> resize(std::size_t frame_count) override;
+  // For life: not only until the next resize().
+  std::byte* address(FrameId frame) const override { return frames_.address(frame); }
+  // Throws StrataError (memory) when the address space is exhausted.
+  std::byte* reserve(std::size_t bytes) override;
+  // Waits for copies and recorded work: what they use may not go.
+  void release(std::byte* view, std::size_t bytes) override;
+  std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) override;
+  std::size_t pin_host(std::span<std::byte> memory) override;
+
+  // These wait for room when kLaneMax copies are in flight on their lane. Memory that is not pinned
+  // is copied as well, by the driver, which may then wait for the copies before.
+  CopyTicket copy_in(FrameId to, const std::byte* from, std::size_t bytes) override;
+  CopyTicket copy_out(std::byte* to, FrameId from, std::size_t bytes) override;
+  CopyTicket copy_to(std::byte* device, const std::byte* from, std::size_t bytes,
+                     CopyTicket after) override;
+  CopyTicket copy_from(std::byte* to, const std::byte* device, std::size_t bytes,
+                       CopyTicket after) override;
+  bool done(CopyTicket ticket) override;
+  void wait(CopyTicket ticket) override;
+  // Of a lost device, told as often as it is asked.
+  std::optional<Error> take_error(CopyTicket ticket) override;
+
+  void stream_waits(Stream stream, CopyTicket ticket) override;
+  CopyTicket record(Stream stream) override;
+
+ private:
+  static constexpr std::size_t kLaneMax = 256;
+  static constexpr std::size_t kMarksMax = 4096;
+
+  enum class Way : std::uint8_t { in, out };
+  struct Copy {
+    std::byte* to;
+    const std::byte* from;
+    std::size_t bytes;
+    std::uint64_t ticket = 0;
+    CudaEvent event = nullptr;
+  };
+  struct Lane {
+    CudaStream stream = nullptr;
+    CudaStream bell = nullptr;
+    std::deque<Copy> copies;  // in flight
+  };
+  struct Mark {
+    std::uint64_t ticket;
+    CudaEvent event;
+  };
+
+  CopyTicket submit(Way way, Copy copy, CopyTicket after);
+  int enqueue(Lane& lane, Way way, std::array<CudaEvent, 2> after);
+  static CudaEvent conflict(const Lane& other, const Copy& copy);
+  int signal(CudaStream stream, CudaStream bell, CudaEvent& event);
+  CudaEvent pending(CopyTicket ticket) const;  // null: it is done
+  void reap(Lane& lane);
+  bool passed(CudaEvent event);
+  void wait_for(CudaEvent event);
+  void finish_all();
+  void lose_if(const char* what, int result);
+  void settle();
+  void retire(CudaEvent event);
+
+  CudaDevice device_;
+  CudaFrames frames_;
+  Doorbell* bell_;
+  std::array<Lane, 2> lanes_;
+  CudaStream mark_bell_ = nullptr;
+  std::vector<Mark> marks_;
+  std::vector<CudaEvent> spare_;
+  std::vector<std::span<std::byte>> pinned_;  // registered, in order, without gaps
+  std::uint64_t last_ = 0;
+  std::uint64_t lost_from_ = UINT64_MAX;  // tickets from here on failed
+};
+
+// The real thing: opens the library beside this code, and the device.
+std::unique_ptr<CudaBackend> open_cuda_backend(int ordinal, Doorbell* bell);
+
+}  // namespace strata

@@ -1,0 +1,81 @@
+// CudaFrames: the frames of a GPU, and the views that show them.
+//
+// Threads: as Backend says.
+//
+//   CudaFrames frames(device);
+//   frames.resize(frame_count);                       // after claim()
+//   std::byte* view = frames.reserve(8 * page_bytes);
+//   frames.map(view, 0, FrameId{3});
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "memory/cuda_device.hpp"
+#include "memory/units.hpp"
+
+namespace strata {
+
+// Note [One handle, many addresses]
+// Each frame is physical memory of its own (a handle), mapped for good into one range of addresses
+// that is reserved for all the memory that the device has: frame i lies at base_ + i pages,
+// whatever is claimed later. A view maps the same handles once more. The driver maps nothing
+// smaller than its granularity (2 MiB on every GPU so far), so that is the smallest page: to share
+// a handle between smaller frames would make them move together.
+//
+// Invariants:
+//   1. Frame i < count() is mapped at address(i), readable and writable; nothing is behind others.
+//   2. views_[v].shown[p] is the frame that map() named last. It is mapped there while it is <
+//   count().
+class CudaFrames final {
+ public:
+  explicit CudaFrames(CudaDevice& device) : device_(device) {}
+  ~CudaFrames();  // after clear()
+  CudaFrames(const CudaFrames&) = delete;
+  CudaFrames& operator=(const CudaFrames&) = delete;
+
+  // REQUIRES, of all that is not const: a Current of the device.
+
+  // The addresses of the frames, of which there are none yet.
+  std::optional<Error> claim(std::size_t page_bytes);
+  // Everything goes back, views that were not released included.
+  void clear();
+  // An error changes nothing. Frames that come back are shown where they were.
+  std::optional<Error> resize(std::size_t frame_count);
+
+  std::size_t count() const { return frames_.size(); }
+  std::size_t page_bytes() const { return page_bytes_; }
+  std::byte* address(FrameId frame) const;
+
+  // Throws StrataError (memory) when there are no addresses left.
+  std::byte* reserve(std::size_t bytes);
+  void release(std::byte* view);
+  std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame);
+
+ private:
+  using Views = std::map<std::byte*, std::vector<FrameId>>;  // shown, by page; kNoFrame: none
+
+  struct Shown {
+    std::byte* at;
+    FrameId frame;
+  };
+
+  std::optional<Error> grow(std::size_t frame_count);
+  std::optional<Error> add_frame();
+  void drop_frames(std::size_t frame_count);
+  // Where views show frames, of those from `first` on.
+  std::vector<Shown> shown_from(std::size_t first) const;
+  std::optional<Error> show(std::byte* at, FrameId frame);
+  bool exists(FrameId frame) const { return index(frame) < frames_.size(); }
+
+  CudaDevice& device_;
+  std::size_t page_bytes_ = 0;
+  std::byte* base_ = nullptr;
+  std::size_t base_bytes_ = 0;
+  std::vector<CudaMemory> frames_;
+  Views views_;
+};
+
+}  // namespace strata
