@@ -7,6 +7,7 @@
 //   adagrad(grad, param, sum, unused);
 #pragma once
 
+#include "optimizers/device_code.hpp"
 #include "optimizers/lerp.hpp"
 #include "optimizers/rule.hpp"
 
@@ -18,6 +19,7 @@ struct AdagradMath {
   static constexpr Rule kRule = Rule::adagrad;
   static constexpr int kMoments = 1;
 
+  AdagradMath() = default;
   explicit AdagradMath(const UpdateSpan& span) : grad_scale(grad_scale_of<V>(span)) {
     const Hyper& hyper = *span.hyper;
     const double steps_before = static_cast<double>(span.step) - 1.0;
@@ -29,7 +31,7 @@ struct AdagradMath {
   }
 
   // Before the first step the sum is what the rule says, whatever its memory holds.
-  void operator()(F grad, F& param, F& sum, F&) const {
+  STRATA_DEVICE_CODE void operator()(F grad, F& param, F& sum, F&) const {
     grad = V::fma(weight_decay, param, V::mul(grad, grad_scale));
     sum = V::fma(grad, grad, first_step ? initial : sum);
     param = V::fma(minus_lr, V::div(grad, V::add(V::sqrt(sum), eps)), param);

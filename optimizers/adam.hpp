@@ -9,6 +9,7 @@
 
 #include <cmath>
 
+#include "optimizers/device_code.hpp"
 #include "optimizers/lerp.hpp"
 #include "optimizers/rule.hpp"
 
@@ -20,6 +21,7 @@ struct AdamMath {
   static constexpr Rule kRule = kDecoupled ? Rule::adamw : Rule::adam;
   static constexpr int kMoments = 2;
 
+  AdamMath() = default;
   explicit AdamMath(const UpdateSpan& span)
       : grad_scale(grad_scale_of<V>(span)), towards_grad(1.0 - span.hyper->beta1) {
     const Hyper& hyper = *span.hyper;
@@ -35,7 +37,7 @@ struct AdamMath {
     minus_step_size = V::set(static_cast<float>(-hyper.lr / correction1));
   }
 
-  void operator()(F grad, F& param, F& exp_avg, F& exp_avg_sq) const {
+  STRATA_DEVICE_CODE void operator()(F grad, F& param, F& exp_avg, F& exp_avg_sq) const {
     grad = V::mul(grad, grad_scale);
     if constexpr (kDecoupled) {
       param = V::mul(param, keep);

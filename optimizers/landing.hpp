@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "optimizers/device_code.hpp"
 #include "optimizers/kernel.hpp"
 #include "optimizers/masters.hpp"
 #include "optimizers/moments.hpp"
@@ -29,6 +30,15 @@ namespace strata {
 // square of a float32 is exact in double, so fusing it with the addition changes nothing.
 inline constexpr std::size_t kNormLanes = 16;
 static_assert(kNormBlock % kNormLanes == 0, "only the last block of a span has a ragged row");
+
+// Adds the lanes of a block as Note [Order of the norm] says, in place.
+template <class V>
+STRATA_DEVICE_CODE double sum_of_lanes(double* lanes) {
+  for (std::size_t half = kNormLanes / 2; half > 0; half /= 2) {
+    for (std::size_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+  }
+  return lanes[0];
+}
 
 template <class V, Dtype kTo, Dtype kFrom, GradMode kMode>
 struct Landing {
@@ -64,15 +74,12 @@ struct Landing {
     }
     double lanes[kNormLanes];
     for (std::size_t k = 0; k < kVectors; ++k) V::store(lanes + k * V::kLanes, sums[k]);
-    for (std::size_t half = kNormLanes / 2; half > 0; half /= 2) {
-      for (std::size_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
-    }
-    return lanes[0];
+    return sum_of_lanes<V>(lanes);
   }
 
   // Lands some elements and returns what the destination then holds.
   template <class Lanes>
-  F land_lanes(std::size_t at, Lanes lanes) const {
+  STRATA_DEVICE_CODE F land_lanes(std::size_t at, Lanes lanes) const {
     const F value = from.load(at, lanes);
     if constexpr (kMode == GradMode::add) {
       float* const sum = static_cast<float*>(to) + at;

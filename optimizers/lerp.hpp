@@ -6,6 +6,7 @@
 //   exp_avg = towards_gradient(exp_avg, grad);
 #pragma once
 
+#include "optimizers/device_code.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata {
@@ -24,12 +25,13 @@ template <class V>
 struct Lerp {
   using F = typename V::F;
 
+  Lerp() = default;
   explicit Lerp(double weight_of_end) {
     const auto weight = static_cast<float>(weight_of_end);
     from_end = weight >= 0.5f;
     factor = V::set(from_end ? weight - 1.0f : weight);
   }
-  F operator()(F start, F end) const {
+  STRATA_DEVICE_CODE F operator()(F start, F end) const {
     return V::fma(factor, V::sub(end, start), from_end ? end : start);
   }
 

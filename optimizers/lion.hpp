@@ -7,6 +7,7 @@
 //   lion(grad, param, exp_avg, unused);
 #pragma once
 
+#include "optimizers/device_code.hpp"
 #include "optimizers/lerp.hpp"
 #include "optimizers/rule.hpp"
 
@@ -18,6 +19,7 @@ struct LionMath {
   static constexpr Rule kRule = Rule::lion;
   static constexpr int kMoments = 1;
 
+  LionMath() = default;
   explicit LionMath(const UpdateSpan& span)
       : grad_scale(grad_scale_of<V>(span)),
         direction(1.0 - span.hyper->beta1),
@@ -25,7 +27,7 @@ struct LionMath {
         keep(V::set(static_cast<float>(1.0 - span.hyper->lr * span.hyper->weight_decay))),
         minus_lr(V::set(static_cast<float>(-span.hyper->lr))) {}
 
-  void operator()(F grad, F& param, F& exp_avg, F&) const {
+  STRATA_DEVICE_CODE void operator()(F grad, F& param, F& exp_avg, F&) const {
     grad = V::mul(grad, grad_scale);
     param = V::fma(minus_lr, V::sign(direction(exp_avg, grad)), V::mul(param, keep));
     exp_avg = towards_grad(exp_avg, grad);

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "optimizers/device_code.hpp"
 #include "optimizers/prefetch.hpp"
 #include "optimizers/rule.hpp"
 
@@ -28,7 +29,7 @@ struct SplitMaster {
   std::uint16_t* new_param;
   std::uint16_t* residual;
 
-  SplitMaster(const void* from, void* to, void* master)
+  STRATA_DEVICE_CODE SplitMaster(const void* from, void* to, void* master)
       : param(static_cast<const std::uint16_t*>(from)),
         new_param(static_cast<std::uint16_t*>(to)),
         residual(static_cast<std::uint16_t*>(master)) {}
@@ -39,11 +40,11 @@ struct SplitMaster {
     prefetch_lines<V, kCount>(residual + at);
   }
   template <class Lanes>
-  typename V::F load(std::size_t at, Lanes lanes) const {
+  STRATA_DEVICE_CODE typename V::F load(std::size_t at, Lanes lanes) const {
     return V::join_halves(V::load(param + at, lanes), V::load(residual + at, lanes));
   }
   template <class Lanes>
-  void store(std::size_t at, typename V::F value, Lanes lanes) const {
+  STRATA_DEVICE_CODE void store(std::size_t at, typename V::F value, Lanes lanes) const {
     const typename V::F clean = V::one_nan(value);
     V::store(new_param + at, V::upper_half_rounded(clean), lanes);
     V::store(residual + at, V::lower_half(clean), lanes);
@@ -56,7 +57,7 @@ struct FullMaster {
   std::uint16_t* new_param;
   float* master;
 
-  FullMaster(const void*, void* to, void* master_memory)
+  STRATA_DEVICE_CODE FullMaster(const void*, void* to, void* master_memory)
       : new_param(static_cast<std::uint16_t*>(to)), master(static_cast<float*>(master_memory)) {}
 
   template <std::size_t kCount>
@@ -65,11 +66,11 @@ struct FullMaster {
     prefetch_lines<V, kCount>(master + at);
   }
   template <class Lanes>
-  typename V::F load(std::size_t at, Lanes lanes) const {
+  STRATA_DEVICE_CODE typename V::F load(std::size_t at, Lanes lanes) const {
     return V::load(master + at, lanes);
   }
   template <class Lanes>
-  void store(std::size_t at, typename V::F value, Lanes lanes) const {
+  STRATA_DEVICE_CODE void store(std::size_t at, typename V::F value, Lanes lanes) const {
     const typename V::F clean = V::one_nan(value);
     V::store(master + at, clean, lanes);
     V::store(new_param + at, V::to_float16(clean), lanes);
@@ -82,7 +83,7 @@ struct NoMaster {
   const float* param;
   float* new_param;
 
-  NoMaster(const void* from, void* to, void*)
+  STRATA_DEVICE_CODE NoMaster(const void* from, void* to, void*)
       : param(static_cast<const float*>(from)), new_param(static_cast<float*>(to)) {}
 
   template <std::size_t kCount>
@@ -90,11 +91,11 @@ struct NoMaster {
     prefetch_lines<V, kCount>(param + at);
   }
   template <class Lanes>
-  typename V::F load(std::size_t at, Lanes lanes) const {
+  STRATA_DEVICE_CODE typename V::F load(std::size_t at, Lanes lanes) const {
     return V::load(param + at, lanes);
   }
   template <class Lanes>
-  void store(std::size_t at, typename V::F value, Lanes lanes) const {
+  STRATA_DEVICE_CODE void store(std::size_t at, typename V::F value, Lanes lanes) const {
     V::store(new_param + at, V::one_nan(value), lanes);
   }
 };
@@ -113,7 +114,7 @@ struct Gradient {
     }
   }
   template <class Lanes>
-  typename V::F load(std::size_t at, Lanes lanes) const {
+  STRATA_DEVICE_CODE typename V::F load(std::size_t at, Lanes lanes) const {
     if constexpr (dtype == Dtype::float32) {
       return V::load(static_cast<const float*>(from) + at, lanes);
     } else {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "optimizers/device_code.hpp"
 #include "optimizers/prefetch.hpp"
 #include "optimizers/rule.hpp"
 
@@ -45,7 +46,17 @@ struct BlockCode {
   static constexpr float kUnitMin = 0x1p-120f;
   static constexpr std::uint32_t kInfinity = 0x7f800000;
 
-  static I magnitude(F value) { return V::both(V::bits(value), V::set_bits(0x7fffffff)); }
+  // What the elements of a block are counted in.
+  struct Unit {
+    std::uint16_t scale;  // at rest
+    bool counts;          // else every code is zero: nothing is there, or the scale is NaN
+    float per_unit;       // how many units one is
+    float limit;          // a magnitude that has the last code
+  };
+
+  STRATA_DEVICE_CODE static I magnitude(F value) {
+    return V::both(V::bits(value), V::set_bits(0x7fffffff));
+  }
 
   // One block; the draws of its elements begin at `first`. REQUIRES: kMomentBlock values and codes.
   template <class Draws>
@@ -56,22 +67,16 @@ struct BlockCode {
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
       most = V::larger(most, magnitude(V::load(from + at, All{})));
     }
-    const std::uint32_t largest = V::largest(most);
-    // 2. Round the unit; the largest magnitude is what it is on average.
-    const float unit = std::bit_cast<float>(largest) / kUnits;
-    const bool tiny = unit < kUnitMin;
-    const bool nothing = largest == 0 || (tiny && kKind == MomentKind::mean);
-    if (nothing || largest >= kInfinity) {
-      *scale = nothing ? 0 : 0x7fc0;
+    // 2. Choose the unit.
+    const Unit unit = unit_of(V::largest(most), draws.of_scale(first));
+    *scale = unit.scale;
+    if (!unit.counts) {
       std::memset(codes, 0, kMomentBlock);
       return;
     }
-    const std::uint32_t rounded =
-        std::bit_cast<std::uint32_t>(tiny ? kUnitMin : unit) + draws.of_scale(first);
-    *scale = static_cast<std::uint16_t>(rounded >> 16);
-    // 3. Count units. What reaches the limit has the last code.
-    const F per_unit = V::set(1.0f / std::bit_cast<float>(rounded & 0xffff0000u));
-    const F limit = V::of_bits(V::set_bits(tiny ? kInfinity : largest));
+    // 3. Count units.
+    const F per_unit = V::set(unit.per_unit);
+    const F limit = V::set(unit.limit);
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
       const I bits = V::bits(V::load(from + at, All{}));
       const F draw = V::of_int(draws.of_lanes(first + at));
@@ -79,8 +84,25 @@ struct BlockCode {
     }
   }
 
+  // `largest`: the bits of the largest magnitude, which is what it is on average.
+  STRATA_DEVICE_CODE static Unit unit_of(std::uint32_t largest, std::uint32_t draw) {
+    float unit = std::bit_cast<float>(largest) / kUnits;
+    const bool tiny = unit < kUnitMin;
+    const bool nothing = largest == 0 || (tiny && kKind == MomentKind::mean);
+    if (nothing) return {.scale = 0, .counts = false, .per_unit = 0.0f, .limit = 0.0f};
+    if (largest >= kInfinity) {
+      return {.scale = 0x7fc0, .counts = false, .per_unit = 0.0f, .limit = 0.0f};
+    }
+    if (tiny) unit = kUnitMin;
+    const std::uint32_t rounded = std::bit_cast<std::uint32_t>(unit) + draw;
+    return {.scale = static_cast<std::uint16_t>(rounded >> 16),
+            .counts = true,
+            .per_unit = 1.0f / std::bit_cast<float>(rounded & 0xffff0000u),
+            .limit = tiny ? std::bit_cast<float>(kInfinity) : std::bit_cast<float>(largest)};
+  }
+
   // `draw`: from 0 to 2^16.
-  static I code_of(I bits, F per_unit, F draw, F limit) {
+  STRATA_DEVICE_CODE static I code_of(I bits, F per_unit, F draw, F limit) {
     const I last = V::set_bits(kLast);
     const F size = V::of_bits(V::both(bits, V::set_bits(0x7fffffff)));
     const F units = V::mul(size, per_unit);
@@ -104,34 +126,39 @@ struct BlockCode {
   static void decode(const std::uint8_t* codes, std::uint16_t scale, float* to) {
     const F unit = V::of_bits(V::set_bits(std::uint32_t{scale} << 16));
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
-      const I code = V::load(codes + at);
-      if constexpr (kKind == MomentKind::mean) {
-        const I bits = V::bits(V::mul(V::of_int(V::both(code, V::set_bits(kLast))), unit));
-        const I sign = V::template up<31>(V::template down<7>(code));
-        V::store(to + at, V::of_bits(V::plus(bits, sign)), All{});
-      } else {
-        const F root = V::of_int(code);
-        V::store(to + at, V::mul(V::mul(root, root), unit), All{});
-      }
+      V::store(to + at, value_of(V::load(codes + at), unit), All{});
+    }
+  }
+
+  STRATA_DEVICE_CODE static F value_of(I code, F unit) {
+    if constexpr (kKind == MomentKind::mean) {
+      const I bits = V::bits(V::mul(V::of_int(V::both(code, V::set_bits(kLast))), unit));
+      return V::of_bits(V::plus(bits, V::template up<31>(V::template down<7>(code))));
+    } else {
+      const F root = V::of_int(code);
+      return V::mul(V::mul(root, root), unit);
     }
   }
 };
 
 template <class V, MomentKind kKind>
 struct Bfloat16Code {
+  using F = typename V::F;
   using I = typename V::I;
   using All = typename V::All;
 
   template <class Draws>
   static void encode(const float* from, const Draws& draws, std::size_t first, std::uint16_t* to) {
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
-      const I bits = V::bits(V::one_nan(V::load(from + at, All{})));
-      I upper = V::template down<16>(V::plus(bits, draws.of_lanes(first + at)));
-      if constexpr (kKind == MomentKind::square) {
-        upper = V::larger(upper, V::smaller(bits, V::set_bits(1)));
-      }
-      V::store(to + at, V::narrow(upper), All{});
+      const I code = code_of(V::load(from + at, All{}), draws.of_lanes(first + at));
+      V::store(to + at, V::narrow(code), All{});
     }
+  }
+  STRATA_DEVICE_CODE static I code_of(F value, I draw) {
+    const I bits = V::bits(V::one_nan(value));
+    const I upper = V::template down<16>(V::plus(bits, draw));
+    if constexpr (kKind == MomentKind::mean) return upper;
+    return V::larger(upper, V::smaller(bits, V::set_bits(1)));
   }
   static void decode(const std::uint16_t* from, float* to) {
     for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {

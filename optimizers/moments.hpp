@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "optimizers/device_code.hpp"
 #include "optimizers/moment_codes.hpp"
 #include "optimizers/prefetch.hpp"
 #include "optimizers/rule.hpp"
@@ -29,17 +30,49 @@ namespace strata {
 // Mixers of bits: the finalizer of SplitMix64 (Steele, Lea, Flood) and one of Wellons's "hash
 // prospector", of two multiplications, which vectors of 32-bit lanes can do.
 template <class V>
-std::uint64_t mixed(std::uint64_t value) {
+STRATA_DEVICE_CODE std::uint64_t mixed(std::uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
   return value ^ (value >> 31);
 }
 
 template <class V>
-typename V::I mixed_lanes(typename V::I value) {
+STRATA_DEVICE_CODE typename V::I mixed_lanes(typename V::I value) {
   value = V::times(V::differ(value, V::template down<16>(value)), V::set_bits(0x21f0aaadu));
   value = V::times(V::differ(value, V::template down<15>(value)), V::set_bits(0x735a2d97u));
   return V::differ(value, V::template down<15>(value));
+}
+
+// Note [Stochastic rounding]: what all bits of a step of a parameter come from, those of a block,
+// and the 32 bits of the elements of a block from `at` on.
+template <class V>
+std::uint64_t step_bits(const UpdateSpan& span) {
+  return mixed<V>(static_cast<std::uint64_t>(span.step) << 32 | span.param_id);
+}
+
+// `block`: counted from the beginning of the parameter.
+template <class V>
+STRATA_DEVICE_CODE std::uint64_t block_bits(std::uint64_t of_step, std::uint64_t block) {
+  return mixed<V>(of_step + block);
+}
+
+template <class V>
+STRATA_DEVICE_CODE typename V::I element_bits(std::uint64_t of_block, std::size_t at) {
+  constexpr std::uint32_t kStride = 0x9e3779b9;  // odd: no two elements of a block share a state
+  const auto lanes = V::times(V::lane_numbers(), V::set_bits(kStride));
+  const auto key = V::plus(V::set_bits(static_cast<std::uint32_t>(of_block)), lanes);
+  const auto ahead = V::set_bits(static_cast<std::uint32_t>(at) * kStride);
+  return mixed_lanes<V>(V::plus(key, ahead));
+}
+
+// The half that one of the two moments draws.
+template <class V, bool kHigh>
+STRATA_DEVICE_CODE typename V::I half_of(typename V::I bits) {
+  return kHigh ? V::template down<16>(bits) : V::both(bits, V::set_bits(0xffff));
+}
+template <class V, bool kHigh>
+STRATA_DEVICE_CODE std::uint32_t half_of_block(std::uint64_t of_block) {
+  return static_cast<std::uint32_t>(of_block >> (kHigh ? 48 : 32)) & 0xffff;
 }
 
 // Blocks that are decoded, updated and encoded together: enough that what each of these begins with
@@ -47,25 +80,20 @@ typename V::I mixed_lanes(typename V::I value) {
 inline constexpr std::size_t kGroupBlocks = 8;
 inline constexpr std::size_t kGroup = kGroupBlocks * kMomentBlock;
 
-// Note [Stochastic rounding]: the bits of a group, 32 for each element and each block.
+// The bits of a group, 32 for each element and each block.
 template <class V>
 struct GroupBits {
   alignas(kLineBytes) std::uint32_t of_elements[kGroup];
-  std::uint32_t of_blocks[kGroupBlocks];
+  std::uint64_t of_blocks[kGroupBlocks];
 
-  // `first_block`: of the group, counted from the beginning of the parameter.
+  // `first_block`: of the group.
   void draw(std::uint64_t of_step, std::uint64_t first_block, std::size_t blocks) {
-    constexpr std::uint32_t kStride = 0x9e3779b9;  // odd: no two elements of a block share a state
-    const auto lanes = V::times(V::lane_numbers(), V::set_bits(kStride));
     for (std::size_t block = 0; block < blocks; ++block) {
-      const std::uint64_t of_block = mixed<V>(of_step + first_block + block);
-      const auto key = V::plus(V::set_bits(static_cast<std::uint32_t>(of_block)), lanes);
+      of_blocks[block] = block_bits<V>(of_step, first_block + block);
       std::uint32_t* const bits = of_elements + block * kMomentBlock;
       for (std::size_t at = 0; at < kMomentBlock; at += V::kLanes) {
-        const auto ahead = V::set_bits(static_cast<std::uint32_t>(at) * kStride);
-        V::store(bits + at, mixed_lanes<V>(V::plus(key, ahead)));
+        V::store(bits + at, element_bits<V>(of_blocks[block], at));
       }
-      of_blocks[block] = static_cast<std::uint32_t>(of_block >> 32);
     }
   }
 };
@@ -76,12 +104,10 @@ struct HalfOf {
   const GroupBits<V>& bits;
 
   typename V::I of_lanes(std::size_t at) const {
-    const auto both = V::load(bits.of_elements + at);
-    return kHigh ? V::template down<16>(both) : V::both(both, V::set_bits(0xffff));
+    return half_of<V, kHigh>(V::load(bits.of_elements + at));
   }
   std::uint32_t of_scale(std::size_t at) const {
-    const std::uint32_t both = bits.of_blocks[at / kMomentBlock];
-    return kHigh ? both >> 16 : both & 0xffff;
+    return half_of_block<V, kHigh>(bits.of_blocks[at / kMomentBlock]);
   }
 };
 
@@ -92,7 +118,7 @@ class PlainMoments {
   using F = typename V::F;
   static constexpr bool kInPlace = true;
 
-  explicit PlainMoments(const UpdateSpan& span)
+  STRATA_DEVICE_CODE explicit PlainMoments(const UpdateSpan& span)
       : streams_{static_cast<float*>(span.moment1), static_cast<float*>(span.moment2)} {}
 
   template <std::size_t kAhead>
@@ -101,11 +127,11 @@ class PlainMoments {
   }
 
   template <int k, class Lanes>
-  F load(std::size_t at, Lanes lanes) const {
+  STRATA_DEVICE_CODE F load(std::size_t at, Lanes lanes) const {
     return V::load(streams_[k] + at, lanes);
   }
   template <int k, class Lanes>
-  void store(std::size_t at, F value, Lanes lanes) {
+  STRATA_DEVICE_CODE void store(std::size_t at, F value, Lanes lanes) {
     V::store(streams_[k] + at, V::one_nan(value), lanes);
   }
 
@@ -125,7 +151,7 @@ class StoredMoments {
       : dtype_(span.moment_dtype),
         streams_{static_cast<std::byte*>(span.moment1), static_cast<std::byte*>(span.moment2)},
         scales_{span.scales1, span.scales2},
-        of_step_(mixed<V>(static_cast<std::uint64_t>(span.step) << 32 | span.param_id)),
+        of_step_(step_bits<V>(span)),
         first_block_(span.first / kMomentBlock) {}
 
   // 32 elements are one line of bfloat16 and half a line of codes.

@@ -6,6 +6,7 @@
 //   momentum(grad, param, buffer, unused);
 #pragma once
 
+#include "optimizers/device_code.hpp"
 #include "optimizers/lerp.hpp"
 #include "optimizers/rule.hpp"
 
@@ -17,6 +18,7 @@ struct SgdMath {
   static constexpr Rule kRule = Rule::sgd;
   static constexpr int kMoments = kMomentum ? 1 : 0;
 
+  SgdMath() = default;
   explicit SgdMath(const UpdateSpan& span)
       : grad_scale(grad_scale_of<V>(span)),
         weight_decay(V::set(static_cast<float>(span.hyper->weight_decay))),
@@ -26,7 +28,7 @@ struct SgdMath {
         first_step(span.step == 1),
         nesterov(span.hyper->nesterov) {}
 
-  void operator()(F grad, F& param, F& buffer, F&) const {
+  STRATA_DEVICE_CODE void operator()(F grad, F& param, F& buffer, F&) const {
     grad = V::fma(weight_decay, param, V::mul(grad, grad_scale));
     if constexpr (kMomentum) {
       buffer = first_step ? grad : V::fma(one_minus_dampening, grad, V::mul(momentum, buffer));
