@@ -130,13 +130,21 @@ Budgets parse_budgets(const py::dict& dict) {
   return budgets;
 }
 
-Wishes parse_wishes(const py::dict& dict) {
+// On the device: None leaves it to the planner; left out, nothing rests there.
+Wishes parse_wishes(const py::dict& dict, const Trace& trace) {
   Wishes wishes;
   if (const auto text = field<std::optional<std::string>>(dict, "activation")) {
     wishes.activation = parse_activation(*text);
   }
   wishes.slices = field<std::uint32_t>(dict, "slices");
   wishes.may_split = field<bool>(dict, "may_split");
+  wishes.on_device.emplace(trace.units.size(), false);
+  if (dict.contains("on_device")) {
+    wishes.on_device = field<std::optional<std::vector<bool>>>(dict, "on_device");
+  }
+  if (wishes.on_device && wishes.on_device->size() != trace.units.size()) {
+    throw py::value_error("on_device needs an entry for every unit");
+  }
   return wishes;
 }
 
@@ -146,6 +154,7 @@ py::dict plan_dict(const Plan& plan) {
     py::dict one;
     one["activation"] = name(unit.activation);
     one["slices"] = unit.slices;
+    one["on_device"] = unit.on_device;
     one["param_ssd_bytes"] = unit.param_ssd_bytes;
     one["grad_ssd_bytes"] = unit.grad_ssd_bytes;
     one["state_ssd_bytes"] = unit.state_ssd_bytes;
@@ -168,6 +177,7 @@ py::dict plan_dict(const Plan& plan) {
   out["lookahead"] = plan.frames.lookahead;
   out["resident"] = plan.frames.resident;
   out["param_device_bytes"] = plan.param_device_bytes;
+  out["resting_device_bytes"] = plan.resting_device_bytes;
   out["activation_device_bytes"] = plan.activation_device_bytes;
   out["activation_host_bytes"] = plan.activation_host_bytes;
   out["activation_ssd_bytes"] = plan.activation_ssd_bytes;
@@ -242,8 +252,8 @@ struct PaperPlan {
 
 PaperPlan make_paper_plan(const py::dict& trace, const py::dict& costs, const py::dict& budgets,
                           const py::dict& wishes) {
-  PaperPlan paper{
-      parse_trace(trace), parse_costs(costs), parse_budgets(budgets), parse_wishes(wishes), {}};
+  PaperPlan paper{parse_trace(trace), parse_costs(costs), parse_budgets(budgets), {}, {}};
+  paper.wishes = parse_wishes(wishes, paper.trace);
   const py::gil_scoped_release release;
   paper.plan = make_plan(paper.trace, paper.costs, paper.budgets, paper.wishes);
   return paper;
@@ -278,7 +288,9 @@ void bind_planner(py::module_& module) {
       .def_property_readonly("plan", [](const PaperPlan& paper) { return plan_dict(paper.plan); })
       .def(
           "check",
-          [](const PaperPlan& paper) { return check_plan(paper.trace, paper.budgets, paper.plan); },
+          [](const PaperPlan& paper) {
+            return check_plan(paper.trace, paper.budgets, paper.plan, paper.wishes);
+          },
           py::call_guard<py::gil_scoped_release>())
       .def("simulate", &simulate_paper, py::arg("costs") = py::none(), py::arg("spans") = false)
       .def("bound", &bound_paper);

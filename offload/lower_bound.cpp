@@ -1,6 +1,6 @@
 // Note [What must move]
 // Host memory rests H bytes, the device D; "beyond" is what is left of a sum above them, never less
-// than nothing. Sums are over units that the step uses.
+// than nothing. Sums are over units that the step uses and that do not rest on the device.
 //   down   every gradient.
 //   up     a unit that is trained is updated in host memory: all of it comes up once. Of what is
 //          not trained, only D can have stayed. When the first backward begins, D is all that can
@@ -11,6 +11,9 @@
 //          what the backward uses again, what is beyond D + H must be read during the backward.
 //   write  all of the bytes of the first kind change in every step, so that those on the SSD at
 //          that moment were written since the same moment of the last step.
+// Which units rest on the device may be known. Else as many may as fit in D: R bytes of those that
+// are trained, in favour of whichever sum, and then that much less of the others is there.
+//
 // Activations may be kept or recomputed, and computation is counted once unless recomputing is
 // forced: what else a plan does about them costs nothing here. Neither does what a transfer costs
 // beside its bytes.
@@ -26,6 +29,7 @@
 #include <cmath>
 #include <utility>
 
+#include "offload/resting.hpp"
 #include "offload/sharing.hpp"
 #include "offload/simulate.hpp"
 
@@ -36,6 +40,39 @@ std::uint64_t beyond(std::uint64_t sum, std::uint64_t room) {
   return sum > room ? sum - room : 0;
 }
 
+// What choosing units may spare of the sum, where they may weigh so much together: the most that
+// fractions of them spare, the best first.
+class Spared final {
+ public:
+  void offer(std::uint64_t bytes, std::uint64_t weight) {
+    if (bytes != 0) offers_.push_back({bytes, weight});
+  }
+  std::uint64_t most(std::uint64_t room) {
+    std::sort(offers_.begin(), offers_.end(), [](const Offer& a, const Offer& b) {
+      return static_cast<double>(a.bytes) * static_cast<double>(b.weight) >
+             static_cast<double>(b.bytes) * static_cast<double>(a.weight);
+    });
+    std::uint64_t spared = 0;
+    for (const Offer& offer : offers_) {
+      if (offer.weight > room) {
+        const double part = static_cast<double>(room) / static_cast<double>(offer.weight);
+        return spared +
+               static_cast<std::uint64_t>(std::ceil(static_cast<double>(offer.bytes) * part));
+      }
+      room -= offer.weight;
+      spared += offer.bytes;
+    }
+    return spared;
+  }
+
+ private:
+  struct Offer {
+    std::uint64_t bytes = 0;
+    std::uint64_t weight = 0;
+  };
+  std::vector<Offer> offers_;
+};
+
 // In bytes, and elements.
 struct MustMove {
   std::uint64_t up = 0, down = 0, read = 0, written = 0, elements = 0;
@@ -43,7 +80,7 @@ struct MustMove {
   std::uint64_t forward_read = 0, forward_written = 0, forward_elements = 0;
 };
 
-MustMove must_move(const Trace& trace, const Budgets& budgets) {
+MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wishes) {
   std::vector<bool> used(trace.units.size(), false), forward(used), again(used);
   bool turned = false;
   for (const Use& use : trace.uses) {
@@ -53,10 +90,20 @@ MustMove must_move(const Trace& trace, const Budgets& budgets) {
     if (use.backward) again[index(use.unit)] = true;
   }
   std::uint64_t trained = 0, frozen = 0, both = 0, changing = 0, first = 0, renewed = 0;
+  std::uint64_t device = budgets.device_bytes, may_rest = 0;
+  Spared down, up;
   MustMove moves;
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     const TracedUnit& unit = trace.units[u];
+    const std::uint64_t resting = resting_on_device(unit, budgets);
+    const bool known = wishes.on_device && wishes.on_device->at(u);
+    if (known) device -= std::min(device, resting);
     if (!used[u]) continue;
+    if (known) {
+      moves.elements += unit.grad_bytes != 0 ? unit.elements : 0;
+      moves.forward_elements += unit.grad_bytes != 0 && forward[u] ? unit.elements : 0;
+      continue;
+    }
     if (forward[u] && again[u]) both += unit.param_bytes;
     if (unit.grad_bytes == 0) {
       frozen += unit.param_bytes;
@@ -66,17 +113,26 @@ MustMove must_move(const Trace& trace, const Budgets& budgets) {
     changing += budgets.resting(unit);
     moves.down += unit.grad_bytes;
     moves.elements += unit.elements;
+    if (!wishes.on_device && resting <= budgets.device_bytes) {
+      may_rest += resting;
+      down.offer(unit.grad_bytes, resting);
+      up.offer(unit.param_bytes, resting);
+    }
     if (!forward[u]) continue;
     first += budgets.resting(unit);
     renewed += unit.param_bytes + unit.state_bytes;
     moves.forward_elements += unit.elements;
   }
-  const std::uint64_t host = budgets.host_bytes, device = budgets.device_bytes;
-  moves.up = trained + beyond(frozen, device) + beyond(both, device);
-  moves.read = beyond(changing + beyond(frozen, device), host) + beyond(both, device + host);
-  moves.written = beyond(changing, host);
-  moves.forward_read = beyond(first, host);
-  moves.forward_written = beyond(renewed, host);
+  const std::uint64_t host = budgets.host_bytes;
+  may_rest = std::min(may_rest, device);
+  moves.down -= down.most(may_rest);
+  moves.up = trained - up.most(may_rest) + beyond(frozen, device) + beyond(both, device);
+  const std::uint64_t rests = std::min(may_rest, changing);
+  moves.read =
+      beyond(changing - rests + beyond(frozen, device - rests), host) + beyond(both, device + host);
+  moves.written = beyond(changing, may_rest + host);
+  moves.forward_read = beyond(first, may_rest + host);
+  moves.forward_written = beyond(renewed, may_rest + host);
   return moves;
 }
 
@@ -142,7 +198,7 @@ void find_largest(Bound& bound) {
 Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budgets,
                   const Wishes& wishes) {
   const Costs costs = machine.landing_waits ? in_turns(machine) : machine;
-  const MustMove moves = must_move(trace, budgets);
+  const MustMove moves = must_move(trace, budgets, wishes);
   Bound bound;
   LaneSeconds& work = bound.lane_seconds;
   const auto set = [&](Lane lane, double seconds) {

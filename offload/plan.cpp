@@ -66,7 +66,8 @@ std::string refuse_device(const Problem& problem, const Choice& least, std::uint
 Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes) {
   STRATA_ASSERT(check_trace(trace).empty());
-  const Problem problem(trace, costs, budgets, wishes);
+  const std::vector<bool> none(trace.units.size(), false);
+  const Problem problem(trace, costs, budgets, wishes, wishes.on_device.value_or(none));
   Plan plan;
   // 1. Can everything rest somewhere?
   const std::optional<Modes> modes = modes_that_rest(problem);
@@ -77,7 +78,7 @@ Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
   // 2. The least that the device must hold.
   const Choice least = least_device(problem, *modes);
   plan.device_bytes_min = std::uint64_t{least.frames} * budgets.page_bytes +
-                          problem.activation_bytes(least.modes, least.lookahead);
+                          problem.beside_frames(least.modes, least.lookahead);
   if (plan.device_bytes_min > budgets.device_bytes) {
     plan.refusal = refuse_device(problem, least, plan.device_bytes_min);
     return plan;

@@ -60,11 +60,13 @@ struct Budgets {
 
 // What the user forced; left alone, everything is chosen.
 struct Wishes {
-  std::optional<Activation> activation;  // of every unit that can; keep, swap_host (or on to the
-                                         // SSD where the host is full), or recompute
-  std::uint32_t slices = 0;              // of every unit that can; 0: chosen
-  bool may_split = true;                 // false: only by `slices`
-  std::optional<std::vector<bool>> on_device;  // by unit: exactly these rest on the device
+  // Of every unit that can; keep, swap_host (or on to the SSD where the host is full), or
+  // recompute.
+  std::optional<Activation> activation = std::nullopt;
+  std::uint32_t slices = 0;  // of every unit that can; 0: chosen
+  bool may_split = true;     // false: only by `slices`
+  // By unit: exactly these rest on the device.
+  std::optional<std::vector<bool>> on_device = std::nullopt;
 };
 
 struct UnitPlan {
@@ -105,12 +107,15 @@ struct Plan {
   std::array<Peak, kTierCount> peaks;       // by tier
 };
 
-// REQUIRES: check_trace(trace) is empty; budgets.page_bytes > 0.
+// REQUIRES: check_trace(trace) is empty; budgets.page_bytes > 0; wishes.on_device, if any, has an
+// entry for every unit.
 Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes);
 
 // The first promise that the plan does not keep, replayed on paper moment by moment; empty: it
-// keeps them all. Checks every tier at every use, alias sets, and that units' modes are possible.
-std::string check_plan(const Trace& trace, const Budgets& budgets, const Plan& plan);
+// keeps them all. Checks every tier at every use, alias sets, that units' modes are possible, and
+// of the wishes which units rest on the device.
+std::string check_plan(const Trace& trace, const Budgets& budgets, const Plan& plan,
+                       const Wishes& wishes = {});
 
 }  // namespace strata

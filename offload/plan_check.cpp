@@ -54,8 +54,14 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
   std::uint64_t total = 0, on_ssd = 0;
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     const TracedUnit& unit = trace.units[u];
-    total += budgets.resting(unit);
     const UnitPlan& planned = plan.units[u];
+    if (planned.on_device) {
+      if (planned.param_ssd_bytes + planned.grad_ssd_bytes + planned.state_ssd_bytes != 0) {
+        return unit.name + " rests on the device and on the SSD";
+      }
+      continue;
+    }
+    total += budgets.resting(unit);
     if (planned.param_ssd_bytes > unit.param_bytes || planned.state_ssd_bytes > unit.state_bytes ||
         planned.grad_ssd_bytes > budgets.resting_grads(unit)) {
       return unit.name + " has more on the SSD than it has";
@@ -155,7 +161,8 @@ std::string check_frames(const Trace& trace, const Budgets& budgets, const Plan&
     for (const FrameId frame : frames.frames[unit]) owner[index(frame)] = SIZE_MAX;
   };
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
-    if (frames.frames[u].size() != ceil_div(trace.units[u].param_bytes, budgets.page_bytes)) {
+    const std::uint64_t moving = plan.units[u].on_device ? 0 : trace.units[u].param_bytes;
+    if (frames.frames[u].size() != ceil_div(moving, budgets.page_bytes)) {
       return trace.units[u].name + " has another number of frames than of pages";
     }
     for (const FrameId frame : frames.frames[u]) {
@@ -324,9 +331,19 @@ class Replay final {
 std::string check_device(const Trace& trace, const Lifetimes& lives, const Budgets& budgets,
                          const Plan& plan) {
   if (plan.device_curve.size() != trace.uses.size()) return "the device curve has another length";
+  std::uint64_t resting = 0;
+  for (std::size_t u = 0; u < trace.units.size(); ++u) {
+    const TracedUnit& unit = trace.units[u];
+    const std::uint64_t grads = budgets.grads_rest ? unit.grad_bytes : 0;
+    for (const std::uint64_t bytes : {unit.param_bytes, grads, unit.state_bytes}) {
+      if (!plan.units[u].on_device) break;
+      resting += ceil_div(bytes, budgets.page_bytes) * budgets.page_bytes;
+    }
+  }
+  if (resting != plan.resting_device_bytes) return "what rests on the device does not add up";
   const Replay replay(trace, lives, plan);
   for (std::size_t i = 0; i < trace.uses.size(); ++i) {
-    const std::uint64_t bytes = plan.param_device_bytes + replay.bytes_at(i);
+    const std::uint64_t bytes = plan.param_device_bytes + resting + replay.bytes_at(i);
     if (bytes > budgets.device_bytes) {
       return too_much("device", bytes, budgets.device_bytes, use_text(trace, i));
     }
@@ -340,9 +357,15 @@ std::string check_device(const Trace& trace, const Lifetimes& lives, const Budge
 
 }  // namespace
 
-std::string check_plan(const Trace& trace, const Budgets& budgets, const Plan& plan) {
+std::string check_plan(const Trace& trace, const Budgets& budgets, const Plan& plan,
+                       const Wishes& wishes) {
   if (!plan.feasible) return plan.refusal.empty() ? "refused for no reason" : plan.refusal;
   if (plan.units.size() != trace.units.size()) return "the plan is of another trace";
+  for (std::size_t u = 0; u < plan.units.size() && wishes.on_device; ++u) {
+    if (plan.units[u].on_device == wishes.on_device->at(u)) continue;
+    return trace.units[u].name + (plan.units[u].on_device ? " rests" : " does not rest") +
+           " on the device, against the wish";
+  }
   const Lifetimes lives = lifetimes(trace);
   if (std::string why = check_modes(trace, lives, plan); !why.empty()) return why;
   if (std::string why = check_tiers(trace, budgets, plan); !why.empty()) return why;

@@ -51,9 +51,9 @@ double Contest::step_seconds(const Choice& choice) const {
 
 std::optional<Choice> Contest::filled(Choice choice) const {
   const std::uint64_t page = problem_.budgets().page_bytes;
-  const std::uint64_t activations = problem_.activation_bytes(choice.modes, choice.lookahead);
-  if (activations > problem_.budgets().device_bytes) return std::nullopt;
-  const std::uint64_t room = (problem_.budgets().device_bytes - activations) / page;
+  const std::uint64_t beside = problem_.beside_frames(choice.modes, choice.lookahead);
+  if (beside > problem_.budgets().device_bytes) return std::nullopt;
+  const std::uint64_t room = (problem_.budgets().device_bytes - beside) / page;
   const auto& counts = problem_.frame_counts();
   if (room < counts.front()) return std::nullopt;
   choice.frames = static_cast<std::uint32_t>(std::min<std::uint64_t>(room, counts.back()));

@@ -15,20 +15,22 @@ constexpr std::uint32_t kLookaheadMax = 3;
 }  // namespace
 
 Problem::Problem(const Trace& trace, const Costs& costs, const Budgets& budgets,
-                 const Wishes& wishes)
+                 const Wishes& wishes, const std::vector<bool>& on_device)
     : trace_(trace),
       costs_(costs),
       budgets_(budgets),
+      wishes_(wishes),
       lives_(lifetimes(trace)),
       memory_(trace, lives_),
-      resting_(trace, budgets) {
+      resting_(trace, budgets, on_device) {
   STRATA_ASSERT(budgets.page_bytes > 0);
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
-    const std::size_t pages = ceil_div(trace.units[u].param_bytes, budgets.page_bytes);
+    const std::size_t pages =
+        on_device[u] ? 0 : ceil_div(trace.units[u].param_bytes, budgets.page_bytes);
     unit_pages_.push_back(static_cast<std::uint32_t>(pages));
     options_.push_back(options_of(u, wishes));
   }
-  find_frame_counts();
+  frames_max_ = std::accumulate(unit_pages_.begin(), unit_pages_.end(), 0U);
 }
 
 std::vector<UnitPlan> Problem::options_of(std::size_t unit, const Wishes& wishes) const {
@@ -62,20 +64,26 @@ std::vector<UnitPlan> Problem::options_of(std::size_t unit, const Wishes& wishes
   return options;
 }
 
-void Problem::find_frame_counts() {
-  const std::uint32_t all = std::accumulate(unit_pages_.begin(), unit_pages_.end(), 0U);
+const std::vector<std::uint32_t>& Problem::frame_counts() const {
+  if (frame_counts_.empty()) frame_counts_ = find_frame_counts();
+  return frame_counts_;
+}
+
+std::vector<std::uint32_t> Problem::find_frame_counts() const {
+  std::vector<std::uint32_t> counts;
   for (std::uint32_t lookahead = 0; lookahead <= kLookaheadMax; ++lookahead) {
-    frame_counts_.push_back(frame_count_min(trace_, unit_pages_, lookahead));
+    counts.push_back(frame_count_min(trace_, unit_pages_, lookahead));
   }
-  const std::uint32_t from = frame_counts_.back();
+  const std::uint32_t from = counts.back();
   for (std::uint32_t i = 1; i <= kFrameSteps; ++i) {
-    frame_counts_.push_back(from + (all - from) / kFrameSteps * i);
+    counts.push_back(from + (frames_max_ - from) / kFrameSteps * i);
   }
-  frame_counts_.push_back(all);
-  std::sort(frame_counts_.begin(), frame_counts_.end());
-  frame_counts_.erase(std::unique(frame_counts_.begin(), frame_counts_.end()), frame_counts_.end());
-  std::erase_if(frame_counts_, [&](std::uint32_t count) { return !frame_plan(count).feasible; });
-  STRATA_ASSERT(!frame_counts_.empty());  // with frames for all pages there is always a plan
+  counts.push_back(frames_max_);
+  std::sort(counts.begin(), counts.end());
+  counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
+  std::erase_if(counts, [&](std::uint32_t count) { return !frame_plan(count).feasible; });
+  STRATA_ASSERT(!counts.empty());  // with frames for all pages there is always a plan
+  return counts;
 }
 
 const FramePlan& Problem::frame_plan(std::uint32_t frames) const {
@@ -92,6 +100,11 @@ std::uint64_t Problem::activation_bytes(std::span<const UnitPlan> modes,
   return *std::max_element(curve.begin(), curve.end());
 }
 
+std::uint64_t Problem::beside_frames(std::span<const UnitPlan> modes,
+                                     std::uint32_t lookahead) const {
+  return resting_.device_bytes() + activation_bytes(modes, lookahead);
+}
+
 bool Problem::fits_tiers(std::span<const UnitPlan> modes) const {
   return !resting_.shortage(swapped_peak(trace_, modes, budgets_.page_bytes));
 }
@@ -99,7 +112,7 @@ bool Problem::fits_tiers(std::span<const UnitPlan> modes) const {
 bool Problem::fits(const Choice& choice) const {
   if (!frame_plan(choice.frames).feasible) return false;
   const std::uint64_t frames = std::uint64_t{choice.frames} * budgets_.page_bytes;
-  return frames + activation_bytes(choice.modes, choice.lookahead) <= budgets_.device_bytes &&
+  return frames + beside_frames(choice.modes, choice.lookahead) <= budgets_.device_bytes &&
          fits_tiers(choice.modes);
 }
 
@@ -110,6 +123,7 @@ Plan Problem::plan_of(const Choice& choice) const {
   plan.units = choice.modes;
   plan.frames = frame_plan(choice.frames);
   plan.param_device_bytes = std::uint64_t{choice.frames} * budgets_.page_bytes;
+  plan.resting_device_bytes = resting_.device_bytes();
   plan.activation_lookahead = choice.lookahead;
   const Swapped swapped = swapped_peak(trace_, plan.units, budgets_.page_bytes);
   plan.activation_host_bytes = swapped.host_bytes;
@@ -127,7 +141,9 @@ void Problem::fill_peaks(const Choice& choice, const Swapped& swapped, Plan& pla
   plan.device_curve.back() = std::max(plan.device_curve.back(), tail);
   const auto top = std::max_element(plan.device_curve.begin(), plan.device_curve.end());
   plan.activation_device_bytes = *top;
-  for (std::uint64_t& bytes : plan.device_curve) bytes += plan.param_device_bytes;
+  for (std::uint64_t& bytes : plan.device_curve) {
+    bytes += plan.param_device_bytes + plan.resting_device_bytes;
+  }
   plan.peaks[static_cast<std::size_t>(Tier::device)] = {
       *top, budgets_.device_bytes, static_cast<std::uint32_t>(top - plan.device_curve.begin())};
   const bool stages = plan.resting_ssd_bytes + swapped.ssd_bytes != 0;

@@ -99,7 +99,8 @@ class Descent final {
 std::optional<Choice> cheapest(const Problem& problem, const StackModel& stack,
                                std::uint32_t frames, std::uint32_t lookahead,
                                const Prices& prices) {
-  const std::uint64_t taken = std::uint64_t{frames} * problem.budgets().page_bytes;
+  const std::uint64_t taken =
+      std::uint64_t{frames} * problem.budgets().page_bytes + problem.resting().device_bytes();
   if (taken >= problem.budgets().device_bytes) return std::nullopt;
   const std::uint64_t room = problem.budgets().device_bytes - taken;
   std::uint64_t allowed = room;

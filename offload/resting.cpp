@@ -1,6 +1,7 @@
 #include "offload/resting.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "memory/check.hpp"
 #include "offload/device_memory.hpp"
@@ -60,12 +61,22 @@ Swapped swapped_peak(const Trace& trace, std::span<const UnitPlan> units,
   return peak;
 }
 
-Resting::Resting(const Trace& trace, const Budgets& budgets) : trace_(trace), budgets_(budgets) {
+std::uint64_t resting_on_device(const TracedUnit& unit, const Budgets& budgets) {
+  return round_up(unit.param_bytes, budgets.page_bytes) +
+         round_up(budgets.resting_grads(unit), budgets.page_bytes) +
+         round_up(unit.state_bytes, budgets.page_bytes);
+}
+
+Resting::Resting(const Trace& trace, const Budgets& budgets, std::vector<bool> on_device)
+    : trace_(trace), budgets_(budgets), on_device_(std::move(on_device)) {
+  STRATA_ASSERT(on_device_.size() == trace.units.size());
   budgets_.host_bytes = down_to_pages(budgets.host_bytes, budgets.page_bytes);
   budgets_.ssd_bytes = down_to_pages(budgets.ssd_bytes, budgets.page_bytes);
   budgets_.staging_bytes = round_up(budgets.staging_bytes, budgets.page_bytes);
-  for (const TracedUnit& unit : trace.units) {
-    total_ += budgets.resting(unit);
+  for (std::size_t u = 0; u < trace.units.size(); ++u) {
+    const TracedUnit& unit = trace.units[u];
+    (on_device_[u] ? device_bytes_ : total_) +=
+        on_device_[u] ? resting_on_device(unit, budgets) : budgets.resting(unit);
   }
 }
 
@@ -95,6 +106,24 @@ std::optional<Shortage> Resting::shortage(const Swapped& swapped) const {
                   rest + swapped.ssd_bytes};
 }
 
+std::optional<std::uint64_t> Resting::excess(const Swapped& swapped) const {
+  const auto over = [](std::uint64_t bytes, std::uint64_t room) {
+    return bytes > room ? bytes - room : 0;
+  };
+  std::optional<std::uint64_t> least;
+  if (swapped.ssd_bytes == 0 && swapped.host_bytes <= budgets_.host_bytes) {
+    least = over(total_, budgets_.host_bytes - swapped.host_bytes);
+  }
+  const std::uint64_t fixed = budgets_.staging_bytes + swapped.host_bytes;
+  const bool takes_ssd = budgets_.ssd_bytes != 0 && swapped.ssd_bytes <= budgets_.ssd_bytes;
+  if (takes_ssd && fixed <= budgets_.host_bytes) {
+    const std::uint64_t beyond_host = over(total_, budgets_.host_bytes - fixed);
+    const std::uint64_t rest = over(beyond_host, budgets_.ssd_bytes - swapped.ssd_bytes);
+    least = least ? std::min(*least, rest) : rest;
+  }
+  return least;
+}
+
 std::uint64_t Resting::place(const Swapped& swapped, std::span<UnitPlan> units) const {
   STRATA_ASSERT(!shortage(swapped));
   std::uint64_t room = total_;
@@ -103,19 +132,23 @@ std::uint64_t Resting::place(const Swapped& swapped, std::span<UnitPlan> units) 
   }
   std::uint64_t on_ssd = 0;
   const auto take = [&](std::uint64_t bytes) {
-    const std::uint64_t here = std::min(bytes, room);
-    room -= here;
-    on_ssd += bytes - here;
-    return bytes - here;
+    const std::uint64_t in_host = std::min(bytes, room);
+    room -= in_host;
+    on_ssd += bytes - in_host;
+    return bytes - in_host;
+  };
+  const auto here = [this](std::size_t unit, std::uint64_t bytes) {
+    return on_device_[unit] ? 0 : bytes;
   };
   for (std::size_t u = 0; u < units.size(); ++u) {
-    units[u].param_ssd_bytes = take(trace_.units[u].param_bytes);
+    units[u].on_device = on_device_[u];
+    units[u].param_ssd_bytes = take(here(u, trace_.units[u].param_bytes));
   }
   for (std::size_t u = 0; u < units.size(); ++u) {
-    units[u].grad_ssd_bytes = take(budgets_.resting_grads(trace_.units[u]));
+    units[u].grad_ssd_bytes = take(here(u, budgets_.resting_grads(trace_.units[u])));
   }
   for (std::size_t u = 0; u < units.size(); ++u) {
-    units[u].state_ssd_bytes = take(trace_.units[u].state_bytes);
+    units[u].state_ssd_bytes = take(here(u, trace_.units[u].state_bytes));
   }
   return on_ssd;
 }

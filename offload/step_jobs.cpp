@@ -128,6 +128,10 @@ void Builder::gradients() {
     const double transfers = transfers_of(unit, 1);
     // Who was not seen in the backward has its gradient at the end of it.
     const JobId backward = uses_[std::min<std::size_t>(last_back_[u], uses_.size() - 1)].left;
+    if (plan_of(unit).on_device) {
+      landed_[u] = backward;
+      continue;
+    }
     landed_[u] = move(Lane::download, of(unit).grad_bytes, transfers, Purpose::grad, unit);
     out_.graph.wait(landed_[u], backward);
     if (costs_.landing_waits) {
@@ -167,6 +171,9 @@ void Builder::updates() {
       const Piece piece = update_piece(unit, {p, count}, opened);
       pieces_[index(unit)].push_back(piece);
       done.push_back(piece.written == kNoJob ? piece.update : piece.written);
+      if (plan_of(unit).on_device) {
+        out_.graph.wait_across(uses_[first_use_[index(unit)]].first, piece.update);
+      }
     }
   }
 }

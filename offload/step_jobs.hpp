@@ -18,6 +18,8 @@
 //   updates      start after the last computation, in the order of the next forward, or early: as
 //                gradients land; a piece is opened when the one kPiecesOpen before is done and
 //                written
+// Of a unit that rests on the device nothing comes or goes but its activations: its update starts
+// where the gradient is, and its next forward waits for that.
 //
 // Limits: a unit's pages are moved in a few equal pieces, of which each has its share on the SSD.
 // Nested units: what the outer computes is done before what the inner computes, and recomputing

@@ -60,19 +60,27 @@ inline void set_slow(Costs& costs, Lane a, Lane b, double share) {
   costs.slow[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)] = share;
 }
 
-inline std::vector<std::uint32_t> pages_of(const Trace& trace) {
+// Pages of parameters that move.
+inline std::vector<std::uint32_t> pages_of(const Trace& trace, const std::vector<UnitPlan>& plans) {
   std::vector<std::uint32_t> pages;
-  for (const TracedUnit& unit : trace.units) {
-    pages.push_back(static_cast<std::uint32_t>(unit.param_bytes / kPaperPage));
+  for (std::size_t u = 0; u < trace.units.size(); ++u) {
+    const std::uint64_t bytes = plans[u].on_device ? 0 : trace.units[u].param_bytes;
+    pages.push_back(static_cast<std::uint32_t>(bytes / kPaperPage));
   }
   return pages;
 }
 
-// Everything rests in host memory and is kept.
-inline Plan paper_plan(const Trace& trace, std::uint32_t frames) {
+// These units rest on the device; everything else rests in host memory, and all is kept.
+inline Plan paper_plan(const Trace& trace, std::uint32_t frames,
+                       const std::vector<std::size_t>& on_device = {}) {
   Plan plan;
   plan.units.resize(trace.units.size());
-  plan.frames = make_frame_plan(trace, pages_of(trace), frames);
+  for (const std::size_t unit : on_device) {
+    const TracedUnit& of = trace.units[unit];
+    plan.units[unit].on_device = true;
+    plan.resting_device_bytes += of.param_bytes + of.grad_bytes + of.state_bytes;
+  }
+  plan.frames = make_frame_plan(trace, pages_of(trace, plan.units), frames);
   plan.feasible = plan.frames.feasible;
   plan.param_device_bytes = plan.frames.frames_used * kPaperPage;
   return plan;
@@ -121,10 +129,6 @@ inline PaperCase random_paper_case(std::mt19937_64& random) {
   trace.tail_seconds = seconds();
   // 2. A plan: as few frames as do, or more.
   Plan& plan = out.plan;
-  std::uint32_t frames = 1 + static_cast<std::uint32_t>(below(pages_all + 1));
-  do {
-    plan.frames = make_frame_plan(trace, pages_of(trace), frames++);
-  } while (!plan.frames.feasible);
   plan.feasible = true;
   plan.activation_lookahead = static_cast<std::uint32_t>(below(4));
   std::uint64_t resting_host = 0;
@@ -132,6 +136,12 @@ inline PaperCase random_paper_case(std::mt19937_64& random) {
     UnitPlan planned;
     planned.activation = static_cast<Activation>(below(kActivationCount));
     planned.slices = below(3) == 0 ? 2 : 1;
+    planned.on_device = below(4) == 0;
+    if (planned.on_device) {
+      plan.resting_device_bytes += unit.param_bytes + unit.grad_bytes + unit.state_bytes;
+      plan.units.push_back(planned);
+      continue;
+    }
     planned.param_ssd_bytes = below(2) * below(unit.param_bytes + 1);
     planned.grad_ssd_bytes = below(2) * below(unit.grad_bytes + 1);
     planned.state_ssd_bytes = below(2) * below(unit.state_bytes + 1);
@@ -139,8 +149,12 @@ inline PaperCase random_paper_case(std::mt19937_64& random) {
     resting_host += unit.param_bytes + unit.grad_bytes + unit.state_bytes -
                     planned.param_ssd_bytes - planned.grad_ssd_bytes - planned.state_ssd_bytes;
   }
+  std::uint32_t frames = 1 + static_cast<std::uint32_t>(below(pages_all + 1));
+  do {
+    plan.frames = make_frame_plan(trace, pages_of(trace, plan.units), frames++);
+  } while (!plan.frames.feasible);
   out.budgets.page_bytes = kPaperPage;
-  out.budgets.device_bytes = plan.frames.frames_used * kPaperPage;
+  out.budgets.device_bytes = plan.frames.frames_used * kPaperPage + plan.resting_device_bytes;
   out.budgets.host_bytes = resting_host;
   // 3. A machine.
   Costs& costs = out.costs;

@@ -102,6 +102,61 @@ TEST_F(PlanCheck, BytesThatRestNowhere) {
   EXPECT_TRUE(sees("does not add up"));
 }
 
+// The planner gives the device what its smallest budget leaves; here three units get more of it.
+class PlanCheckOnDevice : public PlanCheck {
+ protected:
+  PlanCheckOnDevice() {
+    of_.budgets.device_bytes = kGiB;
+    wishes_.on_device.emplace(of_.trace.units.size(), false);
+    for (const std::size_t unit : {1, 2, 4}) wishes_.on_device->at(unit) = true;
+    plan_ = make_plan(of_.trace, of_.costs, of_.budgets, wishes_);
+  }
+
+  void SetUp() override { ASSERT_EQ(check_plan(of_.trace, of_.budgets, plan_, wishes_), ""); }
+
+  Wishes wishes_;
+};
+
+TEST_F(PlanCheckOnDevice, ADeviceThatIsAByteTooSmall) {
+  of_.budgets.device_bytes = plan_.peaks[static_cast<std::size_t>(Tier::device)].bytes - 1;
+  EXPECT_TRUE(sees("device "));
+}
+
+TEST_F(PlanCheckOnDevice, BytesThatDoNotAddUp) {
+  plan_.resting_device_bytes -= of_.budgets.page_bytes;
+  EXPECT_TRUE(sees("what rests on the device does not add up"));
+}
+
+TEST_F(PlanCheckOnDevice, ACurveWithoutThem) {
+  for (std::uint64_t& bytes : plan_.device_curve) bytes -= plan_.resting_device_bytes;
+  EXPECT_TRUE(sees("the device curve says"));
+}
+
+TEST_F(PlanCheckOnDevice, BytesElsewhereToo) {
+  plan_.units[2].state_ssd_bytes = of_.budgets.page_bytes;
+  plan_.resting_ssd_bytes += of_.budgets.page_bytes;
+  EXPECT_TRUE(sees("rests on the device and on the SSD"));
+}
+
+TEST_F(PlanCheckOnDevice, BytesInHostMemoryToo) {
+  plan_.resting_host_bytes += of_.budgets.resting(of_.trace.units[2]);
+  EXPECT_TRUE(sees("does not add up"));
+}
+
+TEST_F(PlanCheckOnDevice, FramesThatNothingMovesInto) {
+  plan_.frames.frames[2].push_back(FrameId{0});
+  EXPECT_TRUE(sees("another number of frames"));
+}
+
+TEST_F(PlanCheckOnDevice, OthersThanWereWished) {
+  wishes_.on_device->at(3) = true;
+  EXPECT_EQ(check_plan(of_.trace, of_.budgets, plan_, wishes_),
+            of_.trace.units[3].name + " does not rest on the device, against the wish");
+  wishes_.on_device->assign(plan_.units.size(), false);
+  EXPECT_EQ(check_plan(of_.trace, of_.budgets, plan_, wishes_),
+            of_.trace.units[1].name + " rests on the device, against the wish");
+}
+
 TEST_F(PlanCheck, LessRoomThanSwappedActivationsTake) {
   plan_ = make_plan(of_.trace, of_.costs, of_.budgets, {.activation = Activation::swap_host});
   if (!plan_.feasible) {

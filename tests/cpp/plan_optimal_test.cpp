@@ -26,7 +26,10 @@ constexpr std::uint64_t kSeeds = 12;
 class BruteForce final {
  public:
   explicit BruteForce(const PaperStep& of)
-      : of_(of), problem_(of.trace, of.costs, of.budgets, {}), modes_(of.trace.units.size()) {}
+      : of_(of),
+        problem_(of.trace, of.costs, of.budgets, {},
+                 std::vector<bool>(of.trace.units.size(), false)),
+        modes_(of.trace.units.size()) {}
 
   // Tries all of them.
   void play() { choose(0); }

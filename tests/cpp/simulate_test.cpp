@@ -210,7 +210,12 @@ TEST(Simulate, ComputationCanStandStillWhileGradientsLand) {
   EXPECT_NEAR(run.step_seconds, 15.0 + 3.0 + 2.0, kNear);
   EXPECT_NEAR(stalled(run), 5.0, kNear);
   const Budgets budgets{.page_bytes = kPaperPage, .device_bytes = 300, .host_bytes = 10'000};
+  const Budgets larger{.page_bytes = kPaperPage, .device_bytes = 500, .host_bytes = 10'000};
   EXPECT_NEAR(lower_bound(trace, costs, budgets).seconds, 15.0 + 3.0, 1e-6);
+  // One of the three units may rest on the device, or is known not to.
+  EXPECT_NEAR(lower_bound(trace, costs, larger).seconds, 15.0 + 2.0, 1e-6);
+  const Wishes none{.on_device = std::vector<bool>(3, false)};
+  EXPECT_NEAR(lower_bound(trace, costs, larger, none).seconds, 15.0 + 3.0, 1e-6);
   costs.landing_waits = false;
   EXPECT_NEAR(lower_bound(trace, costs, budgets).seconds, 15.0, 1e-6);
 }
@@ -247,11 +252,49 @@ TEST(Simulate, ADiskThatReadsAndWritesInTurnsTakesBothTimes) {
   set_slow(costs, Lane::read, Lane::write, 0.5);
   set_slow(costs, Lane::write, Lane::read, 0.5);
   const Simulation run = simulate(trace, plan, costs);
-  const Bound bound = lower_bound(trace, costs, budgets);
+  const Bound bound =
+      lower_bound(trace, costs, budgets, {.on_device = std::vector<bool>(8, false)});
   EXPECT_NEAR(bound.ssd_seconds, 2 * 192.0, kNear);
   EXPECT_EQ(bound.what, "ssd");
   EXPECT_GE(run.step_seconds, bound.seconds);
   EXPECT_LE(run.step_seconds, 1.05 * bound.seconds);
+}
+
+TEST(Simulate, AUnitThatRestsOnTheDeviceIsUpdatedThereAndStays) {
+  const Trace trace = paper_step(2, {.forward = 2.0, .backward = 3.0, .trained = true});
+  const Plan plan = paper_plan(trace, 1, {0});
+  ASSERT_TRUE(plan.frames.frames[0].empty());
+  const Simulation run = simulate(trace, plan, paper_costs(), Detail::spans);
+  // When the computation ends the gradient of unit 1 has long been down. Unit 0 is updated first
+  // (1 s) and its forward begins; unit 1 is updated beside that (1 s), comes up (1 s), and is there
+  // when the forward of unit 0 is over.
+  EXPECT_NEAR(run.step_seconds, 10.0 + 1.0, kNear);
+  EXPECT_NEAR(stalled(run, 0, Lane::update, Purpose::state), 1.0, kNear);
+  EXPECT_NEAR(lane(run, Lane::update).busy_seconds, 2.0, kNear);
+  for (const Lane link : {Lane::upload, Lane::download}) {
+    EXPECT_EQ(lane(run, link).bytes, kPaperPage);
+  }
+  for (const Span& span : run.spans) {
+    const bool works = span.lane == Lane::compute || span.lane == Lane::update;
+    EXPECT_TRUE(works || span.unit == UnitId{1});
+  }
+  // As fast as it can be, were this known.
+  const Budgets budgets{.page_bytes = kPaperPage, .device_bytes = 600, .host_bytes = 10'000};
+  const Bound bound =
+      lower_bound(trace, paper_costs(), budgets, {.on_device = std::vector<bool>{true, false}});
+  EXPECT_NEAR(bound.lane_seconds[static_cast<std::size_t>(Lane::upload)], 1.0, kNear);
+  EXPECT_NEAR(bound.lane_seconds[static_cast<std::size_t>(Lane::download)], 1.0, kNear);
+  EXPECT_NEAR(bound.update_seconds, 2.0, kNear);
+}
+
+TEST(Simulate, UpdatesInPlaceBeginEarlyWherePlansSaySo) {
+  const Trace trace = paper_step(2, {.forward = 2.0, .backward = 3.0, .trained = true});
+  Plan plan = paper_plan(trace, 0, {0, 1});
+  EXPECT_NEAR(simulate(trace, plan, paper_costs()).step_seconds, 10.0 + 1.0, kNear);
+  plan.updates_early = true;  // unit 1 is done before unit 0's backward is
+  const Simulation run = simulate(trace, plan, paper_costs());
+  EXPECT_NEAR(run.step_seconds, 10.0 + 1.0, kNear);
+  EXPECT_EQ(lane(run, Lane::upload).bytes + lane(run, Lane::download).bytes, 0U);
 }
 
 TEST(Simulate, ALaneWithoutSpeedNeverEnds) {
@@ -277,6 +320,12 @@ TEST(Simulate, RandomStepsKeepWhatHoldsOfAll) {
     // No step is shorter than the bound.
     const Bound bound = lower_bound(c.trace, c.costs, c.budgets);
     EXPECT_GE(run.step_seconds * (1.0 + 1e-6), bound.seconds);
+    // Nor than that of plans which rest the same units on the device: that one is higher.
+    Wishes same{.on_device = std::vector<bool>()};
+    for (const UnitPlan& unit : c.plan.units) same.on_device->push_back(unit.on_device);
+    const Bound known = lower_bound(c.trace, c.costs, c.budgets, same);
+    EXPECT_GE(run.step_seconds * (1.0 + 1e-6), known.seconds);
+    EXPECT_GE(known.seconds * (1.0 + 1e-9), bound.seconds);
     for (const double part : {bound.compute_seconds, bound.update_seconds, bound.ssd_seconds}) {
       EXPECT_LE(part, bound.seconds * (1.0 + 1e-9));
     }

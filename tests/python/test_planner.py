@@ -100,6 +100,26 @@ def test_forced_modes_are_what_units_do() -> None:
         assert {unit["activation"] for unit in plan["units"]} == {expected}
 
 
+def test_units_rest_on_the_device_as_wished() -> None:
+    def planned(on_device: Any, device: int = 200, host: int = 400) -> _core.PaperPlan:
+        wishes: Any = {"activation": None, "slices": 0, "may_split": True, "on_device": on_device}
+        budgets = made_up_budgets(device, host)
+        return _core.PaperPlan(made_up_trace(), made_up_costs(), budgets, wishes)
+
+    wish = [True, False, True, False, False, False]
+    paper = planned(wish)
+    plan = paper.plan
+    assert paper.check() == ""
+    assert [unit["on_device"] for unit in plan["units"]] == wish
+    assert plan["resting_device_bytes"] == 2 * 28 * PAGE
+    assert plan["resting_host_bytes"] + plan["resting_ssd_bytes"] == 4 * 28 * PAGE
+    assert plan["param_device_bytes"] <= 4 * 4 * PAGE
+    lanes, others = paper.simulate()["lanes"], planned([False] * UNITS).simulate()["lanes"]
+    assert lanes["download"]["bytes"] <= others["download"]["bytes"] - 2 * 4 * PAGE
+    with pytest.raises(ValueError, match="on_device needs an entry for every unit"):
+        planned([True])
+
+
 def test_what_cannot_be_is_refused_and_said() -> None:
     paper = made_up_plan(device=5)
     plan = paper.plan
