@@ -4,6 +4,7 @@ model, optimizer = strata.wrap(model, torch.optim.AdamW(model.parameters(), lr=1
                                memory={"device": "8GiB", "host": "24GiB"})
 """
 
+from . import nn
 from .checkpoint import load, save
 from .checkpoint_files import CheckpointError
 from .errors import StrataError
@@ -26,6 +27,7 @@ __all__ = [
     "export_safetensors",
     "gather_grad",
     "load",
+    "nn",
     "plan",
     "report",
     "save",
