@@ -75,6 +75,7 @@ std::optional<Error> CudaBackend::claim(std::size_t frame_count, std::size_t pag
 std::optional<Error> CudaBackend::resize(std::size_t frame_count) {
   const CudaDevice::Current current(device_);
   finish_all();
+  if (device_.lost()) return device_.lost();
   return frames_.resize(frame_count);
 }
 
@@ -151,6 +152,8 @@ CopyTicket CudaBackend::submit(Way way, Copy copy, CopyTicket after) {
   }
   // 2. In flight, or, with the device, lost.
   copy.ticket = ++last_;
+  settle();
+  if (device_.lost()) return CopyTicket{last_};
   const CudaEvent before = conflict(other, copy);
   const CudaEvent awaited = pending(after);
   lane.copies.push_back(copy);
@@ -260,7 +263,10 @@ CopyTicket CudaBackend::record(Stream stream) {
   }
   if (marks_.size() >= kMarksMax) wait_for(marks_.front().event);
   // 2. The mark.
-  marks_.push_back({++last_, nullptr});
+  ++last_;
+  settle();
+  if (device_.lost()) return CopyTicket{last_};
+  marks_.push_back({last_, nullptr});
   lose_if("mark the end of computation", signal(stream, mark_bell_, marks_.back().event));
   return CopyTicket{last_};
 }
@@ -284,6 +290,7 @@ void CudaBackend::wait_for(CudaEvent event) {
 }
 
 void CudaBackend::finish_all() {
+  settle();
   for (Lane& lane : lanes_) {
     if (!lane.copies.empty()) wait_for(lane.copies.back().event);
     reap(lane);
@@ -296,16 +303,24 @@ void CudaBackend::lose_if(const char* what, int result) {
   settle();
 }
 
-// Of what was in flight on a lost device, nothing will arrive.
+// Nothing that was in flight on a lost device counts as arrived. Some of it may be on its way all
+// the same, where only a call failed: it ends first, so that nobody's memory is used once it is
+// "done".
 void CudaBackend::settle() {
-  if (!device_.lost()) return;
-  lost_from_ = std::min(lost_from_, last_ + 1);
+  if (!device_.lost() || lost_from_ != UINT64_MAX) return;
+  const CudaDevice::Current current(device_);
+  lost_from_ = last_ + 1;
   for (Lane& lane : lanes_) {
+    if (lane.stream != nullptr) device_.give_back(&CudaDriver::stream_synchronize, lane.stream);
     if (!lane.copies.empty()) lost_from_ = std::min(lost_from_, lane.copies.front().ticket);
     for (const Copy& copy : lane.copies) retire(copy.event);
     lane.copies.clear();
   }
-  for (const Mark& mark : marks_) retire(mark.event);
+  for (const Mark& mark : marks_) {
+    if (mark.event == nullptr) continue;
+    device_.give_back(&CudaDriver::event_synchronize, mark.event);
+    retire(mark.event);
+  }
   marks_.clear();
 }
 
@@ -313,8 +328,9 @@ void CudaBackend::retire(CudaEvent event) {
   if (event != nullptr) spare_.push_back(event);
 }
 
-std::unique_ptr<CudaBackend> open_cuda_backend(int ordinal, Doorbell* bell) {
-  return std::make_unique<CudaBackend>(CudaLibrary().driver(), ordinal, bell);
+std::unique_ptr<CudaBackend> open_cuda_backend(int ordinal, Doorbell* bell,
+                                               const std::string& library) {
+  return std::make_unique<CudaBackend>(CudaLibrary(library).driver(), ordinal, bell);
 }
 
 }  // namespace strata

@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "memory/backend.hpp"
@@ -130,7 +131,8 @@ class CudaBackend final : public Backend {
   std::uint64_t lost_from_ = UINT64_MAX;  // tickets from here on failed
 };
 
-// The real thing: opens the library beside this code, and the device.
-std::unique_ptr<CudaBackend> open_cuda_backend(int ordinal, Doorbell* bell);
+// The real thing: opens the library, as CudaLibrary says, and the device.
+std::unique_ptr<CudaBackend> open_cuda_backend(int ordinal, Doorbell* bell,
+                                               const std::string& library = "");
 
 }  // namespace strata

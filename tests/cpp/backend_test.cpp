@@ -7,39 +7,19 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <iterator>
-#include <memory>
 #include <random>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "doubles/faulty_backend.hpp"
+#include "backend_subjects.hpp"
 #include "memory/doorbell.hpp"
-#include "memory/host_backend.hpp"
 
 namespace strata {
 namespace {
 
 constexpr std::uint32_t kFrames = 6;
-
-struct Subject {
-  const char* name;
-  std::function<std::unique_ptr<Backend>(Doorbell*)> make;
-};
-
-std::unique_ptr<Backend> make_late(Doorbell* bell) {
-  const BackendFaults late{.polls_late_max = 7, .seed = 42};
-  return std::make_unique<FaultyBackend>(std::make_unique<HostBackend>(bell, CopyEngine::threaded),
-                                         late);
-}
-
-const Subject kSubjects[] = {
-    {"threaded", [](Doorbell* b) { return std::make_unique<HostBackend>(b); }},
-    {"polled", [](Doorbell* b) { return std::make_unique<HostBackend>(b, CopyEngine::polled); }},
-    {"late", make_late},
-};
 
 std::vector<std::byte> pattern(std::size_t bytes, std::uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -53,8 +33,12 @@ std::vector<std::byte> pattern(std::size_t bytes, std::uint64_t seed) {
 class BackendTest : public testing::TestWithParam<std::tuple<Subject, std::size_t>> {
  protected:
   void SetUp() override {
-    backend_ = std::get<0>(GetParam()).make(&bell_);
+    const Subject& subject = std::get<0>(GetParam());
     page_ = std::get<1>(GetParam());
+    if (subject.real_gpu && !gpu_is_asked_for()) GTEST_SKIP() << "STRATA_TEST_DEVICE is not cuda";
+    if (page_ < subject.page_bytes_min) GTEST_SKIP() << "a GPU maps no pages as small as these";
+    rig_ = subject.make(&bell_);
+    backend_ = rig_.device.get();
     const auto error = backend_->claim(kFrames, page_);
     ASSERT_FALSE(error) << error->text();
   }
@@ -80,16 +64,29 @@ class BackendTest : public testing::TestWithParam<std::tuple<Subject, std::size_
     EXPECT_FALSE(error) << error->text();
   }
 
-  bool shows(const std::byte* view, const std::vector<std::byte>& bytes) const {
-    return std::memcmp(view, bytes.data(), bytes.size()) == 0;
+  // What is at an address of the device, which the host may not be able to read by itself.
+  std::vector<std::byte> look(const std::byte* device, std::size_t bytes) {
+    std::vector<std::byte> got(bytes);
+    finish(backend_->copy_from(got.data(), device, bytes, backend_->record(nullptr)));
+    return got;
+  }
+
+  void put(std::byte* device, const std::vector<std::byte>& bytes) {
+    finish(backend_->copy_to(device, bytes.data(), bytes.size(), backend_->record(nullptr)));
+  }
+
+  bool shows(const std::byte* view, const std::vector<std::byte>& bytes) {
+    return look(view, bytes.size()) == bytes;
   }
 
   void TearDown() override {
     for (const auto& [view, bytes] : views_) backend_->release(view, bytes);
+    EXPECT_EQ(rig_.close(), "");
   }
 
   Doorbell bell_;
-  std::unique_ptr<Backend> backend_;
+  Rig rig_;
+  Backend* backend_ = nullptr;
   std::size_t page_ = 0;
   std::vector<std::pair<std::byte*, std::size_t>> views_;
 };
@@ -99,7 +96,7 @@ TEST_P(BackendTest, BytesSurviveTheWayInAndOut) {
   std::vector<std::byte> got(page_);
   fill(FrameId{5}, sent);
   backend_->wait(backend_->copy_out(got.data(), FrameId{5}, page_));
-  EXPECT_TRUE(shows(got.data(), sent));
+  EXPECT_EQ(got, sent);
 }
 
 TEST_P(BackendTest, APartOfAPageLeavesTheRest) {
@@ -109,7 +106,8 @@ TEST_P(BackendTest, APartOfAPageLeavesTheRest) {
   fill(FrameId{0}, first);
   fill(FrameId{0}, second);
   EXPECT_TRUE(shows(view, second));
-  EXPECT_EQ(0, std::memcmp(view + page_ / 2, first.data() + page_ / 2, page_ - page_ / 2));
+  const auto rest = look(view + page_ / 2, page_ / 2);
+  EXPECT_EQ(0, std::memcmp(rest.data(), first.data() + page_ / 2, page_ / 2));
 }
 
 TEST_P(BackendTest, CopiesRunInOrder) {
@@ -125,7 +123,7 @@ TEST_P(BackendTest, CopiesRunInOrder) {
   }
   backend_->wait(last);
   EXPECT_TRUE(backend_->done(last));
-  for (const auto& hop : hops) ASSERT_TRUE(shows(hop.data(), start));
+  for (const auto& hop : hops) ASSERT_EQ(hop, start);
 }
 
 TEST_P(BackendTest, ADoneTicketMeansEveryEarlierOneIsDone) {
@@ -147,11 +145,12 @@ TEST_P(BackendTest, TwoViewsOfOneFrameAreOneMemory) {
   EXPECT_TRUE(shows(one + page_, bytes));
   EXPECT_TRUE(shows(two, bytes));
   // And what is written through a view, every other view and the copy engine see.
-  std::memset(one, 0x5a, page_);
-  EXPECT_EQ(two[page_], std::byte{0x5a});
+  const auto written = pattern(page_, 13);
+  put(one, written);
+  EXPECT_TRUE(shows(two + page_, written));
   std::vector<std::byte> got(page_);
-  backend_->wait(backend_->copy_out(got.data(), FrameId{1}, page_));
-  EXPECT_EQ(got, std::vector<std::byte>(page_, std::byte{0x5a}));
+  finish(backend_->copy_out(got.data(), FrameId{1}, page_));
+  EXPECT_EQ(got, written);
 }
 
 TEST_P(BackendTest, ARemappedPageShowsTheOtherFrameAtTheSameAddress) {
@@ -188,33 +187,84 @@ TEST_P(BackendTest, AStreamThatWaitsSeesTheBytes) {
   const std::byte* view = view_of({FrameId{0}});
   backend_->stream_waits(nullptr, backend_->copy_in(FrameId{0}, bytes.data(), page_));
   EXPECT_TRUE(shows(view, bytes));
-  EXPECT_TRUE(backend_->done(backend_->record(nullptr)));
+  const CopyTicket passed = backend_->record(nullptr);
+  backend_->wait(passed);
+  EXPECT_TRUE(backend_->done(passed));
 }
 
-// Memory of the caller on the device: that of a host backend is any memory at all.
+// Memory of the caller on the device: here that which a view shows, used by its address.
 TEST_P(BackendTest, BytesSurviveTheWayToAndFromMemoryThatIsNoFrame) {
   const auto sent = pattern(page_, 11);
-  std::vector<std::byte> tensor(page_ + 2);  // at an odd address, with a byte on either side
-  finish(backend_->copy_to(tensor.data() + 1, sent.data(), page_, backend_->record(nullptr)));
-  EXPECT_TRUE(shows(tensor.data() + 1, sent));
-  EXPECT_EQ(tensor.front(), std::byte{0});
-  EXPECT_EQ(tensor.back(), std::byte{0});
-  std::vector<std::byte> got(page_);
-  finish(backend_->copy_from(got.data(), tensor.data() + 1, page_, backend_->record(nullptr)));
-  EXPECT_EQ(got, sent);
+  std::byte* tensor = view_of({FrameId{3}, FrameId{1}});
+  put(tensor, std::vector<std::byte>(2 * page_));
+  put(tensor + 1, sent);  // at an odd address, with a byte on either side
+  EXPECT_TRUE(shows(tensor + 1, sent));
+  EXPECT_EQ(look(tensor, 1).front(), std::byte{0});
+  EXPECT_EQ(look(tensor + 1 + page_, 1).front(), std::byte{0});
 }
 
 TEST_P(BackendTest, CopiesOfBothKindsShareTheirLanes) {
   const auto first = pattern(page_, 12);
-  std::vector<std::byte> tensor(page_);
+  std::byte* tensor = view_of({FrameId{1}});
   std::vector<std::byte> middle(page_);
   std::vector<std::byte> last(page_);
   // Each reads what the one before wrote.
   backend_->copy_in(FrameId{0}, first.data(), page_);
   backend_->copy_out(middle.data(), FrameId{0}, page_);
-  backend_->copy_to(tensor.data(), middle.data(), page_, backend_->record(nullptr));
-  finish(backend_->copy_from(last.data(), tensor.data(), page_, backend_->record(nullptr)));
+  backend_->copy_to(tensor, middle.data(), page_, backend_->record(nullptr));
+  finish(backend_->copy_from(last.data(), tensor, page_, backend_->record(nullptr)));
   EXPECT_EQ(last, first);
+}
+
+TEST_P(BackendTest, AFrameLiesWhereItsAddressSays) {
+  const auto in = pattern(page_, 14);
+  const auto out = pattern(page_, 15);
+  fill(FrameId{2}, in);
+  EXPECT_TRUE(shows(backend_->address(FrameId{2}), in));
+  put(backend_->address(FrameId{4}), out);
+  EXPECT_TRUE(shows(view_of({FrameId{4}}), out));
+}
+
+TEST_P(BackendTest, FramesComeAndGo) {
+  const auto kept = pattern(page_, 16);
+  const auto added = pattern(page_, 17);
+  const auto again = pattern(page_, 18);
+  const std::byte* view = view_of({FrameId{0}, FrameId{5}});
+  fill(FrameId{0}, kept);
+  // 1. More of them.
+  auto error = backend_->resize(kFrames + 3);
+  ASSERT_FALSE(error) << error->text();
+  fill(FrameId{kFrames + 2}, added);
+  EXPECT_TRUE(shows(view_of({FrameId{kFrames + 2}}), added));
+  EXPECT_TRUE(shows(view, kept));
+  // 2. Fewer: what remains is as it was, and views release what they show no longer.
+  error = backend_->resize(2);
+  ASSERT_FALSE(error) << error->text();
+  EXPECT_TRUE(shows(view, kept));
+  // 3. Views show frames that come back.
+  error = backend_->resize(kFrames);
+  ASSERT_FALSE(error) << error->text();
+  fill(FrameId{5}, again);
+  EXPECT_TRUE(shows(view, kept));
+  EXPECT_TRUE(shows(view + page_, again));
+}
+
+TEST_P(BackendTest, MemoryIsPinnedOrCopiedAllTheSame) {
+  std::vector<std::byte> memory(4 * page_);
+  const std::span<std::byte> all(memory);
+  // It grows, shrinks and goes.
+  for (const std::size_t pages : {2, 4, 1, 0, 3}) {
+    EXPECT_LE(backend_->pin_host(all.first(pages * page_)), pages * page_);
+    for (std::size_t page = 0; page < pages; ++page) {
+      const auto sent = pattern(page_, 19 + page);
+      std::memcpy(&memory[page * page_], sent.data(), page_);
+      finish(backend_->copy_in(FrameId{0}, &memory[page * page_], page_));
+      std::vector<std::byte> got(page_);
+      finish(backend_->copy_out(got.data(), FrameId{0}, page_));
+      EXPECT_EQ(got, sent);
+    }
+  }
+  EXPECT_EQ(backend_->pin_host({}), 0U);
 }
 
 std::string name_of(const testing::TestParamInfo<BackendTest::ParamType>& info) {
@@ -223,7 +273,7 @@ std::string name_of(const testing::TestParamInfo<BackendTest::ParamType>& info) 
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, BackendTest,
-                         testing::Combine(testing::ValuesIn(kSubjects),
+                         testing::Combine(testing::ValuesIn(subjects()),
                                           testing::Values(4 * kKiB, 64 * kKiB, 2 * kMiB)),
                          name_of);
 
@@ -250,7 +300,8 @@ std::ptrdiff_t count_files() {
 
 void use_once(const Subject& subject) {
   Doorbell bell;
-  auto backend = subject.make(&bell);
+  Rig rig = subject.make(&bell);
+  Backend* backend = rig.device.get();
   ASSERT_FALSE(backend->claim(kFrames, kPageBytesMin));
   std::byte* view = backend->reserve(4 * kPageBytesMin);
   for (std::uint32_t i = 0; i < 4; ++i) ASSERT_FALSE(backend->map(view, i, FrameId{i + i % 2}));
@@ -258,11 +309,13 @@ void use_once(const Subject& subject) {
   const auto bytes = pattern(kPageBytesMin, 1);
   backend->wait(backend->copy_in(FrameId{1}, bytes.data(), bytes.size()));
   backend->release(view, 4 * kPageBytesMin);
+  EXPECT_EQ(rig.close(), "");
 }
 
 TEST(BackendLeaks, NothingIsLeftBehind) {
-  for (const Subject& subject : kSubjects) {
-    use_once(subject);  // what the C library keeps for the next thread is no leak
+  for (const Subject& subject : subjects()) {
+    if (subject.real_gpu) continue;  // its driver maps what it likes
+    use_once(subject);               // what the C library keeps for the next thread is no leak
     const auto mappings = count_mappings("");
     const auto files = count_files();
     for (int i = 0; i < 3; ++i) use_once(subject);
@@ -272,95 +325,6 @@ TEST(BackendLeaks, NothingIsLeftBehind) {
     }
     EXPECT_EQ(count_files(), files) << subject.name;
   }
-}
-
-TEST(HostBackend, RefusesAClaimBeyondTheMachine) {
-  HostBackend device(nullptr);
-  const auto error = device.claim(1u << 24, kPageBytesMax);  // 1 PiB
-  ASSERT_TRUE(error);
-  EXPECT_EQ(error->fault, Fault::memory);
-  EXPECT_EQ(error->tier, Tier::device);
-  EXPECT_NE(error->text().find("device tier"), std::string::npos) << error->text();
-}
-
-TEST(HostBackend, PolledCopiesWaitUntilTheyAreAskedFor) {
-  Doorbell bell;
-  HostBackend device(&bell, CopyEngine::polled);
-  ASSERT_FALSE(device.claim(2, kPageBytesMin));
-  auto bytes = pattern(kPageBytesMin, 1);
-  const CopyTicket ticket = device.copy_in(FrameId{0}, bytes.data(), bytes.size());
-  EXPECT_TRUE(bell.wait(0)) << "nobody is told that there is something to poll";
-  // Not run yet: it carries what its source holds now.
-  bytes.assign(bytes.size(), std::byte{7});
-  EXPECT_TRUE(device.done(ticket));
-  std::vector<std::byte> got(kPageBytesMin);
-  device.wait(device.copy_out(got.data(), FrameId{0}, got.size()));
-  EXPECT_EQ(got, bytes);
-}
-
-TEST(HostBackend, FinishesItsCopiesBeforeItGoes) {
-  std::vector<std::byte> got(kPageBytesMin);
-  const auto bytes = pattern(kPageBytesMin, 1);
-  for (const CopyEngine engine : {CopyEngine::threaded, CopyEngine::polled}) {
-    got.assign(got.size(), std::byte{0});
-    {
-      HostBackend device(nullptr, engine);
-      ASSERT_FALSE(device.claim(1, kPageBytesMin));
-      device.copy_in(FrameId{0}, bytes.data(), bytes.size());
-      device.copy_out(got.data(), FrameId{0}, got.size());
-    }
-    EXPECT_EQ(got, bytes);
-  }
-}
-
-TEST(HostBackendDeathTest, MisuseDies) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
-  HostBackend device(nullptr, CopyEngine::polled);
-  ASSERT_FALSE(device.claim(2, kPageBytesMin));
-  std::vector<std::byte> bytes(2 * kPageBytesMin);
-  EXPECT_DEATH(device.copy_in(FrameId{2}, bytes.data(), 1), "frame_count_");
-  EXPECT_DEATH(device.copy_in(FrameId{0}, bytes.data(), bytes.size()), "page_bytes_");
-  EXPECT_DEATH(device.done(CopyTicket{9}), "last_");
-  EXPECT_DEATH(static_cast<void>(device.claim(2, kPageBytesMin)), "fd_");
-}
-
-TEST(FaultyBackend, ANthCopyFailsAloneAndIsReportedOnce) {
-  for (std::uint64_t nth = 1; nth <= 3; ++nth) {
-    FaultyBackend device(std::make_unique<HostBackend>(nullptr), {.nth_copy = nth});
-    ASSERT_FALSE(device.claim(3, kPageBytesMin));
-    const auto bytes = pattern(kPageBytesMin, nth);
-    std::vector<CopyTicket> tickets;
-    for (std::uint32_t i = 0; i < 3; ++i) {
-      tickets.push_back(device.copy_in(FrameId{i}, bytes.data(), bytes.size()));
-    }
-    device.wait(tickets.back());
-    EXPECT_TRUE(device.fired());
-    for (std::uint32_t i = 0; i < 3; ++i) {
-      const auto error = device.take_error(tickets[i]);
-      ASSERT_EQ(error.has_value(), i + 1 == nth) << "copy " << i;
-      EXPECT_EQ(error ? error->fault : Fault::io, Fault::io);
-      EXPECT_FALSE(device.take_error(tickets[i])) << "told twice";
-    }
-    for (std::uint32_t i = 0; i < 3; ++i) {
-      std::vector<std::byte> got(kPageBytesMin);
-      device.wait(device.copy_out(got.data(), FrameId{i}, got.size()));
-      EXPECT_EQ(got == bytes, i + 1 != nth);
-    }
-  }
-}
-
-TEST(FaultyBackend, ClaimsAndMapsFail) {
-  FaultyBackend no_memory(std::make_unique<HostBackend>(nullptr), {.nth_claim = 1});
-  EXPECT_EQ(no_memory.claim(1, kPageBytesMin)->fault, Fault::memory);
-
-  FaultyBackend no_mapping(std::make_unique<HostBackend>(nullptr), {.nth_map = 2});
-  ASSERT_FALSE(no_mapping.claim(1, kPageBytesMin));
-  std::byte* view = no_mapping.reserve(2 * kPageBytesMin);
-  EXPECT_FALSE(no_mapping.map(view, 0, FrameId{0}));
-  EXPECT_FALSE(no_mapping.fired());
-  EXPECT_TRUE(no_mapping.map(view, 1, FrameId{0}));
-  EXPECT_TRUE(no_mapping.fired());
-  no_mapping.release(view, 2 * kPageBytesMin);
 }
 
 }  // namespace

@@ -1,0 +1,368 @@
+// CudaBackend over the recording driver: what it asks of a driver, in which order, and what remains
+// when any of it fails. What every backend must do is in backend_test.
+#include "memory/cuda_backend.hpp"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "backend_subjects.hpp"
+#include "memory/mapping.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::size_t kPage = 64 * kKiB;
+
+using Calls = std::vector<std::string_view>;
+
+// The calls from the nth on, without what surrounds each of them.
+Calls since(const RecordingDriver& driver, std::size_t first) {
+  Calls calls(driver.calls().begin() + static_cast<std::ptrdiff_t>(first), driver.calls().end());
+  std::erase(calls, "context_push");
+  std::erase(calls, "context_pop");
+  return calls;
+}
+
+TEST(CudaBackend, FramesAreReservedCreatedMappedAndOpened) {
+  Rig rig = make_cuda(nullptr, {});
+  std::size_t from = rig.driver->calls().size();
+  ASSERT_FALSE(rig.device->claim(2, kPage));
+  EXPECT_EQ(since(*rig.driver, from),
+            (Calls{"stream_create", "stream_create", "stream_create", "stream_create",
+                   "stream_create", "address_reserve", "memory_info", "memory_create", "map",
+                   "memory_create", "map", "set_access"}));
+
+  from = rig.driver->calls().size();
+  std::byte* view = rig.device->reserve(kPage);
+  ASSERT_FALSE(rig.device->map(view, 0, FrameId{1}));
+  EXPECT_EQ(since(*rig.driver, from), (Calls{"address_reserve", "map", "set_access"}));
+
+  from = rig.driver->calls().size();
+  ASSERT_FALSE(rig.device->map(view, 0, FrameId{0}));
+  EXPECT_EQ(since(*rig.driver, from), (Calls{"unmap", "map", "set_access"}));
+
+  from = rig.driver->calls().size();
+  rig.device->release(view, kPage);
+  EXPECT_EQ(since(*rig.driver, from), (Calls{"unmap", "address_free"}));
+
+  from = rig.driver->calls().size();
+  EXPECT_EQ(rig.close(), "");
+  Calls end = since(*rig.driver, from);
+  std::erase(end, "stream_synchronize");
+  std::erase(end, "stream_destroy");
+  EXPECT_EQ(end, (Calls{"unmap", "memory_release", "unmap", "memory_release", "address_free",
+                        "context_release"}));
+}
+
+TEST(CudaBackend, PagesBelowTheGranularityAreRefused) {
+  Rig rig = make_cuda(nullptr, {.granularity = 2 * kMiB});
+  const auto error = rig.device->claim(4, kMiB);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->fault, Fault::config);
+  EXPECT_NE(error->text().find("the smallest page is 2.00 MiB"), std::string::npos)
+      << error->text();
+  EXPECT_EQ(rig.close(), "");
+}
+
+TEST(CudaBackend, ABudgetAboveTheFreeMemoryIsRefusedAndTakesNothing) {
+  for (const std::size_t taken : {std::size_t{0}, 15 * kMiB}) {
+    Rig rig = make_cuda(nullptr, {.device_bytes = 16 * kMiB, .taken_bytes = taken});
+    const std::size_t frames = (16 * kMiB - taken) / kPage;
+    const auto error = rig.device->claim(frames + 1, kPage);
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->fault, Fault::memory);
+    EXPECT_EQ(error->tier, Tier::device);
+    EXPECT_NE(error->text().find("of 16.0 MiB free"), std::string::npos) << error->text();
+    EXPECT_EQ(rig.driver->count("memory_create"), 0U);
+    // Exactly what is free can be had.
+    EXPECT_FALSE(rig.device->resize(frames));
+    EXPECT_TRUE(rig.device->resize(frames + 1));
+    EXPECT_EQ(rig.close(), "");
+  }
+}
+
+TEST(CudaBackend, BothDirectionsRunAtOnceAndConflictsInOrder) {
+  Rig rig = make_cuda(nullptr, {.late = true});
+  ASSERT_FALSE(rig.device->claim(4, kPage));
+  std::vector<std::byte> one(kPage), two(kPage);
+  const std::size_t from = rig.driver->calls().size();
+  rig.device->copy_in(FrameId{0}, one.data(), kPage);
+  rig.device->copy_out(two.data(), FrameId{1}, kPage);  // touches nothing of the other
+  EXPECT_EQ(since(*rig.driver, from), (Calls{"copy_in", "event_create", "event_record", "copy_out",
+                                             "event_create", "event_record"}));
+  const std::size_t then = rig.driver->calls().size();
+  rig.device->copy_out(two.data(), FrameId{0}, kPage);  // reads what the first one writes
+  rig.device->copy_in(FrameId{2}, two.data(), kPage);   // reads what that one writes
+  rig.device->copy_in(FrameId{1}, one.data(), kPage);   // writes what the second one reads
+  const auto calls = since(*rig.driver, then);
+  EXPECT_EQ(std::count(calls.begin(), calls.end(), "stream_wait"), 3);
+  EXPECT_EQ(rig.close(), "");
+}
+
+TEST(CudaBackend, TheBellRingsForCopiesAndForRecordedWork) {
+  Doorbell bell;
+  Rig rig = make_cuda(&bell, {});
+  ASSERT_FALSE(rig.device->claim(1, kPage));
+  std::vector<std::byte> bytes(kPage);
+  EXPECT_FALSE(bell.wait(0));
+  rig.device->copy_in(FrameId{0}, bytes.data(), kPage);
+  EXPECT_TRUE(bell.wait(0));
+  rig.device->copy_out(bytes.data(), FrameId{0}, kPage);
+  EXPECT_TRUE(bell.wait(0));
+  rig.device->record(nullptr);
+  EXPECT_TRUE(bell.wait(0));
+  EXPECT_EQ(rig.close(), "");
+}
+
+TEST(CudaBackend, LockedMemoryIsPinnedInPiecesAsFarAsTheLimitAllows) {
+  // Nothing touches it: only its addresses are registered.
+  const std::size_t all = 600 * kMiB;
+  std::byte* memory = reserve_addresses(all);
+  struct Case {
+    std::size_t limit, pinned, pieces;
+  };
+  for (const Case& one : {Case{SIZE_MAX, all, 3}, Case{520 * kMiB, 512 * kMiB, 2}, Case{0, 0, 0}}) {
+    Rig rig = make_cuda(nullptr, {.registered_bytes_max = one.limit});
+    EXPECT_EQ(rig.device->pin_host({memory, all}), one.pinned);
+    EXPECT_EQ(rig.driver->complaint(), "");
+    // Less of it: what lies beyond is given back before it goes.
+    const std::size_t unpinned = rig.driver->count("host_unregister");
+    EXPECT_EQ(rig.device->pin_host({memory, 256 * kMiB}), std::min(one.pinned, 256 * kMiB));
+    EXPECT_EQ(rig.driver->count("host_unregister") - unpinned,
+              one.pieces == 0 ? 0 : one.pieces - 1);
+    EXPECT_EQ(rig.close(), "");
+  }
+  ::munmap(memory, all);
+}
+
+TEST(CudaBackend, CopiesGoOnWhereNothingCanBePinned) {
+  Rig rig = make_cuda(nullptr, {.registered_bytes_max = 0});
+  ASSERT_FALSE(rig.device->claim(1, kPage));
+  std::vector<std::byte> sent(kPage, std::byte{3}), got(kPage);
+  EXPECT_EQ(rig.device->pin_host(sent), 0U);
+  rig.device->copy_in(FrameId{0}, sent.data(), kPage);
+  rig.device->wait(rig.device->copy_out(got.data(), FrameId{0}, kPage));
+  EXPECT_EQ(got, sent);
+  EXPECT_EQ(rig.close(), "");
+}
+
+// A life of a backend, every verb of it. Returns the first error, if there was one.
+std::optional<Error> live(Backend& device, std::span<std::byte> memory) {
+  std::optional<Error> first;
+  const auto keep = [&first](std::optional<Error> error) {
+    if (error && !first) first = std::move(error);
+    return first.has_value();
+  };
+  std::vector<std::byte*> views;
+  const auto run = [&] {
+    device.pin_host(memory);
+    if (keep(device.claim(3, kPage))) return;
+    for (int i = 0; i < 2; ++i) views.push_back(device.reserve(2 * kPage));
+    for (std::byte* view : views) {
+      if (keep(device.map(view, 0, FrameId{0})) || keep(device.map(view, 1, FrameId{2}))) return;
+    }
+    if (keep(device.map(views[1], 0, FrameId{1}))) return;
+    std::vector<CopyTicket> tickets;
+    for (std::uint32_t i = 0; i < 3; ++i) {
+      tickets.push_back(device.copy_in(FrameId{i}, &memory[i * kPage], kPage));
+      tickets.push_back(device.copy_out(&memory[(i + 3) * kPage], FrameId{i}, kPage));
+    }
+    device.stream_waits(nullptr, tickets.back());
+    const CopyTicket passed = device.record(nullptr);
+    tickets.push_back(device.copy_from(&memory[0], views[0], kPage, passed));
+    while (!device.done(passed)) continue;
+    for (const CopyTicket ticket : tickets) {
+      device.wait(ticket);
+      EXPECT_TRUE(device.done(ticket));
+      if (keep(device.take_error(ticket))) return;
+    }
+    for (const std::size_t frames : {5, 1, 4}) {
+      if (keep(device.resize(frames))) return;
+    }
+    device.pin_host(memory.first(2 * kPage));
+  };
+  try {
+    run();
+  } catch (const StrataError& error) {
+    keep(error.error());
+  }
+  for (std::byte* view : views) device.release(view, 2 * kPage);
+  return first;
+}
+
+// The 1st, 2nd, 3rd … call fails, until a life passes untouched. Out of memory is an answer like
+// any other budget's; every other failure loses the device.
+TEST(CudaBackend, NothingIsLeftWhicheverCallFails) {
+  std::vector<std::byte> memory(6 * kPage);
+  for (const int result : {kCudaOutOfMemory, kCudaLaunchFailed, kCudaEccUncorrectable}) {
+    std::uint64_t nth = 1;
+    for (bool fired = true; fired; ++nth) {
+      RecordingDriver driver({.late = true, .seed = nth, .nth = nth, .nth_result = result});
+      std::optional<Error> error;
+      try {
+        CudaBackend device(driver.table(), 0, nullptr);
+        error = live(device, memory);
+      } catch (const StrataError& refused) {
+        error = refused.error();
+        EXPECT_EQ(error->fault, Fault::config);
+      }
+      fired = driver.fired();
+      ASSERT_EQ(driver.complaint(), "") << "call " << nth << " failed with " << result;
+      ASSERT_EQ(driver.leaks(), "") << "call " << nth << " failed with " << result;
+      if (!fired) {
+        EXPECT_FALSE(error) << error->text();
+      }
+    }
+    EXPECT_GT(nth, 100U) << "a life is longer than that";
+  }
+}
+
+TEST(CudaBackend, AGrowthThatFailsChangesNothing) {
+  const auto calls = [](std::uint64_t nth) {
+    RecordingDriver driver({.nth = nth});
+    std::uint64_t before = 0;
+    std::uint64_t after = 0;
+    {
+      CudaBackend device(driver.table(), 0, nullptr);
+      EXPECT_FALSE(device.claim(4, kPage));
+      std::byte* view = device.reserve(2 * kPage);
+      EXPECT_FALSE(device.map(view, 0, FrameId{0}));
+      EXPECT_FALSE(device.map(view, 1, FrameId{3}));
+      EXPECT_FALSE(device.resize(2));
+      before = driver.calls().size();
+      const auto error = device.resize(4);
+      after = driver.calls().size();
+      if (error) {
+        EXPECT_EQ(error->fault, Fault::memory);
+        EXPECT_EQ(driver.leaks().find("2 handles of memory"), 0U) << driver.leaks();
+        EXPECT_FALSE(device.resize(4)) << "it can be had the second time";
+      }
+      std::memset(view, 1, 2 * kPage);
+      device.release(view, 2 * kPage);
+    }
+    EXPECT_EQ(driver.complaint(), "") << "call " << nth;
+    EXPECT_EQ(driver.leaks(), "") << "call " << nth;
+    return std::pair(before, after);
+  };
+  const auto [before, after] = calls(0);
+  ASSERT_GT(after, before + 5);
+  // Not the push and the pop around it: of these, no memory is asked.
+  for (std::uint64_t nth = before + 3; nth < after; ++nth) calls(nth);
+}
+
+TEST(CudaBackend, ALostDeviceTellsOneErrorForEverMore) {
+  Rig rig = make_cuda(nullptr, {.late = true});
+  ASSERT_FALSE(rig.device->claim(2, kPage));
+  std::byte* view = rig.device->reserve(kPage);
+  std::vector<std::byte> bytes(kPage);
+  const CopyTicket arrived = rig.device->copy_in(FrameId{0}, bytes.data(), kPage);
+  rig.device->wait(arrived);
+  const CopyTicket first = rig.device->copy_in(FrameId{0}, bytes.data(), kPage);
+  const CopyTicket mark = rig.device->record(nullptr);
+  rig.driver->lose(kCudaLaunchFailed);  // by somebody's kernel
+  // 1. Nobody waits for what will not come.
+  rig.device->wait(first);
+  EXPECT_TRUE(rig.device->done(first) && rig.device->done(mark));
+  EXPECT_FALSE(rig.device->take_error(arrived)) << "it had arrived";
+  const auto error = rig.device->take_error(first);
+  ASSERT_TRUE(error);
+  EXPECT_NE(error->text().find("GPU 0 (Double"), std::string::npos) << error->text();
+  EXPECT_NE(error->text().find("unspecified launch failure"), std::string::npos) << error->text();
+  EXPECT_NE(error->text().find("from the last checkpoint"), std::string::npos) << error->text();
+  // 2. Everything else fails at once, with the same words, and asks the driver nothing more.
+  const std::size_t from = rig.driver->calls().size();
+  const CopyTicket later = rig.device->copy_out(bytes.data(), FrameId{1}, kPage);
+  EXPECT_TRUE(rig.device->done(later));
+  EXPECT_EQ(rig.device->take_error(later)->text(), error->text());
+  EXPECT_EQ(rig.device->map(view, 0, FrameId{0})->text(), error->text());
+  EXPECT_EQ(rig.device->resize(3)->text(), error->text());
+  EXPECT_THROW(rig.device->reserve(kPage), StrataError);
+  EXPECT_EQ(since(*rig.driver, from), Calls{});
+  // 3. What it held goes back all the same.
+  EXPECT_EQ(rig.close(), "");
+}
+
+TEST(RecordingDriver, ComplainsOfMisuse) {
+  const auto complaint = [](auto misuse) {
+    RecordingDriver driver;
+    const CudaDriver table = driver.table();
+    CudaContext context = nullptr;
+    table.context_retain(table.self, 0, &context);
+    table.context_push(table.self, context);
+    std::byte* range = nullptr;
+    CudaMemory memory = 0;
+    table.address_reserve(table.self, 2 * kPage, &range);
+    table.memory_create(table.self, 0, kPage, &memory);
+    table.map(table.self, range, kPage, memory);
+    EXPECT_EQ(driver.complaint(), "");
+    misuse(driver, table, range, memory);
+    return driver.complaint().substr(0, driver.complaint().find(','));
+  };
+  using D = RecordingDriver;
+  using T = CudaDriver;
+  EXPECT_EQ(complaint([](D&, const T& t, std::byte* at, CudaMemory) {
+              t.copy_in(t.self, at, at, 1, nullptr);
+            }),
+            "bytes are copied to where nothing is");
+  EXPECT_EQ(
+      complaint([](D&, const T& t, std::byte* at, CudaMemory m) { t.map(t.self, at, kPage, m); }),
+      "memory is mapped over other memory");
+  EXPECT_EQ(
+      complaint([](D&, const T& t, std::byte*, CudaMemory m) { t.memory_release(t.self, m); }),
+      "memory is released that is still mapped");
+  EXPECT_EQ(complaint([](D&, const T& t, std::byte* at, CudaMemory) {
+              t.address_free(t.self, at, 2 * kPage);
+            }),
+            "addresses are freed at which memory is mapped");
+  EXPECT_EQ(complaint([](D&, const T& t, std::byte* at, CudaMemory) {
+              t.unmap(t.self, at + kPage, kPage);
+            }),
+            "nothing of this size is mapped here");
+  EXPECT_EQ(complaint([](D&, const T& t, std::byte* at, CudaMemory) {
+              t.unmap(t.self, at, kPage);
+              t.unmap(t.self, at, kPage);
+            }),
+            "nothing of this size is mapped here");
+  EXPECT_EQ(complaint([](D& d, const T& t, std::byte* at, CudaMemory) {
+              d.begin_steady();
+              t.set_access(t.self, 0, at, kPage);
+            }),
+            "the driver is asked for more than work in the middle of a step");
+  EXPECT_EQ(complaint([](D&, const T& t, std::byte*, CudaMemory) {
+              t.context_pop(t.self);
+              t.stream_synchronize(t.self, nullptr);
+            }),
+            "no context is current");
+  EXPECT_EQ(complaint([](D&, const T& t, std::byte* at, CudaMemory) {
+              std::vector<std::byte> host(2 * kPage);
+              t.set_access(t.self, 0, at, kPage);
+              t.host_register(t.self, host.data(), kPage);
+              t.copy_in(t.self, at, &host[kPage / 2], kPage, nullptr);
+            }),
+            "a copy leaves a piece of registered host memory");
+}
+
+TEST(RecordingDriver, ComplainsOfWhatGoesWhileItIsUsed) {
+  RecordingDriver driver({.late = true});
+  const CudaDriver table = driver.table();
+  CudaContext context = nullptr;
+  table.context_retain(table.self, 0, &context);
+  table.context_push(table.self, context);
+  CudaStream stream = nullptr;
+  CudaEvent event = nullptr;
+  table.stream_create(table.self, &stream);
+  table.event_create(table.self, &event);
+  table.event_record(table.self, event, stream);
+  table.stream_destroy(table.self, stream);
+  EXPECT_NE(driver.complaint().find("with work in flight"), std::string::npos);
+  EXPECT_EQ(driver.leaks(), "1 events; 1 contexts; 1 pushes; ");
+}
+
+}  // namespace
+}  // namespace strata

@@ -1,0 +1,160 @@
+// RecordingDriver: a double of NVIDIA's driver that works, on host memory: handles are pieces of a
+// memfd, mapping them maps it, so views alias as they do on a GPU, and streams are queues that run
+// late. It writes down every call and complains of the first one that a real driver would answer
+// with undefined behaviour. It exists for these bugs: a page that is mapped before it is unmapped,
+// or used while it is not accessible; anything given back twice, never, or while work in flight
+// uses it; copies that are in order only because a host's copies are instant; a call in the middle
+// of a step that the driver takes its time for; and ways out of a failed call that leave half
+// behind.
+//
+// Threads: one caller at a time, any thread.
+//
+//   RecordingDriver driver({.late = true, .seed = seed});
+//   { CudaBackend device(driver.table(), 0, &bell); ... }
+//   EXPECT_EQ(driver.complaint(), "");
+//   EXPECT_EQ(driver.leaks(), "");
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <random>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "memory/cuda_driver.hpp"
+#include "memory/units.hpp"
+
+namespace strata {
+
+struct RecordingOptions {
+  // What there is.
+  int device_count = 1;
+  int device_count_result = kCudaSuccess;
+  int retain_result = kCudaSuccess;
+  int capability = 90;
+  bool has_virtual_memory = true;
+  std::size_t granularity = 4 * kKiB;  // a GPU's is 2 MiB: tests use small pages
+  std::size_t device_bytes = 256 * kMiB;
+  std::size_t taken_bytes = 0;  // by other processes
+  std::size_t registered_bytes_max = SIZE_MAX;
+  // Tensors of tests that stand for device memory are host memory, at addresses that the driver
+  // does not know.
+  bool host_tensors = false;
+  // False: work runs as soon as it is submitted. True: some of it, drawn from the seed, whenever
+  // somebody asks, in any order that streams and events allow.
+  bool late = false;
+  std::uint64_t seed = 1;
+  // The nth call (from 1; 0: none) fails with this. What loses a device loses it for good: all
+  // calls after it fail alike, and nothing that was in flight arrives.
+  std::uint64_t nth = 0;
+  int nth_result = kCudaOutOfMemory;
+};
+
+class RecordingDriver final {
+ public:
+  explicit RecordingDriver(RecordingOptions options = {});
+  ~RecordingDriver();
+  RecordingDriver(const RecordingDriver&) = delete;
+  RecordingDriver& operator=(const RecordingDriver&) = delete;
+
+  CudaDriver table();
+
+  // The first misuse; empty: none.
+  const std::string& complaint() const { return complaint_; }
+  // What was not given back; empty: nothing.
+  std::string leaks() const;
+  // The names of all calls, in order; and how many there were of one.
+  const std::vector<std::string_view>& calls() const { return calls_; }
+  std::size_t count(std::string_view name) const;
+  bool fired() const { return options_.nth != 0 && calls_.size() >= options_.nth; }
+  // From here on, calls that make, map or give back anything are complained of.
+  void begin_steady() { steady_ = true; }
+  void end_steady() { steady_ = false; }
+  // From now on the device is lost, as by a kernel of the caller that failed.
+  void lose(int result);
+
+ private:
+  struct Memory {
+    std::size_t offset;
+    std::size_t bytes;
+    int mappings = 0;
+    bool released = false;
+  };
+  struct Mapping {
+    std::size_t bytes;
+    CudaMemory memory;
+    bool accessible = false;
+  };
+  struct Event {
+    std::uint64_t recorded = 0;  // times it was put on a stream
+    std::uint64_t passed = 0;    // the last of them that a stream came by
+    bool destroyed = false;      // for the caller: streams that know it are not concerned
+  };
+  enum class What : std::uint8_t { copy, record, wait, call };
+  struct Work {
+    What what;
+    CudaEvent event = nullptr;
+    std::uint64_t generation = 0;
+    std::byte* to = nullptr;
+    const std::byte* from = nullptr;
+    std::size_t bytes = 0;
+    void (*function)(void*) = nullptr;
+    void* argument = nullptr;
+  };
+  enum class Kind : std::uint8_t { ask, make, use, give_back };
+
+  static RecordingDriver& of(void* self) { return *static_cast<RecordingDriver*>(self); }
+  void fill_device(CudaDriver& table);
+  void fill_memory(CudaDriver& table);
+  void fill_streams(CudaDriver& table);
+
+  int enter(std::string_view name, Kind kind);
+  void complain(std::string what);
+
+  int create(std::size_t bytes, CudaMemory* memory);
+  int release(CudaMemory memory);
+  int reserve(std::size_t bytes, std::byte** range);
+  int free_range(std::byte* range, std::size_t bytes);
+  int map(std::byte* at, std::size_t bytes, CudaMemory memory);
+  int unmap(std::byte* at, std::size_t bytes);
+  int set_access(std::byte* at, std::size_t bytes);
+  int register_host(std::byte* memory, std::size_t bytes);
+  int unregister_host(std::byte* memory);
+  void drop_if_unused(CudaMemory memory);
+  bool reserved(const std::byte* at, std::size_t bytes) const;
+  bool reachable(const std::byte* at, std::size_t bytes) const;
+  void check_host(const std::byte* at, std::size_t bytes);
+  std::size_t used_bytes() const;
+
+  bool exists(CudaEvent event) const;
+  int submit(CudaStream stream, Work work);
+  bool runnable(const std::deque<Work>& stream) const;
+  void run_one(std::deque<Work>& stream);
+  void run_some(std::uint64_t count);
+  bool in_flight(const std::byte* at, std::size_t bytes) const;
+
+  RecordingOptions options_;
+  std::mt19937_64 random_;
+  int fd_;
+  std::size_t file_bytes_ = 0;
+  std::uint64_t next_ = 1;  // handles: never the same twice
+  std::map<CudaMemory, Memory> memory_;
+  std::map<std::byte*, std::size_t> ranges_;
+  std::map<std::byte*, Mapping> mappings_;
+  std::map<std::byte*, std::size_t> registered_;
+  std::map<CudaStream, std::deque<Work>> streams_;
+  std::map<CudaEvent, Event> events_;
+  std::map<std::thread::id, int> pushed_;
+  int retained_ = 0;
+  std::vector<std::string_view> calls_;
+  std::string complaint_;
+  int lost_by_ = kCudaSuccess;
+  bool steady_ = false;
+  bool no_push_ = false;  // a push was refused: who goes on to give back does it without
+};
+
+}  // namespace strata

@@ -1,0 +1,186 @@
+// The recording driver's streams and events.
+#include <cstring>
+
+#include "doubles/recording_driver.hpp"
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+constexpr int kInvalidHandle = 400;
+
+// Calls of a late driver that answer a question run up to so many pieces of work first.
+constexpr std::uint64_t kLateRunsMax = 3;
+
+bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+}  // namespace
+
+void RecordingDriver::fill_streams(CudaDriver& table) {
+  table.stream_create = [](void* self, CudaStream* stream) {
+    RecordingDriver& driver = of(self);
+    if (const int failed = driver.enter("stream_create", Kind::make)) return failed;
+    *stream = reinterpret_cast<CudaStream>(driver.next_++);
+    driver.streams_[*stream];
+    return kCudaSuccess;
+  };
+  table.stream_destroy = [](void* self, CudaStream stream) {
+    RecordingDriver& driver = of(self);
+    const int result = driver.enter("stream_destroy", Kind::give_back);
+    const auto found = driver.streams_.find(stream);
+    if (stream == nullptr || found == driver.streams_.end()) {
+      driver.complain("a stream is destroyed that does not exist");
+      return kInvalidHandle;
+    }
+    if (!found->second.empty()) driver.complain("a stream is destroyed with work in flight");
+    driver.streams_.erase(found);
+    return result;
+  };
+  table.stream_synchronize = [](void* self, CudaStream stream) {
+    RecordingDriver& driver = of(self);
+    const int result = driver.enter("stream_synchronize", Kind::use);
+    while (!driver.streams_.at(stream).empty()) driver.run_some(1);
+    return result;
+  };
+  table.stream_wait = [](void* self, CudaStream stream, CudaEvent event) {
+    RecordingDriver& driver = of(self);
+    if (const int failed = driver.enter("stream_wait", Kind::use)) return failed;
+    if (!driver.exists(event)) {
+      driver.complain("a stream waits for an event that does not exist");
+      return kInvalidHandle;
+    }
+    const std::uint64_t generation = driver.events_.at(event).recorded;
+    return driver.submit(stream, {.what = What::wait, .event = event, .generation = generation});
+  };
+  table.event_create = [](void* self, CudaEvent* event) {
+    RecordingDriver& driver = of(self);
+    // Events are made once and used again: a step that needs more of them than any before it may.
+    if (const int failed = driver.enter("event_create", Kind::use)) return failed;
+    *event = reinterpret_cast<CudaEvent>(driver.next_++);
+    driver.events_[*event];
+    return kCudaSuccess;
+  };
+  table.event_destroy = [](void* self, CudaEvent event) {
+    RecordingDriver& driver = of(self);
+    const int result = driver.enter("event_destroy", Kind::give_back);
+    if (!driver.exists(event)) {
+      driver.complain("an event is destroyed that does not exist");
+      return kInvalidHandle;
+    }
+    driver.events_.at(event).destroyed = true;
+    return result;
+  };
+  table.event_record = [](void* self, CudaEvent event, CudaStream stream) {
+    RecordingDriver& driver = of(self);
+    if (const int failed = driver.enter("event_record", Kind::use)) return failed;
+    if (!driver.exists(event)) {
+      driver.complain("an event is recorded that does not exist");
+      return kInvalidHandle;
+    }
+    const std::uint64_t generation = ++driver.events_.at(event).recorded;
+    return driver.submit(stream, {.what = What::record, .event = event, .generation = generation});
+  };
+  table.event_query = [](void* self, CudaEvent event) {
+    RecordingDriver& driver = of(self);
+    if (const int failed = driver.enter("event_query", Kind::use)) return failed;
+    driver.run_some(driver.options_.late ? driver.random_() % (kLateRunsMax + 1) : 0);
+    const Event& state = driver.events_.at(event);
+    return state.passed >= state.recorded ? kCudaSuccess : kCudaNotReady;
+  };
+  table.event_synchronize = [](void* self, CudaEvent event) {
+    RecordingDriver& driver = of(self);
+    if (const int failed = driver.enter("event_synchronize", Kind::use)) return failed;
+    const Event& state = driver.events_.at(event);
+    while (state.passed < state.recorded) driver.run_some(1);
+    return kCudaSuccess;
+  };
+  table.copy_in = [](void* self, std::byte* device, const std::byte* host, std::size_t bytes,
+                     CudaStream stream) {
+    RecordingDriver& driver = of(self);
+    if (const int failed = driver.enter("copy_in", Kind::use)) return failed;
+    if (!driver.reachable(device, bytes)) driver.complain("bytes are copied to where nothing is");
+    driver.check_host(host, bytes);
+    return driver.submit(stream, {.what = What::copy, .to = device, .from = host, .bytes = bytes});
+  };
+  table.copy_out = [](void* self, std::byte* host, const std::byte* device, std::size_t bytes,
+                      CudaStream stream) {
+    RecordingDriver& driver = of(self);
+    if (const int failed = driver.enter("copy_out", Kind::use)) return failed;
+    if (!driver.reachable(device, bytes)) driver.complain("bytes are copied from where nothing is");
+    driver.check_host(host, bytes);
+    return driver.submit(stream, {.what = What::copy, .to = host, .from = device, .bytes = bytes});
+  };
+  table.call_host = [](void* self, CudaStream stream, void (*function)(void*), void* argument) {
+    RecordingDriver& driver = of(self);
+    if (const int failed = driver.enter("call_host", Kind::use)) return failed;
+    return driver.submit(stream, {.what = What::call, .function = function, .argument = argument});
+  };
+}
+
+bool RecordingDriver::exists(CudaEvent event) const {
+  const auto found = events_.find(event);
+  return found != events_.end() && !found->second.destroyed;
+}
+
+int RecordingDriver::submit(CudaStream stream, Work work) {
+  const auto found = streams_.find(stream);
+  if (found == streams_.end()) {
+    complain("work is put on a stream that does not exist");
+    return kInvalidHandle;
+  }
+  found->second.push_back(work);
+  if (!options_.late) run_some(UINT64_MAX);
+  return kCudaSuccess;
+}
+
+bool RecordingDriver::runnable(const std::deque<Work>& stream) const {
+  if (stream.empty()) return false;
+  const Work& work = stream.front();
+  return work.what != What::wait || events_.at(work.event).passed >= work.generation;
+}
+
+void RecordingDriver::run_one(std::deque<Work>& stream) {
+  STRATA_ASSERT(runnable(stream));
+  const Work work = stream.front();
+  stream.pop_front();
+  switch (work.what) {
+    case What::copy:
+      if (complaint_.empty()) std::memcpy(work.to, work.from, work.bytes);
+      break;
+    case What::record:
+      events_.at(work.event).passed = work.generation;
+      break;
+    case What::call:
+      work.function(work.argument);
+      break;
+    case What::wait:
+      break;
+  }
+}
+
+// Runs up to `count` pieces of work, each the first of a stream that is drawn.
+void RecordingDriver::run_some(std::uint64_t count) {
+  for (; count > 0; --count) {
+    std::vector<std::deque<Work>*> ready;
+    for (auto& [stream, queue] : streams_) {
+      if (runnable(queue)) ready.push_back(&queue);
+    }
+    if (ready.empty()) return;
+    run_one(*ready[random_() % ready.size()]);
+  }
+}
+
+bool RecordingDriver::in_flight(const std::byte* at, std::size_t bytes) const {
+  for (const auto& [stream, queue] : streams_) {
+    for (const Work& work : queue) {
+      if (work.what != What::copy) continue;
+      if (overlap(work.to, work.bytes, at, bytes)) return true;
+      if (overlap(work.from, work.bytes, at, bytes)) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace strata
