@@ -1,0 +1,32 @@
+// What every kernel asks of its spans, on this processor or on a device.
+#include "memory/check.hpp"
+#include "optimizers/tables.hpp"
+
+namespace strata {
+
+void check_update(const UpdateSpan& span) {
+  STRATA_ASSERT(span.hyper != nullptr);
+  STRATA_ASSERT(span.step >= 1);
+  STRATA_ASSERT(span.grad_dtype == span.dtype || span.grad_dtype == Dtype::float32);
+  if (span.count == 0) return;
+  STRATA_ASSERT(span.param != nullptr);
+  STRATA_ASSERT(span.new_param != nullptr);
+  STRATA_ASSERT(span.grad != nullptr);
+  STRATA_ASSERT((span.master != nullptr) == (span.dtype != Dtype::float32));
+  const int moments = moment_count(span.hyper->rule, span.hyper->momentum);
+  if (moments >= 1) check_moments(span.moment_dtype, span.moment1, span.scales1);
+  if (moments >= 2) check_moments(span.moment_dtype, span.moment2, span.scales2);
+  STRATA_ASSERT(span.moment_dtype == MomentDtype::float32 || span.first % kMomentBlock == 0);
+}
+
+void check_moments(MomentDtype dtype, const void* moments, const std::uint16_t* scales) {
+  STRATA_ASSERT(moments != nullptr);
+  STRATA_ASSERT((scales != nullptr) == (dtype == MomentDtype::block8));
+}
+
+void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode) {
+  STRATA_ASSERT(to_dtype == from_dtype || to_dtype == Dtype::float32);
+  STRATA_ASSERT(mode == GradMode::copy || to_dtype == Dtype::float32);
+}
+
+}  // namespace strata

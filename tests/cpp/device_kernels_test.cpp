@@ -1,0 +1,276 @@
+// The device's kernels: every byte they leave is the byte that the CPU's kernels leave, and the
+// sums of squares are theirs bit for bit. Runs over the host, over the twin, which is the bodies of
+// the CUDA kernels in loops, and with STRATA_TEST_DEVICE=cuda over the GPU. A failure prints its
+// seed.
+#include "optimizers/device_kernels.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "device_fixtures.hpp"
+#include "memory/check.hpp"
+#include "memory/cuda_backend.hpp"
+#include "memory/cuda_library.hpp"
+#include "memory/doorbell.hpp"
+#include "memory/host_backend.hpp"
+#include "memory/units.hpp"
+
+#ifndef STRATA_CUDA_LIBRARY
+#define STRATA_CUDA_LIBRARY ""
+#endif
+
+namespace strata {
+namespace {
+
+constexpr FrameId kFrame{0};
+constexpr std::size_t kFrameBytes = 4 * kMiB;
+
+// A device and the kernels that are to be held against the CPU's.
+struct Subject {
+  const char* name;
+  const DeviceKernels& (*kernels)();
+  std::unique_ptr<Backend> (*backend)(Doorbell*);
+};
+
+std::unique_ptr<Backend> host_backend(Doorbell* bell) {
+  return std::make_unique<HostBackend>(bell, CopyEngine::polled);
+}
+std::unique_ptr<Backend> cuda_backend(Doorbell* bell) {
+  return open_cuda_backend(0, bell, STRATA_CUDA_LIBRARY);
+}
+const DeviceKernels& cuda_kernels() {
+  const CudaLibrary library(STRATA_CUDA_LIBRARY);
+  void* const found = library.find(kFindDeviceKernelsName);
+  STRATA_ASSERT(found != nullptr);
+  return *reinterpret_cast<FindDeviceKernels>(found)();
+}
+
+const Subject kSubjects[] = {{"host", host_device_kernels, host_backend},
+                             {"twin", twin_device_kernels, host_backend},
+                             {"cuda", cuda_kernels, cuda_backend}};
+
+class DeviceKernelsTest : public testing::TestWithParam<Subject> {
+ protected:
+  void SetUp() override {
+    const char* const asked = std::getenv("STRATA_TEST_DEVICE");
+    const bool cuda = std::string(GetParam().name) == "cuda";
+    if (cuda && (asked == nullptr || std::string(asked) != "cuda")) {
+      GTEST_SKIP() << "STRATA_TEST_DEVICE is not cuda";
+    }
+    backend_ = GetParam().backend(&bell_);
+    device_ = &GetParam().kernels();
+    const auto error = backend_->claim(1, kFrameBytes);
+    ASSERT_FALSE(error) << error->text();
+  }
+
+  std::byte* memory() const { return backend_->address(kFrame); }
+  void to_device(Bytes& bytes) {
+    ASSERT_LE(bytes.size(), kFrameBytes);
+    if (bytes.size() == 0) return;
+    finish(backend_->copy_in(kFrame, bytes.data(), bytes.size()));
+  }
+  // As it is when all that was submitted is done.
+  void from_device(Bytes& bytes) {
+    if (bytes.size() == 0) return;
+    const CopyTicket ready = backend_->record(nullptr);
+    finish(backend_->copy_from(bytes.data(), memory(), bytes.size(), ready));
+  }
+  void update(const std::vector<UpdateSpan>& spans) {
+    const int error = device_->update(spans.data(), spans.size(), nullptr);
+    ASSERT_EQ(error, 0) << device_->text(error);
+  }
+  void land(const std::vector<LandSpan>& spans) {
+    const int error = device_->land(spans.data(), spans.size(), nullptr);
+    ASSERT_EQ(error, 0) << device_->text(error);
+  }
+
+  // Updates `start` on the device and by every instruction set, and compares all bytes.
+  void expect_same_updates(const Bytes& start, const std::vector<Streams>& streams) {
+    const auto spans_in = [&](std::byte* memory) {
+      std::vector<UpdateSpan> spans;
+      spans.reserve(streams.size());
+      for (const Streams& one : streams) spans.push_back(one.in(memory));
+      return spans;
+    };
+    Bytes actual = start;
+    to_device(actual);
+    update(spans_in(memory()));
+    from_device(actual);
+    for (const Isa isa : isas()) {
+      Bytes expected = start;
+      for (const UpdateSpan& span : spans_in(expected.data())) kernels(isa).update(span);
+      ASSERT_TRUE(actual == expected) << name(isa);
+    }
+  }
+
+ private:
+  void finish(CopyTicket ticket) {
+    backend_->wait(ticket);
+    const auto error = backend_->take_error(ticket);
+    ASSERT_FALSE(error) << error->text();
+  }
+
+  Doorbell bell_;
+  std::unique_ptr<Backend> backend_;
+  const DeviceKernels* device_ = nullptr;
+};
+
+TEST_P(DeviceKernelsTest, EveryRuleAndFormGivesTheBitsOfTheCpu) {
+  for (const Rule rule : {Rule::adamw, Rule::adam, Rule::sgd, Rule::lion, Rule::adagrad}) {
+    for (const double momentum : {0.0, 0.9}) {
+      for (const Dtype dtype : kDtypes) {
+        for (const Dtype grad_dtype : {dtype, Dtype::float32}) {
+          for (const MomentDtype moments : kMomentDtypes) {
+            const Form form{{.rule = rule, .lr = 0.01, .weight_decay = 0.1, .momentum = momentum},
+                            dtype,
+                            grad_dtype,
+                            moments};
+            SCOPED_TRACE(text(form));
+            std::mt19937_64 random(17);
+            Bytes bytes;
+            const Streams streams = any_span(form, 15 * kMomentBlock + 7, bytes, random);
+            expect_same_updates(bytes, {streams});
+          }
+        }
+      }
+    }
+  }
+}
+
+// Spans of one call: any sizes, none among them, forms that change or stay.
+TEST_P(DeviceKernelsTest, AnySpansGiveTheBitsOfTheCpu) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    std::mt19937_64 random(seed);
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::vector<Form> forms(1 + random() % 3);
+    for (Form& form : forms) form = any_form(random);
+    Bytes bytes;
+    std::vector<Streams> streams(random() % 4 == 0 ? random() % 60 : random() % 4);
+    std::size_t form = 0;
+    for (Streams& one : streams) {
+      if (random() % 8 == 0) form = random() % forms.size();
+      one = any_span(forms[form], any_count(random), bytes, random);
+    }
+    expect_same_updates(bytes, streams);
+  }
+}
+
+// Which NaN a sum becomes is nobody's promise.
+bool same_sum(double a, double b) {
+  return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b) ||
+         (std::isnan(a) && std::isnan(b));
+}
+
+TEST_P(DeviceKernelsTest, GradientsLandWithTheBytesAndTheSumOfTheCpu) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    std::mt19937_64 random(seed);
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    Bytes start;
+    std::vector<LandingAt> landings(random() % 4 == 0 ? random() % 100 : random() % 4);
+    for (LandingAt& one : landings) {
+      one = any_landing(any_count(random), random() % 2 == 0, start, random);
+    }
+    std::vector<LandSpan> spans;
+    spans.reserve(landings.size());
+    for (const LandingAt& one : landings) spans.push_back(one.in(memory()));
+    Bytes actual = start;
+    to_device(actual);
+    land(spans);
+    from_device(actual);
+    for (const Isa isa : isas()) {
+      Bytes expected = start;
+      for (const LandingAt& one : landings) {
+        const std::size_t blocks = norm_blocks(one.span.count);
+        const auto* const sums = actual.at<double>(one.sums);
+        const double sum = one.by_cpu(expected.data(), isa);
+        ASSERT_TRUE(same_sum(sum_in_order(sums, blocks), sum)) << name(isa);
+        std::memcpy(expected.at<double>(one.sums), sums, blocks * sizeof(double));
+      }
+      ASSERT_TRUE(actual == expected) << name(isa);
+    }
+  }
+}
+
+// A run that landed as one has the sums of its pieces.
+TEST_P(DeviceKernelsTest, PiecesOfALandingHaveSumsOfTheirOwn) {
+  constexpr std::size_t kPiece = 2 * kNormBlock;
+  constexpr std::size_t kCount = 3 * kPiece + 123;
+  std::mt19937_64 random(5);
+  Bytes bytes;
+  const LandingAt whole = any_landing(kCount, false, bytes, random);
+  to_device(bytes);
+  land({whole.in(memory())});
+  Bytes landed = bytes;
+  from_device(landed);
+  for (std::size_t begin = 0; begin < kCount; begin += kPiece) {
+    LandingAt piece = whole;
+    piece.span.count = std::min(kPiece, kCount - begin);
+    piece.from += begin * size_of(whole.span.from_dtype);
+    piece.to += begin * size_of(whole.span.to_dtype);
+    const double expected = piece.by_cpu(bytes.data(), best_isa());
+    const auto* const sums = landed.at<double>(whole.sums) + norm_blocks(begin);
+    EXPECT_EQ(sum_in_order(sums, norm_blocks(piece.span.count)), expected);
+  }
+}
+
+TEST_P(DeviceKernelsTest, OnlyNonFiniteElementsMakeASumNonFinite) {
+  constexpr std::size_t kCount = kNormBlock + 100;
+  constexpr std::size_t kBytes = kCount * sizeof(float);
+  Bytes bytes;
+  const std::size_t from = bytes.take(kBytes, 4);
+  const std::size_t to = bytes.take(kBytes, 4);
+  const std::size_t sums = bytes.take(2 * sizeof(double), sizeof(double));
+  const LandingAt landing{
+      .to = to,
+      .from = from,
+      .sums = sums,
+      .span = {.count = kCount, .to_dtype = Dtype::float32, .from_dtype = Dtype::float32}};
+  const auto sum_with = [&](std::size_t at, float value) {
+    Bytes now = bytes;
+    for (std::size_t i = 0; i < kCount; ++i) now.at<float>(from)[i] = 0x1.fffffep127f;
+    now.at<float>(from)[at] = value;
+    to_device(now);
+    land({landing.in(memory())});
+    from_device(now);
+    return sum_in_order(now.at<double>(sums), 2);
+  };
+  EXPECT_TRUE(std::isfinite(sum_with(0, 1.0f)));
+  for (const std::size_t at : {std::size_t{0}, kNormBlock - 1, kNormBlock, kCount - 1}) {
+    EXPECT_FALSE(std::isfinite(sum_with(at, -HUGE_VALF))) << at;
+    EXPECT_TRUE(std::isnan(sum_with(at, std::nanf("")))) << at;
+  }
+}
+
+TEST_P(DeviceKernelsTest, WhatTheCpuRefusesIsRefused) {
+  std::mt19937_64 random(1);
+  const Form form{{}, Dtype::bfloat16, Dtype::bfloat16, MomentDtype::block8};
+  Bytes bytes;
+  UpdateSpan span = any_span(form, 100, bytes, random).in(memory());
+  span.first = 32;
+  EXPECT_DEATH(update({span}), "kMomentBlock");
+  span.first = 0;
+  span.scales2 = nullptr;
+  EXPECT_DEATH(update({span}), "scales");
+  const Hyper foreign{.rule = Rule::foreign};
+  span = {.hyper = &foreign};
+  EXPECT_DEATH(update({span}), "foreign");
+  LandSpan landing;
+  landing.count = 1;
+  landing.mode = GradMode::add;
+  EXPECT_DEATH(land({landing}), "float32");
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, DeviceKernelsTest, testing::ValuesIn(kSubjects),
+                         [](const auto& subject) { return std::string(subject.param.name); });
+
+}  // namespace
+}  // namespace strata
