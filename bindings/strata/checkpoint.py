@@ -7,8 +7,9 @@ Format, version 1. A checkpoint is a folder of two files:
 
     state.bin      the tensors, one behind the other, little-endian, no padding. Per parameter in
                    the order of model.parameters(): master (float32; of a frozen parameter its own
-                   dtype), then moment1 and moment2 (float32) as far as its rule keeps them. Then
-                   the persistent buffers, in their own dtype.
+                   dtype), then moment1 and moment2 (float32) as far as its rule keeps them. The
+                   tiles of a layer are one parameter here. Then the persistent buffers, in their
+                   own dtype.
     manifest.json  {"checksum": XXH3-64 of the rest as canonical JSON, "version": 1,
                     "bytes": of state.bin,
                     "params":  [{"name", "shape", "dtype", "trainable", "step", "tensors"}],
@@ -26,6 +27,7 @@ renames, `path` is missing while both others are whole: a loader then takes the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,7 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .optimizer import moments_of
+from .stored import StoredTensor, stored_tensors
 from .weights import persistent_buffers
 from .wrapped import Wrapped, wrapped
 
@@ -75,23 +78,21 @@ def save(
     state.session.synchronize()
     buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32)
     meter = _Meter(progress, _total_bytes(state))
-    shapes = [list(p.shape) for p in model.parameters()]
     params, buffers = [], []
     with replace_folder(Path(path)) as folder:
         with TensorWriter(folder / STATE_NAME) as file:
-            for place, spec in enumerate(state.config["params"]):
+            for tensor in stored_tensors(model):
+                spec = state.config["params"][tensor.parts[0]]
                 params.append(
                     {
-                        "name": spec["name"],
-                        "shape": shapes[place],
+                        "name": tensor.name,
+                        "shape": list(tensor.shape),
                         "dtype": spec["dtype"],
                         "trainable": spec["trainable"],
-                        "step": state.session.param_step(place),
+                        "step": state.session.param_step(tensor.parts[0]),
                         "tensors": [
                             file.append(
-                                kind,
-                                dtype,
-                                meter(_stored(state.session, place, kind, spec, dtype, buffer)),
+                                kind, dtype, meter(_stored(state, tensor, kind, dtype, buffer))
                             )
                             for kind, dtype in _kinds(state, spec)
                         ],
@@ -130,10 +131,11 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         meter = _Meter(progress, 2 * manifest["bytes"])
         entries = [*manifest["params"], *manifest["buffers"]]
         file.verify(((e["name"], r) for e in entries for r in e["tensors"]), meter.add)
-        for place, entry in enumerate(manifest["params"]):
+        for tensor, entry in zip(stored_tensors(model), manifest["params"], strict=True):
             for record in entry["tensors"]:
-                _restore(state.session, place, record, meter(file.chunks(record)))
-            state.session.set_param_step(place, entry["step"])
+                _restore(state.session, tensor, record, meter(file.chunks(record)))
+            for place in tensor.parts:
+                state.session.set_param_step(place, entry["step"])
         buffers = persistent_buffers(model)
         for entry in manifest["buffers"]:
             target = buffers[entry["name"]]
@@ -177,22 +179,31 @@ def _kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
 
 
 def _stored(
-    session: Session, param: int, kind: Kind, spec: ParamSpec, dtype: str, buffer: torch.Tensor
+    state: Wrapped, tensor: StoredTensor, kind: Kind, dtype: str, buffer: torch.Tensor
 ) -> Iterator[memoryview]:
-    """One tensor of one parameter, from its pages, in its dtype on disk."""
-    for begin in range(0, spec["numel"], buffer.numel()):
-        values = buffer[: spec["numel"] - begin]
-        session.read(param, kind, begin, values.data_ptr(), values.numel())
-        yield from _raw(values.to(getattr(torch, dtype)))
+    """One tensor, from the pages of its parameters, in its dtype on disk."""
+    for param in tensor.parts:
+        numel = state.config["params"][param]["numel"]
+        for begin in range(0, numel, buffer.numel()):
+            values = buffer[: numel - begin]
+            state.session.read(param, kind, begin, values.data_ptr(), values.numel())
+            yield from _raw(values.to(getattr(torch, dtype)))
 
 
-def _restore(session: Session, param: int, record: Record, chunks: Iterator[memoryview]) -> None:
+def _restore(
+    session: Session, tensor: StoredTensor, record: Record, chunks: Iterator[memoryview]
+) -> None:
     dtype = getattr(torch, record["dtype"])
-    offset = 0
+    sizes = [math.prod(shape) for shape in tensor.part_shapes]
+    part, offset = 0, 0  # where the next value belongs
     for chunk in chunks:
         values = torch.frombuffer(chunk, dtype=dtype).to(torch.float32)
-        session.write(param, record["kind"], offset, values.data_ptr(), values.numel())
-        offset += values.numel()
+        while values.numel():
+            here, values = values[: sizes[part] - offset], values[sizes[part] - offset :]
+            session.write(tensor.parts[part], record["kind"], offset, here.data_ptr(), here.numel())
+            offset += here.numel()
+            if offset == sizes[part]:
+                part, offset = part + 1, 0
 
 
 def _raw(value: torch.Tensor) -> Iterator[memoryview]:
@@ -225,8 +236,9 @@ def _name(dtype: torch.dtype) -> str:
 def _check_fits(state: Wrapped, model: nn.Module, manifest: dict[str, Any], folder: Path) -> None:
     """Raises one CheckpointError that lists how the checkpoint differs from the model."""
     ours: dict[str, Any] = {}
-    for spec, parameter in zip(state.config["params"], model.parameters(), strict=True):
-        ours[spec["name"]] = (list(parameter.shape), _kinds(state, spec))
+    for tensor in stored_tensors(model):
+        spec = state.config["params"][tensor.parts[0]]
+        ours[tensor.name] = (list(tensor.shape), _kinds(state, spec))
     for name, value in persistent_buffers(model).items():
         ours[name] = (list(value.shape), [("buffer", _name(value.dtype))])
     theirs = {

@@ -5,12 +5,13 @@
 
 Files: model.safetensors, or model-00001-of-000NN.safetensors with model.safetensors.index.json as
 Transformers reads them; config.json and generation_config.json where the model has them. A tied
-parameter is stored once, under its first name. The index is written last, and every file appears
-whole.
+parameter is stored once, under its first name, and the tiles of a layer as the tensor they are cut
+from. The index is written last, and every file appears whole.
 """
 
 import copy
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from .checkpoint_files import BUFFER_BYTES
+from .stored import stored_tensors
 from .weights import INDEX_NAME, persistent_buffers
 from .wrapped import wrapped
 
@@ -67,37 +69,46 @@ class _Source:
         state.check_parameters()
         state.session.synchronize()
         self._state = state
+        specs = state.config["params"]
+        self._tensors = {tensor.name: tensor for tensor in stored_tensors(model)}
         self._dtypes: dict[str, torch.dtype] = {
-            spec["name"]: dtype or getattr(torch, spec["dtype"]) for spec in state.config["params"]
+            name: dtype or getattr(torch, specs[tensor.parts[0]]["dtype"])
+            for name, tensor in self._tensors.items()
         }
-        self._shapes = [parameter.shape for parameter in model.parameters()]
         self._buffers = persistent_buffers(model)
         self.sizes = {
-            name: shape.numel() * dtype.itemsize
-            for (name, dtype), shape in zip(self._dtypes.items(), self._shapes, strict=True)
+            name: tensor.numel * self._dtypes[name].itemsize
+            for name, tensor in self._tensors.items()
         } | {name: value.nbytes for name, value in self._buffers.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter or buffer, in memory of its own."""
         if name in self._buffers:
             return self._buffers[name].detach().cpu().clone().contiguous()
-        param = list(self._dtypes).index(name)
-        if self._dtypes[name] == self._state.aliases[param].dtype:
-            return self._computed(param)
-        result = torch.empty(self._shapes[param].numel(), dtype=self._dtypes[name])
+        tensor = self._tensors[name]
+        result = torch.empty(tensor.shape, dtype=self._dtypes[name])
+        rows = result.reshape(-1).split([math.prod(shape) for shape in tensor.part_shapes])
+        for param, part in zip(tensor.parts, rows, strict=True):
+            self._read(param, part)
+        return result
+
+    def _read(self, param: int, result: torch.Tensor) -> None:
+        """Fills `result`, which is flat, with a parameter."""
+        if result.dtype == self._state.aliases[param].dtype:
+            self._read_computed(param, result)
+            return
         staging = torch.empty(min(result.numel(), BUFFER_BYTES // 4), dtype=torch.float32)
         for begin in range(0, result.numel(), max(1, staging.numel())):
             values = staging[: result.numel() - begin]
             self._state.session.read(param, "master", begin, values.data_ptr(), values.numel())
             result[begin : begin + values.numel()] = values
-        return result.reshape(self._shapes[param])
 
-    def _computed(self, param: int) -> torch.Tensor:
+    def _read_computed(self, param: int, result: torch.Tensor) -> None:
         """A parameter as the device computes with it; rounding its master may give a neighbour."""
         unit = self._state.unit_of[param]
         self._state.enter(unit)
         try:
-            return self._state.aliases[param].detach().to("cpu", copy=True)
+            result.copy_(self._state.aliases[param].detach().reshape(-1))
         finally:
             self._state.leave(unit)
 

@@ -8,7 +8,8 @@ A *block* is a child of an outermost ModuleList or Sequential, with all paramete
 module that owns a good part of the parameters below it, such as an attention layer. Every other
 module that owns parameters makes a unit of just these. Small ones among the latter share a unit, so
 that they share pages. A tied parameter belongs to the unit that owns it first; the other
-module's forward reads that unit too.
+module's forward reads that unit too. A layer that is cut into tiles (nn/tiles.py) is there to be
+on the device in parts: its tiles are units of their own, and no block has it within.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from .errors import nearest
+from .nn.tiles import Tiled
 
 Predicate = Callable[[str, nn.Module], bool]
 Chosen = Iterable[nn.Module | str] | Predicate
@@ -132,10 +134,18 @@ def _owners(module: nn.Module, name: str, chosen: set[nn.Module]) -> Iterator[_O
         path = f"{name}.{child_name}" if name else child_name
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             continue  # its parameters are used by `module` directly: never called by itself
-        if blocks and any(True for _ in child.children()) and any(True for _ in child.parameters()):
+        if blocks and _is_block(child):
             yield _Owner(path, child, list(child.parameters()), True)
         else:
             yield from _owners(child, path, chosen)
+
+
+def _is_block(child: nn.Module) -> bool:
+    """Whether a child of a list is a block: more than a leaf, with nothing to be taken apart."""
+    modules = list(child.modules())
+    if len(modules) == 1 or any(isinstance(m, Tiled) for m in modules):
+        return False
+    return any(True for _ in child.parameters())
 
 
 def _direct_params(module: nn.Module) -> list[nn.Parameter]:

@@ -10,7 +10,8 @@ memory used beside the model is that of one module. Buffers become real in place
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from . import initialise
+from .stored import StoredTensor, stored_tensors, tiled_modules
 
 Write = Callable[[str, torch.Tensor], None]
 
@@ -39,7 +41,8 @@ def load(
     `weights` is a safetensors file, or a folder of them (with the index that Transformers writes or
     without); None lets the modules initialise themselves from `seed`. `names` limits the parameters
     to those given, as in `model.named_parameters()`; default: those on the meta device. A tied
-    parameter is written once, under its first name.
+    parameter is written once, under its first name. A layer that is cut into tiles is read, and
+    initialised, as a whole: the values are those of the plain model.
 
     Raises ValueError where the weights lack a tensor, hold one too many, or one of another shape.
     """
@@ -144,40 +147,62 @@ def _indexed_files(index: Path) -> list[Path]:
 def _initialise(model: nn.Module, write: Write, seed: int, wanted: set[str]) -> None:
     """Sends first values, module by module."""
     # A tied parameter counts under its first name only.
-    for module_name in dict.fromkeys(name.rpartition(".")[0] for name in sorted(wanted)):
-        values = initialise.parameters(model, module_name, seed)
+    tensors = {t.name: t for t in stored_tensors(model) if not wanted.isdisjoint(t.part_names)}
+    for module_name in dict.fromkeys(name.rpartition(".")[0] for name in sorted(tensors)):
+        with _untiled(model, module_name):
+            values = initialise.parameters(model, module_name, seed)
         while values:
             name, value = values.popitem()
-            full = f"{module_name}.{name}" if module_name else name
-            if full in wanted:
-                write(full, value)
+            tensor = tensors.get(f"{module_name}.{name}" if module_name else name)
+            if tensor is not None:
+                _write_parts(write, tensor, value, wanted)
             del value  # before the next module needs its memory
+
+
+@contextmanager
+def _untiled(model: nn.Module, name: str) -> Iterator[None]:
+    """The module of that name as it was before it was cut into tiles, without values."""
+    tiled = tiled_modules(model).get(name)
+    if tiled is None or not name:
+        yield
+        return
+    parent, _, leaf = name.rpartition(".")
+    modules = model.get_submodule(parent)._modules
+    modules[leaf] = tiled.plain()
+    try:
+        yield
+    finally:
+        modules[leaf] = tiled
+
+
+def _write_parts(write: Write, tensor: StoredTensor, value: torch.Tensor, wanted: set[str]) -> None:
+    """Sends a tensor to the parameters that it is made of."""
+    for name, part in tensor.split(value):
+        if name in wanted:
+            write(name, part)
 
 
 def _read_parameters(
     model: nn.Module, source: WeightFiles, write: Write, wanted: set[str]
 ) -> frozenset[str]:
     """Sends the parameters and sets the buffers that `source` holds. Returns the buffers' names."""
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    alias_of = {names[0]: names for names in aliases.values()}
+    tensors = stored_tensors(model)
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    alias_of = {tensor.name: tensor.names for tensor in tensors}
     buffers = dict(model.named_buffers())
     persistent = set(persistent_buffers(model)) & set(buffers)
 
-    stored = _translate(
-        model, source.names(), {n for ns in aliases.values() for n in ns} | set(buffers)
-    )
+    known = {alias for names in alias_of.values() for alias in names} | set(buffers)
+    stored = _translate(model, source.names(), known)
     found = {name: [a for a in alias_of[name] if a in stored] for name in shapes}
-    known = {alias for group in aliases.values() for alias in group} | set(buffers)
     expected = shapes | {name: tuple(b.shape) for name, b in buffers.items() if name in persistent}
     for name in persistent:
         found[name] = [name] if name in stored else []
     _check(model, source, stored, found, known, expected)
 
-    for name in (n for n in shapes if n in wanted):
-        write(name, _read_tied(source, found[name], stored).to(torch.float32).contiguous())
+    for tensor in (t for t in tensors if not wanted.isdisjoint(t.part_names)):
+        value = _read_tied(source, found[tensor.name], stored).to(torch.float32).contiguous()
+        _write_parts(write, tensor, value, wanted)
     for name in persistent:
         if buffers[name].is_meta:
             value = source.read(stored[name]).to(buffers[name].dtype).clone()

@@ -20,18 +20,13 @@ from torch import nn
 
 from . import _core
 from . import weights as weight_files
-from .configure import (
-    OPTION_NAMES,
-    Options,
-    configure,
-    device_goal,
-    nested_device_bytes,
-    settle,
-)
+from .configure import OPTION_NAMES, Options, device_goal, nested_device_bytes
 from .errors import check_keywords
+from .fitting import fitted
 from .foreign import Foreign, make_foreign
 from .hooks import Hooks
 from .interrupt import Interrupt
+from .nn.replace import release_originals, remove_tiles
 from .optimizer import StrataOptimizer
 from .paged import make_paged
 from .planning import Goal, Planning
@@ -97,8 +92,7 @@ def wrap(
     accumulation_steps: more than 1 where several backward() calls precede one step(). Gradients
         then add up in float32; they are not averaged.
     skip_nonfinite: leaves out steps whose gradients hold infinities or NaN, and counts them.
-    units: more units than are found by themselves: modules, their names, or a
-        predicate(name, module).
+    units: more units than are found: modules, their names, or a predicate(name, module).
     page_size: bytes in a page, a power of two; "auto" chooses by model and budgets.
     io_engine: "io_uring", "libaio", "threads" or "memory"; "auto" takes the first that works.
     workers: threads of the optimizer.
@@ -111,7 +105,8 @@ def wrap(
     split: computes every unit that can be split on so many slices of the batch, one after the
         other. Default: as planned.
 
-    Trainable parameters that no parameter group holds get no update and show no gradient.
+    Trainable parameters that no parameter group holds get no update and show no gradient. Layers
+    that are too large for the device are cut into tiles (strata.nn), of which no file knows.
 
     Raises StrataError where the budgets cannot work, with the smallest that would; ValueError and
     TypeError for arguments that make no sense.
@@ -146,9 +141,9 @@ def _tell(state: Wrapped) -> None:
 def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> PlanReport:
     """A dry run of wrap() with the same keywords: says what would go where. Allocates nothing."""
     check_keywords("plan", [word for word in options if word not in OPTION_NAMES], OPTION_NAMES)
-    config, hooked = configure(model, optimizer, Options(**options), _core.plan)
-    result = settle(model, hooked, config, _core.plan)
-    needed, _ = nested_device_bytes(model, hooked, result)
+    with fitted(model, optimizer, Options(**options), _core.plan) as (config, hooked, result):
+        needed, _ = nested_device_bytes(model, hooked, result)
+        remove_tiles(model, optimizer)
     result["device_bytes_min"] = max(result["device_bytes_min"], needed)
     return PlanReport(result, _budgets(config))
 
@@ -171,6 +166,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     for module, name, dtype in state.cast_buffers:
         setattr(module, name, getattr(module, name).to(dtype))
     del model.__dict__["_strata"]
+    remove_tiles(model, state.optimizer)
     state.close()
     return model
 
@@ -206,23 +202,23 @@ def _budgets(config: _core.Config) -> dict[str, int]:
 
 def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
     """Starts a session for the model and moves it there. Leaves the model alone where it fails."""
-    config, hooked = configure(model, optimizer, options, _core.plan)
-    settle(model, hooked, config, _core.plan)
-    gc.collect()  # a wrapped model that nobody can reach any more still has its frames and files
-    config["session_name"] = _free_name(config["ssd_paths"])
-    foreign = make_foreign(optimizer)
-    if foreign is not None:
-        _say_what_it_costs(foreign, optimizer, config)
-    session = _core.Session(config, foreign)
-    try:
-        state = Wrapped(model, session, config)
-        _fill(state, options)
-    except BaseException:
-        session.close()
-        raise
+    with fitted(model, optimizer, options, _core.plan) as (config, hooked, _):
+        gc.collect()  # wrapped models that nobody can reach any more still have frames and files
+        config["session_name"] = _free_name(config["ssd_paths"])
+        foreign = make_foreign(optimizer)
+        if foreign is not None:
+            _say_what_it_costs(foreign, optimizer, config)
+        session = _core.Session(config, foreign)
+        try:
+            state = Wrapped(model, session, config)
+            _fill(state, options)
+        except BaseException:
+            session.close()
+            raise
     # A model half moved is of no use: Ctrl-C waits until it is whole, and undoes it then.
     with Interrupt(log.info) as interrupt:
         _move(state, options.dtype)
+        release_originals(model)
         state.hooks = Hooks(state)
         state.hooks.install(hooked)
         state.optimizer = StrataOptimizer(

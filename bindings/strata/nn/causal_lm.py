@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .cross_entropy import ChunkedCrossEntropy, columns_of, is_head
-from .request import Request
+from .request import CHUNK_BYTES, Request
 
 IGNORED = -100  # of labels, in Transformers
 # Models that change their logits ahead of the loss say so in their config.
@@ -28,8 +28,10 @@ FACTORS = (
 )  # fmt: skip
 
 
-def chunk_loss(model: nn.Module) -> None:
+def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
     """From now on `model(..., labels=...)` makes no logits; `logits` of its output raises if used.
+
+    `chunk_bytes`: of logits in float32 that exist at a time, as in ChunkedCrossEntropy.
 
     Call it before or after strata.wrap(). Raises ValueError, saying why, for models whose loss is
     not the cross-entropy of their head's outputs as they are.
@@ -38,7 +40,7 @@ def chunk_loss(model: nn.Module) -> None:
         return
     if reason := why_not_chunked(model):
         raise ValueError(f"chunk_loss: {reason}")
-    ChunkedLoss(model)
+    ChunkedLoss(model, chunk_bytes)
 
 
 def unchunk_loss(model: nn.Module) -> None:
@@ -51,8 +53,9 @@ def unchunk_loss(model: nn.Module) -> None:
 def why_not_chunked(model: Any) -> str:
     """Why chunk_loss() cannot do anything for this model, or ""."""
     name = type(model).__name__
-    used = inspect.unwrap(type(model).forward).__code__.co_names
-    if "loss_function" not in used or not hasattr(model, "get_output_embeddings"):
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    uses = code is not None and "loss_function" in code.co_names
+    if not uses or not hasattr(model, "get_output_embeddings"):
         return f"{name} is no causal language model of Transformers with a loss_function"
     loss = getattr(model.loss_function, "__name__", "another")
     if loss != "ForCausalLMLoss":
@@ -72,7 +75,8 @@ class ChunkedLoss:
     A copy of the model has a copy of it. `labels` is None but for the time of a forward with some.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
         self.labels: torch.Tensor | None = None
         self.targets: torch.Tensor | None = None
         self.ignore_index = IGNORED
@@ -105,7 +109,9 @@ class ChunkedLoss:
         """Called by torch ahead of the head's forward, which then gets a Request."""
         if self.targets is None:
             return None
-        criterion = ChunkedCrossEntropy(ignore_index=self.ignore_index)
+        criterion = ChunkedCrossEntropy(
+            ignore_index=self.ignore_index, chunk_bytes=self.chunk_bytes
+        )
         return (criterion.request(args[0], head, self.targets.to(args[0].device)),)
 
     def answered(self, head: nn.Module, args: tuple[Any, ...], answer: Any) -> Any:
