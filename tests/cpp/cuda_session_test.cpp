@@ -1,0 +1,146 @@
+// Sessions whose device is a GPU's double: the same bits as on the host, a steady step that asks
+// the driver for nothing but work, and one exception when the device fails.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "doubles/recording_driver.hpp"
+#include "memory/cuda_backend.hpp"
+#include "offload/memory_engine.hpp"
+#include "session_fixtures.hpp"
+
+namespace strata {
+namespace {
+
+constexpr int kSteps = 3;
+
+// No pump: whoever waits takes the turns, so a seed is a run.
+SessionParts parts_over(RecordingDriver& driver) {
+  SessionParts parts;
+  parts.backend = std::make_unique<CudaBackend>(driver.table(), 0, nullptr);
+  parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
+  parts.idle = [] {};
+  return parts;
+}
+
+Config config() {
+  return small_config("simulated");
+}
+
+// What the driver has to say when the session is gone.
+std::string left(const RecordingDriver& driver) {
+  return driver.complaint() + driver.leaks();
+}
+
+class CudaSession : public testing::Test {
+ protected:
+  static void SetUpTestSuite() { expected_ = expected(kSteps); }
+  static void TearDownTestSuite() { expected_.clear(); }
+  static inline std::vector<float> expected_;
+};
+
+TEST_F(CudaSession, LearnsWhatTheHostLearns) {
+  for (std::uint64_t seed = 0; seed < 4; ++seed) {
+    RecordingDriver driver({.late = seed != 0, .seed = seed});
+    {
+      Session session(config(), parts_over(driver));
+      fill(session);
+      train(session, kSteps);
+      EXPECT_EQ(contents(session), expected_) << "seed " << seed;
+    }
+    EXPECT_EQ(left(driver), "") << "seed " << seed;
+  }
+}
+
+TEST_F(CudaSession, ASteadyStepMapsNothing) {
+  RecordingDriver driver({.late = true});
+  {
+    Session session(config(), parts_over(driver));
+    fill(session);
+    train(session, 3);  // a plan, and a step that follows it
+    const std::size_t copies = driver.count("copy_in");
+    driver.begin_steady();
+    train(session, 3);
+    driver.end_steady();
+    EXPECT_GT(driver.count("copy_in"), copies) << "everything fits: nothing is shown";
+  }
+  EXPECT_EQ(left(driver), "");
+}
+
+TEST_F(CudaSession, AFailedDeviceIsOneExceptionAndANewOneGoesOn) {
+  RecordingDriver driver({.late = true});
+  {
+    Session session(config(), parts_over(driver));
+    fill(session);
+    train(session, 1);
+    driver.lose(kCudaEccUncorrectable);
+    std::string first;
+    for (int i = 0; i < 3; ++i) {
+      try {
+        train(session, 1);
+        ADD_FAILURE() << "nobody noticed";
+      } catch (const StrataError& error) {
+        if (i == 0) first = error.what();
+        EXPECT_EQ(error.what(), first) << "one failure, several stories";
+        EXPECT_NE(first.find("uncorrectable ECC error"), std::string::npos) << first;
+        EXPECT_NE(first.find("unit block"), std::string::npos) << first;
+      }
+    }
+  }
+  EXPECT_EQ(left(driver), "");
+  // A new process has a new driver.
+  RecordingDriver fresh;
+  {
+    Session session(config(), parts_over(fresh));
+    fill(session);
+    train(session, kSteps);
+    EXPECT_EQ(contents(session), expected_);
+  }
+  EXPECT_EQ(left(fresh), "");
+}
+
+// The 1st, 2nd, 3rd … call of a training fails, until one passes untouched: an exception or the
+// right result, and nothing left.
+TEST_F(CudaSession, EveryCallMayFail) {
+  for (const int result : {kCudaOutOfMemory, kCudaLaunchFailed}) {
+    std::size_t failures = 0;
+    bool fired = true;
+    for (std::uint64_t nth = 1; fired; nth += 1 + nth / 8) {
+      RecordingDriver driver({.late = true, .seed = nth, .nth = nth, .nth_result = result});
+      std::optional<std::vector<float>> learnt;
+      try {
+        Session session(config(), parts_over(driver));
+        fill(session);
+        train(session, kSteps);
+        learnt = contents(session);
+      } catch (const StrataError&) {
+        ++failures;
+      }
+      fired = driver.fired();
+      if (learnt) {
+        ASSERT_EQ(*learnt, expected_) << "call " << nth << " failed with " << result;
+      }
+      ASSERT_EQ(left(driver), "") << "call " << nth << " failed with " << result;
+      ASSERT_TRUE(fired || learnt) << "nothing failed, and yet it did";
+    }
+    EXPECT_GT(failures, 20U);
+  }
+}
+
+TEST_F(CudaSession, ABudgetThatIsTakenIsRefused) {
+  RecordingDriver driver({.device_bytes = 16 * kPage, .taken_bytes = 12 * kPage});
+  try {
+    const Session session(config(), parts_over(driver));
+    ADD_FAILURE() << "five pages fit into four";
+  } catch (const StrataError& error) {
+    EXPECT_EQ(error.error().fault, Fault::memory);
+    EXPECT_EQ(error.error().tier, Tier::device);
+  }
+  EXPECT_EQ(left(driver), "");
+}
+
+}  // namespace
+}  // namespace strata
