@@ -41,7 +41,7 @@ struct UpdateDone {
 struct WorkerOptions {
   Isa isa = best_isa();
   Placement placement;
-  Foreign foreign;  // called for spans of Rule::foreign, by every worker
+  Foreign foreign{};  // called for spans of Rule::foreign, by every worker
 };
 
 class Workers final {
