@@ -30,7 +30,7 @@ struct Batch {
   static constexpr std::size_t kTasksMax = kArgumentBytesMax / sizeof(Task);
   Task tasks[kTasksMax];
 };
-static_assert(Batch<UpdateTask<AdamMath<Vec1, true>>>::kTasksMax >= 16, "few launches");
+static_assert(Batch<UpdateTask<AdamMath<Vec1, true>>>::kTasksMax >= 24, "few launches");
 
 inline bool same_kernel(const UpdateSpan& a, const UpdateSpan& b) {
   return a.dtype == b.dtype && a.grad_dtype == b.grad_dtype && a.moment_dtype == b.moment_dtype &&

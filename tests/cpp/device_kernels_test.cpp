@@ -4,6 +4,7 @@
 // seed.
 #include "optimizers/device_kernels.hpp"
 
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -164,6 +165,30 @@ TEST_P(DeviceKernelsTest, AnySpansGiveTheBitsOfTheCpu) {
   }
 }
 
+// Each in its turn: whatever tells two forms apart takes a kernel of its own.
+TEST_P(DeviceKernelsTest, NeighboursMayDifferInOneThing) {
+  const Form base{{.rule = Rule::sgd, .lr = 0.01, .momentum = 0.9},
+                  Dtype::bfloat16,
+                  Dtype::float32,
+                  MomentDtype::float32};
+  std::vector<Form> others(5, base);
+  others[0].hyper.rule = Rule::lion;
+  others[1].hyper.momentum = 0.0;
+  others[2].dtype = Dtype::float16;
+  others[3].grad_dtype = Dtype::bfloat16;
+  others[4].moment_dtype = MomentDtype::block8;
+  for (const Form& other : others) {
+    SCOPED_TRACE(text(other));
+    std::mt19937_64 random(3);
+    Bytes bytes;
+    std::vector<Streams> streams(4);
+    for (std::size_t i = 0; i < streams.size(); ++i) {
+      streams[i] = any_span(i % 2 == 0 ? base : other, 100, bytes, random);
+    }
+    expect_same_updates(bytes, streams);
+  }
+}
+
 // Which NaN a sum becomes is nobody's promise.
 bool same_sum(double a, double b) {
   return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b) ||
@@ -267,6 +292,20 @@ TEST_P(DeviceKernelsTest, WhatTheCpuRefusesIsRefused) {
   landing.count = 1;
   landing.mode = GradMode::add;
   EXPECT_DEATH(land({landing}), "float32");
+}
+
+// Without a driver, too: a table is all that opening the library takes.
+TEST(DeviceLibrary, GivesItsTable) {
+  if (std::string(STRATA_CUDA_LIBRARY).empty()) GTEST_SKIP() << "strata is built without CUDA";
+  void* const library = ::dlopen(STRATA_CUDA_LIBRARY, RTLD_NOW | RTLD_LOCAL);
+  ASSERT_NE(library, nullptr) << ::dlerror();
+  void* const found = ::dlsym(library, kFindDeviceKernelsName);
+  ASSERT_NE(found, nullptr) << ::dlerror();
+  const DeviceKernels& table = *reinterpret_cast<FindDeviceKernels>(found)();
+  EXPECT_EQ(table.update(nullptr, 0, nullptr), 0);
+  EXPECT_EQ(table.land(nullptr, 0, nullptr), 0);
+  EXPECT_STRNE(table.text(1), table.text(0));
+  ::dlclose(library);
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, DeviceKernelsTest, testing::ValuesIn(kSubjects),
