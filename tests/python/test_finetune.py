@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from strata import cli
+from strata import cli, finetune
 from strata.finetune_options import Options, Parser, add_arguments, finish
 from strata.interrupt import Interrupt
 from strata.metrics import Metrics
+from strata.nn.causal_lm import ChunkedLoss
 from strata.weights import WeightFiles
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 LINES = "the quick brown fox jumps over the lazy dog\nand the dog sleeps on in the sun\n"
 
@@ -115,6 +116,38 @@ def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) ->
         {r["step"]: r["loss"] for r in lines(place / f) if "loss" in r} for f in ("whole", "cut")
     ]
     assert losses[0] == losses[1]
+
+
+def test_many_logits_are_never_made(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = []
+    for chunk_bytes in (finetune.CHUNK_BYTES, 0):
+        monkeypatch.setattr(finetune, "CHUNK_BYTES", chunk_bytes)
+        assert cli.main(arguments(place, f"out{chunk_bytes}", steps=3)) == 0
+        told = lines(place / f"out{chunk_bytes}")
+        losses.append([line["loss"] for line in told if "loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_a_loss_is_chunked_only_where_the_model_leaves_its_logits_alone() -> None:
+    class Louder(LlamaForCausalLM):
+        def forward(self, input_ids: Any, labels: Any, use_cache: bool) -> Any:
+            logits = 2 * self.lm_head(self.model(input_ids).last_hidden_state)
+            return self.loss_function(logits, labels, 320)
+
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    for kind, batch, chunked in (
+        (LlamaForCausalLM, 64, True),
+        (LlamaForCausalLM, 1, False),  # too few
+        (Louder, 64, False),
+    ):
+        with torch.device("meta"):
+            model = kind(config)
+        finetune._chunk_loss(model, Options(batch=batch, sequence=512))
+        assert isinstance(getattr(model, "_loss_function", None), ChunkedLoss) == chunked
+        assert model.training
 
 
 def test_a_saved_model_is_trained_further(place: Path) -> None:

@@ -11,7 +11,7 @@ nn.Module.
 import torch
 from torch import nn
 
-from .request import CHUNK_BYTES, Request, check_range
+from .request import CHUNK_BYTES, Request, autocasts, check_range
 from .tiles import SHORT, LinearTile, TiledLinear
 
 REDUCTIONS = ("mean", "sum")
@@ -118,6 +118,5 @@ def _check(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> None
             f"{tuple(hidden.shape)}: one target for each"
         )
     weight = next(head.parameters())
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    if hidden.dtype != weight.dtype and not autocast:
+    if hidden.dtype != weight.dtype and not autocasts(hidden):
         raise TypeError(f"hidden states are {hidden.dtype} and the head is {weight.dtype}")

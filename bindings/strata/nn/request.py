@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 CHUNK_BYTES = 32 << 20  # of float32 logits that exist at a time; their gradient takes as much
@@ -130,9 +131,13 @@ class _Statistics(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None
 
 
+def autocasts(tensor: torch.Tensor) -> bool:
+    """Whether autocast chooses the dtype of products on the tensor's device."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
+
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    return torch.get_autocast_dtype(weight.device.type) if autocasts(weight) else weight.dtype
 
 
 def _chunks(
@@ -157,7 +162,7 @@ def _logits(
 def check_range(values: torch.Tensor, end: int, what: str) -> None:
     """Raises IndexError where `what` is not in [0, end). Other devices raise when they get there,
     as they are not waited for."""
-    if values.is_meta or not values.numel():
+    if values.is_meta or isinstance(values, FakeTensor) or not values.numel():
         return
     if values.device.type != "cpu":
         torch._assert_async(((values >= 0) & (values < end)).all(), f"{what} is out of range")

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .request import Request, check_range
+from .request import Request, autocasts, check_range
 
 SomeTiled = TypeVar("SomeTiled", bound="Tiled")
 
@@ -124,7 +124,7 @@ class LinearTile(nn.Linear):
 
     def _is_wide(self, input: torch.Tensor) -> bool:
         short = self.weight.dtype in SHORT and input.dtype == torch.float32
-        return short and not torch.is_autocast_enabled(input.device.type)
+        return short and not autocasts(input)
 
 
 class _WideLinear(torch.autograd.Function):
