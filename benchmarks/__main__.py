@@ -29,6 +29,7 @@ BENCHES = {
     "device-floor": "the smallest device budget at 1.10 times plain PyTorch's step",
     "activations": "memory and time where activations are kept, swapped, recomputed, sliced",
     "batch": "parameter bytes that cross to the device, as the batch grows",
+    "tiled": "head and loss of a 32,000-word vocabulary: all logits at once, in chunks, in tiles",
     "planner-vs-optimal": "plans against the best of all plans, on small random steps",
     "replay": "steps of 7 B to 70 B models on paper machines: time, and percentage of the bound",
     "hide": "what updates add to a step of 2,048 tokens, in each mode, state on the SSD",

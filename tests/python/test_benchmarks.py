@@ -12,7 +12,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import __main__ as command
-from benchmarks import capacity, common, models, quality, quality_run, replay
+from benchmarks import capacity, common, models, quality, quality_run, replay, tiled
 from benchmarks.common import Figure
 from benchmarks.modes import Mode, lock_free
 from benchmarks.staleness import Staleness
@@ -166,6 +166,14 @@ def test_waits_are_never_early_where_no_lag_is_allowed():
     for step in range(1, 4):
         watch.note(counters([1 + step], waits=step, merged=2 * step))
     assert (watch.forwards, watch.waits, watch.early_waits, watch.merged) == (3, 3, 0, 6)
+
+
+def test_tiles_and_chunks_are_measured_beside_plain_pytorch(tmp_path):
+    context = common.Context(quick=True, seed=0, rounds=1, ssd_path=tmp_path)
+    figures = {f.metric: f for f in tiled.run(context)}
+    assert figures["plain_peak_bytes"].value > 2 * figures["plain_peak_bytes"].bound
+    assert figures["tiled_peak_bytes"].value < figures["plain_peak_bytes"].value
+    assert figures["chunked_seconds"].value > 0
 
 
 def outcome(mode, seed, held_out, staleness=(), digest=""):
