@@ -67,6 +67,8 @@ def run(context: Context) -> Iterator[Figure]:
     features, columns, tokens = QUICK if context.quick else (FEATURES, COLUMNS, TOKENS)
     sides = _sides(features, columns, tokens, context.seed)
     logits = 4 * tokens * columns
+    for side in sides.values():
+        side().backward()  # the first run packs weights and touches every page
     turns = {name: partial(_seconds, side) for name, side in sides.items()}
     taken = take_turns(turns, context.rounds, context.say)
     peaks = {name: _peak(side) for name, side in sides.items()}
