@@ -4,7 +4,7 @@
 //
 // Threads: any. What spans point to is the device's memory, and nobody else's until the stream has
 // passed; the spans themselves and their Hyper are read before the call returns. A call allocates
-// nothing and waits for nothing.
+// nothing and waits for nothing, but for the first of its kind, which loads the kernel.
 //
 //   const DeviceKernels& device = host_device_kernels();
 //   if (int failed = device.update(spans.data(), spans.size(), stream)) log(device.text(failed));

@@ -31,11 +31,22 @@ STRATA_DEVICE_CODE void run_landing(const LandSpan& span, std::size_t block, Gro
   const std::size_t left = span.count - begin;
   const std::size_t count = left < kNormBlock ? left : kNormBlock;
   LandingShared& shared = group.shared();
-  // 1. Land, a row of threads at a time.
+  constexpr std::size_t kRows = 8;
+  // 1. Land, some rows of threads at a time: nothing is written before all of them are read.
   group.each([&](std::size_t thread) {
     const Form landing{span.to, {span.from}};
-    for (std::size_t i = thread; i < count; i += kTileThreads) {
-      shared.values[i] = landing.land_lanes(begin + i, Vec1::All{});
+    for (std::size_t row = thread; row < count; row += kRows * kTileThreads) {
+      float values[kRows] = {};
+      for (std::size_t k = 0; k < kRows; ++k) {
+        const std::size_t i = row + k * kTileThreads;
+        if (i < count) values[k] = landing.read(begin + i, Vec1::All{});
+      }
+      for (std::size_t k = 0; k < kRows; ++k) {
+        const std::size_t i = row + k * kTileThreads;
+        if (i >= count) break;
+        landing.write(begin + i, values[k], Vec1::All{});
+        shared.values[i] = values[k];
+      }
     }
   });
   // 2. Add the squares of each lane.

@@ -41,15 +41,13 @@ constexpr float float_of_float16(std::uint16_t half) {
   const std::uint32_t sign = (half & 0x8000u) << 16;
   const std::uint32_t exponent = (half >> 10) & 0x1f;
   const std::uint32_t mantissa = half & 0x3ffu;
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(magnitude));
-  }
-  if (exponent == 0x1f) {
-    const std::uint32_t quiet = mantissa != 0 ? 0x400000u : 0u;
-    return std::bit_cast<float>(sign | 0x7f800000u | quiet | (mantissa << 13));
-  }
-  return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  // Chosen, not branched to: a GPU then has the loads of many elements under way.
+  const auto subnormal = std::bit_cast<std::uint32_t>(static_cast<float>(mantissa) * 0x1p-24f);
+  const std::uint32_t quiet = mantissa != 0 ? 0x400000u : 0u;
+  const std::uint32_t normal = ((exponent + 112) << 23) | (mantissa << 13);
+  const std::uint32_t special = 0x7f800000u | quiet | (mantissa << 13);
+  const std::uint32_t large = exponent == 0x1f ? special : normal;
+  return std::bit_cast<float>(sign | (exponent == 0 ? subnormal : large));
 }
 
 }  // namespace strata

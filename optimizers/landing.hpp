@@ -79,20 +79,26 @@ struct Landing {
 
   // Lands some elements and returns what the destination then holds.
   template <class Lanes>
-  STRATA_DEVICE_CODE F land_lanes(std::size_t at, Lanes lanes) const {
+  F land_lanes(std::size_t at, Lanes lanes) const {
+    const F value = read(at, lanes);
+    write(at, value, lanes);
+    return value;
+  }
+
+  // The two halves of it: what the destination is to hold, and that it does.
+  template <class Lanes>
+  STRATA_DEVICE_CODE F read(std::size_t at, Lanes lanes) const {
     const F value = from.load(at, lanes);
-    if constexpr (kMode == GradMode::add) {
-      float* const sum = static_cast<float*>(to) + at;
-      const F added = V::one_nan(V::add(V::load(sum, lanes), value));
-      V::store(sum, added, lanes);
-      return added;
-    } else if constexpr (kTo == Dtype::float32) {
+    if constexpr (kMode == GradMode::copy) return value;
+    return V::one_nan(V::add(V::load(static_cast<const float*>(to) + at, lanes), value));
+  }
+  template <class Lanes>
+  STRATA_DEVICE_CODE void write(std::size_t at, F value, Lanes lanes) const {
+    if constexpr (kTo == Dtype::float32) {
       V::store(static_cast<float*>(to) + at, value, lanes);
-      return value;
     } else {
       const auto* const halves = static_cast<const std::uint16_t*>(from.from) + at;
       V::store(static_cast<std::uint16_t*>(to) + at, V::load(halves, lanes), lanes);
-      return value;
     }
   }
 };
