@@ -6,6 +6,7 @@
 
 #include "memory/check.hpp"
 #include "memory/result.hpp"
+#include "offload/plan_on_device.hpp"
 #include "offload/plan_problem.hpp"
 #include "offload/plan_search.hpp"
 
@@ -13,23 +14,32 @@ namespace strata {
 namespace {
 
 // Bytes for people, rounded up, so that the number will do when it is typed in again.
-std::string enough_text(std::uint64_t bytes) {
+struct Enough {
+  explicit Enough(std::uint64_t bytes) : value(static_cast<double>(bytes) / scale) {
+    if (value >= 1024) value /= 1024, scale *= 1024, suffix = "MiB";
+    if (value >= 1024) value /= 1024, scale *= 1024, suffix = "GiB";
+    digits = value < 10 ? 2 : 1;
+    const double parts = value < 10 ? 100 : 10;
+    value = std::ceil(value * parts) / parts;
+  }
+  std::uint64_t bytes() const { return static_cast<std::uint64_t>(value * scale); }
+  std::string text() const {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.*f %s", digits, value, suffix);
+    return text;
+  }
+
+  double scale = static_cast<double>(kKiB);
   const char* suffix = "KiB";
-  double value = static_cast<double>(bytes) / static_cast<double>(kKiB);
-  if (value >= 1024) value /= 1024, suffix = "MiB";
-  if (value >= 1024) value /= 1024, suffix = "GiB";
-  const double digits = value < 10 ? 100 : 10;
-  char text[32];
-  std::snprintf(text, sizeof text, value < 10 ? "%.2f %s" : "%.1f %s",
-                std::ceil(value * digits) / digits, suffix);
-  return text;
-}
+  double value = 0.0;
+  int digits = 0;
+};
 
 std::string refusal_text(Tier tier, std::uint64_t bytes, std::uint64_t budget,
                          const std::string& where, std::uint64_t enough) {
   return std::string("infeasible: ") + name(tier) + " " + bytes_text(bytes) + " > " +
          bytes_text(budget) + " " + where +
-         (enough == 0 ? "" : "; " + enough_text(enough) + " would do");
+         (enough == 0 ? "" : "; " + Enough(enough).text() + " would do");
 }
 
 std::string place_of(const Trace& trace, std::size_t use) {
@@ -37,6 +47,11 @@ std::string place_of(const Trace& trace, std::size_t use) {
   const Use& at = trace.uses[use];
   return std::string(at.backward ? "at backward of " : "at forward of ") +
          trace.units[index(at.unit)].name;
+}
+
+Budgets with_budget(Budgets budgets, Tier tier, std::uint64_t bytes) {
+  (tier == Tier::host ? budgets.host_bytes : budgets.ssd_bytes) = bytes;
+  return budgets;
 }
 
 // Host memory or the SSD cannot hold what must rest there.
@@ -61,15 +76,77 @@ std::string refuse_device(const Problem& problem, const Choice& least, std::uint
                       bytes);
 }
 
+// Of the tiers with these budgets.
+struct Least {
+  std::uint64_t device_bytes = UINT64_MAX;  // with which the step can be done; the most: none
+  std::uint64_t resting_bytes = 0;          // of it: units that nothing else holds
+};
+
+Least least_of(const Problem& none) {
+  const std::optional<std::vector<bool>> must = units_that_must(none);
+  if (!must) return {};
+  const Problem problem = none.with(*must);
+  const Choice least = least_device(problem, modes_that_rest(problem).value());
+  return {problem.device_bytes(least), problem.resting().device_bytes()};
+}
+
+// The smallest budget of the tier beside which no more than this has to rest on the device.
+std::uint64_t smallest_beside(const Problem& none, const Shortage& shortage,
+                              std::uint64_t device_room) {
+  const Trace& trace = none.trace();
+  const std::uint64_t page = none.budgets().page_bytes;
+  const Swapped swapped = swapped_peak(trace, fewest_swaps(none), page);
+  const Covers covers(trace, none.budgets());
+  const auto fits = [&](std::uint64_t pages) {
+    const Budgets budgets = with_budget(none.budgets(), shortage.tier, pages * page);
+    const Resting resting(trace, budgets, none.resting().on_device());
+    const std::optional<std::uint64_t> excess = resting.excess(swapped);
+    const std::optional<std::vector<bool>> must = excess ? covers.least(*excess) : std::nullopt;
+    return must && Resting(trace, budgets, *must).device_bytes() <= device_room;
+  };
+  std::uint64_t low = shortage.budget / page, high = ceil_div(shortage.enough, page);
+  while (low < high) {
+    const std::uint64_t middle = low + (high - low) / 2;
+    fits(middle) ? high = middle : low = middle + 1;
+  }
+  return low * page;
+}
+
+// The device has no room for what host memory and SSD cannot hold: names the size of theirs with
+// which it has, tried out as it is written.
+std::string refuse_beside(const Problem& none, Least least) {
+  constexpr int kTries = 4;
+  const Swapped swapped = swapped_peak(none.trace(), fewest_swaps(none), none.budgets().page_bytes);
+  const std::optional<Shortage> shortage = none.resting().shortage(swapped);
+  STRATA_ASSERT(shortage);
+  const std::uint64_t device = none.budgets().device_bytes;
+  std::uint64_t beside = least.device_bytes - least.resting_bytes;
+  for (int i = 0; i < kTries && beside < device && shortage->enough != 0; ++i) {
+    const std::uint64_t bytes = smallest_beside(none, *shortage, device - beside);
+    if (bytes >= shortage->enough) break;
+    const Budgets larger = with_budget(none.budgets(), shortage->tier, Enough(bytes).bytes());
+    least = least_of(
+        Problem(none.trace(), none.costs(), larger, none.wishes(), none.resting().on_device()));
+    if (least.device_bytes <= device) {
+      return refusal_text(shortage->tier, bytes, shortage->budget,
+                          "for parameters, gradients and states beside those on the device", bytes);
+    }
+    beside += least.device_bytes - device;
+  }
+  return refuse_tier(none);
+}
+
 }  // namespace
 
 Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes) {
   STRATA_ASSERT(check_trace(trace).empty());
-  const std::vector<bool> none(trace.units.size(), false);
-  const Problem problem(trace, costs, budgets, wishes, wishes.on_device.value_or(none));
   Plan plan;
-  // 1. Can everything rest somewhere?
+  // 1. Can everything rest somewhere, be it on the device?
+  const Problem none(trace, costs, budgets, wishes, std::vector<bool>(trace.units.size(), false));
+  const std::optional<std::vector<bool>> must =
+      wishes.on_device ? wishes.on_device : units_that_must(none);
+  const Problem problem = none.with(must.value_or(none.resting().on_device()));
   const std::optional<Modes> modes = modes_that_rest(problem);
   if (!modes) {
     plan.refusal = refuse_tier(problem);
@@ -77,15 +154,23 @@ Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
   }
   // 2. The least that the device must hold.
   const Choice least = least_device(problem, *modes);
-  plan.device_bytes_min = std::uint64_t{least.frames} * budgets.page_bytes +
-                          problem.beside_frames(least.modes, least.lookahead);
+  plan.device_bytes_min = problem.device_bytes(least);
   if (plan.device_bytes_min > budgets.device_bytes) {
-    plan.refusal = refuse_device(problem, least, plan.device_bytes_min);
+    const std::uint64_t resting = problem.resting().device_bytes();
+    plan.refusal = resting == 0 || wishes.on_device
+                       ? refuse_device(problem, least, plan.device_bytes_min)
+                       : refuse_beside(none, {plan.device_bytes_min, resting});
     return plan;
   }
-  // 3. The fastest of what fits.
+  // 3. The fastest of what fits, and of what fits with other units on the device.
   const std::uint64_t device_bytes_min = plan.device_bytes_min;
-  plan = problem.plan_of(fastest(problem, least));
+  const Choice best = fastest(problem, least);
+  if (wishes.on_device) {
+    plan = problem.plan_of(best);
+  } else {
+    const Placed placed = place_on_device(problem, best);
+    plan = problem.with(placed.on_device).plan_of(placed.choice);
+  }
   plan.device_bytes_min = device_bytes_min;
   return plan;
 }

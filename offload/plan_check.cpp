@@ -7,6 +7,7 @@
 #include "memory/check.hpp"
 #include "memory/result.hpp"
 #include "offload/plan.hpp"
+#include "offload/swapped_size.hpp"
 
 namespace strata {
 namespace {
@@ -76,6 +77,7 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
     std::size_t born = SIZE_MAX;
     std::size_t last = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t ssd_pages = 0;  // a short end of a tensor lies in host memory
   };
   std::vector<Stay> stays(trace.units.size());
   for (const SavedTensor& tensor : trace.tensors) {
@@ -83,6 +85,9 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
     stay.born = std::min<std::size_t>(stay.born, tensor.born);
     stay.last = std::max<std::size_t>(stay.last, tensor.last_used);
     stay.bytes += tensor.bytes;
+    const std::uint64_t end = tensor.bytes % budgets.page_bytes;
+    const bool is_short = end <= budgets.page_bytes / kSsdHeapShare;
+    stay.ssd_pages += tensor.bytes / budgets.page_bytes + (is_short ? 0 : 1);
   }
   std::vector<std::uint64_t> host(trace.uses.size(), 0), ssd(trace.uses.size(), 0);
   bool stages = on_ssd != 0;
@@ -90,7 +95,8 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
     if (!swapped(plan.units[u]) || stays[u].bytes == 0) continue;
     const bool to_host = plan.units[u].activation == Activation::swap_host;
     stages = stages || !to_host;
-    const std::uint64_t pages = ceil_div(stays[u].bytes, budgets.page_bytes);
+    const std::uint64_t pages =
+        to_host ? ceil_div(stays[u].bytes, budgets.page_bytes) : stays[u].ssd_pages;
     for (std::size_t i = stays[u].born; i <= stays[u].last; ++i) {
       (to_host ? host : ssd)[i] += pages * budgets.page_bytes;
     }

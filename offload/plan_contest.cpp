@@ -22,11 +22,14 @@ constexpr double kAsGood = 5e-3;
 }  // namespace
 
 Contest::Contest(const Problem& problem)
-    : problem_(problem), best_seconds_(std::numeric_limits<double>::infinity()) {
-  const std::size_t uses = std::max<std::size_t>(problem.trace().uses.size(), 1);
-  left_ = static_cast<std::uint32_t>(
-      std::clamp(kSimulatedUses / uses, kSimulationsMin, kSimulationsMax));
-}
+    : Contest(problem, static_cast<std::uint32_t>(std::clamp(
+                           kSimulatedUses / std::max<std::size_t>(problem.trace().uses.size(), 1),
+                           kSimulationsMin, kSimulationsMax))) {}
+
+Contest::Contest(const Problem& problem, std::uint32_t simulations)
+    : problem_(problem),
+      left_(simulations),
+      best_seconds_(std::numeric_limits<double>::infinity()) {}
 
 bool Contest::offer(const Choice& choice) {
   STRATA_ASSERT(!spent());
@@ -38,8 +41,7 @@ bool Contest::offer(const Choice& choice) {
   if (!offered_.insert(std::move(key)).second || !problem_.fits(choice)) return false;
   --left_;
   const double seconds = step_seconds(choice);
-  const bool first = best_.modes.empty();
-  if (!first && !(seconds < best_seconds_ * (1 - kBetter))) return false;
+  if (any() && !(seconds < best_seconds_ * (1 - kBetter))) return false;
   best_ = choice;
   best_seconds_ = seconds;
   return true;
@@ -54,13 +56,13 @@ std::optional<Choice> Contest::filled(Choice choice) const {
   const std::uint64_t beside = problem_.beside_frames(choice.modes, choice.lookahead);
   if (beside > problem_.budgets().device_bytes) return std::nullopt;
   const std::uint64_t room = (problem_.budgets().device_bytes - beside) / page;
-  const auto& counts = problem_.frame_counts();
-  if (room < counts.front()) return std::nullopt;
-  choice.frames = static_cast<std::uint32_t>(std::min<std::uint64_t>(room, counts.back()));
+  choice.frames = static_cast<std::uint32_t>(std::min<std::uint64_t>(room, problem_.frames_max()));
+  if (problem_.frame_plan(choice.frames).feasible) return choice;
   // First-fit may fail with a few more frames than did.
-  if (!problem_.frame_plan(choice.frames).feasible) {
-    choice.frames = *std::prev(std::upper_bound(counts.begin(), counts.end(), choice.frames));
-  }
+  const auto& counts = problem_.frame_counts();
+  const auto more = std::upper_bound(counts.begin(), counts.end(), choice.frames);
+  if (more == counts.begin()) return std::nullopt;
+  choice.frames = *std::prev(more);
   return choice;
 }
 

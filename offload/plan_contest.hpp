@@ -20,6 +20,7 @@ namespace strata {
 class Contest final {
  public:
   explicit Contest(const Problem& problem);
+  Contest(const Problem& problem, std::uint32_t simulations);
 
   // Simulates a choice that fits and was not offered before. REQUIRES: not spent().
   bool offer(const Choice& choice);
@@ -29,6 +30,8 @@ class Contest final {
   void fill_best();
 
   bool spent() const { return left_ == 0; }
+  std::uint32_t left() const { return left_; }  // simulations
+  bool any() const { return !best_.modes.empty(); }
   // REQUIRES: some offer was the best so far.
   const Choice& best() const { return best_; }
   double best_seconds() const { return best_seconds_; }

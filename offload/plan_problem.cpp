@@ -105,15 +105,18 @@ std::uint64_t Problem::beside_frames(std::span<const UnitPlan> modes,
   return resting_.device_bytes() + activation_bytes(modes, lookahead);
 }
 
+std::uint64_t Problem::device_bytes(const Choice& choice) const {
+  return std::uint64_t{choice.frames} * budgets_.page_bytes +
+         beside_frames(choice.modes, choice.lookahead);
+}
+
 bool Problem::fits_tiers(std::span<const UnitPlan> modes) const {
   return !resting_.shortage(swapped_peak(trace_, modes, budgets_.page_bytes));
 }
 
 bool Problem::fits(const Choice& choice) const {
   if (!frame_plan(choice.frames).feasible) return false;
-  const std::uint64_t frames = std::uint64_t{choice.frames} * budgets_.page_bytes;
-  return frames + beside_frames(choice.modes, choice.lookahead) <= budgets_.device_bytes &&
-         fits_tiers(choice.modes);
+  return device_bytes(choice) <= budgets_.device_bytes && fits_tiers(choice.modes);
 }
 
 Plan Problem::plan_of(const Choice& choice) const {

@@ -44,6 +44,7 @@ class Problem final {
   const Trace& trace() const { return trace_; }
   const Costs& costs() const { return costs_; }
   const Budgets& budgets() const { return budgets_; }
+  const Wishes& wishes() const { return wishes_; }
   const Lifetimes& lives() const { return lives_; }
   const DeviceMemory& memory() const { return memory_; }
   const Resting& resting() const { return resting_; }
@@ -61,6 +62,7 @@ class Problem final {
   std::uint64_t activation_bytes(std::span<const UnitPlan> modes, std::uint32_t lookahead) const;
   // That and what rests on the device: all but frames.
   std::uint64_t beside_frames(std::span<const UnitPlan> modes, std::uint32_t lookahead) const;
+  std::uint64_t device_bytes(const Choice& choice) const;  // at most, all together
   bool fits_tiers(std::span<const UnitPlan> modes) const;  // host and SSD
   bool fits(const Choice& choice) const;
   // REQUIRES: fits(choice).

@@ -4,9 +4,7 @@
 #include <tuple>
 
 #include "memory/check.hpp"
-#include "offload/plan_contest.hpp"
 #include "offload/plan_refine.hpp"
-#include "offload/stack_model.hpp"
 
 namespace strata {
 namespace {
@@ -137,13 +135,22 @@ Modes fewest_swaps(const Problem& problem) {
   return modes;
 }
 
+Modes most_on_ssd(const Problem& problem) {
+  Modes modes = fewest_swaps(problem);
+  for (std::size_t u = 0; u < problem.units(); ++u) {
+    if (!swaps(modes[u].activation)) continue;
+    for (const UnitPlan& option : problem.options(u)) {
+      if (option.activation == Activation::swap_ssd) modes[u] = option;
+    }
+  }
+  return modes;
+}
+
 std::optional<Modes> modes_that_rest(const Problem& problem) {
   Modes modes = fewest_swaps(problem);
+  const Modes on_ssd = most_on_ssd(problem);
   for (std::size_t u = problem.units(); u > 0 && !problem.fits_tiers(modes); --u) {
-    if (!swaps(modes[u - 1].activation)) continue;
-    for (const UnitPlan& option : problem.options(u - 1)) {
-      if (option.activation == Activation::swap_ssd) modes[u - 1] = option;
-    }
+    modes[u - 1] = on_ssd[u - 1];
   }
   if (!problem.fits_tiers(modes)) return std::nullopt;
   return modes;
@@ -173,6 +180,15 @@ Choice least_device(const Problem& problem, const Modes& modes_that_fit) {
   return best;
 }
 
+void offer_by_frames(const Problem& problem, const StackModel& stack, Contest& contest) {
+  for (const std::uint32_t frames : problem.frame_counts()) {
+    for (const bool no_swap : {false, true}) {
+      const Prices prices{.swap = kFirstPrice, .without = {no_swap, no_swap}};
+      offer_cheapest(problem, stack, frames, 1, prices, contest);
+    }
+  }
+}
+
 Choice fastest(const Problem& problem, const Choice& least) {
   STRATA_ASSERT(problem.fits(least));
   const StackModel stack(problem);
@@ -187,13 +203,8 @@ Choice fastest(const Problem& problem, const Choice& least) {
       if (!contest.spent()) contest.offer_filled({modes, least.frames, lookahead});
     }
   }
-  // 2. For every number of frames, what the dynamic program says with swapping and without.
-  for (const std::uint32_t frames : problem.frame_counts()) {
-    for (const bool no_swap : {false, true}) {
-      const Prices prices{.swap = kFirstPrice, .without = {no_swap, no_swap}};
-      offer_cheapest(problem, stack, frames, 1, prices, contest);
-    }
-  }
+  // 2. What the dynamic program says.
+  offer_by_frames(problem, stack, contest);
   // 3. Beside the best of these, what it says at other prices.
   const std::uint32_t frames = contest.best().frames;
   for (const double price : kSwapPrices) {

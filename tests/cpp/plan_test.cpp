@@ -218,13 +218,19 @@ TEST(Plan, ForcedModesAreKeptToWhereTheyCanBe) {
   });
 }
 
-// Host memory serves parameters, then gradients, then states, each in the order of units.
+// Host memory serves parameters, then gradients, then states, each in the order of units; those on
+// the device are passed over.
 TEST(Plan, WhatIsNeededMostRestsInHostMemory) {
   int mixed = 0;
-  for_seeds(60, [&](std::uint64_t seed) {
-    const PaperStep of = step_of(seed);
-    const Plan plan = plan_of(of);
+  for_seeds(90, [&](std::uint64_t seed) {
+    PaperStep of = step_of(seed);
+    Wishes wishes;
+    wishes.on_device.emplace(of.trace.units.size(), false);
+    wishes.on_device->at(seed % of.trace.units.size()) = seed % 2 == 0;
+    of.budgets.device_bytes += of.budgets.resting(of.trace.units[seed % of.trace.units.size()]);
+    const Plan plan = plan_of(of, wishes);
     if (!plan.feasible || plan.resting_ssd_bytes == 0) return;
+    EXPECT_EQ(check_plan(of.trace, of.budgets, plan, wishes), "");
     bool full = false;  // behind the first that does not rest in host memory whole
     const auto next = [&](std::uint64_t on_ssd, std::uint64_t bytes) {
       if (full) {
@@ -234,13 +240,16 @@ TEST(Plan, WhatIsNeededMostRestsInHostMemory) {
       mixed += on_ssd != 0 && on_ssd != bytes;
     };
     for (std::size_t u = 0; u < plan.units.size(); ++u) {
-      next(plan.units[u].param_ssd_bytes, of.trace.units[u].param_bytes);
+      const bool here = plan.units[u].on_device;
+      next(plan.units[u].param_ssd_bytes, here ? 0 : of.trace.units[u].param_bytes);
     }
     for (std::size_t u = 0; u < plan.units.size(); ++u) {
-      next(plan.units[u].grad_ssd_bytes, of.trace.units[u].grad_bytes);
+      const bool here = plan.units[u].on_device;
+      next(plan.units[u].grad_ssd_bytes, here ? 0 : of.trace.units[u].grad_bytes);
     }
     for (std::size_t u = 0; u < plan.units.size(); ++u) {
-      next(plan.units[u].state_ssd_bytes, of.trace.units[u].state_bytes);
+      const bool here = plan.units[u].on_device;
+      next(plan.units[u].state_ssd_bytes, here ? 0 : of.trace.units[u].state_bytes);
     }
   });
   EXPECT_GT(mixed, 10);
@@ -265,11 +274,13 @@ TEST(Plan, GradientsInBuffersTakeNoRoomAndStillLand) {
       const TracedUnit& unit = of.trace.units[u];
       EXPECT_EQ(plan.units[u].grad_ssd_bytes, 0U);
       resting += unit.param_bytes + unit.state_bytes;
+      if (plan.units[u].on_device) continue;
       const bool used = std::any_of(of.trace.uses.begin(), of.trace.uses.end(),
                                     [&](const Use& use) { return index(use.unit) == u; });
       landing += used ? unit.grad_bytes : 0;
     }
-    EXPECT_EQ(plan.resting_host_bytes + plan.resting_ssd_bytes, resting);
+    EXPECT_EQ(plan.resting_host_bytes + plan.resting_ssd_bytes + plan.resting_device_bytes,
+              resting);
     const Simulation run = simulate(of.trace, plan, of.costs);
     EXPECT_GE(run.lanes[static_cast<std::size_t>(Lane::download)].bytes, landing);
   });
