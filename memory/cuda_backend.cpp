@@ -151,8 +151,8 @@ CopyTicket CudaBackend::submit(Way way, Copy copy, CopyTicket after) {
     reap(lane);
   }
   // 2. In flight, or, with the device, lost.
-  copy.ticket = ++last_;
   settle();
+  copy.ticket = ++last_;
   if (device_.lost()) return CopyTicket{last_};
   const CudaEvent before = conflict(other, copy);
   const CudaEvent awaited = pending(after);
@@ -263,8 +263,8 @@ CopyTicket CudaBackend::record(Stream stream) {
   }
   if (marks_.size() >= kMarksMax) wait_for(marks_.front().event);
   // 2. The mark.
-  ++last_;
   settle();
+  ++last_;
   if (device_.lost()) return CopyTicket{last_};
   marks_.push_back({last_, nullptr});
   lose_if("mark the end of computation", signal(stream, mark_bell_, marks_.back().event));

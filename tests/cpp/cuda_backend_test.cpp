@@ -288,6 +288,26 @@ TEST(CudaBackend, ALostDeviceTellsOneErrorForEverMore) {
   EXPECT_EQ(rig.close(), "");
 }
 
+// Whoever notices it first: what was asked for later failed.
+TEST(CudaBackend, ACopyAfterTheLossWasNoticedElsewhereFails) {
+  for (const bool by_mapping : {true, false}) {
+    Rig rig = make_cuda(nullptr, {.late = true});
+    ASSERT_FALSE(rig.device->claim(2, kPage));
+    std::byte* view = rig.device->reserve(kPage);
+    std::vector<std::byte> bytes(kPage);
+    rig.driver->lose(kCudaLaunchFailed);
+    if (by_mapping) {
+      EXPECT_TRUE(rig.device->map(view, 0, FrameId{0}));
+    } else {
+      rig.device->record(nullptr);
+    }
+    const CopyTicket ticket = rig.device->copy_in(FrameId{0}, bytes.data(), kPage);
+    EXPECT_TRUE(rig.device->done(ticket));
+    EXPECT_TRUE(rig.device->take_error(ticket)) << "nobody said that it failed";
+    EXPECT_EQ(rig.close(), "");
+  }
+}
+
 TEST(RecordingDriver, ComplainsOfMisuse) {
   const auto complaint = [](auto misuse) {
     RecordingDriver driver;

@@ -41,12 +41,14 @@ struct Tensor {
 
 class Simulation final {
  public:
-  Simulation(std::uint64_t seed, FaultPlan faults) : random_(seed) {
+  Simulation(std::uint64_t seed, FaultPlan faults, std::unique_ptr<Backend> device)
+      : random_(seed) {
     config_ = random_config();
     auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
                                                  faults, &clock_);
     SessionParts parts;
-    parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
+    parts.backend = std::move(device);
+    if (!parts.backend) parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
     parts.idle = [this] { clock_.advance(10'000); };
     parts.turned = [this](const PageTable& table, const Residence& home) { check(table, home); };
     engine_ = engine.get();
@@ -372,10 +374,10 @@ class Simulation final {
 
 }  // namespace
 
-SimulationResult simulate(std::uint64_t seed, FaultPlan faults) {
+SimulationResult simulate(std::uint64_t seed, FaultPlan faults, std::unique_ptr<Backend> device) {
   SimulationResult result;
   faults.seed = seed;
-  Simulation simulation(seed, faults);
+  Simulation simulation(seed, faults, std::move(device));
   try {
     simulation.run();
   } catch (const Broken& broken) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -26,6 +27,8 @@ struct SimulationResult {
   std::uint64_t demotions = 0;  // times that pages came to rest on the SSD for their sake
 };
 
-SimulationResult simulate(std::uint64_t seed, FaultPlan faults);
+// `device`: absent, the host's.
+SimulationResult simulate(std::uint64_t seed, FaultPlan faults,
+                          std::unique_ptr<Backend> device = nullptr);
 
 }  // namespace strata

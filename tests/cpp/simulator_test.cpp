@@ -5,6 +5,10 @@
 
 #include <cerrno>
 #include <cstdlib>
+#include <memory>
+
+#include "doubles/recording_driver.hpp"
+#include "memory/cuda_backend.hpp"
 
 namespace strata {
 namespace {
@@ -92,6 +96,21 @@ TEST(Simulator, EveryRequestMayFail) {
     }
     EXPECT_GT(touched, 20U) << "the run hardly uses the disk";
   }
+}
+
+std::unique_ptr<Backend> gpu(RecordingDriver& driver) {
+  return std::make_unique<CudaBackend>(driver.table(), 0, nullptr);
+}
+
+// A GPU whose copies, both ways, end late and in any order that it may choose.
+TEST(Simulator, ALateGpuChangesNothing) {
+  for_seeds(40, [](std::uint64_t seed) {
+    RecordingDriver driver({.host_tensors = true, .late = true, .seed = seed});
+    const SimulationResult result = simulate(seed, nuisances(), gpu(driver));
+    EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
+    EXPECT_FALSE(result.error) << result.error->text() << "; replay with STRATA_SEED=" << seed;
+    EXPECT_EQ(driver.complaint() + driver.leaks(), "") << "replay with STRATA_SEED=" << seed;
+  });
 }
 
 }  // namespace
