@@ -24,7 +24,7 @@ constexpr double kShorter = 1e-4;
 constexpr double kAsGood = 1e-3;
 constexpr std::uint64_t kShares = 8;
 constexpr std::size_t kPairsUnits = 12;    // with more units, two at once are too many pairs
-constexpr std::size_t kSharesUnits = 500;  // with more units every share takes too long
+constexpr std::size_t kSharesUnits = 500;  // with more units, shares and exchanges take too long
 constexpr std::size_t kSums = 100'000;     // that are told apart
 
 double seconds(std::uint64_t bytes, double bytes_s) {
@@ -88,9 +88,9 @@ class Placing final {
     bool helped = true;
     while (helped && left_ > 0) {
       helped = runs_help();
-      if (order_.size() <= kPairsUnits) helped = exchanges_help() || helped;
+      helped = exchanges_help() || helped;
       helped = shares_help() || helped;
-      helped = helped && modes_help();
+      if (helped) better_modes();
     }
     left_ = to_remove;
     remove_runs();
@@ -109,13 +109,20 @@ class Placing final {
     return helped;
   }
 
-  // One unit in the place of another.
+  // One unit in the place of another, or of as many as it takes, those of the least worth first.
   bool exchanges_help() {
     bool helped = false;
     for (const std::size_t in : order_) {
+      if (best_.on_device[in] || order_.size() > kSharesUnits || left_ == 0) continue;
+      std::vector<bool> room = best_.on_device;
+      room[in] = true;
+      for (auto out = order_.rbegin(); out != order_.rend() && !may_fit(room); ++out) {
+        room[*out] = *out == in;
+      }
+      helped = offer(room, (1 - kShorter) * seconds_) || helped;
       for (const std::size_t out : order_) {
         std::vector<bool> on_device = best_.on_device;
-        if (on_device[in] || !on_device[out]) continue;
+        if (on_device[in] || !on_device[out] || order_.size() > kPairsUnits) continue;
         on_device[in] = true;
         on_device[out] = false;
         helped = offer(on_device, (1 - kShorter) * seconds_) || helped;
@@ -199,10 +206,10 @@ class Placing final {
     return on_device;
   }
 
-  bool modes_help() {
-    if (left_ == 0) return false;
+  void better_modes() {
+    if (left_ == 0) return;
     const Problem problem = base_.with(best_.on_device);
-    return compete(problem, [&](Contest& contest) {
+    compete(problem, [&](Contest& contest) {
       contest.offer(best_.choice);
       refine(problem, contest);
     });

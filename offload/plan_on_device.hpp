@@ -12,7 +12,7 @@
 // Frames and kept activations want the same room. So the search begins with the best step that has
 // no such units but those that must:
 //   1. It adds runs of units, those first that spare most for what they take, where the simulated
-//      step gets shorter with as many frames as they leave.
+//      step gets shorter with as many frames as they leave; and puts one in the place of others.
 //   2. It asks the stack's program for modes beside a share of the units, from an eighth of the
 //      device to all of it: for what keeping less would buy.
 //   3. It betters the modes beside the units that were found, and begins again.

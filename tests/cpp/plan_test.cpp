@@ -330,7 +330,7 @@ double seconds_to_plan(std::uint32_t blocks) {
   return seconds;
 }
 
-// Optimised: some 0.3 s, and 2.5 s. Of other builds and of slow machines no more is asked than that
+// Optimised: some 0.5 s, and 6 s. Of other builds and of slow machines no more is asked than that
 // the effort does not grow out of hand.
 TEST(Plan, TwoHundredUnitsAndTwoThousandAreQuick) {
 #if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
