@@ -15,7 +15,9 @@ class CudaWarp {
   __device__ void each(const Phase& phase) {
     phase(share_, threadIdx.x % kWarpThreads);
   }
+  // No thread writes to the block before all have read from it.
   __device__ void spread_largest(int moment) {
+    __syncwarp();
     share_.largest(moment) = __reduce_max_sync(0xffffffffu, share_.largest(moment));
   }
 
