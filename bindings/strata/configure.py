@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -297,6 +298,22 @@ def _check_model(model: nn.Module) -> None:
             )
         if parameter.numel() == 0:
             raise ValueError(f"parameter {name!r} has shape {tuple(parameter.shape)}: no elements")
+    _check_memory(named)
+
+
+def _check_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raises ValueError where two parameters share memory: in pages each would get its own."""
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in named
+        if not p.is_meta and p.is_contiguous()
+    )
+    for (_, end, first), (begin, _, second) in pairwise(spans):
+        if begin < end:
+            raise ValueError(
+                f"parameters {first!r} and {second!r} share memory without being one: tie them by "
+                "assigning the parameter itself, and cut tied layers with strata.nn.tile()"
+            )
 
 
 def _dtypes() -> str:

@@ -124,6 +124,18 @@ def test_meta_copies_and_modes(linear: nn.Linear) -> None:
     assert empty(torch.empty(2, 24, device="meta")).shape == (2, 101)
 
 
+def test_a_weight_in_tiles_has_no_joined_copy_to_write_to(linear: nn.Linear) -> None:
+    tiled = TiledLinear.from_linear(linear, 4)
+    for name in ("weight", "bias"):
+        with pytest.raises(AttributeError, match=rf"the {name} of this TiledLinear is in tiles"):
+            getattr(tiled, name)
+    with pytest.raises(AttributeError, match="no attribute 'wait'"):
+        _ = tiled.wait
+    tiled.requires_grad_(False)
+    tiled.parts("weight")[1].zero_()
+    assert tiled.state_dict()["weight"][26:51].eq(0).all()
+
+
 def test_hooks_of_the_layer_go_along(linear: nn.Linear) -> None:
     calls = []
     handle = linear.register_forward_hook(lambda *_: calls.append(1))

@@ -243,6 +243,25 @@ def test_a_dry_run_and_a_refusal_leave_the_model_alone(core: ModuleType) -> None
         assert_same(model, build(llama))
 
 
+def test_a_head_that_was_untied_by_accident_is_refused() -> None:
+    model: Any = build(gpt2)
+    model.lm_head = TiledLinear.from_linear(model.lm_head, 4)  # the embedding keeps the whole
+    with pytest.raises(ValueError, match=r"lm_head\.tiles\.0\.weight' and .*strata\.nn\.tile"):
+        strata.wrap(model, adamw(model), **LESS)
+
+
+def test_the_loss_can_be_chunked_behind_wrap(core: ModuleType) -> None:
+    plain = build(llama)
+    expected = train(plain, adamw(plain))
+    model, optimizer = strata.wrap(*_fresh(), **LESS)
+    with pytest.raises(ValueError, match="this model is wrapped"):
+        strata.nn.tile(model, "lm_head", 2)
+    chunk_loss(model)
+    assert train(model, optimizer) == pytest.approx(expected, abs=ROUNDING)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    assert type(model(input_ids=tokens, labels=tokens).logits) is not torch.Tensor
+
+
 def test_a_large_layer_within_a_block(core: ModuleType) -> None:
     """The block is no unit any more: its modules are, and the large one's tiles."""
 

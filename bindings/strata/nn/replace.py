@@ -23,8 +23,11 @@ def tile(
     Every module with the same weight is cut alike, so tied weights stay tied. Give the optimizer
     where it is built already: it then gets the tiles for the parameters they take the place of.
 
-    Raises ValueError where there is no such module, or it or one tied to it cannot be cut.
+    Raises ValueError where there is no such module, where it or one tied to it cannot be cut, and
+    where the model is wrapped.
     """
+    if model.__dict__.get("_strata") is not None:
+        raise ValueError("this model is wrapped: call strata.nn.tile() before strata.wrap()")
     modules = dict(model.named_modules())
     if name not in modules:
         raise ValueError(f"the model has no module {name!r}: {nearest(name, modules)}")

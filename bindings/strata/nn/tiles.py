@@ -58,6 +58,15 @@ class Tiled(nn.Module):
         """The layer before it was cut, without values: on the meta device."""
         raise NotImplementedError
 
+    def __getattr__(self, name: str) -> Any:
+        """What is no attribute. A joined weight would be a copy, and writes to it be lost."""
+        if name in ("weight", "bias"):
+            raise AttributeError(
+                f"the {name} of this {type(self).__name__} is in tiles: read "
+                f"state_dict()[{name!r}], write to parts({name!r})"
+            )
+        return super().__getattr__(name)
+
 
 class TiledLinear(Tiled):
     """y = x Wᵀ + b, with W and b cut into tiles of outputs."""
