@@ -77,6 +77,7 @@ py::dict stats_dict(const SessionStats& stats) {
   out["waited_s"] = stats.waited_s;
   out["device_bytes"] = stats.device_bytes;
   out["device_bytes_peak"] = stats.device_bytes_peak;
+  out["device_rest_bytes"] = stats.device_rest_bytes;
   out["device_bytes_budget"] = stats.device_bytes_budget;
   out["host_bytes"] = stats.host_bytes;
   out["staging_bytes"] = stats.staging_bytes;

@@ -28,6 +28,10 @@ Piece whole_blocks(const Piece& piece, std::size_t numel) {
 
 }  // namespace
 
+bool Session::on_device(const Chunk& chunk) const {
+  return home_.on_device[index(home_.layout.segments[chunk.segment].unit)];
+}
+
 PageId Session::page_of(const Chunk& chunk, Role role, std::size_t element) const {
   const Spot spot = home_.layout.spot(chunk, role, element);
   STRATA_ASSERT(spot.page != kNoPage);
@@ -153,13 +157,19 @@ void Session::device_written(std::uint32_t param) {
   for_pieces(param, 0, layout.numel[param], [&](const Piece& piece) {
     const Chunk& chunk = layout.chunks[piece.chunk];
     const Dtype dtype = layout.segments[chunk.segment].dtype;
-    // 1. The page comes back whole: its other parameters are the same on both sides.
+    // 1. The page comes back whole: its other parameters are the same on both sides. Where it rests
+    //    on the device, what comes is a copy.
     const PageId page = chunk.run(Role::param).first;
-    std::byte* bytes = open(lock, page, Intent::modify);
-    if (page != copied) {
-      backend_->wait(backend_->copy_out(bytes, executor_->frame_of(page), layout.page_bytes));
-      copied = page;
+    const bool rests = on_device(chunk);
+    if (rests && page != copied) {
+      wait(lock, [&] { return cache_->open_on_device(page); });
+      cache_->close_on_device(page);
     }
+    std::byte* bytes = open(lock, page, rests ? Intent::read : Intent::modify);
+    if (!rests && page != copied) {
+      backend_->wait(backend_->copy_out(bytes, executor_->frame_of(page), layout.page_bytes));
+    }
+    copied = page;
     // 2. What the master holds beyond it is gone.
     if (chunk.run(Role::master).count != 0) {
       const PageId master = page_of(chunk, Role::master, piece.in_chunk);
@@ -173,7 +183,7 @@ void Session::device_written(std::uint32_t param) {
       }
       cache_->close(master, Intent::modify);
     }
-    cache_->close(page, Intent::modify);
+    cache_->close(page, rests ? Intent::read : Intent::modify);
   });
 }
 

@@ -80,6 +80,25 @@ void Session::land_page(Lock& lock, Incoming& incoming, std::span<const Piece> p
   moved_.notify_all();  // for whoever waits for this page, or to close
 }
 
+// The pieces of one gradient page that rests on the device, where nobody else uses it.
+void Session::land_on_device(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
+  const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
+  const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
+  Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
+  wait(lock, [&] {
+    if (updates_->settled(pieces.front().chunk)) return true;
+    waiting.missing(Cause::update);
+    return false;
+  });
+  waiting.over();
+  std::byte* const bytes = backend_->address(mover_->frame_of(page));
+  const bool adds = landed_[incoming.param] != 0 && home_.layout.accumulate;
+  land_pieces(
+      lock, incoming, pieces,
+      [&](const Piece& piece) { return bytes + byte_in_page(chunk, Role::grad, piece.in_chunk); },
+      adds ? GradMode::add : GradMode::copy);
+}
+
 // The pieces of one chunk whose gradient has no pages.
 void Session::land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
   const std::uint32_t id = pieces.front().chunk;
@@ -119,7 +138,10 @@ void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype) 
       const PageId page = page_of(chunk, Role::grad, first.in_chunk);
       run = first_run(
           run, [&](const Piece& p) { return page_of(chunk, Role::grad, p.in_chunk) == page; });
-      land_page(lock, incoming, run);
+      if (on_device(chunk))
+        land_on_device(lock, incoming, run);
+      else
+        land_page(lock, incoming, run);
     }
     left = left.subspan(run.size());
     if (left.empty() || left.front().chunk != first.chunk) {
@@ -155,6 +177,11 @@ void Session::read_gradient(Lock& lock, const Piece& piece, float* values) {
   }
   wait_idle_chunk(lock, piece.chunk);
   const PageId page = page_of(chunk, Role::grad, piece.in_chunk);
+  if (on_device(chunk)) {
+    std::vector<std::byte> copy(home_.layout.page_bytes);
+    backend_->wait(backend_->copy_out(copy.data(), mover_->frame_of(page), copy.size()));
+    return land(copy.data() + byte_in_page(chunk, Role::grad, piece.in_chunk));
+  }
   land(open(lock, page, Intent::read) + byte_in_page(chunk, Role::grad, piece.in_chunk));
   cache_->close(page, Intent::read);
 }
@@ -180,6 +207,7 @@ void Session::drop_gradients(Lock& lock) {
   for (std::uint32_t id = 0; id < touched.size(); ++id) {
     if (!touched[id]) continue;
     const PageRun& run = home_.layout.chunks[id].run(Role::grad);
+    // Those on the device are no contents of a page: what lands next takes their place.
     for (std::uint32_t i = 0; i < run.count; ++i) {
       wait(lock, [&] { return cache_->discard(PageId{index(run.first) + i}); });
     }

@@ -15,6 +15,8 @@ constexpr Track track_of(Link link) {
       return Track::write;
     case Link::upload:
       return Track::upload;
+    case Link::download:
+      return Track::download;
   }
   return Track::read;
 }
@@ -43,7 +45,7 @@ Error Session::stuck(const Awaited& awaited) const {
   error.what = "nothing moved for two minutes while waiting for " + std::string(awaited.what);
   if (awaited.unit != kNoUnit) error.what += " of " + name_of(awaited.unit);
   error.what += "; in flight:";
-  for (const Link link : {Link::read, Link::write, Link::upload}) {
+  for (const Link link : {Link::read, Link::write, Link::upload, Link::download}) {
     error.what += " " + std::to_string(mover_->in_flight(link)) + " " + name(link);
     if (const PageId oldest = mover_->oldest(link); oldest != kNoPage) {
       error.what +=
@@ -90,9 +92,10 @@ SessionStats Session::stats() {
   stats.staleness = updates_->staleness();
   stats.update_waits = update_waits_;
   for (const std::int64_t ns : waited_ns_) stats.waited_s.push_back(static_cast<double>(ns) * 1e-9);
-  stats.device_bytes = executor_->frames_used() * page;
-  stats.device_bytes_peak = executor_->counters().frames_peak * page;
-  stats.device_bytes_budget = home_.device_frames * page;
+  stats.device_rest_bytes = home_.rest_frames * page;
+  stats.device_bytes = (executor_->frames_used() + home_.rest_frames) * page;
+  stats.device_bytes_peak = (executor_->counters().frames_peak + home_.rest_frames) * page;
+  stats.device_bytes_budget = (home_.device_frames + home_.rest_frames) * page;
   stats.host_bytes = home_.host_frames * page;
   stats.staging_bytes = home_.staging_frames * page;
   stats.ssd_bytes = home_.slots * page;

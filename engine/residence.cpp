@@ -31,10 +31,16 @@ std::uint32_t chunk_pages_max(const Layout& layout) {
   return most;
 }
 
-// Pages in the order in which host memory serves them best.
-std::vector<PageId> by_worth(const Layout& layout) {
+bool on_device(const Residence& home, const Chunk& chunk) {
+  return home.on_device[index(home.layout.segments[chunk.segment].unit)];
+}
+
+// Pages that do not rest on the device, in the order in which host memory serves them best.
+std::vector<PageId> by_worth(const Residence& home) {
+  const Layout& layout = home.layout;
   std::vector<PageId> order;
   const auto add = [&](const Chunk& chunk, Role role) {
+    if (on_device(home, chunk)) return;
     const PageRun& run = chunk.run(role);
     for (std::uint32_t i = 0; i < run.count; ++i) order.push_back(PageId{index(run.first) + i});
   };
@@ -46,6 +52,39 @@ std::vector<PageId> by_worth(const Layout& layout) {
     add(chunk, Role::moment2);
   }
   return order;
+}
+
+// Gives every page its tier: what does not rest on the device has so many frames of host memory.
+// Returns the pages that rest on the SSD.
+std::size_t place_pages(Residence& home, std::size_t host_frames) {
+  home.tier.assign(home.layout.page_count, Tier::device);
+  const std::vector<PageId> order = by_worth(home);
+  const std::size_t here = std::min(host_frames, order.size());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    home.tier[index(order[i])] = i < here ? Tier::host : Tier::ssd;
+  }
+  return order.size() - here;
+}
+
+// Pages of all roles.
+std::size_t unit_pages(const Layout& layout, std::size_t unit) {
+  std::size_t pages = 0;
+  for (const std::uint32_t chunk : layout.units[unit].chunks) {
+    for (const PageRun& run : layout.chunks[chunk].roles) pages += run.count;
+  }
+  return pages;
+}
+
+// All pages of the units that rest on the device, and the largest of the others.
+void count_device(Residence& home) {
+  home.rest_frames = home.device_frames_min = 0;
+  for (std::size_t u = 0; u < home.layout.units.size(); ++u) {
+    const auto params = static_cast<std::uint32_t>(home.layout.units[u].pages.size());
+    if (home.on_device[u])
+      home.rest_frames += static_cast<std::uint32_t>(unit_pages(home.layout, u));
+    else
+      home.device_frames_min = std::max(home.device_frames_min, params);
+  }
 }
 
 // Frames for gradients without pages: see Note [Buffers].
@@ -98,6 +137,8 @@ std::uint32_t choose_staging(const Residence& home, std::size_t frames) {
 struct Verdict {
   Residence residence;
   std::optional<Error> error;
+  // Pages too many for host memory and the SSD: with so many on the device it would do.
+  std::size_t excess = 0;
 };
 
 void infeasible(Verdict& verdict, Tier tier, std::string what, std::string unit = {}) {
@@ -112,15 +153,17 @@ void infeasible(Verdict& verdict, Tier tier, std::string what, std::string unit 
 void choose_device(const Config& config, Verdict& verdict) {
   Residence& home = verdict.residence;
   const std::size_t page = home.layout.page_bytes;
-  std::size_t largest = 0;
+  std::size_t largest = 0, pages = 0;
   for (std::size_t u = 0; u < home.layout.units.size(); ++u) {
-    if (home.layout.units[u].pages.size() > home.layout.units[largest].pages.size()) largest = u;
+    if (home.on_device[u]) continue;
+    pages += home.layout.units[u].pages.size();
+    if (home.layout.units[u].pages.size() == home.device_frames_min) largest = u;
   }
-  const std::size_t most = home.layout.units[largest].pages.size();
-  const std::size_t frames = std::min(config.device_bytes / page, home.layout.param_pages());
-  home.device_frames = static_cast<std::uint32_t>(frames);
-  home.device_frames_min = static_cast<std::uint32_t>(most);
-  if (frames < most) {
+  const std::size_t budget = config.device_bytes / page;
+  const std::size_t left = budget - std::min<std::size_t>(budget, home.rest_frames);
+  home.device_frames = static_cast<std::uint32_t>(std::min(left, pages));
+  const std::size_t most = home.device_frames_min;
+  if (budget < home.rest_frames + most) {
     infeasible(verdict, Tier::device,
                "infeasible: the device budget of " + bytes_text(config.device_bytes) +
                    " is less than the " + bytes_text(most * page) +
@@ -144,6 +187,7 @@ void refuse_host(const Config& config, Verdict& verdict, std::size_t needed) {
     what += "parameters, gradients and optimizer state take " + bytes_text(needed * page) +
             " of host memory and the budget is " + budget + "; " + host_advice(needed, page) +
             ", or give ssd_path=";
+    verdict.excess = needed - config.host_bytes / page;
   } else {
     what += "the host budget of " + budget + " is less than the staging area for one chunk";
     if (set_aside(verdict.residence) != 0) what += " and what must always be in host memory";
@@ -163,18 +207,20 @@ void choose_host(const Config& config, Verdict& verdict) {
   Residence& home = verdict.residence;
   const std::size_t page = home.layout.page_bytes;
   const std::size_t frames = config.host_bytes / page;
-  const std::uint32_t total = home.layout.page_count;
+  const std::size_t below = home.layout.page_count - home.rest_frames;
   const BufferNeed buffers = buffer_need(config, home.layout);
   home.chunk_frames_max = chunk_pages_max(home.layout);
-  home.tier.assign(total, Tier::host);
   home.scale_frames = static_cast<std::uint32_t>(ceil_div(home.layout.scale_bytes, page));
   home.buffer_frames = static_cast<std::uint32_t>(buffers.least);
-  // 1. Everything in host memory.
-  const std::size_t everything = total + set_aside(home);
+  // 1. Everything that is not on the device in host memory. What is there passes through staging.
+  const std::size_t beside = home.rest_frames == 0 ? 0 : staging_least(home);
+  const std::size_t everything = below + set_aside(home) + beside;
   if (frames >= everything) {
     home.buffer_frames +=
         static_cast<std::uint32_t>(std::min(buffers.wanted - buffers.least, frames - everything));
-    home.host_frames = static_cast<std::uint32_t>(total + set_aside(home));
+    home.staging_frames = static_cast<std::uint32_t>(beside);
+    home.host_frames = static_cast<std::uint32_t>(below + set_aside(home) + beside);
+    place_pages(home, below);
     return;
   }
   const std::size_t least = staging_least(home) + set_aside(home);
@@ -187,13 +233,9 @@ void choose_host(const Config& config, Verdict& verdict) {
   const std::size_t room = frames - set_aside(home);
   home.staging_frames = choose_staging(home, room);
   home.host_frames = static_cast<std::uint32_t>(frames);
-  const std::vector<PageId> order = by_worth(home.layout);
-  STRATA_ASSERT(order.size() == total);
-  for (std::size_t i = room - home.staging_frames; i < total; ++i) {
-    home.tier[index(order[i])] = Tier::ssd;
-    ++home.slots;
-  }
+  home.slots = static_cast<std::uint32_t>(place_pages(home, room - home.staging_frames));
   if (home.slots > config.ssd_bytes / page) {
+    verdict.excess = home.slots - config.ssd_bytes / page;
     infeasible(verdict, Tier::ssd,
                "infeasible: " + bytes_text(std::size_t{home.slots} * page) +
                    " must rest on the SSD and the budget is " + bytes_text(config.ssd_bytes) +
@@ -202,12 +244,32 @@ void choose_host(const Config& config, Verdict& verdict) {
   }
 }
 
-Verdict try_page(const Config& config, std::size_t page_bytes) {
+Verdict try_units(const Config& config, const Layout& layout, std::vector<bool> on_device) {
   Verdict verdict;
-  verdict.residence.layout = make_layout(config, page_bytes);
+  verdict.residence.layout = layout;
+  verdict.residence.on_device = std::move(on_device);
+  count_device(verdict.residence);
   choose_device(config, verdict);
   if (!verdict.error) choose_host(config, verdict);
   return verdict;
+}
+
+Verdict try_page(const Config& config, std::size_t page_bytes) {
+  const Layout layout = make_layout(config, page_bytes);
+  Verdict first = try_units(config, layout, std::vector<bool>(layout.units.size(), false));
+  // What has no room below the device rests there, from the last unit on. The refusal stays the
+  // first one: larger budgets of the other tiers are the better advice.
+  Verdict verdict = first;
+  for (std::size_t left = layout.units.size(); verdict.error && verdict.excess != 0;) {
+    std::vector<bool> on_device = verdict.residence.on_device;
+    const std::size_t excess = verdict.excess;
+    for (std::size_t pages = 0; pages < excess; pages += unit_pages(layout, left)) {
+      if (left == 0) return first;
+      on_device[--left] = true;
+    }
+    verdict = try_units(config, layout, std::move(on_device));
+  }
+  return verdict.error ? first : verdict;
 }
 
 // A page size is comfortable when it wastes little, and what depends on it in host memory is a
@@ -250,51 +312,59 @@ Residence choose_residence(const Config& config) {
   return std::move(feasible->residence);
 }
 
-Residence make_room(const Config& config, const Residence& home, std::size_t host_pages,
-                    std::size_t ssd_pages) {
-  Verdict verdict{home, std::nullopt};
-  if (std::max(host_pages, ssd_pages) > kPagesMax) refuse("infeasible: so many activations");
-  Residence& then = verdict.residence;
+namespace {
+
+// Activations, with what rests, have no room in host memory or on the SSD.
+Verdict refuse_room(const Config& config, const Residence& then, const Room& room,
+                    std::size_t below) {
+  Verdict verdict;
+  const std::size_t page = then.layout.page_bytes;
+  const std::string needs = "infeasible: activations need " + bytes_text(room.host_pages * page) +
+                            " of host memory and " + bytes_text(room.ssd_pages * page) +
+                            " of SSD, ";
+  if (room.ssd_pages != 0 && config.ssd_paths.empty()) {
+    infeasible(verdict, Tier::ssd, needs + "and there is no ssd_path=");
+    return verdict;
+  }
+  // At best nothing else rests in host memory. A larger budget may set more aside.
+  const std::size_t staging = std::max(then.staging_frames, staging_wanted(then));
+  const std::size_t buffers =
+      std::max<std::size_t>(then.buffer_frames, buffer_need(config, then.layout).wanted);
+  const std::size_t beside = then.rest_frames == 0 ? 0 : staging;
+  const std::size_t least = config.ssd_paths.empty() ? below + beside : staging;
+  infeasible(verdict, Tier::host,
+             needs + "and the host budget is " + bytes_text(config.host_bytes) + "; " +
+                 host_advice(least + buffers + then.scale_frames + room.host_pages, page) +
+                 (config.ssd_paths.empty() ? ", or give ssd_path=" : ""));
+  return verdict;
+}
+
+}  // namespace
+
+Residence rearrange(const Config& config, const Residence& home, const Room& room) {
+  if (std::max(room.host_pages, room.ssd_pages) > kPagesMax) {
+    refuse("infeasible: so many activations");
+  }
+  Residence then = home;
+  then.on_device = room.on_device;
+  count_device(then);
   const std::size_t page = home.layout.page_bytes;
   const std::size_t budget = config.host_bytes / page;
-  const auto resting =
-      static_cast<std::size_t>(std::count(home.tier.begin(), home.tier.end(), Tier::host));
-  // 1. Host memory: what is missing is taken from pages that rest there.
-  const auto missing = [&] {
-    const std::size_t needed = resting + then.staging_frames + set_aside(home) + host_pages;
-    return needed - std::min(needed, budget);
-  };
-  if (then.staging_frames == 0 && (missing() != 0 || ssd_pages != 0)) {
+  const std::size_t below = home.layout.page_count - then.rest_frames;
+  // 1. Host memory: what has no room there rests on the SSD.
+  const auto taken = [&] { return then.staging_frames + set_aside(home) + room.host_pages; };
+  const bool elsewhere = room.ssd_pages != 0 || then.rest_frames != 0;
+  if (then.staging_frames == 0 && (elsewhere || below + taken() > budget)) {
     then.staging_frames = choose_staging(home, budget - set_aside(home));
   }
-  const std::size_t demoted = missing();
-  const std::string needs = "infeasible: activations need " + bytes_text(host_pages * page) +
-                            " of host memory and " + bytes_text(ssd_pages * page) + " of SSD, ";
-  if (ssd_pages != 0 && config.ssd_paths.empty()) {
-    infeasible(verdict, Tier::ssd, needs + "and there is no ssd_path=");
-  } else if (demoted > resting || (demoted != 0 && config.ssd_paths.empty())) {
-    // At best nothing else rests in host memory. A larger budget may set more aside.
-    const std::size_t staging = std::max(then.staging_frames, staging_wanted(home));
-    const std::size_t buffers =
-        std::max<std::size_t>(home.buffer_frames, buffer_need(config, home.layout).wanted);
-    const std::size_t least = config.ssd_paths.empty() ? resting : staging;
-    infeasible(verdict, Tier::host,
-               needs + "and the host budget is " + bytes_text(config.host_bytes) + "; " +
-                   host_advice(least + buffers + home.scale_frames + host_pages, page) +
-                   (config.ssd_paths.empty() ? ", or give ssd_path=" : ""));
-  }
-  if (verdict.error) throw StrataError(*verdict.error);
-  std::size_t left = demoted;
-  const std::vector<PageId> order = by_worth(home.layout);
-  for (auto worst = order.rbegin(); left != 0; ++worst) {
-    if (then.tier[index(*worst)] != Tier::host) continue;
-    then.tier[index(*worst)] = Tier::ssd;
-    --left;
-  }
-  const std::size_t frames = resting - demoted + then.staging_frames + set_aside(home) + host_pages;
+  const std::size_t left = budget - std::min(budget, taken());
+  const bool no_ssd = config.ssd_paths.empty() && (room.ssd_pages != 0 || left < below);
+  if (taken() > budget || no_ssd) throw StrataError(*refuse_room(config, then, room, below).error);
+  const std::size_t on_ssd = place_pages(then, left);
   // 2. The SSD.
-  const std::size_t slots = home.tier.size() - resting + demoted + ssd_pages;
+  const std::size_t slots = on_ssd + room.ssd_pages;
   if (slots > config.ssd_bytes / page) {
+    Verdict verdict;
     infeasible(verdict, Tier::ssd,
                "infeasible: " + bytes_text(slots * page) +
                    " must rest on the SSD with activations, and the budget is " +
@@ -302,12 +372,13 @@ Residence make_room(const Config& config, const Residence& home, std::size_t hos
                    std::to_string(ceil_div(slots * page, kMiB)) + "MiB\" would do");
     throw StrataError(*verdict.error);
   }
+  const std::size_t frames = below - on_ssd + taken();
   then.host_frames = std::max(home.host_frames, static_cast<std::uint32_t>(frames));
   then.slots = std::max(home.slots, static_cast<std::uint32_t>(slots));
-  then.activation_frames = static_cast<std::uint32_t>(host_pages);
-  then.activation_slots = static_cast<std::uint32_t>(ssd_pages);
+  then.activation_frames = static_cast<std::uint32_t>(room.host_pages);
+  then.activation_slots = static_cast<std::uint32_t>(room.ssd_pages);
   STRATA_ASSERT(then.host_frames <= budget);
-  return std::move(then);
+  return then;
 }
 
 StagingShares share_staging(const Residence& home) {

@@ -59,7 +59,8 @@ void Session::claim(SessionParts& parts) {
   host_ = std::make_unique<Pool>(home_.host_frames, page, slab_->bytes().data());
   backend_ = std::move(parts.backend);
   if (!backend_) backend_ = std::make_unique<HostBackend>(&bell_);
-  if (auto error = backend_->claim(home_.device_frames, page)) throw StrataError(*error);
+  claimed_ = home_.device_frames + home_.rest_frames;
+  if (auto error = backend_->claim(claimed_, page)) throw StrataError(*error);
   for (const UnitLayout& unit : home_.layout.units) {
     views_.push_back(unit.pages.empty() ? nullptr : backend_->reserve(unit.pages.size() * page));
   }
@@ -117,11 +118,16 @@ void Session::build_core() {
     units.push_back({home_.layout.units[u].pages, views_[u]});
   }
   const StagingShares shares = share_staging(home_);
+  param_frames_ = static_cast<std::uint32_t>(
+      std::min(config_.device_bytes / home_.layout.page_bytes, home_.layout.param_pages()));
   executor_ = std::make_unique<Executor>(table_, *mover_, *cache_, *backend_, std::move(units),
-                                         home_.device_frames, shares.fetches);
+                                         param_frames_, shares.fetches);
+  executor_->limit_frames(home_.device_frames);
   updates_ = std::make_unique<Updates>(Updates::Parts{.layout = home_.layout,
                                                       .config = config_,
                                                       .cache = *cache_,
+                                                      .mover = *mover_,
+                                                      .device = *backend_,
                                                       .executor = *executor_,
                                                       .workers = *workers_,
                                                       .timeline = timeline_,
@@ -129,6 +135,9 @@ void Session::build_core() {
                                                       .scales = scales_,
                                                       .worker_is_done = worker_is_done_},
                                        shares.chunks);
+  for (std::uint32_t unit = 0; unit < home_.on_device.size(); ++unit) {
+    if (home_.on_device[unit]) settle_on_device(UnitId{unit});
+  }
   activations_ =
       std::make_unique<Activations>(*cache_, *backend_, timeline_, home_.layout.page_bytes);
 }
@@ -297,26 +306,6 @@ void Session::leave(UnitId unit, Stream stream) {
   if (closed_) return;
   executor_->leave(unit, stream);
   if (executor_->wants_work()) bell_.ring();
-}
-
-void Session::limit_device(std::size_t byte_count) {
-  Lock lock(mutex_);
-  throw_if_failed();
-  const std::size_t page = home_.layout.page_bytes;
-  const auto frames =
-      static_cast<std::uint32_t>(std::min<std::size_t>(byte_count / page, home_.device_frames));
-  executor_->want_nothing();
-  wait(lock, [&] { return !executor_->fetching(); });
-  if (frames < home_.device_frames_min || !executor_->limit_frames(frames)) {
-    Error error;
-    error.fault = Fault::config;
-    error.tier = Tier::device;
-    error.what = "infeasible: parameters cannot do with " + bytes_text(byte_count) +
-                 " of the device budget, the units that are in use together need more";
-    throw StrataError(std::move(error));
-  }
-  executor_->begin_step();
-  bell_.ring();
 }
 
 bool Session::resident(UnitId unit) {

@@ -51,6 +51,7 @@ struct SessionStats {
   std::array<std::uint64_t, kLinkCount> link_bytes{};
   std::vector<double> waited_s;  // in enter(), by unit
   std::uint64_t device_bytes = 0, device_bytes_peak = 0, device_bytes_budget = 0;
+  std::uint64_t device_rest_bytes = 0;  // part of device_bytes: units that rest there
   std::uint64_t host_bytes = 0, staging_bytes = 0;
   std::uint64_t ssd_bytes = 0;
   std::uint64_t activation_host_bytes = 0, activation_ssd_bytes = 0;       // set aside
@@ -115,8 +116,11 @@ class Session final {
   // Throws StrataError, and changes nothing, where the last step needs more.
   void limit_device(std::size_t byte_count);
   // Between two steps, when no activation is saved: makes room for so many bytes of them, in whole
-  // pages; see make_room(). Throws StrataError, and changes nothing, where there is none.
+  // pages; see rearrange(). Throws StrataError, and changes nothing, where there is none.
   void reserve_activations(std::size_t host_bytes, std::size_t ssd_bytes);
+  // Likewise: these units, by index, rest on the device from here on, and no others. Their pages
+  // get frames beside those that limit_device() speaks of, and are updated there.
+  void rest_on_device(const std::vector<bool>& units);
   // As Activations says; nullopt: no room. `wait_for_it`: returns when it is so.
   std::optional<SaveId> save_activation(std::byte* device, std::size_t bytes, Tier tier,
                                         UnitId unit, Stream stream = nullptr);
@@ -178,6 +182,7 @@ class Session final {
   void wait_idle_chunk(Lock& lock, std::uint32_t chunk);
   void for_pieces(std::uint32_t param, std::size_t offset, std::size_t count,
                   const std::function<void(const Piece&)>& visit) const;
+  bool on_device(const Chunk& chunk) const;
   PageId page_of(const Chunk& chunk, Role role, std::size_t element) const;
   std::size_t byte_in_page(const Chunk& chunk, Role role, std::size_t element) const;
   void write_master(Lock& lock, const Piece& piece, const float* values);
@@ -186,6 +191,7 @@ class Session final {
   void visit_moments(Lock& lock, std::uint32_t param, Role moment, const Piece& piece,
                      Intent intent, const std::function<void(float*)>& visit);
   struct Incoming;
+  void land_on_device(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
   void land_page(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
   void land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
   void land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece> pieces,
@@ -195,8 +201,19 @@ class Session final {
   void throw_if_merged() const;
   double unit_norm(UnitId unit) const;
   std::int64_t coming_step() const;
+  void wait_until_still(Lock& lock);
+  bool follow_limit();
+  std::uint32_t frames_left(const Residence& home) const;
+  void arrange(Lock& lock, const Room& room);
+  void check_device(const Residence& then) const;
+  std::uint32_t frames_needed() const;
+  void claim_device(std::uint32_t frames);
   void claim_more(const Residence& then);
   void forget_activation_pages();
+  std::vector<FrameId> free_device_frames(std::size_t count) const;
+  void settle_on_device(UnitId unit);
+  bool begin_move(PageId page, Tier from, Tier to);
+  bool end_move(PageId page, Tier from, Tier to);
   void rest_elsewhere(Lock& lock, Residence then);
   ActivationRoom take_activation_pages();
   void check_activation(SaveId id) const;
@@ -225,6 +242,8 @@ class Session final {
   std::unique_ptr<Activations> activations_;
   std::vector<PageId> activation_pages_;  // every one that was ever added to the table
   std::vector<std::byte*> views_;         // by unit
+  std::uint32_t claimed_ = 0;             // frames of the device
+  std::uint32_t param_frames_ = 0;        // that limit_device() allows
   std::vector<std::uint32_t> group_of_;   // by parameter
   std::vector<std::uint32_t> landed_;     // by parameter: gradients since the last step
   std::vector<double> sum_squares_;       // by parameter: of what landed

@@ -13,6 +13,8 @@ Updates::Updates(const Parts& parts, std::uint32_t frames_max)
     : layout_(parts.layout),
       config_(parts.config),
       cache_(parts.cache),
+      mover_(parts.mover),
+      device_(parts.device),
       executor_(parts.executor),
       workers_(parts.workers),
       timeline_(parts.timeline),
@@ -48,6 +50,15 @@ void Updates::set_staging(std::uint32_t frames_max) {
   for (std::uint32_t page = 0; page < layout_.page_count; ++page) {
     if (cache_.rests_on_ssd(PageId{page})) ++chunks_[layout_.chunk_of[page]].staging_need;
   }
+}
+
+bool Updates::on_device(std::uint32_t chunk) const {
+  return cache_.tier(layout_.chunks[chunk].run(Role::param).first) == Tier::device;
+}
+
+// Steps that the chunk's readers may lag behind.
+std::int64_t Updates::staleness_of(std::uint32_t chunk) const {
+  return on_device(chunk) ? 0 : config_.max_staleness;
 }
 
 void Updates::note_landed(std::uint32_t chunk, std::uint32_t param) {
@@ -115,7 +126,7 @@ void Updates::release(const Release& release) {
 // See Note [Versions].
 void Updates::block_or_not(std::uint32_t id) {
   const ChunkState& chunk = chunks_[id];
-  const std::int64_t allowed = released_ - config_.max_staleness;
+  const std::int64_t allowed = released_ - staleness_of(id);
   const bool late =
       (chunk.queued && chunk.oldest <= allowed) || (chunk.open && chunk.oldest_open <= allowed);
   const PageId page = layout_.chunks[id].run(Role::param).first;
@@ -159,7 +170,7 @@ bool Updates::admit() {
     const std::uint32_t need = chunks_[*next].staging_need;
     STRATA_ASSERT(need <= frames_max_);
     if (frames_held_ + need > frames_max_) break;
-    if (writes_beside() && !gradients_->has_free()) break;
+    if (writes_beside(*next) && !gradients_->has_free()) break;
     open_slot(slot, *next);
     queue_.erase(next);
     moved = true;
@@ -185,17 +196,36 @@ void Updates::open_slot(Slot& slot, std::uint32_t id) {
   chunk.open = true;
   chunk.queued = false;
   // 2. Its pages.
-  if (writes_beside()) slot.fresh = gradients_->borrow();
+  if (writes_beside(id)) slot.fresh = gradients_->borrow();
   slot.pages.clear();
   for (std::size_t r = 0; r < kRoleCount; ++r) {
     const PageRun& run = layout_.chunks[id].roles[r];
     const auto role = static_cast<Role>(r);
-    const bool only_read = role == Role::grad || (role == Role::param && writes_beside());
+    const bool only_read = role == Role::grad || (role == Role::param && writes_beside(id));
     for (std::uint32_t i = 0; i < run.count; ++i) {
       slot.pages.push_back(
           {PageId{index(run.first) + i}, only_read ? Intent::read : Intent::modify, nullptr});
     }
   }
+}
+
+// The page's bytes where it rests, or null: not yet.
+std::byte* Updates::open(const OpenPage& page) {
+  if (cache_.tier(page.page) != Tier::device) return cache_.open(page.page, page.intent);
+  // Gradients on the device are nobody else's.
+  const bool gradient = layout_.role_of[index(page.page)] == Role::grad;
+  if (!gradient && !cache_.open_on_device(page.page)) return nullptr;
+  return device_.address(mover_.frame_of(page.page));
+}
+
+void Updates::close(const OpenPage& page) {
+  const bool gradient = layout_.role_of[index(page.page)] == Role::grad;
+  if (cache_.tier(page.page) == Tier::device) {
+    if (!gradient) cache_.close_on_device(page.page);
+    return;
+  }
+  cache_.close(page.page, page.intent, WriteBack::now);
+  if (page.intent == Intent::read) spent_.push_back(page.page);
 }
 
 // Opens what can be opened; hands the chunk to a worker when all of it is there.
@@ -204,7 +234,7 @@ bool Updates::load(Slot& slot) {
   bool complete = true;
   for (OpenPage& page : slot.pages) {
     if (page.bytes != nullptr) continue;
-    page.bytes = cache_.open(page.page, page.intent);
+    page.bytes = open(page);
     moved |= page.bytes != nullptr;
     complete &= page.bytes != nullptr;
   }
@@ -276,10 +306,7 @@ bool Updates::publish(Slot& slot) {
     slot.fresh = kNoFrame;
     std::erase_if(slot.pages, [page](const OpenPage& open) { return open.page == page; });
   }
-  for (const OpenPage& open : slot.pages) {
-    cache_.close(open.page, open.intent, WriteBack::now);
-    if (open.intent == Intent::read) spent_.push_back(open.page);
-  }
+  for (const OpenPage& page : slot.pages) close(page);
   finish(slot);
   return true;
 }

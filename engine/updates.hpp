@@ -15,6 +15,12 @@
 // readers may come at any time, so new parameters are written to another frame, which takes the
 // place of the old one when nobody reads that.
 //
+// Note [Where a chunk is updated]. Where it rests. The pages of most chunks pass through host
+// memory and are updated there. Those of a unit that rests on the device stay in their frames: its
+// gradients land in frames beside them (where gradients have pages), and whoever updates the chunk
+// gets the frames' addresses. Readers wait for such an update, whatever the staleness: new
+// parameters beside the old ones would have to be mapped into their view.
+//
 // Note [Held]. A gradient that lands on a chunk whose last one still waits is added to it. From
 // then on the chunk waits for release(): the norm of what is applied, and whether it is applied at
 // all, is known only then. A chunk that is open has taken its gradient; what lands then is the
@@ -61,6 +67,8 @@ class Updates final {
     const Layout& layout;
     const Config& config;
     HostCache& cache;
+    const Mover& mover;  // knows the frames of pages that rest on the device
+    Backend& device;
     Executor& executor;
     Workers& workers;
     Timeline& timeline;    // what workers did
@@ -147,12 +155,16 @@ class Updates final {
     std::vector<UpdateSpan> spans;
   };
 
-  bool writes_beside() const { return config_.max_staleness != 0; }
+  bool on_device(std::uint32_t chunk) const;
+  std::int64_t staleness_of(std::uint32_t chunk) const;
+  bool writes_beside(std::uint32_t chunk) const { return staleness_of(chunk) != 0; }
   bool is_held(std::uint32_t chunk) const;
   void block_or_not(std::uint32_t chunk);
   bool admit();
   void open_slot(Slot& slot, std::uint32_t chunk);
   bool load(Slot& slot);
+  std::byte* open(const OpenPage& page);
+  void close(const OpenPage& page);
   void make_spans(Slot& slot) const;
   std::byte* at(const Slot& slot, Role role, std::size_t element) const;
   void fail(UnitId unit, const std::string& what);
@@ -162,6 +174,8 @@ class Updates final {
   const Layout& layout_;
   const Config& config_;
   HostCache& cache_;
+  const Mover& mover_;
+  Backend& device_;
   Executor& executor_;
   Workers& workers_;
   Timeline& timeline_;

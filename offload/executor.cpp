@@ -45,9 +45,9 @@ Executor::Executor(PageTable& table, Mover& mover, HostCache& cache, Backend& ba
 
 std::optional<std::string> Executor::enter(UnitId unit, bool backward, bool recorded) {
   const bool starts = state_[index(unit)].pins == 0;
-  std::size_t held = starts ? units_[index(unit)].pages.size() : 0;
-  for (std::size_t other = 0; other < state_.size(); ++other) {
-    if (state_[other].pins != 0) held += units_[other].pages.size();
+  std::size_t held = starts ? frames_of(unit) : 0;
+  for (std::uint32_t other = 0; other < state_.size(); ++other) {
+    if (state_[other].pins != 0) held += frames_of(UnitId{other});
   }
   if (held > frame_limit_) {
     return "needs " + std::to_string(held) + " device pages together with the units in use, and " +
@@ -59,6 +59,11 @@ std::optional<std::string> Executor::enter(UnitId unit, bool backward, bool reco
   }
   if (!ready(unit) && !contains(demanded_, unit)) demanded_.push_back(unit);
   return std::nullopt;
+}
+
+// That it takes of the executor's.
+std::uint32_t Executor::frames_of(UnitId unit) const {
+  return rests(unit) ? 0 : static_cast<std::uint32_t>(units_[index(unit)].pages.size());
 }
 
 void Executor::note_use(UnitId unit, bool backward) {
@@ -91,6 +96,7 @@ Cause Executor::missing(const PageState& page, PageId id) const {
   if (page.fetch == Fetch::uploading) return Cause::copy;
   if (page.fetch == Fetch::none) {
     if (table_.is_current(id, Tier::device)) return Cause::none;
+    if (rests(page.unit)) return Cause::copy;
     const bool may_start = page.frame == kNoFrame && fetching_ < fetches_max_;
     if (may_start && frame_for(page) == kNoFrame) return Cause::frame;
     return cache_.rests_on_ssd(id) ? Cause::ssd : Cause::copy;  // others come before it
@@ -186,8 +192,8 @@ void Executor::end_step() {
 
 FramePlan Executor::plan_frames(const Trace& trace, std::uint32_t frames) const {
   std::vector<std::uint32_t> sizes;
-  for (const UnitPages& unit : units_) {
-    sizes.push_back(static_cast<std::uint32_t>(unit.pages.size()));
+  for (std::uint32_t unit = 0; unit < units_.size(); ++unit) {
+    sizes.push_back(frames_of(UnitId{unit}));
   }
   return make_frame_plan(trace, sizes, frames);
 }
@@ -233,6 +239,7 @@ void Executor::adopt_plan(FramePlan plan) {
   ++counters_.plans;
   wanted_.clear();  // the old plan's wishes keep no frame
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    if (state_[unit].rests) continue;
     for (const PageId page : units_[unit].pages) {
       PageState& state = page_state(page);
       state.planned = plan_.frames[unit].empty() ? kNoFrame : plan_.frames[unit][state.in_view];
@@ -240,121 +247,6 @@ void Executor::adopt_plan(FramePlan plan) {
       if (elsewhere && may_take(state.frame, demanded_.size())) evict(page);
     }
   }
-}
-
-// Who goes first where frames are short: those who wait, in the order in which they came (so two
-// who wait cannot hold what the other needs); then what is wanted ahead of its use; then the rest.
-std::size_t Executor::rank(UnitId unit) const {
-  const auto found = std::find(demanded_.begin(), demanded_.end(), unit);
-  const auto place = static_cast<std::size_t>(found - demanded_.begin());
-  return found != demanded_.end() || contains(wanted_, unit) ? place : place + 1;
-}
-
-bool Executor::may_take(FrameId frame, std::size_t taker_rank) const {
-  const PageId occupant = occupant_[index(frame)];
-  if (occupant == kNoPage) return true;
-  const PageState& page = page_state(occupant);
-  const UnitState& unit = state_[index(page.unit)];
-  return page.fetch == Fetch::none && unit.pins == 0 && rank(page.unit) > taker_rank &&
-         table_.copy(occupant, Tier::device).state == CopyState::valid &&
-         backend_.done(unit.released);
-}
-
-FrameId Executor::frame_for(const PageState& page) const {
-  const std::size_t mine = rank(page.unit);
-  for (const FrameId frame : {page.planned, page.mapped}) {
-    const bool allowed = frame != kNoFrame && index(frame) < frame_limit_;
-    if (allowed && may_take(frame, mine)) return frame;
-  }
-  if (mine >= demanded_.size()) return kNoFrame;  // nobody waits for it
-  FrameId best = kNoFrame;
-  std::pair<std::size_t, std::uint64_t> best_claim;
-  for (std::uint32_t f = 0; f < frame_limit_; ++f) {
-    if (!may_take(FrameId{f}, mine)) continue;
-    if (occupant_[f] == kNoPage) return FrameId{f};
-    const UnitId unit = page_state(occupant_[f]).unit;
-    // The last in line, and of those the one that was used least recently.
-    const std::pair claim{rank(unit), ~state_[index(unit)].last_use};
-    if (best == kNoFrame || claim > best_claim) best = FrameId{f}, best_claim = claim;
-  }
-  return best;
-}
-
-void Executor::evict(PageId page) {
-  PageState& state = page_state(page);
-  STRATA_ASSERT(occupant_[index(state.frame)] == page);
-  table_.drop(page, Tier::device);
-  occupant_[index(state.frame)] = kNoPage;
-  state.frame = kNoFrame;
-  --frames_used_;
-}
-
-// Gives the page its frame and makes the view show it.
-bool Executor::claim(PageId page, FrameId frame) {
-  PageState& state = page_state(page);
-  if (state.frame == frame) return true;
-  STRATA_ASSERT(state.frame == kNoFrame);
-  if (occupant_[index(frame)] != kNoPage) evict(occupant_[index(frame)]);
-  if (state.mapped != frame) {
-    failure_ = backend_.map(units_[index(state.unit)].view, state.in_view, frame);
-    if (failure_) return false;
-    state.mapped = frame;
-    ++counters_.mappings;
-  }
-  occupant_[index(frame)] = page;
-  state.frame = frame;
-  counters_.frames_peak = std::max(counters_.frames_peak, ++frames_used_);
-  return true;
-}
-
-bool Executor::fetch_unit(UnitId unit) {
-  bool moved = false;
-  for (const PageId page : units_[index(unit)].pages) {
-    PageState& state = page_state(page);
-    const bool idle = state.fetch == Fetch::none && !blocked_[index(page)];
-    if (!idle || table_.is_current(page, Tier::device)) continue;
-    if (fetching_ >= fetches_max_) return moved;
-    const FrameId frame = state.frame != kNoFrame ? state.frame : frame_for(state);
-    if (frame == kNoFrame) continue;
-    if (!claim(page, frame)) return moved;
-    state.fetch = Fetch::opening;
-    opening_.push_back(page);
-    ++fetching_;
-    moved = true;
-  }
-  return moved;
-}
-
-bool Executor::open_and_upload() {
-  bool moved = false;
-  std::erase_if(opening_, [&](PageId page) {
-    if (mover_.full() || cache_.open(page, Intent::read) == nullptr) return false;
-    PageState& state = page_state(page);
-    state.fetch = Fetch::uploading;
-    state_[index(state.unit)].uploaded = mover_.upload(page, state.frame);
-    return moved = true;
-  });
-  return moved;
-}
-
-bool Executor::turn() {
-  bool moved = open_and_upload();
-  for (const UnitId unit : demanded_) moved |= fetch_unit(unit);
-  for (const UnitId unit : wanted_) moved |= fetch_unit(unit);
-  return open_and_upload() || moved;
-}
-
-void Executor::arrived(const Arrival& arrival) {
-  if (arrival.link != Link::upload) return;
-  PageState& state = page_state(arrival.page);
-  STRATA_ASSERT(state.fetch == Fetch::uploading);
-  state.fetch = Fetch::none;
-  --fetching_;
-  cache_.close(arrival.page, Intent::read);
-  if (!arrival.error) return;
-  occupant_[index(state.frame)] = kNoPage;
-  state.frame = kNoFrame;
-  --frames_used_;
 }
 
 }  // namespace strata

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,8 @@ struct ExecutorCounters {
 //      was; it keeps its frame until it arrives.
 //   3. Frames from frame_limit_ on have no occupant, and no page is planned there.
 //   4. A frame whose occupant belongs to a pinned unit is never given to another page.
+//   5. The pages of a unit that rests on the device are in no frame of the executor's: it only
+//      shows them, and waits for the cache to send them there.
 class Executor final {
  public:
   Executor(PageTable& table, Mover& mover, HostCache& cache, Backend& backend,
@@ -88,6 +91,14 @@ class Executor final {
   // From here on: pages that are on their way to the device at a time.
   void limit_fetches(std::uint32_t fetches_max) { fetches_max_ = fetches_max; }
   std::uint32_t frame_limit() const { return frame_limit_; }
+  // The unit rests on the device from here on, its pages in these frames, beyond frame_limit(); or
+  // no more. Others are planned anew. REQUIRES: as limit_frames; its pages have the same said of
+  // them in the cache, and of a unit that rests no more the device holds nothing.
+  std::optional<Error> rest(UnitId unit, std::span<const FrameId> frames);
+  void rest_no_more(UnitId unit);
+  bool rests(UnitId unit) const { return state_[index(unit)].rests; }
+  // Frames from here on are gone, or have other memory: views are mapped anew.
+  void forget_mappings(FrameId first);
   // Pages are on their way.
   bool fetching() const { return fetching_ != 0; }
   // Forgets what is wanted ahead of its use; begin_step() asks again.
@@ -106,6 +117,7 @@ class Executor final {
     CopyTicket uploaded{};  // of its last page
     CopyTicket released{};
     std::optional<std::uint32_t> open_use;  // index into trace_.uses: entered and not left
+    bool rests = false;                     // on the device
   };
   struct PageState {
     UnitId unit = kNoUnit;
@@ -117,8 +129,10 @@ class Executor final {
   };
 
   Cause missing(const PageState& page, PageId id) const;
+  std::uint32_t frames_of(UnitId unit) const;
   void note_use(UnitId unit, bool backward);
   void follow_plan(UnitId unit, bool backward, bool recorded);
+  std::optional<Error> show(PageState& page, FrameId frame);
   FramePlan plan_frames(const Trace& trace, std::uint32_t frames) const;
   void adopt_plan(FramePlan plan);
   void want_uses(std::size_t first);

@@ -30,7 +30,7 @@ void HostCache::add_pages() {
 }
 
 void HostCache::promote(PageId page) {
-  STRATA_ASSERT(rests_on_ssd(page));
+  STRATA_ASSERT(tier(page) != Tier::host);
   STRATA_ASSERT(table_.newest(page) == 0);
   const auto frame = host_.acquire();
   STRATA_ASSERT(frame.has_value());
@@ -39,11 +39,49 @@ void HostCache::promote(PageId page) {
   table_.finish_fill(page, Tier::host);
 }
 
-void HostCache::demote(PageId page) {
-  STRATA_ASSERT(!rests_on_ssd(page));
+void HostCache::demote(PageId page, Tier to) {
+  STRATA_ASSERT(tier(page) == Tier::host && to != Tier::host);
   const Copy& copy = table_.copy(page, Tier::host);
-  tier_[index(page)] = Tier::ssd;
+  tier_[index(page)] = to;
   staged_.push_back({.frame = FrameId{copy.place}, .page = page, .last_use = ++use_});
+}
+
+void HostCache::retarget(PageId page, Tier to) {
+  STRATA_ASSERT(tier(page) != Tier::host && to != Tier::host);
+  tier_[index(page)] = to;
+}
+
+bool HostCache::settled(PageId page, Tier before) {
+  STRATA_ASSERT(tier(page) != Tier::host && tier(page) != before);
+  if (table_.newest(page) != 0 && !table_.is_current(page, tier(page))) {
+    if (is_dirty(page))
+      staged(page)->write_now = true;
+    else if (open(page, Intent::read) != nullptr)
+      close(page, Intent::read);
+    return false;
+  }
+  for (const Tier old : {Tier::host, before}) {
+    const CopyState state = table_.copy(page, old).state;
+    if (state == CopyState::none) continue;
+    if (state != CopyState::valid) return false;
+    table_.drop(page, old);
+    if (old == Tier::host) empty(*staged(page));
+  }
+  return true;
+}
+
+bool HostCache::adopt(PageId page) {
+  const Tier before = tier(page);
+  STRATA_ASSERT(before != Tier::host);
+  if (open(page, Intent::read) == nullptr) return false;
+  close(page, Intent::read);
+  const CopyState old = table_.copy(page, before).state;
+  const bool still = table_.copy(page, Tier::host).state == CopyState::valid;
+  if (!still || (old != CopyState::none && old != CopyState::valid)) return false;
+  if (old == CopyState::valid) table_.drop(page, before);
+  staged_.erase(staged_.begin() + (staged(page) - staged_.data()));
+  tier_[index(page)] = Tier::host;
+  return true;
 }
 
 void HostCache::take_in() {
@@ -73,7 +111,14 @@ bool HostCache::give_back(PageId page) {
 
 bool HostCache::is_dirty(PageId page) const {
   return table_.newest(page) != 0 && table_.is_current(page, Tier::host) &&
-         !table_.is_current(page, Tier::ssd);
+         !table_.is_current(page, tier(page));
+}
+
+void HostCache::fetch(PageId page, FrameId to) {
+  if (table_.is_current(page, Tier::ssd))
+    mover_.read(page, to);
+  else
+    mover_.download(page, to);
 }
 
 HostCache::Staged* HostCache::staged(PageId page) {
@@ -85,7 +130,10 @@ HostCache::Staged* HostCache::staged(PageId page) {
 void HostCache::start_write(Staged& place) {
   if (mover_.full()) return;
   place.write_now = false;
-  mover_.write(place.page);
+  if (tier(place.page) == Tier::device)
+    mover_.upload(place.page, mover_.frame_of(place.page));
+  else
+    mover_.write(place.page);
 }
 
 // A staging frame that holds nothing, evicting the least recently used page that may go.
@@ -103,7 +151,7 @@ HostCache::Staged* HostCache::make_room() {
     return nullptr;
   }
   table_.drop(oldest->page, Tier::host);
-  oldest->page = kNoPage;
+  empty(*oldest);
   return oldest;
 }
 
@@ -112,14 +160,14 @@ std::byte* HostCache::open(PageId page, Intent intent) {
   STRATA_ASSERT(intent != Intent::overwrite || table_.newest(page) == 0);
   // 1. Bring the bytes to host memory.
   if (table_.copy(page, Tier::host).state == CopyState::none) {
-    STRATA_ASSERT(rests_on_ssd(page));
+    STRATA_ASSERT(tier(page) != Tier::host);
     const bool fresh = table_.newest(page) == 0;
     if (!fresh && mover_.full()) return nullptr;
     Staged* place = make_room();
     if (place == nullptr) return nullptr;
     *place = {.frame = place->frame, .page = page, .last_use = ++use_, .promised = true};
     if (!fresh) {
-      mover_.read(page, place->frame);
+      fetch(page, place->frame);
       return nullptr;
     }
     table_.begin_fill(page, Tier::host, index(place->frame), 0);
@@ -137,7 +185,7 @@ std::byte* HostCache::open(PageId page, Intent intent) {
   const bool unwritten = table_.newest(page) == 0 && copy.pins == 0;
   if (unwritten && intent != Intent::overwrite) std::memset(bytes, 0, host_.page_bytes());
   table_.pin(page, Tier::host);
-  if (rests_on_ssd(page)) {
+  if (tier(page) != Tier::host) {
     Staged* place = staged(page);
     place->promised = false;
     place->last_use = ++use_;
@@ -166,11 +214,48 @@ std::optional<FrameId> HostCache::close_with(PageId page, FrameId fresh, WriteBa
 
 void HostCache::publish(PageId page, WriteBack write_back) {
   table_.publish(page, Tier::host, ++version_);
-  if (rests_on_ssd(page) && write_back == WriteBack::now) {
+  // Who uses a page on the device waits for it there.
+  const bool now = write_back == WriteBack::now || tier(page) == Tier::device;
+  if (tier(page) != Tier::host && now) {
     Staged& place = *staged(page);
     place.write_now = true;
     start_write(place);
   }
+}
+
+void HostCache::send_home(PageId page) {
+  STRATA_ASSERT(tier(page) == Tier::device);
+  if (table_.newest(page) == 0) {
+    // Nobody wrote it yet: zeros are sent.
+    if (open(page, Intent::modify) != nullptr) close(page, Intent::modify);
+  } else if (Staged* place = staged(page); place != nullptr && is_dirty(page)) {
+    place->write_now = true;
+  }
+}
+
+bool HostCache::open_on_device(PageId page) {
+  STRATA_ASSERT(tier(page) == Tier::device);
+  if (writing_[index(page)]) return false;
+  if (table_.newest(page) == 0 || !table_.is_current(page, Tier::device)) {
+    send_home(page);
+    return false;
+  }
+  const Copy& in_host = table_.copy(page, Tier::host);
+  const Copy& there = table_.copy(page, Tier::device);
+  if (in_host.state != CopyState::none) {
+    if (in_host.state != CopyState::valid || in_host.pins != 0) return false;
+    table_.drop(page, Tier::host);
+    empty(*staged(page));
+  }
+  if (there.state != CopyState::valid) return false;
+  writing_[index(page)] = true;
+  return true;
+}
+
+void HostCache::close_on_device(PageId page) {
+  STRATA_ASSERT(writing_[index(page)]);
+  writing_[index(page)] = false;
+  table_.publish(page, Tier::device, ++version_);
 }
 
 bool HostCache::discard(PageId page) {
@@ -195,7 +280,7 @@ bool HostCache::discard(PageId page) {
   }
   // A staging frame is for the next one; a page that rests in host memory keeps its own.
   if (Staged* place = staged(page)) {
-    *place = {.frame = place->frame};
+    empty(*place);
   } else if (frame != kNoPlace) {
     table_.begin_fill(page, Tier::host, frame, 0);
     table_.finish_fill(page, Tier::host);
@@ -234,9 +319,10 @@ bool HostCache::turn() {
 }
 
 void HostCache::arrived(const Arrival& arrival) {
-  if (arrival.link != Link::read || !arrival.error) return;
+  const bool fetched = arrival.link == Link::read || arrival.link == Link::download;
+  if (!fetched || !arrival.error) return;
   // The frame is empty again; the session fails, and its waiters are told why.
-  if (Staged* place = staged(arrival.page)) *place = {.frame = place->frame};
+  if (Staged* place = staged(arrival.page)) empty(*place);
 }
 
 }  // namespace strata

@@ -1,8 +1,8 @@
 // HostCache: the one way to a page's bytes in host memory. Pages that rest in host memory keep
-// their frame until they are demoted; pages that rest on the SSD pass through a bounded set of
-// staging frames, read when opened, written back when changed, and evicted least recently used
-// first. Gradients that land, parameters on their way to the device and chunks under update all go
-// through here, so there is one place that can run out, and one rule for it.
+// their frame until they are demoted; pages that rest elsewhere, on the SSD or on the device, pass
+// through a bounded set of staging frames, fetched when opened, sent home when changed, and evicted
+// least recently used first. Gradients that land, parameters on their way to the device and chunks
+// under update all go through here, so there is one place that can run out, and one rule for it.
 //
 // Threads: one caller at a time (the core's lock). open() never blocks: it starts what is missing
 // and returns null; call it again after the next turn.
@@ -51,9 +51,18 @@ class HostCache final {
   // The page rests in host memory from here on. REQUIRES: nothing of it is held anywhere; the pool
   // has a frame.
   void promote(PageId page);
-  // The page rests on the SSD from here on: give it a slot. Its frame joins the staging area, with
-  // the page in it. REQUIRES: it rests in host memory.
-  void demote(PageId page);
+  // The page rests in this tier from here on: give it a slot or a frame there. Its frame in host
+  // memory joins the staging area, with the page in it. REQUIRES: it rests in host memory.
+  void demote(PageId page, Tier to = Tier::ssd);
+  // The page, which rests on the device or the SSD, rests in the other one from here on.
+  void retarget(PageId page, Tier to);
+  // True once the page is where it rests, and neither host memory nor the tier that it rested in
+  // before holds it; until then brings that nearer. A page of zeros is nowhere.
+  // REQUIRES: nobody has the page open; it has a slot or a frame where it rests.
+  bool settled(PageId page, Tier before);
+  // The page rests in host memory from here on, in the staging frame that it was fetched into, and
+  // the tier that it rested in holds nothing of it. False: not yet. REQUIRES: nobody has it open.
+  bool adopt(PageId page);
   // Takes a frame out of the staging area and gives it to the pool: the one with the page in it, or
   // any other where the page was evicted. False: not yet, and what has to happen is under way.
   bool give_back(PageId page);
@@ -73,12 +82,20 @@ class HostCache final {
   // The page's contents are no longer wanted: it is a zero page again. False: in use, try later.
   bool discard(PageId page);
 
+  // Of a page that rests on the device: its bytes there may be changed until close_on_device(), and
+  // host memory holds nothing of it. False: not yet, and what has to happen is under way.
+  bool open_on_device(PageId page);
+  void close_on_device(PageId page);
+  // Brings nearer that the device has the newest of the page, which rests there.
+  void send_home(PageId page);
+
+  Tier tier(PageId page) const { return tier_[index(page)]; }
   bool rests_on_ssd(PageId page) const { return tier_[index(page)] == Tier::ssd; }
-  // Something to write back, or being written.
+  // Something to send home, or being sent.
   bool dirty() const;
-  // Starts writing back everything that is dirty; call turn() until !dirty().
+  // Starts to send home everything that is dirty; call turn() until !dirty().
   void flush();
-  // Writes back ahead of need. True when anything was started.
+  // Sends home ahead of need. True when anything was started.
   bool turn();
   void arrived(const Arrival& arrival);
 
@@ -90,8 +107,10 @@ class HostCache final {
     bool promised = false;
     bool write_now = false;
   };
+  static void empty(Staged& place) { place = {.frame = place.frame}; }
 
   bool is_dirty(PageId page) const;
+  void fetch(PageId page, FrameId to);
   Staged* staged(PageId page);
   Staged* make_room();
   void start_write(Staged& place);

@@ -21,6 +21,8 @@ constexpr Ends ends(Link link) {
       return {Tier::host, Tier::ssd};
     case Link::upload:
       return {Tier::host, Tier::device};
+    case Link::download:
+      return {Tier::device, Tier::host};
   }
   return {Tier::host, Tier::host};
 }
@@ -35,6 +37,8 @@ const char* name(Link link) {
       return "host to ssd";
     case Link::upload:
       return "host to device";
+    case Link::download:
+      return "device to host";
   }
   return "?";
 }
@@ -54,6 +58,11 @@ Mover::Mover(PageTable& table, Backend& backend, const Pool& host, Store* store,
 void Mover::set_slot(PageId page, SlotId slot) {
   if (index(page) >= slot_of_.size()) slot_of_.resize(index(page) + 1, kNoSlot);
   slot_of_[index(page)] = slot;
+}
+
+void Mover::set_frame(PageId page, FrameId frame) {
+  if (index(page) >= frame_of_.size()) frame_of_.resize(index(page) + 1, kNoFrame);
+  frame_of_[index(page)] = frame;
 }
 
 void Mover::set_store(Store& store) {
@@ -116,8 +125,16 @@ CopyTicket Mover::upload(PageId page, FrameId to) {
   const std::uint32_t slot = start(Link::upload, page);
   table_.begin_fill(page, Tier::device, index(to), table_.newest(page));
   transfers_[slot].ticket = backend_.copy_in(to, host_bytes(page), host_.page_bytes());
-  copies_.push_back(slot);
+  uploads_.push_back(slot);
   return transfers_[slot].ticket;
+}
+
+void Mover::download(PageId page, FrameId to) {
+  const std::uint32_t slot = start(Link::download, page);
+  table_.begin_fill(page, Tier::host, index(to), table_.newest(page));
+  const FrameId from{table_.copy(page, Tier::device).place};
+  transfers_[slot].ticket = backend_.copy_out(host_bytes(page), from, host_.page_bytes());
+  downloads_.push_back(slot);
 }
 
 void Mover::finish(std::uint32_t slot, std::optional<Error> error, std::vector<Arrival>& out) {
@@ -127,7 +144,8 @@ void Mover::finish(std::uint32_t slot, std::optional<Error> error, std::vector<A
   table_.finish_drain(transfer.page, path.from);
   if (error) {
     error->page = transfer.page;
-    error->tier = transfer.link == Link::upload ? Tier::device : Tier::ssd;
+    const bool copied = transfer.link == Link::upload || transfer.link == Link::download;
+    error->tier = copied ? Tier::device : Tier::ssd;
     table_.abandon_fill(transfer.page, path.to);
   } else {
     table_.finish_fill(transfer.page, path.to);
@@ -139,15 +157,21 @@ void Mover::finish(std::uint32_t slot, std::optional<Error> error, std::vector<A
   free_.push_back(slot);
 }
 
-bool Mover::turn(std::vector<Arrival>& out) {
-  const std::size_t before = out.size();
-  // 1. Copies, in the order of their tickets: the first that is not done ends the look.
+// Copies of one direction, in the order of their tickets: the first that is not done ends the look.
+void Mover::reap(std::vector<std::uint32_t>& copies, std::vector<Arrival>& out) {
   std::size_t landed = 0;
-  while (landed < copies_.size() && backend_.done(transfers_[copies_[landed]].ticket)) {
-    const std::uint32_t slot = copies_[landed++];
+  while (landed < copies.size() && backend_.done(transfers_[copies[landed]].ticket)) {
+    const std::uint32_t slot = copies[landed++];
     finish(slot, backend_.take_error(transfers_[slot].ticket), out);
   }
-  copies_.erase(copies_.begin(), copies_.begin() + static_cast<std::ptrdiff_t>(landed));
+  copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(landed));
+}
+
+bool Mover::turn(std::vector<Arrival>& out) {
+  const std::size_t before = out.size();
+  // 1. Copies to the device, and from it.
+  reap(uploads_, out);
+  reap(downloads_, out);
   // 2. The disk: hand over what waited for room, then take what finished.
   if (store_ == nullptr) return out.size() != before;
   for (std::uint32_t slot = 0; slot < transfers_.size(); ++slot) {

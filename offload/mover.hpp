@@ -21,8 +21,8 @@
 
 namespace strata {
 
-enum class Link : std::uint8_t { read, write, upload };
-inline constexpr std::size_t kLinkCount = 3;
+enum class Link : std::uint8_t { read, write, upload, download };
+inline constexpr std::size_t kLinkCount = 4;
 const char* name(Link link);
 
 struct Arrival {
@@ -42,17 +42,23 @@ class Mover final {
   // The page has this slot from here on, or none (kNoSlot). REQUIRES: nothing of it is in flight.
   void set_slot(PageId page, SlotId slot);
   SlotId slot_of(PageId page) const { return slot_of_[index(page)]; }
+  // The device frame in which the page rests, or none (kNoFrame). REQUIRES: as set_slot().
+  void set_frame(PageId page, FrameId frame);
+  FrameId frame_of(PageId page) const {
+    return index(page) < frame_of_.size() ? frame_of_[index(page)] : kNoFrame;
+  }
   // For a session that needs the SSD only later. REQUIRES: there was none.
   void set_store(Store& store);
 
   bool full() const { return free_.empty(); }
   bool idle() const { return free_.size() == transfers_.size(); }
 
-  // REQUIRES of all three: not full(); the source is readable, and the newest.
+  // REQUIRES of all four: not full(); the source is readable, and the newest.
   void read(PageId page, FrameId to);  // ssd → host
   void write(PageId page);             // host → ssd
   // host → device; replaces a stale device copy in `to`.
   CopyTicket upload(PageId page, FrameId to);
+  void download(PageId page, FrameId to);  // device → host
 
   // Reaps, and appends what finished. True when anything moved.
   bool turn(std::vector<Arrival>& out);
@@ -74,6 +80,7 @@ class Mover final {
 
   std::uint32_t start(Link link, PageId page);
   bool submit(std::uint32_t slot);
+  void reap(std::vector<std::uint32_t>& copies, std::vector<Arrival>& out);
   void finish(std::uint32_t slot, std::optional<Error> error, std::vector<Arrival>& out);
   std::byte* host_bytes(PageId page) const;
 
@@ -82,9 +89,11 @@ class Mover final {
   const Pool& host_;
   Store* store_;
   std::vector<SlotId> slot_of_;
+  std::vector<FrameId> frame_of_;
   std::vector<Transfer> transfers_;
   std::vector<std::uint32_t> free_;
-  std::vector<std::uint32_t> copies_;  // uploads in flight, in ticket order
+  std::vector<std::uint32_t> uploads_;    // in flight, in ticket order
+  std::vector<std::uint32_t> downloads_;  // likewise: each direction has an order of its own
   std::vector<StoreCompletion> done_;
   std::array<std::uint64_t, kLinkCount> bytes_{};
   std::array<std::uint32_t, kLinkCount> in_flight_{};

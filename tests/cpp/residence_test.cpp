@@ -64,31 +64,49 @@ void check_buffers(const Config& config, const Residence& home) {
   }
 }
 
+// A unit rests on the device whole, or not at all, and frames were counted for it.
+void check_device(const Residence& home) {
+  std::uint32_t resting = 0, largest = 0;
+  for (std::size_t i = 0; i < home.tier.size(); ++i) {
+    const Chunk& chunk = home.layout.chunks[home.layout.chunk_of[i]];
+    const UnitId unit = home.layout.segments[chunk.segment].unit;
+    ASSERT_EQ(home.tier[i] == Tier::device, home.on_device[index(unit)]);
+    resting += home.tier[i] == Tier::device;
+  }
+  for (std::size_t u = 0; u < home.layout.units.size(); ++u) {
+    const auto pages = static_cast<std::uint32_t>(home.layout.units[u].pages.size());
+    if (!home.on_device[u]) largest = std::max(largest, pages);
+  }
+  EXPECT_EQ(resting, home.rest_frames);
+  EXPECT_EQ(largest, home.device_frames_min);
+}
+
 void check_budgets(const Config& config, const Residence& home) {
   const std::size_t page = home.layout.page_bytes;
-  EXPECT_LE(home.device_frames * page, config.device_bytes);
+  EXPECT_LE((home.device_frames + home.rest_frames) * page, config.device_bytes);
   EXPECT_LE(home.host_frames * page, config.host_bytes);
   EXPECT_LE(std::size_t{home.slots} * page, config.ssd_bytes);
   EXPECT_GE(home.device_frames, home.device_frames_min);
   std::uint32_t on_ssd = 0, on_host = 0;
   ASSERT_EQ(home.tier.size(), home.layout.page_count);
   for (const Tier tier : home.tier) {
-    EXPECT_NE(tier, Tier::device);
-    ++(tier == Tier::ssd ? on_ssd : on_host);
+    on_ssd += tier == Tier::ssd;
+    on_host += tier == Tier::host;
   }
+  check_device(home);
   EXPECT_EQ(on_ssd, home.slots);
   EXPECT_EQ(on_host + home.staging_frames + home.buffer_frames + home.scale_frames,
             home.host_frames);
   check_buffers(config, home);
-  EXPECT_EQ(home.slots == 0, home.staging_frames == 0);
-  if (home.slots == 0) return;
-  EXPECT_FALSE(config.ssd_paths.empty());
+  EXPECT_EQ(home.slots == 0 && home.rest_frames == 0, home.staging_frames == 0);
+  if (home.staging_frames == 0) return;
+  EXPECT_TRUE(home.slots == 0 || !config.ssd_paths.empty());
   // A chunk under update, a page on its way to the device, and two of the session's own.
   EXPECT_GE(home.staging_frames, home.chunk_frames_max + 3);
 }
 
 TEST(Residence, ClaimsNoMoreThanItMay) {
-  int feasible = 0, on_ssd = 0;
+  int feasible = 0, on_ssd = 0, on_device = 0;
   for_seeds(3000, [&](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     const Config config = random_budgets(random);
@@ -97,6 +115,7 @@ TEST(Residence, ClaimsNoMoreThanItMay) {
       check_budgets(config, home);
       ++feasible;
       on_ssd += home.slots != 0;
+      on_device += home.rest_frames != 0;
     } catch (const StrataError& error) {
       EXPECT_EQ(error.error().fault, Fault::config);
     }
@@ -104,6 +123,7 @@ TEST(Residence, ClaimsNoMoreThanItMay) {
   if (std::getenv("STRATA_SEED") != nullptr) return;
   EXPECT_GT(feasible, 500);
   EXPECT_GT(on_ssd, 100);
+  EXPECT_GT(on_device, 30);
 }
 
 // What rests where once activations have room, and what that costs.
@@ -115,22 +135,21 @@ void check_room(const Config& config, const Residence& before, const Residence& 
   EXPECT_EQ(then.scale_frames, before.scale_frames);
   const std::size_t frames = resting + then.staging_frames + then.activation_frames +
                              then.buffer_frames + then.scale_frames;
-  const std::size_t slots = then.tier.size() - resting + then.activation_slots;
+  const std::size_t slots = then.tier.size() - then.rest_frames - resting + then.activation_slots;
+  check_device(then);
   EXPECT_LE(frames, then.host_frames);
   EXPECT_LE(then.host_frames * page, config.host_bytes);
   EXPECT_LE(slots, then.slots);
   EXPECT_LE(then.slots * page, config.ssd_bytes);
   EXPECT_GE(then.host_frames, before.host_frames);
   EXPECT_GE(then.slots, before.slots);
-  if (slots != 0) {
+  if (slots != 0 || then.rest_frames != 0) {
     EXPECT_GE(then.staging_frames, then.chunk_frames_max + 3);
   }
-  std::size_t demoted = 0;
   std::size_t on_ssd = 0;
   std::array<bool, 3> host{}, ssd{};  // by worth: parameters, gradients, states
   for (std::size_t i = 0; i < then.tier.size(); ++i) {
-    EXPECT_FALSE(before.tier[i] == Tier::ssd && then.tier[i] == Tier::host);
-    demoted += before.tier[i] != then.tier[i];
+    if (then.tier[i] == Tier::device) continue;
     on_ssd += then.tier[i] == Tier::ssd;
     const Role role = then.layout.role_of[i];
     const std::size_t worth = role == Role::param ? 0 : role == Role::grad ? 1 : 2;
@@ -138,8 +157,8 @@ void check_room(const Config& config, const Residence& before, const Residence& 
   }
   EXPECT_FALSE(host[2] && (ssd[0] || ssd[1])) << "a state stays and a parameter or gradient goes";
   EXPECT_FALSE(host[1] && ssd[0]);
-  if (demoted == 0) return;
-  EXPECT_EQ(frames, config.host_bytes / page) << "more pages went than had to";
+  if (on_ssd == 0) return;
+  EXPECT_EQ(frames, config.host_bytes / page) << "more pages rest on the SSD than have to";
 }
 
 TEST(Residence, MakesRoomForActivations) {
@@ -157,7 +176,11 @@ TEST(Residence, MakesRoomForActivations) {
       const std::size_t host = below(random, 40);
       const std::size_t ssd = below(random, 2) == 0 ? 0 : below(random, 60);
       try {
-        const Residence then = make_room(config, home, host, ssd);
+        // Some units more or less rest on the device.
+        std::vector<bool> on_device = home.on_device;
+        if (below(random, 2) == 0) on_device[below(random, on_device.size())].flip();
+        const Residence then = rearrange(config, home, {host, ssd, on_device});
+        EXPECT_EQ(then.on_device, on_device);
         EXPECT_EQ(then.activation_frames, host);
         EXPECT_EQ(then.activation_slots, ssd);
         check_room(config, home, then);
@@ -226,7 +249,7 @@ TEST(Residence, WhatARefusalOfRoomAdvisesWorks) {
     const std::size_t ssd = config.ssd_paths.empty() ? 0 : below(random, 400);
     for (int attempt = 0; attempt <= 2; ++attempt) {
       try {
-        check_room(config, home, make_room(config, home, host, ssd));
+        check_room(config, home, rearrange(config, home, {host, ssd, home.on_device}));
         return;
       } catch (const StrataError& error) {
         ASSERT_LT(attempt, 2) << "the advice did not help: " << error.error().text();
@@ -248,9 +271,10 @@ TEST(Residence, TheAdviceIsTheSmallestThatWorks) {
     Config config = random_model(random);
     random_modes(random, config);
     config.page_bytes = kPageBytesMin;
-    config.device_bytes = 64 * kMiB;
+    config.device_bytes = config.host_bytes = config.ssd_bytes = kGiB;
+    // No room for a unit that rests on the device.
+    config.device_bytes = choose_residence(config).device_frames_min * kPageBytesMin;
     config.host_bytes = below(random, 8) * kPageBytesMin;
-    config.ssd_bytes = kGiB;
     if (below(random, 2) == 0) config.ssd_paths = {"somewhere"};
     try {
       choose_residence(config);

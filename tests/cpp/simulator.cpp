@@ -8,11 +8,12 @@
 
 #include "memory/host_backend.hpp"
 #include "offload/memory_engine.hpp"
+#include "random_session.hpp"
 
 namespace strata {
 namespace {
 
-constexpr std::size_t kPage = 64 * kKiB;
+constexpr std::size_t kPage = kPageBytesMin;
 
 struct Broken {
   std::string what;
@@ -43,7 +44,7 @@ class Simulation final {
  public:
   Simulation(std::uint64_t seed, FaultPlan faults, std::unique_ptr<Backend> device)
       : random_(seed) {
-    config_ = random_config();
+    config_ = random_session(random_);
     auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
                                                  faults, &clock_);
     SessionParts parts;
@@ -61,6 +62,8 @@ class Simulation final {
     const int steps = 2 + below(4);
     for (int step = 0; step < steps; ++step) {
       if (below(2) == 0) reserve();
+      if (below(2) == 0) rest();
+      if (below(6) == 0) limit();
       if (below(4) == 0) pass(false, false);
       const int backwards = config_.accumulate ? 1 + below(3) : 1;
       for (int b = 0; b < backwards; ++b) train();
@@ -79,6 +82,7 @@ class Simulation final {
   std::uint64_t turns() const { return turns_; }
   std::uint64_t came_back() const { return came_back_; }
   std::uint64_t demotions() const { return demoted_; }
+  std::uint64_t settled() const { return settled_; }
   std::uint64_t faults() const {
     std::uint64_t sum = 0;
     for (std::size_t f = 1; f < kIoFaultCount; ++f) sum += injected_[f];
@@ -89,54 +93,14 @@ class Simulation final {
  private:
   int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
 
-  Config random_config() {
-    Config config;
-    const int units = 2 + below(5);
-    for (int u = 0; u < units; ++u) config.units.push_back("unit" + std::to_string(u));
-    config.update = static_cast<UpdateMode>(below(3));
-    config.accumulate = config.update != UpdateMode::in_backward && below(3) == 0;
-    Hyper hyper;
-    hyper.rule = static_cast<Rule>(below(5));
-    hyper.momentum = 0.9;
-    hyper.weight_decay = 0.1;
-    config.groups = {hyper, hyper};
-    config.groups[1].lr = 3e-3;
-    const auto dtype = static_cast<Dtype>(below(3));
-    const int params = units + below(8);
-    for (int p = 0; p < params; ++p) {
-      ParamSpec spec;
-      spec.name = "p" + std::to_string(p);
-      spec.numel = static_cast<std::size_t>(below(4) == 0 ? 1 + below(90'000) : 1 + below(9'000));
-      spec.dtype = dtype;
-      spec.trainable = below(6) != 0;
-      spec.unit = UnitId{static_cast<std::uint32_t>(p < units ? p : below(units))};
-      spec.group = static_cast<std::uint32_t>(below(2));
-      config.params.push_back(spec);
-    }
-    config.page_bytes = kPage;
-    config.ssd_paths = {"simulated"};
-    config.ssd_bytes = kGiB;
-    const Layout layout = make_layout(config, kPage);
-    std::size_t largest = 0;
-    for (const UnitLayout& unit : layout.units) largest = std::max(largest, unit.pages.size());
-    const auto spare = static_cast<int>(layout.param_pages() - largest + 1);
-    config.device_bytes = (largest + static_cast<std::size_t>(below(spare + 1))) * kPage;
-    const auto total = static_cast<int>(layout.page_count);
-    config.host_bytes = kGiB;
-    const auto aside = static_cast<int>(choose_residence(config).buffer_frames);
-    config.host_bytes =
-        static_cast<std::size_t>(aside + 12 + below(std::max(1, total - 4))) * kPage;
-    return config;
-  }
-
   void check(const PageTable& table, const Residence& home) {
     ++turns_;
     for (std::size_t f = 0; f < kIoFaultCount; ++f) {
       injected_[f] = engine_->injected(static_cast<IoFault>(f));
     }
-    const auto wrong = table.check_invariants({home.device_frames, home.host_frames, home.slots});
+    const auto device_frames = static_cast<std::uint32_t>(config_.device_bytes / kPage);
+    const auto wrong = table.check_invariants({device_frames, home.host_frames, home.slots});
     promise(!wrong, wrong.value_or(""));
-    promise(home.device_frames * kPage <= config_.device_bytes, "the device budget");
     promise(home.host_frames * kPage <= config_.host_bytes, "the host budget");
     promise(home.slots * kPage <= config_.ssd_bytes, "the SSD budget");
   }
@@ -150,6 +114,30 @@ class Simulation final {
     try {
       session_->reserve_activations(host, ssd);
       demoted_ += session_->residence().tier != before ? 1 : 0;
+    } catch (const StrataError& error) {
+      if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
+    }
+  }
+
+  // Units that rest on the device, or the refusal of it, which changes nothing.
+  void rest() {
+    drop_all();
+    std::vector<bool> units(config_.units.size());
+    for (std::size_t u = 0; u < units.size(); ++u) units[u] = below(3) == 0;
+    const std::vector<bool> before = session_->residence().on_device;
+    try {
+      session_->rest_on_device(units);
+      for (std::size_t u = 0; u < units.size(); ++u) settled_ += units[u] != before[u] ? 1 : 0;
+    } catch (const StrataError& error) {
+      if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
+    }
+  }
+
+  // Fewer frames for the units that come and go, or more again.
+  void limit() {
+    const auto pages = static_cast<int>(config_.device_bytes / kPage);
+    try {
+      session_->limit_device(static_cast<std::size_t>(1 + below(pages)) * kPage);
     } catch (const StrataError& error) {
       if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
     }
@@ -370,6 +358,7 @@ class Simulation final {
   std::uint64_t turns_ = 0;
   std::uint64_t came_back_ = 0;
   std::uint64_t demoted_ = 0;
+  std::uint64_t settled_ = 0;
 };
 
 }  // namespace
@@ -388,6 +377,7 @@ SimulationResult simulate(std::uint64_t seed, FaultPlan faults, std::unique_ptr<
   result.turns = simulation.turns();
   result.came_back = simulation.came_back();
   result.demotions = simulation.demotions();
+  result.settled = simulation.settled();
   result.faults = simulation.faults();
   result.requests = simulation.requests();
   return result;

@@ -25,6 +25,7 @@ struct SimulationResult {
   std::uint64_t turns = 0;
   std::uint64_t came_back = 0;  // activations that were saved and fetched
   std::uint64_t demotions = 0;  // times that pages came to rest on the SSD for their sake
+  std::uint64_t settled = 0;    // units that came to rest on the device, or left it
 };
 
 // `device`: absent, the host's.

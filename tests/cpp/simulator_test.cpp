@@ -42,11 +42,13 @@ TEST(Simulator, NuisancesChangeNothing) {
   std::uint64_t faults = 0;
   std::uint64_t came_back = 0;
   std::uint64_t demotions = 0;
+  std::uint64_t settled = 0;
   for_seeds(120, [&](std::uint64_t seed) {
     const SimulationResult result = simulate(seed, nuisances());
     faults += result.faults;
     came_back += result.came_back;
     demotions += result.demotions;
+    settled += result.settled;
     EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
     EXPECT_FALSE(result.error) << result.error->text() << "; replay with STRATA_SEED=" << seed;
   });
@@ -54,6 +56,7 @@ TEST(Simulator, NuisancesChangeNothing) {
   if (number("STRATA_SEED", 0) != 0) return;
   EXPECT_GT(came_back, 0U) << "no activation was swapped";
   EXPECT_GT(demotions, 0U) << "room was never short";
+  EXPECT_GT(settled, 30U) << "hardly any unit rested on the device";
 }
 
 // What a broken disk does: one error that says where, or nothing at all; never other bits.

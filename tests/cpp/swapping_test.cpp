@@ -109,9 +109,9 @@ TEST(Swapping, ASmallSessionComputesTheSameBits) {
   expect_within_budgets(session);
   EXPECT_EQ(train_swapping(session, 1), 16U);
   EXPECT_EQ(std::filesystem::file_size(folder.path() + "/strata.pages"), session.stats().ssd_bytes);
-  // Less of it, and more of it; what came to rest on the SSD stays there.
+  // Less of it, and more of it; what has room in host memory comes back.
   session.reserve_activations(2 * kPage, 0);
-  EXPECT_EQ(resting(session, Tier::host), before - 6);
+  EXPECT_EQ(resting(session, Tier::host), before - 2);
   EXPECT_GT(train_swapping(session, 1), 0U);
   session.reserve_activations(7 * kPage, 13 * kPage);
   EXPECT_EQ(resting(session, Tier::host), before - 7);
