@@ -108,7 +108,7 @@ class PlanCheckOnDevice : public PlanCheck {
   PlanCheckOnDevice() {
     of_.budgets.device_bytes = kGiB;
     wishes_.on_device.emplace(of_.trace.units.size(), false);
-    for (const std::size_t unit : {1, 2, 4}) wishes_.on_device->at(unit) = true;
+    for (const std::size_t unit : {1U, 2U, 4U}) wishes_.on_device->at(unit) = true;
     plan_ = make_plan(of_.trace, of_.costs, of_.budgets, wishes_);
   }
 

@@ -98,7 +98,7 @@ TEST(PlanOnDevice, NothingRestsOnTheDeviceForNothing) {
 
 TEST(Covers, TakesAsLittleMoreAsCanBe) {
   Trace trace;
-  for (const std::uint64_t pages : {10, 6, 6, 0, 3}) {
+  for (const std::uint64_t pages : {10U, 6U, 6U, 0U, 3U}) {
     trace.units.push_back({.name = "", .elements = 0, .param_bytes = pages * kRandomPageBytes});
   }
   const Budgets budgets{.page_bytes = kRandomPageBytes};
