@@ -253,7 +253,7 @@ TEST_P(BackendTest, MemoryIsPinnedOrCopiedAllTheSame) {
   std::vector<std::byte> memory(4 * page_);
   const std::span<std::byte> all(memory);
   // It grows, shrinks and goes.
-  for (const std::size_t pages : {2, 4, 1, 0, 3}) {
+  for (const std::size_t pages : {2U, 4U, 1U, 0U, 3U}) {
     EXPECT_LE(backend_->pin_host(all.first(pages * page_)), pages * page_);
     for (std::size_t page = 0; page < pages; ++page) {
       const auto sent = pattern(page_, 19 + page);

@@ -182,7 +182,7 @@ std::optional<Error> live(Backend& device, std::span<std::byte> memory) {
       EXPECT_TRUE(device.done(ticket));
       if (keep(device.take_error(ticket))) return;
     }
-    for (const std::size_t frames : {5, 1, 4}) {
+    for (const std::size_t frames : {5U, 1U, 4U}) {
       if (keep(device.resize(frames))) return;
     }
     device.pin_host(memory.first(2 * kPage));

@@ -47,6 +47,8 @@ CudaDriver RecordingDriver::table() {
   fill_device(table);
   fill_memory(table);
   fill_streams(table);
+  fill_events(table);
+  fill_work(table);
   return table;
 }
 

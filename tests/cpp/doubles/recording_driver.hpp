@@ -111,6 +111,8 @@ class RecordingDriver final {
   void fill_device(CudaDriver& table);
   void fill_memory(CudaDriver& table);
   void fill_streams(CudaDriver& table);
+  void fill_events(CudaDriver& table);
+  void fill_work(CudaDriver& table);
 
   int enter(std::string_view name, Kind kind);
   void complain(std::string what);

@@ -54,6 +54,9 @@ void RecordingDriver::fill_streams(CudaDriver& table) {
     const std::uint64_t generation = driver.events_.at(event).recorded;
     return driver.submit(stream, {.what = What::wait, .event = event, .generation = generation});
   };
+}
+
+void RecordingDriver::fill_events(CudaDriver& table) {
   table.event_create = [](void* self, CudaEvent* event) {
     RecordingDriver& driver = of(self);
     // Events are made once and used again: a step that needs more of them than any before it may.
@@ -96,6 +99,9 @@ void RecordingDriver::fill_streams(CudaDriver& table) {
     while (state.passed < state.recorded) driver.run_some(1);
     return kCudaSuccess;
   };
+}
+
+void RecordingDriver::fill_work(CudaDriver& table) {
   table.copy_in = [](void* self, std::byte* device, const std::byte* host, std::size_t bytes,
                      CudaStream stream) {
     RecordingDriver& driver = of(self);
