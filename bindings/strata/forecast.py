@@ -150,7 +150,8 @@ class Forecast:
         return f"{way} of {self.trace['units'][found['unit']]['name']}"
 
     def _units(self) -> list[list[str]]:
-        """Units in a row of which the plan says the same share a line."""
+        """Units in a row of which the plan says the same share a line. Resident are parameters that
+        never leave the device, and whole units of which nothing does."""
         rows = [["unit", "activations", "slices", "resident", "on ssd"]]
         planned = zip(self.trace["units"], self.plan["units"], self.plan["resident"], strict=True)
         cells = []
@@ -159,7 +160,8 @@ class Forecast:
             on_ssd = plan["param_ssd_bytes"] + plan["grad_ssd_bytes"] + plan["state_ssd_bytes"]
             share = f"{100 * on_ssd / total:.0f} %" if total else "-"
             words = plan["activation"].replace("_", " to ")
-            row = (words, str(plan["slices"]), "yes" if resident else "no", share)
+            where = "whole" if plan["on_device"] else "yes" if resident else "no"
+            row = (words, str(plan["slices"]), where, share)
             cells.append((unit["name"], row))
         for row, run in itertools.groupby(cells, key=lambda cell: cell[1]):
             names = [name for name, _ in run]

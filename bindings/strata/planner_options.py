@@ -97,6 +97,7 @@ def wishes_of(options: argparse.Namespace) -> Wishes:
         "activation": ACTIVATIONS[options.activations],  # type: ignore[typeddict-item]
         "slices": options.split or 0,
         "may_split": options.activations == "auto",
+        "on_device": None,
     }
 
 

@@ -74,7 +74,7 @@ def trace() -> Any:
 def plan() -> Any:
     def unit(activation: str, slices: int = 1, ssd: int = 0) -> dict[str, Any]:
         return {
-            "activation": activation, "slices": slices, "param_ssd_bytes": 0,
+            "activation": activation, "slices": slices, "on_device": False, "param_ssd_bytes": 0,
             "grad_ssd_bytes": ssd // 2, "state_ssd_bytes": 5 * ssd,
         }  # fmt: skip
 
@@ -91,6 +91,7 @@ def plan() -> Any:
         "lookahead": 2,
         "resident": [True, False, False, False],
         "param_device_bytes": 6 * PAGE,
+        "resting_device_bytes": 0,
         "activation_device_bytes": 4 * PAGE,
         "activation_host_bytes": 3 * PAGE,
         "activation_ssd_bytes": 3 * PAGE,

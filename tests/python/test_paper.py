@@ -124,6 +124,20 @@ def test_the_smallest_machine_is_refused_and_told_what_would_do():
     assert _core.PaperPlan(trace, small.costs(), enough, AUTO).plan["feasible"]
 
 
+def test_a_device_that_has_room_holds_what_host_memory_cannot():
+    trace = llama_trace(paper.LLAMA_7B, 2048, 2048, 4e14)
+    some = replace(machine(ssds=0), host_bytes=64 * 10**9)
+
+    def planned(wishes):
+        return _core.PaperPlan(trace, some.costs(), some.budgets(), wishes)
+
+    assert not planned(AUTO).plan["feasible"]  # 14 bytes of each parameter, in host memory alone
+    found = planned({**AUTO, "on_device": None})
+    assert found.check() == ""
+    held = found.plan["resting_device_bytes"] + found.plan["resting_host_bytes"]
+    assert held >= 14 * paper.LLAMA_7B.parameters
+
+
 def test_a_faster_machine_is_never_slower():
     trace = llama_trace(replace(paper.LLAMA_70B, layers=16), 16384, 2048, 4e14)
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import threading
 from typing import Any
 
@@ -100,12 +101,38 @@ def test_forced_modes_are_what_units_do() -> None:
         assert {unit["activation"] for unit in plan["units"]} == {expected}
 
 
-def test_units_rest_on_the_device_as_wished() -> None:
-    def planned(on_device: Any, device: int = 200, host: int = 400) -> _core.PaperPlan:
-        wishes: Any = {"activation": None, "slices": 0, "may_split": True, "on_device": on_device}
-        budgets = made_up_budgets(device, host)
-        return _core.PaperPlan(made_up_trace(), made_up_costs(), budgets, wishes)
+def planned(on_device: Any, device: int = 200, host: int = 400, ssd: int = 1000) -> _core.PaperPlan:
+    """In pages. None: the planner chooses what rests on the device."""
+    wishes: Any = {"activation": None, "slices": 0, "may_split": True, "on_device": on_device}
+    budgets = {**made_up_budgets(device, host), "ssd_bytes": ssd * PAGE}
+    return _core.PaperPlan(made_up_trace(), made_up_costs(), budgets, wishes)
 
+
+def test_what_rests_on_the_device_is_chosen() -> None:
+    none = [False] * UNITS
+    assert made_up_plan().plan == planned(none).plan  # left out: none
+    # 1. Where it is faster: states on the SSD take longer than all else.
+    chosen, without = planned(None, host=100), planned(none, host=100)
+    assert chosen.check() == ""
+    assert any(unit["on_device"] for unit in chosen.plan["units"])
+    assert chosen.simulate()["step_seconds"] < 0.95 * without.simulate()["step_seconds"]
+    assert chosen.bound()["seconds"] <= without.bound()["seconds"]
+    # 2. Where nothing else holds it.
+    plan = planned(None, host=100, ssd=0).plan
+    assert plan["feasible"], plan["refusal"]
+    assert sum(unit["on_device"] for unit in plan["units"]) == 3  # 168 pages, of which 100 fit
+    assert "infeasible: host" in planned(none, host=100, ssd=0).plan["refusal"]
+    # 3. Where the device does not hold it either, what it can hold counts.
+    refusal = planned(None, device=100, host=100, ssd=0).plan["refusal"]
+    assert "beside those on the device" in refusal
+    enough = re.search(r"; ([0-9.]+) MiB would do", refusal)
+    assert enough
+    assert 100 < float(enough[1]) < 168
+    host = math.floor(float(enough[1]))
+    assert planned(None, device=100, host=host, ssd=0).plan["feasible"]
+
+
+def test_units_rest_on_the_device_as_wished() -> None:
     wish = [True, False, True, False, False, False]
     paper = planned(wish)
     plan = paper.plan

@@ -1,5 +1,6 @@
 """`strata plan` and `strata estimate`: what they answer, and what they refuse."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ SIZES = replace(paper.LLAMA_7B, name="toy", layers=6, hidden=512, feed_forward=1
 SIZES = replace(SIZES, kv_heads=8, vocabulary=4000)
 COSTS = paper.PaperMachine("", 1, 1.0, 10e9, 1, 100e9, 1, 2e9, 2e9).costs()
 BUDGET = "device=1GiB,host=4GiB"
-ON_DISK = "device=1GiB,host=200MiB,ssd=8GiB"
+ON_DISK = "device=256MiB,host=200MiB,ssd=8GiB"
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,18 @@ def test_a_step_that_fits_is_described(trace_path, capsys):
     assert "optimizer" in text
 
 
+def test_a_unit_that_rests_on_the_device_is_told(ask, trace_path, capsys):
+    memory = "device=4GiB,host=256MiB"  # nothing else would hold it
+    found, status = ask(memory=memory)
+    assert status == 0
+    held = sum(unit["on_device"] for unit in found["units"])
+    assert held > 0
+    assert found["plan"]["resting_device_bytes"] > 0
+    assert cli.main(["plan", "--trace", trace_path, "--memory", memory]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert any("whole" in row.split() for row in rows)
+
+
 def test_json_says_the_same(ask):
     found, status = ask()
     assert status == 0
@@ -95,12 +108,12 @@ def test_a_faster_disk_is_not_slower(ask):
         found, status = ask(*told, memory=ON_DISK)
         assert status == 0
         times.append(found["step_seconds"])
-    assert times == sorted(times, reverse=True)
-    assert times[0] > 2 * times[-1]
+    assert all(slow * 1.002 >= fast for slow, fast in itertools.pairwise(times))
+    assert times[0] > 1.5 * times[-1]
 
 
 def test_faster_links_and_optimizers_are_not_slower(ask):
-    base = ask()[0]["step_seconds"]
+    base = ask()[0]["step_seconds"] * 1.002  # of two choices that are as good it takes either
     assert ask("--upload-speed", "40GB/s", "--download-speed", "40GB/s")[0]["step_seconds"] <= base
     assert ask("--update-speed", "100G")[0]["step_seconds"] <= base
     assert ask("--update-speed", "100M")[0]["step_seconds"] > base
@@ -216,7 +229,8 @@ def test_a_model_without_weights_is_estimated(folder, capsys):
     parameters = sum(
         p.numel() for p in LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).parameters()
     )
-    assert found["plan"]["resting_host_bytes"] >= 14 * parameters
+    plan = found["plan"]
+    assert plan["resting_host_bytes"] + plan["resting_device_bytes"] >= 14 * parameters
 
 
 def test_an_estimate_that_does_not_fit_says_what_would(folder, capsys):
