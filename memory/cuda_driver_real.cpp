@@ -301,11 +301,26 @@ void fill_streams(CudaDriver& driver) {
   };
 }
 
-CudaStatus status_of(cudaError_t failed, int driver_version) {
-  if (driver_version == 0) return CudaStatus::no_driver;
-  if (driver_version / 1000 < CUDART_VERSION / 1000) return CudaStatus::old_driver;
-  if (failed == cudaErrorNoDevice) return CudaStatus::no_device;
-  return failed == cudaSuccess ? CudaStatus::ready : CudaStatus::old_driver;
+// What there is on this machine: looked up once, the same for whoever asks.
+struct Found {
+  Entries entries{};
+  int driver_version = 0;  // 0: there is no driver
+  cudaError_t failed = cudaErrorInsufficientDriver;
+};
+
+Found look_up() {
+  Found found;
+  const bool asked = cudaDriverGetVersion(&found.driver_version) == cudaSuccess;
+  if (!asked) found.driver_version = 0;
+  if (found.driver_version != 0) found.failed = find_all(found.entries);
+  return found;
+}
+
+CudaStatus status_of(const Found& found) {
+  if (found.driver_version == 0) return CudaStatus::no_driver;
+  if (found.driver_version / 1000 < CUDART_VERSION / 1000) return CudaStatus::old_driver;
+  if (found.failed == cudaErrorNoDevice) return CudaStatus::no_device;
+  return found.failed == cudaSuccess ? CudaStatus::ready : CudaStatus::old_driver;
 }
 
 }  // namespace
@@ -313,19 +328,15 @@ CudaStatus status_of(cudaError_t failed, int driver_version) {
 
 extern "C" __attribute__((visibility("default"))) strata::CudaStatus strata_cuda_fill(
     strata::CudaDriver* driver, std::size_t driver_bytes, int* driver_version, int* built_version) {
-  static strata::Entries found;  // addresses in the driver: the same for whoever asks
   *built_version = CUDART_VERSION;
   *driver_version = 0;
   if (driver_bytes != sizeof(strata::CudaDriver)) return strata::CudaStatus::other_table;
-  if (cudaDriverGetVersion(driver_version) != cudaSuccess) *driver_version = 0;
-  strata::Entries all{};
-  const cudaError_t failed =
-      *driver_version == 0 ? cudaErrorInsufficientDriver : strata::find_all(all);
-  const strata::CudaStatus status = strata::status_of(failed, *driver_version);
+  static strata::Found found = strata::look_up();
+  *driver_version = found.driver_version;
+  const strata::CudaStatus status = strata::status_of(found);
   if (status != strata::CudaStatus::ready) return status;
-  found = all;
   *driver = {};
-  driver->self = &found;
+  driver->self = &found.entries;
   driver->capability_min = STRATA_CUDA_CAPABILITY_MIN;
   strata::fill_device(*driver);
   strata::fill_memory(*driver);
