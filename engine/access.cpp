@@ -167,7 +167,14 @@ void Session::device_written(std::uint32_t param) {
     }
     std::byte* bytes = open(lock, page, rests ? Intent::read : Intent::modify);
     if (!rests && page != copied) {
-      backend_->wait(backend_->copy_out(bytes, executor_->frame_of(page), layout.page_bytes));
+      const CopyTicket out =
+          backend_->copy_out(bytes, executor_->frame_of(page), layout.page_bytes);
+      backend_->wait(out);
+      if (auto error = backend_->take_error(out)) {
+        error->page = page;
+        fail(std::move(*error));
+        throw_if_failed();
+      }
     }
     copied = page;
     // 2. What the master holds beyond it is gone.

@@ -19,49 +19,96 @@ void Session::wait_until_still(Lock& lock) {
   executor_->want_nothing();
   wait(lock,
        [&] {
-         return !updates_->busy() && !executor_->fetching() &&
-                activations_->copies_in_flight() == 0 && mover_->idle();
+         return !updates_->busy() && executor_->still() && activations_->copies_in_flight() == 0 &&
+                mover_->idle();
        },
        {"updates and transfers before pages come to rest elsewhere"});
 }
 
 void Session::limit_device(std::size_t byte_count) {
+  rest_on_device(residence().on_device, byte_count);
+}
+
+void Session::rest_on_device(const std::vector<bool>& units, std::size_t param_bytes) {
   Lock lock(mutex_);
   throw_if_failed();
+  STRATA_ASSERT(units.size() == config_.units.size());
+  const bool changes = units != home_.on_device;
+  const auto room = [&](std::vector<bool> on_device) {
+    return Room{home_.activation_frames, home_.activation_slots, std::move(on_device)};
+  };
+  std::vector<bool> stay = units;
+  for (std::size_t u = 0; u < stay.size(); ++u) stay[u] = stay[u] && home_.on_device[u];
+  // 1. Refused before anything changes.
+  Residence then = home_;
+  if (changes) {
+    check_still(units);
+    then = rearrange(config_, rearrange(config_, home_, room(stay)), room(units));
+  }
   const std::uint32_t before = param_frames_;
-  wait_until_still(lock);
   param_frames_ = static_cast<std::uint32_t>(
-      std::min<std::size_t>(byte_count / home_.layout.page_bytes, home_.layout.param_pages()));
-  if (!follow_limit()) {
+      std::min(param_bytes / home_.layout.page_bytes, home_.layout.param_pages()));
+  const std::uint32_t frames = frames_left(then);
+  const bool too_many = then.rest_frames > config_.device_bytes / home_.layout.page_bytes;
+  if (too_many || frames < then.device_frames_min || !executor_->enough(frames, units)) {
     param_frames_ = before;
-    Error error;
-    error.fault = Fault::config;
-    error.tier = Tier::device;
-    error.what = "infeasible: parameters cannot do with " + bytes_text(byte_count) +
-                 " of the device budget, the units that are in use together need more";
-    throw StrataError(std::move(error));
+    refuse_device(param_bytes, then);
+  }
+  wait_until_still(lock);
+  // 2. Units leave; those that move get their frames, or give them up; units come behind these.
+  try {
+    if (stay != home_.on_device) arrange(lock, room(stay));
+    follow_limit(frames);
+    if (stay != units) arrange(lock, room(units));
+  } catch (...) {
+    param_frames_ = before;
+    follow_limit(frames_left(home_));
+    throw;
   }
   executor_->begin_step();
   bell_.ring();
 }
 
-// The frames of parameters that come and go: as many as were asked for, and as what rests on the
-// device leaves. False, and nothing changes: the units need more. REQUIRES: nothing moves.
-bool Session::follow_limit() {
-  const std::uint32_t frames = frames_left(home_);
-  if (frames < home_.device_frames_min) return false;
-  const std::uint32_t before = claimed_;
+// Units may come to rest elsewhere.
+void Session::check_still(const std::vector<bool>& units) const {
+  if (!activations_->empty()) refuse("activations are saved: units cannot rest elsewhere now");
+  if (std::any_of(landed_.begin(), landed_.end(), [](std::uint32_t n) { return n != 0; })) {
+    refuse("gradients have landed: units come to rest on the device between two steps only");
+  }
+  for (std::uint32_t u = 0; u < units.size(); ++u) {
+    if (units[u] == home_.on_device[u] || !executor_->is_pinned(UnitId{u})) continue;
+    refuse(config_.units[u] + " is in use: it cannot come to rest elsewhere now");
+  }
+}
+
+void Session::refuse_device(std::size_t param_bytes, const Residence& then) const {
+  Error error;
+  error.fault = Fault::config;
+  error.tier = Tier::device;
+  error.what =
+      "infeasible: parameters cannot do with " + bytes_text(param_bytes) + " of the device budget";
+  if (then.rest_frames != 0) {
+    error.what += ", which is " + bytes_text(config_.device_bytes) + ", beside " +
+                  bytes_text(then.rest_frames * home_.layout.page_bytes) +
+                  " for units that rest there";
+  }
+  error.what += ": the units that are in use together need more";
+  throw StrataError(std::move(error));
+}
+
+// Parameters that come and go get so many frames. REQUIRES: nothing moves, and nothing rests there.
+void Session::follow_limit(std::uint32_t frames) {
   claim_device(std::max(frames, claimed_));
-  const bool done = executor_->limit_frames(frames);
-  claim_device(done ? frames_needed() : before);
-  return done;
+  executor_->limit_frames(frames);
+  claim_device(frames_needed());
 }
 
 // Frames that parameters may have before the first one in which a page of `home` rests, of those
 // that were asked for and that the budget has.
 std::uint32_t Session::frames_left(const Residence& home) const {
   const std::size_t budget = config_.device_bytes / home.layout.page_bytes;
-  std::size_t frames = std::min<std::size_t>(param_frames_, budget - home.rest_frames);
+  const std::size_t resting = std::min<std::size_t>(budget, home.rest_frames);
+  std::size_t frames = std::min<std::size_t>(param_frames_, budget - resting);
   for (std::uint32_t i = 0; i < home.layout.page_count; ++i) {
     const FrameId taken = mover_->frame_of(PageId{i});
     const bool stays = home.tier[i] == Tier::device;
@@ -75,34 +122,13 @@ void Session::reserve_activations(std::size_t host_bytes, std::size_t ssd_bytes)
   throw_if_failed();
   const std::size_t page = home_.layout.page_bytes;
   arrange(lock, {ceil_div(host_bytes, page), ceil_div(ssd_bytes, page), home_.on_device});
-}
-
-void Session::rest_on_device(const std::vector<bool>& units) {
-  Lock lock(mutex_);
-  throw_if_failed();
-  STRATA_ASSERT(units.size() == config_.units.size());
-  if (units == home_.on_device) return;
-  if (std::any_of(landed_.begin(), landed_.end(), [](std::uint32_t n) { return n != 0; })) {
-    refuse("gradients have landed: units come to rest on the device between two steps only");
-  }
-  const auto room = [&](std::vector<bool> on_device) {
-    return Room{home_.activation_frames, home_.activation_slots, std::move(on_device)};
-  };
-  for (std::uint32_t u = 0; u < units.size(); ++u) {
-    if (units[u] == home_.on_device[u] || !executor_->is_pinned(UnitId{u})) continue;
-    refuse(config_.units[u] + " is in use: it cannot come to rest elsewhere now");
-  }
-  std::vector<bool> stay = units;
-  for (std::size_t u = 0; u < stay.size(); ++u) stay[u] = stay[u] && home_.on_device[u];
-  if (stay != home_.on_device) arrange(lock, room(stay));
-  if (stay != units) arrange(lock, room(units));
+  executor_->begin_step();
 }
 
 void Session::arrange(Lock& lock, const Room& room) {
   if (!activations_->empty()) refuse("activations are saved: no room can be made for others now");
   // 1. Refused before anything changes.
   Residence then = rearrange(config_, home_, room);
-  check_device(then);
   // 2. Nothing moves.
   wait_until_still(lock);
   wait(lock, [&] { return activations_->vacate(); }, {"room that activations had"});
@@ -112,27 +138,8 @@ void Session::arrange(Lock& lock, const Room& room) {
   forget_activation_pages();
   rest_elsewhere(lock, std::move(then));
   activations_->reserve(take_activation_pages());
-  // 5. What units left on the device is for those that come and go.
-  if (executor_->frame_limit() < frames_left(home_)) follow_limit();
   claim_device(frames_needed());
-  executor_->begin_step();
   moved_.notify_all();
-}
-
-void Session::check_device(const Residence& then) const {
-  const std::size_t page = home_.layout.page_bytes;
-  const bool comes = then.rest_frames > home_.rest_frames;
-  const std::size_t least = comes ? executor_->frame_limit() : then.device_frames_min;
-  const std::size_t budget = config_.device_bytes / page;
-  const bool fits = least + then.rest_frames <= budget;
-  if (fits && (comes || least <= frames_left(then))) return;
-  Error error;
-  error.fault = Fault::config;
-  error.tier = Tier::device;
-  error.what = "infeasible: units that rest on the device need " +
-               bytes_text(then.rest_frames * page) + " of it beside " + bytes_text(least * page) +
-               " for those that come and go, and its budget is " + bytes_text(config_.device_bytes);
-  throw StrataError(std::move(error));
 }
 
 // The frames of the device that are in use by right: the first ones.

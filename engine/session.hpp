@@ -112,15 +112,16 @@ class Session final {
   void enter(UnitId unit, bool backward, bool recorded = true, Stream stream = nullptr);
   void leave(UnitId unit, Stream stream = nullptr);
   bool resident(UnitId unit);
-  // Between two steps: parameters use at most these bytes of the device, planned anew.
-  // Throws StrataError, and changes nothing, where the last step needs more.
+  // Between two steps: parameters that come and go use at most these bytes of the device, planned
+  // anew. Throws StrataError, and changes nothing, where the last step needs more.
   void limit_device(std::size_t byte_count);
   // Between two steps, when no activation is saved: makes room for so many bytes of them, in whole
   // pages; see rearrange(). Throws StrataError, and changes nothing, where there is none.
   void reserve_activations(std::size_t host_bytes, std::size_t ssd_bytes);
-  // Likewise: these units, by index, rest on the device from here on, and no others. Their pages
-  // get frames beside those that limit_device() speaks of, and are updated there.
-  void rest_on_device(const std::vector<bool>& units);
+  // Likewise, and when no gradient has landed: these units, by index, rest on the device from here
+  // on, and no others. They get frames of their own, and are updated there; parameters of the
+  // others use at most `param_bytes` of the device beside them.
+  void rest_on_device(const std::vector<bool>& units, std::size_t param_bytes);
   // As Activations says; nullopt: no room. `wait_for_it`: returns when it is so.
   std::optional<SaveId> save_activation(std::byte* device, std::size_t bytes, Tier tier,
                                         UnitId unit, Stream stream = nullptr);
@@ -202,10 +203,11 @@ class Session final {
   double unit_norm(UnitId unit) const;
   std::int64_t coming_step() const;
   void wait_until_still(Lock& lock);
-  bool follow_limit();
+  void check_still(const std::vector<bool>& units) const;
+  [[noreturn]] void refuse_device(std::size_t param_bytes, const Residence& then) const;
+  void follow_limit(std::uint32_t frames);
   std::uint32_t frames_left(const Residence& home) const;
   void arrange(Lock& lock, const Room& room);
-  void check_device(const Residence& then) const;
   std::uint32_t frames_needed() const;
   void claim_device(std::uint32_t frames);
   void claim_more(const Residence& then);

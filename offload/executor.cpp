@@ -26,6 +26,7 @@ Executor::Executor(PageTable& table, Mover& mover, HostCache& cache, Backend& ba
       backend_(backend),
       units_(std::move(units)),
       state_(units_.size()),
+      rests_(units_.size(), false),
       page_slot_(table.page_count(), UINT32_MAX),
       blocked_(table.page_count(), false),
       occupant_(frame_count, kNoPage),
@@ -183,26 +184,35 @@ void Executor::end_step() {
   const bool strange = plan_.feasible && step_deviations_ != 0;
   strange_steps_ = strange ? strange_steps_ + 1 : 0;
   if (!plan_.feasible || strange_steps_ >= kStrangeStepsMax) {
-    adopt_plan(plan_frames(trace_, frame_limit_));
+    adopt_plan(plan_frames(trace_, frame_limit_, rests_));
     strange_steps_ = 0;
   }
   last_trace_ = std::exchange(trace_, {});
   step_deviations_ = 0;
 }
 
-FramePlan Executor::plan_frames(const Trace& trace, std::uint32_t frames) const {
+FramePlan Executor::plan_frames(const Trace& trace, std::uint32_t frames,
+                                const std::vector<bool>& resting) const {
   std::vector<std::uint32_t> sizes;
-  for (std::uint32_t unit = 0; unit < units_.size(); ++unit) {
-    sizes.push_back(frames_of(UnitId{unit}));
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    sizes.push_back(resting[unit] ? 0 : static_cast<std::uint32_t>(units_[unit].pages.size()));
   }
   return make_frame_plan(trace, sizes, frames);
 }
 
-bool Executor::limit_frames(std::uint32_t frames) {
+bool Executor::enough(std::uint32_t frames, const std::vector<bool>& resting) const {
+  return last_trace_.uses.empty() || plan_frames(last_trace_, frames, resting).feasible;
+}
+
+bool Executor::still() const {
+  return fetching_ == 0 && std::all_of(state_.begin(), state_.end(), [this](const UnitState& unit) {
+           return unit.pins == 0 && backend_.done(unit.released);
+         });
+}
+
+void Executor::limit_frames(std::uint32_t frames) {
   STRATA_ASSERT(frames <= occupant_.size());
-  STRATA_ASSERT(fetching_ == 0);
-  FramePlan plan = plan_frames(last_trace_, frames);
-  if (!last_trace_.uses.empty() && !plan.feasible) return false;
+  STRATA_ASSERT(still());
   frame_limit_ = frames;
   for (std::uint32_t f = frames; f < occupant_.size(); ++f) {
     if (occupant_[f] == kNoPage) continue;
@@ -212,8 +222,7 @@ bool Executor::limit_frames(std::uint32_t frames) {
   for (PageState& page : pages_) {
     if (page.planned != kNoFrame && index(page.planned) >= frames) page.planned = kNoFrame;
   }
-  adopt_plan(std::move(plan));
-  return true;
+  if (!last_trace_.uses.empty()) adopt_plan(plan_frames(last_trace_, frames, rests_));
 }
 
 void Executor::begin_step() {
@@ -239,7 +248,7 @@ void Executor::adopt_plan(FramePlan plan) {
   ++counters_.plans;
   wanted_.clear();  // the old plan's wishes keep no frame
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
-    if (state_[unit].rests) continue;
+    if (rests_[unit]) continue;
     for (const PageId page : units_[unit].pages) {
       PageState& state = page_state(page);
       state.planned = plan_.frames[unit].empty() ? kNoFrame : plan_.frames[unit][state.in_view];

@@ -85,9 +85,11 @@ class Executor final {
   // A mapping that the backend refused; the session ends with it.
   const std::optional<Error>& failure() const { return failure_; }
   const FramePlan& plan() const { return plan_; }
+  // The last step can be done with so many frames where these units, by index, rest on the device.
+  bool enough(std::uint32_t frames, const std::vector<bool>& resting) const;
   // Between two steps: pages use the first `frames` frames only, planned anew from the last step.
-  // False, and nothing changes: the last step needs more. REQUIRES: !fetching(), no unit is pinned.
-  bool limit_frames(std::uint32_t frames);
+  // REQUIRES: still().
+  void limit_frames(std::uint32_t frames);
   // From here on: pages that are on their way to the device at a time.
   void limit_fetches(std::uint32_t fetches_max) { fetches_max_ = fetches_max; }
   std::uint32_t frame_limit() const { return frame_limit_; }
@@ -96,11 +98,13 @@ class Executor final {
   // them in the cache, and of a unit that rests no more the device holds nothing.
   std::optional<Error> rest(UnitId unit, std::span<const FrameId> frames);
   void rest_no_more(UnitId unit);
-  bool rests(UnitId unit) const { return state_[index(unit)].rests; }
+  bool rests(UnitId unit) const { return rests_[index(unit)]; }
   // Frames from here on are gone, or have other memory: views are mapped anew.
   void forget_mappings(FrameId first);
   // Pages are on their way.
   bool fetching() const { return fetching_ != 0; }
+  // Not fetching, no unit is pinned, and computation has passed those that were.
+  bool still() const;
   // Forgets what is wanted ahead of its use; begin_step() asks again.
   void want_nothing() { wanted_.clear(); }
 
@@ -117,7 +121,6 @@ class Executor final {
     CopyTicket uploaded{};  // of its last page
     CopyTicket released{};
     std::optional<std::uint32_t> open_use;  // index into trace_.uses: entered and not left
-    bool rests = false;                     // on the device
   };
   struct PageState {
     UnitId unit = kNoUnit;
@@ -133,7 +136,8 @@ class Executor final {
   void note_use(UnitId unit, bool backward);
   void follow_plan(UnitId unit, bool backward, bool recorded);
   std::optional<Error> show(PageState& page, FrameId frame);
-  FramePlan plan_frames(const Trace& trace, std::uint32_t frames) const;
+  FramePlan plan_frames(const Trace& trace, std::uint32_t frames,
+                        const std::vector<bool>& resting) const;
   void adopt_plan(FramePlan plan);
   void want_uses(std::size_t first);
   bool fetch_unit(UnitId unit);
@@ -152,6 +156,7 @@ class Executor final {
   Backend& backend_;
   std::vector<UnitPages> units_;
   std::vector<UnitState> state_;
+  std::vector<bool> rests_;  // by unit: on the device
   std::vector<PageState> pages_;
   std::vector<std::uint32_t> page_slot_;  // by page: index into pages_
   std::vector<bool> blocked_;             // by page

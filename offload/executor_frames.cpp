@@ -150,16 +150,16 @@ std::optional<Error> Executor::rest(UnitId unit, std::span<const FrameId> frames
     state.planned = kNoFrame;
     state.frame = state.mapped;
   }
-  state_[index(unit)].rests = true;
-  if (!last_trace_.uses.empty()) adopt_plan(plan_frames(last_trace_, frame_limit_));
+  rests_[index(unit)] = true;
+  if (!last_trace_.uses.empty()) adopt_plan(plan_frames(last_trace_, frame_limit_, rests_));
   return std::nullopt;
 }
 
 void Executor::rest_no_more(UnitId unit) {
   STRATA_ASSERT(fetching_ == 0 && !is_pinned(unit) && rests(unit));
-  state_[index(unit)].rests = false;
+  rests_[index(unit)] = false;
   for (const PageId page : units_[index(unit)].pages) page_state(page).frame = kNoFrame;
-  if (!last_trace_.uses.empty()) adopt_plan(plan_frames(last_trace_, frame_limit_));
+  if (!last_trace_.uses.empty()) adopt_plan(plan_frames(last_trace_, frame_limit_, rests_));
 }
 
 void Executor::forget_mappings(FrameId first) {

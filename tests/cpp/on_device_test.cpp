@@ -51,13 +51,12 @@ TEST(OnDevice, UnitsComeAndGoAndTheBitsStay) {
     Session session(config);
     fill(session);
     train_once(session);
-    session.limit_device(5 * kPage);
-    session.rest_on_device({false, true, false, true});
+    session.rest_on_device({false, true, false, true}, 5 * kPage);
     train_once(session);
     EXPECT_GT(session.stats().device_rest_bytes, 0U);
-    session.rest_on_device({true, true, false, false});
+    session.rest_on_device({true, true, false, false}, 5 * kPage);
     train_once(session);
-    session.rest_on_device({false, false, false, false});
+    session.rest_on_device({false, false, false, false}, 5 * kPage);
     EXPECT_EQ(session.stats().device_rest_bytes, 0U);
     train_once(session);
     EXPECT_EQ(contents(session), contents(oracle)) << static_cast<int>(update);
@@ -69,7 +68,7 @@ TEST(OnDevice, NothingOfThemMoves) {
   config.device_bytes = 512 * kPage;
   Session session(config);
   fill(session);
-  session.rest_on_device({true, true, true, true});
+  session.rest_on_device({true, true, true, true}, 0);
   train(session, 1);
   session.synchronize();
   const std::uint64_t up = moved(session, Link::upload), down = moved(session, Link::download);
@@ -107,12 +106,13 @@ TEST(OnDevice, RefusedRoomChangesNothing) {
   fill(session);
   train(session, 1);
   const std::vector<Tier> before = session.residence().tier;
-  EXPECT_THROW(session.rest_on_device({true, true, true, true}), StrataError);
+  EXPECT_THROW(session.rest_on_device({true, true, true, true}, 0), StrataError);
   session.enter(UnitId{1}, false, false);
-  EXPECT_THROW(session.rest_on_device({false, true, false, false}), StrataError);
+  EXPECT_THROW(session.rest_on_device({false, true, false, false}, 4 * kPage), StrataError);
   session.leave(UnitId{1});
   visit(session, 0, true);
-  EXPECT_THROW(session.rest_on_device({false, true, false, false}), StrataError) << "it landed";
+  EXPECT_THROW(session.rest_on_device({false, true, false, false}, 4 * kPage), StrataError)
+      << "it landed";
   session.drop_gradients();
   EXPECT_EQ(session.residence().tier, before);
   train(session, 2);
@@ -125,7 +125,7 @@ TEST(OnDevice, ItsParametersCanBeReadAndWritten) {
   config.device_bytes = 512 * kPage;
   Session session(config);
   fill(session);
-  session.rest_on_device({true, false, false, false});
+  session.rest_on_device({true, false, false, false}, 512 * kPage);
   session.enter(UnitId{0}, true, true);
   land(session, 1);
   std::vector<float> gradient(kNumel), master(kNumel), again(kNumel);
@@ -158,12 +158,12 @@ TEST(OnDevice, LimitsOfWhatComesAndGoesAreKept) {
   Session session(config);
   fill(session);
   train(session, 1);
-  session.limit_device(4 * kPage);
-  session.rest_on_device({false, false, true, false});
+  session.rest_on_device({false, false, true, false}, 2 * kPage);
+  EXPECT_THROW(session.limit_device(kPage), StrataError);
   session.limit_device(config.device_bytes);  // less: a unit rests there
   train(session, 1);
   EXPECT_LE(session.stats().device_bytes_peak, config.device_bytes);
-  session.rest_on_device({false, false, false, false});
+  session.rest_on_device({false, false, false, false}, 5 * kPage);
   train(session, 1);
   EXPECT_EQ(contents(session), expected(3));
 }

@@ -126,7 +126,8 @@ class Simulation final {
     for (std::size_t u = 0; u < units.size(); ++u) units[u] = below(3) == 0;
     const std::vector<bool> before = session_->residence().on_device;
     try {
-      session_->rest_on_device(units);
+      const auto pages = static_cast<int>(config_.device_bytes / kPage);
+      session_->rest_on_device(units, static_cast<std::size_t>(below(pages + 1)) * kPage);
       for (std::size_t u = 0; u < units.size(); ++u) settled_ += units[u] != before[u] ? 1 : 0;
     } catch (const StrataError& error) {
       if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;

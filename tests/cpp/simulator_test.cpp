@@ -116,5 +116,27 @@ TEST(Simulator, ALateGpuChangesNothing) {
   });
 }
 
+// One that fails in the middle of it.
+TEST(Simulator, ALostGpuIsNoticed) {
+  std::uint64_t errors = 0;
+  for_seeds(40, [&errors](std::uint64_t seed) {
+    RecordingDriver driver({.host_tensors = true,
+                            .late = true,
+                            .seed = seed,
+                            .nth = 500 + 15 * (seed % 60),
+                            .nth_result = kCudaLaunchFailed});
+    const SimulationResult result = simulate(seed, nuisances(), gpu(driver));
+    EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
+    EXPECT_EQ(driver.complaint() + driver.leaks(), "") << "replay with STRATA_SEED=" << seed;
+    if (!result.error) return;
+    ++errors;
+    EXPECT_NE(result.error->text().find("launch failure"), std::string::npos)
+        << result.error->text();
+  });
+  if (number("STRATA_SEED", 0) == 0) {
+    EXPECT_GT(errors, 20U) << "hardly ever noticed";
+  }
+}
+
 }  // namespace
 }  // namespace strata
