@@ -2,10 +2,12 @@
 // each name means is written in bindings/strata/_core.pyi. Methods that may wait release the GIL.
 #include <thread>
 
+#include "bindings/asked.hpp"
 #include "bindings/dlpack.hpp"
 #include "bindings/foreign_call.hpp"
 #include "bindings/python.hpp"
 #include "bindings/told.hpp"
+#include "engine/devices.hpp"
 #include "engine/session.hpp"
 
 namespace strata {
@@ -17,89 +19,6 @@ Kind parse_kind(const std::string& text) {
   if (text == "moment2") return Kind::moment2;
   if (text == "grad") return Kind::grad;
   throw py::value_error("unknown kind " + text);
-}
-
-Rule parse_rule(const std::string& text) {
-  if (text == "adamw") return Rule::adamw;
-  if (text == "adam") return Rule::adam;
-  if (text == "sgd") return Rule::sgd;
-  if (text == "lion") return Rule::lion;
-  if (text == "adagrad") return Rule::adagrad;
-  if (text == "foreign") return Rule::foreign;
-  throw py::value_error("unknown rule " + text);
-}
-
-UpdateMode parse_update(const std::string& text) {
-  if (text == "on_step") return UpdateMode::on_step;
-  if (text == "in_backward") return UpdateMode::in_backward;
-  if (text == "lock_free") return UpdateMode::lock_free;
-  throw py::value_error("unknown update mode " + text);
-}
-
-MomentDtype parse_moment_dtype(const std::string& text) {
-  if (text == "float32") return MomentDtype::float32;
-  if (text == "bfloat16") return MomentDtype::bfloat16;
-  if (text == "block8") return MomentDtype::block8;
-  throw py::value_error("unknown moment dtype " + text);
-}
-
-Hyper parse_group(const py::dict& group) {
-  Hyper hyper;
-  hyper.rule = parse_rule(field<std::string>(group, "rule"));
-  hyper.lr = field<double>(group, "lr");
-  hyper.beta1 = field<double>(group, "beta1");
-  hyper.beta2 = field<double>(group, "beta2");
-  hyper.eps = field<double>(group, "eps");
-  hyper.weight_decay = field<double>(group, "weight_decay");
-  hyper.momentum = field<double>(group, "momentum");
-  hyper.dampening = field<double>(group, "dampening");
-  hyper.lr_decay = field<double>(group, "lr_decay");
-  hyper.initial_accumulator = field<double>(group, "initial_accumulator");
-  hyper.nesterov = field<bool>(group, "nesterov");
-  hyper.maximize = field<bool>(group, "maximize");
-  if (hyper.rule == Rule::foreign) {
-    hyper.options = field<std::uint64_t>(group, "options");
-    hyper.foreign_moments = field<int>(group, "moments");
-  }
-  return hyper;
-}
-
-std::vector<Hyper> parse_groups(const py::list& groups) {
-  std::vector<Hyper> out;
-  for (const py::handle& group : groups) out.push_back(parse_group(group.cast<py::dict>()));
-  return out;
-}
-
-Config parse_config(const py::dict& dict) {
-  Config config;
-  for (const py::handle& item : field<py::list>(dict, "params")) {
-    const auto spec = item.cast<py::dict>();
-    ParamSpec param;
-    param.name = field<std::string>(spec, "name");
-    param.numel = field<std::size_t>(spec, "numel");
-    param.dtype = parse_dtype(field<std::string>(spec, "dtype"));
-    param.trainable = field<bool>(spec, "trainable");
-    param.unit = UnitId{field<std::uint32_t>(spec, "unit")};
-    param.group = field<std::uint32_t>(spec, "group");
-    config.params.push_back(std::move(param));
-  }
-  config.units = field<std::vector<std::string>>(dict, "units");
-  config.groups = parse_groups(field<py::list>(dict, "groups"));
-  config.page_bytes = field<std::size_t>(dict, "page_bytes");
-  config.device_bytes = field<std::size_t>(dict, "device_bytes");
-  config.host_bytes = field<std::size_t>(dict, "host_bytes");
-  config.ssd_bytes = field<std::size_t>(dict, "ssd_bytes");
-  config.ssd_paths = field<std::vector<std::string>>(dict, "ssd_paths");
-  config.io_engine = field<std::string>(dict, "io_engine");
-  config.workers = field<int>(dict, "workers");
-  config.accumulate = field<bool>(dict, "accumulate");
-  config.update = parse_update(field<std::string>(dict, "update"));
-  config.max_staleness = field<std::uint32_t>(dict, "max_staleness");
-  config.moment_dtype = parse_moment_dtype(field<std::string>(dict, "moment_dtype"));
-  config.pin_workers = field<bool>(dict, "pin_workers");
-  config.compute_threads = field<int>(dict, "compute_threads");
-  if (dict.contains("session_name")) config.session_name = field<std::string>(dict, "session_name");
-  return config;
 }
 
 const char* fault_name(Fault fault) {
@@ -134,9 +53,15 @@ void set_python_error(const py::object& type, const Error& error) {
   PyErr_SetObject(type.ptr(), raised.ptr());
 }
 
+dlpack::Device device_of(const Session& session) {
+  const auto ordinal = cuda_ordinal(session.config().device);
+  return ordinal ? dlpack::Device{dlpack::kCuda, *ordinal} : dlpack::Device{};
+}
+
 py::capsule tensor_capsule(const Session& session, std::uint32_t param) {
   const ParamSpec& spec = session.config().params.at(param);
-  auto* managed = dlpack::make(session.device_address(param), spec.numel, spec.dtype);
+  auto* managed =
+      dlpack::make(session.device_address(param), spec.numel, spec.dtype, device_of(session));
   // A consumer renames the capsule and calls the deleter itself; an unconsumed one frees here.
   return py::reinterpret_steal<py::capsule>(
       PyCapsule_New(managed, dlpack::kCapsuleName, [](PyObject* capsule) {
@@ -150,6 +75,11 @@ py::capsule tensor_capsule(const Session& session, std::uint32_t param) {
 template <typename T>
 T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);  // tensor.data_ptr() on the Python side
+}
+
+// stream.cuda_stream on the Python side; 0 is the default stream.
+Stream stream_of(std::uintptr_t stream) {
+  return pointer<void>(stream);
 }
 
 Isa parse_isa(const std::string& text) {
@@ -266,12 +196,14 @@ void bind_activations(SessionClass& session) {
       .def(
           "save_activation",
           [](Session& s, std::uintptr_t address, std::size_t byte_count, bool to_ssd,
-             std::uint32_t unit) {
-            const auto id = s.save_activation(pointer<std::byte>(address), byte_count,
-                                              to_ssd ? Tier::ssd : Tier::host, UnitId{unit});
+             std::uint32_t unit, std::uintptr_t stream) {
+            const auto id =
+                s.save_activation(pointer<std::byte>(address), byte_count,
+                                  to_ssd ? Tier::ssd : Tier::host, UnitId{unit}, stream_of(stream));
             return id ? static_cast<std::int64_t>(*id) : -1;
           },
-          Release())
+          py::arg("address"), py::arg("byte_count"), py::arg("to_ssd"), py::arg("unit"),
+          py::arg("stream") = 0, Release())
       .def(
           "activation_saved",
           [](Session& s, std::uint32_t save, bool wait) {
@@ -283,10 +215,10 @@ void bind_activations(SessionClass& session) {
           [](Session& s, std::uint32_t save) { s.stage_activation(SaveId{save}); }, Release())
       .def(
           "fetch_activation",
-          [](Session& s, std::uint32_t save, std::uintptr_t address) {
-            s.fetch_activation(SaveId{save}, pointer<std::byte>(address));
+          [](Session& s, std::uint32_t save, std::uintptr_t address, std::uintptr_t stream) {
+            s.fetch_activation(SaveId{save}, pointer<std::byte>(address), stream_of(stream));
           },
-          Release())
+          py::arg("save"), py::arg("address"), py::arg("stream") = 0, Release())
       .def(
           "activation_fetched",
           [](Session& s, std::uint32_t save, bool wait) {
@@ -306,6 +238,11 @@ void bind_session(py::module_& module) {
            py::keep_alive<1, 3>())
       .def_property_readonly("plan",
                              [](const Session& s) { return plan_dict(s.config(), s.residence()); })
+      .def_property_readonly("device",
+                             [](const Session& s) {
+                               const dlpack::Device device = device_of(s);
+                               return py::make_tuple(device.type, device.id);
+                             })
       .def("tensor", &tensor_capsule)
       .def("write",
            [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
@@ -323,24 +260,37 @@ void bind_session(py::module_& module) {
            })
       .def(
           "enter",
-          [](Session& s, std::uint32_t unit, bool backward, bool recorded) {
-            const py::gil_scoped_release release;
-            s.enter(UnitId{unit}, backward, recorded);
+          [](Session& s, std::uint32_t unit, bool backward, bool recorded, std::uintptr_t stream) {
+            s.enter(UnitId{unit}, backward, recorded, stream_of(stream));
           },
-          py::arg("unit"), py::arg("backward"), py::arg("recorded") = true)
+          py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
+          Release())
       .def(
-          "leave", [](Session& s, std::uint32_t unit) { s.leave(UnitId{unit}); }, Release())
+          "leave",
+          [](Session& s, std::uint32_t unit, std::uintptr_t stream) {
+            s.leave(UnitId{unit}, stream_of(stream));
+          },
+          py::arg("unit"), py::arg("stream") = 0, Release())
       .def(
           "resident", [](Session& s, std::uint32_t unit) { return s.resident(UnitId{unit}); },
           Release())
       .def("limit_device", &Session::limit_device, Release())
-      .def("device_written", &Session::device_written, Release())
-      .def("land_gradient",
-           [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype) {
-             const Dtype parsed = parse_dtype(dtype);
-             const py::gil_scoped_release release;
-             s.land_gradient(param, pointer<const void>(address), parsed);
-           })
+      .def("rest_on_device", &Session::rest_on_device, Release())
+      .def(
+          "device_written",
+          [](Session& s, std::uint32_t param, std::uintptr_t stream) {
+            s.device_written(param, stream_of(stream));
+          },
+          py::arg("param"), py::arg("stream") = 0, Release())
+      .def(
+          "land_gradient",
+          [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
+             std::uintptr_t stream) {
+            const Dtype parsed = parse_dtype(dtype);
+            const py::gil_scoped_release release;
+            s.land_gradient(param, pointer<const void>(address), parsed, stream_of(stream));
+          },
+          py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
       .def(
           "drop_gradients", [](Session& s) { s.drop_gradients(); }, Release())
       .def("gradient_count", &Session::gradient_count, Release())
@@ -383,6 +333,8 @@ PYBIND11_MODULE(_core, module) {
   bind_session(module);
   bind_calibration(module);
   bind_planner(module);
+  module.def("device_error", &device_error, py::arg("device"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("plan", [](const py::dict& dict) {
     const Config config = parse_config(dict);
     return plan_dict(config, choose_residence(config));

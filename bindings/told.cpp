@@ -3,8 +3,9 @@
 namespace strata {
 namespace {
 
-// "host", "ssd", or "mixed"; "none" where the unit has no such pages.
+// "host", "ssd", "device", or "mixed"; "none" where the unit has no such pages.
 std::string tier_text(const Residence& home, std::size_t unit, bool (*wanted)(Role)) {
+  if (home.on_device[unit]) return "device";
   bool host = false, ssd = false;
   for (const std::uint32_t id : home.layout.units[unit].chunks) {
     for (std::size_t r = 0; r < kRoleCount; ++r) {
@@ -41,6 +42,7 @@ py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   unit["landing_bytes"] = grads * page;
   unit["grad_bytes"] = grads_rest ? grads * page : 0;
   unit["state_bytes"] = states * page;
+  unit["on_device"] = static_cast<bool>(home.on_device[u]);
   unit["chunks"] = home.layout.units[u].chunks.size();
   unit["param_tier"] = tier_text(home, u, [](Role role) { return role == Role::param; });
   unit["grad_tier"] = home.layout.grad_pages
@@ -99,6 +101,7 @@ py::dict stats_dict(const SessionStats& stats) {
   out["workers_where"] = stats.workers_where;
   out["host_locked"] = stats.host_locked;
   out["backend"] = stats.backend;
+  out["device"] = stats.device;
   out["io_engine"] = stats.io_engine;
   out["io_engine_why"] = stats.io_engine_why;
   out["isa"] = stats.isa;

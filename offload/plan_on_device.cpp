@@ -22,6 +22,8 @@ constexpr std::size_t kSimulationsMax = 1'500;
 constexpr double kShorter = 1e-4;
 // Fewer units are worth this part of it.
 constexpr double kAsGood = 1e-3;
+// Units that have a place elsewhere move there for no less: claiming twice is not for nothing.
+constexpr double kWorthMoving = 0.02;
 constexpr std::uint64_t kShares = 8;
 constexpr std::size_t kPairsUnits = 12;    // with more units, two at once are too many pairs
 constexpr std::size_t kSharesUnits = 500;  // with more units, shares and exchanges take too long
@@ -83,6 +85,8 @@ class Placing final {
   }
 
   Placed find() {
+    const Placed before = best_;
+    const double enough = (1 - kWorthMoving) * seconds_;
     const std::uint32_t to_remove = left_ / 4;
     left_ -= to_remove;
     bool helped = true;
@@ -94,7 +98,7 @@ class Placing final {
     }
     left_ = to_remove;
     remove_runs();
-    return best_;
+    return seconds_ <= enough ? best_ : before;
   }
 
  private:

@@ -83,6 +83,10 @@ class Config(TypedDict):
     moment_dtype: Literal["float32", "bfloat16", "block8"]
     pin_workers: bool  # to cores of their own where there are spare ones, else they give way
     compute_threads: int  # cores that pinned workers leave to the computation
+    device: NotRequired[str]  # "host" (default) or "cuda:N"
+
+def device_error(device: str) -> str:
+    """Why the device cannot be used here, and what to do about it; "": it can. Opens it to see."""
 
 class UnitPlan(TypedDict):
     name: str
@@ -92,7 +96,9 @@ class UnitPlan(TypedDict):
     grad_bytes: int  # at rest: in pages, or under lock_free in buffers; 0 under in_backward
     state_bytes: int  # in pages: residuals or masters, and moments
     chunks: int
-    param_tier: str  # where they rest: "host", "ssd" or "mixed"; "none" where there are none
+    on_device: bool  # all of it rests there
+    # Where they rest: "host", "ssd", "device" or "mixed"; "none" where there are none.
+    param_tier: str
     grad_tier: str
     state_tier: str
 
@@ -120,6 +126,12 @@ class Session:
         moment2 (0: absent). What it raises ends the session with a StrataError."""
     @property
     def plan(self) -> Plan: ...
+    # What touches the device's memory takes the stream on which the caller works, a cudaStream_t as
+    # an integer: it comes after what was submitted there so far, or before what comes later. The
+    # host has none.
+    @property
+    def device(self) -> tuple[int, int]:
+        """DLPack's type and id of the device: (1, 0) is the host, (2, N) is GPU N."""
     def tensor(self, param: int) -> Any:
         """A DLPack capsule of shape (numel,) over the parameter's address on the device. The
         address never changes; the contents are true between enter() and leave() of its unit."""
@@ -128,18 +140,20 @@ class Session:
     def read(self, param: int, kind: Kind, offset: int, address: int, count: int) -> None:
         """Reads `count` values as float32, after pending updates. Frozen float16/bfloat16
         parameters have no master: theirs is the parameter itself."""
-    def enter(self, unit: int, backward: bool, recorded: bool = True) -> None:
+    def enter(self, unit: int, backward: bool, recorded: bool = True, stream: int = 0) -> None:
         """Waits until the unit's parameters are on the device at their newest version, and pins
-        them. Nests. `recorded`: part of the training step, so the plan should foresee it."""
-    def leave(self, unit: int) -> None:
-        """Undoes one enter()."""
+        them: work that is submitted from here on sees them. Nests. `recorded`: part of the training
+        step, so the plan should foresee it."""
+    def leave(self, unit: int, stream: int = 0) -> None:
+        """Undoes one enter(). The parameters stay until what was submitted so far has passed."""
     def resident(self, unit: int) -> bool: ...
-    def device_written(self, param: int) -> None:
+    def device_written(self, param: int, stream: int = 0) -> None:
         """The user changed the parameter's device view: makes that its value in every tier (the
         residual becomes zero). REQUIRES: its unit is entered."""
-    def land_gradient(self, param: int, address: int, dtype: DtypeName) -> None:
-        """Takes the gradient of a whole parameter (numel contiguous elements). Returns when the
-        memory at `address` may be reused."""
+    def land_gradient(self, param: int, address: int, dtype: DtypeName, stream: int = 0) -> None:
+        """Takes the gradient of a whole parameter (numel contiguous elements, on the device).
+        Returns when it has landed and the memory at `address` may be reused: on a GPU it waits for
+        what was submitted so far, so it is best called by a thread of its own."""
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step. Raises StrataError where that was used:
         in_backward, and lock_free where it was added to older gradients."""
@@ -174,19 +188,26 @@ class Session:
     def limit_device(self, byte_count: int) -> None:
         """From the next step on, parameters use at most these bytes of the device budget (whole
         frames); frames are planned anew. Raises StrataError where the largest use needs more."""
+    def rest_on_device(self, units: list[bool], param_bytes: int) -> None:
+        """From the next step on these units, by index, rest on the device whole, and are updated
+        there; others no longer do, and their parameters use at most `param_bytes` of it. Waits for
+        pending updates. REQUIRES: no activation is saved, no gradient has landed. Raises
+        StrataError, and changes nothing, where there is no room."""
     def reserve_activations(self, host_bytes: int, ssd_bytes: int) -> None:
         """Makes room for swapped activations: host memory that was claimed and not used, and where
         that is not enough, pages whose residence saves least go to rest on the SSD. Waits for
         pending updates. REQUIRES: no activation is saved. Raises StrataError, and changes nothing,
         where there is no room."""
-    def save_activation(self, address: int, byte_count: int, to_ssd: bool, unit: int) -> int:
+    def save_activation(
+        self, address: int, byte_count: int, to_ssd: bool, unit: int, stream: int = 0
+    ) -> int:
         """Starts to copy device memory into pages; -1 where there is no room. The memory must stay
         as it is until activation_saved()."""
     def activation_saved(self, save: int, wait: bool) -> bool:
         """Whether the copy is done; `wait`: after waiting for it."""
     def stage_activation(self, save: int) -> None:
         """Asks for its pages in host memory ahead of fetch_activation(); never waits."""
-    def fetch_activation(self, save: int, address: int) -> None:
+    def fetch_activation(self, save: int, address: int, stream: int = 0) -> None:
         """Starts to copy the bytes to device memory."""
     def activation_fetched(self, save: int, wait: bool) -> bool:
         """Whether they are there; `wait`: after waiting for them. Any number of fetches, one at a

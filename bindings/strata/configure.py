@@ -226,7 +226,9 @@ def nested_device_bytes(
         entered = set(units)
         for depth in range(len(parts)):
             entered.update(names.get(".".join(parts[:depth]), []))
-        needed = sum(plan["units"][u]["param_bytes"] for u in entered)
+        needed = sum(
+            plan["units"][u]["param_bytes"] for u in entered if not plan["units"][u]["on_device"]
+        )
         if needed > most:
             most, where = needed, name or "the model itself"
     return most, where

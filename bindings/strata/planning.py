@@ -17,6 +17,11 @@ promises still hold. A batch that is larger somewhere, or has less than half the
 plan of its own. What is claimed for plans (frames, room for swapped tensors) only ever changes one
 way, so batches of many lengths do not make it swing to and fro.
 
+Note [Units on the device]. What is left of the device may hold whole units, states included. They
+move there and back between two steps, which takes as long as a few steps: so all plans want the
+same ones there, and only a batch larger than any before brings them back, since nobody knows yet
+what it leaves.
+
 Note [Slices]. Keeping, swapping and recomputing give the same bits, so measured times may choose
 between them. Slices change the shapes of matrix products, and with them the last bits: a batch is
 cut only where nothing else fits, into the fewest slices that do, so that a run can be repeated.
@@ -26,7 +31,6 @@ What can be cut is found by trials that take time and memory, so they are left u
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +38,10 @@ import torch
 from . import _core, calibrate
 from .arguments import tensors_in
 from .errors import StrataError
+from .fitting import advice
 from .memory_curve import MemoryCurve
 from .recorder import RecordedStep
+from .shape_class import Goal, Shape, ShapeClass
 from .sizes import format_size
 from .trace_of import make_trace, note_times
 
@@ -43,12 +49,9 @@ if TYPE_CHECKING:
     from ._core import Bound, Budgets, Costs, Simulation, StepPlan, Trace, Wishes
     from .wrapped import Wrapped
 
-Shape = tuple[tuple[int, ...], ...]
-
 CLASSES_MAX = 16
 SMALL_SHARE = 0.5  # of a class's elements: smaller batches get a class of their own
 TIMED_STEPS = 2  # the first one still warms up
-TIGHT_SHARE = 0.8  # of the device budget
 SLOW_STEPS = 3  # in a row, before the disk is measured anew
 SLOW_FACTOR = 1.5  # of the predicted time
 MODES: dict[str, Any] = {
@@ -61,52 +64,6 @@ MODES: dict[str, Any] = {
 log = logging.getLogger("strata")
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What the user asked for."""
-
-    activations: str  # one of MODES
-    split: int | None
-    device_bytes: int  # frames, activations and PyTorch's own memory together
-    workers: int
-    io_engine: str
-
-
-@dataclass
-class ShapeClass:
-    """Batches that one plan serves."""
-
-    shape: Shape
-    trace: Trace | None = None  # None: to be recorded
-    timed: int = 0  # steps
-    paper: _core.PaperPlan | None = None  # None: to be timed
-    plan: StepPlan | None = None  # of `paper`, which makes it anew each time it is asked
-    device_peak: int = 0  # frames and PyTorch's memory, as measured under the plan; 0: not yet
-    reserve: int = 0  # bytes of the device that plans leave alone, because one turned out too large
-    predicted_seconds: float = 0.0
-    bound_seconds: float = 0.0
-
-    @property
-    def to_check(self) -> bool:
-        """Whether the device comes so near its budget that it has to be measured under the plan."""
-        if self.plan is None or self.device_peak:
-            return False
-        peak = self.plan["peaks"]["device"]
-        return peak["bytes"] > TIGHT_SHARE * peak["budget"]
-
-    @property
-    def elements(self) -> int:
-        """Of all tensors of the batch."""
-        return sum(torch.Size(shape).numel() for shape in self.shape)
-
-    def serves(self, shape: Shape) -> bool:
-        """Whether a batch of this shape is nowhere larger than the recorded one."""
-        return len(shape) == len(self.shape) and all(
-            len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True))
-            for a, b in zip(shape, self.shape, strict=True)
-        )
-
-
 class Planning:
     """The plans of one wrapped model."""
 
@@ -117,6 +74,7 @@ class Planning:
         self.classes: list[ShapeClass] = []
         self.current: ShapeClass | None = None
         self._claimed = (0, 0, 0)  # device bytes of parameters, host and SSD bytes of activations
+        self._on_device: list[bool] | None = None  # what plans rest there; None: they may choose
         self._slow_steps = 0
         self._mixed = False  # batches of two classes in one step: its times say little
         self._curve: MemoryCurve | None = None  # of a step that is measured
@@ -226,6 +184,10 @@ class Planning:
         if found.trace is not None:
             self.state.session.synchronize()
             return
+        known = [c.elements for c in self.classes if c.trace is not None]
+        if self._on_device is not None and found.elements > max(known, default=0):
+            self._on_device = None
+            self._claim_device([False] * len(self.state.units), self.goal.param_bytes)
         self.state.recorder.begin()
         log.info("recording a step with a batch of %s", " ".join(map(str, found.shape)))
 
@@ -244,6 +206,17 @@ class Planning:
         """See Note [Slices]. Raises StrataError where the budgets cannot work."""
         if self.costs is None:
             self.costs = self._measure()
+        on_device = self._on_device
+        paper = self._best_of(trace, reserve, on_device)
+        if on_device is not None and not paper.plan["feasible"]:
+            paper = self._best_of(trace, reserve, None)
+        if not paper.plan["feasible"]:
+            refusal = paper.plan["refusal"]
+            raise StrataError(refusal + advice(self.state.model, refusal))
+        return paper
+
+    def _best_of(self, trace: Trace, reserve: int, on_device: list[bool] | None) -> _core.PaperPlan:
+        assert self.costs is not None
         budgets = self._budgets(reserve)
         slices = [self.goal.split or 0]
         if self.goal.activations == "auto" and not self.goal.split:
@@ -254,11 +227,12 @@ class Planning:
                 "activation": MODES[self.goal.activations],
                 "slices": count,
                 "may_split": False,
+                "on_device": on_device,
             }
             paper = _core.PaperPlan(trace, self.costs, budgets, wishes)
             if paper.plan["feasible"]:
-                return paper
-        raise StrataError(paper.plan["refusal"])
+                break
+        return paper
 
     def _measure(self, refresh: bool = False) -> Costs:
         config, page_bytes = self.state.config, self.state.session.plan["page_bytes"]
@@ -269,14 +243,33 @@ class Planning:
         return {**costs, "landing_waits": True}
 
     def _adopt(self, found: ShapeClass) -> None:
+        self._plan_class(found)
+        assert found.plan is not None
+        # See Note [Units on the device].
+        wanted = [unit["on_device"] for unit in found.plan["units"]]
+        if self._on_device is not None:
+            wanted = [a and b for a, b in zip(wanted, self._on_device, strict=True)]
+        self._on_device = wanted
+        for other in self.classes:
+            planned = [unit["on_device"] for unit in other.plan["units"]] if other.plan else wanted
+            if planned != wanted:
+                self._plan_class(other)
+        self._use(found)
+        if self._resting() != wanted:  # what must stay there stays, and plans make do with it
+            self._on_device = self._resting()
+            for each in self.classes:
+                if each.plan is not None:
+                    self._plan_class(each)
+            self._use(found)
+        log.info("planned: %s", self.describe())
+
+    def _plan_class(self, found: ShapeClass) -> None:
         assert found.trace is not None
         found.paper = self._plan_for(found.trace, found.reserve)
         found.plan = found.paper.plan
         found.device_peak = 0
         found.predicted_seconds = found.paper.simulate()["step_seconds"]
         found.bound_seconds = found.paper.bound()["seconds"]
-        self._use(found)
-        log.info("planned: %s", self.describe())
 
     def _use(self, found: ShapeClass) -> None:
         """Claims what the plans need and tells the units. REQUIRES: between two rounds."""
@@ -287,32 +280,46 @@ class Planning:
             max(plan["activation_host_bytes"] for plan in plans),
             max(plan["activation_ssd_bytes"] for plan in plans),
         )
-        if claimed != self._claimed:
-            self._claim(*claimed)
+        self._claim_device([unit["on_device"] for unit in found.plan["units"]], claimed[0])
+        if claimed[1:] != self._claimed[1:]:
+            self._claim_activations(*claimed[1:])
         for unit, planned in zip(self.state.units, found.plan["units"], strict=True):
             unit.activation = planned["activation"]
             unit.slices = planned["slices"]
         self.state.hooks.swapping.lookahead = found.plan["activation_lookahead"]
 
-    def _claim(self, param_bytes: int, host_bytes: int, ssd_bytes: int) -> None:
-        old = self._claimed
-        session = self.state.session
-        if param_bytes != old[0]:
+    def _claim_activations(self, host_bytes: int, ssd_bytes: int) -> None:
+        if self.state.hooks.swapping.drain():  # of graphs that somebody keeps
+            return
+        try:
+            self.state.session.reserve_activations(host_bytes, ssd_bytes)
+        except StrataError as error:
+            log.warning("tensors that find no room stay on the device: %s", error)
+        self._claimed = (self._claimed[0], host_bytes, ssd_bytes)
+
+    def _claim_device(self, units: list[bool], param_bytes: int) -> None:
+        session, now = self.state.session, self._resting()
+        if units == now and param_bytes == self._claimed[0]:
+            return
+        if units != now and self.state.hooks.swapping.drain():
+            return  # as above
+        if units == now:
             session.limit_device(param_bytes)
-        if (host_bytes, ssd_bytes) != old[1:]:
-            if self.state.hooks.swapping.drain():  # of graphs that somebody keeps
-                host_bytes, ssd_bytes = old[1:]
-            else:
-                try:
-                    session.reserve_activations(host_bytes, ssd_bytes)
-                except StrataError as error:
-                    log.warning("tensors that find no room stay on the device: %s", error)
-        self._claimed = (param_bytes, host_bytes, ssd_bytes)
+        else:
+            try:
+                session.rest_on_device(units, param_bytes)
+            except StrataError as error:
+                log.info("units rest where they are: %s", error)
+                return
+        self._claimed = (param_bytes, *self._claimed[1:])
+
+    def _resting(self) -> list[bool]:
+        return [unit["on_device"] for unit in self.state.session.plan["units"]]
 
     def _check_peak(self, current: ShapeClass, pytorch_bytes: int) -> None:
         """Holds the plan against what PyTorch's memory really reached."""
         assert current.plan is not None
-        frames = current.plan["param_device_bytes"]
+        frames = current.plan["param_device_bytes"] + current.plan["resting_device_bytes"]
         current.device_peak = frames + pytorch_bytes
         excess = current.device_peak - self.goal.device_bytes
         if excess <= 0:
@@ -366,10 +373,14 @@ class Planning:
             sliced = f" in {unit['slices']}" if unit["slices"] > 1 else ""
             key = unit["activation"].replace("_", " to ") + sliced
             modes[key] = modes.get(key, 0) + 1
+        resting = ""
+        if plan["resting_device_bytes"]:
+            units = sum(unit["on_device"] for unit in plan["units"])
+            resting = f" and {format_size(plan['resting_device_bytes'])} for {units} whole units"
         return (
             f"{', '.join(f'{count} units {mode}' for mode, count in modes.items())}; device peak "
             f"{format_size(plan['peaks']['device']['bytes'])}, of it "
-            f"{format_size(plan['param_device_bytes'])} for parameters; "
+            f"{format_size(plan['param_device_bytes'])} for parameters{resting}; "
             f"{run['step_seconds']:.2f} s a step predicted, "
             f"{bound['seconds'] / run['step_seconds']:.0%} of the bound ({bound['what']})"
         )

@@ -23,7 +23,7 @@ DAY_SECONDS = 86_400
 TB = 1e12  # as makers of drives count their endurance
 
 if TYPE_CHECKING:
-    from ._core import Bound, Config, Plan, Simulation, StepPlan, Trace
+    from ._core import Bound, Config, Plan, PlannedUnit, Simulation, StepPlan, Trace
     from .wrapped import Wrapped
 
 
@@ -281,9 +281,9 @@ def planned_rows(plan: StepPlan, trace: Trace) -> list[PlannedRow]:
             unit["name"],
             planned["activation"],
             planned["slices"],
-            _resting(planned["param_ssd_bytes"], unit["param_bytes"]),
-            _resting(planned["grad_ssd_bytes"], unit["grad_bytes"]),
-            _resting(planned["state_ssd_bytes"], unit["state_bytes"]),
+            _resting(planned, planned["param_ssd_bytes"], unit["param_bytes"]),
+            _resting(planned, planned["grad_ssd_bytes"], unit["grad_bytes"]),
+            _resting(planned, planned["state_ssd_bytes"], unit["state_bytes"]),
             resident,
         )
         for unit, planned, resident in zip(
@@ -292,7 +292,9 @@ def planned_rows(plan: StepPlan, trace: Trace) -> list[PlannedRow]:
     ]
 
 
-def _resting(on_ssd: int, size: int) -> str:
+def _resting(planned: PlannedUnit, on_ssd: int, size: int) -> str:
     if size == 0:
         return "none"
+    if planned["on_device"]:
+        return "device"
     return "host" if on_ssd == 0 else "ssd" if on_ssd >= size else "mixed"

@@ -208,7 +208,10 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
         foreign = make_foreign(optimizer)
         if foreign is not None:
             _say_what_it_costs(foreign, optimizer, config)
-        session = _core.Session(config, foreign)
+        # The core's budget counts whole units that a plan lets rest on the device, too.
+        whole = config.copy()
+        whole["device_bytes"] = device_goal(config, options)
+        session = _core.Session(whole, foreign)
         try:
             state = Wrapped(model, session, config)
             _fill(state, options)
@@ -257,17 +260,18 @@ def _start_planning(state: Wrapped, options: Options, hooked: dict[nn.Module, li
     """Plans steps from the first one on."""
     config = state.config
     assert options.activations is not None
+    # Until activations are known, parameters have half of the device.
+    needed, _ = nested_device_bytes(state.model, hooked, state.session.plan)
     goal = Goal(
         options.activations,
         options.split,
         device_goal(config, options),
+        max(needed, config["device_bytes"] // 2),
         config["workers"],
         config["io_engine"],
     )
     state.planning = Planning(state, goal)
-    # Until activations are known, parameters have half of the device.
-    needed, _ = nested_device_bytes(state.model, hooked, state.session.plan)
-    state.session.limit_device(max(needed, config["device_bytes"] // 2))
+    state.session.limit_device(goal.param_bytes)
 
 
 def _free_name(paths: Sequence[str]) -> str:

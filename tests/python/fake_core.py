@@ -89,6 +89,12 @@ class Session:
     def limit_device(self, byte_count: int) -> None:
         self.config = {**self.config, "device_bytes": byte_count}
 
+    def rest_on_device(self, units: list[bool], param_bytes: int) -> None:
+        assert not any(p.landed for p in self.params)
+        for unit, there in zip(self.plan["units"], units, strict=True):
+            unit["on_device"] = there
+        self.limit_device(param_bytes)
+
     def resident(self, unit: int) -> bool:
         return not self.evicts or self.pins[unit] > 0
 
@@ -349,6 +355,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
                 "grad_bytes": grads[u],
                 "state_bytes": states[u],
                 "chunks": 1,
+                "on_device": False,
                 "param_tier": "host",
                 "grad_tier": "host" if grads[u] else "none",
                 "state_tier": "host" if states[u] else "none",
