@@ -1,0 +1,138 @@
+#include "bulk_copy.hpp"
+
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <optional>
+
+#include "memory/check.hpp"
+#include "memory/cuda_device.hpp"
+#include "memory/result.hpp"
+#include "memory/slab.hpp"
+#include "memory/units.hpp"
+
+namespace strata {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+class HostBulk final : public BulkCopy {
+ public:
+  explicit HostBulk(std::size_t bytes) : device_(round_up(bytes, 4 * kKiB)) {}
+
+  double run(Ways ways, std::span<std::byte> host) override {
+    STRATA_ASSERT(host.size() <= device_.bytes().size());
+    std::byte* const device = device_.bytes().data();
+    const std::size_t in = ways == Ways::in ? host.size() : ways == Ways::out ? 0 : host.size() / 2;
+    const auto begin = Clock::now();
+    std::memcpy(device, host.data(), in);
+    std::memcpy(host.data() + in, device + in, host.size() - in);
+    return seconds_since(begin);
+  }
+
+ private:
+  Slab device_;
+};
+
+// Invariant: what was made so far is not null, and goes back in the reverse order.
+class CudaBulk final : public BulkCopy {
+ public:
+  CudaBulk(const CudaDriver& driver, int ordinal, std::size_t bytes) : device_(driver, ordinal) {
+    const CudaDevice::Current current(device_);
+    bytes_ = round_up(bytes, device_.facts().granularity);
+    try {
+      take();
+    } catch (...) {
+      give_back();
+      throw;
+    }
+  }
+  ~CudaBulk() override {
+    const CudaDevice::Current current(device_);
+    give_back();
+  }
+  CudaBulk(const CudaBulk&) = delete;
+  CudaBulk& operator=(const CudaBulk&) = delete;
+
+  double run(Ways ways, std::span<std::byte> host) override {
+    STRATA_ASSERT(host.size() <= bytes_);
+    const CudaDevice::Current current(device_);
+    const std::size_t in = ways == Ways::in ? host.size() : ways == Ways::out ? 0 : host.size() / 2;
+    const std::size_t out = host.size() - in;
+    const auto begin = Clock::now();
+    if (in > 0) {
+      check("copy", device_.call(&CudaDriver::copy_in, at_, host.data(), in, streams_[0]));
+    }
+    if (out > 0) {
+      check("copy",
+            device_.call(&CudaDriver::copy_out, host.data() + in, at_ + in, out, streams_[1]));
+    }
+    for (CudaStream stream : streams_) {
+      check("copy", device_.call(&CudaDriver::stream_synchronize, stream));
+    }
+    return seconds_since(begin);
+  }
+
+ private:
+  void check(const char* what, int result) {
+    if (result != kCudaSuccess) throw StrataError(device_.refused(what, result, bytes_));
+  }
+
+  void take() {
+    check("reserve addresses", device_.call(&CudaDriver::address_reserve, bytes_, &at_));
+    CudaMemory memory{};
+    check("hold what is copied",
+          device_.call(&CudaDriver::memory_create, device_.ordinal(), bytes_, &memory));
+    memory_ = memory;
+    check("map memory", device_.call(&CudaDriver::map, at_, bytes_, memory));
+    mapped_ = true;
+    check("open memory", device_.call(&CudaDriver::set_access, device_.ordinal(), at_, bytes_));
+    for (CudaStream& stream : streams_) {
+      check("make a stream", device_.call(&CudaDriver::stream_create, &stream));
+    }
+  }
+
+  void give_back() {
+    for (CudaStream stream : streams_) {
+      if (stream != nullptr) device_.give_back(&CudaDriver::stream_destroy, stream);
+    }
+    if (mapped_) device_.give_back(&CudaDriver::unmap, at_, bytes_);
+    if (memory_) device_.give_back(&CudaDriver::memory_release, *memory_);
+    if (at_ != nullptr) device_.give_back(&CudaDriver::address_free, at_, bytes_);
+  }
+
+  CudaDevice device_;
+  std::size_t bytes_ = 0;
+  std::byte* at_ = nullptr;
+  std::optional<CudaMemory> memory_;
+  bool mapped_ = false;
+  std::array<CudaStream, 2> streams_{};  // in, out
+};
+
+}  // namespace
+
+const char* name(Ways ways) {
+  switch (ways) {
+    case Ways::in:
+      return "in";
+    case Ways::out:
+      return "out";
+    case Ways::both:
+      return "both";
+  }
+  return "?";
+}
+
+std::unique_ptr<BulkCopy> open_host_bulk(std::size_t bytes) {
+  return std::make_unique<HostBulk>(bytes);
+}
+
+std::unique_ptr<BulkCopy> open_cuda_bulk(const CudaDriver& driver, int ordinal, std::size_t bytes) {
+  return std::make_unique<CudaBulk>(driver, ordinal, bytes);
+}
+
+}  // namespace strata
