@@ -12,8 +12,12 @@
 
 namespace strata::dlpack {
 
+// Types of devices.
+inline constexpr std::int32_t kHost = 1;
+inline constexpr std::int32_t kCuda = 2;
+
 struct Device {
-  std::int32_t type = 1;  // kDLCPU
+  std::int32_t type = kHost;
   std::int32_t id = 0;
 };
 
@@ -47,7 +51,7 @@ inline DataType data_type(Dtype dtype) {
 }
 
 // A managed tensor of shape (count,), freed by its own deleter.
-inline ManagedTensor* make(void* data, std::size_t count, Dtype dtype) {
+inline ManagedTensor* make(void* data, std::size_t count, Dtype dtype, Device device) {
   struct Owned {
     ManagedTensor managed;
     std::int64_t shape;
@@ -56,6 +60,7 @@ inline ManagedTensor* make(void* data, std::size_t count, Dtype dtype) {
   auto* owned = new Owned{};
   owned->shape = static_cast<std::int64_t>(count);
   owned->managed.tensor.data = data;
+  owned->managed.tensor.device = device;
   owned->managed.tensor.dtype = data_type(dtype);
   owned->managed.tensor.shape = &owned->shape;
   owned->managed.tensor.strides = &owned->stride;

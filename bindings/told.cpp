@@ -65,7 +65,7 @@ py::dict plan_dict(const Config& config, const Residence& home) {
   plan["host_bytes"] = home.host_frames * page;
   plan["ssd_bytes"] = home.slots * page;
   plan["staging_bytes"] = home.staging_frames * page;
-  plan["buffer_bytes"] = (std::size_t{home.buffer_frames} + home.scale_frames) * page;
+  plan["buffer_bytes"] = (home.buffer_frames + home.scale_frames + home.landing_frames) * page;
   plan["device_bytes_min"] = home.device_frames_min * page;
   plan["units"] = units;
   return plan;

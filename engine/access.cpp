@@ -150,8 +150,10 @@ void Session::read(std::uint32_t param, Kind kind, std::size_t offset, float* va
   });
 }
 
-void Session::device_written(std::uint32_t param) {
+void Session::device_written(std::uint32_t param, Stream stream) {
   Lock lock(mutex_);
+  throw_if_failed();
+  wait_for(lock, backend_->record(stream), config_.params[param].unit);
   const Layout& layout = home_.layout;
   PageId copied = kNoPage;
   for_pieces(param, 0, layout.numel[param], [&](const Piece& piece) {

@@ -32,7 +32,8 @@ struct Config {
   std::vector<ParamSpec> params;
   std::vector<std::string> units;  // names, in order of first use
   std::vector<Hyper> groups;
-  std::size_t page_bytes = 0;  // 0: chosen
+  std::string device = "host";  // or "cuda:N"
+  std::size_t page_bytes = 0;   // 0: chosen
   std::size_t device_bytes = 0;
   std::size_t host_bytes = 0;
   std::size_t ssd_bytes = 0;

@@ -119,7 +119,7 @@ void Session::land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> 
   moved_.notify_all();
 }
 
-void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype) {
+void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream) {
   Lock lock(mutex_);
   throw_if_failed();
   STRATA_ASSERT(config_.params[param].trainable);

@@ -115,6 +115,7 @@ SessionStats Session::stats() {
   stats.workers_where = workers_where_;
   stats.host_locked = slab_->locked();
   stats.backend = backend_->name();
+  stats.device = backend_->description();
   stats.isa = name(best_isa());
   if (!slab_->locked()) {
     stats.warnings.push_back("host memory could not be locked (ulimit -l): it may be swapped out");

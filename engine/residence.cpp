@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "engine/devices.hpp"
+#include "engine/placing.hpp"
 #include "memory/check.hpp"
 #include "memory/result.hpp"
 
@@ -12,127 +14,12 @@ namespace strata {
 namespace {
 
 constexpr std::size_t kPageBytesDefault = 4 * kMiB;
-// Staging for four chunks in flight (one loads, one updates, one is written, one is spare) and as
-// many single pages: gradients that land and parameters on their way to the device.
-constexpr std::uint32_t kChunksInFlight = 4;
-constexpr std::uint32_t kSinglePages = 8;
+// What a GPU maps at a time.
+constexpr std::size_t kCudaPageBytesMin = 2 * kMiB;
 constexpr std::uint32_t kFetchesMax = 16;
 constexpr std::size_t kPagesMax = std::size_t{1} << 30;  // of activations in a tier
 // Copies of activations finish by themselves and quickly: a few keep the disk and the device busy.
 constexpr std::uint32_t kActivationFramesMax = 8;
-
-std::uint32_t chunk_pages_max(const Layout& layout) {
-  std::uint32_t most = 1;
-  for (const Chunk& chunk : layout.chunks) {
-    std::uint32_t pages = 0;
-    for (const PageRun& run : chunk.roles) pages += run.count;
-    most = std::max(most, pages);
-  }
-  return most;
-}
-
-bool on_device(const Residence& home, const Chunk& chunk) {
-  return home.on_device[index(home.layout.segments[chunk.segment].unit)];
-}
-
-// Pages that do not rest on the device, in the order in which host memory serves them best.
-std::vector<PageId> by_worth(const Residence& home) {
-  const Layout& layout = home.layout;
-  std::vector<PageId> order;
-  const auto add = [&](const Chunk& chunk, Role role) {
-    if (on_device(home, chunk)) return;
-    const PageRun& run = chunk.run(role);
-    for (std::uint32_t i = 0; i < run.count; ++i) order.push_back(PageId{index(run.first) + i});
-  };
-  for (const Chunk& chunk : layout.chunks) add(chunk, Role::param);
-  for (const Chunk& chunk : layout.chunks) add(chunk, Role::grad);
-  for (const Chunk& chunk : layout.chunks) {
-    add(chunk, Role::master);
-    add(chunk, Role::moment1);
-    add(chunk, Role::moment2);
-  }
-  return order;
-}
-
-// Gives every page its tier: what does not rest on the device has so many frames of host memory.
-// Returns the pages that rest on the SSD.
-std::size_t place_pages(Residence& home, std::size_t host_frames) {
-  home.tier.assign(home.layout.page_count, Tier::device);
-  const std::vector<PageId> order = by_worth(home);
-  const std::size_t here = std::min(host_frames, order.size());
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    home.tier[index(order[i])] = i < here ? Tier::host : Tier::ssd;
-  }
-  return order.size() - here;
-}
-
-// Pages of all roles.
-std::size_t unit_pages(const Layout& layout, std::size_t unit) {
-  std::size_t pages = 0;
-  for (const std::uint32_t chunk : layout.units[unit].chunks) {
-    for (const PageRun& run : layout.chunks[chunk].roles) pages += run.count;
-  }
-  return pages;
-}
-
-// All pages of the units that rest on the device, and the largest of the others.
-void count_device(Residence& home) {
-  home.rest_frames = home.device_frames_min = 0;
-  for (std::size_t u = 0; u < home.layout.units.size(); ++u) {
-    const auto params = static_cast<std::uint32_t>(home.layout.units[u].pages.size());
-    if (home.on_device[u])
-      home.rest_frames += static_cast<std::uint32_t>(unit_pages(home.layout, u));
-    else
-      home.device_frames_min = std::max(home.device_frames_min, params);
-  }
-}
-
-// Frames for gradients without pages: see Note [Buffers].
-struct BufferNeed {
-  std::size_t least = 0;
-  std::size_t wanted = 0;
-};
-
-BufferNeed buffer_need(const Config& config, const Layout& layout) {
-  if (config.update == UpdateMode::on_step) return {};
-  std::size_t all = 0, largest_chunk = 0;
-  std::vector<std::size_t> by_unit(layout.units.size(), 0);
-  for (const Chunk& chunk : layout.chunks) {
-    const std::size_t frames = layout.grad_frames(chunk);
-    all += frames;
-    largest_chunk = std::max(largest_chunk, frames);
-    by_unit[index(layout.segments[chunk.segment].unit)] += frames;
-  }
-  if (config.update == UpdateMode::in_backward) {
-    const std::size_t least = *std::max_element(by_unit.begin(), by_unit.end());
-    return {least, std::min(2 * least, all)};
-  }
-  if (all == 0) return {};
-  const std::size_t slots = update_slots(std::max(1, config.workers));
-  const std::size_t frames = all + slots * (largest_chunk + (config.max_staleness > 0 ? 1 : 0));
-  return {frames, frames};
-}
-
-// What is set aside in host memory, whatever rests where.
-std::size_t set_aside(const Residence& home) {
-  return std::size_t{home.buffer_frames} + home.scale_frames;
-}
-
-// The staging area for a chunk, and what may be held beside it.
-std::uint32_t staging_least(const Residence& home) {
-  return home.chunk_frames_max + 3;
-}
-
-std::uint32_t staging_wanted(const Residence& home) {
-  return kChunksInFlight * home.chunk_frames_max + kSinglePages;
-}
-
-// Of so many frames of the budget.
-std::uint32_t choose_staging(const Residence& home, std::size_t frames) {
-  const std::uint32_t least = staging_least(home);
-  return std::clamp(static_cast<std::uint32_t>(frames / 2), least,
-                    std::max(least, staging_wanted(home)));
-}
 
 struct Verdict {
   Residence residence;
@@ -211,6 +98,7 @@ void choose_host(const Config& config, Verdict& verdict) {
   const BufferNeed buffers = buffer_need(config, home.layout);
   home.chunk_frames_max = chunk_pages_max(home.layout);
   home.scale_frames = static_cast<std::uint32_t>(ceil_div(home.layout.scale_bytes, page));
+  home.landing_frames = config.device == "host" ? 0 : kLandingFrames;
   home.buffer_frames = static_cast<std::uint32_t>(buffers.least);
   // 1. Everything that is not on the device in host memory. What is there passes through staging.
   const std::size_t beside = home.rest_frames == 0 ? 0 : staging_least(home);
@@ -299,13 +187,16 @@ Residence choose_residence(const Config& config) {
     if (verdict.error) throw StrataError(*verdict.error);
     return std::move(verdict.residence);
   }
+  const bool cuda = cuda_ordinal(config.device).has_value();
+  const std::size_t smallest = cuda ? kCudaPageBytesMin : kPageBytesMin;
   std::optional<Verdict> feasible;
-  for (std::size_t page = kPageBytesDefault; page >= kPageBytesMin; page /= 2) {
+  for (std::size_t page = kPageBytesDefault; page >= smallest; page /= 2) {
     Verdict verdict = try_page(config, page);
     if (!verdict.error) {
       if (comfortable(config, verdict.residence)) return std::move(verdict.residence);
       feasible = std::move(verdict);  // the smallest feasible page is the last resort
-    } else if (page == kPageBytesMin && !feasible) {
+    } else if (page == smallest && !feasible) {
+      if (cuda) verdict.error->what += "; pages of a GPU are " + bytes_text(smallest) + " at least";
       throw StrataError(*verdict.error);
     }
   }
@@ -332,9 +223,10 @@ Verdict refuse_room(const Config& config, const Residence& then, const Room& roo
       std::max<std::size_t>(then.buffer_frames, buffer_need(config, then.layout).wanted);
   const std::size_t beside = then.rest_frames == 0 ? 0 : staging;
   const std::size_t least = config.ssd_paths.empty() ? below + beside : staging;
+  const std::size_t others = buffers + then.scale_frames + then.landing_frames;
   infeasible(verdict, Tier::host,
              needs + "and the host budget is " + bytes_text(config.host_bytes) + "; " +
-                 host_advice(least + buffers + then.scale_frames + room.host_pages, page) +
+                 host_advice(least + others + room.host_pages, page) +
                  (config.ssd_paths.empty() ? ", or give ssd_path=" : ""));
   return verdict;
 }

@@ -30,7 +30,7 @@ namespace strata {
 
 // Invariants:
 //   1. Pages that rest in host memory + staging_frames + activation_frames + buffer_frames +
-//      scale_frames <= host_frames, and likewise for slots.
+//      scale_frames + landing_frames <= host_frames, and likewise for slots.
 //   2. A page rests on the device exactly where its unit does, whose pages are rest_frames in all.
 //   3. Where anything rests outside host memory, there is a staging area.
 struct Residence {
@@ -50,7 +50,12 @@ struct Residence {
   // parameters ahead of their publication (lock_free with a staleness).
   std::uint32_t buffer_frames = 0;
   std::uint32_t scale_frames = 0;  // part of host_frames, for the scales of block8 moments
+  // Part of host_frames, for gradients on their way from a device that the processor cannot reach.
+  std::uint32_t landing_frames = 0;
 };
+
+// One is filled while the processor reads the other.
+inline constexpr std::uint32_t kLandingFrames = 2;
 
 // Chunks whose updates are open at a time: enough for every worker to find the next one loaded and
 // the last one being written; the staging area often allows fewer. REQUIRES: workers >= 0.

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/devices.hpp"
 #include "memory/check.hpp"
-#include "memory/host_backend.hpp"
 #include "offload/make_engine.hpp"
 
 namespace strata {
@@ -58,7 +58,8 @@ void Session::claim(SessionParts& parts) {
   slab_ = std::make_unique<Slab>(host_bytes, Locking::wanted, std::max(host_bytes, budget));
   host_ = std::make_unique<Pool>(home_.host_frames, page, slab_->bytes().data());
   backend_ = std::move(parts.backend);
-  if (!backend_) backend_ = std::make_unique<HostBackend>(&bell_);
+  if (!backend_ && parts.open_device) backend_ = parts.open_device(&bell_);
+  if (!backend_) backend_ = open_device(config_.device, &bell_);
   claimed_ = home_.device_frames + home_.rest_frames;
   if (auto error = backend_->claim(claimed_, page)) throw StrataError(*error);
   for (const UnitLayout& unit : home_.layout.units) {
@@ -200,6 +201,7 @@ bool Session::turn() {
     moved |= executor_->turn();
     moved |= activations_->turn();
     moved |= cache_->turn();
+    moved |= std::erase_if(awaited_, [this](CopyTicket t) { return backend_->done(t); }) != 0;
   }
   if (executor_->failure()) fail(*executor_->failure());
   if (updates_->failure()) fail(*updates_->failure());
@@ -254,6 +256,20 @@ void Session::wait(Lock& lock, const std::function<bool()>& ready, const Awaited
     if (progress_ != seen) seen = progress_, since = now;
     if (idle_ ? idle_turns < kStuckIdleTurns : now - since < kStuckAfter) continue;
     fail(stuck(awaited));
+    throw_if_failed();
+  }
+}
+
+// For work on the device, of the unit: others go on meanwhile.
+void Session::wait_for(Lock& lock, CopyTicket ticket, UnitId unit) {
+  if (!backend_->done(ticket)) {
+    awaited_.push_back(ticket);
+    const auto over = [&] { return std::count(awaited_.begin(), awaited_.end(), ticket) == 0; };
+    wait(lock, over, {"computation on the device", unit});
+  }
+  if (auto error = backend_->take_error(ticket)) {
+    error->unit = name_of(unit);
+    fail(std::move(*error));
     throw_if_failed();
   }
 }

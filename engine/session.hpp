@@ -64,7 +64,7 @@ struct SessionStats {
   double worker_busy_s = 0.0;
   std::string workers_where;
   bool host_locked = false;
-  std::string backend, io_engine, io_engine_why, isa;
+  std::string backend, device, io_engine, io_engine_why, isa;
   std::vector<std::string> warnings;  // for the log: what works less well than it could
 };
 
@@ -72,6 +72,8 @@ struct SessionStats {
 struct SessionParts {
   std::unique_ptr<Backend> backend;
   std::unique_ptr<IoEngine> io_engine;
+  // Makes the backend over the session's own bell. Absent: the one that the configuration names.
+  std::function<std::unique_ptr<Backend>(Doorbell*)> open_device;
   // No pump: called when nothing moved, to advance the virtual clock. Absent: a pump thread runs.
   std::function<void()> idle;
   // No pump: asked in every turn whether a worker may have finished; absent: always.
@@ -131,11 +133,13 @@ class Session final {
   bool activation_fetched(SaveId id, bool wait_for_it);
   // Never throws: what a closed or failed session held is gone anyway.
   void drop_activation(SaveId id);
-  // The user changed the device view: makes it the value of the parameter. REQUIRES: entered.
-  void device_written(std::uint32_t param);
+  // The user changed the device view, by work submitted so far on `stream`: makes it the value of
+  // the parameter. REQUIRES: entered.
+  void device_written(std::uint32_t param, Stream stream = nullptr);
 
-  // Takes numel contiguous elements; `from` may be reused on return.
-  void land_gradient(std::uint32_t param, const void* from, Dtype dtype);
+  // Takes numel contiguous elements of the device's memory, which work submitted so far on `stream`
+  // wrote; `from` may be reused on return.
+  void land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream = nullptr);
   // Waits until there is room for the gradient. False: there is none, and no update will make any,
   // so that complete() has to be called for other units first.
   bool gradient_fits(std::uint32_t param);
@@ -179,6 +183,7 @@ class Session final {
   std::string whose(PageId page) const;
   Error stuck(const Awaited& awaited) const;
   void wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited = {});
+  void wait_for(Lock& lock, CopyTicket ticket, UnitId unit);
   std::byte* open(Lock& lock, PageId page, Intent intent);
   void wait_idle_chunk(Lock& lock, std::uint32_t chunk);
   void for_pieces(std::uint32_t param, std::size_t offset, std::size_t count,
@@ -253,6 +258,7 @@ class Session final {
   std::vector<std::uint64_t> update_waits_;
   std::vector<bool> completed_;  // by unit: since the last step
   std::vector<Arrival> arrivals_;
+  std::vector<CopyTicket> awaited_;  // by wait_for(), and not seen done
   Timeline timeline_;
   std::uint64_t steps_ = 0;
   std::uint64_t steps_skipped_ = 0;

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 
 #include "memory/result.hpp"
 #include "memory/units.hpp"
@@ -38,6 +39,10 @@ class Backend {
   virtual ~Backend() = default;
 
   virtual const char* name() const = 0;
+  // For people: which one of its kind.
+  virtual std::string description() const { return name(); }
+  // Whether the processor reaches the device's memory, by its address.
+  virtual bool reachable() const { return true; }
 
   // Claims every frame at once. REQUIRES: called once, before anything else.
   virtual std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) = 0;

@@ -55,6 +55,8 @@ class CudaBackend final : public Backend {
   CudaBackend& operator=(const CudaBackend&) = delete;
 
   const char* name() const override { return "cuda"; }
+  std::string description() const override { return device_.name(); }
+  bool reachable() const override { return false; }
   const CudaDevice& device() const { return device_; }
 
   std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) override;

@@ -108,7 +108,8 @@ class Plan(TypedDict):
     host_bytes: int
     ssd_bytes: int
     staging_bytes: int  # part of host_bytes
-    buffer_bytes: int  # part of host_bytes: gradients in buffers, and scales of 8-bit moments
+    # Part of host_bytes: gradients in buffers or on their way there, and scales of 8-bit moments.
+    buffer_bytes: int
     device_bytes_min: int  # smallest device budget that works
     units: list[UnitPlan]
 

@@ -1,0 +1,92 @@
+#include "bindings/asked.hpp"
+
+namespace strata {
+namespace {
+
+Rule parse_rule(const std::string& text) {
+  if (text == "adamw") return Rule::adamw;
+  if (text == "adam") return Rule::adam;
+  if (text == "sgd") return Rule::sgd;
+  if (text == "lion") return Rule::lion;
+  if (text == "adagrad") return Rule::adagrad;
+  if (text == "foreign") return Rule::foreign;
+  throw py::value_error("unknown rule " + text);
+}
+
+UpdateMode parse_update(const std::string& text) {
+  if (text == "on_step") return UpdateMode::on_step;
+  if (text == "in_backward") return UpdateMode::in_backward;
+  if (text == "lock_free") return UpdateMode::lock_free;
+  throw py::value_error("unknown update mode " + text);
+}
+
+}  // namespace
+
+MomentDtype parse_moment_dtype(const std::string& text) {
+  if (text == "float32") return MomentDtype::float32;
+  if (text == "bfloat16") return MomentDtype::bfloat16;
+  if (text == "block8") return MomentDtype::block8;
+  throw py::value_error("unknown moment dtype " + text);
+}
+
+Hyper parse_group(const py::dict& group) {
+  Hyper hyper;
+  hyper.rule = parse_rule(field<std::string>(group, "rule"));
+  hyper.lr = field<double>(group, "lr");
+  hyper.beta1 = field<double>(group, "beta1");
+  hyper.beta2 = field<double>(group, "beta2");
+  hyper.eps = field<double>(group, "eps");
+  hyper.weight_decay = field<double>(group, "weight_decay");
+  hyper.momentum = field<double>(group, "momentum");
+  hyper.dampening = field<double>(group, "dampening");
+  hyper.lr_decay = field<double>(group, "lr_decay");
+  hyper.initial_accumulator = field<double>(group, "initial_accumulator");
+  hyper.nesterov = field<bool>(group, "nesterov");
+  hyper.maximize = field<bool>(group, "maximize");
+  if (hyper.rule == Rule::foreign) {
+    hyper.options = field<std::uint64_t>(group, "options");
+    hyper.foreign_moments = field<int>(group, "moments");
+  }
+  return hyper;
+}
+
+std::vector<Hyper> parse_groups(const py::list& groups) {
+  std::vector<Hyper> out;
+  for (const py::handle& group : groups) out.push_back(parse_group(group.cast<py::dict>()));
+  return out;
+}
+
+Config parse_config(const py::dict& dict) {
+  Config config;
+  for (const py::handle& item : field<py::list>(dict, "params")) {
+    const auto spec = item.cast<py::dict>();
+    ParamSpec param;
+    param.name = field<std::string>(spec, "name");
+    param.numel = field<std::size_t>(spec, "numel");
+    param.dtype = parse_dtype(field<std::string>(spec, "dtype"));
+    param.trainable = field<bool>(spec, "trainable");
+    param.unit = UnitId{field<std::uint32_t>(spec, "unit")};
+    param.group = field<std::uint32_t>(spec, "group");
+    config.params.push_back(std::move(param));
+  }
+  config.units = field<std::vector<std::string>>(dict, "units");
+  config.groups = parse_groups(field<py::list>(dict, "groups"));
+  config.page_bytes = field<std::size_t>(dict, "page_bytes");
+  config.device_bytes = field<std::size_t>(dict, "device_bytes");
+  config.host_bytes = field<std::size_t>(dict, "host_bytes");
+  config.ssd_bytes = field<std::size_t>(dict, "ssd_bytes");
+  config.ssd_paths = field<std::vector<std::string>>(dict, "ssd_paths");
+  config.io_engine = field<std::string>(dict, "io_engine");
+  config.workers = field<int>(dict, "workers");
+  config.accumulate = field<bool>(dict, "accumulate");
+  config.update = parse_update(field<std::string>(dict, "update"));
+  config.max_staleness = field<std::uint32_t>(dict, "max_staleness");
+  config.moment_dtype = parse_moment_dtype(field<std::string>(dict, "moment_dtype"));
+  config.pin_workers = field<bool>(dict, "pin_workers");
+  config.compute_threads = field<int>(dict, "compute_threads");
+  if (dict.contains("device")) config.device = field<std::string>(dict, "device");
+  if (dict.contains("session_name")) config.session_name = field<std::string>(dict, "session_name");
+  return config;
+}
+
+}  // namespace strata

@@ -1,0 +1,23 @@
+// What Python asks for, as the core takes it: each dictionary is described in
+// bindings/strata/_core.pyi.
+//
+// Threads: with the GIL. What is missing or unknown is a Python ValueError or KeyError.
+//
+//   Session session(parse_config(dict));
+//   session.step(parse_groups(groups), options);
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "bindings/python.hpp"
+#include "engine/config.hpp"
+
+namespace strata {
+
+MomentDtype parse_moment_dtype(const std::string& text);
+Hyper parse_group(const py::dict& group);
+std::vector<Hyper> parse_groups(const py::list& groups);
+Config parse_config(const py::dict& dict);
+
+}  // namespace strata

@@ -1,0 +1,41 @@
+#include "engine/devices.hpp"
+
+#include <charconv>
+#include <string_view>
+
+#include "memory/cuda_backend.hpp"
+#include "memory/cuda_library.hpp"
+#include "memory/host_backend.hpp"
+
+namespace strata {
+
+std::optional<int> cuda_ordinal(const std::string& device) {
+  if (device == "host") return std::nullopt;
+  constexpr std::string_view kCuda = "cuda:";
+  int ordinal = -1;
+  if (device.starts_with(kCuda)) {
+    const char* const end = device.data() + device.size();
+    const auto [parsed, failed] = std::from_chars(device.data() + kCuda.size(), end, ordinal);
+    if (failed == std::errc{} && parsed == end && ordinal >= 0) return ordinal;
+  }
+  refuse("there is no device \"" + device +
+         "\": it is \"host\" or \"cuda:0\", with the GPU's number");
+}
+
+std::string device_error(const std::string& device) {
+  try {
+    const auto ordinal = cuda_ordinal(device);
+    if (ordinal) const CudaDevice opened(CudaLibrary().driver(), *ordinal);
+    return "";
+  } catch (const StrataError& error) {
+    return error.error().what;
+  }
+}
+
+std::unique_ptr<Backend> open_device(const std::string& device, Doorbell* bell) {
+  const auto ordinal = cuda_ordinal(device);
+  if (!ordinal) return std::make_unique<HostBackend>(bell);
+  return open_cuda_backend(*ordinal, bell);
+}
+
+}  // namespace strata
