@@ -82,6 +82,7 @@ py::dict stats_dict(const SessionStats& stats) {
   out["device_rest_bytes"] = stats.device_rest_bytes;
   out["device_bytes_budget"] = stats.device_bytes_budget;
   out["host_bytes"] = stats.host_bytes;
+  out["pinned_bytes"] = stats.pinned_bytes;
   out["staging_bytes"] = stats.staging_bytes;
   out["ssd_bytes"] = stats.ssd_bytes;
   out["activation_host_bytes"] = stats.activation_host_bytes;

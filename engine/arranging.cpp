@@ -44,6 +44,7 @@ void Session::rest_on_device(const std::vector<bool>& units, std::size_t param_b
   if (changes) {
     check_still(units);
     then = rearrange(config_, rearrange(config_, home_, room(stay)), room(units));
+    check_resting(then);
   }
   const std::uint32_t before = param_frames_;
   param_frames_ = static_cast<std::uint32_t>(
@@ -168,6 +169,8 @@ void Session::claim_more(const Residence& then) {
   const std::uint32_t device_before = claimed_;
   slab_->resize(then.host_frames * page);
   try {
+    pin(slab_->bytes().size());
+    check_pinned(then);
     if (then.rest_frames > home_.rest_frames) {
       claim_device(std::max(claimed_, executor_->frame_limit() + then.rest_frames));
     }
@@ -180,6 +183,7 @@ void Session::claim_more(const Residence& then) {
     }
   } catch (...) {
     claim_device(device_before);
+    pin(before);
     slab_->resize(before);
     throw;
   }

@@ -22,20 +22,36 @@ std::optional<int> cuda_ordinal(const std::string& device) {
          "\": it is \"host\" or \"cuda:0\", with the GPU's number");
 }
 
+namespace {
+
+const DeviceKernels& kernels_of(const CudaLibrary& library) {
+  const auto find = reinterpret_cast<FindDeviceKernels>(library.find(kFindDeviceKernelsName));
+  if (find == nullptr) refuse("strata's CUDA library is of another build: install strata again");
+  return *find();
+}
+
+}  // namespace
+
 std::string device_error(const std::string& device) {
   try {
     const auto ordinal = cuda_ordinal(device);
-    if (ordinal) const CudaDevice opened(CudaLibrary().driver(), *ordinal);
+    if (!ordinal) return "";
+    const CudaLibrary library;
+    const CudaDevice opened(library.driver(), *ordinal);
+    kernels_of(library);
     return "";
   } catch (const StrataError& error) {
     return error.error().what;
   }
 }
 
-std::unique_ptr<Backend> open_device(const std::string& device, Doorbell* bell) {
+OpenedDevice open_device(const std::string& device, Doorbell* bell, int threads) {
   const auto ordinal = cuda_ordinal(device);
-  if (!ordinal) return std::make_unique<HostBackend>(bell);
-  return open_cuda_backend(*ordinal, bell);
+  if (!ordinal) return {std::make_unique<HostBackend>(bell), nullptr};
+  const CudaLibrary library;
+  const DeviceKernels& kernels = kernels_of(library);
+  return {std::make_unique<CudaBackend>(library.driver(), *ordinal, bell),
+          std::make_unique<DeviceCompute>(library.driver(), *ordinal, kernels, threads)};
 }
 
 }  // namespace strata

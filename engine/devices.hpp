@@ -3,7 +3,7 @@
 // Threads: any.
 //
 //   if (const std::string why = device_error("cuda:0"); !why.empty()) log(why);
-//   std::unique_ptr<Backend> device = open_device(config.device, &bell);   // throws StrataError
+//   OpenedDevice device = open_device(config.device, &bell, workers);   // throws StrataError
 #pragma once
 
 #include <memory>
@@ -12,8 +12,15 @@
 
 #include "memory/backend.hpp"
 #include "memory/doorbell.hpp"
+#include "optimizers/device_compute.hpp"
 
 namespace strata {
+
+struct OpenedDevice {
+  std::unique_ptr<Backend> backend;
+  // What computes in the backend's memory where the processor cannot; else null.
+  std::unique_ptr<DeviceCompute> compute;
+};
 
 // The GPU's number; nullopt: the host. Throws StrataError (config) where it is neither.
 std::optional<int> cuda_ordinal(const std::string& device);
@@ -21,7 +28,8 @@ std::optional<int> cuda_ordinal(const std::string& device);
 // Why the device cannot be used here, and what to do about it; empty: it can. Opens it to see.
 std::string device_error(const std::string& device);
 
-// Throws StrataError (config) with what device_error() says. REQUIRES: bell outlives it.
-std::unique_ptr<Backend> open_device(const std::string& device, Doorbell* bell);
+// Throws StrataError (config) with what device_error() says. `threads`: that compute at a time.
+// REQUIRES: bell outlives it.
+OpenedDevice open_device(const std::string& device, Doorbell* bell, int threads);
 
 }  // namespace strata

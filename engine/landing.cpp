@@ -1,32 +1,14 @@
 // The session's way to gradients: they land piece by piece, with their squares added up in passing,
 // in pages or in frames that are set aside; and they are dropped.
-#include <algorithm>
+#include "engine/landing.hpp"
 
-#include "engine/session.hpp"
+#include <algorithm>
+#include <optional>
+
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
 
 namespace strata {
-
-// A gradient that lands. `sum`: of the squares of what the destination then holds, piece after
-// piece, whatever the page size.
-struct Session::Incoming {
-  std::uint32_t param = 0;
-  const void* from = nullptr;
-  Dtype dtype = Dtype::bfloat16;
-  double sum = 0.0;
-};
-
-namespace {
-
-// The longest run from the start whose pieces `belongs` says yes to.
-template <class Belongs>
-std::span<const Piece> first_run(std::span<const Piece> pieces, const Belongs& belongs) {
-  const auto end = std::find_if_not(pieces.begin(), pieces.end(), belongs);
-  return pieces.first(static_cast<std::size_t>(end - pieces.begin()));
-}
-
-}  // namespace
 
 // The copy itself runs without the lock: nobody else touches these bytes.
 void Session::land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece> pieces,
@@ -34,6 +16,7 @@ void Session::land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece>
   const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
   const Dtype to_dtype = home_.layout.grad_dtype(home_.layout.segments[chunk.segment]);
   const std::size_t bytes = size_of(incoming.dtype);
+  const std::byte* const from = arrived(lock, incoming);
   TimelineSpan span{.track = Track::download,
                     .unit = home_.layout.segments[chunk.segment].unit,
                     .begin_ns = SteadyClock().now_ns()};
@@ -42,7 +25,7 @@ void Session::land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece>
   for (const Piece& piece : pieces) {
     span.bytes += piece.count * bytes;
     incoming.sum += kernels_.land_gradient(
-        to(piece), to_dtype, static_cast<const std::byte*>(incoming.from) + piece.in_param * bytes,
+        to(piece), to_dtype, from + (piece.in_param - pieces.front().in_param) * bytes,
         incoming.dtype, piece.count, mode);
   }
   span.end_ns = SteadyClock().now_ns();
@@ -53,6 +36,7 @@ void Session::land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece>
 
 // The pieces of one gradient page, which is open for us alone.
 void Session::land_page(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
+  ask_ahead(incoming);
   const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
   const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
   Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
@@ -80,27 +64,9 @@ void Session::land_page(Lock& lock, Incoming& incoming, std::span<const Piece> p
   moved_.notify_all();  // for whoever waits for this page, or to close
 }
 
-// The pieces of one gradient page that rests on the device, where nobody else uses it.
-void Session::land_on_device(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
-  const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
-  const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
-  Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
-  wait(lock, [&] {
-    if (updates_->settled(pieces.front().chunk)) return true;
-    waiting.missing(Cause::update);
-    return false;
-  });
-  waiting.over();
-  std::byte* const bytes = backend_->address(mover_->frame_of(page));
-  const bool adds = landed_[incoming.param] != 0 && home_.layout.accumulate;
-  land_pieces(
-      lock, incoming, pieces,
-      [&](const Piece& piece) { return bytes + byte_in_page(chunk, Role::grad, piece.in_chunk); },
-      adds ? GradMode::add : GradMode::copy);
-}
-
 // The pieces of one chunk whose gradient has no pages.
 void Session::land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
+  ask_ahead(incoming);
   const std::uint32_t id = pieces.front().chunk;
   const Chunk& chunk = home_.layout.chunks[id];
   Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
@@ -119,33 +85,61 @@ void Session::land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> 
   moved_.notify_all();
 }
 
-void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream) {
+// Runs that land as one: of a page, or of a chunk whose gradient has none, and of `bytes` an
+// element no more than fit into a page.
+std::vector<std::span<const Piece>> Session::cut(std::span<const Piece> pieces,
+                                                 std::size_t bytes) const {
+  const auto page = [&](const Piece& piece) {
+    if (gradients_) return kNoPage;
+    return page_of(home_.layout.chunks[piece.chunk], Role::grad, piece.in_chunk);
+  };
+  std::vector<std::span<const Piece>> runs;
+  while (!pieces.empty()) {
+    const Piece& first = pieces.front();
+    std::size_t run = 0, run_bytes = 0;
+    for (const Piece& piece : pieces) {
+      run_bytes += piece.count * bytes;
+      if (piece.chunk != first.chunk || page(piece) != page(first)) break;
+      if (run_bytes > home_.layout.page_bytes) break;
+      ++run;
+    }
+    STRATA_ASSERT(run > 0);
+    runs.push_back(pieces.first(run));
+    pieces = pieces.subspan(run);
+  }
+  return runs;
+}
+
+void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream) {
   Lock lock(mutex_);
   throw_if_failed();
   STRATA_ASSERT(config_.params[param].trainable);
   // Pieces are cut at kGrain, so that the order of the sum does not depend on the page size.
   const std::vector<Piece> pieces =
       home_.layout.pieces(param, 0, home_.layout.numel[param], kGrain);
-  Incoming incoming{.param = param, .from = from, .dtype = dtype};
-  for (std::span<const Piece> left = pieces; !left.empty();) {
-    const Piece& first = left.front();
-    const Chunk& chunk = home_.layout.chunks[first.chunk];
-    std::span<const Piece> run =
-        first_run(left, [&](const Piece& piece) { return piece.chunk == first.chunk; });
-    if (gradients_) {
+  Incoming incoming{.param = param,
+                    .unit = config_.params[param].unit,
+                    .from = static_cast<const std::byte*>(from),
+                    .dtype = dtype,
+                    .stream = stream,
+                    .runs = cut(pieces, size_of(dtype))};
+  std::optional<LandingFrames> frames;
+  if (!backend_->reachable()) {
+    frames.emplace(*this, lock, incoming.unit);
+    incoming.made = backend_->record(stream);
+  }
+  for (; incoming.at < incoming.runs.size(); ++incoming.at) {
+    const std::span<const Piece> run = incoming.runs[incoming.at];
+    const std::uint32_t chunk = run.front().chunk;
+    if (on_device(home_.layout.chunks[chunk]) && !gradients_)
+      land_on_device(lock, incoming, run);
+    else if (gradients_)
       land_chunk(lock, incoming, run);
-    } else {
-      const PageId page = page_of(chunk, Role::grad, first.in_chunk);
-      run = first_run(
-          run, [&](const Piece& p) { return page_of(chunk, Role::grad, p.in_chunk) == page; });
-      if (on_device(chunk))
-        land_on_device(lock, incoming, run);
-      else
-        land_page(lock, incoming, run);
-    }
-    left = left.subspan(run.size());
-    if (left.empty() || left.front().chunk != first.chunk) {
-      updates_->note_landed(first.chunk, param);
+    else
+      land_page(lock, incoming, run);
+    const bool last = incoming.at + 1 == incoming.runs.size();
+    if (last || incoming.runs[incoming.at + 1].front().chunk != chunk) {
+      updates_->note_landed(chunk, param);
     }
   }
   sum_squares_[param] = incoming.sum;
@@ -179,7 +173,9 @@ void Session::read_gradient(Lock& lock, const Piece& piece, float* values) {
   const PageId page = page_of(chunk, Role::grad, piece.in_chunk);
   if (on_device(chunk)) {
     std::vector<std::byte> copy(home_.layout.page_bytes);
-    backend_->wait(backend_->copy_out(copy.data(), mover_->frame_of(page), copy.size()));
+    const CopyTicket out = backend_->copy_out(copy.data(), mover_->frame_of(page), copy.size());
+    backend_->wait(out);  // a throw would leave the copy without its memory
+    wait_for(lock, out, home_.layout.segments[chunk.segment].unit);
     return land(copy.data() + byte_in_page(chunk, Role::grad, piece.in_chunk));
   }
   land(open(lock, page, Intent::read) + byte_in_page(chunk, Role::grad, piece.in_chunk));

@@ -97,6 +97,7 @@ SessionStats Session::stats() {
   stats.device_bytes_peak = (executor_->counters().frames_peak + home_.rest_frames) * page;
   stats.device_bytes_budget = (home_.device_frames + home_.rest_frames) * page;
   stats.host_bytes = home_.host_frames * page;
+  stats.pinned_bytes = pinned_;
   stats.staging_bytes = home_.staging_frames * page;
   stats.ssd_bytes = home_.slots * page;
   stats.activation_host_bytes = home_.activation_frames * page;
@@ -119,6 +120,11 @@ SessionStats Session::stats() {
   stats.isa = name(best_isa());
   if (!slab_->locked()) {
     stats.warnings.push_back("host memory could not be locked (ulimit -l): it may be swapped out");
+  }
+  if (!backend_->reachable() && pinned_ < slab_->bytes().size()) {
+    stats.warnings.push_back("of " + bytes_text(slab_->bytes().size()) + " of host memory " +
+                             bytes_text(pinned_) +
+                             " could be pinned (ulimit -l): copies of the rest are slower");
   }
   if (!store_) return stats;
   stats.io_retries = store_->counters().retries;

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "engine/devices.hpp"
 #include "memory/check.hpp"
 #include "offload/make_engine.hpp"
 
@@ -57,11 +56,21 @@ void Session::claim(SessionParts& parts) {
   const std::size_t budget = std::min(config_.host_bytes, kHostAddressesMax) / page * page;
   slab_ = std::make_unique<Slab>(host_bytes, Locking::wanted, std::max(host_bytes, budget));
   host_ = std::make_unique<Pool>(home_.host_frames, page, slab_->bytes().data());
-  backend_ = std::move(parts.backend);
-  if (!backend_ && parts.open_device) backend_ = parts.open_device(&bell_);
-  if (!backend_) backend_ = open_device(config_.device, &bell_);
+  OpenedDevice device{std::move(parts.backend), nullptr};
+  if (!device.backend) {
+    // Every worker, and a gradient that lands meanwhile.
+    device = parts.open_device
+                 ? parts.open_device(&bell_)
+                 : open_device(config_.device, &bell_, std::max(1, config_.workers) + 1);
+  }
+  backend_ = std::move(device.backend);
+  compute_ = std::move(device.compute);
+  STRATA_ASSERT(backend_->reachable() || (compute_ && home_.landing_frames != 0));
   claimed_ = home_.device_frames + home_.rest_frames;
   if (auto error = backend_->claim(claimed_, page)) throw StrataError(*error);
+  pin(host_bytes);
+  check_resting(home_);
+  check_pinned(home_);
   for (const UnitLayout& unit : home_.layout.units) {
     views_.push_back(unit.pages.empty() ? nullptr : backend_->reserve(unit.pages.size() * page));
   }
@@ -86,6 +95,11 @@ void Session::start_workers(Foreign foreign) {
   const int count = idle_ ? 0 : std::max(1, config_.workers);
   WorkerOptions options;
   options.foreign = std::move(foreign);
+  if (compute_) {
+    options.device_update = [this](std::span<const UpdateSpan> spans) {
+      return compute_->update(spans);
+    };
+  }
   if (config_.pin_workers && count != 0) {
     options.placement =
         choose_placement(read_topology(), allowed_cpus(), config_.compute_threads, count);
@@ -103,13 +117,13 @@ void Session::build_core() {
   mover_ = std::make_unique<Mover>(table_, *backend_, *host_, store_.get(), std::move(slots),
                                    kTransfersMax);
   // What is set aside goes first: the cache takes all the rest.
-  for (std::uint32_t i = 0; i < home_.scale_frames; ++i) {
+  for (std::uint32_t i = 0; i < home_.scale_frames + home_.landing_frames; ++i) {
     const auto frame = host_->acquire();
     STRATA_ASSERT(frame.has_value());
     STRATA_ASSERT(index(*frame) == i);  // the first ones, in a row
-    scales_ = host_->address(FrameId{0});
-    std::memset(host_->address(*frame), 0, home_.layout.page_bytes);
+    if (i < home_.scale_frames) std::memset(host_->address(*frame), 0, home_.layout.page_bytes);
   }
+  if (home_.scale_frames != 0) scales_ = host_->address(FrameId{0});
   if (home_.buffer_frames != 0) {
     gradients_ = std::make_unique<Gradients>(home_.layout, *host_, home_.buffer_frames);
   }
@@ -163,6 +177,7 @@ void Session::close() {
   updates_.reset();
   store_.reset();
   release_views();
+  compute_.reset();
   backend_.reset();
   activations_.reset();
   slab_.reset();
@@ -256,20 +271,6 @@ void Session::wait(Lock& lock, const std::function<bool()>& ready, const Awaited
     if (progress_ != seen) seen = progress_, since = now;
     if (idle_ ? idle_turns < kStuckIdleTurns : now - since < kStuckAfter) continue;
     fail(stuck(awaited));
-    throw_if_failed();
-  }
-}
-
-// For work on the device, of the unit: others go on meanwhile.
-void Session::wait_for(Lock& lock, CopyTicket ticket, UnitId unit) {
-  if (!backend_->done(ticket)) {
-    awaited_.push_back(ticket);
-    const auto over = [&] { return std::count(awaited_.begin(), awaited_.end(), ticket) == 0; };
-    wait(lock, over, {"computation on the device", unit});
-  }
-  if (auto error = backend_->take_error(ticket)) {
-    error->unit = name_of(unit);
-    fail(std::move(*error));
     throw_if_failed();
   }
 }

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "engine/activations.hpp"
+#include "engine/devices.hpp"
 #include "engine/residence.hpp"
 #include "engine/updates.hpp"
 #include "memory/doorbell.hpp"
@@ -53,6 +54,7 @@ struct SessionStats {
   std::uint64_t device_bytes = 0, device_bytes_peak = 0, device_bytes_budget = 0;
   std::uint64_t device_rest_bytes = 0;  // part of device_bytes: units that rest there
   std::uint64_t host_bytes = 0, staging_bytes = 0;
+  std::uint64_t pinned_bytes = 0;  // of host memory: the device reaches them by itself
   std::uint64_t ssd_bytes = 0;
   std::uint64_t activation_host_bytes = 0, activation_ssd_bytes = 0;       // set aside
   std::uint64_t activation_saved_bytes = 0, activation_fetched_bytes = 0;  // copied so far
@@ -72,8 +74,8 @@ struct SessionStats {
 struct SessionParts {
   std::unique_ptr<Backend> backend;
   std::unique_ptr<IoEngine> io_engine;
-  // Makes the backend over the session's own bell. Absent: the one that the configuration names.
-  std::function<std::unique_ptr<Backend>(Doorbell*)> open_device;
+  // Makes the device over the session's own bell. Absent: the one that the configuration names.
+  std::function<OpenedDevice(Doorbell*)> open_device;
   // No pump: called when nothing moved, to advance the virtual clock. Absent: a pump thread runs.
   std::function<void()> idle;
   // No pump: asked in every turn whether a worker may have finished; absent: always.
@@ -168,6 +170,9 @@ class Session final {
  private:
   using Lock = std::unique_lock<std::mutex>;
   void claim(SessionParts& parts);
+  void pin(std::size_t host_bytes);
+  void check_resting(const Residence& then) const;
+  void check_pinned(const Residence& then) const;
   void open_store(std::uint32_t slots);
   void release_views();
   void start_workers(Foreign foreign);
@@ -197,6 +202,13 @@ class Session final {
   void visit_moments(Lock& lock, std::uint32_t param, Role moment, const Piece& piece,
                      Intent intent, const std::function<void(float*)>& visit);
   struct Incoming;
+  class LandingFrames;
+  std::byte* landing_frame(std::size_t which) const;
+  std::vector<std::span<const Piece>> cut(std::span<const Piece> pieces, std::size_t bytes) const;
+  void ask_ahead(Incoming& incoming);
+  const std::byte* arrived(Lock& lock, const Incoming& incoming);
+  void land_there(Lock& lock, Incoming& incoming, std::span<const Piece> pieces, std::byte* page,
+                  GradMode mode);
   void land_on_device(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
   void land_page(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
   void land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
@@ -233,6 +245,8 @@ class Session final {
   Doorbell bell_;
   std::unique_ptr<Slab> slab_;
   std::unique_ptr<Backend> backend_;
+  std::unique_ptr<DeviceCompute> compute_;
+  std::size_t pinned_ = 0;               // the first bytes of host memory
   std::unique_ptr<IoEngine> io_engine_;  // given, and not needed yet
   std::unique_ptr<Store> store_;
   std::string io_engine_why_;
@@ -259,6 +273,7 @@ class Session final {
   std::vector<bool> completed_;  // by unit: since the last step
   std::vector<Arrival> arrivals_;
   std::vector<CopyTicket> awaited_;  // by wait_for(), and not seen done
+  bool landing_ = false;             // a gradient has the landing frames
   Timeline timeline_;
   std::uint64_t steps_ = 0;
   std::uint64_t steps_skipped_ = 0;

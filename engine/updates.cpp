@@ -212,8 +212,11 @@ void Updates::open_slot(Slot& slot, std::uint32_t id) {
 // The page's bytes where it rests, or null: not yet.
 std::byte* Updates::open(const OpenPage& page) {
   if (cache_.tier(page.page) != Tier::device) return cache_.open(page.page, page.intent);
-  // Gradients on the device are nobody else's.
+  // Gradients on the device are nobody else's. Parameters may be read there by what was submitted
+  // before the unit was left.
   const bool gradient = layout_.role_of[index(page.page)] == Role::grad;
+  const Chunk& chunk = layout_.chunks[layout_.chunk_of[index(page.page)]];
+  if (!gradient && !executor_.passed(layout_.segments[chunk.segment].unit)) return nullptr;
   if (!gradient && !cache_.open_on_device(page.page)) return nullptr;
   return device_.address(mover_.frame_of(page.page));
 }
@@ -241,7 +244,7 @@ bool Updates::load(Slot& slot) {
   if (!complete) return moved;
   make_spans(slot);
   const auto tag = static_cast<std::uint64_t>(&slot - slots_.data());
-  if (!workers_.submit({slot.spans, tag})) return moved;
+  if (!workers_.submit({slot.spans, tag, on_device(slot.chunk)})) return moved;
   slot.stage = Stage::updating;
   return true;
 }

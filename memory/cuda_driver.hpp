@@ -37,6 +37,7 @@ struct CudaFacts {
   std::size_t total_bytes;
   int has_virtual_memory;
   std::size_t granularity;  // of its mappings; 0 without
+  int reaches_host;         // kernels reach registered host memory by its own address
 };
 
 // Every function returns kCudaSuccess or what failed, and takes `self` first. Device memory is told

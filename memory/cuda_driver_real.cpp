@@ -158,6 +158,7 @@ int device_facts(void* self, int ordinal, CudaFacts* facts) {
   ask(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
   ask(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
   ask(&facts->has_virtual_memory, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+  ask(&facts->reaches_host, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
   facts->capability = major * 10 + minor;
   if (failed == CUDA_SUCCESS) failed = e.device_name(facts->name, sizeof facts->name, device);
   if (failed == CUDA_SUCCESS) failed = e.device_pci(facts->pci, sizeof facts->pci, device);
@@ -250,7 +251,8 @@ void fill_memory(CudaDriver& driver) {
   };
   driver.set_access = set_access;
   driver.host_register = [](void* self, std::byte* memory, std::size_t bytes) -> int {
-    return entries(self).host_register(memory, bytes, CU_MEMHOSTREGISTER_PORTABLE);
+    const unsigned flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
+    return entries(self).host_register(memory, bytes, flags);
   };
   driver.host_unregister = [](void* self, std::byte* memory) -> int {
     return entries(self).host_unregister(memory);

@@ -157,6 +157,11 @@ CopyProbe::CopyProbe(std::size_t page_bytes, std::size_t bytes)
   if (auto error = device_.claim(frame_count_, page_bytes)) throw StrataError(std::move(*error));
 }
 
+void CopyProbe::finish(CopyTicket copy) {
+  device_.wait(copy);
+  if (auto error = device_.take_error(copy)) throw StrataError(std::move(*error));
+}
+
 LinkSpeed CopyProbe::run(Ways ways, double seconds) {
   std::array<std::uint64_t, 2> bytes{};
   std::deque<CopyTicket> in_flight;
@@ -169,10 +174,10 @@ LinkSpeed CopyProbe::run(Ways ways, double seconds) {
                             : device_.copy_in(frame, page, page_bytes_));
     bytes[out ? 1 : 0] += page_bytes_;
     if (in_flight.size() < kCopiesInFlight) continue;
-    device_.wait(in_flight.front());
+    finish(in_flight.front());
     in_flight.pop_front();
   }
-  if (!in_flight.empty()) device_.wait(in_flight.back());  // copies complete in order
+  for (const CopyTicket copy : in_flight) finish(copy);
   const double took = seconds_since(begin);
   return {.in_bytes_s = static_cast<double>(bytes[0]) / took,
           .out_bytes_s = static_cast<double>(bytes[1]) / took};
@@ -182,7 +187,7 @@ double CopyProbe::transfer_seconds() {
   constexpr int kCopies = 200;
   const Clock::time_point begin = Clock::now();
   for (int i = 0; i < kCopies; ++i) {
-    device_.wait(device_.copy_in(FrameId{0}, memory_.bytes().data(), kIoAlignment));
+    finish(device_.copy_in(FrameId{0}, memory_.bytes().data(), kIoAlignment));
   }
   return seconds_since(begin) / kCopies;
 }

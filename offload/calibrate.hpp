@@ -103,6 +103,8 @@ class CopyProbe final {
   double transfer_seconds();
 
  private:
+  void finish(CopyTicket copy);
+
   std::size_t page_bytes_;
   std::size_t frame_count_;
   std::size_t page_count_;

@@ -66,6 +66,8 @@ class Executor final {
   Cause missing(UnitId unit) const;
   // Work submitted to `stream` from here on sees the pages. REQUIRES: ready().
   void pin(UnitId unit, Stream stream = nullptr);
+  // Computation that used the unit before it was left is over.
+  bool passed(UnitId unit) const { return backend_.done(state_[index(unit)].released); }
   bool is_pinned(UnitId unit) const { return state_[index(unit)].pins != 0; }
   // The unit's frames may go once work submitted so far on `stream` is finished.
   void leave(UnitId unit, Stream stream);
@@ -88,7 +90,7 @@ class Executor final {
   // The last step can be done with so many frames where these units, by index, rest on the device.
   bool enough(std::uint32_t frames, const std::vector<bool>& resting) const;
   // Between two steps: pages use the first `frames` frames only, planned anew from the last step.
-  // REQUIRES: still().
+  // REQUIRES: still(), no unit that has frames beyond them is pinned.
   void limit_frames(std::uint32_t frames);
   // From here on: pages that are on their way to the device at a time.
   void limit_fetches(std::uint32_t fetches_max) { fetches_max_ = fetches_max; }
@@ -103,7 +105,7 @@ class Executor final {
   void forget_mappings(FrameId first);
   // Pages are on their way.
   bool fetching() const { return fetching_ != 0; }
-  // Not fetching, no unit is pinned, and computation has passed those that were.
+  // Not fetching, and computation has passed the units that were left.
   bool still() const;
   // Forgets what is wanted ahead of its use; begin_step() asks again.
   void want_nothing() { wanted_.clear(); }

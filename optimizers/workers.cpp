@@ -25,7 +25,17 @@ constexpr std::size_t kJobsMax = 64;
 struct Tools {
   const Kernels& kernels;
   const Foreign& foreign;
+  const DeviceUpdate& device_update;
 };
+
+void update_here(std::span<const UpdateSpan> spans, const Tools& tools) {
+  for (const UpdateSpan& span : spans) {
+    if (span.hyper->rule == Rule::foreign)
+      update_foreign(span, tools.kernels, tools.foreign);
+    else
+      tools.kernels.update(span);
+  }
+}
 
 UpdateDone run(const UpdateJob& job, const Tools& tools, std::uint8_t worker) {
   const SteadyClock clock;
@@ -34,12 +44,10 @@ UpdateDone run(const UpdateJob& job, const Tools& tools, std::uint8_t worker) {
   done.worker = worker;
   done.begin_ns = clock.now_ns();
   try {
-    for (const UpdateSpan& span : job.spans) {
-      if (span.hyper->rule == Rule::foreign)
-        update_foreign(span, tools.kernels, tools.foreign);
-      else
-        tools.kernels.update(span);
-    }
+    if (job.on_device && tools.device_update)
+      done.error = tools.device_update(job.spans);
+    else
+      update_here(job.spans, tools);
   } catch (const std::exception& thrown) {
     done.error = *thrown.what() != '\0' ? thrown.what() : "an exception without a message";
   }
@@ -151,7 +159,9 @@ class SignalsBlocked final {
 class Workers::Impl final {
  public:
   Impl(int thread_count, Doorbell* bell, WorkerOptions options)
-      : foreign_(std::move(options.foreign)), tools_{kernels(options.isa), foreign_} {
+      : foreign_(std::move(options.foreign)),
+        device_update_(std::move(options.device_update)),
+        tools_{kernels(options.isa), foreign_, device_update_} {
     STRATA_ASSERT(thread_count >= 0);
     STRATA_ASSERT(thread_count == 0 || bell != nullptr);
     const SignalsBlocked blocked;
@@ -213,6 +223,7 @@ class Workers::Impl final {
   }
 
   const Foreign foreign_;
+  const DeviceUpdate device_update_;
   const Tools tools_;
   std::vector<std::unique_ptr<Worker>> workers_;
   std::size_t next_ = 0;

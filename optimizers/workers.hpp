@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -25,6 +26,7 @@ namespace strata {
 struct UpdateJob {
   std::span<const UpdateSpan> spans;  // stays valid until collected
   std::uint64_t tag = 0;
+  bool on_device = false;  // what the spans point to rests there
 };
 
 // A job that was run: by which worker, and from when to when by the steady clock.
@@ -33,15 +35,20 @@ struct UpdateDone {
   std::uint8_t worker = 0;
   std::int64_t begin_ns = 0;
   std::int64_t end_ns = 0;
-  // What a foreign optimizer said when it threw; empty: all went well. Where it is not, the
-  // elements of the job are half old, half new, and must not be used.
+  // What a foreign optimizer said when it threw, or a device; empty: all went well. Where it is
+  // not, the elements of the job are half old, half new, and must not be used.
   std::string error;
 };
+
+// Updates what rests on a device, and returns when it is done: empty, or what went wrong.
+using DeviceUpdate = std::function<std::string(std::span<const UpdateSpan>)>;
 
 struct WorkerOptions {
   Isa isa = best_isa();
   Placement placement;
   Foreign foreign{};  // called for spans of Rule::foreign, by every worker
+  // Called for jobs on the device, by every worker; absent: the processor reaches its memory.
+  DeviceUpdate device_update{};
 };
 
 class Workers final {

@@ -7,8 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "doubles/recording_driver.hpp"
-#include "memory/cuda_backend.hpp"
+#include "doubles/gpu.hpp"
 #include "offload/memory_engine.hpp"
 #include "session_fixtures.hpp"
 
@@ -20,14 +19,17 @@ constexpr int kSteps = 3;
 // No pump: whoever waits takes the turns, so a seed is a run.
 SessionParts parts_over(RecordingDriver& driver) {
   SessionParts parts;
-  parts.backend = std::make_unique<CudaBackend>(driver.table(), 0, nullptr);
+  parts.open_device = [&driver](Doorbell*) { return gpu(driver); };
   parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
   parts.idle = [] {};
   return parts;
 }
 
 Config config() {
-  return small_config("simulated");
+  Config config = small_config("simulated");
+  config.device = "cuda:0";
+  config.host_bytes += kLandingFrames * kPage;
+  return config;
 }
 
 // What the driver has to say when the session is gone.
@@ -44,7 +46,7 @@ class CudaSession : public testing::Test {
 
 TEST_F(CudaSession, LearnsWhatTheHostLearns) {
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
-    RecordingDriver driver({.late = seed != 0, .seed = seed});
+    RecordingDriver driver({.hidden = true, .late = seed != 0, .seed = seed});
     {
       Session session(config(), parts_over(driver));
       fill(session);

@@ -42,14 +42,21 @@ struct Tensor {
 
 class Simulation final {
  public:
-  Simulation(std::uint64_t seed, FaultPlan faults, std::unique_ptr<Backend> device)
+  Simulation(std::uint64_t seed, FaultPlan faults, std::function<OpenedDevice(Doorbell*)> device)
       : random_(seed) {
     config_ = random_session(random_);
+    if (device) {
+      config_.device = "cuda:0";
+      config_.host_bytes += kLandingFrames * kPage;
+      if (!feasible(config_)) config_.ssd_bytes = kGiB;
+    }
     auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
                                                  faults, &clock_);
     SessionParts parts;
-    parts.backend = std::move(device);
-    if (!parts.backend) parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
+    parts.open_device = std::move(device);
+    if (!parts.open_device) {
+      parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
+    }
     parts.idle = [this] { clock_.advance(10'000); };
     parts.turned = [this](const PageTable& table, const Residence& home) { check(table, home); };
     engine_ = engine.get();
@@ -364,7 +371,8 @@ class Simulation final {
 
 }  // namespace
 
-SimulationResult simulate(std::uint64_t seed, FaultPlan faults, std::unique_ptr<Backend> device) {
+SimulationResult simulate(std::uint64_t seed, FaultPlan faults,
+                          std::function<OpenedDevice(Doorbell*)> device) {
   SimulationResult result;
   faults.seed = seed;
   Simulation simulation(seed, faults, std::move(device));

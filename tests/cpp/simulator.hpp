@@ -8,7 +8,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -28,8 +28,8 @@ struct SimulationResult {
   std::uint64_t settled = 0;    // units that came to rest on the device, or left it
 };
 
-// `device`: absent, the host's.
+// `device`: makes a GPU; absent, the host is the device.
 SimulationResult simulate(std::uint64_t seed, FaultPlan faults,
-                          std::unique_ptr<Backend> device = nullptr);
+                          std::function<OpenedDevice(Doorbell*)> device = {});
 
 }  // namespace strata

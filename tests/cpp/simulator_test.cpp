@@ -7,8 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "doubles/recording_driver.hpp"
-#include "memory/cuda_backend.hpp"
+#include "doubles/gpu.hpp"
 
 namespace strata {
 namespace {
@@ -101,15 +100,12 @@ TEST(Simulator, EveryRequestMayFail) {
   }
 }
 
-std::unique_ptr<Backend> gpu(RecordingDriver& driver) {
-  return std::make_unique<CudaBackend>(driver.table(), 0, nullptr);
-}
-
 // A GPU whose copies, both ways, end late and in any order that it may choose.
 TEST(Simulator, ALateGpuChangesNothing) {
   for_seeds(40, [](std::uint64_t seed) {
     RecordingDriver driver({.host_tensors = true, .late = true, .seed = seed});
-    const SimulationResult result = simulate(seed, nuisances(), gpu(driver));
+    const SimulationResult result =
+        simulate(seed, nuisances(), [&driver](Doorbell*) { return gpu(driver); });
     EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
     EXPECT_FALSE(result.error) << result.error->text() << "; replay with STRATA_SEED=" << seed;
     EXPECT_EQ(driver.complaint() + driver.leaks(), "") << "replay with STRATA_SEED=" << seed;
@@ -125,7 +121,8 @@ TEST(Simulator, ALostGpuIsNoticed) {
                             .seed = seed,
                             .nth = 500 + 15 * (seed % 60),
                             .nth_result = kCudaLaunchFailed});
-    const SimulationResult result = simulate(seed, nuisances(), gpu(driver));
+    const SimulationResult result =
+        simulate(seed, nuisances(), [&driver](Doorbell*) { return gpu(driver); });
     EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
     EXPECT_EQ(driver.complaint() + driver.leaks(), "") << "replay with STRATA_SEED=" << seed;
     if (!result.error) return;

@@ -78,6 +78,7 @@ void RecordingDriver::fill_device(CudaDriver& table) {
     facts->capability = options.capability;
     facts->total_bytes = options.device_bytes;
     facts->has_virtual_memory = options.has_virtual_memory ? 1 : 0;
+    facts->reaches_host = options.reaches_host ? 1 : 0;
     facts->granularity = options.has_virtual_memory ? options.granularity : 0;
     return of(self).enter("device_facts", Kind::ask);
   };
@@ -317,9 +318,8 @@ int RecordingDriver::set_access(std::byte* at, std::size_t bytes) {
       complain("access is set where nothing is mapped");
       return kInvalidValue;
     }
-    const int failed = ::mprotect(at, found->second.bytes, PROT_READ | PROT_WRITE);
-    STRATA_ASSERT(failed == 0);
     found->second.accessible = true;
+    protect(at, found->second.bytes);
     at += found->second.bytes;
   }
   return kCudaSuccess;

@@ -37,6 +37,7 @@ struct RecordingOptions {
   int retain_result = kCudaSuccess;
   int capability = 90;
   bool has_virtual_memory = true;
+  bool reaches_host = true;
   std::size_t granularity = 4 * kKiB;  // a GPU's is 2 MiB: tests use small pages
   std::size_t device_bytes = 256 * kMiB;
   std::size_t taken_bytes = 0;  // by other processes
@@ -44,6 +45,8 @@ struct RecordingOptions {
   // Tensors of tests that stand for device memory are host memory, at addresses that the driver
   // does not know.
   bool host_tensors = false;
+  // The processor cannot reach what is mapped, as with a GPU: who tries is ended by a signal.
+  bool hidden = false;
   // False: work runs as soon as it is submitted. True: some of it, drawn from the seed, whenever
   // somebody asks, in any order that streams and events allow.
   bool late = false;
@@ -56,6 +59,18 @@ struct RecordingOptions {
 
 class RecordingDriver final {
  public:
+  // While it lives the processor reaches device memory: for what stands for the device at work.
+  class Shown final {
+   public:
+    explicit Shown(RecordingDriver& driver);
+    ~Shown();
+    Shown(const Shown&) = delete;
+    Shown& operator=(const Shown&) = delete;
+
+   private:
+    RecordingDriver& driver_;
+  };
+
   explicit RecordingDriver(RecordingOptions options = {});
   ~RecordingDriver();
   RecordingDriver(const RecordingDriver&) = delete;
@@ -126,6 +141,8 @@ class RecordingDriver final {
   int set_access(std::byte* at, std::size_t bytes);
   int register_host(std::byte* memory, std::size_t bytes);
   int unregister_host(std::byte* memory);
+  void protect(const std::byte* at, std::size_t bytes) const;
+  void protect_all() const;
   void drop_if_unused(CudaMemory memory);
   bool reserved(const std::byte* at, std::size_t bytes) const;
   bool reachable(const std::byte* at, std::size_t bytes) const;
@@ -156,6 +173,7 @@ class RecordingDriver final {
   std::string complaint_;
   int lost_by_ = kCudaSuccess;
   bool steady_ = false;
+  int shown_ = 0;         // Shown that live
   bool no_push_ = false;  // a push was refused: who goes on to give back does it without
 };
 

@@ -1,4 +1,6 @@
 // The recording driver's streams and events.
+#include <sys/mman.h>
+
 #include <cstring>
 
 #include "doubles/recording_driver.hpp"
@@ -125,6 +127,27 @@ void RecordingDriver::fill_work(CudaDriver& table) {
   };
 }
 
+RecordingDriver::Shown::Shown(RecordingDriver& driver) : driver_(driver) {
+  if (driver_.shown_++ == 0 && driver_.options_.hidden) driver_.protect_all();
+}
+
+RecordingDriver::Shown::~Shown() {
+  if (--driver_.shown_ == 0 && driver_.options_.hidden) driver_.protect_all();
+}
+
+void RecordingDriver::protect(const std::byte* at, std::size_t bytes) const {
+  const bool reached = !options_.hidden || shown_ != 0;
+  const int failed =
+      ::mprotect(const_cast<std::byte*>(at), bytes, reached ? PROT_READ | PROT_WRITE : PROT_NONE);
+  STRATA_ASSERT(failed == 0);
+}
+
+void RecordingDriver::protect_all() const {
+  for (const auto& [at, mapping] : mappings_) {
+    if (mapping.accessible) protect(at, mapping.bytes);
+  }
+}
+
 bool RecordingDriver::exists(CudaEvent event) const {
   const auto found = events_.find(event);
   return found != events_.end() && !found->second.destroyed;
@@ -153,7 +176,10 @@ void RecordingDriver::run_one(std::deque<Work>& stream) {
   stream.pop_front();
   switch (work.what) {
     case What::copy:
-      if (complaint_.empty()) std::memcpy(work.to, work.from, work.bytes);
+      if (complaint_.empty()) {
+        const Shown shown(*this);
+        std::memcpy(work.to, work.from, work.bytes);
+      }
       break;
     case What::record:
       events_.at(work.event).passed = work.generation;

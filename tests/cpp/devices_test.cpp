@@ -1,0 +1,65 @@
+// What a configuration may name as its device, and what is said of one that is not there.
+#include "engine/devices.hpp"
+
+#include <gtest/gtest.h>
+
+#include "engine/residence.hpp"
+#include "memory/result.hpp"
+
+namespace strata {
+namespace {
+
+TEST(Devices, HaveNames) {
+  EXPECT_FALSE(cuda_ordinal("host"));
+  EXPECT_EQ(cuda_ordinal("cuda:0"), 0);
+  EXPECT_EQ(cuda_ordinal("cuda:12"), 12);
+  for (const char* other : {"", "cpu", "cuda", "cuda:", "cuda:-1", "cuda:1x", "cuda: 1", "CUDA:0",
+                            "cuda:99999999999", "xpu:0"}) {
+    EXPECT_THROW(cuda_ordinal(other), StrataError) << other;
+    EXPECT_NE(device_error(other).find("there is no device"), std::string::npos) << other;
+  }
+}
+
+TEST(Devices, TheHostIsThere) {
+  EXPECT_EQ(device_error("host"), "");
+  const OpenedDevice host = open_device("host", nullptr, 1);
+  EXPECT_TRUE(host.backend->reachable());
+  EXPECT_EQ(host.compute, nullptr);
+}
+
+TEST(Devices, WhatOpeningSaysIsWhatIsSaidBefore) {
+  const std::string why = device_error("cuda:4000");
+  EXPECT_NE(why, "") << "nobody has so many";
+  try {
+    open_device("cuda:4000", nullptr, 1);
+    ADD_FAILURE() << "it opened";
+  } catch (const StrataError& error) {
+    EXPECT_EQ(error.error().what, why);
+    EXPECT_EQ(error.error().fault, Fault::config);
+  }
+}
+
+// A GPU maps 2 MiB at a time: no smaller page is tried.
+TEST(Devices, PagesOfAGpuAreLarge) {
+  Config config;
+  config.units = {"block"};
+  config.params = {{.name = "w", .numel = 20'000, .unit = UnitId{0}}};
+  config.groups = {Hyper{}};
+  config.device_bytes = config.host_bytes = 64 * kMiB;
+  EXPECT_LT(choose_residence(config).layout.page_bytes, 2 * kMiB);
+  config.device = "cuda:0";
+  const Residence home = choose_residence(config);
+  EXPECT_EQ(home.layout.page_bytes, 2 * kMiB);
+  EXPECT_EQ(home.landing_frames, kLandingFrames);
+  config.device_bytes = kMiB;
+  try {
+    choose_residence(config);
+    ADD_FAILURE() << "a page fits into half of one";
+  } catch (const StrataError& error) {
+    EXPECT_NE(error.error().what.find("pages of a GPU are 2.00 MiB at least"), std::string::npos)
+        << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace strata
