@@ -206,7 +206,7 @@ bool Executor::enough(std::uint32_t frames, const std::vector<bool>& resting) co
 
 bool Executor::still() const {
   return fetching_ == 0 && std::all_of(state_.begin(), state_.end(), [this](const UnitState& unit) {
-           return unit.pins == 0 && backend_.done(unit.released);
+           return backend_.done(unit.released);
          });
 }
 
