@@ -75,8 +75,8 @@ def save(
     """
     state = wrapped(model)
     state.check_parameters()
-    state.session.synchronize()
-    buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32)
+    state.synchronize()
+    buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
     meter = _Meter(progress, _total_bytes(state))
     params, buffers = [], []
     with replace_folder(Path(path)) as folder:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import machine
+from . import device, machine
 from .errors import StrataError, check_choice
 from .optimizer import check_optimizer, group_spec, moments_of
 from .sizes import Size, format_size, parse_budgets, parse_size
@@ -40,6 +40,9 @@ IO_ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
 FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
 DISK_SHARE = 0.9
 DEVICE_SHARE = 0.25  # of that, where not everything fits
+WORKERS_MAX = 4
+WORKERS_MAX_GPU = 16  # the processors have little else to do, and more do not make memory faster
+PROCESSORS_LEFT = 2  # for Python, autograd and the thread that moves pages
 UNBOUNDED = 1 << 50
 PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
 
@@ -81,6 +84,7 @@ class Options:
     seed: int = 0
     activations: str | None = "auto"
     split: int | None = None
+    device: str | torch.device = "auto"
 
     def check(self) -> None:
         """Raises for a value that can be seen to be wrong by itself."""
@@ -91,6 +95,7 @@ class Options:
         check_update(self)
         check_state_dtype(self.state_dtype)
         check_choice("io_engine", self.io_engine, IO_ENGINES)
+        device.parse(self.device)
         if self.activations is not None:
             check_choice("activations", self.activations, ACTIVATIONS)
         if self.split is not None and self.split < 2:
@@ -140,9 +145,11 @@ def check_page_size(size: int) -> None:
         )
 
 
-def default_workers() -> int:
+def default_workers(device_name: str = device.HOST) -> int:
     """Threads that update parameters where nobody says how many."""
-    return max(1, min(4, machine.processors() // 2))
+    if device_name == device.HOST:
+        return max(1, min(WORKERS_MAX, machine.processors() // 2))
+    return max(1, min(WORKERS_MAX_GPU, machine.processors() - PROCESSORS_LEFT))
 
 
 def configure(
@@ -154,6 +161,8 @@ def configure(
     """The Config, and the modules to hook with the units that each one reads."""
     options.check()
     _check_model(model)
+    device_name = device.choose(options.device, model)
+    _check_devices(model, device_name)
     foreign = check_optimizer(optimizer, model)
     if foreign is not None and options.state_dtype != torch.float32:
         raise ValueError(
@@ -179,6 +188,7 @@ def configure(
     groups = [group_spec(optimizer, group, foreign) for group in optimizer.param_groups]
     check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
     update, max_staleness = core_mode(options.update)
+    on_host = device_name == device.HOST
     config: Config = {
         "params": params,
         "units": [unit.name for unit in unit_specs],
@@ -189,13 +199,14 @@ def configure(
         "ssd_bytes": 0,
         "ssd_paths": options.ssd_paths(),
         "io_engine": options.io_engine,  # type: ignore[typeddict-item]
-        "workers": options.workers or default_workers(),
+        "workers": options.workers or default_workers(device_name),
         "accumulate": options.accumulation_steps > 1,
         "update": update,
         "max_staleness": max_staleness,
         "moment_dtype": STATE_DTYPES[options.state_dtype],
         "pin_workers": True,
-        "compute_threads": torch.get_num_threads(),
+        "compute_threads": torch.get_num_threads() if on_host else PROCESSORS_LEFT,
+        "device": device_name,
     }
     _choose_budgets(config, parse_budgets(options.memory), make_plan)
     return config, hooked
@@ -208,6 +219,8 @@ def device_goal(config: Config, options: Options) -> int:
     """
     if "device" in parse_budgets(options.memory):
         return config["device_bytes"]
+    if (gpu := device.free_bytes(config["device"])) is not None:
+        return max(config["device_bytes"], int(gpu * FREE_SHARE))
     free = int(machine.free_host_bytes() * FREE_SHARE)
     return config["device_bytes"] + max(0, free - config["device_bytes"] - config["host_bytes"])
 
@@ -293,14 +306,21 @@ def _check_model(model: nn.Module) -> None:
                 f"parameter {name!r} is {parameter.dtype}, which is not supported; "
                 f"valid: {_dtypes()}"
             )
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"parameter {name!r} is on {parameter.device}: wrap the model before it is moved "
-                "(on the CPU or the meta device)"
-            )
         if parameter.numel() == 0:
             raise ValueError(f"parameter {name!r} has shape {tuple(parameter.shape)}: no elements")
     _check_memory(named)
+
+
+def _check_devices(model: nn.Module, device_name: str) -> None:
+    """Parameters come from the CPU, the meta device, or the device that they go to."""
+    valid = (torch.device("cpu"), torch.device("meta"), device.torch_device(device_name))
+    for name, parameter in model.named_parameters():
+        if parameter.device not in valid:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, and the model is to compute on "
+                f"{device_name}: pass device={str(parameter.device)!r}, or wrap the model before "
+                "it is moved (on the CPU or the meta device)"
+            )
 
 
 def _check_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -333,23 +353,33 @@ def _choose_budgets(
         config["ssd_bytes"] = given.get("ssd", _default_ssd_bytes(config))
     # 2. Device and host: what the model needs, if the machine has it.
     free = int(machine.free_host_bytes() * FREE_SHARE)
+    gpu = device.free_bytes(config["device"])
+    if gpu is not None and given.get("device", 0) > gpu:
+        raise StrataError(
+            f"the device budget is {format_size(given['device'])}, and {config['device']} has "
+            f"{format_size(gpu)} free: device={gpu} is the most that would do"
+        )
     if "device" not in given or "host" not in given:
         needs = make_plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
-        device, host = needs["device_bytes"], needs["host_bytes"]
-        taken = min(given.get("device", 0), device) + min(given.get("host", 0), host)
+        wanted, host = needs["device_bytes"], needs["host_bytes"]
+        taken = min(given.get("device", 0), wanted) + min(given.get("host", 0), host)
         left = max(0, free - taken)
-        if "host" in given:
-            given["device"] = min(device, left)
+        if gpu is not None:
+            given.setdefault("device", min(wanted, int(gpu * FREE_SHARE)))
+            given.setdefault("host", min(host, free))
+        elif "host" in given:
+            given["device"] = min(wanted, left)
         elif "device" in given:
             given["host"] = min(host, left)
-        elif device + host <= left:
-            given.update(device=device, host=host)
+        elif wanted + host <= left:
+            given.update(device=wanted, host=host)
         else:
-            given["device"] = min(device, int(left * DEVICE_SHARE))
+            given["device"] = min(wanted, int(left * DEVICE_SHARE))
             given["host"] = min(host, left - given["device"])
     config["device_bytes"], config["host_bytes"] = given["device"], given["host"]
     log.info(
-        "budgets: device %s, host %s, ssd %s; memory free: %s",
+        "budgets: device (%s) %s, host %s, ssd %s; memory free: %s",
+        config["device"],
         format_size(config["device_bytes"]),
         format_size(config["host_bytes"]),
         format_size(config["ssd_bytes"]),

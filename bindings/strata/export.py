@@ -67,7 +67,7 @@ class _Source:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         state = wrapped(model)
         state.check_parameters()
-        state.session.synchronize()
+        state.synchronize()
         self._state = state
         specs = state.config["params"]
         self._tensors = {tensor.name: tensor for tensor in stored_tensors(model)}
@@ -86,7 +86,7 @@ class _Source:
         if name in self._buffers:
             return self._buffers[name].detach().cpu().clone().contiguous()
         tensor = self._tensors[name]
-        result = torch.empty(tensor.shape, dtype=self._dtypes[name])
+        result = torch.empty(tensor.shape, dtype=self._dtypes[name], device="cpu")
         rows = result.reshape(-1).split([math.prod(shape) for shape in tensor.part_shapes])
         for param, part in zip(tensor.parts, rows, strict=True):
             self._read(param, part)
@@ -97,7 +97,8 @@ class _Source:
         if result.dtype == self._state.aliases[param].dtype:
             self._read_computed(param, result)
             return
-        staging = torch.empty(min(result.numel(), BUFFER_BYTES // 4), dtype=torch.float32)
+        count = min(result.numel(), BUFFER_BYTES // 4)
+        staging = torch.empty(count, dtype=torch.float32, device="cpu")
         for begin in range(0, result.numel(), max(1, staging.numel())):
             values = staging[: result.numel() - begin]
             self._state.session.read(param, "master", begin, values.data_ptr(), values.numel())

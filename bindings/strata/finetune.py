@@ -133,6 +133,7 @@ def _wrap(
         io_engine=options.io_engine,
         workers=options.workers,
         activations=options.activations,
+        device=options.device,
         split=options.split,
     )
 
@@ -244,7 +245,7 @@ class _Training:
         return record
 
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        tokens = tokens.to(self._state.aliases[0].device)
+        tokens = tokens.to(self._state.device)
         loss: torch.Tensor = self._model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return loss
 
@@ -299,9 +300,13 @@ class _Training:
         tokenizer = self._data.tokenizer
         prompt = self._options.prompt or self._data.prompt
         tokens = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        tokens = tokens.to(self._state.aliases[0].device)
+        tokens = tokens.to(self._state.device)
         self._model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        device = self._state.device
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
             torch.manual_seed(self._options.seed)
             result = self._model.generate(
                 tokens,

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from .device import parse as parse_device
 from .finetune_model import SIZES
 from .sizes import parse_size
 from .update_modes import LockFree, parse_update
@@ -60,6 +61,7 @@ class Options:
     workers: int | None = None
     activations: str = "auto"
     split: int | None = None
+    device: str = "auto"
     vocabulary: int | None = None
     data_limit: str | None = None
     prompt: str | None = None
@@ -156,6 +158,12 @@ def _add_model(add: Callable[..., object], default: Options) -> None:
 
 
 def _add_places(add: Callable[..., object], default: Options) -> None:
+    add(
+        "--device",
+        type=_device,
+        metavar="NAME",
+        help=f"what computes: auto, host, cuda or cuda:N (default: {default.device})",
+    )
     for tier in ("device", "host", "ssd"):
         add(
             f"--{tier}-memory",
@@ -287,6 +295,14 @@ def _fraction(text: str) -> float:
 def _update(text: str) -> str:
     try:
         parse_update(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _device(text: str) -> str:
+    try:
+        parse_device(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

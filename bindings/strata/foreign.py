@@ -103,7 +103,7 @@ class Foreign:
     def seconds_per_element(self, group: dict[str, Any]) -> float:
         """What a step costs on one thread, from a few of them."""
         rule, options = replica(self._like), options_of(group)
-        values, grad = torch.ones(TRIAL_NUMEL), torch.ones(TRIAL_NUMEL)
+        values, grad = (torch.ones(TRIAL_NUMEL, device="cpu") for _ in range(2))
         state: State = {}
         seconds = []
         with _one_thread():
@@ -162,10 +162,10 @@ def _scalars_after(
     rule: torch.optim.Optimizer, steps: int, options: dict[str, Any], kept: Kept
 ) -> State:
     """See Note [Scalars]."""
-    values, state = torch.ones(1), dict[str, Any]()
+    values, state = torch.ones(1, device="cpu"), dict[str, Any]()
     counts_only = kept.scalars in ((), ("step",))
     for _ in range(1 if counts_only else steps):
-        state = run_step(rule, options, values, torch.ones(1), state)
+        state = run_step(rule, options, values, torch.ones(1, device="cpu"), state)
     scalars = copy_scalars(state, kept.scalars)
     if counts_only and kept.scalars:
         one = scalars["step"]

@@ -82,8 +82,8 @@ def probe(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Kept:
     name = type(optimizer).__name__
     options = options_of(group)
     random = torch.Generator().manual_seed(5)
-    values = torch.randn(SHAPE, generator=random)
-    grads = [torch.randn(SHAPE, generator=random) for _ in range(STEPS)]
+    values = torch.randn(SHAPE, generator=random, device="cpu")
+    grads = [torch.randn(SHAPE, generator=random, device="cpu") for _ in range(STEPS)]
     try:
         whole, state = _run_whole(optimizer, options, values, grads)
         kept = _entries(name, state)

@@ -19,7 +19,6 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,9 +140,9 @@ class PlannedForward:
         asked = state.recorder.recording or unit.slices > 1
         if not asked or not state.may_split:
             return None
-        begin = perf_counter()
+        begin = state.recorder.now()
         verdict = self._verdicts.find(arguments, trial=True)
-        state.recorder.ignore(begin, perf_counter())
+        state.recorder.ignore(begin, state.recorder.now())
         if verdict is not None:
             self._note(verdict.reason, batch)
         return verdict

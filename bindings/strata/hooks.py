@@ -12,7 +12,7 @@ backward   SavedTensors.unpack  when an autograd node wants a saved tensor back:
 """
 
 import weakref
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -334,13 +334,18 @@ class LandHook(_Uncopied):
         grad = grad.detach().contiguous()
         if DTYPE_NAMES.get(grad.dtype) != self.dtype_name:
             grad = grad.to(parameter.dtype)
-        if self.in_backward and not state.session.gradient_fits(index):
-            hooks.pins.make_way(self.unit)
-        begin = perf_counter()
-        state.session.land_gradient(index, grad.data_ptr(), self.dtype_name)
-        state.recorder.pause(begin, perf_counter())
+        begin = state.recorder.now()
+        state.landings.put(partial(self._land, hooks, grad))
+        state.recorder.pause(begin, state.recorder.now())
         state.landed[index] += 1
         hooks.pins.land(self.unit)
+
+    def _land(self, hooks: Hooks, grad: torch.Tensor, stream: int) -> None:
+        """In its turn among the landings of the model."""
+        session = hooks.state.session
+        if self.in_backward and not session.gradient_fits(self.index):
+            hooks.pins.make_way(self.unit)
+        session.land_gradient(self.index, grad.data_ptr(), self.dtype_name, stream=stream)
 
 
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:

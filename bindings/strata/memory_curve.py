@@ -23,15 +23,39 @@ from __future__ import annotations
 import bisect
 import ctypes
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch.autograd import ProfilerConfig, ProfilerState
+
+from .cuda_memory import CudaMemoryCurve
 
 ALLOCATION = "memory_alloc"
 TIES = 5
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MAPPED_MIN = 256 << 10  # bytes of a tensor that may leave no hole while the profiler runs
 MAPPED_MIN_USUAL = 32 << 20  # where glibc's own, growing threshold ends
+
+
+class Curve(Protocol):
+    """What is known of PyTorch's memory, on whichever device."""
+
+    def note(self, time: float) -> None:
+        """A time at which at() and peak() will be asked, now. On the host any will do."""
+
+    def stop(self) -> None:
+        """Ends recording; from here on at() and peak() answer."""
+
+    def at(self, time: float) -> int:
+        """Bytes in use."""
+
+    def peak(self, begin: float, end: float) -> int:
+        """The most bytes in use from `begin` to `end`."""
+
+
+def start_curve(device: torch.device) -> Curve | None:
+    """Begins to record what PyTorch holds on a device; None where that cannot be done now."""
+    return CudaMemoryCurve(device) if device.type == "cuda" else MemoryCurve.start()
 
 
 class MemoryCurve:
@@ -50,7 +74,7 @@ class MemoryCurve:
     def _tie() -> tuple[float, float]:
         """Allocates and frees a few bytes. How long that took, and when it was."""
         before = perf_counter()
-        torch.empty(1)
+        torch.empty(1, device="cpu")
         after = perf_counter()
         return after - before, (before + after) / 2
 
@@ -72,6 +96,9 @@ class MemoryCurve:
         # The profiler without Kineto: it reports allocations too, and prints nothing.
         torch.autograd._enable_profiler_legacy(config)
         return cls()
+
+    def note(self, time: float) -> None:
+        """The profiler sees every moment."""
 
     def stop(self) -> None:
         """Ends recording; from here on at() and peak() answer."""

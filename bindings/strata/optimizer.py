@@ -118,7 +118,7 @@ def current_groups(state: Wrapped) -> list[GroupSpec]:
 
 
 def complete_unit(state: Wrapped, unit: Unit) -> None:
-    """Starts the update of a unit all of whose gradients have landed (update="in_backward")."""
+    """Starts the update of a unit with what has landed (update="in_backward")."""
     norm = cast(StrataOptimizer, state.optimizer).max_unit_norm
     state.session.complete(unit.index, current_groups(state), norm)
 
@@ -175,6 +175,7 @@ class StrataOptimizer(torch.optim.Optimizer):
                 loss = closure()
         state = self._wrapped
         state.hooks.reset()
+        state.landings.wait()
         groups = self.group_specs()
         _check_unchanged(state.groups_used, groups)
         result = state.session.step(
@@ -232,7 +233,7 @@ class StrataOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: moments and steps, all in memory at once; strata.save streams them."""
-        self._wrapped.session.synchronize()
+        self._wrapped.synchronize()
         index: dict[int, int] = {}
         groups = []
         for group in self.param_groups:
@@ -271,7 +272,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         step = state.session.param_step(index)
         if step == 0 or not state.config["params"][index]["trainable"]:
             return {}
-        entry: dict[str, Any] = {"step": torch.tensor(float(step))}
+        entry: dict[str, Any] = {"step": torch.tensor(float(step), device="cpu")}
         if self._foreign is not None:
             entry = self._foreign.scalars(index, step, group)
         for kind, name in self._kinds(group):
@@ -293,7 +294,9 @@ class StrataOptimizer(torch.optim.Optimizer):
                     f"the state of {state.names[index]!r} has shape {tuple(value.shape)}, the "
                     f"parameter {tuple(parameter.shape)}"
                 )
-            state.write(index, torch.zeros(parameter.shape) if value is None else value, kind)
+            if value is None:
+                value = torch.zeros(parameter.shape, device="cpu")
+            state.write(index, value, kind)
         # torch's SGD keeps no step; a momentum buffer says that there was one.
         started = any(value is not None for _, value in moments)
         step = int(entry.get("step", started))

@@ -22,7 +22,7 @@ import torch
 from torch.autograd import Variable
 
 from .errors import StrataError
-from .optimizer import clips_units, complete_unit
+from .optimizer import clips_units, complete_unit, current_groups
 from .swapping import Swapping
 from .wrapped import Unit, Wrapped
 
@@ -93,24 +93,27 @@ class Pins:
             if unit in self._held:
                 self._release_held([unit])
             if self._completes:
-                complete_unit(self._state, unit)
+                self._complete(unit)
 
     def make_way(self, unit: Unit) -> None:
         """Updates the other units with what has landed on them, though more may come.
 
-        REQUIRES: update="in_backward". Each element is updated on its own, so the result is the
-        same. Raises StrataError where all gradients of a unit are needed first, to clip them.
+        REQUIRES: update="in_backward", and a landing of `unit` has its turn. Each element is
+        updated on its own, so the result is the same. Raises StrataError where all gradients of a
+        unit are needed first, to clip them.
         """
-        others = [u for u in self._state.units if u is not unit and 0 < u.landed < u.trainable]
-        if others and clips_units(self._state):
-            names = ", ".join(u.name for u in others)
+        others = {u: self._landed(u) for u in self._state.units if u is not unit}
+        partly = [u for u, landed in others.items() if 0 < landed < u.trainable]
+        if partly and clips_units(self._state):
+            names = ", ".join(u.name for u in partly)
             raise StrataError(
                 f"gradients of {unit.name} find no room in host memory beside those of {names}, "
                 "which wait for the rest of theirs because max_unit_norm clips them together: give "
                 "more host memory, or wrap with update='on_step'"
             )
-        for other in others:
-            complete_unit(self._state, other)
+        for other, landed in others.items():
+            if landed:
+                complete_unit(self._state, other)
 
     def watch(self) -> None:
         """Asks to be told of the end of the backward now running, once."""
@@ -153,7 +156,18 @@ class Pins:
         """Units of which some parameters took no part."""
         for unit in self._state.units:
             if 0 < unit.landed < unit.trainable:
-                complete_unit(self._state, unit)
+                self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """Has the unit updated as soon as its gradients are in their pages."""
+        current_groups(self._state)  # as they are now
+        unit.completes = True
+        self._state.landings.put(lambda _: complete_unit(self._state, unit))
+
+    def _landed(self, unit: Unit) -> int:
+        """How many gradients of the unit are in their pages; autograd may have shown more."""
+        count = self._state.session.gradient_count
+        return sum(count(param) > 0 for param in unit.params)
 
     def _forget_landings(self) -> None:
         for unit in self._state.units:

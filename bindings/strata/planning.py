@@ -31,19 +31,21 @@ What can be cut is found by trials that take time and memory, so they are left u
 from __future__ import annotations
 
 import logging
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _core, calibrate
 from .arguments import tensors_in
+from .cuda_memory import Allocator
 from .errors import StrataError
 from .fitting import advice
-from .memory_curve import MemoryCurve
-from .recorder import RecordedStep
-from .shape_class import Goal, Shape, ShapeClass
+from .memory_curve import Curve, start_curve
+from .shape_class import Goal, Shape, ShapeClass, device_pages
 from .sizes import format_size
 from .trace_of import make_trace, note_times
+from .uses import RecordedStep
 
 if TYPE_CHECKING:
     from ._core import Bound, Budgets, Costs, Simulation, StepPlan, Trace, Wishes
@@ -77,8 +79,10 @@ class Planning:
         self._on_device: list[bool] | None = None  # what plans rest there; None: they may choose
         self._slow_steps = 0
         self._mixed = False  # batches of two classes in one step: its times say little
-        self._curve: MemoryCurve | None = None  # of a step that is measured
+        self._curve: Curve | None = None  # of a step that is measured
         state.may_split = goal.split is not None
+        self.allocator = Allocator(state.device, goal.device_bytes)
+        self.allocator.give_pages(goal.param_bytes)
 
     @property
     def trace(self) -> Trace | None:
@@ -116,7 +120,7 @@ class Planning:
         elif changes:
             self._use(found)
         if found.to_check and self._curve is None:
-            self._curve = MemoryCurve.start()
+            self._curve = start_curve(self.state.device)
 
     def end_step(self) -> None:
         """Looks at the step that has ended, and plans. Called behind every optimizer.step().
@@ -151,7 +155,7 @@ class Planning:
             if current.timed == TIMED_STEPS:
                 self._adopt(current)
         elif curve is not None:
-            self._check_peak(current, curve.peak(step.begin, step.end))
+            self._check_peak(current, curve.peak(step.begin, inf))
         elif not mixed and step.rounds == 1:
             self._watch_speed(current, step)
 
@@ -182,7 +186,7 @@ class Planning:
             unit.activation = "recompute" if unit.may_recompute and not keeps else "keep"
             unit.slices = 1
         if found.trace is not None:
-            self.state.session.synchronize()
+            self.state.synchronize()
             return
         known = [c.elements for c in self.classes if c.trace is not None]
         if self._on_device is not None and found.elements > max(known, default=0):
@@ -239,8 +243,8 @@ class Planning:
         costs = calibrate.costs(
             self.goal.workers, config["ssd_paths"], page_bytes, self.goal.io_engine, refresh
         )
-        # Session.land_gradient() returns when the gradient has been copied.
-        return {**costs, "landing_waits": True}
+        # On the host autograd's thread lands gradients itself, see lander.py.
+        return {**costs, "landing_waits": self.state.device.type == "cpu"}
 
     def _adopt(self, found: ShapeClass) -> None:
         self._plan_class(found)
@@ -274,6 +278,7 @@ class Planning:
     def _use(self, found: ShapeClass) -> None:
         """Claims what the plans need and tells the units. REQUIRES: between two rounds."""
         assert found.plan is not None
+        self.state.landings.wait()
         plans = [c.plan for c in self.classes if c.plan is not None]
         claimed = (
             min(plan["param_device_bytes"] for plan in plans),
@@ -303,14 +308,18 @@ class Planning:
             return
         if units != now and self.state.hooks.swapping.drain():
             return  # as above
+        before, after = self.allocator.page_bytes, device_pages(session.plan, units, param_bytes)
+        self.allocator.give_pages(max(before, after))
         if units == now:
             session.limit_device(param_bytes)
         else:
             try:
                 session.rest_on_device(units, param_bytes)
             except StrataError as error:
+                self.allocator.give_pages(before)
                 log.info("units rest where they are: %s", error)
                 return
+        self.allocator.give_pages(after)
         self._claimed = (param_bytes, *self._claimed[1:])
 
     def _resting(self) -> list[bool]:
@@ -357,7 +366,7 @@ class Planning:
 
     def measure_again(self) -> None:
         """Measures the machine as it is now, and plans anew. Call between two steps."""
-        self.state.session.synchronize()
+        self.state.synchronize()
         self.costs = self._measure(refresh=True)
         if self.current is not None and self.current.paper is not None:
             self._adopt(self.current)

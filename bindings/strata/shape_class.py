@@ -9,7 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from . import _core
-    from ._core import StepPlan, Trace
+    from ._core import Plan, StepPlan, Trace
 
 Shape = tuple[tuple[int, ...], ...]
 
@@ -61,3 +61,12 @@ class ShapeClass:
             len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True))
             for a, b in zip(shape, self.shape, strict=True)
         )
+
+
+def device_pages(resting: Plan, units: list[bool], param_bytes: int) -> int:
+    """Bytes that pages take of the device: those of parameters on their way, and whole units."""
+    return param_bytes + sum(
+        unit["param_bytes"] + unit["grad_bytes"] + unit["state_bytes"]
+        for unit, there in zip(resting["units"], units, strict=True)
+        if there
+    )

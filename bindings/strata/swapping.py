@@ -20,11 +20,11 @@ on the SSD of one more use are asked into host memory.
 import threading
 import weakref
 from collections import deque
-from time import perf_counter
 from typing import Any
 
 import torch
 
+from .device import current_stream
 from .swapped import State, Swapped, SwappedView, Visit
 from .wrapped import Unit, Wrapped
 
@@ -45,7 +45,7 @@ class Swapping:
         self.kept_for_room = 0  # tensors that found none
         self._session = state.session
         self._recorder = state.recorder
-        self._device = state.aliases[0].device
+        self._device = state.device
         self._hollow = torch.empty(0, device=self._device)
         # Held while states change: autograd may unpack on several threads, and waits let go of
         # the GIL.
@@ -143,7 +143,10 @@ class Swapping:
         begin -= begin % ALIGNMENT
         to_ssd = unit.activation == "swap_ssd"
         address = storage.data_ptr() + begin
-        save = self._session.save_activation(address, end - begin, to_ssd, unit.index)
+        stream = current_stream(self._device)
+        save = self._session.save_activation(
+            address, end - begin, to_ssd, unit.index, stream=stream
+        )
         if save < 0:
             return None
         record = Swapped(self, storage, save)
@@ -195,11 +198,11 @@ class Swapping:
         limit = self._use - USES_LEAVING
         late = [r for r in self._leaving if r.use <= limit and not r.wanted]
         if late:
-            begin = perf_counter()
+            begin = self._recorder.now()
             for record in late:
                 self._session.activation_saved(record.save, True)
             self.poll()
-            self._recorder.pause(begin, perf_counter())
+            self._recorder.pause(begin, self._recorder.now())
 
     @staticmethod
     def _settle(record: Swapped) -> None:
@@ -269,7 +272,8 @@ class Swapping:
             record.storage, record.base, record.state = alive, 0, State.HERE
             return
         storage = torch.UntypedStorage(record.end - record.begin, device=self._device)
-        self._session.fetch_activation(record.save, storage.data_ptr())
+        stream = current_stream(self._device)  # the memory may still be read there
+        self._session.fetch_activation(record.save, storage.data_ptr(), stream=stream)
         record.storage, record.base, record.state = storage, record.begin, State.COMING
         record.staged = False
         self._coming.append(record)
@@ -277,9 +281,9 @@ class Swapping:
     def _bring(self, record: Swapped) -> torch.UntypedStorage:
         self._want(record)
         if record.state is State.COMING:
-            begin = perf_counter()
+            begin = self._recorder.now()
             self._session.activation_fetched(record.save, True)
-            self._recorder.pause(begin, perf_counter())
+            self._recorder.pause(begin, self._recorder.now())
             record.state = State.HERE
         assert record.storage is not None
         return record.storage

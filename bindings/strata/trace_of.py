@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .recorder import RecordedStep
+from .uses import RecordedStep
 
 if TYPE_CHECKING:
     from ._core import ActivationName, Trace

@@ -71,6 +71,7 @@ def wrap(
     seed: int = 0,
     activations: str | None = "auto",
     split: int | None = None,
+    device: str | torch.device = "auto",
     **unknown: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Moves the training state of a model into pages. Returns the same model, and its optimizer.
@@ -104,18 +105,22 @@ def wrap(
         memory together, as measured in the first step. None: it covers parameters alone.
     split: computes every unit that can be split on so many slices of the batch, one after the
         other. Default: as planned.
+    device: what computes. "cuda" or "cuda:1": a GPU; "host": the CPU, with a region of its memory
+        in the device's place. "auto": the GPU that the model is on, else the first one that can be
+        used, else the host. Buffers are moved there; inputs are for the caller to move.
 
     Trainable parameters that no parameter group holds get no update and show no gradient. Layers
     that are too large for the device are cut into tiles (strata.nn), of which no file knows.
 
-    Raises StrataError where the budgets cannot work, with the smallest that would; ValueError and
-    TypeError for arguments that make no sense.
+    Raises StrataError where the budgets cannot work, with the smallest that would, and where the
+    device cannot be used, with the reason; ValueError and TypeError for arguments that make no
+    sense.
     """
     check_keywords("wrap", unknown, OPTION_NAMES)
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights, seed,
-        activations, split,
+        activations, split, device,
     )  # fmt: skip
     state = _open(model, optimizer, options)
     _tell(state)
@@ -149,13 +154,13 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Gives the plain model back: parameters in ordinary memory, hooks removed, session closed.
+    """Gives the plain model back: parameters in CPU memory, hooks removed, session closed.
 
     Parameters get the dtype that they had before wrap(), with the values of the master copy.
     """
     state = wrapped(model)
     state.hooks.reset()
-    state.session.synchronize()
+    state.synchronize()
     # All values first: where the disk fails, the model remains a wrapped one.
     values = [state.read(i).to(dtype) for i, dtype in enumerate(state.original_dtypes)]
     state.hooks.remove()
@@ -163,11 +168,13 @@ def unwrap(model: nn.Module) -> nn.Module:
         parameter.__class__ = nn.Parameter
         parameter.data = value
         del parameter.__dict__["_strata"]
-    for module, name, dtype in state.cast_buffers:
-        setattr(module, name, getattr(module, name).to(dtype))
+    for module, name, dtype, place in state.moved_buffers:
+        setattr(module, name, getattr(module, name).to(place, dtype))
     del model.__dict__["_strata"]
     remove_tiles(model, state.optimizer)
     state.close()
+    if state.planning is not None:
+        state.planning.allocator.close()
     return model
 
 
@@ -177,11 +184,13 @@ def report(model: nn.Module) -> Report:
 
 
 def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a paged parameter, as a new float32 tensor; None where none has landed."""
+    """The gradient of a paged parameter, as a new float32 tensor on the device of the parameter;
+    None where none has landed."""
     slot = getattr(parameter, "_strata", None)
     if slot is None:
         raise ValueError("gather_grad() takes a parameter of a wrapped model")
-    return slot.state.read(slot.index, "grad") if slot.state.landed[slot.index] else None
+    state = slot.state
+    return state.read(slot.index, "grad").to(state.device) if state.landed[slot.index] else None
 
 
 def synchronize(model: nn.Module) -> None:
@@ -189,7 +198,7 @@ def synchronize(model: nn.Module) -> None:
 
     Behind it parameters are the newest ones in every mode, also those that LockFree lets lag.
     """
-    wrapped(model).session.synchronize()
+    wrapped(model).synchronize()
 
 
 def _budgets(config: _core.Config) -> dict[str, int]:
@@ -234,7 +243,7 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
         )
         model.__dict__["_strata"] = state
         if options.activations is not None:
-            _start_planning(state, options, hooked)
+            _start_planning(state, options, hooked, whole["device_bytes"])
     if interrupt.asked:
         unwrap(model)
         raise KeyboardInterrupt
@@ -256,7 +265,9 @@ def _say_what_it_costs(
     )
 
 
-def _start_planning(state: Wrapped, options: Options, hooked: dict[nn.Module, list[int]]) -> None:
+def _start_planning(
+    state: Wrapped, options: Options, hooked: dict[nn.Module, list[int]], device_bytes: int
+) -> None:
     """Plans steps from the first one on."""
     config = state.config
     assert options.activations is not None
@@ -265,7 +276,7 @@ def _start_planning(state: Wrapped, options: Options, hooked: dict[nn.Module, li
     goal = Goal(
         options.activations,
         options.split,
-        device_goal(config, options),
+        device_bytes,
         max(needed, config["device_bytes"] // 2),
         config["workers"],
         config["io_engine"],
@@ -323,11 +334,23 @@ def _move(state: Wrapped, dtype: torch.dtype | None) -> None:
         state.written[i] = parameter._version
         parameter._strata = Slot(state, i, state.unit_of[i])  # type: ignore[attr-defined]
         make_paged(parameter)
-    # Statistics beside parameters (batch norm) take part in the same kernels, so they have the same
-    # dtype; tables of modules without parameters (rotary frequencies) keep theirs.
+    _move_buffers(state, dtype)
+
+
+def _move_buffers(state: Wrapped, dtype: torch.dtype | None) -> None:
+    """Puts buffers on the device. Statistics beside parameters (batch norm) take part in the same
+    kernels, so they have the same dtype; tables of modules without parameters (rotary frequencies)
+    keep theirs."""
+    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a buffer may be that of many modules
     for module in state.model.modules():
-        if dtype is not None and next(module.parameters(recurse=False), None) is not None:
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point() and buffer.dtype != dtype:
-                    state.cast_buffers.append((module, name, buffer.dtype))
-                    setattr(module, name, buffer.to(dtype))
+        beside = next(module.parameters(recurse=False), None) is not None
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            casts = dtype is not None and beside and buffer.is_floating_point()
+            wanted = dtype if casts and dtype is not None else buffer.dtype
+            if buffer.dtype == wanted and buffer.device == state.device:
+                continue
+            state.moved_buffers.append((module, name, buffer.dtype, buffer.device))
+            key = (id(buffer), wanted)
+            if key not in moved:
+                moved[key] = buffer.to(state.device, wanted)
+            setattr(module, name, moved[key])

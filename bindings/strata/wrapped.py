@@ -11,14 +11,16 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Callable
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from .recorder import RecordedStep, Recorder
+from .device import current_stream
+from .lander import Inline, Lander, Landings
+from .recorder import Recorder
 from .timeline import StepLog, UseSpan
+from .uses import RecordedStep
 
 if TYPE_CHECKING:
     from ._core import ActivationName, Config, GroupSpec, Kind, Session, StepResult
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 CHUNK_NUMEL = 1 << 24  # values that travel through one temporary float32 tensor
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 
+KDLCPU = 1  # dlpack.h
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -40,6 +43,7 @@ class Unit:
 
     __slots__ = (
         "activation",
+        "completes",
         "entered",
         "index",
         "landed",
@@ -62,6 +66,7 @@ class Unit:
         self.entered = 0
         self.running = 0  # forwards now running of modules that read it
         self.landed = 0  # gradients of this backward
+        self.completes = False  # in_backward: its update begins as soon as they are in their pages
         # What the plan says of its activations; changed between steps only.
         self.activation: ActivationName = "keep"
         self.slices = 1
@@ -99,9 +104,13 @@ class Wrapped:
         self.names = [spec["name"] for spec in config["params"]]
         self.original_dtypes = [p.dtype for p in self.params]
         self.optimizer: torch.optim.Optimizer = cast(torch.optim.Optimizer, None)
-        self.cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # and their old dtype
+        kind, number = session.device
+        self.device = torch.device("cpu") if kind == KDLCPU else torch.device("cuda", number)
+        self.landings: Landings = Inline() if kind == KDLCPU else Lander(self.device)
+        # And what they were before.
+        self.moved_buffers: list[tuple[nn.Module, str, torch.dtype, torch.device]] = []
         self.hooks: Any = None  # hooks.Hooks, once installed
-        self.recorder = Recorder()
+        self.recorder = Recorder(self.device)
         self.log = StepLog(session, config["units"])
         self.may_split = True  # units may be tried on slices of the batch, and run on them
         self.planning: Planning | None = None  # None: activations are PyTorch's affair
@@ -130,7 +139,7 @@ class Wrapped:
         self.low = spans[0][0]  # every address of every parameter lies in [low, high)
         self.high = max(span[1] for span in spans)
         # Closes the session when nothing can reach it any more, and at the interpreter's exit.
-        self.close: Callable[[], Any] = weakref.finalize(self, session.close)
+        self.close: Callable[[], Any] = weakref.finalize(self, _close, session, self.landings)
 
     def _make_units(self, config: Config) -> list[Unit]:
         members: list[list[int]] = [[] for _ in config["units"]]
@@ -175,13 +184,19 @@ class Wrapped:
         begin, end, index = self._spans[bisect.bisect_right(self._begins, address) - 1]
         return index if begin <= address < end else -1
 
+    def stream(self) -> int:
+        """What the session is told of the stream that is computed on now; see current_stream()."""
+        return current_stream(self.device)
+
     def enter(self, unit: Unit, backward: bool = False, recorded: bool = True) -> None:
         """Waits until the unit is on the device, and keeps it there.
 
         `recorded`: a use that the next training step will repeat, so that it is planned for.
         """
-        asked = perf_counter()
-        self.session.enter(unit.index, backward, recorded)
+        if backward and unit.completes:
+            self.landings.wait()  # the core is to know whether its update has begun
+        asked = self.recorder.now() if recorded else 0.0
+        self.session.enter(unit.index, backward, recorded, stream=self.stream())
         unit.entered += 1
         self.recorder.enter(unit.index, backward, asked, recorded)
 
@@ -189,24 +204,31 @@ class Wrapped:
         """Undoes one enter()."""
         unit.entered -= 1
         self.recorder.leave(unit.index)
-        self.session.leave(unit.index)
+        self.session.leave(unit.index, stream=self.stream())
+
+    def synchronize(self) -> None:
+        """Waits for gradients on their way, updates and writes."""
+        self.landings.wait()
+        self.session.synchronize()
 
     def catch_up(self) -> None:
         """Waits for the updates that LockFree leaves open: what is read then is the newest."""
         if self.config["update"] == "lock_free":
+            self.landings.wait()
             self.session.drain()
 
     def note_write(self, index: int) -> None:
         """Tells the core that the user changed a parameter in place. REQUIRES: it is entered."""
         with DisableTorchFunction():
             self.written[index] = self.params[index]._version
-        self.session.device_written(index)
+        self.session.device_written(index, stream=self.stream())
 
     def read(self, index: int, kind: Kind = "master") -> torch.Tensor:
-        """A whole parameter, moment or gradient, as a new float32 tensor of its shape."""
+        """A parameter, moment or gradient, as a new float32 tensor of its shape on the CPU."""
         alias = self.aliases[index]
-        result = torch.empty(alias.shape, dtype=torch.float32)
+        result = torch.empty(alias.shape, dtype=torch.float32, device="cpu")
         if alias.numel():
+            self.landings.wait()
             self.session.read(index, kind, 0, result.data_ptr(), result.numel())
         return result
 
@@ -214,6 +236,7 @@ class Wrapped:
         self, index: int, value: torch.Tensor, kind: Kind = "master", offset: int = 0
     ) -> None:
         """Stores values, of any dtype, as the exact master (or moment) from element `offset` on."""
+        self.landings.wait()
         flat = value.detach().reshape(-1)
         for begin in range(0, flat.numel(), CHUNK_NUMEL):
             part = flat[begin : begin + CHUNK_NUMEL].to("cpu", torch.float32).contiguous()
@@ -236,6 +259,8 @@ class Wrapped:
         self.dirty = self.dirty or any(self.landed)
         self.groups_used = None
         self.landed = [0] * len(self.params)
+        for unit in self.units:
+            unit.completes = False
 
     def end_step(
         self, predicted_seconds: float | None = None, bound_seconds: float | None = None
@@ -251,6 +276,7 @@ class Wrapped:
 
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step."""
+        self.landings.wait()
         self.session.drop_gradients()
         self.landed = [0] * len(self.params)
         self.dirty = False
@@ -258,6 +284,11 @@ class Wrapped:
     def gradient_landed(self) -> bool:
         """Whether plain PyTorch would now show gradients in `p.grad`."""
         return self.dirty or any(self.landed)
+
+
+def _close(session: Session, landings: Landings) -> None:
+    landings.close()
+    session.close()
 
 
 def wrapped(model: nn.Module) -> Wrapped:

@@ -1,6 +1,12 @@
-"""The tests of the package run twice: on the in-memory double of the core, and on the real one."""
+"""The tests of the package run twice: on the in-memory double of the core, and on the real one.
 
+pytest tests/python                    # on the host
+pytest tests/python --device cuda      # losses, ordinary code and update modes, on a GPU
+"""
+
+import os
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -9,16 +15,76 @@ import pytest
 import strata
 import strata._core
 import strata.calibrate
+import strata.device
 import torch
 
 torch.set_num_threads(1)  # toy models: more threads only wait for each other
+
+ON_DEVICE = ("test_golden", "test_ordinary", "test_update_modes")  # plain PyTorch is the oracle
+PAGE_ON_DEVICE = "2MiB"  # no GPU maps less
+HOST_ON_DEVICE = "2GiB"  # toy models take a page for each of their tensors
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="host", help="run the suites that can on it, such as cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "host_only: needs the device's memory to be the CPU's")
+    if config.getoption("--device") != "host":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits each time
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    name = strata.device.parse(config.getoption("--device"))
+    if name == "host":
+        return
+    missing = strata.device.why_not(name)
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        reason = missing
+        if item.module.__name__ not in ON_DEVICE or item.get_closest_marker("host_only"):
+            reason = "runs on the host only"
+        elif hasattr(item, "callspec") and item.callspec.params.get("core") == "fake":
+            reason = "the double of the core has no GPU"
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With --device: models and batches are made there, and wrapped with pages that it can map.
+    Without: on a machine with a GPU "auto" means the host, too."""
+    name = request.config.getoption("--device")
+    if name == "host":
+        if torch.cuda.is_available():
+            monkeypatch.setattr(strata.device, "why_not", lambda name: "these tests are the host's")
+        yield
+        return
+
+    def there(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(model: Any, optimizer: Any, **options: Any) -> Any:
+            memory = {**options.pop("memory", {}), "host": HOST_ON_DEVICE}
+            options |= {"device": name, "memory": memory, "page_size": PAGE_ON_DEVICE}
+            return function(model, optimizer, **options)
+
+        return call
+
+    monkeypatch.setattr(strata, "wrap", there(strata.wrap))
+    monkeypatch.setattr(strata, "plan", there(strata.plan))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_device(name)
+    yield
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["fake", "real"])
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """What strata.wrap() builds sessions from during this test."""
     module = fake_core if request.param == "fake" else strata._core
-    monkeypatch.setattr(sys.modules["strata.wrap"], "_core", module)
+    for name in ("strata.wrap", "strata.device"):
+        monkeypatch.setattr(sys.modules[name], "_core", module)
     return module
 
 

@@ -7,6 +7,7 @@ taken when activation_saved() first says so, and given when activation_fetched()
 """
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
@@ -35,6 +36,7 @@ class Session:
         self.peak = 0
         self.spans: list[dict[str, Any]] = []
         self.closed = False
+        self.streams: list[tuple[str, int]] = []  # call and stream
         self.completed: set[int] = set()  # units, since the last step()
         self.staleness = [0] * len(config["units"])  # forwards; none of them sees old parameters
         self.room = {False: 0, True: 0}  # bytes for activations, by to_ssd
@@ -42,6 +44,10 @@ class Session:
         self.saves_made = 0
         for u in range(len(self.members)):
             self._settle(u)
+
+    @property
+    def device(self) -> tuple[int, int]:
+        return (1, 0)
 
     def tensor(self, param: int) -> Any:
         return to_dlpack(self.params[param].device)
@@ -62,8 +68,9 @@ class Session:
         assert kind != "grad" or p.landed
         _borrow(address, count, torch.float32).copy_(p.array(kind)[offset : offset + count])
 
-    def enter(self, unit: int, backward: bool, recorded: bool = True) -> None:
+    def enter(self, unit: int, backward: bool, recorded: bool = True, *, stream: int) -> None:
         self._open()
+        self._note_stream(stream)
         if backward and unit in self.completed:
             raise StrataError(f"unit {unit} was updated in this backward already")
         self.staleness[unit] += recorded and not backward
@@ -81,7 +88,8 @@ class Session:
             self._span("upload", unit, backward, begin, copied)
             self._span("wait", unit, backward, begin, cause="copy")
 
-    def leave(self, unit: int) -> None:
+    def leave(self, unit: int, *, stream: int) -> None:
+        self._note_stream(stream)
         assert self.pins[unit] > 0, "leave() without enter()"
         self.pins[unit] -= 1
         self._settle(unit)
@@ -98,13 +106,15 @@ class Session:
     def resident(self, unit: int) -> bool:
         return not self.evicts or self.pins[unit] > 0
 
-    def device_written(self, param: int) -> None:
+    def device_written(self, param: int, *, stream: int) -> None:
+        self._note_stream(stream)
         p = self.params[param]
         assert self.pins[p.spec["unit"]] > 0, "device_written() outside enter()"
         p.master.copy_(p.device)
 
-    def land_gradient(self, param: int, address: int, dtype: str) -> None:
+    def land_gradient(self, param: int, address: int, dtype: str, *, stream: int) -> None:
         self._open()
+        self._note_stream(stream)
         p = self.params[param]
         assert p.spec["trainable"]
         assert p.spec["dtype"] == dtype
@@ -216,8 +226,11 @@ class Session:
                 raise StrataError(f"activations: {size} > {self.config[key]} {key}")
         self.room = {False: host_bytes, True: ssd_bytes}
 
-    def save_activation(self, address: int, byte_count: int, to_ssd: bool, unit: int) -> int:
+    def save_activation(
+        self, address: int, byte_count: int, to_ssd: bool, unit: int, *, stream: int
+    ) -> int:
         self._open()
+        self._note_stream(stream)
         assert byte_count > 0
         assert 0 <= unit < len(self.members)
         if byte_count > self.room[to_ssd]:
@@ -239,8 +252,9 @@ class Session:
         self._open()
         assert save in self.saves
 
-    def fetch_activation(self, save: int, address: int) -> None:
+    def fetch_activation(self, save: int, address: int, *, stream: int) -> None:
         self._open()
+        self._note_stream(stream)
         held = self.saves[save]
         assert held.data is not None, "fetch_activation() before activation_saved()"
         assert held.fetch_to is None, "one fetch at a time"
@@ -270,6 +284,11 @@ class Session:
         self.saves.clear()
         for p in self.params:
             p.device.fill_(float("nan"))
+
+    def _note_stream(self, stream: int) -> None:
+        """Every call that reads or writes device memory says on which stream."""
+        assert type(stream) is int
+        self.streams.append((sys._getframe(1).f_code.co_name, stream))
 
     def _open(self) -> None:
         if self.closed:
@@ -310,6 +329,10 @@ def _grad_bytes(config: dict[str, Any], spec: dict[str, Any]) -> int:
         return 0
     late = config["update"] == "lock_free"
     return 4 if config["accumulate"] or late else DTYPES[spec["dtype"]].itemsize
+
+
+def device_error(device: str) -> str:
+    return "" if device == "host" else f"the double has no {device}"
 
 
 def plan(config: dict[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def assert_same(model: nn.Module, plain: nn.Module, tolerance: float = 0.0) -> N
     """Parameters and buffers agree, by name."""
     expected = plain.state_dict()
     for name, value in model.state_dict().items():
-        other = expected[name]
+        value, other = value.cpu(), expected[name].cpu()
         if tolerance:
             torch.testing.assert_close(value.clone(), other, rtol=tolerance, atol=tolerance)
         else:

@@ -36,8 +36,10 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def save_activation(self, address: int, size: int, to_ssd: bool, unit: int) -> int:
-        save = self._session.save_activation(address, size, to_ssd, unit)
+    def save_activation(
+        self, address: int, size: int, to_ssd: bool, unit: int, *, stream: int
+    ) -> int:
+        save = self._session.save_activation(address, size, to_ssd, unit, stream=stream)
         if save >= 0:
             self._counts.saves.append((address, size))
             self._counts.live.add(save)
@@ -52,9 +54,9 @@ class _Watched:
             self._counts.leaving.discard(save)
         return saved
 
-    def fetch_activation(self, save: int, address: int) -> None:
+    def fetch_activation(self, save: int, address: int, *, stream: int) -> None:
         self._counts.fetches.append(save)
-        self._session.fetch_activation(save, address)
+        self._session.fetch_activation(save, address, stream=stream)
 
     def stage_activation(self, save: int) -> None:
         self._counts.stages.append(save)

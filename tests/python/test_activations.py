@@ -19,7 +19,7 @@ def make(core: ModuleType, tmp_path: Path, **changes: Any) -> Any:
 
 
 def save(session: Any, tensor: torch.Tensor, to_ssd: bool) -> int:
-    return int(session.save_activation(tensor.data_ptr(), tensor.nbytes, to_ssd, 1))
+    return int(session.save_activation(tensor.data_ptr(), tensor.nbytes, to_ssd, 1, stream=0))
 
 
 @pytest.mark.parametrize("to_ssd", [False, True])
@@ -36,7 +36,7 @@ def test_bytes_come_back(core: ModuleType, to_ssd: bool, tmp_path: Path) -> None
     for number in saves:
         session.stage_activation(number)
     for tensor, number in zip(sent, saves, strict=True):
-        session.fetch_activation(number, tensor.data_ptr())
+        session.fetch_activation(number, tensor.data_ptr(), stream=0)
     for number in saves:
         assert session.activation_fetched(number, True)
         session.drop_activation(number)

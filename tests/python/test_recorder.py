@@ -5,8 +5,8 @@ import sys
 import time
 
 import pytest
-import strata.recorder as recorder_module
 import torch
+from strata import clock
 from strata.memory_curve import MemoryCurve
 from strata.recorder import Recorder
 
@@ -35,7 +35,7 @@ def test_uses_come_in_order_with_their_moments() -> None:
 
 def test_computation_waits_and_gaps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(recorder_module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
     recorder = Recorder()
 
     def enter(unit: int, wait: float) -> None:

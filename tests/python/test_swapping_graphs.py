@@ -187,7 +187,7 @@ def test_an_exception_leaves_nothing(core: ModuleType, where: str) -> None:
 def test_a_disk_that_fails_is_the_callers_error(
     core: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **more: Any) -> None:
         raise strata.StrataError("the disk failed")
 
     plain = build(Blocks)

@@ -226,14 +226,14 @@ def test_a_unit_is_updated_when_it_is_complete(core: ModuleType) -> None:
     unit = state.units[-1]
     before = [state.read(i) for i in unit.params]
     for i in unit.params:
-        grad = torch.ones_like(before[i - unit.params[0]])
-        state.session.land_gradient(i, grad.data_ptr(), "float32")
+        grad = torch.ones_like(before[i - unit.params[0]], device=state.device)
+        state.session.land_gradient(i, grad.data_ptr(), "float32", stream=state.stream())
     complete_unit(state, unit)
     assert all(state.session.param_step(i) == 1 for i in unit.params)
     for i, old in zip(unit.params, before, strict=True):
         assert (state.read(i) < old).all()
     with pytest.raises(strata.StrataError):
-        state.session.enter(unit.index, True)
+        state.session.enter(unit.index, True, stream=state.stream())
     with pytest.raises(strata.StrataError):
         state.session.drop_gradients()
 

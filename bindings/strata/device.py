@@ -1,0 +1,77 @@
+"""Which device a model computes on, and what there is of it.
+
+name = choose("auto", model)          # "host", or "cuda:0" where that can be used
+device = torch_device(name)           # what tensors of the session are on
+free_bytes(name)                      # of a GPU; None on the host, which shares its memory
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from . import _core
+from .errors import StrataError, check_choice
+
+HOST = "host"
+WORDS = ("auto", "host", "cpu", "cuda")
+
+
+def choose(asked: str | torch.device, model: nn.Module) -> str:
+    """The core's name of the device that is meant: "host" or "cuda:N".
+
+    "auto" is the GPU that the model is on, else the first one that can be used, else the host.
+    Raises StrataError, with the reason, where another one is asked for that cannot be used.
+    """
+    parse(asked)
+    there = next((p.device for p in model.parameters() if p.is_cuda), None)
+    if asked == "auto":
+        if there is not None:
+            return str(there)
+        return HOST if why_not("cuda:0") else "cuda:0"
+    name = parse(asked)
+    if name != HOST and (reason := why_not(name)):
+        raise StrataError(f"device={str(asked)!r} cannot be used: {reason}")
+    return name
+
+
+def parse(asked: str | torch.device) -> str:
+    """The core's name of what the user wrote; "auto" as it is. Raises TypeError or ValueError."""
+    if not isinstance(asked, str | torch.device):
+        raise TypeError(f"device must be 'auto', 'host', 'cuda:0' or a torch.device, not {asked!r}")
+    text = str(asked)
+    kind, _, number = text.partition(":")
+    if kind == "cuda" and number.isdecimal():
+        return f"cuda:{int(number)}"
+    check_choice("device", text, WORDS)
+    return {"cpu": HOST, "cuda": "cuda:0"}.get(text, text)
+
+
+def why_not(name: str) -> str:
+    """Why a GPU cannot be used, and what to do; "" where it can."""
+    if reason := _core.device_error(name):
+        return reason
+    if not torch.cuda.is_available():
+        return (
+            f"this PyTorch ({torch.__version__}) cannot use GPUs: install a build with CUDA, or "
+            "pass device='host'"
+        )
+    return ""
+
+
+def torch_device(name: str) -> torch.device:
+    """What torch calls it."""
+    return torch.device("cpu" if name == HOST else name)
+
+
+def free_bytes(name: str) -> int | None:
+    """What a GPU has free now."""
+    return None if name == HOST else int(torch.cuda.mem_get_info(torch_device(name))[0])
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream that the calling thread computes on, as cudaStream_t; 0 on the host.
+
+    In a backward that is autograd's thread, and the stream which the node now running uses.
+    """
+    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,92 @@
+"""A double of torch.cuda: streams, events and memory that follow a script.
+
+It exists to catch device memory that is used on no stream or on the wrong one, times that are read
+from the wrong clock, and budgets that are asked of the wrong memory.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+class Stream:
+    """A stream that remembers which others it waits for."""
+
+    made = 0
+
+    def __init__(self, device: Any = None) -> None:
+        Stream.made += 1
+        self.cuda_stream = 1000 + Stream.made
+        self.waits: list[int] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waits.append(other.cuda_stream)
+
+
+class FakeCuda:
+    """What was asked of torch.cuda, and what it answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream = SimpleNamespace(cuda_stream=7)  # the current one
+        self.time = 0.0  # of the device, in seconds
+        self.allocated = 0
+        self.peak = 0
+        self.total = 8 << 30
+        self.free = 6 << 30
+        self.fractions: list[float] = []
+        fake = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+
+            def record(self, stream: Any) -> None:
+                assert stream is fake.stream
+                self.at = fake.time
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, other: Any) -> float:
+                return float(other.at - self.at) * 1e3
+
+        def stats(device: Any) -> dict[str, int]:
+            return {
+                "allocated_bytes.all.current": self.allocated,
+                "allocated_bytes.all.peak": self.peak,
+            }
+
+        def begin_anew(device: Any) -> None:
+            self.peak = self.allocated
+
+        class Chosen:
+            def __init__(self, device: Any) -> None:
+                pass
+
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, *error: Any) -> None:
+                pass
+
+        answers = {
+            "Stream": Stream,
+            "Event": Event,
+            "current_stream": lambda device=None: self.stream,
+            "memory_stats": stats,
+            "reset_peak_memory_stats": begin_anew,
+            "mem_get_info": lambda device=None: (self.free, self.total),
+            "set_per_process_memory_fraction": lambda part, device: self.fractions.append(part),
+            "empty_cache": lambda: None,
+            "is_available": lambda: True,
+            "device": Chosen,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+    def take(self, byte_count: int) -> None:
+        """An allocation; a negative one gives back."""
+        self.allocated += byte_count
+        self.peak = max(self.peak, self.allocated)

@@ -1,0 +1,271 @@
+"""Which device computes, and what is told to it: on doubles of the core and of torch.cuda."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fake_core
+import pytest
+import strata
+import strata.configure
+import strata.swapping
+import strata.wrapped as wrapped_module
+import torch
+from fake_cuda import FakeCuda, Stream
+from small_models import adamw, batch, build, llama
+from strata import clock, device
+from strata.cuda_memory import Allocator, CudaMemoryCurve
+from strata.lander import SLOTS, Lander
+from strata.recorder import Recorder
+from strata.uses import Uses
+from strata.wrapped import wrapped
+from torch import nn
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture
+def usable(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The double of the core takes a GPU, too; its memory remains the host's."""
+    monkeypatch.setattr(fake_core, "device_error", lambda name: "")
+    return cuda
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["cuda", "cuda:1", torch.device("cuda")])
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason(core: ModuleType, name: Any) -> None:
+    model = mlp()
+    with pytest.raises(strata.StrataError, match=r"device='cuda.* cannot be used: .+"):
+        strata.wrap(model, adamw(model), device=name)
+    strata.wrap(model, adamw(model))  # nothing was changed
+    strata.unwrap(model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["auto", "host", "cpu", torch.device("cpu")])
+def test_words_for_the_host(core: ModuleType, name: Any) -> None:
+    model = mlp()
+    strata.wrap(model, adamw(model), device=name)
+    assert wrapped(model).config["device"] == "host"
+    assert wrapped(model).device == torch.device("cpu")
+    strata.unwrap(model)
+
+
+def test_words_that_mean_nothing() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="unknown device 'cudda': did you mean 'cuda'"):
+        strata.wrap(model, adamw(model), device="cudda")
+    with pytest.raises(TypeError, match="device must be"):
+        strata.wrap(model, adamw(model), device=0)  # type: ignore[arg-type]
+    assert device.parse("cuda") == device.parse("cuda:0") == "cuda:0"
+    assert device.parse(torch.device("cuda", 3)) == "cuda:3"
+
+
+def test_auto_takes_a_gpu_where_core_and_torch_can(
+    usable: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_core", fake_core)
+    assert device.choose("auto", mlp()) == "cuda:0"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.choose("auto", mlp()) == "host"
+    with pytest.raises(strata.StrataError, match="cannot use GPUs: install a build with CUDA"):
+        device.choose("cuda", mlp())
+
+
+# Streams ------------------------------------------------------------------------------------------
+
+TOLD = {"enter", "leave", "land_gradient", "device_written", "save_activation", "fetch_activation"}
+
+
+@pytest.mark.parametrize("core", ["fake"], indirect=True)
+def test_every_call_that_touches_the_device_names_the_current_stream(
+    core: ModuleType, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Stream] = []
+
+    def stream_of_a_slot(device: Any) -> Stream:
+        made.append(Stream())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream_of_a_slot)
+    for module in (wrapped_module, strata.swapping):
+        monkeypatch.setattr(module, "current_stream", lambda _: device.current_stream(GPU))
+    monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(GPU))
+    model = build(llama)
+    model, optimizer = strata.wrap(
+        model, adamw(model), memory={"device": "8MiB", "host": "8MiB"}, activations="swap"
+    )
+    for _ in range(6):
+        model(**batch(model)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    told = wrapped(model).session.streams  # type: ignore[attr-defined]
+    strata.unwrap(model)
+    assert {name for name, _ in told} == TOLD
+    of_slots = {stream.cuda_stream for stream in made}
+    assert len(of_slots) == SLOTS
+    for name, stream in told:
+        assert stream in of_slots if name == "land_gradient" else stream == 7, name
+    for stream in made:  # behind what computed the gradient
+        assert set(stream.waits) <= {7}
+    assert sum(len(stream.waits) for stream in made) > 6
+
+
+def test_the_host_has_no_streams() -> None:
+    assert device.current_stream(torch.device("cpu")) == 0
+
+
+# Times --------------------------------------------------------------------------------------------
+
+
+def test_times_are_the_devices(cuda: FakeCuda) -> None:
+    recorder = Recorder(GPU)
+
+    def compute(seconds: float) -> None:
+        cuda.time += seconds  # Python has gone on at once
+
+    compute(5.0)
+    for unit, backward, seconds in ((0, False, 1.0), (1, False, 2.0), (1, True, 4.0)):
+        asked = recorder.now()
+        compute(0.25)  # the stream waits for the unit
+        recorder.enter(unit, backward, asked, True)
+        compute(seconds)
+        recorder.leave(unit)
+        compute(0.5)
+    begin = recorder.now()
+    compute(8.0)
+    recorder.pause(begin, recorder.now())
+    step = recorder.take()
+    assert [round(use.seconds, 6) for use in step.uses] == [1.0, 2.0, 4.0]
+    assert [round(use.waited, 6) for use in step.uses] == [0.25, 0.25, 0.25]
+    assert [round(use.gap_seconds, 6) for use in step.uses] == [0.0, 0.5, 0.5]
+    assert step.tail_seconds == pytest.approx(0.5)
+    assert step.end - step.begin == pytest.approx(7.0 + 3 * 0.75 + 8.0)
+    assert step.uses[0].entered - step.uses[0].asked == pytest.approx(0.25)
+    assert recorder.take().uses == []
+
+
+def test_forwards_without_end_keep_no_more_events(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "EVENTS_MAX", 3)
+    recorder = Recorder(GPU)
+    for _ in range(5):
+        recorder.enter(0, False, recorder.now(), True)
+        cuda.time += 100.0
+        recorder.leave(0)
+    assert sum(use.seconds for use in recorder.take().uses) < 1.0  # as Python saw it
+    recorder.enter(0, False, recorder.now(), True)
+    assert recorder.take().uses[0].unit == 0
+
+
+def test_uses_are_put_together_alike_by_any_clock() -> None:
+    found = []
+    for shift in (0.0, 100.0):
+        uses = Uses()
+        uses.enter(0, False, shift + 1, shift + 2)
+        uses.pause(shift + 3, shift + 4)
+        uses.leave(0, shift + 6)
+        step = uses.finish(shift + 7)
+        found.append((step.uses[0].seconds, step.uses[0].waited, step.tail_seconds))
+    assert found == [(3.0, 2.0, 1.0)] * 2
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_peaks_are_those_between_moments(cuda: FakeCuda) -> None:
+    cuda.take(100)
+    curve = CudaMemoryCurve(GPU)
+    moments = []
+    for most, left in ((50, 10), (5, 0), (0, 200)):
+        cuda.take(most)
+        cuda.take(left - most)
+        time = clock.perf_counter()
+        curve.note(time)
+        moments.append(time)
+    curve.stop()
+    assert [curve.at(time) for time in moments] == [110, 110, 310]
+    assert curve.peak(0.0, moments[0]) == 150
+    assert curve.peak(moments[0], moments[1]) == 115
+    assert curve.peak(moments[1], moments[1]) == 110
+    assert curve.peak(moments[0], float("inf")) == 310
+
+
+def test_pytorch_gets_what_pages_leave(cuda: FakeCuda) -> None:
+    allocator = Allocator(GPU, 4 << 30)
+    allocator.give_pages(3 << 30)
+    allocator.give_pages(3 << 30)
+    allocator.give_pages(5 << 30)
+    allocator.close()
+    assert cuda.fractions == [1 / 8, 0.0, 1.0]
+    host = Allocator(torch.device("cpu"), 4 << 30)
+    host.give_pages(1 << 30)
+    host.close()
+    assert len(cuda.fractions) == 3
+
+
+@pytest.mark.parametrize("core", ["fake"], indirect=True)
+def test_budgets_are_asked_of_the_gpu(
+    core: ModuleType, usable: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    plan = strata.plan(model, adamw(model), device="cuda")
+    assert 0 < plan.budgets["device"] <= usable.free
+    usable.free = 1000
+    small = strata.plan(model, adamw(model), device="cuda", memory={"host": "1GiB"})
+    assert small.budgets["device"] == int(1000 * strata.configure.FREE_SHARE)
+    with pytest.raises(strata.StrataError, match="cuda:0 has 1000 B free"):
+        strata.plan(model, adamw(model), device="cuda", memory={"device": "1GiB"})
+
+
+# Values are the CPU's -----------------------------------------------------------------------------
+
+
+def test_a_default_device_changes_nothing(core: ModuleType, tmp_path: Path) -> None:
+    """The meta device stands for a GPU: what is made on it by mistake has no memory."""
+    model, plain = mlp(), mlp()
+    inputs = torch.ones(3, 8)
+    plain_optimizer = adamw(plain)
+    with torch.device("meta"):
+        model, optimizer = strata.wrap(
+            model, adamw(model), memory={"device": "8MiB", "host": "64MiB"}
+        )
+        for _ in range(4):
+            model(inputs).sum().backward()
+            assert strata.gather_grad(model[0].bias).device.type == "cpu"  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        strata.save(model, tmp_path / "saved")
+        strata.load(model, tmp_path / "saved")
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        strata.unwrap(model)
+    for _ in range(4):
+        plain(inputs).sum().backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_buffers_come_back_as_they_were(core: ModuleType) -> None:
+    norm = nn.BatchNorm1d(8)
+    model = nn.Sequential(nn.Linear(8, 8), norm)
+    strata.wrap(model, adamw(model), dtype=torch.bfloat16)
+    assert norm.running_mean is not None
+    assert norm.running_mean.dtype == torch.bfloat16
+    strata.unwrap(model)
+    assert norm.running_mean.dtype == torch.float32
