@@ -5,7 +5,6 @@
 #include <cstring>
 #include <optional>
 
-#include "memory/check.hpp"
 #include "memory/cuda_device.hpp"
 #include "memory/result.hpp"
 #include "memory/slab.hpp"
@@ -20,30 +19,40 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+std::size_t bytes_in(Ways ways, std::size_t bytes) {
+  return ways == Ways::in ? bytes : ways == Ways::out ? 0 : bytes / 2;
+}
+
 class HostBulk final : public BulkCopy {
  public:
-  explicit HostBulk(std::size_t bytes) : device_(round_up(bytes, 4 * kKiB)) {}
+  explicit HostBulk(std::size_t bytes) : host_(bytes), device_(bytes) {}
 
-  double run(Ways ways, std::span<std::byte> host) override {
-    STRATA_ASSERT(host.size() <= device_.bytes().size());
+  std::span<std::byte> host() override { return host_.bytes(); }
+
+  double run(Ways ways) override {
+    std::byte* const host = host_.bytes().data();
     std::byte* const device = device_.bytes().data();
-    const std::size_t in = ways == Ways::in ? host.size() : ways == Ways::out ? 0 : host.size() / 2;
+    const std::size_t bytes = host_.bytes().size();
+    const std::size_t in = bytes_in(ways, bytes);
     const auto begin = Clock::now();
-    std::memcpy(device, host.data(), in);
-    std::memcpy(host.data() + in, device + in, host.size() - in);
+    std::memcpy(device, host, in);
+    std::memcpy(host + in, device + in, bytes - in);
     return seconds_since(begin);
   }
 
  private:
+  Slab host_;
   Slab device_;
 };
 
-// Invariant: what was made so far is not null, and goes back in the reverse order.
+// Invariant: what was made so far is known to be, and goes back in the reverse order.
 class CudaBulk final : public BulkCopy {
  public:
-  CudaBulk(const CudaDriver& driver, int ordinal, std::size_t bytes) : device_(driver, ordinal) {
+  CudaBulk(const CudaDriver& driver, int ordinal, std::size_t bytes)
+      : device_(driver, ordinal),
+        host_(bytes),
+        bytes_(round_up(bytes, device_.facts().granularity)) {
     const CudaDevice::Current current(device_);
-    bytes_ = round_up(bytes, device_.facts().granularity);
     try {
       take();
     } catch (...) {
@@ -58,18 +67,19 @@ class CudaBulk final : public BulkCopy {
   CudaBulk(const CudaBulk&) = delete;
   CudaBulk& operator=(const CudaBulk&) = delete;
 
-  double run(Ways ways, std::span<std::byte> host) override {
-    STRATA_ASSERT(host.size() <= bytes_);
+  std::span<std::byte> host() override { return host_.bytes(); }
+
+  double run(Ways ways) override {
     const CudaDevice::Current current(device_);
-    const std::size_t in = ways == Ways::in ? host.size() : ways == Ways::out ? 0 : host.size() / 2;
-    const std::size_t out = host.size() - in;
+    std::byte* const host = host_.bytes().data();
+    const std::size_t in = bytes_in(ways, host_.bytes().size());
+    const std::size_t out = host_.bytes().size() - in;
     const auto begin = Clock::now();
     if (in > 0) {
-      check("copy", device_.call(&CudaDriver::copy_in, at_, host.data(), in, streams_[0]));
+      check("copy", device_.call(&CudaDriver::copy_in, at_, host, in, streams_[0]));
     }
     if (out > 0) {
-      check("copy",
-            device_.call(&CudaDriver::copy_out, host.data() + in, at_ + in, out, streams_[1]));
+      check("copy", device_.call(&CudaDriver::copy_out, host + in, at_ + in, out, streams_[1]));
     }
     for (CudaStream stream : streams_) {
       check("copy", device_.call(&CudaDriver::stream_synchronize, stream));
@@ -83,6 +93,9 @@ class CudaBulk final : public BulkCopy {
   }
 
   void take() {
+    const std::span<std::byte> host = host_.bytes();
+    check("pin host memory", device_.call(&CudaDriver::host_register, host.data(), host.size()));
+    pinned_ = true;
     check("reserve addresses", device_.call(&CudaDriver::address_reserve, bytes_, &at_));
     CudaMemory memory{};
     check("hold what is copied",
@@ -103,10 +116,13 @@ class CudaBulk final : public BulkCopy {
     if (mapped_) device_.give_back(&CudaDriver::unmap, at_, bytes_);
     if (memory_) device_.give_back(&CudaDriver::memory_release, *memory_);
     if (at_ != nullptr) device_.give_back(&CudaDriver::address_free, at_, bytes_);
+    if (pinned_) device_.give_back(&CudaDriver::host_unregister, host_.bytes().data());
   }
 
   CudaDevice device_;
-  std::size_t bytes_ = 0;
+  Slab host_;
+  std::size_t bytes_;  // of the device
+  bool pinned_ = false;
   std::byte* at_ = nullptr;
   std::optional<CudaMemory> memory_;
   bool mapped_ = false;

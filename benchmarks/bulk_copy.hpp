@@ -4,7 +4,7 @@
 // Threads: one.
 //
 //   auto bulk = open_cuda_bulk(driver, 0, kGiB);      // throws StrataError
-//   double seconds = bulk->run(Ways::in, pinned);     // REQUIRES: pinned.size() <= 1 GiB
+//   double seconds = bulk->run(Ways::in);             // of 1 GiB
 #pragma once
 
 #include <cstddef>
@@ -22,13 +22,16 @@ const char* name(Ways ways);
 class BulkCopy {
  public:
   virtual ~BulkCopy() = default;
-  // Seconds until all of `host` has been copied. Throws StrataError where the device fails.
-  virtual double run(Ways ways, std::span<std::byte> host) = 0;
+  // The host's side of every copy.
+  virtual std::span<std::byte> host() = 0;
+  // Seconds until all of it has been copied. Throws StrataError where the device fails.
+  virtual double run(Ways ways) = 0;
 };
 
 // Between two pieces of host memory, by memcpy.
 std::unique_ptr<BulkCopy> open_host_bulk(std::size_t bytes);
-// By one asynchronous copy each way, to a piece of device memory of its own.
+// By one asynchronous copy each way, between one piece of pinned memory and one of the device's: no
+// copy may cross the seam between two pieces that were pinned apart.
 std::unique_ptr<BulkCopy> open_cuda_bulk(const CudaDriver& driver, int ordinal, std::size_t bytes);
 
 }  // namespace strata

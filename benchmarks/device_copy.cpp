@@ -9,7 +9,6 @@
 #include <exception>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -73,17 +72,16 @@ void print(const Options& options, const Figure& figure) {
   std::fflush(stdout);
 }
 
-void measure_copies(const Options& options, PageCopy& pages, BulkCopy& bulk,
-                    std::span<std::byte> host) {
-  const auto bytes = static_cast<double>(host.size());
+void measure_copies(const Options& options, PageCopy& pages, BulkCopy& bulk) {
+  const auto bytes = static_cast<double>(options.bytes);
   print(options,
         {"pinned", 100.0 * static_cast<double>(pages.pinned_bytes()) / bytes, "%", "higher"});
   for (const Ways ways : {Ways::in, Ways::out, Ways::both}) {
     pages.copy(ways);  // the first one touches everything
-    bulk.run(ways, host);
+    bulk.run(ways);
     std::vector<double> page_rates, bulk_rates, percent;
     for (std::size_t turn = 0; turn < options.turns; ++turn) {
-      bulk_rates.push_back(bytes / bulk.run(ways, host) * 1e-9);
+      bulk_rates.push_back(bytes / bulk.run(ways) * 1e-9);
       page_rates.push_back(bytes / pages.copy(ways) * 1e-9);
       percent.push_back(100.0 * page_rates.back() / bulk_rates.back());
     }
@@ -123,7 +121,7 @@ void measure(const Options& options) {
   }
   PageCopy pages(*device, slab.bytes(), options.page_bytes);
   if (options.what == "copy") {
-    measure_copies(options, pages, *bulk, slab.bytes());
+    measure_copies(options, pages, *bulk);
   } else {
     measure_maps(options, pages);
   }

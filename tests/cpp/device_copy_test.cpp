@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <span>
 
 #include "backend_subjects.hpp"
 #include "bulk_copy.hpp"
@@ -20,32 +21,32 @@ constexpr std::size_t kPages = 4;
 constexpr std::size_t kBytes = kPages * kPage;
 
 // Page p of the host memory is full of p + first.
-void number_pages(Slab& slab, int first) {
+void number_pages(std::span<std::byte> host, int first) {
   for (std::size_t page = 0; page < kPages; ++page) {
-    std::memset(slab.bytes().data() + page * kPage, first + static_cast<int>(page), kPage);
+    std::memset(&host[page * kPage], first + static_cast<int>(page), kPage);
   }
 }
 
-bool full_of(const Slab& slab, std::size_t page, int value) {
-  const auto bytes = slab.bytes().subspan(page * kPage, kPage);
+bool full_of(std::span<std::byte> host, std::size_t page, int value) {
+  const auto bytes = host.subspan(page * kPage, kPage);
   return std::all_of(bytes.begin(), bytes.end(),
                      [&](std::byte b) { return b == std::byte(value); });
 }
 
 // In and out are what they are called, and both is half of each.
-void expect_copies(Slab& slab, const std::function<double(Ways)>& run) {
-  number_pages(slab, 1);
+void expect_copies(std::span<std::byte> host, const std::function<double(Ways)>& run) {
+  number_pages(host, 1);
   EXPECT_GT(run(Ways::in), 0.0);
-  number_pages(slab, 100);
+  number_pages(host, 100);
   EXPECT_GT(run(Ways::both), 0.0);  // pages 0 and 1 go in, 2 and 3 come out
   for (std::size_t page = 0; page < kPages; ++page) {
     EXPECT_TRUE(
-        full_of(slab, page, page < 2 ? 100 + static_cast<int>(page) : 1 + static_cast<int>(page)));
+        full_of(host, page, page < 2 ? 100 + static_cast<int>(page) : 1 + static_cast<int>(page)));
   }
-  number_pages(slab, 50);
+  number_pages(host, 50);
   EXPECT_GT(run(Ways::out), 0.0);
-  EXPECT_TRUE(full_of(slab, 1, 101));
-  EXPECT_TRUE(full_of(slab, 3, 4));
+  EXPECT_TRUE(full_of(host, 1, 101));
+  EXPECT_TRUE(full_of(host, 3, 4));
 }
 
 TEST(DeviceCopyTest, PagesGoBothWaysOnEveryBackend) {
@@ -57,7 +58,7 @@ TEST(DeviceCopyTest, PagesGoBothWaysOnEveryBackend) {
     Rig rig = subject.make(&bell);
     {
       PageCopy pages(*rig.device, slab.bytes(), kPage);
-      expect_copies(slab, [&](Ways ways) { return pages.copy(ways); });
+      expect_copies(slab.bytes(), [&](Ways ways) { return pages.copy(ways); });
     }
     EXPECT_EQ(rig.close(), "");
   }
@@ -77,13 +78,12 @@ TEST(DeviceCopyTest, EveryTurnMapsEveryPageAnew) {
 }
 
 TEST(DeviceCopyTest, OneCopyGoesBothWays) {
-  Slab slab(kBytes);
   const auto host = open_host_bulk(kBytes);
-  expect_copies(slab, [&](Ways ways) { return host->run(ways, slab.bytes()); });
+  expect_copies(host->host(), [&](Ways ways) { return host->run(ways); });
   for (const bool late : {false, true}) {
     RecordingDriver driver({.late = late});
     auto bulk = open_cuda_bulk(driver.table(), 0, kBytes);
-    expect_copies(slab, [&](Ways ways) { return bulk->run(ways, slab.bytes()); });
+    expect_copies(bulk->host(), [&](Ways ways) { return bulk->run(ways); });
     bulk.reset();
     EXPECT_EQ(driver.complaint() + driver.leaks(), "");
   }
@@ -92,10 +92,9 @@ TEST(DeviceCopyTest, OneCopyGoesBothWays) {
 TEST(DeviceCopyTest, WhateverCallFailsNothingIsLeft) {
   for (std::uint64_t nth = 1;; ++nth) {
     RecordingDriver driver({.nth = nth});
-    Slab slab(kBytes);
     try {
       const auto bulk = open_cuda_bulk(driver.table(), 0, kBytes);
-      bulk->run(Ways::both, slab.bytes());
+      bulk->run(Ways::both);
     } catch (const StrataError& error) {
       EXPECT_TRUE(driver.fired()) << error.what();
     }
