@@ -12,6 +12,7 @@ from typing import TextIO
 from rich.console import Console
 
 from .common import ROOT, BenchError, Context, Figure, as_json, print_table
+from .device import HOST, parse_device
 
 # Each module has run(context), which yields figures.
 BENCHES = {
@@ -35,7 +36,15 @@ BENCHES = {
     "hide": "what updates add to a step of 2,048 tokens, in each mode, state on the SSD",
     "ssd-bound": "steps of 128 tokens under LockFree, state on the SSD, against none on it",
     "quality": "loss curves of every mode on real text; a round is a seed",
+    "copy": "pages that move between host memory and the device, against one copy of everything",
+    "map": "what it costs to let a view show another page, and how often steady steps do it",
+    "step-gpu": "a step of an 8 B Llama in 24 GB of a GPU, against the GPU's matrix products",
+    "capacity-gpu": "the largest Llama that trains with all of GPU, host and SSD",
+    "vs-torch": "a Llama with a quarter of its state on the GPU, against plain PyTorch",
 }
+# Those that measure a device, as --device says; the others measure the host.
+OF_DEVICE = ("copy", "map", "step-gpu", "capacity-gpu", "vs-torch")
+NEEDS_GPU = ("step-gpu", "capacity-gpu", "vs-torch")  # but for --quick
 ROUNDS = 5
 ROUNDS_OF = {"quality": 3}
 
@@ -51,6 +60,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--ssd-path", type=Path, default=ROOT / "build", help="folder on the disk to measure"
     )
+    parser.add_argument(
+        "--device",
+        default="host",
+        help=f"host (default), cuda or cuda:N: of {', '.join(OF_DEVICE)}",
+    )
     options = parser.parse_args(arguments)
     known = [*BENCHES, "all", "list"]
     if options.name not in known:
@@ -60,13 +74,29 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--rounds: at least 1")
     if not options.ssd_path.is_dir():
         parser.error(f"--ssd-path: {options.ssd_path} is not a folder")
+    try:
+        options.device = parse_device(options.device)
+    except ValueError as error:
+        parser.error(f"--device: {error}")
+    if options.device != HOST and options.name not in (*OF_DEVICE, "all", "list"):
+        parser.error(f"--device: {options.name} measures the host; GPUs: {', '.join(OF_DEVICE)}")
     return options
+
+
+def chosen(options: argparse.Namespace) -> Sequence[str]:
+    """The benches to run: "all" are those that the device is made for."""
+    if options.name != "all":
+        return [options.name]
+    if options.device != HOST:
+        return OF_DEVICE
+    return [name for name in BENCHES if options.quick or name not in NEEDS_GPU]
 
 
 def context_of(name: str, options: argparse.Namespace) -> Context:
     """What the command line asks of one bench."""
     rounds = options.rounds or (1 if options.quick else ROUNDS_OF.get(name, ROUNDS))
-    return Context(options.quick, options.seed, rounds, options.ssd_path.resolve())
+    where = options.ssd_path.resolve()
+    return Context(options.quick, options.seed, rounds, where, options.device)
 
 
 def run_bench(name: str, context: Context) -> Iterator[Figure]:
@@ -93,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     figures: list[Figure] = []
     status = 0
     with open_sink(options.json) as sink:
-        for name in BENCHES if options.name == "all" else [options.name]:
+        for name in chosen(options):
             try:
                 for figure in run_bench(name, context_of(name, options)):
                     figures.append(figure)

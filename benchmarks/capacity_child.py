@@ -45,6 +45,7 @@ def main() -> None:
             ssd_path=options.ssd_path,
             dtype=torch.bfloat16,
             seed=options.seed,
+            device="host",
             activations=None,  # the limit of the whole process holds for them
         )
     batch = tokens(options.tokens, options.seed)

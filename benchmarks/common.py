@@ -55,6 +55,7 @@ class Context:
     seed: int
     rounds: int
     ssd_path: Path
+    device: str = "host"  # or "cuda:N"; of the benches that take either
 
     def say(self, text: str) -> None:
         """Tells a waiting person what is going on, away from the figures on stdout."""

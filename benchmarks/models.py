@@ -1,8 +1,15 @@
 """Llamas to measure with, and tokens to feed them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from strata.paper import LlamaSizes
 
 VOCABULARY = 8192
 
@@ -20,6 +27,31 @@ def llama_config(hidden: int, layers: int, vocabulary: int = VOCABULARY) -> Llam
         tie_word_embeddings=False,
         use_cache=False,
     )
+
+
+def config_of(sizes: LlamaSizes, sequence: int) -> LlamaConfig:
+    """A Llama of these sizes, for sequences of that length; its head is untied."""
+    return LlamaConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.feed_forward,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sequence,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+def step_flops(sizes: LlamaSizes, token_count: int, sequence: int) -> float:
+    """Arithmetic of forward and backward, nothing of it computed twice: for each token two
+    operations for every element of a matrix, and causal attention at half of 4 s h; three times,
+    for a backward is two forwards.
+    """
+    block = 2 * sizes.block_matrices + 2 * sequence * sizes.hidden
+    head = 2 * sizes.hidden * sizes.vocabulary
+    return 3.0 * token_count * (sizes.layers * block + head)
 
 
 def parameter_count(hidden: int, layers: int, vocabulary: int = VOCABULARY) -> int:

@@ -24,9 +24,10 @@ class Planned(Paged):
         ssd_path: Path | None = None,
         activations: str = "auto",
         split: int | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        options: dict[str, Any] = {"activations": activations, "split": split}
-        super().__init__(model, batch, memory, ssd_path, options)
+        planned = {"activations": activations, "split": split, **(options or {})}
+        super().__init__(model, batch, memory, ssd_path, planned)
 
     def settle(self) -> None:
         """Steps until the plan is in use."""

@@ -73,7 +73,8 @@ class Paged:
             torch.optim.AdamW(model.parameters(), **adamw),
             memory=dict(memory),
             ssd_path=None if ssd_path is None else str(ssd_path),
-            **{"activations": None, **(options or {})},  # budgets of pages alone
+            # On the host, also where there is a GPU; budgets of pages alone.
+            **{"device": "host", "activations": None, **(options or {})},
         )
 
     @property

@@ -59,7 +59,7 @@ def run(context: Context) -> Iterator[Figure]:
     model: nn.Module = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     memory = {"device": 8 * MIB, "host": 8 * MIB}
-    model, _ = strata.wrap(model, optimizer, memory=memory, activations=None)
+    model, _ = strata.wrap(model, optimizer, memory=memory, activations=None, device="host")
     session = session_of(model)
     try:
 

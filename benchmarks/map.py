@@ -1,0 +1,42 @@
+"""What it costs to let a page of a view show another frame, against copying the page; and how often
+a step does so once all is in place: never.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from . import device_program
+from .common import Context, Figure
+from .device import torch_device
+from .models import llama, llama_config, tokens
+from .planned import UNDER_WAY
+from .sides import Paged, everything_resident, quarter_device
+
+STEPS = 5
+
+
+def steady_mappings(context: Context) -> int:
+    """Mapping calls of some steps of a model whose parameters take turns on the device."""
+    hidden, layers, count = (128, 8, 128) if context.quick else (1024, 12, 2048)
+    config = llama_config(hidden, layers)
+    model = llama(config, torch.bfloat16, context.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    memory = everything_resident(parameters) if context.quick else quarter_device(parameters)
+    batch = tokens(count, context.seed).to(torch_device(context.device))
+    side = Paged(model, batch, memory, options={"device": context.device})
+    try:
+        for _ in range(UNDER_WAY):
+            side.step()
+        before = int(side.session.stats()["mappings"])
+        for _ in range(STEPS):
+            side.step()
+        return int(side.session.stats()["mappings"]) - before
+    finally:
+        side.close()
+
+
+def run(context: Context) -> Iterator[Figure]:
+    """Yields microseconds of a mapping and of a page's copy, and the mappings of steady steps."""
+    yield from device_program.figures(context, "map")
+    yield Figure("map", "mappings_in_steady_steps", steady_mappings(context), "calls", 0, 0)

@@ -1,0 +1,131 @@
+"""A step of an 8 B Llama in bfloat16 within 24 GB of a GPU: the share of the GPU's matrix products
+that the model's own arithmetic reaches, and the share of the lower bound.
+
+Updates run in backward, which gives the bits of exact ones; activations and slices are planned. The
+model is made where it rests, so it is never in memory as a whole. What is computed twice counts as
+time and not as arithmetic.
+"""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from strata.machine import free_host_bytes
+from strata.nn import chunk_loss
+from strata.paper import LlamaSizes
+from transformers import LlamaForCausalLM
+
+from .common import GIB, MIB, BenchError, Context, Figure
+from .device import (
+    HOST,
+    PRODUCT_SIZES,
+    free_bytes,
+    full_size_needs_gpu,
+    product_flops_s,
+    seconds_on,
+    torch_device,
+)
+from .models import config_of, step_flops, tokens
+from .planned import Planned
+
+UTILISATION_MIN = 55.0  # percent of measured matrix products
+DEVICE_BYTES = 24 * 10**9
+# Parameter, residual and two moments; gradients pass through. Pages cost a little more.
+HOST_BYTES_EACH = 12 * 1.03
+PASSING_BYTES = 4 * GIB  # gradients on their way, swapped activations
+LEFT_TO_OTHERS = 4 * GIB
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, within what."""
+
+    sizes: LlamaSizes
+    sequences: int
+    sequence: int
+    device_bytes: int
+    host_bytes: int
+    products: tuple[int, ...] = PRODUCT_SIZES
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.sequences * self.sequence
+
+
+LLAMA_8B = LlamaSizes("8B", 32, 4096, 14336, 32, 8, 128_256)
+QUICK = Setting(
+    LlamaSizes("tiny", 2, 128, 336, 2, 1, 512), 2, 64, 512 * MIB, 256 * MIB, products=(256,)
+)
+
+
+def full_setting() -> Setting:
+    """The one to reach: 65,536 tokens. BenchError where host memory is too small."""
+    needed = int(LLAMA_8B.parameters * HOST_BYTES_EACH) + PASSING_BYTES
+    free = free_host_bytes() - LEFT_TO_OTHERS
+    if free < needed:
+        raise BenchError(
+            f"needs {(needed + LEFT_TO_OTHERS) / 1e9:.0f} GB of host memory, "
+            f"{(free + LEFT_TO_OTHERS) / 1e9:.0f} GB are free"
+        )
+    return Setting(LLAMA_8B, 16, 4096, DEVICE_BYTES, free)
+
+
+def open_side(context: Context, setting: Setting) -> Planned:
+    """The model, wrapped."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config_of(setting.sizes, setting.sequence)).train()
+    chunk_loss(model)
+    batch = tokens(setting.tokens, context.seed, setting.sizes.vocabulary, setting.sequences)
+    return Planned(
+        model,
+        batch.to(torch_device(context.device)),
+        {"device": setting.device_bytes, "host": setting.host_bytes},
+        options={
+            "update": "in_backward",
+            "dtype": torch.bfloat16,
+            "seed": context.seed,
+            "device": context.device,
+        },
+    )
+
+
+def run(context: Context) -> Iterator[Figure]:
+    """Yields seconds of a step, what the GPU's matrix products reach, and the two shares."""
+    full_size_needs_gpu(context)
+    setting = QUICK if context.quick else full_setting()
+    peaks = [product_flops_s(context.device, setting.products)]
+    before = None if context.device == HOST else free_bytes(context.device)
+    side = open_side(context, setting)
+    try:
+        side.settle()
+        context.say(side.planning.describe())
+        taken = []
+        for turn in range(max(3, context.rounds)):
+            taken.append(seconds_on(context.device, side.step))
+            context.say(f"step {turn + 1}: {taken[-1]:.3g} s")
+        bound = float(side.planning.bound["seconds"])
+        if before is not None:
+            used = before - int(torch.cuda.mem_get_info(context.device)[0])
+            yield Figure("step-gpu", "device_memory", used / 1e9, "GB", setting.device_bytes / 1e9)
+    finally:
+        side.close()
+    # A GPU that is hot multiplies slower: the faster of the two is what a step is held against.
+    peaks.append(product_flops_s(context.device, setting.products))
+    target = None if context.quick else UTILISATION_MIN
+    yield from figures(setting, statistics.median(taken), max(peaks), bound, target)
+
+
+def figures(
+    setting: Setting, seconds: float, peak: float, bound: float, target: float | None
+) -> Iterator[Figure]:
+    """What a step of so many seconds says."""
+    arithmetic = step_flops(setting.sizes, setting.tokens, setting.sequence)
+    used = 100 * arithmetic / seconds / peak
+    bench = "step-gpu"
+    yield Figure(bench, "seconds", seconds, "s", bound=bound)
+    yield Figure(bench, "tokens", setting.tokens / seconds, "tokens/s", better="higher")
+    yield Figure(bench, "matrix_products", peak / 1e12, "TFLOP/s", better="higher")
+    yield Figure(bench, "utilisation", used, "%", target, 100, "higher")
+    yield Figure(bench, "of_bound", 100 * bound / seconds, "%", bound=100, better="higher")

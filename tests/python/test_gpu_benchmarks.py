@@ -1,0 +1,188 @@
+"""The benches of a GPU on the host, which is a device as well: each runs at its smallest size, and
+what it says of its figures holds. No figure is a figure of a GPU.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import __main__ as command
+from benchmarks import (
+    capacity_gpu,
+    common,
+    device,
+    device_program,
+    models,
+    step_gpu,
+    vs_torch,
+    vs_torch_child,
+)
+from benchmarks import copy as copy_bench
+from benchmarks import map as map_bench
+
+
+@pytest.fixture
+def context(tmp_path):
+    return common.Context(quick=True, seed=0, rounds=1, ssd_path=tmp_path)
+
+
+@pytest.fixture
+def program():
+    if not device_program.PROGRAM.exists():
+        pytest.skip("build/release/benchmarks/device_copy is not built")
+
+
+def by_metric(figures):
+    return {figure.metric: figure for figure in figures}
+
+
+def test_pages_are_held_against_one_copy(context, program):
+    figures = by_metric(copy_bench.run(context))
+    for way in ("in", "out", "both"):
+        bandwidth = figures[f"{way}_bandwidth"]
+        assert 0 < bandwidth.value < 1000
+        assert 0 < bandwidth.bound < 1000
+        assert figures[f"{way}_of_one_copy"].target is None  # the host has none to reach
+
+
+def test_steady_steps_map_nothing(context, program):
+    figures = by_metric(map_bench.run(context))
+    assert figures["page_map_and_unmap"].value > 0
+    assert figures["mappings_in_steady_steps"].value == 0
+    assert figures["mappings_in_steady_steps"].target == 0
+
+
+def test_a_step_is_held_against_matrix_products_and_the_bound(context):
+    figures = by_metric(step_gpu.run(context))
+    assert figures["matrix_products"].value > 0
+    share = figures["seconds"].bound / figures["seconds"].value
+    assert figures["of_bound"].value == pytest.approx(100 * share)
+    assert figures["utilisation"].target is None
+
+
+def test_utilisation_counts_the_arithmetic_of_the_model_alone():
+    setting = step_gpu.Setting(step_gpu.LLAMA_8B, 16, 4096, 0, 0)
+    figures = by_metric(step_gpu.figures(setting, 10.0, 800e12, 8.0, 55.0))
+    tokens = 65_536
+    # The usual rule: 6 for each parameter but the embedding's, and 6 L s h for causal attention.
+    parameters = step_gpu.LLAMA_8B.parameters - 128_256 * 4096
+    arithmetic = tokens * (6 * parameters + 6 * 32 * 4096 * 4096)
+    assert figures["utilisation"].value == pytest.approx(100 * arithmetic / 10 / 800e12, rel=1e-3)
+    assert figures["tokens"].value == pytest.approx(tokens / 10)
+    assert figures["of_bound"].value == pytest.approx(80)
+
+
+def test_the_8b_model_is_the_one_of_its_sizes():
+    sizes = step_gpu.LLAMA_8B
+    with torch.device("meta"):
+        model = models.LlamaForCausalLM(models.config_of(sizes, 4096))
+    assert sum(p.numel() for p in model.parameters()) == sizes.parameters
+    assert sizes.parameters == pytest.approx(8.03e9, rel=1e-3)
+
+
+def test_too_little_host_memory_is_refused_with_what_is_needed(monkeypatch):
+    monkeypatch.setattr(step_gpu, "free_host_bytes", lambda: 64 * 10**9)
+    with pytest.raises(common.BenchError, match=r"needs 10\d GB of host memory, 64 GB are free"):
+        step_gpu.full_setting()
+
+
+class Here:
+    """A child of vs-torch that is none: three processes take a minute to start."""
+
+    def __init__(self, command, env):
+        at = command.index("benchmarks.vs_torch_child")
+        options = vs_torch_child.parse(command[at + 1 :])
+        self.side = vs_torch_child.open_side(options, vs_torch_child.QUICK)
+        self.commands = vs_torch_child.commands(self.side, options.device)
+
+    def ask(self, command):
+        return self.commands[command]()
+
+    def close(self):
+        self.side.close()
+
+
+def test_strata_and_plain_pytorch_take_turns(context, monkeypatch):
+    monkeypatch.setattr(vs_torch, "Child", Here)
+    figures = by_metric(vs_torch.run(context))
+    for side in ("plain", *vs_torch.MODES):
+        assert figures[f"{side}_tokens"].value > 0
+    for mode in vs_torch.MODES:
+        assert figures[f"{mode}_of_plain"].value > 0
+
+
+def test_the_largest_model_is_looked_for_in_children(context):
+    figures = by_metric(capacity_gpu.run(context))
+    assert figures["parameters"].value == models.parameter_count(256, 2)
+
+
+@pytest.mark.parametrize("edge", [1, 3, 70, 131, 180, 200])
+def test_the_search_finds_the_edge_within_a_hundredth(edge):
+    tried = []
+
+    def fits(layers):
+        tried.append(layers)
+        return layers <= edge
+
+    found = capacity_gpu.largest(200, fits)
+    assert edge - 2 <= found <= edge
+    assert len(tried) == len(set(tried)) <= 12
+    assert capacity_gpu.largest(200, lambda layers: False) == 0
+
+
+def test_a_model_of_all_bytes_is_deep_enough_for_small_steps():
+    for parameters in (1e9, 26e9, 200e9):
+        hidden = capacity_gpu.width_for(parameters)
+        layers = capacity_gpu.layers_for(hidden, parameters)
+        assert layers >= capacity_gpu.DEPTH_MIN
+        assert models.parameter_count(hidden, layers) <= parameters
+        assert models.parameter_count(hidden, layers + 1) > parameters
+
+
+def test_an_attempt_that_takes_too_long_does_not_fit(context, monkeypatch, capsys):
+    monkeypatch.setattr(capacity_gpu, "ATTEMPT_SECONDS", 0.1)
+    assert not capacity_gpu.attempt(context, capacity_gpu.QUICK, 256, 2)
+    assert "not within 0.1 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", command.NEEDS_GPU)
+def test_full_size_asks_for_a_gpu(name, tmp_path, capsys):
+    assert command.main([name, "--ssd-path", str(tmp_path)]) == 1
+    assert "needs a GPU: pass --device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path, capsys):
+    assert command.main(["step-gpu", "--device", "cuda", "--ssd-path", str(tmp_path)]) == 1
+    assert "sees no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"), [("host", "host"), ("cpu", "host"), ("cuda", "cuda:0"), ("cuda:3", "cuda:3")]
+)
+def test_devices_have_one_name(asked, name, tmp_path):
+    assert device.parse_device(asked) == name
+    options = command.parse(["copy", "--device", asked, "--ssd-path", str(tmp_path)])
+    assert command.context_of("copy", options).device == name
+
+
+@pytest.mark.parametrize("arguments", [["copy", "--device", "tpu"], ["step", "--device", "cuda"]])
+def test_a_device_that_makes_no_sense_is_refused(arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit) as refused:
+        command.parse([*arguments, "--ssd-path", str(tmp_path)])
+    assert refused.value.code == 2
+    assert "--device" in capsys.readouterr().err
+
+
+def test_all_are_those_that_the_device_is_made_for(tmp_path):
+    def chosen(*arguments):
+        return list(command.chosen(command.parse(["all", "--ssd-path", str(tmp_path), *arguments])))
+
+    assert not set(command.NEEDS_GPU) & set(chosen())
+    assert {"step", "copy", "map"} <= set(chosen())
+    assert chosen("--quick") == list(command.BENCHES)
+    assert chosen("--device", "cuda") == list(command.OF_DEVICE)
