@@ -1,0 +1,1 @@
+"""One command that builds, tests and measures strata on a machine with a GPU: see ``run``."""
