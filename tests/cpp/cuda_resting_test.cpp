@@ -113,6 +113,35 @@ TEST(CudaResting, GradientsAddUpThere) {
   expect_same(like, 1, 3);
 }
 
+// A backward that was submitted and not run yet still reads the parameters of before the step.
+TEST(CudaResting, WhatReadsAUnitPassesBeforeItsUpdate) {
+  constexpr std::size_t kBytes = kNumel * 2;
+  for (std::uint64_t seed = 1; seed < 9; ++seed) {
+    RecordingDriver driver({.late = true, .seed = seed});
+    {
+      CallersWork caller(driver.table());
+      Session session(config_with_room({}), parts_over(driver));
+      fill(session);
+      session.rest_on_device({true, false, false, false}, 5 * kPage);
+      session.enter(UnitId{0}, true, true, caller.stream());
+      const std::byte* const shown = session.device_address(0);
+      const std::vector<std::byte> before(shown, shown + kBytes);
+      land(session, 0);
+      std::vector<std::byte> read(kBytes);
+      caller.read(read.data(), shown, kBytes);
+      session.leave(UnitId{0}, caller.stream());
+      session.step(session.config().groups, {});
+      session.drain();
+      caller.finish();
+      EXPECT_EQ(read, before) << "seed " << seed;
+      session.enter(UnitId{0}, false, true, caller.stream());
+      EXPECT_NE(std::vector<std::byte>(shown, shown + kBytes), before) << "nothing was updated";
+      session.leave(UnitId{0}, caller.stream());
+    }
+    EXPECT_EQ(driver.complaint() + driver.leaks(), "") << "seed " << seed;
+  }
+}
+
 std::string refusal(Session& session, const std::vector<bool>& units) {
   try {
     session.rest_on_device(units, 5 * kPage);
@@ -163,6 +192,37 @@ TEST(CudaResting, APythonOptimizerStaysWithTheProcessor) {
   Session session(config, std::move(parts));
   const std::string why = refusal(session, {true, false, false, false});
   EXPECT_NE(why.find("block0 cannot rest"), std::string::npos) << why;
+}
+
+// The 1st, 2nd, 3rd … call fails, until one run passes untouched: an exception or the right result.
+TEST(CudaResting, EveryCallMayFail) {
+  const Trained expected = on_host({}, 1);
+  std::size_t failures = 0;
+  bool fired = true;
+  for (std::uint64_t nth = 1; fired; nth += 1 + nth / 4) {
+    const int result = nth % 2 == 0 ? kCudaOutOfMemory : kCudaLaunchFailed;
+    RecordingDriver driver({.late = true, .seed = nth, .nth = nth, .nth_result = result});
+    std::vector<float> learnt;
+    try {
+      Session session(config_with_room({}), parts_over(driver));
+      fill(session);
+      train_once(session, 1);
+      session.rest_on_device({true, false, true, false}, 5 * kPage);
+      for (int step = 0; step < 2; ++step) train_once(session, 1);
+      session.rest_on_device({false, false, true, true}, 5 * kPage);
+      train_once(session, 1);
+      learnt = contents(session);
+    } catch (const StrataError&) {
+      ++failures;
+    }
+    fired = driver.fired();
+    if (!learnt.empty()) {
+      ASSERT_EQ(learnt, expected.contents) << "call " << nth << " failed with " << result;
+    }
+    ASSERT_EQ(driver.complaint() + driver.leaks(), "") << "call " << nth;
+    ASSERT_TRUE(fired || !learnt.empty()) << "nothing failed, and yet it did";
+  }
+  EXPECT_GT(failures, 10U);
 }
 
 // What is lost in the middle of an update is one exception.

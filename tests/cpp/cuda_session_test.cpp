@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "doubles/gpu.hpp"
@@ -52,6 +53,63 @@ TEST_F(CudaSession, LearnsWhatTheHostLearns) {
       fill(session);
       train(session, kSteps);
       EXPECT_EQ(contents(session), expected_) << "seed " << seed;
+    }
+    EXPECT_EQ(left(driver), "") << "seed " << seed;
+  }
+}
+
+// With a pump, workers, and a thread for every gradient: they take turns with the landing frames.
+TEST_F(CudaSession, ManyThreadsLandTheirGradients) {
+  RecordingDriver driver({.hidden = true, .late = true});
+  {
+    SessionParts parts;
+    parts.open_device = [&driver](Doorbell* bell) { return gpu(driver, bell); };
+    parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
+    Session session(config(), std::move(parts));
+    fill(session);
+    for (int step = 0; step < kSteps; ++step) {
+      for (std::uint32_t u = 0; u < kUnits; ++u) visit(session, u, false);
+      for (std::uint32_t u = kUnits; u-- > 0;) {
+        session.enter(UnitId{u}, true);
+        std::vector<std::thread> landers;
+        for (std::uint32_t p = 0; p < kParamsEach; ++p) {
+          landers.emplace_back([&session, u, p] { land(session, u * kParamsEach + p); });
+        }
+        for (std::thread& lander : landers) lander.join();
+        session.leave(UnitId{u});
+      }
+      session.step(session.config().groups, {.max_norm = 1.0});
+    }
+    EXPECT_EQ(contents(session), expected_);
+  }
+  EXPECT_EQ(left(driver), "");
+}
+
+// What the caller submitted is over before the session takes what it made.
+TEST_F(CudaSession, WorkOfTheCallerComesFirst) {
+  constexpr std::size_t kBytes = kNumel * 2;
+  const std::vector<std::uint16_t> ones(kNumel, 0x3f80);  // of bfloat16
+  const auto* const made = reinterpret_cast<const std::byte*>(ones.data());
+  for (std::uint64_t seed = 1; seed < 9; ++seed) {
+    RecordingDriver driver({.host_tensors = true, .late = true, .seed = seed});
+    {
+      CallersWork caller(driver.table());
+      Session session(config(), parts_over(driver));
+      fill(session);
+      std::vector<float> seen(kNumel);
+      // 1. A gradient.
+      std::vector<std::byte> tensor(kBytes);
+      session.enter(UnitId{0}, true, true, caller.stream());
+      caller.write(tensor.data(), made, kBytes);
+      session.land_gradient(0, tensor.data(), Dtype::bfloat16, caller.stream());
+      session.read(0, Kind::grad, 0, seen.data(), kNumel);
+      EXPECT_EQ(seen, std::vector<float>(kNumel, 1.0f)) << "seed " << seed;
+      // 2. A parameter.
+      caller.write(session.device_address(1), made, kBytes);
+      session.device_written(1, caller.stream());
+      session.leave(UnitId{0}, caller.stream());
+      session.read(1, Kind::master, 0, seen.data(), kNumel);
+      EXPECT_EQ(seen, std::vector<float>(kNumel, 1.0f)) << "seed " << seed;
     }
     EXPECT_EQ(left(driver), "") << "seed " << seed;
   }

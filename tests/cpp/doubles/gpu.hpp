@@ -2,7 +2,7 @@
 // alone see the device's memory where it is hidden. It exists for sessions that reach into a GPU's
 // memory by themselves, and for updates that run on the wrong side.
 //
-// Threads: one caller, one GPU at a time: it rings no bell.
+// Threads: one GPU at a time. Sessions with threads keep to one caller while nothing rests on it.
 //
 //   RecordingDriver driver({.hidden = true, .late = true, .seed = seed});
 //   parts.open_device = [&driver](Doorbell*) { return gpu(driver); };
@@ -37,10 +37,40 @@ struct KernelsOfDouble {
       .update = update, .land = land, .text = [](int) { return "no error"; }};
 };
 
-inline OpenedDevice gpu(RecordingDriver& driver) {
+// Computation of the caller's: on a stream of its own, as late as the driver likes.
+class CallersWork final {
+ public:
+  explicit CallersWork(const CudaDriver& driver)
+      : driver_(driver), device_(driver, 0), current_(device_) {
+    driver_.stream_create(driver_.self, &stream_);
+  }
+  ~CallersWork() {
+    driver_.stream_synchronize(driver_.self, stream_);
+    driver_.stream_destroy(driver_.self, stream_);
+  }
+  CallersWork(const CallersWork&) = delete;
+  CallersWork& operator=(const CallersWork&) = delete;
+
+  Stream stream() const { return stream_; }
+  void write(std::byte* device, const std::byte* values, std::size_t bytes) {
+    driver_.copy_in(driver_.self, device, values, bytes, stream_);
+  }
+  void read(std::byte* values, const std::byte* device, std::size_t bytes) {
+    driver_.copy_out(driver_.self, values, device, bytes, stream_);
+  }
+  void finish() { driver_.stream_synchronize(driver_.self, stream_); }
+
+ private:
+  CudaDriver driver_;
+  CudaDevice device_;
+  CudaDevice::Current current_;
+  CudaStream stream_ = nullptr;
+};
+
+inline OpenedDevice gpu(RecordingDriver& driver, Doorbell* bell = nullptr) {
   KernelsOfDouble::driver = &driver;
   KernelsOfDouble::updates = KernelsOfDouble::landings = 0;
-  return {std::make_unique<CudaBackend>(driver.table(), 0, nullptr),
+  return {std::make_unique<CudaBackend>(driver.table(), 0, bell),
           std::make_unique<DeviceCompute>(driver.table(), 0, KernelsOfDouble::table, 1)};
 }
 
