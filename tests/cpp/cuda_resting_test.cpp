@@ -123,6 +123,8 @@ TEST(CudaResting, WhatReadsAUnitPassesBeforeItsUpdate) {
       Session session(config_with_room({}), parts_over(driver));
       fill(session);
       session.rest_on_device({true, false, false, false}, 5 * kPage);
+      train_once(session, 1);  // from here on all of the unit is there
+      session.synchronize();
       session.enter(UnitId{0}, true, true, caller.stream());
       const std::byte* const shown = session.device_address(0);
       const std::vector<std::byte> before(shown, shown + kBytes);
