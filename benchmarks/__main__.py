@@ -38,12 +38,13 @@ BENCHES = {
     "quality": "loss curves of every mode on real text; a round is a seed",
     "copy": "pages that move between host memory and the device, against one copy of everything",
     "map": "what it costs to let a view show another page, and how often steady steps do it",
+    "update-gpu": "the optimizer kernel on the device, against a copy inside its memory",
     "step-gpu": "a step of an 8 B Llama in 24 GB of a GPU, against the GPU's matrix products",
     "capacity-gpu": "the largest Llama that trains with all of GPU, host and SSD",
     "vs-torch": "a Llama with a quarter of its state on the GPU, against plain PyTorch",
 }
 # Those that measure a device, as --device says; the others measure the host.
-OF_DEVICE = ("copy", "map", "step-gpu", "capacity-gpu", "vs-torch")
+OF_DEVICE = ("copy", "map", "update-gpu", "step-gpu", "capacity-gpu", "vs-torch")
 NEEDS_GPU = ("step-gpu", "capacity-gpu", "vs-torch")  # but for --quick
 ROUNDS = 5
 ROUNDS_OF = {"quality": 3}

@@ -12,9 +12,24 @@ from pathlib import Path
 from typing import Literal
 
 Status = Literal["ok", "failed", "too slow", "left out"]
-BENCHES = ("copy", "map", "vs-torch", "step-gpu", "capacity-gpu")  # the longest one last
+BENCHES = (
+    "copy",
+    "map",
+    "update-gpu",
+    "vs-torch",
+    "step-gpu",
+    "capacity-gpu",
+)  # the longest one last
+PROGRAMS = ("benchmarks/device_copy", "benchmarks/device_update")
 MINUTE = 60
-LIMITS = {"copy": 10, "map": 10, "vs-torch": 60, "step-gpu": 90, "capacity-gpu": 300}
+LIMITS = {
+    "copy": 10,
+    "map": 10,
+    "update-gpu": 10,
+    "vs-torch": 60,
+    "step-gpu": 90,
+    "capacity-gpu": 300,
+}
 QUICK_LIMIT = 15
 END_SECONDS = 10  # that a part has to end in when it is told to
 
@@ -67,7 +82,7 @@ def all_parts(root: Path, wishes: Wishes, results: Path) -> list[Part]:
     """Everything, in the order in which it is run."""
     link = ["sh", "-c", "ln -sf ../../build/release/bindings/_core*.so bindings/strata/"]
     parts = [
-        *build_parts(root, "release", ["module", "benchmarks/device_copy"]),
+        *build_parts(root, "release", ["module", *PROGRAMS]),
         Part("link", link, 1, ["build release"]),
         Part("import", [wishes.python, "-c", "import strata, torch"], 5, ["link"]),
     ]

@@ -18,6 +18,7 @@ from benchmarks import (
     device_program,
     models,
     step_gpu,
+    update_gpu,
     vs_torch,
     vs_torch_child,
 )
@@ -32,8 +33,9 @@ def context(tmp_path):
 
 @pytest.fixture
 def program():
-    if not device_program.PROGRAM.exists():
-        pytest.skip("build/release/benchmarks/device_copy is not built")
+    for path in (device_program.COPY, device_program.UPDATE):
+        if not path.exists():
+            pytest.skip(f"{path} is not built")
 
 
 def by_metric(figures):
@@ -54,6 +56,18 @@ def test_steady_steps_map_nothing(context, program):
     assert figures["page_map_and_unmap"].value > 0
     assert figures["mappings_in_steady_steps"].value == 0
     assert figures["mappings_in_steady_steps"].target == 0
+
+
+def test_the_update_is_held_against_a_copy(context, program):
+    figures = by_metric(update_gpu.run(context))
+    bandwidth = figures["bandwidth"]
+    assert 0 < bandwidth.value < 1000
+    assert figures["of_copy"].value == pytest.approx(100 * bandwidth.value / bandwidth.bound)
+
+
+def test_a_program_that_refuses_is_quoted(context, program):
+    with pytest.raises(common.BenchError, match="usage: device_update"):
+        device_program.run(device_program.UPDATE, context, {"params": 5})
 
 
 def test_a_step_is_held_against_matrix_products_and_the_bound(context):
