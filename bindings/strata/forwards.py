@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("strata")
 
+# What torch.compile leaves alone, and all that it calls. torch's own way, which loads the compiler
+# late: torch.compiler.disable would when strata is imported.
+untraced: Any = torch._compile._disable_dynamo
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -95,10 +98,17 @@ class PlannedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch between the hooks of the module."""
+        planned = self.unit.activation == "recompute" or self.hooks.state.recorder.recording
+        if self.removed or not planned:
+            return self.plain(*args, **kwargs)
+        return self._as_planned(args, kwargs)
+
+    @untraced
+    def _as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit, state = self.unit, self.hooks.state
         recomputes = unit.activation == "recompute"
         recording = state.recorder.recording
-        if self.removed or not (recomputes or recording) or not self._is_training():
+        if not self._is_training():
             return self.plain(*args, **kwargs)
         arguments = Arguments((args, kwargs), self._layers)
         if not any(t.requires_grad for t in arguments.tensors) and not unit.trainable:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .forwards import plan_forwards
+from .forwards import plan_forwards, untraced
 from .paged import PagedParameter
 from .pins import Pins
 from .saved import SavedTensors
@@ -243,6 +243,7 @@ class Before(_Uncopied):
     def __init__(self, hook: ModuleHook) -> None:
         self.hook = hook
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Called by torch ahead of the module's forward; in a backward by a user's checkpoint."""
         self.hook.before(_graph_task() != -1)
@@ -256,6 +257,7 @@ class After(_Uncopied):
     def __init__(self, hook: ModuleHook) -> None:
         self.hook = hook
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Called by torch behind the module's forward, also when that raised an Exception."""
         return self.hook.after(output)
@@ -269,6 +271,7 @@ class RootHook(_Uncopied):
     def __init__(self, hooks: Hooks) -> None:
         self.hooks = hooks
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called by torch ahead of the model's forward."""
         self.hooks.reset()
