@@ -77,44 +77,39 @@ def wrap(
     """Moves the training state of a model into pages. Returns the same model, and its optimizer.
 
     memory: budgets by tier, {"device": "8GiB", "host": "24GiB", "ssd": "200GiB"}; hard limits.
-        Default: what the machine has free; no SSD without `ssd_path`.
-    ssd_path: one folder, or several on different drives.
-    dtype: of parameters and gradients in the computation (float32, bfloat16, float16). The master
+        Default: what is free; no SSD without `ssd_path`: one folder, or several on different drives.
+    dtype: float32, bfloat16 or float16, of parameters and gradients in the computation; the master
         copy is always float32-exact. Default: the dtype that each parameter has.
     update: "on_step": updates start at optimizer.step(), as in plain PyTorch. "in_backward": as
         soon as a unit's gradients are complete, which then need no memory; the same, bit for bit.
         strata.LockFree(max_staleness=S): a forward waits for updates only where its parameters
         would be more than S steps old.
     state_dtype: of the optimizer's moments. torch.float32 is exact; torch.bfloat16 (rounded
-        stochastically) and "8bit" (codes with a scale for each block) lose bits, for half or a
-        quarter of the memory.
+        stochastically) and "8bit" (codes with scales) lose bits, for half or a quarter of them.
     max_grad_norm: clips the norm of all gradients together; takes the place of clip_grad_norm_.
     max_unit_norm: clips the norm of each unit's gradients by itself; works in every mode.
     accumulation_steps: more than 1 where several backward() calls precede one step(). Gradients
         then add up in float32; they are not averaged.
-    skip_nonfinite: leaves out steps whose gradients hold infinities or NaN, and counts them.
+    skip_nonfinite: leaves out steps whose gradients hold infinities or NaN.
     units: more units than are found: modules, their names, or a predicate(name, module).
     page_size: bytes in a page, a power of two; "auto" chooses by model and budgets.
     io_engine: "io_uring", "libaio", "threads" or "memory"; "auto" takes the first that works.
     workers: threads of the optimizer.
-    weights: a safetensors file or folder to read the parameters from, one at a time; for a model
-        built under torch.device("meta"). Without it such a model initialises itself from `seed`.
+    weights: safetensors to read the parameters from. Without it a model that was built under
+        torch.device("meta") initialises itself from `seed`.
     activations: what becomes of the tensors that autograd saves between forward and backward.
         "auto": planned for every unit; "keep", "swap" (to host memory and SSD) or "recompute": so
         for every unit that can. The device budget covers parameters, activations and PyTorch's own
         memory together, as measured in the first step. None: it covers parameters alone.
-    split: computes every unit that can be split on so many slices of the batch, one after the
-        other. Default: as planned.
-    device: what computes. "cuda" or "cuda:1": a GPU; "host": the CPU, with a region of its memory
-        in the device's place. "auto": the GPU that the model is on, else the first one that can be
-        used, else the host. Buffers are moved there; inputs are for the caller to move.
+    split: computes units on so many slices of the batch in turn. Default: as planned.
+    device: "cuda" or "cuda:1": a GPU, to which the caller moves inputs; "host": a region of host
+        memory; "auto": the GPU that the model is on, or one that can be used, or the host.
 
     Trainable parameters that no parameter group holds get no update and show no gradient. Layers
     that are too large for the device are cut into tiles (strata.nn), of which no file knows.
 
-    Raises StrataError where the budgets cannot work, with the smallest that would, and where the
-    device cannot be used, with the reason; ValueError and TypeError for arguments that make no
-    sense.
+    Raises StrataError where the budgets cannot work, with the smallest that would, or the device,
+    with the reason; ValueError and TypeError for arguments that make no sense.
     """
     check_keywords("wrap", unknown, OPTION_NAMES)
     options = Options(

@@ -234,6 +234,7 @@ def test_budgets_are_asked_of_the_gpu(
 # Values are the CPU's -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("core", ["real"], indirect=True)
 def test_a_default_device_changes_nothing(core: ModuleType, tmp_path: Path) -> None:
     """The meta device stands for a GPU: what is made on it by mistake has no memory."""
     model, plain = mlp(), mlp()
