@@ -77,7 +77,7 @@ def wrap(
     """Moves the training state of a model into pages. Returns the same model, and its optimizer.
 
     memory: budgets by tier, {"device": "8GiB", "host": "24GiB", "ssd": "200GiB"}; hard limits.
-        Default: what is free; no SSD without `ssd_path`: one folder, or several on different drives.
+        Default: what is free; no SSD without `ssd_path`: a folder, or some on different drives.
     dtype: float32, bfloat16 or float16, of parameters and gradients in the computation; the master
         copy is always float32-exact. Default: the dtype that each parameter has.
     update: "on_step": updates start at optimizer.step(), as in plain PyTorch. "in_backward": as
