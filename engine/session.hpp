@@ -124,7 +124,8 @@ class Session final {
   void reserve_activations(std::size_t host_bytes, std::size_t ssd_bytes);
   // Likewise, and when no gradient has landed: these units, by index, rest on the device from here
   // on, and no others. They get frames of their own, and are updated there; parameters of the
-  // others use at most `param_bytes` of the device beside them.
+  // others use at most `param_bytes` of the device beside them. On a GPU its kernels must reach the
+  // host memory that they need: see check_pinned().
   void rest_on_device(const std::vector<bool>& units, std::size_t param_bytes);
   // As Activations says; nullopt: no room. `wait_for_it`: returns when it is so.
   std::optional<SaveId> save_activation(std::byte* device, std::size_t bytes, Tier tier,

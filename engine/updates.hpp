@@ -18,8 +18,10 @@
 // Note [Where a chunk is updated]. Where it rests. The pages of most chunks pass through host
 // memory and are updated there. Those of a unit that rests on the device stay in their frames: its
 // gradients land in frames beside them (where gradients have pages), and whoever updates the chunk
-// gets the frames' addresses. Readers wait for such an update, whatever the staleness: new
-// parameters beside the old ones would have to be mapped into their view.
+// gets the frames' addresses: a worker, who hands the job to the device's kernels where the
+// processor does not reach its memory. What still reads the parameters there goes first. Readers
+// wait for such an update, whatever the staleness: new parameters beside the old ones would have to
+// be mapped into their view.
 //
 // Note [Held]. A gradient that lands on a chunk whose last one still waits is added to it. From
 // then on the chunk waits for release(): the norm of what is applied, and whether it is applied at
