@@ -42,7 +42,7 @@ bool trains(const Lifetimes& lives, std::size_t unit) {
 
 TEST(Plan, KeepsEveryBudgetAtEveryMoment) {
   int feasible = 0, tried = 0;
-  for_seeds(120, [&](std::uint64_t seed) {
+  for_seeds(60, [&](std::uint64_t seed) {
     const PaperStep of = step_of(seed);
     ASSERT_EQ(check_trace(of.trace), "");
     const Plan plan = plan_of(of, random_wishes(seed));
@@ -126,7 +126,7 @@ std::uint64_t enough_of(const std::string& refusal) {
 
 TEST(Plan, WhatIsRefusedNamesTierMomentAndSizesThatDo) {
   int refused = 0;
-  for_seeds(200, [&](std::uint64_t seed) {
+  for_seeds(100, [&](std::uint64_t seed) {
     PaperStep of = step_of(seed);
     of.budgets.device_bytes /= 4;
     of.budgets.host_bytes /= 2;
@@ -168,7 +168,7 @@ TEST(Plan, ARefusalReadsLikeThis) {
 }
 
 TEST(Plan, TheSmallestDeviceBudgetIsExact) {
-  for_seeds(60, [](std::uint64_t seed) {
+  for_seeds(30, [](std::uint64_t seed) {
     PaperStep of = step_of(seed);
     const Wishes wishes = random_wishes(seed);
     const std::uint64_t least = plan_of(of, wishes).device_bytes_min;
@@ -184,7 +184,7 @@ TEST(Plan, TheSmallestDeviceBudgetIsExact) {
 }
 
 TEST(Plan, ForcedModesAreKeptToWhereTheyCanBe) {
-  for_seeds(60, [](std::uint64_t seed) {
+  for_seeds(30, [](std::uint64_t seed) {
     PaperStep of = step_of(seed);
     of.budgets.device_bytes = kGiB;
     of.budgets.host_bytes = kGiB;
@@ -222,7 +222,7 @@ TEST(Plan, ForcedModesAreKeptToWhereTheyCanBe) {
 // the device are passed over.
 TEST(Plan, WhatIsNeededMostRestsInHostMemory) {
   int mixed = 0;
-  for_seeds(90, [&](std::uint64_t seed) {
+  for_seeds(45, [&](std::uint64_t seed) {
     PaperStep of = step_of(seed);
     Wishes wishes;
     wishes.on_device.emplace(of.trace.units.size(), false);
@@ -257,7 +257,7 @@ TEST(Plan, WhatIsNeededMostRestsInHostMemory) {
 
 TEST(Plan, GradientsInBuffersTakeNoRoomAndStillLand) {
   int feasible = 0;
-  for_seeds(40, [&](std::uint64_t seed) {
+  for_seeds(30, [&](std::uint64_t seed) {
     PaperStep of = step_of(seed);
     const Plan paged = plan_of(of);
     const double bound = lower_bound(of.trace, of.costs, of.budgets).seconds;
@@ -288,7 +288,7 @@ TEST(Plan, GradientsInBuffersTakeNoRoomAndStillLand) {
 }
 
 TEST(Plan, MoreDeviceMemoryMakesNoSlowerStep) {
-  for_seeds(30, [](std::uint64_t seed) {
+  for_seeds(15, [](std::uint64_t seed) {
     PaperStep of = step_of(seed);
     const Plan small = plan_of(of);
     if (!small.feasible) return;
@@ -301,7 +301,7 @@ TEST(Plan, MoreDeviceMemoryMakesNoSlowerStep) {
 }
 
 TEST(Plan, ChoosingIsNoSlowerThanForcing) {
-  for_seeds(40, [](std::uint64_t seed) {
+  for_seeds(20, [](std::uint64_t seed) {
     const PaperStep of = step_of(seed);
     const Plan chosen = plan_of(of);
     const auto seconds_of = [&](const Plan& plan) {
@@ -343,7 +343,7 @@ TEST(Plan, TwoHundredUnitsAndTwoThousandAreQuick) {
 
 // The same step, recorded with blocks kept and with blocks recomputed, is the same step.
 TEST(DeviceMemory, DoesNotDependOnHowTheStepWasRecorded) {
-  for_seeds(200, [](std::uint64_t seed) {
+  for_seeds(100, [](std::uint64_t seed) {
     const auto trace_of = [&](Activation traced) {
       std::mt19937_64 random(seed);
       return random_training_trace(random, 2 + static_cast<std::uint32_t>(seed % 6), true, traced);
@@ -364,7 +364,7 @@ TEST(DeviceMemory, DoesNotDependOnHowTheStepWasRecorded) {
 }
 
 TEST(DeviceMemory, UnderTheTracedModesIsWhatWasMeasured) {
-  for_seeds(200, [](std::uint64_t seed) {
+  for_seeds(100, [](std::uint64_t seed) {
     const PaperStep of = step_of(seed);
     const Lifetimes lives = lifetimes(of.trace);
     std::vector<UnitPlan> plans;
