@@ -1,4 +1,5 @@
-// What is set aside in host memory for gradients without pages, and for the scales of short moments.
+// What is set aside in host memory for gradients without pages, and for the scales of short
+// moments.
 #include <gtest/gtest.h>
 
 #include "engine/residence.hpp"
