@@ -75,15 +75,10 @@ void Session::land_on_device(Lock& lock, Incoming& incoming, std::span<const Pie
   const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
   const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
   Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
-  wait(lock, [&] {
-    if (updates_->settled(pieces.front().chunk)) return true;
-    waiting.missing(Cause::update);
-    return false;
-  });
+  wait_settled(lock, pieces.front().chunk, waiting);
   waiting.over();
   std::byte* const bytes = backend_->address(mover_->frame_of(page));
-  const bool adds = landed_[incoming.param] != 0 && home_.layout.accumulate;
-  const GradMode mode = adds ? GradMode::add : GradMode::copy;
+  const GradMode mode = page_mode(incoming);
   if (!backend_->reachable()) return land_there(lock, incoming, pieces, bytes, mode);
   land_pieces(
       lock, incoming, pieces,

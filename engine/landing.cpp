@@ -34,17 +34,28 @@ void Session::land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece>
   timeline_.add(span);
 }
 
+// Until the chunk's last update has read what its gradient pages held.
+void Session::wait_settled(Lock& lock, std::uint32_t chunk, Waiting& waiting) {
+  wait(lock, [&] {
+    if (updates_->settled(chunk)) return true;
+    waiting.missing(Cause::update);
+    return false;
+  });
+}
+
+// How the next gradient of the parameter meets what its page holds.
+GradMode Session::page_mode(const Incoming& incoming) const {
+  const bool adds = landed_[incoming.param] != 0 && home_.layout.accumulate;
+  return adds ? GradMode::add : GradMode::copy;
+}
+
 // The pieces of one gradient page, which is open for us alone.
 void Session::land_page(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
   ask_ahead(incoming);
   const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
   const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
   Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
-  wait(lock, [&] {
-    if (updates_->settled(pieces.front().chunk)) return true;
-    waiting.missing(Cause::update);
-    return false;
-  });
+  wait_settled(lock, pieces.front().chunk, waiting);
   Intent intent = Intent::overwrite;
   std::byte* bytes = nullptr;
   wait(lock, [&] {
@@ -55,11 +66,10 @@ void Session::land_page(Lock& lock, Incoming& incoming, std::span<const Piece> p
     return false;
   });
   waiting.over();
-  const bool adds = landed_[incoming.param] != 0 && home_.layout.accumulate;
   land_pieces(
       lock, incoming, pieces,
       [&](const Piece& piece) { return bytes + byte_in_page(chunk, Role::grad, piece.in_chunk); },
-      adds ? GradMode::add : GradMode::copy);
+      page_mode(incoming));
   cache_->close(page, intent);
   moved_.notify_all();  // for whoever waits for this page, or to close
 }

@@ -210,6 +210,8 @@ class Session final {
   const std::byte* arrived(Lock& lock, const Incoming& incoming);
   void land_there(Lock& lock, Incoming& incoming, std::span<const Piece> pieces, std::byte* page,
                   GradMode mode);
+  void wait_settled(Lock& lock, std::uint32_t chunk, Waiting& waiting);
+  GradMode page_mode(const Incoming& incoming) const;
   void land_on_device(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
   void land_page(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
   void land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
