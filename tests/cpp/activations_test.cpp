@@ -6,11 +6,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <map>
 #include <random>
 
 #include "core_fixtures.hpp"
+#include "pattern.hpp"
 
 namespace strata {
 namespace {
@@ -103,15 +103,6 @@ class Room final {
  private:
   RoomOptions options_;
 };
-
-std::vector<std::byte> pattern(std::size_t bytes, std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<std::uint64_t> words(ceil_div(bytes, sizeof(std::uint64_t)));
-  for (std::uint64_t& word : words) word = random();
-  std::vector<std::byte> out(bytes);
-  std::memcpy(out.data(), words.data(), bytes);
-  return out;
-}
 
 TEST(Activations, BytesComeBackFromEveryTier) {
   for (const Tier tier : {Tier::host, Tier::ssd}) {

@@ -8,27 +8,18 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <random>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "backend_subjects.hpp"
 #include "memory/doorbell.hpp"
+#include "pattern.hpp"
 
 namespace strata {
 namespace {
 
 constexpr std::uint32_t kFrames = 6;
-
-std::vector<std::byte> pattern(std::size_t bytes, std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<std::uint64_t> words(bytes / sizeof(std::uint64_t));
-  for (std::uint64_t& word : words) word = random();
-  std::vector<std::byte> out(bytes);
-  std::memcpy(out.data(), words.data(), bytes);
-  return out;
-}
 
 class BackendTest : public testing::TestWithParam<std::tuple<Subject, std::size_t>> {
  protected:

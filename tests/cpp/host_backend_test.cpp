@@ -3,25 +3,15 @@
 
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <memory>
-#include <random>
 #include <vector>
 
 #include "doubles/faulty_backend.hpp"
 #include "memory/doorbell.hpp"
+#include "pattern.hpp"
 
 namespace strata {
 namespace {
-
-std::vector<std::byte> pattern(std::size_t bytes, std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<std::uint64_t> words(bytes / sizeof(std::uint64_t));
-  for (std::uint64_t& word : words) word = random();
-  std::vector<std::byte> out(bytes);
-  std::memcpy(out.data(), words.data(), bytes);
-  return out;
-}
 
 TEST(HostBackend, RefusesAClaimBeyondTheMachine) {
   HostBackend device(nullptr);
