@@ -42,7 +42,7 @@ from .cuda_memory import Allocator
 from .errors import StrataError
 from .fitting import advice
 from .memory_curve import Curve, start_curve
-from .shape_class import Goal, Shape, ShapeClass, device_pages
+from .shape_class import Goal, Shape, ShapeClass, device_pages, on_device
 from .sizes import format_size
 from .trace_of import make_trace, note_times
 from .uses import RecordedStep
@@ -210,16 +210,15 @@ class Planning:
         """See Note [Slices]. Raises StrataError where the budgets cannot work."""
         if self.costs is None:
             self.costs = self._measure()
-        on_device = self._on_device
-        paper = self._best_of(trace, reserve, on_device)
-        if on_device is not None and not paper.plan["feasible"]:
+        paper = self._best_of(trace, reserve, self._on_device)
+        if self._on_device is not None and not paper.plan["feasible"]:
             paper = self._best_of(trace, reserve, None)
         if not paper.plan["feasible"]:
             refusal = paper.plan["refusal"]
             raise StrataError(refusal + advice(self.state.model, refusal))
         return paper
 
-    def _best_of(self, trace: Trace, reserve: int, on_device: list[bool] | None) -> _core.PaperPlan:
+    def _best_of(self, trace: Trace, reserve: int, resting: list[bool] | None) -> _core.PaperPlan:
         assert self.costs is not None
         budgets = self._budgets(reserve)
         slices = [self.goal.split or 0]
@@ -231,7 +230,7 @@ class Planning:
                 "activation": MODES[self.goal.activations],
                 "slices": count,
                 "may_split": False,
-                "on_device": on_device,
+                "on_device": resting,
             }
             paper = _core.PaperPlan(trace, self.costs, budgets, wishes)
             if paper.plan["feasible"]:
@@ -250,12 +249,12 @@ class Planning:
         self._plan_class(found)
         assert found.plan is not None
         # See Note [Units on the device].
-        wanted = [unit["on_device"] for unit in found.plan["units"]]
+        wanted = on_device(found.plan)
         if self._on_device is not None:
             wanted = [a and b for a, b in zip(wanted, self._on_device, strict=True)]
         self._on_device = wanted
         for other in self.classes:
-            planned = [unit["on_device"] for unit in other.plan["units"]] if other.plan else wanted
+            planned = on_device(other.plan) if other.plan else wanted
             if planned != wanted:
                 self._plan_class(other)
         self._use(found)
@@ -285,7 +284,7 @@ class Planning:
             max(plan["activation_host_bytes"] for plan in plans),
             max(plan["activation_ssd_bytes"] for plan in plans),
         )
-        self._claim_device([unit["on_device"] for unit in found.plan["units"]], claimed[0])
+        self._claim_device(on_device(found.plan), claimed[0])
         if claimed[1:] != self._claimed[1:]:
             self._claim_activations(*claimed[1:])
         for unit, planned in zip(self.state.units, found.plan["units"], strict=True):
@@ -323,7 +322,7 @@ class Planning:
         self._claimed = (param_bytes, *self._claimed[1:])
 
     def _resting(self) -> list[bool]:
-        return [unit["on_device"] for unit in self.state.session.plan["units"]]
+        return on_device(self.state.session.plan)
 
     def _check_peak(self, current: ShapeClass, pytorch_bytes: int) -> None:
         """Holds the plan against what PyTorch's memory really reached."""
@@ -384,7 +383,7 @@ class Planning:
             modes[key] = modes.get(key, 0) + 1
         resting = ""
         if plan["resting_device_bytes"]:
-            units = sum(unit["on_device"] for unit in plan["units"])
+            units = sum(on_device(plan))
             resting = f" and {format_size(plan['resting_device_bytes'])} for {units} whole units"
         return (
             f"{', '.join(f'{count} units {mode}' for mode, count in modes.items())}; device peak "

@@ -63,6 +63,11 @@ class ShapeClass:
         )
 
 
+def on_device(plan: Plan | StepPlan) -> list[bool]:
+    """By unit: whether all of it rests on the device."""
+    return [unit["on_device"] for unit in plan["units"]]
+
+
 def device_pages(resting: Plan, units: list[bool], param_bytes: int) -> int:
     """Bytes that pages take of the device: those of parameters on their way, and whole units."""
     return param_bytes + sum(
