@@ -4,6 +4,8 @@ strata estimate --model DIR --memory device=8GiB,host=24GiB --batch 4 --sequence
 
 The model is built without memory, its step is counted (meta_trace.py), and arithmetic and traffic
 become seconds by what this machine achieves, or by --flops and --device-bandwidth for another one.
+What `strata finetune` does by itself is done here, too: a loss without logits where these are many,
+and tiles of layers that are larger than the device.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +21,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import _core
-from .configure import UNBOUNDED
+from .configure import UNBOUNDED, Options
 from .errors import StrataError
 from .finetune_model import choose
 from .finetune_options import Parser
+from .fitting import tiles_wanted
 from .forecast import Forecast, forecast
 from .meta_trace import CountedStep, count_step
+from .nn.causal_lm import chunk_many, is_chunked
+from .nn.replace import put_tiles
+from .nn.tiles import Tiled
 from .planner_options import (
     add_machine,
     budgets_of,
@@ -57,8 +64,10 @@ ADAMW: GroupSpec = {
 }
 
 
-def count(config: Any, batch: int, sequence: int, dtype: DtypeName) -> tuple[Any, CountedStep]:
-    """The model of a Transformers config without memory, and its counted step.
+def count(
+    config: Any, batch: int, sequence: int, dtype: DtypeName, device_bytes: int = UNBOUNDED
+) -> tuple[Any, CountedStep]:
+    """The model of a Transformers config without memory, as it would train, and its counted step.
 
     Attention gets no mask and is causal by itself: with shapes only, Transformers cannot see that a
     mask masks nothing else, and would write it out, which training does not.
@@ -74,6 +83,8 @@ def count(config: Any, batch: int, sequence: int, dtype: DtypeName) -> tuple[Any
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=MASKLESS
             ).train()
+            chunk_many(model, batch * sequence)
+            put_tiles(model, tiles_wanted(model, Options(), device_bytes))
             ids = torch.zeros(batch, sequence, dtype=torch.long)
             counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss)
         except (RuntimeError, NotImplementedError) as error:
@@ -81,6 +92,17 @@ def count(config: Any, batch: int, sequence: int, dtype: DtypeName) -> tuple[Any
                 f"{config.model_type} cannot run on shapes alone and so not be estimated: {error}"
             ) from error
     return model, counted
+
+
+def changes(model: Any) -> list[str]:
+    """What was done to the model so that it trains in less memory, for people."""
+    tiled = [
+        f"{name} is cut into {len(module.tiles)} tiles"
+        for name, module in model.named_modules()
+        if isinstance(module, Tiled)
+    ]
+    chunked = ["the loss is computed without logits"] if is_chunked(model) else []
+    return [*chunked, *tiled]
 
 
 def make_trace(
@@ -184,7 +206,8 @@ def estimate(options: argparse.Namespace) -> Forecast:
     folder = Path(options.model)
     name = str(folder / "config.json") if folder.is_dir() else options.model  # no weights needed
     config = choose(name, None, options.sequence).config
-    model, counted = count(config, options.batch, options.sequence, dtype)
+    device_bytes = options.memory["device"]
+    model, counted = count(config, options.batch, options.sequence, dtype, device_bytes)
     sizes = page_sizes(model, counted, options, dtype)
     page_bytes = sizes["page_bytes"]
     machine = machine_of(options, page_bytes, dtype)
@@ -194,7 +217,9 @@ def estimate(options: argparse.Namespace) -> Forecast:
         bytes_s = 2 * costs["upload_bytes_s"] if options.flops is None else float("inf")
     trace = make_trace(counted, sizes, options.batch, flops_s, bytes_s)
     tokens = options.batch * options.sequence
-    return forecast(trace, costs, budgets_of(options, page_bytes), wishes_of(options), tokens)
+    budgets, wishes = budgets_of(options, page_bytes), wishes_of(options)
+    found = forecast(trace, costs, budgets, wishes, tokens)
+    return replace(found, changes=changes(model))
 
 
 def run(arguments: Sequence[str], description: str | None) -> int:

@@ -11,7 +11,6 @@ Files of a run, in its output folder:
                                                                     writes it, with its tokenizer
 """
 
-import logging
 import random
 import shutil
 import time
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import checkpoint, finetune_report
 from .export import export_safetensors
@@ -32,8 +30,7 @@ from .finetune_view import StepRecord, View, make_view
 from .grad_scaler import GradScaler
 from .interrupt import Interrupt
 from .metrics import Metrics
-from .nn.causal_lm import chunk_loss, unchunk_loss, why_not_chunked
-from .nn.request import CHUNK_BYTES
+from .nn.causal_lm import chunk_many
 from .report import make_report
 from .wrap import wrap
 from .wrapped import wrapped
@@ -41,8 +38,6 @@ from .wrapped import wrapped
 RATE_FRESH = 6e-4
 RATE_SAVED = 2e-5
 INTERRUPTED = 130  # the exit status that shells use for Ctrl-C
-
-log = logging.getLogger("strata")
 
 
 def run(options: Options) -> int:
@@ -59,7 +54,7 @@ def run(options: Options) -> int:
     for seeded in (torch.manual_seed, random.seed, np.random.seed):
         seeded(options.seed)
     model = choice.build()
-    _chunk_loss(model, options)
+    chunk_many(model, options.batch * options.sequence)
     needs = finetune_report.plain_needs(choice, options.batch, options.sequence)
     model, optimizer = _wrap(model, choice, options)
     try:
@@ -86,28 +81,6 @@ def _claim(output: Path, options: Options) -> None:
             shutil.rmtree(output / folder, ignore_errors=True)
         (output / OPTIONS_NAME).unlink()
     output.mkdir(parents=True, exist_ok=True)
-
-
-def _chunk_loss(model: Any, options: Options) -> None:
-    """Lets the loss do without logits where there are many. REQUIRES: the model is on the meta
-    device.
-
-    Budgets have no say: a run that is continued under others must give the same bits.
-    """
-    if why_not_chunked(model):
-        return
-    logits = options.batch * options.sequence * model.get_output_embeddings().out_features
-    if 4 * logits <= CHUNK_BYTES:
-        return
-    chunk_loss(model)
-    try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-            model.eval()(input_ids=tokens, labels=tokens, use_cache=False)
-    except Exception as error:  # whatever the model does with its logits that we do not know
-        log.info("the loss is computed from all logits at once: %s", error)
-        unchunk_loss(model)
-    model.train()
 
 
 def _wrap(

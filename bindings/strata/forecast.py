@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,6 +48,7 @@ class Forecast:
     bound: Bound
     simulation: Simulation | None
     tokens: int = 0  # of a step; 0: unknown
+    changes: Sequence[str] = ()  # to the model, so that it trains in less memory
 
     @property
     def feasible(self) -> bool:
@@ -83,6 +85,7 @@ class Forecast:
             "device_bytes_min": self.plan["device_bytes_min"],
             "step_seconds": self.step_seconds,
             "tokens_per_second": self._tokens_per_second(),
+            "changes": list(self.changes),
             "bound": self.bound,
             "percent_of_bound": self.percent_of_bound,
             "lanes": run["lanes"] if run else {},
@@ -115,6 +118,7 @@ class Forecast:
                 + (f", {speed:,.0f} tokens a second" if speed else ""),
                 f"lower bound {self.bound['seconds']:.3g} s ({self.bound['what']}), "
                 f"{self.percent_of_bound:.0f} % of it reached",
+                *self.changes,
             ]
         )
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from strata import cli, finetune
+from strata import cli
 from strata.finetune_options import Options, Parser, add_arguments, finish
 from strata.interrupt import Interrupt
 from strata.metrics import Metrics
+from strata.nn import causal_lm
 from strata.nn.causal_lm import ChunkedLoss
 from strata.weights import WeightFiles
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -120,8 +121,8 @@ def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) ->
 
 def test_many_logits_are_never_made(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
-    for chunk_bytes in (finetune.CHUNK_BYTES, 0):
-        monkeypatch.setattr(finetune, "CHUNK_BYTES", chunk_bytes)
+    for chunk_bytes in (causal_lm.CHUNK_BYTES, 0):
+        monkeypatch.setattr(causal_lm, "CHUNK_BYTES", chunk_bytes)
         assert cli.main(arguments(place, f"out{chunk_bytes}", steps=3)) == 0
         told = lines(place / f"out{chunk_bytes}")
         losses.append([line["loss"] for line in told if "loss" in line])
@@ -145,7 +146,7 @@ def test_a_loss_is_chunked_only_where_the_model_leaves_its_logits_alone() -> Non
     ):
         with torch.device("meta"):
             model = kind(config)
-        finetune._chunk_loss(model, Options(batch=batch, sequence=512))
+        assert causal_lm.chunk_many(model, batch * 512) == chunked
         assert isinstance(getattr(model, "_loss_function", None), ChunkedLoss) == chunked
         assert model.training
 

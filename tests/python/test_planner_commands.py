@@ -242,6 +242,19 @@ def test_an_estimate_that_does_not_fit_says_what_would(folder, capsys):
     assert estimate(capsys, "--model", folder, "--memory", enough)[1] == 0
 
 
+def test_what_finetune_does_by_itself_is_estimated(folder, capsys):
+    def tell(device, batch):
+        memory = f"device={device},host=64MiB"
+        return estimate(capsys, "--model", folder, "--memory", memory, "--batch", str(batch))[0]
+
+    assert tell("64MiB", 2)["changes"] == []
+    many = tell("256MiB", 1024)  # 128 MiB of logits in float32
+    assert many["changes"] == ["the loss is computed without logits"]
+    assert many["device_bytes_min"] < 4 * 512 * 64 * 1024  # those in float32
+    small = tell("60KiB", 2)  # the embedding and the head have 64 KiB each
+    assert "lm_head is cut into 9 tiles" in small["changes"]
+
+
 def test_flops_and_bandwidth_of_another_device_can_be_told(folder, capsys):
     def seconds(*told):
         found, _ = estimate(capsys, "--model", folder, "--memory", "device=64MiB,host=64MiB", *told)

@@ -11,10 +11,12 @@ every model have of its own, makes the loss of these. Threads: those of the mode
 """
 
 import inspect
+import logging
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from .cross_entropy import ChunkedCrossEntropy, columns_of, is_head
@@ -27,6 +29,8 @@ FACTORS = (
     "lm_head_multiplier", "output_multiplier_scale",
 )  # fmt: skip
 
+log = logging.getLogger("strata")
+
 
 def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
     """From now on `model(..., labels=...)` makes no logits; `logits` of its output raises if used.
@@ -36,7 +40,7 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
     Call it before or after strata.wrap(). Raises ValueError, saying why, for models whose loss is
     not the cross-entropy of their head's outputs as they are.
     """
-    if isinstance(getattr(model, "_loss_function", None), ChunkedLoss):
+    if is_chunked(model):
         return
     if reason := why_not_chunked(model):
         raise ValueError(f"chunk_loss: {reason}")
@@ -48,6 +52,35 @@ def unchunk_loss(model: nn.Module) -> None:
     loss = getattr(model, "_loss_function", None)
     if isinstance(loss, ChunkedLoss):
         loss.remove(model)
+
+
+def is_chunked(model: nn.Module) -> bool:
+    """Whether chunk_loss() was called for it."""
+    return isinstance(getattr(model, "_loss_function", None), ChunkedLoss)
+
+
+def chunk_many(model: Any, tokens: int) -> bool:
+    """chunk_loss() where a step of so many tokens has many logits and the model allows it, which is
+    tried. Returns whether. REQUIRES: the model has no memory: on the meta device, or fake.
+
+    Budgets have no say: a run that is continued under others must give the same bits.
+    """
+    if why_not_chunked(model):
+        return False
+    if 4 * tokens * columns_of(model.get_output_embeddings()) <= CHUNK_BYTES:
+        return False
+    chunk_loss(model)
+    try:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+            model.eval()(input_ids=ids, labels=ids, use_cache=False)
+    except Exception as error:  # whatever the model does with its logits that we do not know
+        log.info("the loss is computed from all logits at once: %s", error)
+        unchunk_loss(model)
+        return False
+    finally:
+        model.train()
+    return True
 
 
 def why_not_chunked(model: Any) -> str:
