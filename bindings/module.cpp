@@ -226,6 +226,12 @@ void bind_activations(SessionClass& session) {
           },
           Release())
       .def(
+          "await_activation",
+          [](Session& s, std::uint32_t save, std::uintptr_t stream) {
+            return s.await_activation(SaveId{save}, stream_of(stream));
+          },
+          py::arg("save"), py::arg("stream") = 0, Release())
+      .def(
           "drop_activation",
           [](Session& s, std::uint32_t save) { s.drop_activation(SaveId{save}); }, Release());
 }

@@ -154,9 +154,10 @@ void Activations::begin(SaveId id, Way way, std::byte* device, Stream stream) {
   save.way = way;
   save.device = device;
   save.after = backend_.record(stream);
-  save.left = piece_count(save);
+  save.left = save.to_start = piece_count(save);
   save.started.assign(save.left, false);
   save.first = 0;
+  save.demanded = false;
   queue_.push_back(id);
 }
 
@@ -164,6 +165,20 @@ void Activations::fetch(SaveId id, std::byte* device, Stream stream) {
   STRATA_ASSERT(fetched(id));
   stop_staging(id);
   begin(id, Way::in, device, stream);
+}
+
+// Copies of one lane complete in the order of their tickets, so the last of them is all of them.
+void Activations::order(SaveId id, Stream stream) {
+  STRATA_ASSERT(submitted(id));
+  if (const CopyInFlight* last = last_copy(id)) backend_.stream_waits(stream, last->ticket);
+}
+
+// Null: none is in flight.
+const Activations::CopyInFlight* Activations::last_copy(SaveId id) const {
+  const std::deque<CopyInFlight>& copies = copies_[static_cast<std::size_t>(at(id).way)];
+  const auto last = std::find_if(copies.rbegin(), copies.rend(),
+                                 [id](const CopyInFlight& copy) { return copy.id == id; });
+  return last == copies.rend() ? nullptr : &*last;
 }
 
 void Activations::stage(SaveId id) {
@@ -186,10 +201,7 @@ void Activations::stop_staging(SaveId id) {
 void Activations::drop(SaveId id) {
   Save& save = at(id);
   // 1. What is in flight arrives.
-  const std::deque<CopyInFlight>& copies = copies_[static_cast<std::size_t>(save.way)];
-  const auto last = std::find_if(copies.rbegin(), copies.rend(),
-                                 [id](const CopyInFlight& copy) { return copy.id == id; });
-  if (last != copies.rend()) {
+  if (const CopyInFlight* last = last_copy(id)) {
     backend_.wait(last->ticket);
     reap();
   }
@@ -231,6 +243,7 @@ bool Activations::start_copy(SaveId id, std::uint32_t piece) {
   copies_[static_cast<std::size_t>(save.way)].push_back(
       {ticket, id, piece, SteadyClock().now_ns()});
   save.started[piece] = true;
+  --save.to_start;
   if (on_ssd(save, piece)) ++ssd_open_;
   return true;
 }
@@ -241,15 +254,18 @@ bool Activations::start_copies() {
   std::uint32_t frames = room_.frames_max - std::min(room_.frames_max, ssd_open_);
   for (const SaveId id : queue_) {
     Save& save = at(id);
-    while (save.first < save.started.size() && save.started[save.first]) ++save.first;
+    if (save.to_start == 0) continue;
+    const auto& copies = copies_[static_cast<std::size_t>(save.way)];
+    const std::size_t copies_max = save.demanded ? kDemandedMax : kCopiesMax;
+    if (save.tier == Tier::host && copies.size() >= copies_max) continue;
+    while (save.started[save.first]) ++save.first;
     for (std::uint32_t piece = save.first; piece < save.started.size(); ++piece) {
       if (save.started[piece]) continue;
-      if (copies_in_flight() == kCopiesMax) return moved;
       if (on_ssd(save, piece)) {
         if (frames == 0) continue;
         --frames;
       }
-      moved |= start_copy(id, piece);
+      if (copies.size() < copies_max) moved |= start_copy(id, piece);
     }
   }
   return moved;

@@ -11,7 +11,10 @@
 //   std::optional<SaveId> id = activations.save(device, bytes, Tier::host, unit);  // none: no room
 //   while (!activations.saved(*id)) ...turn...                   // then the device memory may go
 //   activations.fetch(*id, device);
-//   while (!activations.fetched(*id)) ...turn...
+//   while (!activations.fetched(*id)) ...turn...                 // the bytes are there; or:
+//   activations.demand(*id);
+//   while (!activations.submitted(*id)) ...turn...
+//   activations.order(*id, stream);                              // computation sees the bytes
 //   activations.drop(*id);
 #pragma once
 
@@ -55,8 +58,9 @@ struct ActivationFailure {
 //   1. Every page of the room is free, in one live save, in the heap, or spent.
 //   2. A save is in queue_ exactly while it is being copied; `left` of its pieces are not there
 //   yet.
-//   3. At most kCopiesMax copies are in flight, and at most frames_max pages that rest on the SSD
-//      are open for them or asked for.
+//   3. Of each way at most kCopiesMax copies are in flight, or kDemandedMax where the last ones are
+//      of saves that somebody waits for; and at most frames_max pages that rest on the SSD are open
+//      for copies or asked for.
 //   4. Nothing holds a page that was staged: it was closed when it came.
 class Activations final {
  public:
@@ -83,6 +87,12 @@ class Activations final {
   void fetch(SaveId id, std::byte* device, Stream stream = nullptr);
   // They are there, or none were asked for.
   bool fetched(SaveId id) const { return at(id).saved && at(id).left == 0; }
+  // Somebody waits for them: their copies are submitted ahead of what is fetched for later.
+  void demand(SaveId id) { at(id).demanded = true; }
+  // Every one of their copies is in flight or done.
+  bool submitted(SaveId id) const { return at(id).saved && !at(id).to_start; }
+  // Work that is submitted to `stream` from here on sees them. REQUIRES: submitted().
+  void order(SaveId id, Stream stream);
   // Forgets it, whatever is under way. Afterwards no copy touches the caller's memory.
   void drop(SaveId id);
   bool holds(SaveId id) const;
@@ -113,11 +123,13 @@ class Activations final {
     std::byte* end = nullptr;  // in the heap: what follows the pages
     std::byte* device = nullptr;
     CopyTicket after{};
-    std::vector<bool> started;  // by piece: its copy is in flight or done
-    std::uint32_t first = 0;    // pieces before it are started
-    std::uint32_t left = 0;     // pieces to be copied yet
-    std::uint32_t staged = 0;   // pages that came ahead of their fetch
-    bool staging = false;       // in ahead_
+    std::vector<bool> started;   // by piece: its copy is in flight or done
+    std::uint32_t first = 0;     // pieces before it are started
+    std::uint32_t to_start = 0;  // pieces that are not
+    std::uint32_t left = 0;      // pieces to be copied yet
+    std::uint32_t staged = 0;    // pages that came ahead of their fetch
+    bool staging = false;        // in ahead_
+    bool demanded = false;
   };
   struct CopyInFlight {
     CopyTicket ticket;
@@ -130,7 +142,11 @@ class Activations final {
     Tier tier;
   };
 
+  // What is fetched for later leaves the lane to others: parameters go through it as well.
   static constexpr std::uint32_t kCopiesMax = 16;
+  // What computation waits for need not: whoever waits for a place behind so many copies would wait
+  // for these anyway. A lane takes twice as many before it makes its caller wait.
+  static constexpr std::uint32_t kDemandedMax = 128;
 
   const Save& at(SaveId id) const;
   Save& at(SaveId id);
@@ -144,6 +160,7 @@ class Activations final {
   bool recycle();
   void begin(SaveId id, Way way, std::byte* device, Stream stream);
   void stop_staging(SaveId id);
+  const CopyInFlight* last_copy(SaveId id) const;
   bool start_copies();
   bool start_copy(SaveId id, std::uint32_t piece);
   bool stage_ahead();

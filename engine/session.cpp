@@ -220,11 +220,7 @@ bool Session::turn() {
   }
   if (executor_->failure()) fail(*executor_->failure());
   if (updates_->failure()) fail(*updates_->failure());
-  if (activations_->failure()) {
-    Error error = activations_->failure()->error;
-    error.unit = name_of(activations_->failure()->unit) + " (activation)";
-    fail(std::move(error));
-  }
+  heed_activations();
   if (moved) ++progress_;
   if (turned_) turned_(table_, home_);
   return moved;

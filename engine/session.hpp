@@ -134,6 +134,10 @@ class Session final {
   void stage_activation(SaveId id);
   void fetch_activation(SaveId id, std::byte* device, Stream stream = nullptr);
   bool activation_fetched(SaveId id, bool wait_for_it);
+  // Work that is submitted to `stream` from here on sees the bytes of the last fetch: see
+  // swapping.cpp, Note [Bytes in order]. Where the processor reaches the device's memory it waits
+  // for them. True: they are there already.
+  bool await_activation(SaveId id, Stream stream = nullptr);
   // Never throws: what a closed or failed session held is gone anyway.
   void drop_activation(SaveId id);
   // The user changed the device view, by work submitted so far on `stream`: makes it the value of
@@ -240,6 +244,8 @@ class Session final {
   ActivationRoom take_activation_pages();
   void check_activation(SaveId id) const;
   void start_copies();
+  void heed_activations();
+  void wait_for_activation(Lock& lock, SaveId id, bool (Activations::*there)(SaveId) const);
   bool ask_activation(SaveId id, bool wait_for_it, bool (Activations::*there)(SaveId) const);
 
   Config config_;

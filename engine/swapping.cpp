@@ -6,6 +6,18 @@
 
 namespace strata {
 
+// Note [Bytes in order]
+// A GPU's streams run behind the caller, who submits work that is to come: what must wait for a
+// fetch is the stream that computes with its bytes, and not the caller. await_activation() returns
+// when every copy is submitted to the device. What takes time until then is a page that comes from
+// the SSD, a staging frame that it passes through, and a place among the copies in flight. So
+// "fetched" is one thing and "in order" another: memory that a copy goes to, and the save itself,
+// are in use until activation_fetched() has said yes; computation may be submitted before.
+//
+// A copy in order may fail yet. That loses the device: no work behind it counts as done, and a
+// gradient lands by work that is behind all it was computed from. So it raises, as every call does
+// from then on, and no update sees what was computed from bytes that never came.
+
 std::optional<SaveId> Session::save_activation(std::byte* device, std::size_t bytes, Tier tier,
                                                UnitId unit, Stream stream) {
   const Lock lock(mutex_);
@@ -17,9 +29,18 @@ std::optional<SaveId> Session::save_activation(std::byte* device, std::size_t by
   return id;
 }
 
+// A copy that failed must not pass for one that is done, whoever sees it first.
+void Session::heed_activations() {
+  if (!activations_->failure()) return;
+  Error error = activations_->failure()->error;
+  error.unit = name_of(activations_->failure()->unit) + " (activation)";
+  fail(std::move(error));
+}
+
 // At once, and not when the pump comes to it.
 void Session::start_copies() {
   if (!failure_) activations_->turn();
+  heed_activations();
   moved_.notify_all();  // copies may have arrived, and staging frames be free
   bell_.ring();
 }
@@ -37,6 +58,11 @@ bool Session::ask_activation(SaveId id, bool wait_for_it,
   if (turn()) moved_.notify_all();
   throw_if_failed();
   if (!wait_for_it) return (activations_.get()->*there)(id);
+  wait_for_activation(lock, id, there);
+  return true;
+}
+
+void Session::wait_for_activation(Lock& lock, SaveId id, bool (Activations::*there)(SaveId) const) {
   const UnitId unit = activations_->unit_of(id);
   Waiting waiting(timeline_, unit, activations_->saved(id));
   wait(lock,
@@ -48,7 +74,6 @@ bool Session::ask_activation(SaveId id, bool wait_for_it,
        },
        {"an activation", unit});
   waiting.over();
-  return true;
 }
 
 bool Session::activation_saved(SaveId id, bool wait_for_it) {
@@ -73,6 +98,23 @@ void Session::fetch_activation(SaveId id, std::byte* device, Stream stream) {
   if (!activations_->fetched(id)) refuse("the activation is being fetched already");
   activations_->fetch(id, device, stream);
   start_copies();
+}
+
+bool Session::await_activation(SaveId id, Stream stream) {
+  Lock lock(mutex_);
+  check_activation(id);
+  if (!activations_->saved(id)) refuse("the activation is still being saved");
+  if (activations_->fetched(id)) return true;
+  // 1. Its copies, which may have arrived meanwhile, and have failed.
+  activations_->demand(id);
+  start_copies();
+  throw_if_failed();
+  wait_for_activation(lock, id,
+                      backend_->reachable() ? &Activations::fetched : &Activations::submitted);
+  check_activation(id);
+  // 2. The stream behind them.
+  activations_->order(id, stream);
+  return activations_->fetched(id);
 }
 
 void Session::drop_activation(SaveId id) {

@@ -213,6 +213,10 @@ class Session:
     def activation_fetched(self, save: int, wait: bool) -> bool:
         """Whether they are there; `wait`: after waiting for them. Any number of fetches, one at a
         time."""
+    def await_activation(self, save: int, stream: int = 0) -> bool:
+        """Makes work that is submitted to `stream` from here on see the bytes of the last fetch. On
+        a GPU it waits only until every copy is submitted, and both memories remain in use until
+        activation_fetched(); on the host it waits for the bytes. True: they are there already."""
     def drop_activation(self, save: int) -> None:
         """Forgets it, whatever is under way; afterwards no copy touches the caller's memory: waits
         for one that is in flight, and for nothing else. Never raises on a closed session."""

@@ -75,3 +75,9 @@ def current_stream(device: torch.device) -> int:
     In a backward that is autograd's thread, and the stream which the node now running uses.
     """
     return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def keep_until_used(tensor: torch.Tensor, device: torch.device) -> None:
+    """For memory that was allocated on another stream than the current one, which uses it: when it
+    is freed, PyTorch's allocator gives it to nobody before the current stream has come there."""
+    tensor.record_stream(torch.cuda.current_stream(device))

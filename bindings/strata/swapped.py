@@ -53,9 +53,11 @@ class Swapped:
     """Bytes [begin, end) of a storage that autograd saved.
 
     Invariants:
-    1. LEAVING or COMING: Swapping refers to it, so that neither side of a copy is freed under it.
-    2. `storage` is None exactly when AWAY. Its first byte is byte `base` of the original.
-    3. Otherwise only views refer to it: when the last is gone, so is the core's copy.
+    1. LEAVING: Swapping refers to it, so that neither side of the copy is freed under it.
+    2. COMING: Swapping has a Flight for it.
+    3. `storage` is None exactly when AWAY. Its first byte is byte `base` of the original.
+    4. But for 1 only views refer to it: when the last is gone, so is the core's copy, once no copy
+       is under way.
     """
 
     __slots__ = (
@@ -69,6 +71,7 @@ class Swapped:
         "staged",
         "state",
         "storage",
+        "stream",
         "to_ssd",
         "use",
         "version",
@@ -81,6 +84,7 @@ class Swapped:
         self.save = save
         self.storage: torch.UntypedStorage | None = storage
         self.origin = StorageWeakRef(storage)  # its key stays taken for as long as this lives
+        self.stream: int | None = None  # that `storage` was allocated on, where that was for this
         self.state = State.LEAVING
         self.base = 0
         self.begin = 0
@@ -94,6 +98,19 @@ class Swapped:
 
     def __del__(self) -> None:
         self.owner.forget(self.save)
+
+
+class Flight:
+    """A copy back to the device that may be under way, and what it needs."""
+
+    __slots__ = ("forgotten", "record", "save", "storage", "stream")
+
+    def __init__(self, record: Swapped, storage: torch.UntypedStorage, stream: int) -> None:
+        self.record = weakref.ref(record)
+        self.save = record.save
+        self.storage: torch.UntypedStorage | None = storage  # see swapping.py, Note [Streams]
+        self.stream = stream  # that the storage was allocated on
+        self.forgotten = False  # the record is gone: so is the save, when the copy has passed
 
 
 class SwappedView:

@@ -2,7 +2,7 @@
 
     view = swapping.pack(tensor, unit, frame)    # None: the tensor has to be kept as it is
     ...                                          # device memory is freed as copies get done
-    tensor = swapping.unpack(view)               # waits for the bytes, where they are not back yet
+    tensor = swapping.unpack(view)               # what computes with it waits for the bytes
 
 Use from the thread that trains; autograd's threads call it under the GIL.
 
@@ -15,6 +15,20 @@ Note [Uses]. Forwards of units are numbered as they begin. What use n saved may 
 until use n + 2 begins, which then waits: this bounds the memory beside what the plan keeps. When
 backward comes to use n, the tensors of the `lookahead` uses before it begin to come back, and those
 on the SSD of one more use are asked into host memory.
+
+Note [Streams]. On a GPU bytes that come back are put in order before the stream that asks for them;
+Python goes on at once, unless they are still on the SSD, and may be far ahead of them.
+    - Memory to come back to is allocated on the stream that is current, and the core's copy waits
+      for what is on that stream so far. So the copy is behind whoever had the memory before.
+    - A tensor that dies gives its memory to the next one of the stream it was allocated on, at
+      once. That stream must be behind the copy: a flight refers to the memory until its own stream
+      has been put in order, or the copy has been seen done. From then on the memory may die, before
+      its copy has passed. So however far Python is ahead, it holds what it would hold behind.
+    - Another stream may use it too: each unpack puts the stream that is current in order, and tells
+      the allocator of one that is not the memory's own.
+    - The core's pages are in use until the copy has been seen done; forget() leaves them to poll().
+      Where there is no room without them, pack() waits.
+    - What leaves is kept until its copy has been seen done, so nobody can have it before.
 """
 
 import threading
@@ -24,8 +38,8 @@ from typing import Any
 
 import torch
 
-from .device import current_stream
-from .swapped import State, Swapped, SwappedView, Visit
+from .device import current_stream, keep_until_used
+from .swapped import Flight, State, Swapped, SwappedView, Visit
 from .wrapped import Unit, Wrapped
 
 SWAPS = frozenset(("swap_host", "swap_ssd"))
@@ -55,7 +69,7 @@ class Swapping:
         self._saves: set[int] = set()  # everything that the core holds
         self._by_storage: weakref.WeakValueDictionary[int, Swapped] = weakref.WeakValueDictionary()
         self._leaving: deque[Swapped] = deque()
-        self._coming: deque[Swapped] = deque()
+        self._coming: dict[int, Flight] = {}  # by save, the oldest first
         self._wanted: list[weakref.ref[Swapped]] = []
         self._use = 0
         self._use_of: dict[int, int] = {}  # by unit: its last
@@ -72,13 +86,13 @@ class Swapping:
         if _graph_task() != -1:  # a recomputation
             self.arrive(unit)
             return
+        self.poll()
         if not self._saves:
             self._cut()
         self._use += 1
         self._use_of[unit.index] = self._use
         if self._leaving:
             with self._lock:
-                self.poll()
                 self._wait_for_older()
 
     def pack(self, tensor: torch.Tensor, unit: Unit, frame: object) -> SwappedView | None:
@@ -144,11 +158,14 @@ class Swapping:
         to_ssd = unit.activation == "swap_ssd"
         address = storage.data_ptr() + begin
         stream = current_stream(self._device)
-        save = self._session.save_activation(
-            address, end - begin, to_ssd, unit.index, stream=stream
-        )
-        if save < 0:
-            return None
+        while True:
+            save = self._session.save_activation(
+                address, end - begin, to_ssd, unit.index, stream=stream
+            )
+            if save >= 0:
+                break
+            if not self._make_room():
+                return None
         record = Swapped(self, storage, save)
         record.begin, record.end = begin, end
         record.to_ssd = to_ssd
@@ -170,28 +187,54 @@ class Swapping:
                 record.state = State.HERE
                 self._settle(record)
             while self._coming:
-                record = self._coming[0]
-                if record.state is State.COMING:
-                    if not session.activation_fetched(record.save, False):
-                        break
-                    record.state = State.HERE
-                self._coming.popleft()
-                self._settle(record)
+                flight = next(iter(self._coming.values()))
+                if not session.activation_fetched(flight.save, False):
+                    break
+                self._land(flight)
 
     def drain(self) -> int:
         """Waits until nothing is under way. Returns how many storages are still saved."""
         with self._lock:
             for save in [record.save for record in self._leaving]:
                 self._session.activation_saved(save, True)
-            for save in [record.save for record in self._coming]:
+            for save in list(self._coming):
                 self._session.activation_fetched(save, True)
             self.poll()
         return len(self._saves)
 
     def forget(self, save: int) -> None:
-        """Nobody will want it any more. REQUIRES: it is not under way."""
+        """Nobody will want it any more. Never waits. REQUIRES: it is not leaving."""
+        flight = self._coming.get(save)
+        if flight is None:
+            self._drop(save)
+        else:
+            flight.forgotten = True
+
+    def _land(self, flight: Flight) -> None:
+        """Its copy is done."""
+        # First: a record that dies from here on drops its save itself.
+        del self._coming[flight.save]
+        record = flight.record()
+        if flight.forgotten:
+            self._drop(flight.save)
+        elif record is not None:
+            record.state = State.HERE
+            self._settle(record)
+
+    def _drop(self, save: int) -> None:
         self._saves.discard(save)
         self._session.drop_activation(save)
+
+    def _make_room(self) -> bool:
+        """Waits for the oldest copy that nobody wants behind it. False: there is none."""
+        forgotten = next((f for f in self._coming.values() if f.forgotten), None)
+        if forgotten is None:
+            return False
+        begin = self._recorder.now()
+        self._session.activation_fetched(forgotten.save, True)
+        self._recorder.pause(begin, self._recorder.now())
+        self._land(forgotten)
+        return True
 
     def _wait_for_older(self) -> None:
         """Waits for what has had its time to leave, see Note [Uses]."""
@@ -208,7 +251,7 @@ class Swapping:
     def _settle(record: Swapped) -> None:
         """Frees device memory that no backward wants now."""
         if record.state is State.HERE and not record.wanted:
-            record.storage = None
+            record.storage = record.stream = None
             record.state = State.AWAY
 
     # Backward
@@ -223,17 +266,22 @@ class Swapping:
                 self._arrive(use, self._last)
 
     def unpack(self, view: SwappedView) -> torch.Tensor:
-        """The tensor again. Waits for its bytes."""
+        """The tensor again. What the current stream computes from here on sees its bytes."""
         view.check()
         record, visit = view.record, view.visit
         with self._lock:
             if visit.use < self._arrived and _graph_task() != -1:
                 self._arrive(visit.use, visit)
-            return view.over(self._bring(record), record.base)
+            stream = current_stream(self._device)
+            tensor = view.over(self._bring(record, stream), record.base)
+            if record.stream not in (None, stream):
+                keep_until_used(tensor, self._device)
+            return tensor
 
     def end(self) -> None:
         """The backward is over. Graphs that are kept keep their tensors in pages."""
         with self._lock:
+            self.poll()
             for wanted in self._wanted:
                 record = wanted()
                 if record is not None:
@@ -275,18 +323,24 @@ class Swapping:
         stream = current_stream(self._device)  # the memory may still be read there
         self._session.fetch_activation(record.save, storage.data_ptr(), stream=stream)
         record.storage, record.base, record.state = storage, record.begin, State.COMING
+        record.stream = stream
         record.staged = False
-        self._coming.append(record)
+        self._coming[record.save] = Flight(record, storage, stream)
 
-    def _bring(self, record: Swapped) -> torch.UntypedStorage:
+    def _bring(self, record: Swapped, stream: int) -> torch.UntypedStorage:
         self._want(record)
+        storage = record.storage
+        assert storage is not None
         if record.state is State.COMING:
+            flight = self._coming[record.save]
             begin = self._recorder.now()
-            self._session.activation_fetched(record.save, True)
-            self._recorder.pause(begin, self._recorder.now())
-            record.state = State.HERE
-        assert record.storage is not None
-        return record.storage
+            there = self._session.await_activation(record.save, stream=stream)
+            self._recorder.pause(begin, self._recorder.now())  # of the stream, on a GPU
+            if there:
+                self._land(flight)
+            elif stream == flight.stream:
+                flight.storage = None  # see Note [Streams]
+        return storage
 
     def _cut(self) -> None:
         """What follows has nothing to do with the uses so far."""

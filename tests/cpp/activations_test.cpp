@@ -1,108 +1,17 @@
 // Activations: bytes come back bit for bit from every tier, pages are recycled, and no copy touches
 // the caller's memory after drop().
-#include "engine/activations.hpp"
-
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <map>
 #include <random>
 
-#include "core_fixtures.hpp"
-#include "pattern.hpp"
+#include "activation_room.hpp"
 
 namespace strata {
 namespace {
 
-constexpr std::size_t kPage = SmallCore::kPage;
-constexpr UnitId kUnit{3};
-
-struct RoomOptions {
-  std::uint32_t host = 4;
-  std::uint32_t ssd = 4;
-  std::uint32_t staging = 3;
-  std::uint32_t frames_max = 2;
-  BackendFaults backend = {};
-};
-
-std::vector<Tier> tiers(const RoomOptions& options) {
-  std::vector<Tier> tier(options.host, Tier::host);
-  tier.resize(options.host + options.ssd, Tier::ssd);
-  return tier;
-}
-
-// A small core whose pages are all for activations.
-class Room final {
- public:
-  explicit Room(RoomOptions options = {})
-      : core(tiers(options), {.staging = options.staging, .backend = options.backend}),
-        timeline(64),
-        activations(*core.cache, *core.device, timeline, kPage),
-        options_(options) {
-    reserve();
-  }
-
-  void reserve() {
-    ActivationRoom room;
-    for (std::uint32_t i = 0; i < options_.host; ++i) room.host.push_back(PageId{i});
-    for (std::uint32_t i = 0; i < options_.ssd; ++i) room.ssd.push_back(PageId{options_.host + i});
-    room.frames_max = options_.frames_max;
-    activations.reserve(std::move(room));
-  }
-
-  bool turn() {
-    const bool moved = activations.turn();
-    return core.turn() || moved;
-  }
-  template <typename Ready>
-  bool until(Ready ready) {
-    for (int turns = 0; turns < 2000; ++turns) {
-      if (ready()) return true;
-      turn();
-    }
-    return false;
-  }
-  void settle() {
-    EXPECT_TRUE(until(
-        [this] { return !turn() && core.mover->idle() && activations.copies_in_flight() == 0; }));
-  }
-
-  std::optional<SaveId> save(std::vector<std::byte>& from, Tier tier) {
-    return activations.save(from.data(), from.size(), tier, kUnit);
-  }
-  // Saved, and its copy here is gone.
-  std::optional<SaveId> send(std::vector<std::byte> bytes, Tier tier) {
-    const auto id = save(bytes, tier);
-    if (id) {
-      EXPECT_TRUE(until([&] { return activations.saved(*id); }));
-    }
-    std::fill(bytes.begin(), bytes.end(), std::byte{0xEE});
-    return id;
-  }
-  std::vector<std::byte> back(SaveId id, std::size_t bytes) {
-    std::vector<std::byte> to(bytes, std::byte{0xDD});
-    activations.fetch(id, to.data());
-    EXPECT_TRUE(until([&] { return activations.fetched(id); }));
-    return to;
-  }
-  // How many saves of so many bytes find room at once. They are dropped again.
-  std::size_t how_many(std::size_t bytes, Tier tier) {
-    std::vector<std::byte> from(bytes);
-    std::vector<SaveId> ids;
-    while (const auto id = save(from, tier)) ids.push_back(*id);
-    for (const SaveId id : ids) activations.drop(id);
-    settle();
-    return ids.size();
-  }
-
-  SmallCore core;
-  Timeline timeline;
-  Activations activations;
-
- private:
-  RoomOptions options_;
-};
+constexpr std::size_t kPage = Room::kPage;
 
 TEST(Activations, BytesComeBackFromEveryTier) {
   for (const Tier tier : {Tier::host, Tier::ssd}) {
@@ -277,6 +186,66 @@ TEST(Activations, TheStagingAreaIsShared) {
   }
 }
 
+// What computation waits for goes ahead of what is fetched for later, and neither way keeps the
+// other one waiting.
+TEST(Activations, WhatIsDemandedIsSubmittedAtOnce) {
+  Room room({.host = 100, .ssd = 0, .backend = {.polls_late_max = 60, .seed = 4}});
+  std::vector<std::vector<std::byte>> sent, came;
+  for (std::uint64_t i = 0; i < 3; ++i) sent.push_back(pattern(24 * kPage, i));
+  came.assign(2, std::vector<std::byte>(24 * kPage));
+  const SaveId later = room.send(sent[0], Tier::host).value();
+  const SaveId now = room.send(sent[1], Tier::host).value();
+  const auto leaving = room.save(sent[2], Tier::host);
+  ASSERT_TRUE(leaving);
+  room.activations.turn();
+  const std::uint32_t out = room.activations.copies_in_flight();
+  EXPECT_LT(out, 24U) << "what leaves is bounded as well";
+  room.activations.fetch(later, came[0].data());
+  room.activations.fetch(now, came[1].data());
+  room.activations.turn();
+  EXPECT_GT(room.activations.copies_in_flight(), out);
+  EXPECT_FALSE(room.activations.submitted(later));
+  EXPECT_FALSE(room.activations.submitted(now));
+  room.activations.demand(now);
+  room.activations.turn();
+  EXPECT_TRUE(room.activations.submitted(now));
+  EXPECT_FALSE(room.activations.submitted(later)) << "nobody waits for it";
+  EXPECT_FALSE(room.activations.fetched(now));
+  room.activations.order(now, nullptr);  // on the host: waits
+  EXPECT_EQ(came[1], sent[1]);
+  EXPECT_TRUE(room.until([&] { return room.activations.fetched(later); }));
+  EXPECT_EQ(came[0], sent[0]);
+  room.activations.order(now, nullptr);  // nothing is under way any more
+  for (const SaveId id : {later, now, *leaving}) room.activations.drop(id);
+  EXPECT_TRUE(room.until([&] { return room.activations.vacate(); }));
+}
+
+// Pages on the SSD are submitted as they come, a few at a time, however many are demanded.
+TEST(Activations, WhatIsDemandedKeepsTheBoundOfFrames) {
+  Room room({.host = 1, .ssd = 40, .staging = 9, .frames_max = 2});
+  std::vector<SaveId> ids;
+  for (std::uint64_t i = 0; i < 6; ++i) {
+    ids.push_back(room.send(pattern(5 * kPage, i), Tier::ssd).value());
+  }
+  room.settle();
+  std::vector<std::vector<std::byte>> to(6, std::vector<std::byte>(5 * kPage));
+  for (std::size_t i = 0; i < 6; ++i) room.activations.fetch(ids[i], to[i].data());
+  for (const std::size_t i : {4U, 2U}) room.activations.demand(ids[i]);  // in no order
+  std::uint32_t most = 0;
+  for (int turn = 0; turn < 400; ++turn) {
+    room.activations.turn();
+    most = std::max(most, room.core.mover->in_flight(Link::read));
+    if (room.activations.submitted(ids[4]) && room.activations.submitted(ids[2])) break;
+    room.core.turn();
+  }
+  EXPECT_GT(most, 0U);
+  EXPECT_LE(most, 2U);
+  for (const std::size_t i : {2U, 4U}) {
+    room.activations.order(ids[i], nullptr);
+    EXPECT_EQ(to[i], pattern(5 * kPage, i));
+  }
+}
+
 TEST(Activations, AFailedCopyNamesItsUnit) {
   for (std::uint64_t nth = 1; nth <= 3; ++nth) {
     Room room({.backend = {.nth_copy = nth}});
@@ -290,7 +259,7 @@ TEST(Activations, AFailedCopyNamesItsUnit) {
       room.settle();
     }
     ASSERT_TRUE(room.activations.failure()) << nth;
-    EXPECT_EQ(room.activations.failure()->unit, kUnit);
+    EXPECT_EQ(room.activations.failure()->unit, Room::kUnit);
     EXPECT_EQ(room.activations.failure()->error.tier, Tier::device);
   }
 }
@@ -305,7 +274,7 @@ TEST(Activations, ADiskThatFailsNamesThePage) {
   room.activations.fetch(*id, to.data());
   EXPECT_TRUE(room.until([&] { return !room.core.errors.empty(); }));
   EXPECT_EQ(room.core.errors[0].errno_value, EIO);
-  EXPECT_EQ(room.activations.unit_of(room.core.errors[0].page), kUnit);
+  EXPECT_EQ(room.activations.unit_of(room.core.errors[0].page), Room::kUnit);
   room.activations.drop(*id);
   to.clear();
 }
@@ -359,7 +328,9 @@ TEST(Activations, AgreeWithPlainMemory) {
           break;
         case 3: {
           if (live.empty()) break;
-          EXPECT_EQ(room.back(some->first, some->second.size()), some->second);
+          const bool by_order = below(2) == 0;
+          const auto come = by_order ? &Room::in_order : &Room::back;
+          EXPECT_EQ((room.*come)(some->first, some->second.size()), some->second);
           break;
         }
         case 4: {

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <thread>
 
+#include "doubles/faulty_backend.hpp"
 #include "doubles/faulty_engine.hpp"
 #include "io_fixtures.hpp"
 #include "memory/clock.hpp"
@@ -52,7 +53,8 @@ void restore_last(Session& session, std::vector<Held>& held) {
   held.pop_back();
   Bytes tensor(last.expected.size());
   session.fetch_activation(last.id, tensor.data());
-  session.activation_fetched(last.id, true);
+  const bool there = session.await_activation(last.id);
+  EXPECT_TRUE(there) << "on the host nothing is ahead of its bytes";
   EXPECT_EQ(tensor, last.expected) << "of unit " << last.unit;
   session.drop_activation(last.id);
 }
@@ -206,9 +208,11 @@ TEST(Swapping, MisuseIsRefused) {
   EXPECT_THROW(session.reserve_activations(0, 0), StrataError) << "one is saved";
   EXPECT_TRUE(session.activation_saved(id, true));
   EXPECT_TRUE(session.activation_fetched(id, false));
+  EXPECT_TRUE(session.await_activation(id)) << "nothing is under way";
   session.drop_activation(id);
   session.drop_activation(id);
   EXPECT_THROW(session.fetch_activation(id, tensor.data()), StrataError);
+  EXPECT_THROW(session.await_activation(id), StrataError);
 }
 
 TEST(Swapping, ThreadsSwapAtOnce) {
@@ -298,6 +302,28 @@ TEST(Swapping, AFailingDiskNamesTheActivation) {
   }
   run.session->drop_activation(held[0].id);  // never throws
   EXPECT_THROW(run.session->activation_fetched(held[1].id, true), StrataError);
+}
+
+// Whoever asks next is told, though a call in between has seen the copy first.
+TEST(Swapping, ACopyThatFailedDoesNotPassForOneThatIsDone) {
+  for (std::uint64_t nth = 4; nth < 6; ++nth) {  // three go out, two come back
+    SessionParts parts;
+    parts.backend = std::make_unique<FaultyBackend>(
+        std::make_unique<HostBackend>(nullptr, CopyEngine::polled), BackendFaults{.nth_copy = nth});
+    parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
+    parts.idle = [] {};
+    Session session(small_config("simulated"), std::move(parts));
+    session.reserve_activations(4 * kPage, 0);
+    std::vector<Held> held;
+    for (std::uint32_t u = 0; u < 3; ++u) save(session, held, u, kPage, Tier::host);
+    Bytes first(kPage), second(kPage);
+    session.fetch_activation(held[0].id, first.data());
+    session.fetch_activation(held[1].id, second.data());
+    session.drop_activation(held[2].id);
+    const SaveId failed = held[nth - 4].id;
+    EXPECT_THROW(session.activation_fetched(failed, false), StrataError) << nth;
+    EXPECT_THROW(session.await_activation(failed), StrataError) << nth;
+  }
 }
 
 // A disk that answers nothing any more: the watchdog says who waits for what.

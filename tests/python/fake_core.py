@@ -2,28 +2,26 @@
 
 It exists to catch reads of parameters that are not on the device: where the device budget does not
 hold all units, a unit's memory is filled with NaN as soon as nobody has it entered. Arithmetic is
-torch's own, on float32 tensors. Copies of activations are as late as they may be: the bytes are
-taken when activation_saved() first says so, and given when activation_fetched() does.
+torch's own, on float32 tensors. fake_saves.py has its activations.
 """
 
-import ctypes
-import sys
-from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 from fake_param import DTYPES, Param, grad_norm
+from fake_saves import Saves, borrow
 from strata._core import StrataError
 from torch.utils.dlpack import to_dlpack
 
 PAGE = 4096
 
 
-class Session:
+class Session(Saves):
     """One session. Every method checks what the contract requires of its caller."""
 
     def __init__(self, config: dict[str, Any], foreign: Any = None) -> None:
+        super().__init__()
         self.config = config
         self.plan = plan(config)
         self.params = [Param(i, spec, foreign) for i, spec in enumerate(config["params"])]
@@ -35,13 +33,8 @@ class Session:
         self.evicts = config["device_bytes"] < everything
         self.peak = 0
         self.spans: list[dict[str, Any]] = []
-        self.closed = False
-        self.streams: list[tuple[str, int]] = []  # call and stream
         self.completed: set[int] = set()  # units, since the last step()
         self.staleness = [0] * len(config["units"])  # forwards; none of them sees old parameters
-        self.room = {False: 0, True: 0}  # bytes for activations, by to_ssd
-        self.saves: dict[int, _Save] = {}
-        self.saves_made = 0
         for u in range(len(self.members)):
             self._settle(u)
 
@@ -56,7 +49,7 @@ class Session:
         self._open()
         p = self.params[param]
         assert 0 <= offset < offset + count <= p.spec["numel"]
-        p.array(kind)[offset : offset + count] = _borrow(address, count, torch.float32)
+        p.array(kind)[offset : offset + count] = borrow(address, count, torch.float32)
         if kind == "master" and not p.spec["trainable"]:
             p.master.copy_(p.rounded())
         self._settle(p.spec["unit"])
@@ -66,7 +59,7 @@ class Session:
         p = self.params[param]
         assert 0 <= offset < offset + count <= p.spec["numel"]
         assert kind != "grad" or p.landed
-        _borrow(address, count, torch.float32).copy_(p.array(kind)[offset : offset + count])
+        borrow(address, count, torch.float32).copy_(p.array(kind)[offset : offset + count])
 
     def enter(self, unit: int, backward: bool, recorded: bool = True, *, stream: int) -> None:
         self._open()
@@ -120,7 +113,7 @@ class Session:
         assert p.spec["dtype"] == dtype
         assert self.config["accumulate"] or not p.landed
         begin = perf_counter_ns()
-        value = _borrow(address, p.spec["numel"], DTYPES[dtype]).float()
+        value = borrow(address, p.spec["numel"], DTYPES[dtype]).float()
         p.grad = value.clone() if p.grad is None else p.grad + value
         p.landed += 1
         self._span("download", p.spec["unit"], True, begin, p.device.nbytes)
@@ -218,63 +211,6 @@ class Session:
             "io_engine": "",
         }
 
-    def reserve_activations(self, host_bytes: int, ssd_bytes: int) -> None:
-        self._open()
-        assert not self.saves, "an activation is saved"
-        for size, key in ((host_bytes, "host_bytes"), (ssd_bytes, "ssd_bytes")):
-            if size > self.config[key]:
-                raise StrataError(f"activations: {size} > {self.config[key]} {key}")
-        self.room = {False: host_bytes, True: ssd_bytes}
-
-    def save_activation(
-        self, address: int, byte_count: int, to_ssd: bool, unit: int, *, stream: int
-    ) -> int:
-        self._open()
-        self._note_stream(stream)
-        assert byte_count > 0
-        assert 0 <= unit < len(self.members)
-        if byte_count > self.room[to_ssd]:
-            return -1
-        self.room[to_ssd] -= byte_count
-        self.saves_made += 1
-        self.saves[self.saves_made] = _Save(address, byte_count, to_ssd)
-        return self.saves_made
-
-    def activation_saved(self, save: int, wait: bool) -> bool:
-        self._open()
-        held = self.saves[save]
-        if held.data is None and (wait or held.asked):
-            held.data = _borrow(held.address, held.byte_count, torch.uint8).clone()
-        held.asked = True
-        return held.data is not None
-
-    def stage_activation(self, save: int) -> None:
-        self._open()
-        assert save in self.saves
-
-    def fetch_activation(self, save: int, address: int, *, stream: int) -> None:
-        self._open()
-        self._note_stream(stream)
-        held = self.saves[save]
-        assert held.data is not None, "fetch_activation() before activation_saved()"
-        assert held.fetch_to is None, "one fetch at a time"
-        held.fetch_to, held.asked = address, False
-
-    def activation_fetched(self, save: int, wait: bool) -> bool:
-        self._open()
-        held = self.saves[save]
-        if held.fetch_to is not None and (wait or held.asked):
-            _borrow(held.fetch_to, held.byte_count, torch.uint8).copy_(held.data)
-            held.fetch_to = None
-        held.asked = True
-        return held.fetch_to is None
-
-    def drop_activation(self, save: int) -> None:
-        if self.closed:
-            return
-        held = self.saves.pop(save)
-        self.room[held.to_ssd] += held.byte_count
-
     def timeline(self) -> list[dict[str, Any]]:
         spans, self.spans = self.spans, []
         return spans
@@ -284,15 +220,6 @@ class Session:
         self.saves.clear()
         for p in self.params:
             p.device.fill_(float("nan"))
-
-    def _note_stream(self, stream: int) -> None:
-        """Every call that reads or writes device memory says on which stream."""
-        assert type(stream) is int
-        self.streams.append((sys._getframe(1).f_code.co_name, stream))
-
-    def _open(self) -> None:
-        if self.closed:
-            raise StrataError("the session is closed")
 
     def _span(
         self, track: str, unit: int, backward: bool, begin: int, size: int = 0, cause: str = "none"
@@ -307,16 +234,6 @@ class Session:
                 p.device.copy_(p.rounded())
             else:
                 p.device.fill_(float("nan"))
-
-
-@dataclass
-class _Save:
-    address: int
-    byte_count: int
-    to_ssd: bool
-    data: torch.Tensor | None = None
-    fetch_to: int | None = None
-    asked: bool = False
 
 
 MASTER_BYTES = {"float32": 0, "bfloat16": 2, "float16": 4}  # beside the parameter
@@ -386,9 +303,3 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
             for u, name in enumerate(config["units"])
         ],
     }
-
-
-def _borrow(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over somebody else's memory."""
-    raw = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(raw, dtype=dtype)

@@ -23,6 +23,7 @@ class Counts:
         self.fetches: list[int] = []
         self.stages: list[int] = []
         self.live: set[int] = set()
+        state.hooks.swapping.drain()  # what was under way before is not counted
         self.session = _Watched(state.session, self)
         monkeypatch.setattr(state, "session", self.session)
         monkeypatch.setattr(state.hooks.swapping, "_session", self.session)

@@ -84,7 +84,8 @@ def test_auto_takes_a_gpu_where_core_and_torch_can(
 
 # Streams ------------------------------------------------------------------------------------------
 
-TOLD = {"enter", "leave", "land_gradient", "device_written", "save_activation", "fetch_activation"}
+ACTIVATIONS = {"save_activation", "fetch_activation", "await_activation"}
+TOLD = {"enter", "leave", "land_gradient", "device_written", *ACTIVATIONS}
 
 
 @pytest.mark.parametrize("core", ["fake"], indirect=True)

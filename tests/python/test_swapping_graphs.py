@@ -126,6 +126,7 @@ def test_a_graph_without_backward_leaves_nothing(
     assert is_idle(state)
     assert not counts.live
     train(model, optimizer, 1)
+    assert is_idle(state)
     assert not counts.live
 
 
