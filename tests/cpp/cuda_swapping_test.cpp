@@ -233,6 +233,8 @@ class Trainer final {
   }
 
   void fetch(Session& session, CallersWork& caller, std::uint32_t u) {
+    // The copies are late: the stream has much to do before.
+    for (int i = 0; i < 100; ++i) caller.write(scratch_.data(), scratch_.data() + 4, 4);
     for (std::uint32_t p = u * kParamsEach; p < (u + 1) * kParamsEach; ++p) {
       session.fetch_activation(ids_[p], saved_[p].data(), caller.stream());
     }
@@ -252,6 +254,7 @@ class Trainer final {
   std::uint64_t nth_;
   std::vector<Bytes> saved_;  // by parameter: device memory
   std::vector<Bytes> gradients_;
+  Bytes scratch_ = Bytes(8);
   std::vector<SaveId> ids_;
 };
 
