@@ -39,9 +39,17 @@ void check_ordinal(const CudaDriver& driver, int ordinal) {
 
 }  // namespace
 
+CaptureRelaxed::CaptureRelaxed(const CudaDriver& driver)
+    : driver_(driver), failed_(driver.capture_mode(driver.self, &mode_)) {}
+
+CaptureRelaxed::~CaptureRelaxed() {
+  if (failed_ == kCudaSuccess) driver_.capture_mode(driver_.self, &mode_);
+}
+
 CudaDevice::CudaDevice(const CudaDriver& driver, int ordinal) : driver_(driver), ordinal_(ordinal) {
   // 1. Is there one?
   check_ordinal(driver_, ordinal);
+  const CaptureRelaxed relaxed(driver_);
   if (const int failed = driver_.device_facts(driver_.self, ordinal, &facts_)) {
     refuse(gpu(ordinal) + " does not say what it is: " + result_text(driver_, failed));
   }
@@ -76,6 +84,7 @@ CudaDevice::CudaDevice(const CudaDriver& driver, int ordinal) : driver_(driver),
 }
 
 CudaDevice::~CudaDevice() {
+  const CaptureRelaxed relaxed(driver_);
   give_back(&CudaDriver::context_release, ordinal_);
 }
 
@@ -112,7 +121,10 @@ Error CudaDevice::no_memory(const char* what, std::size_t bytes) {
   return error;
 }
 
-CudaDevice::Current::Current(CudaDevice& device) : device_(device) {
+CudaDevice::Current::Current(CudaDevice& device) : device_(device), relaxed_(device.driver_) {
+  if (relaxed_.failed() != kCudaSuccess) {
+    device.lose("leave captures of graphs alone", relaxed_.failed());
+  }
   const int failed = device.driver_.context_push(device.driver_.self, device.context_);
   pushed_ = failed == kCudaSuccess;
   if (!pushed_) device.lose("be addressed", failed);

@@ -18,6 +18,34 @@
 
 namespace strata {
 
+// Note [Beside a capture]
+// While a thread captures a CUDA graph the way PyTorch does, no thread may ask the driver for what
+// might belong into the graph and would not get there: memory, the state of an event, a wait. Who
+// asks gets an error, which would look like a lost device, and the capture is spoiled. strata asks
+// all the time (the pump polls events while Python captures a unit's inside), and none of it
+// concerns the captured stream. A thread can say so: as long as its mode is "relaxed", it is let
+// through and spoils nothing. So every thread is relaxed while it is in here, and gets its own mode
+// back: most are Python's or autograd's, and may be those that capture, whose own mistakes are to
+// be found. The pump and the workers could say it once, for life; one rule for all threads costs
+// two calls more, that touch nothing but the thread's own state, beside the two of the context.
+// What stays forbidden is to give strata the stream that is captured: an event recorded there never
+// passes. The bindings refuse that.
+class CaptureRelaxed final {
+ public:
+  // REQUIRES: the driver was asked for something before; it outlives this.
+  explicit CaptureRelaxed(const CudaDriver& driver);
+  ~CaptureRelaxed();
+  CaptureRelaxed(const CaptureRelaxed&) = delete;
+  CaptureRelaxed& operator=(const CaptureRelaxed&) = delete;
+
+  int failed() const { return failed_; }
+
+ private:
+  const CudaDriver& driver_;
+  CudaCaptureMode mode_ = CudaCaptureMode::relaxed;  // then the thread's own
+  int failed_;
+};
+
 class CudaDevice final {
  public:
   CudaDevice(const CudaDriver& driver, int ordinal);
@@ -25,7 +53,8 @@ class CudaDevice final {
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
 
-  // Makes the device the calling thread's while it lives; then the thread's own is back.
+  // Makes the device the calling thread's while it lives, and the thread relaxed beside captures;
+  // then the thread's own are back.
   class Current final {
    public:
     explicit Current(CudaDevice& device);
@@ -35,6 +64,7 @@ class CudaDevice final {
 
    private:
     CudaDevice& device_;
+    const CaptureRelaxed relaxed_;
     bool pushed_;
   };
 

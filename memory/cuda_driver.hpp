@@ -30,6 +30,13 @@ using CudaStream = void*;  // nullptr: the legacy default stream
 using CudaEvent = void*;
 using CudaMemory = std::uint64_t;
 
+// What a thread may ask while a graph is captured; see Note [Beside a capture] in cuda_device.hpp.
+enum class CudaCaptureMode : int {
+  global = 0,      // nothing unsafe while any thread captures: what every thread begins with
+  own_thread = 1,  // nothing unsafe while the thread itself captures
+  relaxed = 2,     // everything
+};
+
 struct CudaFacts {
   char name[128];
   char pci[32];
@@ -55,6 +62,8 @@ struct CudaDriver {
   int (*context_release)(void* self, int ordinal);
   int (*context_push)(void* self, CudaContext context);  // of the calling thread
   int (*context_pop)(void* self);
+  // How the calling thread gets on with captures of graphs. `mode`: the new one, then the old one.
+  int (*capture_mode)(void* self, CudaCaptureMode* mode);
   int (*memory_info)(void* self, std::size_t* free_bytes, std::size_t* total_bytes);
 
   int (*address_reserve)(void* self, std::size_t bytes, std::byte** range);

@@ -15,6 +15,9 @@ static_assert(kCudaNoDevice == CUDA_ERROR_NO_DEVICE);
 static_assert(kCudaEccUncorrectable == CUDA_ERROR_ECC_UNCORRECTABLE);
 static_assert(kCudaNotReady == CUDA_ERROR_NOT_READY);
 static_assert(kCudaLaunchFailed == CUDA_ERROR_LAUNCH_FAILED);
+static_assert(static_cast<int>(CudaCaptureMode::global) == CU_STREAM_CAPTURE_MODE_GLOBAL);
+static_assert(static_cast<int>(CudaCaptureMode::own_thread) == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+static_assert(static_cast<int>(CudaCaptureMode::relaxed) == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(sizeof(CudaMemory) == sizeof(CUmemGenericAllocationHandle));
 static_assert(sizeof(CUdeviceptr) == sizeof(std::byte*));
 
@@ -34,6 +37,7 @@ struct Entries {
   decltype(&cuDevicePrimaryCtxRelease) context_release;
   decltype(&cuCtxPushCurrent) context_push;
   decltype(&cuCtxPopCurrent) context_pop;
+  decltype(&cuThreadExchangeStreamCaptureMode) capture_mode;
   decltype(&cuCtxGetStreamPriorityRange) priority_range;
   decltype(&cuMemGetInfo) memory_info;
   decltype(&cuMemGetAllocationGranularity) granularity;
@@ -102,6 +106,7 @@ cudaError_t find_all(Entries& e) {
   finder.find(e.context_release, "cuDevicePrimaryCtxRelease");
   finder.find(e.context_push, "cuCtxPushCurrent");
   finder.find(e.context_pop, "cuCtxPopCurrent");
+  finder.find(e.capture_mode, "cuThreadExchangeStreamCaptureMode");
   finder.find(e.priority_range, "cuCtxGetStreamPriorityRange");
   finder.find(e.memory_info, "cuMemGetInfo");
   finder.find(e.granularity, "cuMemGetAllocationGranularity");
@@ -217,6 +222,12 @@ void fill_device(CudaDriver& driver) {
   driver.context_pop = [](void* self) -> int {
     CUcontext popped = nullptr;
     return entries(self).context_pop(&popped);
+  };
+  driver.capture_mode = [](void* self, CudaCaptureMode* mode) -> int {
+    auto exchanged = static_cast<CUstreamCaptureMode>(*mode);
+    const CUresult failed = entries(self).capture_mode(&exchanged);
+    *mode = static_cast<CudaCaptureMode>(exchanged);
+    return failed;
   };
   driver.memory_info = [](void* self, std::size_t* free_bytes, std::size_t* total_bytes) -> int {
     return entries(self).memory_info(free_bytes, total_bytes);

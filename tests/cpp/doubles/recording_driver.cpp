@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kInvalidValue = 1;
 constexpr int kAlreadyRegistered = 712;
+constexpr int kCaptureUnsupported = 900;
 
 bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
@@ -46,6 +47,7 @@ CudaDriver RecordingDriver::table() {
   table.capability_min = 80;
   fill_device(table);
   fill_memory(table);
+  fill_capture_mode(table);
   fill_streams(table);
   fill_events(table);
   fill_work(table);
@@ -182,6 +184,9 @@ std::string RecordingDriver::leaks() const {
   tell(static_cast<std::size_t>(events), "events");
   tell(static_cast<std::size_t>(retained_), "contexts");
   for (const auto& [thread, depth] : pushed_) tell(static_cast<std::size_t>(depth), "pushes");
+  for (const auto& [thread, mode] : capture_modes_) {
+    tell(mode == CudaCaptureMode::global ? 0 : 1, "capture modes of threads");
+  }
   return text;
 }
 
@@ -208,6 +213,7 @@ int RecordingDriver::enter(std::string_view name, Kind kind) {
     complain("the driver is asked for more than work in the middle of a step");
   }
   if (lost) return lost_by_;
+  if (spoils_capture(kind)) return kCaptureUnsupported;
   if (calls_.size() != options_.nth) return kCudaSuccess;
   if (options_.nth_result != kCudaOutOfMemory) lose(options_.nth_result);
   return options_.nth_result;

@@ -4,8 +4,8 @@
 // with undefined behaviour. It exists for these bugs: a page that is mapped before it is unmapped,
 // or used while it is not accessible; anything given back twice, never, or while work in flight
 // uses it; copies that are in order only because a host's copies are instant; a call in the middle
-// of a step that the driver takes its time for; and ways out of a failed call that leave half
-// behind.
+// of a step that the driver takes its time for; a call that spoils a graph which another thread
+// captures; and ways out of a failed call that leave half behind.
 //
 // Threads: one caller at a time, any thread.
 //
@@ -23,6 +23,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "memory/cuda_driver.hpp"
@@ -89,6 +90,9 @@ class RecordingDriver final {
   // From here on, calls that make, map or give back anything are complained of.
   void begin_steady() { steady_ = true; }
   void end_steady() { steady_ = false; }
+  // Somebody captures a graph, as PyTorch does; then: whether it was left alone.
+  void begin_capture() { capture_ = Capture::intact; }
+  bool end_capture() { return std::exchange(capture_, Capture::none) == Capture::intact; }
   // From now on the device is lost, as by a kernel of the caller that failed.
   void lose(int result);
 
@@ -120,16 +124,20 @@ class RecordingDriver final {
     void (*function)(void*) = nullptr;
     void* argument = nullptr;
   };
-  enum class Kind : std::uint8_t { ask, make, use, give_back };
+  // What a call is to the driver; work is put on a stream and nothing else.
+  enum class Kind : std::uint8_t { ask, make, use, work, give_back };
+  enum class Capture : std::uint8_t { none, intact, spoiled };
 
   static RecordingDriver& of(void* self) { return *static_cast<RecordingDriver*>(self); }
   void fill_device(CudaDriver& table);
   void fill_memory(CudaDriver& table);
+  void fill_capture_mode(CudaDriver& table);
   void fill_streams(CudaDriver& table);
   void fill_events(CudaDriver& table);
   void fill_work(CudaDriver& table);
 
   int enter(std::string_view name, Kind kind);
+  bool spoils_capture(Kind kind);
   void complain(std::string what);
 
   int create(std::size_t bytes, CudaMemory* memory);
@@ -168,6 +176,8 @@ class RecordingDriver final {
   std::map<CudaStream, std::deque<Work>> streams_;
   std::map<CudaEvent, Event> events_;
   std::map<std::thread::id, int> pushed_;
+  std::map<std::thread::id, CudaCaptureMode> capture_modes_;  // absent: global
+  Capture capture_ = Capture::none;
   int retained_ = 0;
   std::vector<std::string_view> calls_;
   std::string complaint_;

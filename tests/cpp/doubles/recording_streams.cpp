@@ -20,6 +20,28 @@ bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::s
 
 }  // namespace
 
+void RecordingDriver::fill_capture_mode(CudaDriver& table) {
+  table.capture_mode = [](void* self, CudaCaptureMode* mode) {
+    RecordingDriver& driver = of(self);
+    // The thread's own affair: a lost device is no obstacle, and going back cannot fail.
+    const bool refused = driver.enter("capture_mode", Kind::ask) != kCudaSuccess;
+    const bool lost = driver.lost_by_ != kCudaSuccess;
+    if (refused && !lost && *mode == CudaCaptureMode::relaxed) return kCudaOutOfMemory;
+    std::swap(*mode, driver.capture_modes_[std::this_thread::get_id()]);
+    return kCudaSuccess;
+  };
+}
+
+// A real driver does not say which calls it takes for unsafe: all but those that put work on
+// streams, which are not the captured one's.
+bool RecordingDriver::spoils_capture(Kind kind) {
+  const bool safe = kind == Kind::ask || kind == Kind::work;
+  if (capture_ == Capture::none || safe) return false;
+  if (capture_modes_[std::this_thread::get_id()] == CudaCaptureMode::relaxed) return false;
+  capture_ = Capture::spoiled;
+  return true;
+}
+
 void RecordingDriver::fill_streams(CudaDriver& table) {
   table.stream_create = [](void* self, CudaStream* stream) {
     RecordingDriver& driver = of(self);
@@ -48,7 +70,7 @@ void RecordingDriver::fill_streams(CudaDriver& table) {
   };
   table.stream_wait = [](void* self, CudaStream stream, CudaEvent event) {
     RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("stream_wait", Kind::use)) return failed;
+    if (const int failed = driver.enter("stream_wait", Kind::work)) return failed;
     if (!driver.exists(event)) {
       driver.complain("a stream waits for an event that does not exist");
       return kInvalidHandle;
@@ -79,7 +101,7 @@ void RecordingDriver::fill_events(CudaDriver& table) {
   };
   table.event_record = [](void* self, CudaEvent event, CudaStream stream) {
     RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("event_record", Kind::use)) return failed;
+    if (const int failed = driver.enter("event_record", Kind::work)) return failed;
     if (!driver.exists(event)) {
       driver.complain("an event is recorded that does not exist");
       return kInvalidHandle;
@@ -107,7 +129,7 @@ void RecordingDriver::fill_work(CudaDriver& table) {
   table.copy_in = [](void* self, std::byte* device, const std::byte* host, std::size_t bytes,
                      CudaStream stream) {
     RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("copy_in", Kind::use)) return failed;
+    if (const int failed = driver.enter("copy_in", Kind::work)) return failed;
     if (!driver.reachable(device, bytes)) driver.complain("bytes are copied to where nothing is");
     driver.check_host(host, bytes);
     return driver.submit(stream, {.what = What::copy, .to = device, .from = host, .bytes = bytes});
@@ -115,14 +137,14 @@ void RecordingDriver::fill_work(CudaDriver& table) {
   table.copy_out = [](void* self, std::byte* host, const std::byte* device, std::size_t bytes,
                       CudaStream stream) {
     RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("copy_out", Kind::use)) return failed;
+    if (const int failed = driver.enter("copy_out", Kind::work)) return failed;
     if (!driver.reachable(device, bytes)) driver.complain("bytes are copied from where nothing is");
     driver.check_host(host, bytes);
     return driver.submit(stream, {.what = What::copy, .to = host, .from = device, .bytes = bytes});
   };
   table.call_host = [](void* self, CudaStream stream, void (*function)(void*), void* argument) {
     RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("call_host", Kind::use)) return failed;
+    if (const int failed = driver.enter("call_host", Kind::work)) return failed;
     return driver.submit(stream, {.what = What::call, .function = function, .argument = argument});
   };
 }
