@@ -17,6 +17,7 @@ from torch import nn
 
 from . import device, machine
 from .errors import StrataError, check_choice
+from .graphs import refuse_graphed
 from .optimizer import check_optimizer, group_spec, moments_of
 from .sizes import Size, format_size, parse_budgets, parse_size
 from .units import Chosen, find_units
@@ -298,6 +299,7 @@ def _check_model(model: nn.Module) -> None:
     for module in model.modules():
         if module.__dict__.get("_strata") is not None:
             raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
+    refuse_graphed(model)
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run the lazy model once first")

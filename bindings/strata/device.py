@@ -12,6 +12,7 @@ from torch import nn
 
 from . import _core
 from .errors import StrataError, check_choice
+from .graphs import refuse_capture
 
 HOST = "host"
 WORDS = ("auto", "host", "cpu", "cuda")
@@ -73,7 +74,9 @@ def current_stream(device: torch.device) -> int:
     """The stream that the calling thread computes on, as cudaStream_t; 0 on the host.
 
     In a backward that is autograd's thread, and the stream which the node now running uses.
+    Raises StrataError where it is captured for a CUDA graph: nothing would happen on it.
     """
+    refuse_capture(device, "what strata does")
     return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
 
 

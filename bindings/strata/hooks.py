@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .forwards import plan_forwards, untraced
+from .graphs import graphs_in_use, owned_by_graph, refuse_capture
 from .paged import PagedParameter
 from .pins import Pins
 from .saved import SavedTensors
@@ -110,6 +111,11 @@ class Hooks:
         self.pins.reset()
         self.swapping.poll()
 
+    def let_land(self) -> None:
+        """Ahead of a forward: see Note [Memory of graphs] in graphs.py."""
+        if graphs_in_use():
+            self.state.landings.wait()
+
     def in_step(self) -> bool:
         """Whether a module of the model, or a backward, is running now."""
         return bool(self.frames) or _graph_task() != -1
@@ -149,8 +155,11 @@ class ModuleHook:
     def before(self, backward: bool = False) -> None:
         """Enters. `backward`: the forward is run again there, for its activations."""
         hooks = self.hooks
-        hooks.swapping.open(self.unit)
         state = hooks.state
+        refuse_capture(state.device, self.unit.name)
+        if not backward and not hooks.frames:
+            hooks.let_land()
+        hooks.swapping.open(self.unit)
         entered = 0
         recorded = torch.is_grad_enabled() or state.model.training
         try:
@@ -274,9 +283,11 @@ class RootHook(_Uncopied):
     @untraced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called by torch ahead of the model's forward."""
-        self.hooks.reset()
         state = self.hooks.state
+        refuse_capture(state.device, "the model")
+        self.hooks.reset()
         if _graph_task() == -1:
+            self.hooks.let_land()
             if state.groups_used is not None:
                 raise RuntimeError(
                     "a forward between backward() and step(): update='in_backward' has updated "
@@ -337,6 +348,8 @@ class LandHook(_Uncopied):
         grad = grad.detach().contiguous()
         if DTYPE_NAMES.get(grad.dtype) != self.dtype_name:
             grad = grad.to(parameter.dtype)
+        if owned_by_graph(grad):
+            grad = grad.clone()  # see Note [Memory of graphs] in graphs.py
         begin = state.recorder.now()
         state.landings.put(partial(self._land, hooks, grad))
         state.recorder.pause(begin, state.recorder.now())

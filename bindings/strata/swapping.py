@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from .device import current_stream, keep_until_used
+from .graphs import capturing, owned_by_graph
 from .swapped import Flight, State, Swapped, SwappedView, Visit
 from .wrapped import Unit, Wrapped
 
@@ -128,7 +129,8 @@ class Swapping:
             return SwappedView(tensor, self._hollow, record, self._last)
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a plain tensor on the device that nobody is known to keep there."""
+        """Whether it is a plain tensor on the device that nobody is known to keep there, and no
+        CUDA graph: see graphs.py."""
         return (
             type(tensor) is torch.Tensor
             and tensor.nbytes >= BYTES_MIN
@@ -137,6 +139,7 @@ class Swapping:
             and not (tensor.is_leaf and tensor.requires_grad)
             and not (tensor.is_conj() or tensor.is_neg())
             and not (tensor.is_nested or tensor.is_quantized)
+            and not (owned_by_graph(tensor) or capturing(self._device))
         )
 
     def _stays(self) -> set[int]:

@@ -1,7 +1,7 @@
 """The tests of the package run twice: on the in-memory double of the core, and on the real one.
 
 pytest tests/python                    # on the host
-pytest tests/python --device cuda      # losses, ordinary code and update modes, on a GPU
+pytest tests/python --device cuda      # losses, ordinary code, update modes and graphs, on a GPU
 """
 
 import os
@@ -20,7 +20,8 @@ import torch
 
 torch.set_num_threads(1)  # toy models: more threads only wait for each other
 
-ON_DEVICE = ("test_golden", "test_ordinary", "test_update_modes")  # plain PyTorch is the oracle
+# Plain PyTorch is the oracle.
+ON_DEVICE = ("test_golden", "test_graphs", "test_ordinary", "test_steady", "test_update_modes")
 PAGE_ON_DEVICE = "2MiB"  # no GPU maps less
 HOST_ON_DEVICE = "2GiB"  # toy models take a page for each of their tensors
 
@@ -31,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "host_only: needs the device's memory to be the CPU's")
+    config.addinivalue_line("markers", "gpu_only: needs --device cuda")
     if config.getoption("--device") != "host":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits each time
 
@@ -38,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     name = strata.device.parse(config.getoption("--device"))
     if name == "host":
+        for item in items:
+            if item.get_closest_marker("gpu_only"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: --device cuda"))
         return
     missing = strata.device.why_not(name)
     for item in items:

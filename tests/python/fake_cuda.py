@@ -1,7 +1,8 @@
 """A double of torch.cuda: streams, events and memory that follow a script.
 
 It exists to catch device memory that is used on no stream or on the wrong one, times that are read
-from the wrong clock, and budgets that are asked of the wrong memory.
+from the wrong clock, budgets that are asked of the wrong memory, and steps that wait for all of the
+device.
 """
 
 from types import SimpleNamespace
@@ -36,7 +37,18 @@ class FakeCuda:
         self.total = 8 << 30
         self.free = 6 << 30
         self.fractions: list[float] = []
+        self.capturing = False  # the current stream
+        self.asked: list[str] = []  # what may wait for the device, or is slow
         fake = self
+
+        def noted(name: str, answer: Any = None) -> Any:
+            """The answer, behind a note that it was asked for."""
+
+            def ask(*args: Any) -> Any:
+                self.asked.append(name)
+                return answer(*args) if answer else None
+
+            return ask
 
         class Event:
             def __init__(self, enable_timing: bool = False) -> None:
@@ -47,7 +59,7 @@ class FakeCuda:
                 self.at = fake.time
 
             def synchronize(self) -> None:
-                pass
+                fake.asked.append("event.synchronize")
 
             def elapsed_time(self, other: Any) -> float:
                 return float(other.at - self.at) * 1e3
@@ -72,14 +84,16 @@ class FakeCuda:
                 pass
 
         answers = {
-            "Stream": Stream,
+            "Stream": type("Stream", (Stream,), {"synchronize": noted("stream.synchronize")}),
             "Event": Event,
             "current_stream": lambda device=None: self.stream,
-            "memory_stats": stats,
+            "is_current_stream_capturing": lambda: self.capturing,
+            "synchronize": noted("synchronize"),
+            "memory_stats": noted("memory_stats", stats),
             "reset_peak_memory_stats": begin_anew,
-            "mem_get_info": lambda device=None: (self.free, self.total),
+            "mem_get_info": noted("mem_get_info", lambda device=None: (self.free, self.total)),
             "set_per_process_memory_fraction": lambda part, device: self.fractions.append(part),
-            "empty_cache": lambda: None,
+            "empty_cache": noted("empty_cache"),
             "is_available": lambda: True,
             "device": Chosen,
         }
