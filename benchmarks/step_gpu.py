@@ -7,7 +7,7 @@ time and not as arithmetic.
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from .device import (
 )
 from .models import config_of, step_flops, tokens
 from .planned import Planned
+from .sync_trace import synchronisations
 
 UTILISATION_MIN = 55.0  # percent of measured matrix products
 DEVICE_BYTES = 24 * 10**9
@@ -105,6 +106,8 @@ def run(context: Context) -> Iterator[Figure]:
         for turn in range(max(3, context.rounds)):
             taken.append(seconds_on(context.device, side.step))
             context.say(f"step {turn + 1}: {taken[-1]:.3g} s")
+        if context.device != HOST:
+            yield from waits(synchronisations(side.step))
         bound = float(side.planning.bound["seconds"])
         if before is not None:
             used = before - int(torch.cuda.mem_get_info(context.device)[0])
@@ -115,6 +118,14 @@ def run(context: Context) -> Iterator[Figure]:
     peaks.append(product_flops_s(context.device, setting.products))
     target = None if context.quick else UTILISATION_MIN
     yield from figures(setting, statistics.median(taken), max(peaks), bound, target)
+
+
+def waits(counts: Mapping[str, int]) -> Iterator[Figure]:
+    """How often a steady step held up the processor until the GPU was done. The loop looks at the
+    loss, which waits for a stream once."""
+    targets = {"device": 0, "stream": 1, "event": None}
+    for kind, number in counts.items():
+        yield Figure("step-gpu", f"{kind}_synchronisations", number, "calls", targets[kind])
 
 
 def figures(

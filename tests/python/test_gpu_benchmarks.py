@@ -78,6 +78,13 @@ def test_a_step_is_held_against_matrix_products_and_the_bound(context):
     assert figures["utilisation"].target is None
 
 
+def test_waits_of_a_steady_step_are_figures():
+    found = by_metric(step_gpu.waits({"device": 0, "stream": 2, "event": 5}))
+    assert found["device_synchronisations"].reached
+    assert not found["stream_synchronisations"].reached
+    assert found["event_synchronisations"].target is None
+
+
 def test_utilisation_counts_the_arithmetic_of_the_model_alone():
     setting = step_gpu.Setting(step_gpu.LLAMA_8B, 16, 4096, 0, 0)
     figures = by_metric(step_gpu.figures(setting, 10.0, 800e12, 8.0, 55.0))
