@@ -1,5 +1,6 @@
 // What every kernel asks of its spans, on this processor or on a device.
 #include "memory/check.hpp"
+#include "optimizers/device_kernels.hpp"
 #include "optimizers/tables.hpp"
 
 namespace strata {
@@ -27,6 +28,11 @@ void check_moments(MomentDtype dtype, const void* moments, const std::uint16_t* 
 void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode) {
   STRATA_ASSERT(to_dtype == from_dtype || to_dtype == Dtype::float32);
   STRATA_ASSERT(mode == GradMode::copy || to_dtype == Dtype::float32);
+}
+
+void check_landing(const LandSpan& span) {
+  check_landing(span.to_dtype, span.from_dtype, span.mode);
+  STRATA_ASSERT(span.to != nullptr || span.mode == GradMode::copy);
 }
 
 }  // namespace strata

@@ -1,5 +1,8 @@
 #include "optimizers/device_kernels.hpp"
 
+#include <array>
+#include <cstddef>
+
 #include "optimizers/tables.hpp"
 
 namespace strata {
@@ -14,11 +17,16 @@ int update_spans(const UpdateSpan* spans, std::size_t count, Stream) {
 
 int land_spans(const LandSpan* spans, std::size_t count, Stream) {
   const Kernels& best = kernels(best_isa());
+  alignas(float) std::array<std::byte, kNormBlock * sizeof(float)> nowhere;
   for (const LandSpan* span = spans; span != spans + count; ++span) {
+    check_landing(*span);
     for (std::size_t begin = 0; begin < span->count; begin += kNormBlock) {
       const std::size_t left = span->count - begin;
+      std::byte* const to =
+          span->to == nullptr ? nowhere.data()
+                              : static_cast<std::byte*>(span->to) + begin * size_of(span->to_dtype);
       span->sums[begin / kNormBlock] = best.land_gradient(
-          static_cast<std::byte*>(span->to) + begin * size_of(span->to_dtype), span->to_dtype,
+          to, span->to_dtype,
           static_cast<const std::byte*>(span->from) + begin * size_of(span->from_dtype),
           span->from_dtype, left < kNormBlock ? left : kNormBlock, span->mode);
     }

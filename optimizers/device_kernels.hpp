@@ -20,7 +20,9 @@
 
 namespace strata {
 
-// A gradient that lands: what Kernels::land_gradient does, with the sum left in pieces.
+// A gradient that lands: what Kernels::land_gradient does, with the sum left in pieces. Without
+// `to` nothing is written, and the sums are those of a copy: for bytes that get there by other
+// means.
 struct LandSpan {
   void* to = nullptr;
   const void* from = nullptr;
@@ -40,6 +42,9 @@ constexpr std::size_t norm_blocks(std::size_t count) {
 // finite where one of them is not. A run that landed as one may be summed in several pieces that
 // begin at multiples of kNormBlock.
 double sum_in_order(const double* sums, std::size_t blocks);
+
+// REQUIRES, stated as assertions.
+void check_landing(const LandSpan& span);
 
 // REQUIRES: each span meets what Kernels asks of it; spans of one call do not overlap.
 struct DeviceKernels {

@@ -37,7 +37,8 @@ inline bool same_kernel(const UpdateSpan& a, const UpdateSpan& b) {
          a.hyper->rule == b.hyper->rule && moment_count(*a.hyper) == moment_count(*b.hyper);
 }
 inline bool same_kernel(const LandSpan& a, const LandSpan& b) {
-  return a.to_dtype == b.to_dtype && a.from_dtype == b.from_dtype && a.mode == b.mode;
+  return a.to_dtype == b.to_dtype && a.from_dtype == b.from_dtype && a.mode == b.mode &&
+         (a.to == nullptr) == (b.to == nullptr);
 }
 
 // Spans from the first on that one launch takes.
@@ -137,6 +138,7 @@ int launch_landing(const Batch<LandSpan>& batch, std::size_t blocks, std::size_t
   using Added = Landing<Vec1, Dtype::float32, kFrom, GradMode::add>;
   using Widened = Landing<Vec1, Dtype::float32, kFrom, GradMode::copy>;
   using Copied = Landing<Vec1, kFrom, kFrom, GradMode::copy>;
+  if (first.to == nullptr) return launch.template landings<Summed<kFrom>>(batch, blocks, rows);
   if (first.mode == GradMode::add) return launch.template landings<Added>(batch, blocks, rows);
   if (first.to_dtype == kFrom) return launch.template landings<Copied>(batch, blocks, rows);
   return launch.template landings<Widened>(batch, blocks, rows);
@@ -145,7 +147,7 @@ int launch_landing(const Batch<LandSpan>& batch, std::size_t blocks, std::size_t
 template <class Launch>
 int launch_landings(const LandSpan* spans, std::size_t count, Launch& launch) {
   for (std::size_t i = 0; i < count; ++i) {
-    check_landing(spans[i].to_dtype, spans[i].from_dtype, spans[i].mode);
+    check_landing(spans[i]);
   }
   int error = 0;
   while (error == 0 && count > 0) {

@@ -292,6 +292,8 @@ TEST_P(DeviceKernelsTest, WhatTheCpuRefusesIsRefused) {
   landing.count = 1;
   landing.mode = GradMode::add;
   EXPECT_DEATH(land({landing}), "float32");
+  landing.to_dtype = Dtype::float32;
+  EXPECT_DEATH(land({landing}), "nullptr") << "there is nothing to add to";
 }
 
 // Without a driver, too: a table is all that opening the library takes.
