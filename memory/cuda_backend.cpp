@@ -8,12 +8,6 @@
 namespace strata {
 namespace {
 
-// Registering takes time and an entry of the driver for each piece; a limit that is met within one
-// costs all of it. A multiple of every page, so that no frame lies in two: the driver refuses to
-// copy across them.
-constexpr std::size_t kPinnedPieceBytes = 256 * kMiB;
-static_assert(kPinnedPieceBytes % kPageBytesMax == 0);
-
 bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
 }
@@ -32,8 +26,12 @@ auto find(auto& some, std::uint64_t ticket) {
 
 }  // namespace
 
-CudaBackend::CudaBackend(const CudaDriver& driver, int ordinal, Doorbell* bell)
-    : device_(driver, ordinal), frames_(device_), bell_(bell) {}
+CudaBackend::CudaBackend(const CudaDriver& driver, int ordinal, Doorbell* bell,
+                         std::size_t pinned_piece_bytes)
+    : device_(driver, ordinal),
+      frames_(device_),
+      bell_(bell),
+      pinned_piece_bytes_(pinned_piece_bytes) {}
 
 CudaBackend::~CudaBackend() {
   const CudaDevice::Current current(device_);
@@ -60,6 +58,7 @@ CudaBackend::~CudaBackend() {
 std::optional<Error> CudaBackend::claim(std::size_t frame_count, std::size_t page_bytes) {
   STRATA_ASSERT(frames_.page_bytes() == 0);
   STRATA_ASSERT(frame_count > 0);
+  STRATA_ASSERT(pinned_piece_bytes_ % page_bytes == 0);
   const CudaDevice::Current current(device_);
   for (CudaStream* stream :
        {&lanes_[0].stream, &lanes_[1].stream, &lanes_[0].bell, &lanes_[1].bell, &mark_bell_}) {
@@ -110,7 +109,7 @@ std::size_t CudaBackend::pin_host(std::span<std::byte> memory) {
   std::byte* at = pinned_.empty() ? memory.data() : end_of(pinned_.back());
   while (at < end) {
     const auto left = static_cast<std::size_t>(end - at);
-    const std::size_t bytes = std::min(left, kPinnedPieceBytes);
+    const std::size_t bytes = std::min(left, pinned_piece_bytes_);
     if (device_.call(&CudaDriver::host_register, at, bytes) != kCudaSuccess) break;
     pinned_.emplace_back(at, bytes);
     at += bytes;
@@ -265,9 +264,15 @@ CopyTicket CudaBackend::record(Stream stream) {
   // 2. The mark.
   settle();
   ++last_;
-  if (device_.lost()) return CopyTicket{last_};
-  marks_.push_back({last_, nullptr});
-  lose_if("mark the end of computation", signal(stream, mark_bell_, marks_.back().event));
+  int failed = kCudaSuccess;
+  if (!device_.lost()) {
+    marks_.push_back({last_, nullptr});
+    failed = signal(stream, mark_bell_, marks_.back().event);
+  }
+  // Without a mark there is nothing to wait for later: see settle().
+  const bool marked = !device_.lost() && failed == kCudaSuccess;
+  if (!marked) device_.give_back(&CudaDriver::stream_synchronize, stream);
+  lose_if("mark the end of computation", failed);
   return CopyTicket{last_};
 }
 

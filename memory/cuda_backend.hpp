@@ -29,6 +29,11 @@
 
 namespace strata {
 
+// Host memory is registered in pieces: each takes time and an entry of the driver, and a limit that
+// is met within one costs all of it.
+inline constexpr std::size_t kPinnedPieceBytes = 256 * kMiB;
+static_assert(kPinnedPieceBytes % kPageBytesMax == 0);
+
 // Note [Two lanes]
 // A bus carries bytes both ways at once, so there is a stream for each direction, and copies of
 // different directions overlap in time. Backend promises an order between them all the same: a copy
@@ -47,8 +52,10 @@ namespace strata {
 //   3. Tickets grow along a lane's copies and along marks_.
 class CudaBackend final : public Backend {
  public:
-  // Throws StrataError (config) when the device cannot be used.
-  CudaBackend(const CudaDriver& driver, int ordinal, Doorbell* bell);
+  // Throws StrataError (config) when the device cannot be used. REQUIRES: pieces are whole pages,
+  // so that no frame lies in two of them: the driver refuses to copy from one into the next.
+  CudaBackend(const CudaDriver& driver, int ordinal, Doorbell* bell,
+              std::size_t pinned_piece_bytes = kPinnedPieceBytes);
   // Finishes every copy first, and gives everything back, views included.
   ~CudaBackend() override;
   CudaBackend(const CudaBackend&) = delete;
@@ -124,6 +131,7 @@ class CudaBackend final : public Backend {
   CudaDevice device_;
   CudaFrames frames_;
   Doorbell* bell_;
+  std::size_t pinned_piece_bytes_;
   std::array<Lane, 2> lanes_;
   CudaStream mark_bell_ = nullptr;
   std::vector<Mark> marks_;

@@ -1,6 +1,8 @@
 // A GPU for sessions: the double of its driver, and its kernels' twins on the processor, which
-// alone see the device's memory where it is hidden. It exists for sessions that reach into a GPU's
-// memory by themselves, and for updates that run on the wrong side.
+// alone see the device's memory where it is hidden. Landings run as late as the driver's copies. It
+// exists for sessions that reach into a GPU's memory by themselves, for updates that run on the
+// wrong side, and for sums that are read, or gradients that are given back, before the kernel that
+// makes or reads them has run.
 //
 // Threads: one GPU at a time. Sessions with threads keep to one caller while nothing rests on it.
 //
@@ -11,6 +13,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <utility>
 
 #include "doubles/recording_driver.hpp"
 #include "engine/devices.hpp"
@@ -21,7 +25,10 @@ namespace strata {
 // A table has no place for whose kernels they are.
 struct KernelsOfDouble {
   static inline RecordingDriver* driver = nullptr;
-  static inline std::uint64_t updates = 0, landings = 0;  // launched since gpu()
+  // Launched since gpu(); `sums`: landings that leave sums only.
+  static inline std::uint64_t updates = 0, landings = 0, sums = 0;
+  // This landing (from 1; 0: none) fails when part of it was launched.
+  static inline std::uint64_t nth_landing_fails = 0;
 
   static int update(const UpdateSpan* spans, std::size_t count, Stream stream) {
     const RecordingDriver::Shown shown(*driver);
@@ -29,12 +36,24 @@ struct KernelsOfDouble {
     return twin_device_kernels().update(spans, count, stream);
   }
   static int land(const LandSpan* spans, std::size_t count, Stream stream) {
-    const RecordingDriver::Shown shown(*driver);
-    ++landings;
-    return twin_device_kernels().land(spans, count, stream);
+    const std::span<const LandSpan> asked(spans, count);
+    ++(asked.front().to == nullptr ? sums : landings);
+    const bool fails = landings + sums == nth_landing_fails;
+    for (const LandSpan& span : asked.first(fails ? count / 2 : count)) {
+      RecordingDriver::Uses uses = {
+          {static_cast<const std::byte*>(span.from), span.count * size_of(span.from_dtype)},
+          std::as_bytes(std::span(span.sums, norm_blocks(span.count)))};
+      if (span.to != nullptr) {
+        uses.emplace_back(static_cast<const std::byte*>(span.to),
+                          span.count * size_of(span.to_dtype));
+      }
+      driver->launch(stream, std::move(uses),
+                     [span] { twin_device_kernels().land(&span, 1, nullptr); });
+    }
+    return fails ? kCudaLaunchFailed : 0;
   }
   static constexpr DeviceKernels table{
-      .update = update, .land = land, .text = [](int) { return "no error"; }};
+      .update = update, .land = land, .text = [](int) { return "a launch of the double failed"; }};
 };
 
 // Computation of the caller's: on a stream of its own, as late as the driver likes.
@@ -67,10 +86,11 @@ class CallersWork final {
   CudaStream stream_ = nullptr;
 };
 
-inline OpenedDevice gpu(RecordingDriver& driver, Doorbell* bell = nullptr) {
+inline OpenedDevice gpu(RecordingDriver& driver, Doorbell* bell = nullptr,
+                        std::size_t pinned_piece_bytes = kPinnedPieceBytes) {
   KernelsOfDouble::driver = &driver;
-  KernelsOfDouble::updates = KernelsOfDouble::landings = 0;
-  return {std::make_unique<CudaBackend>(driver.table(), 0, bell),
+  KernelsOfDouble::updates = KernelsOfDouble::landings = KernelsOfDouble::sums = 0;
+  return {std::make_unique<CudaBackend>(driver.table(), 0, bell, pinned_piece_bytes),
           std::make_unique<DeviceCompute>(driver.table(), 0, KernelsOfDouble::table, 1)};
 }
 

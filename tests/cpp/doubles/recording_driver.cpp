@@ -374,6 +374,12 @@ bool RecordingDriver::reachable(const std::byte* at, std::size_t bytes) const {
   return true;
 }
 
+bool RecordingDriver::is_registered(const std::byte* at, std::size_t bytes) const {
+  return std::any_of(registered_.begin(), registered_.end(), [&](const auto& piece) {
+    return at >= piece.first && at + bytes <= piece.first + piece.second;
+  });
+}
+
 // The driver refuses to copy over the end of a registered piece.
 void RecordingDriver::check_host(const std::byte* at, std::size_t bytes) {
   for (const auto& [memory, memory_bytes] : registered_) {

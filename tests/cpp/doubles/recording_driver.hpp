@@ -18,8 +18,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <random>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -96,6 +98,16 @@ class RecordingDriver final {
   // From now on the device is lost, as by a kernel of the caller that failed.
   void lose(int result);
 
+  // A kernel that uses this memory, of the device or pinned, runs when its stream comes to it.
+  // Not a call of the driver's table: kernels are launched by a library of their own.
+  using Uses = std::vector<std::span<const std::byte>>;
+  void launch(CudaStream stream, Uses uses, std::function<void()> kernel);
+  // Something that was submitted has still to use these bytes.
+  bool in_flight(const std::byte* at, std::size_t bytes) const;
+  // Bytes of host memory that were copied or are to be copied there from the device, by distance
+  // from the first registered byte: of those that lie in [0, bytes).
+  std::uint64_t copied_out_to_first(std::size_t bytes) const;
+
  private:
   struct Memory {
     std::size_t offset;
@@ -113,7 +125,7 @@ class RecordingDriver final {
     std::uint64_t passed = 0;    // the last of them that a stream came by
     bool destroyed = false;      // for the caller: streams that know it are not concerned
   };
-  enum class What : std::uint8_t { copy, record, wait, call };
+  enum class What : std::uint8_t { copy, record, wait, call, kernel };
   struct Work {
     What what;
     CudaEvent event = nullptr;
@@ -123,6 +135,8 @@ class RecordingDriver final {
     std::size_t bytes = 0;
     void (*function)(void*) = nullptr;
     void* argument = nullptr;
+    Uses uses = {};
+    std::function<void()> kernel = {};
   };
   // What a call is to the driver; work is put on a stream and nothing else.
   enum class Kind : std::uint8_t { ask, make, use, work, give_back };
@@ -154,6 +168,7 @@ class RecordingDriver final {
   void drop_if_unused(CudaMemory memory);
   bool reserved(const std::byte* at, std::size_t bytes) const;
   bool reachable(const std::byte* at, std::size_t bytes) const;
+  bool is_registered(const std::byte* at, std::size_t bytes) const;
   void check_host(const std::byte* at, std::size_t bytes);
   std::size_t used_bytes() const;
 
@@ -162,7 +177,6 @@ class RecordingDriver final {
   bool runnable(const std::deque<Work>& stream) const;
   void run_one(std::deque<Work>& stream);
   void run_some(std::uint64_t count);
-  bool in_flight(const std::byte* at, std::size_t bytes) const;
 
   RecordingOptions options_;
   std::mt19937_64 random_;
@@ -178,6 +192,7 @@ class RecordingDriver final {
   std::map<std::thread::id, int> pushed_;
   std::map<std::thread::id, CudaCaptureMode> capture_modes_;  // absent: global
   Capture capture_ = Capture::none;
+  std::vector<std::span<const std::byte>> copied_out_;  // where to, in host memory
   int retained_ = 0;
   std::vector<std::string_view> calls_;
   std::string complaint_;

@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <utility>
 
 #include "doubles/recording_driver.hpp"
 #include "memory/check.hpp"
@@ -140,6 +141,7 @@ void RecordingDriver::fill_work(CudaDriver& table) {
     if (const int failed = driver.enter("copy_out", Kind::work)) return failed;
     if (!driver.reachable(device, bytes)) driver.complain("bytes are copied from where nothing is");
     driver.check_host(host, bytes);
+    driver.copied_out_.emplace_back(host, bytes);
     return driver.submit(stream, {.what = What::copy, .to = host, .from = device, .bytes = bytes});
   };
   table.call_host = [](void* self, CudaStream stream, void (*function)(void*), void* argument) {
@@ -147,6 +149,25 @@ void RecordingDriver::fill_work(CudaDriver& table) {
     if (const int failed = driver.enter("call_host", Kind::work)) return failed;
     return driver.submit(stream, {.what = What::call, .function = function, .argument = argument});
   };
+}
+
+void RecordingDriver::launch(CudaStream stream, Uses uses, std::function<void()> kernel) {
+  for (const std::span<const std::byte> used : uses) {
+    const bool there = reachable(used.data(), used.size());
+    const bool pinned = options_.reaches_host && is_registered(used.data(), used.size());
+    if (!there && !pinned) complain("a kernel uses memory that it does not reach");
+  }
+  submit(stream, {.what = What::kernel, .uses = std::move(uses), .kernel = std::move(kernel)});
+}
+
+std::uint64_t RecordingDriver::copied_out_to_first(std::size_t bytes) const {
+  STRATA_ASSERT(!registered_.empty());
+  const std::byte* const first = registered_.begin()->first;
+  std::uint64_t sum = 0;
+  for (const std::span<const std::byte> copy : copied_out_) {
+    if (overlap(copy.data(), copy.size(), first, bytes)) sum += copy.size();
+  }
+  return sum;
 }
 
 RecordingDriver::Shown::Shown(RecordingDriver& driver) : driver_(driver) {
@@ -181,7 +202,7 @@ int RecordingDriver::submit(CudaStream stream, Work work) {
     complain("work is put on a stream that does not exist");
     return kInvalidHandle;
   }
-  found->second.push_back(work);
+  found->second.push_back(std::move(work));
   if (!options_.late) run_some(UINT64_MAX);
   return kCudaSuccess;
 }
@@ -194,7 +215,7 @@ bool RecordingDriver::runnable(const std::deque<Work>& stream) const {
 
 void RecordingDriver::run_one(std::deque<Work>& stream) {
   STRATA_ASSERT(runnable(stream));
-  const Work work = stream.front();
+  const Work work = std::move(stream.front());
   stream.pop_front();
   switch (work.what) {
     case What::copy:
@@ -208,6 +229,12 @@ void RecordingDriver::run_one(std::deque<Work>& stream) {
       break;
     case What::call:
       work.function(work.argument);
+      break;
+    case What::kernel:
+      if (complaint_.empty()) {
+        const Shown shown(*this);
+        work.kernel();
+      }
       break;
     case What::wait:
       break;
@@ -229,6 +256,9 @@ void RecordingDriver::run_some(std::uint64_t count) {
 bool RecordingDriver::in_flight(const std::byte* at, std::size_t bytes) const {
   for (const auto& [stream, queue] : streams_) {
     for (const Work& work : queue) {
+      for (const std::span<const std::byte> used : work.uses) {
+        if (overlap(used.data(), used.size(), at, bytes)) return true;
+      }
       if (work.what != What::copy) continue;
       if (overlap(work.to, work.bytes, at, bytes)) return true;
       if (overlap(work.from, work.bytes, at, bytes)) return true;
