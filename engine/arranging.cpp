@@ -73,7 +73,8 @@ void Session::rest_on_device(const std::vector<bool>& units, std::size_t param_b
 // Units may come to rest elsewhere.
 void Session::check_still(const std::vector<bool>& units) const {
   if (!activations_->empty()) refuse("activations are saved: units cannot rest elsewhere now");
-  if (std::any_of(landed_.begin(), landed_.end(), [](std::uint32_t n) { return n != 0; })) {
+  const auto any = [](std::uint32_t n) { return n != 0; };
+  if (landing_ || std::any_of(landed_.begin(), landed_.end(), any)) {
     refuse("gradients have landed: units come to rest on the device between two steps only");
   }
   for (std::uint32_t u = 0; u < units.size(); ++u) {

@@ -3,45 +3,11 @@
 #include "engine/landing.hpp"
 
 #include <algorithm>
-#include <optional>
 
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
 
 namespace strata {
-
-// The copy itself runs without the lock: nobody else touches these bytes.
-void Session::land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece> pieces,
-                          const std::function<std::byte*(const Piece&)>& to, GradMode mode) {
-  const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
-  const Dtype to_dtype = home_.layout.grad_dtype(home_.layout.segments[chunk.segment]);
-  const std::size_t bytes = size_of(incoming.dtype);
-  const std::byte* const from = arrived(lock, incoming);
-  TimelineSpan span{.track = Track::download,
-                    .unit = home_.layout.segments[chunk.segment].unit,
-                    .begin_ns = SteadyClock().now_ns()};
-  ++copying_;
-  lock.unlock();
-  for (const Piece& piece : pieces) {
-    span.bytes += piece.count * bytes;
-    incoming.sum += kernels_.land_gradient(
-        to(piece), to_dtype, from + (piece.in_param - pieces.front().in_param) * bytes,
-        incoming.dtype, piece.count, mode);
-  }
-  span.end_ns = SteadyClock().now_ns();
-  lock.lock();
-  --copying_;
-  timeline_.add(span);
-}
-
-// Until the chunk's last update has read what its gradient pages held.
-void Session::wait_settled(Lock& lock, std::uint32_t chunk, Waiting& waiting) {
-  wait(lock, [&] {
-    if (updates_->settled(chunk)) return true;
-    waiting.missing(Cause::update);
-    return false;
-  });
-}
 
 // How the next gradient of the parameter meets what its page holds.
 GradMode Session::page_mode(const Incoming& incoming) const {
@@ -49,50 +15,99 @@ GradMode Session::page_mode(const Incoming& incoming) const {
   return adds ? GradMode::add : GradMode::copy;
 }
 
-// The pieces of one gradient page, which is open for us alone.
-void Session::land_page(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
-  ask_ahead(incoming);
-  const Chunk& chunk = home_.layout.chunks[pieces.front().chunk];
-  const PageId page = page_of(chunk, Role::grad, pieces.front().in_chunk);
-  Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
-  wait_settled(lock, pieces.front().chunk, waiting);
-  Intent intent = Intent::overwrite;
-  std::byte* bytes = nullptr;
-  wait(lock, [&] {
-    // Asked anew each time: another thread may land the first gradient in it meanwhile.
-    intent = table_.newest(page) == 0 ? Intent::overwrite : Intent::modify;
-    if ((bytes = cache_->open(page, intent)) != nullptr) return true;
-    waiting.missing(intent == Intent::modify ? Cause::ssd : Cause::room);
-    return false;
-  });
-  waiting.over();
-  land_pieces(
-      lock, incoming, pieces,
-      [&](const Piece& piece) { return bytes + byte_in_page(chunk, Role::grad, piece.in_chunk); },
-      page_mode(incoming));
-  cache_->close(page, intent);
-  moved_.notify_all();  // for whoever waits for this page, or to close
+Session::Destination Session::destination(std::span<const Piece> pieces) const {
+  Destination to{.pieces = pieces, .chunk = pieces.front().chunk};
+  if (gradients_) return to;
+  const Chunk& chunk = home_.layout.chunks[to.chunk];
+  to.page = page_of(chunk, Role::grad, pieces.front().in_chunk);
+  to.on_device = on_device(chunk);
+  return to;
 }
 
-// The pieces of one chunk whose gradient has no pages.
-void Session::land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> pieces) {
-  ask_ahead(incoming);
-  const std::uint32_t id = pieces.front().chunk;
-  const Chunk& chunk = home_.layout.chunks[id];
-  Waiting waiting(timeline_, home_.layout.segments[chunk.segment].unit, true);
+// Opens it now, or tells what is missing.
+Cause Session::try_open(const Incoming& incoming, Destination& to) {
+  if (to.page == kNoPage) {
+    if (!gradients_->open(to.chunk)) return Cause::update;
+    const bool adds = updates_->holds_gradient(to.chunk, incoming.param);
+    to.mode = adds ? GradMode::add : GradMode::copy;
+    return Cause::none;
+  }
+  // The chunk's last update has read what its gradient pages held.
+  if (!updates_->settled(to.chunk)) return Cause::update;
+  to.mode = page_mode(incoming);
+  if (to.on_device) {
+    to.bytes = backend_->address(mover_->frame_of(to.page));
+    return Cause::none;
+  }
+  // Asked anew each time: another thread may land the first gradient in it meanwhile.
+  to.intent = table_.newest(to.page) == 0 ? Intent::overwrite : Intent::modify;
+  to.bytes = cache_->open(to.page, to.intent);
+  if (to.bytes != nullptr) return Cause::none;
+  return to.intent == Intent::modify ? Cause::ssd : Cause::room;
+}
+
+void Session::wait_open(Lock& lock, const Incoming& incoming, Destination& to) {
+  Waiting waiting(timeline_, incoming.unit, true);
   wait(lock, [&] {
-    if (gradients_->open(id)) return true;
-    waiting.missing(Cause::update);
+    const Cause missing = try_open(incoming, to);
+    if (missing == Cause::none) return true;
+    waiting.missing(missing);
     return false;
   });
   waiting.over();
-  const bool adds = updates_->holds_gradient(id, incoming.param);
-  land_pieces(
-      lock, incoming, pieces,
-      [&](const Piece& piece) { return gradients_->at(id, piece.in_chunk); },
-      adds ? GradMode::add : GradMode::copy);
-  gradients_->close(id);
-  moved_.notify_all();
+}
+
+// Closes what the next run has landed in.
+void Session::run_landed(Incoming& incoming, const Destination& to) {
+  if (to.page == kNoPage)
+    gradients_->close(to.chunk);
+  else if (!to.on_device)
+    cache_->close(to.page, to.intent);
+  moved_.notify_all();  // for whoever waits for this page, or to close
+  const bool last = ++incoming.at == incoming.runs.size();
+  if (last || incoming.runs[incoming.at].front().chunk != to.chunk) {
+    updates_->note_landed(to.chunk, incoming.param);
+  }
+}
+
+std::byte* Session::place_of(const Destination& to, const Piece& piece) const {
+  if (to.page == kNoPage) return gradients_->at(to.chunk, piece.in_chunk);
+  return to.bytes + byte_in_page(home_.layout.chunks[to.chunk], Role::grad, piece.in_chunk);
+}
+
+Dtype Session::grad_dtype(const Destination& to) const {
+  return home_.layout.grad_dtype(home_.layout.segments[home_.layout.chunks[to.chunk].segment]);
+}
+
+// By the processor, without the lock: nobody else touches these bytes.
+void Session::land_pieces(Lock& lock, Incoming& incoming, const Destination& to) {
+  STRATA_ASSERT(!to.on_device || backend_->reachable());
+  const Dtype to_dtype = grad_dtype(to);
+  const std::size_t bytes = size_of(incoming.dtype);
+  const std::byte* const from = arrived(lock, incoming);
+  TimelineSpan span{
+      .track = Track::download, .unit = incoming.unit, .begin_ns = SteadyClock().now_ns()};
+  ++copying_;
+  lock.unlock();
+  for (const Piece& piece : to.pieces) {
+    span.bytes += piece.count * bytes;
+    incoming.sum += kernels_.land_gradient(
+        place_of(to, piece), to_dtype, from + (piece.in_param - to.pieces.front().in_param) * bytes,
+        incoming.dtype, piece.count, to.mode);
+  }
+  span.end_ns = SteadyClock().now_ns();
+  lock.lock();
+  --copying_;
+  timeline_.add(span);
+  run_landed(incoming, to);
+}
+
+// The next run, by the processor.
+void Session::land_run(Lock& lock, Incoming& incoming) {
+  ask_ahead(incoming);
+  Destination to = destination(incoming.runs[incoming.at]);
+  wait_open(lock, incoming, to);
+  land_pieces(lock, incoming, to);
 }
 
 // Runs that land as one: of a page, or of a chunk whose gradient has none, and of `bytes` an
@@ -133,24 +148,10 @@ void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, 
                     .dtype = dtype,
                     .stream = stream,
                     .runs = cut(pieces, size_of(dtype))};
-  std::optional<LandingFrames> frames;
-  if (!backend_->reachable()) {
-    frames.emplace(*this, lock, incoming.unit);
-    incoming.made = backend_->record(stream);
-  }
-  for (; incoming.at < incoming.runs.size(); ++incoming.at) {
-    const std::span<const Piece> run = incoming.runs[incoming.at];
-    const std::uint32_t chunk = run.front().chunk;
-    if (on_device(home_.layout.chunks[chunk]) && !gradients_)
-      land_on_device(lock, incoming, run);
-    else if (gradients_)
-      land_chunk(lock, incoming, run);
-    else
-      land_page(lock, incoming, run);
-    const bool last = incoming.at + 1 == incoming.runs.size();
-    if (last || incoming.runs[incoming.at + 1].front().chunk != chunk) {
-      updates_->note_landed(chunk, param);
-    }
+  if (backend_->reachable()) {
+    while (incoming.at < incoming.runs.size()) land_run(lock, incoming);
+  } else {
+    land_from_device(lock, incoming);
   }
   sum_squares_[param] = incoming.sum;
   ++landed_[param];

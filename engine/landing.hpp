@@ -2,12 +2,30 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 #include <span>
 #include <vector>
 
 #include "engine/session.hpp"
 
 namespace strata {
+
+// Runs of a gradient that a device lands at a time: enough for its copy engine to be busy while the
+// first of them is waited for.
+inline constexpr std::size_t kRunsUnderWay = 8;
+
+// Where a run of a gradient goes: a page in host memory, a page that rests on the device, or the
+// frames of a chunk whose gradient has no pages. Once it is open it is ours alone.
+struct Session::Destination {
+  std::span<const Piece> pieces;
+  std::uint32_t chunk = 0;
+  PageId page = kNoPage;  // kNoPage: the chunk's frames
+  bool on_device = false;
+  // Once it is open.
+  Intent intent = Intent::overwrite;
+  std::byte* bytes = nullptr;  // of the page
+  GradMode mode = GradMode::copy;
+};
 
 // A gradient that lands. `sum`: of the squares of what the destination then holds, piece after
 // piece, whatever the page size.
@@ -19,27 +37,41 @@ struct Session::Incoming {
   Stream stream = nullptr;
   double sum = 0.0;
   std::vector<std::span<const Piece>> runs;
-  std::size_t at = 0;  // the run that lands
-  // Where it comes through landing frames: run r through frame r % kLandingFrames.
-  CopyTicket made{};      // the work that wrote it
-  std::size_t asked = 0;  // runs whose copies were submitted
-  std::array<CopyTicket, kLandingFrames> coming{};
+  // Runs [0, at) have landed; [at, asked) are under way on the device.
+  std::size_t at = 0;
+  std::size_t asked = 0;
 
-  const std::byte* address(std::span<const Piece> run) const {
-    return from + run.front().in_param * size_of(dtype);
+  CopyTicket made{};  // the work that wrote it
+  // The last of all copies and kernels that were submitted: behind them nothing of the device
+  // touches the gradient or what it lands in.
+  CopyTicket copied{}, summed{};
+  // Run r through landing frame r % kLandingFrames, where the processor lands it.
+  std::array<CopyTicket, kLandingFrames> coming{};
+  // Run r at r % kRunsUnderWay, where the device does.
+  struct UnderWay {
+    Destination to;
+    CopyTicket copied{}, summed{};
+    std::int64_t begin_ns = 0;
+  };
+  std::array<UnderWay, kRunsUnderWay> under_way{};
+
+  const std::byte* address(const Piece& piece) const {
+    return from + piece.in_param * size_of(dtype);
   }
 };
 
-// One gradient at a time has the landing frames. With the lock.
+// One gradient at a time has the landing frames. With the lock. When they are given back, whatever
+// became of the gradient, nothing of the device uses them, its memory, or a page that it lands in.
 class Session::LandingFrames final {
  public:
-  LandingFrames(Session& session, Lock& lock, UnitId unit);
+  LandingFrames(Session& session, Lock& lock, const Incoming& incoming);
   ~LandingFrames();
   LandingFrames(const LandingFrames&) = delete;
   LandingFrames& operator=(const LandingFrames&) = delete;
 
  private:
   Session& session_;
+  const Incoming& incoming_;
 };
 
 }  // namespace strata

@@ -206,21 +206,31 @@ class Session final {
   // Null where moments have no scales.
   void visit_moments(Lock& lock, std::uint32_t param, Role moment, const Piece& piece,
                      Intent intent, const std::function<void(float*)>& visit);
+  struct Destination;
   struct Incoming;
   class LandingFrames;
-  std::byte* landing_frame(std::size_t which) const;
   std::vector<std::span<const Piece>> cut(std::span<const Piece> pieces, std::size_t bytes) const;
+  GradMode page_mode(const Incoming& incoming) const;
+  Destination destination(std::span<const Piece> pieces) const;
+  Cause try_open(const Incoming& incoming, Destination& to);
+  void wait_open(Lock& lock, const Incoming& incoming, Destination& to);
+  std::byte* place_of(const Destination& to, const Piece& piece) const;
+  Dtype grad_dtype(const Destination& to) const;
+  void land_pieces(Lock& lock, Incoming& incoming, const Destination& to);
+  void land_run(Lock& lock, Incoming& incoming);
+  void run_landed(Incoming& incoming, const Destination& to);
+  std::byte* landing_frame(std::size_t which) const;
   void ask_ahead(Incoming& incoming);
   const std::byte* arrived(Lock& lock, const Incoming& incoming);
-  void land_there(Lock& lock, Incoming& incoming, std::span<const Piece> pieces, std::byte* page,
-                  GradMode mode);
-  void wait_settled(Lock& lock, std::uint32_t chunk, Waiting& waiting);
-  GradMode page_mode(const Incoming& incoming) const;
-  void land_on_device(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
-  void land_page(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
-  void land_chunk(Lock& lock, Incoming& incoming, std::span<const Piece> pieces);
-  void land_pieces(Lock& lock, Incoming& incoming, std::span<const Piece> pieces,
-                   const std::function<std::byte*(const Piece&)>& to, GradMode mode);
+  void land_from_device(Lock& lock, Incoming& incoming);
+  bool pinned(const std::byte* at, std::size_t bytes) const;
+  void open_next(Lock& lock, Incoming& incoming, Destination& to);
+  bool device_may_land(const Incoming& incoming) const;
+  bool device_lands(const Destination& to) const;
+  CopyTicket copy_there(const Incoming& incoming, const Destination& to);
+  void land_there(Incoming& incoming, const Destination& to);
+  double* sums_of(std::size_t run) const;
+  void finish_oldest(Lock& lock, Incoming& incoming);
   void read_gradient(Lock& lock, const Piece& piece, float* values);
   void drop_gradients(Lock& lock);
   void throw_if_merged() const;
@@ -287,7 +297,8 @@ class Session final {
   std::uint64_t steps_ = 0;
   std::uint64_t steps_skipped_ = 0;
   std::uint64_t progress_ = 0;  // turns that moved something
-  std::uint32_t copying_ = 0;   // threads that use host pages without the lock
+  // Threads that use host pages without the lock, or have the landing frames.
+  std::uint32_t copying_ = 0;
   std::optional<Error> failure_;
   std::function<void()> idle_;
   std::function<bool()> worker_is_done_;
