@@ -14,7 +14,8 @@ import torch
 def capture() -> dict[str, Any]:
     """The states of this moment."""
     generator, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
-    states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    # A run that never used a GPU has drawn nothing there, and asking would make a context on each.
+    states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "torch": _text(torch.get_rng_state()),
         "cuda": [_text(state) for state in states],

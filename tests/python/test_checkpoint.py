@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import strata
 import torch
+from strata import rng
 from strata.checkpoint_files import STATE_NAME, CheckpointError
 from strata.wrapped import wrapped
 from torch import nn
@@ -225,3 +226,29 @@ def test_an_export_loads_in_transformers(make: Any, tmp_path: Path, tied: bool) 
     with torch.no_grad():
         ours = case.model.eval()(input_ids=tokens).logits
         assert torch.equal(model(input_ids=tokens).logits, ours)
+
+
+def test_random_states_of_gpus_are_those_of_a_run_that_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To ask for them makes a context on every GPU, which a run on the host has no use for."""
+    made: list[int] = []
+
+    def state(device: int) -> torch.Tensor:
+        made.append(device)
+        return torch.tensor([7, device], dtype=torch.uint8)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state(0), state(1)])
+    assert rng.capture()["cuda"] == []
+    assert made == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    captured = rng.capture()
+    assert made == [0, 1]
+    set_on: dict[int, list[int]] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # the run goes on with fewer
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda value, device: set_on.update({device: value.tolist()})
+    )
+    rng.restore(captured)
+    assert set_on == {0: [7, 0]}
