@@ -11,7 +11,8 @@ namespace {
 // Note [The door]
 // A thread that asks for the GIL when the interpreter is ending is ended itself, in the middle of
 // frames that must not be unwound. So every call goes in by a door, and at exit, while there is
-// still a GIL to have, the door is shut behind the last one that comes out.
+// still a GIL to have, the door is shut behind the last one that comes out. Whoever is inside when
+// the process forks will not come out in the child, which gets a door of its own.
 class Door final {
  public:
   // Throws std::runtime_error once it is shut.
@@ -38,9 +39,13 @@ class Door final {
   bool shut_ = false;
 };
 
-Door& door() {
-  static Door only;  // as there is one interpreter
+Door*& only_door() {
+  static Door* only = new Door;  // as there is one interpreter
   return only;
+}
+
+Door& door() {
+  return *only_door();
 }
 
 class Inside final {
@@ -79,6 +84,8 @@ void shut_door_at_exit() {
     const py::gil_scoped_release release;
     door().shut();
   }));
+  py::module_::import("os").attr("register_at_fork")(
+      py::arg("after_in_child") = py::cpp_function([] { only_door() = new Door; }));
 }
 
 Foreign foreign_call(py::handle callable) {

@@ -7,6 +7,9 @@
 //   parts.foreign = foreign_call(callable);     // REQUIRES: callable lives as long as the session
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include "bindings/python.hpp"
 #include "optimizers/foreign.hpp"
 
@@ -18,10 +21,14 @@ Foreign foreign_call(py::handle callable);
 // From the interpreter's exit on, calls fail. Call once, when the module is made.
 void shut_door_at_exit();
 
-// Ends a session that Python forgets without closing it.
+// Ends a session that Python forgets without closing it. A forked child only forgets it: the
+// threads that it would wait for are the parent's, and so are the files.
 struct ReleaseGilAndDelete {
+  pid_t owner = getpid();
+
   template <class T>
   void operator()(T* object) const {
+    if (getpid() != owner) return;
     const py::gil_scoped_release release;
     delete object;
   }

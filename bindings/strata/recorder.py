@@ -4,6 +4,7 @@ tensors that autograd saves, by storage, and the memory that PyTorch takes.
     recorder.begin()                # from here on in detail
     ...                             # hooks call enter, leave, pause, ignore, inputs, saved and used
     step = recorder.take()          # at the end of every step
+    recorder.close()                # when there will be no end
 
 Times are always noted, which costs about a microsecond; `recording` is true while saved tensors and
 memory are too. Use from the thread that trains; autograd's threads call it under the GIL.
@@ -66,6 +67,14 @@ class Recorder:
         self._curve = start_curve(self._device)
         if self._curve is None:
             log.info("a profiler is running, so PyTorch's own memory is not measured in this step")
+
+    def close(self) -> None:
+        """Ends a recording in the middle: PyTorch's profiler would go on for ever. Idempotent; on
+        the thread that began it."""
+        curve, self._curve = self._curve, None
+        self.recording = False
+        if curve is not None:
+            curve.stop()
 
     def now(self) -> float:
         """A time that the other methods take."""

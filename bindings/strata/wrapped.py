@@ -9,6 +9,8 @@ Use from the thread that trains. Autograd's own threads reach it through hooks.p
 from __future__ import annotations
 
 import bisect
+import contextlib
+import os
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -139,7 +141,9 @@ class Wrapped:
         self.low = spans[0][0]  # every address of every parameter lies in [low, high)
         self.high = max(span[1] for span in spans)
         # Closes the session when nothing can reach it any more, and at the interpreter's exit.
-        self.close: Callable[[], Any] = weakref.finalize(self, _close, session, self.landings)
+        self.close: Callable[[], Any] = weakref.finalize(
+            self, _close, session, self.landings, self.recorder, os.getpid()
+        )
 
     def _make_units(self, config: Config) -> list[Unit]:
         members: list[list[int]] = [[] for _ in config["units"]]
@@ -286,7 +290,11 @@ class Wrapped:
         return self.dirty or any(self.landed)
 
 
-def _close(session: Session, landings: Landings) -> None:
+def _close(session: Session, landings: Landings, recorder: Recorder, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child has none of the threads that would be waited for
+        return
+    with contextlib.suppress(RuntimeError):  # Python may collect a model on any thread
+        recorder.close()
     landings.close()
     session.close()
 

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import weakref
@@ -15,7 +16,7 @@ import pytest
 import strata
 import torch
 from safetensors.torch import save_file
-from small_models import ConvNet, adamw, assert_same, build, llama, tight, train
+from small_models import ConvNet, adamw, assert_same, batch, build, llama, tight, train
 from strata import configure, machine
 from torch import nn
 
@@ -303,6 +304,20 @@ def test_collected_with_the_model(core: ModuleType) -> None:
     assert closed
 
 
+@pytest.mark.parametrize("end", ["unwrap", "collect"])
+def test_what_is_recorded_ends_with_the_model(core: ModuleType, end: str) -> None:
+    """Nobody else could profile any more, and every allocation would be noted for ever."""
+    model = build(llama)
+    strata.wrap(model, adamw(model), memory={"device": "8MiB", "host": "8MiB"})
+    model(**batch(model))
+    assert torch._C._autograd._profiler_enabled()
+    if end == "unwrap":
+        strata.unwrap(model)
+    del model
+    gc.collect()
+    assert not torch._C._autograd._profiler_enabled()
+
+
 SCRIPT = """
 import sys, torch, strata
 from torch import nn
@@ -327,6 +342,48 @@ def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
     )
     assert run.returncode not in (0, -6, -11), run.stderr
     assert [p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size] == [], run.stderr
+
+
+FORK = """
+import gc, os, sys, time, torch, strata
+from torch import nn
+model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128)) for _ in range(4)])
+model, optimizer = strata.wrap(model, torch.optim.{optimizer}(model.parameters()),
+                               memory={{"device": "256KiB", "host": "2MiB"}}, activations=None)
+def train():
+    optimizer.zero_grad()
+    model(torch.ones(1, 128)).sum().backward()
+    optimizer.step()
+sys.setswitchinterval(100.0)  # workers that call into Python wait for it until we fork
+train()
+end = time.perf_counter() + 0.2
+while time.perf_counter() < end:
+    pass
+if os.fork() == 0:
+    {child}
+    sys.exit(5)
+sys.setswitchinterval(0.005)
+_, status = os.wait()
+train()
+strata.unwrap(model)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("child", ["pass", "del model, optimizer, train; gc.collect()"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
+def test_a_forked_child_leaves_the_parent_its_session(optimizer: str, child: str) -> None:
+    """A child has the objects, but not the threads: whoever waits for one there waits for ever."""
+    script = FORK.format(optimizer=optimizer, child=child)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        _, told = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # parent and child
+        raise
+    assert process.returncode == 5, told
 
 
 def test_configuration_names_are_the_keywords_of_wrap() -> None:
