@@ -4,6 +4,7 @@
 
 #include "bindings/python.hpp"
 #include "engine/calibrate.hpp"
+#include "engine/devices.hpp"
 #include "offload/calibrate.hpp"
 
 namespace strata {
@@ -44,7 +45,11 @@ void bind_calibration(py::module_& module) {
       .def_property_readonly("io_engine", &SsdProbe::engine_name)
       .def_property_readonly("depth", &SsdProbe::depth);
   py::class_<CopyProbe>(module, "CopyProbe")
-      .def(py::init<std::size_t, std::size_t>(), py::arg("page_bytes"), py::arg("bytes"))
+      .def(py::init([](std::size_t page_bytes, std::size_t bytes, const std::string& device) {
+             const py::gil_scoped_release release;
+             return std::make_unique<CopyProbe>(open_backend(device, nullptr), page_bytes, bytes);
+           }),
+           py::arg("page_bytes"), py::arg("bytes"), py::arg("device"))
       .def("run", &run_ways<CopyProbe>, py::arg("ways"), py::arg("seconds"))
       .def("transfer_seconds", &CopyProbe::transfer_seconds,
            py::call_guard<py::gil_scoped_release>());

@@ -341,6 +341,8 @@ PYBIND11_MODULE(_core, module) {
   bind_planner(module);
   module.def("device_error", &device_error, py::arg("device"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("device_description", &device_description, py::arg("device"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("plan", [](const py::dict& dict) {
     const Config config = parse_config(dict);
     return plan_dict(config, choose_residence(config));

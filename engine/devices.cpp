@@ -45,6 +45,20 @@ std::string device_error(const std::string& device) {
   }
 }
 
+std::string device_description(const std::string& device) {
+  const auto ordinal = cuda_ordinal(device);
+  if (!ordinal) return device;
+  const CudaLibrary library;
+  const CudaDevice opened(library.driver(), *ordinal);
+  return opened.name() + ", driver for CUDA " + cuda_version_text(library.driver_version());
+}
+
+std::unique_ptr<Backend> open_backend(const std::string& device, Doorbell* bell) {
+  const auto ordinal = cuda_ordinal(device);
+  if (!ordinal) return std::make_unique<HostBackend>(bell);
+  return open_cuda_backend(*ordinal, bell);
+}
+
 OpenedDevice open_device(const std::string& device, Doorbell* bell, int threads) {
   const auto ordinal = cuda_ordinal(device);
   if (!ordinal) return {std::make_unique<HostBackend>(bell), nullptr};

@@ -28,6 +28,13 @@ std::optional<int> cuda_ordinal(const std::string& device);
 // Why the device cannot be used here, and what to do about it; empty: it can. Opens it to see.
 std::string device_error(const std::string& device);
 
+// Which one it is, for people, and to tell it from others: "host", or
+// "GPU 0 (NVIDIA H200, 0000:17:00.0), driver for CUDA 13.0". Throws as open_device().
+std::string device_description(const std::string& device);
+
+// Its memory alone. Throws as open_device(). REQUIRES: bell outlives it.
+std::unique_ptr<Backend> open_backend(const std::string& device, Doorbell* bell);
+
 // Throws StrataError (config) with what device_error() says. `threads`: that compute at a time.
 // REQUIRES: bell outlives it.
 OpenedDevice open_device(const std::string& device, Doorbell* bell, int threads);

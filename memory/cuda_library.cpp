@@ -13,11 +13,11 @@ namespace {
 constexpr const char* kFileName = "libstrata_cuda.so";
 constexpr const char* kOnHost = "; without device=\"cuda\" the same program runs on the CPU";
 
-std::string version_text(int version) {
+}  // namespace
+
+std::string cuda_version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
-
-}  // namespace
 
 std::string cuda_library_path() {
   Dl_info here{};
@@ -32,14 +32,14 @@ std::string cuda_library_path() {
 
 std::string cuda_refusal(CudaStatus status, int driver_version, int built_version) {
   STRATA_ASSERT(status != CudaStatus::ready);
-  const std::string built = version_text(built_version);
+  const std::string built = cuda_version_text(built_version);
   switch (status) {
     case CudaStatus::ready:
     case CudaStatus::no_driver:
       return "there is no NVIDIA driver on this machine: install one that supports CUDA " + built +
              " (nvidia-smi shows it), or, in a container, start it with the GPUs" + kOnHost;
     case CudaStatus::old_driver:
-      return "the NVIDIA driver supports CUDA " + version_text(driver_version) +
+      return "the NVIDIA driver supports CUDA " + cuda_version_text(driver_version) +
              ", and strata was built with CUDA " + built +
              ": update the driver, or build strata with an older toolkit" + kOnHost;
     case CudaStatus::no_device:
@@ -66,11 +66,10 @@ CudaLibrary::CudaLibrary(const std::string& path) {
   }
   void* found = find(kCudaFillName);
   if (found == nullptr) refuse(cuda_refusal(CudaStatus::other_table, 0, 0));
-  int driver_version = 0;
   int built_version = 0;
   const CudaStatus status =
-      reinterpret_cast<CudaFill>(found)(&driver_, sizeof driver_, &driver_version, &built_version);
-  if (status != CudaStatus::ready) refuse(cuda_refusal(status, driver_version, built_version));
+      reinterpret_cast<CudaFill>(found)(&driver_, sizeof driver_, &driver_version_, &built_version);
+  if (status != CudaStatus::ready) refuse(cuda_refusal(status, driver_version_, built_version));
 }
 
 void* CudaLibrary::find(const char* symbol) const {

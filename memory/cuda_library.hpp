@@ -21,16 +21,22 @@ class CudaLibrary final {
   explicit CudaLibrary(const std::string& path = "");
 
   const CudaDriver& driver() const { return driver_; }
+  // The newest CUDA that the driver supports, as CUDA counts: 13000 is 13.0.
+  int driver_version() const { return driver_version_; }
   // Null where the library exports no such thing.
   void* find(const char* symbol) const;
 
  private:
   void* handle_;
   CudaDriver driver_{};
+  int driver_version_ = 0;
 };
 
 // The file that an empty path stands for.
 std::string cuda_library_path();
+
+// "13.0", of 13000.
+std::string cuda_version_text(int version);
 
 // Why a library that says `status` is of no use here. REQUIRES: it is not ready.
 std::string cuda_refusal(CudaStatus status, int driver_version, int built_version);

@@ -19,8 +19,9 @@ constexpr std::size_t kInFlightBytes = 64 * kMiB;
 constexpr std::uint32_t kDepthMax = 64;        // as a session's I/O engine
 constexpr std::uint32_t kSlotsPerRequest = 4;  // at least: two for each way
 constexpr double kFillSeconds = 0.7;           // a slow disk gets a smaller file
-constexpr std::size_t kCopiesInFlight = 4;
-constexpr int kBellMs = 20;  // a lost ring costs no more than this
+constexpr std::size_t kFramesMin = 4;
+constexpr std::size_t kCopiesInFlightMax = 64;  // as a session's mover
+constexpr int kBellMs = 20;                     // a lost ring costs no more than this
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -148,48 +149,63 @@ LinkSpeed SsdProbe::run(Ways ways, double seconds) {
           .out_bytes_s = static_cast<double>(writes.bytes) / took};
 }
 
-CopyProbe::CopyProbe(std::size_t page_bytes, std::size_t bytes)
+CopyProbe::CopyProbe(std::unique_ptr<Backend> device, std::size_t page_bytes, std::size_t bytes)
     : page_bytes_(page_bytes),
-      frame_count_(std::max<std::size_t>(kCopiesInFlight, bytes / 4 / page_bytes)),
-      page_count_(std::max<std::size_t>(kCopiesInFlight, bytes / page_bytes)),
+      frame_count_(std::max(kFramesMin, bytes / 4 / page_bytes)),
+      page_count_(std::max(frame_count_, bytes / page_bytes)),
+      in_flight_max_(std::min(frame_count_, kCopiesInFlightMax)),
       memory_(page_count_ * page_bytes),
-      device_(nullptr) {
-  if (auto error = device_.claim(frame_count_, page_bytes)) throw StrataError(std::move(*error));
+      device_(std::move(device)) {
+  if (auto error = device_->claim(frame_count_, page_bytes)) throw StrataError(std::move(*error));
+  device_->pin_host(memory_.bytes());
 }
 
 void CopyProbe::finish(CopyTicket copy) {
-  device_.wait(copy);
-  if (auto error = device_.take_error(copy)) throw StrataError(std::move(*error));
+  device_->wait(copy);
+  if (auto error = device_->take_error(copy)) throw StrataError(std::move(*error));
 }
 
-LinkSpeed CopyProbe::run(Ways ways, double seconds) {
-  std::array<std::uint64_t, 2> bytes{};
+template <typename Submit, typename Enough>
+double CopyProbe::keep_busy(Submit submit, Enough enough) {
   std::deque<CopyTicket> in_flight;
   const Clock::time_point begin = Clock::now();
-  for (std::size_t turn = 0; seconds_since(begin) < seconds; ++turn) {
-    const bool out = ways == Ways::out || (ways == Ways::both && turn % 2 == 1);
-    const FrameId frame{static_cast<std::uint32_t>(turn % frame_count_)};
-    std::byte* const page = memory_.bytes().data() + turn % page_count_ * page_bytes_;
-    in_flight.push_back(out ? device_.copy_out(page, frame, page_bytes_)
-                            : device_.copy_in(frame, page, page_bytes_));
-    bytes[out ? 1 : 0] += page_bytes_;
-    if (in_flight.size() < kCopiesInFlight) continue;
+  for (std::size_t turn = 0; !enough(turn, seconds_since(begin)); ++turn) {
+    in_flight.push_back(submit(turn));
+    if (in_flight.size() < in_flight_max_) continue;
     finish(in_flight.front());
     in_flight.pop_front();
   }
   for (const CopyTicket copy : in_flight) finish(copy);
-  const double took = seconds_since(begin);
+  return seconds_since(begin);
+}
+
+LinkSpeed CopyProbe::run(Ways ways, double seconds) {
+  std::array<std::uint64_t, 2> bytes{};
+  const auto submit = [&](std::size_t turn) {
+    const bool out = ways == Ways::out || (ways == Ways::both && turn % 2 == 1);
+    const FrameId frame{static_cast<std::uint32_t>(turn % frame_count_)};
+    std::byte* const page = memory_.bytes().data() + turn % page_count_ * page_bytes_;
+    bytes[out ? 1 : 0] += page_bytes_;
+    return out ? device_->copy_out(page, frame, page_bytes_)
+               : device_->copy_in(frame, page, page_bytes_);
+  };
+  const std::size_t least = ways == Ways::both ? 2 : 1;
+  const double took = keep_busy(submit, [&](std::size_t turns, double so_far) {
+    return turns >= least && so_far >= seconds;
+  });
   return {.in_bytes_s = static_cast<double>(bytes[0]) / took,
           .out_bytes_s = static_cast<double>(bytes[1]) / took};
 }
 
 double CopyProbe::transfer_seconds() {
-  constexpr int kCopies = 200;
-  const Clock::time_point begin = Clock::now();
-  for (int i = 0; i < kCopies; ++i) {
-    finish(device_.copy_in(FrameId{0}, memory_.bytes().data(), kIoAlignment));
-  }
-  return seconds_since(begin) / kCopies;
+  constexpr std::size_t kCopies = 500;
+  const auto submit = [&](std::size_t turn) {
+    const FrameId frame{static_cast<std::uint32_t>(turn % frame_count_)};
+    std::byte* const page = memory_.bytes().data() + turn % page_count_ * page_bytes_;
+    return device_->copy_in(frame, page, kIoAlignment);
+  };
+  const double took = keep_busy(submit, [](std::size_t turns, double) { return turns == kCopies; });
+  return took / static_cast<double>(kCopies);
 }
 
 }  // namespace strata

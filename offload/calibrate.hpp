@@ -8,7 +8,7 @@
 //   SsdProbe ssd({.paths = {"/mnt/nvme"}, .page_bytes = 4 * kMiB}, "auto");   // makes its file
 //   LinkSpeed alone = ssd.run(Ways::in, 0.2);          // reads only
 //   LinkSpeed mixed = ssd.run(Ways::both, 0.2);        // reads and writes taking turns
-//   CopyProbe copies(4 * kMiB, 64 * kMiB);
+//   CopyProbe copies(std::make_unique<HostBackend>(nullptr), 4 * kMiB, 64 * kMiB);
 //   LinkSpeed upload = copies.run(Ways::in, 0.2);
 #pragma once
 
@@ -18,8 +18,8 @@
 #include <string_view>
 #include <vector>
 
+#include "memory/backend.hpp"
 #include "memory/doorbell.hpp"
-#include "memory/host_backend.hpp"
 #include "memory/slab.hpp"
 #include "offload/store.hpp"
 
@@ -90,26 +90,36 @@ class SsdProbe final {
   std::vector<StoreCompletion> completions_;  // of one turn
 };
 
-// The copy engine of the host backend, between frames and host memory.
+// The copy engine of a device, between its frames and host memory, which the device pins as far as
+// the system lets: as in a session.
+//
+// Invariant: of copies in flight no two touch the same frame or the same host memory, for there
+// are not more of them than frames, and they take turns: none waits for another.
 class CopyProbe final {
  public:
-  // Claims `bytes` of host memory and a quarter of it as frames. Throws StrataError (memory).
-  CopyProbe(std::size_t page_bytes, std::size_t bytes);
+  // Claims `bytes` of host memory and a quarter of it as frames. Throws StrataError (memory, or
+  // what the device says). REQUIRES: the device has no frames yet.
+  CopyProbe(std::unique_ptr<Backend> device, std::size_t page_bytes, std::size_t bytes);
   CopyProbe(const CopyProbe&) = delete;
   CopyProbe& operator=(const CopyProbe&) = delete;
 
+  // At least one page each way that is asked for. Throws StrataError where the device fails.
   LinkSpeed run(Ways ways, double seconds);
-  // From handing over a copy of next to nothing until it is seen to be done.
+  // What one of many copies takes beside its bytes: the same, with next to none.
   double transfer_seconds();
 
  private:
+  // Copies number 0, 1, 2 … until `enough` of them: seconds until all are done.
+  template <typename Submit, typename Enough>
+  double keep_busy(Submit submit, Enough enough);
   void finish(CopyTicket copy);
 
   std::size_t page_bytes_;
   std::size_t frame_count_;
   std::size_t page_count_;
+  std::size_t in_flight_max_;
   Slab memory_;
-  HostBackend device_;
+  std::unique_ptr<Backend> device_;  // after memory_: nothing is in flight once it is gone
 };
 
 }  // namespace strata

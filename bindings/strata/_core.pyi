@@ -88,6 +88,10 @@ class Config(TypedDict):
 def device_error(device: str) -> str:
     """Why the device cannot be used here, and what to do about it; "": it can. Opens it to see."""
 
+def device_description(device: str) -> str:
+    """Which one it is: "host", or "GPU 0 (NVIDIA H200, 0000:17:00.0), driver for CUDA 13.0".
+    Raises StrataError where it cannot be used."""
+
 class UnitPlan(TypedDict):
     name: str
     params: int  # elements
@@ -277,13 +281,15 @@ class SsdProbe:
     def depth(self) -> int: ...
 
 class CopyProbe:
-    """The copy engine between host memory (`bytes` of it) and frames of the device."""
+    """The copy engine between host memory (`bytes` of it, pinned if the system lets) and frames of
+    the device, "host" or "cuda:N"."""
 
-    def __init__(self, page_bytes: int, bytes: int) -> None: ...
+    def __init__(self, page_bytes: int, bytes: int, device: str) -> None:
+        """Raises StrataError where the device cannot be used, or has no room."""
     def run(self, ways: Ways, seconds: float) -> tuple[float, float]:
         """(bytes uploaded, bytes downloaded) per second."""
     def transfer_seconds(self) -> float:
-        """What a copy costs beside its bytes."""
+        """What one of many copies takes beside its bytes."""
 
 class UpdateProbe:
     """The workers on chunks of AdamW, placed as a session would `beside` so many threads

@@ -1,7 +1,8 @@
 """How fast this machine is: every lane alone, and what lanes do to each other. Measured once in
 about three seconds, then remembered in the user's cache folder.
 
-    found = calibrate.calibration(Setup(workers=1, ssd_paths=["/mnt/nvme"], page_bytes=4 << 20))
+    setup = Setup(workers=1, page_bytes=4 << 20, ssd_paths=["/mnt/nvme"], device="cuda:0")
+    found = calibrate.calibration(setup)
     found.costs["read_bytes_s"], found.costs["slow"]["compute"]["update"], found.flops_s
 
 Format of the file calibration-<hash>.json: {"key": what it was measured with, "calibration": the
@@ -9,9 +10,9 @@ fields of Calibration}. A file that cannot be read, or whose key is another, is 
 
 Note [What is measured]. Links and the optimizer are the core's own engines at work (SsdProbe,
 CopyProbe, UpdateProbe); computation is a feed-forward block's forward and backward on torch's
-threads. Two lanes together run at the same time, each on a thread of its own: what is left of each
-one's speed is its entry in `slow`. The SSD is measured through a file small enough for a drive's
-fast cache, so a drive that slows down once that is full is slower in a long run than told here.
+threads, or on the GPU. lane_probe.py runs them alone and together. The optimizer's lane is the
+processor's, also beside a GPU. The SSD is measured through a file small enough for a drive's fast
+cache, so a drive that slows down once that is full is slower in a long run than told here.
 """
 
 from __future__ import annotations
@@ -22,32 +23,27 @@ import json
 import logging
 import os
 import platform
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _core, machine
-from .compute_probe import Compute, matmul_flops, slice_seconds
+from . import _core, device, machine
+from .compute_probe import Compute, matmul_flops, memory_bandwidth, slice_seconds
+from .configure import compute_threads
 from .errors import StrataError
+from .lane_probe import LANES, measure_lanes
 
 if TYPE_CHECKING:
     from ._core import Costs, DtypeName, LaneName
 
-VERSION = 3  # of what is measured: another one is measured again
-ALONE_SECONDS = 0.1  # twice, and the better one counts
-TOGETHER_SECONDS = 0.25
-ROUNDS = 3  # of what is measured more than once
+VERSION = 4  # of what is measured: another one is measured again
 SSD_BYTES = 256 << 20
 COPY_BYTES = 96 << 20
 UPDATE_BYTES = 96 << 20
-SLOWEST = 0.05  # of its speed that a lane keeps beside another, at least
-LANES: tuple[LaneName, ...] = ("compute", "upload", "download", "read", "write", "update")
 # What a lane is taken to do where it cannot be measured: a modest machine.
 TYPICAL: dict[LaneName, float] = {
     "upload": 8e9,
@@ -57,6 +53,7 @@ TYPICAL: dict[LaneName, float] = {
     "update": 5e8,
 }
 TYPICAL_TRANSFER_SECONDS = 2e-5
+TYPICAL_COMPUTING = (1e13, 1e-4, 3e11)  # of a GPU without memory for a probe
 COST_NAMES = {
     "compute_scale",
     *(f"{lane}_bytes_s" for lane in ("upload", "download", "read", "write")),
@@ -65,8 +62,6 @@ COST_NAMES = {
     "slice_seconds",
     "slow",
 }
-
-Run = Callable[[float], float]  # seconds to be busy → FLOP, bytes or elements per second
 
 log = logging.getLogger("strata")
 
@@ -80,9 +75,11 @@ class Setup:
     ssd_paths: Sequence[str] = ()
     io_engine: str = "auto"
     dtype: DtypeName = "bfloat16"
+    device: str = device.HOST  # the core's name
 
     def key(self) -> dict[str, Any]:
-        """All that a calibration depends on. Folders of one file system are the same disk."""
+        """All that a calibration depends on. Folders of one file system are the same disk. Raises
+        StrataError where the device cannot be used."""
         return {
             "version": VERSION,
             "processor": processor(),
@@ -94,6 +91,9 @@ class Setup:
             "disks": sorted(_disk(path) for path in self.ssd_paths),
             "io_engine": self.io_engine if self.ssd_paths else "",
             "dtype": self.dtype,
+            "device": self.device,
+            "gpu": device.description(self.device),
+            "cuda": "" if self.device == device.HOST else str(torch.version.cuda),
         }
 
 
@@ -103,20 +103,14 @@ class Calibration:
 
     costs: Costs
     flops_s: float  # of large matrix products
+    memory_bytes_s: float  # of the device's memory, reading and writing
     typical: list[LaneName] = dataclasses.field(default_factory=list)  # could not be measured
 
 
-def costs(
-    workers: int,
-    ssd_paths: Sequence[str],
-    page_bytes: int,
-    io_engine: str,
-    refresh: bool = False,
-    dtype: DtypeName = "bfloat16",
-) -> Costs:
-    """The costs of this machine: remembered, or measured now. Never raises for what it cannot
-    measure: that is logged, and taken from a modest machine."""
-    return calibration(Setup(workers, page_bytes, ssd_paths, io_engine, dtype), refresh).costs
+def costs(setup: Setup, refresh: bool = False) -> Costs:
+    """The costs of this machine: remembered, or measured now. What cannot be measured is logged,
+    and taken from a modest machine. Raises StrataError where the device cannot be used at all."""
+    return calibration(setup, refresh).costs
 
 
 def calibration(setup: Setup, refresh: bool = False) -> Calibration:
@@ -146,23 +140,30 @@ def cache_folder() -> Path:
 def measure(setup: Setup) -> Calibration:
     """Measures everything now."""
     typical: list[LaneName] = []
+    there = device.torch_device(setup.device)
 
     def attempt(lanes: Sequence[LaneName], make: Callable[[], Any]) -> Any:
         try:
             return make()
-        except StrataError as error:
+        except (StrataError, torch.OutOfMemoryError) as error:
             log.warning(
                 "cannot measure %s, typical values are used: %s", " and ".join(lanes), error
             )
             typical.extend(lanes)
             return None
 
-    compute = Compute(setup.dtype)
-    copies = attempt(("upload", "download"), lambda: _core.CopyProbe(setup.page_bytes, COPY_BYTES))
+    compute = attempt(("compute",), lambda: Compute(setup.dtype, there))
+    copies = attempt(
+        ("upload", "download"), lambda: _core.CopyProbe(setup.page_bytes, COPY_BYTES, setup.device)
+    )
     update = attempt(
         ("update",),
         lambda: _core.UpdateProbe(
-            setup.workers, setup.dtype, setup.page_bytes, UPDATE_BYTES, torch.get_num_threads()
+            setup.workers,
+            setup.dtype,
+            setup.page_bytes,
+            UPDATE_BYTES,
+            compute_threads(setup.device),
         ),
     )
     ssd = None
@@ -173,7 +174,12 @@ def measure(setup: Setup) -> Calibration:
                 list(setup.ssd_paths), setup.page_bytes, setup.io_engine, SSD_BYTES
             ),
         )
-    alone, slow = _measure_lanes(compute, copies, update, ssd, attempt)
+    alone, slow = measure_lanes(compute, copies, update, ssd, attempt)
+    transfer = attempt(("upload", "download"), copies.transfer_seconds) if copies else None
+    del compute, copies  # their memory is the next one's
+    flops_s, each_slice, memory_bytes_s = (
+        attempt(("compute",), lambda: _computing(setup.dtype, there)) or TYPICAL_COMPUTING
+    )
     speed = {**TYPICAL, **alone}
     return Calibration(
         costs={
@@ -183,106 +189,21 @@ def measure(setup: Setup) -> Calibration:
             "read_bytes_s": speed["read"] if setup.ssd_paths else 0.0,
             "write_bytes_s": speed["write"] if setup.ssd_paths else 0.0,
             "update_elements_s": speed["update"],
-            "transfer_seconds": copies.transfer_seconds() if copies else TYPICAL_TRANSFER_SECONDS,
-            "slice_seconds": slice_seconds(),
+            "transfer_seconds": transfer or TYPICAL_TRANSFER_SECONDS,
+            "slice_seconds": each_slice,
             "slow": slow,
         },
-        flops_s=matmul_flops(setup.dtype),
-        typical=typical,
+        flops_s=flops_s,
+        # The host's copies are inside the device's memory, and read and write it.
+        memory_bytes_s=memory_bytes_s or 2 * speed["upload"],
+        typical=sorted(set(typical), key=LANES.index),
     )
 
 
-def _measure_lanes(
-    compute: Compute, copies: Any, update: Any, ssd: Any, attempt: Callable[..., Any]
-) -> tuple[dict[LaneName, float], dict[LaneName, dict[LaneName, float]]]:
-    """The speed of every lane alone, and the part of it that is left beside another."""
-    runs: dict[LaneName, Run] = {"compute": compute.run}
-    if copies is not None:
-        runs["upload"] = lambda seconds: copies.run("in", seconds)[0]
-        runs["download"] = lambda seconds: copies.run("out", seconds)[1]
-    if update is not None:
-        runs["update"] = update.run
-    if ssd is not None:
-        runs["read"] = lambda seconds: ssd.run("in", seconds)[0]
-        runs["write"] = lambda seconds: ssd.run("out", seconds)[1]
-    alone: dict[LaneName, float] = {}
-    for lane in list(runs):
-        if (speed := attempt((lane,), lambda run=runs[lane]: _typical(run))) is None:
-            del runs[lane]  # a disk that failed
-        else:
-            alone[lane] = speed
-
-    slow: dict[LaneName, dict[LaneName, float]] = {lane: {} for lane in LANES}
-    for first, second, both in _pairs(runs, copies, ssd):
-        speeds = attempt((first, second), both)
-        if speeds is None:
-            continue
-        for lane, beside, speed in ((first, second, speeds[0]), (second, first, speeds[1])):
-            slow[lane][beside] = min(1.0, max(SLOWEST, speed / alone[lane]))
-    # Copies of both ways are the same work to everybody else.
-    for lane in ("compute", "read", "write", "update"):
-        if "upload" in slow[lane]:
-            slow[lane]["download"] = slow[lane]["upload"]
-            slow["download"][lane] = slow["upload"][lane]
-    return alone, slow
-
-
-def _typical(run: Run) -> float:
-    """The speed of a lane alone: the median, because lanes together are measured so too."""
-    return median(run(ALONE_SECONDS) for _ in range(ROUNDS))
-
-
-def _pairs(
-    runs: Mapping[LaneName, Run], copies: Any, ssd: Any
-) -> list[tuple[LaneName, LaneName, Callable[[], tuple[float, float]]]]:
-    """Every two lanes that are measured together."""
-    pairs: list[tuple[LaneName, LaneName, Callable[[], tuple[float, float]]]] = []
-    if "upload" in runs:
-        pairs.append(("upload", "download", lambda: copies.run("both", TOGETHER_SECONDS)))
-    if "read" in runs and "write" in runs:
-        pairs.append(("read", "write", lambda: ssd.run("both", TOGETHER_SECONDS)))
-    own: list[LaneName] = [lane for lane in LANES if lane in runs and lane != "download"]
-    for i, first in enumerate(own):
-        for second in own[i + 1 :]:
-            if (first, second) == ("read", "write"):
-                continue
-            # What computation loses decides most: it is measured more than once.
-            rounds = ROUNDS if first == "compute" else 1
-            pairs.append(
-                (first, second, lambda a=runs[first], b=runs[second], n=rounds: together(a, b, n))  # type: ignore[misc]
-            )
-    return pairs
-
-
-def together(first: Run, second: Run, rounds: int = 1) -> tuple[float, float]:
-    """The speeds of two lanes at the same time: `first` on this thread, `second` beside it. The
-    medians of some rounds."""
-    speeds = [_together_once(first, second) for _ in range(rounds)]
-    return median(speed[0] for speed in speeds), median(speed[1] for speed in speeds)
-
-
-def _together_once(first: Run, second: Run) -> tuple[float, float]:
-    ready = threading.Barrier(2)
-    speeds: list[float] = []
-    errors: list[BaseException] = []
-
-    def beside() -> None:
-        try:
-            ready.wait()
-            speeds.append(second(TOGETHER_SECONDS))
-        except BaseException as error:  # raised again by the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=beside, name="strata-calibrate")
-    thread.start()
-    ready.wait()
-    try:
-        speed = first(TOGETHER_SECONDS)
-    finally:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return speed, speeds[0]
+def _computing(dtype: DtypeName, there: torch.device) -> tuple[float, float, float]:
+    """FLOP/s, seconds of a slice, and bytes per second of a GPU's memory; of the host 0."""
+    bandwidth = memory_bandwidth(there) if there.type == "cuda" else 0.0
+    return matmul_flops(dtype, there), slice_seconds(there), bandwidth
 
 
 def processor() -> str:
@@ -320,7 +241,7 @@ def _load(file: Path, key: dict[str, Any]) -> Calibration | None:
 def _check(found: Calibration) -> None:
     """Raises where a stored calibration is not what _save() stores."""
     speeds = {name: value for name, value in found.costs.items() if name != "slow"}
-    values = [found.flops_s, *speeds.values()]
+    values = [found.flops_s, found.memory_bytes_s, *speeds.values()]
     for lane, row in found.costs["slow"].items():
         if lane not in LANES or not set(row) <= set(LANES):
             raise ValueError(f"unknown lane in {lane}: {row}")

@@ -1,8 +1,21 @@
-"""How fast this machine computes: a feed-forward block, large products, and what next to nothing
-costs. For calibrate.py, which runs the first beside other work.
+"""How fast a device computes: a feed-forward block, large products, memory, and what next to
+nothing costs. For lane_probe.py, which runs the first beside other work, and calibrate.py.
+
+    compute = Compute("bfloat16", torch.device("cuda", 0))
+    compute.run(0.1)                           # FLOP/s
+    matmul_flops("bfloat16", compute.device)
+
+Note [Time on a GPU]. Python tells a GPU what to do and goes on. Of work that repeats, some rounds
+are told ahead, so that what is measured is the work and not the telling. Each leaves an event on
+the caller's stream: by them the device tells its own time, and the caller waits for one before it
+says more. Nothing waits for the device as a whole. A round that is over sooner than the next one is
+told would measure the telling all the same, so rounds are made large enough for the device at hand.
 """
 
+from __future__ import annotations
+
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -10,69 +23,145 @@ import torch.nn.functional as F
 from torch import nn
 
 SHORTEST_SECONDS = 0.1  # spent on looking for the shortest time
-TOKENS, HIDDEN, FEED_FORWARD = 64, 768, 2048  # some milliseconds, or windows would not match
+ROUNDS_AHEAD = 3  # that a GPU has been told of
+ROUND_SECONDS = 1.5e-3  # of a GPU, at least: some times what it takes to tell it
+COPIED_BYTES = 128 << 20  # more than any cache
 TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
 
+# Sizes of a block: on the host some milliseconds, or windows would not match.
+TOKENS, HIDDEN, FEED_FORWARD = 64, 768, 2048
+GPU_TOKENS, GPU_TOKENS_MAX, GPU_HIDDEN, GPU_FEED_FORWARD = 256, 8192, 2048, 5632
+PRODUCT, GPU_PRODUCT = (512, 1024, 2048), (4096, 4096, 4096)
+
 
 class Compute:
     """Forward and backward of a feed-forward block, over and over."""
 
-    def __init__(self, dtype: str) -> None:
-        shapes = [(TOKENS, HIDDEN), (HIDDEN, FEED_FORWARD), (HIDDEN, FEED_FORWARD)]
-        shapes.append((FEED_FORWARD, HIDDEN))
-        source = torch.Generator().manual_seed(0)  # the user's random numbers stay as they are
-        self._tensors = [
-            (torch.randn(shape, generator=source) / HIDDEN).to(TORCH_DTYPES[dtype]).requires_grad_()
-            for shape in shapes
+    def __init__(self, dtype: str, device: torch.device) -> None:
+        self.device = device
+        self._dtype = dtype
+        on_gpu = device.type == "cuda"
+        hidden, wide = (GPU_HIDDEN, GPU_FEED_FORWARD) if on_gpu else (HIDDEN, FEED_FORWARD)
+        self._weights = [
+            self._tensor(*shape) for shape in ((hidden, wide), (hidden, wide), (wide, hidden))
         ]
-        self._flops = 6 * TOKENS * 3 * HIDDEN * FEED_FORWARD
+        self._take(GPU_TOKENS if on_gpu else TOKENS)
         self._once()  # what is only slow the first time
+        if on_gpu:
+            self._grow()
 
     def run(self, seconds: float) -> float:
-        """FLOP/s over about `seconds`."""
-        begin = time.perf_counter()
-        rounds = 0
-        while time.perf_counter() - begin < seconds:
-            self._once()
-            rounds += 1
-        return rounds * self._flops / (time.perf_counter() - begin)
+        """FLOP/s over about `seconds`, on the caller's current stream."""
+        rounds, took = repeat(self._once, self.device, seconds)
+        return rounds * self._flops / took
+
+    def _grow(self) -> None:
+        """More tokens, until a round takes long enough; or as many as there is memory for."""
+        while self.tokens < GPU_TOKENS_MAX:
+            rounds, took = repeat(self._once, self.device, 4 * ROUND_SECONDS)
+            if took / rounds >= ROUND_SECONDS:
+                return
+            try:
+                self._take(2 * self.tokens)
+                self._once()
+            except torch.OutOfMemoryError:
+                self._take(self.tokens // 2)
+                return
+
+    def _take(self, tokens: int) -> None:
+        hidden, wide = self._weights[0].shape
+        self.tokens = tokens
+        self._flops = 6 * tokens * 3 * hidden * wide
+        self._batch = self._tensor(tokens, hidden)
+
+    def _tensor(self, *shape: int) -> torch.Tensor:
+        return _random(shape, self._dtype, self.device).requires_grad_()
 
     def _once(self) -> None:
-        x, gate, up, down = self._tensors
+        x, (gate, up, down) = self._batch, self._weights
         with torch.enable_grad():
-            torch.autograd.grad((F.silu(x @ gate) * (x @ up) @ down).sum(), self._tensors)
+            loss = (F.silu(x @ gate) * (x @ up) @ down).sum()
+            torch.autograd.grad(loss, [x, gate, up, down])
 
 
-def matmul_flops(dtype: str) -> float:
+def matmul_flops(dtype: str, device: torch.device) -> float:
     """FLOP/s of large matrix products."""
-    a = torch.ones(512, 1024, dtype=TORCH_DTYPES[dtype])
-    b = torch.ones(1024, 2048, dtype=TORCH_DTYPES[dtype])
-    return 2 * a.numel() * b.shape[1] / _shortest(lambda: torch.mm(a, b))
+    rows, inner, columns = GPU_PRODUCT if device.type == "cuda" else PRODUCT
+    a, b = _random((rows, inner), dtype, device), _random((inner, columns), dtype, device)
+    out = torch.mm(a, b)
+    return 2 * rows * inner * columns / _shortest(lambda: torch.mm(a, b, out=out), device)
 
 
-def slice_seconds() -> float:
-    """What a block costs beside its arithmetic: forward and backward of one with next to none."""
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second that copies inside the device's memory read and write, together."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * COPIED_BYTES / _shortest(lambda: target.copy_(source), device)
+
+
+def slice_seconds(device: torch.device) -> float:
+    """What a block costs beside its arithmetic: forward and backward of one with next to none. On a
+    GPU that is what it takes to tell it, for it has nothing else to do meanwhile."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        block = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-        x = torch.zeros(1, 4, 32, requires_grad=True)
+        block = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, device="cpu")
+        block = block.to(device)
+        x = torch.zeros(1, 4, 32, requires_grad=True, device=device)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # there is nothing to share, and others may keep threads waiting
         try:
-            return _shortest(lambda: block(x).sum().backward()) / 2
+            return _shortest(lambda: block(x).sum().backward(), device) / 2
         finally:
             torch.set_num_threads(threads)
 
 
-def _shortest(work: Callable[[], object]) -> float:
-    """Seconds of one call, undisturbed."""
+def repeat(work: Callable[[], object], device: torch.device, seconds: float) -> tuple[int, float]:
+    """Does it over and over for about `seconds`: how often, and how long that took the device."""
+    begin = time.perf_counter()
+    rounds = 0
+    if device.type != "cuda":
+        while not rounds or time.perf_counter() - begin < seconds:
+            work()
+            rounds += 1
+        return rounds, time.perf_counter() - begin
+    # See Note [Time on a GPU].
+    first = last = _mark(device)
+    ahead: deque[torch.cuda.Event] = deque()
+    while not rounds or time.perf_counter() - begin < seconds:
+        work()
+        rounds += 1
+        last = _mark(device)
+        ahead.append(last)
+        if len(ahead) == ROUNDS_AHEAD:
+            ahead.popleft().synchronize()
+    last.synchronize()
+    return rounds, first.elapsed_time(last) * 1e-3
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    """An event that whoever waits for sleeps: the processor has other work meanwhile."""
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _shortest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, undisturbed; of a GPU, of one among several."""
+    on_gpu = device.type == "cuda"
     taken: list[float] = []
     begin = time.perf_counter()
     while len(taken) < 8 or time.perf_counter() - begin < SHORTEST_SECONDS:
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
+        rounds, took = repeat(work, device, SHORTEST_SECONDS / 8 if on_gpu else 0.0)
+        taken.append(took / rounds)
     return min(taken)
+
+
+def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
+    """Small numbers; the user's random numbers stay as they are. (Equal ones would take a GPU less
+    power, and so less time.)"""
+    source = torch.Generator("cpu").manual_seed(0)
+    values = torch.randn(shape, generator=source, device="cpu") / shape[-1]
+    return values.to(TORCH_DTYPES[dtype]).to(device)

@@ -153,6 +153,11 @@ def default_workers(device_name: str = device.HOST) -> int:
     return max(1, min(WORKERS_MAX_GPU, machine.processors() - PROCESSORS_LEFT))
 
 
+def compute_threads(device_name: str) -> int:
+    """Processors that workers leave to what computes, or to what tells a GPU to."""
+    return torch.get_num_threads() if device_name == device.HOST else PROCESSORS_LEFT
+
+
 def configure(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -189,7 +194,6 @@ def configure(
     groups = [group_spec(optimizer, group, foreign) for group in optimizer.param_groups]
     check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
     update, max_staleness = core_mode(options.update)
-    on_host = device_name == device.HOST
     config: Config = {
         "params": params,
         "units": [unit.name for unit in unit_specs],
@@ -206,7 +210,7 @@ def configure(
         "max_staleness": max_staleness,
         "moment_dtype": STATE_DTYPES[options.state_dtype],
         "pin_workers": True,
-        "compute_threads": torch.get_num_threads() if on_host else PROCESSORS_LEFT,
+        "compute_threads": compute_threads(device_name),
         "device": device_name,
     }
     _choose_budgets(config, parse_budgets(options.memory), make_plan)

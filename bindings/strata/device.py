@@ -18,14 +18,15 @@ HOST = "host"
 WORDS = ("auto", "host", "cpu", "cuda")
 
 
-def choose(asked: str | torch.device, model: nn.Module) -> str:
+def choose(asked: str | torch.device, model: nn.Module | None = None) -> str:
     """The core's name of the device that is meant: "host" or "cuda:N".
 
     "auto" is the GPU that the model is on, else the first one that can be used, else the host.
     Raises StrataError, with the reason, where another one is asked for that cannot be used.
     """
     parse(asked)
-    there = next((p.device for p in model.parameters() if p.is_cuda), None)
+    held = model.parameters() if model is not None else ()
+    there = next((p.device for p in held if p.is_cuda), None)
     if asked == "auto":
         if there is not None:
             return str(there)
@@ -58,6 +59,12 @@ def why_not(name: str) -> str:
             "pass device='host'"
         )
     return ""
+
+
+def description(name: str) -> str:
+    """Which GPU it is, and what drives it; "" for the host. Raises StrataError where it cannot be
+    used."""
+    return "" if name == HOST else _core.device_description(name)
 
 
 def torch_device(name: str) -> torch.device:

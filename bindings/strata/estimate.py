@@ -3,7 +3,7 @@
 strata estimate --model DIR --memory device=8GiB,host=24GiB --batch 4 --sequence 2048
 
 The model is built without memory, its step is counted (meta_trace.py), and arithmetic and traffic
-become seconds by what this machine achieves, or by --flops and --device-bandwidth for another one.
+become seconds by what --device achieves here, or by --flops and --device-bandwidth for another one.
 What `strata finetune` does by itself is done here, too: a loss without logits where these are many,
 and tiles of layers that are larger than the device.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import _core
+from . import _core, device
 from .configure import UNBOUNDED, Options
 from .errors import StrataError
 from .finetune_model import choose
@@ -193,6 +193,7 @@ def page_sizes(
         "moment_dtype": "float32",
         "pin_workers": True,
         "compute_threads": 1,
+        "device": options.device,
     }
     try:
         return _core.plan(config)
@@ -201,7 +202,8 @@ def page_sizes(
 
 
 def estimate(options: argparse.Namespace) -> Forecast:
-    """Counts, and plans."""
+    """Counts, and plans. Raises StrataError where the device cannot be used."""
+    options.device = device.choose(options.device)  # its pages have sizes of their own
     dtype: DtypeName = options.dtype
     folder = Path(options.model)
     name = str(folder / "config.json") if folder.is_dir() else options.model  # no weights needed
@@ -213,8 +215,8 @@ def estimate(options: argparse.Namespace) -> Forecast:
     machine = machine_of(options, page_bytes, dtype)
     costs = machine.costs
     flops_s, bytes_s = options.flops or machine.flops_s, options.device_bandwidth
-    if bytes_s is None:  # a copy reads and writes; another device is limited by its arithmetic
-        bytes_s = 2 * costs["upload_bytes_s"] if options.flops is None else float("inf")
+    if bytes_s is None:  # another device is limited by its arithmetic
+        bytes_s = machine.memory_bytes_s if options.flops is None else float("inf")
     trace = make_trace(counted, sizes, options.batch, flops_s, bytes_s)
     tokens = options.batch * options.sequence
     budgets, wishes = budgets_of(options, page_bytes), wishes_of(options)
@@ -255,12 +257,12 @@ def _add_model(parser: Parser) -> None:
         "--flops",
         type=worded(parse_count),
         metavar="N",
-        help="FLOP/s that the device achieves, such as 400T (default: this machine's, measured)",
+        help="FLOP/s that the device achieves, such as 400T (default: as --device is measured)",
     )
     add(
         "--device-bandwidth",
         type=worded(parse_speed),
         metavar="SPEED",
-        help="of the device's memory, such as 3TB/s (default: this machine's)",
+        help="of the device's memory, such as 3TB/s (default: as --device is measured)",
     )
     add("--page-size", type=worded(page_size), metavar="SIZE", help="default: chosen")

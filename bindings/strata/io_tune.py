@@ -1,6 +1,6 @@
 """`strata io-tune`: measures this machine by hand and remembers what it found.
 
-strata io-tune --ssd-path /mnt/nvme0 /mnt/nvme1 --page-size 4MiB
+strata io-tune --ssd-path /mnt/nvme0 /mnt/nvme1 --page-size 4MiB --device cuda
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from . import _core, configure
-from .calibrate import LANES, Calibration, Setup, calibration
+from . import _core, configure, device
+from .calibrate import Calibration, Setup, calibration, processor
 from .finetune_options import ENGINES, Parser
 from .forecast import LANE_NAMES
-from .planner_options import page_size, positive, worded
+from .lane_probe import LANES
+from .planner_options import add_device, page_size, positive, worded
 from .sizes import format_size
 
 SWEEP_SECONDS = 0.15
@@ -26,7 +27,8 @@ IN_FLIGHT_MAX = 256 << 20  # bytes of host memory for buffers
 
 
 def run(arguments: Sequence[str], description: str | None) -> int:
-    """0; what cannot be measured is said, and raises where it is the disk that was asked for."""
+    """0; what cannot be measured is said, and raises where it is the disk or the device that was
+    asked for."""
     parser = Parser(prog="strata io-tune", description=description)
     parser.add_argument("--ssd-path", nargs="+", default=[], metavar="DIR", help="folders on disks")
     parser.add_argument(
@@ -40,15 +42,18 @@ def run(arguments: Sequence[str], description: str | None) -> int:
     parser.add_argument(
         "--workers", type=worded(positive), metavar="N", help="threads that update parameters"
     )
+    add_device(parser.add_argument, "whose links are measured")
     options = parser.parse_args(arguments)
     for path in options.ssd_path:
         if not Path(path).is_dir():
             parser.error(f"--ssd-path {path} is not a folder")
+    name = device.choose(options.device)
     console = Console()
     if options.ssd_path:
         console.print(sweep(options.ssd_path, options.io_engine))
-    workers = options.workers or configure.default_workers()
-    setup = Setup(workers, options.page_size, options.ssd_path, options.io_engine)
+    workers = options.workers or configure.default_workers(name)
+    setup = Setup(workers, options.page_size, options.ssd_path, options.io_engine, device=name)
+    console.print(device.description(name) or processor())
     console.print(lanes_table(calibration(setup, refresh=True), options.page_size))
     return 0
 
@@ -84,7 +89,7 @@ def lanes_table(found: Calibration, page_bytes: int) -> Table:
         "write": f"{costs['write_bytes_s'] / 1e9:.2f} GB/s",
         "update": f"{costs['update_elements_s'] / 1e9:.2f} G/s",
     }
-    shown = [lane for lane in LANES if costs["slow"].get(lane)]
+    shown = [lane for lane in LANES if costs["slow"].get(lane) or lane in found.typical]
     title = f"lanes with pages of {format_size(page_bytes)}: alone, and what is left beside others"
     table = Table(title=title, title_justify="left")
     table.add_column("lane")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from . import configure
+from . import configure, device
 from .calibrate import Calibration, Setup, calibration
 from .finetune_options import ENGINES, Parser
 from .paper import staging_bytes
@@ -49,6 +49,7 @@ def add_machine(parser: Parser) -> None:
         metavar="device=SIZE,host=SIZE[,ssd=SIZE]",
         help="budgets, such as device=8GiB,host=24GiB,ssd=200GiB",
     )
+    add_device(add, "whose figures are taken where none are told")
     for tier, word in (("upload", "host to device"), ("download", "device to host")):
         add(
             f"--{tier}-speed",
@@ -78,6 +79,17 @@ def add_machine(parser: Parser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
+def add_device(add: Callable[..., object], what: str) -> None:
+    """--device; `what` it is here."""
+    add(
+        "--device",
+        type=worded(device.parse),
+        default="auto",
+        metavar="NAME",
+        help=f"{what}: auto, host, cuda or cuda:N (default: auto, a GPU where one can be used)",
+    )
+
+
 def budgets_of(options: argparse.Namespace, page_bytes: int) -> Budgets:
     """The budgets of --memory."""
     given = options.memory
@@ -104,9 +116,11 @@ def wishes_of(options: argparse.Namespace) -> Wishes:
 def machine_of(
     options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16"
 ) -> Calibration:
-    """What --*-speed says, and for the rest this machine, as remembered or measured now.
+    """What --*-speed says, and for the rest this machine with --device, as remembered or measured
+    now.
 
-    Raises ValueError where an SSD is to be used and its speed is neither told nor to be measured.
+    Raises ValueError where an SSD is to be used and its speed is neither told nor to be measured,
+    and StrataError where the device cannot be used.
     """
     paths = options.ssd_path or []
     for path in paths:
@@ -118,8 +132,9 @@ def machine_of(
         raise ValueError(
             "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
         )
-    workers = options.workers or configure.default_workers()
-    found = calibration(Setup(workers, page_bytes, paths, options.io_engine, dtype))
+    name = device.choose(options.device)
+    workers = options.workers or configure.default_workers(name)
+    found = calibration(Setup(workers, page_bytes, paths, options.io_engine, dtype, name))
     costs: dict[str, Any] = dict(found.costs)
     costs.update({name: float(value) for name, value in told.items() if value is not None})
     if ssd_told and not paths:

@@ -238,10 +238,13 @@ class Planning:
         return paper
 
     def _measure(self, refresh: bool = False) -> Costs:
+        self.state.synchronize()  # updates of the step would be measured with it
         config, page_bytes = self.state.config, self.state.session.plan["page_bytes"]
-        costs = calibrate.costs(
-            self.goal.workers, config["ssd_paths"], page_bytes, self.goal.io_engine, refresh
+        goal = self.goal
+        setup = calibrate.Setup(
+            goal.workers, page_bytes, config["ssd_paths"], goal.io_engine, device=config["device"]
         )
+        costs = calibrate.costs(setup, refresh)
         # On the host autograd's thread lands gradients itself, see lander.py.
         return {**costs, "landing_waits": self.state.device.type == "cpu"}
 
@@ -365,7 +368,6 @@ class Planning:
 
     def measure_again(self) -> None:
         """Measures the machine as it is now, and plans anew. Call between two steps."""
-        self.state.synchronize()
         self.costs = self._measure(refresh=True)
         if self.current is not None and self.current.paper is not None:
             self._adopt(self.current)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from . import calibrate
+from . import calibrate, device
 from .wrapped import wrapped
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Origin:
     """Where a trace comes from; what is not known is empty."""
 
     model: str = ""
-    machine: str = ""
+    machine: str = ""  # what computed: a processor or a GPU
     tokens: int = 0
     shapes: list[list[int]] = field(default_factory=list)
 
@@ -139,10 +139,11 @@ def save_trace(model: nn.Module, path: str | Path) -> None:
         raise ValueError(
             "no step of this model was recorded: wrap it with activations='auto' and train one step"
         )
+    machine = device.description(planning.state.config["device"]) or calibrate.processor()
     shapes = [list(shape) for shape in planning.current.shape]
     # A batch of token ids is (sequences, tokens); of other models the tokens stay unknown.
     tokens = shapes[0][0] * shapes[0][1] if shapes and len(shapes[0]) == 2 else 0
-    origin = Origin(type(model).__name__, calibrate.processor(), tokens, shapes)
+    origin = Origin(type(model).__name__, machine, tokens, shapes)
     save(path, planning.current.trace, origin)
 
 

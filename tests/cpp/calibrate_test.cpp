@@ -6,8 +6,10 @@
 #include <chrono>
 #include <fstream>
 
+#include "doubles/gpu.hpp"
 #include "engine/calibrate.hpp"
 #include "io_fixtures.hpp"
+#include "memory/host_backend.hpp"
 
 namespace strata {
 namespace {
@@ -81,17 +83,80 @@ TEST(SsdProbe, AMissingFolderIsRefused) {
   EXPECT_THROW(SsdProbe(small({"/nowhere/at/all"}), "threads"), StrataError);
 }
 
-TEST(CopyProbe, TellsBothWaysAloneAndTogether) {
-  CopyProbe probe(kPage, 16 * kPage);
+// Every device there is a double of: both ways alone and together.
+void expect_speeds(CopyProbe& probe) {
   const LinkSpeed up = probe.run(Ways::in, kSeconds);
   EXPECT_GT(up.in_bytes_s, 0.0);
   EXPECT_EQ(up.out_bytes_s, 0.0);
-  EXPECT_GT(probe.run(Ways::out, kSeconds).out_bytes_s, 0.0);
+  const LinkSpeed down = probe.run(Ways::out, kSeconds);
+  EXPECT_EQ(down.in_bytes_s, 0.0);
+  EXPECT_GT(down.out_bytes_s, 0.0);
   const LinkSpeed both = probe.run(Ways::both, kSeconds);
   EXPECT_GT(both.in_bytes_s, 0.0);
   EXPECT_NEAR(both.in_bytes_s, both.out_bytes_s, kPage / kSeconds);  // they take turns
+  const LinkSpeed shortest = probe.run(Ways::both, 0.0);
+  EXPECT_GT(shortest.in_bytes_s, 0.0);
+  EXPECT_GT(shortest.out_bytes_s, 0.0);
   EXPECT_GT(probe.transfer_seconds(), 0.0);
   EXPECT_LT(probe.transfer_seconds(), 0.1);
+}
+
+TEST(CopyProbe, TellsBothWaysOfTheHost) {
+  CopyProbe probe(std::make_unique<HostBackend>(nullptr), kPage, 16 * kPage);
+  expect_speeds(probe);
+}
+
+// Pinned as in a session, and without one copy that waits for another.
+TEST(CopyProbe, TellsBothWaysOfAGpu) {
+  for (const bool late : {false, true}) {
+    RecordingDriver driver({.hidden = true, .late = late});
+    {
+      CopyProbe probe(gpu(driver).backend, kPage, 16 * kPage);
+      EXPECT_GT(driver.count("host_register"), 0U);
+      driver.begin_steady();
+      expect_speeds(probe);
+      driver.end_steady();
+      EXPECT_EQ(driver.count("stream_wait"), 0U);
+    }
+    EXPECT_EQ(driver.complaint() + driver.leaks(), "") << (late ? "late" : "at once");
+  }
+}
+
+TEST(CopyProbe, AGpuThatIsFullIsRefusedWithItsFigures) {
+  RecordingDriver driver({.device_bytes = 16 * kPage, .taken_bytes = 13 * kPage});
+  try {
+    const CopyProbe probe(gpu(driver).backend, kPage, 16 * kPage);
+    FAIL() << "four pages fit into three";
+  } catch (const StrataError& error) {
+    EXPECT_EQ(error.error().fault, Fault::memory);
+    EXPECT_EQ(error.error().tier, Tier::device);
+  }
+  EXPECT_EQ(driver.complaint() + driver.leaks(), "");
+}
+
+// The 1st, 2nd, 3rd … call fails, until a probe passes untouched: an exception or figures, and
+// nothing left.
+TEST(CopyProbe, EveryCallMayFail) {
+  for (const int result : {kCudaOutOfMemory, kCudaLaunchFailed}) {
+    std::size_t failures = 0;
+    bool fired = true;
+    for (std::uint64_t nth = 1; fired; nth += 1 + nth / 16) {
+      RecordingDriver driver({.late = true, .seed = nth, .nth = nth, .nth_result = result});
+      try {
+        CopyProbe probe(gpu(driver).backend, kPage, 8 * kPage);
+        EXPECT_GT(probe.run(Ways::both, 0.0).in_bytes_s, 0.0);
+        EXPECT_GT(probe.transfer_seconds(), 0.0);
+      } catch (const StrataError& error) {
+        EXPECT_TRUE(error.error().tier == Tier::device || error.error().fault == Fault::config)
+            << error.what();
+        ++failures;
+      }
+      fired = driver.fired();
+      ASSERT_EQ(driver.complaint() + driver.leaks(), "")
+          << "call " << nth << " failed with " << result;
+    }
+    EXPECT_GT(failures, 20U);
+  }
 }
 
 TEST(UpdateProbe, CountsElementsOfEveryDtype) {

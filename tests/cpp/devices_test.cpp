@@ -25,18 +25,25 @@ TEST(Devices, TheHostIsThere) {
   const OpenedDevice host = open_device("host", nullptr, 1);
   EXPECT_TRUE(host.backend->reachable());
   EXPECT_EQ(host.compute, nullptr);
+  EXPECT_STREQ(open_backend("host", nullptr)->name(), "host");
+  EXPECT_EQ(device_description("host"), "host");
 }
 
 TEST(Devices, WhatOpeningSaysIsWhatIsSaidBefore) {
   const std::string why = device_error("cuda:4000");
   EXPECT_NE(why, "") << "nobody has so many";
-  try {
-    open_device("cuda:4000", nullptr, 1);
-    ADD_FAILURE() << "it opened";
-  } catch (const StrataError& error) {
-    EXPECT_EQ(error.error().what, why);
-    EXPECT_EQ(error.error().fault, Fault::config);
-  }
+  const auto refused = [&why](const auto& open) {
+    try {
+      open();
+      ADD_FAILURE() << "it opened";
+    } catch (const StrataError& error) {
+      EXPECT_EQ(error.error().what, why);
+      EXPECT_EQ(error.error().fault, Fault::config);
+    }
+  };
+  refused([] { open_device("cuda:4000", nullptr, 1); });
+  refused([] { open_backend("cuda:4000", nullptr); });
+  refused([] { device_description("cuda:4000"); });
 }
 
 // A GPU maps 2 MiB at a time: no smaller page is tried.

@@ -1,7 +1,7 @@
 """A double of torch.cuda: streams, events and memory that follow a script.
 
 It exists to catch device memory that is used on no stream or on the wrong one, times that are read
-from the wrong clock, budgets that are asked of the wrong memory, and steps that wait for all of the
+from the wrong clock, budgets that are asked of the wrong memory, and whoever waits for all of the
 device.
 """
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 class Stream:
@@ -51,7 +52,7 @@ class FakeCuda:
             return ask
 
         class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
                 assert enable_timing
 
             def record(self, stream: Any) -> None:
@@ -73,6 +74,9 @@ class FakeCuda:
         def begin_anew(device: Any) -> None:
             self.peak = self.allocated
 
+        def wait_for_everything(device: Any = None) -> None:
+            raise AssertionError("the device as a whole is never waited for")
+
         class Chosen:
             def __init__(self, device: Any) -> None:
                 pass
@@ -88,13 +92,13 @@ class FakeCuda:
             "Event": Event,
             "current_stream": lambda device=None: self.stream,
             "is_current_stream_capturing": lambda: self.capturing,
-            "synchronize": noted("synchronize"),
             "memory_stats": noted("memory_stats", stats),
             "reset_peak_memory_stats": begin_anew,
             "mem_get_info": noted("mem_get_info", lambda device=None: (self.free, self.total)),
             "set_per_process_memory_fraction": lambda part, device: self.fractions.append(part),
             "empty_cache": noted("empty_cache"),
             "is_available": lambda: True,
+            "synchronize": wait_for_everything,
             "device": Chosen,
         }
         for name, answer in answers.items():
@@ -104,3 +108,24 @@ class FakeCuda:
         """An allocation; a negative one gives back."""
         self.allocated += byte_count
         self.peak = max(self.peak, self.allocated)
+
+
+class MetaGpu(TorchFunctionMode):
+    """The meta device stands for a GPU's memory: whoever computes on it with a tensor that was
+    left on the host is told so. `made` counts what was made there, or moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def there(value: Any) -> Any:
+            if not (isinstance(value, torch.device) and value.type == "cuda"):
+                return value
+            self.made += 1
+            return torch.device("meta")
+
+        more = {name: there(value) for name, value in (kwargs or {}).items()}
+        return function(*map(there, args), **more)

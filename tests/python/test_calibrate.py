@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from strata import _core, calibrate, compute_probe
+from strata import _core, calibrate, compute_probe, lane_probe
 from strata.calibrate import Calibration, Setup
 
 PAGE = 64 << 10
@@ -15,12 +15,13 @@ PAGE = 64 << 10
 def tiny(monkeypatch, tmp_path):
     """Sizes and times that are quick, and a cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(calibrate, "ALONE_SECONDS", 0.005)
-    monkeypatch.setattr(calibrate, "TOGETHER_SECONDS", 0.005)
+    monkeypatch.setattr(lane_probe, "ALONE_SECONDS", 0.005)
+    monkeypatch.setattr(lane_probe, "TOGETHER_SECONDS", 0.005)
     monkeypatch.setattr(calibrate, "SSD_BYTES", 64 * PAGE)
     monkeypatch.setattr(calibrate, "COPY_BYTES", 16 * PAGE)
     monkeypatch.setattr(calibrate, "UPDATE_BYTES", 16 * PAGE)
     monkeypatch.setattr(compute_probe, "FEED_FORWARD", 64)
+    monkeypatch.setattr(compute_probe, "PRODUCT", (64, 128, 256))
     monkeypatch.setattr(compute_probe, "SHORTEST_SECONDS", 0.005)
 
 
@@ -39,7 +40,7 @@ def counted(monkeypatch):
     def measure(setup):
         calls.append(setup)
         speeds = {name: float(len(calls)) for name in calibrate.COST_NAMES - {"slow"}}
-        return Calibration({**speeds, "slow": {"compute": {"update": 0.5}}}, 1e9)
+        return Calibration({**speeds, "slow": {"compute": {"update": 0.5}}}, 1e9, 1e9)
 
     monkeypatch.setattr(calibrate, "measure", measure)
     return calls
@@ -56,9 +57,9 @@ def test_every_lane_is_measured_alone_and_beside_the_others(disk):
     assert set(found.costs) == calibrate.COST_NAMES
     assert all(v > 0 for name, v in found.costs.items() if name != "slow")
     slow = found.costs["slow"]
-    for lane in calibrate.LANES:
+    for lane in lane_probe.LANES:
         beside = set(slow[lane])
-        assert beside == set(calibrate.LANES) - {lane}
+        assert beside == set(lane_probe.LANES) - {lane}
         assert all(0 < part <= 1 for part in slow[lane].values())
     assert found.flops_s > 1e6
 
@@ -69,7 +70,7 @@ def test_nothing_is_left_on_the_disk(disk):
 
 
 def test_without_a_disk_its_lanes_have_no_speed():
-    costs = calibrate.costs(2, [], PAGE, "auto")
+    costs = calibrate.costs(Setup(2, PAGE, [], "auto"))
     assert costs["read_bytes_s"] == costs["write_bytes_s"] == 0
     assert "read" not in costs["slow"]["compute"]
 
@@ -83,17 +84,17 @@ def test_random_numbers_of_the_user_stay_as_they_are():
 
 
 def test_a_second_call_remembers(disk, counted):
-    first = calibrate.costs(1, [str(disk)], PAGE, "threads")
-    assert calibrate.costs(1, [str(disk)], PAGE, "threads") == first
+    first = calibrate.costs(Setup(1, PAGE, [str(disk)], "threads"))
+    assert calibrate.costs(Setup(1, PAGE, [str(disk)], "threads")) == first
     assert len(counted) == 1
-    calibrate.costs(1, [str(disk)], PAGE, "threads", refresh=True)
+    calibrate.costs(Setup(1, PAGE, [str(disk)], "threads"), refresh=True)
     assert len(counted) == 2
 
 
 def test_folders_of_one_disk_share_what_is_known(disk, counted):
     (disk / "other").mkdir()
-    calibrate.costs(1, [str(disk)], PAGE, "threads")
-    calibrate.costs(1, [str(disk / "other")], PAGE, "threads")
+    calibrate.costs(Setup(1, PAGE, [str(disk)], "threads"))
+    calibrate.costs(Setup(1, PAGE, [str(disk / "other")], "threads"))
     assert len(counted) == 1
 
 
@@ -132,10 +133,10 @@ def _set(path, value):
     ],
 )
 def test_a_damaged_file_is_measured_again_and_replaced(damage, counted):
-    calibrate.costs(1, [], PAGE, "auto")
+    calibrate.costs(Setup(1, PAGE, [], "auto"))
     file = only_file()
     file.write_text(damage(file.read_text()))
-    again = calibrate.costs(1, [], PAGE, "auto")
+    again = calibrate.costs(Setup(1, PAGE, [], "auto"))
     assert len(counted) == 2
     assert json.loads(only_file().read_text())["calibration"]["costs"] == again
 
@@ -144,12 +145,12 @@ def test_a_cache_folder_that_cannot_be_made_is_logged(monkeypatch, tmp_path, cap
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.INFO, "strata"):
-        assert calibrate.costs(1, [], PAGE, "auto")["upload_bytes_s"] > 0
+        assert calibrate.costs(Setup(1, PAGE, [], "auto"))["upload_bytes_s"] > 0
     assert "is not remembered" in caplog.text
 
 
 def test_a_disk_that_cannot_be_measured_is_taken_to_be_a_modest_one(tmp_path, caplog):
-    costs = calibrate.costs(1, [str(tmp_path)], PAGE, "nonsense")
+    costs = calibrate.costs(Setup(1, PAGE, [str(tmp_path)], "nonsense"))
     assert costs["read_bytes_s"] == calibrate.TYPICAL["read"]
     assert costs["upload_bytes_s"] != calibrate.TYPICAL["upload"]
     assert "cannot measure read and write" in caplog.text
@@ -161,11 +162,11 @@ def test_a_lane_that_fails_beside_another_is_raised():
         raise _core.StrataError("the disk is gone")
 
     with pytest.raises(_core.StrataError, match="the disk is gone"):
-        calibrate.together(lambda seconds: 1.0, broken)
+        lane_probe.together(lambda seconds: 1.0, broken)
 
 
 def test_probes_refuse_what_they_do_not_know():
     with pytest.raises(ValueError, match="sideways"):
-        _core.CopyProbe(PAGE, 4 * PAGE).run("sideways", 0.001)
+        _core.CopyProbe(PAGE, 4 * PAGE, "host").run("sideways", 0.001)
     with pytest.raises(ValueError, match="int8"):
         _core.UpdateProbe(1, "int8", PAGE, PAGE, 1)

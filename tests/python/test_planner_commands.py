@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strata import calibrate, cli, paper, planner_options, trace_file, whatif
+from strata import cli, configure, device, lane_probe, paper, planner_options, trace_file, whatif
 from strata.calibrate import Calibration
 from strata.trace_file import Origin
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
@@ -21,13 +21,16 @@ ON_DISK = "device=256MiB,host=200MiB,ssd=8GiB"
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """No test here measures anything."""
+    """No test here measures anything: what was asked for."""
+    asked = []
 
     def calibration(setup, refresh=False):
+        asked.append(setup)
         disk = {} if setup.ssd_paths else {"read_bytes_s": 0.0, "write_bytes_s": 0.0}
-        return Calibration({**COSTS, **disk}, 1e12)
+        return Calibration({**COSTS, **disk}, 1e12, 1e11)
 
     monkeypatch.setattr(planner_options, "calibration", calibration)
+    return asked
 
 
 @pytest.fixture
@@ -80,7 +83,7 @@ def test_json_says_the_same(ask):
         100 * found["bound"]["seconds"] / found["step_seconds"]
     )
     assert found["tokens_per_second"] == pytest.approx(TOKENS / found["step_seconds"])
-    assert set(found["lanes"]) == set(calibrate.LANES)
+    assert set(found["lanes"]) == set(lane_probe.LANES)
     assert [unit["name"] for unit in found["units"]][1] == "model.layers.0"
 
 
@@ -169,6 +172,7 @@ def test_scaling_scales_what_grows_and_nothing_else():
         (["--split", "0"], "'0' is not a positive whole number"),
         (["--upload-speed", "12GB/h"], "'12GB/h' is not a size"),
         (["--update-speed", "many"], "'many' is not a number"),
+        (["--device", "cudda"], "unknown device 'cudda': did you mean 'cuda'?"),
         (["--ssd-red-speed", "1GB/s"], "did you mean '--ssd-read-speed'?"),
     ],
 )
@@ -262,6 +266,42 @@ def test_flops_and_bandwidth_of_another_device_can_be_told(folder, capsys):
 
     assert seconds("--flops", "1G") == pytest.approx(2 * seconds("--flops", "2G"), rel=0.01)
     assert seconds("--flops", "1T", "--device-bandwidth", "1GB/s") > 10 * seconds("--flops", "1T")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """There is one, with the number 0."""
+    monkeypatch.setattr(device, "why_not", lambda name: "" if name == "cuda:0" else "it is gone")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("word", "name"), [(None, "cuda:0"), ("cuda", "cuda:0"), ("cpu", "host")])
+def test_figures_are_those_of_the_device_that_wrap_would_take(
+    word, name, folder, trace_path, measured, capsys
+):
+    told = ["--device", word] if word else []
+    estimate(capsys, "--model", folder, "--memory", "device=64MiB,host=64MiB", *told)
+    cli.main(["plan", "--trace", trace_path, "--memory", BUDGET, *told])
+    assert [setup.device for setup in measured] == [name, name]
+    assert measured[0].workers == configure.default_workers(name)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_device_that_cannot_be_used_is_refused_with_the_reason(trace_path, measured, capsys):
+    command = ["plan", "--trace", trace_path, "--memory", BUDGET, "--device", "cuda:1"]
+    assert cli.main(command) == 1
+    assert "device='cuda:1' cannot be used: it is gone" in capsys.readouterr().err
+    assert measured == []
+
+
+def test_traffic_is_what_the_device_s_memory_does(folder, capsys, monkeypatch):
+    def seconds(bytes_s):
+        found = Calibration({**COSTS, "read_bytes_s": 0.0, "write_bytes_s": 0.0}, 1e12, bytes_s)
+        monkeypatch.setattr(planner_options, "calibration", lambda setup: found)
+        memory = ["--memory", "device=64MiB,host=64MiB"]
+        return estimate(capsys, "--model", folder, *memory)[0]["lanes"]["compute"]["busy_seconds"]
+
+    assert seconds(1e9) > 5 * seconds(1e11)
 
 
 def test_models_of_other_kinds_are_refused(tmp_path, capsys):
