@@ -134,12 +134,13 @@ def save_trace(model: nn.Module, path: str | Path) -> None:
     Raises ValueError where none was recorded: strata.wrap() needs activations=, and a step has to
     have run.
     """
-    planning = wrapped(model).planning
+    state = wrapped(model)
+    planning = state.planning
     if planning is None or planning.current is None or planning.current.trace is None:
         raise ValueError(
             "no step of this model was recorded: wrap it with activations='auto' and train one step"
         )
-    machine = device.description(planning.state.config["device"]) or calibrate.processor()
+    machine = device.description(state.config["device"]) or calibrate.processor()
     shapes = [list(shape) for shape in planning.current.shape]
     # A batch of token ids is (sequences, tokens); of other models the tokens stay unknown.
     tokens = shapes[0][0] * shapes[0][1] if shapes and len(shapes[0]) == 2 else 0

@@ -158,7 +158,7 @@ def test_the_model_of_a_trace_is_told_from_others():
 def planned(monkeypatch, current):
     """Makes every model one whose planning has this class of batches."""
     planning = None if current is None else SimpleNamespace(current=current)
-    state = SimpleNamespace(planning=planning)
+    state = SimpleNamespace(planning=planning, config={"device": "host"})
     monkeypatch.setattr(trace_file, "wrapped", lambda model: state)
 
 
