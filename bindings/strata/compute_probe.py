@@ -10,6 +10,9 @@ are told ahead, so that what is measured is the work and not the telling. Each l
 the caller's stream: by them the device tells its own time, and the caller waits for one before it
 says more. Nothing waits for the device as a whole. A round that is over sooner than the next one is
 told would measure the telling all the same, so rounds are made large enough for the device at hand.
+
+Note [Slow processors]. One without arithmetic for a 16-bit dtype takes seconds for what another one
+does in milliseconds. So rounds on the host begin small as well, and grow as long as they are short.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ import torch.nn.functional as F
 from torch import nn
 
 SHORTEST_SECONDS = 0.1  # spent on looking for the shortest time
+ROUNDS_MIN = 4  # for that
 ROUNDS_AHEAD = 3  # that a GPU has been told of
-ROUND_SECONDS = 1.5e-3  # of a GPU, at least: some times what it takes to tell it
+GPU_ROUND_SECONDS = 1.5e-3  # some times what it takes to tell it
+ROUND_SECONDS = 20e-3  # of the host: windows hold several of them
 COPIED_BYTES = 128 << 20  # more than any cache
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -32,8 +37,8 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
-# Sizes of a block: on the host some milliseconds, or windows would not match.
-TOKENS, HIDDEN, FEED_FORWARD = 64, 768, 2048
+# Of a block: tokens at first and at most, and widths. Of a product: rows at most, and the others.
+TOKENS, TOKENS_MAX, HIDDEN, FEED_FORWARD = 1, 64, 768, 2048
 GPU_TOKENS, GPU_TOKENS_MAX, GPU_HIDDEN, GPU_FEED_FORWARD = 256, 8192, 2048, 5632
 PRODUCT, GPU_PRODUCT = (512, 1024, 2048), (4096, 4096, 4096)
 
@@ -52,18 +57,20 @@ class Compute:
         self._take(GPU_TOKENS if on_gpu else TOKENS)
         self._once()  # what is only slow the first time
         if on_gpu:
-            self._grow()
+            self._grow(GPU_TOKENS_MAX, GPU_ROUND_SECONDS)
+        else:
+            self._grow(TOKENS_MAX, ROUND_SECONDS)
 
     def run(self, seconds: float) -> float:
         """FLOP/s over about `seconds`, on the caller's current stream."""
         rounds, took = repeat(self._once, self.device, seconds)
         return rounds * self._flops / took
 
-    def _grow(self) -> None:
+    def _grow(self, tokens_max: int, enough: float) -> None:
         """More tokens, until a round takes long enough; or as many as there is memory for."""
-        while self.tokens < GPU_TOKENS_MAX:
-            rounds, took = repeat(self._once, self.device, 4 * ROUND_SECONDS)
-            if took / rounds >= ROUND_SECONDS:
+        while self.tokens < tokens_max:
+            rounds, took = repeat(self._once, self.device, enough / 2)
+            if took / rounds >= enough:
                 return
             try:
                 self._take(2 * self.tokens)
@@ -90,10 +97,18 @@ class Compute:
 
 def matmul_flops(dtype: str, device: torch.device) -> float:
     """FLOP/s of large matrix products."""
-    rows, inner, columns = GPU_PRODUCT if device.type == "cuda" else PRODUCT
-    a, b = _random((rows, inner), dtype, device), _random((inner, columns), dtype, device)
-    out = torch.mm(a, b)
-    return 2 * rows * inner * columns / _shortest(lambda: torch.mm(a, b, out=out), device)
+    on_gpu = device.type == "cuda"
+    most, inner, columns = GPU_PRODUCT if on_gpu else PRODUCT
+    a, b = _random((most, inner), dtype, device), _random((inner, columns), dtype, device)
+    rows = most if on_gpu else 1
+
+    def product() -> None:
+        torch.mm(a[:rows], b)
+
+    product()
+    while rows < most and repeat(product, device, 0.0)[1] < ROUND_SECONDS:
+        rows = min(most, 2 * rows)
+    return 2 * rows * inner * columns / _shortest(product, device)
 
 
 def memory_bandwidth(device: torch.device) -> float:
@@ -153,7 +168,7 @@ def _shortest(work: Callable[[], object], device: torch.device) -> float:
     on_gpu = device.type == "cuda"
     taken: list[float] = []
     begin = time.perf_counter()
-    while len(taken) < 8 or time.perf_counter() - begin < SHORTEST_SECONDS:
+    while len(taken) < ROUNDS_MIN or time.perf_counter() - begin < SHORTEST_SECONDS:
         rounds, took = repeat(work, device, SHORTEST_SECONDS / 8 if on_gpu else 0.0)
         taken.append(took / rounds)
     return min(taken)

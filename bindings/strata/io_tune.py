@@ -82,7 +82,7 @@ def lanes_table(found: Calibration, page_bytes: int) -> Table:
     """Every lane alone, and the share of its speed that it keeps beside each other one."""
     costs = found.costs
     speeds = {
-        "compute": f"{found.flops_s / 1e9:,.0f} GFLOP/s",
+        "compute": f"{found.flops_s / 1e9:,.{0 if found.flops_s >= 1e11 else 1}f} GFLOP/s",
         "upload": f"{costs['upload_bytes_s'] / 1e9:.2f} GB/s",
         "download": f"{costs['download_bytes_s'] / 1e9:.2f} GB/s",
         "read": f"{costs['read_bytes_s'] / 1e9:.2f} GB/s",

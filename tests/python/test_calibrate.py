@@ -64,6 +64,25 @@ def test_every_lane_is_measured_alone_and_beside_the_others(disk):
     assert found.flops_s > 1e6
 
 
+def test_a_slow_processor_gets_less_to_compute(monkeypatch):
+    """One that takes 5 ms for each token, or row."""
+    now = [0.0]
+
+    def work(count):
+        now[0] += 5e-3 * count
+
+    monkeypatch.setattr(compute_probe.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(compute_probe.Compute, "_once", lambda self: work(self.tokens))
+    monkeypatch.setattr(compute_probe.torch, "mm", lambda a, b: work(len(a)))
+    compute = compute_probe.Compute("bfloat16", torch.device("cpu"))
+    assert compute.tokens == 4  # 20 ms
+    assert compute.run(0.1) == pytest.approx(6 * 3 * 768 * 64 / 5e-3)
+    begin = now[0]
+    flops = compute_probe.matmul_flops("bfloat16", torch.device("cpu"))
+    assert flops == pytest.approx(2 * 128 * 256 / 5e-3)
+    assert now[0] - begin < 0.3
+
+
 def test_nothing_is_left_on_the_disk(disk):
     calibrate.measure(Setup(1, PAGE, [str(disk)], "threads"))
     assert list(disk.iterdir()) == []
