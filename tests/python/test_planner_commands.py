@@ -284,6 +284,7 @@ def test_figures_are_those_of_the_device_that_wrap_would_take(
     cli.main(["plan", "--trace", trace_path, "--memory", BUDGET, *told])
     assert [setup.device for setup in measured] == [name, name]
     assert measured[0].workers == configure.default_workers(name)
+    assert (measured[0].page_bytes >= 2 << 20) is (name != "host")  # no GPU maps less
 
 
 @pytest.mark.usefixtures("gpu")
