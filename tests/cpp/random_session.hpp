@@ -3,6 +3,8 @@
 //
 //   std::mt19937_64 random(seed);
 //   Session session(random_session(random), ...);         // its disk is called "simulated"
+//
+// With larger pages the same draws give as many of them, and budgets of as many.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +25,11 @@ inline bool feasible(const Config& config) {
   }
 }
 
-inline Config random_session(std::mt19937_64& random) {
-  constexpr std::size_t page = kPageBytesMin;
+// Of pages: enough for any of these models.
+inline constexpr std::size_t kPlenty = 16'384;
+
+inline Config random_session(std::mt19937_64& random, std::size_t page = kPageBytesMin) {
+  const std::size_t scale = page / kPageBytesMin;
   const auto below = [&](int end) {
     return static_cast<int>(random() % static_cast<std::uint64_t>(end));
   };
@@ -44,7 +49,7 @@ inline Config random_session(std::mt19937_64& random) {
   for (int p = 0; p < params; ++p) {
     ParamSpec spec;
     spec.name = "p" + std::to_string(p);
-    spec.numel = static_cast<std::size_t>(below(4) == 0 ? 1 + below(90'000) : 1 + below(9'000));
+    spec.numel = scale * static_cast<std::size_t>(1 + below(below(4) == 0 ? 90'000 : 9'000));
     spec.dtype = dtype;
     spec.trainable = below(6) != 0;
     spec.unit = UnitId{static_cast<std::uint32_t>(p < units ? p : below(units))};
@@ -53,14 +58,14 @@ inline Config random_session(std::mt19937_64& random) {
   }
   config.page_bytes = page;
   config.ssd_paths = {"simulated"};
-  config.ssd_bytes = kGiB;
+  config.ssd_bytes = kPlenty * page;
   const Layout layout = make_layout(config, page);
   std::size_t largest = 0;
   for (const UnitLayout& unit : layout.units) largest = std::max(largest, unit.pages.size());
   const auto spare = static_cast<int>(layout.param_pages() - largest + 1);
   config.device_bytes = (largest + static_cast<std::size_t>(below(spare + 1))) * page;
   const auto total = static_cast<int>(layout.page_count);
-  config.host_bytes = kGiB;
+  config.host_bytes = kPlenty * page;
   const auto aside = static_cast<int>(choose_residence(config).buffer_frames);
   config.host_bytes = static_cast<std::size_t>(aside + 12 + below(std::max(1, total - 4))) * page;
   // Room for units that rest on the device; now and then they have to.

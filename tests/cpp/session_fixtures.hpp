@@ -7,6 +7,8 @@
 //   fill(session);
 //   train(session, 3);
 //   EXPECT_EQ(contents(session), expected(3));
+//
+// A device whose pages are larger gets the same model in larger pages: as many, and as full.
 #pragma once
 
 #include <random>
@@ -22,20 +24,21 @@ inline constexpr std::uint32_t kUnits = 4;
 inline constexpr std::uint32_t kParamsEach = 2;
 inline constexpr std::size_t kNumel = 20'000;  // more than half a page: each unit is two pages
 
-inline Config small_config(const std::string& folder, const std::string& name = "strata") {
+inline Config small_config(const std::string& folder, const std::string& name = "strata",
+                           std::size_t page = kPage) {
   Config config;
   for (std::uint32_t u = 0; u < kUnits; ++u) {
     config.units.push_back("block" + std::to_string(u));
     for (std::uint32_t p = 0; p < kParamsEach; ++p) {
       config.params.push_back({.name = "w" + std::to_string(u) + std::to_string(p),
-                               .numel = kNumel,
+                               .numel = kNumel * (page / kPage),
                                .unit = UnitId{u}});
     }
   }
   config.groups = {Hyper{}};
-  config.page_bytes = kPage;
-  config.device_bytes = 5 * kPage;  // two units and a half
-  config.host_bytes = 24 * kPage;   // a third of the state
+  config.page_bytes = page;
+  config.device_bytes = 5 * page;  // two units and a half
+  config.host_bytes = 24 * page;   // a third of the state
   config.ssd_bytes = kGiB;
   config.ssd_paths = {folder};
   config.session_name = name;
@@ -43,9 +46,9 @@ inline Config small_config(const std::string& folder, const std::string& name = 
   return config;
 }
 
-inline Config roomy_config() {
-  Config config = small_config("");
-  config.device_bytes = config.host_bytes = 512 * kPage;
+inline Config roomy_config(std::size_t page = kPage) {
+  Config config = small_config("", "strata", page);
+  config.device_bytes = config.host_bytes = 512 * page;
   config.ssd_paths.clear();
   config.ssd_bytes = 0;
   return config;
@@ -54,7 +57,7 @@ inline Config roomy_config() {
 inline void fill(Session& session) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
-  std::vector<float> values(kNumel);
+  std::vector<float> values(session.config().params[0].numel);
   for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
     for (float& value : values) value = normal(random);
     session.write(p, Kind::master, 0, values.data(), values.size());
@@ -81,15 +84,17 @@ inline void train(Session& session, int steps) {
 }
 
 inline std::vector<float> contents(Session& session) {
-  std::vector<float> all(kUnits * kParamsEach * kNumel);
+  const std::size_t numel = session.config().params[0].numel;
+  std::vector<float> all(kUnits * kParamsEach * numel);
   for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
-    session.read(p, Kind::master, 0, all.data() + p * kNumel, kNumel);
+    session.read(p, Kind::master, 0, all.data() + p * numel, numel);
   }
   return all;
 }
 
-inline std::vector<float> expected(int steps) {
-  Session session(roomy_config());
+// What the host learns with room for everything.
+inline std::vector<float> expected(int steps, std::size_t page = kPage) {
+  Session session(roomy_config(page));
   fill(session);
   train(session, steps);
   return contents(session);

@@ -6,14 +6,12 @@
 #include <random>
 #include <vector>
 
-#include "memory/host_backend.hpp"
 #include "offload/memory_engine.hpp"
+#include "plain_param.hpp"
 #include "random_session.hpp"
 
 namespace strata {
 namespace {
-
-constexpr std::size_t kPage = kPageBytesMin;
 
 struct Broken {
   std::string what;
@@ -23,41 +21,23 @@ void promise(bool kept, const std::string& what) {
   if (!kept) throw Broken{what};
 }
 
-// One parameter of the plain run: the same arithmetic on one piece of memory.
-struct Plain {
-  std::vector<float> initial;
-  std::vector<std::byte> param, master, grad;
-  std::vector<float> moment1, moment2;
-  std::int64_t step = 0;
-  int landed = 0;
-};
-
-// A tensor that was saved: what it was, and the memory that a copy may still read or write.
+// A tensor that was saved: what it was, and device memory that a copy may still read or write.
 struct Tensor {
   SaveId id{};
   UnitId unit = kNoUnit;
   std::vector<std::byte> expected;
-  std::unique_ptr<std::vector<std::byte>> device;
+  std::unique_ptr<DeviceTensor> tensor;
 };
 
 class Simulation final {
  public:
-  Simulation(std::uint64_t seed, FaultPlan faults, std::function<OpenedDevice(Doorbell*)> device)
-      : random_(seed) {
-    config_ = random_session(random_);
-    if (device) {
-      config_.device = "cuda:0";
-      config_.host_bytes += kLandingFrames * kPage;
-      if (!feasible(config_)) config_.ssd_bytes = kGiB;
-    }
+  Simulation(TestDevice& device, std::uint64_t seed, FaultPlan faults)
+      : device_(device), page_(device.page_bytes()), random_(seed) {
+    config_ = device.fit(random_session(random_, page_));
+    if (!feasible(config_)) config_.ssd_bytes = kPlenty * page_;  // landing frames were too much
     auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
                                                  faults, &clock_);
-    SessionParts parts;
-    parts.open_device = std::move(device);
-    if (!parts.open_device) {
-      parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
-    }
-    parts.idle = [this] { clock_.advance(10'000); };
+    SessionParts parts = device.parts_without_pump([this] { clock_.advance(10'000); });
     parts.turned = [this](const PageTable& table, const Residence& home) { check(table, home); };
     engine_ = engine.get();
     parts.io_engine = std::move(engine);
@@ -105,18 +85,18 @@ class Simulation final {
     for (std::size_t f = 0; f < kIoFaultCount; ++f) {
       injected_[f] = engine_->injected(static_cast<IoFault>(f));
     }
-    const auto device_frames = static_cast<std::uint32_t>(config_.device_bytes / kPage);
+    const auto device_frames = static_cast<std::uint32_t>(config_.device_bytes / page_);
     const auto wrong = table.check_invariants({device_frames, home.host_frames, home.slots});
     promise(!wrong, wrong.value_or(""));
-    promise(home.host_frames * kPage <= config_.host_bytes, "the host budget");
-    promise(home.slots * kPage <= config_.ssd_bytes, "the SSD budget");
+    promise(home.host_frames * page_ <= config_.host_bytes, "the host budget");
+    promise(home.slots * page_ <= config_.ssd_bytes, "the SSD budget");
   }
 
   // Room for activations, or the refusal of it, which changes nothing.
   void reserve() {
     drop_all();
-    const auto host = static_cast<std::size_t>(below(12)) * kPage;
-    const auto ssd = static_cast<std::size_t>(below(3) == 0 ? 0 : below(16)) * kPage;
+    const auto host = static_cast<std::size_t>(below(12)) * page_;
+    const auto ssd = static_cast<std::size_t>(below(3) == 0 ? 0 : below(16)) * page_;
     const std::vector<Tier> before = session_->residence().tier;
     try {
       session_->reserve_activations(host, ssd);
@@ -133,8 +113,8 @@ class Simulation final {
     for (std::size_t u = 0; u < units.size(); ++u) units[u] = below(3) == 0;
     const std::vector<bool> before = session_->residence().on_device;
     try {
-      const auto pages = static_cast<int>(config_.device_bytes / kPage);
-      session_->rest_on_device(units, static_cast<std::size_t>(below(pages + 1)) * kPage);
+      const auto pages = static_cast<int>(config_.device_bytes / page_);
+      session_->rest_on_device(units, static_cast<std::size_t>(below(pages + 1)) * page_);
       for (std::size_t u = 0; u < units.size(); ++u) settled_ += units[u] != before[u] ? 1 : 0;
     } catch (const StrataError& error) {
       if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
@@ -143,9 +123,9 @@ class Simulation final {
 
   // Fewer frames for the units that come and go, or more again.
   void limit() {
-    const auto pages = static_cast<int>(config_.device_bytes / kPage);
+    const auto pages = static_cast<int>(config_.device_bytes / page_);
     try {
-      session_->limit_device(static_cast<std::size_t>(1 + below(pages)) * kPage);
+      session_->limit_device(static_cast<std::size_t>(1 + below(pages)) * page_);
     } catch (const StrataError& error) {
       if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
     }
@@ -154,20 +134,20 @@ class Simulation final {
   // What a forward of the unit saves, here and there; the memory of some goes at once.
   void save(UnitId unit) {
     for (int i = below(4); i > 0; --i) {
-      Tensor tensor;
-      tensor.unit = unit;
+      Tensor saved;
+      saved.unit = unit;
       const int bytes = 1 + below(below(2) == 0 ? 5'000 : 200'000);
-      tensor.expected.resize(static_cast<std::size_t>(bytes));
+      saved.expected.resize(static_cast<std::size_t>(bytes) * (page_ / kPageBytesMin));
       std::uint64_t word = random_();
-      for (std::byte& byte : tensor.expected) byte = static_cast<std::byte>(word = word * 5 + 1);
-      tensor.device = std::make_unique<std::vector<std::byte>>(tensor.expected);
+      for (std::byte& byte : saved.expected) byte = static_cast<std::byte>(word = word * 5 + 1);
+      saved.tensor = std::make_unique<DeviceTensor>(device_, saved.expected);
       const Tier tier = below(2) == 0 ? Tier::host : Tier::ssd;
       const auto id =
-          session_->save_activation(tensor.device->data(), tensor.device->size(), tier, unit);
+          session_->save_activation(saved.tensor->data(), saved.tensor->size(), tier, unit);
       if (!id) continue;  // no room: it stays on the device
-      tensor.id = *id;
-      tensors_.push_back(std::move(tensor));  // first: waiting may throw, and the copy goes on
-      if (session_->activation_saved(*id, below(2) == 0)) tensors_.back().device.reset();
+      saved.id = *id;
+      tensors_.push_back(std::move(saved));  // first: waiting may throw, and the copy goes on
+      if (session_->activation_saved(*id, below(2) == 0)) tensors_.back().tensor.reset();
       if (below(10) == 0) drop(tensors_.size() - 1);
     }
   }
@@ -187,13 +167,14 @@ class Simulation final {
     for (std::size_t i = tensors_.size(); i-- > 0;) {
       if (below(4) == 0) session_->stage_activation(tensors_[i].id);
       if (tensors_[i].unit != unit) continue;
-      Tensor& tensor = tensors_[i];
-      session_->activation_saved(tensor.id, true);
-      tensor.device = std::make_unique<std::vector<std::byte>>(tensor.expected.size());
-      session_->fetch_activation(tensor.id, tensor.device->data());
+      Tensor& saved = tensors_[i];
+      session_->activation_saved(saved.id, true);
+      saved.tensor = std::make_unique<DeviceTensor>(device_, saved.expected.size());
+      session_->fetch_activation(saved.id, saved.tensor->data());
       if (below(8) != 0) {
-        session_->activation_fetched(tensor.id, true);
-        promise(*tensor.device == tensor.expected, "an activation came back with other bytes");
+        session_->activation_fetched(saved.id, true);
+        promise(saved.tensor->values() == saved.expected,
+                "an activation came back with other bytes");
         ++came_back_;
       }
       drop(i);
@@ -201,31 +182,26 @@ class Simulation final {
   }
 
   void fill() {
-    const Kernels& plain = kernels(Isa::scalar);
     std::normal_distribution<float> normal;
     for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
-      const ParamSpec& spec = config_.params[p];
-      Plain mine;
-      mine.initial.resize(spec.numel);
-      for (float& value : mine.initial) value = normal(random_);
-      mine.param.resize(spec.numel * size_of(spec.dtype));
-      mine.master.resize(spec.numel * 4);
-      mine.grad.resize(spec.numel * 4);
-      mine.moment1.resize(spec.numel);
-      mine.moment2.resize(spec.numel);
-      plain.split(mine.initial.data(), spec.numel, spec.dtype, mine.param.data(),
-                  mine.master.data());
-      session_->write(p, Kind::master, 0, mine.initial.data(), spec.numel);
-      plain_.push_back(std::move(mine));
+      std::vector<float> initial(config_.params[p].numel);
+      for (float& value : initial) value = normal(random_);
+      session_->write(p, Kind::master, 0, initial.data(), initial.size());
+      plain_.emplace_back(config_.params[p], config_.accumulate, initial);
     }
+  }
+
+  std::vector<std::byte> shown(std::uint32_t p) {
+    std::vector<std::byte> bytes(plain_[p].bytes().size());
+    device_.read(bytes.data(), session_->device_address(p), bytes.size());
+    return bytes;
   }
 
   // While a unit is entered, the device shows what the plain run has.
   void look(UnitId unit) {
     for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
       if (config_.params[p].unit != unit) continue;
-      const auto& mine = plain_[p].param;
-      promise(std::memcmp(session_->device_address(p), mine.data(), mine.size()) == 0,
+      promise(shown(p) == plain_[p].bytes(),
               "the device shows other bytes of " + config_.params[p].name + " than the plain run");
     }
   }
@@ -235,22 +211,18 @@ class Simulation final {
       const ParamSpec& spec = config_.params[p];
       if (spec.unit != unit || !spec.trainable || below(10) == 0) continue;
       if (!session_->gradient_fits(p)) complete_all_but(unit);
-      Plain& mine = plain_[p];
       // A gradient that depends on the parameter as the device shows it.
       std::vector<float> wide(spec.numel);
       kernels(Isa::scalar)
-          .land_gradient(wide.data(), Dtype::float32, session_->device_address(p), spec.dtype,
-                         spec.numel, GradMode::copy);
+          .land_gradient(wide.data(), Dtype::float32, shown(p).data(), spec.dtype, spec.numel,
+                         GradMode::copy);
       for (float& value : wide) value = value * 0.25f + 0.01f * static_cast<float>(below(5));
       std::vector<std::byte> from(spec.numel * size_of(spec.dtype));
       std::vector<std::byte> rest(spec.numel * 4);
       kernels(Isa::scalar).split(wide.data(), spec.numel, spec.dtype, from.data(), rest.data());
-      session_->land_gradient(p, from.data(), spec.dtype);
-      const bool adds = mine.landed++ != 0 && config_.accumulate;
-      kernels(Isa::scalar)
-          .land_gradient(mine.grad.data(), config_.accumulate ? Dtype::float32 : spec.dtype,
-                         from.data(), spec.dtype, spec.numel,
-                         adds ? GradMode::add : GradMode::copy);
+      gradient_ = std::make_unique<DeviceTensor>(device_, from);
+      session_->land_gradient(p, gradient_->data(), spec.dtype);
+      plain_[p].land(from);
     }
   }
 
@@ -296,30 +268,11 @@ class Simulation final {
     for (std::uint32_t p = 0; p < plain_.size(); ++p) update(p);
   }
 
-  // As the plain run does it.
-  void update(std::uint32_t p) {
-    Plain& mine = plain_[p];
-    if (mine.landed == 0) return;
-    mine.landed = 0;
-    const int moments = moment_count(config_.groups[0].rule, config_.groups[0].momentum);
-    UpdateSpan span;
-    span.dtype = config_.params[p].dtype;
-    span.grad_dtype = config_.accumulate ? Dtype::float32 : span.dtype;
-    span.count = config_.params[p].numel;
-    span.param = mine.param.data();
-    span.new_param = mine.param.data();
-    span.master = span.dtype == Dtype::float32 ? nullptr : mine.master.data();
-    span.moment1 = mine.moment1.data();
-    span.moment2 = moments < 2 ? nullptr : mine.moment2.data();
-    span.grad = mine.grad.data();
-    span.hyper = &config_.groups[config_.params[p].group];
-    span.step = ++mine.step;
-    kernels(Isa::scalar).update(span);
-  }
+  void update(std::uint32_t p) { plain_[p].update(config_.groups[config_.params[p].group]); }
 
   void forget() {
     session_->drop_gradients();
-    for (Plain& mine : plain_) mine.landed = 0;
+    for (PlainParam& plain : plain_) plain.forget_gradient();
   }
 
   // The user writes a parameter between steps.
@@ -327,10 +280,9 @@ class Simulation final {
     const auto p = static_cast<std::uint32_t>(below(static_cast<int>(plain_.size())));
     const UnitId unit = config_.params[p].unit;
     session_->enter(unit, false, false);
-    auto& bytes = plain_[p].param;
-    std::memset(bytes.data(), 0, bytes.size());
-    std::memset(plain_[p].master.data(), 0, plain_[p].master.size());
-    std::memset(session_->device_address(p), 0, bytes.size());
+    plain_[p].set_to_zero();
+    const auto& zeros = plain_[p].bytes();
+    device_.write(session_->device_address(p), zeros.data(), zeros.size());
     session_->device_written(p);
     session_->leave(unit);
   }
@@ -338,30 +290,26 @@ class Simulation final {
   void compare() {
     for (std::uint32_t p = 0; p < plain_.size(); ++p) {
       const ParamSpec& spec = config_.params[p];
-      std::vector<float> expected(spec.numel), actual(spec.numel);
-      const bool has_master = spec.trainable && spec.dtype != Dtype::float32;
-      const Kernels& plain = kernels(Isa::scalar);
-      if (has_master) {
-        plain.join(plain_[p].param.data(), plain_[p].master.data(), spec.numel, spec.dtype,
-                   expected.data());
-      } else {
-        plain.land_gradient(expected.data(), Dtype::float32, plain_[p].param.data(), spec.dtype,
-                            spec.numel, GradMode::copy);
-      }
+      const std::vector<float> expected = plain_[p].master();
+      std::vector<float> actual(spec.numel);
       session_->read(p, Kind::master, 0, actual.data(), spec.numel);
       promise(std::memcmp(expected.data(), actual.data(), spec.numel * 4) == 0,
               spec.name + " differs from the plain run at the end");
-      promise(session_->step_of(p) == plain_[p].step, spec.name + " counted other steps");
+      promise(session_->step_of(p) == plain_[p].steps(), spec.name + " counted other steps");
     }
   }
 
+  TestDevice& device_;
+  const std::size_t page_;
   std::mt19937_64 random_;
   VirtualClock clock_;
   Config config_;
   FaultyEngine* engine_ = nullptr;
-  std::vector<Tensor> tensors_;  // saved, the oldest first; the session's copies use their memory
+  // These outlive the session, whose copies may go on where it failed.
+  std::vector<Tensor> tensors_;             // saved, the oldest first
+  std::unique_ptr<DeviceTensor> gradient_;  // that landed last
   std::unique_ptr<Session> session_;
-  std::vector<Plain> plain_;
+  std::vector<PlainParam> plain_;
   std::array<std::uint64_t, kIoFaultCount> injected_{};
   std::uint64_t turns_ = 0;
   std::uint64_t came_back_ = 0;
@@ -369,13 +317,9 @@ class Simulation final {
   std::uint64_t settled_ = 0;
 };
 
-}  // namespace
-
-SimulationResult simulate(std::uint64_t seed, FaultPlan faults,
-                          std::function<OpenedDevice(Doorbell*)> device) {
+SimulationResult simulate(TestDevice& device, std::uint64_t seed, const FaultPlan& faults) {
   SimulationResult result;
-  faults.seed = seed;
-  Simulation simulation(seed, faults, std::move(device));
+  Simulation simulation(device, seed, faults);
   try {
     simulation.run();
   } catch (const Broken& broken) {
@@ -389,6 +333,19 @@ SimulationResult simulate(std::uint64_t seed, FaultPlan faults,
   result.settled = simulation.settled();
   result.faults = simulation.faults();
   result.requests = simulation.requests();
+  return result;
+}
+
+}  // namespace
+
+SimulationResult simulate(TestedOn where, std::uint64_t seed, FaultPlan faults,
+                          RecordingOptions driver) {
+  faults.seed = driver.seed = seed;
+  driver.late = true;
+  TestDevice device(where, driver);
+  SimulationResult result = simulate(device, seed, faults);
+  const std::string left = device.close();
+  if (result.broken.empty()) result.broken = left;
   return result;
 }
 

@@ -1,19 +1,20 @@
 // A whole training run under a virtual clock, from one seed: a random model, random budgets, a disk
 // that misbehaves by plan, and a plain in-memory run beside it as the oracle. After every turn the
 // page table's invariants and every budget are checked; while a unit is entered its device bytes
-// must be those of the oracle, and what was saved of its activations comes back as it was.
+// must be those of the oracle, and what was saved of its activations comes back as it was. It runs
+// on every device that there is: a GPU's double finishes its work late, in an order from the seed.
 //
-//   SimulationResult result = simulate(seed, faults);
+//   SimulationResult result = simulate(TestedOn::host, seed, faults);
 //   EXPECT_EQ(result.broken, "") << "replay with seed " << seed;
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 
 #include "doubles/faulty_engine.hpp"
 #include "engine/session.hpp"
+#include "test_device.hpp"
 
 namespace strata {
 
@@ -28,8 +29,8 @@ struct SimulationResult {
   std::uint64_t settled = 0;    // units that came to rest on the device, or left it
 };
 
-// `device`: makes a GPU; absent, the host is the device.
-SimulationResult simulate(std::uint64_t seed, FaultPlan faults,
-                          std::function<OpenedDevice(Doorbell*)> device = {});
+// `driver`: of the double, where that is the device.
+SimulationResult simulate(TestedOn where, std::uint64_t seed, FaultPlan faults,
+                          RecordingOptions driver = {});
 
 }  // namespace strata

@@ -1,6 +1,6 @@
 // Lock-free updates under a virtual clock, with workers and a disk that are late at random. Every
 // gradient is -1 and the learning rate 1, so an element counts the steps whose gradients are in it:
-// a page shows its version in every element, a torn one shows two.
+// a page shows its version in every element, a torn one shows two. On every device.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,13 +11,15 @@
 
 #include "doubles/faulty_engine.hpp"
 #include "engine/session.hpp"
-#include "memory/host_backend.hpp"
 #include "offload/memory_engine.hpp"
+#include "test_device.hpp"
 
 namespace strata {
 namespace {
 
-constexpr std::size_t kPage = 64 * kKiB;
+constexpr std::size_t kPlenty = 16'384;  // of pages
+constexpr Seeds kLateDisks{.host = 200, .gpu_double = 50, .gpu = 20};
+constexpr Seeds kThreads{.host = 40, .gpu_double = 10, .gpu = 10};
 
 struct Seen {
   std::uint64_t lagging = 0;  // forwards whose parameters were not the newest
@@ -29,7 +31,8 @@ class Training final {
  public:
   enum class Threads : std::uint8_t { none, real };
 
-  explicit Training(std::uint64_t seed, Threads threads = Threads::none) : random_(seed) {
+  Training(TestDevice& device, std::uint64_t seed, Threads threads)
+      : device_(device), page_(device.page_bytes()), random_(seed) {
     config_.update = UpdateMode::lock_free;
     config_.max_staleness = static_cast<std::uint32_t>(below(5));
     Hyper count;
@@ -41,17 +44,19 @@ class Training final {
       config_.units.push_back("unit" + std::to_string(u));
       ParamSpec spec;
       spec.name = "p" + std::to_string(u);
-      spec.numel = 1 + static_cast<std::size_t>(below(90'000));
+      spec.numel = static_cast<std::size_t>(1 + below(90'000)) * (page_ / kPageBytesMin);
       spec.dtype = below(2) == 0 ? Dtype::bfloat16 : Dtype::float32;
       spec.unit = UnitId{static_cast<std::uint32_t>(u)};
       config_.params.push_back(spec);
     }
-    config_.page_bytes = kPage;
-    config_.device_bytes = static_cast<std::size_t>(6 + below(20)) * kPage;
-    config_.host_bytes = kGiB;
+    config_.page_bytes = page_;
+    config_.device_bytes = static_cast<std::size_t>(6 + below(20)) * page_;
+    config_.host_bytes = kPlenty * page_;
     if (threads == Threads::none && below(2) == 0) rest_on_the_ssd();
     config_.workers = 2;
-    session_ = threads == Threads::real ? std::make_unique<Session>(config_) : simulated(seed);
+    config_ = device.fit(config_);
+    session_ = threads == Threads::real ? std::make_unique<Session>(config_, device.parts())
+                                        : simulated(seed);
     for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
       const std::vector<float> zeros(config_.params[p].numel);
       session_->write(p, Kind::master, 0, zeros.data(), zeros.size());
@@ -89,14 +94,12 @@ class Training final {
   int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
 
   std::unique_ptr<Session> simulated(std::uint64_t seed) {
-    SessionParts parts;
-    parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
+    SessionParts parts = device_.parts_without_pump([this] { clock_.advance(10'000); });
     FaultPlan late;
     late.seed = seed;
     late.delay_ns_max = 5'000'000;
     parts.io_engine =
         std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64), late, &clock_);
-    parts.idle = [this] { clock_.advance(10'000); };
     const int pace = 1 + below(60);
     parts.worker_is_done = [this, pace] { return below(pace) == 0; };
     return std::make_unique<Session>(config_, std::move(parts));
@@ -104,10 +107,10 @@ class Training final {
 
   void rest_on_the_ssd() {
     config_.ssd_paths = {"simulated"};
-    config_.ssd_bytes = kGiB;
+    config_.ssd_bytes = kPlenty * page_;
     const Residence all = choose_residence(config_);
     const std::size_t resting = all.layout.page_count;
-    config_.host_bytes = (all.host_frames - resting / 2 + 16) * kPage;
+    config_.host_bytes = (all.host_frames - resting / 2 + 16) * page_;
   }
 
   void visit(std::uint32_t unit, bool backward) {
@@ -116,8 +119,11 @@ class Training final {
     EXPECT_GE(newest, done_ - static_cast<int>(config_.max_staleness)) << "older than declared";
     EXPECT_LE(newest, done_);
     if (backward) {
-      std::vector<float> minus_one(config_.params[unit].numel, -1.0f);
-      session_->land_gradient(unit, minus_one.data(), Dtype::float32);
+      const std::size_t numel = config_.params[unit].numel;
+      const DeviceTensor gradient(device_, numel * sizeof(float));
+      const std::vector<float> minus_one(numel, -1.0f);
+      device_.write(gradient.data(), minus_one.data(), gradient.size());
+      session_->land_gradient(unit, gradient.data(), Dtype::float32);
       look(unit);
     }
     session_->leave(UnitId{unit});
@@ -126,11 +132,13 @@ class Training final {
   // The oldest version that the unit's device pages show; each page shows one only.
   int look(std::uint32_t unit) {
     const ParamSpec& spec = config_.params[unit];
+    std::vector<std::byte> shown(spec.numel * size_of(spec.dtype));
+    device_.read(shown.data(), session_->device_address(unit), shown.size());
     std::vector<float> values(spec.numel);
     kernels(Isa::scalar)
-        .land_gradient(values.data(), Dtype::float32, session_->device_address(unit), spec.dtype,
-                       spec.numel, GradMode::copy);
-    const std::size_t per_page = kPage / size_of(spec.dtype);
+        .land_gradient(values.data(), Dtype::float32, shown.data(), spec.dtype, spec.numel,
+                       GradMode::copy);
+    const std::size_t per_page = page_ / size_of(spec.dtype);
     float oldest = values[0];
     for (std::size_t first = 0; first < values.size(); first += per_page) {
       const auto end =
@@ -149,6 +157,8 @@ class Training final {
     return version;
   }
 
+  TestDevice& device_;
+  const std::size_t page_;
   std::mt19937_64 random_;
   VirtualClock clock_;
   Config config_;
@@ -156,16 +166,27 @@ class Training final {
   std::unique_ptr<Session> session_;
 };
 
-TEST(Staleness, NeverMoreThanDeclaredAndNoPageTorn) {
+class Stale : public OnDevices {
+ protected:
+  static Seen run(std::uint64_t seed, RecordingOptions options, Training::Threads threads) {
+    TestDevice device(GetParam(), options);
+    const Seen seen = Training(device, seed, threads).run();
+    EXPECT_EQ(device.close(), "");
+    return seen;
+  }
+};
+
+TEST_P(Stale, NeverMoreThanDeclaredAndNoPageTorn) {
   const char* more = std::getenv("STRATA_SEEDS");
   const char* one = std::getenv("STRATA_SEED");
   const std::uint64_t first = one == nullptr ? 1 : std::strtoull(one, nullptr, 10);
-  const std::uint64_t count = more == nullptr ? 200 : std::strtoull(more, nullptr, 10);
+  const std::uint64_t count =
+      more == nullptr ? kLateDisks.on(GetParam()) : std::strtoull(more, nullptr, 10);
   const std::uint64_t last = one == nullptr ? count : first;
   Seen all;
   for (std::uint64_t seed = first; seed <= last && !HasFailure(); ++seed) {
     SCOPED_TRACE("replay with STRATA_SEED=" + std::to_string(seed));
-    const Seen seen = Training(seed).run();
+    const Seen seen = run(seed, {.late = true, .seed = seed}, Training::Threads::none);
     all.lagging += seen.lagging;
     all.waits += seen.waits;
     all.merged += seen.merged;
@@ -177,15 +198,17 @@ TEST(Staleness, NeverMoreThanDeclaredAndNoPageTorn) {
 }
 
 // Workers that write while the copy engine reads, as fast as they can.
-TEST(Staleness, HoldsWithRealThreads) {
+TEST_P(Stale, HoldsWithRealThreads) {
   Seen all;
-  for (std::uint64_t seed = 1; seed <= 40 && !HasFailure(); ++seed) {
+  for (std::uint64_t seed = 1; seed <= kThreads.on(GetParam()) && !HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    const Seen seen = Training(seed, Training::Threads::real).run();
+    const Seen seen = run(seed, {}, Training::Threads::real);
     all.lagging += seen.lagging;
   }
   EXPECT_GT(all.lagging, 0U) << "no update was ever late";
 }
+
+INSTANTIATE_TEST_SUITE_P(Devices, Stale, testing::ValuesIn(kTestDevices), device_name);
 
 }  // namespace
 }  // namespace strata

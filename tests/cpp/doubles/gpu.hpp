@@ -4,13 +4,14 @@
 // wrong side, and for sums that are read, or gradients that are given back, before the kernel that
 // makes or reads them has run.
 //
-// Threads: one GPU at a time. Sessions with threads keep to one caller while nothing rests on it.
+// Threads: any; one GPU at a time.
 //
 //   RecordingDriver driver({.hidden = true, .late = true, .seed = seed});
 //   parts.open_device = [&driver](Doorbell*) { return gpu(driver); };
 //   EXPECT_GT(KernelsOfDouble::updates, 0U);
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -26,7 +27,7 @@ namespace strata {
 struct KernelsOfDouble {
   static inline RecordingDriver* driver = nullptr;
   // Launched since gpu(); `sums`: landings that leave sums only.
-  static inline std::uint64_t updates = 0, landings = 0, sums = 0;
+  static inline std::atomic<std::uint64_t> updates = 0, landings = 0, sums = 0;
   // This landing (from 1; 0: none) fails when part of it was launched.
   static inline std::uint64_t nth_landing_fails = 0;
 
@@ -86,12 +87,18 @@ class CallersWork final {
   CudaStream stream_ = nullptr;
 };
 
+struct GpuOptions {
+  int threads = 1;  // that compute at a time, as open_device() says
+  std::size_t pinned_piece_bytes = kPinnedPieceBytes;
+};
+
 inline OpenedDevice gpu(RecordingDriver& driver, Doorbell* bell = nullptr,
-                        std::size_t pinned_piece_bytes = kPinnedPieceBytes) {
+                        GpuOptions options = {}) {
   KernelsOfDouble::driver = &driver;
   KernelsOfDouble::updates = KernelsOfDouble::landings = KernelsOfDouble::sums = 0;
-  return {std::make_unique<CudaBackend>(driver.table(), 0, bell, pinned_piece_bytes),
-          std::make_unique<DeviceCompute>(driver.table(), 0, KernelsOfDouble::table, 1)};
+  return {std::make_unique<CudaBackend>(driver.table(), 0, bell, options.pinned_piece_bytes),
+          std::make_unique<DeviceCompute>(driver.table(), 0, KernelsOfDouble::table,
+                                          options.threads)};
 }
 
 }  // namespace strata

@@ -68,12 +68,14 @@ void RecordingDriver::fill_device(CudaDriver& table) {
     }
   };
   table.device_count = [](void* self, int* count) {
-    *count = of(self).options_.device_count;
-    const int failed = of(self).enter("device_count", Kind::ask);
-    return failed != kCudaSuccess ? failed : of(self).options_.device_count_result;
+    const Call driver(self);
+    *count = driver->options_.device_count;
+    const int failed = driver->enter("device_count", Kind::ask);
+    return failed != kCudaSuccess ? failed : driver->options_.device_count_result;
   };
   table.device_facts = [](void* self, int ordinal, CudaFacts* facts) {
-    const RecordingOptions& options = of(self).options_;
+    const Call driver(self);
+    const RecordingOptions& options = driver->options_;
     *facts = {};
     std::snprintf(facts->name, sizeof facts->name, "Double");
     std::snprintf(facts->pci, sizeof facts->pci, "0000:%02x:00.0", static_cast<unsigned>(ordinal));
@@ -82,85 +84,95 @@ void RecordingDriver::fill_device(CudaDriver& table) {
     facts->has_virtual_memory = options.has_virtual_memory ? 1 : 0;
     facts->reaches_host = options.reaches_host ? 1 : 0;
     facts->granularity = options.has_virtual_memory ? options.granularity : 0;
-    return of(self).enter("device_facts", Kind::ask);
+    return driver->enter("device_facts", Kind::ask);
   };
   table.context_retain = [](void* self, int, CudaContext* context) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("context_retain", Kind::ask)) return failed;
-    if (driver.options_.retain_result != kCudaSuccess) return driver.options_.retain_result;
-    ++driver.retained_;
+    const Call driver(self);
+    if (const int failed = driver->enter("context_retain", Kind::ask)) return failed;
+    if (driver->options_.retain_result != kCudaSuccess) return driver->options_.retain_result;
+    ++driver->retained_;
     *context = self;
     return kCudaSuccess;
   };
   table.context_release = [](void* self, int) {
-    RecordingDriver& driver = of(self);
-    const int result = driver.enter("context_release", Kind::ask);
-    if (--driver.retained_ < 0) driver.complain("a context is released that nobody holds");
+    const Call driver(self);
+    const int result = driver->enter("context_release", Kind::ask);
+    if (--driver->retained_ < 0) driver->complain("a context is released that nobody holds");
     return result;
   };
   table.context_push = [](void* self, CudaContext context) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("context_push", Kind::ask)) {
-      driver.no_push_ = true;
+    const Call driver(self);
+    if (const int failed = driver->enter("context_push", Kind::ask)) {
+      driver->no_push_ = true;
       return failed;
     }
-    if (context != self || driver.retained_ == 0) driver.complain("no such context is held");
-    ++driver.pushed_[std::this_thread::get_id()];
+    if (context != self || driver->retained_ == 0) driver->complain("no such context is held");
+    ++driver->pushed_[std::this_thread::get_id()];
     return kCudaSuccess;
   };
   table.context_pop = [](void* self) {
-    RecordingDriver& driver = of(self);
-    const int result = driver.enter("context_pop", Kind::ask);
-    if (--driver.pushed_[std::this_thread::get_id()] < 0) driver.complain("a pop without a push");
+    const Call driver(self);
+    const int result = driver->enter("context_pop", Kind::ask);
+    if (--driver->pushed_[std::this_thread::get_id()] < 0) driver->complain("a pop without a push");
     return result;
   };
   table.memory_info = [](void* self, std::size_t* free_bytes, std::size_t* total_bytes) {
-    const RecordingOptions& options = of(self).options_;
+    const Call driver(self);
+    const RecordingOptions& options = driver->options_;
     *total_bytes = options.device_bytes;
-    *free_bytes = options.device_bytes - options.taken_bytes - of(self).used_bytes();
-    return of(self).enter("memory_info", Kind::use);
+    *free_bytes = options.device_bytes - options.taken_bytes - driver->used_bytes();
+    return driver->enter("memory_info", Kind::use);
   };
 }
 
 void RecordingDriver::fill_memory(CudaDriver& table) {
   table.address_reserve = [](void* self, std::size_t bytes, std::byte** range) {
-    const int failed = of(self).enter("address_reserve", Kind::make);
-    return failed != kCudaSuccess ? failed : of(self).reserve(bytes, range);
+    const Call driver(self);
+    const int failed = driver->enter("address_reserve", Kind::make);
+    return failed != kCudaSuccess ? failed : driver->reserve(bytes, range);
   };
   table.address_free = [](void* self, std::byte* range, std::size_t bytes) {
-    const int result = of(self).enter("address_free", Kind::give_back);
-    const int freed = of(self).free_range(range, bytes);
+    const Call driver(self);
+    const int result = driver->enter("address_free", Kind::give_back);
+    const int freed = driver->free_range(range, bytes);
     return result != kCudaSuccess ? result : freed;
   };
   table.memory_create = [](void* self, int, std::size_t bytes, CudaMemory* memory) {
-    const int failed = of(self).enter("memory_create", Kind::make);
-    return failed != kCudaSuccess ? failed : of(self).create(bytes, memory);
+    const Call driver(self);
+    const int failed = driver->enter("memory_create", Kind::make);
+    return failed != kCudaSuccess ? failed : driver->create(bytes, memory);
   };
   table.memory_release = [](void* self, CudaMemory memory) {
-    const int result = of(self).enter("memory_release", Kind::give_back);
-    const int released = of(self).release(memory);
+    const Call driver(self);
+    const int result = driver->enter("memory_release", Kind::give_back);
+    const int released = driver->release(memory);
     return result != kCudaSuccess ? result : released;
   };
   table.map = [](void* self, std::byte* at, std::size_t bytes, CudaMemory memory) {
-    const int failed = of(self).enter("map", Kind::make);
-    return failed != kCudaSuccess ? failed : of(self).map(at, bytes, memory);
+    const Call driver(self);
+    const int failed = driver->enter("map", Kind::make);
+    return failed != kCudaSuccess ? failed : driver->map(at, bytes, memory);
   };
   table.unmap = [](void* self, std::byte* at, std::size_t bytes) {
-    const int result = of(self).enter("unmap", Kind::give_back);
-    const int unmapped = of(self).unmap(at, bytes);
+    const Call driver(self);
+    const int result = driver->enter("unmap", Kind::give_back);
+    const int unmapped = driver->unmap(at, bytes);
     return result != kCudaSuccess ? result : unmapped;
   };
   table.set_access = [](void* self, int, std::byte* at, std::size_t bytes) {
-    const int failed = of(self).enter("set_access", Kind::make);
-    return failed != kCudaSuccess ? failed : of(self).set_access(at, bytes);
+    const Call driver(self);
+    const int failed = driver->enter("set_access", Kind::make);
+    return failed != kCudaSuccess ? failed : driver->set_access(at, bytes);
   };
   table.host_register = [](void* self, std::byte* memory, std::size_t bytes) {
-    const int failed = of(self).enter("host_register", Kind::make);
-    return failed != kCudaSuccess ? failed : of(self).register_host(memory, bytes);
+    const Call driver(self);
+    const int failed = driver->enter("host_register", Kind::make);
+    return failed != kCudaSuccess ? failed : driver->register_host(memory, bytes);
   };
   table.host_unregister = [](void* self, std::byte* memory) {
-    const int result = of(self).enter("host_unregister", Kind::give_back);
-    const int done = of(self).unregister_host(memory);
+    const Call driver(self);
+    const int result = driver->enter("host_unregister", Kind::give_back);
+    const int done = driver->unregister_host(memory);
     return result != kCudaSuccess ? result : done;
   };
 }

@@ -7,7 +7,7 @@
 // of a step that the driver takes its time for; a call that spoils a graph which another thread
 // captures; and ways out of a failed call that leave half behind.
 //
-// Threads: one caller at a time, any thread.
+// Threads: any; calls take turns.
 //
 //   RecordingDriver driver({.late = true, .seed = seed});
 //   { CudaBackend device(driver.table(), 0, &bell); ... }
@@ -15,11 +15,15 @@
 //   EXPECT_EQ(driver.leaks(), "");
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
+#include <mutex>
+#include <optional>
 #include <random>
 #include <span>
 #include <string>
@@ -62,7 +66,7 @@ struct RecordingOptions {
 
 class RecordingDriver final {
  public:
-  // While it lives the processor reaches device memory: for what stands for the device at work.
+  // While it lives the processor reaches device memory: for what stands for kernels at work.
   class Shown final {
    public:
     explicit Shown(RecordingDriver& driver);
@@ -142,7 +146,23 @@ class RecordingDriver final {
   enum class Kind : std::uint8_t { ask, make, use, work, give_back };
   enum class Capture : std::uint8_t { none, intact, spoiled };
 
-  static RecordingDriver& of(void* self) { return *static_cast<RecordingDriver*>(self); }
+  // A call of the table's, which has the driver for itself.
+  class Call final {
+   public:
+    explicit Call(void* self)
+        : driver_(static_cast<RecordingDriver*>(self)), turn_(driver_->turn_) {}
+    RecordingDriver* operator->() const { return driver_; }
+
+   private:
+    RecordingDriver* driver_;
+    std::scoped_lock<std::recursive_mutex> turn_;
+  };
+  // Where device memory is in the file, and how far it goes on there.
+  struct Place {
+    off_t offset;
+    std::size_t bytes;
+  };
+
   void fill_device(CudaDriver& table);
   void fill_memory(CudaDriver& table);
   void fill_capture_mode(CudaDriver& table);
@@ -177,7 +197,10 @@ class RecordingDriver final {
   bool runnable(const std::deque<Work>& stream) const;
   void run_one(std::deque<Work>& stream);
   void run_some(std::uint64_t count);
+  std::optional<Place> place(const std::byte* at, std::size_t bytes) const;
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) const;
 
+  std::recursive_mutex turn_;  // kernels run within a call, and show memory
   RecordingOptions options_;
   std::mt19937_64 random_;
   int fd_;

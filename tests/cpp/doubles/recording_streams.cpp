@@ -1,6 +1,8 @@
 // The recording driver's streams and events.
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -23,12 +25,12 @@ bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::s
 
 void RecordingDriver::fill_capture_mode(CudaDriver& table) {
   table.capture_mode = [](void* self, CudaCaptureMode* mode) {
-    RecordingDriver& driver = of(self);
+    const Call driver(self);
     // The thread's own affair: a lost device is no obstacle, and going back cannot fail.
-    const bool refused = driver.enter("capture_mode", Kind::ask) != kCudaSuccess;
-    const bool lost = driver.lost_by_ != kCudaSuccess;
+    const bool refused = driver->enter("capture_mode", Kind::ask) != kCudaSuccess;
+    const bool lost = driver->lost_by_ != kCudaSuccess;
     if (refused && !lost && *mode == CudaCaptureMode::relaxed) return kCudaOutOfMemory;
-    std::swap(*mode, driver.capture_modes_[std::this_thread::get_id()]);
+    std::swap(*mode, driver->capture_modes_[std::this_thread::get_id()]);
     return kCudaSuccess;
   };
 }
@@ -45,83 +47,83 @@ bool RecordingDriver::spoils_capture(Kind kind) {
 
 void RecordingDriver::fill_streams(CudaDriver& table) {
   table.stream_create = [](void* self, CudaStream* stream) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("stream_create", Kind::make)) return failed;
-    *stream = reinterpret_cast<CudaStream>(driver.next_++);
-    driver.streams_[*stream];
+    const Call driver(self);
+    if (const int failed = driver->enter("stream_create", Kind::make)) return failed;
+    *stream = reinterpret_cast<CudaStream>(driver->next_++);
+    driver->streams_[*stream];
     return kCudaSuccess;
   };
   table.stream_destroy = [](void* self, CudaStream stream) {
-    RecordingDriver& driver = of(self);
-    const int result = driver.enter("stream_destroy", Kind::give_back);
-    const auto found = driver.streams_.find(stream);
-    if (stream == nullptr || found == driver.streams_.end()) {
-      driver.complain("a stream is destroyed that does not exist");
+    const Call driver(self);
+    const int result = driver->enter("stream_destroy", Kind::give_back);
+    const auto found = driver->streams_.find(stream);
+    if (stream == nullptr || found == driver->streams_.end()) {
+      driver->complain("a stream is destroyed that does not exist");
       return kInvalidHandle;
     }
-    if (!found->second.empty()) driver.complain("a stream is destroyed with work in flight");
-    driver.streams_.erase(found);
+    if (!found->second.empty()) driver->complain("a stream is destroyed with work in flight");
+    driver->streams_.erase(found);
     return result;
   };
   table.stream_synchronize = [](void* self, CudaStream stream) {
-    RecordingDriver& driver = of(self);
-    const int result = driver.enter("stream_synchronize", Kind::use);
-    while (!driver.streams_.at(stream).empty()) driver.run_some(1);
+    const Call driver(self);
+    const int result = driver->enter("stream_synchronize", Kind::use);
+    while (!driver->streams_.at(stream).empty()) driver->run_some(1);
     return result;
   };
   table.stream_wait = [](void* self, CudaStream stream, CudaEvent event) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("stream_wait", Kind::work)) return failed;
-    if (!driver.exists(event)) {
-      driver.complain("a stream waits for an event that does not exist");
+    const Call driver(self);
+    if (const int failed = driver->enter("stream_wait", Kind::work)) return failed;
+    if (!driver->exists(event)) {
+      driver->complain("a stream waits for an event that does not exist");
       return kInvalidHandle;
     }
-    const std::uint64_t generation = driver.events_.at(event).recorded;
-    return driver.submit(stream, {.what = What::wait, .event = event, .generation = generation});
+    const std::uint64_t generation = driver->events_.at(event).recorded;
+    return driver->submit(stream, {.what = What::wait, .event = event, .generation = generation});
   };
 }
 
 void RecordingDriver::fill_events(CudaDriver& table) {
   table.event_create = [](void* self, CudaEvent* event) {
-    RecordingDriver& driver = of(self);
+    const Call driver(self);
     // Events are made once and used again: a step that needs more of them than any before it may.
-    if (const int failed = driver.enter("event_create", Kind::use)) return failed;
-    *event = reinterpret_cast<CudaEvent>(driver.next_++);
-    driver.events_[*event];
+    if (const int failed = driver->enter("event_create", Kind::use)) return failed;
+    *event = reinterpret_cast<CudaEvent>(driver->next_++);
+    driver->events_[*event];
     return kCudaSuccess;
   };
   table.event_destroy = [](void* self, CudaEvent event) {
-    RecordingDriver& driver = of(self);
-    const int result = driver.enter("event_destroy", Kind::give_back);
-    if (!driver.exists(event)) {
-      driver.complain("an event is destroyed that does not exist");
+    const Call driver(self);
+    const int result = driver->enter("event_destroy", Kind::give_back);
+    if (!driver->exists(event)) {
+      driver->complain("an event is destroyed that does not exist");
       return kInvalidHandle;
     }
-    driver.events_.at(event).destroyed = true;
+    driver->events_.at(event).destroyed = true;
     return result;
   };
   table.event_record = [](void* self, CudaEvent event, CudaStream stream) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("event_record", Kind::work)) return failed;
-    if (!driver.exists(event)) {
-      driver.complain("an event is recorded that does not exist");
+    const Call driver(self);
+    if (const int failed = driver->enter("event_record", Kind::work)) return failed;
+    if (!driver->exists(event)) {
+      driver->complain("an event is recorded that does not exist");
       return kInvalidHandle;
     }
-    const std::uint64_t generation = ++driver.events_.at(event).recorded;
-    return driver.submit(stream, {.what = What::record, .event = event, .generation = generation});
+    const std::uint64_t generation = ++driver->events_.at(event).recorded;
+    return driver->submit(stream, {.what = What::record, .event = event, .generation = generation});
   };
   table.event_query = [](void* self, CudaEvent event) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("event_query", Kind::use)) return failed;
-    driver.run_some(driver.options_.late ? driver.random_() % (kLateRunsMax + 1) : 0);
-    const Event& state = driver.events_.at(event);
+    const Call driver(self);
+    if (const int failed = driver->enter("event_query", Kind::use)) return failed;
+    driver->run_some(driver->options_.late ? driver->random_() % (kLateRunsMax + 1) : 0);
+    const Event& state = driver->events_.at(event);
     return state.passed >= state.recorded ? kCudaSuccess : kCudaNotReady;
   };
   table.event_synchronize = [](void* self, CudaEvent event) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("event_synchronize", Kind::use)) return failed;
-    const Event& state = driver.events_.at(event);
-    while (state.passed < state.recorded) driver.run_some(1);
+    const Call driver(self);
+    if (const int failed = driver->enter("event_synchronize", Kind::use)) return failed;
+    const Event& state = driver->events_.at(event);
+    while (state.passed < state.recorded) driver->run_some(1);
     return kCudaSuccess;
   };
 }
@@ -129,29 +131,31 @@ void RecordingDriver::fill_events(CudaDriver& table) {
 void RecordingDriver::fill_work(CudaDriver& table) {
   table.copy_in = [](void* self, std::byte* device, const std::byte* host, std::size_t bytes,
                      CudaStream stream) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("copy_in", Kind::work)) return failed;
-    if (!driver.reachable(device, bytes)) driver.complain("bytes are copied to where nothing is");
-    driver.check_host(host, bytes);
-    return driver.submit(stream, {.what = What::copy, .to = device, .from = host, .bytes = bytes});
+    const Call driver(self);
+    if (const int failed = driver->enter("copy_in", Kind::work)) return failed;
+    if (!driver->reachable(device, bytes)) driver->complain("bytes are copied to where nothing is");
+    driver->check_host(host, bytes);
+    return driver->submit(stream, {.what = What::copy, .to = device, .from = host, .bytes = bytes});
   };
   table.copy_out = [](void* self, std::byte* host, const std::byte* device, std::size_t bytes,
                       CudaStream stream) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("copy_out", Kind::work)) return failed;
-    if (!driver.reachable(device, bytes)) driver.complain("bytes are copied from where nothing is");
-    driver.check_host(host, bytes);
-    driver.copied_out_.emplace_back(host, bytes);
-    return driver.submit(stream, {.what = What::copy, .to = host, .from = device, .bytes = bytes});
+    const Call driver(self);
+    if (const int failed = driver->enter("copy_out", Kind::work)) return failed;
+    if (!driver->reachable(device, bytes))
+      driver->complain("bytes are copied from where nothing is");
+    driver->check_host(host, bytes);
+    driver->copied_out_.emplace_back(host, bytes);
+    return driver->submit(stream, {.what = What::copy, .to = host, .from = device, .bytes = bytes});
   };
   table.call_host = [](void* self, CudaStream stream, void (*function)(void*), void* argument) {
-    RecordingDriver& driver = of(self);
-    if (const int failed = driver.enter("call_host", Kind::work)) return failed;
-    return driver.submit(stream, {.what = What::call, .function = function, .argument = argument});
+    const Call driver(self);
+    if (const int failed = driver->enter("call_host", Kind::work)) return failed;
+    return driver->submit(stream, {.what = What::call, .function = function, .argument = argument});
   };
 }
 
 void RecordingDriver::launch(CudaStream stream, Uses uses, std::function<void()> kernel) {
+  const std::scoped_lock turn(turn_);
   for (const std::span<const std::byte> used : uses) {
     const bool there = reachable(used.data(), used.size());
     const bool pinned = options_.reaches_host && is_registered(used.data(), used.size());
@@ -171,10 +175,12 @@ std::uint64_t RecordingDriver::copied_out_to_first(std::size_t bytes) const {
 }
 
 RecordingDriver::Shown::Shown(RecordingDriver& driver) : driver_(driver) {
+  const std::scoped_lock turn(driver_.turn_);
   if (driver_.shown_++ == 0 && driver_.options_.hidden) driver_.protect_all();
 }
 
 RecordingDriver::Shown::~Shown() {
+  const std::scoped_lock turn(driver_.turn_);
   if (--driver_.shown_ == 0 && driver_.options_.hidden) driver_.protect_all();
 }
 
@@ -219,10 +225,7 @@ void RecordingDriver::run_one(std::deque<Work>& stream) {
   stream.pop_front();
   switch (work.what) {
     case What::copy:
-      if (complaint_.empty()) {
-        const Shown shown(*this);
-        std::memcpy(work.to, work.from, work.bytes);
-      }
+      if (complaint_.empty()) copy(work.to, work.from, work.bytes);
       break;
     case What::record:
       events_.at(work.event).passed = work.generation;
@@ -250,6 +253,37 @@ void RecordingDriver::run_some(std::uint64_t count) {
     }
     if (ready.empty()) return;
     run_one(*ready[random_() % ready.size()]);
+  }
+}
+
+std::optional<RecordingDriver::Place> RecordingDriver::place(const std::byte* at,
+                                                             std::size_t bytes) const {
+  auto found = mappings_.upper_bound(const_cast<std::byte*>(at));
+  if (found == mappings_.begin()) return std::nullopt;
+  --found;
+  const auto into = static_cast<std::size_t>(at - found->first);
+  if (into >= found->second.bytes) return std::nullopt;
+  return Place{static_cast<off_t>(memory_.at(found->second.memory).offset + into),
+               std::min(bytes, found->second.bytes - into)};
+}
+
+// By way of the file: device memory may be hidden, and stays so for everybody else.
+void RecordingDriver::copy(std::byte* to, const std::byte* from, std::size_t bytes) const {
+  while (bytes > 0) {
+    const auto into = place(to, bytes);
+    const auto out_of = place(from, bytes);
+    auto moved = static_cast<ssize_t>(bytes);
+    if (into) {
+      moved = ::pwrite(fd_, from, into->bytes, into->offset);
+    } else if (out_of) {
+      moved = ::pread(fd_, to, out_of->bytes, out_of->offset);
+    } else {
+      std::memcpy(to, from, bytes);  // to or from a test's tensor: see host_tensors
+    }
+    STRATA_ASSERT(moved > 0);
+    to += moved;
+    from += moved;
+    bytes -= static_cast<std::size_t>(moved);
   }
 }
 

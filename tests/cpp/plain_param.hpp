@@ -1,0 +1,97 @@
+// One parameter of a plain training: the same arithmetic by the scalar kernels, on one piece of
+// memory that never moves. The simulator's oracle.
+//
+// Threads: none.
+//
+//   PlainParam plain(spec, accumulate, initial);
+//   plain.land(gradient);
+//   plain.update(hyper);
+//   EXPECT_EQ(plain.bytes(), what_the_device_shows);
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "engine/config.hpp"
+#include "optimizers/kernel.hpp"
+
+namespace strata {
+
+class PlainParam final {
+ public:
+  // `accumulate`: gradients rest in float32 and add up.
+  PlainParam(const ParamSpec& spec, bool accumulate, const std::vector<float>& initial)
+      : numel_(spec.numel),
+        dtype_(spec.dtype),
+        trainable_(spec.trainable),
+        accumulate_(accumulate),
+        param_(numel_ * size_of(dtype_)),
+        master_(numel_ * 4),
+        grad_(numel_ * 4),
+        moment1_(numel_),
+        moment2_(numel_) {
+    kernels(Isa::scalar).split(initial.data(), numel_, dtype_, param_.data(), master_.data());
+  }
+
+  // As the device shows it.
+  const std::vector<std::byte>& bytes() const { return param_; }
+  std::int64_t steps() const { return steps_; }
+
+  // What is read from outside: the master where there is one.
+  std::vector<float> master() const {
+    std::vector<float> values(numel_);
+    if (trainable_ && dtype_ != Dtype::float32) {
+      kernels(Isa::scalar).join(param_.data(), master_.data(), numel_, dtype_, values.data());
+    } else {
+      kernels(Isa::scalar)
+          .land_gradient(values.data(), Dtype::float32, param_.data(), dtype_, numel_,
+                         GradMode::copy);
+    }
+    return values;
+  }
+
+  void set_to_zero() {
+    std::fill(param_.begin(), param_.end(), std::byte{0});
+    std::fill(master_.begin(), master_.end(), std::byte{0});
+  }
+
+  void land(const std::vector<std::byte>& gradient) {
+    const bool adds = landed_++ != 0 && accumulate_;
+    kernels(Isa::scalar)
+        .land_gradient(grad_.data(), accumulate_ ? Dtype::float32 : dtype_, gradient.data(), dtype_,
+                       numel_, adds ? GradMode::add : GradMode::copy);
+  }
+  void forget_gradient() { landed_ = 0; }
+
+  // If a gradient has landed.
+  void update(const Hyper& hyper) {
+    if (landed_ == 0) return;
+    landed_ = 0;
+    UpdateSpan span;
+    span.dtype = dtype_;
+    span.grad_dtype = accumulate_ ? Dtype::float32 : dtype_;
+    span.count = numel_;
+    span.param = param_.data();
+    span.new_param = param_.data();
+    span.master = dtype_ == Dtype::float32 ? nullptr : master_.data();
+    span.moment1 = moment1_.data();
+    span.moment2 = moment_count(hyper.rule, hyper.momentum) < 2 ? nullptr : moment2_.data();
+    span.grad = grad_.data();
+    span.hyper = &hyper;
+    span.step = ++steps_;
+    kernels(Isa::scalar).update(span);
+  }
+
+ private:
+  std::size_t numel_;
+  Dtype dtype_;
+  bool trainable_, accumulate_;
+  std::vector<std::byte> param_, master_, grad_;
+  std::vector<float> moment1_, moment2_;
+  std::int64_t steps_ = 0;
+  int landed_ = 0;
+};
+
+}  // namespace strata
