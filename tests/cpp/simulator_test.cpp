@@ -41,7 +41,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
   std::uint64_t came_back = 0;
   std::uint64_t demotions = 0;
   std::uint64_t settled = 0;
-  const Seeds seeds{.host = 120, .gpu_double = 40, .gpu = 10};
+  const Seeds seeds{.host = 120, .gpu_double = 80, .large_pages = 2, .gpu = 10};
   for_seeds(seeds.on(GetParam()), [&](std::uint64_t seed) {
     const SimulationResult result = simulate(GetParam(), seed, nuisances());
     faults += result.faults;
@@ -55,13 +55,13 @@ TEST_P(Simulator, NuisancesChangeNothing) {
   if (number("STRATA_SEED", 0) != 0) return;
   EXPECT_GT(came_back, 0U) << "no activation was swapped";
   EXPECT_GT(demotions, 0U) << "room was never short";
-  EXPECT_GE(settled, seeds.on(GetParam()) / 4) << "hardly any unit rested on the device";
+  EXPECT_GT(settled, seeds.on(GetParam()) / 4) << "hardly any unit rested on the device";
 }
 
 // What a broken disk does: one error that says where, or nothing at all; never other bits.
 TEST_P(Simulator, BrokenDisksAreNoticed) {
   std::uint64_t errors = 0;
-  const Seeds seeds{.host = 80, .gpu_double = 20, .gpu = 8};
+  const Seeds seeds{.host = 80, .gpu_double = 40, .large_pages = 2, .gpu = 8};
   for_seeds(seeds.on(GetParam()), [&](std::uint64_t seed) {
     FaultPlan plan = nuisances();
     for (const IoFault fault : {IoFault::eio, IoFault::no_space, IoFault::corrupt,
@@ -83,11 +83,12 @@ TEST_P(Simulator, BrokenDisksAreNoticed) {
 
 // The 1st, 2nd, 3rd … request fails, until there are no more requests.
 TEST_P(Simulator, EveryRequestMayFail) {
+  if (GetParam() == TestedOn::large_pages) GTEST_SKIP() << "small ones say as much, and sooner";
   const std::uint64_t requests = simulate(GetParam(), kDiskHeavySeed, {}).requests;
-  const Seeds sparse{.host = 16, .gpu_double = 4, .gpu = 2};  // the larger, the more are tried
+  const std::uint64_t dense = GetParam() == TestedOn::gpu ? 1 : 16;  // the larger, the more of them
   for (const IoFault fault : {IoFault::eio, IoFault::corrupt, IoFault::lost_write}) {
     std::uint64_t touched = 0;
-    for (std::uint64_t nth = 1; nth <= requests; nth += 1 + nth / sparse.on(GetParam())) {
+    for (std::uint64_t nth = 1; nth <= requests; nth += 1 + nth / dense) {
       FaultPlan plan;
       plan.nth = nth;
       plan.nth_fault = fault;
@@ -98,21 +99,11 @@ TEST_P(Simulator, EveryRequestMayFail) {
       ASSERT_TRUE(result.error) << "request " << nth << " failed and nobody said so";
       EXPECT_EQ(result.error->errno_value, EIO);
     }
-    EXPECT_GT(touched, 2 * sparse.on(GetParam())) << "the run hardly uses the disk";
+    EXPECT_GT(touched, dense) << "the run hardly uses the disk";
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, Simulator, testing::ValuesIn(kTestDevices), device_name);
-
-// Pages as large as a GPU's, without one: that what is trained scales with them.
-TEST(SimulatorOfTheDouble, LargePagesChangeNothing) {
-  for_seeds(2, [](std::uint64_t seed) {
-    const SimulationResult result = simulate(TestedOn::gpu_double, seed, nuisances(),
-                                             {.granularity = 2 * kMiB, .device_bytes = 4 * kGiB});
-    EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
-    EXPECT_FALSE(result.error) << result.error->text() << "; replay with STRATA_SEED=" << seed;
-  });
-}
 
 // A GPU that fails in the middle of it, which the real one cannot be asked for.
 TEST(SimulatorOfTheDouble, ALostGpuIsNoticed) {

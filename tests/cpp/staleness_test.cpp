@@ -18,8 +18,8 @@ namespace strata {
 namespace {
 
 constexpr std::size_t kPlenty = 16'384;  // of pages
-constexpr Seeds kLateDisks{.host = 200, .gpu_double = 50, .gpu = 20};
-constexpr Seeds kThreads{.host = 40, .gpu_double = 10, .gpu = 10};
+constexpr Seeds kLateDisks{.host = 200, .gpu_double = 100, .large_pages = 4, .gpu = 20};
+constexpr Seeds kThreads{.host = 40, .gpu_double = 20, .large_pages = 4, .gpu = 10};
 
 struct Seen {
   std::uint64_t lagging = 0;  // forwards whose parameters were not the newest

@@ -22,6 +22,8 @@ namespace strata {
 namespace {
 
 constexpr int kGpu = 0;
+constexpr std::size_t kLargePage = 2 * kMiB;
+constexpr std::size_t kPagesOfDouble = 4'096;
 
 // Frames of the caller are claimed so many at a time.
 constexpr std::uint32_t kFramesMore = 32;
@@ -43,13 +45,10 @@ OpenedDevice open_gpu(Doorbell* bell, int threads) {
               cuda.driver(), kGpu, *reinterpret_cast<FindDeviceKernels>(kernels)(), threads)};
 }
 
-std::size_t smallest_page(TestedOn where, const RecordingOptions& options) {
-  std::size_t granularity = kPageBytesMin;
-  if (where == TestedOn::gpu_double) granularity = options.granularity;
-  if (where == TestedOn::gpu) {
-    granularity = CudaDevice(library().driver(), kGpu).facts().granularity;
-  }
-  return std::max(kPageBytesMin, granularity);
+std::size_t smallest_page(TestedOn where) {
+  if (where == TestedOn::large_pages) return kLargePage;
+  if (where != TestedOn::gpu) return kPageBytesMin;
+  return std::max(kPageBytesMin, CudaDevice(library().driver(), kGpu).facts().granularity);
 }
 
 }  // namespace
@@ -61,14 +60,17 @@ std::string why_not(TestedOn where) {
 }
 
 std::string device_name(const testing::TestParamInfo<TestedOn>& where) {
-  constexpr const char* kNames[] = {"host", "gpu_double", "gpu"};
+  constexpr const char* kNames[] = {"host", "gpu_double", "gpu_double_large_pages", "gpu"};
   return kNames[static_cast<std::size_t>(where.param)];
 }
 
 TestDevice::TestDevice(TestedOn where, RecordingOptions options)
-    : where_(where), page_bytes_(smallest_page(where, options)) {
+    : where_(where), page_bytes_(smallest_page(where)) {
+  if (where == TestedOn::host || where == TestedOn::gpu) return;
   options.hidden = true;
-  if (where == TestedOn::gpu_double) driver_ = std::make_unique<RecordingDriver>(options);
+  options.granularity = page_bytes_;
+  options.device_bytes = kPagesOfDouble * page_bytes_;
+  driver_ = std::make_unique<RecordingDriver>(options);
 }
 
 Config TestDevice::fit(Config config) const {

@@ -30,9 +30,12 @@
 
 namespace strata {
 
-enum class TestedOn : std::uint8_t { host, gpu_double, gpu };
+// large_pages: the double with pages as large as a GPU's, so that what a GPU will be given has run
+// before.
+enum class TestedOn : std::uint8_t { host, gpu_double, large_pages, gpu };
 
-inline constexpr TestedOn kTestDevices[] = {TestedOn::host, TestedOn::gpu_double, TestedOn::gpu};
+inline constexpr TestedOn kTestDevices[] = {TestedOn::host, TestedOn::gpu_double,
+                                            TestedOn::large_pages, TestedOn::gpu};
 
 // Why nothing can be tested there; empty: it can.
 std::string why_not(TestedOn where);
@@ -62,7 +65,7 @@ class DeviceTensor final {
 
 class TestDevice final {
  public:
-  // `options`: of the double, where that is meant.
+  // `options`: of the double, where one is meant.
   explicit TestDevice(TestedOn where, RecordingOptions options = {});
   TestDevice(const TestDevice&) = delete;
   TestDevice& operator=(const TestDevice&) = delete;
@@ -100,12 +103,13 @@ class TestDevice final {
   std::vector<FrameId> free_;
 };
 
-// How many seeds a suite runs where: a GPU's pages are larger, and so is what is trained in them.
+// How many seeds a suite runs where: what is trained in larger pages is larger.
 struct Seeds {
-  std::uint64_t host, gpu_double, gpu;
+  std::uint64_t host, gpu_double, large_pages, gpu;
 
   std::uint64_t on(TestedOn where) const {
-    return where == TestedOn::host ? host : where == TestedOn::gpu_double ? gpu_double : gpu;
+    const std::uint64_t all[] = {host, gpu_double, large_pages, gpu};
+    return all[static_cast<std::size_t>(where)];
   }
 };
 
