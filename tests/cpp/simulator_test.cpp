@@ -99,7 +99,7 @@ TEST_P(Simulator, EveryRequestMayFail) {
       ASSERT_TRUE(result.error) << "request " << nth << " failed and nobody said so";
       EXPECT_EQ(result.error->errno_value, EIO);
     }
-    EXPECT_GT(touched, dense) << "the run hardly uses the disk";
+    EXPECT_GT(touched, dense + 4) << "the run hardly uses the disk";
   }
 }
 

@@ -11,6 +11,7 @@
 #include "engine/residence.hpp"
 #include "memory/check.hpp"
 #include "memory/cuda_backend.hpp"
+#include "memory/cuda_device.hpp"
 #include "memory/cuda_library.hpp"
 #include "memory/host_backend.hpp"
 
@@ -48,7 +49,9 @@ OpenedDevice open_gpu(Doorbell* bell, int threads) {
 std::size_t smallest_page(TestedOn where) {
   if (where == TestedOn::large_pages) return kLargePage;
   if (where != TestedOn::gpu) return kPageBytesMin;
-  return std::max(kPageBytesMin, CudaDevice(library().driver(), kGpu).facts().granularity);
+  // Held for good: a GPU's context takes long to make, and suites make many devices.
+  static const CudaDevice device(library().driver(), kGpu);
+  return std::max(kPageBytesMin, device.facts().granularity);
 }
 
 }  // namespace
