@@ -55,7 +55,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
   if (number("STRATA_SEED", 0) != 0) return;
   EXPECT_GT(came_back, 0U) << "no activation was swapped";
   EXPECT_GT(demotions, 0U) << "room was never short";
-  EXPECT_GT(settled, seeds.on(GetParam()) / 4) << "hardly any unit rested on the device";
+  EXPECT_GE(settled, seeds.on(GetParam()) / 4) << "hardly any unit rested on the device";
 }
 
 // What a broken disk does: one error that says where, or nothing at all; never other bits.
