@@ -84,7 +84,9 @@ Config in_the_smallest_host(const Form& form) {
 // No pump: whoever waits takes the turns, so a seed is a run. Host memory is pinned page by page.
 SessionParts parts_over(RecordingDriver& driver, std::size_t page) {
   SessionParts parts;
-  parts.open_device = [&driver, page](Doorbell*) { return gpu(driver, nullptr, {.pinned_piece_bytes = page}); };
+  parts.open_device = [&driver, page](Doorbell*) {
+    return gpu(driver, nullptr, {.pinned_piece_bytes = page});
+  };
   parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
   parts.idle = [] {};
   return parts;
@@ -340,7 +342,9 @@ TEST(CudaLanding, ManyThreadsLandInTheSmallestHostCache) {
   RecordingDriver driver({.hidden = true, .late = true});
   {
     SessionParts parts;
-    parts.open_device = [&](Doorbell* bell) { return gpu(driver, bell, {.pinned_piece_bytes = form.page}); };
+    parts.open_device = [&](Doorbell* bell) {
+      return gpu(driver, bell, {.pinned_piece_bytes = form.page});
+    };
     parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
     Session session(in_the_smallest_host(form), std::move(parts));
     fill(session);
@@ -371,7 +375,9 @@ TEST(CudaLanding, ClosingWaitsForWhatLands) {
     RecordingDriver driver({.host_tensors = true, .late = true, .seed = seed});
     {
       SessionParts parts;
-      parts.open_device = [&](Doorbell* bell) { return gpu(driver, bell, {.pinned_piece_bytes = kPageBytesMin}); };
+      parts.open_device = [&](Doorbell* bell) {
+        return gpu(driver, bell, {.pinned_piece_bytes = kPageBytesMin});
+      };
       parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
       const std::vector<std::uint16_t> tensor(kNumels[0], 0x3f80);
       Session session(on_gpu({}), std::move(parts));

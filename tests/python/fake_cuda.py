@@ -27,6 +27,11 @@ class Stream:
         self.waits.append(other.cuda_stream)
 
 
+def wait_for_everything(device: Any = None) -> None:
+    """In the place of torch.cuda.synchronize()."""
+    raise AssertionError("the device as a whole is never waited for")
+
+
 class FakeCuda:
     """What was asked of torch.cuda, and what it answers."""
 
@@ -73,9 +78,6 @@ class FakeCuda:
 
         def begin_anew(device: Any) -> None:
             self.peak = self.allocated
-
-        def wait_for_everything(device: Any = None) -> None:
-            raise AssertionError("the device as a whole is never waited for")
 
         class Chosen:
             def __init__(self, device: Any) -> None:

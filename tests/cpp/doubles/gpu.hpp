@@ -96,9 +96,9 @@ inline OpenedDevice gpu(RecordingDriver& driver, Doorbell* bell = nullptr,
                         GpuOptions options = {}) {
   KernelsOfDouble::driver = &driver;
   KernelsOfDouble::updates = KernelsOfDouble::landings = KernelsOfDouble::sums = 0;
-  return {std::make_unique<CudaBackend>(driver.table(), 0, bell, options.pinned_piece_bytes),
-          std::make_unique<DeviceCompute>(driver.table(), 0, KernelsOfDouble::table,
-                                          options.threads)};
+  return {
+      std::make_unique<CudaBackend>(driver.table(), 0, bell, options.pinned_piece_bytes),
+      std::make_unique<DeviceCompute>(driver.table(), 0, KernelsOfDouble::table, options.threads)};
 }
 
 }  // namespace strata
