@@ -81,14 +81,15 @@ Config in_the_smallest_host(const Form& form) {
   return config;
 }
 
-// No pump: whoever waits takes the turns, so a seed is a run. Host memory is pinned page by page.
-SessionParts parts_over(RecordingDriver& driver, std::size_t page) {
+// Without a pump whoever waits takes the turns, so a seed is a run. Host memory is pinned page by
+// page.
+SessionParts parts_over(RecordingDriver& driver, std::size_t page, bool pump = false) {
   SessionParts parts;
-  parts.open_device = [&driver, page](Doorbell*) {
-    return gpu(driver, nullptr, {.pinned_piece_bytes = page});
+  parts.open_device = [&driver, page, pump](Doorbell* bell) {
+    return gpu(driver, pump ? bell : nullptr, {.pinned_piece_bytes = page});
   };
   parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
-  parts.idle = [] {};
+  if (!pump) parts.idle = [] {};
   return parts;
 }
 
@@ -341,12 +342,7 @@ TEST(CudaLanding, ManyThreadsLandInTheSmallestHostCache) {
   const Form form;
   RecordingDriver driver({.hidden = true, .late = true});
   {
-    SessionParts parts;
-    parts.open_device = [&](Doorbell* bell) {
-      return gpu(driver, bell, {.pinned_piece_bytes = form.page});
-    };
-    parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
-    Session session(in_the_smallest_host(form), std::move(parts));
+    Session session(in_the_smallest_host(form), parts_over(driver, form.page, true));
     fill(session);
     Trained run;
     for (int step = 0; step < 2; ++step) {
@@ -374,13 +370,8 @@ TEST(CudaLanding, ClosingWaitsForWhatLands) {
   for (std::uint64_t seed = 1; seed < 12; ++seed) {
     RecordingDriver driver({.host_tensors = true, .late = true, .seed = seed});
     {
-      SessionParts parts;
-      parts.open_device = [&](Doorbell* bell) {
-        return gpu(driver, bell, {.pinned_piece_bytes = kPageBytesMin});
-      };
-      parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
       const std::vector<std::uint16_t> tensor(kNumels[0], 0x3f80);
-      Session session(on_gpu({}), std::move(parts));
+      Session session(on_gpu({}), parts_over(driver, kPageBytesMin, true));
       std::thread lander([&] {
         try {
           for (;;) session.land_gradient(0, tensor.data(), Dtype::bfloat16);
