@@ -39,7 +39,7 @@ CudaBackend::~CudaBackend() {
   std::vector<CudaStream> streams;
   for (const Lane& lane : lanes_) streams.push_back(lane.stream);
   for (const Lane& lane : lanes_) streams.push_back(lane.bell);
-  streams.push_back(mark_bell_);
+  for (const MarkBell& one : mark_bells_) streams.push_back(one.bell);
   std::erase(streams, nullptr);
   for (CudaStream stream : streams) device_.give_back(&CudaDriver::stream_synchronize, stream);
   // 2. Nothing is left. Views and frames go with frames_.
@@ -60,8 +60,10 @@ std::optional<Error> CudaBackend::claim(std::size_t frame_count, std::size_t pag
   STRATA_ASSERT(frame_count > 0);
   STRATA_ASSERT(pinned_piece_bytes_ % page_bytes == 0);
   const CudaDevice::Current current(device_);
-  for (CudaStream* stream :
-       {&lanes_[0].stream, &lanes_[1].stream, &lanes_[0].bell, &lanes_[1].bell, &mark_bell_}) {
+  std::vector<CudaStream*> streams = {&lanes_[0].stream, &lanes_[1].stream, &lanes_[0].bell,
+                                      &lanes_[1].bell};
+  for (MarkBell& one : mark_bells_) streams.push_back(&one.bell);
+  for (CudaStream* stream : streams) {
     if (const int failed = device_.call(&CudaDriver::stream_create, stream)) {
       *stream = nullptr;
       return device_.refused("make a stream", failed, 0);
@@ -187,6 +189,21 @@ CudaEvent CudaBackend::conflict(const Lane& other, const Copy& copy) {
   return nullptr;
 }
 
+// Where the mark that is being made rings: see Note [Bells of marks].
+CudaStream CudaBackend::mark_bell(Stream stream) {
+  auto found = std::find_if(mark_bells_.begin(), mark_bells_.end(), [stream](const MarkBell& one) {
+    return one.ticket != 0 && one.of == stream;
+  });
+  if (found == mark_bells_.end()) {
+    found = std::min_element(
+        mark_bells_.begin(), mark_bells_.end(),
+        [](const MarkBell& one, const MarkBell& other) { return one.ticket < other.ticket; });
+  }
+  found->of = stream;
+  found->ticket = last_;
+  return found->bell;
+}
+
 // `event`: what has been put on `stream` so far is done. Then the bell rings.
 int CudaBackend::signal(CudaStream stream, CudaStream bell, CudaEvent& event) {
   if (spare_.empty()) {
@@ -267,7 +284,7 @@ CopyTicket CudaBackend::record(Stream stream) {
   int failed = kCudaSuccess;
   if (!device_.lost()) {
     marks_.push_back({last_, nullptr});
-    failed = signal(stream, mark_bell_, marks_.back().event);
+    failed = signal(stream, mark_bell(stream), marks_.back().event);
   }
   // Without a mark there is nothing to wait for later: see settle().
   const bool marked = !device_.lost() && failed == kCudaSuccess;

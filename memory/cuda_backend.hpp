@@ -40,7 +40,16 @@ static_assert(kPinnedPieceBytes % kPageBytesMax == 0);
 // waits for those of the other lane that touch the same bytes, which an event does on the device.
 // The bell has streams of its own: a host function holds up its stream until it returns, and would
 // leave the bus idle between any two copies.
-//
+
+// Note [Bells of marks]
+// A stream is first in, first out, and so is one that rings: what is told on it waits for all that
+// is told on it before. Marks of a stream come about in their order, so one bell for each stream of
+// the caller's loses nothing, and one for all of them would keep a landing that is over behind a
+// forward that has yet to run. The bells are a few that are made ahead; with more streams the one
+// that was used longest ago changes hands, and may then ring late. Who waits looks by itself, too,
+// now and then.
+inline constexpr std::size_t kMarkBells = 8;
+
 // Note [A lost device]
 // After most errors a GPU does nothing for the process any more. The first one is kept; from then
 // on no call reaches the driver but those that give back, every ticket that was not done is done,
@@ -114,10 +123,16 @@ class CudaBackend final : public Backend {
     std::uint64_t ticket;
     CudaEvent event;
   };
+  struct MarkBell {
+    CudaStream bell = nullptr;
+    Stream of = nullptr;
+    std::uint64_t ticket = 0;  // of its last mark; 0: it is nobody's yet
+  };
 
   CopyTicket submit(Way way, Copy copy, CopyTicket after);
   int enqueue(Lane& lane, Way way, std::array<CudaEvent, 2> after);
   static CudaEvent conflict(const Lane& other, const Copy& copy);
+  CudaStream mark_bell(Stream stream);
   int signal(CudaStream stream, CudaStream bell, CudaEvent& event);
   CudaEvent pending(CopyTicket ticket) const;  // null: it is done
   void reap(Lane& lane);
@@ -133,7 +148,7 @@ class CudaBackend final : public Backend {
   Doorbell* bell_;
   std::size_t pinned_piece_bytes_;
   std::array<Lane, 2> lanes_;
-  CudaStream mark_bell_ = nullptr;
+  std::array<MarkBell, kMarkBells> mark_bells_;
   std::vector<Mark> marks_;
   std::vector<CudaEvent> spare_;
   std::vector<std::span<std::byte>> pinned_;  // registered, in order, without gaps

@@ -99,6 +99,9 @@ class RecordingDriver final {
   // Somebody captures a graph, as PyTorch does; then: whether it was left alone.
   void begin_capture() { capture_ = Capture::intact; }
   bool end_capture() { return std::exchange(capture_, Capture::none) == Capture::intact; }
+  // Nothing on this stream runs until it is let go, as behind a kernel that takes its time.
+  void hold(CudaStream stream) { held_.push_back(stream); }
+  void let_go(CudaStream stream);
   // From now on the device is lost, as by a kernel of the caller that failed.
   void lose(int result);
 
@@ -211,6 +214,7 @@ class RecordingDriver final {
   std::map<std::byte*, Mapping> mappings_;
   std::map<std::byte*, std::size_t> registered_;
   std::map<CudaStream, std::deque<Work>> streams_;
+  std::vector<CudaStream> held_;
   std::map<CudaEvent, Event> events_;
   std::map<std::thread::id, int> pushed_;
   std::map<std::thread::id, CudaCaptureMode> capture_modes_;  // absent: global

@@ -244,12 +244,18 @@ void RecordingDriver::run_one(std::deque<Work>& stream) {
   }
 }
 
+void RecordingDriver::let_go(CudaStream stream) {
+  std::erase(held_, stream);
+  if (!options_.late) run_some(UINT64_MAX);
+}
+
 // Runs up to `count` pieces of work, each the first of a stream that is drawn.
 void RecordingDriver::run_some(std::uint64_t count) {
   for (; count > 0; --count) {
     std::vector<std::deque<Work>*> ready;
     for (auto& [stream, queue] : streams_) {
-      if (runnable(queue)) ready.push_back(&queue);
+      const bool held = std::find(held_.begin(), held_.end(), stream) != held_.end();
+      if (!held && runnable(queue)) ready.push_back(&queue);
     }
     if (ready.empty()) return;
     run_one(*ready[random_() % ready.size()]);
