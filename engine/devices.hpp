@@ -39,4 +39,8 @@ std::unique_ptr<Backend> open_backend(const std::string& device, Doorbell* bell)
 // REQUIRES: bell outlives it.
 OpenedDevice open_device(const std::string& device, Doorbell* bell, int threads);
 
+// Throws StrataError (config) where the kernels cannot run on the device: there is none for it
+// among them, or the driver cannot compile them.
+void check_kernels(CudaDevice& device, const DeviceKernels& kernels);
+
 }  // namespace strata

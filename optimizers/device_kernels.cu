@@ -89,6 +89,13 @@ int land_spans(const LandSpan* spans, std::size_t count, Stream stream) {
   return launch_landings(spans, count, launch);
 }
 
+// One kernel stands for all of them: they are one module.
+int prepare() {
+  using Any = Landing<Vec1, Dtype::float32, Dtype::float32, GradMode::copy>;
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, land_blocks<Any>);
+}
+
 const char* text_of(int error) {
   return cudaGetErrorString(static_cast<cudaError_t>(error));
 }
@@ -96,7 +103,8 @@ const char* text_of(int error) {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) const DeviceKernels* strata_device_kernels() {
-  static constexpr DeviceKernels table{.update = update_spans, .land = land_spans, .text = text_of};
+  static constexpr DeviceKernels table{
+      .update = update_spans, .land = land_spans, .text = text_of, .prepare = prepare};
   return &table;
 }
 

@@ -52,6 +52,9 @@ struct DeviceKernels {
   int (*update)(const UpdateSpan* spans, std::size_t count, Stream stream);
   int (*land)(const LandSpan* spans, std::size_t count, Stream stream);
   const char* (*text)(int error);
+  // Loads the kernels, which may mean to compile them, for the device that is the calling thread's:
+  // else the first launch would, in the middle of a step. On a processor nothing is to be loaded.
+  int (*prepare)() = [] { return 0; };
 };
 
 // On this processor, at once; the stream means nothing. The host's are its best kernels; the twin's

@@ -71,6 +71,8 @@ class DeviceKernelsTest : public testing::TestWithParam<Subject> {
     device_ = &GetParam().kernels();
     const auto error = backend_->claim(1, kFrameBytes);
     ASSERT_FALSE(error) << error->text();
+    const int failed = device_->prepare();
+    ASSERT_EQ(failed, 0) << device_->text(failed);
   }
 
   std::byte* memory() const { return backend_->address(kFrame); }
@@ -307,6 +309,13 @@ TEST(DeviceLibrary, GivesItsTable) {
   EXPECT_EQ(table.update(nullptr, 0, nullptr), 0);
   EXPECT_EQ(table.land(nullptr, 0, nullptr), 0);
   EXPECT_STRNE(table.text(1), table.text(0));
+  const int prepared = table.prepare();
+  try {
+    const CudaLibrary there(STRATA_CUDA_LIBRARY);
+  } catch (const StrataError&) {
+    EXPECT_NE(prepared, 0) << "no driver loads kernels";
+    EXPECT_STRNE(table.text(prepared), table.text(0));
+  }
   ::dlclose(library);
 }
 

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "doubles/recording_driver.hpp"
 #include "engine/residence.hpp"
 #include "memory/result.hpp"
 
@@ -44,6 +45,50 @@ TEST(Devices, WhatOpeningSaysIsWhatIsSaidBefore) {
   refused([] { open_device("cuda:4000", nullptr, 1); });
   refused([] { open_backend("cuda:4000", nullptr); });
   refused([] { device_description("cuda:4000"); });
+}
+
+// Kernels of a GPU, and a driver that may not be able to load them.
+struct KernelsToLoad {
+  static inline const RecordingDriver* driver = nullptr;
+  static inline int result = 0;
+  static inline bool addressed = false;  // the device was the thread's when they were loaded
+
+  static DeviceKernels table() {
+    DeviceKernels kernels = host_device_kernels();
+    kernels.prepare = [] {
+      addressed = driver->calls().back() == "context_push";
+      return result;
+    };
+    kernels.text = [](int) { return "no kernel image is available for the device"; };
+    return kernels;
+  }
+};
+
+TEST(Devices, KernelsThatCannotBeLoadedAreRefusedBeforeTheFirstStep) {
+  RecordingDriver driver;
+  KernelsToLoad::driver = &driver;
+  {
+    CudaDevice device(driver.table(), 0);
+    KernelsToLoad::result = 0;
+    check_kernels(device, KernelsToLoad::table());
+    EXPECT_TRUE(KernelsToLoad::addressed);
+    KernelsToLoad::result = 209;
+    try {
+      check_kernels(device, KernelsToLoad::table());
+      ADD_FAILURE() << "they were taken";
+    } catch (const StrataError& error) {
+      EXPECT_EQ(error.error().fault, Fault::config);
+      for (const char* part : {"GPU 0 (Double", "no kernel image", "209", "update the driver"}) {
+        EXPECT_NE(error.error().what.find(part), std::string::npos) << error.what();
+      }
+    }
+    EXPECT_FALSE(device.lost());
+    driver.lose(kCudaLaunchFailed);
+    KernelsToLoad::result = 0;
+    EXPECT_THROW(check_kernels(device, KernelsToLoad::table()), StrataError);
+  }
+  EXPECT_EQ(driver.complaint(), "");
+  EXPECT_EQ(driver.leaks(), "");
 }
 
 // A GPU maps 2 MiB at a time: no smaller page is tried.
