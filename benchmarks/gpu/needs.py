@@ -28,6 +28,9 @@ HEADERS = {
     "xxhash.h": "libxxhash-dev",
     "gtest/gtest.h": "libgtest-dev",
 }
+# Queues of the GPU that streams are spread over: those that share one wait for each other's heads.
+# The driver's own number is 8, and there are more streams than that. The user's choice comes first.
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 JEMALLOC = ("subprojects/jemalloc-5.3.0", "subprojects/packagecache/jemalloc-5.3.0.tar.bz2")
 
 # What the interpreter says of itself, of packages and of the GPU, as one line of JSON.
@@ -59,12 +62,13 @@ class Found:
 
 def environment(root: Path, python: str, gpu: int | None) -> dict[str, str]:
     """Variables of everything that is run: the interpreter's tools come first, one GPU is to be
-    seen where one is named, and nobody asks the network for models.
+    seen where one is named, streams have queues enough, and nobody asks the network for models.
     """
     path = [str(Path(python).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     path += ["/usr/local/cuda/bin"]
     modules = os.pathsep.join([str(root / "bindings"), str(root)])
     return {
+        **CONNECTIONS,
         **os.environ,
         "PATH": os.pathsep.join(path),
         "PYTHONPATH": modules,
@@ -90,6 +94,7 @@ def look(root: Path, python: str, env: Mapping[str, str], tests: bool) -> Found:
         "nvcc": ".".join(map(str, nvcc)) if nvcc else "",
         "torch": said.get("torch", ""),
         "python": ".".join(map(str, said.get("version", []))),
+        "environment": {name: env[name] for name in CONNECTIONS},
     }
     return Found(missing, str(facts["gpu"]), facts)
 

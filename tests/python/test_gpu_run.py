@@ -87,6 +87,19 @@ def test_an_old_compiler_is_refused(version, wrong):
     assert len(list(needs.nvcc_needs(version))) == wrong
 
 
+@pytest.mark.parametrize("asked", [None, "8"])
+def test_streams_have_queues_enough_and_the_results_say_so(monkeypatch, asked):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(name, asked)
+    env = needs.environment(runner.ROOT, sys.executable, None)
+    assert env[name] == (asked or "32")
+    monkeypatch.setattr(needs, "interpreter", lambda *_: {})
+    monkeypatch.setattr(needs, "has_header", lambda *_: True)
+    assert needs.look(runner.ROOT, "py", env, False).facts["environment"] == {name: env[name]}
+
+
 def test_every_bench_of_a_device_is_run():
     assert set(OF_DEVICE) == set(parts.BENCHES) == set(parts.LIMITS)
     plan = parts.all_parts(runner.ROOT, wishes(), Path("/results"))
