@@ -52,6 +52,7 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[float, torch.cuda.Event]] = []
+        self._last: dict[int, torch.cuda.Event] = {}  # of each stream, by cudaStream_t
         self._free: list[torch.cuda.Event] = []
 
     def now(self) -> float:
@@ -59,14 +60,17 @@ class DeviceClock:
         if len(self._marks) >= EVENTS_MAX:
             return perf_counter()
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.current_stream(self._device)
+        event.record(stream)
         time = perf_counter()
         self._marks.append((time, event))
+        self._last[stream.cuda_stream] = event
         return time
 
     def settle(self) -> dict[float, float]:
-        """Waits until the device has come to the last reading."""
+        """Waits until the device has come to the last reading on each stream that was used."""
         marks, self._marks = self._marks, []
+        others, self._last = self._last.values(), {}
         self._free += [event for _, event in marks]
         if not marks or len(marks) >= EVENTS_MAX:
             return {}
@@ -74,6 +78,9 @@ class DeviceClock:
         last.synchronize()
         # The stream had nothing else to do, so the device came to the last one just now.
         end = perf_counter()
+        for event in others:  # nothing may have made the last one's stream wait for them
+            if event is not last:
+                event.synchronize()
         return {time: end - event.elapsed_time(last) * 1e-3 for time, event in marks}
 
 

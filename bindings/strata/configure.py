@@ -213,7 +213,9 @@ def configure(
         "compute_threads": compute_threads(device_name),
         "device": device_name,
     }
-    _choose_budgets(config, parse_budgets(options.memory), make_plan)
+    given = parse_budgets(options.memory)
+    device.check_budget(device_name, given.get("device", 0), model)
+    _choose_budgets(config, given, make_plan)
     return config, hooked
 
 
@@ -360,11 +362,6 @@ def _choose_budgets(
     # 2. Device and host: what the model needs, if the machine has it.
     free = int(machine.free_host_bytes() * FREE_SHARE)
     gpu = device.free_bytes(config["device"])
-    if gpu is not None and given.get("device", 0) > gpu:
-        raise StrataError(
-            f"the device budget is {format_size(given['device'])}, and {config['device']} has "
-            f"{format_size(gpu)} free: device={gpu} is the most that would do"
-        )
     if "device" not in given or "host" not in given:
         needs = make_plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
         wanted, host = needs["device_bytes"], needs["host_bytes"]

@@ -32,7 +32,7 @@ class CudaMemoryCurve:
     """Bytes in use, as steps between the moments that were noted."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begins to record."""
+        """Begins to record. REQUIRES: CUDA is initialised, as it is where a tensor was made."""
         self._device = device
         self._times: list[float] = []
         self._bytes: list[int] = []
@@ -66,25 +66,40 @@ class CudaMemoryCurve:
 
 class Allocator:
     """PyTorch's allocator, which may have what pages leave of a device budget. On the host nothing
-    is to be done: it has no limit there.
+    is to be done: it has no limit there. A limit that the user had set is kept to, and put back.
     """
 
     def __init__(self, device: torch.device, device_bytes: int) -> None:
         self._device = device
         self._device_bytes = device_bytes
         self.page_bytes = 0
+        self._usual: float | None = None  # what of the device the user let PyTorch have
 
     def give_pages(self, page_bytes: int) -> None:
         """Pages take so much of the budget. What PyTorch has in reserve is given back."""
         if page_bytes != self.page_bytes and self._device.type == "cuda":
+            if self._usual is None:
+                self._usual = memory_fraction(self._device)
             rest = max(0, self._device_bytes - page_bytes)
             total = torch.cuda.mem_get_info(self._device)[1]
-            torch.cuda.set_per_process_memory_fraction(min(1.0, rest / total), self._device)
+            torch.cuda.set_per_process_memory_fraction(min(self._usual, rest / total), self._device)
             with torch.cuda.device(self._device):
                 torch.cuda.empty_cache()
         self.page_bytes = page_bytes
 
     def close(self) -> None:
-        """PyTorch may hold what there is."""
-        if self._device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+        """PyTorch may hold what it could before."""
+        if self._usual is not None:
+            torch.cuda.set_per_process_memory_fraction(self._usual, self._device)
+            self._usual = None
+
+
+def counts_memory() -> bool:
+    """Whether PyTorch's allocator says how much it has given out: one of the user's does not."""
+    return torch.cuda.get_allocator_backend() != "pluggable"
+
+
+def memory_fraction(device: torch.device) -> float:
+    """The part of a device that PyTorch may have."""
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # older PyTorches do not say
+    return float(ask(device)) if ask is not None and counts_memory() else 1.0

@@ -7,22 +7,31 @@ free_bytes(name)                      # of a GPU; None on the host, which shares
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from . import _core
 from .errors import StrataError, check_choice
 from .graphs import refuse_capture
+from .sizes import format_size
 
 HOST = "host"
 WORDS = ("auto", "host", "cpu", "cuda")
+# What a driver shows of itself to processes that may use its GPUs; the second one under WSL.
+DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+log = logging.getLogger("strata")
 
 
 def choose(asked: str | torch.device, model: nn.Module | None = None) -> str:
     """The core's name of the device that is meant: "host" or "cuda:N".
 
-    "auto" is the GPU that the model is on, else the first one that can be used, else the host.
-    Raises StrataError, with the reason, where another one is asked for that cannot be used.
+    "auto" is the GPU that the model is on, else the first one that can be used, else the host: the
+    log says why, as a warning where there is a GPU. Raises StrataError, with the reason, where
+    another one is asked for that cannot be used.
     """
     parse(asked)
     held = model.parameters() if model is not None else ()
@@ -30,7 +39,14 @@ def choose(asked: str | torch.device, model: nn.Module | None = None) -> str:
     if asked == "auto":
         if there is not None:
             return str(there)
-        return HOST if why_not("cuda:0") else "cuda:0"
+        if not (reason := why_not("cuda:0")):
+            return "cuda:0"
+        log.log(
+            logging.WARNING if _shows_gpus() else logging.INFO,
+            "device='auto' is the host: %s",
+            reason,
+        )
+        return HOST
     name = parse(asked)
     if name != HOST and (reason := why_not(name)):
         raise StrataError(f"device={str(asked)!r} cannot be used: {reason}")
@@ -67,14 +83,41 @@ def description(name: str) -> str:
     return "" if name == HOST else _core.device_description(name)
 
 
+def _shows_gpus() -> bool:
+    """Whether this machine seems to have a GPU, whoever cannot use it."""
+    return any(file.exists() for file in DRIVER_FILES) or torch.cuda.is_available()
+
+
 def torch_device(name: str) -> torch.device:
     """What torch calls it."""
     return torch.device("cpu" if name == HOST else name)
 
 
 def free_bytes(name: str) -> int | None:
-    """What a GPU has free now."""
-    return None if name == HOST else int(torch.cuda.mem_get_info(torch_device(name))[0])
+    """What a GPU has free now. What PyTorch keeps in reserve is given back for it."""
+    if name == HOST:
+        return None
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(torch_device(name))[0])
+
+
+def check_budget(name: str, byte_count: int, model: nn.Module) -> None:
+    """Raises StrataError where a GPU has not so much free."""
+    free = free_bytes(name)
+    if free is None or byte_count <= free:
+        return
+    there = sum(p.nbytes for p in model.parameters() if p.is_cuda)
+    raise StrataError(
+        f"the device budget is {format_size(byte_count)}, and {name} has {format_size(free)} free: "
+        f"device={free} is the most that would do"
+        + (
+            f"; the model takes {format_size(there)} beside it until it is wrapped, and would not "
+            "on the CPU"
+            if there
+            else ""
+        )
+    )
 
 
 def current_stream(device: torch.device) -> int:

@@ -28,6 +28,8 @@ from typing import Protocol
 
 import torch
 
+from .graphs import refuse_capture
+
 SLOTS = 4
 
 Landing = Callable[[int], None]  # given a stream, as cudaStream_t; 0 on the host
@@ -83,7 +85,8 @@ class Lander:
         self._thread.start()
 
     def put(self, landing: Landing) -> None:
-        """Has it done behind all that were put before. Waits while SLOTS of them are under way."""
+        """Has it done behind all that were put before. Waits while SLOTS of them are under way.
+        Raises StrataError where the current stream is captured."""
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._error or self._closed)
             self._raise()
@@ -91,6 +94,7 @@ class Lander:
                 raise RuntimeError("a gradient came to a model that is not wrapped any more")
             stream = self._free[-1]
             if stream is not None:
+                refuse_capture(self._device, "a backward of the model")
                 stream.wait_stream(torch.cuda.current_stream(self._device))  # see Note [Streams]
             self._queue.append((landing, stream))
             self._free.pop()

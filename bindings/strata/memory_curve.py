@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch.autograd import ProfilerConfig, ProfilerState
 
-from .cuda_memory import CudaMemoryCurve
+from .cuda_memory import CudaMemoryCurve, counts_memory
 
 ALLOCATION = "memory_alloc"
 TIES = 5
@@ -55,7 +55,9 @@ class Curve(Protocol):
 
 def start_curve(device: torch.device) -> Curve | None:
     """Begins to record what PyTorch holds on a device; None where that cannot be done now."""
-    return CudaMemoryCurve(device) if device.type == "cuda" else MemoryCurve.start()
+    if device.type == "cuda":
+        return CudaMemoryCurve(device) if counts_memory() else None
+    return MemoryCurve.start()
 
 
 class MemoryCurve:

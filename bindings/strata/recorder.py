@@ -66,7 +66,10 @@ class Recorder:
         self.recording = True
         self._curve = start_curve(self._device)
         if self._curve is None:
-            log.info("a profiler is running, so PyTorch's own memory is not measured in this step")
+            log.info(
+                "PyTorch's own memory is not measured in this step: a profiler is running, or an "
+                "allocator that does not tell"
+            )
 
     def close(self) -> None:
         """Ends a recording in the middle: PyTorch's profiler would go on for ever. Idempotent; on

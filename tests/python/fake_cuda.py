@@ -1,10 +1,11 @@
 """A double of torch.cuda: streams, events and memory that follow a script.
 
 It exists to catch device memory that is used on no stream or on the wrong one, times that are read
-from the wrong clock, budgets that are asked of the wrong memory, and whoever waits for all of the
-device.
+from the wrong clock or from events that a stream has not come to, budgets that are asked of the
+wrong memory, limits of the user's that are lost, and whoever waits for all of the device.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,79 +33,98 @@ def wait_for_everything(device: Any = None) -> None:
     raise AssertionError("the device as a whole is never waited for")
 
 
+class Event:
+    """An event that nobody may look at before its stream has come to it."""
+
+    cuda: "FakeCuda"  # of the class that a test uses
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        assert stream is self.cuda.stream
+        self.at = self.cuda.time
+        self.ahead = self.cuda.coming.setdefault(stream.cuda_stream, [])
+        self.ahead.append(self)
+
+    def synchronize(self) -> None:
+        self.cuda.asked.append("event.synchronize")
+        if self in self.ahead:
+            del self.ahead[: self.ahead.index(self) + 1]
+
+    def elapsed_time(self, other: Any) -> float:
+        if self in self.ahead or other in other.ahead:
+            raise RuntimeError("CUDA error: device not ready")
+        return float(other.at - self.at) * 1e3
+
+
 class FakeCuda:
     """What was asked of torch.cuda, and what it answers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream = SimpleNamespace(cuda_stream=7)  # the current one
+        self.coming: dict[int, list[Event]] = {}  # what each stream has yet to come to, in order
         self.time = 0.0  # of the device, in seconds
         self.allocated = 0
         self.peak = 0
         self.total = 8 << 30
         self.free = 6 << 30
+        self.reserve = 0  # bytes that torch's allocator keeps for itself
+        self.initialized = True
         self.fractions: list[float] = []
+        self.backend = "native"
         self.capturing = False  # the current stream
         self.asked: list[str] = []  # what may wait for the device, or is slow
-        fake = self
-
-        def noted(name: str, answer: Any = None) -> Any:
-            """The answer, behind a note that it was asked for."""
-
-            def ask(*args: Any) -> Any:
-                self.asked.append(name)
-                return answer(*args) if answer else None
-
-            return ask
-
-        class Event:
-            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-                assert enable_timing
-
-            def record(self, stream: Any) -> None:
-                assert stream is fake.stream
-                self.at = fake.time
-
-            def synchronize(self) -> None:
-                fake.asked.append("event.synchronize")
-
-            def elapsed_time(self, other: Any) -> float:
-                return float(other.at - self.at) * 1e3
-
-        def stats(device: Any) -> dict[str, int]:
-            return {
-                "allocated_bytes.all.current": self.allocated,
-                "allocated_bytes.all.peak": self.peak,
-            }
-
-        def begin_anew(device: Any) -> None:
-            self.peak = self.allocated
-
-        class Chosen:
-            def __init__(self, device: Any) -> None:
-                pass
-
-            def __enter__(self) -> None:
-                pass
-
-            def __exit__(self, *error: Any) -> None:
-                pass
-
+        synchronize = self._noted("stream.synchronize")
         answers = {
-            "Stream": type("Stream", (Stream,), {"synchronize": noted("stream.synchronize")}),
-            "Event": Event,
+            "Stream": type("Stream", (Stream,), {"synchronize": synchronize}),
+            "Event": type("Event", (Event,), {"cuda": self}),
             "current_stream": lambda device=None: self.stream,
             "is_current_stream_capturing": lambda: self.capturing,
-            "memory_stats": noted("memory_stats", stats),
-            "reset_peak_memory_stats": begin_anew,
-            "mem_get_info": noted("mem_get_info", lambda device=None: (self.free, self.total)),
+            "memory_stats": self._noted("memory_stats", self._stats),
+            "reset_peak_memory_stats": self._begin_anew,
+            "mem_get_info": self._noted("mem_get_info", self._memory),
             "set_per_process_memory_fraction": lambda part, device: self.fractions.append(part),
-            "empty_cache": noted("empty_cache"),
+            "get_per_process_memory_fraction": self._fraction,
+            "get_allocator_backend": lambda: self.backend,
+            "empty_cache": self._noted("empty_cache", self._give_reserve_back),
             "is_available": lambda: True,
             "synchronize": wait_for_everything,
-            "device": Chosen,
+            "is_initialized": lambda: self.initialized,
+            "device": lambda device: nullcontext(),
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
+
+    def _noted(self, name: str, answer: Any = None) -> Any:
+        """The answer, behind a note that it was asked for."""
+
+        def ask(*args: Any) -> Any:
+            self.asked.append(name)
+            return answer(*args) if answer else None
+
+        return ask
+
+    def _stats(self, device: Any) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": self.allocated,
+            "allocated_bytes.all.peak": self.peak,
+        }
+
+    def _memory(self, device: Any = None) -> tuple[int, int]:
+        return self.free, self.total
+
+    def _begin_anew(self, device: Any) -> None:
+        self.peak = self.allocated
+
+    def _give_reserve_back(self) -> None:
+        self.free += self.reserve
+        self.reserve = 0
+
+    def _fraction(self, device: Any) -> float:
+        if self.backend == "pluggable":
+            raise RuntimeError("CUDAPluggableAllocator does not yet support getMemoryFraction")
+        return self.fractions[-1] if self.fractions else 1.0
 
     def take(self, byte_count: int) -> None:
         """An allocation; a negative one gives back."""

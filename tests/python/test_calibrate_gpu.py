@@ -142,7 +142,13 @@ def test_computation_is_timed_by_the_gpu(gpu: FakeCuda) -> None:
 
 def test_rounds_are_told_ahead(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda self: done.append("wait"))
+    synchronize = torch.cuda.Event.synchronize
+
+    def noted(event: torch.cuda.Event) -> None:
+        done.append("wait")
+        synchronize(event)
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", noted)
     rounds, took = compute_probe.repeat(lambda: done.append("work"), GPU, 0.005)
     assert done[: compute_probe.ROUNDS_AHEAD + 1] == ["work"] * compute_probe.ROUNDS_AHEAD + [
         "wait"

@@ -1,7 +1,8 @@
 """Which device computes, and what is told to it: on doubles of the core and of torch.cuda."""
 
+import logging
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import fake_core
@@ -16,6 +17,7 @@ from small_models import adamw, batch, build, llama
 from strata import clock, device
 from strata.cuda_memory import Allocator, CudaMemoryCurve
 from strata.lander import SLOTS, Lander
+from strata.memory_curve import start_curve
 from strata.recorder import Recorder
 from strata.uses import Uses
 from strata.wrapped import wrapped
@@ -82,6 +84,28 @@ def test_auto_takes_a_gpu_where_core_and_torch_can(
         device.choose("cuda", mlp())
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_auto_says_why_it_takes_the_host_and_warns_where_there_is_a_gpu(
+    there: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shown = tmp_path / "nvidiactl"
+    if there:
+        shown.touch()
+    monkeypatch.setattr(device, "DRIVER_FILES", (shown,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "_core", fake_core)
+    monkeypatch.setattr(fake_core, "device_error", lambda name: "the NVIDIA driver is too old")
+    with caplog.at_level(logging.INFO, "strata"):
+        assert device.choose("auto", mlp()) == "host"
+        assert device.choose("host", mlp()) == "host"
+    (said,) = caplog.records
+    assert said.getMessage() == "device='auto' is the host: the NVIDIA driver is too old"
+    assert said.levelno == (logging.WARNING if there else logging.INFO)
+
+
 # Streams ------------------------------------------------------------------------------------------
 
 ACTIVATIONS = {"save_activation", "fetch_activation", "await_activation"}
@@ -122,6 +146,20 @@ def test_every_call_that_touches_the_device_names_the_current_stream(
     for stream in made:  # behind what computed the gradient
         assert set(stream.waits) <= {7}
     assert sum(len(stream.waits) for stream in made) > 6
+
+
+def test_a_stream_that_is_captured_is_handed_to_no_landing(cuda: FakeCuda) -> None:
+    lander = Lander(GPU)
+    done: list[int] = []
+    cuda.capturing = True
+    for _ in range(SLOTS + 1):  # no slot is lost
+        with pytest.raises(strata.StrataError, match="around a backward of the model"):
+            lander.put(done.append)
+    cuda.capturing = False
+    lander.put(done.append)
+    lander.wait()
+    lander.close()
+    assert len(done) == 1
 
 
 def test_the_host_has_no_streams() -> None:
@@ -172,6 +210,22 @@ def test_forwards_without_end_keep_no_more_events(
     assert recorder.take().uses[0].unit == 0
 
 
+def test_times_of_streams_that_nobody_joined_are_waited_for(cuda: FakeCuda) -> None:
+    recorder = Recorder(GPU)
+    main = cuda.stream
+    cuda.time = 5.0
+    recorder.enter(0, False, recorder.now(), True)
+    cuda.stream = SimpleNamespace(cuda_stream=8)
+    cuda.time = 8.0
+    recorder.leave(0)
+    cuda.stream = main
+    recorder.enter(1, False, recorder.now(), True)
+    cuda.time = 9.0
+    recorder.leave(1)
+    assert [use.seconds for use in recorder.take().uses] == pytest.approx([3.0, 1.0])
+    assert cuda.asked.count("event.synchronize") == 2  # of each stream, the last one
+
+
 def test_uses_are_put_together_alike_by_any_clock() -> None:
     found = []
     for shift in (0.0, 100.0):
@@ -218,6 +272,35 @@ def test_pytorch_gets_what_pages_leave(cuda: FakeCuda) -> None:
     assert len(cuda.fractions) == 3
 
 
+def test_a_limit_of_the_users_is_kept_to_and_put_back(cuda: FakeCuda) -> None:
+    cuda.fractions = [0.25]
+    allocator = Allocator(GPU, 4 << 30)
+    allocator.give_pages(1 << 30)  # leaves 3 of 8 GiB
+    allocator.give_pages(3 << 30)
+    allocator.close()
+    allocator.close()
+    assert cuda.fractions == [0.25, 0.25, 1 / 8, 0.25]
+
+
+def test_an_allocator_of_the_users_is_asked_nothing_that_it_cannot_say(cuda: FakeCuda) -> None:
+    cuda.backend = "pluggable"
+    assert start_curve(GPU) is None
+    allocator = Allocator(GPU, 4 << 30)
+    allocator.give_pages(3 << 30)
+    allocator.close()
+    assert cuda.fractions == [1 / 8, 1.0]
+    assert "memory_stats" not in cuda.asked
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_what_pytorch_has_in_reserve_is_free(cuda: FakeCuda, initialized: bool) -> None:
+    cuda.initialized = initialized
+    cuda.free, cuda.reserve = 2 << 30, 3 << 30
+    assert device.free_bytes("cuda:0") == (5 << 30 if initialized else 2 << 30)
+    assert cuda.asked == ["empty_cache"] * initialized + ["mem_get_info"]
+    assert device.free_bytes("host") is None
+
+
 @pytest.mark.parametrize("core", ["fake"], indirect=True)
 def test_budgets_are_asked_of_the_gpu(
     core: ModuleType, usable: FakeCuda, monkeypatch: pytest.MonkeyPatch
@@ -229,6 +312,11 @@ def test_budgets_are_asked_of_the_gpu(
     small = strata.plan(model, adamw(model), device="cuda", memory={"host": "1GiB"})
     assert small.budgets["device"] == int(1000 * strata.configure.FREE_SHARE)
     with pytest.raises(strata.StrataError, match="cuda:0 has 1000 B free"):
+        strata.plan(model, adamw(model), device="cuda", memory={"device": "1GiB"})
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True)  # as if the user had moved it there
+    monkeypatch.setattr(strata.configure, "_check_devices", lambda model, name: None)
+    taken = sum(p.nbytes for p in model.parameters())
+    with pytest.raises(strata.StrataError, match=f"the model takes {taken} B beside it until"):
         strata.plan(model, adamw(model), device="cuda", memory={"device": "1GiB"})
 
 
