@@ -7,8 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "doubles/gpu.hpp"
-#include "offload/memory_engine.hpp"
+#include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {
@@ -21,19 +20,6 @@ Config config() {
   config.device = "cuda:0";
   config.host_bytes += kLandingFrames * kPage;
   return config;
-}
-
-// `threads`: a pump and workers; otherwise whoever waits takes the turns, so a seed is a run.
-SessionParts parts_over(RecordingDriver& driver, bool threads) {
-  SessionParts parts;
-  parts.open_device = [&driver](Doorbell* bell) { return gpu(driver, bell); };
-  parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
-  if (!threads) parts.idle = [] {};
-  return parts;
-}
-
-std::string left(const RecordingDriver& driver) {
-  return driver.complaint() + driver.leaks();
 }
 
 // An activation of a unit, out and back.

@@ -13,9 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "doubles/gpu.hpp"
 #include "engine/session.hpp"
-#include "offload/memory_engine.hpp"
+#include "gpu_session.hpp"
 #include "random_session.hpp"
 
 namespace strata {
@@ -81,20 +80,9 @@ Config in_the_smallest_host(const Form& form) {
   return config;
 }
 
-// Without a pump whoever waits takes the turns, so a seed is a run. Host memory is pinned page by
-// page.
-SessionParts parts_over(RecordingDriver& driver, std::size_t page, bool pump = false) {
-  SessionParts parts;
-  parts.open_device = [&driver, page, pump](Doorbell* bell) {
-    return gpu(driver, pump ? bell : nullptr, {.pinned_piece_bytes = page});
-  };
-  parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
-  if (!pump) parts.idle = [] {};
-  return parts;
-}
-
-std::string left(const RecordingDriver& driver) {
-  return driver.complaint() + driver.leaks();
+// So that a limit of locked memory may be met at any page.
+GpuOptions pinned_by(std::size_t page) {
+  return {.pinned_piece_bytes = page};
 }
 
 void fill(Session& session) {
@@ -176,7 +164,7 @@ TEST(CudaLanding, TheBitsAreTheHostsHoweverMuchIsPinned) {
       RecordingDriver driver(
           {.registered_bytes_max = pinned * form.page, .hidden = true, .late = true, .seed = seed});
       {
-        Session session(config, parts_over(driver, form.page));
+        Session session(config, parts_over(driver, false, pinned_by(form.page)));
         EXPECT_EQ(session.stats().pinned_bytes, pinned * form.page);
         EXPECT_TRUE(train(session) == expected);
       }
@@ -192,7 +180,7 @@ TEST(CudaLanding, KernelsThatDoNotReachTheHostLandNothing) {
   const Form form;
   RecordingDriver driver({.reaches_host = false, .hidden = true, .late = true});
   {
-    Session session(on_gpu(form), parts_over(driver, form.page));
+    Session session(on_gpu(form), parts_over(driver, false, pinned_by(form.page)));
     EXPECT_TRUE(train(session) == on_host(form));
   }
   EXPECT_EQ(KernelsOfDouble::sums, 0U);
@@ -202,7 +190,7 @@ TEST(CudaLanding, KernelsThatDoNotReachTheHostLandNothing) {
 // What a whole training copies out to the landing frames.
 std::uint64_t bytes_through_frames(const Form& form, std::size_t pinned_bytes) {
   RecordingDriver driver({.registered_bytes_max = pinned_bytes, .late = true});
-  Session session(on_gpu(form), parts_over(driver, form.page));
+  Session session(on_gpu(form), parts_over(driver, false, pinned_by(form.page)));
   train(session);
   return driver.copied_out_to_first(kLandingFrames * form.page);
 }
@@ -223,7 +211,7 @@ TEST(CudaLanding, TheSmallestHostCacheIsEnough) {
     const Trained expected = on_host(form);
     RecordingDriver driver({.hidden = true, .late = true});
     {
-      Session session(in_the_smallest_host(form), parts_over(driver, form.page));
+      Session session(in_the_smallest_host(form), parts_over(driver, false, pinned_by(form.page)));
       EXPECT_TRUE(train(session) == expected);
     }
     EXPECT_EQ(left(driver), "");
@@ -233,7 +221,8 @@ TEST(CudaLanding, TheSmallestHostCacheIsEnough) {
 // A tensor of a test that stands for the device's memory, and a session to land it in.
 struct Alone {
   explicit Alone(RecordingDriver& driver, const Form& form = {})
-      : tensor(kNumels[0], 0x3f80), session(on_gpu(form), parts_over(driver, form.page)) {}
+      : tensor(kNumels[0], 0x3f80),
+        session(on_gpu(form), parts_over(driver, false, pinned_by(form.page))) {}
 
   const std::byte* bytes() const { return reinterpret_cast<const std::byte*>(tensor.data()); }
   std::size_t byte_count() const { return tensor.size() * 2; }
@@ -342,7 +331,7 @@ TEST(CudaLanding, ManyThreadsLandInTheSmallestHostCache) {
   const Form form;
   RecordingDriver driver({.hidden = true, .late = true});
   {
-    Session session(in_the_smallest_host(form), parts_over(driver, form.page, true));
+    Session session(in_the_smallest_host(form), parts_over(driver, true, pinned_by(form.page)));
     fill(session);
     Trained run;
     for (int step = 0; step < 2; ++step) {
@@ -371,7 +360,7 @@ TEST(CudaLanding, ClosingWaitsForWhatLands) {
     RecordingDriver driver({.host_tensors = true, .late = true, .seed = seed});
     {
       const std::vector<std::uint16_t> tensor(kNumels[0], 0x3f80);
-      Session session(on_gpu({}), parts_over(driver, kPageBytesMin, true));
+      Session session(on_gpu({}), parts_over(driver, true, pinned_by(kPageBytesMin)));
       std::thread lander([&] {
         try {
           for (;;) session.land_gradient(0, tensor.data(), Dtype::bfloat16);

@@ -6,20 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "doubles/gpu.hpp"
-#include "offload/memory_engine.hpp"
+#include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {
 namespace {
-
-SessionParts parts_over(RecordingDriver& driver) {
-  SessionParts parts;
-  parts.open_device = [&driver](Doorbell*) { return gpu(driver); };
-  parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
-  parts.idle = [] {};
-  return parts;
-}
 
 // Frames for the units that come and go, and for two whole ones.
 Config config_with_room(const Config& like) {

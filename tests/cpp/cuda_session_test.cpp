@@ -8,8 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "doubles/gpu.hpp"
-#include "offload/memory_engine.hpp"
+#include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {
@@ -17,25 +16,11 @@ namespace {
 
 constexpr int kSteps = 3;
 
-// No pump: whoever waits takes the turns, so a seed is a run.
-SessionParts parts_over(RecordingDriver& driver) {
-  SessionParts parts;
-  parts.open_device = [&driver](Doorbell*) { return gpu(driver); };
-  parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
-  parts.idle = [] {};
-  return parts;
-}
-
 Config config() {
   Config config = small_config("simulated");
   config.device = "cuda:0";
   config.host_bytes += kLandingFrames * kPage;
   return config;
-}
-
-// What the driver has to say when the session is gone.
-std::string left(const RecordingDriver& driver) {
-  return driver.complaint() + driver.leaks();
 }
 
 class CudaSession : public testing::Test {
@@ -62,10 +47,7 @@ TEST_F(CudaSession, LearnsWhatTheHostLearns) {
 TEST_F(CudaSession, ManyThreadsLandTheirGradients) {
   RecordingDriver driver({.hidden = true, .late = true});
   {
-    SessionParts parts;
-    parts.open_device = [&driver](Doorbell* bell) { return gpu(driver, bell); };
-    parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
-    Session session(config(), std::move(parts));
+    Session session(config(), parts_over(driver, true));
     fill(session);
     for (int step = 0; step < kSteps; ++step) {
       for (std::uint32_t u = 0; u < kUnits; ++u) visit(session, u, false);

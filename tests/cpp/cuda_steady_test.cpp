@@ -8,8 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "doubles/gpu.hpp"
-#include "offload/memory_engine.hpp"
+#include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {
@@ -23,14 +22,6 @@ Config config_with_room() {
   config.device_bytes += 64 * kPage;
   config.host_bytes += 50 * kPage;
   return config;
-}
-
-SessionParts parts_over(RecordingDriver& driver, bool threads) {
-  SessionParts parts;
-  parts.open_device = [&driver](Doorbell* bell) { return gpu(driver, bell); };
-  parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
-  if (!threads) parts.idle = [] {};
-  return parts;
 }
 
 struct Asked {

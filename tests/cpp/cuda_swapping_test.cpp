@@ -9,8 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "doubles/gpu.hpp"
-#include "offload/memory_engine.hpp"
+#include "gpu_session.hpp"
 #include "pattern.hpp"
 #include "session_fixtures.hpp"
 
@@ -21,15 +20,6 @@ using Bytes = std::vector<std::byte>;
 
 constexpr int kSteps = 2;
 constexpr std::size_t kParamBytes = kNumel * 2;
-
-// No pump: whoever waits takes the turns, so a seed is a run.
-SessionParts parts_over(RecordingDriver& driver) {
-  SessionParts parts;
-  parts.open_device = [&driver](Doorbell*) { return gpu(driver); };
-  parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
-  parts.idle = [] {};
-  return parts;
-}
 
 Config config(std::size_t host_pages) {
   Config config = small_config("simulated");
