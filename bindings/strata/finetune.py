@@ -14,6 +14,7 @@ Files of a run, in its output folder:
 import random
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ import torch
 from torch import nn
 
 from . import checkpoint, finetune_report
+from .compute_probe import usual_dtype
+from .device import choose as choose_device
+from .device import torch_device
 from .export import export_safetensors
 from .finetune_data import Data, prepare
 from .finetune_model import Choice, choose
@@ -49,6 +53,9 @@ def run(options: Options) -> int:
     output = Path(options.output)
     choice = choose(options.model, options.vocabulary, options.sequence)
     _claim(output, options)
+    if options.dtype == "auto":
+        place = torch_device(choose_device(options.device, nn.Module()))
+        options = replace(options, dtype=usual_dtype(place))
     data = prepare(options, choice, output)
     choice.adopt(data.tokenizer)
     for seeded in (torch.manual_seed, random.seed, np.random.seed):

@@ -21,7 +21,7 @@ from .sizes import parse_size
 from .update_modes import LockFree, parse_update
 
 OPTIONS_NAME = "options.json"
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
 ACTIVATIONS = ("auto", "keep", "swap", "recompute")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
@@ -53,7 +53,7 @@ class Options:
     resume: bool = False
     overwrite: bool = False
     seed: int = 0
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     update: str = "on_step"
     state_dtype: str = "float32"
     page_size: str = "auto"
@@ -173,7 +173,12 @@ def _add_places(add: Callable[..., object], default: Options) -> None:
             + (" (default: from what is free)" if tier != "ssd" else "; needs --ssd-path"),
         )
     add("--ssd-path", nargs="+", metavar="DIR", help="folders on one or several disks")
-    add("--dtype", choices=DTYPES, help=f"of the computation (default: {default.dtype})")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of the computation (default: auto, which is bfloat16, or float32 on a processor that "
+        "is slow in 16 bits)",
+    )
     add(
         "--state-dtype",
         choices=STATE_DTYPES,

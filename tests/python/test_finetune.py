@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from strata import cli
+from strata import cli, compute_probe
 from strata.finetune_options import Options, Parser, add_arguments, finish
 from strata.interrupt import Interrupt
 from strata.metrics import Metrics
@@ -46,6 +46,7 @@ def arguments(place: Path, output: str = "out", **more: Any) -> list[str]:
         "device-memory": "512KiB", "host-memory": "1MiB", "ssd-memory": "16MiB",
         "ssd-path": place / "disk", "steps": 6, "sequence": 32, "batch": 2, "accumulation": 2,
         "eval-every": 3, "eval-windows": 4, "generate": 4, "lr": 0.003,
+        "dtype": "bfloat16",  # whatever the processor
     } | more  # fmt: skip
     return ["finetune", *(f"--{name}={value}" for name, value in told.items() if value is not None)]
 
@@ -117,6 +118,21 @@ def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) ->
         {r["step"]: r["loss"] for r in lines(place / f) if "loss" in r} for f in ("whole", "cut")
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_processor_that_is_slow_in_16_bits_computes_in_32(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = {"float32": 100e9, "bfloat16": 1e9}
+    monkeypatch.setattr(compute_probe, "matmul_flops", lambda dtype, device: speeds[dtype])
+    assert compute_probe.usual_dtype(torch.device("cuda", 0)) == "bfloat16"
+    memory: dict[str, Any] = {"device-memory": "2MiB", "host-memory": "4MiB"}
+    assert cli.main(arguments(place, "slow", steps=1, dtype=None, **memory)) == 0
+    assert json.loads((place / "slow" / "options.json").read_text())["dtype"] == "float32"
+    speeds["bfloat16"] = 60e9  # as fast for its bytes
+    assert compute_probe.usual_dtype(torch.device("cpu")) == "bfloat16"
+    assert cli.main(["finetune", "--resume", f"--output={place / 'slow'}", "--steps=2"]) == 0
+    assert json.loads((place / "slow" / "options.json").read_text())["dtype"] == "float32"
 
 
 def test_many_logits_are_never_made(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
