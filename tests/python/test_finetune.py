@@ -126,8 +126,8 @@ def test_a_processor_that_is_slow_in_16_bits_computes_in_32(
     speeds = {"float32": 100e9, "bfloat16": 1e9}
     monkeypatch.setattr(compute_probe, "matmul_flops", lambda dtype, device: speeds[dtype])
     assert compute_probe.usual_dtype(torch.device("cuda", 0)) == "bfloat16"
-    memory: dict[str, Any] = {"device-memory": "2MiB", "host-memory": "4MiB"}
-    assert cli.main(arguments(place, "slow", steps=1, dtype=None, **memory)) == 0
+    more: dict[str, Any] = {"device-memory": "2MiB", "host-memory": "4MiB", "save-every": 1}
+    assert cli.main(arguments(place, "slow", steps=1, dtype=None, **more)) == 0
     assert json.loads((place / "slow" / "options.json").read_text())["dtype"] == "float32"
     speeds["bfloat16"] = 60e9  # as fast for its bytes
     assert compute_probe.usual_dtype(torch.device("cpu")) == "bfloat16"
