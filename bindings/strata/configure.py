@@ -214,8 +214,10 @@ def configure(
         "device": device_name,
     }
     given = parse_budgets(options.memory)
-    device.check_budget(device_name, given.get("device", 0), model)
-    _choose_budgets(config, given, make_plan)
+    free = device.free_bytes(device_name)
+    if free is not None:
+        device.check_budget(device_name, given.get("device", 0), free, model)
+    _choose_budgets(config, given, make_plan, free)
     return config, hooked
 
 
@@ -351,9 +353,10 @@ def _dtypes() -> str:
 
 
 def _choose_budgets(
-    config: Config, given: dict[str, int], make_plan: Callable[[Config], Plan]
+    config: Config, given: dict[str, int], make_plan: Callable[[Config], Plan], gpu: int | None
 ) -> None:
-    """Fills in the budgets: those given, and for the others what the machine has free."""
+    """Fills in the budgets: those given, and for the others what the machine has free. `gpu`: what
+    the device has, where it has memory of its own."""
     if given.get("ssd") and not config["ssd_paths"]:
         raise ValueError("memory={'ssd': ...} needs ssd_path= as well")
     # 1. The SSD: only where a path is given, and then everything that rests may rest there.
@@ -361,7 +364,6 @@ def _choose_budgets(
         config["ssd_bytes"] = given.get("ssd", _default_ssd_bytes(config))
     # 2. Device and host: what the model needs, if the machine has it.
     free = int(machine.free_host_bytes() * FREE_SHARE)
-    gpu = device.free_bytes(config["device"])
     if "device" not in given or "host" not in given:
         needs = make_plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
         wanted, host = needs["device_bytes"], needs["host_bytes"]

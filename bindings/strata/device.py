@@ -102,10 +102,9 @@ def free_bytes(name: str) -> int | None:
     return int(torch.cuda.mem_get_info(torch_device(name))[0])
 
 
-def check_budget(name: str, byte_count: int, model: nn.Module) -> None:
-    """Raises StrataError where a GPU has not so much free."""
-    free = free_bytes(name)
-    if free is None or byte_count <= free:
+def check_budget(name: str, byte_count: int, free: int, model: nn.Module) -> None:
+    """Raises StrataError where a GPU, which has `free` bytes free, has not so much."""
+    if byte_count <= free:
         return
     there = sum(p.nbytes for p in model.parameters() if p.is_cuda)
     raise StrataError(

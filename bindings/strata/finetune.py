@@ -53,9 +53,9 @@ def run(options: Options) -> int:
     output = Path(options.output)
     choice = choose(options.model, options.vocabulary, options.sequence)
     _claim(output, options)
+    device = choose_device(options.device)
     if options.dtype == "auto":
-        place = torch_device(choose_device(options.device, nn.Module()))
-        options = replace(options, dtype=usual_dtype(place))
+        options = replace(options, dtype=usual_dtype(torch_device(device)))
     data = prepare(options, choice, output)
     choice.adopt(data.tokenizer)
     for seeded in (torch.manual_seed, random.seed, np.random.seed):
@@ -63,7 +63,7 @@ def run(options: Options) -> int:
     model = choice.build()
     chunk_many(model, options.batch * options.sequence)
     needs = finetune_report.plain_needs(choice, options.batch, options.sequence)
-    model, optimizer = _wrap(model, choice, options)
+    model, optimizer = _wrap(model, choice, options, device)
     try:
         training = _Training(model, optimizer, choice, options, data, output)
         if options.resume:
@@ -91,7 +91,7 @@ def _claim(output: Path, options: Options) -> None:
 
 
 def _wrap(
-    model: nn.Module, choice: Choice, options: Options
+    model: nn.Module, choice: Choice, options: Options, device: str
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     parameters = list(model.parameters())
     groups = [
@@ -113,7 +113,7 @@ def _wrap(
         io_engine=options.io_engine,
         workers=options.workers,
         activations=options.activations,
-        device=options.device,
+        device=device,
         split=options.split,
     )
 

@@ -117,7 +117,7 @@ def machine_of(
     options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16"
 ) -> Calibration:
     """What --*-speed says, and for the rest this machine with --device, as remembered or measured
-    now.
+    now. REQUIRES: options.device is what device.choose() made of it.
 
     Raises ValueError where an SSD is to be used and its speed is neither told nor to be measured,
     and StrataError where the device cannot be used.
@@ -132,9 +132,9 @@ def machine_of(
         raise ValueError(
             "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
         )
-    name = device.choose(options.device)
-    workers = options.workers or configure.default_workers(name)
-    found = calibration(Setup(workers, page_bytes, paths, options.io_engine, dtype, name))
+    workers = options.workers or configure.default_workers(options.device)
+    setup = Setup(workers, page_bytes, paths, options.io_engine, dtype, options.device)
+    found = calibration(setup)
     costs: dict[str, Any] = dict(found.costs)
     costs.update({name: float(value) for name, value in told.items() if value is not None})
     if ssd_told and not paths:

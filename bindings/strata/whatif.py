@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from . import device
 from .finetune_options import Parser
 from .forecast import forecast
 from .planner_options import add_machine, budgets_of, machine_of, parse_factor, wishes_of, worded
@@ -73,6 +74,7 @@ def run(arguments: Sequence[str], description: str | None) -> int:
     found = load(options.trace)
     trace = scaled(found.trace, options.tokens_scale)
     page_bytes = page_bytes_of(trace)
+    options.device = device.choose(options.device)
     costs = machine_of(options, page_bytes).costs
     costs["compute_scale"] /= options.compute_speed
     budgets = budgets_of(options, page_bytes)
