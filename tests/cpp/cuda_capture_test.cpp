@@ -15,13 +15,6 @@ namespace {
 
 constexpr int kSteps = 3;
 
-Config config() {
-  Config config = small_config("simulated");
-  config.device = "cuda:0";
-  config.host_bytes += kLandingFrames * kPage;
-  return config;
-}
-
 // An activation of a unit, out and back.
 void swap_one(Session& session) {
   std::vector<std::byte> tensor(kPage, std::byte{7});
@@ -41,7 +34,7 @@ TEST(CudaCapture, ASessionSpoilsNoneInAllItsLife) {
     RecordingDriver driver({.host_tensors = true, .late = true});
     driver.begin_capture();
     {
-      Config roomier = config();
+      Config roomier = gpu_config();
       roomier.host_bytes += 8 * kPage;
       Session session(roomier, parts_over(driver, threads));
       session.reserve_activations(2 * kPage, 0);
@@ -60,7 +53,7 @@ TEST(CudaCapture, UpdatesOnTheDeviceSpoilNone) {
   RecordingDriver driver({.hidden = true, .late = true});
   driver.begin_capture();
   {
-    Config roomier = config();
+    Config roomier = gpu_config();
     roomier.device_bytes += 64 * kPage;
     roomier.host_bytes += 42 * kPage;
     Session session(roomier, parts_over(driver, false));

@@ -16,13 +16,6 @@ namespace {
 
 constexpr int kSteps = 3;
 
-Config config() {
-  Config config = small_config("simulated");
-  config.device = "cuda:0";
-  config.host_bytes += kLandingFrames * kPage;
-  return config;
-}
-
 class CudaSession : public testing::Test {
  protected:
   static void SetUpTestSuite() { expected_ = expected(kSteps); }
@@ -34,7 +27,7 @@ TEST_F(CudaSession, LearnsWhatTheHostLearns) {
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     RecordingDriver driver({.hidden = true, .late = seed != 0, .seed = seed});
     {
-      Session session(config(), parts_over(driver));
+      Session session(gpu_config(), parts_over(driver));
       fill(session);
       train(session, kSteps);
       EXPECT_EQ(contents(session), expected_) << "seed " << seed;
@@ -47,7 +40,7 @@ TEST_F(CudaSession, LearnsWhatTheHostLearns) {
 TEST_F(CudaSession, ManyThreadsLandTheirGradients) {
   RecordingDriver driver({.hidden = true, .late = true});
   {
-    Session session(config(), parts_over(driver, true));
+    Session session(gpu_config(), parts_over(driver, true));
     fill(session);
     for (int step = 0; step < kSteps; ++step) {
       for (std::uint32_t u = 0; u < kUnits; ++u) visit(session, u, false);
@@ -76,7 +69,7 @@ TEST_F(CudaSession, WorkOfTheCallerComesFirst) {
     RecordingDriver driver({.host_tensors = true, .late = true, .seed = seed});
     {
       CallersWork caller(driver.table());
-      Session session(config(), parts_over(driver));
+      Session session(gpu_config(), parts_over(driver));
       fill(session);
       std::vector<float> seen(kNumel);
       // 1. A gradient.
@@ -100,7 +93,7 @@ TEST_F(CudaSession, WorkOfTheCallerComesFirst) {
 TEST_F(CudaSession, ASteadyStepMapsNothing) {
   RecordingDriver driver({.late = true});
   {
-    Session session(config(), parts_over(driver));
+    Session session(gpu_config(), parts_over(driver));
     fill(session);
     train(session, 3);  // a plan, and a step that follows it
     const std::size_t copies = driver.count("copy_in");
@@ -115,7 +108,7 @@ TEST_F(CudaSession, ASteadyStepMapsNothing) {
 TEST_F(CudaSession, AFailedDeviceIsOneExceptionAndANewOneGoesOn) {
   RecordingDriver driver({.late = true});
   {
-    Session session(config(), parts_over(driver));
+    Session session(gpu_config(), parts_over(driver));
     fill(session);
     train(session, 1);
     driver.lose(kCudaEccUncorrectable);
@@ -136,7 +129,7 @@ TEST_F(CudaSession, AFailedDeviceIsOneExceptionAndANewOneGoesOn) {
   // A new process has a new driver.
   RecordingDriver fresh;
   {
-    Session session(config(), parts_over(fresh));
+    Session session(gpu_config(), parts_over(fresh));
     fill(session);
     train(session, kSteps);
     EXPECT_EQ(contents(session), expected_);
@@ -154,7 +147,7 @@ TEST_F(CudaSession, EveryCallMayFail) {
       RecordingDriver driver({.late = true, .seed = nth, .nth = nth, .nth_result = result});
       std::optional<std::vector<float>> learnt;
       try {
-        Session session(config(), parts_over(driver));
+        Session session(gpu_config(), parts_over(driver));
         fill(session);
         train(session, kSteps);
         learnt = contents(session);
@@ -175,7 +168,7 @@ TEST_F(CudaSession, EveryCallMayFail) {
 TEST_F(CudaSession, ABudgetThatIsTakenIsRefused) {
   RecordingDriver driver({.device_bytes = 16 * kPage, .taken_bytes = 12 * kPage});
   try {
-    const Session session(config(), parts_over(driver));
+    const Session session(gpu_config(), parts_over(driver));
     ADD_FAILURE() << "five pages fit into four";
   } catch (const StrataError& error) {
     EXPECT_EQ(error.error().fault, Fault::memory);

@@ -46,6 +46,14 @@ inline Config small_config(const std::string& folder, const std::string& name = 
   return config;
 }
 
+// The same on a GPU, or what stands for one, with the SSD that "simulated" stands for.
+inline Config gpu_config() {
+  Config config = small_config("simulated");
+  config.device = "cuda:0";
+  config.host_bytes += kLandingFrames * kPage;
+  return config;
+}
+
 inline Config roomy_config(std::size_t page = kPage) {
   Config config = small_config("", "strata", page);
   config.device_bytes = config.host_bytes = 512 * page;

@@ -37,6 +37,11 @@
 
 namespace strata {
 
+inline bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b,
+                    std::size_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
 struct RecordingOptions {
   // What there is.
   int device_count = 1;

@@ -14,10 +14,6 @@ namespace {
 constexpr int kInvalidValue = 1;
 constexpr int kAlreadyRegistered = 712;
 
-bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
-  return a < b + b_bytes && b < a + a_bytes;
-}
-
 // A piece of the address space that holds nothing, in place of what it held.
 void empty(std::byte* at, std::size_t bytes) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;

@@ -17,10 +17,6 @@ constexpr int kInvalidHandle = 400;
 // Calls of a late driver that answer a question run up to so many pieces of work first.
 constexpr std::uint64_t kLateRunsMax = 3;
 
-bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
-  return a < b + b_bytes && b < a + a_bytes;
-}
-
 }  // namespace
 
 void RecordingDriver::fill_capture_mode(CudaDriver& table) {
