@@ -11,6 +11,7 @@ from typing import TextIO
 
 from rich.console import Console
 
+from . import allocator  # noqa: F401  (first: .device imports torch)
 from .common import ROOT, BenchError, Context, Figure, as_json, print_table
 from .device import HOST, parse_device
 
@@ -33,6 +34,7 @@ BENCHES = {
     "tiled": "head and loss of a 32,000-word vocabulary: all logits at once, in chunks, in tiles",
     "planner-vs-optimal": "plans against the best of all plans, on small random steps",
     "replay": "steps of 7 B to 70 B models on paper machines: time, and percentage of the bound",
+    "paper-8b": "65,536 tokens of an 8 B Llama in 24 GB of an H200, on paper",
     "hide": "what updates add to a step of 2,048 tokens, in each mode, state on the SSD",
     "ssd-bound": "steps of 128 tokens under LockFree, state on the SSD, against none on it",
     "quality": "loss curves of every mode on real text; a round is a seed",
@@ -55,6 +57,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="./dev bench", description="Measures strata.")
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(BENCHES)}; all; or list")
     parser.add_argument("--json", metavar="FILE", help="keep the figures as JSON lines; -: stdout")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="capacity-gpu: keeps attempts there, and uses them",
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
     parser.add_argument("--rounds", type=int, help="turns of every side (5, quality 3; quick: 1)")
     parser.add_argument("--seed", type=int, default=0)
@@ -97,7 +105,7 @@ def context_of(name: str, options: argparse.Namespace) -> Context:
     """What the command line asks of one bench."""
     rounds = options.rounds or (1 if options.quick else ROUNDS_OF.get(name, ROUNDS))
     where = options.ssd_path.resolve()
-    return Context(options.quick, options.seed, rounds, where, options.device)
+    return Context(options.quick, options.seed, rounds, where, options.device, options.resume)
 
 
 def run_bench(name: str, context: Context) -> Iterator[Figure]:

@@ -12,7 +12,7 @@ def run(context: Context) -> Iterator[Figure]:
         yield Figure(
             "bound",
             f"{name}_of_{outcome.what}",
-            outcome.bound / outcome.measured,
+            outcome.share,
             "share",
             BOUND_MIN[outcome.what],
             1.0,

@@ -1,7 +1,6 @@
 #include "bulk_copy.hpp"
 
 #include <array>
-#include <chrono>
 #include <cstring>
 #include <optional>
 
@@ -9,15 +8,10 @@
 #include "memory/result.hpp"
 #include "memory/slab.hpp"
 #include "memory/units.hpp"
+#include "stopwatch.hpp"
 
 namespace strata {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
 
 std::size_t bytes_in(Ways ways, std::size_t bytes) {
   return ways == Ways::in ? bytes : ways == Ways::out ? 0 : bytes / 2;
@@ -34,10 +28,10 @@ class HostBulk final : public BulkCopy {
     std::byte* const device = device_.bytes().data();
     const std::size_t bytes = host_.bytes().size();
     const std::size_t in = bytes_in(ways, bytes);
-    const auto begin = Clock::now();
+    const Stopwatch watch;
     std::memcpy(device, host, in);
     std::memcpy(host + in, device + in, bytes - in);
-    return seconds_since(begin);
+    return watch.seconds();
   }
 
  private:
@@ -74,7 +68,7 @@ class CudaBulk final : public BulkCopy {
     std::byte* const host = host_.bytes().data();
     const std::size_t in = bytes_in(ways, host_.bytes().size());
     const std::size_t out = host_.bytes().size() - in;
-    const auto begin = Clock::now();
+    const Stopwatch watch;
     if (in > 0) {
       check("copy", device_.call(&CudaDriver::copy_in, at_, host, in, streams_[0]));
     }
@@ -84,7 +78,7 @@ class CudaBulk final : public BulkCopy {
     for (CudaStream stream : streams_) {
       check("copy", device_.call(&CudaDriver::stream_synchronize, stream));
     }
-    return seconds_since(begin);
+    return watch.seconds();
   }
 
  private:

@@ -44,6 +44,7 @@ def main() -> None:
             memory={"device": DEVICE_BYTES, "host": HOST_BYTES, "ssd": options.ssd_bytes},
             ssd_path=options.ssd_path,
             dtype=torch.bfloat16,
+            weights="init",
             seed=options.seed,
             device="host",
             activations=None,  # the limit of the whole process holds for them

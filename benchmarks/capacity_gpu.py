@@ -3,18 +3,20 @@ SSD. Gradients are used as soon as they are complete, so a parameter takes 12 by
 residual and two moments. Each attempt is a process of its own, with a limit in time.
 """
 
+import contextlib
 import json
 import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from .capacity import last_line
 from .common import GIB, MIB, Context, Figure
 from .device import free_bytes, full_size_needs_gpu
+from .host_room import grow
 from .models import parameter_count
 
 BYTES_PER_PARAMETER = 12
@@ -25,6 +27,7 @@ ATTEMPT_SECONDS = 1800
 DEPTH_MIN = 64  # layers: so that one more is a small step
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 TOKENS = 2048
+HOST_MAX = 1024 * GIB  # bytes: a machine may show what it has only as it is touched
 
 # What is left to the driver and PyTorch, to Python and the system, and to the file system.
 DEVICE_LEFT, HOST_LEFT, SSD_LEFT = GIB, 6 * GIB, GIB
@@ -51,6 +54,7 @@ def free(context: Context) -> Machine:
     """What is free before anything runs."""
     from strata.machine import free_host_bytes
 
+    grow(HOST_MAX, context.say)
     ssd = shutil.disk_usage(context.ssd_path).free
     return Machine(free_bytes(context.device), free_host_bytes(), ssd)
 
@@ -115,6 +119,31 @@ def attempt(context: Context, given: Machine, hidden: int, layers: int) -> bool:
     return all(math.isfinite(loss) for loss in report["losses"])
 
 
+class Attempts:
+    """What is known of numbers of layers: in a file, so that a search that was cut off goes on."""
+
+    def __init__(self, path: Path | None, shape: Mapping[str, int]) -> None:
+        """Reads what earlier runs found. `shape`: attempts on another one say nothing."""
+        self._path, self._shape = path, dict(shape)
+        self._known: dict[int, bool] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # half a line: it was cut off there
+                    found = json.loads(line)
+                    if found["shape"] == self._shape:
+                        self._known[found["layers"]] = found["fits"]
+
+    def ask(self, layers: int, attempt: Callable[[int], bool]) -> bool:
+        """Whether so many layers fit; tries only what nobody has tried."""
+        if layers not in self._known:
+            self._known[layers] = attempt(layers)
+            if self._path is not None:
+                line = {"shape": self._shape, "layers": layers, "fits": self._known[layers]}
+                with self._path.open("a") as file:
+                    print(json.dumps(line), file=file)
+        return self._known[layers]
+
+
 def child_command(
     context: Context, given: Machine, hidden: int, layers: int, folder: Path
 ) -> list[str]:
@@ -146,7 +175,11 @@ def run(context: Context) -> Iterator[Figure]:
     else:
         hidden = width_for(machine.parameters)
         most = layers_for(hidden, machine.parameters)
-        layers = largest(most, lambda count: attempt(context, given, hidden, count))
+        attempts = Attempts(context.resume, {"hidden": hidden, "seed": context.seed})
+        layers = largest(
+            most,
+            lambda count: attempts.ask(count, lambda n: attempt(context, given, hidden, n)),
+        )
     best = parameter_count(hidden, layers) if layers else 0
     bench, target = "capacity-gpu", None if context.quick else OF_BYTES_MIN
     for tier in ("device", "host", "ssd"):

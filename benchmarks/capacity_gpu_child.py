@@ -40,7 +40,9 @@ def main() -> None:
         {
             "update": "in_backward",
             "dtype": torch.bfloat16,
+            "weights": "init",
             "seed": options.seed,
+            "init_device": torch_device(options.device),
             "activations": "auto",
             "device": options.device,
         },

@@ -56,6 +56,7 @@ class Context:
     rounds: int
     ssd_path: Path
     device: str = "host"  # or "cuda:N"; of the benches that take either
+    resume: Path | None = None  # where a long search keeps what it found, for the next run
 
     def say(self, text: str) -> None:
         """Tells a waiting person what is going on, away from the figures on stdout."""
@@ -94,12 +95,13 @@ def machine() -> str:
 
 @cache
 def commit() -> str:
-    """The commit measured, with a + where the tree differs from it; "unknown" outside git."""
+    """The commit measured, with a + where the tree differs from it; outside git what STRATA_COMMIT
+    says, or "unknown"."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("STRATA_COMMIT", "unknown")
 
 
 def take_turns(

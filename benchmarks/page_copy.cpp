@@ -1,21 +1,16 @@
 #include "page_copy.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "memory/check.hpp"
 #include "memory/result.hpp"
+#include "stopwatch.hpp"
 
 namespace strata {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
 
 void check(std::optional<Error> error) {
   if (error) throw StrataError(*error);
@@ -33,7 +28,7 @@ PageCopy::PageCopy(Backend& device, std::span<std::byte> host, std::size_t page_
   STRATA_ASSERT(pages() >= 2);
   check(device_.claim(pages(), page_bytes));
   view_ = device_.reserve(host.size());
-  for (std::size_t page = 0; page < pages(); ++page) check(device_.map(view_, page, frame(page)));
+  show(0);
 }
 
 PageCopy::~PageCopy() {
@@ -44,7 +39,7 @@ double PageCopy::copy(Ways ways) {
   std::optional<CopyTicket> last_in, last_out;
   const std::size_t in = ways == Ways::in ? pages() : ways == Ways::out ? 0 : pages() / 2;
   const std::size_t out = pages() - in;
-  const auto begin = Clock::now();
+  const Stopwatch watch;
   // In turns, so that neither way runs out of work while the other one is being told what to do.
   for (std::size_t page = 0; page < std::max(in, out); ++page) {
     const std::size_t back = in + page;
@@ -59,7 +54,7 @@ double PageCopy::copy(Ways ways) {
   for (const auto& last : {last_in, last_out}) {
     if (last) device_.wait(*last);
   }
-  const double seconds = seconds_since(begin);
+  const double seconds = watch.seconds();
   for (const auto& last : {last_in, last_out}) {
     if (last) check(device_.take_error(*last));
   }
@@ -68,11 +63,17 @@ double PageCopy::copy(Ways ways) {
 
 double PageCopy::remap() {
   turns_ = (turns_ + 1) % pages();
-  const auto begin = Clock::now();
+  const Stopwatch watch;
+  show(turns_);
+  return watch.seconds() / static_cast<double>(pages());
+}
+
+void PageCopy::show(std::size_t first) {
+  std::vector<ViewPage> shown;
   for (std::size_t page = 0; page < pages(); ++page) {
-    check(device_.map(view_, page, frame((page + turns_) % pages())));
+    shown.push_back({page, frame((page + first) % pages())});
   }
-  return seconds_since(begin) / static_cast<double>(pages());
+  check(device_.map_pages(view_, shown));
 }
 
 }  // namespace strata

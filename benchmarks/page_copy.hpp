@@ -32,10 +32,12 @@ class PageCopy final {
 
   // Seconds until every page has been copied, each between its own frame and its own host memory.
   double copy(Ways ways);
-  // Seconds that it takes to let one page of a view show another frame, of as many as there are.
+  // Seconds that it takes a page of a view to show another frame, when all of them do at once.
   double remap();
 
  private:
+  void show(std::size_t first);  // by page 0; the others follow
+
   Backend& device_;
   const std::span<std::byte> host_;
   const std::size_t page_bytes_;

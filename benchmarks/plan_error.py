@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from .common import Context, Figure, seconds_of
+from .common import Context, Figure
 from .models import llama, llama_166m, llama_config, tokens
-from .planned import Planned
+from .planned import Planned, judge, share_of_bound
 from .sides import everything_resident, state_on_ssd
 
 MEDIAN_ERROR_MAX = 0.05
 WORST_ERROR_MAX = 0.12
 BOUND_MIN = {"compute": 0.90, "ssd": 0.85}
-ROUNDS, STEPS = 3, 3  # the machine is measured again before every round
+ROUNDS = 3  # the machine is measured again before every one
 GIB = 1 << 30
 
 
@@ -49,7 +49,7 @@ class Outcome:
 
     predicted: float
     measured: float
-    bound: float
+    share: float  # of the lower bound
     what: str  # takes longer by itself: "compute" or "ssd"
 
 
@@ -65,7 +65,7 @@ def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
     memory["ssd" if setting.on_ssd else "host"] += 2 * GIB  # for swapped tensors
     batch = tokens(setting.tokens // (8 if context.quick else 1), context.seed)
     side = Planned(model, batch, memory, folder if setting.on_ssd else None, setting.activations)
-    predicted, measured, bounds = [], [], []
+    predicted, measured, shares = [], [], []
     try:
         side.settle()
         planning = side.planning
@@ -73,18 +73,20 @@ def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
             planning.measure_again()  # the disk is shared: as it is now, and not an hour ago
             side.step()
             predicted.append(planning.simulation["step_seconds"])
-            bounds.append(planning.bound)
-            measured += [seconds_of(side.step) for _ in range(STEPS)]
+            judged = judge(side, context.quick)
+            measured.append(judged.measured_seconds)
+            shares.append(share_of_bound(judged))
+        bound = planning.bound
         context.say(planning.describe())
+        context.say(judged.limited)
     finally:
         side.close()
-    bound = bounds[-1]
     ssd_bound = bound["ssd_seconds"] > bound["lane_seconds"]["compute"]
     what = "ssd" if ssd_bound else "compute"
     return Outcome(
         statistics.median(predicted),
         statistics.median(measured),
-        statistics.median(bound["seconds"] for bound in bounds),
+        statistics.median(shares),
         what,
     )
 

@@ -10,6 +10,7 @@ from torch import nn
 from .common import BenchError
 from .sides import Paged, Plain, session_of
 
+STEPS_MAX = 10_000  # of a window
 UNDER_WAY = 4  # steps: one is recorded, two are timed, one fills what the plan has just moved
 
 
@@ -50,6 +51,27 @@ class Planned(Paged):
         return self.activation_peak() + int(self.planning.plan["param_device_bytes"])
 
 
+def judge(side: Planned, quick: bool = False) -> Any:
+    """The report of a side under its plan, behind a whole window of steps; `quick`: some steps."""
+    import strata
+
+    for _ in range(STEPS_MAX):
+        side.step()
+        report = strata.report(side.model)
+        if report.judged is not None and (report.judged.whole or quick):
+            return report
+    raise BenchError(f"{STEPS_MAX} steps are no window")
+
+
+def share_of_bound(report: Any) -> float:
+    """Of the lower bound, what was reached, as the report says. BenchError where that is more than
+    all: then the bound is none."""
+    percent = float(report.percent_of_bound)
+    if not 0 < percent <= 100:
+        raise BenchError(f"steps reach {percent:.1f} % of a bound that none can pass")
+    return percent / 100
+
+
 def pytorch_peak(side: Plain | Paged) -> int:
     """The most memory that PyTorch's allocator hands out in a step, beyond what it held before."""
     from strata.memory_curve import MemoryCurve
@@ -65,4 +87,5 @@ def pytorch_peak(side: Plain | Paged) -> int:
 
 def uploaded_bytes(side: Paged) -> int:
     """Bytes of parameters that crossed to the device so far."""
-    return int(session_of(side.model).stats()["host to device bytes"])
+    stats = session_of(side.model).stats()
+    return int(stats["host to device bytes"]) - int(stats["activation_fetched_bytes"])

@@ -2,7 +2,7 @@
 which are there wherever the bench runs.
 
 text = prepare(shape, folder)
-outcome = train(lock_free(1), seed=0, shape=shape, text=text, folder=folder)
+outcome = train(modes.lock_free(1), seed=0, shape=shape, text=text, folder=folder)
 """
 
 import itertools

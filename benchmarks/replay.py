@@ -85,6 +85,7 @@ def run(context: Context) -> Iterator[Figure]:
             assert seconds is not None
             assert percent is not None
             bound = found.bound["seconds"]
+            assert percent <= 100 * (1 + 1e-9), "a bound that a step passes is none"
             yield Figure("replay", f"step_{name}", seconds, "s", bound=bound)
             yield Figure("replay", f"of_bound_{name}", percent, "%", bound=100.0, better="higher")
             what = found.bound["what"] if found.plan["resting_ssd_bytes"] else "no SSD"

@@ -6,8 +6,7 @@ model is made where it rests, so it is never in memory as a whole. What is compu
 time and not as arithmetic.
 """
 
-import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +25,9 @@ from .device import (
     seconds_on,
     torch_device,
 )
+from .host_room import grow
 from .models import config_of, step_flops, tokens
-from .planned import Planned
+from .planned import Planned, judge, share_of_bound
 from .sync_trace import synchronisations
 
 UTILISATION_MIN = 55.0  # percent of measured matrix products
@@ -61,9 +61,10 @@ QUICK = Setting(
 )
 
 
-def full_setting() -> Setting:
+def full_setting(say: Callable[[str], None]) -> Setting:
     """The one to reach: 65,536 tokens. BenchError where host memory is too small."""
     needed = int(LLAMA_8B.parameters * HOST_BYTES_EACH) + PASSING_BYTES
+    grow(needed + LEFT_TO_OTHERS, say)
     free = free_host_bytes() - LEFT_TO_OTHERS
     if free < needed:
         raise BenchError(
@@ -86,7 +87,9 @@ def open_side(context: Context, setting: Setting) -> Planned:
         options={
             "update": "in_backward",
             "dtype": torch.bfloat16,
+            "weights": "init",
             "seed": context.seed,
+            "init_device": torch_device(context.device),
             "device": context.device,
         },
     )
@@ -95,20 +98,21 @@ def open_side(context: Context, setting: Setting) -> Planned:
 def run(context: Context) -> Iterator[Figure]:
     """Yields seconds of a step, what the GPU's matrix products reach, and the two shares."""
     full_size_needs_gpu(context)
-    setting = QUICK if context.quick else full_setting()
+    setting = QUICK if context.quick else full_setting(context.say)
     peaks = [product_flops_s(context.device, setting.products)]
     before = None if context.device == HOST else free_bytes(context.device)
     side = open_side(context, setting)
     try:
         side.settle()
         context.say(side.planning.describe())
-        taken = []
         for turn in range(max(3, context.rounds)):
-            taken.append(seconds_on(context.device, side.step))
-            context.say(f"step {turn + 1}: {taken[-1]:.3g} s")
-        if context.device != HOST:
-            yield from waits(synchronisations(side.step))
-        bound = float(side.planning.bound["seconds"])
+            context.say(f"step {turn + 1}: {seconds_on(context.device, side.step):.3g} s")
+        asked = side.session.stats()["driver"]
+        side.step()
+        yield from driver_calls(asked, side.session.stats()["driver"])
+        report = judge(side, context.quick)
+        share_of_bound(report)
+        context.say(report.limited)
         if before is not None:
             used = before - int(torch.cuda.mem_get_info(context.device)[0])
             yield Figure("step-gpu", "device_memory", used / 1e9, "GB", setting.device_bytes / 1e9)
@@ -117,7 +121,29 @@ def run(context: Context) -> Iterator[Figure]:
     # A GPU that is hot multiplies slower: the faster of the two is what a step is held against.
     peaks.append(product_flops_s(context.device, setting.products))
     target = None if context.quick else UTILISATION_MIN
-    yield from figures(setting, statistics.median(taken), max(peaks), bound, target)
+    yield from figures(setting, report.measured_seconds, max(peaks), report.bound_seconds, target)
+    if context.device != HOST:
+        yield from waits(traced(context))
+
+
+def driver_calls(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[Figure]:
+    """What strata asked of the GPU's driver in a step, by its own count. Threads of the processor
+    sleep in no call but those of workers, one for each update on the device."""
+    targets = dict.fromkeys(("stream_synchronize", "map", "unmap", "set_access"), 0)
+    for name, calls in after.items():
+        number = calls - before[name]
+        yield Figure("step-gpu", f"driver_{name}", number, "calls", targets.get(name))
+
+
+def traced(context: Context) -> dict[str, int]:
+    """The waits of PyTorch's own calls: of one step of the smallest model, whose trace has some
+    thousand events. One of the large model has millions, of about a kilobyte each."""
+    side = open_side(context, QUICK)
+    try:
+        side.settle()
+        return synchronisations(side.step)
+    finally:
+        side.close()
 
 
 def waits(counts: Mapping[str, int]) -> Iterator[Figure]:

@@ -84,8 +84,8 @@ Config parse_config(const py::dict& dict) {
   config.moment_dtype = parse_moment_dtype(field<std::string>(dict, "moment_dtype"));
   config.pin_workers = field<bool>(dict, "pin_workers");
   config.compute_threads = field<int>(dict, "compute_threads");
+  if (dict.contains("apart")) config.apart = field<std::vector<bool>>(dict, "apart");
   if (dict.contains("device")) config.device = field<std::string>(dict, "device");
-  if (dict.contains("session_name")) config.session_name = field<std::string>(dict, "session_name");
   return config;
 }
 

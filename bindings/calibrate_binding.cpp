@@ -10,6 +10,11 @@
 namespace strata {
 namespace {
 
+constexpr std::size_t kProbeBytesMax = 1024 * kGiB;
+constexpr std::uint32_t kDepthMax = 4096;
+constexpr int kWorkersMax = 1024;
+constexpr double kSecondsMax = 3600.0;
+
 Ways parse_ways(const std::string& text) {
   if (text == "in") return Ways::in;
   if (text == "out") return Ways::out;
@@ -17,9 +22,29 @@ Ways parse_ways(const std::string& text) {
   throw py::value_error("ways is in, out or both, not " + text);
 }
 
+// Throws ValueError for what no probe can be made with.
+void check_probe(std::size_t page_bytes, std::size_t bytes, int workers = 1) {
+  const bool power = (page_bytes & (page_bytes - 1)) == 0;
+  if (!power || page_bytes < kPageBytesMin || page_bytes > kPageBytesMax) {
+    throw py::value_error("no page has " + std::to_string(page_bytes) + " bytes");
+  }
+  if (bytes > kProbeBytesMax) throw py::value_error("a probe of more than a TiB");
+  if (workers < 1 || workers > kWorkersMax) {
+    throw py::value_error(std::to_string(workers) + " workers");
+  }
+}
+
+// Likewise; for how long it runs.
+double check_seconds(double seconds) {
+  if (seconds >= 0.0 && seconds <= kSecondsMax) return seconds;
+  throw py::value_error("a probe runs for a number of seconds, at most " +
+                        std::to_string(static_cast<int>(kSecondsMax)));
+}
+
 template <typename Probe>
 py::tuple run_ways(Probe& probe, const std::string& ways, double seconds) {
   const Ways parsed = parse_ways(ways);
+  check_seconds(seconds);
   LinkSpeed speed;
   {
     const py::gil_scoped_release release;
@@ -35,6 +60,9 @@ void bind_calibration(py::module_& module) {
       .def(
           py::init([](const std::vector<std::string>& paths, std::size_t page_bytes,
                       const std::string& io_engine, std::uint64_t file_bytes, std::uint32_t depth) {
+            check_probe(page_bytes, file_bytes);
+            if (depth == 1 || depth > kDepthMax) throw py::value_error("a probe of such a depth");
+            if (paths.empty()) throw py::value_error("a probe of no folder");
             const py::gil_scoped_release release;
             return std::make_unique<SsdProbe>(SsdProbeOptions{paths, page_bytes, file_bytes, depth},
                                               io_engine);
@@ -46,6 +74,7 @@ void bind_calibration(py::module_& module) {
       .def_property_readonly("depth", &SsdProbe::depth);
   py::class_<CopyProbe>(module, "CopyProbe")
       .def(py::init([](std::size_t page_bytes, std::size_t bytes, const std::string& device) {
+             check_probe(page_bytes, bytes);
              const py::gil_scoped_release release;
              return std::make_unique<CopyProbe>(open_backend(device, nullptr), page_bytes, bytes);
            }),
@@ -57,6 +86,8 @@ void bind_calibration(py::module_& module) {
       .def(py::init([](int workers, const std::string& dtype, std::size_t page_bytes,
                        std::size_t bytes, std::optional<int> beside) {
              const Dtype parsed = parse_dtype(dtype);
+             check_probe(page_bytes, bytes, workers);
+             if (beside && *beside < 0) throw py::value_error("fewer than no threads beside it");
              Placement placement;
              if (beside) {
                placement = choose_placement(read_topology(), allowed_cpus(), *beside, workers);
@@ -66,7 +97,14 @@ void bind_calibration(py::module_& module) {
            }),
            py::arg("workers"), py::arg("dtype"), py::arg("page_bytes"), py::arg("bytes"),
            py::arg("beside") = py::none())
-      .def("run", &UpdateProbe::run, py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
+      .def(
+          "run",
+          [](UpdateProbe& probe, double seconds) {
+            check_seconds(seconds);
+            const py::gil_scoped_release release;
+            return probe.run(seconds);
+          },
+          py::arg("seconds"));
 }
 
 }  // namespace strata

@@ -1,14 +1,14 @@
 // The Python module strata._core: dictionaries in, dictionaries out, and the session between. What
 // each name means is written in bindings/strata/_core.pyi. Methods that may wait release the GIL.
-#include <thread>
-
 #include "bindings/asked.hpp"
 #include "bindings/dlpack.hpp"
 #include "bindings/foreign_call.hpp"
 #include "bindings/python.hpp"
 #include "bindings/told.hpp"
+#include "engine/checks.hpp"
 #include "engine/devices.hpp"
 #include "engine/session.hpp"
+#include "offload/directory_lock.hpp"
 
 namespace strata {
 namespace {
@@ -37,6 +37,8 @@ const char* fault_name(Fault fault) {
       return "config";
     case Fault::cancelled:
       return "cancelled";
+    case Fault::busy:
+      return "busy";
   }
   return "io";
 }
@@ -72,92 +74,18 @@ py::capsule tensor_capsule(const Session& session, std::uint32_t param) {
       }));
 }
 
-template <typename T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);  // tensor.data_ptr() on the Python side
-}
-
 // stream.cuda_stream on the Python side; 0 is the default stream.
 Stream stream_of(std::uintptr_t stream) {
   return pointer<void>(stream);
 }
 
-Isa parse_isa(const std::string& text) {
-  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
-    if (text == name(isa)) return isa;
-  }
-  return best_isa();
-}
-
-// Runs one span, cut among threads; what a session does chunk by chunk, for tests and benchmarks.
-void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
-  const auto cut = [&](int part) {
-    const std::size_t each =
-        round_up(ceil_div(whole.count, static_cast<std::size_t>(threads)), kMomentBlock);
-    const std::size_t first = std::min(whole.count, each * static_cast<std::size_t>(part));
-    const auto shift = [&](auto* base, std::size_t bytes) {
-      using Bytes = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(base)>>,
-                                       const std::byte, std::byte>;
-      if (base == nullptr) return base;
-      return static_cast<decltype(base)>(static_cast<void*>(
-          const_cast<std::byte*>(reinterpret_cast<Bytes*>(base)) + first * bytes));
-    };
-    UpdateSpan span = whole;
-    span.count = std::min(each, whole.count - first);
-    span.param = shift(whole.param, size_of(whole.dtype));
-    span.new_param = shift(whole.new_param, size_of(whole.dtype));
-    span.master = shift(whole.master, whole.dtype == Dtype::float16 ? 4 : 2);
-    span.moment1 = shift(whole.moment1, size_of(whole.moment_dtype));
-    span.moment2 = shift(whole.moment2, size_of(whole.moment_dtype));
-    span.first = whole.first + first;
-    if (whole.scales1 != nullptr) span.scales1 = whole.scales1 + first / kMomentBlock;
-    if (whole.scales2 != nullptr) span.scales2 = whole.scales2 + first / kMomentBlock;
-    span.grad = shift(whole.grad, size_of(whole.grad_dtype));
-    chosen.update(span);
-  };
-  std::vector<std::thread> team;
-  for (int part = 1; part < threads; ++part) team.emplace_back(cut, part);
-  cut(0);
-  for (std::thread& thread : team) thread.join();
-}
-
-void bind_update_span(py::module_& module) {
-  module.def(
-      "update_span",
-      [](const py::dict& group, const std::string& dtype, const std::string& grad_dtype,
-         std::size_t count, std::uintptr_t param, std::uintptr_t master, std::uintptr_t moment1,
-         std::uintptr_t moment2, std::uintptr_t grad, std::int64_t step, double grad_scale,
-         int threads, const std::string& isa, const std::string& moment_dtype,
-         std::uintptr_t scales1, std::uintptr_t scales2) {
-        const Hyper hyper = parse_group(group);
-        const UpdateSpan span{.dtype = parse_dtype(dtype),
-                              .grad_dtype = parse_dtype(grad_dtype),
-                              .count = count,
-                              .param = pointer<void>(param),
-                              .new_param = pointer<void>(param),
-                              .master = pointer<void>(master),
-                              .moment_dtype = parse_moment_dtype(moment_dtype),
-                              .moment1 = pointer<void>(moment1),
-                              .moment2 = pointer<void>(moment2),
-                              .scales1 = pointer<std::uint16_t>(scales1),
-                              .scales2 = pointer<std::uint16_t>(scales2),
-                              .grad = pointer<const void>(grad),
-                              .hyper = &hyper,
-                              .step = step,
-                              .grad_scale = static_cast<float>(grad_scale)};
-        const Kernels& chosen = kernels(parse_isa(isa));
-        const py::gil_scoped_release release;
-        update_span(chosen, span, std::max(1, threads));
-      },
-      py::arg("group"), py::arg("dtype"), py::arg("grad_dtype"), py::arg("count"), py::arg("param"),
-      py::arg("master"), py::arg("moment1"), py::arg("moment2"), py::arg("grad"), py::arg("step"),
-      py::arg("grad_scale"), py::arg("threads"), py::arg("isa"),
-      py::arg("moment_dtype") = "float32", py::arg("scales1") = 0, py::arg("scales2") = 0);
-}
-
 py::dict step(Session& session, const py::list& groups, double max_norm, double grad_divisor,
               bool skip_nonfinite, double max_unit_norm) {
   const std::vector<Hyper> hypers = parse_groups(groups);
+  const bool whole = max_norm > 0.0 || skip_nonfinite || grad_divisor != 1.0;
+  if (whole && session.config().update == UpdateMode::in_backward) {
+    throw py::value_error("in_backward has updated before all gradients are known");
+  }
   StepResult result;
   {
     const py::gil_scoped_release release;
@@ -184,6 +112,9 @@ SessionHolder make_session(const py::dict& dict, const py::object& foreign) {
   for (const Hyper& group : config.groups) {
     if (group.rule == Rule::foreign && !parts.foreign) {
       throw py::value_error("a group of rule foreign needs a callable that updates it");
+    }
+    if (group.rule == Rule::foreign && config.moment_dtype != MomentDtype::float32) {
+      throw py::value_error("a group of rule foreign has moments in float32");
     }
   }
   const py::gil_scoped_release release;
@@ -236,6 +167,43 @@ void bind_activations(SessionClass& session) {
           [](Session& s, std::uint32_t save) { s.drop_activation(SaveId{save}); }, Release());
 }
 
+void bind_updates(SessionClass& session) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  session
+      .def(
+          "land_gradient",
+          [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
+             std::uintptr_t stream) {
+            const Dtype parsed = parse_dtype(dtype);
+            const py::gil_scoped_release release;
+            s.land_gradient(param, pointer<const void>(address), parsed, stream_of(stream));
+          },
+          py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
+      .def(
+          "drop_gradients", [](Session& s) { s.drop_gradients(); }, Release())
+      .def("gradient_count", &Session::gradient_count, Release())
+      .def("gradient_fits", &Session::gradient_fits, Release())
+      .def("complete",
+           [](Session& s, std::uint32_t unit, const py::list& groups, double max_unit_norm) {
+             const std::vector<Hyper> hypers = parse_groups(groups);
+             const py::gil_scoped_release release;
+             s.complete(UnitId{unit}, hypers, max_unit_norm);
+           })
+      .def("step", &step, py::arg("groups"), py::arg("max_norm"), py::arg("grad_divisor"),
+           py::arg("skip_nonfinite"), py::arg("max_unit_norm") = 0.0)
+      .def("updated", &Session::updated, Release())
+      .def("in_half_step", &Session::in_half_step, Release())
+      .def("forget_step", &Session::forget_step, Release())
+      .def("steps", &Session::steps, Release())
+      .def("drain", &Session::drain, Release())
+      .def("param_step", &Session::step_of, Release())
+      .def("set_param_step", &Session::set_step, Release())
+      .def("synchronize", &Session::synchronize, Release())
+      .def("stats", [](Session& s) { return stats_dict(s.stats()); })
+      .def("timeline", [](Session& s) { return timeline_list(s.timeline()); })
+      .def("close", &Session::close, Release());
+}
+
 void bind_session(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   SessionClass session(module, "Session");
@@ -266,17 +234,25 @@ void bind_session(py::module_& module) {
            })
       .def(
           "enter",
-          [](Session& s, std::uint32_t unit, bool backward, bool recorded, std::uintptr_t stream) {
-            s.enter(UnitId{unit}, backward, recorded, stream_of(stream));
-          },
+          [](Session& s, std::uint32_t unit, bool backward, bool recorded, std::uintptr_t stream,
+             Visit visit) { s.enter(UnitId{unit}, backward, recorded, stream_of(stream), visit); },
           py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
-          Release())
+          py::arg("visit") = 0, Release())
       .def(
           "leave",
-          [](Session& s, std::uint32_t unit, std::uintptr_t stream) {
-            s.leave(UnitId{unit}, stream_of(stream));
+          [](Session& s, std::uint32_t unit, std::uintptr_t stream, Visit visit) {
+            return s.leave(UnitId{unit}, stream_of(stream), visit);
           },
-          py::arg("unit"), py::arg("stream") = 0, Release())
+          py::arg("unit"), py::arg("stream") = 0, py::arg("visit") = 0, Release())
+      .def(
+          "leave_all_but",
+          [](Session& s, const std::vector<Visit>& live, Visit bound, std::uintptr_t stream) {
+            return s.leave_all_but(live, bound, stream_of(stream));
+          },
+          py::arg("live"), py::arg("bound"), py::arg("stream") = 0, Release())
+      .def(
+          "entered", [](const Session& s, std::uint32_t unit) { return s.entered(UnitId{unit}); },
+          Release())
       .def(
           "resident", [](Session& s, std::uint32_t unit) { return s.resident(UnitId{unit}); },
           Release())
@@ -288,34 +264,8 @@ void bind_session(py::module_& module) {
             s.device_written(param, stream_of(stream));
           },
           py::arg("param"), py::arg("stream") = 0, Release())
-      .def(
-          "land_gradient",
-          [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
-             std::uintptr_t stream) {
-            const Dtype parsed = parse_dtype(dtype);
-            const py::gil_scoped_release release;
-            s.land_gradient(param, pointer<const void>(address), parsed, stream_of(stream));
-          },
-          py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
-      .def(
-          "drop_gradients", [](Session& s) { s.drop_gradients(); }, Release())
-      .def("gradient_count", &Session::gradient_count, Release())
-      .def("gradient_fits", &Session::gradient_fits, Release())
-      .def("complete",
-           [](Session& s, std::uint32_t unit, const py::list& groups, double max_unit_norm) {
-             const std::vector<Hyper> hypers = parse_groups(groups);
-             const py::gil_scoped_release release;
-             s.complete(UnitId{unit}, hypers, max_unit_norm);
-           })
-      .def("step", &step, py::arg("groups"), py::arg("max_norm"), py::arg("grad_divisor"),
-           py::arg("skip_nonfinite"), py::arg("max_unit_norm") = 0.0)
-      .def("drain", &Session::drain, Release())
-      .def("param_step", &Session::step_of, Release())
-      .def("set_param_step", &Session::set_step, Release())
-      .def("synchronize", &Session::synchronize, Release())
-      .def("stats", [](Session& s) { return stats_dict(s.stats()); })
-      .def("timeline", [](Session& s) { return timeline_list(s.timeline()); })
-      .def("close", &Session::close, Release());
+      .def("expect_write", &Session::expect_write, Release());
+  bind_updates(session);
   bind_activations(session);
 }
 
@@ -325,6 +275,7 @@ void bind_session(py::module_& module) {
 PYBIND11_MODULE(_core, module) {
   using namespace strata;
   module.doc() = "The C++ core of strata: pages over device memory, host memory and SSD.";
+  module.attr("__version__") = STRATA_VERSION;
   static py::exception<StrataError> raised(module, "StrataError", PyExc_RuntimeError);
   // The signature is pybind11's.
   // NOLINTNEXTLINE(performance-unnecessary-value-param)
@@ -343,9 +294,18 @@ PYBIND11_MODULE(_core, module) {
              py::call_guard<py::gil_scoped_release>());
   module.def("device_description", &device_description, py::arg("device"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("remove_leftovers", &DirectoryLock::clean, py::arg("folder"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("plan", [](const py::dict& dict) {
     const Config config = parse_config(dict);
     return plan_dict(config, choose_residence(config));
+  });
+  module.def("check_groups", [](const py::list& laid_out, const py::list& now) {
+    try {
+      check_groups(parse_groups(laid_out), parse_groups(now));
+    } catch (const StrataError& error) {
+      throw py::value_error(error.error().what);
+    }
   });
   bind_update_span(module);
 }

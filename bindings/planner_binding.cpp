@@ -3,9 +3,11 @@
 #include <array>
 #include <cmath>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "bindings/python.hpp"
+#include "offload/follow.hpp"
 #include "offload/plan.hpp"
 #include "offload/simulate.hpp"
 
@@ -56,6 +58,7 @@ TracedUnit parse_unit(const py::dict& dict) {
   unit.may_swap = field<bool>(dict, "may_swap");
   unit.may_recompute = field<bool>(dict, "may_recompute");
   unit.traced = parse_activation(field<std::string>(dict, "traced"));
+  unit.slices_traced = field<std::uint32_t>(dict, "slices_traced");
   return unit;
 }
 
@@ -227,15 +230,17 @@ py::dict simulation_dict(const Simulation& run) {
 }
 
 py::dict bound_dict(const Bound& bound) {
-  py::dict lanes;
+  py::dict lanes, work;
   for (const Lane lane : kLanes) {
     lanes[name(lane)] = bound.lane_seconds[static_cast<std::size_t>(lane)];
+    work[name(lane)] = bound.lane_work[static_cast<std::size_t>(lane)];
   }
   py::dict out;
   out["seconds"] = bound.seconds;
   out["compute_seconds"] = bound.compute_seconds;
   out["update_seconds"] = bound.update_seconds;
   out["lane_seconds"] = lanes;
+  out["lane_work"] = work;
   out["ssd_seconds"] = bound.ssd_seconds;
   out["what"] = bound.what;
   return out;
@@ -270,13 +275,40 @@ py::dict simulate_paper(const PaperPlan& paper, const std::optional<py::dict>& c
   return simulation_dict(run);
 }
 
-py::dict bound_paper(const PaperPlan& paper) {
+py::dict bound_paper(const PaperPlan& paper, const std::optional<py::dict>& costs) {
+  const Costs machine = costs ? parse_costs(*costs) : paper.costs;
   Bound bound;
   {
     const py::gil_scoped_release release;
-    bound = lower_bound(paper.trace, paper.costs, paper.budgets, paper.wishes);
+    bound = lower_bound(paper.trace, machine, paper.budgets, paper.wishes);
   }
   return bound_dict(bound);
+}
+
+// Python's: (by use, gaps before uses, tail).
+using Times = std::tuple<std::vector<double>, std::vector<double>, double>;
+
+// The same plan, where steps take what was measured of them, on a machine as it is known by now.
+PaperPlan followed_paper(const PaperPlan& paper, const py::dict& costs, const Times& measured) {
+  const StepTimes times{std::get<0>(measured), std::get<1>(measured), std::get<2>(measured)};
+  const std::size_t uses = paper.trace.uses.size();
+  if (times.use_seconds.size() != uses || times.gap_seconds.size() != uses) {
+    throw py::value_error("the times are of another step");
+  }
+  PaperPlan then = paper;
+  then.costs = parse_costs(costs);
+  const py::gil_scoped_release release;
+  then.trace = follow(paper.trace, simulate(paper.trace, paper.plan, paper.costs), times);
+  return then;
+}
+
+Times times_of(const PaperPlan& paper) {
+  std::vector<double> uses, gaps;
+  for (const Use& use : paper.trace.uses) {
+    uses.push_back(use.seconds);
+    gaps.push_back(use.gap_seconds);
+  }
+  return {std::move(uses), std::move(gaps), paper.trace.tail_seconds};
 }
 
 }  // namespace
@@ -293,7 +325,9 @@ void bind_planner(py::module_& module) {
           },
           py::call_guard<py::gil_scoped_release>())
       .def("simulate", &simulate_paper, py::arg("costs") = py::none(), py::arg("spans") = false)
-      .def("bound", &bound_paper);
+      .def("bound", &bound_paper, py::arg("costs") = py::none())
+      .def("followed", &followed_paper, py::arg("costs"), py::arg("measured"))
+      .def_property_readonly("times", &times_of);
 }
 
 }  // namespace strata

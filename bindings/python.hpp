@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <string>
 
 #include "memory/dtype.hpp"
@@ -21,6 +22,11 @@ T field(const py::dict& dict, const char* key) {
   return dict[key].cast<T>();
 }
 
+template <typename T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);  // tensor.data_ptr() on the Python side
+}
+
 inline Dtype parse_dtype(const std::string& text) {
   for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
     if (text == name(dtype)) return dtype;
@@ -30,5 +36,6 @@ inline Dtype parse_dtype(const std::string& text) {
 
 void bind_calibration(py::module_& module);  // calibrate_binding.cpp
 void bind_planner(py::module_& module);      // planner_binding.cpp
+void bind_update_span(py::module_& module);  // kernel_binding.cpp
 
 }  // namespace strata

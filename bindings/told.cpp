@@ -71,6 +71,24 @@ py::dict plan_dict(const Config& config, const Residence& home) {
   return plan;
 }
 
+namespace {
+
+py::dict driver_dict(const std::optional<DriverCounts>& counts) {
+  py::dict out;
+  if (!counts) return out;
+  out["stream_wait"] = counts->stream_wait;
+  out["event_query"] = counts->event_query;
+  out["event_not_ready"] = counts->event_not_ready;
+  out["event_synchronize"] = counts->event_synchronize;
+  out["stream_synchronize"] = counts->stream_synchronize;
+  out["map"] = counts->map;
+  out["unmap"] = counts->unmap;
+  out["set_access"] = counts->set_access;
+  return out;
+}
+
+}  // namespace
+
 py::dict stats_dict(const SessionStats& stats) {
   py::dict out;
   for (std::size_t link = 0; link < kLinkCount; ++link) {
@@ -93,6 +111,7 @@ py::dict stats_dict(const SessionStats& stats) {
   out["steps_skipped"] = stats.steps_skipped;
   out["chunks_updated"] = stats.chunks_updated;
   out["mappings"] = stats.mappings;
+  out["driver"] = driver_dict(stats.driver);
   out["plans"] = stats.plans;
   out["deviations"] = stats.deviations;
   out["lookahead"] = stats.lookahead;

@@ -79,6 +79,10 @@ void Session::write_master(Lock& lock, const Piece& piece, const float* values) 
     kernels_.split(values, piece.count, dtype, to, rest);
     cache_->close(master, Intent::modify);
   }
+  if (const auto kept = before_.find(index(param)); kept != before_.end()) {
+    const std::size_t at = byte_in_page(chunk, Role::param, piece.in_chunk);
+    std::memcpy(kept->second.data() + at, to, piece.count * size_of(dtype));
+  }
   cache_->close(param, Intent::modify);
 }
 
@@ -122,8 +126,10 @@ void Session::visit_moments(Lock& lock, std::uint32_t param, Role moment, const 
 
 void Session::write(std::uint32_t param, Kind kind, std::size_t offset, const float* values,
                     std::size_t count) {
-  STRATA_ASSERT(kind != Kind::grad);
   Lock lock(mutex_);
+  throw_if_failed();
+  check_elements(param, kind, offset, values, count);
+  if (kind == Kind::grad) refuse("gradients land, and are not written");
   for_pieces(param, offset, count, [&](const Piece& piece) {
     wait_idle_chunk(lock, piece.chunk);
     const float* from = values + (piece.in_param - offset);
@@ -136,63 +142,19 @@ void Session::write(std::uint32_t param, Kind kind, std::size_t offset, const fl
 void Session::read(std::uint32_t param, Kind kind, std::size_t offset, float* values,
                    std::size_t count) {
   Lock lock(mutex_);
+  throw_if_failed();
+  check_elements(param, kind, offset, values, count);
   if (kind == Kind::grad && landed_[param] == 0) {
     refuse("no gradient of " + config_.params[param].name +
            " has landed since the last step or zero_grad");
   }
   for_pieces(param, offset, count, [&](const Piece& piece) {
     float* to = values + (piece.in_param - offset);
-    if (kind == Kind::grad) return read_gradient(lock, piece, to);
+    if (kind == Kind::grad) return read_gradient(lock, param, piece, to);
     wait_idle_chunk(lock, piece.chunk);
     if (kind == Kind::master) return read_master(lock, piece, to);
     visit_moments(lock, param, moment_of(kind), piece, Intent::read,
                   [&](const float* moments) { std::copy_n(moments, piece.count, to); });
-  });
-}
-
-void Session::device_written(std::uint32_t param, Stream stream) {
-  Lock lock(mutex_);
-  throw_if_failed();
-  wait_for(lock, backend_->record(stream), config_.params[param].unit);
-  const Layout& layout = home_.layout;
-  PageId copied = kNoPage;
-  for_pieces(param, 0, layout.numel[param], [&](const Piece& piece) {
-    const Chunk& chunk = layout.chunks[piece.chunk];
-    const Dtype dtype = layout.segments[chunk.segment].dtype;
-    // 1. The page comes back whole: its other parameters are the same on both sides. Where it rests
-    //    on the device, what comes is a copy.
-    const PageId page = chunk.run(Role::param).first;
-    const bool rests = on_device(chunk);
-    if (rests && page != copied) {
-      wait(lock, [&] { return cache_->open_on_device(page); });
-      cache_->close_on_device(page);
-    }
-    std::byte* bytes = open(lock, page, rests ? Intent::read : Intent::modify);
-    if (!rests && page != copied) {
-      const CopyTicket out =
-          backend_->copy_out(bytes, executor_->frame_of(page), layout.page_bytes);
-      backend_->wait(out);
-      if (auto error = backend_->take_error(out)) {
-        error->page = page;
-        fail(std::move(*error));
-        throw_if_failed();
-      }
-    }
-    copied = page;
-    // 2. What the master holds beyond it is gone.
-    if (chunk.run(Role::master).count != 0) {
-      const PageId master = page_of(chunk, Role::master, piece.in_chunk);
-      std::byte* rest = open(lock, master, Intent::modify);
-      rest += byte_in_page(chunk, Role::master, piece.in_chunk);
-      const std::byte* from = bytes + byte_in_page(chunk, Role::param, piece.in_chunk);
-      if (dtype == Dtype::float16) {
-        kernels_.land_gradient(rest, Dtype::float32, from, dtype, piece.count, GradMode::copy);
-      } else {
-        std::memset(rest, 0, piece.count * layout.element_bytes(chunk, Role::master));
-      }
-      cache_->close(master, Intent::modify);
-    }
-    cache_->close(page, rests ? Intent::read : Intent::modify);
   });
 }
 

@@ -1,8 +1,9 @@
 // The session between two steps: pages come to rest elsewhere, and what is claimed follows.
+#include "engine/arranging.hpp"
+
 #include <algorithm>
 #include <utility>
 
-#include "engine/session.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
@@ -15,24 +16,47 @@ namespace strata {
 // page that comes keeps the staging frame that it came into. Units leave the device before others
 // come to it. Other threads may use the pages all the while: they are where the page table says.
 
+void Session::wait_until_arranged(Lock& lock) {
+  wait(lock, [this] { return !arranging_; }, {"pages to come to rest elsewhere"});
+}
+
 void Session::wait_until_still(Lock& lock) {
   executor_->want_nothing();
   wait(lock,
        [&] {
+         throw_if_merged();
          return !updates_->busy() && executor_->still() && activations_->copies_in_flight() == 0 &&
                 mover_->idle();
        },
        {"updates and transfers before pages come to rest elsewhere"});
 }
 
+namespace {
+
+constexpr const char* kDeviceChanges = "what rests on the device changes between two steps only";
+
+}  // namespace
+
 void Session::limit_device(std::size_t byte_count) {
-  rest_on_device(residence().on_device, byte_count);
+  Lock lock(mutex_);
+  throw_if_failed();
+  const Arrangement arrangement(*this, lock, kDeviceChanges);
+  share_device(lock, std::vector<bool>(home_.on_device), byte_count);
 }
 
 void Session::rest_on_device(const std::vector<bool>& units, std::size_t param_bytes) {
   Lock lock(mutex_);
   throw_if_failed();
-  STRATA_ASSERT(units.size() == config_.units.size());
+  if (units.size() != config_.units.size()) {
+    refuse("there are " + std::to_string(config_.units.size()) + " units, not " +
+           std::to_string(units.size()));
+  }
+  const Arrangement arrangement(*this, lock, kDeviceChanges);
+  share_device(lock, units, param_bytes);
+}
+
+// The device is for these units and for parameters that come and go.
+void Session::share_device(Lock& lock, const std::vector<bool>& units, std::size_t param_bytes) {
   const bool changes = units != home_.on_device;
   const auto room = [&](std::vector<bool> on_device) {
     return Room{home_.activation_frames, home_.activation_slots, std::move(on_device)};
@@ -42,7 +66,7 @@ void Session::rest_on_device(const std::vector<bool>& units, std::size_t param_b
   // 1. Refused before anything changes.
   Residence then = home_;
   if (changes) {
-    check_still(units);
+    check_still();
     then = rearrange(config_, rearrange(config_, home_, room(stay)), room(units));
     check_resting(then);
   }
@@ -62,6 +86,7 @@ void Session::rest_on_device(const std::vector<bool>& units, std::size_t param_b
     follow_limit(frames);
     if (stay != units) arrange(lock, room(units));
   } catch (...) {
+    if (failure_ || closed_) throw;
     param_frames_ = before;
     follow_limit(frames_left(home_));
     throw;
@@ -71,15 +96,11 @@ void Session::rest_on_device(const std::vector<bool>& units, std::size_t param_b
 }
 
 // Units may come to rest elsewhere.
-void Session::check_still(const std::vector<bool>& units) const {
+void Session::check_still() const {
   if (!activations_->empty()) refuse("activations are saved: units cannot rest elsewhere now");
   const auto any = [](std::uint32_t n) { return n != 0; };
-  if (landing_ || std::any_of(landed_.begin(), landed_.end(), any)) {
+  if (std::any_of(landed_.begin(), landed_.end(), any)) {
     refuse("gradients have landed: units come to rest on the device between two steps only");
-  }
-  for (std::uint32_t u = 0; u < units.size(); ++u) {
-    if (units[u] == home_.on_device[u] || !executor_->is_pinned(UnitId{u})) continue;
-    refuse(config_.units[u] + " is in use: it cannot come to rest elsewhere now");
   }
 }
 
@@ -122,6 +143,7 @@ std::uint32_t Session::frames_left(const Residence& home) const {
 void Session::reserve_activations(std::size_t host_bytes, std::size_t ssd_bytes) {
   Lock lock(mutex_);
   throw_if_failed();
+  const Arrangement arrangement(*this, lock, "room for activations is made between two steps only");
   const std::size_t page = home_.layout.page_bytes;
   arrange(lock, {ceil_div(host_bytes, page), ceil_div(ssd_bytes, page), home_.on_device});
   executor_->begin_step();

@@ -8,7 +8,7 @@
 namespace strata {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using WallClock = std::chrono::steady_clock;
 
 constexpr std::size_t kJobsPerWorker = 2;  // one at work, one waiting
 constexpr int kBellMs = 20;                // a lost ring costs no more than this
@@ -69,9 +69,9 @@ double UpdateProbe::run(double seconds) {
   std::vector<bool> busy(chunks_.size());
   std::uint64_t begun = 0;
   std::uint64_t done = 0;
-  const Clock::time_point begin = Clock::now();
+  const WallClock::time_point begin = WallClock::now();
   const auto elapsed = [begin] {
-    return std::chrono::duration<double>(Clock::now() - begin).count();
+    return std::chrono::duration<double>(WallClock::now() - begin).count();
   };
   while (elapsed() < seconds || done < begun) {
     // 1. Every worker has something to do until the time is over.

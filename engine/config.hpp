@@ -39,7 +39,6 @@ struct Config {
   std::size_t ssd_bytes = 0;
   std::vector<std::string> ssd_paths;
   std::string io_engine = "auto";
-  std::string session_name = "strata";
   int workers = 1;
   bool pin_workers = true;
   int compute_threads = 0;  // cores that pinned workers leave to the computation
@@ -47,6 +46,9 @@ struct Config {
   UpdateMode update = UpdateMode::on_step;
   std::uint32_t max_staleness = 0;  // lock_free: steps that a parameter may lag behind
   MomentDtype moment_dtype = MomentDtype::float32;
+  // in_backward, by unit: its first and its last gradient may land far apart, and are needed
+  // together. Empty: no unit's do, or each gradient may be used by itself.
+  std::vector<bool> apart;
 };
 
 }  // namespace strata

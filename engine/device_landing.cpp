@@ -107,11 +107,12 @@ void Session::land_from_device(Lock& lock, Incoming& incoming) {
   std::optional<Destination> left;
   const std::size_t end = device_may_land(incoming) ? incoming.runs.size() : 0;
   while (incoming.asked < end && !left) {
-    if (incoming.asked - incoming.at == kRunsUnderWay) finish_oldest(lock, incoming);
+    const RunSize size = incoming.size(incoming.runs[incoming.asked]);
+    while (!incoming.under_way.fits(size)) finish_oldest(lock, incoming);
     Destination to = destination(incoming.runs[incoming.asked]);
     open_next(lock, incoming, to);
     if (device_lands(to))
-      land_there(incoming, to);
+      land_there(incoming, to, size);
     else
       left = to;
   }
@@ -176,14 +177,15 @@ CopyTicket Session::copy_there(const Incoming& incoming, const Destination& to) 
 }
 
 // Submits the landing of the next run, which is open, by the device.
-void Session::land_there(Incoming& incoming, const Destination& to) {
-  Incoming::UnderWay& run = incoming.under_way[incoming.asked % kRunsUnderWay];
-  run = {.to = to, .begin_ns = SteadyClock().now_ns()};
+void Session::land_there(Incoming& incoming, const Destination& to, RunSize size) {
+  Incoming::Run& run = incoming.landing.emplace_back(
+      Incoming::Run{.to = to, .size = size, .begin_ns = SteadyClock().now_ns()});
+  run.sums_at = incoming.under_way.begin(size);
   // 1. Bytes that go to host memory.
   if (!to.on_device) incoming.copied = run.copied = copy_there(incoming, to);
   // 2. Sums, and bytes that stay on the device.
   std::vector<LandSpan> landings;
-  double* sums = sums_of(incoming.asked);
+  double* sums = sums_of(run.sums_at);
   for (const Piece& piece : to.pieces) {
     landings.push_back({.to = to.on_device ? place_of(to, piece) : nullptr,
                         .from = incoming.address(piece),
@@ -194,8 +196,7 @@ void Session::land_there(Incoming& incoming, const Destination& to) {
                         .mode = to.mode});
     sums += norm_blocks(piece.count);
   }
-  STRATA_ASSERT(sums <=
-                sums_of(incoming.asked) + home_.layout.page_bytes / kRunsUnderWay / sizeof(double));
+  STRATA_ASSERT(sums == sums_of(run.sums_at) + size.sums);
   std::string why = compute_->land(landings, incoming.stream);
   incoming.summed = run.summed = backend_->record(incoming.stream);
   ++incoming.asked;
@@ -209,27 +210,28 @@ void Session::land_there(Incoming& incoming, const Destination& to) {
 }
 
 // Where the kernel that lands a run leaves its sums.
-double* Session::sums_of(std::size_t run) const {
-  const std::size_t bytes = home_.layout.page_bytes / kRunsUnderWay;
-  return reinterpret_cast<double*>(landing_frame(0) + run % kRunsUnderWay * bytes);
+double* Session::sums_of(std::size_t sums_at) const {
+  return reinterpret_cast<double*>(landing_frame(0)) + sums_at;
 }
 
 // Waits for the device to have landed the first run that is under way.
 void Session::finish_oldest(Lock& lock, Incoming& incoming) {
-  const Incoming::UnderWay& run = incoming.under_way[incoming.at % kRunsUnderWay];
+  const Incoming::Run run = incoming.landing.front();
   wait_for(lock, run.copied, incoming.unit);
   wait_for(lock, run.summed, incoming.unit);
   TimelineSpan span{.track = Track::download,
                     .unit = incoming.unit,
                     .begin_ns = run.begin_ns,
                     .end_ns = SteadyClock().now_ns()};
-  const double* sums = sums_of(incoming.at);
+  const double* sums = sums_of(run.sums_at);
   for (const Piece& piece : run.to.pieces) {
     incoming.sum += sum_in_order(sums, norm_blocks(piece.count));
     sums += norm_blocks(piece.count);
-    span.bytes += piece.count * size_of(incoming.dtype);
   }
-  timeline_.add(span);
+  incoming.landing.pop_front();
+  incoming.under_way.end();
+  span.bytes = run.size.bytes;
+  note_landing(span, run.to);
   run_landed(incoming, run.to);
 }
 

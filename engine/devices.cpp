@@ -2,6 +2,7 @@
 
 #include <charconv>
 #include <string_view>
+#include <utility>
 
 #include "memory/cuda_backend.hpp"
 #include "memory/cuda_library.hpp"
@@ -32,25 +33,13 @@ const DeviceKernels& kernels_of(const CudaLibrary& library) {
 
 }  // namespace
 
-void check_kernels(CudaDevice& device, const DeviceKernels& kernels) {
-  const CudaDevice::Current current(device);
-  if (device.lost()) refuse(device.lost()->what);
-  const int failed = kernels.prepare();
-  if (failed == 0) return;
-  refuse(
-      device.name() + " cannot load strata's kernels: " + kernels.text(failed) + " (CUDA error " +
-      std::to_string(failed) + "); update the driver, or build strata with a " +
-      "toolkit that is no newer than the driver and knows this GPU; without device=\"cuda\" the " +
-      "same program runs on the CPU");
-}
-
 std::string device_error(const std::string& device) {
   try {
     const auto ordinal = cuda_ordinal(device);
     if (!ordinal) return "";
     const CudaLibrary library;
     CudaDevice opened(library.driver(), *ordinal);
-    check_kernels(opened, kernels_of(library));
+    load_kernels(opened, kernels_of(library));
     return "";
   } catch (const StrataError& error) {
     return error.error().what;
@@ -73,13 +62,13 @@ std::unique_ptr<Backend> open_backend(const std::string& device, Doorbell* bell)
 
 OpenedDevice open_device(const std::string& device, Doorbell* bell, int threads) {
   const auto ordinal = cuda_ordinal(device);
-  if (!ordinal) return {std::make_unique<HostBackend>(bell), nullptr};
+  if (!ordinal) return {nullptr, std::make_unique<HostBackend>(bell), nullptr};
   const CudaLibrary library;
   const DeviceKernels& kernels = kernels_of(library);
-  CudaDevice opened(library.driver(), *ordinal);
-  check_kernels(opened, kernels);
-  return {std::make_unique<CudaBackend>(library.driver(), *ordinal, bell),
-          std::make_unique<DeviceCompute>(library.driver(), *ordinal, kernels, threads)};
+  auto driver = std::make_unique<CountedDriver>(library.driver());
+  auto backend = std::make_unique<CudaBackend>(driver->table(), *ordinal, bell);
+  auto compute = std::make_unique<DeviceCompute>(driver->table(), *ordinal, kernels, threads);
+  return {std::move(driver), std::move(backend), std::move(compute)};
 }
 
 }  // namespace strata

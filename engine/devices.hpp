@@ -11,12 +11,15 @@
 #include <string>
 
 #include "memory/backend.hpp"
+#include "memory/cuda_counts.hpp"
 #include "memory/doorbell.hpp"
 #include "optimizers/device_compute.hpp"
 
 namespace strata {
 
 struct OpenedDevice {
+  // What the others ask their driver through; null without one.
+  std::unique_ptr<CountedDriver> driver;
   std::unique_ptr<Backend> backend;
   // What computes in the backend's memory where the processor cannot; else null.
   std::unique_ptr<DeviceCompute> compute;
@@ -38,9 +41,5 @@ std::unique_ptr<Backend> open_backend(const std::string& device, Doorbell* bell)
 // Throws StrataError (config) with what device_error() says. `threads`: that compute at a time.
 // REQUIRES: bell outlives it.
 OpenedDevice open_device(const std::string& device, Doorbell* bell, int threads);
-
-// Throws StrataError (config) where the kernels cannot run on the device: there is none for it
-// among them, or the driver cannot compile them.
-void check_kernels(CudaDevice& device, const DeviceKernels& kernels);
 
 }  // namespace strata

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "engine/arranging.hpp"
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
 
@@ -27,6 +28,7 @@ Session::Destination Session::destination(std::span<const Piece> pieces) const {
 // Opens it now, or tells what is missing.
 Cause Session::try_open(const Incoming& incoming, Destination& to) {
   if (to.page == kNoPage) {
+    if (updates_->must_settle(to.chunk, coming_step())) return Cause::update;
     if (!gradients_->open(to.chunk)) return Cause::update;
     const bool adds = updates_->holds_gradient(to.chunk, incoming.param);
     to.mode = adds ? GradMode::add : GradMode::copy;
@@ -70,6 +72,14 @@ void Session::run_landed(Incoming& incoming, const Destination& to) {
   }
 }
 
+// What lands on the device does not cross the link.
+void Session::note_landing(const TimelineSpan& span, const Destination& to) {
+  TimelineSpan noted = span;
+  if (to.on_device) noted.bytes = 0;
+  timeline_.add(noted);
+  landed_bytes_ += noted.bytes;
+}
+
 std::byte* Session::place_of(const Destination& to, const Piece& piece) const {
   if (to.page == kNoPage) return gradients_->at(to.chunk, piece.in_chunk);
   return to.bytes + byte_in_page(home_.layout.chunks[to.chunk], Role::grad, piece.in_chunk);
@@ -98,7 +108,7 @@ void Session::land_pieces(Lock& lock, Incoming& incoming, const Destination& to)
   span.end_ns = SteadyClock().now_ns();
   lock.lock();
   --copying_;
-  timeline_.add(span);
+  note_landing(span, to);
   run_landed(incoming, to);
 }
 
@@ -135,10 +145,24 @@ std::vector<std::span<const Piece>> Session::cut(std::span<const Piece> pieces,
   return runs;
 }
 
+// Throws StrataError (config) for what is no gradient that the parameter can take now.
+void Session::check_landing(std::uint32_t param, const void* from, Dtype dtype) const {
+  check_elements(param, Kind::grad, 0, from, config_.params.at(param).numel);
+  const ParamSpec& spec = config_.params[param];
+  if (!spec.trainable) refuse(spec.name + " is not trained, so there is no room for its gradient");
+  if (dtype != spec.dtype && !home_.layout.accumulate) {
+    refuse("a gradient of " + spec.name + " as " + name(dtype) + ": it is " + name(spec.dtype));
+  }
+  if (gradients_ && landed_[param] != 0 && !home_.layout.accumulate) {
+    refuse("a second gradient of " + spec.name + " before step(), and gradients do not add up");
+  }
+}
+
 void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream) {
   Lock lock(mutex_);
   throw_if_failed();
-  STRATA_ASSERT(config_.params[param].trainable);
+  check_landing(param, from, dtype);
+  const StepCall call(*this, lock);
   // Pieces are cut at kGrain, so that the order of the sum does not depend on the page size.
   const std::vector<Piece> pieces =
       home_.layout.pieces(param, 0, home_.layout.numel[param], kGrain);
@@ -147,7 +171,8 @@ void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, 
                     .from = static_cast<const std::byte*>(from),
                     .dtype = dtype,
                     .stream = stream,
-                    .runs = cut(pieces, size_of(dtype))};
+                    .runs = cut(pieces, size_of(dtype)),
+                    .under_way = UnderWay(home_.layout.page_bytes / sizeof(double))};
   if (backend_->reachable()) {
     while (incoming.at < incoming.runs.size()) land_run(lock, incoming);
   } else {
@@ -160,16 +185,19 @@ void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, 
 bool Session::gradient_fits(std::uint32_t param) {
   Lock lock(mutex_);
   throw_if_failed();
+  check_param(param);
   if (!gradients_) return true;
   std::vector<std::uint32_t> chunks;
   for (const Piece& piece : home_.layout.pieces(param, 0, home_.layout.numel[param], kGrain)) {
     if (chunks.empty() || chunks.back() != piece.chunk) chunks.push_back(piece.chunk);
   }
-  wait(lock, [&] { return gradients_->room_for(chunks) || !updates_->busy(); });
+  wait(lock, [&] {
+    return gradients_->room_for(chunks) || !updates_->busy() || updates_->waits_for_release();
+  });
   return gradients_->room_for(chunks);
 }
 
-void Session::read_gradient(Lock& lock, const Piece& piece, float* values) {
+void Session::read_gradient(Lock& lock, std::uint32_t param, const Piece& piece, float* values) {
   const Chunk& chunk = home_.layout.chunks[piece.chunk];
   const auto land = [&](const std::byte* from) {
     kernels_.land_gradient(values, Dtype::float32, from,
@@ -177,7 +205,9 @@ void Session::read_gradient(Lock& lock, const Piece& piece, float* values) {
                            piece.count, GradMode::copy);
   };
   if (gradients_) {
-    if (!updates_->holds_landed(piece.chunk)) refuse("the gradient was used by its update already");
+    if (!updates_->holds_gradient(piece.chunk, param)) {
+      refuse("the gradient was used by its update already");
+    }
     return land(gradients_->at(piece.chunk, piece.in_chunk));
   }
   wait_idle_chunk(lock, piece.chunk);
@@ -193,24 +223,36 @@ void Session::read_gradient(Lock& lock, const Piece& piece, float* values) {
   cache_->close(page, Intent::read);
 }
 
-void Session::drop_gradients(Lock& lock) {
-  for (std::uint32_t unit = 0; unit < completed_.size(); ++unit) {
-    if (!completed_[unit]) continue;
-    refuse("the gradients of " + config_.units[unit] +
-           " were used already, during the backward: call step() behind every backward");
-  }
+// By chunk: a gradient has landed there since the last step.
+std::vector<bool> Session::touched_chunks() const {
   std::vector<bool> touched(home_.layout.chunks.size(), false);
   for (std::uint32_t param = 0; param < landed_.size(); ++param) {
     if (landed_[param] == 0) continue;
     for_pieces(param, 0, home_.layout.numel[param],
                [&](const Piece& piece) { touched[piece.chunk] = true; });
   }
+  return touched;
+}
+
+void Session::drop_gradients(Lock& lock) {
+  for (std::uint32_t param = 0; param < updated_.size(); ++param) {
+    if (!updated_[param]) continue;
+    refuse("the gradient of " + config_.params[param].name +
+           " was used already, during the backward: call step() behind every backward");
+  }
+  const std::vector<bool> touched = touched_chunks();
   for (std::uint32_t id = 0; id < touched.size(); ++id) {
     if (!touched[id] || !gradients_ || !updates_->merged(id)) continue;
     refuse(
         "gradients were added to those of an earlier step whose update was still to come, and "
         "cannot be dropped: call step() behind every backward");
   }
+  forget_gradients(lock);
+}
+
+// REQUIRES: none of them was added to one that waits for its update.
+void Session::forget_gradients(Lock& lock) {
+  const std::vector<bool> touched = touched_chunks();
   for (std::uint32_t id = 0; id < touched.size(); ++id) {
     if (!touched[id]) continue;
     const PageRun& run = home_.layout.chunks[id].run(Role::grad);
@@ -226,12 +268,23 @@ void Session::drop_gradients(Lock& lock) {
 void Session::drop_gradients() {
   Lock lock(mutex_);
   throw_if_failed();
+  const StepCall call(*this, lock);
   drop_gradients(lock);
+}
+
+void Session::forget_step() {
+  Lock lock(mutex_);
+  const StepCall call(*this, lock);
+  wait(lock, [&] { return !updates_->busy() || updates_->waits_for_release(); });
+  updates_->forget_merged();
+  forget_gradients(lock);
+  std::fill(updated_.begin(), updated_.end(), false);
 }
 
 std::uint32_t Session::gradient_count(std::uint32_t param) {
   const Lock lock(mutex_);
   throw_if_failed();
+  check_param(param);
   return landed_[param];
 }
 

@@ -3,16 +3,14 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <span>
 #include <vector>
 
 #include "engine/session.hpp"
+#include "engine/under_way.hpp"
 
 namespace strata {
-
-// Runs of a gradient that a device lands at a time: enough for its copy engine to be busy while the
-// first of them is waited for.
-inline constexpr std::size_t kRunsUnderWay = 8;
 
 // Where a run of a gradient goes: a page in host memory, a page that rests on the device, or the
 // frames of a chunk whose gradient has no pages. Once it is open it is ours alone.
@@ -47,14 +45,25 @@ struct Session::Incoming {
   CopyTicket copied{}, summed{};
   // Run r through landing frame r % kLandingFrames, where the processor lands it.
   std::array<CopyTicket, kLandingFrames> coming{};
-  // Run r at r % kRunsUnderWay, where the device does.
-  struct UnderWay {
+  // Runs [at, asked), oldest first, where the device does.
+  struct Run {
     Destination to;
+    RunSize size;
+    std::size_t sums_at = 0;
     CopyTicket copied{}, summed{};
     std::int64_t begin_ns = 0;
   };
-  std::array<UnderWay, kRunsUnderWay> under_way{};
+  std::deque<Run> landing{};
+  UnderWay under_way;
 
+  RunSize size(std::span<const Piece> run) const {
+    RunSize size;
+    for (const Piece& piece : run) {
+      size.bytes += piece.count * size_of(dtype);
+      size.sums += norm_blocks(piece.count);
+    }
+    return size;
+  }
   const std::byte* address(const Piece& piece) const {
     return from + piece.in_param * size_of(dtype);
   }

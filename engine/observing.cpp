@@ -42,7 +42,9 @@ std::string Session::whose(PageId page) const {
 // The watchdog's report: who waits for what, and what is in flight for how many.
 Error Session::stuck(const Awaited& awaited) const {
   Error error;
-  error.what = "nothing moved for two minutes while waiting for " + std::string(awaited.what);
+  error.what = "nothing had moved at " + std::to_string(looks_max_) + " looks in a row, " +
+               std::to_string(look_period_.count()) + " ms apart, while waiting for " +
+               std::string(awaited.what);
   if (awaited.unit != kNoUnit) error.what += " of " + name_of(awaited.unit);
   error.what += "; in flight:";
   for (const Link link : {Link::read, Link::write, Link::upload, Link::download}) {
@@ -89,6 +91,9 @@ SessionStats Session::stats() {
   for (std::size_t link = 0; link < kLinkCount; ++link) {
     stats.link_bytes[link] = mover_->bytes(static_cast<Link>(link));
   }
+  stats.link_bytes[static_cast<std::size_t>(Link::upload)] += activations_->fetched_bytes();
+  stats.link_bytes[static_cast<std::size_t>(Link::download)] +=
+      activations_->saved_bytes() + landed_bytes_;
   stats.staleness = updates_->staleness();
   stats.update_waits = update_waits_;
   for (const std::int64_t ns : waited_ns_) stats.waited_s.push_back(static_cast<double>(ns) * 1e-9);
@@ -108,6 +113,7 @@ SessionStats Session::stats() {
   stats.steps_skipped = steps_skipped_;
   stats.chunks_updated = updates_->chunks_done();
   stats.mappings = executor_->counters().mappings;
+  if (driver_) stats.driver = driver_->counts();
   stats.plans = executor_->counters().plans;
   stats.deviations = executor_->counters().deviations;
   stats.lookahead = executor_->plan().lookahead;

@@ -86,8 +86,14 @@ BufferNeed buffer_need(const Config& config, const Layout& layout) {
     by_unit[index(layout.segments[chunk.segment].unit)] += frames;
   }
   if (config.update == UpdateMode::in_backward) {
-    const std::size_t least = *std::max_element(by_unit.begin(), by_unit.end());
-    return {least, std::min(2 * least, all)};
+    std::size_t largest = 0, apart = 0;
+    for (std::size_t u = 0; u < by_unit.size(); ++u) {
+      if (!config.apart.empty() && config.apart[u])
+        apart += by_unit[u];
+      else
+        largest = std::max(largest, by_unit[u]);
+    }
+    return {apart + largest, std::min(apart + 2 * largest, all)};
   }
   if (all == 0) return {};
   const std::size_t slots = update_slots(std::max(1, config.workers));

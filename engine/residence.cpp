@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "engine/checks.hpp"
 #include "engine/devices.hpp"
 #include "engine/placing.hpp"
 #include "memory/check.hpp"
@@ -180,8 +181,7 @@ bool comfortable(const Config& config, const Residence& home) {
 }  // namespace
 
 Residence choose_residence(const Config& config) {
-  STRATA_ASSERT(!config.params.empty());
-  STRATA_ASSERT(!config.groups.empty());
+  check_config(config);
   if (config.page_bytes != 0) {
     Verdict verdict = try_page(config, config.page_bytes);
     if (verdict.error) throw StrataError(*verdict.error);

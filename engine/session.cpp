@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/pace.hpp"
 #include "memory/check.hpp"
 #include "offload/make_engine.hpp"
 
@@ -13,10 +14,9 @@ namespace {
 
 constexpr std::uint32_t kTransfersMax = 64;
 constexpr std::uint32_t kIoDepth = 64;
-// The pump looks around this often even when nobody rang.
-constexpr int kPumpPeriodMs = 100;
-constexpr auto kStuckAfter = std::chrono::seconds(120);
-constexpr int kStuckIdleTurns = 100'000;
+// See Note [Stuck].
+constexpr auto kStuckAfter = std::chrono::minutes(2);
+constexpr int kLooksMaxVirtual = 100'000;
 // Several steps of a large model, a few MiB.
 constexpr std::size_t kTimelineSpans = 1 << 14;
 
@@ -33,8 +33,13 @@ Session::Session(const Config& config, SessionParts parts)
       sum_squares_(config.params.size(), 0.0),
       waited_ns_(config.units.size(), 0),
       update_waits_(config.units.size(), 0),
-      completed_(config.units.size(), false),
+      updated_(config.params.size(), false),
+      written_(config.units.size(), false),
       timeline_(kTimelineSpans),
+      look_period_(parts.look_period),
+      looks_max_(parts.looks_max != 0 ? parts.looks_max
+                 : parts.idle         ? kLooksMaxVirtual
+                                      : static_cast<int>(kStuckAfter / parts.look_period)),
       idle_(std::move(parts.idle)),
       worker_is_done_(std::move(parts.worker_is_done)),
       turned_(std::move(parts.turned)) {
@@ -56,13 +61,14 @@ void Session::claim(SessionParts& parts) {
   const std::size_t budget = std::min(config_.host_bytes, kHostAddressesMax) / page * page;
   slab_ = std::make_unique<Slab>(host_bytes, Locking::wanted, std::max(host_bytes, budget));
   host_ = std::make_unique<Pool>(home_.host_frames, page, slab_->bytes().data());
-  OpenedDevice device{std::move(parts.backend), nullptr};
+  OpenedDevice device{nullptr, std::move(parts.backend), nullptr};
   if (!device.backend) {
     // Every worker, and a gradient that lands meanwhile.
     device = parts.open_device
                  ? parts.open_device(&bell_)
                  : open_device(config_.device, &bell_, std::max(1, config_.workers) + 1);
   }
+  driver_ = std::move(device.driver);
   backend_ = std::move(device.backend);
   compute_ = std::move(device.compute);
   STRATA_ASSERT(backend_->reachable() || (compute_ && home_.landing_frames != 0));
@@ -86,7 +92,6 @@ void Session::open_store(std::uint32_t slots) {
   options.slot_bytes = home_.layout.page_bytes;
   options.slot_count = slots;
   options.in_flight_max = kIoDepth;
-  options.session_name = config_.session_name;
   store_ = std::make_unique<Store>(options, std::move(engine));
   store_->register_memory(slab_->bytes());
 }
@@ -192,13 +197,18 @@ void Session::release_views() {
 }
 
 void Session::pump() {
-  for (;;) {
-    bell_.wait(kPumpPeriodMs);
+  sleep_exactly();
+  Pace pace(*backend_);
+  for (std::chrono::nanoseconds sleep = kPumpPeriod;;) {
+    const bool rang = bell_.wait(sleep);
     const Lock lock(mutex_);
     if (closed_) return;
-    bool moved = false;
-    while (!failure_ && turn()) moved = true;
-    if (moved || failure_) moved_.notify_all();
+    if (pace.wakes(rang)) {
+      bool moved = false;
+      while (!failure_ && turn()) moved = true;
+      if (moved || failure_) moved_.notify_all();
+    }
+    sleep = pace.next();
   }
 }
 
@@ -245,86 +255,55 @@ void Session::throw_if_closed() const {
   throw StrataError(std::move(error));
 }
 
+// Note [Stuck]
+// A wait for a disk or a link that hangs is to end. What counts are looks, not the clock: a process
+// that is stopped (by SIGSTOP, a debugger, a container that is paused) looks at nothing, and a
+// pause of any length is one look at most. Nor is a look in vain while the user's own optimizer
+// runs on a worker: somebody may be debugging it.
+
 // `ready` may act when it succeeds (open a page), so nobody asks it again after it said yes.
 void Session::wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited) {
   throw_if_failed();
   std::uint64_t seen = progress_;
-  auto since = std::chrono::steady_clock::now();
-  for (int idle_turns = 0; !ready(); ++idle_turns) {
+  int looks = 0;  // in a row, at which nothing had moved
+  while (!ready()) {
     const bool moved = turn();
     throw_if_failed();
     if (moved) {
       moved_.notify_all();  // what moved may be what another one waits for
-      idle_turns = 0;
       continue;
     }
+    bool slept = true;
     if (idle_)
       idle_();
     else
-      moved_.wait_for(lock, std::chrono::milliseconds(kPumpPeriodMs));
+      slept = moved_.wait_for(lock, look_period_) == std::cv_status::timeout;
     throw_if_failed();
-    const auto now = std::chrono::steady_clock::now();
-    if (progress_ != seen) seen = progress_, since = now;
-    if (idle_ ? idle_turns < kStuckIdleTurns : now - since < kStuckAfter) continue;
+    if (progress_ != seen || runs_foreign()) {
+      seen = progress_;
+      looks = 0;
+    }
+    looks += slept;
+    if (looks < looks_max_) continue;
     fail(stuck(awaited));
     throw_if_failed();
   }
 }
 
+bool Session::runs_foreign() const {
+  return workers_->thread_count() != 0 && workers_->in_flight() != 0 &&
+         std::ranges::any_of(config_.groups,
+                             [](const Hyper& group) { return group.rule == Rule::foreign; });
+}
+
 std::byte* Session::device_address(std::uint32_t param) const {
   const Lock lock(mutex_);
   throw_if_failed();
+  check_param(param);
   const Place& place = home_.layout.places[param];
   const Segment& segment = home_.layout.segments[place.segment];
   return views_[index(segment.unit)] + segment.view_page * home_.layout.page_bytes +
          place.first * size_of(segment.dtype);
-}
-
-void Session::enter(UnitId unit, bool backward, bool recorded, Stream stream) {
-  Lock lock(mutex_);
-  throw_if_failed();
-  if (backward && completed_[index(unit)]) {
-    refuse("the parameters of " + config_.units[index(unit)] +
-           " are needed again in this backward, after its gradients were complete and its update "
-           "began; update=\"on_step\" keeps them as they are until step()");
-  }
-  if (const auto why = executor_->enter(unit, backward, recorded)) {
-    Error error;
-    error.fault = Fault::config;
-    error.tier = Tier::device;
-    error.what = "infeasible at " + std::string(backward ? "backward" : "forward") + " of " +
-                 config_.units[index(unit)] + ": it " + *why + "; a larger device= would do";
-    throw StrataError(std::move(error));
-  }
-  Waiting waiting(timeline_, unit, backward);
-  bool waited_for_update = false;
-  wait(lock,
-       [&] {
-         if (executor_->ready(unit)) return true;
-         const Cause cause = executor_->missing(unit);
-         waited_for_update |= cause == Cause::update;
-         waiting.missing(cause);
-         return false;
-       },
-       {"the parameters", unit});
-  waited_ns_[index(unit)] += waiting.over();
-  update_waits_[index(unit)] += waited_for_update;
-  if (recorded && !backward && !executor_->is_pinned(unit)) updates_->count_forward(unit);
-  executor_->pin(unit, stream);
-  if (executor_->wants_work()) bell_.ring();
-}
-
-void Session::leave(UnitId unit, Stream stream) {
-  const Lock lock(mutex_);
-  if (closed_) return;
-  executor_->leave(unit, stream);
-  if (executor_->wants_work()) bell_.ring();
-}
-
-bool Session::resident(UnitId unit) {
-  const Lock lock(mutex_);
-  throw_if_failed();
-  return executor_->ready(unit);
 }
 
 }  // namespace strata

@@ -4,15 +4,33 @@
 #include <array>
 #include <cmath>
 
-#include "engine/session.hpp"
-#include "memory/check.hpp"
+#include "engine/arranging.hpp"
+#include "engine/checks.hpp"
 
 namespace strata {
 namespace {
 
-// The small addition is that of torch.nn.utils.clip_grad_norm_.
+// As torch.nn.utils.clip_grad_norm_ does, also in its small addition: a norm that is not a number
+// makes every gradient so.
 double clip(double norm, double max_norm) {
-  return max_norm > 0.0 ? std::min(1.0, max_norm / (norm + 1e-6)) : 1.0;
+  if (max_norm <= 0.0) return 1.0;
+  const double coefficient = max_norm / (norm + 1e-6);
+  return coefficient > 1.0 ? 1.0 : coefficient;
+}
+
+bool is_limit(double norm) {
+  return !std::isnan(norm);
+}
+
+// Throws StrataError (config).
+void check_options(const StepOptions& options) {
+  const double divisor = options.grad_divisor;
+  if (!is_limit(options.max_norm) || !is_limit(options.max_unit_norm)) {
+    refuse("gradients cannot be clipped to a norm that is not a number");
+  }
+  if (!std::isfinite(divisor) || divisor <= 0.0) {
+    refuse("gradients cannot be divided by " + std::to_string(divisor));
+  }
 }
 
 }  // namespace
@@ -33,17 +51,23 @@ std::int64_t Session::coming_step() const {
 }
 
 void Session::complete(UnitId unit, const std::vector<Hyper>& groups, double max_unit_norm) {
-  STRATA_ASSERT(config_.update == UpdateMode::in_backward);
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   throw_if_failed();
+  check_unit(unit);
+  check_groups(config_.groups, groups);
+  if (config_.update != UpdateMode::in_backward) refuse("updates begin at step()");
+  if (!is_limit(max_unit_norm))
+    refuse("gradients cannot be clipped to a norm that is not a number");
+  const StepCall call(*this, lock);
   bool any = false;
   for (std::size_t param = 0; param < landed_.size(); ++param) {
-    any |= landed_[param] != 0 && config_.params[param].unit == unit;
+    if (landed_[param] == 0 || config_.params[param].unit != unit) continue;
+    any |= !updated_[param];
+    updated_[param] = true;
   }
   if (!any) return;
   std::vector<float> scale_of(config_.units.size(), 1.0f);
   scale_of[index(unit)] = static_cast<float>(clip(unit_norm(unit), max_unit_norm));
-  completed_[index(unit)] = true;
   updates_->release({coming_step(), groups, scale_of, std::array{unit}});
   bell_.ring();
 }
@@ -51,6 +75,9 @@ void Session::complete(UnitId unit, const std::vector<Hyper>& groups, double max
 StepResult Session::step(const std::vector<Hyper>& groups, const StepOptions& options) {
   Lock lock(mutex_);
   throw_if_failed();
+  check_groups(config_.groups, groups);
+  check_options(options);
+  const StepCall call(*this, lock);
   if (config_.update == UpdateMode::on_step) {
     Waiting waiting(timeline_, kNoUnit, true);
     wait(lock, [&] {
@@ -61,7 +88,7 @@ StepResult Session::step(const std::vector<Hyper>& groups, const StepOptions& op
     waiting.over();
   }
   executor_->end_step();
-  std::fill(completed_.begin(), completed_.end(), false);
+  std::fill(updated_.begin(), updated_.end(), false);
   StepResult result;
   double total = 0.0;
   bool any = false;
@@ -101,15 +128,35 @@ StepResult Session::step(const std::vector<Hyper>& groups, const StepOptions& op
   return result;
 }
 
+bool Session::updated(std::uint32_t param) const {
+  const Lock lock(mutex_);
+  return updated_[param];
+}
+
+bool Session::in_half_step() const {
+  const Lock lock(mutex_);
+  return std::find(updated_.begin(), updated_.end(), true) != updated_.end();
+}
+
+std::uint64_t Session::steps() const {
+  const Lock lock(mutex_);
+  return steps_;
+}
+
 std::int64_t Session::step_of(std::uint32_t param) {
   const Lock lock(mutex_);
   throw_if_failed();
+  check_param(param);
   return updates_->step_of(param);
 }
 
 void Session::set_step(std::uint32_t param, std::int64_t step) {
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   throw_if_failed();
+  check_param(param);
+  if (step < 0) refuse("a parameter cannot have made " + std::to_string(step) + " steps");
+  for_pieces(param, 0, home_.layout.numel[param],
+             [&](const Piece& piece) { wait_idle_chunk(lock, piece.chunk); });
   updates_->set_step(param, step);
 }
 

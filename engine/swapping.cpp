@@ -1,7 +1,7 @@
 // The session's way to activations: their copies, and who waits for what.
 #include <utility>
 
-#include "engine/session.hpp"
+#include "engine/arranging.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
@@ -20,10 +20,12 @@ namespace strata {
 
 std::optional<SaveId> Session::save_activation(std::byte* device, std::size_t bytes, Tier tier,
                                                UnitId unit, Stream stream) {
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   throw_if_failed();
   if (bytes == 0) refuse("an activation without bytes cannot be saved");
+  if (device == nullptr) refuse("no memory was given for an activation");
   if (index(unit) >= config_.units.size()) refuse("there is no such unit");
+  const StepCall call(*this, lock);
   const auto id = activations_->save(device, bytes, tier, unit, stream);
   if (id) start_copies();
   return id;
@@ -96,6 +98,7 @@ void Session::fetch_activation(SaveId id, std::byte* device, Stream stream) {
   check_activation(id);
   if (!activations_->saved(id)) refuse("the activation is still being saved");
   if (!activations_->fetched(id)) refuse("the activation is being fetched already");
+  if (device == nullptr) refuse("no memory was given for an activation");
   activations_->fetch(id, device, stream);
   start_copies();
 }

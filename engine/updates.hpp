@@ -23,10 +23,15 @@
 // wait for such an update, whatever the staleness: new parameters beside the old ones would have to
 // be mapped into their view.
 //
-// Note [Held]. A gradient that lands on a chunk whose last one still waits is added to it. From
-// then on the chunk waits for release(): the norm of what is applied, and whether it is applied at
-// all, is known only then. A chunk that is open has taken its gradient; what lands then is the
-// next one's.
+// Note [Hyperparameters]. An update computes with the hyperparameters and the scale of the release
+// that its gradient came with, however many steps it waits. A gradient that was added to an older
+// one is of both steps: the sum is updated with what the newer release says, which knows its norm.
+// So it is by parameter, also where a chunk holds several.
+//
+// Note [Held]. Where readers may lag, a gradient that lands on a chunk whose last one still waits
+// is added to it; elsewhere it lands when that has been taken: must_settle(). From then on the
+// chunk waits for release(): the norm of what is applied, and whether it is applied at all, is
+// known only then. A chunk that is open has taken its gradient; what lands then is the next one's.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +43,7 @@
 
 #include "engine/gradients.hpp"
 #include "engine/layout.hpp"
+#include "engine/released_groups.hpp"
 #include "memory/timeline.hpp"
 #include "offload/executor.hpp"
 #include "offload/host_cache.hpp"
@@ -89,16 +95,27 @@ class Updates final {
   void note_landed(std::uint32_t chunk, std::uint32_t param);
   // The next gradient of the parameter has to be added to what the chunk holds of it.
   bool holds_gradient(std::uint32_t chunk, std::uint32_t param) const;
-  // The chunk holds a gradient that no update has taken.
-  bool holds_landed(std::uint32_t chunk) const { return chunks_[chunk].queued || is_held(chunk); }
+  // A gradient of this step has to wait before it lands: the chunk's last one still waits, is of an
+  // older step, and the chunk's readers may not lag, so each gets an update of its own.
+  bool must_settle(std::uint32_t chunk, std::int64_t step) const;
   // A released gradient of the chunk was added to, so the two cannot be told apart.
   bool merged(std::uint32_t chunk) const { return chunks_[chunk].queued && is_held(chunk); }
   // Forgets what has landed in the chunk since the last release. REQUIRES: !merged(chunk).
   void forget_landed(std::uint32_t chunk);
+  // Forgets everything that is queued, with what was added to it. REQUIRES: nothing is open, no
+  // gradient is landing.
+  void forget_merged();
 
   // Queues the chunks of these units on which gradients have landed, and counts their step.
   void release(const Release& release);
   std::int64_t released() const { return released_; }
+  // From the next release on, readers of the unit wait for its updates, whatever the staleness.
+  void keep_exact(UnitId unit) { exact_next_[index(unit)] = true; }
+  // Somebody else changes the chunk's parameters: no update of it begins until end_write().
+  // REQUIRES: !is_open(chunk).
+  void begin_write(std::uint32_t chunk);
+  void end_write(std::uint32_t chunk) { chunks_[chunk].written = false; }
+  bool is_open(std::uint32_t chunk) const { return chunks_[chunk].open; }
   // Steps that the unit's parameters lag behind; counted as seen by a forward.
   void count_forward(UnitId unit);
   const Staleness& staleness() const { return staleness_; }
@@ -125,9 +142,11 @@ class Updates final {
     std::size_t in_chunk = 0;
     std::size_t in_param = 0;
     std::size_t count = 0;
-    std::int64_t step = 0;  // updates released so far
-    bool landed = false;    // since the last release
-    bool waiting = false;   // released, and not taken yet
+    std::int64_t step = 0;           // updates released so far that count
+    ReleaseId release = kNoRelease;  // of the newest gradient that is released and not applied
+    float scale = 1.0f;              // ... and what it is multiplied with
+    bool landed = false;             // since the last release
+    bool waiting = false;            // released, and not taken yet
   };
   struct ChunkState {
     std::vector<ChunkPiece> pieces;
@@ -135,9 +154,9 @@ class Updates final {
     std::uint32_t rank = 0;          // in the order of the next use
     std::int64_t oldest = 0;         // step of the oldest gradient that is queued
     std::int64_t oldest_open = 0;    // ... that is open; 0: none
-    float scale = 1.0f;
     bool queued = false;
     bool open = false;
+    bool written = false;  // between begin_write() and end_write()
   };
   enum class Stage : std::uint8_t { free, loading, updating, publishing };
   struct OpenPage {
@@ -150,10 +169,8 @@ class Updates final {
     std::uint32_t chunk = 0;
     std::vector<OpenPage> pages;     // in order of page id
     std::vector<ChunkPiece> pieces;  // to be updated
-    std::vector<Hyper> groups;
-    float scale = 1.0f;
-    std::vector<FrameId> gradient;  // where it has no pages
-    FrameId fresh = kNoFrame;       // for the new parameters, where they are written beside
+    std::vector<FrameId> gradient;   // where it has no pages
+    FrameId fresh = kNoFrame;        // for the new parameters, where they are written beside
     std::vector<UpdateSpan> spans;
   };
 
@@ -161,6 +178,7 @@ class Updates final {
   std::int64_t staleness_of(std::uint32_t chunk) const;
   bool writes_beside(std::uint32_t chunk) const { return staleness_of(chunk) != 0; }
   bool is_held(std::uint32_t chunk) const;
+  void release_piece(ChunkPiece& piece, ReleaseId release, float scale);
   void block_or_not(std::uint32_t chunk);
   bool admit();
   void open_slot(Slot& slot, std::uint32_t chunk);
@@ -188,11 +206,13 @@ class Updates final {
   std::uint32_t frames_held_ = 0;
   std::vector<ChunkState> chunks_;
   std::vector<std::uint32_t> queue_;  // the oldest first, and of those the one that is used first
-  std::vector<Hyper> groups_;         // of the last release
+  ReleasedGroups released_groups_;
   std::vector<Slot> slots_;
   std::uint32_t open_ = 0;
   std::vector<PageId> spent_;  // gradient pages to forget
   std::int64_t released_ = 0;
+  std::vector<bool> exact_;       // by unit: see keep_exact()
+  std::vector<bool> exact_next_;  // ... from the next release on
   Staleness staleness_;
   std::optional<Error> failure_;
   std::uint64_t chunks_done_ = 0;

@@ -1,10 +1,9 @@
 // Port: a device. Its memory (frames), addresses over it (views), and a copy engine that runs
 // copies in order, asynchronously. Shaped so that CUDA streams and events fit: a copy is submitted
-// on the lane of its direction, after what `after` says, and completes with a ticket that can be
-// polled.
+// on its lane, after what `after` says, and completes with a ticket that can be polled.
 //
-// Threads: claim() and reserve() at start; map() and copies under the core's lock; completions of
-// copies ring the doorbell given at construction. poll() never blocks.
+// Threads: claim() and reserve() at start; everything else under the core's lock. A completion
+// rings the doorbell given at construction, or is found by poll(): see needs_polling().
 //
 //   HostBackend device(bell);
 //   device.claim(frame_count, page_bytes);
@@ -28,8 +27,18 @@
 
 namespace strata {
 
-// Copies of one lane complete in the order of their tickets.
+// There are three lanes: copy_in() has one, copy_to() one, copy_out() and copy_from() share one.
+// Copies of one lane complete in the order of their tickets. A copy of any lane comes behind those
+// that were submitted before it and touch the same bytes, unless both only read them; what else
+// another lane waits for does not hold it up. So pages for computation that comes do not queue
+// behind an activation whose memory is still in use.
 enum class CopyTicket : std::uint64_t {};
+
+// A page of a view, and the frame that it is to show.
+struct ViewPage {
+  std::size_t page_index;
+  FrameId frame;
+};
 
 // A stream of the caller, opaque to the core: nullptr on the host, cudaStream_t on CUDA.
 using Stream = void*;
@@ -66,17 +75,22 @@ class Backend {
   virtual std::byte* reserve(std::size_t bytes) = 0;
   virtual void release(std::byte* view, std::size_t bytes) = 0;
 
-  // Makes page `page_index` of the view show the frame. One frame may be shown by several views:
-  // aliasing; at most one of them may be in use at a time.
-  virtual std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) = 0;
+  // Makes pages of the view show frames. One frame may be shown by several views: aliasing; at most
+  // one of them may be in use at a time. Whole views at once cost less than page by page. What the
+  // pages show after an error is open. REQUIRES: `pages` in the order of the view, each once.
+  virtual std::optional<Error> map_pages(std::byte* view, std::span<const ViewPage> pages) = 0;
+  std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) {
+    const ViewPage page{page_index, frame};
+    return map_pages(view, {&page, 1});
+  }
 
-  // Copies host memory into a frame, in order, behind the caller's back. `from` stays unchanged
-  // until done(). A failed copy is done too: take_error() tells.
+  // Copies host memory into a frame, behind the caller's back. `from` stays unchanged until
+  // done(). A failed copy is done too: take_error() tells.
   virtual CopyTicket copy_in(FrameId to, const std::byte* from, std::size_t bytes) = 0;
-  // Copies from a frame to host memory, in order with copy_in.
+  // Copies from a frame to host memory.
   virtual CopyTicket copy_out(std::byte* to, FrameId from, std::size_t bytes) = 0;
-  // The same for device memory of the caller, which is no frame: on the lanes of copy_in and
-  // copy_out, starting when the work that `after` recorded is finished.
+  // The same for device memory of the caller, which is no frame, starting when the work that
+  // `after` recorded is finished.
   // REQUIRES: `after` came from record(); both memories stay until done().
   virtual CopyTicket copy_to(std::byte* device, const std::byte* from, std::size_t bytes,
                              CopyTicket after) = 0;
@@ -86,6 +100,13 @@ class Backend {
   virtual void wait(CopyTicket ticket) = 0;
   // Why the copy failed, told once; nullopt: it did not. REQUIRES: done(ticket).
   virtual std::optional<Error> take_error(CopyTicket ticket) = 0;
+
+  // Optional, for a device that rings for no completion. Something is in flight, or was found
+  // finished since the last poll(): whoever would sleep until the bell rings looks by poll() every
+  // now and then instead. The bell rings when this begins to be so.
+  virtual bool needs_polling() const { return false; }
+  // Whether anything has finished since the last poll(). Never blocks.
+  virtual bool poll() { return false; }
 
   // Makes work that the caller submits later on `stream` wait for the ticket, and tells when work
   // submitted so far on `stream` is finished. On the host both are immediate.

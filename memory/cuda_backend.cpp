@@ -1,6 +1,7 @@
 #include "memory/cuda_backend.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "memory/check.hpp"
 #include "memory/cuda_library.hpp"
@@ -35,20 +36,25 @@ CudaBackend::CudaBackend(const CudaDriver& driver, int ordinal, Doorbell* bell,
 
 CudaBackend::~CudaBackend() {
   const CudaDevice::Current current(device_);
-  // 1. Nothing runs: first what is copied, then what tells of it.
-  std::vector<CudaStream> streams;
-  for (const Lane& lane : lanes_) streams.push_back(lane.stream);
-  for (const Lane& lane : lanes_) streams.push_back(lane.bell);
-  for (const MarkBell& one : mark_bells_) streams.push_back(one.bell);
-  std::erase(streams, nullptr);
-  for (CudaStream stream : streams) device_.give_back(&CudaDriver::stream_synchronize, stream);
+  // 1. Nothing runs.
+  for (const Lane& lane : lanes_) {
+    if (lane.stream != nullptr) device_.give_back(&CudaDriver::stream_synchronize, lane.stream);
+  }
+  for (const Marked& one : marked_) {
+    if (one.marks.empty()) continue;
+    device_.give_back(&CudaDriver::event_synchronize, one.marks.back().event);
+  }
   // 2. Nothing is left. Views and frames go with frames_.
-  for (Lane& lane : lanes_) {
+  for (const Lane& lane : lanes_) {
     for (const Copy& copy : lane.copies) retire(copy.event);
   }
-  for (const Mark& mark : marks_) retire(mark.event);
+  for (const Marked& one : marked_) {
+    for (const Mark& mark : one.marks) retire(mark.event);
+  }
   for (CudaEvent event : spare_) device_.give_back(&CudaDriver::event_destroy, event);
-  for (CudaStream stream : streams) device_.give_back(&CudaDriver::stream_destroy, stream);
+  for (const Lane& lane : lanes_) {
+    if (lane.stream != nullptr) device_.give_back(&CudaDriver::stream_destroy, lane.stream);
+  }
   for (const auto& piece : pinned_) {
     device_.give_back(&CudaDriver::host_unregister, piece.data());
   }
@@ -60,12 +66,9 @@ std::optional<Error> CudaBackend::claim(std::size_t frame_count, std::size_t pag
   STRATA_ASSERT(frame_count > 0);
   STRATA_ASSERT(pinned_piece_bytes_ % page_bytes == 0);
   const CudaDevice::Current current(device_);
-  std::vector<CudaStream*> streams = {&lanes_[0].stream, &lanes_[1].stream, &lanes_[0].bell,
-                                      &lanes_[1].bell};
-  for (MarkBell& one : mark_bells_) streams.push_back(&one.bell);
-  for (CudaStream* stream : streams) {
-    if (const int failed = device_.call(&CudaDriver::stream_create, stream)) {
-      *stream = nullptr;
+  for (Lane& lane : lanes_) {
+    if (const int failed = device_.call(&CudaDriver::stream_create, &lane.stream)) {
+      lane.stream = nullptr;
       return device_.refused("make a stream", failed, 0);
     }
   }
@@ -92,9 +95,9 @@ void CudaBackend::release(std::byte* view, std::size_t bytes) {
   frames_.release(view);
 }
 
-std::optional<Error> CudaBackend::map(std::byte* view, std::size_t page_index, FrameId frame) {
+std::optional<Error> CudaBackend::map_pages(std::byte* view, std::span<const ViewPage> pages) {
   const CudaDevice::Current current(device_);
-  return frames_.map(view, page_index, frame);
+  return frames_.map(view, pages);
 }
 
 std::size_t CudaBackend::pin_host(std::span<std::byte> memory) {
@@ -121,7 +124,7 @@ std::size_t CudaBackend::pin_host(std::span<std::byte> memory) {
 
 CopyTicket CudaBackend::copy_in(FrameId to, const std::byte* from, std::size_t bytes) {
   STRATA_ASSERT(bytes <= frames_.page_bytes());
-  return copy_to(address(to), from, bytes, CopyTicket{0});
+  return submit(Way::in, {.to = address(to), .from = from, .bytes = bytes}, CopyTicket{0});
 }
 
 CopyTicket CudaBackend::copy_out(std::byte* to, FrameId from, std::size_t bytes) {
@@ -131,7 +134,7 @@ CopyTicket CudaBackend::copy_out(std::byte* to, FrameId from, std::size_t bytes)
 
 CopyTicket CudaBackend::copy_to(std::byte* device, const std::byte* from, std::size_t bytes,
                                 CopyTicket after) {
-  return submit(Way::in, {.to = device, .from = from, .bytes = bytes}, after);
+  return submit(Way::in_after, {.to = device, .from = from, .bytes = bytes}, after);
 }
 
 CopyTicket CudaBackend::copy_from(std::byte* to, const std::byte* device, std::size_t bytes,
@@ -144,26 +147,28 @@ CopyTicket CudaBackend::submit(Way way, Copy copy, CopyTicket after) {
   STRATA_ASSERT(static_cast<std::uint64_t>(after) <= last_);
   const CudaDevice::Current current(device_);
   Lane& lane = lanes_[static_cast<std::size_t>(way)];
-  const Lane& other = lanes_[1 - static_cast<std::size_t>(way)];
   // 1. Room.
-  if (lane.copies.size() >= kLaneMax) reap(lane);
+  if (lane.copies.size() >= kLaneMax) reap(lane.copies);
   if (lane.copies.size() >= kLaneMax) {
     wait_for(lane.copies.front().event);
-    reap(lane);
+    reap(lane.copies);
   }
   // 2. In flight, or, with the device, lost.
   settle();
   copy.ticket = ++last_;
   if (device_.lost()) return CopyTicket{last_};
-  const CudaEvent before = conflict(other, copy);
-  const CudaEvent awaited = pending(after);
+  std::array<CudaEvent, kLanes> before{};  // in the place of the lane itself: `after`
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    before[i] = &lanes_[i] == &lane ? pending(after) : conflict(lanes_[i], copy);
+  }
+  begin_flight();
   lane.copies.push_back(copy);
-  lose_if("copy", enqueue(lane, way, {before, awaited}));
+  lose_if("copy", enqueue(lane, way, before));
   return CopyTicket{last_};
 }
 
-// Puts the lane's last copy, after two events, on the device.
-int CudaBackend::enqueue(Lane& lane, Way way, std::array<CudaEvent, 2> after) {
+// Puts the lane's last copy, after some events, on the device.
+int CudaBackend::enqueue(Lane& lane, Way way, std::array<CudaEvent, kLanes> after) {
   Copy& copy = lane.copies.back();
   for (CudaEvent event : after) {
     if (event == nullptr) continue;
@@ -171,10 +176,10 @@ int CudaBackend::enqueue(Lane& lane, Way way, std::array<CudaEvent, 2> after) {
       return failed;
   }
   const int failed =
-      way == Way::in
-          ? device_.call(&CudaDriver::copy_in, copy.to, copy.from, copy.bytes, lane.stream)
-          : device_.call(&CudaDriver::copy_out, copy.to, copy.from, copy.bytes, lane.stream);
-  return failed != kCudaSuccess ? failed : signal(lane.stream, lane.bell, copy.event);
+      way == Way::out
+          ? device_.call(&CudaDriver::copy_out, copy.to, copy.from, copy.bytes, lane.stream)
+          : device_.call(&CudaDriver::copy_in, copy.to, copy.from, copy.bytes, lane.stream);
+  return failed != kCudaSuccess ? failed : signal(lane.stream, copy.event);
 }
 
 // The last copy of the other lane that reads what this one writes, or writes what it touches.
@@ -189,23 +194,16 @@ CudaEvent CudaBackend::conflict(const Lane& other, const Copy& copy) {
   return nullptr;
 }
 
-// Where the mark that is being made rings: see Note [Bells of marks].
-CudaStream CudaBackend::mark_bell(Stream stream) {
-  auto found = std::find_if(mark_bells_.begin(), mark_bells_.end(), [stream](const MarkBell& one) {
-    return one.ticket != 0 && one.of == stream;
-  });
-  if (found == mark_bells_.end()) {
-    found = std::min_element(
-        mark_bells_.begin(), mark_bells_.end(),
-        [](const MarkBell& one, const MarkBell& other) { return one.ticket < other.ticket; });
-  }
-  found->of = stream;
-  found->ticket = last_;
-  return found->bell;
+std::deque<CudaBackend::Mark>& CudaBackend::marks_of(Stream stream) {
+  const auto found = std::find_if(marked_.begin(), marked_.end(),
+                                  [stream](const Marked& one) { return one.stream == stream; });
+  if (found != marked_.end()) return found->marks;
+  std::erase_if(marked_, [](const Marked& one) { return one.marks.empty(); });
+  return marked_.emplace_back(Marked{stream, {}}).marks;
 }
 
-// `event`: what has been put on `stream` so far is done. Then the bell rings.
-int CudaBackend::signal(CudaStream stream, CudaStream bell, CudaEvent& event) {
+// `event`: what has been put on `stream` so far is done.
+int CudaBackend::signal(CudaStream stream, CudaEvent& event) {
   if (spare_.empty()) {
     CudaEvent made = nullptr;
     if (const int failed = device_.call(&CudaDriver::event_create, &made)) return failed;
@@ -213,11 +211,7 @@ int CudaBackend::signal(CudaStream stream, CudaStream bell, CudaEvent& event) {
   }
   event = spare_.back();
   spare_.pop_back();
-  if (const int failed = device_.call(&CudaDriver::event_record, event, stream)) return failed;
-  if (bell_ == nullptr) return kCudaSuccess;
-  if (const int failed = device_.call(&CudaDriver::stream_wait, bell, event)) return failed;
-  const auto ring = +[](void* doorbell) { static_cast<Doorbell*>(doorbell)->ring(); };
-  return device_.call(&CudaDriver::call_host, bell, ring, static_cast<void*>(bell_));
+  return device_.call(&CudaDriver::event_record, event, stream);
 }
 
 CudaEvent CudaBackend::pending(CopyTicket ticket) const {
@@ -225,8 +219,20 @@ CudaEvent CudaBackend::pending(CopyTicket ticket) const {
   for (const Lane& lane : lanes_) {
     if (const auto copy = find(lane.copies, wanted); copy != lane.copies.end()) return copy->event;
   }
-  const auto mark = find(marks_, wanted);
-  return mark != marks_.end() ? mark->event : nullptr;
+  for (const Marked& one : marked_) {
+    if (const auto mark = find(one.marks, wanted); mark != one.marks.end()) return mark->event;
+  }
+  return nullptr;
+}
+
+bool CudaBackend::in_flight() const {
+  return std::ranges::any_of(lanes_, [](const Lane& lane) { return !lane.copies.empty(); }) ||
+         std::ranges::any_of(marked_, [](const Marked& one) { return !one.marks.empty(); });
+}
+
+// Ahead of what is put in flight: who sleeps until the bell rings is to poll from now on.
+void CudaBackend::begin_flight() {
+  if (bell_ != nullptr && !needs_polling()) bell_->ring();
 }
 
 bool CudaBackend::done(CopyTicket ticket) {
@@ -236,13 +242,25 @@ bool CudaBackend::done(CopyTicket ticket) {
   if (pending(ticket) == nullptr) return true;
   const CudaDevice::Current current(device_);
   for (Lane& lane : lanes_) {
-    if (find(lane.copies, wanted) != lane.copies.end()) reap(lane);
+    if (find(lane.copies, wanted) != lane.copies.end()) reap(lane.copies);
   }
-  if (const auto mark = find(marks_, wanted); mark != marks_.end() && passed(mark->event)) {
+  for (Marked& one : marked_) {
+    const auto mark = find(one.marks, wanted);
+    if (mark == one.marks.end() || !passed(mark->event)) continue;
     retire(mark->event);
-    marks_.erase(mark);
+    one.marks.erase(mark);
   }
   return pending(ticket) == nullptr;
+}
+
+bool CudaBackend::poll() {
+  settle();
+  if (in_flight()) {
+    const CudaDevice::Current current(device_);
+    for (Lane& lane : lanes_) reap(lane.copies);
+    for (Marked& one : marked_) reap(one.marks);
+  }
+  return std::exchange(news_, false);
 }
 
 void CudaBackend::wait(CopyTicket ticket) {
@@ -273,18 +291,17 @@ void CudaBackend::stream_waits(Stream stream, CopyTicket ticket) {
 CopyTicket CudaBackend::record(Stream stream) {
   const CudaDevice::Current current(device_);
   // 1. Room: marks that nobody asks about go as well.
-  while (!marks_.empty() && passed(marks_.front().event)) {
-    retire(marks_.front().event);
-    marks_.erase(marks_.begin());
-  }
-  if (marks_.size() >= kMarksMax) wait_for(marks_.front().event);
+  std::deque<Mark>& marks = marks_of(stream);
+  reap(marks);
+  if (marks.size() >= kMarksMax) wait_for(marks.front().event);
   // 2. The mark.
   settle();
   ++last_;
   int failed = kCudaSuccess;
   if (!device_.lost()) {
-    marks_.push_back({last_, nullptr});
-    failed = signal(stream, mark_bell(stream), marks_.back().event);
+    begin_flight();
+    marks.push_back({last_, nullptr});
+    failed = signal(stream, marks.back().event);
   }
   // Without a mark there is nothing to wait for later: see settle().
   const bool marked = !device_.lost() && failed == kCudaSuccess;
@@ -293,10 +310,11 @@ CopyTicket CudaBackend::record(Stream stream) {
   return CopyTicket{last_};
 }
 
-void CudaBackend::reap(Lane& lane) {
-  while (!lane.copies.empty() && passed(lane.copies.front().event)) {
-    retire(lane.copies.front().event);
-    lane.copies.pop_front();
+// Copies of a lane, or marks of a stream. A device that is lost meanwhile leaves none.
+void CudaBackend::reap(auto& in_order) {
+  while (!in_order.empty() && passed(in_order.front().event)) {
+    retire(in_order.front().event);
+    in_order.pop_front();
   }
 }
 
@@ -315,9 +333,11 @@ void CudaBackend::finish_all() {
   settle();
   for (Lane& lane : lanes_) {
     if (!lane.copies.empty()) wait_for(lane.copies.back().event);
-    reap(lane);
+    reap(lane.copies);
   }
-  while (!marks_.empty()) wait(CopyTicket{marks_.back().ticket});
+  for (Marked& one : marked_) {
+    while (!one.marks.empty()) wait(CopyTicket{one.marks.back().ticket});
+  }
 }
 
 void CudaBackend::lose_if(const char* what, int result) {
@@ -338,15 +358,19 @@ void CudaBackend::settle() {
     for (const Copy& copy : lane.copies) retire(copy.event);
     lane.copies.clear();
   }
-  for (const Mark& mark : marks_) {
-    if (mark.event == nullptr) continue;
-    device_.give_back(&CudaDriver::event_synchronize, mark.event);
-    retire(mark.event);
+  // The streams' entries stay: somebody may be going through them.
+  for (Marked& one : marked_) {
+    for (const Mark& mark : one.marks) {
+      if (mark.event == nullptr) continue;
+      device_.give_back(&CudaDriver::event_synchronize, mark.event);
+      retire(mark.event);
+    }
+    one.marks.clear();
   }
-  marks_.clear();
 }
 
 void CudaBackend::retire(CudaEvent event) {
+  news_ = true;
   if (event != nullptr) spare_.push_back(event);
 }
 

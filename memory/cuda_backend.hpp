@@ -1,7 +1,6 @@
 // CudaBackend: a GPU as the device.
 //
-// Threads: as Backend says. Completions of copies, and of the work that record() tells of, ring the
-// bell from a thread of the driver.
+// Threads: as Backend says. Completions are found by poll(); no thread of the driver calls back.
 //
 //   auto device = open_cuda_backend(0, &bell);     // throws StrataError (config): why not
 //   device->pin_host(slab.bytes());
@@ -34,21 +33,18 @@ namespace strata {
 inline constexpr std::size_t kPinnedPieceBytes = 256 * kMiB;
 static_assert(kPinnedPieceBytes % kPageBytesMax == 0);
 
-// Note [Two lanes]
-// A bus carries bytes both ways at once, so there is a stream for each direction, and copies of
-// different directions overlap in time. Backend promises an order between them all the same: a copy
-// waits for those of the other lane that touch the same bytes, which an event does on the device.
-// The bell has streams of its own: a host function holds up its stream until it returns, and would
-// leave the bus idle between any two copies.
+// Note [Three lanes]
+// A bus carries bytes both ways at once, so there is a stream for each direction. Upwards there are
+// two: copy_to() mostly waits for memory of the caller to be free, and pages of parameters, which
+// wait for nothing, would wait with it. Backend promises an order between lanes all the same: a
+// copy waits for those of other lanes that touch the same bytes, which an event does on the device.
+// There are no more streams than these three, because the hardware has few queues (8 unless
+// CUDA_DEVICE_MAX_CONNECTIONS says otherwise) and streams that share one wait for each other.
 
-// Note [Bells of marks]
-// A stream is first in, first out, and so is one that rings: what is told on it waits for all that
-// is told on it before. Marks of a stream come about in their order, so one bell for each stream of
-// the caller's loses nothing, and one for all of them would keep a landing that is over behind a
-// forward that has yet to run. The bells are a few that are made ahead; with more streams the one
-// that was used longest ago changes hands, and may then ring late. Who waits looks by itself, too,
-// now and then.
-inline constexpr std::size_t kMarkBells = 8;
+// Note [Marks of a stream]
+// Marks of one stream come about in their order, so poll() asks for the first of each stream. Those
+// of different streams do not: a landing may be over while a forward that was marked before it has
+// yet to run.
 
 // Note [A lost device]
 // After most errors a GPU does nothing for the process any more. The first one is kept; from then
@@ -58,7 +54,7 @@ inline constexpr std::size_t kMarkBells = 8;
 // Invariants:
 //   1. Tickets are given in order, over both lanes and marks; last_ is the last one.
 //   2. A ticket that is in no lane and no mark is done.
-//   3. Tickets grow along a lane's copies and along marks_.
+//   3. Tickets grow along a lane's copies and along a stream's marks.
 class CudaBackend final : public Backend {
  public:
   // Throws StrataError (config) when the device cannot be used. REQUIRES: pieces are whole pages,
@@ -83,7 +79,7 @@ class CudaBackend final : public Backend {
   std::byte* reserve(std::size_t bytes) override;
   // Waits for copies and recorded work: what they use may not go.
   void release(std::byte* view, std::size_t bytes) override;
-  std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) override;
+  std::optional<Error> map_pages(std::byte* view, std::span<const ViewPage> pages) override;
   std::size_t pin_host(std::span<std::byte> memory) override;
 
   // These wait for room when kLaneMax copies are in flight on their lane. Memory that is not pinned
@@ -101,12 +97,15 @@ class CudaBackend final : public Backend {
 
   void stream_waits(Stream stream, CopyTicket ticket) override;
   CopyTicket record(Stream stream) override;
+  bool needs_polling() const override { return news_ || in_flight(); }
+  bool poll() override;
 
  private:
   static constexpr std::size_t kLaneMax = 256;
-  static constexpr std::size_t kMarksMax = 4096;
+  static constexpr std::size_t kMarksMax = 4096;  // of a stream
+  static constexpr std::size_t kLanes = 3;
 
-  enum class Way : std::uint8_t { in, out };
+  enum class Way : std::uint8_t { in, in_after, out };
   struct Copy {
     std::byte* to;
     const std::byte* from;
@@ -116,26 +115,26 @@ class CudaBackend final : public Backend {
   };
   struct Lane {
     CudaStream stream = nullptr;
-    CudaStream bell = nullptr;
     std::deque<Copy> copies;  // in flight
   };
   struct Mark {
     std::uint64_t ticket;
     CudaEvent event;
   };
-  struct MarkBell {
-    CudaStream bell = nullptr;
-    Stream of = nullptr;
-    std::uint64_t ticket = 0;  // of its last mark; 0: it is nobody's yet
+  struct Marked {
+    Stream stream;  // the caller's
+    std::deque<Mark> marks;
   };
 
   CopyTicket submit(Way way, Copy copy, CopyTicket after);
-  int enqueue(Lane& lane, Way way, std::array<CudaEvent, 2> after);
+  int enqueue(Lane& lane, Way way, std::array<CudaEvent, kLanes> after);
   static CudaEvent conflict(const Lane& other, const Copy& copy);
-  CudaStream mark_bell(Stream stream);
-  int signal(CudaStream stream, CudaStream bell, CudaEvent& event);
+  std::deque<Mark>& marks_of(Stream stream);
+  int signal(CudaStream stream, CudaEvent& event);
   CudaEvent pending(CopyTicket ticket) const;  // null: it is done
-  void reap(Lane& lane);
+  bool in_flight() const;
+  void begin_flight();
+  void reap(auto& in_order);
   bool passed(CudaEvent event);
   void wait_for(CudaEvent event);
   void finish_all();
@@ -147,12 +146,12 @@ class CudaBackend final : public Backend {
   CudaFrames frames_;
   Doorbell* bell_;
   std::size_t pinned_piece_bytes_;
-  std::array<Lane, 2> lanes_;
-  std::array<MarkBell, kMarkBells> mark_bells_;
-  std::vector<Mark> marks_;
+  std::array<Lane, kLanes> lanes_;  // by Way
+  std::vector<Marked> marked_;
   std::vector<CudaEvent> spare_;
   std::vector<std::span<std::byte>> pinned_;  // registered, in order, without gaps
   std::uint64_t last_ = 0;
+  bool news_ = false;                     // something was found finished since the last poll()
   std::uint64_t lost_from_ = UINT64_MAX;  // tickets from here on failed
 };
 

@@ -69,7 +69,7 @@ CudaDevice::CudaDevice(const CudaDriver& driver, int ordinal) : driver_(driver),
            "memory), or run without device=\"cuda\"");
   }
   // 3. May it be used now?
-  const int failed = driver_.context_retain(driver_.self, ordinal, &context_);
+  const int failed = driver_.context(driver_.self, ordinal, &context_);
   if (failed == kCudaUnavailable) {
     refuse(name() + " is in use by another process, in an exclusive mode, or closed to " +
            "computation: end that process, or nvidia-smi --compute-mode=0");
@@ -81,11 +81,6 @@ CudaDevice::CudaDevice(const CudaDriver& driver, int ordinal) : driver_(driver),
     refuse(name() + " cannot be used: " + result_text(driver_, failed) +
            "; nvidia-smi may tell more");
   }
-}
-
-CudaDevice::~CudaDevice() {
-  const CaptureRelaxed relaxed(driver_);
-  give_back(&CudaDriver::context_release, ordinal_);
 }
 
 std::string CudaDevice::name() const {

@@ -49,7 +49,6 @@ class CaptureRelaxed final {
 class CudaDevice final {
  public:
   CudaDevice(const CudaDriver& driver, int ordinal);
-  ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
 

@@ -57,9 +57,9 @@ struct CudaDriver {
 
   int (*device_count)(void* self, int* count);
   int (*device_facts)(void* self, int ordinal, CudaFacts* facts);
-  // The context that PyTorch uses as well.
-  int (*context_retain)(void* self, int ordinal, CudaContext* context);
-  int (*context_release)(void* self, int ordinal);
+  // The context that PyTorch uses as well: held from the first call that gives it until the process
+  // ends, as CudaContexts says.
+  int (*context)(void* self, int ordinal, CudaContext* context);
   int (*context_push)(void* self, CudaContext context);  // of the calling thread
   int (*context_pop)(void* self);
   // How the calling thread gets on with captures of graphs. `mode`: the new one, then the old one.
@@ -92,8 +92,6 @@ struct CudaDriver {
                  CudaStream stream);
   int (*copy_out)(void* self, std::byte* host, const std::byte* device, std::size_t bytes,
                   CudaStream stream);
-  // `function` may call nothing of the driver.
-  int (*call_host)(void* self, CudaStream stream, void (*function)(void*), void* argument);
 };
 
 // What the library says when it is asked to fill the table.

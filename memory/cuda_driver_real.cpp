@@ -3,6 +3,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include "memory/cuda_contexts.hpp"
 #include "memory/cuda_driver.hpp"
 
 namespace strata {
@@ -34,7 +35,6 @@ struct Entries {
   decltype(&cuDeviceTotalMem) device_memory;
   decltype(&cuDeviceGetAttribute) device_attribute;
   decltype(&cuDevicePrimaryCtxRetain) context_retain;
-  decltype(&cuDevicePrimaryCtxRelease) context_release;
   decltype(&cuCtxPushCurrent) context_push;
   decltype(&cuCtxPopCurrent) context_pop;
   decltype(&cuThreadExchangeStreamCaptureMode) capture_mode;
@@ -61,7 +61,6 @@ struct Entries {
   decltype(&cuEventSynchronize) event_synchronize;
   decltype(&cuMemcpyHtoDAsync) copy_in;
   decltype(&cuMemcpyDtoHAsync) copy_out;
-  decltype(&cuLaunchHostFunc) call_host;
 };
 
 // Collects entry points, and the first reason why one cannot be had.
@@ -103,7 +102,6 @@ cudaError_t find_all(Entries& e) {
   finder.find(e.device_memory, "cuDeviceTotalMem");
   finder.find(e.device_attribute, "cuDeviceGetAttribute");
   finder.find(e.context_retain, "cuDevicePrimaryCtxRetain");
-  finder.find(e.context_release, "cuDevicePrimaryCtxRelease");
   finder.find(e.context_push, "cuCtxPushCurrent");
   finder.find(e.context_pop, "cuCtxPopCurrent");
   finder.find(e.capture_mode, "cuThreadExchangeStreamCaptureMode");
@@ -130,7 +128,6 @@ cudaError_t find_all(Entries& e) {
   finder.find(e.event_synchronize, "cuEventSynchronize");
   finder.find(e.copy_in, "cuMemcpyHtoDAsync");
   finder.find(e.copy_out, "cuMemcpyDtoHAsync");
-  finder.find(e.call_host, "cuLaunchHostFunc");
   return finder.failed();
 }
 
@@ -207,14 +204,14 @@ void fill_device(CudaDriver& driver) {
     return failed != CUDA_SUCCESS ? failed : entries(self).device_count(count);
   };
   driver.device_facts = device_facts;
-  driver.context_retain = [](void* self, int ordinal, CudaContext* context) -> int {
-    CUcontext retained = nullptr;
-    const CUresult failed = entries(self).context_retain(&retained, ordinal);
-    *context = retained;
-    return failed;
-  };
-  driver.context_release = [](void* self, int ordinal) -> int {
-    return entries(self).context_release(ordinal);
+  driver.context = [](void* self, int ordinal, CudaContext* context) -> int {
+    static CudaContexts contexts;
+    return contexts.get(ordinal, context, [self](int asked, CudaContext* retained) -> int {
+      CUcontext made = nullptr;
+      const CUresult failed = entries(self).context_retain(&made, asked);
+      *retained = made;
+      return failed;
+    });
   };
   driver.context_push = [](void* self, CudaContext context) -> int {
     return entries(self).context_push(static_cast<CUcontext>(context));
@@ -307,10 +304,6 @@ void fill_streams(CudaDriver& driver) {
   driver.copy_out = [](void* self, std::byte* host, const std::byte* device, std::size_t bytes,
                        CudaStream stream) -> int {
     return entries(self).copy_out(host, address(device), bytes, static_cast<CUstream>(stream));
-  };
-  driver.call_host = [](void* self, CudaStream stream, void (*function)(void*),
-                        void* argument) -> int {
-    return entries(self).call_host(static_cast<CUstream>(stream), function, argument);
   };
 }
 

@@ -46,9 +46,7 @@ std::optional<Error> CudaFrames::resize(std::size_t frame_count) {
     return error;
   }
   // Memory that a view still maps is not given back.
-  for (const Shown& page : shown_from(frame_count)) {
-    device_.give_back(&CudaDriver::unmap, page.at, page_bytes_);
-  }
+  for (const auto& view : views_) hide(view.first, shown_from(view, frame_count));
   drop_frames(frame_count);
   return device_.lost();
 }
@@ -74,25 +72,24 @@ std::optional<Error> CudaFrames::grow(std::size_t frame_count) {
     return device_.refused("open frames to the device", failed, more);
   }
   // 3. Views that showed them before show them again.
-  const std::vector<Shown> pages = shown_from(before);
-  for (std::size_t i = 0; i < pages.size(); ++i) {
-    auto error = show(pages[i].at, pages[i].frame);
+  for (auto view = views_.begin(); view != views_.end(); ++view) {
+    auto error = show(view->first, shown_from(*view, before));
     if (!error) continue;
-    while (i-- > 0) device_.give_back(&CudaDriver::unmap, pages[i].at, page_bytes_);
+    while (view != views_.begin()) {
+      --view;
+      hide(view->first, shown_from(*view, before));
+    }
     return error;
   }
   return std::nullopt;
 }
 
-std::vector<CudaFrames::Shown> CudaFrames::shown_from(std::size_t first) const {
-  std::vector<Shown> pages;
-  for (const auto& [view, shown] : views_) {
-    for (std::size_t page = 0; page < shown.size(); ++page) {
-      const FrameId frame = shown[page];
-      if (index(frame) >= first && exists(frame)) {
-        pages.push_back({view + page * page_bytes_, frame});
-      }
-    }
+std::vector<ViewPage> CudaFrames::shown_from(const Views::value_type& view,
+                                             std::size_t first) const {
+  std::vector<ViewPage> pages;
+  for (std::size_t page = 0; page < view.second.size(); ++page) {
+    const FrameId frame = view.second[page];
+    if (index(frame) >= first && exists(frame)) pages.push_back({page, frame});
   }
   return pages;
 }
@@ -140,45 +137,72 @@ std::byte* CudaFrames::reserve(std::size_t bytes) {
 void CudaFrames::release(std::byte* view) {
   const auto found = views_.find(view);
   STRATA_ASSERT(found != views_.end());
-  const std::vector<FrameId>& shown = found->second;
-  for (std::size_t page = 0; page < shown.size(); ++page) {
-    if (!exists(shown[page])) continue;
-    device_.give_back(&CudaDriver::unmap, view + page * page_bytes_, page_bytes_);
-  }
-  device_.give_back(&CudaDriver::address_free, view, shown.size() * page_bytes_);
+  hide(view, shown_from(*found, 0));
+  device_.give_back(&CudaDriver::address_free, view, found->second.size() * page_bytes_);
   views_.erase(found);
 }
 
-std::optional<Error> CudaFrames::map(std::byte* view, std::size_t page_index, FrameId frame) {
-  STRATA_ASSERT(exists(frame));
+std::optional<Error> CudaFrames::map(std::byte* view, std::span<const ViewPage> pages) {
   const auto found = views_.find(view);
   STRATA_ASSERT(found != views_.end());
-  STRATA_ASSERT(page_index < found->second.size());
   if (device_.lost()) return device_.lost();
-  std::byte* at = view + page_index * page_bytes_;
   // 1. An address shows one thing at a time.
-  FrameId& shown = found->second[page_index];
-  if (exists(std::exchange(shown, kNoFrame))) {
+  for (const ViewPage& page : pages) {
+    STRATA_ASSERT(exists(page.frame) && page.page_index < found->second.size());
+    FrameId& shown = found->second[page.page_index];
+    if (!exists(std::exchange(shown, kNoFrame))) continue;
+    std::byte* const at = view + page.page_index * page_bytes_;
     if (const int failed = device_.call(&CudaDriver::unmap, at, page_bytes_)) {
       return device_.lose("unmap a page of a view", failed);
     }
   }
-  // 2. Now this one.
-  if (auto error = show(at, frame)) return error;
-  shown = frame;
+  // 2. Now these.
+  if (auto error = show(view, pages)) return error;
+  for (const ViewPage& page : pages) found->second[page.page_index] = page.frame;
   return std::nullopt;
 }
 
-std::optional<Error> CudaFrames::show(std::byte* at, FrameId frame) {
-  const int ordinal = device_.ordinal();
-  if (const int failed = device_.call(&CudaDriver::map, at, page_bytes_, frames_[index(frame)])) {
-    return device_.refused("map a page of a view", failed, page_bytes_);
+// An error leaves none of them mapped.
+std::optional<Error> CudaFrames::show(std::byte* view, std::span<const ViewPage> pages) {
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    std::byte* const at = view + pages[i].page_index * page_bytes_;
+    const CudaMemory memory = frames_[index(pages[i].frame)];
+    if (const int failed = device_.call(&CudaDriver::map, at, page_bytes_, memory)) {
+      hide(view, pages.first(i));
+      return device_.refused("map a page of a view", failed, page_bytes_);
+    }
   }
-  if (const int failed = device_.call(&CudaDriver::set_access, ordinal, at, page_bytes_)) {
-    device_.give_back(&CudaDriver::unmap, at, page_bytes_);
-    return device_.refused("open a page of a view to the device", failed, page_bytes_);
+  auto error = open(view, pages);
+  if (error) hide(view, pages);
+  return error;
+}
+
+// See Note [Access]. A stretch ends where the next page is not mapped.
+std::optional<Error> CudaFrames::open(std::byte* view, std::span<const ViewPage> pages) {
+  const std::vector<FrameId>& shown = views_.at(view);
+  while (!pages.empty()) {
+    const std::size_t begin = pages.front().page_index;
+    std::size_t end = begin;
+    for (std::size_t page = begin; page < shown.size(); ++page) {
+      const bool asked = !pages.empty() && pages.front().page_index == page;
+      if (!asked && (pages.empty() || !exists(shown[page]))) break;
+      if (!asked) continue;
+      end = page + 1;
+      pages = pages.subspan(1);
+    }
+    const std::size_t bytes = (end - begin) * page_bytes_;
+    std::byte* const at = view + begin * page_bytes_;
+    if (const int failed = device_.call(&CudaDriver::set_access, device_.ordinal(), at, bytes)) {
+      return device_.refused("open pages of a view to the device", failed, bytes);
+    }
   }
   return std::nullopt;
+}
+
+void CudaFrames::hide(std::byte* view, std::span<const ViewPage> pages) {
+  for (const ViewPage& page : pages) {
+    device_.give_back(&CudaDriver::unmap, view + page.page_index * page_bytes_, page_bytes_);
+  }
 }
 
 }  // namespace strata

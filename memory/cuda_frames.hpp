@@ -5,14 +5,16 @@
 //   CudaFrames frames(device);
 //   frames.resize(frame_count);                       // after claim()
 //   std::byte* view = frames.reserve(8 * page_bytes);
-//   frames.map(view, 0, FrameId{3});
+//   frames.map(view, pages);                          // which show frames
 #pragma once
 
 #include <cstddef>
 #include <map>
 #include <optional>
+#include <span>
 #include <vector>
 
+#include "memory/backend.hpp"
 #include "memory/cuda_device.hpp"
 #include "memory/units.hpp"
 
@@ -24,6 +26,11 @@ namespace strata {
 // whatever is claimed later. A view maps the same handles once more. The driver maps nothing
 // smaller than its granularity (2 MiB on every GPU so far), so that is the smallest page: to share
 // a handle between smaller frames would make them move together.
+
+// Note [Access]
+// What is mapped can be used when access to it is set, which takes the driver tens of µs, whatever
+// the size. So it is set once for a stretch of a view, when all of its pages are mapped; pages in
+// between that stay as they are do no harm.
 //
 // Invariants:
 //   1. Frame i < count() is mapped at address(i), readable and writable; nothing is behind others.
@@ -52,22 +59,19 @@ class CudaFrames final {
   // Throws StrataError (memory) when there are no addresses left.
   std::byte* reserve(std::size_t bytes);
   void release(std::byte* view);
-  std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame);
+  std::optional<Error> map(std::byte* view, std::span<const ViewPage> pages);
 
  private:
   using Views = std::map<std::byte*, std::vector<FrameId>>;  // shown, by page; kNoFrame: none
 
-  struct Shown {
-    std::byte* at;
-    FrameId frame;
-  };
-
   std::optional<Error> grow(std::size_t frame_count);
   std::optional<Error> add_frame();
   void drop_frames(std::size_t frame_count);
-  // Where views show frames, of those from `first` on.
-  std::vector<Shown> shown_from(std::size_t first) const;
-  std::optional<Error> show(std::byte* at, FrameId frame);
+  // The pages of a view that show frames from `first` on, of those that there are.
+  std::vector<ViewPage> shown_from(const Views::value_type& view, std::size_t first) const;
+  std::optional<Error> show(std::byte* view, std::span<const ViewPage> pages);
+  std::optional<Error> open(std::byte* view, std::span<const ViewPage> pages);
+  void hide(std::byte* view, std::span<const ViewPage> pages);
   bool exists(FrameId frame) const { return index(frame) < frames_.size(); }
 
   CudaDevice& device_;

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -15,7 +16,7 @@ namespace strata {
 Doorbell::Doorbell() : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (fd_ >= 0) return;
   Error error;
-  error.what = "could not create an eventfd: raise the limit of open files (ulimit -n)";
+  error.what = "could not create an eventfd";
   error.errno_value = errno;
   throw StrataError(std::move(error));
 }
@@ -34,9 +35,11 @@ void Doorbell::ring() noexcept {
   STRATA_ASSERT(written == sizeof one || errno == EAGAIN);
 }
 
-bool Doorbell::wait(int timeout_ms) noexcept {
+bool Doorbell::wait(std::chrono::nanoseconds timeout) noexcept {
   pollfd waiting{.fd = fd_, .events = POLLIN, .revents = 0};
-  const int ready = ::poll(&waiting, 1, timeout_ms);
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
+  const timespec limit{.tv_sec = seconds.count(), .tv_nsec = (timeout - seconds).count()};
+  const int ready = ::ppoll(&waiting, 1, timeout.count() < 0 ? nullptr : &limit, nullptr);
   // A signal counts as a quiet wake-up: the caller looks around and sleeps again.
   STRATA_ASSERT(ready >= 0 || errno == EINTR);
   if (ready <= 0) return false;
@@ -45,6 +48,11 @@ bool Doorbell::wait(int timeout_ms) noexcept {
   // EAGAIN: another thread that waits here was faster, and the ring was its.
   STRATA_ASSERT(got == sizeof rings || errno == EAGAIN || errno == EINTR);
   return got == sizeof rings;
+}
+
+void sleep_exactly() noexcept {
+  constexpr unsigned long kSlackNs = 1'000;
+  ::prctl(PR_SET_TIMERSLACK, kSlackNs, 0, 0, 0);
 }
 
 }  // namespace strata

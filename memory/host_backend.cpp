@@ -100,10 +100,16 @@ void HostBackend::release(std::byte* view, std::size_t bytes) {
   ::munmap(view, bytes);
 }
 
-std::optional<Error> HostBackend::map(std::byte* view, std::size_t page_index, FrameId frame) {
+std::optional<Error> HostBackend::map_pages(std::byte* view, std::span<const ViewPage> pages) {
   STRATA_ASSERT(view != nullptr);
+  for (const ViewPage& page : pages) {
+    if (auto error = map_page(view + page.page_index * page_bytes_, page.frame)) return error;
+  }
+  return std::nullopt;
+}
+
+std::optional<Error> HostBackend::map_page(std::byte* at, FrameId frame) {
   STRATA_ASSERT(index(frame) < frame_count_);
-  std::byte* at = view + page_index * page_bytes_;
   const auto offset = static_cast<off_t>(index(frame) * page_bytes_);
   int failed = 0;
   if (::mmap(at, page_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, offset) ==

@@ -56,7 +56,7 @@ class HostBackend final : public Backend {
   // Throws StrataError (memory) when the address space is exhausted.
   std::byte* reserve(std::size_t bytes) override;
   void release(std::byte* view, std::size_t bytes) override;
-  std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) override;
+  std::optional<Error> map_pages(std::byte* view, std::span<const ViewPage> pages) override;
 
   // These wait for room when kQueueMax copies are in flight.
   CopyTicket copy_in(FrameId to, const std::byte* from, std::size_t bytes) override;
@@ -84,6 +84,7 @@ class HostBackend final : public Backend {
     std::size_t bytes;
   };
 
+  std::optional<Error> map_page(std::byte* at, FrameId frame);
   CopyTicket submit(const Job& job);
   void run_through(std::uint64_t ticket);  // polled: runs the copies up to `ticket` here
   void run_worker();

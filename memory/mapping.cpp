@@ -1,16 +1,21 @@
 #include "memory/mapping.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
-#include <fstream>
 #include <limits>
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #include "memory/check.hpp"
 
@@ -34,18 +39,40 @@ constexpr CgroupFiles kCgroupV2{"sys/fs/cgroup", "/memory.max", "/memory.current
 
 constexpr std::size_t kUnlimited = std::numeric_limits<std::size_t>::max();
 
+// A file of the kernel's; empty where there is none that may be read. Throws where the process has
+// run out of something: from an empty file its caller would conclude that no memory is left, or
+// that no limit holds.
+std::string read_text(const std::string& path) {
+  std::string text;
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  ssize_t length = fd < 0 ? -1 : 1;
+  for (std::array<char, 4096> block; length > 0;) {
+    length = ::read(fd, block.data(), block.size());
+    if (length > 0) text.append(block.data(), static_cast<std::size_t>(length));
+  }
+  const int failed = errno;
+  if (fd >= 0) ::close(fd);
+  if (length == 0) return text;
+  if (failed != EMFILE && failed != ENFILE && failed != ENOMEM) return "";
+  Error error;
+  error.what = "could not read what memory there is";
+  error.errno_value = failed;
+  error.path = path;
+  throw StrataError(std::move(error));
+}
+
 // The number in a file that holds one number; kUnlimited for "max" or no such file.
 std::size_t read_number(const std::string& path) {
-  std::ifstream file(path);
+  std::istringstream text(read_text(path));
   std::size_t value = 0;
-  return file >> value ? value : kUnlimited;
+  return text >> value ? value : kUnlimited;
 }
 
 // The number that follows `key` in a file of keys and numbers; 0 where there is none.
 std::size_t read_entry(const std::string& path, std::string_view key) {
-  std::ifstream file(path);
+  std::istringstream text(read_text(path));
   std::string line;
-  while (std::getline(file, line)) {
+  while (std::getline(text, line)) {
     std::istringstream words(line);
     std::string word;
     std::size_t value = 0;
@@ -74,6 +101,18 @@ std::size_t cgroup_bytes_left(const std::string& root, const CgroupFiles& files,
   }
 }
 
+// Memory behind one piece, by the thread that calls. Returns 0 or an errno.
+int populate_piece(std::byte* range, std::size_t bytes) {
+  if (::madvise(range, bytes, MADV_POPULATE_WRITE) == 0) return 0;
+  if (errno != EINVAL) return errno == EFAULT ? ENOMEM : errno;
+  // A kernel before 5.14: touch each page, without changing what another thread may be writing.
+  for (std::size_t at = 0; at < bytes; at += kKernelPageBytes) {
+    auto& first = reinterpret_cast<unsigned char&>(range[at]);
+    std::atomic_ref<unsigned char>(first).fetch_or(0, std::memory_order_relaxed);
+  }
+  return 0;
+}
+
 }  // namespace
 
 std::byte* reserve_addresses(std::size_t bytes) {
@@ -93,20 +132,39 @@ std::byte* reserve_addresses(std::size_t bytes) {
   return start + before;
 }
 
-int populate(std::byte* range, std::size_t bytes) {
-  if (::madvise(range, bytes, MADV_POPULATE_WRITE) == 0) return 0;
-  if (errno != EINVAL) return errno == EFAULT ? ENOMEM : errno;
-  // A kernel before 5.14: touch each page, without changing what another thread may be writing.
-  for (std::size_t at = 0; at < bytes; at += kKernelPageBytes) {
-    auto& first = reinterpret_cast<unsigned char&>(range[at]);
-    std::atomic_ref<unsigned char>(first).fetch_or(0, std::memory_order_relaxed);
+int populate(std::byte* range, std::size_t bytes, const PopulatePiece& piece) {
+  const std::size_t pieces = (bytes + kPopulatePieceBytes - 1) / kPopulatePieceBytes;
+  std::atomic<std::size_t> next{0};
+  std::atomic<int> failed{0};
+  const auto work = [&] {
+    while (failed == 0) {
+      const std::size_t at = next++ * kPopulatePieceBytes;
+      if (at >= bytes) return;
+      const int errno_value = piece(range + at, std::min(kPopulatePieceBytes, bytes - at));
+      if (errno_value != 0) failed = errno_value;
+    }
+  };
+  // This thread, and one for each other processor that it may use and that finds a piece.
+  const std::size_t threads = std::min<std::size_t>(std::thread::hardware_concurrency(), pieces);
+  std::vector<std::jthread> others;
+  try {
+    while (others.size() + 1 < threads) others.emplace_back(work);
+  } catch (const std::system_error&) {
+    // Without a thread more, those that there are take longer.
   }
-  return 0;
+  work();
+  others.clear();  // waits for them
+  return failed;
+}
+
+int populate(std::byte* range, std::size_t bytes) {
+  return populate(range, bytes, populate_piece);
 }
 
 std::size_t host_bytes_available(const std::string& root) {
   std::size_t left = read_entry(root + "proc/meminfo", "MemAvailable:") * kKiB;
-  std::ifstream groups(root + "proc/self/cgroup");  // lines are "number:controllers:/path"
+  // Lines are "number:controllers:/path".
+  std::istringstream groups(read_text(root + "proc/self/cgroup"));
   std::string line;
   while (std::getline(groups, line)) {
     const std::size_t first = line.find(':');
@@ -124,9 +182,12 @@ std::size_t host_bytes_available(const std::string& root) {
 Error memory_error(const char* what, Tier tier, std::size_t bytes, int errno_value) {
   Error error;
   error.fault = Fault::memory;
-  error.what = std::string(what) + " of the " + name(tier) + " tier: " + std::to_string(bytes) +
-               " bytes asked, " + std::to_string(host_bytes_available()) +
-               " available; ask for a smaller budget";
+  error.what = std::string(what) + " of the " + name(tier) + " tier";
+  // Of other things that run out, such as files, less memory would need as many.
+  if (errno_value == ENOMEM) {
+    error.what += ": " + std::to_string(bytes) + " bytes asked, " +
+                  std::to_string(host_bytes_available()) + " available; ask for a smaller budget";
+  }
   error.errno_value = errno_value;
   error.tier = tier;
   return error;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <string>
 
 #include "memory/result.hpp"
@@ -22,8 +23,15 @@ inline constexpr std::size_t kHugePageBytes = 2 * kMiB;
 std::byte* reserve_addresses(std::size_t bytes);
 
 // Puts memory behind every page of a writable mapping, contents unchanged, so that no later touch
-// can fault or fail. Returns 0 or an errno.
+// can fault or fail. All processors that this thread may use make the pages, a piece at a time: the
+// kernel clears each one, which takes one processor 10 s for 100 GiB at the best. Returns 0 or an
+// errno.
 int populate(std::byte* range, std::size_t bytes);
+
+// The same with another way to do a piece, for tests.
+inline constexpr std::size_t kPopulatePieceBytes = 64 * kMiB;
+using PopulatePiece = std::function<int(std::byte* piece, std::size_t bytes)>;
+int populate(std::byte* range, std::size_t bytes, const PopulatePiece& piece);
 
 // What can still be claimed before the kernel kills somebody: the least of the machine's available
 // memory and what is left of this process's cgroup and the cgroups around it (either version).

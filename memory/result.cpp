@@ -1,5 +1,6 @@
 #include "memory/result.hpp"
 
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 
@@ -9,10 +10,13 @@ std::string Error::text() const {
   std::string out = what;
   if (!unit.empty()) out += "; unit " + unit;
   if (page != kNoPage) out += "; page " + std::to_string(index(page)) + " on " + name(tier);
-  if (!path.empty()) out += "; file " + path + " at byte " + std::to_string(offset);
+  if (!path.empty()) out += "; in " + path + " at byte " + std::to_string(offset);
   if (errno_value != 0) {
     out += "; errno " + std::to_string(errno_value) + " (" + std::strerror(errno_value) + ")";
   }
+  // Whatever was attempted, this is what to do.
+  if (errno_value == EMFILE) out += ": close some, or raise the limit of open files (ulimit -n)";
+  if (errno_value == ENFILE) out += ": raise the machine's limit of open files (fs.file-max)";
   return out;
 }
 

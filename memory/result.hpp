@@ -21,6 +21,7 @@ enum class Fault : std::uint8_t {
   memory,      // memory could not be claimed
   config,      // what was asked for cannot be
   cancelled,   // the session was closed
+  busy,        // not now: another thread is in the middle of a step
 };
 
 struct Error {

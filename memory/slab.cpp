@@ -12,8 +12,9 @@
 namespace strata {
 namespace {
 
-// Memory behind `range`, every page of it. Returns 0 or an errno.
-int fill_range(std::byte* range, std::size_t bytes) {
+// Memory behind `range`, every page of it; `locked` becomes whether it is locked as well, where
+// that is wanted. Returns 0 or an errno.
+int fill_range(std::byte* range, std::size_t bytes, Locking locking, bool& locked) {
   // 1. Ask before taking: beyond what is left, the kernel grants the mapping and kills later.
   if (bytes > host_bytes_available()) return ENOMEM;
   // 2. Real memory in place of the bare addresses.
@@ -25,6 +26,9 @@ int fill_range(std::byte* range, std::size_t bytes) {
   // A forked child (a DataLoader's worker) has no business here; without it, every page that either
   // side writes, and every pinned one at once, would be copied and break the budget.
   ::madvise(range, bytes, MADV_DONTFORK);
+  // 4. Ahead of the pages, so that each is locked by the thread that makes it: behind them, one
+  // thread would look at all of them again.
+  locked = locking == Locking::wanted && ::mlock2(range, bytes, MLOCK_ONFAULT) == 0;
   return populate(range, bytes);
 }
 
@@ -63,11 +67,12 @@ void Slab::resize(std::size_t bytes) {
   if (bytes > before) {
     std::byte* end = bytes_.data() + before;
     const std::size_t more = bytes - before;
-    if (const int failed = fill_range(end, more); failed != 0) {
+    bool locked = false;
+    if (const int failed = fill_range(end, more, locking_, locked); failed != 0) {
       empty_range(end, more);
       throw StrataError(memory_error("could not claim the memory", Tier::host, more, failed));
     }
-    if (locking_ == Locking::wanted) locked_ = ::mlock(end, more) == 0 && locked_;
+    locked_ = locked_ && locked;
   } else if (bytes < before) {
     empty_range(bytes_.data() + bytes, before - bytes);
   }

@@ -13,7 +13,7 @@
 namespace strata {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using WallClock = std::chrono::steady_clock;
 
 constexpr std::size_t kInFlightBytes = 64 * kMiB;
 constexpr std::uint32_t kDepthMax = 64;        // as a session's I/O engine
@@ -23,8 +23,8 @@ constexpr std::size_t kFramesMin = 4;
 constexpr std::size_t kCopiesInFlightMax = 64;  // as a session's mover
 constexpr int kBellMs = 20;                     // a lost ring costs no more than this
 
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
+double seconds_since(WallClock::time_point begin) {
+  return std::chrono::duration<double>(WallClock::now() - begin).count();
 }
 
 std::uint32_t depth_of(const SsdProbeOptions& options) {
@@ -41,7 +41,6 @@ StoreOptions store_options(const SsdProbeOptions& options) {
   store.slot_count =
       std::max(static_cast<std::uint32_t>(wanted), kSlotsPerRequest * depth_of(options));
   store.in_flight_max = depth_of(options);
-  store.session_name = "strata-calibration";
   return store;
 }
 
@@ -83,7 +82,7 @@ void SsdProbe::fill() {
   while (const std::optional<SlotId> slot = store_.acquire()) slots_.push_back({.id = *slot});
   Stream all{.count = static_cast<std::uint32_t>(slots_.size()), .in_flight_max = depth_};
   Stream none;
-  const Clock::time_point begin = Clock::now();
+  const WallClock::time_point begin = WallClock::now();
   const std::uint32_t enough = kSlotsPerRequest * depth_;
   std::uint32_t begun = 0;
   while (begun < all.count && (begun < enough || seconds_since(begin) < kFillSeconds)) {
@@ -135,7 +134,7 @@ LinkSpeed SsdProbe::run(Ways ways, double seconds) {
   Stream writes{.first = half,
                 .count = static_cast<std::uint32_t>(slots_.size()) - half,
                 .in_flight_max = ways == Ways::in ? 0 : share};
-  const Clock::time_point begin = Clock::now();
+  const WallClock::time_point begin = WallClock::now();
   while (seconds_since(begin) < seconds) {
     while (start(reads, IoOp::read)) {
     }
@@ -168,7 +167,7 @@ void CopyProbe::finish(CopyTicket copy) {
 template <typename Submit, typename Enough>
 double CopyProbe::keep_busy(Submit submit, Enough enough) {
   std::deque<CopyTicket> in_flight;
-  const Clock::time_point begin = Clock::now();
+  const WallClock::time_point begin = WallClock::now();
   for (std::size_t turn = 0; !enough(turn, seconds_since(begin)); ++turn) {
     in_flight.push_back(submit(turn));
     if (in_flight.size() < in_flight_max_) continue;

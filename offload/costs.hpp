@@ -40,4 +40,9 @@ struct Costs {
   }
 };
 
+// Of a transfer at this speed; nothing where the machine has no such link.
+inline double transfer_seconds(std::uint64_t bytes, double bytes_s) {
+  return bytes_s > 0 ? static_cast<double>(bytes) / bytes_s : 0.0;
+}
+
 }  // namespace strata

@@ -76,12 +76,14 @@ void DeviceMemory::add_groups(const Trace& trace) {
 std::vector<std::uint64_t> DeviceMemory::traced_held(const Trace& trace) const {
   Steps steps(trace.uses.size());
   for (std::size_t u = 0; u < groups_.size(); ++u) {
-    const bool kept = trace.units[u].traced == Activation::keep;
+    const Activation traced = trace.units[u].traced;
     for (const Group& group : groups_[u]) {
-      steps.add(std::size_t{group.born} + 1, group.last_used, group.input_bytes);
-      // What is recomputed inside a use is there from the next one on.
-      const std::size_t before = kept ? group.born : group.recomputed;
-      steps.add(before + 1, group.last_used, group.other_bytes);
+      const std::size_t after = std::size_t{group.born} + 1;
+      // What is recomputed inside a use is there from the next one on; an input that was away comes
+      // back ahead of that use.
+      const std::size_t again = group.recomputed;
+      steps.add(swaps(traced) ? again : after, group.last_used, group.input_bytes);
+      steps.add(recomputes(traced) ? again + 1 : after, group.last_used, group.other_bytes);
     }
   }
   return steps.sums();
@@ -91,24 +93,29 @@ void DeviceMemory::take_apart(const Trace& trace, const std::vector<std::uint64_
   for (std::size_t i = 0; i < trace.uses.size(); ++i) {
     const Use& use = trace.uses[i];
     const std::size_t unit = index(use.unit);
-    const bool kept = trace.units[unit].traced == Activation::keep;
-    const std::uint64_t grown = use.peak_bytes - use.live_bytes;
+    const TracedUnit& of = trace.units[unit];
+    const bool kept = of.traced == Activation::keep;
+    const std::uint64_t grown = (use.peak_bytes - use.live_bytes) * of.slices_traced;
     Moment& moment = moments_[i];
+    moment.slices = of.slices_traced;
+    moment.grads = use.backward ? of.grad_bytes : 0;
     moment.base = less(use.live_bytes, held[i]);
-    moment.gap_base = less(use.gap_peak_bytes, held[i]);
     moment.gap_known = use.gap_peak_bytes != 0;
     std::uint64_t saved = 0;
-    std::uint64_t again = 0;  // what a forward of the unit reaches: recomputing reaches it too
+    std::uint64_t again = 0;     // what a forward of the unit reaches: recomputing reaches it too
+    std::uint64_t returned = 0;  // inputs that may not have been there yet in the gap
     for (const Group& group : groups_[unit]) {
       if (group.born == i) saved += group.other_bytes;
       if (!use.backward || group.born >= i || i > group.last_used) continue;
       moment.own_inputs += group.input_bytes;
       if (group.recomputed > i) continue;
+      returned += swaps(of.traced) ? group.input_bytes : 0;
       moment.own += group.other_bytes;
       if (group.recomputed != i) continue;
       moment.own_again += group.other_bytes;
       again = std::max(again, moments_[group.born].saving);
     }
+    moment.gap_base = less(use.gap_peak_bytes, held[i] - returned);
     if (!use.backward) {
       moment.saving = kept ? grown : grown + saved;
       moment.recomputing = kept ? less(grown, saved) : grown;
@@ -141,26 +148,38 @@ std::size_t DeviceMemory::fetched_from(std::size_t unit, std::uint32_t lookahead
   return lives_.units[backward_order_[place - ahead]].backward_enter;
 }
 
+// See 3. of the note: `shared` does not shrink with the slices.
 std::uint64_t DeviceMemory::sliced(std::uint64_t bytes, std::size_t use,
                                    const UnitPlan& plan) const {
-  if (plan.slices == 1 || moments_[use].inner_end > use + 1) return bytes;
-  return ceil_div(bytes, plan.slices) + 2 * lives_.units[index(unit_of_[use])].input_bytes;
+  const Moment& moment = moments_[use];
+  if (moment.inner_end > use + 1) return bytes;
+  if (plan.slices <= moment.slices) return ceil_div(bytes, plan.slices);
+  const std::uint64_t inputs = lives_.units[index(unit_of_[use])].input_bytes;
+  const std::uint64_t shared = 2 * (moment.grads + inputs);
+  if (moment.slices == 1) return ceil_div(less(bytes, moment.grads), plan.slices) + shared;
+  const std::uint64_t divided = less(bytes, moment.slices * shared);
+  return ceil_div(divided, plan.slices) + std::min(shared, ceil_div(bytes, moment.slices));
 }
 
 std::uint64_t DeviceMemory::need(std::size_t use, const UnitPlan& plan) const {
+  return std::max(inside_need(use, plan), gap_need(use, plan));
+}
+
+bool DeviceMemory::more_in_gap(std::size_t use, const UnitPlan& plan) const {
+  return gap_need(use, plan) > inside_need(use, plan);
+}
+
+std::uint64_t DeviceMemory::inside_need(std::size_t use, const UnitPlan& plan) const {
   const Moment& moment = moments_[use];
-  const std::uint64_t works =
-      plan.activation == Activation::recompute ? moment.recomputing : moment.saving;
-  const std::uint64_t inside =
-      moment.base + moment.own_inputs + sliced(moment.own + works, use, plan);
-  return std::max(inside, gap_need(use, plan));
+  const std::uint64_t works = recomputes(plan.activation) ? moment.recomputing : moment.saving;
+  return moment.base + moment.own_inputs + sliced(moment.own + works, use, plan);
 }
 
 // In the gap before a use; 0 where nothing is known of it.
 std::uint64_t DeviceMemory::gap_need(std::size_t use, const UnitPlan& plan) const {
   const Moment& moment = moments_[use];
   if (!moment.gap_known) return 0;
-  const bool again = plan.activation == Activation::recompute;
+  const bool again = recomputes(plan.activation);
   return moment.gap_base + moment.own_inputs + moment.own - (again ? moment.own_again : 0);
 }
 
@@ -177,20 +196,19 @@ std::vector<std::uint64_t> DeviceMemory::held_under(std::span<const UnitPlan> un
     const std::size_t back = fetched_from(u, lookahead);
     for (const Group& group : groups_[u]) {
       const std::size_t after = std::size_t{group.born} + 1;
-      const std::uint64_t both = group.input_bytes + group.other_bytes;
-      if (activation == Activation::keep) {
-        steps.add(after, group.last_used, both);
-      } else if (activation == Activation::recompute) {
-        steps.add(after, group.last_used, group.input_bytes);
+      std::uint64_t bytes = group.input_bytes;  // that outlive the forward
+      if (recomputes(activation)) {
         steps.add(group.recomputed, group.last_used, group.other_bytes);
-      } else if (back == SIZE_MAX || back <= after) {  // it has no time to be away
-        steps.add(after, group.last_used, both);
       } else {
-        steps.add(after, std::min<std::size_t>(after, group.last_used), both);
-        steps.add(back, group.last_used, both);
-        if (after + 1 < std::min<std::size_t>(back, group.last_used + 1))
-          leaving[after + 1] += both;
+        bytes += group.other_bytes;
       }
+      if (!swaps(activation) || back == SIZE_MAX || back <= after) {  // it has no time to be away
+        steps.add(after, group.last_used, bytes);
+        continue;
+      }
+      steps.add(after, std::min<std::size_t>(after, group.last_used), bytes);
+      steps.add(back, group.last_used, bytes);
+      if (after + 1 < std::min<std::size_t>(back, group.last_used + 1)) leaving[after + 1] += bytes;
     }
   }
   return steps.sums();

@@ -17,10 +17,6 @@
 
 namespace strata {
 
-inline bool swaps(Activation activation) {
-  return activation == Activation::swap_host || activation == Activation::swap_ssd;
-}
-
 class DeviceMemory final {
  public:
   DeviceMemory(const Trace& trace, const Lifetimes& lives);
@@ -31,6 +27,9 @@ class DeviceMemory final {
   // What a use, or the gap before it, reaches beside what is held for other units, where its own
   // unit has this mode.
   std::uint64_t need(std::size_t use, const UnitPlan& plan) const;
+
+  // Whether it is the gap before the use that reaches it.
+  bool more_in_gap(std::size_t use, const UnitPlan& plan) const;
 
   // The use at whose enter a swapped unit's tensors begin to come back; SIZE_MAX: it has no
   // backward.
@@ -45,8 +44,11 @@ class DeviceMemory final {
     std::uint64_t input_bytes = 0;
     std::uint64_t other_bytes = 0;
   };
-  // One use, with what the traced mode added taken out.
+  // One use, with what the traced mode added taken out. Where it ran on slices, the bytes below are
+  // those of as many slices at once: of the whole batch, or more.
   struct Moment {
+    std::uint32_t slices = 1;    // of the traced step
+    std::uint64_t grads = 0;     // backward: of the unit
     std::uint64_t base = 0;      // at enter, beside all saved tensors
     std::uint64_t gap_base = 0;  // the same for the gap before
     bool gap_known = false;
@@ -67,6 +69,7 @@ class DeviceMemory final {
   void find_nested(const Trace& trace);
   std::vector<std::uint64_t> held_under(std::span<const UnitPlan> units, std::uint32_t lookahead,
                                         std::vector<std::uint64_t>& leaving) const;
+  std::uint64_t inside_need(std::size_t use, const UnitPlan& plan) const;
   std::uint64_t gap_need(std::size_t use, const UnitPlan& plan) const;
   std::uint64_t sliced(std::uint64_t bytes, std::size_t use, const UnitPlan& plan) const;
 

@@ -9,8 +9,11 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <sstream>
+#include <string_view>
 #include <thread>
 
 #include "memory/check.hpp"
@@ -27,6 +30,17 @@ namespace {
 // and the whole attempt starts again, for at most kAttempts.
 constexpr int kAttempts = 100;
 constexpr auto kPause = std::chrono::milliseconds(10);
+
+constexpr std::string_view kNameBegin = "strata-";
+constexpr std::string_view kNameEnd = ".pages";
+constexpr std::size_t kNameDigits = 16;
+
+bool is_made_name(std::string_view name) {
+  return name.size() == kNameBegin.size() + kNameDigits + kNameEnd.size() &&
+         name.starts_with(kNameBegin) && name.ends_with(kNameEnd) &&
+         name.substr(kNameBegin.size(), kNameDigits).find_first_not_of("0123456789abcdef") ==
+             std::string_view::npos;
+}
 
 // A pid means nothing without its namespace: in two containers that share a folder both may be 1.
 std::string pid_namespace() {
@@ -83,8 +97,26 @@ DirectoryLock::~DirectoryLock() {
   close(fd_);
 }
 
+std::string DirectoryLock::make_name() {
+  std::uint64_t random = 0;
+  const int failed = getentropy(&random, sizeof random);
+  STRATA_ASSERT(failed == 0);
+  std::array<char, kNameDigits + 1> digits;
+  std::snprintf(digits.data(), digits.size(), "%016llx", static_cast<unsigned long long>(random));
+  return std::string(kNameBegin) + digits.data() + std::string(kNameEnd);
+}
+
+std::vector<std::string> DirectoryLock::clean(const std::string& folder) {
+  if (access((folder + "/strata.lock").c_str(), F_OK) != 0) return {};
+  try {
+    return DirectoryLock(folder).removed();
+  } catch (const StrataError&) {
+    return {};  // in use, or not ours to write to: a session there would say so
+  }
+}
+
 void DirectoryLock::list(const std::string& file_name) {
-  STRATA_ASSERT(!file_name.empty() && file_name.find('/') == std::string::npos);
+  STRATA_ASSERT(is_made_name(file_name));
   if (!append(fd_, file_name)) fail("the lock file of an SSD path cannot be written", path_, errno);
 }
 
@@ -115,16 +147,8 @@ DirectoryLock::Attempt DirectoryLock::take_over() {
   if (fstat(fd_, &ours) != 0 || stat(path_.c_str(), &named) != 0) return Attempt::again;
   if (ours.st_ino != named.st_ino || ours.st_dev != named.st_dev) return Attempt::again;
 
-  // 2. Remove what the dead holder left. Only names that cannot lead out of the folder are
-  // believed.
-  std::istringstream lines(read_all(fd_));
-  std::string line;
-  std::getline(lines, line);
-  while (std::getline(lines, line)) {
-    if (!line.empty() && line.find('/') == std::string::npos && line.front() != '.') {
-      unlink((folder_ + "/" + line).c_str());
-    }
-  }
+  // 2. Remove what the dead holder left.
+  remove_files_of(read_all(fd_));
 
   // 3. Write who we are, and let other sessions of this process in.
   if (ftruncate(fd_, 0) != 0 || !append(fd_, this_process())) {
@@ -133,6 +157,21 @@ DirectoryLock::Attempt DirectoryLock::take_over() {
     fail("the lock file of an SSD path cannot be written", path_, failed);
   }
   return flock(fd_, LOCK_SH | LOCK_NB) == 0 ? Attempt::held : Attempt::again;
+}
+
+void DirectoryLock::remove_files_of(const std::string& holder_and_files) {
+  std::istringstream lines(holder_and_files);
+  std::string holder;
+  std::getline(lines, holder);
+  for (std::string name; std::getline(lines, name);) {
+    const std::string file = folder_ + "/" + name;
+    struct stat status {};
+    if (!is_made_name(name) || lstat(file.c_str(), &status) != 0) continue;
+    if (unlink(file.c_str()) != 0) continue;
+    removed_.push_back(
+        "removed " + file + " (" + bytes_text(static_cast<std::uint64_t>(status.st_size)) +
+        "), which process " + holder.substr(0, holder.find(' ')) + " left when it was killed");
+  }
 }
 
 // Somebody shares the lock: a session of this process, or another process.

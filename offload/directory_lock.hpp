@@ -1,6 +1,7 @@
 // One process at a time writes into an SSD folder. The lock is <folder>/strata.lock: held with
 // flock(), so that it ends with its process however that ends; its text says who holds it and which
-// files are theirs, so that the next process can name the holder or clean up after it.
+// files are theirs, so that the next process can name the holder or clean up after it. Only names
+// that make_name() gives are believed there: no other file is ever removed.
 //
 // Format: the first line is the holder, "<pid> <pid namespace>"; each further line is the name of a
 // file in the folder that belongs to the holder.
@@ -8,12 +9,14 @@
 // Threads: any; sessions of one process in one folder share the lock, each with its own object.
 //
 //   DirectoryLock lock("/mnt/nvme");    // throws StrataError naming a live holder
-//   lock.list("strata.pages");          // before the file is made: no crash leaves it unlisted
+//   const std::string name = DirectoryLock::make_name();
+//   lock.list(name);                    // before the file is made: no crash leaves it unlisted
 #pragma once
 
 #include <unistd.h>
 
 #include <string>
+#include <vector>
 
 namespace strata {
 
@@ -27,18 +30,28 @@ class DirectoryLock final {
   DirectoryLock(const DirectoryLock&) = delete;
   DirectoryLock& operator=(const DirectoryLock&) = delete;
 
-  // Notes that a file of this name in the folder is ours. REQUIRES: a plain name, no slash.
+  // A name for a file that no other file has: "strata-<16 hex digits>.pages".
+  static std::string make_name();
+  // Notes that a file of this name in the folder is ours. REQUIRES: make_name() gave it.
   void list(const std::string& file_name);
+  // Sentences for the log: which files of a dead holder were removed.
+  const std::vector<std::string>& removed() const { return removed_; }
+
+  // Removes the files of a dead holder, and says which. Nothing where somebody lives there, or
+  // nobody ever did.
+  static std::vector<std::string> clean(const std::string& folder);
 
  private:
   enum class Attempt { held, again };
   Attempt try_lock();
   Attempt take_over();
+  void remove_files_of(const std::string& holder_and_files);
   Attempt join();
   [[noreturn]] void refuse_holder(const std::string& holder) const;
 
   std::string folder_;
   std::string path_;
+  std::vector<std::string> removed_;
   int fd_ = -1;
   pid_t owner_ = getpid();
 };

@@ -58,11 +58,21 @@ std::optional<std::string> Executor::enter(UnitId unit, bool backward, bool reco
     if (recorded) note_use(unit, backward);
     follow_plan(unit, backward, recorded);
   }
-  if (!ready(unit) && !contains(demanded_, unit)) demanded_.push_back(unit);
+  if (starts && !ready(unit)) demand(unit);
   return std::nullopt;
 }
 
-// That it takes of the executor's.
+void Executor::demand(UnitId unit) {
+  if (!contains(demanded_, unit)) demanded_.push_back(unit);
+}
+
+void Executor::block(PageId page) {
+  blocked_[index(page)] = true;
+  UnitState& unit = state_[index(page_state(page).unit)];
+  if (unit.pins != 0) unit.out_of_date = true;
+}
+
+// Frames of the executor's that the unit takes.
 std::uint32_t Executor::frames_of(UnitId unit) const {
   return rests(unit) ? 0 : static_cast<std::uint32_t>(units_[index(unit)].pages.size());
 }
@@ -85,7 +95,8 @@ void Executor::note_use(UnitId unit, bool backward) {
 }
 
 bool Executor::ready(UnitId unit) const {
-  if (state_[index(unit)].pins != 0) return true;
+  const UnitState& state = state_[index(unit)];
+  if (state.pins != 0 && !state.out_of_date) return true;
   for (const PageId page : units_[index(unit)].pages) {
     if (blocked_[index(page)] || page_state(page).fetch != Fetch::none) return false;
     if (!table_.is_current(page, Tier::device)) return false;
@@ -123,10 +134,12 @@ Cause Executor::missing(UnitId unit) const {
 }
 
 void Executor::pin(UnitId unit, Stream stream) {
-  STRATA_ASSERT(ready(unit));
-  backend_.stream_waits(stream, state_[index(unit)].uploaded);
-  ++state_[index(unit)].pins;
-  state_[index(unit)].last_use = ++use_;
+  UnitState& state = state_[index(unit)];
+  STRATA_ASSERT(state.pins != 0 || ready(unit));
+  backend_.stream_waits(stream, state.uploaded);
+  if (state.pins++ == 0) state.out_of_date = false;
+  state.last_use = ++use_;
+  if (state.out_of_date) return;  // somebody else may wait for newer pages
   std::erase(demanded_, unit);
   std::erase(wanted_, unit);
 }
@@ -172,6 +185,13 @@ void Executor::want_uses(std::size_t first) {
     const UnitId unit = plan_.uses[at];
     if (!ready(unit) && !contains(wanted_, unit)) wanted_.push_back(unit);
   }
+}
+
+void Executor::restart_step() {
+  for (UnitState& state : state_) state.open_use.reset();
+  trace_ = {};
+  step_deviations_ = 0;
+  begin_step();
 }
 
 void Executor::end_step() {
@@ -245,8 +265,10 @@ std::vector<UnitId> Executor::order() const {
 void Executor::adopt_plan(FramePlan plan) {
   if (!plan.feasible) return;
   plan_ = std::move(plan);
+  cursor_ = plan_.uses.size() - 1;  // its first use is the next
   ++counters_.plans;
   wanted_.clear();  // the old plan's wishes keep no frame
+  unshown_.clear();
   for (std::size_t unit = 0; unit < units_.size(); ++unit) {
     if (rests_[unit]) continue;
     for (const PageId page : units_[unit].pages) {
@@ -255,6 +277,7 @@ void Executor::adopt_plan(FramePlan plan) {
       const bool elsewhere = state.frame != kNoFrame && state.frame != state.planned;
       if (elsewhere && may_take(state.frame, demanded_.size())) evict(page);
     }
+    unshown_.push_back(UnitId{static_cast<std::uint32_t>(unit)});
   }
 }
 

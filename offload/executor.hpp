@@ -6,8 +6,13 @@
 // Threads: one caller at a time (the core's lock).
 //
 //   executor.enter(unit, backward);                      // notes the use, asks for its pages
-//   while (!executor.ready(unit)) { ...turn... }
+//   while (!executor.ready(unit)) { executor.demand(unit); ...turn... }
 //   executor.pin(unit);  ...compute...  executor.leave(unit, stream);
+//
+// Note [Out of date]. A unit shows its users one and the same pages, and these stay what they are
+// while it is pinned. Where they are blocked meanwhile, for an update, they become too old for
+// anybody who comes later: he waits until the others have left and the new ones have come. Only who
+// is inside already may pin the unit again as it is: he would wait for himself.
 #pragma once
 
 #include <cstdint>
@@ -53,18 +58,19 @@ class Executor final {
            std::vector<UnitPages> units, std::uint32_t frame_count, std::uint32_t fetches_max);
 
   // Pages under update: not fetched, and their unit is not ready, until unblocked.
-  void block(PageId page) { blocked_[index(page)] = true; }
+  void block(PageId page);
   void unblock(PageId page) { blocked_[index(page)] = false; }
 
   // Notes a use and asks for the unit's pages. `recorded` uses are part of the step's trace.
   // Returns why the unit cannot come while the pinned ones stay, if that is so.
   std::optional<std::string> enter(UnitId unit, bool backward, bool recorded);
-  // Its pages are on the device, and the newest there are; those of a unit that is pinned stay what
-  // they are, whatever is published meanwhile.
+  // Its pages are on the device, and new enough for somebody who comes: see Note [Out of date].
   bool ready(UnitId unit) const;
+  // Somebody waits for the unit, still: others who came and left may have had its frames since.
+  void demand(UnitId unit);
   // What the page that is furthest behind still needs first; none where the unit is ready.
   Cause missing(UnitId unit) const;
-  // Work submitted to `stream` from here on sees the pages. REQUIRES: ready().
+  // Work submitted to `stream` from here on sees the pages. REQUIRES: ready(), or pinned already.
   void pin(UnitId unit, Stream stream = nullptr);
   // Computation that used the unit before it was left is over.
   bool passed(UnitId unit) const { return backend_.done(state_[index(unit)].released); }
@@ -74,6 +80,8 @@ class Executor final {
   // The frame that holds the page. REQUIRES: its unit is pinned.
   FrameId frame_of(PageId page) const { return page_state(page).frame; }
 
+  // What the step used so far was given up: its trace begins anew.
+  void restart_step();
   // The step is over: its trace becomes the plan, if there is none or it fits no longer.
   void end_step();
   // The next step may come: asks for its first units. Call it when what they wait for is blocked.
@@ -83,7 +91,9 @@ class Executor final {
   void arrived(const Arrival& arrival);
 
   // Somebody waits for pages, or will: the pump has something to do.
-  bool wants_work() const { return !demanded_.empty() || !wanted_.empty() || fetching_ != 0; }
+  bool wants_work() const {
+    return !demanded_.empty() || !wanted_.empty() || !unshown_.empty() || fetching_ != 0;
+  }
   // A mapping that the backend refused; the session ends with it.
   const std::optional<Error>& failure() const { return failure_; }
   const FramePlan& plan() const { return plan_; }
@@ -119,6 +129,7 @@ class Executor final {
   enum class Fetch : std::uint8_t { none, opening, uploading };
   struct UnitState {
     std::uint32_t pins = 0;
+    bool out_of_date = false;  // a page was blocked since the first of these pins
     std::uint64_t last_use = 0;
     CopyTicket uploaded{};  // of its last page
     CopyTicket released{};
@@ -137,7 +148,8 @@ class Executor final {
   std::uint32_t frames_of(UnitId unit) const;
   void note_use(UnitId unit, bool backward);
   void follow_plan(UnitId unit, bool backward, bool recorded);
-  std::optional<Error> show(PageState& page, FrameId frame);
+  std::optional<Error> show(UnitId unit, std::vector<ViewPage> pages);
+  bool show_planned(UnitId unit);
   FramePlan plan_frames(const Trace& trace, std::uint32_t frames,
                         const std::vector<bool>& resting) const;
   void adopt_plan(FramePlan plan);
@@ -165,6 +177,7 @@ class Executor final {
   std::vector<PageId> occupant_;          // by frame
   std::vector<UnitId> demanded_;          // entered and not yet pinned
   std::vector<UnitId> wanted_;            // ahead of their use, in order of need
+  std::vector<UnitId> unshown_;           // their views do not show the plan's frames yet
   std::vector<PageId> opening_;           // have a frame, wait for their bytes in host memory
   std::uint32_t fetching_ = 0;
   std::uint32_t fetches_max_;

@@ -1,5 +1,6 @@
 // The executor's frames: who may have which, what views show, and the way of a page to the device.
 #include <algorithm>
+#include <utility>
 
 #include "memory/check.hpp"
 #include "offload/executor.hpp"
@@ -54,15 +55,41 @@ void Executor::evict(PageId page) {
   --frames_used_;
 }
 
-// Makes the view show the frame.
-std::optional<Error> Executor::show(PageState& page, FrameId frame) {
-  if (page.mapped == frame) return std::nullopt;
-  page.mapped = kNoFrame;
-  auto error = backend_.map(units_[index(page.unit)].view, page.in_view, frame);
-  if (error) return error;
-  page.mapped = frame;
-  ++counters_.mappings;
+// Makes the unit's view show frames, where it shows others.
+std::optional<Error> Executor::show(UnitId unit, std::vector<ViewPage> pages) {
+  const UnitPages& all = units_[index(unit)];
+  const auto state = [&](const ViewPage& page) -> PageState& {
+    return page_state(all.pages[page.page_index]);
+  };
+  std::erase_if(pages, [&](const ViewPage& page) { return state(page).mapped == page.frame; });
+  if (pages.empty()) return std::nullopt;
+  for (const ViewPage& page : pages) state(page).mapped = kNoFrame;
+  if (auto error = backend_.map_pages(all.view, pages)) {
+    error->page = all.pages[pages.front().page_index];
+    return error;
+  }
+  for (const ViewPage& page : pages) state(page).mapped = page.frame;
+  counters_.mappings += pages.size();
   return std::nullopt;
+}
+
+// Makes the view show the plan's frames, ahead of its use and all at once: to map is slow. False:
+// it is in use, or a page is in another frame and stays there for now.
+bool Executor::show_planned(UnitId unit) {
+  if (failure_ || is_pinned(unit) || !passed(unit)) return false;
+  bool all = true;
+  std::vector<ViewPage> pages;
+  for (const PageId page : units_[index(unit)].pages) {
+    const PageState& state = page_state(page);
+    if (state.planned == kNoFrame) continue;
+    if (state.frame == kNoFrame || state.frame == state.planned) {
+      pages.push_back({state.in_view, state.planned});
+    } else {
+      all = false;
+    }
+  }
+  failure_ = show(unit, std::move(pages));
+  return all;
 }
 
 // Gives the page its frame and makes the view show it.
@@ -71,7 +98,7 @@ bool Executor::claim(PageId page, FrameId frame) {
   if (state.frame == frame) return true;
   STRATA_ASSERT(state.frame == kNoFrame);
   if (occupant_[index(frame)] != kNoPage) evict(occupant_[index(frame)]);
-  failure_ = show(state, frame);
+  if (state.mapped != frame) failure_ = show(state.unit, {{state.in_view, frame}});
   if (failure_) return false;
   occupant_[index(frame)] = page;
   state.frame = frame;
@@ -80,6 +107,7 @@ bool Executor::claim(PageId page, FrameId frame) {
 }
 
 bool Executor::fetch_unit(UnitId unit) {
+  if (is_pinned(unit) || !passed(unit)) return false;  // somebody reads what its frames hold
   bool moved = false;
   if (rests(unit)) {
     for (const PageId page : units_[index(unit)].pages) {
@@ -117,7 +145,8 @@ bool Executor::open_and_upload() {
 }
 
 bool Executor::turn() {
-  bool moved = open_and_upload();
+  bool moved = std::erase_if(unshown_, [this](UnitId unit) { return show_planned(unit); }) != 0;
+  moved |= open_and_upload();
   for (const UnitId unit : demanded_) moved |= fetch_unit(unit);
   for (const UnitId unit : wanted_) moved |= fetch_unit(unit);
   return open_and_upload() || moved;
@@ -140,11 +169,13 @@ void Executor::arrived(const Arrival& arrival) {
 std::optional<Error> Executor::rest(UnitId unit, std::span<const FrameId> frames) {
   STRATA_ASSERT(fetching_ == 0 && !is_pinned(unit) && !rests(unit));
   STRATA_ASSERT(frames.size() == units_[index(unit)].pages.size());
+  std::vector<ViewPage> pages;
   for (const PageId page : units_[index(unit)].pages) {
-    PageState& state = page_state(page);
+    const PageState& state = page_state(page);
     if (state.frame != kNoFrame) evict(page);
-    if (auto error = show(state, frames[state.in_view])) return error;
+    pages.push_back({state.in_view, frames[state.in_view]});
   }
+  if (auto error = show(unit, std::move(pages))) return error;
   for (const PageId page : units_[index(unit)].pages) {
     PageState& state = page_state(page);
     state.planned = kNoFrame;

@@ -11,8 +11,6 @@
 namespace strata {
 namespace {
 
-constexpr std::uint32_t kLookaheadMax = 3;
-
 // A unit begins to need its frames, or ceases to: at some moment of two steps on end. Windows that
 // reach back into the step before begin below zero, because the next step looks like this one.
 struct Event {

@@ -16,6 +16,8 @@
 
 namespace strata {
 
+inline constexpr std::uint32_t kLookaheadMax = 3;  // uses whose pages move ahead
+
 struct FramePlan {
   bool feasible = false;
   std::uint32_t lookahead = 0;               // uses

@@ -147,7 +147,7 @@ double forward_seconds(const Trace& trace) {
 }
 
 double forced_seconds(const Trace& trace, const Wishes& wishes) {
-  if (wishes.activation != Activation::recompute) return 0.0;
+  if (!wishes.activation || !recomputes(*wishes.activation)) return 0.0;
   const Lifetimes lives = lifetimes(trace);
   double seconds = 0.0;
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
@@ -181,15 +181,17 @@ Costs in_turns(Costs costs) {
 }
 
 void find_largest(Bound& bound) {
+  bound.what = "compute";
   const auto alone = [&](Lane lane) { return bound.lane_seconds[static_cast<std::size_t>(lane)]; };
   const std::pair<double, const char*> parts[] = {
       {bound.compute_seconds, "compute"},  {bound.update_seconds, "update"},
       {bound.ssd_seconds, "ssd"},          {alone(Lane::upload), "upload"},
       {alone(Lane::download), "download"},
   };
-  double largest = -1.0;
+  constexpr double kMore = 1 + 1e-9;  // rounding must not decide between two that are alike
+  double largest = 0.0;
   for (const auto& [seconds, what] : parts) {
-    if (seconds > largest) largest = seconds, bound.what = what;
+    if (seconds > largest * kMore) largest = seconds, bound.what = what;
   }
 }
 
@@ -201,17 +203,19 @@ Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budge
   const MustMove moves = must_move(trace, budgets, wishes);
   Bound bound;
   LaneSeconds& work = bound.lane_seconds;
-  const auto set = [&](Lane lane, double seconds) {
-    work[static_cast<std::size_t>(lane)] = seconds;
+  const auto set = [&](Lane lane, std::uint64_t amount, double speed) {
+    bound.lane_work[static_cast<std::size_t>(lane)] = static_cast<double>(amount);
+    work[static_cast<std::size_t>(lane)] = seconds_for(amount, speed);
   };
-  const double computed =
-      (compute_seconds(trace) + forced_seconds(trace, wishes)) * costs.compute_scale;
-  set(Lane::compute, computed);
-  set(Lane::upload, seconds_for(moves.up, costs.upload_bytes_s));
-  set(Lane::download, seconds_for(moves.down, costs.download_bytes_s));
-  set(Lane::read, seconds_for(moves.read, costs.read_bytes_s));
-  set(Lane::write, seconds_for(moves.written, costs.write_bytes_s));
-  set(Lane::update, seconds_for(moves.elements, costs.update_elements_s));
+  const double traced = compute_seconds(trace) + forced_seconds(trace, wishes);
+  const double computed = traced * costs.compute_scale;
+  bound.lane_work[static_cast<std::size_t>(Lane::compute)] = traced;
+  work[static_cast<std::size_t>(Lane::compute)] = computed;
+  set(Lane::upload, moves.up, costs.upload_bytes_s);
+  set(Lane::download, moves.down, costs.download_bytes_s);
+  set(Lane::read, moves.read, costs.read_bytes_s);
+  set(Lane::write, moves.written, costs.write_bytes_s);
+  set(Lane::update, moves.elements, costs.update_elements_s);
   const double read = work[static_cast<std::size_t>(Lane::read)];
   const double write = work[static_cast<std::size_t>(Lane::write)];
   const double longest = *std::max_element(work.begin(), work.end());

@@ -29,11 +29,7 @@ namespace {
 }
 
 // Returns the folder, so that it can be checked before the lock in it is taken.
-const std::string& checked(const std::string& folder, const std::string& session_name) {
-  if (session_name.empty() || session_name.find('/') != std::string::npos ||
-      session_name.front() == '.') {
-    refuse("\"" + session_name + "\" cannot be part of a file's name");
-  }
+const std::string& checked(const std::string& folder) {
   struct stat status {};
   if (stat(folder.c_str(), &status) != 0) {
     fail(Fault::config, "the SSD path does not exist or cannot be reached", folder, errno);
@@ -45,18 +41,30 @@ const std::string& checked(const std::string& folder, const std::string& session
   return folder;
 }
 
+// As open() does, with O_DIRECT where the file system has it. `direct` says whether it has.
+int open_direct(const std::string& path, int flags, bool& direct) {
+  direct = true;
+  int fd = open(path.c_str(), flags | O_RDWR | O_CLOEXEC | O_DIRECT, 0600);
+  if (fd < 0 && errno == EINVAL) {
+    direct = false;
+    if ((flags & O_CREAT) != 0) unlink(path.c_str());  // some make the file before they refuse
+    fd = open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
+  }
+  return fd;
+}
+
 }  // namespace
 
-PageFile::PageFile(const std::string& folder, const std::string& session_name, std::uint64_t bytes)
-    : folder_(folder),
-      path_(folder + "/" + session_name + ".pages"),
-      lock_(checked(folder, session_name)) {
+PageFile::PageFile(const std::string& folder, std::uint64_t bytes, Naming naming)
+    : folder_(folder), place_("the swap file in " + folder), lock_(checked(folder)) {
   STRATA_ASSERT(bytes > 0);
-  // A file of that name that the lock did not list as a dead session's is not ours to overwrite.
-  if (access(path_.c_str(), F_OK) == 0) refuse_existing();
-  lock_.list(session_name + ".pages");
-  make();
+  warnings_ = lock_.removed();
+  if (naming == Naming::named || !make_nameless()) make_named();
   try {
+    struct statfs filesystem {};
+    if (fstatfs(fd_, &filesystem) == 0 && filesystem.f_type == TMPFS_MAGIC) {
+      warnings_.push_back(folder_ + " is a tmpfs: what is stored there takes host memory");
+    }
     resize(bytes);
   } catch (...) {
     remove();
@@ -70,13 +78,7 @@ PageFile::~PageFile() {
 
 void PageFile::remove() {
   close(fd_);
-  if (getpid() == owner_) unlink(path_.c_str());
-}
-
-void PageFile::refuse_existing() const {
-  refuse(path_ +
-         " exists already: it was not made by strata, or another session of this process "
-         "has the same name; move it away or give another ssd_path=");
+  if (!path_.empty() && getpid() == owner_) unlink(path_.c_str());
 }
 
 void PageFile::resize(std::uint64_t bytes) {
@@ -88,26 +90,35 @@ void PageFile::resize(std::uint64_t bytes) {
       throw;
     }
   } else if (bytes < bytes_ && ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
-    fail(Fault::io, "the file for pages cannot be shortened", path_, errno);
+    fail(Fault::io, "the swap file cannot be shortened", place_, errno);
   }
   bytes_ = bytes;
 }
 
-void PageFile::make() {
-  const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
-  fd_ = open(path_.c_str(), flags | O_DIRECT, 0600);
-  if (fd_ < 0 && errno == EINVAL) {
-    unlink(path_.c_str());  // some filesystems make the file before they refuse O_DIRECT
-    fd_ = open(path_.c_str(), flags, 0600);
-    warnings_.push_back("the filesystem of " + folder_ +
-                        " refuses O_DIRECT: pages pass through the page cache");
-  }
-  if (fd_ < 0 && errno == EEXIST) refuse_existing();
-  if (fd_ < 0) fail(Fault::config, "the file for pages cannot be made", path_, errno);
-  struct statfs filesystem {};
-  if (fstatfs(fd_, &filesystem) == 0 && filesystem.f_type == TMPFS_MAGIC) {
-    warnings_.push_back(folder_ + " is a tmpfs: what is stored there takes host memory");
-  }
+// Note [Nameless files]
+// Never with O_EXCL, and never by making a named file and unlinking it: neither kind could be given
+// a name later, and between the two steps a killed process would leave a file that nobody lists.
+// Whatever the reason is that a file system has none, the named file meets the real one again.
+bool PageFile::make_nameless() {
+  bool direct = true;
+  fd_ = open_direct(folder_, O_TMPFILE, direct);
+  if (fd_ >= 0 && !direct) warn_of_cache();
+  return fd_ >= 0;
+}
+
+void PageFile::make_named() {
+  const std::string name = DirectoryLock::make_name();
+  lock_.list(name);
+  path_ = place_ = folder_ + "/" + name;
+  bool direct = true;
+  fd_ = open_direct(path_, O_CREAT | O_EXCL, direct);
+  if (fd_ < 0) fail(Fault::config, "the swap file cannot be made", path_, errno);
+  if (!direct) warn_of_cache();
+}
+
+void PageFile::warn_of_cache() {
+  warnings_.push_back("the filesystem of " + folder_ +
+                      " refuses O_DIRECT: pages pass through the page cache");
 }
 
 void PageFile::preallocate(std::uint64_t from, std::uint64_t to) {
@@ -121,7 +132,7 @@ void PageFile::preallocate(std::uint64_t from, std::uint64_t to) {
   const std::string sizes =
       folder_ + more + bytes_text(bytes) + " for pages and has " + bytes_text(free_bytes) + " free";
   if (bytes > free_bytes) {
-    fail(Fault::no_space, sizes + "; free some, give another ssd_path=, or a larger host=", path_,
+    fail(Fault::no_space, sizes + "; free some, give another ssd_path=, or a larger host=", place_,
          0);
   }
   int failed = 0;
@@ -137,9 +148,9 @@ void PageFile::preallocate(std::uint64_t from, std::uint64_t to) {
     failed = 0;
   }
   if (failed == ENOSPC || failed == EFBIG || failed == EDQUOT) {
-    fail(Fault::no_space, sizes + ", but they could not be claimed", path_, failed);
+    fail(Fault::no_space, sizes + ", but they could not be claimed", place_, failed);
   }
-  if (failed != 0) fail(Fault::io, "the file for pages cannot be preallocated", path_, failed);
+  if (failed != 0) fail(Fault::io, "the swap file cannot be preallocated", place_, failed);
 }
 
 }  // namespace strata

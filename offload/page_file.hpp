@@ -3,7 +3,7 @@
 //
 // Threads: any; made and destroyed with its Store.
 //
-//   PageFile file("/mnt/nvme", "strata", 64 * kGiB);   // throws StrataError (config, no_space, io)
+//   PageFile file("/mnt/nvme", 64 * kGiB);             // throws StrataError (config, no_space, io)
 //   int number = engine.attach(file.fd(), bytes);
 //   for (const std::string& warning : file.warnings()) ...
 #pragma once
@@ -18,10 +18,15 @@
 
 namespace strata {
 
+// Whether a file has a name in its folder. The kernel frees a nameless one with its last
+// descriptor, so that none outlives its process, however that ends. A named one is left over where
+// the process is killed, and removed by the next that comes to the folder. File systems without
+// nameless files (NFS, FUSE, old overlays) get named ones.
+enum class Naming : std::uint8_t { nameless, named };
+
 class PageFile final {
  public:
-  // The file is <folder>/<session_name>.pages.
-  PageFile(const std::string& folder, const std::string& session_name, std::uint64_t bytes);
+  PageFile(const std::string& folder, std::uint64_t bytes, Naming naming = Naming::nameless);
   // Makes it `bytes` long, or as it was: throws StrataError (no_space, io), and changes nothing.
   void resize(std::uint64_t bytes);
   ~PageFile();  // removes the file; in a child made by fork() it only forgets it
@@ -29,18 +34,21 @@ class PageFile final {
   PageFile& operator=(const PageFile&) = delete;
 
   int fd() const { return fd_; }
-  const std::string& path() const { return path_; }
-  // What works, but not as well as it could.
+  // What errors call it: its path, or "the swap file in <folder>".
+  const std::string& place() const { return place_; }
+  // What works, but not as well as it could, and what a killed process had left here.
   const std::vector<std::string>& warnings() const { return warnings_; }
 
  private:
-  [[noreturn]] void refuse_existing() const;
-  void make();
+  bool make_nameless();
+  void make_named();
+  void warn_of_cache();
   void preallocate(std::uint64_t from, std::uint64_t to);
   void remove();
 
   std::string folder_;
-  std::string path_;
+  std::string place_;
+  std::string path_;  // empty: nameless
   std::vector<std::string> warnings_;
   DirectoryLock lock_;
   int fd_ = -1;

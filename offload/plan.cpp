@@ -42,11 +42,18 @@ std::string refusal_text(Tier tier, std::uint64_t bytes, std::uint64_t budget,
          (enough == 0 ? "" : "; " + Enough(enough).text() + " would do");
 }
 
-std::string place_of(const Trace& trace, std::size_t use) {
-  if (use >= trace.uses.size()) return "after the last unit's backward";
+std::string name_of(const Trace& trace, std::size_t use) {
   const Use& at = trace.uses[use];
-  return std::string(at.backward ? "at backward of " : "at forward of ") +
-         trace.units[index(at.unit)].name;
+  return (at.backward ? "backward of " : "forward of ") + trace.units[index(at.unit)].name;
+}
+
+std::string place_of(const Problem& problem, const Choice& choice, std::size_t use) {
+  const Trace& trace = problem.trace();
+  if (use >= trace.uses.size()) return "after the last unit's backward";
+  const bool between =
+      use > 0 && problem.memory().more_in_gap(use, choice.modes[index(trace.uses[use].unit)]);
+  if (!between) return "at " + name_of(trace, use);
+  return "between " + name_of(trace, use - 1) + " and " + name_of(trace, use);
 }
 
 Budgets with_budget(Budgets budgets, Tier tier, std::uint64_t bytes) {
@@ -72,7 +79,7 @@ std::string refuse_device(const Problem& problem, const Choice& least, std::uint
   const std::vector<std::uint64_t> curve = problem.memory().curve(least.modes, least.lookahead);
   const auto top = std::max_element(curve.begin(), curve.end());
   return refusal_text(Tier::device, bytes, problem.budgets().device_bytes,
-                      place_of(problem.trace(), static_cast<std::size_t>(top - curve.begin())),
+                      place_of(problem, least, static_cast<std::size_t>(top - curve.begin())),
                       bytes);
 }
 

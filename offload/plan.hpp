@@ -11,20 +11,26 @@
 // gap before it, and which saved tensors it then held. The planned step is the traced one, less
 // those tensors, with what the planned modes hold in their place:
 //   1. Others. From the use behind its birth to the use that reads it last, keep holds a saved
-//      tensor. Recompute and slices hold what was input; the rest comes back in the use that
-//      computes it again (Lifetimes::recomputed), and stays until it is read. Swap holds it for one
-//      use and one gap more, while the copy is under way, and again from the enter of the unit that
-//      is `activation_lookahead` units before its own in backward.
+//      tensor. Recompute holds what was input; the rest comes back in the use that computes it
+//      again (Lifetimes::recomputed), and stays until it is read. What leaves (swap: all of it;
+//      recompute_host and recompute_ssd: inputs) is held for one use and one gap more, while the
+//      copy is under way, and again from the enter of the unit that is `activation_lookahead` units
+//      before its own in backward.
 //   2. The use itself. Forward: what it grew by, and what it saves where only the traced or only
 //      the planned mode saves. Backward: its unit's tensors and what it grew by beside them; where
 //      only the planned mode recomputes, at least what the forward grew by.
-//   3. Slices divide 2 by their number, and add twice the unit's input: the slices' results beside
-//      the whole.
+//   3. Slices divide 2 by their number, but for what they share: twice the unit's input, the
+//      slices' results beside the whole, and twice its gradients, their sum over the slices beside
+//      those of one slice. Of what the whole batch works with no more than the gradients of a slice
+//      is taken out first: a unit's gradients do not all have to be there at the peak.
 //   4. A use with others inside it is seen through them, where one of them reaches its peak; else
 //      the most that the plan adds inside it is added to its peak.
 //   5. Beside all of it, the units that rest on the device (UnitPlan::on_device), whole.
 // Where a forward was traced saving, 2 takes all that it saves off its peak, which may be too much:
-// a trace of recomputing units is the safer one.
+// a trace of recomputing units is the safer one. Inputs that were away in the traced step count as
+// held by it only from the use that computed with them again, and not in the gap before: what was
+// there all the same counts twice. Of a step that was traced on slices, 2 is as many times what one
+// slice worked with, and on no more slices than traced nothing is taken out of it.
 #pragma once
 
 #include <array>
@@ -60,8 +66,8 @@ struct Budgets {
 
 // What the user forced; left alone, everything is chosen.
 struct Wishes {
-  // Of every unit that can; keep, swap_host (or on to the SSD where the host is full), or
-  // recompute.
+  // Of every unit that can. What shall leave for host memory may go on to the SSD, and recompute
+  // leaves open where inputs stay.
   std::optional<Activation> activation = std::nullopt;
   std::uint32_t slices = 0;  // of every unit that can; 0: chosen
   bool may_split = true;     // false: only by `slices`

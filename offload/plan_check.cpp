@@ -7,6 +7,7 @@
 #include "memory/check.hpp"
 #include "memory/result.hpp"
 #include "offload/plan.hpp"
+#include "offload/plan_replay.hpp"
 #include "offload/swapped_size.hpp"
 
 namespace strata {
@@ -23,10 +24,6 @@ std::string too_much(const char* what, std::uint64_t bytes, std::uint64_t budget
   return std::string(what) + " " + bytes_text(bytes) + " > " + bytes_text(budget) + " at " + where;
 }
 
-bool swapped(const UnitPlan& plan) {
-  return plan.activation == Activation::swap_host || plan.activation == Activation::swap_ssd;
-}
-
 std::string check_modes(const Trace& trace, const Lifetimes& lives, const Plan& plan) {
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     const TracedUnit& unit = trace.units[u];
@@ -36,14 +33,14 @@ std::string check_modes(const Trace& trace, const Lifetimes& lives, const Plan& 
     if (planned.activation != Activation::keep && !trains) {
       return unit.name + " is not used forward and backward, and is not kept";
     }
-    if (swapped(planned) && !unit.may_swap) return unit.name + " cannot be swapped";
-    if (planned.activation == Activation::recompute && !unit.may_recompute) {
+    if (swaps(planned.activation) && !unit.may_swap) return unit.name + " cannot be swapped";
+    if (recomputes(planned.activation) && !unit.may_recompute) {
       return unit.name + " cannot be recomputed";
     }
     if (planned.slices == 0 || planned.slices > unit.slices_max) {
       return unit.name + " cannot be cut into " + std::to_string(planned.slices) + " slices";
     }
-    if (planned.slices > 1 && planned.activation != Activation::recompute) {
+    if (planned.slices > 1 && !recomputes(planned.activation)) {
       return unit.name + " is cut into slices and not recomputed";
     }
   }
@@ -72,7 +69,7 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
   if (plan.resting_ssd_bytes != on_ssd || plan.resting_host_bytes != total - on_ssd) {
     return "what rests in host memory and on the SSD does not add up";
   }
-  // A swapped unit has its pages from its first tensor's birth to its last one's last use.
+  // A unit has pages for what leaves, from its first tensor's birth to its last one's last use.
   struct Stay {
     std::size_t born = SIZE_MAX;
     std::size_t last = 0;
@@ -81,6 +78,7 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
   };
   std::vector<Stay> stays(trace.units.size());
   for (const SavedTensor& tensor : trace.tensors) {
+    if (!leaves(plan.units[index(tensor.unit)].activation, tensor.input)) continue;
     Stay& stay = stays[index(tensor.unit)];
     stay.born = std::min<std::size_t>(stay.born, tensor.born);
     stay.last = std::max<std::size_t>(stay.last, tensor.last_used);
@@ -92,8 +90,8 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
   std::vector<std::uint64_t> host(trace.uses.size(), 0), ssd(trace.uses.size(), 0);
   bool stages = on_ssd != 0;
   for (std::size_t u = 0; u < stays.size(); ++u) {
-    if (!swapped(plan.units[u]) || stays[u].bytes == 0) continue;
-    const bool to_host = plan.units[u].activation == Activation::swap_host;
+    if (stays[u].bytes == 0) continue;
+    const bool to_host = !swaps_to_ssd(plan.units[u].activation);
     stages = stages || !to_host;
     const std::uint64_t pages =
         to_host ? ceil_div(stays[u].bytes, budgets.page_bytes) : stays[u].ssd_pages;
@@ -182,157 +180,6 @@ std::string check_frames(const Trace& trace, const Budgets& budgets, const Plan&
   }
   return {};
 }
-
-// PyTorch's memory, from each tensor's life under the traced and under the planned modes.
-class Replay final {
- public:
-  Replay(const Trace& trace, const Lifetimes& lives, const Plan& plan)
-      : trace_(trace),
-        lives_(lives),
-        plan_(plan),
-        traced_(trace.uses.size() + 1, 0),
-        planned_(trace.uses.size() + 1, 0),
-        leaving_(trace.uses.size() + 1, 0),
-        tensors_(trace.units.size()) {
-    for (const Use& use : trace.uses) {
-      const std::uint32_t unit = index(use.unit);
-      const bool listed = std::find(backwards_.begin(), backwards_.end(), unit) != backwards_.end();
-      if (use.backward && !listed) backwards_.push_back(unit);
-    }
-    for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
-      tensors_[index(trace.tensors[t].unit)].push_back(t);
-      follow(t);
-    }
-  }
-
-  std::uint64_t bytes_at(std::size_t i) const {
-    std::uint64_t most = inside(i);
-    const Use& use = trace_.uses[i];
-    if (use.gap_peak_bytes != 0) {
-      const std::uint64_t beside = use.gap_peak_bytes - std::min(use.gap_peak_bytes, traced_[i]);
-      const bool again = plan_.units[index(use.unit)].activation == Activation::recompute;
-      const std::uint64_t not_yet = again ? own_at(i).computed : 0;
-      most = std::max(most, beside + planned_[i] + leaving_[i] - not_yet);
-    }
-    return i + 1 == trace_.uses.size() ? std::max(most, trace_.tail_peak_bytes) : most;
-  }
-
- private:
-  // Where a unit's swapped tensors begin to come back.
-  std::size_t returns(std::size_t unit) const {
-    for (std::size_t i = 0; i < backwards_.size(); ++i) {
-      if (backwards_[i] != unit) continue;
-      const std::size_t ahead = std::min<std::size_t>(plan_.activation_lookahead, i);
-      return lives_.units[backwards_[i - ahead]].backward_enter;
-    }
-    return SIZE_MAX;
-  }
-
-  void follow(std::size_t t) {
-    const SavedTensor& tensor = trace_.tensors[t];
-    const UnitPlan& plan = plan_.units[index(tensor.unit)];
-    const std::size_t again = lives_.recomputed[t];
-    const bool was_again =
-        trace_.units[index(tensor.unit)].traced == Activation::recompute && !tensor.input;
-    const bool is_again = plan.activation == Activation::recompute && !tensor.input;
-    const std::size_t back = swapped(plan) ? returns(index(tensor.unit)) : 0;
-    const bool away = swapped(plan) && back != SIZE_MAX && back > std::size_t{tensor.born} + 1;
-    for (std::size_t i = std::size_t{tensor.born} + 1; i <= tensor.last_used; ++i) {
-      if (!was_again || i > again) traced_[i] += tensor.bytes;
-      const bool out = away && i > std::size_t{tensor.born} + 1 && i < back;
-      if (is_again ? i >= again : !out) planned_[i] += tensor.bytes;
-      if (out && i == std::size_t{tensor.born} + 2) leaving_[i] += tensor.bytes;
-    }
-  }
-
-  // Sums of the own unit's tensors that matter at a use.
-  struct Own {
-    std::uint64_t born = 0;      // saved by this use, inputs left out
-    std::uint64_t inputs = 0;    // there at a backward use
-    std::uint64_t others = 0;    // there at a backward use, or computed again by it
-    std::uint64_t computed = 0;  // of others: computed again by it
-  };
-  Own own_at(std::size_t i) const {
-    Own own;
-    for (const std::size_t t : tensors_[index(trace_.uses[i].unit)]) {
-      const SavedTensor& tensor = trace_.tensors[t];
-      if (tensor.born == i && !tensor.input) own.born += tensor.bytes;
-      if (!trace_.uses[i].backward || tensor.born >= i || tensor.last_used < i) continue;
-      if (tensor.input) {
-        own.inputs += tensor.bytes;
-      } else if (lives_.recomputed[t] <= i) {
-        own.others += tensor.bytes;
-        if (lives_.recomputed[t] == i) own.computed += tensor.bytes;
-      }
-    }
-    return own;
-  }
-
-  // What the forward that this use computes again reached above its enter, saving.
-  std::uint64_t forward_saving(std::size_t i) const {
-    std::uint64_t most = 0;
-    for (const std::size_t t : tensors_[index(trace_.uses[i].unit)]) {
-      if (lives_.recomputed[t] != i || trace_.tensors[t].last_used < i) continue;
-      const Use& born = trace_.uses[trace_.tensors[t].born];
-      most = std::max(most, born.peak_bytes - born.live_bytes);
-    }
-    return most;
-  }
-
-  std::uint64_t inside(std::size_t i) const {
-    const Use& use = trace_.uses[i];
-    const std::size_t unit = index(use.unit);
-    const UnitPlan& plan = plan_.units[unit];
-    const std::uint64_t beside = use.live_bytes - std::min(use.live_bytes, traced_[i]);
-    if (i + 1 < trace_.uses.size() && trace_.uses[i + 1].enter < use.leave) {
-      return around(i, beside + planned_[i]);
-    }
-    const bool again = plan.activation == Activation::recompute;
-    const bool was_again = trace_.units[unit].traced == Activation::recompute;
-    const Own own = own_at(i);
-    const std::uint64_t grown = use.peak_bytes - use.live_bytes;
-    std::uint64_t works = grown;  // with all that it works on
-    std::uint64_t others = beside + planned_[i];
-    if (!use.backward) {
-      if (again && !was_again) works = grown - std::min(grown, own.born);
-      if (!again && was_again) works = grown + own.born;
-    } else {
-      others -= own.others;
-      works = was_again ? std::max(grown, own.computed) + own.others - own.computed
-                        : grown + own.others;
-      if (again && !was_again) {
-        works = std::max(works, forward_saving(i) + own.others - own.computed);
-      }
-    }
-    if (plan.slices == 1) return others + works;
-    return others + ceil_div(works, plan.slices) + 2 * lives_.units[unit].input_bytes;
-  }
-
-  // A use with others inside it: where none of them reaches its peak, it may be anywhere.
-  std::uint64_t around(std::size_t i, std::uint64_t at_enter) const {
-    const Use& use = trace_.uses[i];
-    std::uint64_t inner_peak = 0, most = at_enter;
-    std::size_t end = i + 1;
-    for (; end < trace_.uses.size() && trace_.uses[end].enter < use.leave; ++end) {
-      inner_peak = std::max(inner_peak, trace_.uses[end].peak_bytes);
-    }
-    if (inner_peak >= use.peak_bytes) return most;
-    for (std::size_t k = i; k <= end; ++k) {
-      const std::uint64_t reached = use.peak_bytes + planned_[k];
-      most = std::max(most, reached - std::min(reached, traced_[k]));
-    }
-    return most;
-  }
-
-  const Trace& trace_;
-  const Lifetimes& lives_;
-  const Plan& plan_;
-  std::vector<std::uint64_t> traced_;   // bytes of saved tensors held at the enter of each use
-  std::vector<std::uint64_t> planned_;  // the same, under the plan
-  std::vector<std::uint64_t> leaving_;  // not yet gone in the gap before
-  std::vector<std::vector<std::size_t>> tensors_;  // by unit
-  std::vector<std::uint32_t> backwards_;           // units, in order of first backward use
-};
 
 std::string check_device(const Trace& trace, const Lifetimes& lives, const Budgets& budgets,
                          const Plan& plan) {

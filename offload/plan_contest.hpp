@@ -17,6 +17,9 @@
 
 namespace strata {
 
+// With more units than these, two at once are too many pairs to try.
+inline constexpr std::size_t kPairsUnits = 12;
+
 class Contest final {
  public:
   explicit Contest(const Problem& problem);

@@ -15,23 +15,18 @@ namespace strata {
 namespace {
 
 // As of the other searches (plan_contest.cpp), and less of it.
-constexpr std::size_t kSimulatedUses = 24'000;
-constexpr std::size_t kSimulationsMin = 24;
-constexpr std::size_t kSimulationsMax = 1'500;
+constexpr std::size_t kUnitsSimulatedUses = 24'000;
+constexpr std::size_t kUnitsSimulationsMin = 24;
+constexpr std::size_t kUnitsSimulationsMax = 1'500;
 // A step is shorter by this part of it, at least; less is not worth a unit.
 constexpr double kShorter = 1e-4;
 // Fewer units are worth this part of it.
-constexpr double kAsGood = 1e-3;
+constexpr double kUnitsAsGood = 1e-3;
 // Units that have a place elsewhere move there for no less: claiming twice is not for nothing.
 constexpr double kWorthMoving = 0.02;
 constexpr std::uint64_t kShares = 8;
-constexpr std::size_t kPairsUnits = 12;    // with more units, two at once are too many pairs
 constexpr std::size_t kSharesUnits = 500;  // with more units, shares and exchanges take too long
 constexpr std::size_t kSums = 100'000;     // that are told apart
-
-double seconds(std::uint64_t bytes, double bytes_s) {
-  return bytes_s > 0 ? static_cast<double>(bytes) / bytes_s : 0.0;
-}
 
 // Units, by the seconds that they would spare the links for a byte of the device. Those that spare
 // nothing are left out.
@@ -53,13 +48,13 @@ std::vector<std::size_t> in_order_of_worth(const Problem& problem, const Plan& p
     // 1. Its own: what is updated comes up once, and what has no frames of its own twice.
     const int times = resident ? (trained ? 1 : 0) : 2;
     double spared = 0.0;
-    if (used[u]) spared += times * seconds(unit.param_bytes, costs.upload_bytes_s);
-    if (used[u]) spared += seconds(unit.grad_bytes, costs.download_bytes_s);
+    if (used[u]) spared += times * transfer_seconds(unit.param_bytes, costs.upload_bytes_s);
+    if (used[u]) spared += transfer_seconds(unit.grad_bytes, costs.download_bytes_s);
     // 2. What comes from the SSD into the room that it leaves.
     const std::uint64_t bytes = resting_on_device(unit, problem.budgets());
     const std::uint64_t comes = std::min(bytes, plan.resting_ssd_bytes);
-    spared += seconds(comes, costs.read_bytes_s);
-    if (trained) spared += seconds(comes, costs.write_bytes_s);
+    spared += transfer_seconds(comes, costs.read_bytes_s);
+    if (trained) spared += transfer_seconds(comes, costs.write_bytes_s);
     const std::uint64_t frames = resident ? unit.param_bytes : 0;
     const std::uint64_t takes = bytes > frames ? bytes - frames : 1;
     worth[u] = bytes == 0 ? 0.0 : spared / static_cast<double>(takes);
@@ -81,7 +76,7 @@ class Placing final {
     order_ = in_order_of_worth(base, plan);
     const std::size_t uses = std::max<std::size_t>(base.trace().uses.size(), 1);
     left_ = static_cast<std::uint32_t>(
-        std::clamp(kSimulatedUses / uses, kSimulationsMin, kSimulationsMax));
+        std::clamp(kUnitsSimulatedUses / uses, kUnitsSimulationsMin, kUnitsSimulationsMax));
   }
 
   Placed find() {
@@ -136,7 +131,7 @@ class Placing final {
   }
 
   void remove_runs() {
-    const double as_good = (1 + kAsGood) * seconds_;
+    const double as_good = (1 + kUnitsAsGood) * seconds_;
     for (std::size_t count = order_.size(); count > 0; count /= 2) {
       for (std::size_t end = order_.size(); end > 0; end -= std::min(end, count)) {
         const std::size_t first = end - std::min(end, count);

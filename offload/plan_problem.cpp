@@ -4,13 +4,22 @@
 #include <numeric>
 
 #include "memory/check.hpp"
+#include "offload/frame_plan.hpp"
 
 namespace strata {
 namespace {
 
 // Numbers of frames between the least and all of them that are tried.
 constexpr std::uint32_t kFrameSteps = 6;
-constexpr std::uint32_t kLookaheadMax = 3;
+
+// Whether a unit may have this mode where another one is forced. What leaves for host memory goes
+// on to the SSD where the host is full, and a forced recomputation leaves the inputs' place open.
+bool wanted(const std::optional<Activation>& forced, Activation activation) {
+  if (!forced || *forced == activation) return true;
+  if (*forced == Activation::swap_host) return activation == Activation::swap_ssd;
+  if (*forced == Activation::recompute_host) return activation == Activation::recompute_ssd;
+  return *forced == Activation::recompute && recomputes(activation);
+}
 
 }  // namespace
 
@@ -41,24 +50,31 @@ std::vector<UnitPlan> Problem::options_of(std::size_t unit, const Wishes& wishes
     options.push_back({.activation = activation, .slices = slices});
   };
   const bool trains = life.forward_leave != UINT32_MAX && life.backward_enter != UINT32_MAX;
-  const bool recomputes = trains && of.may_recompute;
-  if (recomputes && wishes.slices > 1 && wishes.slices <= of.slices_max) {
-    add(Activation::recompute, wishes.slices);
+  const auto may = [&](Activation activation) {
+    if (activation == Activation::keep) return true;
+    if (!trains || (recomputes(activation) && !of.may_recompute)) return false;
+    if (!swaps(activation)) return true;
+    const bool has_tier = !swaps_to_ssd(activation) || budgets_.ssd_bytes != 0;
+    return of.may_swap && has_tier && life.leaving_bytes(activation) != 0;
+  };
+  constexpr Activation kRecomputing[] = {Activation::recompute, Activation::recompute_host,
+                                         Activation::recompute_ssd};
+  const bool splits = wishes.slices > 1 && wishes.slices <= of.slices_max;
+  if (splits && may(Activation::recompute)) {
+    for (const Activation activation : kRecomputing) {
+      if (may(activation)) add(activation, wishes.slices);
+    }
     return options;
   }
-  const auto wanted = [&](Activation activation) {
-    return !wishes.activation || *wishes.activation == activation;
-  };
-  const bool swaps = trains && of.may_swap && life.saved_bytes != 0;
-  if (wanted(Activation::keep)) add(Activation::keep);
-  if (swaps && wanted(Activation::swap_host)) add(Activation::swap_host);
-  // A forced swap goes on to the SSD where the host is full.
-  const bool to_ssd = wanted(Activation::swap_ssd) || wishes.activation == Activation::swap_host;
-  if (swaps && to_ssd && budgets_.ssd_bytes != 0) add(Activation::swap_ssd);
-  if (recomputes && wanted(Activation::recompute)) {
-    add(Activation::recompute);
-    const bool splits = wishes.may_split && wishes.slices == 0;
-    for (std::uint32_t k = 2; splits && k <= of.slices_max; k *= 2) add(Activation::recompute, k);
+  for (const Activation activation :
+       {Activation::keep, Activation::swap_host, Activation::swap_ssd}) {
+    if (may(activation) && wanted(wishes.activation, activation)) add(activation);
+  }
+  for (const Activation activation : kRecomputing) {
+    if (!may(activation) || !wanted(wishes.activation, activation)) continue;
+    add(activation);
+    const bool chosen = wishes.may_split && wishes.slices == 0;
+    for (std::uint32_t k = 2; chosen && k <= of.slices_max; k *= 2) add(activation, k);
   }
   if (options.empty()) add(Activation::keep);  // what was forced cannot be: the working fallback
   return options;

@@ -6,8 +6,6 @@
 namespace strata {
 namespace {
 
-constexpr std::size_t kPairsUnits = 12;  // with more units, two at once are too many pairs
-
 // Modes that some unit may have, each once.
 std::vector<UnitPlan> kinds_of(const Problem& problem) {
   std::vector<UnitPlan> kinds;

@@ -14,7 +14,7 @@ constexpr std::size_t kUnitsTried = 48;  // more than that: the peak's own and i
 constexpr double kSwapPrices[] = {0.3, 0.05, 1.0, 3.0};
 constexpr double kFirstPrice = kSwapPrices[0];
 
-const Without kWithout[] = {{false, false}, {true, false}, {false, true}, {true, true}};
+constexpr Without kWithout[] = {{false, false}, {true, false}, {false, true}, {true, true}};
 
 // All units in this mode where they can, else in their first.
 Modes uniform(const Problem& problem, Activation activation) {
@@ -140,7 +140,7 @@ Modes most_on_ssd(const Problem& problem) {
   for (std::size_t u = 0; u < problem.units(); ++u) {
     if (!swaps(modes[u].activation)) continue;
     for (const UnitPlan& option : problem.options(u)) {
-      if (option.activation == Activation::swap_ssd) modes[u] = option;
+      if (swaps_to_ssd(option.activation)) modes[u] = option;
     }
   }
   return modes;
@@ -164,7 +164,8 @@ Choice least_device(const Problem& problem, const Modes& modes_that_fit) {
     if (auto modes = stack.least_memory(without)) starts.push_back(std::move(*modes));
   }
   for (const Activation activation :
-       {Activation::recompute, Activation::swap_host, Activation::swap_ssd, Activation::keep}) {
+       {Activation::recompute, Activation::recompute_host, Activation::recompute_ssd,
+        Activation::swap_host, Activation::swap_ssd, Activation::keep}) {
     starts.push_back(uniform(problem, activation));
   }
   Choice best;
@@ -197,7 +198,8 @@ Choice fastest(const Problem& problem, const Choice& least) {
   contest.offer(least);
   contest.offer_filled(least);
   for (const Activation activation :
-       {Activation::keep, Activation::recompute, Activation::swap_host, Activation::swap_ssd}) {
+       {Activation::keep, Activation::recompute, Activation::recompute_host,
+        Activation::recompute_ssd, Activation::swap_host, Activation::swap_ssd}) {
     for (const std::uint32_t lookahead : {1U, 0U}) {
       const Modes modes = uniform(problem, activation);
       if (!contest.spent()) contest.offer_filled({modes, least.frames, lookahead});

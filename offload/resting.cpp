@@ -22,29 +22,30 @@ Swapped swapped_peak(const Trace& trace, std::span<const UnitPlan> units,
   struct Stay {
     std::uint32_t born = UINT32_MAX;
     std::uint32_t last_used = 0;
-    std::uint64_t pages[2] = {0, 0};       // in host memory, on the SSD
-    std::uint64_t heap_bytes[2] = {0, 0};  // beside them
+    std::uint64_t pages = 0;       // in host memory, or on the SSD
+    std::uint64_t heap_bytes = 0;  // beside them, in host memory
   };
   std::vector<Stay> stays(units.size());
   for (const SavedTensor& tensor : trace.tensors) {
+    const Activation activation = units[index(tensor.unit)].activation;
+    if (!leaves(activation, tensor.input)) continue;
     Stay& stay = stays[index(tensor.unit)];
     stay.born = std::min(stay.born, tensor.born);
     stay.last_used = std::max(stay.last_used, tensor.last_used);
-    for (const bool ssd : {false, true}) {
-      const SwappedSize size = swapped_size(tensor.bytes, page_bytes, ssd ? Tier::ssd : Tier::host);
-      stay.pages[ssd] += size.pages;
-      // The heap rounds up to size classes, four for each doubling.
-      stay.heap_bytes[ssd] += size.heap_bytes + size.heap_bytes / 4;
-    }
+    const Tier tier = swaps_to_ssd(activation) ? Tier::ssd : Tier::host;
+    const SwappedSize size = swapped_size(tensor.bytes, page_bytes, tier);
+    stay.pages += size.pages;
+    // The heap rounds up to size classes, four for each doubling.
+    stay.heap_bytes += size.heap_bytes + size.heap_bytes / 4;
   }
   std::vector<std::uint64_t> host(trace.uses.size() + 1, 0), ssd(trace.uses.size() + 1, 0);
   for (std::size_t u = 0; u < units.size(); ++u) {
     const Stay& stay = stays[u];
-    if (stay.born == UINT32_MAX || !swaps(units[u].activation)) continue;
-    const bool to_ssd = units[u].activation == Activation::swap_ssd;
-    std::uint64_t in_host = round_up(stay.heap_bytes[to_ssd], page_bytes);
-    if (!to_ssd) in_host += stay.pages[0] * page_bytes;
-    const std::uint64_t on_ssd = to_ssd ? stay.pages[1] * page_bytes : 0;
+    if (stay.born == UINT32_MAX) continue;
+    const bool to_ssd = swaps_to_ssd(units[u].activation);
+    std::uint64_t in_host = round_up(stay.heap_bytes, page_bytes);
+    if (!to_ssd) in_host += stay.pages * page_bytes;
+    const std::uint64_t on_ssd = to_ssd ? stay.pages * page_bytes : 0;
     host[stay.born] += in_host;
     ssd[stay.born] += on_ssd;
     host[stay.last_used + 1] -= in_host;  // wraps, and wraps back in the sum

@@ -78,6 +78,22 @@ std::vector<Stall> stalls_of(const Lanes& lanes, const StepJobs& step, std::uint
   return stalls;
 }
 
+// Of computation: see Simulation.
+void add_computation(const Lanes& lanes, const StepJobs& step, std::uint32_t number,
+                     std::size_t use_count, Simulation& run) {
+  run.use_seconds.assign(use_count, 0.0);
+  run.gap_seconds.assign(use_count, 0.0);
+  for (const JobId job : step.compute) {
+    const Done& done = lanes.done(number, job);
+    const JobNote& note = step.notes[job];
+    const bool outside = note.purpose == Purpose::outside;
+    double& seconds = job == step.compute.back() ? run.tail_seconds
+                      : outside                  ? run.gap_seconds[note.use]
+                                                 : run.use_seconds[note.use];
+    seconds += done.end - done.begin;
+  }
+}
+
 // What began between two moments, which is counted from the first of them.
 // REQUIRES: the step after `number` was played.
 std::vector<Span> spans_of(const Lanes& lanes, const StepJobs& step, std::uint32_t number,
@@ -133,6 +149,7 @@ Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs, De
     run.lanes[static_cast<std::size_t>(step.graph.lane(job))].bytes += step.notes[job].bytes;
   }
   run.stalls = stalls_of(lanes, step, number);
+  add_computation(lanes, step, number, trace.uses.size(), run);
   if (detail == Detail::spans) {
     lanes.play(number + 1, last);
     run.spans = spans_of(lanes, step, number, begin, end);

@@ -58,6 +58,10 @@ struct Simulation {
   double step_seconds = 0.0;
   std::array<LaneUse, kLaneCount> lanes;
   std::vector<Stall> stalls;
+  // Of computation, beside whatever else was busy: by use, recomputation included; by use, of what
+  // comes before it outside any unit; and of what comes after the last one.
+  std::vector<double> use_seconds, gap_seconds;
+  double tail_seconds = 0.0;
   std::vector<Span> spans;  // of the steady step, in order of begin; empty unless asked for
 };
 
@@ -79,6 +83,8 @@ struct Bound {
   double compute_seconds = 0.0;  // and what the other lanes cannot help taking away from it
   double update_seconds = 0.0;   // likewise
   std::array<double, kLaneCount> lane_seconds{};  // by lane, alone
+  std::array<double, kLaneCount> lane_work{};     // what of it must be done: bytes; elements of the
+                                                  // optimizer; seconds of the trace's computation
   double ssd_seconds = 0.0;  // reads and writes together, where they slow each other down
   std::string what;          // the largest part: compute, update, ssd, upload or download
 };

@@ -13,10 +13,6 @@ constexpr std::size_t kRowsMin = 128;
 constexpr std::size_t kRowsMax = 2'048;
 static_assert(2 * kRowsMax <= UINT16_MAX);
 
-double seconds(std::uint64_t bytes, double bytes_s) {
-  return bytes_s > 0 ? static_cast<double>(bytes) / bytes_s : 0.0;
-}
-
 }  // namespace
 
 StackModel::StackModel(const Problem& problem) : problem_(problem), uses_of_(problem.units()) {
@@ -47,30 +43,31 @@ StackModel::Option StackModel::option_of(std::size_t unit, const UnitPlan& plan)
     most = std::max(most, problem_.memory().need(use, plan));
   }
   if (plan.activation == Activation::keep) option.held = life.saved_bytes;
-  if (plan.activation == Activation::recompute) {
-    option.held = life.input_bytes;
+  if (plan.activation == Activation::recompute) option.held = life.input_bytes;
+  if (recomputes(plan.activation)) {
     option.compute_seconds =
         life.forward_seconds * costs.compute_scale + 2.0 * (plan.slices - 1) * costs.slice_seconds;
   }
   if (!swaps(plan.activation)) return option;
-  option.leaving = life.saved_bytes;
-  option.swap_seconds = seconds(life.saved_bytes, costs.download_bytes_s) +
-                        seconds(life.saved_bytes, costs.upload_bytes_s) +
+  const std::uint64_t leaving = life.leaving_bytes(plan.activation);
+  option.leaving = leaving;
+  option.swap_seconds = transfer_seconds(leaving, costs.download_bytes_s) +
+                        transfer_seconds(leaving, costs.upload_bytes_s) +
                         2 * costs.transfer_seconds;
   // In host memory it drives as much of something else to the SSD, where that is in use.
   const bool host_is_full =
-      problem_.resting().total_bytes() + life.saved_bytes > problem_.budgets().host_bytes;
-  if (plan.activation == Activation::swap_ssd || host_is_full) {
-    option.ssd_seconds = seconds(life.saved_bytes, costs.read_bytes_s) +
-                         seconds(life.saved_bytes, costs.write_bytes_s) +
+      problem_.resting().total_bytes() + leaving > problem_.budgets().host_bytes;
+  if (swaps_to_ssd(plan.activation) || host_is_full) {
+    option.ssd_seconds = transfer_seconds(leaving, costs.read_bytes_s) +
+                         transfer_seconds(leaving, costs.write_bytes_s) +
                          2 * costs.transfer_seconds;
   }
   return option;
 }
 
 bool StackModel::left_out(const Option& option, const Without& without) const {
-  return (without.swap_host && option.plan.activation == Activation::swap_host) ||
-         (without.swap_ssd && option.plan.activation == Activation::swap_ssd);
+  const Activation activation = option.plan.activation;
+  return swaps(activation) && (swaps_to_ssd(activation) ? without.swap_ssd : without.swap_host);
 }
 
 double StackModel::cost_of(const Option& option, const Prices& prices) const {
@@ -154,6 +151,7 @@ void StackModel::advance(const std::vector<Cell>& from, std::size_t place, std::
   const double scale = static_cast<double>(rows_) / (static_cast<double>(bytes) + 1);
   const std::vector<Option>& options = options_[place];
   std::vector<double> costs;
+  costs.reserve(options.size());
   for (const Option& option : options) costs.push_back(cost_of(option, prices));
   for (std::size_t f = 0; f < from.size(); ++f) {
     const Cell& cell = from[f];

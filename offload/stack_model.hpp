@@ -20,7 +20,7 @@
 
 namespace strata {
 
-// Modes that are left out.
+// Modes that are left out: those under which something leaves for host memory, or for the SSD.
 struct Without {
   bool swap_host = false;
   bool swap_ssd = false;
@@ -52,7 +52,7 @@ class StackModel final {
     std::uint64_t forward = 0;   // what its forward uses reach beside what is held before them
     std::uint64_t backward = 0;  // its backward uses
     std::uint64_t held = 0;      // for the units behind it
-    std::uint64_t leaving = 0;   // swapped: still there, or back ahead of need, beside the next
+    std::uint64_t leaving = 0;   // still there, or back ahead of need, beside the next
     double swap_seconds = 0.0;
     double ssd_seconds = 0.0;
     double compute_seconds = 0.0;

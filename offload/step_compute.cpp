@@ -5,12 +5,12 @@
 namespace strata {
 namespace {
 
-constexpr std::uint32_t kNone = UINT32_MAX;
+constexpr std::uint32_t kNever = UINT32_MAX;
 
 // By use: the forwards that a backward would recompute. The newest comes first, and the last
 // backward use of a unit recomputes all that are left.
 std::vector<double> recomputations(const Trace& trace) {
-  std::vector<std::uint32_t> last(trace.units.size(), kNone);
+  std::vector<std::uint32_t> last(trace.units.size(), kNever);
   for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
     if (trace.uses[i].backward) last[index(trace.uses[i].unit)] = i;
   }
@@ -70,7 +70,7 @@ std::vector<UseJobs> add_computation(const Trace& trace, const Plan& plan, const
       chain(out, use.gap_seconds * scale, {0, kNoUnit, i, Purpose::outside});
     }
     jobs.before = out.compute.empty() ? kNoJob : out.compute.back();
-    if (use.backward && recomputes(unit)) {
+    if (use.backward && recomputes(unit.activation)) {
       jobs.first = chain(out, forwards[i] * scale, {0, use.unit, i, Purpose::recompute});
     }
     const double share = use.backward ? shares[index(use.unit)] : 1.0;

@@ -21,16 +21,6 @@ struct UseJobs {
   std::uint32_t next = 0;  // the first use that is entered after its leave
 };
 
-inline bool recomputes(const UnitPlan& plan) {
-  return plan.activation == Activation::recompute || plan.slices > 1;
-}
-// Slices are recomputed one by one: nothing but the unit's input outlives the forward.
-inline bool swaps(const UnitPlan& plan) {
-  const bool swapped =
-      plan.activation == Activation::swap_host || plan.activation == Activation::swap_ssd;
-  return swapped && plan.slices == 1;
-}
-
 // By use; out.compute is the chain, and its last job the end of the step.
 std::vector<UseJobs> add_computation(const Trace& trace, const Plan& plan, const Costs& costs,
                                      const Lifetimes& lives, StepJobs& out);

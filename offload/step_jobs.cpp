@@ -273,7 +273,7 @@ void Builder::swap_activations() {
   std::vector<double> tensors(trace_.uses.size(), 0.0);
   std::vector<std::uint32_t> needed(trace_.uses.size(), kNone);  // kNone: never
   for (const SavedTensor& tensor : trace_.tensors) {
-    if (!swaps(plan_of(tensor.unit)) || tensor.bytes == 0) continue;
+    if (!leaves(plan_of(tensor.unit).activation, tensor.input) || tensor.bytes == 0) continue;
     bytes[tensor.born] += tensor.bytes;
     tensors[tensor.born] += 1.0;
     if (tensor.last_used == tensor.born) continue;
@@ -286,9 +286,14 @@ void Builder::swap_activations() {
 
 void Builder::swap(std::uint32_t born, std::uint64_t bytes, double tensors, std::uint32_t needed) {
   const UnitId unit = trace_.uses[born].unit;
-  const bool to_ssd = plan_of(unit).activation == Activation::swap_ssd;
+  const Activation activation = plan_of(unit).activation;
+  const bool to_ssd = swaps_to_ssd(activation);
   const JobId left = uses_[born].left;
-  if (needed != kNone && uses_[needed].body <= left) return;  // before it could go
+  // Recomputing begins with what left.
+  const auto wants = [&](std::uint32_t use) {
+    return recomputes(activation) ? uses_[use].first : uses_[use].body;
+  };
+  if (needed != kNone && wants(needed) <= left) return;  // before it could go
   const JobId out = move(Lane::download, bytes, tensors, Purpose::activation, unit);
   out_.graph.wait(out, left);
   const std::uint32_t gone = uses_[born].next + 1;
@@ -300,7 +305,7 @@ void Builder::swap(std::uint32_t born, std::uint64_t bytes, double tensors, std:
   }
   if (needed == kNone) return;
   const JobId in = move(Lane::upload, bytes, tensors, Purpose::activation, unit);
-  out_.graph.wait(uses_[needed].body, in);
+  out_.graph.wait(wants(needed), in);
   wait_for_enter(in, swap_in_at(needed, plan_.activation_lookahead));
   if (!to_ssd) return out_.graph.wait(in, away);
   const JobId read = move(Lane::read, bytes, tensors, Purpose::activation, unit);

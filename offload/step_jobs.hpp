@@ -13,7 +13,7 @@
 //                step begins. Whoever was updated comes again, also what stays on the device
 //   activations  go when the forward that saved them is over, and come when the use
 //                `activation_lookahead` before is entered (from the SSD, one use earlier), never
-//                before the first backward
+//                before the first backward. Where a unit is recomputed, that waits for its inputs
 //   gradients    go when the unit's backward is over; where landing waits, so does computation
 //   updates      start after the last computation, in the order of the next forward, or early: as
 //                gradients land; a piece is opened when the one kPiecesOpen before is done and

@@ -8,7 +8,6 @@
 
 #include "memory/check.hpp"
 #include "offload/checksum.hpp"
-#include "offload/page_file.hpp"
 
 namespace strata {
 namespace {
@@ -124,7 +123,7 @@ void Store::Impl::make_files() {
   for (std::size_t i = 0; i < stripes; ++i) {
     int fd = -1;
     if (on_disk) {
-      files_.push_back(std::make_unique<PageFile>(options_.paths[i], options_.session_name, bytes));
+      files_.push_back(std::make_unique<PageFile>(options_.paths[i], bytes, options_.naming));
       fd = files_.back()->fd();
       const std::vector<std::string>& warnings = files_.back()->warnings();
       warnings_.insert(warnings_.end(), warnings.begin(), warnings.end());
@@ -339,7 +338,7 @@ Error Store::Impl::failure(const Transfer& transfer, Fault fault, const std::str
   error.what = (transfer.op == IoOp::read ? "reading slot " : "writing slot ") +
                std::to_string(index(transfer.slot)) + " failed" + why;
   error.errno_value = errno_value;
-  if (!files_.empty()) error.path = files_[stripe_of(transfer.slot)]->path();
+  if (!files_.empty()) error.path = files_[stripe_of(transfer.slot)]->place();
   error.offset = offset_of(transfer.slot) + transfer.moved_bytes;
   return error;
 }

@@ -24,6 +24,7 @@
 #include "memory/result.hpp"
 #include "memory/units.hpp"
 #include "offload/io_engine.hpp"
+#include "offload/page_file.hpp"
 
 namespace strata {
 
@@ -33,8 +34,8 @@ struct StoreOptions {
   std::vector<std::string> paths;
   std::size_t slot_bytes = 4 * kMiB;
   std::uint32_t slot_count = 0;
-  std::uint32_t in_flight_max = 64;     // requests to the engine at a time
-  std::string session_name = "strata";  // files are <path>/<session_name>.pages
+  std::uint32_t in_flight_max = 64;  // requests to the engine at a time
+  Naming naming = Naming::nameless;  // of the files
 };
 
 struct StoreCompletion {
@@ -79,7 +80,8 @@ class Store final {
   // Announces the memory that buffers come from. REQUIRES: nothing in flight.
   void register_memory(std::span<std::byte> memory);
   // Sentences for the log: what works, but not as well as it could (no O_DIRECT, tmpfs, plain
-  // buffers). Grows in the constructor and in register_memory().
+  // buffers), and what a killed process had left. Grows in the constructor and in
+  // register_memory().
   const std::vector<std::string>& warnings() const;
   const StoreCounters& counters() const;
   const char* engine_name() const;

@@ -18,6 +18,10 @@ const char* name(Activation activation) {
       return "swap_ssd";
     case Activation::recompute:
       return "recompute";
+    case Activation::recompute_host:
+      return "recompute_host";
+    case Activation::recompute_ssd:
+      return "recompute_ssd";
   }
   return "?";
 }
@@ -77,11 +81,12 @@ void find_recomputed(const Trace& trace, const std::vector<std::size_t>& tensors
 }
 
 // From where the traced step held a tensor. One that was computed again inside a use is there from
-// the next use on.
+// the next use on, and an input that was away in that use.
 std::size_t held_from(const Trace& trace, const Lifetimes& lives, std::size_t t) {
   const SavedTensor& tensor = trace.tensors[t];
-  const bool again = trace.units[index(tensor.unit)].traced == Activation::recompute;
-  if (!again || tensor.input) return std::size_t{tensor.born} + 1;
+  const Activation traced = trace.units[index(tensor.unit)].traced;
+  if (leaves(traced, tensor.input)) return lives.recomputed[t];
+  if (!recomputes(traced) || tensor.input) return std::size_t{tensor.born} + 1;
   return std::size_t{lives.recomputed[t]} + 1;
 }
 
@@ -137,7 +142,7 @@ Lifetimes lifetimes(const Trace& trace) {
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     // Where it was recorded with recomputation, its backward held that too.
     UnitLife& life = lives.units[u];
-    if (trace.units[u].traced == Activation::recompute) {
+    if (recomputes(trace.units[u].traced)) {
       life.backward_seconds = std::max(0.0, life.backward_seconds - life.forward_seconds);
     }
   }
@@ -193,8 +198,14 @@ std::string check_trace(const Trace& trace) {
   for (std::size_t i = 0; i < trace.units.size(); ++i) {
     const TracedUnit& unit = trace.units[i];
     if (unit.slices_max == 0) return at("unit", i) + "it has no slices";
-    if (unit.traced != Activation::keep && unit.traced != Activation::recompute) {
+    if (unit.traced != Activation::keep && !recomputes(unit.traced)) {
       return at("unit", i) + "it was recorded neither kept nor recomputed";
+    }
+    if (unit.slices_traced == 0 || unit.slices_traced > unit.slices_max) {
+      return at("unit", i) + "it was recorded on a number of slices that it cannot have";
+    }
+    if (unit.slices_traced > 1 && !recomputes(unit.traced)) {
+      return at("unit", i) + "it was recorded on slices and not recomputed";
     }
   }
   for (std::size_t i = 0; i < trace.tensors.size(); ++i) {

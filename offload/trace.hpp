@@ -15,10 +15,35 @@
 
 namespace strata {
 
-// What becomes of the tensors that autograd saves in a unit's forward, until its backward.
-enum class Activation : std::uint8_t { keep, swap_host, swap_ssd, recompute };
-inline constexpr std::size_t kActivationCount = 4;
+// What becomes of the tensors that autograd saves in a unit's forward, until its backward. Of a
+// unit that is recomputed only the inputs are saved: they stay, or leave for host memory or the
+// SSD.
+enum class Activation : std::uint8_t {
+  keep,
+  swap_host,
+  swap_ssd,
+  recompute,
+  recompute_host,
+  recompute_ssd
+};
+inline constexpr std::size_t kActivationCount = 6;
 const char* name(Activation activation);
+
+constexpr bool recomputes(Activation activation) {
+  return activation == Activation::recompute || activation == Activation::recompute_host ||
+         activation == Activation::recompute_ssd;
+}
+// Some saved tensors leave the device.
+constexpr bool swaps(Activation activation) {
+  return activation != Activation::keep && activation != Activation::recompute;
+}
+constexpr bool swaps_to_ssd(Activation activation) {
+  return activation == Activation::swap_ssd || activation == Activation::recompute_ssd;
+}
+// This tensor does; `input`: it was there before the unit's forward.
+constexpr bool leaves(Activation activation, bool input) {
+  return swaps(activation) && (input || !recomputes(activation));
+}
 
 // Bytes are of PyTorch's own memory, beside our pages. Everything below `leave` is zero where only
 // the order was recorded.
@@ -54,7 +79,9 @@ struct TracedUnit {
   std::uint32_t slices_max = 1;  // of its batch; 1: it cannot be split
   bool may_swap = true;
   bool may_recompute = true;
-  Activation traced = Activation::keep;  // keep or recompute: how the step was recorded
+  // How the step was recorded: kept or recomputed, and on so many slices.
+  Activation traced = Activation::keep;
+  std::uint32_t slices_traced = 1;
 };
 
 struct Trace {
@@ -74,6 +101,11 @@ struct UnitLife {
   double backward_seconds = 0.0;     // without recomputation
   std::uint32_t forward_leave = 0;   // use index: the last forward use; UINT32_MAX: none
   std::uint32_t backward_enter = 0;  // use index: the first backward use; UINT32_MAX: none
+
+  std::uint64_t leaving_bytes(Activation activation) const {
+    if (!swaps(activation)) return 0;
+    return recomputes(activation) ? input_bytes : saved_bytes;
+  }
 };
 
 struct Lifetimes {

@@ -1,5 +1,5 @@
 // Eight lanes: AVX2 with FMA and F16C. Partial vectors go through a buffer on the stack, so they
-// run the same instructions as whole ones. scalar.cpp says what each operation means.
+// run the same instructions as whole ones. scalar.hpp says what each operation means.
 #include <immintrin.h>
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Sixteen lanes: AVX-512 F, BW, VL and DQ. Partial vectors are masked. scalar.cpp says what each
+// Sixteen lanes: AVX-512 F, BW, VL and DQ. Partial vectors are masked. scalar.hpp says what each
 // operation means.
 #include <immintrin.h>
 

@@ -7,7 +7,7 @@ namespace strata {
 
 void check_update(const UpdateSpan& span) {
   STRATA_ASSERT(span.hyper != nullptr);
-  STRATA_ASSERT(span.step >= 1);
+  STRATA_ASSERT(span.step >= 1 || !counts_as_step(*span.hyper));
   STRATA_ASSERT(span.grad_dtype == span.dtype || span.grad_dtype == Dtype::float32);
   if (span.count == 0) return;
   STRATA_ASSERT(span.param != nullptr);

@@ -4,21 +4,27 @@
 
 namespace strata {
 
+void load_kernels(CudaDevice& device, const DeviceKernels& kernels) {
+  const CudaDevice::Current current(device);
+  if (device.lost()) refuse(device.lost()->what);
+  const int failed = kernels.prepare();
+  if (failed == 0) return;
+  refuse(
+      device.name() + " cannot load strata's kernels: " + kernels.text(failed) + " (CUDA error " +
+      std::to_string(failed) + "); update the driver, or build strata with a " +
+      "toolkit that is no newer than the driver and knows this GPU; without device=\"cuda\" the " +
+      "same program runs on the CPU");
+}
+
 DeviceCompute::Lane::Lane(const CudaDriver& driver, int ordinal) : device(driver, ordinal) {
   const CudaDevice::Current current(device);
-  int refused = device.call(&CudaDriver::stream_create, &stream);
-  if (refused != kCudaSuccess) throw StrataError(device.refused("make a stream", refused, 0));
-  refused = device.call(&CudaDriver::event_create, &event);
-  if (refused == kCudaSuccess) return;
-  device.give_back(&CudaDriver::stream_destroy, stream);
-  throw StrataError(device.refused("make an event", refused, 0));
+  const int refused = device.call(&CudaDriver::event_create, &event);
+  if (refused != kCudaSuccess) throw StrataError(device.refused("make an event", refused, 0));
 }
 
 DeviceCompute::Lane::~Lane() {
   const CudaDevice::Current current(device);
-  device.give_back(&CudaDriver::stream_synchronize, stream);
   device.give_back(&CudaDriver::event_destroy, event);
-  device.give_back(&CudaDriver::stream_destroy, stream);
 }
 
 // A lane for one call.
@@ -47,16 +53,23 @@ class DeviceCompute::Turn final {
 
 DeviceCompute::DeviceCompute(const CudaDriver& driver, int ordinal, const DeviceKernels& kernels,
                              int lanes)
-    : kernels_(kernels) {
+    : kernels_(kernels), device_(driver, ordinal) {
   STRATA_ASSERT(lanes > 0);
+  load_kernels(device_, kernels);
   for (int i = 0; i < lanes; ++i) {
     lanes_.push_back(std::make_unique<Lane>(driver, ordinal));
     free_.push_back(lanes_.back().get());
   }
+  const CudaDevice::Current current(device_);
+  const int refused = device_.call(&CudaDriver::stream_create, &stream_);
+  if (refused != kCudaSuccess) throw StrataError(device_.refused("make a stream", refused, 0));
 }
 
 DeviceCompute::~DeviceCompute() {
   STRATA_ASSERT(free_.size() == lanes_.size());
+  const CudaDevice::Current current(device_);
+  device_.give_back(&CudaDriver::stream_synchronize, stream_);
+  device_.give_back(&CudaDriver::stream_destroy, stream_);
 }
 
 // What a launch answers is told by the library that launched.
@@ -79,9 +92,9 @@ std::string DeviceCompute::update(std::span<const UpdateSpan> spans) {
   CudaDevice& device = lane.device;
   const CudaDevice::Current current(device);
   if (device.lost()) return device.lost()->what;
-  const int launched = kernels_.update(spans.data(), spans.size(), lane.stream);
+  const int launched = kernels_.update(spans.data(), spans.size(), stream_);
   if (launched != 0) return failed(lane, "update parameters", launched);
-  int result = device.call(&CudaDriver::event_record, lane.event, lane.stream);
+  int result = device.call(&CudaDriver::event_record, lane.event, stream_);
   if (result == kCudaSuccess) result = device.call(&CudaDriver::event_synchronize, lane.event);
   return result == kCudaSuccess ? "" : device.lose("update parameters", result).what;
 }

@@ -1,7 +1,8 @@
 // DeviceCompute: the device's kernels at work on a GPU. Landings go to the caller's stream, updates
-// to streams of its own.
+// to a stream of their own: a chunk's kernels fill a GPU, so updates side by side would gain
+// nothing, and streams beyond the few queues of the hardware wait for each other.
 //
-// Threads: any; as many calls run side by side as there are lanes.
+// Threads: any; as many calls are under way side by side as there are lanes.
 //
 //   DeviceCompute compute(driver, 0, kernels, worker_count + 1);
 //   std::string failed = compute.land(spans, stream);   // empty: submitted
@@ -21,16 +22,21 @@
 
 namespace strata {
 
+// Loads the kernels. Throws StrataError (config) where they cannot run on the device: there is none
+// for it among them, or the driver cannot compile them.
+void load_kernels(CudaDevice& device, const DeviceKernels& kernels);
+
 class DeviceCompute final {
  public:
-  // Throws StrataError where the device cannot be used. REQUIRES: lanes > 0; kernels outlive this.
+  // Loads the kernels, once for all steps. Throws StrataError where the device cannot be used.
+  // REQUIRES: lanes > 0; kernels outlive this.
   DeviceCompute(const CudaDriver& driver, int ordinal, const DeviceKernels& kernels, int lanes);
   ~DeviceCompute();  // REQUIRES: no call is running
   DeviceCompute(const DeviceCompute&) = delete;
   DeviceCompute& operator=(const DeviceCompute&) = delete;
 
   // Kernels read and write pinned host memory by its own address.
-  bool reaches_host() const { return lanes_.front()->device.facts().reaches_host != 0; }
+  bool reaches_host() const { return device_.facts().reaches_host != 0; }
 
   std::string land(std::span<const LandSpan> spans, Stream stream);
   // Returns when it is done; the processor sleeps meanwhile.
@@ -45,7 +51,6 @@ class DeviceCompute final {
     Lane& operator=(const Lane&) = delete;
 
     CudaDevice device;
-    CudaStream stream = nullptr;
     CudaEvent event = nullptr;
   };
   class Turn;
@@ -53,6 +58,8 @@ class DeviceCompute final {
   std::string failed(const Lane& lane, const char* what, int result) const;
 
   const DeviceKernels& kernels_;
+  CudaDevice device_;
+  CudaStream stream_ = nullptr;  // of all updates
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::mutex mutex_;
   std::condition_variable came_back_;

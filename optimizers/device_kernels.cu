@@ -89,11 +89,16 @@ int land_spans(const LandSpan* spans, std::size_t count, Stream stream) {
   return launch_landings(spans, count, launch);
 }
 
-// One kernel stands for all of them: they are one module.
+// To ask for what a kernel needs is to load it, also where the driver loads lazily.
 int prepare() {
-  using Any = Landing<Vec1, Dtype::float32, Dtype::float32, GradMode::copy>;
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, land_blocks<Any>);
+  cudaError_t failed = cudaSuccess;
+  const auto load = [&failed](const auto& kernel) {
+    cudaFuncAttributes attributes;
+    if (failed == cudaSuccess) failed = cudaFuncGetAttributes(&attributes, kernel);
+  };
+  visit_updates([&]<class Kernel>(Kernel) { load(update_tiles<typename Kernel::Share>); });
+  visit_landings([&]<class Kernel>(Kernel) { load(land_blocks<typename Kernel::Form>); });
+  return failed;
 }
 
 const char* text_of(int error) {

@@ -4,9 +4,10 @@
 //
 // Threads: any. What spans point to is the device's memory, and nobody else's until the stream has
 // passed; the spans themselves and their Hyper are read before the call returns. A call allocates
-// nothing and waits for nothing, but for the first of its kind, which loads the kernel.
+// nothing and waits for nothing. REQUIRES: prepare() was called, on this device, and returned 0.
 //
 //   const DeviceKernels& device = host_device_kernels();
+//   if (int failed = device.prepare()) log(device.text(failed));
 //   if (int failed = device.update(spans.data(), spans.size(), stream)) log(device.text(failed));
 //   device.land(&landing, 1, stream);       // landing.sums: norm_blocks(count) numbers
 //   // when the stream has passed:
@@ -52,8 +53,8 @@ struct DeviceKernels {
   int (*update)(const UpdateSpan* spans, std::size_t count, Stream stream);
   int (*land)(const LandSpan* spans, std::size_t count, Stream stream);
   const char* (*text)(int error);
-  // Loads the kernels, which may mean to compile them, for the device that is the calling thread's:
-  // else the first launch would, in the middle of a step. On a processor nothing is to be loaded.
+  // Loads every kernel, which may mean to compile it, for the device that is the calling thread's:
+  // else its first launch would, in the middle of a step. On a processor nothing is to be loaded.
   int (*prepare)() = [] { return 0; };
 };
 

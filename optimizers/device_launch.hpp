@@ -49,16 +49,113 @@ std::size_t run_length(const Span* spans, std::size_t count, std::size_t count_m
   return run;
 }
 
+// Note [Every kernel]
+// Which kernels there are is said once, by visit_updates() and visit_landings(): a launch looks for
+// the one that takes its span, and prepare() loads each of them. A kernel that prepare() forgot
+// would be loaded by its first launch, which may wait for the whole device in the middle of a step.
+
+template <Dtype>
+struct MasterOf;
+template <>
+struct MasterOf<Dtype::float32> {
+  using Type = NoMaster<Vec1>;
+};
+template <>
+struct MasterOf<Dtype::float16> {
+  using Type = FullMaster<Vec1>;
+};
+template <>
+struct MasterOf<Dtype::bfloat16> {
+  using Type = SplitMaster<Vec1>;
+};
+
+template <class Math_, Dtype kDtype, Dtype kGradDtype, MomentDtype kMomentDtype>
+struct UpdateKernel {
+  using Math = Math_;
+  using Share = UpdateShare<
+      UpdateForm<Math, typename MasterOf<kDtype>::Type, Gradient<Vec1, kGradDtype>, kMomentDtype>>;
+
+  static bool takes(const UpdateSpan& span) {
+    return span.hyper->rule == Math::kRule && moment_count(*span.hyper) == Math::kMoments &&
+           span.dtype == kDtype && span.grad_dtype == kGradDtype &&
+           (Math::kMoments == 0 || span.moment_dtype == kMomentDtype);
+  }
+};
+
+template <Dtype kTo, Dtype kFrom, GradMode kMode>
+struct LandingKernel {
+  using Form = Landing<Vec1, kTo, kFrom, kMode>;
+
+  static bool takes(const LandSpan& span) {
+    return span.to != nullptr && span.to_dtype == kTo && span.from_dtype == kFrom &&
+           span.mode == kMode;
+  }
+};
+
+template <Dtype kFrom>
+struct SumKernel {
+  using Form = Summed<kFrom>;
+
+  static bool takes(const LandSpan& span) { return span.to == nullptr && span.from_dtype == kFrom; }
+};
+
+template <class Math, Dtype kDtype, Dtype kGradDtype, class Visit>
+void visit_moments(Visit& visit) {
+  visit(UpdateKernel<Math, kDtype, kGradDtype, MomentDtype::float32>());
+  if constexpr (Math::kMoments > 0) {
+    visit(UpdateKernel<Math, kDtype, kGradDtype, MomentDtype::bfloat16>());
+    visit(UpdateKernel<Math, kDtype, kGradDtype, MomentDtype::block8>());
+  }
+}
+
+template <class Math, class Visit>
+void visit_rule(Visit& visit) {
+  visit_moments<Math, Dtype::float32, Dtype::float32>(visit);
+  visit_moments<Math, Dtype::float16, Dtype::float16>(visit);
+  visit_moments<Math, Dtype::float16, Dtype::float32>(visit);
+  visit_moments<Math, Dtype::bfloat16, Dtype::bfloat16>(visit);
+  visit_moments<Math, Dtype::bfloat16, Dtype::float32>(visit);
+}
+
+// Calls visit(UpdateKernel<…>()) for every kernel of updates.
+template <class Visit>
+void visit_updates(Visit visit) {
+  visit_rule<AdamMath<Vec1, true>>(visit);
+  visit_rule<AdamMath<Vec1, false>>(visit);
+  visit_rule<SgdMath<Vec1, false>>(visit);
+  visit_rule<SgdMath<Vec1, true>>(visit);
+  visit_rule<LionMath<Vec1>>(visit);
+  visit_rule<AdagradMath<Vec1>>(visit);
+}
+
+template <Dtype kFrom, class Visit>
+void visit_landings_of(Visit& visit) {
+  visit(SumKernel<kFrom>());
+  visit(LandingKernel<kFrom, kFrom, GradMode::copy>());
+  visit(LandingKernel<Dtype::float32, kFrom, GradMode::add>());
+  if constexpr (kFrom != Dtype::float32) {
+    visit(LandingKernel<Dtype::float32, kFrom, GradMode::copy>());
+  }
+}
+
+// Likewise visit(kernel) for every kernel that lands a gradient: kernel.Form says which.
+template <class Visit>
+void visit_landings(Visit visit) {
+  visit_landings_of<Dtype::float32>(visit);
+  visit_landings_of<Dtype::float16>(visit);
+  visit_landings_of<Dtype::bfloat16>(visit);
+}
+
 // Takes as many spans as fit from the front of (spans, count), and launches them.
-template <class Form, class Launch>
-int launch_form(const UpdateSpan*& spans, std::size_t& count, Launch& launch) {
-  using Share = UpdateShare<Form>;
+template <class Kernel, class Launch>
+int launch_run(const UpdateSpan*& spans, std::size_t& count, Launch& launch) {
+  using Share = typename Kernel::Share;
   using Tasks = Batch<typename Share::Task>;
   Tasks batch{};
   const std::size_t run = run_length(spans, count, Tasks::kTasksMax);
   std::size_t longest = 0;
   for (std::size_t i = 0; i < run; ++i) {
-    batch.tasks[i] = {typename Form::Math(spans[i]), spans[i], step_bits<Vec1>(spans[i])};
+    batch.tasks[i] = {typename Kernel::Math(spans[i]), spans[i], step_bits<Vec1>(spans[i])};
     longest = spans[i].count > longest ? spans[i].count : longest;
   }
   spans += run;
@@ -67,112 +164,49 @@ int launch_form(const UpdateSpan*& spans, std::size_t& count, Launch& launch) {
   return tiles == 0 ? 0 : launch.template updates<Share>(batch, tiles, run);
 }
 
-template <class Math, class Master, class Grad, class Launch>
-int launch_with_moments(const UpdateSpan*& spans, std::size_t& count, Launch& launch) {
-  if constexpr (Math::kMoments > 0) {
-    if (spans->moment_dtype == MomentDtype::bfloat16) {
-      return launch_form<UpdateForm<Math, Master, Grad, MomentDtype::bfloat16>>(spans, count,
-                                                                                launch);
-    }
-    if (spans->moment_dtype == MomentDtype::block8) {
-      return launch_form<UpdateForm<Math, Master, Grad, MomentDtype::block8>>(spans, count, launch);
-    }
+template <class Kernel, class Launch>
+int launch_run(const LandSpan*& spans, std::size_t& count, Launch& launch) {
+  Batch<LandSpan> batch{};
+  const std::size_t run = run_length(spans, count, Batch<LandSpan>::kTasksMax);
+  std::size_t longest = 0;
+  for (std::size_t i = 0; i < run; ++i) {
+    batch.tasks[i] = spans[i];
+    longest = spans[i].count > longest ? spans[i].count : longest;
   }
-  return launch_form<UpdateForm<Math, Master, Grad, MomentDtype::float32>>(spans, count, launch);
-}
-
-template <class Math, class Launch>
-int launch_rule(const UpdateSpan*& spans, std::size_t& count, Launch& launch) {
-  using Wide = Gradient<Vec1, Dtype::float32>;
-  const bool wide = spans->grad_dtype == Dtype::float32;
-  switch (spans->dtype) {
-    case Dtype::float32:
-      return launch_with_moments<Math, NoMaster<Vec1>, Wide>(spans, count, launch);
-    case Dtype::float16: {
-      using Narrow = Gradient<Vec1, Dtype::float16>;
-      if (wide) return launch_with_moments<Math, FullMaster<Vec1>, Wide>(spans, count, launch);
-      return launch_with_moments<Math, FullMaster<Vec1>, Narrow>(spans, count, launch);
-    }
-    case Dtype::bfloat16: {
-      using Narrow = Gradient<Vec1, Dtype::bfloat16>;
-      if (wide) return launch_with_moments<Math, SplitMaster<Vec1>, Wide>(spans, count, launch);
-      return launch_with_moments<Math, SplitMaster<Vec1>, Narrow>(spans, count, launch);
-    }
-  }
-  return 0;
+  spans += run;
+  count -= run;
+  const std::size_t blocks = norm_blocks(longest);
+  return blocks == 0 ? 0 : launch.template landings<typename Kernel::Form>(batch, blocks, run);
 }
 
 // Stops at the first error.
 template <class Launch>
 int launch_updates(const UpdateSpan* spans, std::size_t count, Launch& launch) {
   for (std::size_t i = 0; i < count; ++i) check_update(spans[i]);
-  const auto next = [&]() -> int {
-    switch (spans->hyper->rule) {
-      case Rule::adamw:
-        return launch_rule<AdamMath<Vec1, true>>(spans, count, launch);
-      case Rule::adam:
-        return launch_rule<AdamMath<Vec1, false>>(spans, count, launch);
-      case Rule::sgd:
-        if (spans->hyper->momentum == 0.0) {
-          return launch_rule<SgdMath<Vec1, false>>(spans, count, launch);
-        }
-        return launch_rule<SgdMath<Vec1, true>>(spans, count, launch);
-      case Rule::lion:
-        return launch_rule<LionMath<Vec1>>(spans, count, launch);
-      case Rule::adagrad:
-        return launch_rule<AdagradMath<Vec1>>(spans, count, launch);
-      case Rule::foreign:
-        STRATA_ASSERT(false && "a foreign rule is not computed here");
-    }
-    return 0;
-  };
   int error = 0;
-  while (error == 0 && count > 0) error = next();
+  while (error == 0 && count > 0) {
+    const std::size_t before = count;
+    visit_updates([&]<class Kernel>(Kernel) {
+      if (error != 0 || count == 0 || !Kernel::takes(*spans)) return;
+      error = launch_run<Kernel>(spans, count, launch);
+    });
+    STRATA_ASSERT(count < before && "a foreign rule is not computed here");
+  }
   return error;
 }
 
-template <Dtype kFrom, class Launch>
-int launch_landing(const Batch<LandSpan>& batch, std::size_t blocks, std::size_t rows,
-                   Launch& launch) {
-  const LandSpan& first = batch.tasks[0];
-  using Added = Landing<Vec1, Dtype::float32, kFrom, GradMode::add>;
-  using Widened = Landing<Vec1, Dtype::float32, kFrom, GradMode::copy>;
-  using Copied = Landing<Vec1, kFrom, kFrom, GradMode::copy>;
-  if (first.to == nullptr) return launch.template landings<Summed<kFrom>>(batch, blocks, rows);
-  if (first.mode == GradMode::add) return launch.template landings<Added>(batch, blocks, rows);
-  if (first.to_dtype == kFrom) return launch.template landings<Copied>(batch, blocks, rows);
-  return launch.template landings<Widened>(batch, blocks, rows);
-}
-
+// Likewise.
 template <class Launch>
 int launch_landings(const LandSpan* spans, std::size_t count, Launch& launch) {
-  for (std::size_t i = 0; i < count; ++i) {
-    check_landing(spans[i]);
-  }
+  for (std::size_t i = 0; i < count; ++i) check_landing(spans[i]);
   int error = 0;
   while (error == 0 && count > 0) {
-    Batch<LandSpan> batch{};
-    const std::size_t run = run_length(spans, count, Batch<LandSpan>::kTasksMax);
-    std::size_t longest = 0;
-    for (std::size_t i = 0; i < run; ++i) {
-      batch.tasks[i] = spans[i];
-      longest = spans[i].count > longest ? spans[i].count : longest;
-    }
-    spans += run;
-    count -= run;
-    const std::size_t blocks = norm_blocks(longest);
-    if (blocks == 0) continue;
-    switch (batch.tasks[0].from_dtype) {
-      case Dtype::float32:
-        error = launch_landing<Dtype::float32>(batch, blocks, run, launch);
-        break;
-      case Dtype::float16:
-        error = launch_landing<Dtype::float16>(batch, blocks, run, launch);
-        break;
-      case Dtype::bfloat16:
-        error = launch_landing<Dtype::bfloat16>(batch, blocks, run, launch);
-        break;
-    }
+    const std::size_t before = count;
+    visit_landings([&]<class Kernel>(Kernel) {
+      if (error != 0 || count == 0 || !Kernel::takes(*spans)) return;
+      error = launch_run<Kernel>(spans, count, launch);
+    });
+    STRATA_ASSERT(count < before && "a landing that no kernel takes");
   }
   return error;
 }

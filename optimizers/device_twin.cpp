@@ -1,5 +1,7 @@
 // The device's kernels on this processor: the grid, its groups and their threads are loops, and a
 // phase is over when every thread has run it.
+#include <atomic>
+
 #include "optimizers/device_kernels.hpp"
 #include "optimizers/device_launch.hpp"
 
@@ -36,9 +38,14 @@ class TwinGroup {
   LandingShared shared_;
 };
 
+// Of the Share of an update, or the Form of a landing: prepare() has seen its kernel.
+template <class Kind>
+std::atomic<bool> loaded = false;
+
 struct TwinLaunch {
   template <class Share>
   int updates(const Batch<typename Share::Task>& batch, std::size_t tiles, std::size_t rows) {
+    STRATA_ASSERT(loaded<Share> && "a step would load a kernel");
     TwinWarp<Share> warp;
     for (std::size_t row = 0; row < rows; ++row) {
       for (std::size_t at = 0; at < tiles * kTileWarps; ++at) {
@@ -49,6 +56,7 @@ struct TwinLaunch {
   }
   template <class Form>
   int landings(const Batch<LandSpan>& batch, std::size_t blocks, std::size_t rows) {
+    STRATA_ASSERT(loaded<Form> && "a step would load a kernel");
     TwinGroup group;
     for (std::size_t row = 0; row < rows; ++row) {
       for (std::size_t block = 0; block < blocks; ++block) {
@@ -69,6 +77,12 @@ int land_spans(const LandSpan* spans, std::size_t count, Stream) {
   return launch_landings(spans, count, launch);
 }
 
+int prepare() {
+  visit_updates([]<class Kernel>(Kernel) { loaded<typename Kernel::Share> = true; });
+  visit_landings([]<class Kernel>(Kernel) { loaded<typename Kernel::Form> = true; });
+  return 0;
+}
+
 const char* text_of(int) {
   return "no error";
 }
@@ -76,7 +90,8 @@ const char* text_of(int) {
 }  // namespace
 
 const DeviceKernels& twin_device_kernels() {
-  static constexpr DeviceKernels table{.update = update_spans, .land = land_spans, .text = text_of};
+  static constexpr DeviceKernels table{
+      .update = update_spans, .land = land_spans, .text = text_of, .prepare = prepare};
   return table;
 }
 

@@ -4,7 +4,7 @@
 // V.
 //
 // V gives lanes, the types F (floats), I (32-bit integers), H (16-bit values) and Sums (doubles),
-// loads and stores of All or Some lanes, and correctly rounded arithmetic. See scalar.cpp for the
+// loads and stores of All or Some lanes, and correctly rounded arithmetic. See scalar.hpp for the
 // list, with its meaning.
 //
 // Threads: pure functions of the memory they are given.

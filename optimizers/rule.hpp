@@ -59,6 +59,12 @@ constexpr int moment_count(const Hyper& hyper) {
   return moment_count(hyper.rule, hyper.momentum);
 }
 
+// Whether an update counts as a step of its parameter. One without moments leaves nothing behind
+// that a later one would see: so the first step of sgd is the first with momentum, as in torch.
+constexpr bool counts_as_step(const Hyper& hyper) {
+  return hyper.rule == Rule::foreign || moment_count(hyper) != 0;
+}
+
 // What a moment is made of. A mean of gradients has either sign and may well be zero; a mean or sum
 // of squares is never negative and is divided by, so no stored form makes a positive one zero.
 enum class MomentKind : std::uint8_t { mean, square };
@@ -86,7 +92,7 @@ struct UpdateSpan {
   std::uint16_t* scales2 = nullptr;
   const void* grad = nullptr;
   const Hyper* hyper = nullptr;
-  std::int64_t step = 1;    // 1 for the first update of this parameter
+  std::int64_t step = 1;    // of this parameter: its updates so far that count, with this one
   float grad_scale = 1.0f;  // multiplies the gradient first (clipping, averaging)
   // Which element of which parameter the span begins with: rounding that draws random bits draws
   // them from these and the step, so they are the same for every page size and worker.

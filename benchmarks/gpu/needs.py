@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .bundled import numbers
+
 NVCC_MIN = (12, 4)
 PYTHON_MIN, PYTHON_MAX = [3, 11], [3, 14]
 # As they are imported.
@@ -20,14 +22,19 @@ PACKAGES = (
     *("matplotlib", "pybind11"),
 )
 TEST_PACKAGES = ("pytest", "pytest_timeout")
-COMMANDS = {"g++": "build-essential", "pkg-config": "pkg-config"}
+COMMANDS = {"g++": "build-essential", "make": "make", "pkg-config": "pkg-config"}
 PYTHON_COMMANDS = ("meson", "ninja")  # beside the interpreter, or anywhere
+# What they say to the linker, and the package.
 HEADERS = {
-    "liburing.h": "liburing-dev",
-    "libaio.h": "libaio-dev",
-    "xxhash.h": "libxxhash-dev",
-    "gtest/gtest.h": "libgtest-dev",
+    "liburing.h": ("uring", "liburing-dev"),
+    "libaio.h": ("aio", "libaio-dev"),
+    "xxhash.h": ("xxhash", "libxxhash-dev"),
+    "gtest/gtest.h": ("gtest", "libgtest-dev"),
 }
+# The oldest driver for each CUDA: what is compiled with 12.4 runs on that of 12.0.
+DRIVER_MIN = {12: 525, 13: 580}
+DISK_MIN, MEMORY_MIN = 3 << 30, 3 << 30  # that building and testing take
+BUNDLED = "; a bundle has it: --from, benchmarks/README.md"
 # Queues of the GPU that streams are spread over: those that share one wait for each other's heads.
 # The driver's own number is 8, and there are more streams than that. The user's choice comes first.
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -35,16 +42,19 @@ JEMALLOC = ("subprojects/jemalloc-5.3.0", "subprojects/packagecache/jemalloc-5.3
 
 # What the interpreter says of itself, of packages and of the GPU, as one line of JSON.
 LOOK = """
-import importlib.util, json, os, sys, sysconfig
+import importlib.metadata, importlib.util, json, os, sys, sysconfig
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+have = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
 header = os.path.join(sysconfig.get_path("include"), "Python.h")
 found = {"version": list(sys.version_info[:2]), "missing": missing,
-         "header": os.path.exists(header), "torch": "", "gpu": "", "why": ""}
-if "torch" not in missing:
+         "header": os.path.exists(header), "have": have,
+         "torch": "", "gpu": "", "capability": [], "why": ""}
+if "torch" in set(sys.argv[1:]) - set(missing):
     import torch
     found["torch"] = torch.__version__
     try:
         found["gpu"] = torch.cuda.get_device_name(0)
+        found["capability"] = torch.cuda.get_device_capability(0)
     except Exception as error:
         found["why"] = str(error).strip().splitlines()[0]
 print(json.dumps(found))
@@ -66,28 +76,36 @@ def environment(root: Path, python: str, gpu: int | None) -> dict[str, str]:
     """
     path = [str(Path(python).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     path += ["/usr/local/cuda/bin"]
-    modules = os.pathsep.join([str(root / "bindings"), str(root)])
+    modules = [str(root / "bindings"), str(root), os.environ.get("PYTHONPATH", "")]
     return {
         **CONNECTIONS,
         **os.environ,
         "PATH": os.pathsep.join(path),
-        "PYTHONPATH": modules,
+        "PYTHONPATH": os.pathsep.join(filter(None, modules)),
         "HF_HUB_OFFLINE": "1",
         **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}),
     }
 
 
-def look(root: Path, python: str, env: Mapping[str, str], tests: bool) -> Found:
-    """Looks at the machine with the variables of environment(). `tests`: they are to be run."""
-    said = interpreter(python, [*PACKAGES, *(TEST_PACKAGES if tests else ())], env)
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be done on the machine."""
+
+    tests: bool
+    gpu: bool = True  # False: what the host can do
+    cuda: str = ""  # the version of a library for GPUs that is there already
+
+
+def look(root: Path, python: str, env: Mapping[str, str], wanted: Wanted) -> Found:
+    """Looks at the machine with the variables of environment()."""
+    said = interpreter(python, [*PACKAGES, *(TEST_PACKAGES if wanted.tests else ())], env)
     driver = driver_version()
     nvcc = nvcc_version(env)
-    missing = [
-        *driver_needs(driver),
-        *nvcc_needs(nvcc),
-        *python_needs(python, said),
-        *tool_needs(root, env),
-    ]
+    missing = [*python_needs(python, said, env, wanted.gpu), *tool_needs(root, env), *room(root)]
+    if wanted.gpu:
+        cuda = numbers(wanted.cuda) or nvcc
+        built = [] if wanted.cuda else list(nvcc_needs(nvcc))
+        missing = [*driver_needs(driver, cuda), *built, *missing]
     facts = {
         "gpu": said.get("gpu", ""),
         "driver": driver,
@@ -95,8 +113,29 @@ def look(root: Path, python: str, env: Mapping[str, str], tests: bool) -> Found:
         "torch": said.get("torch", ""),
         "python": ".".join(map(str, said.get("version", []))),
         "environment": {name: env[name] for name in CONNECTIONS},
+        "xdist": "pytest-xdist" in said.get("have", {}),
     }
-    return Found(missing, str(facts["gpu"]), facts)
+    gpu = str(facts["gpu"]) if wanted.gpu else "host"
+    return Found(missing, gpu, facts)
+
+
+def room(root: Path) -> Iterator[str]:
+    """What is wrong with the disk and the memory."""
+    free = shutil.disk_usage(root).free
+    if free < DISK_MIN:
+        yield f"{DISK_MIN >> 30} GiB of disk at {root}: {free / (1 << 30):.1f} are free; make room"
+    found = re.search(r"MemAvailable:\s+(\d+) kB", read("/proc/meminfo"))
+    if found and int(found[1]) << 10 < MEMORY_MIN:
+        available = int(found[1]) / (1 << 20)
+        yield f"{MEMORY_MIN >> 30} GiB of memory to build: {available:.1f} are free; end something"
+
+
+def read(path: str) -> str:
+    """A file of the system; "" where there is none."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def driver_version() -> str:
@@ -109,12 +148,19 @@ def driver_version() -> str:
     return found[0] if found else ""
 
 
-def driver_needs(version: str) -> Iterator[str]:
-    """What is wrong with the driver."""
+def driver_needs(version: str, cuda: Sequence[int] = ()) -> Iterator[str]:
+    """What is wrong with the driver, for a library that is made with some CUDA."""
     if not version:
         yield (
             "NVIDIA's driver: nvidia-smi and /proc/driver/nvidia show none; install one, or start "
             "the container with the GPUs"
+        )
+        return
+    least = DRIVER_MIN.get(cuda[0], 0) if cuda else 0
+    if int(version.split(".")[0]) < least:
+        yield (
+            f"NVIDIA's driver {least} or newer, for CUDA {'.'.join(map(str, cuda))}: this one is "
+            f"{version}; update it, or build with an older toolkit"
         )
 
 
@@ -144,18 +190,21 @@ def interpreter(python: str, packages: Sequence[str], env: Mapping[str, str]) ->
     return said
 
 
-def python_needs(python: str, said: Mapping[str, Any]) -> Iterator[str]:
+def python_needs(
+    python: str, said: Mapping[str, Any], env: Mapping[str, str], gpu: bool = True
+) -> Iterator[str]:
     """What is wrong with the interpreter and its packages, PyTorch's view of the GPU among them."""
     if not said:
         yield f"a Python that runs: {python} does not; --python names another one"
         return
     if not PYTHON_MIN <= said["version"] <= PYTHON_MAX:
         yield f"Python 3.11 to 3.14: {python} is {'.'.join(map(str, said['version']))}"
-    if not said["header"]:
+    if not said["header"] and not has_header("Python.h", env):
         yield f"the headers of {python} (python3-dev)"
     for name in said["missing"]:
-        yield f"the Python package {name.replace('_', '-')}, for {python} (requirements.txt)"
-    if said["torch"] and not said["gpu"]:
+        package = name.replace("_", "-")
+        yield f"the Python package {package}, for {python} (requirements.txt)"
+    if gpu and said["torch"] and not said["gpu"]:
         yield f"a GPU that PyTorch {said['torch']} can use: {said['why']}"
 
 
@@ -168,10 +217,15 @@ def tool_needs(root: Path, env: Mapping[str, str]) -> Iterator[str]:
         if shutil.which(command, path=env["PATH"]) is None:
             yield f"{command}, as a Python package or Debian's"
     if shutil.which("g++", path=env["PATH"]):
-        for header, package in HEADERS.items():
+        for header, (library, package) in HEADERS.items():
             if not has_header(header, env):
-                yield f"{header} (Debian's {package})"
-    if not any((root / place).exists() for place in JEMALLOC):
+                yield f"{header} (Debian's {package}){BUNDLED}"
+            elif not has_library(library, env):
+                yield f"lib{library} (Debian's {package}){BUNDLED}"
+    places = [*(root / place for place in JEMALLOC)]
+    if cache := env.get("MESON_PACKAGE_CACHE_DIR"):
+        places.append(Path(cache) / Path(JEMALLOC[1]).name)
+    if not any(place.exists() for place in places):
         yield f"jemalloc's sources, where there is no network: as {JEMALLOC[1]}"
 
 
@@ -183,6 +237,17 @@ def has_header(header: str, env: Mapping[str, str]) -> bool:
         env=dict(env),
         capture_output=True,
         text=True,
+        check=False,
+    )
+    return done.returncode == 0
+
+
+def has_library(library: str, env: Mapping[str, str]) -> bool:
+    """Whether the linker finds it."""
+    done = subprocess.run(
+        ["g++", "-shared", "-o", "/dev/null", f"-l{library}"],
+        env=dict(env),
+        capture_output=True,
         check=False,
     )
     return done.returncode == 0

@@ -1,28 +1,38 @@
-"""Builds strata with CUDA, runs every test on the GPU, takes all figures of a GPU, and packs what
-came of it into one file. Uses no network, and the Python environment that there is.
+"""Builds strata with CUDA, tests it on the GPU, takes the figures of a GPU, and packs what came of
+it into one file. Uses no network, and the Python environment that there is.
 
     benchmarks/gpu/run                   # everything: some hours
     benchmarks/gpu/run --quick           # shows that all of it runs: no figure means anything
     benchmarks/gpu/run --dry-run         # what would be done, and what is missing
 
-Exit status: 0 where every part went well, 1 where one did not, 2 where something is missing.
+A machine without network that lacks headers and packages gets them from a bundle; where commands
+are cut off, the next one goes on where the last one stopped:
+
+    benchmarks/gpu/run --bundle .bundle  # on a machine with network, without a GPU
+    benchmarks/gpu/run --from .bundle --only build,copy,map --minutes 9 --out out
+
+Exit status: 0 where every part went well, 1 where one did not, 2 where something is missing, 3
+where there was no time for all: the same command again goes on.
 """
 
 import argparse
-import json
 import re
 import shlex
+import signal
 import sys
-import tarfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
-from . import needs, parts
-from .parts import Result, Wishes
+from . import bundle, bundled, needs, parts, running
+from .bundled import Bundle, BundleError
+from .keeper import Keeper
+from .running import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
-MISSING = 2
+FAILED, MISSING, MORE = 1, 2, 3
+WENT_WELL = {"ok", "done before"}
+NO_TIME = {"cut off", "not begun"}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -36,13 +46,32 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--python", default=sys.executable, help="interpreter of the environment (this one)"
     )
     parser.add_argument("--gpu", type=int, help="its number, from 0 (the first one)")
+    parser.add_argument(
+        "--device", choices=("cuda", "host"), default="cuda", help="host: what needs no GPU"
+    )
+    parser.add_argument("--only", metavar="PARTS", help="such as build,copy,cpp; --dry-run has all")
+    parser.add_argument("--minutes", type=float, help="for all of it (as long as it takes)")
+    parser.add_argument("--out", type=Path, help="folder of figures, logs and run.json")
+    parser.add_argument("--again", action="store_true", help="also what went well before")
+    parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help="uses a bundle")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
     parser.add_argument("--skip-tests", action="store_true", help="builds and measures only")
     parser.add_argument("--dry-run", action="store_true", help="says what would be done")
     parser.add_argument(
         "--ssd-path", type=Path, default=ROOT / "build", help="folder on the disk to measure"
     )
-    return parser.parse_args(arguments)
+    making = parser.add_argument_group("a bundle")
+    making.add_argument(
+        "--bundle", type=Path, metavar="DIR", help="makes one, and does nothing else"
+    )
+    making.add_argument("--for", dest="version", default="3.12", help="Python there (3.12)")
+    making.add_argument("--headers-of", metavar="PYTHON", help="one of that version, with headers")
+    options = parser.parse_args(arguments)
+    if options.minutes is not None and options.minutes < 1:
+        parser.error("--minutes: at least 1")
+    if not re.fullmatch(r"3\.1[1-4]", options.version):
+        parser.error("--for: 3.11, 3.12, 3.13 or 3.14")
+    return options
 
 
 def slug(gpu: str) -> str:
@@ -54,101 +83,142 @@ def slug(gpu: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Looks, and runs everything unless something is missing."""
     options = parse(arguments)
-    env = needs.environment(ROOT, options.python, options.gpu)
-    found = needs.look(ROOT, options.python, env, not options.skip_tests)
-    work = ROOT / "build" / "gpu"
-    results = work / "quick" if options.quick else ROOT / "benchmarks" / "results"
-    results /= slug(found.gpu)
-    ssd_path = options.ssd_path.absolute()
-    wishes = Wishes(options.python, options.quick, not options.skip_tests, ssd_path)
+    clock = Clock(options.minutes)
+    try:
+        if options.bundle is not None:
+            asked = bundle.Asked(options.version, options.headers_of)
+            bundle.make(options.bundle.absolute(), asked, ROOT, say)
+            return 0
+        source = Bundle(options.source) if options.source else None
+    except BundleError as error:
+        print(f"missing: {error}", file=sys.stderr)
+        return MISSING
+    env, misfits, library = variables(options, source)
+    wanted = needs.Wanted(
+        tests=not options.skip_tests,
+        gpu=options.device == "cuda",
+        cuda=source.manifest["cuda"]["version"] if source and library else "",
+    )
+    found = needs.look(ROOT, options.python, env, wanted)
+    missing = [*misfits, *found.missing]
+    results, logs, archive = places(options, found.gpu)
+    wishes = parts.Wishes(
+        python=options.python,
+        quick=options.quick,
+        tests=not options.skip_tests,
+        ssd_path=options.ssd_path.absolute(),
+        device=options.device,
+        cuda="enabled" if wanted.gpu else "auto",
+        cuda_library=library,
+        environment=f"{found.facts.get('python')} {source.digest if source else ''}",
+        xdist=bool(found.facts.get("xdist")),
+    )
     plan = parts.all_parts(ROOT, wishes, results)
+    try:
+        plan = parts.choose(plan, options.only) if options.only else plan
+    except ValueError as error:
+        missing.append(str(error))
     if options.dry_run:
         print_plan(plan, results)
-    for sentence in found.missing:
+    for sentence in missing:
         print(f"missing: {sentence}", file=sys.stderr)
     if options.dry_run:
         return 0
-    if found.missing:
+    if missing:
         print("nothing was built; run this again when all of it is there", file=sys.stderr)
         return MISSING
-    keeper = Keeper(found, results, work / "logs", work / f"{results.name}.tar.gz")
+    wishes.ssd_path.mkdir(parents=True, exist_ok=True)
+    key = f"{bundled.tree_digest(ROOT)} {options.device} {options.quick}"
+    keeper = Keeper(found.facts, key, results, logs, archive)
+    return run(plan, env, keeper, clock, options.again, bool(options.only))
+
+
+def say(text: str) -> None:
+    """To a person who waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def listen() -> None:
+    """From here on signals that ask for the end do what Ctrl-C does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """See listen()."""
+    raise KeyboardInterrupt
+
+
+def variables(
+    options: argparse.Namespace, source: Bundle | None
+) -> tuple[dict[str, str], list[str], str]:
+    """Of everything that is run; why a bundle is of no use here; its library for GPUs, if it is."""
+    env = needs.environment(ROOT, options.python, options.gpu)
+    if source is None:
+        return env, [], ""
+    said = needs.interpreter(options.python, ["torch"], env)
+    if not said:
+        return env, [], ""  # look() says so
+    misfits = list(source.misfits(said["version"], *bundled.machine()))
+    if misfits:
+        return env, misfits, ""
+    env = bundled.system_paths(source.folder, env)
+    have = {**said["have"], **({"Python.h": ""} if said["header"] else {})}
+    env = source.python_paths(env, options.python, have, ROOT / "build/gpu/wheels")
+    if source.manifest["tree"] == bundled.tree_digest(ROOT):
+        env["STRATA_COMMIT"] = source.manifest["commit"]
+    return env, [], source.cuda_library(bundled.sources_digest(ROOT), said["capability"])
+
+
+def places(options: argparse.Namespace, gpu: str) -> tuple[Path, Path, Path]:
+    """Where figures, logs and the archive of both go."""
+    if options.out is not None:
+        out = options.out.absolute()
+        return out, out / "logs", out / "everything.tar.gz"
+    work = ROOT / "build" / "gpu"
+    results = work / "quick" if options.quick else ROOT / "benchmarks" / "results"
+    if options.device == "host":
+        results = work / "host"
+    results /= slug(gpu)
+    return results, work / "logs", work / f"{results.name}.tar.gz"
+
+
+def run(
+    plan: Sequence[parts.Part],
+    env: Mapping[str, str],
+    keeper: Keeper,
+    clock: Clock,
+    again: bool,
+    only: bool,
+) -> int:
+    """Runs the parts and keeps what comes of them; the exit status of the run."""
     keeper.begin()
-    ssd_path.mkdir(parents=True, exist_ok=True)
+    done = {} if again else keeper.run_before()
+    if only:  # what is asked for by its name is tried again, unless it went well
+        done = {name: well for name, well in done.items() if well}
+    went = []
     try:
-        for result in parts.run_all(plan, ROOT, env, keeper.logs):
+        for result in running.run_all(
+            plan, ROOT, env, keeper.logs, clock, done, keeper.make_way, keeper.tick
+        ):
+            went.append(result)
             keeper.keep(result)
     except KeyboardInterrupt:
-        print("interrupted: what was done so far is kept", file=sys.stderr)
-    keeper.tell()
-    return 0 if len(keeper.done) == len(plan) and keeper.all_well else 1
+        say("interrupted: what was done so far is kept, and the next run goes on from there")
+        keeper.pack()
+        return FAILED
+    keeper.tell(went)
+    statuses = {result.status for result in went}
+    if statuses & NO_TIME:
+        return MORE
+    return 0 if statuses <= WENT_WELL else FAILED
 
 
 def print_plan(plan: Iterable[parts.Part], results: Path) -> None:
     """What would be run, ready to be run by hand."""
     for part in plan:
         variables = [f"{name}={value}" for name, value in part.variables.items()]
-        print(f"{part.name} (at most {part.minutes:g} minutes):")
-        print(f"  {' '.join([*variables, shlex.join(part.command)])}")
+        print(f"{part.name} (about {part.minutes:g} minutes, at most {part.limit:g}):")
+        for step in part.steps:
+            print(f"  {' '.join([*variables, shlex.join(step)])}")
     print(f"figures: {results}")
-
-
-class Keeper:
-    """Keeps what came of every part, behind each: a machine may be taken away in the middle."""
-
-    def __init__(self, found: needs.Found, results: Path, logs: Path, archive: Path) -> None:
-        self.found = found
-        self.results = results
-        self.logs = logs
-        self.archive = archive
-        self.done: list[Result] = []
-
-    def begin(self) -> None:
-        """Makes the folders, and removes what an earlier run left there."""
-        for folder in (self.logs, self.results):
-            folder.mkdir(parents=True, exist_ok=True)
-        for left in (*self.logs.glob("*.log"), *self.results.glob("*.jsonl")):
-            left.unlink()
-
-    @property
-    def all_well(self) -> bool:
-        """Whether no part failed."""
-        return all(result.status == "ok" for result in self.done)
-
-    def keep(self, result: Result) -> None:
-        """Says how a part went, and packs everything anew."""
-        self.done.append(result)
-        print(row(result), flush=True)
-        parts_done = [asdict(result) for result in self.done]
-        summary = {"machine": self.found.facts, "parts": parts_done}
-        (self.results / "run.json").write_text(json.dumps(summary, indent=1) + "\n")
-        with tarfile.open(self.archive, "w:gz") as packed:
-            packed.add(self.results, self.results.name)
-            packed.add(self.logs, f"{self.results.name}/logs")
-
-    def tell(self) -> None:
-        """The summary."""
-        print()
-        for line in (*map(row, self.done), *figure_lines(self.results)):
-            print(line)
-        print(f"figures: {self.results}\neverything: {self.archive}")
-
-
-def row(result: Result) -> str:
-    """A part, in a line."""
-    return f"{result.status:9} {result.seconds:7.0f} s  {result.part}  {result.note}".rstrip()
-
-
-def figure_lines(results: Path) -> Iterable[str]:
-    """Every figure that has a target, beside it."""
-    for path in sorted(results.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            figure = json.loads(line)
-            if figure["target"] is None:
-                continue
-            lower = figure["better"] == "lower"
-            over, target = figure["value"], figure["target"]
-            reached = over <= target if lower else over >= target
-            yield (
-                f"{'reached' if reached else 'missed':9} {figure['bench']} {figure['metric']}: "
-                f"{over:.4g} {figure['unit']}, {'at most' if lower else 'at least'} {target:g}"
-            )

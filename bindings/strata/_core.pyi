@@ -30,8 +30,10 @@ from ._planner import Wishes as Wishes
 Kind = Literal["master", "moment1", "moment2", "grad"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
 
+__version__: str
+
 class StrataError(RuntimeError):
-    fault: str  # "io", "short_read", "corrupt", "no_space", "memory", "config", "cancelled"
+    fault: str  # "io", "short_read", "corrupt", "no_space", "memory", "config", "cancelled", "busy"
     errno: int
     unit: str
     page: int  # -1 where it does not apply
@@ -76,7 +78,6 @@ class Config(TypedDict):
     ssd_paths: list[str]
     io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"]
     workers: int
-    session_name: NotRequired[str]  # files are <ssd path>/<session_name>.pages; default "strata"
     accumulate: bool  # gradients rest in float32 and several backward calls add up
     update: Literal["on_step", "in_backward", "lock_free"]
     max_staleness: int  # lock_free: steps that a parameter may lag behind; else 0
@@ -84,6 +85,8 @@ class Config(TypedDict):
     pin_workers: bool  # to cores of their own where there are spare ones, else they give way
     compute_threads: int  # cores that pinned workers leave to the computation
     device: NotRequired[str]  # "host" (default) or "cuda:N"
+    # in_backward, by unit: its first and last gradient may land far apart, and are needed together.
+    apart: NotRequired[list[bool]]
 
 def device_error(device: str) -> str:
     """Why the device cannot be used here, and what to do about it; "": it can. Opens it to see."""
@@ -91,6 +94,10 @@ def device_error(device: str) -> str:
 def device_description(device: str) -> str:
     """Which one it is: "host", or "GPU 0 (NVIDIA H200, 0000:17:00.0), driver for CUDA 13.0".
     Raises StrataError where it cannot be used."""
+
+def remove_leftovers(folder: str) -> list[str]:
+    """Removes the swap files of a killed process in an SSD folder, and says which; nothing where a
+    process uses the folder."""
 
 class UnitPlan(TypedDict):
     name: str
@@ -105,6 +112,10 @@ class UnitPlan(TypedDict):
     param_tier: str
     grad_tier: str
     state_tier: str
+
+def check_groups(laid_out: list[GroupSpec], now: list[GroupSpec]) -> None:
+    """Raises ValueError, with group and option, where hyperparameters make no sense, or need
+    moments for which those that a session was made with laid out no room."""
 
 class Plan(TypedDict):
     page_bytes: int
@@ -145,16 +156,28 @@ class Session:
     def read(self, param: int, kind: Kind, offset: int, address: int, count: int) -> None:
         """Reads `count` values as float32, after pending updates. Frozen float16/bfloat16
         parameters have no master: theirs is the parameter itself."""
-    def enter(self, unit: int, backward: bool, recorded: bool = True, stream: int = 0) -> None:
+    def enter(
+        self, unit: int, backward: bool, recorded: bool = True, stream: int = 0, visit: int = 0
+    ) -> None:
         """Waits until the unit's parameters are on the device at their newest version, and pins
         them: work that is submitted from here on sees them. Nests. `recorded`: part of the training
-        step, so the plan should foresee it."""
-    def leave(self, unit: int, stream: int = 0) -> None:
-        """Undoes one enter(). The parameters stay until what was submitted so far has passed."""
+        step, so the plan should foresee it. `visit`: on whose account; the session alone counts."""
+    def leave(self, unit: int, stream: int = 0, visit: int = 0) -> bool:
+        """Undoes one enter() of the visit. False, and nothing happens, where there is none. The
+        parameters stay until what was submitted so far has passed."""
+    def leave_all_but(self, live: list[int], bound: int, stream: int = 0) -> int:
+        """Visits below `bound` are over, but for these: leaves whatever they have entered. Where
+        they had anything, the recorded step begins anew. Returns how often a unit was left."""
+    def entered(self, unit: int) -> int:
+        """How often."""
     def resident(self, unit: int) -> bool: ...
     def device_written(self, param: int, stream: int = 0) -> None:
-        """The user changed the parameter's device view: makes that its value in every tier (the
-        residual becomes zero). REQUIRES: its unit is entered."""
+        """The user changed the parameter's device view: makes that its value in every tier; what
+        the master holds beyond 16 bits stays where these did not change. Raises StrataError where
+        lock_free let the view lag behind an update: the change is lost. REQUIRES: its unit is
+        entered."""
+    def expect_write(self, param: int) -> None:
+        """The next visit of the parameter's unit may change its device view."""
     def land_gradient(self, param: int, address: int, dtype: DtypeName, stream: int = 0) -> None:
         """Takes the gradient of a whole parameter (numel contiguous elements, on the device).
         Returns when it has landed and the memory at `address` may be reused: on a GPU it waits for
@@ -167,7 +190,11 @@ class Session:
     def gradient_fits(self, param: int) -> bool:
         """in_backward: waits for room. False: no update will make any; complete() others first."""
     def complete(self, unit: int, groups: list[GroupSpec], max_unit_norm: float) -> None:
-        """in_backward: starts the update. Until step() no backward can enter the unit."""
+        """in_backward: starts the update with what has landed. More may land, and be completed."""
+    def updated(self, param: int) -> bool:
+        """complete() has used its gradient since the last step(): it may show new values."""
+    def in_half_step(self) -> bool:
+        """... that of any parameter: some have taken this step, and others have not."""
     def step(
         self,
         groups: list[GroupSpec],
@@ -179,20 +206,28 @@ class Session:
         """Starts the updates of every parameter whose gradient landed and that is not updated yet,
         and returns at once; enter() waits per unit. max_norm <= 0: no clipping; max_unit_norm:
         likewise, for each unit by itself. Ends the recorded step."""
+    def forget_step(self) -> None:
+        """Forgets what has landed since the last step(), also what was used or added to gradients
+        of earlier steps. Parameters are of no one step then: call it ahead of writing them all."""
+    def steps(self) -> int:
+        """Steps whose gradients were used or skipped."""
     def drain(self) -> None:
         """Waits until every update that was started is published: what lock_free leaves open."""
     def param_step(self, param: int) -> int:
-        """Updates applied (or started) so far to this parameter."""
+        """Updates applied (or started) so far to this parameter, but for those without moments."""
     def set_param_step(self, param: int, step: int) -> None: ...
     def synchronize(self) -> None:
         """Waits until every update and every write has finished."""
     def stats(self) -> dict[str, Any]:
         """Counters and gauges: bytes per link, seconds waited in enter() by unit, frames in use and
         peak per tier, updates, steps, io engine, page size. By unit: "staleness" (how many forwards
-        saw parameters 0, 1, ... steps old), "merged gradients" and "update waits"."""
+        saw parameters 0, 1, ... steps old), "merged gradients" and "update waits". "driver": what a
+        GPU's driver was asked to wait for and to map, in calls by strata ("event_not_ready": looks
+        that found nothing); empty on the host."""
     def limit_device(self, byte_count: int) -> None:
         """From the next step on, parameters use at most these bytes of the device budget (whole
-        frames); frames are planned anew. Raises StrataError where the largest use needs more."""
+        frames); frames are planned anew. Raises StrataError where the largest use needs more; and,
+        as do the next two, with fault "busy" where a thread is in the middle of a step."""
     def rest_on_device(self, units: list[bool], param_bytes: int) -> None:
         """From the next step on these units, by index, rest on the device whole, and are updated
         there; others no longer do, and their parameters use at most `param_bytes` of it. Waits for
@@ -253,8 +288,16 @@ class PaperPlan:
         """The first promise that the plan does not keep, replayed on paper; empty: none."""
     def simulate(self, costs: Costs | None = None, spans: bool = False) -> Simulation:
         """The step under this plan, on the machine it was made for or another one."""
-    def bound(self) -> Bound:
-        """The shortest that any plan's step could be with these budgets on this machine."""
+    def bound(self, costs: Costs | None = None) -> Bound:
+        """The shortest that any plan's step could be with these budgets, on the machine that the
+        plan was made for or another one."""
+    def followed(self, costs: Costs, measured: tuple[list[float], list[float], float]) -> PaperPlan:
+        """The same plan, with times of the trace changed by as much as those `measured` under this
+        plan differ from the simulated ones, on a machine as it is known by now. Raises ValueError
+        where they are of another step."""
+    @property
+    def times(self) -> tuple[list[float], list[float], float]:
+        """Seconds of computation in the trace: by use, of the gaps before uses, of the tail."""
 
 class StepResult(TypedDict):
     norm: float  # of the gradients before clipping, after division; 0.0 if none landed

@@ -5,7 +5,9 @@ offload/{trace,costs,plan,simulate}.hpp. For type checkers only: import these fr
 
 from typing import Literal, NotRequired, TypedDict
 
-ActivationName = Literal["keep", "swap_host", "swap_ssd", "recompute"]
+ActivationName = Literal[
+    "keep", "swap_host", "swap_ssd", "recompute", "recompute_host", "recompute_ssd"
+]
 LaneName = Literal["compute", "upload", "download", "read", "write", "update"]
 
 class Use(TypedDict):
@@ -36,7 +38,8 @@ class TracedUnit(TypedDict):
     slices_max: int
     may_swap: bool
     may_recompute: bool
-    traced: ActivationName
+    traced: ActivationName  # kept, or recomputed
+    slices_traced: int
 
 class Trace(TypedDict):
     uses: list[Use]
@@ -133,5 +136,7 @@ class Bound(TypedDict):
     compute_seconds: float
     update_seconds: float
     lane_seconds: dict[LaneName, float]
+    # Bytes; of update elements, of compute seconds of the trace.
+    lane_work: dict[LaneName, float]
     ssd_seconds: float
     what: str

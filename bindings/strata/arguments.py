@@ -14,6 +14,7 @@ other layers is left out: it would otherwise live until the backward.
 
 import dataclasses
 import enum
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -60,17 +61,7 @@ class Arguments:
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The nest with these tensors in the place of its own."""
-
-        def put(leaf: Any) -> Any:
-            if type(leaf) is _TensorAt:
-                return tensors[leaf.place]
-            if type(leaf) is _Object:
-                made: Any = object.__new__(leaf.kind)
-                made.__dict__.update(_rebuild(leaf.state, put))
-                return made
-            return leaf
-
-        return _rebuild(self._nest, put)
+        return _rebuild(self._nest, functools.partial(_put, tensors))
 
     def forget(self) -> None:
         """Keeps the nest only: nothing that was taken stays alive for it."""
@@ -111,6 +102,18 @@ class Arguments:
                 for place, layer in enumerate(cache.layers)
             ]
         return _Object(type(cache), state)
+
+
+def _put(tensors: Sequence[torch.Tensor], leaf: Any) -> Any:
+    """The leaf of a nest as a forward gets it. No closure that calls itself: it would be a cycle,
+    and hold the tensors until Python looks for garbage."""
+    if type(leaf) is _TensorAt:
+        return tensors[leaf.place]
+    if type(leaf) is _Object:
+        made: Any = object.__new__(leaf.kind)
+        made.__dict__.update(_rebuild(leaf.state, functools.partial(_put, tensors)))
+        return made
+    return leaf
 
 
 def update_cache(cache: Any, newer: Any) -> None:

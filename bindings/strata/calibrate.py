@@ -107,6 +107,18 @@ class Calibration:
     typical: list[LaneName] = dataclasses.field(default_factory=list)  # could not be measured
 
 
+def typical_costs() -> Costs:
+    """Of a modest machine: for what does not depend on speeds."""
+    return {
+        "compute_scale": 1.0,
+        **{f"{lane}_bytes_s": TYPICAL[lane] for lane in ("upload", "download", "read", "write")},  # type: ignore[typeddict-item]
+        "update_elements_s": TYPICAL["update"],
+        "transfer_seconds": TYPICAL_TRANSFER_SECONDS,
+        "slice_seconds": TYPICAL_COMPUTING[1],
+        "slow": {},
+    }
+
+
 def costs(setup: Setup, refresh: bool = False) -> Costs:
     """The costs of this machine: remembered, or measured now. What cannot be measured is logged,
     and taken from a modest machine. Raises StrataError where the device cannot be used at all."""

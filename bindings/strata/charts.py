@@ -6,11 +6,7 @@ charts.draw(records, evaluations, budgets, Path("progress.png"), title="llama-11
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display is needed, or there may be none
-
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure  # not pyplot: its backend and figures are the program's
 from matplotlib.ticker import ScalarFormatter
 
 COLOURS = {"device": "#d1495b", "host": "#edae49", "ssd": "#00798c"}
@@ -25,16 +21,12 @@ def draw(
     title: str,
 ) -> None:
     """Writes a PNG. `steps` and `evaluations` are records of metrics.jsonl; budgets in bytes."""
-    figure, (upper, lower) = plt.subplots(
-        2, 1, figsize=(9, 7), sharex=True, height_ratios=[3, 2], layout="constrained"
-    )
-    try:
-        _draw_loss(upper, steps, evaluations)
-        _draw_memory(lower, steps, budgets)
-        upper.set_title(title)
-        figure.savefig(path, dpi=120)
-    finally:
-        plt.close(figure)
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    _draw_loss(upper, steps, evaluations)
+    _draw_memory(lower, steps, budgets)
+    upper.set_title(title)
+    figure.savefig(path, dpi=120)
 
 
 def _draw_loss(axes: Any, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:

@@ -19,18 +19,21 @@ Format, version 1. A checkpoint is a folder of two files:
                     "rng":     the states of torch (CPU, CUDA), random and numpy,
                     "extra":   what the caller gave}
 
-Note [Complete or absent]. Both files are written into `path.tmp-PID`, the manifest last, and synced
-to the disk; then an older checkpoint steps aside to `path.old-PID`, the new one takes its name, and
-the old one is deleted. A folder with a manifest is thus always whole. Killed between the two
-renames, `path` is missing while both others are whole: a loader then takes the newer.
+Note [Complete or absent]. Both files are written into a work folder beside `path` (replacing.py),
+into `path.strata-RANDOM/new`, the manifest last, and synced to the disk; then an older checkpoint
+steps aside to `path.strata-RANDOM/old`, the new one takes its name, and the work folder is deleted.
+A folder with a manifest is thus always whole. Killed between the two renames, `path` is missing
+while both others are whole: a loader then takes the newer. What a killed process left is deleted by
+the next save to the same `path`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -47,7 +50,8 @@ from .checkpoint_files import (
     replace_folder,
     write_manifest,
 )
-from .optimizer import moments_of
+from .checkpoint_manifest import Wanted, WantedTensor, check, merged
+from .optimizer import StrataOptimizer, moments_of
 from .stored import StoredTensor, stored_tensors
 from .weights import persistent_buffers
 from .wrapped import Wrapped, wrapped
@@ -57,8 +61,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
-
-LISTED_MAX = 4  # problems spelled out in one error
 
 
 def save(
@@ -70,12 +72,21 @@ def save(
 ) -> None:
     """Writes a checkpoint of a wrapped model, which takes the place of an older one at `path`.
 
-    `extra` is anything JSON can hold; `load` gives it back. Waits for pending updates. Memory used:
-    4 MiB, whatever the size of the model. Raises CheckpointError where `path` is something else.
+    `extra` is a dictionary that JSON can hold; `load` gives it back. Waits for pending updates.
+    Memory used: 4 MiB, whatever the size of the model. Raises CheckpointError where `path` is
+    something else, or cannot be replaced; TypeError where `extra` or a hyperparameter is nothing
+    JSON can hold.
     """
     state = wrapped(model)
     state.check_parameters()
+    state.hooks.reset()
+    state.refuse_half_step("save()")
     state.synchronize()
+    told = {"groups": _plain_groups(state), "rng": rng.capture(), "extra": extra or {}}
+    if not isinstance(told["extra"], dict):
+        raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
+    json.dumps(told)  # raises now, not when all tensors are written
+    _check_buffers(model)
     buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
     meter = _Meter(progress, _total_bytes(state))
     params, buffers = [], []
@@ -101,17 +112,7 @@ def save(
             for name, value in persistent_buffers(model).items():
                 record = file.append("buffer", _name(value.dtype), meter(_raw(value)))
                 buffers.append({"name": name, "shape": list(value.shape), "tensors": [record]})
-        write_manifest(
-            folder,
-            {
-                "bytes": file.bytes,
-                "params": params,
-                "buffers": buffers,
-                "groups": [_plain(group) for group in state.optimizer.param_groups],
-                "rng": rng.capture(),
-                "extra": extra or {},
-            },
-        )
+        write_manifest(folder, {"bytes": file.bytes, "params": params, "buffers": buffers, **told})
 
 
 def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
 
     Budgets, page size and disks may differ from those of the run that saved it. Returns `extra`.
     Raises CheckpointError, before anything is changed, where there is no complete checkpoint, where
-    a checksum does not match, or where it is of another model.
+    it is damaged, or of another model.
     """
     state = wrapped(model)
     folder = find(path)
@@ -127,10 +128,13 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         raise CheckpointError(f"no complete checkpoint at {path}")
     with TensorReader(folder) as file:
         manifest = file.manifest
-        _check_fits(state, model, manifest, folder)
+        check(manifest, _wanted(state, model), str(folder))
+        groups = _merged_groups(state, manifest["groups"], folder)
         meter = _Meter(progress, 2 * manifest["bytes"])
         entries = [*manifest["params"], *manifest["buffers"]]
         file.verify(((e["name"], r) for e in entries for r in e["tensors"]), meter.add)
+        state.hooks.reset()
+        state.forget_step()
         for tensor, entry in zip(stored_tensors(model), manifest["params"], strict=True):
             for record in entry["tensors"]:
                 _restore(state.session, tensor, record, meter(file.chunks(record)))
@@ -138,13 +142,14 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
                 state.session.set_param_step(place, entry["step"])
         buffers = persistent_buffers(model)
         for entry in manifest["buffers"]:
-            target = buffers[entry["name"]]
             raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
-            value = torch.frombuffer(bytearray(raw), dtype=target.dtype)
-            target.copy_(value.reshape(target.shape))
-    for group, saved in zip(state.optimizer.param_groups, manifest["groups"], strict=True):
-        for key, value in saved.items():
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            _set_buffer(buffers[entry["name"]], raw)
+    for group, new in zip(state.optimizer.param_groups, groups, strict=True):
+        for key, value in new.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
     rng.restore(manifest["rng"])
     extra: dict[str, Any] = manifest["extra"]
     return extra
@@ -209,16 +214,64 @@ def _restore(
 def _raw(value: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in memory."""
     if value.numel():
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        yield plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters, as JSON values."""
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
+@torch.no_grad()
+def _set_buffer(target: torch.Tensor, raw: bytes) -> None:
+    if not raw:
+        return
+    value = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(target.dtype)
+    value = value.reshape(target.shape)
+    # Of an expanded tensor all rows are one.
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0:
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    target.copy_(value)
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Raises CheckpointError for a buffer whose bytes are not its values."""
+    for name, value in persistent_buffers(model).items():
+        if value.layout != torch.strided or value.is_quantized:
+            raise CheckpointError(
+                f"buffer {name!r} is {'quantized' if value.is_quantized else value.layout}, which "
+                "no checkpoint holds: make it dense, or not persistent"
+            )
+
+
+def _plain_groups(state: Wrapped) -> list[dict[str, Any]]:
+    """The parameter groups without their parameters, as JSON values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+    return [
+        {key: plain(value) for key, value in group.items() if key != "params"}
+        for group in state.optimizer.param_groups
+    ]
+
+
+def _merged_groups(
+    state: Wrapped, saved: list[dict[str, Any]], folder: Path
+) -> list[dict[str, Any]]:
+    """The hyperparameters to go on with. Raises CheckpointError where they need other moments."""
+    optimizer = cast(StrataOptimizer, state.optimizer)
+    groups = [merged(g, s) for g, s in zip(_plain_groups(state), saved, strict=True)]
+    try:
+        specs = optimizer.group_specs(groups)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"the hyperparameters in {folder} do not fit: {error}") from error
+    for i, (spec, ours) in enumerate(zip(specs, state.config["groups"], strict=True)):
+        if len(moments_of(spec)) > len(moments_of(ours)):
+            raise CheckpointError(
+                f"groups[{i}] in {folder} needs {len(moments_of(spec))} moments, and the model was "
+                f"wrapped with hyperparameters that keep {len(moments_of(ours))}"
+            )
+    return groups
 
 
 def _total_bytes(state: Wrapped) -> int:
@@ -233,38 +286,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_fits(state: Wrapped, model: nn.Module, manifest: dict[str, Any], folder: Path) -> None:
-    """Raises one CheckpointError that lists how the checkpoint differs from the model."""
-    ours: dict[str, Any] = {}
+def _wanted(state: Wrapped, model: nn.Module) -> Wanted:
+    """What a checkpoint of the model, as it is now, would say."""
+    params = []
     for tensor in stored_tensors(model):
         spec = state.config["params"][tensor.parts[0]]
-        ours[tensor.name] = (list(tensor.shape), _kinds(state, spec))
-    for name, value in persistent_buffers(model).items():
-        ours[name] = (list(value.shape), [("buffer", _name(value.dtype))])
-    theirs = {
-        entry["name"]: (entry["shape"], [(r["kind"], r["dtype"]) for r in entry["tensors"]])
-        for entry in [*manifest["params"], *manifest["buffers"]]
-    }
-    problems = []
-    for name in (n for n in ours if n in theirs and ours[n] != theirs[n]):
-        (shape, kinds), (their_shape, their_kinds) = ours[name], theirs[name]
-        if shape != their_shape:
-            problems.append(f"{name!r} has shape {their_shape}, the model's has {shape}")
-        else:
-            problems.append(f"{name!r} is stored as {their_kinds}, the model needs {kinds}")
-    problems += [f"{name!r} is not in the checkpoint" for name in ours if name not in theirs]
-    problems += [f"{name!r} is not in the model" for name in theirs if name not in ours]
-    if len(manifest["groups"]) != len(state.optimizer.param_groups):
-        problems.append(
-            f"it has {len(manifest['groups'])} parameter groups, the optimizer has "
-            f"{len(state.optimizer.param_groups)}"
-        )
-    if not problems and list(ours) != list(theirs):
-        problems.append("its parameters are in another order")
-    if problems:
-        shown = problems[:LISTED_MAX]
-        more = len(problems) - len(shown)
-        raise CheckpointError(
-            f"{folder} is a checkpoint of another model: "
-            + "; ".join(shown + ([f"and {more} more"] if more else []))
-        )
+        params.append(WantedTensor(tensor.name, list(tensor.shape), _kinds(state, spec)))
+    buffers = [
+        WantedTensor(name, list(value.shape), [("buffer", _name(value.dtype))])
+        for name, value in persistent_buffers(model).items()
+    ]
+    return Wanted(params, buffers, _plain_groups(state))

@@ -13,18 +13,24 @@ The format is described in checkpoint.py. Nothing here knows models. Use from on
 
 import contextlib
 import json
+import logging
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
 
+from .replacing import WorkFolder, dead_folders, is_mount_point, remove, sync_folder, work_folders
+
 VERSION = 1
 BUFFER_BYTES = 4 << 20
 STATE_NAME = "state.bin"
 MANIFEST_NAME = "manifest.json"
+FILE_NAMES = frozenset({STATE_NAME, MANIFEST_NAME, f"{MANIFEST_NAME}.tmp"})
+NEW_NAME, OLD_NAME = "new", "old"  # in a work folder: what will be, and what was
+
+log = logging.getLogger("strata")
 
 Record = dict[str, Any]
 """Of one tensor: kind, dtype, offset, bytes, xxh3_64."""
@@ -132,22 +138,23 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(temporary, folder / MANIFEST_NAME)
-    _sync(folder)
+    sync_folder(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest. Raises CheckpointError where it is damaged or of another version."""
     path = folder / MANIFEST_NAME
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        found = manifest.pop("checksum")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        manifest = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error!r}") from error
-    if manifest.get("version") != VERSION:
+    if not isinstance(manifest, dict) or not {"checksum", "version", "bytes"} <= manifest.keys():
+        raise CheckpointError(f"{path} is not the manifest of a checkpoint")
+    if type(manifest["version"]) is not int or manifest["version"] != VERSION:
         raise CheckpointError(
-            f"{path} is of version {manifest.get('version')}; this strata reads {VERSION}"
+            f"{path} is of version {manifest['version']}; this strata reads {VERSION}"
         )
-    if found != _checksum(manifest):
+    if manifest.pop("checksum") != _checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
     return manifest
 
@@ -156,61 +163,78 @@ def _checksum(manifest: dict[str, Any]) -> str:
     return xxhash.xxh3_64(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether `folder` holds the files of a checkpoint, damaged or not."""
+    return all((folder / name).is_file() for name in (STATE_NAME, MANIFEST_NAME))
+
+
 @contextlib.contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
     """Gives a new folder to fill, which then takes the place of `path` in one step.
 
-    REQUIRES: the caller ends by write_manifest. On an exception `path` stays as it was.
+    A link stays, and what it points to is replaced. Files in the old folder that are not a
+    checkpoint's move on into the new one. Raises CheckpointError, at once, where `path` cannot be
+    replaced. REQUIRES: the caller ends by write_manifest. On an exception `path` stays as it was.
     """
-    path = Path(os.path.abspath(path))
-    if path.exists() and not (path / MANIFEST_NAME).is_file() and any(path.iterdir()):
-        raise CheckpointError(f"{path} exists and is not a checkpoint; not replacing it")
+    path = Path(os.path.realpath(path))
+    _check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    old = path.with_name(f"{path.name}.old-{os.getpid()}")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    try:
-        yield new
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    if path.exists():
-        os.rename(path, old)
-    os.rename(new, path)
-    _sync(path.parent)
-    for left in [old, *_leftovers(path)]:
-        shutil.rmtree(left, ignore_errors=True)
+    with WorkFolder(path.parent, path.name) as work:
+        try:
+            new = work.path / NEW_NAME
+            new.mkdir()
+            yield new
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, work.path / OLD_NAME)
+            os.rename(new, path)
+            sync_folder(path.parent)
+        finally:
+            _clear(work.path, path)
+    for left in dead_folders(path.parent, path.name):
+        _clear(left, path)
 
 
 def find(path: str | Path) -> Path | None:
     """The folder to load when asked for `path`, or None where there is no complete checkpoint."""
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))
     if (path / MANIFEST_NAME).is_file():
         return path
-    whole = [p for p in _siblings(path) if (p / MANIFEST_NAME).is_file()]
+    folders = work_folders(path.parent, path.name)
+    whole = [
+        folder / name
+        for folder in folders
+        for name in (NEW_NAME, OLD_NAME)
+        if (folder / name / MANIFEST_NAME).is_file()
+    ]
     return max(whole, key=lambda p: (p / MANIFEST_NAME).stat().st_mtime_ns, default=None)
 
 
-def _siblings(path: Path) -> list[Path]:
-    if not path.parent.is_dir():
-        return []
-    names = (f"{path.name}.tmp-", f"{path.name}.old-")
-    return [p for p in path.parent.iterdir() if p.name.startswith(names) and p.is_dir()]
+def _check_replaceable(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file, and a checkpoint is a folder: give another path")
+    if is_mount_point(path):
+        raise CheckpointError(
+            f"something is mounted on {path}, which cannot be replaced in one step: give a folder "
+            f"in it, such as {path / 'checkpoint'}"
+        )
+    if not is_checkpoint(path) and any(path.iterdir()):
+        raise CheckpointError(f"{path} exists and is not a checkpoint; not replacing it")
 
 
-def _leftovers(path: Path) -> list[Path]:
-    """Folders of savers that no longer live."""
-    return [p for p in _siblings(path) if not _alive(p.name.rpartition("-")[2])]
-
-
-def _alive(pid: str) -> bool:
-    return pid.isdigit() and Path("/proc", pid).exists()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _clear(work: Path, path: Path) -> None:
+    """Removes a work folder, but nothing in it that is needed or not ours."""
+    old = work / OLD_NAME
+    if old.is_dir():
+        if not path.exists():
+            os.rename(old, path)  # nothing took its place
+        else:
+            for entry in old.iterdir():
+                if entry.name in FILE_NAMES:
+                    continue
+                if (path / entry.name).exists():
+                    log.warning("%s stays: %s has a file of that name", entry, path)
+                    return
+                os.rename(entry, path / entry.name)
+    remove(work)

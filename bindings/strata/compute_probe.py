@@ -17,7 +17,6 @@ does in milliseconds. So rounds on the host begin small as well, and grow as lon
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,7 +31,6 @@ ROUNDS_AHEAD = 3  # that a GPU has been told of
 GPU_ROUND_SECONDS = 1.5e-3  # some times what it takes to tell it
 ROUND_SECONDS = 20e-3  # of the host: windows hold several of them
 COPIED_BYTES = 128 << 20  # more than any cache
-SLOW = 4  # times slower in 16 bits than in 32: more than half the bytes can make good
 TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -43,8 +41,6 @@ TORCH_DTYPES = {
 TOKENS, TOKENS_MAX, HIDDEN, FEED_FORWARD = 1, 64, 768, 2048
 GPU_TOKENS, GPU_TOKENS_MAX, GPU_HIDDEN, GPU_FEED_FORWARD = 256, 8192, 2048, 5632
 PRODUCT, GPU_PRODUCT = (512, 1024, 2048), (4096, 4096, 4096)
-
-log = logging.getLogger("strata")
 
 
 class Compute:
@@ -184,18 +180,3 @@ def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.T
     source = torch.Generator("cpu").manual_seed(0)
     values = torch.randn(shape, generator=source, device="cpu") / shape[-1]
     return values.to(TORCH_DTYPES[dtype]).to(device)
-
-
-def usual_dtype(device: torch.device) -> str:
-    """bfloat16; float32 on a processor that multiplies matrices much more slowly in 16 bits."""
-    if device.type == "cuda":
-        return "bfloat16"
-    slower = matmul_flops("float32", device) / matmul_flops("bfloat16", device)
-    if slower < SLOW:
-        return "bfloat16"
-    log.info(
-        "this processor is %.0f times slower in bfloat16 than in float32, which is taken; "
-        "--dtype bfloat16 takes half the memory",
-        slower,
-    )
-    return "float32"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,13 @@ import torch
 from torch import nn
 
 from . import device, machine
+from .choices import ACTIVATIONS, IO_ENGINES, PAGE_BYTES_MIN, check_page_size, check_split
 from .errors import StrataError, check_choice
 from .graphs import refuse_graphed
+from .managed import check_parameters, dtype_names
 from .optimizer import check_optimizer, group_spec, moments_of
 from .sizes import Size, format_size, parse_budgets, parse_size
-from .units import Chosen, find_units
+from .units import Chosen, find_units, used_apart
 from .update_modes import (
     STATE_DTYPES,
     UPDATE_KINDS,
@@ -36,8 +37,6 @@ from .wrapped import DTYPE_NAMES
 if TYPE_CHECKING:
     from ._core import Config, ParamSpec, Plan
 
-ACTIVATIONS = ("auto", "keep", "swap", "recompute")
-IO_ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
 FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
 DISK_SHARE = 0.9
 DEVICE_SHARE = 0.25  # of that, where not everything fits
@@ -45,7 +44,6 @@ WORKERS_MAX = 4
 WORKERS_MAX_GPU = 16  # the processors have little else to do, and more do not make memory faster
 PROCESSORS_LEFT = 2  # for Python, autograd and the thread that moves pages
 UNBOUNDED = 1 << 50
-PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
 
 # Keywords whose type would otherwise be noticed late, or never.
 KINDS: tuple[tuple[str, Any, str], ...] = (
@@ -58,6 +56,7 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
     ("skip_nonfinite", bool, "True or False"),
     ("workers", (int, NoneType), "a whole number or None"),
     ("seed", int, "a whole number"),
+    ("init_device", (str, torch.device), "a device such as 'cuda'"),
     ("split", (int, NoneType), "a whole number or None"),
 )
 
@@ -83,6 +82,7 @@ class Options:
     workers: int | None = None
     weights: str | Path | None = None
     seed: int = 0
+    init_device: str | torch.device = "cpu"
     activations: str | None = "auto"
     split: int | None = None
     device: str | torch.device = "auto"
@@ -99,13 +99,7 @@ class Options:
         device.parse(self.device)
         if self.activations is not None:
             check_choice("activations", self.activations, ACTIVATIONS)
-        if self.split is not None and self.split < 2:
-            raise ValueError(f"split must be at least 2, or None, not {self.split}")
-        if self.split is not None and self.activations not in ("auto", "recompute"):
-            raise ValueError(
-                "split= computes slices of the batch one after the other and recomputes them, "
-                f"which activations={self.activations!r} rules out; pass activations='auto'"
-            )
+        check_split(self.split, self.activations)
         if self.page_size != "auto":
             check_page_size(parse_size(self.page_size))
         if self.accumulation_steps < 1:
@@ -119,7 +113,7 @@ class Options:
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.dtype is not None and self.dtype not in DTYPE_NAMES:
-            raise ValueError(f"dtype {self.dtype} is not supported; valid: {_dtypes()}")
+            raise ValueError(f"dtype {self.dtype} is not supported; valid: {dtype_names()}")
 
     def ssd_paths(self) -> list[str]:
         """The SSD folders, absolute."""
@@ -135,15 +129,6 @@ class Options:
 
 
 OPTION_NAMES = [field.name for field in fields(Options)]
-
-
-def check_page_size(size: int) -> None:
-    """Raises ValueError for what no page can be."""
-    if not PAGE_BYTES_MIN <= size <= PAGE_BYTES_MAX or size & (size - 1):
-        raise ValueError(
-            f"page_size must be a power of two from {format_size(PAGE_BYTES_MIN)} to "
-            f"{format_size(PAGE_BYTES_MAX)}, not {format_size(size)}"
-        )
 
 
 def default_workers(device_name: str = device.HOST) -> int:
@@ -166,7 +151,7 @@ def configure(
 ) -> tuple[Config, dict[nn.Module, list[int]]]:
     """The Config, and the modules to hook with the units that each one reads."""
     options.check()
-    _check_model(model)
+    check_model(model)
     device_name = device.choose(options.device, model)
     _check_devices(model, device_name)
     foreign = check_optimizer(optimizer, model)
@@ -191,7 +176,9 @@ def configure(
                 "group": group_of[id(parameter)] if trainable else 0,
             }
         )
-    groups = [group_spec(optimizer, group, foreign) for group in optimizer.param_groups]
+    groups = [
+        group_spec(optimizer, g, group, foreign) for g, group in enumerate(optimizer.param_groups)
+    ]
     check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
     update, max_staleness = core_mode(options.update)
     config: Config = {
@@ -208,10 +195,11 @@ def configure(
         "accumulate": options.accumulation_steps > 1,
         "update": update,
         "max_staleness": max_staleness,
-        "moment_dtype": STATE_DTYPES[options.state_dtype],
+        "moment_dtype": STATE_DTYPES[str(options.state_dtype)],
         "pin_workers": True,
         "compute_threads": compute_threads(device_name),
         "device": device_name,
+        "apart": used_apart(unit_specs, hooked) if options.max_unit_norm else [],
     }
     given = parse_budgets(options.memory)
     free = device.free_bytes(device_name)
@@ -298,27 +286,17 @@ def settle(
     )
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Raises where strata cannot train this model at all, and touches nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
-    named = list(model.named_parameters())
-    if not named:
+    if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
     for module in model.modules():
         if module.__dict__.get("_strata") is not None:
             raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
     refuse_graphed(model)
-    for name, parameter in named:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name!r} has no shape yet: run the lazy model once first")
-        if parameter.dtype not in DTYPE_NAMES:
-            raise ValueError(
-                f"parameter {name!r} is {parameter.dtype}, which is not supported; "
-                f"valid: {_dtypes()}"
-            )
-        if parameter.numel() == 0:
-            raise ValueError(f"parameter {name!r} has shape {tuple(parameter.shape)}: no elements")
-    _check_memory(named)
+    check_parameters(model)
 
 
 def _check_devices(model: nn.Module, device_name: str) -> None:
@@ -331,25 +309,6 @@ def _check_devices(model: nn.Module, device_name: str) -> None:
                 f"{device_name}: pass device={str(parameter.device)!r}, or wrap the model before "
                 "it is moved (on the CPU or the meta device)"
             )
-
-
-def _check_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raises ValueError where two parameters share memory: in pages each would get its own."""
-    spans = sorted(
-        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
-        for name, p in named
-        if not p.is_meta and p.is_contiguous()
-    )
-    for (_, end, first), (begin, _, second) in pairwise(spans):
-        if begin < end:
-            raise ValueError(
-                f"parameters {first!r} and {second!r} share memory without being one: tie them by "
-                "assigning the parameter itself, and cut tied layers with strata.nn.tile()"
-            )
-
-
-def _dtypes() -> str:
-    return ", ".join(str(dtype) for dtype in DTYPE_NAMES)
 
 
 def _choose_budgets(

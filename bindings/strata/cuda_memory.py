@@ -7,6 +7,7 @@
 
     allocator = Allocator(device, 8 << 30)
     allocator.give_pages(5 << 30)        # more than 3 GiB of tensors raise torch's own error
+    allocator.close()                    # as before
 
 Use from one thread at a time.
 
@@ -15,6 +16,10 @@ the host, nothing else of the process lies in the device's budget, but for the p
 not know. What it keeps in reserve counts for the limit: where that would be passed, it gives the
 reserve back first.
 
+Note [Shared limit]. PyTorch has one limit for a device, and several wrapped models may share it. So
+each of them has a share, the limit is the sum of the shares, never above the one that the user had
+set, and behind the last model that one is set again. A limit that the user sets meanwhile stays.
+
 Note [Peaks]. The allocator tells the highest use since it was asked to begin anew, which note()
 does each time. So in a step that is measured, what torch.cuda.max_memory_allocated() tells the user
 is the peak of a part of it.
@@ -22,76 +27,103 @@ is the peak of a part of it.
 
 from __future__ import annotations
 
-import bisect
+import os
+import threading
+import weakref
 from time import perf_counter
+from typing import ClassVar
 
 import torch
 
+from .curve import Curve
 
-class CudaMemoryCurve:
-    """Bytes in use, as steps between the moments that were noted."""
+
+class CudaMemoryCurve(Curve):
+    """Bytes in use, as PyTorch's allocator counts them."""
 
     def __init__(self, device: torch.device) -> None:
         """Begins to record. REQUIRES: CUDA is initialised, as it is where a tensor was made."""
+        super().__init__()
         self._device = device
-        self._times: list[float] = []
-        self._bytes: list[int] = []
-        self._peaks: list[int] = []  # since the moment before
         self.note(perf_counter())
 
-    def note(self, time: float) -> None:
-        """A moment. REQUIRES: it is now, and behind all that were noted."""
+    def _look(self) -> tuple[int, int]:
         stats = torch.cuda.memory_stats(self._device)
-        self._times.append(time)
-        self._bytes.append(stats["allocated_bytes.all.current"])
-        self._peaks.append(stats["allocated_bytes.all.peak"])
         torch.cuda.reset_peak_memory_stats(self._device)
-
-    def stop(self) -> None:
-        """Ends recording."""
-        self.note(perf_counter())
-
-    def at(self, time: float) -> int:
-        """Bytes in use at a moment."""
-        return self._bytes[self._last(time)]
-
-    def peak(self, begin: float, end: float) -> int:
-        """The most bytes in use from one moment to another."""
-        first, last = self._last(begin), self._last(end)
-        return max(self._bytes[first], *self._peaks[first + 1 : last + 1], 0)
-
-    def _last(self, time: float) -> int:
-        return max(0, bisect.bisect_right(self._times, time) - 1)
+        return stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
 
 
 class Allocator:
-    """PyTorch's allocator, which may have what pages leave of a device budget. On the host nothing
-    is to be done: it has no limit there. A limit that the user had set is kept to, and put back.
+    """What PyTorch's allocator may have on behalf of one wrapped model: what its pages leave of its
+    device budget. On the host nothing is to be done: there is no limit there. What is left when
+    nobody closes it is taken back with the object. See Note [Shared limit].
     """
 
     def __init__(self, device: torch.device, device_bytes: int) -> None:
         self._device = device
         self._device_bytes = device_bytes
         self.page_bytes = 0
-        self._usual: float | None = None  # what of the device the user let PyTorch have
+        self.close = weakref.finalize(self, _Limit.give_up, device, id(self), os.getpid())
+        self.close.atexit = False
 
     def give_pages(self, page_bytes: int) -> None:
         """Pages take so much of the budget. What PyTorch has in reserve is given back."""
         if page_bytes != self.page_bytes and self._device.type == "cuda":
-            if self._usual is None:
-                self._usual = memory_fraction(self._device)
-            rest = max(0, self._device_bytes - page_bytes)
-            total = torch.cuda.mem_get_info(self._device)[1]
-            torch.cuda.set_per_process_memory_fraction(min(self._usual, rest / total), self._device)
-            with torch.cuda.device(self._device):
-                torch.cuda.empty_cache()
+            _Limit.set_share(self._device, id(self), max(0, self._device_bytes - page_bytes))
+            self.give_reserve_back()
         self.page_bytes = page_bytes
 
-    def close(self) -> None:
-        """PyTorch may hold what it could before."""
-        if self._usual is not None:
-            torch.cuda.set_per_process_memory_fraction(self._usual, self._device)
-            self._usual = None
+    def give_reserve_back(self) -> None:
+        """Memory that PyTorch keeps without using it goes back to the device."""
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.empty_cache()
+
+
+class _Limit:
+    """Of PyTorch's allocator on one device. Threads: any may call the class methods."""
+
+    lock = threading.RLock()  # a finalizer may run wherever Python collects garbage
+    limits: ClassVar[dict[torch.device, _Limit]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._shares: dict[int, int] = {}  # bytes, by allocator
+        self._usual = memory_fraction(device)  # what of the device the user let PyTorch have
+        self._set = self._usual
+
+    @classmethod
+    def set_share(cls, device: torch.device, owner: int, byte_count: int) -> None:
+        """One of the wrapped models leaves so many bytes to PyTorch."""
+        with cls.lock:
+            if device not in cls.limits:
+                cls.limits[device] = cls(device)
+            limit = cls.limits[device]
+            limit._shares[owner] = byte_count
+            limit._apply()
+
+    @classmethod
+    def give_up(cls, device: torch.device, owner: int, process: int) -> None:
+        """It does not any more; behind the last one the limit is the user's again."""
+        if os.getpid() != process:  # a forked child cannot use the device
+            return
+        with cls.lock:
+            limit = cls.limits.get(device)
+            if limit is None or limit._shares.pop(owner, None) is None:
+                return
+            if not limit._shares:
+                del cls.limits[device]
+            limit._apply()
+
+    def _apply(self) -> None:
+        if memory_fraction(self._device, self._set) != self._set:
+            return  # the user has chosen another one since: it is his
+        part = self._usual
+        if self._shares:
+            total = torch.cuda.mem_get_info(self._device)[1]
+            part = min(part, sum(self._shares.values()) / total)
+        torch.cuda.set_per_process_memory_fraction(part, self._device)
+        self._set = memory_fraction(self._device, part)
 
 
 def counts_memory() -> bool:
@@ -99,7 +131,7 @@ def counts_memory() -> bool:
     return torch.cuda.get_allocator_backend() != "pluggable"
 
 
-def memory_fraction(device: torch.device) -> float:
-    """The part of a device that PyTorch may have."""
-    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # older PyTorches do not say
-    return float(ask(device)) if ask is not None and counts_memory() else 1.0
+def memory_fraction(device: torch.device, otherwise: float = 1.0) -> float:
+    """The part of a device that PyTorch may have; `otherwise` where it does not say."""
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # older PyTorches have none
+    return float(ask(device)) if ask is not None and counts_memory() else otherwise

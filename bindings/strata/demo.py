@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import finetune
 from . import finetune_options as options
 
 SSD_PATH = "runs/demo-ssd"
@@ -38,10 +37,10 @@ PRESET: dict[str, Any] = {
 }
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Runs the demo; any option of finetune may be given to change it."""
+def parse(arguments: Sequence[str]) -> options.Options:
+    """The demo; any option of finetune may be given to change it."""
     parser = options.Parser(prog="strata demo", description=__doc__)
     options.add_arguments(parser)
     parser.set_defaults(**PRESET)
     Path(SSD_PATH).mkdir(parents=True, exist_ok=True)
-    return finetune.run(options.finish(parser, arguments))
+    return options.finish(parser, arguments)

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from . import _core
-from .errors import StrataError, check_choice
+from .choices import HOST, parse_device
+from .errors import StrataError
 from .graphs import refuse_capture
 from .sizes import format_size
 
-HOST = "host"
-WORDS = ("auto", "host", "cpu", "cuda")
 # What a driver shows of itself to processes that may use its GPUs; the second one under WSL.
 DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
@@ -29,9 +28,9 @@ log = logging.getLogger("strata")
 def choose(asked: str | torch.device, model: nn.Module | None = None) -> str:
     """The core's name of the device that is meant: "host" or "cuda:N".
 
-    "auto" is the GPU that the model is on, else the first one that can be used, else the host: the
-    log says why, as a warning where there is a GPU. Raises StrataError, with the reason, where
-    another one is asked for that cannot be used.
+    "auto" is the GPU that the model is on, else the first one that can be used, else the host: a
+    warning says why, where there is a GPU. Raises StrataError, with the reason, where another one
+    is asked for that cannot be used.
     """
     parse(asked)
     held = model.parameters() if model is not None else ()
@@ -41,11 +40,8 @@ def choose(asked: str | torch.device, model: nn.Module | None = None) -> str:
             return str(there)
         if not (reason := why_not("cuda:0")):
             return "cuda:0"
-        log.log(
-            logging.WARNING if _shows_gpus() else logging.INFO,
-            "device='auto' is the host: %s",
-            reason,
-        )
+        if _shows_gpus():  # elsewhere nobody wants to hear of drivers
+            log.warning("device='auto' is the host: %s", reason)
         return HOST
     name = parse(asked)
     if name != HOST and (reason := why_not(name)):
@@ -57,12 +53,7 @@ def parse(asked: str | torch.device) -> str:
     """The core's name of what the user wrote; "auto" as it is. Raises TypeError or ValueError."""
     if not isinstance(asked, str | torch.device):
         raise TypeError(f"device must be 'auto', 'host', 'cuda:0' or a torch.device, not {asked!r}")
-    text = str(asked)
-    kind, _, number = text.partition(":")
-    if kind == "cuda" and number.isdecimal():
-        return f"cuda:{int(number)}"
-    check_choice("device", text, WORDS)
-    return {"cpu": HOST, "cuda": "cuda:0"}.get(text, text)
+    return parse_device(str(asked))
 
 
 def why_not(name: str) -> str:

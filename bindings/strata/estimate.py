@@ -5,48 +5,42 @@ strata estimate --model DIR --memory device=8GiB,host=24GiB --batch 4 --sequence
 The model is built without memory, its step is counted (meta_trace.py), and arithmetic and traffic
 become seconds by what --device achieves here, or by --flops and --device-bandwidth for another one.
 What `strata finetune` does by itself is done here, too: a loss without logits where these are many,
-and tiles of layers that are larger than the device.
+and tiles of layers that are larger than the device. finetune asks smallest_device() before it reads
+anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import _core, device
+from ._torch_compat import FakeTensorMode
+from .answer import Answer, ssd_enough
+from .calibrate import TYPICAL_COMPUTING, typical_costs
 from .configure import UNBOUNDED, Options
 from .errors import StrataError
-from .finetune_model import choose
-from .finetune_options import Parser
+from .finetune_model import choose, config_file
 from .fitting import tiles_wanted
 from .forecast import Forecast, forecast
 from .meta_trace import CountedStep, count_step
 from .nn.causal_lm import chunk_many, is_chunked
 from .nn.replace import put_tiles
 from .nn.tiles import Tiled
-from .planner_options import (
-    add_machine,
-    budgets_of,
-    machine_of,
-    page_size,
-    parse_count,
-    parse_speed,
-    positive,
-    wishes_of,
-    worded,
-)
+from .planner_machine import machine_of, remarks
+from .planner_options import budgets_of, wishes_of
+from .update_modes import STATE_DTYPES, Update, core_mode
 
 if TYPE_CHECKING:
-    from ._core import Config, DtypeName, GroupSpec, ParamSpec, Plan, Trace
+    from ._core import Budgets, Config, DtypeName, GroupSpec, ParamSpec, Plan, Trace, Wishes
 
-DTYPES = ("bfloat16", "float16", "float32")
 MASKLESS = "strata_causal"  # a form of attention, as Transformers names them
 ADAMW: GroupSpec = {
     "rule": "adamw",
@@ -64,9 +58,35 @@ ADAMW: GroupSpec = {
 }
 
 
-def count(
-    config: Any, batch: int, sequence: int, dtype: DtypeName, device_bytes: int = UNBOUNDED
-) -> tuple[Any, CountedStep]:
+@dataclass(frozen=True)
+class Step:
+    """A step of training, and what it may use."""
+
+    config: Any  # of Transformers
+    batch: int
+    sequence: int
+    dtype: DtypeName
+    memory: Mapping[str, int]  # bytes by tier
+    device: str  # the core's name
+    update: Update = "on_step"
+    state_dtype: str = "float32"  # as the command line writes it
+    page_bytes: int = 0  # 0: chosen
+    accumulate: bool = False
+    max_unit_norm: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of one backward."""
+        return self.batch * self.sequence
+
+    def budgets(self, sizes: Plan) -> Budgets:
+        """As the planner takes them: buffers of gradients are no pages, and take host memory."""
+        host = max(0, self.memory["host"] - sizes["buffer_bytes"])
+        given = {**self.memory, "host": host}
+        return budgets_of(given, sizes["page_bytes"], grads_rest=self.update == "on_step")
+
+
+def count(step: Step) -> tuple[Any, CountedStep]:
     """The model of a Transformers config without memory, as it would train, and its counted step.
 
     Attention gets no mask and is causal by itself: with shapes only, Transformers cannot see that a
@@ -77,15 +97,17 @@ def count(
 
     AttentionInterface.register(MASKLESS, sdpa_attention_forward)
     AttentionMaskInterface.register(MASKLESS, lambda *_args, **_kwargs: None)
+    config = copy.deepcopy(step.config)
     config.use_cache = False
+    options = Options(max_unit_norm=step.max_unit_norm)
     with FakeTensorMode():
         try:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, dtype), attn_implementation=MASKLESS
+                config, dtype=getattr(torch, step.dtype), attn_implementation=MASKLESS
             ).train()
-            chunk_many(model, batch * sequence)
-            put_tiles(model, tiles_wanted(model, Options(), device_bytes))
-            ids = torch.zeros(batch, sequence, dtype=torch.long)
+            chunk_many(model, step.tokens)
+            put_tiles(model, tiles_wanted(model, options, step.memory["device"]))
+            ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
             counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss)
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(
@@ -142,6 +164,7 @@ def make_trace(
                 "may_swap": True,
                 "may_recompute": u in saving,
                 "traced": "keep",
+                "slices_traced": 1,
             }
             for u, unit in enumerate(sizes["units"])
         ],
@@ -160,16 +183,16 @@ def make_trace(
     }
 
 
-def page_sizes(
-    model: Any, counted: CountedStep, options: argparse.Namespace, dtype: DtypeName
-) -> Plan:
+def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
     """Units in whole pages, trained by AdamW, with the page size that wrap() would choose."""
+    update, max_staleness = core_mode(step.update)
+    word = step.state_dtype
     unit_of = {p: u for u, unit in enumerate(counted.units) for p in unit.params}
     params: list[ParamSpec] = [
         {
             "name": name,
             "numel": parameter.numel(),
-            "dtype": dtype,
+            "dtype": step.dtype,
             "trainable": True,
             "unit": unit_of[i],
             "group": 0,
@@ -180,20 +203,20 @@ def page_sizes(
         "params": params,
         "units": [unit.name for unit in counted.units],
         "groups": [ADAMW],
-        "page_bytes": options.page_size or 0,
-        "device_bytes": options.memory["device"],
-        "host_bytes": options.memory["host"],
-        "ssd_bytes": options.memory["ssd"],
-        "ssd_paths": ["ssd"] if options.memory["ssd"] else [],
+        "page_bytes": step.page_bytes,
+        "device_bytes": step.memory["device"],
+        "host_bytes": step.memory["host"],
+        "ssd_bytes": step.memory["ssd"],
+        "ssd_paths": ["ssd"] if step.memory["ssd"] else [],
         "io_engine": "auto",
         "workers": 1,
-        "accumulate": False,
-        "update": "on_step",
-        "max_staleness": 0,
-        "moment_dtype": "float32",
+        "accumulate": step.accumulate,
+        "update": update,
+        "max_staleness": max_staleness,
+        "moment_dtype": STATE_DTYPES[word if word in STATE_DTYPES else f"torch.{word}"],
         "pin_workers": True,
         "compute_threads": 1,
-        "device": options.device,
+        "device": step.device,
     }
     try:
         return _core.plan(config)
@@ -201,68 +224,51 @@ def page_sizes(
         return _core.plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
 
 
-def estimate(options: argparse.Namespace) -> Forecast:
+def estimate(options: argparse.Namespace) -> Answer:
     """Counts, and plans. Raises StrataError where the device cannot be used."""
     options.device = device.choose(options.device)  # its pages have sizes of their own
-    dtype: DtypeName = options.dtype
     folder = Path(options.model)
-    name = str(folder / "config.json") if folder.is_dir() else options.model  # no weights needed
-    config = choose(name, None, options.sequence).config
-    device_bytes = options.memory["device"]
-    model, counted = count(config, options.batch, options.sequence, dtype, device_bytes)
-    sizes = page_sizes(model, counted, options, dtype)
+    name = str(config_file(folder)) if folder.is_dir() else options.model  # no weights needed
+    step = Step(
+        choose(name, None, options.sequence).config,
+        options.batch,
+        options.sequence,
+        options.dtype,
+        options.memory,
+        options.device,
+        options.update,
+        options.state_dtype,
+        options.page_size or 0,
+    )
+    model, counted = count(step)
+    sizes = page_sizes(model, counted, step)
     page_bytes = sizes["page_bytes"]
-    machine = machine_of(options, page_bytes, dtype)
+    machine = machine_of(options, page_bytes, step.dtype)
     costs = machine.costs
     flops_s, bytes_s = options.flops or machine.flops_s, options.device_bandwidth
     if bytes_s is None:  # another device is limited by its arithmetic
         bytes_s = machine.memory_bytes_s if options.flops is None else float("inf")
-    trace = make_trace(counted, sizes, options.batch, flops_s, bytes_s)
-    tokens = options.batch * options.sequence
-    budgets, wishes = budgets_of(options, page_bytes), wishes_of(options)
-    found = forecast(trace, costs, budgets, wishes, tokens)
-    return replace(found, changes=changes(model))
+    trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
+    budgets = step.budgets(sizes)
+    wishes = wishes_of(options.activations, options.split)
+    found = forecast(trace, costs, budgets, wishes, step.tokens)
+    enough = 0 if found.feasible else ssd_enough(trace, costs, budgets, wishes)
+    found = replace(found, changes=changes(model))
+    return Answer(found, options.steps, options.ssd_endurance, enough, remarks(options))
 
 
-def run(arguments: Sequence[str], description: str | None) -> int:
-    """0 where the model fits, 1 where it does not."""
-    parser = Parser(prog="strata estimate", description=description)
-    _add_model(parser)
-    add_machine(parser)
-    options = parser.parse_args(arguments)
-    found = estimate(options)
-    print(json.dumps(found.to_dict(), indent=2) if options.json else found)
-    return 0 if found.feasible else 1
+def rehearse(step: Step, wishes: Wishes) -> Forecast:
+    """The step on paper, on a machine of typical speeds: what it needs and moves, and not how long
+    it takes. Raises ValueError for a model that cannot run on shapes alone."""
+    model, counted = count(step)
+    sizes = page_sizes(model, counted, step)
+    trace = make_trace(counted, sizes, step.batch, TYPICAL_COMPUTING[0], float("inf"))
+    budgets = step.budgets(sizes)
+    return forecast(trace, typical_costs(), budgets, wishes, step.tokens)
 
 
-def _add_model(parser: Parser) -> None:
-    add = parser.add_argument_group("the model and its step").add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="DIR|CONFIG|SIZE",
-        help="a Transformers folder or config.json (weights are not read), or a size such as "
-        "llama-1b",
-    )
-    add("--batch", type=worded(positive), default=1, metavar="N", help="sequences (default: 1)")
-    add(
-        "--sequence",
-        type=worded(positive),
-        default=2048,
-        metavar="N",
-        help="tokens of each (default: 2048)",
-    )
-    add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    add(
-        "--flops",
-        type=worded(parse_count),
-        metavar="N",
-        help="FLOP/s that the device achieves, such as 400T (default: as --device is measured)",
-    )
-    add(
-        "--device-bandwidth",
-        type=worded(parse_speed),
-        metavar="SPEED",
-        help="of the device's memory, such as 3TB/s (default: as --device is measured)",
-    )
-    add("--page-size", type=worded(page_size), metavar="SIZE", help="default: chosen")
+def run(options: argparse.Namespace) -> int:
+    """0 where the model fits, 1 where it does not. `options`: of estimate_parser()."""
+    answer = estimate(options)
+    print(json.dumps(answer.to_dict(), indent=2) if options.json else answer)
+    return answer.status

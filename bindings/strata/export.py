@@ -6,23 +6,22 @@
 Files: model.safetensors, or model-00001-of-000NN.safetensors with model.safetensors.index.json as
 Transformers reads them; config.json and generation_config.json where the model has them. A tied
 parameter is stored once, under its first name, and the tiles of a layer as the tensor they are cut
-from. The index is written last, and every file appears whole.
+from. How they take the places of an older export is said in export_files.py.
 """
 
 import copy
-import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from .checkpoint_files import BUFFER_BYTES
+from .export_files import SINGLE_NAME, replace_export, save_shard, write_index
 from .stored import stored_tensors
-from .weights import INDEX_NAME, persistent_buffers
+from .visits import Visit
+from .weights import persistent_buffers
 from .wrapped import wrapped
 
 SHARD_BYTES = 256 << 20
@@ -38,27 +37,23 @@ def export_safetensors(
     """Writes the newest parameters of `model` into the folder `path`.
 
     `dtype` of the file: default that of the computation. Memory used: one shard of at most
-    `shard_bytes`, or the largest parameter where that is more. Shards that an earlier export left
-    in `path` are removed. Raises OSError where the folder cannot be written.
+    `shard_bytes`, or the largest parameter where that is more. An earlier export in `path` is
+    replaced, and loads until the new one does, so the disk holds both for a while. Others stay.
+    Raises FileExistsError where `path` holds weights that strata did not export, and OSError where
+    it cannot be written.
     """
     source = _Source(model, dtype)
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
     shards = list(_shards(source.sizes, shard_bytes))
     files: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if len(shards) > 1:
+    with replace_export(Path(path)) as folder:
+        for number, names in enumerate(shards, start=1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: source.tensor(name) for name in names}
-        save_file(tensors, path / f"{file}.tmp", metadata={"format": "pt"})
-        os.replace(path / f"{file}.tmp", path / file)
-        files |= dict.fromkeys(names, file)
-    _save_configs(model, path, source.common_dtype())
-    _write_index(path, files, sum(source.sizes.values()))
-    for left in path.glob("model*.safetensors"):
-        if left.name not in files.values():
-            left.unlink()
+            file = SINGLE_NAME if len(shards) == 1 else file
+            save_shard({name: source.tensor(name) for name in names}, folder / file)
+            files |= dict.fromkeys(names, file)
+        _save_configs(model, folder, source.common_dtype())
+        if len(shards) > 1:
+            write_index(folder, files, sum(source.sizes.values()))
 
 
 class _Source:
@@ -67,6 +62,8 @@ class _Source:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         state = wrapped(model)
         state.check_parameters()
+        state.hooks.reset()
+        state.refuse_half_step("export_safetensors()")
         state.synchronize()
         self._state = state
         specs = state.config["params"]
@@ -107,11 +104,13 @@ class _Source:
     def _read_computed(self, param: int, result: torch.Tensor) -> None:
         """A parameter as the device computes with it; rounding its master may give a neighbour."""
         unit = self._state.unit_of[param]
-        self._state.enter(unit)
+        visit = self._state.visits.add(Visit())
         try:
+            self._state.enter(unit, visit)
             result.copy_(self._state.aliases[param].detach().reshape(-1))
         finally:
-            self._state.leave(unit)
+            self._state.leave(unit, visit)
+            self._state.visits.end(visit)
 
     def common_dtype(self) -> torch.dtype:
         """The dtype of most bytes: what config.json says of the whole."""
@@ -146,15 +145,3 @@ def _save_configs(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(path)
-
-
-def _write_index(path: Path, files: dict[str, str], size: int) -> None:
-    """Names the shard of every tensor; a single file needs no index."""
-    index = path / INDEX_NAME
-    if len(set(files.values())) == 1:
-        index.unlink(missing_ok=True)
-        return
-    temporary = index.with_suffix(".tmp")
-    content = {"metadata": {"total_size": size}, "weight_map": files}
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, index)

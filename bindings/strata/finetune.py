@@ -11,21 +11,25 @@ Files of a run, in its output folder:
                                                                     writes it, with its tokenizer
 """
 
+from __future__ import annotations
+
+import logging
 import random
 import shutil
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from . import checkpoint, finetune_report
-from .compute_probe import usual_dtype
+from . import checkpoint, finetune_check, finetune_report, machine
+from .api import wrap
+from .choices import HOST
 from .device import choose as choose_device
-from .device import torch_device
 from .export import export_safetensors
 from .finetune_data import Data, prepare
 from .finetune_model import Choice, choose
@@ -35,13 +39,18 @@ from .grad_scaler import GradScaler
 from .interrupt import Interrupt
 from .metrics import Metrics
 from .nn.causal_lm import chunk_many
-from .report import make_report
-from .wrap import wrap
+from .reports import make_report
 from .wrapped import wrapped
+
+if TYPE_CHECKING:
+    from ._core import DtypeName
 
 RATE_FRESH = 6e-4
 RATE_SAVED = 2e-5
+RUN_FOLDERS = ("checkpoint", "data", "tokenizer", "model")
 INTERRUPTED = 130  # the exit status that shells use for Ctrl-C
+
+log = logging.getLogger("strata")
 
 
 def run(options: Options) -> int:
@@ -55,7 +64,9 @@ def run(options: Options) -> int:
     _claim(output, options)
     device = choose_device(options.device)
     if options.dtype == "auto":
-        options = replace(options, dtype=usual_dtype(torch_device(device)))
+        options = replace(options, dtype=usual_dtype(device, machine.processor_flags()))
+    for sentence in finetune_check.check(choice, options, device):
+        log.info("%s", sentence)
     data = prepare(options, choice, output)
     choice.adopt(data.tokenizer)
     for seeded in (torch.manual_seed, random.seed, np.random.seed):
@@ -77,6 +88,18 @@ def run(options: Options) -> int:
         wrapped(model).close()
 
 
+def usual_dtype(device: str, flags: Collection[str]) -> DtypeName:
+    """bfloat16; float32 on processors that have no arithmetic for it. `flags`: what they have. No
+    GPU without it is taken. The same machine always gives the same answer, however busy it is."""
+    if device != HOST or machine.has_bfloat16(flags):
+        return "bfloat16"
+    log.info(
+        "this processor has no arithmetic in bfloat16, so float32 is taken; --dtype bfloat16 takes "
+        "half the memory, and several times as long"
+    )
+    return "float32"
+
+
 def _claim(output: Path, options: Options) -> None:
     """Makes the output folder, and refuses to write over an earlier run."""
     if not options.resume and (output / OPTIONS_NAME).exists():
@@ -84,8 +107,15 @@ def _claim(output: Path, options: Options) -> None:
             raise ValueError(
                 f"{output} holds an earlier run: --resume continues it, --overwrite replaces it"
             )
-        for folder in ("checkpoint", "data", "tokenizer", "model"):
-            shutil.rmtree(output / folder, ignore_errors=True)
+        folders = [(output / name).resolve() for name in RUN_FOLDERS]
+        for read in (options.model, *options.data):
+            if any(Path(read).resolve().is_relative_to(folder) for folder in folders):
+                raise ValueError(
+                    f"--overwrite would remove {read}, which the new run reads: give another "
+                    "--output"
+                )
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         (output / OPTIONS_NAME).unlink()
     output.mkdir(parents=True, exist_ok=True)
 
@@ -107,7 +137,7 @@ def _wrap(
         ssd_path=options.ssd_path,
         dtype=getattr(torch, options.dtype),
         **options.updates(),
-        weights=choice.weights,
+        weights=choice.weights or "init",
         seed=options.seed,
         page_size=options.page_size,
         io_engine=options.io_engine,
@@ -147,13 +177,19 @@ class _Training:
 
     def resume(self) -> None:
         """Continues where the checkpoint stands. Raises where it is of another run."""
-        extra = checkpoint.load(self._model, self._output / "checkpoint")
+        path = self._output / "checkpoint"
+        extra = checkpoint.load(self._model, path)
+        if missing := [name for name in self._where() if name not in extra]:
+            raise ValueError(
+                f"cannot resume: {path} was not written by strata finetune: its extra has no "
+                + ", ".join(map(repr, missing))
+            )
         identity = self._identity()
         for name, value in extra["identity"].items():
-            if identity[name] != value:
+            if identity.get(name) != value:
                 raise ValueError(
                     f"cannot resume: {name} was {value!r} in the run that {self._output} holds, "
-                    f"and is {identity[name]!r} now"
+                    f"and is {identity.get(name)!r} now"
                 )
         self._step, self._position = extra["step"], extra["position"]
         self._seconds = extra["seconds"]
@@ -197,13 +233,7 @@ class _Training:
         rate = options.rate(self._step, self._peak_rate)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        total = 0.0
-        for _ in range(options.accumulation):
-            tokens = self._data.training.batch(self._position, options.batch)
-            self._position += options.batch
-            loss = self._loss(tokens) / options.accumulation
-            self._scaler.scale(loss).backward()
-            total += loss.item()
+        total = self._gradients()
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
@@ -223,6 +253,28 @@ class _Training:
         )
         self._metrics.add_step(record)
         return record
+
+    def _gradients(self) -> float:
+        """Those of a step, and its loss. Where a step that is recorded runs out of memory, it is
+        run again, and takes less."""
+        options, begin = self._options, self._position
+        while True:
+            total = 0.0
+            try:
+                for _ in range(options.accumulation):
+                    tokens = self._data.training.batch(self._position, options.batch)
+                    self._position += options.batch
+                    loss = self._loss(tokens) / options.accumulation
+                    self._scaler.scale(loss).backward()
+                    total += loss.item()
+                return total
+            except torch.OutOfMemoryError:
+                planning = self._state.planning
+                used = self._state.config["update"] == "in_backward"  # some gradients, already
+                if used or planning is None or not planning.recording.may_try_smaller:
+                    raise
+            self._position = begin
+            self._optimizer.zero_grad()
 
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
         tokens = tokens.to(self._state.device)
@@ -245,7 +297,12 @@ class _Training:
         view.note(f"held-out loss after step {self._step}: {loss:.4f} (perplexity {perplexity})")
 
     def _save(self, view: View) -> None:
-        extra = {
+        checkpoint.save(self._model, self._output / "checkpoint", extra=self._where())
+        view.note(f"checkpoint of step {self._step} in {self._output / 'checkpoint'}")
+
+    def _where(self) -> dict[str, Any]:
+        """Which run it is, and how far it has come."""
+        return {
             "identity": self._identity(),
             "step": self._step,
             "position": self._position,
@@ -253,8 +310,6 @@ class _Training:
             "peak_rate": self._peak_rate,
             "scaler": self._scaler.state_dict(),
         }
-        checkpoint.save(self._model, self._output / "checkpoint", extra=extra)
-        view.note(f"checkpoint of step {self._step} in {self._output / 'checkpoint'}")
 
     def _identity(self) -> dict[str, Any]:
         """What must stay the same for a resumed run to be the run it continues."""

@@ -2,7 +2,7 @@
 
 choice = choose("llama-110m", vocabulary=8192)
 model = choice.build()                       # on the meta device
-strata.wrap(model, ..., weights=choice.weights)
+strata.wrap(model, ..., weights=choice.weights or "init")
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from .choices import MODEL_SIZES
 from .errors import nearest
 
 VOCABULARY = 8192  # of a fresh model, where nothing else is asked for
-
-# name: hidden size, layers, heads, intermediate size
-SIZES = {
-    "llama-10m": (256, 8, 4, 768),
-    "llama-25m": (384, 10, 6, 1024),
-    "llama-110m": (768, 14, 12, 2048),
-    "llama-350m": (1024, 24, 16, 3072),
-    "llama-1b": (2048, 20, 16, 5632),
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ def choose(name: str, vocabulary: int | None, positions: int) -> Choice:
     size, and for a folder or file that holds no causal language model.
     """
     path = Path(name)
-    if name in SIZES:
+    if name in MODEL_SIZES:
         return Choice(name, _llama(name, vocabulary or VOCABULARY, positions), None, None)
     if path.is_file():
         config = _config(path)
@@ -76,24 +68,30 @@ def choose(name: str, vocabulary: int | None, positions: int) -> Choice:
         return _saved(path, vocabulary)
     raise ValueError(
         f"--model {name!r} is neither a folder, nor a config.json, nor a size: "
-        f"{nearest(name, SIZES)} (sizes: {', '.join(SIZES)})"
+        + nearest(name, MODEL_SIZES)
     )
 
 
+def config_file(folder: Path) -> Path:
+    """The configuration in a save_pretrained folder. Raises ValueError where there is none."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json: it is not a save_pretrained folder")
+    return file
+
+
 def _saved(path: Path, vocabulary: int | None) -> Choice:
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} has no config.json: it is not a save_pretrained folder")
+    config = config_file(path)
     if not any(path.glob("*.safetensors")):
         raise ValueError(
-            f"{path} has no *.safetensors weights; "
-            f"for a fresh model give its {path / 'config.json'}"
+            f"{path} has no *.safetensors weights; for a fresh model give its {config}"
         )
     if vocabulary is not None:
         raise ValueError("--vocabulary is for a fresh model; a saved one keeps its own")
     tokenizer = _tokenizer_in(path)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer beside its weights")
-    return Choice(path.resolve().name, _config(path / "config.json"), path, tokenizer)
+    return Choice(path.resolve().name, _config(config), path, tokenizer)
 
 
 def _config(file: Path) -> Any:
@@ -114,7 +112,7 @@ def _tokenizer_in(folder: Path) -> Path | None:
 
 
 def _llama(name: str, vocabulary: int, positions: int) -> LlamaConfig:
-    hidden, layers, heads, intermediate = SIZES[name]
+    hidden, layers, heads, intermediate = MODEL_SIZES[name]
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,

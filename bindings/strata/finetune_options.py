@@ -1,6 +1,7 @@
 """What `strata finetune` can be told, and what follows from it.
 
-options = parse(["--model", "llama-25m", "--data", "notes/", "--steps", "100"])
+add_arguments(parser)
+options = finish(parser, ["--model", "llama-25m", "--data", "notes/", "--steps", "100"])
 """
 
 import argparse
@@ -13,18 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
-from .device import parse as parse_device
-from .finetune_model import SIZES
+from .choices import ACTIVATIONS, IO_ENGINES, MODEL_SIZES, STATE_DTYPES, check_split, parse_device
+from .choices import DTYPES as COMPUTED_DTYPES
+from .option_types import as_written, count, fraction, number, page_size, positive, worded
 from .sizes import parse_size
 from .update_modes import LockFree, parse_update
 
 OPTIONS_NAME = "options.json"
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
-ACTIVATIONS = ("auto", "keep", "swap", "recompute")
-STATE_DTYPES = ("float32", "bfloat16", "8bit")
+DTYPES = ("auto", *COMPUTED_DTYPES)
+
+_SIZE = worded(as_written(parse_size))
+_POSITIVE, _COUNT, _NUMBER = worded(positive), worded(count), worded(number)
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Options:
     host_memory: str | None = None
     ssd_memory: str | None = None
     ssd_path: list[str] | None = None
+    ssd_endurance: str | None = None
     steps: int = 100
     batch: int = 1
     sequence: int = 512
@@ -75,6 +76,8 @@ class Options:
 
     def updates(self) -> dict[str, Any]:
         """When and with what parameters are updated, as strata.wrap takes it."""
+        import torch  # parsing options needs none of it
+
         update = parse_update(self.update)
         clipped = "max_unit_norm" if update == "in_backward" else "max_grad_norm"
         return {
@@ -104,7 +107,12 @@ class Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the nearest valid option where one is unknown."""
+    """Names the nearest valid option where one is unknown, and takes none for another: beginnings
+    of options are no options."""
+
+    def __init__(self, **keywords: Any) -> None:
+        """As argparse's."""
+        super().__init__(**keywords, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for whatever cannot be parsed."""
@@ -132,7 +140,7 @@ def _add_model(add: Callable[..., object], default: Options) -> None:
         "--model",
         metavar="DIR|CONFIG|SIZE",
         help="a save_pretrained folder, a config.json, or a fresh model of a size: "
-        + ", ".join(SIZES),
+        + ", ".join(MODEL_SIZES),
     )
     add("--data", nargs="+", metavar="PATH", help="text files, or folders searched for them")
     add("--output", metavar="DIR", help=f"where results go (default: {default.output})")
@@ -144,14 +152,19 @@ def _add_model(add: Callable[..., object], default: Options) -> None:
     add("--overwrite", action="store_true", help="replace an earlier run in --output")
     add(
         "--vocabulary",
-        type=_positive,
+        type=_POSITIVE,
         metavar="N",
         help="tokens of the tokenizer trained for a fresh model (default: 8192, or its config's)",
     )
-    add("--data-limit", type=_size, metavar="SIZE", help="use so much of the text at most")
+    add(
+        "--data-limit",
+        type=_SIZE,
+        metavar="SIZE",
+        help="use so much of the text at most",
+    )
     add(
         "--held-out",
-        type=_fraction,
+        type=worded(fraction),
         metavar="PART",
         help=f"part of the text kept for evaluation (default: {default.held_out})",
     )
@@ -160,85 +173,116 @@ def _add_model(add: Callable[..., object], default: Options) -> None:
 def _add_places(add: Callable[..., object], default: Options) -> None:
     add(
         "--device",
-        type=_device,
+        type=worded(as_written(parse_device)),
         metavar="NAME",
         help=f"what computes: auto, host, cuda or cuda:N (default: {default.device})",
     )
     for tier in ("device", "host", "ssd"):
         add(
             f"--{tier}-memory",
-            type=_size,
+            type=_SIZE,
             metavar="SIZE",
             help=f"budget of the {tier} tier, such as 256MiB"
             + (" (default: from what is free)" if tier != "ssd" else "; needs --ssd-path"),
         )
     add("--ssd-path", nargs="+", metavar="DIR", help="folders on one or several disks")
     add(
+        "--ssd-endurance",
+        type=_SIZE,
+        metavar="SIZE",
+        help="what the drives last for, all together (TBW on their data sheets), such as 600TB",
+    )
+    add(
         "--dtype",
         choices=DTYPES,
         help="of the computation (default: auto, which is bfloat16, or float32 on a processor that "
-        "is slow in 16 bits)",
+        "has no arithmetic for it)",
     )
     add(
         "--state-dtype",
         choices=STATE_DTYPES,
         help=f"of AdamW's moments; shorter ones lose bits (default: {default.state_dtype})",
     )
-    add("--page-size", type=_page_size, metavar="SIZE", help="default: auto")
-    add("--io-engine", choices=ENGINES, help="default: auto")
-    add("--workers", type=_positive, metavar="N", help="threads that update parameters")
+    add("--page-size", type=worded(_page_size), metavar="SIZE", help="default: auto")
+    add("--io-engine", choices=IO_ENGINES, help="default: auto")
+    add("--workers", type=_POSITIVE, metavar="N", help="threads that update parameters")
     add(
         "--activations",
         choices=ACTIVATIONS,
         help="what becomes of what backward needs: as planned, or so wherever it can be "
         f"(default: {default.activations})",
     )
-    add("--split", type=_positive, metavar="N", help="compute units on slices of the batch")
+    add("--split", type=_POSITIVE, metavar="N", help="compute units on slices of the batch")
 
 
 def _add_training(add: Callable[..., object], default: Options) -> None:
-    add("--steps", type=_positive, metavar="N", help=f"default: {default.steps}")
-    add("--batch", type=_positive, metavar="N", help=f"sequences (default: {default.batch})")
-    add("--sequence", type=_positive, metavar="N", help=f"tokens (default: {default.sequence})")
-    add("--accumulation", type=_positive, metavar="N", help="backward calls per step (default: 1)")
-    add("--lr", type=float, metavar="RATE", help="peak (default: 6e-4 if fresh, 2e-5 if saved)")
-    add("--warmup", type=_count, metavar="N", help="steps (default: a tenth, at most 100)")
+    add("--steps", type=_POSITIVE, metavar="N", help=f"default: {default.steps}")
+    add("--batch", type=_POSITIVE, metavar="N", help=f"sequences (default: {default.batch})")
+    add(
+        "--sequence",
+        type=_POSITIVE,
+        metavar="N",
+        help=f"tokens (default: {default.sequence})",
+    )
+    add(
+        "--accumulation",
+        type=_POSITIVE,
+        metavar="N",
+        help="backward calls per step (default: 1)",
+    )
+    add(
+        "--lr",
+        type=_NUMBER,
+        metavar="RATE",
+        help="peak (default: 6e-4 if fresh, 2e-5 if saved)",
+    )
+    add("--warmup", type=_COUNT, metavar="N", help="steps (default: a tenth, at most 100)")
     add(
         "--update",
-        type=_update,
+        type=worded(as_written(parse_update)),
         metavar="MODE",
         help="on_step; in_backward: as soon as a unit's gradients are there; lock-free:S: the "
         f"model may compute with parameters up to S steps old (default: {default.update})",
     )
-    add("--weight-decay", type=float, metavar="RATE", help=f"default: {default.weight_decay}")
+    add(
+        "--weight-decay",
+        type=_NUMBER,
+        metavar="RATE",
+        help=f"default: {default.weight_decay}",
+    )
     add(
         "--max-grad-norm",
-        type=float,
+        type=_NUMBER,
         metavar="NORM",
         help="gradients are scaled down to it, with --update in_backward those of every unit by "
         f"themselves; 0: never (default: {default.max_grad_norm})",
     )
-    add("--seed", type=_count, metavar="N", help=f"default: {default.seed}")
+    add("--seed", type=_COUNT, metavar="N", help=f"default: {default.seed}")
 
 
 def _add_results(add: Callable[..., object], default: Options) -> None:
     add(
         "--eval-every",
-        type=_count,
+        type=_COUNT,
         metavar="N",
         help="steps between evaluations; 0: first and last only (default: a fifth of --steps)",
     )
     add(
         "--eval-windows",
-        type=_positive,
+        type=_POSITIVE,
         metavar="N",
         help=f"held-out sequences per evaluation (default: {default.eval_windows})",
     )
-    add("--save-every", type=_count, metavar="N", help="steps between checkpoints (default: none)")
+    add(
+        "--save-every",
+        type=_COUNT,
+        metavar="N",
+        help="steps between checkpoints (default: none)",
+    )
     add("--prompt", metavar="TEXT", help="what the model continues at the end")
     add(
         "--generate",
-        type=_count,
+        type=_COUNT,
         metavar="N",
         help=f"tokens to generate at the end; 0: none (default: {default.generate})",
     )
@@ -271,55 +315,14 @@ def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
             "--dtype float16 scales the loss and skips steps that overflow, which --update "
             f"{options.update} cannot: take bfloat16, or --update on_step"
         )
+    try:
+        check_split(options.split, options.activations)
+    except ValueError as error:
+        parser.error(str(error))
     if options.resume and options.overwrite:
         parser.error("--resume and --overwrite contradict each other")
     return options
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = _count(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
-def _update(text: str) -> str:
-    try:
-        parse_update(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def _device(text: str) -> str:
-    try:
-        parse_device(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def _size(text: str) -> str:
-    try:
-        parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
 def _page_size(text: str) -> str:
-    return text if text == "auto" else _size(text)
+    return text if text == "auto" else as_written(page_size)(text)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ._torch_compat import FakeTensorMode
 from .finetune_data import Data
 from .finetune_model import Choice
 from .finetune_view import print_table
 from .metrics import Metrics
+from .reports import make_report
 from .sizes import format_size
 from .wrapped import Wrapped
 
@@ -127,6 +128,8 @@ def summary(
         ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} tokens/s (median step)"),
         ("parameters", f"{needs.parameters / 1e6:.1f} M, {format_size(size)} as computed with"),
     ]
+    if limited := make_report(state).limited:
+        rows.append(("speed is", limited))
     if state.steps_skipped:
         rows.append(("skipped steps", f"{state.steps_skipped}, their gradients were not finite"))
     rows += [

@@ -1,25 +1,26 @@
 """Cuts layers into tiles where a unit is too large for the device, when a model is wrapped.
 
-with fitted(model, optimizer, options, make_plan) as (config, hooked, plan):
-    ...                # what raises in here leaves the model as it was
+config, hooked, plan = fit(model, optimizer, options, make_plan)
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from . import budget_check
 from .configure import Options, configure, settle
 from .errors import StrataError
+from .leftovers import remove_leftovers
 from .nn.causal_lm import why_not_chunked
 from .nn.replace import put_tiles, remove_tiles
 from .nn.tiles import Tiled, why_not
+from .sizes import parse_budgets
 from .units import find_units
 
 if TYPE_CHECKING:
@@ -33,20 +34,24 @@ UNIT_SHARE = 2  # where one unit is larger than the device, those above this par
 log = logging.getLogger("strata")
 
 
-@contextmanager
-def fitted(
+def fit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     options: Options,
     make_plan: Callable[[Config], Plan],
-) -> Iterator[Fitted]:
+) -> Fitted:
     """The configuration under which the model fits; with tiles where it would not without.
 
-    Only then: tiles change the last bits of sums. Raises StrataError where nothing helps.
+    Only then: tiles change the last bits of sums. Raises StrataError where nothing helps. The
+    caller takes the tiles out again where it does not need them.
     """
+    remove_leftovers(options.ssd_paths())
     config, hooked = configure(model, optimizer, options, make_plan)
+    given = parse_budgets(options.memory)
+    for warning in budget_check.check(given, config["device"], config["ssd_paths"]):
+        log.warning("%s", warning)
     try:
-        found = config, hooked, settle(model, hooked, config, make_plan)
+        return config, hooked, settle(model, hooked, config, make_plan)
     except StrataError as error:
         counts = tiles_wanted(model, options, config["device_bytes"])
         if not counts:
@@ -54,13 +59,8 @@ def fitted(
         cut = _cut(model, optimizer, options, make_plan, counts)
         if cut is None:
             raise
-        found = cut
         log.info("does not fit as it is (%s): cut into tiles: %s", error, _listed(counts))
-    try:
-        yield found
-    except BaseException:
-        remove_tiles(model, optimizer)
-        raise
+        return cut
 
 
 def _cut(
@@ -120,16 +120,20 @@ def _listed(counts: dict[str, int]) -> str:
 
 def advice(model: nn.Module, refusal: str) -> str:
     """What strata.nn could do about a step that was refused at a unit, to follow the refusal."""
-    place = re.search(r" of ([^\s;]+);", refusal)
-    if place is None:
-        return ""
     modules = dict(model.named_modules())
-    named = [modules[name] for name in place[1].split("+") if name in modules]
+    for unit in re.findall(r"(?:forward|backward) of ([^\s;]+)", refusal):
+        if told := _advice_for([n for n in unit.split("+") if n in modules], model):
+            return told
+    return ""
+
+
+def _advice_for(names: list[str], model: nn.Module) -> str:
+    named = [model.get_submodule(name) for name in names]
     if not why_not_chunked(model):
         head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         shared = {id(p) for p in head.parameters()}
         if any(id(p) in shared for module in named for p in module.parameters()):
             return "; strata.nn.chunk_loss(model) makes the loss do without the logits"
     if len(named) == 1 and type(named[0]) in (nn.Linear, nn.Embedding):
-        return f"; strata.nn.tile(model, {place[1]!r}, 8) ahead of strata.wrap() cuts it into tiles"
+        return f"; strata.nn.tile(model, {names[0]!r}, 8) ahead of strata.wrap() cuts it into tiles"
     return ""

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from . import _core
-from .report_text import table
-from .sizes import format_size
+from .activations import in_words
+from .limits import Setting, limiting_sentence
+from .report_text import like, table
+from .sizes import format_duration, format_size
 
 if TYPE_CHECKING:
     from ._core import Bound, Budgets, Costs, Simulation, Stall, StepPlan, Trace, Wishes
 
 TIERS = ("device", "host", "ssd")
+LONG_SECONDS = 3600  # of a step: who asks whether it fits wants to know
 PURPOSES = {
     "param": "parameters",
     "activation": "activations",
@@ -49,6 +52,7 @@ class Forecast:
     simulation: Simulation | None
     tokens: int = 0  # of a step; 0: unknown
     changes: Sequence[str] = ()  # to the model, so that it trains in less memory
+    limited: str = ""  # what limits a step, in a sentence
 
     @property
     def feasible(self) -> bool:
@@ -61,6 +65,11 @@ class Forecast:
         if self.simulation is None or not math.isfinite(self.simulation["step_seconds"]):
             return None
         return self.simulation["step_seconds"]
+
+    @property
+    def written_bytes(self) -> int:
+        """To the SSD, in a step."""
+        return self.simulation["lanes"]["write"]["bytes"] if self.simulation else 0
 
     @property
     def percent_of_bound(self) -> float | None:
@@ -88,6 +97,7 @@ class Forecast:
             "changes": list(self.changes),
             "bound": self.bound,
             "percent_of_bound": self.percent_of_bound,
+            "limited": self.limited,
             "lanes": run["lanes"] if run else {},
             "stalls": run["stalls"] if run else [],
             "budgets": self.budgets,
@@ -111,16 +121,23 @@ class Forecast:
     def _summary(self) -> str:
         seconds = cast(float, self.step_seconds)
         speed = self._tokens_per_second()
+        time = like(seconds)
         return "\n".join(
             [
-                f"fits; {self._smallest()}",
-                f"{seconds:.3g} s a step predicted"
+                f"{self._verdict(seconds)}; {self._smallest()}",
+                f"{time(seconds)} a step predicted"
                 + (f", {speed:,.0f} tokens a second" if speed else ""),
-                f"lower bound {self.bound['seconds']:.3g} s ({self.bound['what']}), "
+                f"lower bound {time(self.bound['seconds'])} ({self.bound['what']}), "
                 f"{self.percent_of_bound:.0f} % of it reached",
+                *([self.limited] if self.limited else []),
                 *self.changes,
             ]
         )
+
+    def _verdict(self, seconds: float) -> str:
+        if seconds < LONG_SECONDS:
+            return "fits"
+        return f"fits, but a step takes {format_duration(seconds)}"
 
     def _smallest(self) -> str:
         smallest = self.plan["device_bytes_min"]
@@ -163,7 +180,7 @@ class Forecast:
             total = unit["param_bytes"] + unit["grad_bytes"] + unit["state_bytes"]
             on_ssd = plan["param_ssd_bytes"] + plan["grad_ssd_bytes"] + plan["state_ssd_bytes"]
             share = f"{100 * on_ssd / total:.0f} %" if total else "-"
-            words = plan["activation"].replace("_", " to ")
+            words = in_words(plan["activation"])
             where = "whole" if plan["on_device"] else "yes" if resident else "no"
             row = (words, str(plan["slices"]), where, share)
             cells.append((unit["name"], row))
@@ -180,7 +197,8 @@ class Forecast:
         for lane, use in self.simulation["lanes"].items():
             busy = use["busy_seconds"]
             moved = format_size(use["bytes"]) if use["bytes"] else ""
-            rows.append([LANE_NAMES[lane], f"{busy:.3g} s", f"{100 * busy / seconds:.0f} %", moved])
+            share = f"{100 * busy / seconds:.0f} %"
+            rows.append([LANE_NAMES[lane], like(seconds)(busy), share, moved])
         return rows
 
     def _stalls(self) -> list[list[str]]:
@@ -194,11 +212,12 @@ class Forecast:
         total = {kind: sum(s["seconds"] for s in stalls) for kind, stalls in kinds.items()}
         if not total:
             return []
-        rows = [["computation waits in", "seconds", "waits", "longest at"]]
+        rows = [["computation waits in", "lost", "waits", "longest at"]]
+        time = like(self.step_seconds)
         for kind in sorted(total, key=lambda kind: -total[kind]):
             longest = max(kinds[kind], key=lambda stall: stall["seconds"])
             where = self._where(longest["use"])
-            rows.append([kind, f"{total[kind]:.3g}", str(len(kinds[kind])), where])
+            rows.append([kind, time(total[kind]), str(len(kinds[kind])), where])
         return rows
 
     def _is_backward(self, use: int) -> bool:
@@ -212,4 +231,9 @@ def forecast(
     paper = _core.PaperPlan(trace, costs, budgets, wishes)
     plan = paper.plan
     simulation = paper.simulate() if plan["feasible"] else None
-    return Forecast(trace, budgets, plan, paper.bound(), simulation, tokens)
+    limited = ""
+    if simulation is not None:
+        update = "on_step" if budgets.get("grads_rest", True) else "in_backward"
+        setting = Setting(ssd=budgets["ssd_bytes"] > 0, update=update)
+        limited = limiting_sentence(paper, costs, setting)
+    return Forecast(trace, budgets, plan, paper.bound(), simulation, tokens, limited=limited)

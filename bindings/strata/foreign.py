@@ -47,7 +47,9 @@ NATIVE: dict[type[torch.optim.Optimizer], str] = {
     Lion: "lion",
 }
 
-OPTIONS_KEPT = 1024  # far more than steps can be under way
+# Options of so many steps are kept for updates that still wait: far more than can be under way.
+STEPS_UNDER_WAY = 64
+OPTIONS_KEPT_MIN = 1024
 STEPS_KEPT = 4  # of a parameter's scalars
 TRIAL_NUMEL = 1 << 14  # as many as the core hands over at a time
 
@@ -68,7 +70,9 @@ class Foreign:
         self.name = type(optimizer).__name__
         self._like = replica(optimizer)
         self._probed: dict[str, Kept] = {}
-        self._numbers: dict[str, int] = {}  # of hyperparameters, the oldest first
+        self._numbers: dict[str, int] = {}  # of hyperparameters, those used last at the end
+        groups = len(optimizer.param_groups)
+        self._options_kept = max(OPTIONS_KEPT_MIN, STEPS_UNDER_WAY * groups)
         self._known: dict[int, tuple[dict[str, Any], Kept]] = {}
         self._next = 0
         self._scalars: dict[int, dict[int, State]] = {}  # by parameter and step
@@ -92,13 +96,26 @@ class Foreign:
                 "parameter group has now, and strata.wrap() laid out less: wrap it with them"
             )
         key = _text_of(options)
-        if key not in self._numbers:
-            self._next += 1
-            self._numbers[key] = self._next
-            self._known[self._next] = (options, kept)
-            while len(self._numbers) > OPTIONS_KEPT:
-                self._known.pop(self._numbers.pop(next(iter(self._numbers))))
-        return self._numbers[key]
+        number = self._numbers.pop(key, 0)
+        if not number:
+            number = self._next = self._next + 1
+            self._known[number] = (options, kept)
+        self._numbers[key] = number
+        while len(self._numbers) > self._options_kept:
+            self._known.pop(self._numbers.pop(next(iter(self._numbers))))
+        return number
+
+    def check_kept(self, groups: list[dict[str, Any]], laid_out: list[Kept]) -> None:
+        """Raises ValueError where a group's options need other moments than those of `laid_out`,
+        which say what each group kept when the model was wrapped."""
+        for g, (group, then) in enumerate(zip(groups, laid_out, strict=True)):
+            now = self.kept(group).moments
+            if now != then.moments[: len(now)]:
+                names = [", ".join(map(repr, moments)) for moments in (now, then.moments)]
+                raise ValueError(
+                    f"{self.name} keeps {names[0]} with the options that parameter group {g} has "
+                    f"now, and strata.wrap() laid out {names[1] or 'nothing'}: wrap it with them"
+                )
 
     def seconds_per_element(self, group: dict[str, Any]) -> float:
         """What a step costs on one thread, from a few of them."""

@@ -1,8 +1,8 @@
 """Runs the forward of a unit as the plan says: as it is, recomputed in backward, or on slices.
 
-    handle = plan_forward(hooks, hook, module, unit)     # takes the place of module.forward
+    handles = plan_forwards(hooks, by_module)            # in the place of each module.forward
     unit.activation, unit.slices = "recompute", 4        # obeyed from the next forward on
-    handle.remove()
+    handles[0].remove()
 
 The object stands in the instance's own `forward`; class and torch are left alone, and a copy or a
 pickle of the module has its plain forward. Use from the thread that trains; recomputations come
@@ -11,23 +11,30 @@ from autograd's threads, under the GIL.
 Note [Recomputation]. It is torch.utils.checkpoint's, non-reentrant, which keeps random numbers and
 autocast as they were. Our saved-tensor hooks lie above its own in both runs, so parameters are kept
 by unit (saved.py). All tensors go through checkpoint as positional arguments, so that the hooks
-below see each of them as a saved tensor. Buffers that the forward changes, caches and containers
-are in the second run as they were before the first, so nothing is counted twice.
+below see each of them as a saved tensor. Buffers, caches and containers are in the second run as
+they were before the first, so nothing is counted twice. So are parameters that forwards are known
+to change in place (rewriting.py). One that a forward changes for the first time, later than when
+it was recorded, has no older value: it must come out of the second run as it went in.
 """
 
+import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from ._torch_compat import graph_task as _graph_task
+from ._torch_compat import top_hooks, untraced
+from .activations import RECOMPUTES
 from .arguments import Arguments, layers_of, update_cache
-from .buffers import Buffer, Buffers, as_they_were
+from .buffers import Buffers, Found
 from .errors import StrataError
+from .rewriting import Before, Parameters
 from .slicing import Verdict, batch_size, cut, fits, merged
 from .trial import Verdicts
 from .wrapped import Unit
@@ -36,14 +43,6 @@ if TYPE_CHECKING:
     from .hooks import Hooks, ModuleHook
 
 log = logging.getLogger("strata")
-
-# What torch.compile leaves alone, and all that it calls. torch's own way, which loads the compiler
-# late: torch.compiler.disable would when strata is imported.
-untraced: Any = torch._compile._disable_dynamo
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_graph_task = torch._C._current_graph_task_id
 
 
 def plan_forwards(hooks: "Hooks", by_module: "dict[nn.Module, ModuleHook]") -> list["Handle"]:
@@ -56,7 +55,7 @@ def plan_forwards(hooks: "Hooks", by_module: "dict[nn.Module, ModuleHook]") -> l
         nested = any(inner in by_module for inner in module.modules() if inner is not module)
         if module is not root and readers == 1 and not nested:
             handles.append(Handle(PlannedForward(hooks, hook, module, unit)))
-            unit.may_recompute = True
+            unit.may_recompute = not any(_renormalises(inner) for inner in module.modules())
     return handles
 
 
@@ -92,13 +91,14 @@ class PlannedForward:
         self.hook = hook
         self.unit = unit
         self.buffers = Buffers(module)
+        self.parameters = Parameters(module)
         self._verdicts = Verdicts(module, self.plain)
         self._layers = layers_of(module)
         self._told = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch between the hooks of the module."""
-        planned = self.unit.activation == "recompute" or self.hooks.state.recorder.recording
+        planned = self.unit.activation in RECOMPUTES or self.hooks.state.recorder.recording
         if self.removed or not planned:
             return self.plain(*args, **kwargs)
         return self._as_planned(args, kwargs)
@@ -106,23 +106,77 @@ class PlannedForward:
     @untraced
     def _as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit, state = self.unit, self.hooks.state
-        recomputes = unit.activation == "recompute"
+        recomputes = unit.activation in RECOMPUTES
         recording = state.recorder.recording
         if not self._is_training():
             return self.plain(*args, **kwargs)
-        arguments = Arguments((args, kwargs), self._layers)
+        arguments = self.arguments(args, kwargs)
         if not any(t.requires_grad for t in arguments.tensors) and not unit.trainable:
             return self.plain(*args, **kwargs)
         if recording:
             state.recorder.inputs(arguments.tensors)
-        batch = batch_size(arguments.tensors)
-        verdict = self._verdict(arguments, batch)
         if not recomputes:
-            return self.plain(*args, **kwargs)
-        count = min(unit.slices, batch)
+            self.verdict(arguments, batch_size(arguments.tensors))
+            return self._watched(args, kwargs)
+        if recording and state.planning is not None:
+
+            def run(given: Arguments) -> Any:
+                return self._recomputing(given, args, kwargs)
+
+            return state.planning.recording.forward(self, args, kwargs, run)
+        return self._recomputing(arguments, args, kwargs)
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Of a forward, taken apart."""
+        return Arguments((args, kwargs), self._layers)
+
+    def _recomputing(
+        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        batch = batch_size(arguments.tensors)
+        verdict = self.verdict(arguments, batch)
+        count = min(self.unit.slices, batch)
         if count < 2 or verdict is None or verdict.reason:
             return self._checkpointed(arguments, (args, kwargs))
         return self._sliced(arguments, (args, kwargs), verdict.cut, count)
+
+    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward that is recorded for the planner: may it be computed again?"""
+        before = self.taken()
+        output = self.plain(*args, **kwargs)
+        self.learn(before)
+        return output
+
+    def taken(self) -> Before:
+        """The parameters ahead of a forward. REQUIRES: the unit is entered."""
+        recorder, parameters = self.hooks.state.recorder, self.parameters
+        if parameters.known or not recorder.recording:
+            return parameters.taken(parameters.rewritten)
+        begin = recorder.now()
+        before = parameters.taken(parameters.names)
+        recorder.ignore(begin, recorder.now())
+        return before
+
+    def learn(self, before: Before) -> list[str]:
+        """The parameters that a forward has changed in place since taken(). Which will be told to
+        the core from now on, and whether the unit may be computed again, is learnt from it."""
+        state, rewritten = self.hooks.state, self.parameters.learn(before)
+        if rewritten:
+            self.unit.may_recompute = False
+            state.silent.update(state.index_of(self.parameters[n]) for n in before.silent())
+        before.keep_only(rewritten)
+        return rewritten
+
+    def refuse_twice(self, name: str, why: str) -> None:
+        """Raises StrataError: a parameter is changed where once more is once too often."""
+        state, unit = self.hooks.state, self.unit
+        unit.activation, unit.slices = "keep", 1
+        full_name = state.names[state.index_of(self.parameters[name])]
+        raise StrataError(
+            f"{unit.name} cannot be {why}: its forward changes the parameter {full_name!r} in "
+            "place, and would do so more than once. From now on it is not: drop this step by "
+            "optimizer.zero_grad() and go on"
+        )
 
     def __getattr__(self, name: str) -> Any:
         """`__self__`, `__func__` and whatever else the plain forward has."""
@@ -144,7 +198,7 @@ class PlannedForward:
             return False  # Transformers' own, which lies within this forward
         return not _above_checkpoint()
 
-    def _verdict(self, arguments: Arguments, batch: int) -> Verdict | None:
+    def verdict(self, arguments: Arguments, batch: int) -> Verdict | None:
         """Whether the batch may be cut; found out when the planner or the plan wants to know."""
         unit, state = self.unit, self.hooks.state
         asked = state.recorder.recording or unit.slices > 1
@@ -172,15 +226,28 @@ class PlannedForward:
 
     def _sliced(self, arguments: Arguments, own: Any, cut_ones: Sequence[bool], count: int) -> Any:
         batch = batch_size(arguments.tensors)
+        found = self.buffers.taken()
+        before = self.parameters.taken(())
         outputs = []
+        changed = None
         for piece in cut(arguments.tensors, batch, count):
             nest = arguments.filled(piece)
             part = Arguments(nest, self._layers)
             caches = part.caches
             output = self._checkpointed(part, nest)
             outputs.append(Arguments((output, caches), self._layers))
-        if not fits(outputs, cut_ones, batch):
-            self._note("its output has another form than when slices were tried", batch)
+            for name in before.changed():
+                self._verdicts.refuse(arguments, f"its forward changes the parameter {name!r}")
+                self.refuse_twice(name, "run on slices of the batch")
+            changed = found.changed()
+            if changed is not None:
+                break
+        if changed is not None or not fits(outputs, cut_ones, batch):
+            reason = "its output has another form than when slices were tried"
+            if changed is not None:
+                found.put_back()
+                reason = f"its forward changes the buffer {changed!r}"
+            self._note(reason, batch)
             self._verdicts.refuse(arguments, self.unit.unsplit_reason)
             return self._checkpointed(arguments, own)
         result, caches = merged(outputs, cut_ones)
@@ -196,7 +263,9 @@ class _Call:
         self._planned = planned
         self._arguments = arguments
         self._own = own  # what the first run is called with: the caller's very objects
-        self._changed: list[Buffer] = []
+        self._found: Found
+        self._before: Before
+        self._rewritten: list[str] = []  # parameters that the first run changed in place
         arguments.forget()  # checkpoint keeps the tensors
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -207,20 +276,19 @@ class _Call:
     def _first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         planned = self._planned
         saved = planned.hooks.saved
-        pack, unpack = _top_hooks(True)  # checkpoint's own
-        _push_hooks(pack, _naming(unpack, planned.unit.name))
+        pushed = saved.pushed()
         try:
-            pushed = saved.push()
-            try:
-                before = planned.buffers.before()
-                output = planned.plain(*args, **kwargs)
-                self._changed = planned.buffers.changed(before)
-                return output
-            finally:
-                if pushed and saved.on_top():
-                    saved.pop()
+            pack, unpack = top_hooks(True)  # checkpoint's own
+            saved.push_these(pack, _naming(unpack, planned.unit.name))
+            saved.push()
+            self._found = planned.buffers.taken()
+            self._before = planned.taken()
+            output = planned.plain(*args, **kwargs)
+            self._rewritten = planned.learn(self._before)
+            planned.buffers.learn(self._found)
+            return output
         finally:
-            _pop_hooks()
+            saved.pop_to(pushed)
 
     def _again(self, tensors: Sequence[torch.Tensor]) -> None:
         planned = self._planned
@@ -230,13 +298,37 @@ class _Call:
         planned.hook.before(backward=True)
         try:
             args, kwargs = self._arguments.filled(tensors)
-            with as_they_were(self._changed):
+            with self._found.again(), self._parameters_again():
                 planned.plain(*args, **kwargs)
         except Exception as error:
+            planning = hooks.state.planning
+            if isinstance(error, torch.OutOfMemoryError) and planning is not None:
+                planning.recording.note(error)
             error.add_note(f"while {planned.unit.name} was computed again for its backward")
             raise
         finally:
             planned.hook.after(None)
+
+    @contextlib.contextmanager
+    def _parameters_again(self) -> Iterator[None]:
+        """Puts the values in that the first run found, and those of now back at the end; version
+        counters too, for nodes of the first run have saved them. Raises StrataError where another
+        parameter comes out of the second run with another value. See Note [Recomputation]."""
+        planned, found = self._planned, self._before.values
+        now = planned.parameters.taken(self._rewritten)
+        with now.undone():
+            self._before.put_in()
+            try:
+                yield
+            finally:  # checkpoint ends a second run by an exception, too
+                for name in now.differing():
+                    if name not in found:
+                        planned.refuse_twice(name, "computed again")
+
+
+def _renormalises(module: nn.Module) -> bool:
+    """Whether it is an embedding that changes its rows in place, in every forward."""
+    return getattr(module, "max_norm", None) is not None
 
 
 def _naming(unpack: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
@@ -257,7 +349,7 @@ def _naming(unpack: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
 
 def _above_checkpoint() -> bool:
     """Whether our saved-tensor hooks, on top now, lie above those of somebody's checkpoint."""
-    top = _top_hooks(True)
+    top = top_hooks(True)
     above = getattr(top[0], "__self__", None) if top is not None else None
     below = getattr(above, "outer_pack", None)
     return getattr(below, "__module__", "") == "torch.utils.checkpoint"

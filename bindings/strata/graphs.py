@@ -38,6 +38,7 @@ import sys
 import torch
 from torch import nn
 
+from ._torch_compat import GRAPHS_MODULE
 from .errors import StrataError
 
 
@@ -80,4 +81,4 @@ def owned_by_graph(tensor: torch.Tensor) -> bool:
 
 def graphs_in_use() -> bool:
     """Whether torch.compile may have captured CUDA graphs: it loads what does so when it begins."""
-    return "torch._inductor.cudagraph_trees" in sys.modules
+    return GRAPHS_MODULE in sys.modules

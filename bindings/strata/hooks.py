@@ -7,49 +7,30 @@ forward    ModuleHook.before    ahead of a unit's module: the unit enters, its p
            ModuleHook.after     behind the module, also when it raised: the unit leaves
 backward   SavedTensors.unpack  when an autograd node wants a saved tensor back: the unit enters
                                 (pins.py keeps it there)
+           Hold                 ahead of the nodes of a unit whose memory somebody keeps (kept.py)
            LandHook             when the gradient of a parameter is complete
            Pins.end             when the whole backward is over
+state      StateHook            ahead of a module's state_dict() and load_state_dict()
 """
 
-import weakref
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .forwards import plan_forwards, untraced
-from .graphs import graphs_in_use, owned_by_graph, refuse_capture
-from .paged import PagedParameter
+from ._torch_compat import graph_task as _graph_task
+from ._torch_compat import untraced
+from .forwards import plan_forwards
+from .frames import Frame, Frames
+from .graphs import graphs_in_use, refuse_capture
+from .kept import hold, references
+from .land_hook import LandHook, drop_grad
 from .pins import Pins
 from .saved import SavedTensors
 from .swapping import Swapping
-from .wrapped import DTYPE_NAMES, DisableTorchFunction, Unit, Wrapped
-
-_graph_task = torch._C._current_graph_task_id
-_grad: Any = torch.Tensor.grad
-
-
-def inert(*args: Any, **kwargs: Any) -> None:
-    """What a hook becomes in a copy of the model: nothing."""
-
-
-class _Uncopied:
-    """A hook that turns inert when the model is copied or pickled."""
-
-    __slots__ = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Nothing of strata is left in a copy."""
-        return inert
-
-    def __reduce__(self) -> Any:
-        """Nothing of strata is left in a pickle."""
-        return (_make_inert, ())
-
-
-def _make_inert() -> Any:
-    return inert
+from .uncopied import Uncopied
+from .visits import Change, Visit
+from .wrapped import Unit, Wrapped
 
 
 class Hooks:
@@ -61,7 +42,7 @@ class Hooks:
 
     def __init__(self, state: Wrapped) -> None:
         self.state = state
-        self.frames: list[tuple[ModuleHook, bool]] = []  # modules now running; hooks pushed or not
+        self.frames = Frames(state)
         self.swapping = Swapping(state)
         self.pins = Pins(state, self.swapping)
         self.saved = SavedTensors(state, self.pins, self.swapping, self.frames)
@@ -88,6 +69,11 @@ class Hooks:
             if parameter.requires_grad:
                 land = LandHook(self, i) if spec["trainable"] else drop_grad
                 self._handles.append(parameter.register_post_accumulate_grad_hook(land))
+        for module in state.model.modules():
+            self._handles += [
+                module.register_state_dict_pre_hook(StateHook(self, "state_dict()")),
+                module.register_load_state_dict_pre_hook(StateHook(self, "load_state_dict()")),
+            ]
 
     def remove(self) -> None:
         """Takes every hook away again."""
@@ -98,39 +84,72 @@ class Hooks:
         self._handles.clear()
 
     def reset(self) -> None:
-        """Drops what a forward or backward that raised has left behind.
+        """Drops what an exception has left behind, wherever it came: see visits.py. Call it ahead
+        of whatever needs a clean state. What other threads are in the middle of stays.
 
         Inside a backward nothing is stale: a forward there is a recomputation.
         """
         if _graph_task() != -1:
             return
-        while self.frames:
-            self.close_frame(*self.frames.pop())
-        while self.saved.on_top():
-            self.saved.pop()
-        self.pins.reset()
+        state = self.state
+        bound, live = state.visits.sort_out()
+        dead = [f for f in self.frames.all() if f.number < bound and f.number not in live]
+        self.frames.make_paged(dead)
+        left = state.session.leave_all_but(live, bound, stream=state.stream())
+        self.saved.reset()
+        visits, tasks = state.visits.over(bound, live)
+        if left or visits or tasks:
+            for frame in dead:
+                self.frames.drop(frame)
+            self.pins.reset(live)
+            self.swapping.reset(backward_over=not state.visits.in_backward)
+            others = state.visits.among(live)
+            self._drop_record(visits, others)
+            if self._settle(visits, tasks, others):
+                state.visits.forget(visits, tasks)
+            for unit in state.units:
+                if not state.session.entered(unit.index):
+                    state.views.check(unit)
         self.swapping.poll()
+
+    def _drop_record(self, over: list[Visit], others: list[Visit]) -> None:
+        """What was recorded of a step that was given up, unless another thread goes on with it."""
+        recorder, session = self.state.recorder, self.state.session
+        given_up = not over or any(visit.recorded for visit in over)
+        if given_up and not any(visit.recorded for visit in others):
+            recorder.abandon()
+            return
+        for unit in self.state.units:
+            recorder.correct(unit.index, session.entered(unit.index))
+
+    def _settle(self, over: list[Visit], tasks: list[int], others: list[Visit]) -> bool:
+        """Gradients, and the count of steps, are one for all threads: only a backward or a change
+        that was given up leaves them in doubt. False: another thread is at them, so later."""
+        if tasks or any(visit.task != -1 or isinstance(visit, Change) for visit in over):
+            if self.state.visits.in_backward or any(isinstance(v, Change) for v in others):
+                return False
+            self.state.settle()
+        return True
 
     def let_land(self) -> None:
         """Ahead of a forward: see Note [Memory of graphs] in graphs.py."""
         if graphs_in_use():
             self.state.landings.wait()
 
-    def in_step(self) -> bool:
-        """Whether a module of the model, or a backward, is running now."""
-        return bool(self.frames) or _graph_task() != -1
-
-    def close_frame(self, hook: "ModuleHook", pushed: bool) -> None:
-        """Undoes what ModuleHook.before did."""
-        if pushed and self.saved.on_top():
-            self.saved.pop()
-        hook.leave()
+    def close(self, frame: Frame) -> None:
+        """Undoes what ModuleHook.before did, however far that came."""
+        self.saved.pop_to(frame.pushed)
+        self.frames.make_paged([frame])
+        for unit in reversed(frame.hook.units):
+            self.state.leave(unit, frame)
+        self.frames.drop(frame)
+        self.state.visits.end(frame)
 
 
 class ModuleHook:
     """Enters the units that a module's forward reads, and leaves them behind it."""
 
-    __slots__ = ("hooks", "owned", "unit", "units")
+    __slots__ = ("hooks", "indices", "owned", "params", "unit", "units")
 
     def __init__(self, hooks: Hooks, module: nn.Module, units: list[Unit]) -> None:
         self.hooks = hooks
@@ -151,64 +170,52 @@ class ModuleHook:
             for name, p in m._parameters.items()
             if p is not None and index_of[id(p)] in mine
         ]
+        self.indices = sorted({index for _, _, _, index, _ in self.owned})
+        self.params = [hooks.state.params[i] for i in self.indices]
 
     def before(self, backward: bool = False) -> None:
         """Enters. `backward`: the forward is run again there, for its activations."""
         hooks = self.hooks
         state = hooks.state
         refuse_capture(state.device, self.unit.name)
-        if not backward and not hooks.frames:
+        if not backward and not hooks.frames.mine():
             hooks.let_land()
+            state.refuse_half_step("a forward")
         hooks.swapping.open(self.unit)
-        entered = 0
         recorded = torch.is_grad_enabled() or state.model.training
+        frame = hooks.frames.begin(self, hooks.saved.pushed())
+        frame.recorded = recorded
         try:
             for unit in self.units:
-                state.enter(unit, backward, recorded)
-                entered += 1
-        except BaseException:
-            for unit in self.units[:entered]:
-                state.leave(unit)
-            raise
-        params = state.params
-        for unit in self.units:
-            unit.running += 1
-            if unit.running == 1:
-                for i in unit.params:
-                    params[i].__class__ = nn.Parameter
-        try:
+                state.enter(unit, frame, backward, recorded)
+            if backward:
+                for index in self.indices:
+                    state.check_old(index)
+            hooks.frames.make_plain(frame)
             self._check()
+            frame.kept = references(self.params)
+            hooks.saved.push()
         except BaseException:
-            self.leave()
+            hooks.close(frame)
             raise
-        hooks.frames.append((self, hooks.saved.push()))
 
     def after(self, output: Any) -> Any:
         """Leaves. Returns what is to take the place of the output, or None."""
-        frames = self.hooks.frames
-        if not any(frame[0] is self for frame in frames):
+        frames = self.hooks.frames.mine()
+        if not any(frame.hook is self for frame in frames):
             return None  # before() itself raised
         # Frames above ours belong to modules that a KeyboardInterrupt left without a word.
-        while frames[-1][0] is not self:
-            self.hooks.close_frame(*frames.pop())
-        replaced = self._own(output)
-        self.hooks.close_frame(*frames.pop())
+        while frames[-1].hook is not self:
+            self.hooks.close(frames[-1])
+        frame, views = frames[-1], self.hooks.state.views
+        replaced = views.copied_out(output)
+        keeps, found = references(self.params) > frame.kept, views.found
+        self.hooks.close(frame)
+        makes_graph = torch.is_grad_enabled() and _graph_task() == -1
+        if makes_graph and (keeps or views.found > found):
+            hold(replaced, self.hooks.pins, self.units)
         self.hooks.swapping.poll()
         return None if replaced is output else replaced
-
-    def leave(self) -> None:
-        """Leaves the units; their parameters are paged ones again."""
-        state = self.hooks.state
-        params = state.params
-        for unit in reversed(self.units):
-            unit.running -= 1
-            if unit.running == 0:
-                for i in unit.params:
-                    parameter = params[i]
-                    if parameter._version != state.written[i]:
-                        state.note_write(i)
-                    parameter.__class__ = PagedParameter
-            state.leave(unit)
 
     def _check(self) -> None:
         frozen = self.hooks.state.frozen
@@ -224,27 +231,8 @@ class ModuleHook:
                     "change values in place (p.copy_(...)), or call strata.unwrap(model) first"
                 )
 
-    def _own(self, output: Any) -> Any:
-        """The module's output, with views of its parameters replaced by copies that may leave."""
-        if type(output) is torch.Tensor:
-            state = self.hooks.state
-            if output.layout is torch.strided and state.find(output.data_ptr()) >= 0:
-                return output.clone()
-            return output
-        if isinstance(output, dict):
-            for key, value in output.items():
-                owned = self._own(value)
-                if owned is not value:
-                    output[key] = owned
-            return output
-        if type(output) is tuple or type(output) is list:
-            items = [self._own(item) for item in output]
-            if any(a is not b for a, b in zip(items, output, strict=True)):
-                return type(output)(items)
-        return output
 
-
-class Before(_Uncopied):
+class Before(Uncopied):
     """ModuleHook.before, as torch keeps it."""
 
     __slots__ = ("hook",)
@@ -258,7 +246,7 @@ class Before(_Uncopied):
         self.hook.before(_graph_task() != -1)
 
 
-class After(_Uncopied):
+class After(Uncopied):
     """ModuleHook.after, as torch keeps it."""
 
     __slots__ = ("hook",)
@@ -272,7 +260,7 @@ class After(_Uncopied):
         return self.hook.after(output)
 
 
-class RootHook(_Uncopied):
+class RootHook(Uncopied):
     """Starts a forward of the whole model from a clean state, under the plan for its batch."""
 
     __slots__ = ("hooks",)
@@ -288,11 +276,7 @@ class RootHook(_Uncopied):
         self.hooks.reset()
         if _graph_task() == -1:
             self.hooks.let_land()
-            if state.groups_used is not None:
-                raise RuntimeError(
-                    "a forward between backward() and step(): update='in_backward' has updated "
-                    "parameters already; call optimizer.step() behind every backward()"
-                )
+            state.refuse_half_step("a forward")
             if not torch.is_grad_enabled():
                 state.catch_up()
         planning = state.planning
@@ -300,78 +284,18 @@ class RootHook(_Uncopied):
             planning.begin_forward(args, kwargs)
 
 
-class LandHook(_Uncopied):
-    """Takes the gradient of one parameter to the core.
+class StateHook(Uncopied):
+    """Has the state of a module read, and written, from a clean state."""
 
-    Refers weakly: Python's garbage collector does not look into this kind of hook, so the cycle of
-    model, parameter and hook would never be found.
-    """
+    __slots__ = ("hooks", "what")
 
-    __slots__ = ("accumulate", "dtype_name", "hooks", "in_backward", "index", "unit")
+    def __init__(self, hooks: Hooks, what: str) -> None:
+        """`what`: is refused in a half step."""
+        self.hooks = hooks
+        self.what = what
 
-    def __init__(self, hooks: Hooks, index: int) -> None:
-        self.hooks = weakref.ref(hooks)
-        self.index = index
-        self.unit = hooks.state.unit_of[index]
-        self.accumulate = hooks.state.config["accumulate"]
-        self.in_backward = hooks.state.config["update"] == "in_backward"
-        self.dtype_name = hooks.state.config["params"][index]["dtype"]
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        """Called by autograd when the gradient is complete, once per backward."""
-        hooks, index = self.hooks(), self.index
-        grad = take_grad(parameter)
-        if hooks is None or grad is None:
-            return
-        state = hooks.state
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of {state.names[index]!r} is sparse, which strata does not support: "
-                "build the embedding with sparse=False"
-            )
-        if state.dirty:
-            raise RuntimeError(
-                "backward() after step() without zero_grad(): plain PyTorch would add to the old "
-                "gradients, which strata has already used up; call optimizer.zero_grad()"
-            )
-        if state.landed[index] and not self.accumulate:
-            why = (
-                "update='in_backward' has used the first one already; wrap with update='on_step' "
-                "and accumulation_steps=N"
-                if self.in_backward
-                else "pass accumulation_steps=N to strata.wrap()"
-            )
-            raise RuntimeError(
-                f"a second gradient of {state.names[index]!r} before step(): {why} for several "
-                "backward calls per step"
-            )
-        grad = grad.detach().contiguous()
-        if DTYPE_NAMES.get(grad.dtype) != self.dtype_name:
-            grad = grad.to(parameter.dtype)
-        if owned_by_graph(grad):
-            grad = grad.clone()  # see Note [Memory of graphs] in graphs.py
-        begin = state.recorder.now()
-        state.landings.put(partial(self._land, hooks, grad))
-        state.recorder.pause(begin, state.recorder.now())
-        state.landed[index] += 1
-        hooks.pins.land(self.unit)
-
-    def _land(self, hooks: Hooks, grad: torch.Tensor, stream: int) -> None:
-        """In its turn among the landings of the model."""
-        session = hooks.state.session
-        if self.in_backward and not session.gradient_fits(self.index):
-            hooks.pins.make_way(self.unit)
-        session.land_gradient(self.index, grad.data_ptr(), self.dtype_name, stream=stream)
-
-
-def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Removes and returns what autograd left in the real `grad` of a parameter."""
-    with DisableTorchFunction():
-        grad: torch.Tensor | None = _grad.__get__(parameter)
-        _grad.__set__(parameter, None)
-    return grad
-
-
-def drop_grad(parameter: torch.Tensor) -> None:
-    """Called by autograd for a parameter that no optimizer group holds: nobody will ask for it."""
-    take_grad(parameter)
+    def __call__(self, *args: Any) -> None:
+        """Called by torch for every module in turn."""
+        if not self.hooks.frames.in_step():
+            self.hooks.reset()
+            self.hooks.state.refuse_half_step(self.what)

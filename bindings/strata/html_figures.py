@@ -11,20 +11,18 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display is needed, or there may be none
-
-import matplotlib.pyplot as plt
+from matplotlib import rc_context
 from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure  # not pyplot: its backend and figures are the program's
 
+from .activations import in_words
 from .charts import COLOURS as TIER_COLOURS
 from .residency import Moment
 from .timeline import CAUSES, LINKS, StepRecord, bandwidth, rates
 
 if TYPE_CHECKING:
     from ._core import Simulation
-    from .report import PlannedPeak, PlannedRow
+    from .reports import PlannedPeak, PlannedRow
 
 BINS = 240  # of a step
 WIDTH = 10  # inches
@@ -35,6 +33,7 @@ STALLED_UNITS_MAX = 25
 WAYS = {False: "#30415d", True: "#7a8fb8"}  # forward, backward
 ACTIVATIONS = {
     "keep": "#8cc084", "swap_host": "#edae49", "swap_ssd": "#00798c", "recompute": "#d8dce3",
+    "recompute_host": "#f3ddb3", "recompute_ssd": "#a9cdd3",
 }  # fmt: skip
 CAUSE_COLOURS = {
     "update": "#8e5ea2", "frame": "#d1495b", "room": "#f28e2b", "ssd": "#00798c", "copy": "#edae49",
@@ -43,6 +42,7 @@ LINK_COLOURS = {
     "read": "#00798c", "write": "#66a182", "upload": "#d1495b", "download": "#8e5ea2",
 }  # fmt: skip
 DASHED: dict[str, Any] = {"color": "#30415d", "linestyle": "--", "linewidth": 1}
+PREDICTED, BOUND = "#8a5a00", "#c2185b"
 
 # Text stays text, and is taken literally: names may hold what elsewhere is mathematics.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "strata", "text.parse_math": False, "font.size": 9}
@@ -53,7 +53,7 @@ def activity(record: StepRecord, simulation: Simulation | None) -> str:
     tracks = [t for t in LINKS if any(s["track"] == t for s in record.spans)]
     updates = [s for s in record.spans if s["track"] == "update"]
     rows = 1 + len(tracks) + bool(updates)
-    with plt.rc_context(STYLE):
+    with rc_context(STYLE):
         figure, axes = _figure(rows, 1.0 + 1.1 * rows)
         _draw_compute(axes[0], record)
         for row, track in zip(axes[1:], tracks, strict=False):
@@ -62,8 +62,7 @@ def activity(record: StepRecord, simulation: Simulation | None) -> str:
             parts = [(*record.seconds_of(s), (s["end_ns"] - s["begin_ns"]) * 1e-9) for s in updates]
             _draw_steps(axes[-1], rates(parts, record.seconds, BINS), record.seconds, "#66a182")
             axes[-1].set_ylabel("workers\nbusy")
-        axes[-1].set_xlabel("seconds since the step began")
-        axes[-1].set_xlim(0, record.seconds)
+        _time_axis(axes[-1], 0, record.seconds)
         return _svg(figure)
 
 
@@ -117,7 +116,7 @@ def residency(
 ) -> str:
     """Bytes of each tier over the step, below its budget."""
     tiers = [tier for tier in TIER_COLOURS if any(held[tier])]
-    with plt.rc_context(STYLE):
+    with rc_context(STYLE):
         figure, rows = _figure(len(tiers), 0.6 + 1.4 * len(tiers))
         # In order, also where a use ends behind the begin of the next.
         times = list(accumulate([*(begin for _, _, begin, _ in at), at[-1][3]], max))
@@ -131,8 +130,7 @@ def residency(
             axes.set_ylim(0, 1.1 * top / size)
             axes.set_ylabel(f"{tier}\n{name}")
             axes.grid(alpha=0.3)
-        rows[-1].set_xlabel("seconds since the step began; dashed: the budget")
-        rows[-1].set_xlim(times[0], times[-1])
+        _time_axis(rows[-1], times[0], times[-1], "; dashed: the budget")
         return _svg(figure)
 
 
@@ -141,7 +139,7 @@ def units(names: Sequence[str], at: Sequence[Moment], planned: Sequence[PlannedR
     order = list(dict.fromkeys(unit for unit, _, _, _ in at))
     row_of = {unit: row for row, unit in enumerate(order)}
     between = {unit: _between(unit, at) for unit in order}
-    with plt.rc_context(STYLE):
+    with rc_context(STYLE):
         figure, (axes,) = _figure(1, min(60.0, 1.2 + 0.17 * len(order)))
         for name, colour in ACTIVATIONS.items():
             boxes = [
@@ -150,7 +148,7 @@ def units(names: Sequence[str], at: Sequence[Moment], planned: Sequence[PlannedR
                 if plan.activation == name and unit in row_of
             ]
             if boxes:
-                _boxes(axes, boxes, 0.45, color=colour, label=name.replace("_", " to "))
+                _boxes(axes, boxes, 0.45, color=colour, label=in_words(name))
         for backward, colour in WAYS.items():
             boxes = [(row_of[u], begin, end) for u, way, begin, end in at if way == backward]
             _boxes(axes, boxes, 0.8, color=colour, label="backward" if backward else "forward")
@@ -163,8 +161,7 @@ def units(names: Sequence[str], at: Sequence[Moment], planned: Sequence[PlannedR
         shown = range(0, len(order), every)
         axes.set_yticks(list(shown), [names[order[row]] for row in shown], fontsize=7)
         axes.set_ylim(len(order) - 0.5, -0.5)
-        axes.set_xlim(0, max(end for _, _, _, end in at))
-        axes.set_xlabel("seconds since the step began")
+        _time_axis(axes, 0, max(end for _, _, _, end in at))
         _legend(axes, 6)
         return _svg(figure)
 
@@ -176,46 +173,64 @@ def _between(unit: int, at: Sequence[Moment]) -> tuple[float, float]:
     return begin, min(after, default=begin)
 
 
-def times(records: Sequence[StepRecord]) -> str:
+def times(records: Sequence[StepRecord], bound_seconds: float | None) -> str:
     """Step times as measured, beside the predicted ones and the lower bound."""
-    with plt.rc_context(STYLE):
+    scale, unit = _scale(max(record.seconds for record in records))
+    with rc_context(STYLE):
         figure, (axes,) = _figure(1, 2.6)
         at = list(range(len(records)))
-        axes.bar(at, [r.seconds for r in records], color="#7a8fb8", width=0.6, label="measured")
-        for name, style in (("predicted", "--"), ("bound", ":")):
-            values = [getattr(record, f"{name}_seconds") for record in records]
-            if None in values:
-                continue
-            label = "lower bound" if name == "bound" else name
+        measured = [record.seconds * scale for record in records]
+        axes.bar(at, measured, color="#7a8fb8", width=0.6, label="measured")
+        predicted = [
+            r.predicted_seconds * scale for r in records if r.predicted_seconds is not None
+        ]
+        if len(predicted) == len(records):
             edges = [i - 0.5 for i in range(len(records) + 1)]
-            axes.stairs(values, edges, baseline=None, color="#d1495b", linestyle=style,
-                        linewidth=1.5, label=label)  # fmt: skip
+            axes.stairs(predicted, edges, baseline=None, color=PREDICTED, linestyle="--",
+                        linewidth=1.5, label="predicted")  # fmt: skip
+        if bound_seconds is not None:
+            axes.axhline(bound_seconds * scale, color=BOUND, linestyle=":", linewidth=2,
+                         label="lower bound of windows of seconds")  # fmt: skip
         axes.set_xticks(at, [str(record.step) for record in records])
         axes.set_xlabel("step")
-        axes.set_ylabel("seconds")
+        axes.set_ylabel(unit)
         axes.grid(alpha=0.3, axis="y")
         _legend(axes, 3)
         return _svg(figure)
 
 
-def stalls(by_cause: dict[str, dict[str, float]]) -> str:
+def _time_axis(axes: Any, begin: float, end: float, more: str = "") -> None:
+    """Positions are seconds; what is written is what times of such steps are told in."""
+    scale, unit = _scale(end)
+    axes.set_xlim(begin, end)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value * scale:g}")
+    axes.set_xlabel(f"{unit} since the step began{more}")
+
+
+def _scale(seconds: float) -> tuple[float, str]:
+    """What times like this one are drawn in."""
+    return (1e3, "milliseconds") if seconds < 1 else (1.0, "seconds")
+
+
+def stalls(by_cause: dict[str, dict[str, float]], step_seconds: float) -> str:
     """Time lost per step, by unit and cause, the units that lose most."""
+    scale, unit_of_time = _scale(step_seconds)
     total: dict[str, float] = {}
     for lost in by_cause.values():
         for unit, seconds in lost.items():
             total[unit] = total.get(unit, 0.0) + seconds
     shown = sorted(total, key=lambda unit: -total[unit])[:STALLED_UNITS_MAX]
-    with plt.rc_context(STYLE):
+    with rc_context(STYLE):
         figure, (axes,) = _figure(1, 1.2 + 0.22 * len(shown))
         left = [0.0] * len(shown)
         for cause, lost in by_cause.items():
-            values = [1e3 * lost.get(unit, 0.0) for unit in shown]
+            values = [scale * lost.get(unit, 0.0) for unit in shown]
             label = CAUSES[cause].replace("{unit}", "the unit")
             axes.barh(range(len(shown)), values, left=left, color=CAUSE_COLOURS[cause], label=label)
             left = [a + b for a, b in zip(left, values, strict=True)]
         axes.set_yticks(range(len(shown)), shown, fontsize=7)
         axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.set_xlabel("milliseconds lost per step, waiting for")
+        axes.set_xlabel(f"{unit_of_time} lost per step, waiting for")
         axes.grid(alpha=0.3, axis="x")
         _legend(axes, 5)
         return _svg(figure)
@@ -239,9 +254,8 @@ def _boxes(
 
 
 def _figure(rows: int, height: float) -> tuple[Any, list[Any]]:
-    figure, axes = plt.subplots(
-        rows, 1, figsize=(WIDTH, height), sharex=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)
     for each in axes[:, 0]:
         each.spines[["top", "right"]].set_visible(False)
     return figure, list(axes[:, 0])
@@ -251,11 +265,8 @@ def _svg(figure: Any) -> str:
     """The figure as an element of a page: as wide as there is room, with no id that another figure
     has too, and nothing that names a place on the network."""
     file = io.StringIO()
-    try:
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", metadata=nothing)
-    finally:
-        plt.close(figure)
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", metadata=nothing)
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from . import html_figures as figures
-from .report import Report
-from .report_text import lag_rows, planned_cells, wear_line
+from .report_text import judged_over, lag_rows, like, planned_cells, step_times, wear_line
+from .reports import Report
 from .residency import moments, residency
 from .sizes import format_size
 from .timeline import LINKS, stall_name
 
+COLUMNS_MAX = 4  # that a phone has room for
 NOTHING = "\N{EN DASH}"  # in place of a figure that is not known
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #24292f; margin: 2em auto; max-width: 1080px;
@@ -31,7 +32,19 @@ figure { margin: 1em 0; }  figure svg { width: 100%; height: auto; }
 table { border-collapse: collapse; }
 td, th { padding: .15em .8em; text-align: right; border-bottom: 1px solid #eceff3; }
 td:first-child, th:first-child { text-align: left; }
-.none { color: #6b7280; }
+.none, .about { color: #6b7280; }  .about { overflow-wrap: anywhere; }
+@media (max-width: 640px) {
+  body { margin: 1em auto; }
+  .tile { min-width: 7em; flex: 1 0 35%; padding: .5em .8em; }  .tile b { font-size: 1.3em; }
+  figure { overflow-x: auto; }  figure svg { min-width: 640px; }
+  td, th { padding: .15em .4em; }
+  .cards tr:first-child { display: none; }
+  .cards, .cards tbody, .cards tr { display: block; }
+  .cards tr { padding: .4em 0; border-bottom: 1px solid #d8dce3; }
+  .cards td { display: inline-block; border: 0; padding: 0 .9em 0 0; text-align: left; }
+  .cards td:first-child { display: block; font-weight: 600; overflow-wrap: anywhere; }
+  .cards td[data-of]::before { content: attr(data-of) ": "; color: #6b7280; }
+}
 """
 
 
@@ -49,6 +62,9 @@ def page(report: Report) -> str:
 def _sections(report: Report) -> Iterator[str]:
     record = report.records[-1] if report.records else None
     yield "<h1>strata report</h1>"
+    for line in (report.model, report.command, report.machine):
+        if line:
+            yield f'<div class="about">{escape(line)}</div>'
     yield (
         f"<p>{report.steps} steps, {escape(report.backend)} backend, pages of "
         f"{format_size(report.page_bytes)}"
@@ -56,8 +72,13 @@ def _sections(report: Report) -> Iterator[str]:
         + ".</p>"
     )
     yield _tiles(report)
+    if report.limited:
+        yield f"<p>{escape(report.limited[0].upper() + report.limited[1:])}.</p>"
     yield "<h2>Step time</h2>"
-    yield _figure(figures.times(report.records)) if record else _none("no step was recorded")
+    if record:
+        yield _figure(figures.times(report.records, report.bound_seconds))
+    else:
+        yield _none("no step was recorded")
     yield "<h2>Links and workers over a step</h2>"
     if record:
         dashed = " Dashed: as the plan predicts." if report.simulation else ""
@@ -98,15 +119,20 @@ def _sections(report: Report) -> Iterator[str]:
 
 def _tiles(report: Report) -> str:
     lost = sum(seconds for units in report.stalls.values() for seconds in units.values())
+    time = step_times(report)
+
+    def told(seconds: float | None) -> str:
+        return NOTHING if seconds is None else time(seconds)
+
     tiles = [
-        ("a step, measured", _seconds(report.measured_seconds)),
-        ("predicted", _seconds(report.predicted_seconds)),
+        (f"a step, measured{judged_over(report)}", told(report.measured_seconds)),
+        ("predicted", told(report.predicted_seconds)),
         (
             f"lower bound: {report.bound_what}" if report.bound_what else "lower bound",
-            _seconds(report.bound_seconds),
+            told(report.bound_seconds),
         ),
         ("of the lower bound", _percent(report.percent_of_bound)),
-        ("lost to waiting, per step", _seconds(lost if report.records else None)),
+        ("lost to waiting, per step", told(lost if report.records else None)),
         ("written to the SSD per step", _size(report.ssd_written_per_step)),
     ]
     inner = "".join(
@@ -129,7 +155,8 @@ def _links(report: Report) -> str:
 
 def _stalls(report: Report) -> Iterator[str]:
     if report.stalls:
-        yield _figure(figures.stalls(report.stalls))
+        time = step_times(report)
+        yield _figure(figures.stalls(report.stalls, report.records[-1].seconds))
         rows = [
             (stall_name(cause, unit), seconds)
             for cause, units in report.stalls.items()
@@ -137,16 +164,16 @@ def _stalls(report: Report) -> Iterator[str]:
         ]
         rows.sort(key=lambda row: -row[1])
         yield _table(
-            ["what was waited for", "milliseconds per step"],
-            [[name, f"{1e3 * seconds:.2f}"] for name, seconds in rows],
+            ["what was waited for", "per step"],
+            [[name, time(seconds)] for name, seconds in rows],
         )
     elif report.records:
         yield _none("nothing was waited for")
     else:
         rows = sorted(report.waited_seconds.items(), key=lambda row: -row[1])
         yield _table(
-            ["waited for pages of", "seconds since wrap()"],
-            [[name, f"{seconds:.3f}"] for name, seconds in rows],
+            ["waited for pages of", "since wrap()"],
+            [[name, like(rows[0][1])(seconds)] for name, seconds in rows],
         )
 
 
@@ -172,19 +199,25 @@ def _figure(svg: str, caption: str = "") -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Where there is no room for many columns, as on a phone, each row is a block of its own whose
+    cells say what they are."""
+    cards = len(head) > COLUMNS_MAX
+
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    body = "\n".join(line(row, "td") for row in rows)
-    return f'<div class="wide"><table>\n{line(head, "th")}\n{body}\n</table></div>'
+    def card(cells: Sequence[str]) -> str:
+        named = zip(head[1:], cells[1:], strict=True)
+        rest = "".join(f'<td data-of="{escape(of)}">{escape(cell)}</td>' for of, cell in named)
+        return f"<tr><td>{escape(cells[0])}</td>{rest}</tr>"
+
+    body = "\n".join(card(row) if cards else line(row, "td") for row in rows)
+    kind = ' class="cards"' if cards else ""
+    return f'<div class="wide"><table{kind}>\n{line(head, "th")}\n{body}\n</table></div>'
 
 
 def _none(why: str) -> str:
     return f'<p class="none">Nothing to show: {escape(why)}.</p>'
-
-
-def _seconds(seconds: float | None) -> str:
-    return NOTHING if seconds is None else f"{seconds:.3g} s"
 
 
 def _percent(percent: float | None) -> str:

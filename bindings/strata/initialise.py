@@ -27,8 +27,12 @@ from torch import nn
 Initialiser = Callable[[], object]
 
 
-def parameters(model: nn.Module, module_name: str, seed: int) -> dict[str, torch.Tensor]:
+def parameters(
+    model: nn.Module, module_name: str, seed: int, device: str | torch.device = "cpu"
+) -> dict[str, torch.Tensor]:
     """First values, as float32 on the CPU, of the meta parameters that `module_name` owns itself.
+
+    `device` draws them: each kind of device has a random stream of its own.
 
     The module is left as it was. Raises ValueError for a parameter that no initialiser sets.
     """
@@ -38,15 +42,16 @@ def parameters(model: nn.Module, module_name: str, seed: int) -> dict[str, torch
         return {}
     # NaN marks what no initialiser has touched.
     values = {
-        name: nn.Parameter(torch.full(p.shape, torch.nan, dtype=torch.float32, device="cpu"))
+        name: nn.Parameter(torch.full(p.shape, torch.nan, dtype=torch.float32, device=device))
         for name, p in original.items()
     }
     try:
         module._parameters.update(values)
-        _seeded(seed, module_name, _initialisers(model, module_name))
+        _seeded(seed, module_name, _initialisers(model, module_name), device)
         if any(_untouched(value) for value in values.values()):
             own = _own_initialiser(module)
-            _seeded(seed, module_name, ([own] if own else []) + _initialisers(model, module_name))
+            again = ([own] if own else []) + _initialisers(model, module_name)
+            _seeded(seed, module_name, again, device)
     finally:
         module._parameters.update(original)
     for name, value in values.items():
@@ -56,7 +61,7 @@ def parameters(model: nn.Module, module_name: str, seed: int) -> dict[str, torch
                 f"{type(module).__name__}: give reset_parameters() to the module, pass weights=, "
                 "or build the model on the CPU"
             )
-    return {name: value.detach() for name, value in values.items()}
+    return {name: value.detach().cpu() for name, value in values.items()}
 
 
 def buffers(model: nn.Module, skip: frozenset[str] = frozenset()) -> None:
@@ -164,10 +169,17 @@ def _own_initialiser(module: nn.Module) -> Initialiser | None:
     return None
 
 
-def _seeded(seed: int, name: str, initialisers: list[Initialiser]) -> None:
+def _seeded(
+    seed: int,
+    name: str,
+    initialisers: list[Initialiser],
+    device: str | torch.device = "cpu",
+) -> None:
     """Runs the initialisers with a random stream that only `seed` and `name` decide."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    where = torch.device(device)
+    others = [] if where.type == "cpu" else [where]
+    with torch.random.fork_rng(others, device_type="cuda"), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)
         for initialise in initialisers:
             initialise()

@@ -17,7 +17,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupt(AbstractContextManager["Interrupt"]):
     """`asked` becomes true at the first SIGINT or SIGTERM; a second raises KeyboardInterrupt.
 
-    Outside the main thread signals stay as they are.
+    Signals stay as they are outside the main thread, where they are ignored, and where they have a
+    handler that Python did not install, for it could not be put back.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -30,7 +31,10 @@ class Interrupt(AbstractContextManager["Interrupt"]):
         """Takes the signals over."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._receive)
+                before = signal.getsignal(number)
+                if before not in (None, signal.SIG_IGN):
+                    self._before[number] = before
+                    signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,18 +5,17 @@ strata io-tune --ssd-path /mnt/nvme0 /mnt/nvme1 --page-size 4MiB --device cuda
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from . import _core, configure, device
+from . import _core, budget_check, configure, device
 from .calibrate import Calibration, Setup, calibration, processor
-from .finetune_options import ENGINES, Parser
 from .forecast import LANE_NAMES
 from .lane_probe import LANES
-from .planner_options import add_device, page_size, positive, worded
+from .leftovers import remove_leftovers
 from .sizes import format_size
 
 SWEEP_SECONDS = 0.15
@@ -26,29 +25,14 @@ SWEEP_DEPTHS = (4, 16, 64)
 IN_FLIGHT_MAX = 256 << 20  # bytes of host memory for buffers
 
 
-def run(arguments: Sequence[str], description: str | None) -> int:
+def run(options: argparse.Namespace) -> int:
     """0; what cannot be measured is said, and raises where it is the disk or the device that was
-    asked for."""
-    parser = Parser(prog="strata io-tune", description=description)
-    parser.add_argument("--ssd-path", nargs="+", default=[], metavar="DIR", help="folders on disks")
-    parser.add_argument(
-        "--page-size",
-        type=worded(page_size),
-        default=4 << 20,
-        metavar="SIZE",
-        help="of the calibration that is remembered (default: 4MiB)",
-    )
-    parser.add_argument("--io-engine", choices=ENGINES, default="auto", help="default: auto")
-    parser.add_argument(
-        "--workers", type=worded(positive), metavar="N", help="threads that update parameters"
-    )
-    add_device(parser.add_argument, "whose links are measured")
-    options = parser.parse_args(arguments)
-    for path in options.ssd_path:
-        if not Path(path).is_dir():
-            parser.error(f"--ssd-path {path} is not a folder")
+    asked for. `options`: of planner_options.io_tune_parser()."""
+    remove_leftovers(options.ssd_path)
     name = device.choose(options.device)
     console = Console()
+    for text in budget_check.file_systems(options.ssd_path):
+        console.print(text)
     if options.ssd_path:
         console.print(sweep(options.ssd_path, options.io_engine))
     workers = options.workers or configure.default_workers(name)

@@ -1,11 +1,35 @@
-"""What this machine has free: host memory (control groups respected), processors, disk space."""
+"""What this machine has: host memory (control groups respected), processors and what they can, disk
+space and file systems. Asks Linux, and needs no torch.
+"""
 
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+MOUNTS = Path("/proc/self/mountinfo")
+CPUINFO = Path("/proc/cpuinfo")
+# What Linux calls arithmetic in bfloat16, on x86 and on Arm.
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """Where a folder lies."""
+
+    kind: str  # as Linux names it: ext4, btrfs, tmpfs
+    mount: str
+    total_bytes: int
+    free_bytes: int
+
+
+def host_bytes() -> int:
+    """Memory that this process can have at most: what the machine has, or its control group."""
+    limits = [limit for limit, _ in _cgroup_files() if limit is not None]
+    return min([_meminfo("MemTotal"), *limits])
 
 
 def free_host_bytes() -> int:
@@ -20,6 +44,32 @@ def free_host_bytes() -> int:
 def processors() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def processor_flags() -> set[str]:
+    """What the processors can do, as Linux names it."""
+    text = CPUINFO.read_text() if CPUINFO.exists() else ""
+    return set(" ".join(re.findall(r"(?m)^(?:flags|Features)\s*:(.*)$", text)).split())
+
+
+def has_bfloat16(flags: Collection[str]) -> bool:
+    """Whether processors with these flags compute in bfloat16. Others do it piece by piece, several
+    times more slowly than in float32."""
+    return not BFLOAT16_FLAGS.isdisjoint(flags)
+
+
+def file_system(path: str | Path) -> FileSystem:
+    """The one that a folder lies on. Raises OSError where there is no such folder."""
+    place = Path(path).resolve(strict=True)
+    kind, mount = "", "/"
+    for line in MOUNTS.read_text().splitlines():
+        before, _, behind = line.partition(" - ")
+        there = re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), before.split()[4])
+        # Of mounts over each other the last one is seen.
+        if place.is_relative_to(there) and len(there) >= len(mount):
+            kind, mount = behind.split()[0], there
+    usage = shutil.disk_usage(place)
+    return FileSystem(kind, mount, usage.total, usage.free)
 
 
 def free_disk_bytes(paths: Iterable[str]) -> int:

@@ -1,56 +1,55 @@
-"""How much memory PyTorch holds over time, from the allocations that its profiler reports.
+"""How much memory PyTorch holds in a step; on the host by what its profiler says of allocations.
 
     curve = MemoryCurve.start()          # None: somebody else profiles already
-    ...
+    curve.note(now)                      # at every moment that will be asked for
     curve.stop()
-    curve.peak(begin, end)               # bytes, between two readings of perf_counter()
+    curve.peak(begin, end)               # bytes, between two of these moments
 
 Only what was allocated since start() counts, by the thread that started it and autograd on its
 behalf: pages, parameters and the batch are not PyTorch's to give back.
 
-Note [Two clocks]. The profiler counts microseconds from its own beginning. A few allocations at
-start(), of which perf_counter() tells when they happened, tie its clock to ours.
-
-Note [Pinned heap]. The profiler notes each allocation in a small block that it keeps. Where such a
+Note [Pinned heap]. The profiler notes each allocation in small blocks that it keeps. Where such a
 block comes to lie in the hole that a freed tensor left, the next tensor of that size takes new
-memory, and a step can come to hold many times of what it uses. So glibc is told to take tensors
-from the system while the profiler runs, and to give back the rest of the heap behind it. Other
-allocators do not listen, and keep small blocks apart on their own.
+memory, and a step can come to hold many times of what it uses. So its notes are taken away at every
+moment, before there are many.
+
+Note [Older blocks]. When a tensor is freed that is older than the recording, PyTorch's allocator
+logs a warning to stderr: the first time, and every thousandth. Such tensors are expected here (the
+batch and the loss of the step before), so warnings of PyTorch's C++ log are off while a curve
+records. What torch warns of in Python takes another way, and is heard.
 """
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import ctypes
+import gc
+import threading
 from time import perf_counter
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch.autograd import ProfilerConfig, ProfilerState
 
+from ._torch_compat import (
+    LIBRARY,
+    PROFILER_LEGACY,
+    ProfilerDetails,
+    ProfilerEnd,
+    disable_profiler,
+    enable_profiler,
+    profiler_enabled,
+    profiler_type,
+)
 from .cuda_memory import CudaMemoryCurve, counts_memory
+from .curve import Curve
 
 ALLOCATION = "memory_alloc"
-TIES = 5
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-MAPPED_MIN = 256 << 10  # bytes of a tensor that may leave no hole while the profiler runs
-MAPPED_MIN_USUAL = 32 << 20  # where glibc's own, growing threshold ends
-
-
-class Curve(Protocol):
-    """What is known of PyTorch's memory, on whichever device."""
-
-    def note(self, time: float) -> None:
-        """A time at which at() and peak() will be asked, now. On the host any will do."""
-
-    def stop(self) -> None:
-        """Ends recording; from here on at() and peak() answer."""
-
-    def at(self, time: float) -> int:
-        """Bytes in use."""
-
-    def peak(self, begin: float, end: float) -> int:
-        """The most bytes in use from `begin` to `end`."""
+LOG_ERRORS = 2  # and nothing below; c10/util/Logging.h
+_goes_on = ProfilerEnd(
+    False,  # do not end the profiler
+    True,  # take what it has noted
+)
 
 
 def start_curve(device: torch.device) -> Curve | None:
@@ -60,30 +59,19 @@ def start_curve(device: torch.device) -> Curve | None:
     return MemoryCurve.start()
 
 
-class MemoryCurve:
-    """Bytes in use, as steps in time."""
+class MemoryCurve(Curve):
+    """PyTorch's memory on the host."""
 
     def __init__(self) -> None:
-        # 1. Ties, see Note [Two clocks]: the one that took least time tells most.
-        ties = [self._tie() for _ in range(TIES)]
-        shortest = min(ties)
-        self._tie_index, self._tie_time = ties.index(shortest), shortest[1]
-        # 2. What stop() fills in.
-        self._times: list[float] = [self._tie_time]
-        self._bytes: list[int] = [0]
-
-    @staticmethod
-    def _tie() -> tuple[float, float]:
-        """Allocates and frees a few bytes. How long that took, and when it was."""
-        before = perf_counter()
-        torch.empty(1, device="cpu")
-        after = perf_counter()
-        return after - before, (before + after) / 2
+        """See start()."""
+        super().__init__()
+        self._held = 0
+        self._stopped = False
 
     @classmethod
     def start(cls) -> MemoryCurve | None:
         """Begins to record; None where a profiler is running already."""
-        if torch._C._autograd._profiler_enabled():
+        if profiler_enabled():
             return None
         config = ProfilerConfig(
             ProfilerState.CPU,
@@ -92,59 +80,75 @@ class MemoryCurve:
             False,  # stacks
             False,  # flops
             False,  # modules
-            torch._C._profiler._ExperimentalConfig(),
+            ProfilerDetails(),
         )
-        _keep_heap_whole(MAPPED_MIN)
+        # Garbage of the step before would be freed in this one, and seem to be room there. What is
+        # older is left alone: to look through all objects takes a good part of a second.
+        gc.collect(1)
+        _CppLog.hush()
         # The profiler without Kineto: it reports allocations too, and prints nothing.
-        torch.autograd._enable_profiler_legacy(config)
-        return cls()
-
-    def note(self, time: float) -> None:
-        """The profiler sees every moment."""
+        enable_profiler(config)
+        curve = cls()
+        curve.note(perf_counter())
+        return curve
 
     def stop(self) -> None:
-        """Ends recording; from here on at() and peak() answer."""
-        changes = self._changes()
-        _keep_heap_whole(MAPPED_MIN_USUAL)
-        changes.sort(key=lambda change: change[0])  # several threads; the order of each stays
-        tie = 2 * self._tie_index  # each was allocated and freed
-        if len(changes) <= tie:
+        """Ends recording. Idempotent. On another thread than start() it only loses what comes."""
+        if self._stopped:
             return
-        shift = self._tie_time - changes[tie][0]
-        held = 0
-        for seconds, change in changes[2 * TIES :]:
-            held += change
-            self._times.append(seconds + shift)
-            self._bytes.append(held)
+        self._stopped = True
+        super().stop()
+        if profiler_type() == PROFILER_LEGACY:
+            disable_profiler()
+        _CppLog.speak()
 
-    @staticmethod
-    def _changes() -> list[tuple[float, int]]:
-        """Ends the profiler. What it saw: seconds on its own clock, and bytes taken or freed."""
-        lists = torch.autograd._disable_profiler_legacy()
-        events = [event for events in lists for event in events]
-        return [
-            (events[0].cpu_elapsed_us(event) * 1e-6, event.cpu_memory_usage())
-            for event in events
-            if event.kind() == ALLOCATION
-        ]
-
-    def at(self, time: float) -> int:
-        """Bytes in use; never negative, for what is freed may be older than the recording."""
-        return max(0, self._bytes[bisect.bisect_right(self._times, time) - 1])
-
-    def peak(self, begin: float, end: float) -> int:
-        """The most bytes in use from `begin` to `end`."""
-        first = max(0, bisect.bisect_right(self._times, begin) - 1)
-        last = max(first + 1, bisect.bisect_right(self._times, end))
-        return max(0, *self._bytes[first:last])
+    def _look(self) -> tuple[int, int]:
+        peak = self._held
+        for change in _changes():
+            self._held += change
+            peak = max(peak, self._held)
+        # Never negative: what is freed may be older than the recording.
+        return max(0, self._held), max(0, peak)
 
 
-def _keep_heap_whole(mapped_min: int) -> None:
-    """See Note [Pinned heap]. Blocks of `mapped_min` bytes and more get a mapping of their own."""
-    libc = ctypes.CDLL(None)
-    try:
-        libc.mallopt(M_MMAP_THRESHOLD, mapped_min)
-        libc.mallopt(M_TRIM_THRESHOLD, 2 * mapped_min)
-        libc.malloc_trim(0)
-    except AttributeError:  # not glibc
-        return
+def _changes() -> list[int]:
+    """Bytes that were taken or freed since this was asked last, in order."""
+    if profiler_type() != PROFILER_LEGACY:  # autograd's own threads, or a profiler of the user's
+        return []
+    events = [e for events in disable_profiler(_goes_on) for e in events]
+    changes = [e for e in events if e.kind() == ALLOCATION]
+    if len(changes) > 1:  # of several threads; the order of each stays
+        first = events[0]
+        changes.sort(key=first.cpu_elapsed_us)
+    return [change.cpu_memory_usage() for change in changes]
+
+
+class _CppLog:
+    """The level of PyTorch's C++ log, which is one for the process. See Note [Older blocks]."""
+
+    _lock = threading.Lock()
+    _hushed = 0  # curves that record
+    _usual = 0  # the level that was found
+    _level: ClassVar[ctypes.c_int | None] = None
+
+    @classmethod
+    def hush(cls) -> None:
+        """A curve begins."""
+        with cls._lock:
+            if cls._hushed == 0:
+                # A PyTorch that is built with another log does not have it.
+                with contextlib.suppress(OSError, ValueError):
+                    library = ctypes.CDLL(LIBRARY)
+                    cls._level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+                if cls._level is not None:
+                    cls._usual = cls._level.value
+                    cls._level.value = max(cls._usual, LOG_ERRORS)
+            cls._hushed += 1
+
+    @classmethod
+    def speak(cls) -> None:
+        """It ends."""
+        with cls._lock:
+            cls._hushed -= 1
+            if cls._hushed == 0 and cls._level is not None:
+                cls._level.value = cls._usual

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ._torch_compat import TorchDispatchMode
 from .arguments import tensors_in
 from .units import UnitSpec, find_units
 
@@ -267,13 +267,21 @@ def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
         query, key, value, _, causal = (*args, *[False] * 5)[:5]
-        whole = sdpa_flop_count(query.shape, key.shape, value.shape)
+        key, value = (_for_heads_of(query, shape) for shape in (key.shape, value.shape))
+        whole = sdpa_flop_count(query.shape, key, value)
         return int(whole) // (2 if causal else 1)
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         grad, query, key, value, _, _, _, causal = args[:8]
-        whole = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+        key, value = (_for_heads_of(query, shape) for shape in (key.shape, value.shape))
+        whole = sdpa_backward_flop_count(grad.shape, query.shape, key, value)
         return int(whole) // (2 if causal else 1)
     return 0
+
+
+def _for_heads_of(query: torch.Tensor, shape: torch.Size) -> torch.Size:
+    """The shape of keys or values with a head for each of the query's, which several may share:
+    torch before 2.13 does not count those."""
+    return torch.Size((*query.shape[:2], *shape[2:]))
 
 
 def _units_of(model: nn.Module, units: list[UnitSpec]) -> list[int]:

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from . import _core
 from .errors import StrataError
 from .foreign import NATIVE, Foreign, make_foreign
+from .group_options import Numbers, check_class, check_options
 from .update_modes import check_loss_scale
+from .visits import Change
 from .wrapped import Unit, Wrapped
 
 if TYPE_CHECKING:
@@ -51,51 +54,55 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Forei
         )
     own = {id(p) for p in model.parameters()}
     for g, group in enumerate(optimizer.param_groups):
-        for option in ("amsgrad", "differentiable"):
-            if group.get(option):
-                raise ValueError(
-                    f"{type(optimizer).__name__}({option}=True) is not supported: "
-                    f"build the optimizer without {option}"
-                )
+        check_options(type(optimizer).__name__, group)
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in own:
                 raise ValueError(
                     f"the optimizer was built from other parameters: number {i} of group {g}, of "
                     f"shape {tuple(parameter.shape)}, is not in the model"
                 )
-    return make_foreign(optimizer)
+    foreign = make_foreign(optimizer)
+    if foreign is None:
+        check_class(optimizer)
+    return foreign
 
 
 def group_spec(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], foreign: Foreign | None = None
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    group: dict[str, Any],
+    foreign: Foreign | None = None,
 ) -> GroupSpec:
-    """The hyperparameters of a group, now, as the core takes them."""
+    """The hyperparameters of group `number`, now, as the core takes them. Raises ValueError, with
+    group and option, for what is no number."""
+    option = Numbers(number, group)
     if foreign is not None:
-        return _foreign_spec(group, foreign)
-    beta1, beta2 = group.get("betas", (0.0, 0.0))
+        return _foreign_spec(option, group, foreign)
+    beta1, beta2 = option.pair("betas")
     rule = NATIVE[type(optimizer)]
-    if rule == "adam" and group.get("decoupled_weight_decay"):
-        rule = "adamw"
+    if rule in ("adam", "adamw"):  # AdamW is Adam with this option, which may be changed
+        rule = "adamw" if group.get("decoupled_weight_decay", rule == "adamw") else "adam"
     return {
         "rule": rule,  # type: ignore[typeddict-item]
-        "lr": float(group["lr"]),
-        "beta1": float(beta1),
-        "beta2": float(beta2),
-        "eps": float(group.get("eps", 0.0)),
-        "weight_decay": float(group["weight_decay"]),
-        "momentum": float(group.get("momentum", 0.0)),
-        "dampening": float(group.get("dampening", 0.0)),
-        "lr_decay": float(group.get("lr_decay", 0.0)),
-        "initial_accumulator": float(group.get("initial_accumulator_value", 0.0)),
+        "lr": option.needed("lr"),
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": option("eps"),
+        "weight_decay": option.needed("weight_decay"),
+        "momentum": option("momentum"),
+        "dampening": option("dampening"),
+        "lr_decay": option("lr_decay"),
+        # Adagrad's sums begin with what it was built with, whatever its groups say.
+        "initial_accumulator": float(optimizer.defaults.get("initial_accumulator_value", 0.0)),
         "nesterov": bool(group.get("nesterov", False)),
         "maximize": bool(group.get("maximize", False)),
     }
 
 
-def _foreign_spec(group: dict[str, Any], foreign: Foreign) -> GroupSpec:
+def _foreign_spec(option: Numbers, group: dict[str, Any], foreign: Foreign) -> GroupSpec:
     """The core needs to know only how much is kept; the class takes its options from `foreign`."""
     return {
-        "rule": "foreign", "lr": float(group["lr"]), "beta1": 0.0, "beta2": 0.0, "eps": 0.0,
+        "rule": "foreign", "lr": option.needed("lr"), "beta1": 0.0, "beta2": 0.0, "eps": 0.0,
         "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "lr_decay": 0.0,
         "initial_accumulator": 0.0, "nesterov": False, "maximize": False,
         "options": foreign.remember(group), "moments": len(foreign.kept(group).moments),
@@ -153,10 +160,20 @@ class StrataOptimizer(torch.optim.Optimizer):
         inner.state.clear()  # Adagrad's sums rest in pages now
         self._inner = inner
         self._foreign = foreign
+        # What was laid out for each group.
+        self._kept = [foreign.kept(g) for g in inner.param_groups] if foreign is not None else []
         self._wrapped = state
         self._max_grad_norm = max_grad_norm or 0.0
         self.max_unit_norm = max_unit_norm or 0.0  # 0: no clipping
         self._skip_nonfinite = skip_nonfinite
+
+    def give_back(self) -> None:
+        """Lets the optimizer that came in step on its own again, with state that begins anew. Most
+        classes make it in their first step; Adagrad, before torch 2.13, when it is constructed."""
+        inner = self._inner
+        if isinstance(inner, torch.optim.Adagrad) and not inner.state:
+            groups = [dict(group) for group in inner.param_groups]
+            inner.state.update(torch.optim.Adagrad(groups).state)
 
     @torch.no_grad()
     def step(
@@ -175,6 +192,8 @@ class StrataOptimizer(torch.optim.Optimizer):
                 loss = closure()
         state = self._wrapped
         state.hooks.reset()
+        change = state.visits.add(Change())
+        state.refuse_visits()
         state.landings.wait()
         groups = self.group_specs()
         _check_unchanged(state.groups_used, groups)
@@ -190,6 +209,7 @@ class StrataOptimizer(torch.optim.Optimizer):
             state.end_step()
         else:
             state.planning.end_step()
+        state.visits.end(change)
         # Schedulers built on the inner optimizer look here to see whether step() came first.
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -202,12 +222,9 @@ class StrataOptimizer(torch.optim.Optimizer):
         """
         state = self._wrapped
         state.hooks.reset()
+        state.refuse_half_step("zero_grad()")
         advice = "call optimizer.step() ahead of zero_grad(), or wrap with update='on_step'"
-        if state.groups_used is not None:
-            raise RuntimeError(
-                "zero_grad() between backward() and step(): update='in_backward' has updated "
-                f"parameters with these gradients already; {advice}"
-            )
+        change = state.visits.add(Change())
         try:
             state.drop_gradients()
         except StrataError as error:
@@ -216,6 +233,7 @@ class StrataOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"zero_grad() between backward() and step(): {error}; {advice}"
             ) from error
+        state.visits.end(change)
 
     @property
     def last_finite(self) -> bool:
@@ -223,9 +241,26 @@ class StrataOptimizer(torch.optim.Optimizer):
         result = self._wrapped.last_step
         return result is None or result["finite"]
 
-    def group_specs(self) -> list[GroupSpec]:
-        """The hyperparameters of all groups, now, as the core takes them."""
-        return [group_spec(self._inner, group, self._foreign) for group in self.param_groups]
+    def group_specs(self, groups: list[dict[str, Any]] | None = None) -> list[GroupSpec]:
+        """The hyperparameters of all groups, or of `groups`, now, as the core takes them. Raises
+        ValueError where they make no sense, or need what wrap() laid out no room for."""
+        groups = groups or self.param_groups
+        name = type(self._inner).__name__
+        for group in groups:
+            check_options(name, group)
+        specs = [group_spec(self._inner, g, group, self._foreign) for g, group in enumerate(groups)]
+        if self._foreign is not None:
+            self._foreign.check_kept(groups, self._kept)
+        _core.check_groups(self._wrapped.config["groups"], specs)
+        return specs
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError. Called by copy.copy, copy.deepcopy, pickle and torch.save."""
+        raise TypeError(
+            "an optimizer that strata.wrap() returned cannot be copied or pickled, for its state "
+            "rests in the pages of one model: copy optimizer.state_dict(), or write both with "
+            "strata.save(model, path)"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises: the pages of the optimizer's state were laid out by wrap()."""
@@ -233,6 +268,8 @@ class StrataOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: moments and steps, all in memory at once; strata.save streams them."""
+        self._wrapped.hooks.reset()
+        self._wrapped.refuse_half_step("state_dict() of the optimizer")
         self._wrapped.synchronize()
         index: dict[int, int] = {}
         groups = []
@@ -250,20 +287,45 @@ class StrataOptimizer(torch.optim.Optimizer):
         return {"state": entries, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict()` of this or of the plain torch optimizer returned."""
+        """Takes over what `state_dict()` of this or of the plain torch optimizer returned.
+
+        Raises ValueError, and changes nothing, where that is of another model or optimizer, or has
+        options that cannot be followed.
+        """
+        self._wrapped.hooks.reset()
+        self._wrapped.refuse_half_step("load_state_dict()")
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError("loaded state dict has other parameter groups than the optimizer")
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-            for parameter, number in zip(group["params"], saved["params"], strict=True):
-                self._write_state(parameter, group, state_dict["state"].get(number, {}))
+        merged = [self._merged(g, new) for g, new in zip(self.param_groups, groups, strict=True)]
+        self.group_specs(merged)
+        entries = [
+            (parameter, group, state_dict["state"].get(number, {}))
+            for group, saved in zip(self.param_groups, groups, strict=True)
+            for parameter, number in zip(group["params"], saved["params"], strict=True)
+        ]
+        for parameter, _, entry in entries:
+            self._check_state(parameter, entry)
+        for group, new in zip(self.param_groups, merged, strict=True):
+            group.update(new)
+        for parameter, group, entry in entries:
+            self._write_state(parameter, group, entry)
 
-    def _kinds(self, group: dict[str, Any]) -> list[tuple[Kind, str]]:
-        kinds = moments_of(group_spec(self._inner, group, self._foreign))
+    def _merged(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """The group with the saved options in place of its own."""
+        merged = {**group, **saved, "params": group["params"]}
+        if isinstance(self._inner, torch.optim.AdamW):
+            merged["decoupled_weight_decay"] = True  # as AdamW does, for states of Adam
+        return merged
+
+    def _kinds(self, index: int) -> list[tuple[Kind, str]]:
+        """The moments that are kept of a parameter, whatever its group's options are now."""
+        config = self._wrapped.config
+        group = config["params"][index]["group"]
+        kinds = moments_of(config["groups"][group])
         if self._foreign is None:
             return kinds
-        names = self._foreign.kept(group).moments
+        names = self._kept[group].moments
         return [(kind, name) for (kind, _), name in zip(kinds, names, strict=True)]
 
     def _read_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -275,9 +337,28 @@ class StrataOptimizer(torch.optim.Optimizer):
         entry: dict[str, Any] = {"step": torch.tensor(float(step), device="cpu")}
         if self._foreign is not None:
             entry = self._foreign.scalars(index, step, group)
-        for kind, name in self._kinds(group):
+        for kind, name in self._kinds(index):
             entry[name] = state.read(index, kind)
         return entry
+
+    def _check_state(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
+        state = self._wrapped
+        index = state.index_of(parameter)
+        for _, name in self._kinds(index):
+            value = entry.get(name)
+            if value is not None and value.shape != parameter.shape:
+                raise ValueError(
+                    f"the state of {state.names[index]!r} has shape {tuple(value.shape)}, the "
+                    f"parameter {tuple(parameter.shape)}"
+                )
+        if not float(entry.get("step", 0)) >= 0:
+            raise ValueError(f"the state of {state.names[index]!r} says step {entry['step']}")
+        initial, sums = self._inner.defaults.get("initial_accumulator_value"), entry.get("sum")
+        if sums is not None and not entry.get("step", 1) and (sums != initial).any():
+            raise ValueError(
+                f"the state of {state.names[index]!r} is from before its first step, and its sums "
+                f"are not the {initial} that this Adagrad was built with"
+            )
 
     def _write_state(
         self, parameter: torch.Tensor, group: dict[str, Any], entry: dict[str, Any]
@@ -286,14 +367,8 @@ class StrataOptimizer(torch.optim.Optimizer):
         index = state.index_of(parameter)
         if not state.config["params"][index]["trainable"]:
             return
-        kinds = self._kinds(group)
-        moments = [(kind, entry.get(name)) for kind, name in kinds]
+        moments = [(kind, entry.get(name)) for kind, name in self._kinds(index)]
         for kind, value in moments:
-            if value is not None and value.shape != parameter.shape:
-                raise ValueError(
-                    f"the state of {state.names[index]!r} has shape {tuple(value.shape)}, the "
-                    f"parameter {tuple(parameter.shape)}"
-                )
             if value is None:
                 value = torch.zeros(parameter.shape, device="cpu")
             state.write(index, value, kind)

@@ -3,7 +3,8 @@
 While its unit is entered by its own module, a parameter is a plain nn.Parameter and costs nothing.
 At any other time its class is PagedParameter: each torch operation on it enters its unit, runs, and
 leaves. What such an operation returns as a view of the parameter (`p.data`, `p.view(-1)`, `p[0]`)
-is a PagedTensor, which does the same.
+is a PagedTensor, which does the same; so does a view that a module's forward leaves behind, which
+escapes.py finds.
 
 Note [Aliases]. A view shares the parameter's address range; that is how it is recognised, whatever
 operation made it. Operations that would give a raw address away (`data_ptr`, `__dlpack__`) raise.
@@ -23,8 +24,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from ._torch_compat import DisableTorchFunction, graph_task
 from .errors import StrataError
-from .wrapped import DisableTorchFunction, Slot
+from .visits import Visit
+from .wrapped import Slot, Wrapped
 
 Function = Callable[..., Any]
 
@@ -130,18 +133,21 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     paged = list(_paged_in((args, kwargs)))
     units = {(id(t._strata.state), t._strata.unit.index): t._strata for t in paged}
     entered: list[Slot] = []
-    pushed: list[Slot] = []
+    visits: list[tuple[Slot, Visit, int]] = []  # and the saved-tensor hooks before it
     try:
         # 1. Bring the units in. What autograd saves of them is found again by its address.
+        backward = graph_task() != -1  # a user's checkpoint reads it there
+        in_step = {id(t._strata.state): _in_step(t._strata.state, func) for t in paged}
         for slot in units.values():
-            backward = torch._C._current_graph_task_id() != -1  # a user's checkpoint reads it there
-            in_step = slot.state.hooks.in_step()
-            if not in_step:
-                slot.state.catch_up()
-            slot.state.enter(slot.unit, backward, recorded=in_step)
+            visit = slot.state.visits.add(Visit())
+            visits.append((slot, visit, slot.state.hooks.saved.pushed()))
+            if _writes(func, kwargs):
+                slot.state.session.expect_write(slot.index)
+            slot.state.enter(slot.unit, visit, backward, recorded=in_step[id(slot.state)])
             entered.append(slot)
-            if slot.state.hooks.saved.push_outside(slot.unit):
-                pushed.append(slot)
+            slot.state.hooks.saved.push_outside(slot.unit)
+        for tensor in paged if backward else ():
+            tensor._strata.state.check_old(tensor._strata.index)
         # 2. Run.
         with DisableTorchFunction():
             versions = [t._version for t in paged]
@@ -155,12 +161,22 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(entered) == len(units) or not entered or _writes(func, kwargs):
             raise
     finally:
-        for slot in reversed(pushed):
-            slot.state.hooks.saved.pop()
-        for slot in reversed(entered):
-            slot.state.leave(slot.unit)
+        for slot, visit, pushed in reversed(visits):
+            slot.state.hooks.saved.pop_to(pushed)
+            slot.state.leave(slot.unit, visit)
+            slot.state.visits.end(visit)
     # They do not fit on the device together: copy them out one by one. Autograd follows.
     return func(*_copied_out(args), **_copied_out(kwargs))
+
+
+def _in_step(state: Wrapped, func: Function) -> bool:
+    """Whether the model computes now; where it does not, all updates are seen to first."""
+    in_step = state.hooks.frames.in_step()
+    if not in_step:
+        state.hooks.reset()
+        state.refuse_half_step(f"{_name(func)} of a parameter")
+        state.catch_up()
+    return in_step
 
 
 def _writes(func: Function, kwargs: dict[str, Any]) -> bool:
@@ -204,8 +220,7 @@ def _guard(result: Any, units: dict[tuple[int, int], Slot]) -> Any:
             state = other.state
             index = state.find(result.data_ptr()) if result.layout is torch.strided else -1
             if index >= 0:
-                result.__class__ = PagedTensor
-                result._strata = Slot(state, index, state.unit_of[index])  # type: ignore[attr-defined]
+                state.views.mark(result, index)
     elif isinstance(result, tuple | list):
         for item in result:
             _guard(item, units)
@@ -226,10 +241,13 @@ def _copy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         simple = target.is_contiguous() and not tracked and not source.is_complex()
     if not simple:
         return _run(func, args, kwargs)
+    slot: Slot = target._strata
+    _in_step(slot.state, func)
+    if slot.state.session.entered(slot.unit.index):  # who has it sees the device
+        return _run(func, args, kwargs)
     value = source.detach().expand(target.shape)
     if _is_paged(value):
         value = value.clone()
-    slot: Slot = target._strata
     with DisableTorchFunction():
         offset = target.storage_offset() - slot.state.aliases[slot.index].storage_offset()
         slot.state.write(slot.index, value, offset=offset)
@@ -291,6 +309,12 @@ def _gradients(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return func(outputs, edges, given.pop("grad_outputs", None), *rest, **given)
 
 
+def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reads no element. The units that the graph wants are entered when it comes to them."""
+    with DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
 def _iterate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return iter(args[0].unbind(0))
 
@@ -350,6 +374,7 @@ _SPECIAL: dict[Function, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad_: _set_requires_grad,
     torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.backward: _backward,
     torch.Tensor.__iter__: _iterate,
     torch.Tensor.__repr__: _represent,
     torch.Tensor.numpy: _to_numpy,

@@ -17,6 +17,9 @@ fused attention.
     up, silu(gate) and their product 4 d T f.
   head and loss: logits d T V; the loss and its gradient reach 12 T V where log-softmax and its
     gradient, of 4 T V each, meet what they are made of.
+  head and loss without logits: the states as float32, 4 T h, are what the head saves, with 4 T;
+    forward makes d T h and two chunks and a half of logits, backward 8 T h, the matrix' gradient
+    and a chunk and a half, and computes the logits again: three times the forward's arithmetic.
   beside what is saved: forward of a block 3 d T h, its result among them; backward 2 d T f; of the
     head and the embedding the gradient d h V of their matrix.
 Each of these was held against Transformers' own model on tensors that are shapes only: see
@@ -25,7 +28,7 @@ meta_trace.py and the tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 PAGE_BYTES = 4 << 20
 # Bytes beside a parameter of so many: residual or master, and two moments; see optimizers/.
 STATE_BYTES = {2: 10, 4: 8}
+LOGITS_BYTES = 32 << 20  # of a chunk, and its fewest columns on a GPU: see nn/request.py
+LOGITS_COLUMNS = 1024
 STAGING_PAGES = 36  # four chunks of 7, and 8
 UPDATE_BYTES = (
     32  # moved in host memory for an element: 26 by the update, 6 by copies before, after
@@ -72,6 +77,7 @@ class LlamaSizes:
 
 
 LLAMA_7B = LlamaSizes("7B", 32, 4096, 11008, 32, 32, 32000)
+LLAMA_8B = LlamaSizes("8B", 32, 4096, 14336, 32, 8, 128256)
 LLAMA_13B = LlamaSizes("13B", 40, 5120, 13824, 40, 40, 32000)
 LLAMA_70B = LlamaSizes("70B", 80, 8192, 28672, 64, 8, 32000)
 
@@ -93,12 +99,22 @@ def llama_trace(
     flops_s: float,
     dtype_bytes: int = 2,
     page_bytes: int = PAGE_BYTES,
+    chunked_loss: bool = False,
 ) -> Trace:
     """A step of `tokens` tokens in sequences of `sequence`, as if recorded with every activation
-    kept on a device that achieves `flops_s`. Raises ValueError where sequences do not fill it."""
+    kept on a device that achieves `flops_s`. `chunked_loss`: logits are never made, see
+    nn/causal_lm.py. Raises ValueError where sequences do not fill it."""
     if tokens <= 0 or sequence <= 0 or tokens % sequence:
         raise ValueError(f"{tokens} tokens are not a number of sequences of {sequence}")
-    return _Builder(sizes, tokens, sequence, flops_s, dtype_bytes, page_bytes).trace()
+    return _Builder(sizes, tokens, sequence, flops_s, dtype_bytes, page_bytes, chunked_loss).trace()
+
+
+def model_flops(sizes: LlamaSizes, tokens: int, sequence: int) -> float:
+    """The arithmetic of a step that no way of computing it can spare: forward, and backward twice
+    that, of every matrix and of attention, half of which causality spares. What is computed again
+    does not count; nor does the embedding, which is looked up."""
+    matrices = sizes.layers * sizes.block_matrices + sizes.vocabulary * sizes.hidden
+    return 6.0 * tokens * (matrices + sizes.layers * sequence * sizes.hidden)
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,7 @@ class _Part:
     forward_flops: float
     forward_extra: int  # bytes beside what it saves and returns
     backward_extra: int
+    backward_flops: float = 2.0  # of the forward's
 
 
 class _Builder:
@@ -124,8 +141,10 @@ class _Builder:
         flops_s: float,
         dtype_bytes: int,
         page_bytes: int,
+        chunked_loss: bool,
     ) -> None:
         self.sizes = sizes
+        self.chunked_loss = chunked_loss
         self.tokens = tokens
         self.sequence = sequence
         self.flops_s = flops_s
@@ -154,7 +173,22 @@ class _Builder:
         ]
         copies = (4 if d < 4 else 0) + d
         norm = _Part("model.norm", h, wide, t * (4 + copies * h), wide, 0.0, wide, 16 * t * h)
-        head = _Part("lm_head", v * h, wide, 0, d * t * v, 2.0 * t * h * v, 0, d * v * h + wide)
+        flops = 2.0 * t * h * v
+        head = _Part("lm_head", v * h, wide, 0, d * t * v, flops, 0, d * v * h + wide)
+        if self.chunked_loss:
+            states, chunk = 4 * t * h, max(LOGITS_BYTES, 4 * t * LOGITS_COLUMNS)
+            norm = replace(norm, output_bytes=wide + states)  # its gradient comes as both
+            head = _Part(
+                "lm_head",
+                v * h,
+                states,
+                4 * t,
+                8 * t,
+                flops,
+                wide + 5 * chunk // 2,
+                d * v * h + 8 * t * h + 3 * chunk // 2,
+                3.0,
+            )
         return [embed, *blocks, norm, head]
 
     def trace(self) -> Trace:
@@ -182,13 +216,14 @@ class _Builder:
             held += part.input_bytes + part.saved_bytes
         # 2. The loss, in the gap before the first backward.
         scores = self.tokens * self.sizes.vocabulary
-        gap_peak = held + scores * 12
+        gap_peak = held + (0 if self.chunked_loss else scores * 12)
         # 3. Backward: it shrinks again.
         for i in range(len(parts) - 1, -1, -1):
             part = parts[i]
             live = held + part.output_bytes  # its gradient
             peak = live + part.backward_extra
-            use = self._use(i, True, len(uses), 2 * part.forward_flops, live, peak)
+            flops = part.backward_flops * part.forward_flops
+            use = self._use(i, True, len(uses), flops, live, peak)
             use["gap_peak_bytes"] = gap_peak if i == len(parts) - 1 else live
             uses.append(use)
             held -= part.input_bytes + part.saved_bytes
@@ -223,7 +258,7 @@ class _Builder:
             self.d,
             self.page_bytes,
             self.tokens // self.sequence,
-            may_recompute=part.saved_bytes > 0,
+            may_recompute=part.saved_bytes > 0 and part.name != "lm_head",
         )
 
 
@@ -251,6 +286,7 @@ def paper_unit(
         "may_swap": True,
         "may_recompute": may_recompute,
         "traced": "keep",
+        "slices_traced": 1,
     }
 
 
@@ -309,6 +345,19 @@ class PaperMachine:
             "ssd_bytes": self.ssds * self.ssd_bytes,
             "staging_bytes": staging_bytes(int(self.host_bytes * 0.9), page_bytes),
         }
+
+
+# Of one H200 in a machine of 128 GiB: what its matrix products, PCIe 5 and eight channels of memory
+# achieve. No SSD.
+H200 = PaperMachine(
+    "one H200",
+    device_bytes=141 * 10**9,
+    flops_s=790e12,
+    link_bytes_s=55e9,
+    host_bytes=137 * 10**9,
+    host_memory_bytes_s=200e9,
+    ssds=0,
+)
 
 
 def staging_bytes(host_bytes: int, page_bytes: int) -> int:

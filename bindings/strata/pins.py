@@ -15,31 +15,28 @@ some parameters got no gradient at the end of the backward.
 Autograd's threads call this under the GIL.
 """
 
-import threading
 from typing import Any
 
-import torch
-from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
+from ._torch_compat import DisableTorchFunction, current_node, will_run
+from ._torch_compat import graph_task as _graph_task
 from .errors import StrataError
 from .optimizer import clips_units, complete_unit, current_groups
 from .swapping import Swapping
+from .visits import Visit
 from .wrapped import Unit, Wrapped
 
-_graph_task = torch._C._current_graph_task_id
-_current_node = torch._C._current_autograd_node
 
-
-class _Pin:
+class _Pin(Visit):
     """A unit that stays entered because autograd node `node` unpacked one of its parameters."""
 
-    __slots__ = ("node", "task", "thread", "unit")
+    __slots__ = ("node", "unit")
 
     def __init__(self, unit: Unit) -> None:
+        super().__init__()
         self.unit = unit
-        self.node: Any = _current_node()
-        self.task = _graph_task()
-        self.thread = threading.get_ident()
+        self.node: Any = current_node()
 
     def is_past(self, now: "_Pin") -> bool:
         """Whether another node of the same backward runs now, so that this one's is done."""
@@ -53,45 +50,45 @@ class Pins:
         self._state = state
         self._swapping = swapping
         self._pins: list[_Pin] = []  # one per unit and backward
-        self._held: list[Unit] = []
-        self._tasks: set[int] = set()  # backwards whose end we are told of
+        self._held: list[_Pin] = []  # one per unit
         self._completes = state.config["update"] == "in_backward"
 
     def pin(self, unit: Unit) -> None:
         """Enters the unit for the node now running."""
         now = _Pin(unit)
-        place = -1
+        mine = None
         past = []
-        for i, pin in enumerate(self._pins):
+        for pin in self._pins:
             if pin.unit is unit and pin.task == now.task:
-                place = i
+                mine = pin
             elif pin.is_past(now):
                 past.append(pin)
-        if place >= 0:
-            self._pins[place] = now
-            self._release(past)
+        self._release(self._pins, past)
+        if mine is not None:
+            mine.node, mine.thread = now.node, now.thread
             return
-        self._release(past)
-        self._swapping.arrive(unit)
-        self._state.enter(unit, backward=True)
-        self._pins.append(now)
         self.watch()
+        self._swapping.arrive(unit)
+        self._state.enter(unit, self._state.visits.add(now), backward=True)
+        self._pins.append(now)
 
     def hold(self, unit: Unit) -> None:
         """Enters the unit until its gradients have landed or the backward is over."""
-        if unit not in self._held:
-            self._state.enter(unit, backward=True)
-            self._held.append(unit)
+        if not any(pin.unit is unit for pin in self._held):
             self.watch()
+            pin = _Pin(unit)
+            self._state.enter(unit, self._state.visits.add(pin), backward=True)
+            self._held.append(pin)
 
     def land(self, unit: Unit) -> None:
         """Notes that one gradient of the unit is complete."""
         self.watch()
+        if unit.landed == 0 and (self._completes or self._held):
+            unit.expected = self._count_expected(unit)
         unit.landed += 1
-        if unit.landed == unit.trainable:
-            self._release([pin for pin in self._pins if pin.unit is unit])
-            if unit in self._held:
-                self._release_held([unit])
+        if unit.landed == unit.expected:
+            for pins in (self._pins, self._held):
+                self._release(pins, [pin for pin in pins if pin.unit is unit])
             if self._completes:
                 self._complete(unit)
 
@@ -103,7 +100,7 @@ class Pins:
         unit are needed first, to clip them.
         """
         others = {u: self._landed(u) for u in self._state.units if u is not unit}
-        partly = [u for u, landed in others.items() if 0 < landed < u.trainable]
+        partly = [u for u, landed in others.items() if 0 < landed < u.expected]
         if partly and clips_units(self._state):
             names = ", ".join(u.name for u in partly)
             raise StrataError(
@@ -117,45 +114,44 @@ class Pins:
 
     def watch(self) -> None:
         """Asks to be told of the end of the backward now running, once."""
-        task = _graph_task()
-        if task != -1 and task not in self._tasks:
-            self._tasks.add(task)
-            Variable._execution_engine.queue_callback(lambda: self.end(task))
+        self._state.visits.watch(self.end)
 
     def end(self, task: int) -> None:
         """Called by autograd when the backward has run all its nodes."""
-        self._tasks.discard(task)
-        self._release([pin for pin in self._pins if pin.task == task])
-        if not self._tasks:
-            self._release_held(list(self._held))
+        self._release(self._pins, [pin for pin in self._pins if pin.task == task])
+        if self._state.visits.is_last(task):
+            self._release(self._held, list(self._held))
             if self._completes:
                 self._complete_rest()
             self._forget_landings()
             self._swapping.end()
+        self._state.visits.end_backward(task)
 
-    def reset(self) -> None:
-        """Drops what a backward that raised has left behind."""
-        if self._pins or self._held or self._tasks:
-            self._release(list(self._pins))
-            self._release_held(list(self._held))
-            self._tasks.clear()
+    def reset(self, live: list[int]) -> None:
+        """Forgets the pins of backwards that raised. `live`: numbers of other visits."""
+        self._pins[:] = [pin for pin in self._pins if pin.number in live]
+        self._held[:] = [pin for pin in self._held if pin.number in live]
+        if not self._state.visits.in_backward:
             self._forget_landings()
-            self._swapping.end()
 
-    def _release(self, pins: list[_Pin]) -> None:
-        for pin in pins:
-            self._pins.remove(pin)
-            self._state.leave(pin.unit)
+    def _release(self, pins: list[_Pin], past: list[_Pin]) -> None:
+        for pin in past:
+            pins.remove(pin)
+            self._state.leave(pin.unit, pin)
+            self._state.visits.end(pin)
 
-    def _release_held(self, units: list[Unit]) -> None:
-        for unit in units:
-            self._held.remove(unit)
-            self._state.leave(unit)
+    def _count_expected(self, unit: Unit) -> int:
+        """Of how many parameters the backward now running will complete the gradient."""
+        if not self._state.visits.is_last(_graph_task()):
+            return unit.trainable  # a backward within another one sees its own nodes only
+        params = [self._state.params[i] for i in unit.params]
+        with DisableTorchFunction():
+            return sum(p.requires_grad and will_run(get_gradient_edge(p).node) for p in params)
 
     def _complete_rest(self) -> None:
-        """Units of which some parameters took no part."""
+        """Units of which some gradients were expected, and turned out to be none."""
         for unit in self._state.units:
-            if 0 < unit.landed < unit.trainable:
+            if 0 < unit.landed < unit.expected:
                 self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
@@ -172,3 +168,4 @@ class Pins:
     def _forget_landings(self) -> None:
         for unit in self._state.units:
             unit.landed = 0
+            unit.expected = unit.trainable

@@ -1,29 +1,25 @@
-"""The options that `strata plan` and `strata estimate` share: a machine, and what is asked of it.
+"""The options of `strata plan`, `estimate` and `io-tune`: a machine, and what is asked of it.
+Needs no torch.
 
-parser = Parser(prog="strata plan")
-add_machine(parser)
-options = parser.parse_args(arguments)
-costs, budgets = costs_of(options, page_bytes), budgets_of(options, page_bytes)
-    wishes = wishes_of(options)
+options = parse(plan_parser(description), arguments)
+budgets, wishes = budgets_of(options.memory, page_bytes), wishes_of("auto", None)
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from . import configure, device
-from .calibrate import Calibration, Setup, calibration
-from .finetune_options import ENGINES, Parser
+from .choices import DTYPES, IO_ENGINES, STATE_DTYPES, check_split, parse_device
+from .finetune_options import Parser
+from .option_types import folder, page_size, parse_count, parse_factor, positive, worded
 from .paper import staging_bytes
-from .sizes import parse_budgets, parse_size
+from .sizes import parse_budgets, parse_size, parse_speed
+from .update_modes import parse_update
 
 if TYPE_CHECKING:
-    from ._core import Budgets, Costs, DtypeName, Wishes
+    from ._core import Budgets, Wishes
 
 ACTIVATIONS = {"auto": None, "keep": "keep", "swap": "swap_host", "recompute": "recompute"}
 # What an option says, and the field of Costs that it stands for.
@@ -34,9 +30,6 @@ SPEEDS = {
     "ssd_write_speed": "write_bytes_s",
     "update_speed": "update_elements_s",
 }
-COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-
-T = TypeVar("T")
 
 
 def add_machine(parser: Parser) -> None:
@@ -64,7 +57,13 @@ def add_machine(parser: Parser) -> None:
             metavar="SPEED",
             help="of all disks together (default: measured at --ssd-path)",
         )
-    add("--ssd-path", nargs="+", metavar="DIR", help="folders on the disks to measure")
+    add_ssd_path(add, "folders on the disks to measure")
+    add(
+        "--ssd-endurance",
+        type=worded(parse_size),
+        metavar="SIZE",
+        help="what the drives last for, all together (TBW on their data sheets), such as 600TB",
+    )
     add(
         "--update-speed",
         type=worded(parse_count),
@@ -72,27 +71,133 @@ def add_machine(parser: Parser) -> None:
         help="parameters the optimizer updates in a second, such as 2G (default: this machine's)",
     )
     add("--workers", type=worded(positive), metavar="N", help="threads that update parameters")
-    add("--io-engine", choices=ENGINES, default="auto", help="default: auto")
+    add("--io-engine", choices=IO_ENGINES, default="auto", help="default: auto")
     add = parser.add_argument_group("what is asked of it").add_argument
+    add("--steps", type=worded(positive), metavar="N", help="of the run, to say what it takes")
     add("--activations", choices=ACTIVATIONS, default="auto", help="default: auto")
     add("--split", type=worded(positive), metavar="K", help="slices of the batch (default: auto)")
     add("--json", action="store_true", help="print one JSON object")
+
+
+def plan_parser(description: str | None) -> Parser:
+    """The options of `strata plan`."""
+    parser = Parser(prog="strata plan", description=description)
+    add = parser.add_argument_group("the step").add_argument
+    add("--trace", required=True, metavar="FILE", help="a recorded step")
+    add(
+        "--tokens-scale",
+        type=worded(parse_factor),
+        default=1.0,
+        metavar="X",
+        help="plan for a batch so many times as large",
+    )
+    add_machine(parser)
+    parser.add_argument(
+        "--compute-speed",
+        type=worded(parse_factor),
+        default=1.0,
+        metavar="X",
+        help="of the device, in multiples of the one that the step was recorded on",
+    )
+    return parser
+
+
+def estimate_parser(description: str | None) -> Parser:
+    """The options of `strata estimate`."""
+    parser = Parser(prog="strata estimate", description=description)
+    add = parser.add_argument_group("the model and its step").add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="DIR|CONFIG|SIZE",
+        help="a Transformers folder or config.json (weights are not read), or a size such as "
+        "llama-1b",
+    )
+    add("--batch", type=worded(positive), default=1, metavar="N", help="sequences (default: 1)")
+    add(
+        "--sequence",
+        type=worded(positive),
+        default=2048,
+        metavar="N",
+        help="tokens of each (default: 2048)",
+    )
+    add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    add(
+        "--update",
+        type=worded(parse_update),
+        default="on_step",
+        metavar="MODE",
+        help="on_step, in_backward or lock-free:S (default: on_step)",
+    )
+    add(
+        "--state-dtype",
+        choices=STATE_DTYPES,
+        default="float32",
+        help="of AdamW's moments (default: float32)",
+    )
+    add(
+        "--flops",
+        type=worded(parse_count),
+        metavar="N",
+        help="FLOP/s that the device achieves, such as 400T (default: as --device is measured)",
+    )
+    add(
+        "--device-bandwidth",
+        type=worded(parse_speed),
+        metavar="SPEED",
+        help="of the device's memory, such as 3TB/s (default: as --device is measured)",
+    )
+    add("--page-size", type=worded(page_size), metavar="SIZE", help="default: chosen")
+    add_machine(parser)
+    return parser
+
+
+def io_tune_parser(description: str | None) -> Parser:
+    """The options of `strata io-tune`."""
+    parser = Parser(prog="strata io-tune", description=description)
+    add = parser.add_argument
+    add_ssd_path(add, "folders on disks")
+    add(
+        "--page-size",
+        type=worded(page_size),
+        default=4 << 20,
+        metavar="SIZE",
+        help="of the calibration that is remembered (default: 4MiB)",
+    )
+    add("--io-engine", choices=IO_ENGINES, default="auto", help="default: auto")
+    add("--workers", type=worded(positive), metavar="N", help="threads that update parameters")
+    add_device(add, "whose links are measured")
+    return parser
+
+
+def add_ssd_path(add: Callable[..., object], what: str) -> None:
+    """--ssd-path; `what` it is here."""
+    add("--ssd-path", nargs="+", default=[], type=worded(folder), metavar="DIR", help=what)
 
 
 def add_device(add: Callable[..., object], what: str) -> None:
     """--device; `what` it is here."""
     add(
         "--device",
-        type=worded(device.parse),
+        type=worded(parse_device),
         default="auto",
         metavar="NAME",
         help=f"{what}: auto, host, cuda or cuda:N (default: auto, a GPU where one can be used)",
     )
 
 
-def budgets_of(options: argparse.Namespace, page_bytes: int) -> Budgets:
-    """The budgets of --memory."""
-    given = options.memory
+def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parses, and refuses what cannot be asked of the planner together."""
+    options = parser.parse_args(arguments)
+    try:
+        check_split(options.split, options.activations)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = True) -> Budgets:
+    """Budgets by tier, as the planner takes them. `grads_rest`: in pages, until the step ends."""
     on_ssd = bool(given["ssd"])
     return {
         "page_bytes": page_bytes,
@@ -100,87 +205,18 @@ def budgets_of(options: argparse.Namespace, page_bytes: int) -> Budgets:
         "host_bytes": given["host"],
         "ssd_bytes": given["ssd"],
         "staging_bytes": staging_bytes(given["host"], page_bytes) if on_ssd else 0,
+        "grads_rest": grads_rest,
     }
 
 
-def wishes_of(options: argparse.Namespace) -> Wishes:
+def wishes_of(activations: str, split: int | None) -> Wishes:
     """What --activations and --split force."""
     return {
-        "activation": ACTIVATIONS[options.activations],  # type: ignore[typeddict-item]
-        "slices": options.split or 0,
-        "may_split": options.activations == "auto",
+        "activation": ACTIVATIONS[activations],  # type: ignore[typeddict-item]
+        "slices": split or 0,
+        "may_split": activations == "auto",
         "on_device": None,
     }
-
-
-def machine_of(
-    options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16"
-) -> Calibration:
-    """What --*-speed says, and for the rest this machine with --device, as remembered or measured
-    now. REQUIRES: options.device is what device.choose() made of it.
-
-    Raises ValueError where an SSD is to be used and its speed is neither told nor to be measured,
-    and StrataError where the device cannot be used.
-    """
-    paths = options.ssd_path or []
-    for path in paths:
-        if not Path(path).is_dir():
-            raise ValueError(f"--ssd-path {path} is not a folder")
-    told = {name: getattr(options, option) for option, name in SPEEDS.items()}
-    ssd_told = options.ssd_read_speed is not None and options.ssd_write_speed is not None
-    if options.memory["ssd"] and not paths and not ssd_told:
-        raise ValueError(
-            "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
-        )
-    workers = options.workers or configure.default_workers(options.device)
-    setup = Setup(workers, page_bytes, paths, options.io_engine, dtype, options.device)
-    found = calibration(setup)
-    costs: dict[str, Any] = dict(found.costs)
-    costs.update({name: float(value) for name, value in told.items() if value is not None})
-    if ssd_told and not paths:
-        costs["slow"] = _with_disk(costs["slow"])
-    return dataclasses.replace(found, costs=cast("Costs", costs))
-
-
-def _with_disk(slow: Any) -> Any:
-    """Disks that were not measured: each way keeps some of its speed beside the other, as most
-    drives do."""
-    mixed = 0.6
-    result = {lane: dict(row) for lane, row in slow.items()}
-    result.setdefault("read", {})["write"] = mixed
-    result.setdefault("write", {})["read"] = mixed
-    return result
-
-
-def parse_speed(text: str) -> int:
-    """Bytes per second: "12GB/s". Raises ValueError."""
-    return parse_size(re.sub(r"\s*/\s*s$", "", text.strip()))
-
-
-def parse_count(text: str) -> float:
-    """A number with k, M, G or T behind it: "2.5G", "989T". Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kKmMgGtT]?)\s*", text)
-    if match is None or not float(match[1]):
-        raise ValueError(f"{text!r} is not a number such as 500M or 2G")
-    return float(match[1]) * COUNTS[match[2].lower()]
-
-
-def parse_factor(text: str) -> float:
-    """ "2x" or "0.5": a positive number. Raises ValueError."""
-    try:
-        factor = float(text.strip().removesuffix("x"))
-    except ValueError:
-        factor = 0.0
-    if not 0 < factor < 1e6:
-        raise ValueError(f"{text!r} is not a factor such as 2x or 0.5")
-    return factor
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 on. Raises ValueError."""
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{text!r} is not a positive whole number")
-    return int(text)
 
 
 def _budgets(text: str) -> dict[str, int]:
@@ -195,22 +231,3 @@ def _budgets(text: str) -> dict[str, int]:
         if tier not in budgets:
             raise ValueError(f"{text!r} has no {tier}= budget")
     return budgets
-
-
-def page_size(text: str) -> int:
-    """A power of two that pages can have. Raises ValueError."""
-    size = parse_size(text)
-    configure.check_page_size(size)
-    return size
-
-
-def worded(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A type for argparse, which by itself hides what a ValueError says."""
-
-    def parsed(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed

@@ -19,13 +19,15 @@ device's times when the step is over.
 
 import logging
 from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .clock import HostClock, make_clock
-from .memory_curve import Curve, start_curve
+from .curve import Curve
+from .memory_curve import start_curve
 from .uses import RecordedStep, RecordedTensor, Uses
 
 NOT_RECORDED = -1
@@ -64,12 +66,17 @@ class Recorder:
             return
         self._clear()
         self.recording = True
-        self._curve = start_curve(self._device)
+        self.measure()
         if self._curve is None:
             log.info(
                 "PyTorch's own memory is not measured in this step: a profiler is running, or an "
                 "allocator that does not tell"
             )
+
+    def measure(self) -> None:
+        """Measures, in the step that begins, the most memory that PyTorch holds."""
+        if self._curve is None:
+            self._curve = start_curve(self._device)
 
     def close(self) -> None:
         """Ends a recording in the middle: PyTorch's profiler would go on for ever. Idempotent; on
@@ -78,6 +85,12 @@ class Recorder:
         self.recording = False
         if curve is not None:
             curve.stop()
+
+    def abandon(self) -> None:
+        """What was recorded of the step so far does not count: it was given up."""
+        self.close()
+        self._depth.clear()
+        self._clear()
 
     def now(self) -> float:
         """A time that the other methods take."""
@@ -104,6 +117,11 @@ class Recorder:
         self._depth[unit] = max(0, depth - 1)
         if depth == 1 and self._uses.is_open(unit):
             self._note(Uses.leave, (unit,), (self.now(),))
+
+    def correct(self, unit: int, depth: int) -> None:
+        """The unit was left without a word: it is entered `depth` times."""
+        while self._depth.get(unit, 0) > depth:
+            self.leave(unit)
 
     def pause(self, begin: float, end: float) -> None:
         """From `begin` to `end` nothing was computed: somebody waited for bytes, or moved them."""
@@ -143,6 +161,26 @@ class Recorder:
         self._numbers[key] = (StorageWeakRef(storage), number)
         return number
 
+    def mark(self) -> int:
+        """How many tensors were saved so far."""
+        return len(self._uses.step.tensors)
+
+    def saved_since(self, mark: int) -> int:
+        """Bytes that forwards have saved since then, those of inputs left out."""
+        return sum(t.bytes for t in self._uses.step.tensors[mark:] if not t.input)
+
+    def drop_to(self, mark: int) -> None:
+        """What was saved since then does not count: that forward runs again."""
+        del self._uses.step.tensors[mark:]
+        self._numbers = {k: known for k, known in self._numbers.items() if known[1] < mark}
+
+    def held_bytes(self) -> int:
+        """What PyTorch holds now; 0 where that is not measured."""
+        if self._curve is None:
+            return 0
+        self.now()
+        return self._curve.held
+
     def used(self, number: int) -> None:
         """A backward reads what saved() gave this number."""
         step = self._uses.step
@@ -157,8 +195,10 @@ class Recorder:
         step.detailed = self.recording
         if self._curve is not None:
             self._curve.stop()
-            self._measure(step, self._curve)
-            step.measured = True
+            step.peak_bytes = self._curve.peak(step.begin, inf)
+            if self.recording:
+                self._measure(step, self._curve)
+                step.measured = True
         device_times = self._clock.settle()
         if device_times:
             step.take_times(self._by(device_times, now))

@@ -6,17 +6,18 @@ print(report_text.report_text(report))
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from .activations import in_words
 from .sizes import format_size
 from .timeline import ALL_UNITS, stall_name
 
 WAITS_SHOWN = 8  # those that were waited for longest
 
 if TYPE_CHECKING:
-    from ._core import Plan
-    from .report import Lag, PlannedRow, PlanReport, Report
+    from ._core import Bound, PaperPlan, Plan
+    from .reports import Lag, PlannedRow, PlanReport, Report
 
 
 def plan_text(report: PlanReport) -> str:
@@ -49,12 +50,42 @@ def plan_text(report: PlanReport) -> str:
     )
 
 
+def plan_line(paper: PaperPlan, bound: Bound) -> str:
+    """The plan of a step, in one line."""
+    plan, run = paper.plan, paper.simulate()
+    modes: dict[str, int] = {}
+    for unit in plan["units"]:
+        sliced = f" in {unit['slices']}" if unit["slices"] > 1 else ""
+        key = in_words(unit["activation"]) + sliced
+        modes[key] = modes.get(key, 0) + 1
+    resting = ""
+    if plan["resting_device_bytes"]:
+        units = sum(unit["on_device"] for unit in plan["units"])
+        resting = f" and {format_size(plan['resting_device_bytes'])} for {units} whole units"
+    return (
+        f"{', '.join(f'{count} units {mode}' for mode, count in modes.items())}; device peak "
+        f"{format_size(plan['peaks']['device']['bytes'])}, of it "
+        f"{format_size(plan['param_device_bytes'])} for parameters{resting}; "
+        f"{like(run['step_seconds'])(run['step_seconds'])} a step predicted, "
+        f"{bound['seconds'] / run['step_seconds']:.0%} of the bound ({bound['what']})"
+    )
+
+
 def _buffers(plan: Plan) -> list[str]:
     """A line on what is always in host memory, where anything is."""
     if plan["buffer_bytes"] == 0:
         return []
     size = format_size(plan["buffer_bytes"])
     return [f"{size} of host memory are set aside for gradients and scales of moments"]
+
+
+def like(seconds: float | None) -> Callable[[float], str]:
+    """Writes times in the unit and with the digits that suit this one, so that times which stand
+    beside each other compare at a glance. None: nothing is known that they could be like."""
+    scale, unit = (1e3, "ms") if seconds is not None and seconds < 1 else (1.0, "s")
+    size = abs(seconds or 1.0) * scale
+    digits = 2 if size < 10 else 1 if size < 100 else 0
+    return lambda value: f"{value * scale:.{digits}f} {unit}"
 
 
 def report_text(report: Report) -> str:
@@ -72,8 +103,9 @@ def _paragraphs(report: Report) -> Iterator[str]:
     head += f", {report.io_engine} I/O" if report.io_engine else ""
     if where := report.stats.get("workers_where"):  # reports of files may not have it
         head += f"; workers {where}"
-    speed = speed_line(report)
-    yield head + (f"\n{speed}" if speed else "")
+    about = [part for part in (report.model, report.command, report.machine) if part]
+    lines = ["; ".join(about), head, speed_line(report), report.limited]
+    yield "\n".join(line for line in lines if line)
     tiers = [["tier", "budget", "used", "peak", "planned peak", "at"]]
     for name, tier in report.tiers.items():
         peak = report.peaks.get(name)
@@ -99,15 +131,30 @@ def _paragraphs(report: Report) -> Iterator[str]:
 def speed_line(report: Report) -> str:
     """A step's time: measured, predicted, and beside its lower bound; empty: nothing is known."""
     parts = []
+    seconds = step_times(report)
     if report.measured_seconds is not None:
-        parts.append(f"{report.measured_seconds:.3g} s a step")
+        parts.append(f"{seconds(report.measured_seconds)} a step{judged_over(report)}")
     if report.predicted_seconds is not None:
-        parts.append(f"{report.predicted_seconds:.3g} s predicted")
+        parts.append(f"{seconds(report.predicted_seconds)} predicted")
     if report.bound_seconds is not None:
-        parts.append(f"lower bound {report.bound_seconds:.3g} s ({report.bound_what})")
+        parts.append(f"lower bound {seconds(report.bound_seconds)} ({report.bound_what})")
     if report.percent_of_bound is not None:
         parts.append(f"{report.percent_of_bound:.0f} % of it reached")
     return ", ".join(parts)
+
+
+def step_times(report: Report) -> Callable[[float], str]:
+    """How all times of a report's steps are written."""
+    known = (report.measured_seconds, report.predicted_seconds, report.bound_seconds)
+    return like(next((seconds for seconds in known if seconds is not None), None))
+
+
+def judged_over(report: Report) -> str:
+    """Over how much a step's time was measured, in brackets; empty: over some steps."""
+    if report.judged is None:
+        return ""
+    over = f" (over {like(report.judged.seconds)(report.judged.seconds)}"
+    return over + (")" if report.judged.whole else ": too short to say much)")
 
 
 def wear_line(report: Report) -> str:
@@ -123,21 +170,24 @@ def wear_line(report: Report) -> str:
 
 def _waits(report: Report) -> str:
     if not report.stalls:
-        waits = [["waited for pages of", "seconds"]]
+        total = sum(report.waited_seconds.values())
+        in_all = like(total)
+        waits = [["waited for pages of", "since wrap()"]]
         for name, seconds in sorted(report.waited_seconds.items(), key=lambda item: -item[1]):
-            waits.append([name, f"{seconds:.3f}"])
+            waits.append([name, in_all(seconds)])
         del waits[WAITS_SHOWN + 1 :]
-        waits.append([ALL_UNITS, f"{sum(report.waited_seconds.values()):.3f}"])
+        waits.append([ALL_UNITS, in_all(total)])
         return table(waits)
+    each = step_times(report)
     rows = [
         (stall_name(cause, unit), seconds)
         for cause, units in report.stalls.items()
         for unit, seconds in units.items()
     ]
     rows.sort(key=lambda row: -row[1])
-    stalls = [["time lost per step", "seconds"]]
-    stalls += [[name, f"{seconds:.4f}"] for name, seconds in rows[:WAITS_SHOWN]]
-    stalls.append([ALL_UNITS, f"{sum(seconds for _, seconds in rows):.4f}"])
+    stalls = [["time lost", "per step"]]
+    stalls += [[name, each(seconds)] for name, seconds in rows[:WAITS_SHOWN]]
+    stalls.append([ALL_UNITS, each(sum(seconds for _, seconds in rows))])
     return table(stalls)
 
 
@@ -168,7 +218,7 @@ def _planned_runs(rows: Sequence[PlannedRow]) -> list[list[str]]:
 
 def planned_cells(row: PlannedRow) -> list[str]:
     """A row of the plan's table, behind the unit's name."""
-    activation = row.activation.replace("_", " to ")
+    activation = in_words(row.activation)
     resident = "yes" if row.resident else "no"
     return [activation, str(row.slices), row.params, row.grads, row.states, resident]
 

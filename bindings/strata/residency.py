@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .activations import TO_SSD, leaves
 from .timeline import StepRecord
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ def residency(plan: StepPlan, trace: Trace) -> dict[str, list[int]]:
         "host": [plan["resting_host_bytes"]] * uses,
         "ssd": [plan["resting_ssd_bytes"]] * uses,
     }
-    places = {"swap_host": "host", "swap_ssd": "ssd"}
     for tensor in trace["tensors"]:
-        tier = places.get(plan["units"][tensor["unit"]]["activation"])
-        if tier is None:
+        activation = plan["units"][tensor["unit"]]["activation"]
+        if not leaves(activation, tensor["input"]):
             continue
+        tier = "ssd" if activation in TO_SSD else "host"
         for use in range(tensor["born"], min(tensor["last_used"] + 1, uses)):
             held[tier][use] += tensor["bytes"]
     return held

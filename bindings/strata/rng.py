@@ -5,10 +5,14 @@ rng.restore(rng.capture())
 
 import base64
 import random
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
+
+CUDA_STATE_BYTES = 16
+NUMPY_KEYS = 624
 
 
 def capture() -> dict[str, Any]:
@@ -36,9 +40,51 @@ def restore(states: dict[str, Any]) -> None:
     np.random.set_state((name, np.array(values, dtype=np.uint32), place, has_gauss, cached))
 
 
+def problems(states: dict[str, Any]) -> list[str]:
+    """What of `states` could not be restored: all of it is tried on generators of its own."""
+    found = []
+    for name, attempt in (
+        ("torch", lambda: torch.Generator().set_state(_tensor(states["torch"]))),
+        ("cuda", lambda: _check_cuda(states["cuda"])),
+        ("python", lambda: _check_python(*states["python"])),
+        ("numpy", lambda: _check_numpy(*states["numpy"])),
+    ):
+        try:
+            attempt()
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            found.append(f"{name!r} is no state of its generator ({error!s:.80})")
+    return found
+
+
+def _check_cuda(states: list[str]) -> None:
+    """Without a GPU to try it on: a seed of 8 bytes, and where the run was, a multiple of 4."""
+    if not isinstance(states, list):
+        raise TypeError("not a list")
+    for text in states:
+        state = bytes(_tensor(text).tolist())
+        if len(state) != CUDA_STATE_BYTES or int.from_bytes(state[8:], "little") % 4:
+            raise ValueError(f"{len(state)} bytes")
+
+
+def _check_python(version: int, keys: list[int], gauss: float | None) -> None:
+    if not isinstance(gauss, float | NoneType):
+        raise TypeError("no number")
+    random.Random().setstate((version, tuple(keys), gauss))
+
+
+def _check_numpy(name: str, keys: list[int], place: int, has_gauss: int, cached: float) -> None:
+    # numpy itself would take any place, and read there.
+    if not all(type(value) is int for value in (*keys, place, has_gauss)):
+        raise TypeError("no whole number")
+    if len(keys) != NUMPY_KEYS or not 0 <= place <= NUMPY_KEYS or has_gauss not in (0, 1):
+        raise ValueError("out of range")
+    state = (name, np.array(keys, dtype=np.uint32), place, has_gauss, float(cached))
+    np.random.RandomState().set_state(state)
+
+
 def _text(state: torch.Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

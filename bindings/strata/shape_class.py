@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+
+from .reached import Pace
+from .windows import Windows
 
 if TYPE_CHECKING:
     from . import _core
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 Shape = tuple[tuple[int, ...], ...]
 
 TIGHT_SHARE = 0.8  # of the device budget
+CLASSES_MAX = 16
+SMALL_SHARE = 0.5  # of a class's elements: smaller batches get a class of their own
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,12 @@ class ShapeClass:
     plan: StepPlan | None = None  # of `paper`, which makes it anew each time it is asked
     device_peak: int = 0  # frames and PyTorch's memory, as measured under the plan; 0: not yet
     reserve: int = 0  # bytes of the device that plans leave alone, because one turned out too large
-    predicted_seconds: float = 0.0
-    bound_seconds: float = 0.0
+    number: int = 0  # of the plan, among all of the run
+    planned_seconds: float = 0.0  # of a step, as predicted when the plan was made ...
+    predicted_seconds: float = 0.0  # ... and as its times are by now
+    settled: bool = False  # a step under the plan has moved what it wants elsewhere
+    windows: Windows = field(default_factory=Windows)  # of the steps under the plan
+    pace: Pace = field(default_factory=Pace)  # the best of all windows, under this plan or another
 
     @property
     def to_check(self) -> bool:
@@ -61,6 +70,21 @@ class ShapeClass:
             len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True))
             for a, b in zip(shape, self.shape, strict=True)
         )
+
+
+def find_class(classes: list[ShapeClass], shape: Shape) -> tuple[ShapeClass, list[ShapeClass]]:
+    """The class of a batch, new or known, and all classes with it."""
+    elements = ShapeClass(shape).elements
+    serving = [c for c in classes if c.trace is not None and c.serves(shape)]
+    best = min(serving, key=lambda c: c.elements, default=None)
+    roomy = best is not None and elements < best.elements * SMALL_SHARE
+    if best is not None and not (roomy and len(classes) < CLASSES_MAX):
+        return best, classes
+    if known := next((c for c in classes if c.shape == shape), None):
+        return known, classes
+    new = ShapeClass(shape)
+    # What a new class serves as well is not needed any more.
+    return new, [*[c for c in classes if c.trace is not None][-CLASSES_MAX + 1 :], new]
 
 
 def on_device(plan: Plan | StepPlan) -> list[bool]:

@@ -1,4 +1,6 @@
-"""Sizes in bytes, as people write them: 1048576, "8GiB", "500 MB", "1.5 TiB"."""
+"""Sizes in bytes, as people write them: "8GiB", "500 MB", "1.5 TiB", "4096B"; an int is bytes.
+Speeds: "12GB/s". A number in words needs its unit: of 96, nobody knows whether bytes were meant.
+"""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +13,13 @@ UNITS = {
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 SIZE_MAX = 1 << 60  # sums of sizes still fit into 64 bits
+BARE_BYTES_MIN = 1 << 16  # a number without a unit that is no smaller must be bytes
 TIERS = ("device", "host", "ssd")
+
+YEAR_SECONDS = 365.25 * 86400
+# Units of time, the seconds that each has, and the number of them from which on the next one is
+# taken.
+DURATIONS = (("s", 1, 120), ("minute", 60, 120), ("hour", 3600, 48), ("day", 86400, 730))
 
 Size = int | str
 
@@ -19,7 +27,7 @@ _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: Size) -> int:
-    """Bytes. Raises ValueError, naming the nearest unit, for what is not a size."""
+    """Bytes. Raises ValueError, with the nearest valid form, for what is not a size."""
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f"a size is an int or a string such as '8GiB', not {size!r}")
     if isinstance(size, int):
@@ -31,10 +39,24 @@ def parse_size(size: Size) -> int:
         raise ValueError(f"{size!r} is not a size; write a number and a unit, such as '8GiB'")
     number, unit = match.groups()
     factors = {name.lower(): factor for name, factor in UNITS.items()}
-    if unit and unit.lower() not in factors:
+    if not unit:
+        likely = "B" if number.isdigit() and int(number) >= BARE_BYTES_MIN else "GiB"
+        raise ValueError(f"{size!r} has no unit: write '{number}{likely}'")
+    if unit.lower() not in factors:
         raise ValueError(f"unknown unit {unit!r} in {size!r}: {nearest(unit, UNITS)}")
-    whole = factors[unit.lower()] if unit else 1
+    whole = factors[unit.lower()]
     return _bounded(int(number) * whole if number.isdigit() else round(float(number) * whole))
+
+
+def parse_speed(text: str) -> int:
+    """Bytes per second. Raises ValueError, with the nearest valid form, for what is no speed."""
+    amount, slash, second = (part.strip() for part in text.partition("/"))
+    if _PATTERN.fullmatch(amount) and (not amount[-1].isalpha() or not slash):
+        unit = "" if amount[-1].isalpha() else "GB"
+        raise ValueError(f"{text!r} is not a speed: write '{amount}{unit}/s'")
+    if second != "s":
+        raise ValueError(f"{text!r} is not a speed; write a size a second, such as '6GB/s'")
+    return parse_size(amount)
 
 
 def _bounded(size: int) -> int:
@@ -59,3 +81,18 @@ def format_size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def write_size(size: int) -> str:
+    """As options take it, and no less: 13GiB, 700MiB."""
+    unit, name = (1 << 30, "GiB") if size >= 10 << 30 else (1 << 20, "MiB")
+    return f"{-(-size // unit)}{name}"
+
+
+def format_duration(seconds: float) -> str:
+    """For people: 3.2 s, 25 minutes, 90 years."""
+    for name, size, most in DURATIONS:
+        if seconds < size * most:
+            number = f"{seconds / size:.3g}"
+            return f"{number} s" if name == "s" else f"{number} {name}{'s' * (number != '1')}"
+    return f"{seconds / YEAR_SECONDS:,.0f} years"

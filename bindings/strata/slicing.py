@@ -3,7 +3,7 @@
     outputs = []
     for piece in cut(arguments.tensors, batch_size(arguments.tensors), 4):
         args, kwargs = arguments.filled(piece)
-        outputs.append(Arguments(forward(*args, **kwargs)))
+        outputs.append(Arguments(module.forward(*args, **kwargs)))
     result = merged(outputs, verdict.cut)
 
 The batch is the first dimension of the first tensor. Every other tensor with as many rows is cut as

@@ -1,6 +1,7 @@
 """What is known of saved tensors that are off the device: storages, and views of them.
 
-    record = Swapped(owner, storage, save)           # the core has begun to copy its bytes
+    record = Swapped(owner, storage)
+    record.saves.append(save)                        # the core has begun to copy its bytes
     view = SwappedView(tensor, hollow, record, visit)
     ...                                              # the tensor's memory may be gone
     view.check()
@@ -16,6 +17,7 @@ shares the counter too.
 
 import enum
 import weakref
+from collections import deque
 from typing import Protocol
 
 import torch
@@ -25,8 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 class Owner(Protocol):
     """Who is told when nobody refers to a Swapped any more."""
 
-    def forget(self, save: int) -> None:
-        """Drops what the core saved."""
+    forgotten: deque[int]  # saves
 
 
 class State(enum.Enum):
@@ -67,7 +68,7 @@ class Swapped:
         "end",
         "origin",
         "owner",
-        "save",
+        "saves",
         "staged",
         "state",
         "storage",
@@ -79,9 +80,9 @@ class Swapped:
         "wanted",
     )
 
-    def __init__(self, owner: "Owner", storage: torch.UntypedStorage, save: int) -> None:
+    def __init__(self, owner: "Owner", storage: torch.UntypedStorage) -> None:
         self.owner = owner
-        self.save = save
+        self.saves: list[int] = []  # the core's number, once there is one
         self.storage: torch.UntypedStorage | None = storage
         self.origin = StorageWeakRef(storage)  # its key stays taken for as long as this lives
         self.stream: int | None = None  # that `storage` was allocated on, where that was for this
@@ -96,21 +97,31 @@ class Swapped:
         self.use = 0  # that saved it
         self.visit: Visit | None = None  # the last one that lists it
 
+    @property
+    def save(self) -> int:
+        """The core's number for it. REQUIRES: it has one."""
+        return self.saves[0]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the core has it. No room, or an exception that came before, and it has not."""
+        return bool(self.saves) and self.saves[0] >= 0
+
     def __del__(self) -> None:
-        self.owner.forget(self.save)
+        # On any thread and between any two lines of Swapping's, so it takes no part in its affairs.
+        self.owner.forgotten.extend(self.saves)
 
 
 class Flight:
     """A copy back to the device that may be under way, and what it needs."""
 
-    __slots__ = ("forgotten", "record", "save", "storage", "stream")
+    __slots__ = ("record", "save", "storage", "stream")
 
     def __init__(self, record: Swapped, storage: torch.UntypedStorage, stream: int) -> None:
         self.record = weakref.ref(record)
         self.save = record.save
         self.storage: torch.UntypedStorage | None = storage  # see swapping.py, Note [Streams]
         self.stream = stream  # that the storage was allocated on
-        self.forgotten = False  # the record is gone: so is the save, when the copy has passed
 
 
 class SwappedView:
@@ -143,6 +154,16 @@ class SwappedView:
         tensor = self.witness.detach()
         tensor.data = bare
         return tensor
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor reaches: from the first to behind the last."""
+    size = tensor.element_size()
+    begin = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return begin, begin + int(tensor.nbytes)
+    last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * size
 
 
 def changed(what: object, how: str) -> RuntimeError:

@@ -26,29 +26,40 @@ Python goes on at once, unless they are still on the SSD, and may be far ahead o
       its copy has passed. So however far Python is ahead, it holds what it would hold behind.
     - Another stream may use it too: each unpack puts the stream that is current in order, and tells
       the allocator of one that is not the memory's own.
-    - The core's pages are in use until the copy has been seen done; forget() leaves them to poll().
+    - The core's pages are in use until the copy has been seen done; only then they are dropped.
       Where there is no room without them, pack() waits.
     - What leaves is kept until its copy has been seen done, so nobody can have it before.
+
+Note [Ends]. A record ends on any thread and at any point, also of the methods below, for Python's
+garbage collector may run there. So it leaves a note of its save and does no more. The notes are
+read where the lock is held and nothing is half done. An exception out of a signal handler may come
+between any two bytecodes, too. So a copy is written down before it begins, what the core answers is
+stored by the call that asks (_at_once), and drain() finds ends of which it heard nothing.
 """
 
+import operator
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from ._torch_compat import graph_task as _graph_task
+from ._torch_compat import storage_of_weak
+from .activations import TO_SSD
 from .device import current_stream, keep_until_used
+from .errors import StrataError
 from .graphs import capturing, owned_by_graph
-from .swapped import Flight, State, Swapped, SwappedView, Visit
+from .swapped import Flight, State, Swapped, SwappedView, Visit, span
 from .wrapped import Unit, Wrapped
 
-SWAPS = frozenset(("swap_host", "swap_ssd"))
 BYTES_MIN = 4096  # smaller ones stay: together they are little, and each would cost a copy
 ALIGNMENT = 256  # kernels choose by it, so a part of a storage keeps what the storage had
 USES_LEAVING = 2
 
-_graph_task = torch._C._current_graph_task_id
 _NOWHERE = 1 << 62
 
 
@@ -67,7 +78,9 @@ class Swapping:
         self._lock = threading.RLock()
         self._model = weakref.ref(state.model)
         self._staying: set[int] | None = None  # storages of buffers
-        self._saves: set[int] = set()  # everything that the core holds
+        # Everything that the core holds, and who stands for it.
+        self._saves: dict[int, weakref.ref[Swapped]] = {}
+        self.forgotten: deque[int] = deque()  # saves whose record has ended; see Note [Ends]
         self._by_storage: weakref.WeakValueDictionary[int, Swapped] = weakref.WeakValueDictionary()
         self._leaving: deque[Swapped] = deque()
         self._coming: dict[int, Flight] = {}  # by save, the oldest first
@@ -104,7 +117,7 @@ class Swapping:
         if not self._may_leave(tensor):
             return None
         storage = tensor.untyped_storage()
-        begin, end = _span(tensor)
+        begin, end = span(tensor)
         if end - begin < BYTES_MIN or end > storage.nbytes() or storage._cdata in self._stays():
             return None
         with self._lock:
@@ -158,91 +171,110 @@ class Swapping:
         if 2 * (end - begin) >= storage.nbytes():
             begin, end = 0, storage.nbytes()
         begin -= begin % ALIGNMENT
-        to_ssd = unit.activation == "swap_ssd"
-        address = storage.data_ptr() + begin
-        stream = current_stream(self._device)
-        while True:
-            save = self._session.save_activation(
-                address, end - begin, to_ssd, unit.index, stream=stream
-            )
-            if save >= 0:
-                break
-            if not self._make_room():
-                return None
-        record = Swapped(self, storage, save)
+        to_ssd = unit.activation in TO_SSD
+        record = Swapped(self, storage)
         record.begin, record.end = begin, end
         record.to_ssd = to_ssd
         record.use = self._use
-        self._saves.add(save)
         self._leaving.append(record)
-        return record
+        place = (storage.data_ptr() + begin, end - begin, to_ssd, unit.index)
+        save = partial(self._session.save_activation, *place, stream=current_stream(self._device))
+        while True:
+            self._drop_forgotten()
+            _at_once(save, into=record.saves)
+            if record.has_begun:
+                self._saves[record.save] = weakref.ref(record)
+                return record
+            record.saves.clear()
+            if not self._make_room():
+                self._leaving.pop()
+                return None
 
     # Copies that get done
 
     def poll(self) -> None:
         """Lets go of what has been copied. Never waits."""
-        if not self._leaving and not self._coming:
+        if not (self._leaving or self._coming or self.forgotten):
             return
         session = self._session
         with self._lock:
-            while self._leaving and session.activation_saved(self._leaving[0].save, False):
-                record = self._leaving.popleft()
-                record.state = State.HERE
-                self._settle(record)
+            while self._leaving and self._has_left(self._leaving[0]):
+                self._leaving.popleft()
             while self._coming:
                 flight = next(iter(self._coming.values()))
                 if not session.activation_fetched(flight.save, False):
                     break
                 self._land(flight)
+            self._drop_forgotten()
+
+    def _has_left(self, record: Swapped) -> bool:
+        """Lets go of its memory, if its copy is done."""
+        if not record.has_begun:
+            return True
+        self._saves.setdefault(record.save, weakref.ref(record))
+        if not self._session.activation_saved(record.save, False):
+            return False
+        if record.state is State.LEAVING:
+            record.state = State.HERE
+        self._settle(record)
+        return True
 
     def drain(self) -> int:
         """Waits until nothing is under way. Returns how many storages are still saved."""
         with self._lock:
-            for save in [record.save for record in self._leaving]:
+            for save in [record.save for record in self._leaving if record.has_begun]:
                 self._session.activation_saved(save, True)
             for save in list(self._coming):
                 self._session.activation_fetched(save, True)
             self.poll()
-        return len(self._saves)
+            self.forgotten.extend(save for save, record in self._saves.items() if record() is None)
+            self._drop_forgotten()
+            return len(self._saves)
 
-    def forget(self, save: int) -> None:
-        """Nobody will want it any more. Never waits. REQUIRES: it is not leaving."""
-        flight = self._coming.get(save)
-        if flight is None:
-            self._drop(save)
-        else:
-            flight.forgotten = True
+    def reset(self, backward_over: bool) -> None:
+        """After an exception, whatever it came between."""
+        self.drain()
+        if backward_over:
+            self.end()
 
     def _land(self, flight: Flight) -> None:
         """Its copy is done."""
-        # First: a record that dies from here on drops its save itself.
-        del self._coming[flight.save]
         record = flight.record()
-        if flight.forgotten:
-            self._drop(flight.save)
-        elif record is not None:
+        if record is not None and record.state is State.COMING:
             record.state = State.HERE
             self._settle(record)
+        del self._coming[flight.save]
 
-    def _drop(self, save: int) -> None:
-        self._saves.discard(save)
-        self._session.drop_activation(save)
+    def _drop_forgotten(self) -> None:
+        """Gives up what nobody will want any more. Never waits: what is coming is left to later.
+
+        REQUIRES: the lock is held. A record that is leaving has not ended, see Swapped.
+        """
+        for _ in range(len(self.forgotten)):
+            save = self.forgotten[0]
+            record = self._saves.get(save)
+            if record is not None and (save in self._coming or record() is not None):
+                self.forgotten.append(save)
+            elif record is not None:
+                drop = partial(self._session.drop_activation, save)
+                _at_once(drop, partial(self._saves.__delitem__, save))
+            self.forgotten.popleft()
 
     def _make_room(self) -> bool:
         """Waits for the oldest copy that nobody wants behind it. False: there is none."""
-        forgotten = next((f for f in self._coming.values() if f.forgotten), None)
-        if forgotten is None:
+        flight = next((f for f in self._coming.values() if f.record() is None), None)
+        if flight is None:
             return False
         begin = self._recorder.now()
-        self._session.activation_fetched(forgotten.save, True)
+        self._session.activation_fetched(flight.save, True)
         self._recorder.pause(begin, self._recorder.now())
-        self._land(forgotten)
+        self._land(flight)
         return True
 
     def _wait_for_older(self) -> None:
         """Waits for what has had its time to leave, see Note [Uses]."""
         limit = self._use - USES_LEAVING
-        late = [r for r in self._leaving if r.use <= limit and not r.wanted]
+        late = [r for r in self._leaving if r.has_begun and r.use <= limit and not r.wanted]
         if late:
             begin = self._recorder.now()
             for record in late:
@@ -254,8 +286,8 @@ class Swapping:
     def _settle(record: Swapped) -> None:
         """Frees device memory that no backward wants now."""
         if record.state is State.HERE and not record.wanted:
-            record.storage = record.stream = None
             record.state = State.AWAY
+            record.storage = record.stream = None
 
     # Backward
 
@@ -314,21 +346,28 @@ class Swapping:
     def _want(self, record: Swapped) -> None:
         """Sees to it that the bytes are on the device soon, and stay until the backward ends."""
         if not record.wanted:
-            record.wanted = True
             self._wanted.append(weakref.ref(record))
+            record.wanted = True
         if record.state is not State.AWAY:
             return
-        alive = torch.UntypedStorage._new_with_weak_ptr(record.origin.cdata)
+        alive = storage_of_weak(record.origin.cdata)
         if alive is not None and alive.nbytes() >= record.end:
             record.storage, record.base, record.state = alive, 0, State.HERE
             return
+        if record.save in self._coming:  # an exception came between: see Note [Ends]
+            self._session.activation_fetched(record.save, True)
+            self._land(self._coming[record.save])
         storage = torch.UntypedStorage(record.end - record.begin, device=self._device)
         stream = current_stream(self._device)  # the memory may still be read there
-        self._session.fetch_activation(record.save, storage.data_ptr(), stream=stream)
-        record.storage, record.base, record.state = storage, record.begin, State.COMING
-        record.stream = stream
-        record.staged = False
         self._coming[record.save] = Flight(record, storage, stream)
+        try:
+            self._session.fetch_activation(record.save, storage.data_ptr(), stream=stream)
+        except StrataError:
+            del self._coming[record.save]
+            raise
+        record.storage, record.base, record.stream = storage, record.begin, stream
+        record.staged = False
+        record.state = State.COMING
 
     def _bring(self, record: Swapped, stream: int) -> torch.UntypedStorage:
         self._want(record)
@@ -352,11 +391,7 @@ class Swapping:
         self._frame = self._last = None
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor reaches: from the first to behind the last."""
-    size = tensor.element_size()
-    begin = int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return begin, begin + int(tensor.nbytes)
-    last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * size
+def _at_once(*calls: Callable[[], Any], into: list[Any] | None = None) -> None:
+    """Makes the calls, and stores what they return, with no bytecode in between."""
+    results: list[Any] = [] if into is None else into
+    results.extend(map(operator.call, calls))

@@ -65,7 +65,7 @@ class StepRecord:
     spans: list[TimelineSpan]
     units: list[str]  # names
     predicted_seconds: float | None = None  # by the plan that the step ran under
-    bound_seconds: float | None = None  # no plan could be faster
+    plan: int = 0  # its number in this run; 0: there was none
 
     @property
     def seconds(self) -> float:
@@ -101,7 +101,7 @@ class StepLog:
         end: float,
         uses: Iterable[UseSpan],
         predicted_seconds: float | None = None,
-        bound_seconds: float | None = None,
+        plan: int = 0,
     ) -> StepRecord:
         """Records the step that lasted from `begin` (None: the end of the last one) to `end`, and
         what the core did since the last call."""
@@ -113,8 +113,9 @@ class StepLog:
         spans = self._session.timeline()
         if self._steps == 0:  # what came before, such as the loading of weights, is no step's
             spans = [span for span in spans if span["end_ns"] * 1e-9 >= begin]
-        promise = (predicted_seconds, bound_seconds)
-        record = StepRecord(self._steps, begin, end, uses, spans, self._units, *promise)
+        record = StepRecord(
+            self._steps, begin, end, uses, spans, self._units, predicted_seconds, plan
+        )
         self._steps += 1
         self.records.append(record)
         return record
@@ -130,7 +131,7 @@ def steady(records: Iterable[StepRecord]) -> list[StepRecord]:
     first step, in which everything comes when it is asked for, where there is another."""
     kept: list[StepRecord] = []
     for record in reversed(list(records)):
-        if kept and (record.predicted_seconds != kept[0].predicted_seconds or record.step == 0):
+        if kept and (record.plan != kept[0].plan or record.step == 0):
             break
         kept.append(record)
     return kept[::-1]

@@ -8,7 +8,7 @@
 
 Format, JSON:
 
-    {"format": "strata trace", "version": 1,
+    {"format": "strata trace", "version": 2,
      "origin": {"model": class name, "machine": where it was recorded, "tokens": of the step,
                 "shapes": of the tensors that the model was called with},
      "parameters": elements of all units, "units_hash": sha256 of their names and elements,
@@ -35,14 +35,15 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from . import calibrate, device
+from .activations import RECOMPUTES
 from .wrapped import wrapped
 
 if TYPE_CHECKING:
     from ._core import Trace
 
 FORMAT = "strata trace"
-VERSION = 1
-TRACED = ("keep", "recompute")  # how a step can have been recorded
+VERSION = 2
+TRACED = frozenset(("keep", *RECOMPUTES))  # how a step can have been recorded
 COUNT_MAX = 1 << 60
 
 # What each field holds. The first one of a table that does not is named.
@@ -57,6 +58,7 @@ UNIT_FIELDS: dict[str, type] = {
     "may_swap": bool,
     "may_recompute": bool,
     "traced": str,
+    "slices_traced": int,
 }
 USE_FIELDS: dict[str, type] = {
     "unit": int,
@@ -241,6 +243,10 @@ def contradiction(trace: Trace) -> str:
             return f"unit {unit['name']} was traced with activations {unit['traced']!r}"
         if unit["slices_max"] < 1:
             return f"unit {unit['name']} has no slices"
+        if not 1 <= unit["slices_traced"] <= unit["slices_max"]:
+            return f"unit {unit['name']} was traced on {unit['slices_traced']} slices"
+        if unit["slices_traced"] > 1 and unit["traced"] == "keep":
+            return f"unit {unit['name']} was traced on slices and not recomputed"
     before = -1
     for i, use in enumerate(uses):
         if use["unit"] >= len(units):

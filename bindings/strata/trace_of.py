@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .recording import recorded_as
 from .uses import RecordedStep
 
 if TYPE_CHECKING:
-    from ._core import ActivationName, Trace
+    from ._core import Trace
     from .wrapped import Wrapped
 
 WARM_UP = 1.25  # a first time that is longer by this factor does not count
@@ -47,7 +48,8 @@ def make_trace(step: RecordedStep, state: Wrapped) -> Trace:
                 "slices_max": unit.slices_max,
                 "may_swap": unit.may_swap,
                 "may_recompute": unit.may_recompute,
-                "traced": _traced(unit.activation),
+                "traced": recorded_as(unit)[0],
+                "slices_traced": recorded_as(unit)[1],
             }
             for unit, sizes in zip(state.units, resting, strict=True)
         ],
@@ -87,7 +89,3 @@ def note_times(trace: Trace, step: RecordedStep, first: bool) -> None:
 def _typical(before: float, now: float) -> float:
     """The mean, unless the time before was still warming up."""
     return now if before > WARM_UP * now else (before + now) / 2
-
-
-def _traced(activation: ActivationName) -> ActivationName:
-    return "recompute" if activation == "recompute" else "keep"

@@ -6,15 +6,15 @@
         ...                                   # slicing.py says how
 
 Note [Trial]. It may, where every row of the output depends on the same row of the input only.
-Nothing says so, so it is tried, without gradients, on copies of arguments and buffers and from the
-same random numbers:
+Nothing says so, so it is tried, without gradients, on copies of arguments and buffers, from the
+same random numbers and with parameters that are put back:
 1. All rows but one are changed. The output of that one must stay the same, bit for bit. That finds
    normalisation over the batch, losses and negatives within it, and tensors whose first dimension
    only happens to be as long as the batch is.
 2. Two slices, with modules in evaluation mode where random numbers are drawn, must give what the
    whole gives, within rounding.
-A forward that changes its arguments or buffers is not cut. What a forward leaves in attributes of
-modules is not looked at.
+A forward that changes its arguments, buffers or parameters is not cut. What a forward leaves in
+attributes of modules is not looked at.
 
 Use from the thread that trains.
 """
@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ._torch_compat import BatchNorm
 from .arguments import Arguments
-from .buffers import Buffers, as_they_were
+from .buffers import Buffers
+from .rewriting import Before, Parameters
 from .slicing import Verdict, batch_size, cut, is_cut
 
 ROUNDING = 16  # units in the last place that two ways to sum may differ by ...
@@ -85,7 +86,7 @@ class Verdicts:
     def _obstacle(self, arguments: Arguments) -> str:
         """What can be told without a trial."""
         for name, module in self._module.named_modules():
-            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            if isinstance(module, BatchNorm) and (module.training or module.running_mean is None):
                 return f"{name or type(module).__name__} normalises over the batch"
         if arguments.others:
             return f"it is given a {type(arguments.others[0]).__name__}"
@@ -97,7 +98,7 @@ def try_slices(
 ) -> Verdict | None:
     """See Note [Trial]. None where all rows are alike, so that a change would not be seen.
 
-    It costs four or five forwards. Random numbers and buffers are left as they were.
+    It costs four or five forwards. Random numbers, buffers and parameters are left as they were.
     """
     tensors = arguments.tensors
     kept = {0, 1} if batch == 2 else {batch // 2}  # rows that do not change; others on both sides
@@ -106,9 +107,12 @@ def try_slices(
         torch.equal(a, b) for variant in variants for a, b in zip(variant, tensors, strict=True)
     ):
         return None
+    parameters = Parameters(module)
+    before = parameters.taken(parameters.names)
+    found = Buffers(module).taken()
     try:
-        with torch.no_grad(), _no_cached_casts(), as_they_were(Buffers(module).all()):
-            trial = _Trial(module, forward, arguments)
+        with torch.no_grad(), _no_cached_casts(), found.again(), before.undone():
+            trial = _Trial(module, forward, arguments, before)
             whole = trial.run(tensors, first=True)
             for row, variant in zip(kept, variants, strict=True):
                 _check_row(whole, trial.run(variant), row, batch)
@@ -126,12 +130,17 @@ class _Trial:
     """Runs one forward again and again from the same random numbers."""
 
     def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], arguments: Arguments
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        parameters: Before,
     ) -> None:
         self.draws = False  # whether the forward draws random numbers
         self._forward = forward
         self._arguments = arguments
         self._buffers = Buffers(module)
+        self._parameters = parameters
         self._devices = sorted({t.device.index for t in arguments.tensors if t.is_cuda})
 
     def run(self, tensors: Sequence[torch.Tensor], first: bool = False) -> Arguments:
@@ -142,15 +151,17 @@ class _Trial:
         mine = [t.detach().clone() for t in tensors]
         versions = [t._version for t in mine]
         args, kwargs = nest = self._arguments.filled(mine)
-        buffers = self._buffers.all() if first else []
+        buffers = self._buffers.taken() if first else None
         with torch.random.fork_rng(self._devices):
             before = self._random_state() if first else []
             result = self._forward(*args, **kwargs)
             after = self._random_state() if first else []
         self.draws |= any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        changed = next((buffer.name for buffer in buffers if buffer.is_changed()), None)
+        changed = buffers.changed() if buffers is not None else None
         if changed is not None:
             raise _RefusedError(f"its forward changes the buffer {changed!r}")
+        for name in self._parameters.changed():
+            raise _RefusedError(f"its forward changes the parameter {name!r}")
         now = Arguments(nest, self._arguments.layers)
         if _own(now.tensors, now.cached) != _own(mine, self._arguments.cached) or versions != [
             t._version for t in mine

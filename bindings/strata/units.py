@@ -87,6 +87,19 @@ def find_units(
     return units, hooked
 
 
+def used_apart(units: list[UnitSpec], hooked: dict[nn.Module, list[int]]) -> list[bool]:
+    """By unit: whether forwards of other units may come between uses of its parameters.
+
+    So where several modules read it, and where its module has others within.
+    """
+    result = []
+    for place, unit in enumerate(units):
+        readers = [module for module, reads in hooked.items() if place in reads]
+        within = [m for m in readers[0].modules() if m in hooked]
+        result.append(len(unit.params) > 1 and (len(readers) > 1 or len(within) > 1))
+    return result
+
+
 def _chosen_modules(model: nn.Module, chosen: Chosen | None) -> set[nn.Module]:
     if chosen is None:
         return set()

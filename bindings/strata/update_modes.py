@@ -11,20 +11,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from .errors import check_choice, nearest
 
 if TYPE_CHECKING:
+    import torch
+
     from ._core import Config
     from .configure import Options
 
 EXACT = ("on_step", "in_backward")
 LOCK_FREE_WORD = "lock-free"  # of LockFree on a command line
 UPDATE_KINDS = "'on_step', 'in_backward' or strata.LockFree(max_staleness=1)"
-STATE_DTYPES: dict[torch.dtype | str, Literal["float32", "bfloat16", "block8"]] = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
+# What strata.wrap() takes, as str() writes it: nothing here needs torch. And the core's name of it.
+STATE_DTYPES: dict[str, Literal["float32", "bfloat16", "block8"]] = {
+    "torch.float32": "float32",
+    "torch.bfloat16": "bfloat16",
     "8bit": "block8",
 }
 
@@ -137,14 +138,14 @@ def check_loss_scale(config: Config) -> None:
 
 def check_state_dtype(dtype: torch.dtype | str) -> None:
     """Raises ValueError for what no moment can be stored as."""
-    if dtype not in STATE_DTYPES:
-        names = [str(choice) for choice in STATE_DTYPES]
-        raise ValueError(f"unknown state_dtype {str(dtype)!r}: {nearest(str(dtype), names)}")
+    word = isinstance(dtype, str)
+    if str(dtype) not in STATE_DTYPES or word != (dtype == "8bit"):
+        raise ValueError(f"unknown state_dtype {str(dtype)!r}: {nearest(str(dtype), STATE_DTYPES)}")
 
 
 def check_moments(dtype: torch.dtype | str, counts: Iterable[int]) -> None:
     """Raises ValueError for a lossy `dtype` where no parameter group keeps a moment to store."""
-    if dtype != torch.float32 and not any(counts):
+    if str(dtype) != "torch.float32" and not any(counts):
         raise ValueError(
             f"state_dtype={dtype!r} says how moments are stored, and this optimizer keeps none "
             "(SGD without momentum): leave state_dtype out"

@@ -57,6 +57,7 @@ class RecordedStep:
     tail_peak_bytes: int = 0
     detailed: bool = False  # tensors were recorded ...
     measured: bool = False  # ... and memory too
+    peak_bytes: int | None = None  # of PyTorch's memory, where it was measured
 
     def take_times(self, other: RecordedStep) -> None:
         """The times of the same round by another clock."""

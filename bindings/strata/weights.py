@@ -25,6 +25,9 @@ from .stored import StoredTensor, stored_tensors, tiled_modules
 Write = Callable[[str, torch.Tensor], None]
 
 INDEX_NAME = "model.safetensors.index.json"
+INIT = (
+    "init"  # in the place of a path: the modules' own initialisers; a folder of that name: ./init
+)
 LISTED_MAX = 8  # names spelled out in one error
 
 
@@ -35,14 +38,15 @@ def load(
     weights: str | Path | None = None,
     seed: int = 0,
     names: Collection[str] | None = None,
+    device: str | torch.device = "cpu",
 ) -> None:
     """Calls `write(name, tensor)` once for every parameter, with a contiguous float32 CPU tensor.
 
     `weights` is a safetensors file, or a folder of them (with the index that Transformers writes or
-    without); None lets the modules initialise themselves from `seed`. `names` limits the parameters
-    to those given, as in `model.named_parameters()`; default: those on the meta device. A tied
-    parameter is written once, under its first name. A layer that is cut into tiles is read, and
-    initialised, as a whole: the values are those of the plain model.
+    without); None lets the modules initialise themselves from `seed`, on `device`. `names` limits
+    the parameters to those given, as in `model.named_parameters()`; default: those on the meta
+    device. A tied parameter is written once, under its first name. A layer that is cut into tiles
+    is read, and initialised, as a whole: the values are those of the plain model.
 
     Raises ValueError where the weights lack a tensor, hold one too many, or one of another shape.
     """
@@ -54,7 +58,7 @@ def load(
     if names is not None and (unknown := set(names) - wanted):
         raise ValueError(f"the model has no parameter named {_list([repr(n) for n in unknown])}")
     if weights is None:
-        _initialise(model, write, seed, wanted)
+        _initialise(model, write, seed, wanted, device)
         initialise.buffers(model)
         return
     source = WeightFiles(weights)
@@ -63,6 +67,34 @@ def load(
         initialise.buffers(model, skip=taken)
     finally:
         source.close()
+
+
+def check_values(model: nn.Module, weights: str | Path | None) -> None:
+    """Raises ValueError where a model would train on values that nobody asked for.
+
+    `weights` as wrap() takes it: None: the model has values; INIT: none of it has; or a path.
+    """
+    if weights not in (None, INIT) or not isinstance(model, nn.Module):
+        return
+    named = [*model.named_parameters(), *model.named_buffers()]
+    empty = [repr(name) for name, tensor in named if tensor.is_meta]
+    real = [repr(name) for name, tensor in model.named_parameters() if not tensor.is_meta]
+    if weights is None and empty and not real:
+        raise ValueError(
+            "the model is on the meta device and has no values: pass weights= with safetensors to "
+            f'read, or weights="{INIT}" to begin with those of its own initialisers'
+        )
+    if weights is None and empty:
+        raise ValueError(
+            f"{_list(empty)} {_are(empty)} on the meta device, without values, and the rest of the "
+            "model is not: give them values, or pass weights= with safetensors to read all from"
+        )
+    if weights == INIT and real:
+        raise ValueError(
+            f'weights="{INIT}" is for a model on the meta device, and {_list(real)} {_are(real)} '
+            'not there: leave it out to keep their values, or pass weights="./init" for a folder '
+            "of that name"
+        )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -144,19 +176,23 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
-def _initialise(model: nn.Module, write: Write, seed: int, wanted: set[str]) -> None:
+def _initialise(
+    model: nn.Module, write: Write, seed: int, wanted: set[str], device: str | torch.device
+) -> None:
     """Sends first values, module by module."""
     # A tied parameter counts under its first name only.
     tensors = {t.name: t for t in stored_tensors(model) if not wanted.isdisjoint(t.part_names)}
     for module_name in dict.fromkeys(name.rpartition(".")[0] for name in sorted(tensors)):
         with _untiled(model, module_name):
-            values = initialise.parameters(model, module_name, seed)
+            values = initialise.parameters(model, module_name, seed, device)
         while values:
             name, value = values.popitem()
             tensor = tensors.get(f"{module_name}.{name}" if module_name else name)
             if tensor is not None:
                 _write_parts(write, tensor, value, wanted)
             del value  # before the next module needs its memory
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()  # the first step has other sizes
 
 
 @contextmanager
@@ -278,6 +314,10 @@ def _check(
         raise ValueError(
             f"the tensors of {source.path} do not fit the model; " + "; ".join(problems)
         )
+
+
+def _are(names: Collection[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _list(names: Collection[str]) -> str:

@@ -6,14 +6,15 @@ strata plan --trace step.trace.json --memory device=8GiB,host=24GiB,ssd=200GiB \
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import device
-from .finetune_options import Parser
+from .answer import Answer, ssd_enough
 from .forecast import forecast
-from .planner_options import add_machine, budgets_of, machine_of, parse_factor, wishes_of, worded
+from .planner_machine import machine_of, remarks
+from .planner_options import budgets_of, wishes_of
 from .trace_file import load
 
 if TYPE_CHECKING:
@@ -50,38 +51,23 @@ def scaled(trace: Trace, factor: float) -> Trace:
     }
 
 
-def run(arguments: Sequence[str], description: str | None) -> int:
-    """0 where the step fits, 1 where it does not."""
-    parser = Parser(prog="strata plan", description=description)
-    add = parser.add_argument_group("the step").add_argument
-    add("--trace", required=True, metavar="FILE", help="a recorded step")
-    add(
-        "--tokens-scale",
-        type=worded(parse_factor),
-        default=1.0,
-        metavar="X",
-        help="plan for a batch so many times as large",
-    )
-    add_machine(parser)
-    parser.add_argument(
-        "--compute-speed",
-        type=worded(parse_factor),
-        default=1.0,
-        metavar="X",
-        help="of the device, in multiples of the one that the step was recorded on",
-    )
-    options = parser.parse_args(arguments)
+def run(options: argparse.Namespace) -> int:
+    """0 where the step fits, 1 where it does not. `options`: of planner_options.plan_parser()."""
     found = load(options.trace)
     trace = scaled(found.trace, options.tokens_scale)
     page_bytes = page_bytes_of(trace)
     options.device = device.choose(options.device)
     costs = machine_of(options, page_bytes).costs
     costs["compute_scale"] /= options.compute_speed
-    budgets = budgets_of(options, page_bytes)
+    budgets = budgets_of(options.memory, page_bytes)
     tokens = round(found.origin.tokens * options.tokens_scale)
-    result = forecast(trace, costs, budgets, wishes_of(options), tokens)
-    print(json.dumps(result.to_dict(), indent=2) if options.json else result)
-    return 0 if result.feasible else 1
+    wishes = wishes_of(options.activations, options.split)
+    result = forecast(trace, costs, budgets, wishes, tokens)
+    enough = 0 if result.feasible else ssd_enough(trace, costs, budgets, wishes)
+    notes = remarks(options)
+    answer = Answer(result, options.steps, options.ssd_endurance, enough, notes)
+    print(json.dumps(answer.to_dict(), indent=2) if options.json else answer)
+    return answer.status
 
 
 def page_bytes_of(trace: Trace) -> int:

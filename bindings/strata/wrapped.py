@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -18,19 +19,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from ._torch_compat import DisableTorchFunction
 from .device import current_stream
+from .errors import StrataError
 from .lander import Inline, Lander, Landings
 from .recorder import Recorder
 from .timeline import StepLog, UseSpan
 from .uses import RecordedStep
+from .visits import Visit, Visits
 
 if TYPE_CHECKING:
     from ._core import ActivationName, Config, GroupSpec, Kind, Session, StepResult
+    from .escapes import Views
     from .planning import Planning
 
 
 CHUNK_NUMEL = 1 << 24  # values that travel through one temporary float32 tensor
-DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+_grad: Any = torch.Tensor.grad
 
 KDLCPU = 1  # dlpack.h
 DTYPE_NAMES = {
@@ -41,19 +46,18 @@ DTYPE_NAMES = {
 
 
 class Unit:
-    """A unit at run time. `entered` counts what Python has entered and not left."""
+    """A unit at run time."""
 
     __slots__ = (
         "activation",
         "completes",
-        "entered",
+        "expected",
         "index",
         "landed",
         "may_recompute",
         "may_swap",
         "name",
         "params",
-        "running",
         "slices",
         "slices_max",
         "trainable",
@@ -65,9 +69,8 @@ class Unit:
         self.name = name
         self.params = params
         self.trainable = trainable  # how many of them train
-        self.entered = 0
-        self.running = 0  # forwards now running of modules that read it
         self.landed = 0  # gradients of this backward
+        self.expected = trainable  # of them: how many there will be
         self.completes = False  # in_backward: its update begins as soon as they are in their pages
         # What the plan says of its activations; changed between steps only.
         self.activation: ActivationName = "keep"
@@ -112,7 +115,9 @@ class Wrapped:
         # And what they were before.
         self.moved_buffers: list[tuple[nn.Module, str, torch.dtype, torch.device]] = []
         self.hooks: Any = None  # hooks.Hooks, once installed
+        self.views: Views = cast("Views", None)  # once the parameters are paged
         self.recorder = Recorder(self.device)
+        self.visits = Visits()
         self.log = StepLog(session, config["units"])
         self.may_split = True  # units may be tried on slices of the batch, and run on them
         self.planning: Planning | None = None  # None: activations are PyTorch's affair
@@ -122,13 +127,15 @@ class Wrapped:
             torch.from_dlpack(session.tensor(i)).reshape(p.shape) for i, p in enumerate(self.params)
         ]
         self.written = [0] * len(self.params)
+        # Parameters that forwards write to through `p.data`, past their version counters.
+        self.silent: set[int] = set()
         self.landed = [0] * len(self.params)  # gradients since the last step() or zero_grad()
         self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
         self.dirty = False  # step() has run and zero_grad() has not
         # in_backward: what the updates of this backward use; None where none has begun.
         self.groups_used: list[GroupSpec] | None = None
         self.last_step: StepResult | None = None
-        self.steps = 0
+        self.steps = 0  # of the core's that are noted here
         self.steps_nonfinite = 0
         self.steps_skipped = 0
         spans = sorted(
@@ -192,23 +199,59 @@ class Wrapped:
         """What the session is told of the stream that is computed on now; see current_stream()."""
         return current_stream(self.device)
 
-    def enter(self, unit: Unit, backward: bool = False, recorded: bool = True) -> None:
+    def enter(
+        self, unit: Unit, visit: Visit, backward: bool = False, recorded: bool = True
+    ) -> None:
         """Waits until the unit is on the device, and keeps it there.
 
         `recorded`: a use that the next training step will repeat, so that it is planned for.
         """
-        if backward and unit.completes:
-            self.landings.wait()  # the core is to know whether its update has begun
         asked = self.recorder.now() if recorded else 0.0
-        self.session.enter(unit.index, backward, recorded, stream=self.stream())
-        unit.entered += 1
+        self.session.enter(unit.index, backward, recorded, stream=self.stream(), visit=visit.number)
         self.recorder.enter(unit.index, backward, asked, recorded)
 
-    def leave(self, unit: Unit) -> None:
-        """Undoes one enter()."""
-        unit.entered -= 1
-        self.recorder.leave(unit.index)
-        self.session.leave(unit.index, stream=self.stream())
+    def leave(self, unit: Unit, visit: Visit) -> None:
+        """Undoes enter(), if that came to anything; and again does nothing. Raises StrataError
+        where a view of a parameter would stay behind."""
+        try:
+            if self.views is not None and self.session.entered(unit.index) == 1:
+                self.views.check(unit, failing=sys.exception() is not visit.handled)
+        finally:
+            if self.session.leave(unit.index, stream=self.stream(), visit=visit.number):
+                self.recorder.leave(unit.index)
+
+    def check_old(self, index: int) -> None:
+        """In a backward, of a parameter that is entered: raises StrataError where it was updated in
+        this backward already (update="in_backward")."""
+        if self.groups_used is None:
+            return
+        if self.unit_of[index].completes:
+            self.landings.wait()  # the core is to know whether its update has begun
+        if self.session.updated(index):
+            raise StrataError(
+                f"parameter {self.names[index]!r} is needed again in this backward, after its "
+                "gradient was complete and its update began; update='on_step' keeps it as it is "
+                "until step()"
+            )
+
+    def refuse_visits(self) -> None:
+        """Raises RuntimeError where another thread is in a forward of the model."""
+        for unit in self.units:
+            if self.session.entered(unit.index):
+                raise RuntimeError(
+                    f"step() while {unit.name} is in use by another thread: wait for its forward "
+                    "to end"
+                )
+
+    def refuse_half_step(self, what: str) -> None:
+        """Raises RuntimeError between a backward that has updated parameters and step()."""
+        if self.groups_used is not None:
+            raise RuntimeError(
+                f"{what} between backward() and step(): update='in_backward' has updated some of "
+                "the parameters already, perhaps not all. Call optimizer.step() first, which ends "
+                "this step with the gradients that there are, also of a backward that was "
+                "interrupted; or return to a checkpoint with strata.load()"
+            )
 
     def synchronize(self) -> None:
         """Waits for gradients on their way, updates and writes."""
@@ -222,10 +265,18 @@ class Wrapped:
             self.session.drain()
 
     def note_write(self, index: int) -> None:
-        """Tells the core that the user changed a parameter in place. REQUIRES: it is entered."""
+        """Tells the core that the user changed a parameter in place. REQUIRES: it is entered.
+
+        Raises StrataError where the change cannot be taken over: it is undone.
+        """
         with DisableTorchFunction():
-            self.written[index] = self.params[index]._version
-        self.session.device_written(index, stream=self.stream())
+            version = self.params[index]._version
+        try:
+            self.session.device_written(index, stream=self.stream())
+        except StrataError:
+            self.written[index] = version  # told once
+            raise
+        self.written[index] = version
 
     def read(self, index: int, kind: Kind = "master") -> torch.Tensor:
         """A parameter, moment or gradient, as a new float32 tensor of its shape on the CPU."""
@@ -249,41 +300,75 @@ class Wrapped:
     def note_step(self, result: StepResult) -> None:
         """Counts a step, and marks what it changes as changed for the graphs that saved it."""
         self.last_step = result
-        self.steps += 1
         self.steps_nonfinite += not result["finite"]
-        if result["skipped"]:
-            self.steps_skipped += 1
-        else:
-            changed = [i for i, count in enumerate(self.landed) if count]
-            params = [self.params[i] for i in changed]
-            with DisableTorchFunction():
-                torch.autograd.graph.increment_version(params)
-                for i, parameter in zip(changed, params, strict=True):
-                    self.written[i] = parameter._version
+        self.steps_skipped += result["skipped"]
+        self._note_step(changes=not result["skipped"])
+
+    def _note_step(self, changes: bool) -> None:
+        if changes:
+            self._note_change([i for i, count in enumerate(self.landed) if count])
         self.dirty = self.dirty or any(self.landed)
+        self._note_no_gradients()
+        self.steps = self.session.steps()
+
+    def _note_change(self, changed: list[int]) -> None:
+        params = [self.params[i] for i in changed]
+        with DisableTorchFunction():
+            torch.autograd.graph.increment_version(params)
+            for i, parameter in zip(changed, params, strict=True):
+                self.written[i] = parameter._version
+
+    def _note_no_gradients(self) -> None:
         self.groups_used = None
         self.landed = [0] * len(self.params)
         for unit in self.units:
             unit.completes = False
 
-    def end_step(
-        self, predicted_seconds: float | None = None, bound_seconds: float | None = None
-    ) -> RecordedStep:
+    def settle(self) -> None:
+        """After an exception: learns from the core what happened. REQUIRES: no backward runs, and
+        no other thread is in step() or zero_grad()."""
+        self.landings.wait()
+        self._drop_real_gradients()
+        if self.session.steps() != self.steps:
+            self._note_step(changes=True)
+        if not self.session.in_half_step():
+            self.groups_used = None
+        count = self.session.gradient_count
+        self.landed = [count(i) for i in range(len(self.params))]
+
+    def forget_step(self) -> None:
+        """Forgets gradients and what they were used for. What parameters hold then is of no one
+        step: call it ahead of writing all of them."""
+        self.landings.wait()
+        self._drop_real_gradients()
+        self.session.forget_step()
+        self._note_change(list(range(len(self.params))))
+        self._note_no_gradients()
+        self.dirty = False
+
+    def end_step(self, predicted_seconds: float | None = None, plan: int = 0) -> RecordedStep:
         """What was recorded of the step that has ended. The log keeps of it what reports tell."""
         step = self.recorder.take()
         if step.uses:
             # Of several rounds the recorder tells the last one only.
             begin = step.begin if step.rounds == 1 else None
             uses = map(UseSpan.of, step.uses)
-            self.log.end_step(begin, step.end, uses, predicted_seconds, bound_seconds)
+            self.log.end_step(begin, step.end, uses, predicted_seconds, plan)
         return step
 
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step."""
         self.landings.wait()
+        self._drop_real_gradients()
         self.session.drop_gradients()
         self.landed = [0] * len(self.params)
         self.dirty = False
+
+    def _drop_real_gradients(self) -> None:
+        """Those that autograd completed, and no hook took to the core: an exception came first."""
+        with DisableTorchFunction():
+            for parameter in self.params:
+                _grad.__set__(parameter, None)
 
     def gradient_landed(self) -> bool:
         """Whether plain PyTorch would now show gradients in `p.grad`."""

@@ -44,6 +44,7 @@ TEST(Activations, ManyAreUnderWayAtOnce) {
     ids.push_back(*id);
   }
   std::vector<std::vector<std::byte>> came;
+  came.reserve(sent.size());
   for (const auto& bytes : sent) came.emplace_back(bytes.size());
   for (std::size_t i = 0; i < ids.size(); ++i) {
     ASSERT_TRUE(room.until([&] { return room.activations.saved(ids[i]); })) << i;

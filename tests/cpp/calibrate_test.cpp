@@ -6,9 +6,10 @@
 #include <chrono>
 #include <fstream>
 
-#include "doubles/gpu.hpp"
+#include "doubles/recording_driver.hpp"
 #include "engine/calibrate.hpp"
 #include "io_fixtures.hpp"
+#include "memory/cuda_backend.hpp"
 #include "memory/host_backend.hpp"
 
 namespace strata {
@@ -66,9 +67,7 @@ TEST(SsdProbe, AFileThatWasCutOffIsAnErrorAndIsRemovedAllTheSame) {
   TempFolder folder;
   {
     SsdProbe probe(small({folder.path()}), "threads");
-    for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
-      if (entry.path().extension() == ".pages") std::filesystem::resize_file(entry.path(), 0);
-    }
+    for (const std::string& file : swap_files(folder.path())) std::filesystem::resize_file(file, 0);
     try {
       probe.run(Ways::in, kSeconds);
       FAIL() << "read from an empty file";
@@ -111,7 +110,7 @@ TEST(CopyProbe, TellsBothWaysOfAGpu) {
   for (const bool late : {false, true}) {
     RecordingDriver driver({.hidden = true, .late = late});
     {
-      CopyProbe probe(gpu(driver).backend, kPage, 16 * kPage);
+      CopyProbe probe(std::make_unique<CudaBackend>(driver.table(), 0, nullptr), kPage, 16 * kPage);
       EXPECT_GT(driver.count("host_register"), 0U);
       driver.begin_steady();
       expect_speeds(probe);
@@ -125,7 +124,8 @@ TEST(CopyProbe, TellsBothWaysOfAGpu) {
 TEST(CopyProbe, AGpuThatIsFullIsRefusedWithItsFigures) {
   RecordingDriver driver({.device_bytes = 16 * kPage, .taken_bytes = 13 * kPage});
   try {
-    const CopyProbe probe(gpu(driver).backend, kPage, 16 * kPage);
+    const CopyProbe probe(std::make_unique<CudaBackend>(driver.table(), 0, nullptr), kPage,
+                          16 * kPage);
     FAIL() << "four pages fit into three";
   } catch (const StrataError& error) {
     EXPECT_EQ(error.error().fault, Fault::memory);
@@ -143,7 +143,8 @@ TEST(CopyProbe, EveryCallMayFail) {
     for (std::uint64_t nth = 1; fired; nth += 1 + nth / 16) {
       RecordingDriver driver({.late = true, .seed = nth, .nth = nth, .nth_result = result});
       try {
-        CopyProbe probe(gpu(driver).backend, kPage, 8 * kPage);
+        CopyProbe probe(std::make_unique<CudaBackend>(driver.table(), 0, nullptr), kPage,
+                        8 * kPage);
         EXPECT_GT(probe.run(Ways::both, 0.0).in_bytes_s, 0.0);
         EXPECT_GT(probe.transfer_seconds(), 0.0);
       } catch (const StrataError& error) {

@@ -105,7 +105,7 @@ TEST(CudaCapture, TheDoubleTellsWhoIsLetThrough) {
   const CudaDriver table = driver.table();
   CudaContext context = nullptr;
   CudaEvent event = nullptr;
-  table.context_retain(table.self, 0, &context);
+  table.context(table.self, 0, &context);
   table.context_push(table.self, context);
   table.event_create(table.self, &event);
   // 1. Work on another stream is no matter.

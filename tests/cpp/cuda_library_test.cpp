@@ -6,8 +6,11 @@
 
 #include <filesystem>
 #include <fstream>
+#include <vector>
 
 #include "backend_subjects.hpp"
+#include "memory/cuda_contexts.hpp"
+#include "memory/cuda_counts.hpp"
 #include "memory/cuda_device.hpp"
 
 namespace strata {
@@ -98,6 +101,66 @@ TEST(CudaDevice, RefusesWhatItCannotUse) {
   expect_says(refusal_of({.retain_result = kCudaLaunchFailed}), {"cannot be used", "719"});
   EXPECT_EQ(refusal_of({}), "");
   EXPECT_EQ(refusal_of({.device_count = 3}, 2), "");
+}
+
+// Who only asks makes no context that goes with the answer, and then another one.
+TEST(CudaDevice, ProbesAndWhatComesBehindThemHoldOneContext) {
+  RecordingDriver driver({.device_count = 2});
+  { const CudaDevice asked(driver.table(), 0); }
+  EXPECT_EQ(driver.retained(), 1);
+  { const CudaBackend calibrated(driver.table(), 0, nullptr); }
+  {
+    CudaBackend device(driver.table(), 0, nullptr);
+    EXPECT_FALSE(device.claim(1, 64 * kKiB));
+    const CudaDevice meanwhile(driver.table(), 0);
+  }
+  EXPECT_EQ(driver.retained(), 1);
+  { const CudaDevice other(driver.table(), 1); }
+  EXPECT_EQ(driver.retained(), 2);
+  EXPECT_EQ(driver.complaint() + driver.leaks(), "");
+}
+
+TEST(CudaContexts, OneThatCannotBeHadIsAskedForAgain) {
+  CudaContexts contexts;
+  CudaContext context = nullptr;
+  int asked = 0;
+  const auto busy = [&](int, CudaContext*) { return ++asked, kCudaUnavailable; };
+  const auto free = [&](int, CudaContext* made) { return ++asked, *made = &asked, kCudaSuccess; };
+  EXPECT_EQ(contexts.get(0, &context, busy), kCudaUnavailable);
+  EXPECT_EQ(contexts.get(0, &context, free), kCudaSuccess);
+  EXPECT_EQ(contexts.get(0, &context, busy), kCudaSuccess);
+  EXPECT_EQ(context, &asked);
+  EXPECT_EQ(asked, 2);
+}
+
+TEST(CountedDriver, CountsWhatIsWaitedForAndForwardsEveryEntry) {
+  RecordingDriver driver({.late = true});
+  CountedDriver counted(driver.table());
+  const CudaDriver table = counted.table();
+  // Nothing but entries behind the two numbers: one that was forgotten is null.
+  const auto* const entries = reinterpret_cast<void* const*>(&table);
+  for (std::size_t i = 2; i < sizeof table / sizeof(void*); ++i) EXPECT_NE(entries[i], nullptr);
+  {
+    CudaBackend device(table, 0, nullptr);
+    ASSERT_FALSE(device.claim(2, 64 * kKiB));
+    std::vector<std::byte> bytes(64 * kKiB);
+    device.copy_in(FrameId{0}, bytes.data(), bytes.size());
+    const CopyTicket out = device.copy_out(bytes.data(), FrameId{0}, bytes.size());
+    device.poll();
+    device.wait(out);
+  }
+  const DriverCounts counts = counted.counts();
+  EXPECT_EQ(counts.stream_wait, driver.count("stream_wait"));
+  EXPECT_EQ(counts.event_query, driver.count("event_query"));
+  EXPECT_EQ(counts.event_synchronize, driver.count("event_synchronize"));
+  EXPECT_EQ(counts.stream_synchronize, driver.count("stream_synchronize"));
+  EXPECT_EQ(counts.map, driver.count("map"));
+  EXPECT_EQ(counts.unmap, driver.count("unmap"));
+  EXPECT_EQ(counts.set_access, driver.count("set_access"));
+  EXPECT_EQ(counts.stream_wait, 1U);
+  EXPECT_GT(counts.event_not_ready, 0U);
+  EXPECT_LE(counts.event_not_ready, counts.event_query);
+  EXPECT_EQ(driver.complaint() + driver.leaks(), "");
 }
 
 }  // namespace

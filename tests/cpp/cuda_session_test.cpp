@@ -32,6 +32,8 @@ TEST_F(CudaSession, LearnsWhatTheHostLearns) {
       train(session, kSteps);
       EXPECT_EQ(contents(session), expected_) << "seed " << seed;
     }
+    EXPECT_EQ(driver.retained(), 1) << "a context for each part";
+    EXPECT_EQ(driver.count("stream_create"), 4U) << "streams share a few queues";
     EXPECT_EQ(left(driver), "") << "seed " << seed;
   }
 }
@@ -63,8 +65,8 @@ TEST_F(CudaSession, ManyThreadsLandTheirGradients) {
 // What the caller submitted is over before the session takes what it made.
 TEST_F(CudaSession, WorkOfTheCallerComesFirst) {
   constexpr std::size_t kBytes = kNumel * 2;
-  const std::vector<std::uint16_t> ones(kNumel, 0x3f80);  // of bfloat16
-  const auto* const made = reinterpret_cast<const std::byte*>(ones.data());
+  const std::vector<std::uint16_t> eights(kNumel, 0x4100);  // of bfloat16: no parameter is so large
+  const auto* const made = reinterpret_cast<const std::byte*>(eights.data());
   for (std::uint64_t seed = 1; seed < 9; ++seed) {
     RecordingDriver driver({.host_tensors = true, .late = true, .seed = seed});
     {
@@ -78,16 +80,52 @@ TEST_F(CudaSession, WorkOfTheCallerComesFirst) {
       caller.write(tensor.data(), made, kBytes);
       session.land_gradient(0, tensor.data(), Dtype::bfloat16, caller.stream());
       session.read(0, Kind::grad, 0, seen.data(), kNumel);
-      EXPECT_EQ(seen, std::vector<float>(kNumel, 1.0f)) << "seed " << seed;
+      EXPECT_EQ(seen, std::vector<float>(kNumel, 8.0f)) << "seed " << seed;
       // 2. A parameter.
       caller.write(session.device_address(1), made, kBytes);
       session.device_written(1, caller.stream());
       session.leave(UnitId{0}, caller.stream());
       session.read(1, Kind::master, 0, seen.data(), kNumel);
-      EXPECT_EQ(seen, std::vector<float>(kNumel, 1.0f)) << "seed " << seed;
+      EXPECT_EQ(seen, std::vector<float>(kNumel, 8.0f)) << "seed " << seed;
     }
     EXPECT_EQ(left(driver), "") << "seed " << seed;
   }
+}
+
+// Each view, all at once, when there is a plan: not page by page as they are used.
+TEST_F(CudaSession, AViewIsOpenedOnceForAPlan) {
+  Config config = gpu_config();
+  for (ParamSpec& spec : config.params) spec.numel *= 4;
+  config.host_bytes = 64 * kMiB;
+  config.device_bytes = 14 * kPage;
+  RecordingDriver driver({.late = true});
+  {
+    Session session(config, parts_over(driver));
+    const auto step = [&] {
+      for (const bool backward : {false, true}) {
+        for (std::uint32_t i = 0; i < kUnits; ++i) {
+          const UnitId unit{backward ? kUnits - 1 - i : i};
+          session.enter(unit, backward);
+          const std::uint32_t param = index(unit) * kParamsEach;
+          if (backward) {
+            session.land_gradient(param, session.device_address(param), Dtype::bfloat16);
+          }
+          session.leave(unit);
+        }
+      }
+      session.step(config.groups, {});
+    };
+    step();  // behind it there is a plan
+    const DriverCounts recorded = session.stats().driver.value();
+    for (int i = 0; i < 2; ++i) step();
+    const DriverCounts planned = session.stats().driver.value();
+    EXPECT_GT(planned.map - recorded.map, 2 * kUnits) << "a unit has more pages than two";
+    EXPECT_LE(planned.set_access - recorded.set_access, kUnits);
+    driver.begin_steady();
+    for (int i = 0; i < 2; ++i) step();
+    driver.end_steady();
+  }
+  EXPECT_EQ(left(driver), "");
 }
 
 TEST_F(CudaSession, ASteadyStepMapsNothing) {
@@ -97,9 +135,16 @@ TEST_F(CudaSession, ASteadyStepMapsNothing) {
     fill(session);
     train(session, 3);  // a plan, and a step that follows it
     const std::size_t copies = driver.count("copy_in");
+    const SessionStats before = session.stats();
     driver.begin_steady();
     train(session, 3);
     driver.end_steady();
+    const SessionStats after = session.stats();
+    EXPECT_EQ(after.mappings, before.mappings);
+    EXPECT_EQ(after.driver->map, before.driver->map);
+    EXPECT_EQ(after.driver->unmap, before.driver->unmap);
+    EXPECT_EQ(after.driver->set_access, before.driver->set_access);
+    EXPECT_GT(after.driver->stream_wait, before.driver->stream_wait) << "nothing is counted";
     EXPECT_GT(driver.count("copy_in"), copies) << "everything fits: nothing is shown";
   }
   EXPECT_EQ(left(driver), "");

@@ -70,11 +70,11 @@ TEST(Devices, KernelsThatCannotBeLoadedAreRefusedBeforeTheFirstStep) {
   {
     CudaDevice device(driver.table(), 0);
     KernelsToLoad::result = 0;
-    check_kernels(device, KernelsToLoad::table());
+    load_kernels(device, KernelsToLoad::table());
     EXPECT_TRUE(KernelsToLoad::addressed);
     KernelsToLoad::result = 209;
     try {
-      check_kernels(device, KernelsToLoad::table());
+      load_kernels(device, KernelsToLoad::table());
       ADD_FAILURE() << "they were taken";
     } catch (const StrataError& error) {
       EXPECT_EQ(error.error().fault, Fault::config);
@@ -85,7 +85,7 @@ TEST(Devices, KernelsThatCannotBeLoadedAreRefusedBeforeTheFirstStep) {
     EXPECT_FALSE(device.lost());
     driver.lose(kCudaLaunchFailed);
     KernelsToLoad::result = 0;
-    EXPECT_THROW(check_kernels(device, KernelsToLoad::table()), StrataError);
+    EXPECT_THROW(load_kernels(device, KernelsToLoad::table()), StrataError);
   }
   EXPECT_EQ(driver.complaint(), "");
   EXPECT_EQ(driver.leaks(), "");

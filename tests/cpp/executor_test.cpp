@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "core_fixtures.hpp"
+#include "executor_model.hpp"
 #include "traces.hpp"
 
 namespace strata {
@@ -14,81 +14,6 @@ constexpr UnitId kFirst{0}, kSecond{1}, kThird{2};
 std::vector<Tier> on_host(std::size_t pages) {
   return std::vector<Tier>(pages, Tier::host);
 }
-
-std::uint32_t sum(const std::vector<std::uint32_t>& sizes) {
-  std::uint32_t total = 0;
-  for (const std::uint32_t size : sizes) total += size;
-  return total;
-}
-
-// A model over a SmallCore: page p holds the byte version * 16 + p, as far as a byte goes.
-class Model final {
- public:
-  Model(const std::vector<std::uint32_t>& sizes, std::vector<Tier> tier, SmallCoreOptions options)
-      : core(std::move(tier), options), sizes_(sizes) {
-    core.make_units(sizes);
-    update();
-  }
-
-  // Returns why not.
-  std::optional<std::string> enter(UnitId unit, bool backward, bool recorded = true) {
-    auto why = core.executor->enter(unit, backward, recorded);
-    if (why) return why;
-    EXPECT_TRUE(core.until([&] { return core.executor->ready(unit); }))
-        << "unit " << index(unit) << " never came";
-    core.executor->pin(unit);
-    expect_shown(unit);
-    return std::nullopt;
-  }
-  void leave(UnitId unit) {
-    expect_shown(unit);  // nobody wrote over it while it was entered
-    core.executor->leave(unit, nullptr);
-  }
-
-  void run(const std::vector<Event>& step, bool recorded = true) {
-    for (const Event& event : step) {
-      if (event.enters) {
-        EXPECT_EQ(enter(event.unit, event.backward, recorded), std::nullopt);
-      } else {
-        leave(event.unit);
-      }
-      if (testing::Test::HasFailure()) return;
-    }
-  }
-  // The end of a step: every parameter changes.
-  void end() {
-    core.executor->end_step();
-    core.executor->begin_step();
-    update();
-  }
-
-  const ExecutorCounters& counters() const { return core.executor->counters(); }
-
-  SmallCore core;
-
- private:
-  int value_of(PageId page) const { return (version_ * 16 + static_cast<int>(index(page))) % 251; }
-
-  void update() {
-    ++version_;
-    for (std::uint32_t page = 0; page < sum(sizes_); ++page) core.executor->block(PageId{page});
-    for (std::uint32_t page = 0; page < sum(sizes_); ++page) {
-      core.write(PageId{page}, value_of(PageId{page}));
-      core.executor->unblock(PageId{page});
-    }
-  }
-
-  void expect_shown(UnitId unit) {
-    const UnitPages& of = core.unit(unit);
-    for (std::size_t i = 0; i < of.pages.size(); ++i) {
-      EXPECT_TRUE(SmallCore::filled_with(of.view + i * SmallCore::kPage, value_of(of.pages[i])))
-          << "unit " << index(unit) << " shows other bytes in page " << i;
-    }
-  }
-
-  std::vector<std::uint32_t> sizes_;
-  int version_ = 0;
-};
 
 TEST(Executor, ShowsWhatIsAskedForOnDemand) {
   Model model({2, 1, 2}, {Tier::host, Tier::ssd, Tier::ssd, Tier::host, Tier::ssd},
@@ -210,6 +135,57 @@ TEST(Executor, BlockedPagesAreWaitedFor) {
   EXPECT_FALSE(model.core.executor->ready(kFirst));
   model.core.executor->unblock(PageId{0});
   EXPECT_TRUE(model.core.until([&] { return model.core.executor->ready(kFirst); }));
+}
+
+// Who is inside goes on with what he sees; who comes later waits until he has left.
+TEST(Executor, AUnitIsOutOfDateForWhoComesLater) {
+  Model model({2}, on_host(2),
+              {.staging = 1, .device_frames = 2, .backend = {.polls_late_max = 3}});
+  Executor& executor = *model.core.executor;
+  ASSERT_EQ(model.enter(kFirst, false), std::nullopt);
+  EXPECT_TRUE(executor.ready(kFirst));
+  const auto shows = [&](int value) {
+    return SmallCore::filled_with(model.core.unit(kFirst).view, value);
+  };
+  executor.block(PageId{0});
+  EXPECT_FALSE(executor.ready(kFirst));
+  executor.demand(kFirst);
+  model.core.write(PageId{0}, 99);
+  executor.unblock(PageId{0});
+  executor.begin_step();
+  model.core.settle();
+  EXPECT_FALSE(executor.ready(kFirst));
+  EXPECT_TRUE(shows(16)) << "it was brought under who is inside";
+  executor.leave(kFirst, nullptr);
+  ASSERT_TRUE(model.core.until([&] { return executor.ready(kFirst); }));
+  EXPECT_TRUE(shows(99));
+}
+
+// What is blocked and let go again without an update is what it was.
+TEST(Executor, AUnitThatWasOnlyBlockedIsUpToDate) {
+  Model model({1}, on_host(1), {.staging = 1, .device_frames = 1});
+  ASSERT_EQ(model.enter(kFirst, false), std::nullopt);
+  model.core.executor->block(PageId{0});
+  EXPECT_FALSE(model.core.executor->ready(kFirst));
+  model.core.executor->unblock(PageId{0});
+  EXPECT_TRUE(model.core.executor->ready(kFirst));
+  model.leave(kFirst);
+}
+
+// Another thread may come between a new plan and begin_step().
+TEST(Executor, ANewPlanBeginsWithItsFirstUse) {
+  Model model({1, 1, 1}, on_host(3), {.staging = 1, .device_frames = 3});
+  model.run(there_and_back(1)), model.end();
+  model.run(there_and_back(3)), model.end();
+  EXPECT_EQ(model.counters().plans, 1U);
+  const std::uint64_t before = model.counters().deviations;
+  model.core.settle();
+  model.core.executor->want_nothing();
+  model.core.settle();
+  model.core.executor->limit_frames(2);
+  EXPECT_EQ(model.counters().plans, 2U);
+  model.run(there_and_back(3));
+  EXPECT_EQ(model.counters().deviations, before);
 }
 
 TEST(Executor, WhatCannotComeIsRefusedAndTheStepGoesOn) {

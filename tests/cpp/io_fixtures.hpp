@@ -17,6 +17,8 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <system_error>
+#include <vector>
 
 #include "offload/io_engine.hpp"
 
@@ -37,6 +39,27 @@ class TempFolder final {
  private:
   std::string path_;
 };
+
+// The swap files in a folder that a process has open: paths below /proc that open them, whether
+// they have names or not.
+inline std::vector<std::string> swap_files(const std::string& folder, pid_t pid = getpid()) {
+  const std::string inside = std::filesystem::canonical(folder).string() + "/";
+  std::vector<std::string> found;
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    const bool lock = target.starts_with(inside + "strata.lock");
+    if (target.starts_with(inside) && !lock) found.push_back(entry.path());
+  }
+  return found;
+}
+
+inline std::uint64_t swap_bytes(const std::string& folder) {
+  std::uint64_t bytes = 0;
+  for (const std::string& file : swap_files(folder)) bytes += std::filesystem::file_size(file);
+  return bytes;
+}
 
 class AlignedBuffer final {
  public:

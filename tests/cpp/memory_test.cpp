@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <mutex>
 #include <random>
 #include <set>
 #include <string>
@@ -31,6 +33,18 @@ std::ptrdiff_t resident_pages(const std::byte* range, std::size_t bytes) {
   std::vector<unsigned char> pages(bytes / kKernelPageBytes);
   if (::mincore(const_cast<std::byte*>(range), bytes, pages.data()) != 0) return -1;
   return std::ranges::count_if(pages, [](unsigned char page) { return (page & 1) != 0; });
+}
+
+// What this process has locked, as the kernel says.
+std::size_t locked_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    if (word != "VmLck:") continue;
+    std::size_t kib = 0;
+    status >> kib;
+    return kib * kKiB;
+  }
+  return 0;
 }
 
 TEST(Slab, IsExactAlignedZeroAndThereFromTheStart) {
@@ -107,9 +121,12 @@ TEST(Slab, LocksWhereItMayAndSaysSoWhereNot) {
   EXPECT_FALSE(Slab(kMiB).locked());
   rlimit limit{};
   ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &limit), 0);
-  const Slab slab(64 * kKiB, Locking::wanted);
+  const std::size_t before = locked_bytes();
+  Slab slab(64 * kKiB, Locking::wanted, kMiB);
+  slab.resize(128 * kKiB);
   if (limit.rlim_cur >= kMiB) {
     EXPECT_TRUE(slab.locked());
+    EXPECT_EQ(locked_bytes() - before, 128 * kKiB);
   }
   slab.bytes()[0] = std::byte{1};  // usable either way
 }
@@ -169,6 +186,52 @@ TEST(Mapping, PopulateKeepsContents) {
   slab.bytes()[kKernelPageBytes] = std::byte{9};
   EXPECT_EQ(populate(slab.bytes().data(), slab.bytes().size()), 0);
   EXPECT_EQ(slab.bytes()[kKernelPageBytes], std::byte{9});
+}
+
+// Pieces of 1 GiB of bare addresses, none of which is touched.
+struct Pieces {
+  std::byte* start = reserve_addresses(kBytes);
+  std::mutex mutex;
+  std::set<std::size_t> begins;
+  std::size_t bytes = 0;
+  std::set<std::thread::id> threads;
+
+  static constexpr std::size_t kBytes = kGiB + 4 * kKiB;
+  ~Pieces() { ::munmap(start, kBytes); }
+  // A piece: noted, and slow enough that every thread finds one.
+  void note(const std::byte* at, std::size_t count) {
+    {
+      const std::scoped_lock lock(mutex);
+      EXPECT_TRUE(begins.insert(static_cast<std::size_t>(at - start)).second) << "twice";
+      bytes += count;
+      threads.insert(std::this_thread::get_id());
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+};
+
+TEST(Mapping, EveryProcessorPopulatesAndNoPieceTwice) {
+  Pieces pieces;
+  const auto note = [&](std::byte* at, std::size_t bytes) {
+    pieces.note(at, bytes);
+    return 0;
+  };
+  EXPECT_EQ(populate(pieces.start, Pieces::kBytes, note), 0);
+  EXPECT_EQ(pieces.begins.size(), 17u);
+  EXPECT_EQ(pieces.bytes, Pieces::kBytes);
+  const std::size_t processors = std::thread::hardware_concurrency();
+  EXPECT_GE(pieces.threads.size(), std::min<std::size_t>(2, processors));
+  EXPECT_LE(pieces.threads.size(), processors);
+}
+
+TEST(Mapping, PopulateStopsWhereAPieceFails) {
+  Pieces pieces;
+  const auto fail = [&](std::byte* at, std::size_t bytes) {
+    pieces.note(at, bytes);
+    return at == pieces.start ? ENOMEM : 0;
+  };
+  EXPECT_EQ(populate(pieces.start, Pieces::kBytes, fail), ENOMEM);
+  EXPECT_LE(pieces.begins.size(), 2u * std::thread::hardware_concurrency());
 }
 
 TEST(Pool, HandsOutEveryFrameOnceAndSaysWhenEmpty) {

@@ -18,7 +18,7 @@ class OnDevice : public OverDevices {
  protected:
   // Frames for the units that come and go, and for two whole ones.
   Config with_room(const std::string& folder) {
-    Config config = small_config(folder, "strata", page());
+    Config config = small_config(folder, page());
     const std::uint32_t whole = choose_residence(config).layout.page_count / kUnits;
     config.device_bytes += 2 * whole * page();
     return fit(config);
@@ -82,7 +82,7 @@ TEST_P(OnDevice, OffloadOnAndOffAreBitwiseEqual) {
       const std::uint64_t rests = off.stats().device_rest_bytes;
 
       TempFolder folder;
-      Config little = in_this_mode(fit(small_config(folder.path(), "strata", page())));
+      Config little = in_this_mode(fit(small_config(folder.path(), page())));
       little.device_bytes = 2 * page();
       if (update == UpdateMode::lock_free) little.host_bytes += 20 * page();  // for gradients
       Session on(little, device().parts());
@@ -140,7 +140,7 @@ TEST_P(OnDevice, NothingOfThemMoves) {
 
 // What host memory and the SSD cannot hold rests on the device from the start.
 TEST_P(OnDevice, TheDeviceTakesWhatHasNoRoomElsewhere) {
-  Config config = small_config("", "strata", page());
+  Config config = small_config("", page());
   config.ssd_paths.clear();
   config.ssd_bytes = 0;
   const std::uint32_t all = make_layout(config, page()).page_count;

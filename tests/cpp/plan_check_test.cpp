@@ -87,6 +87,12 @@ TEST_F(PlanCheck, ModesThatCannotBe) {
   plan_.units[2] = {.activation = Activation::recompute};
   of_.trace.units[2].may_recompute = false;
   EXPECT_TRUE(sees("cannot be recomputed"));
+  plan_.units[2] = {.activation = Activation::recompute_host};
+  EXPECT_TRUE(sees("cannot be recomputed"));
+  of_.trace.units[2].may_recompute = true;
+  of_.trace.units[2].may_swap = false;
+  EXPECT_TRUE(sees("cannot be swapped"));
+  of_.trace.units[2].may_swap = true;
   plan_.units[2] = {.activation = Activation::swap_host};
   of_.trace.units[2].may_swap = false;
   EXPECT_TRUE(sees("cannot be swapped"));
@@ -158,14 +164,14 @@ TEST_F(PlanCheckOnDevice, OthersThanWereWished) {
 }
 
 TEST_F(PlanCheck, LessRoomThanSwappedActivationsTake) {
-  plan_ = make_plan(of_.trace, of_.costs, of_.budgets, {.activation = Activation::swap_host});
-  if (!plan_.feasible) {
-    of_.budgets.device_bytes = of_.budgets.host_bytes = kGiB;
-    plan_ = make_plan(of_.trace, of_.costs, of_.budgets, {.activation = Activation::swap_host});
+  of_.budgets.device_bytes = of_.budgets.host_bytes = kGiB;
+  for (const Activation wish : {Activation::swap_host, Activation::recompute_host}) {
+    plan_ = make_plan(of_.trace, of_.costs, of_.budgets, {.activation = wish});
+    ASSERT_EQ(check(), "");
+    ASSERT_GT(plan_.activation_host_bytes + plan_.activation_ssd_bytes, 0U);
+    plan_.activation_host_bytes = plan_.activation_ssd_bytes = 0;
+    EXPECT_TRUE(sees("less room"));
   }
-  ASSERT_GT(plan_.activation_host_bytes + plan_.activation_ssd_bytes, 0U);
-  plan_.activation_host_bytes = plan_.activation_ssd_bytes = 0;
-  EXPECT_TRUE(sees("less room"));
 }
 
 TEST_F(PlanCheck, APlanThatWasRefused) {

@@ -95,7 +95,7 @@ class BruteForce final {
 // more of the device that units may rest on it, and less host memory.
 PaperStep small_step(std::uint64_t seed) {
   std::mt19937_64 random(seed);
-  const auto blocks = static_cast<std::uint32_t>(seed % 2 == 0 ? 2 : 2 + random() % 3);
+  const auto blocks = static_cast<std::uint32_t>(seed % 2 == 0 ? 2 : 2 + random() % 2);
   PaperStep of = random_paper_step(random, blocks);
   for (TracedUnit& unit : of.trace.units) unit.slices_max = std::min(unit.slices_max, 2U);
   if (seed % 2 != 0) return of;

@@ -9,7 +9,6 @@
 #include <regex>
 
 #include "core_fixtures.hpp"
-#include "offload/device_memory.hpp"
 #include "offload/simulate.hpp"
 #include "random_traces.hpp"
 #include "traces.hpp"
@@ -34,6 +33,11 @@ Wishes random_wishes(std::uint64_t seed) {
 Plan plan_of(const PaperStep& of, const Wishes& wishes = {}) {
   return make_plan(of.trace, of.costs, of.budgets, wishes);
 }
+
+constexpr Activation kModes[] = {Activation::keep,           Activation::swap_host,
+                                 Activation::swap_ssd,       Activation::recompute,
+                                 Activation::recompute_host, Activation::recompute_ssd};
+static_assert(std::size(kModes) == kActivationCount);
 
 bool trains(const Lifetimes& lives, std::size_t unit) {
   return lives.units[unit].forward_leave != UINT32_MAX &&
@@ -65,8 +69,10 @@ PaperStep nested_paper_step(std::uint64_t seed) {
   Trace& trace = of.trace;
   for (std::uint32_t u = 0; u < units; ++u) {
     add_unit(random, trace, "unit" + std::to_string(u), 3, random() % 4 != 0);
-    const bool again = trace.units[u].may_recompute && random() % 2 == 0;
-    trace.units[u].traced = again ? Activation::recompute : Activation::keep;
+    TracedUnit& unit = trace.units[u];
+    if (!unit.may_recompute || random() % 2 == 0) continue;
+    unit.traced = random() % 2 == 0 ? Activation::recompute : Activation::recompute_ssd;
+    unit.slices_traced = 1 + static_cast<std::uint32_t>(random() % unit.slices_max);
   }
   for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
     Use& use = trace.uses[i];
@@ -95,7 +101,7 @@ TEST(Plan, KeepsItsPromisesWhereAStepIsNoStack) {
     ++feasible;
     EXPECT_EQ(check_plan(of.trace, of.budgets, plan), "");
   });
-  EXPECT_GT(feasible, 20);
+  EXPECT_GT(feasible, 15);
 }
 
 TEST(Plan, SaysTheSameTwice) {
@@ -189,19 +195,21 @@ TEST(Plan, ForcedModesAreKeptToWhereTheyCanBe) {
     of.budgets.device_bytes = kGiB;
     of.budgets.host_bytes = kGiB;
     const Lifetimes lives = lifetimes(of.trace);
-    for (const Activation wish :
-         {Activation::keep, Activation::swap_host, Activation::swap_ssd, Activation::recompute}) {
+    for (const Activation wish : kModes) {
       const Plan plan = plan_of(of, {.activation = wish, .may_split = false});
       ASSERT_TRUE(plan.feasible) << plan.refusal;
       for (std::size_t u = 0; u < plan.units.size(); ++u) {
         const TracedUnit& unit = of.trace.units[u];
         bool can = wish == Activation::keep || trains(lives, u);
-        if (wish == Activation::recompute) can = can && unit.may_recompute;
-        if (swaps(wish)) can = can && unit.may_swap && lives.units[u].saved_bytes != 0;
-        if (wish == Activation::swap_ssd) can = can && of.budgets.ssd_bytes != 0;
+        if (recomputes(wish)) can = can && unit.may_recompute;
+        if (swaps(wish)) can = can && unit.may_swap && lives.units[u].leaving_bytes(wish) != 0;
+        if (swaps_to_ssd(wish)) can = can && of.budgets.ssd_bytes != 0;
         const Activation got = plan.units[u].activation;
-        if (can && wish == Activation::swap_host) {
+        if (can && swaps(wish) && !swaps_to_ssd(wish)) {
           EXPECT_TRUE(swaps(got)) << u;
+          EXPECT_EQ(recomputes(got), recomputes(wish)) << u;
+        } else if (can && wish == Activation::recompute) {
+          EXPECT_TRUE(recomputes(got)) << u;
         } else {
           EXPECT_EQ(got, can ? wish : Activation::keep) << u;
         }
@@ -213,7 +221,7 @@ TEST(Plan, ForcedModesAreKeptToWhereTheyCanBe) {
       const TracedUnit& unit = of.trace.units[u];
       const bool can = unit.may_recompute && unit.slices_max >= 4;
       EXPECT_EQ(split.units[u].slices, can ? 4U : 1U) << u;
-      EXPECT_EQ(split.units[u].activation, can ? Activation::recompute : Activation::keep) << u;
+      EXPECT_EQ(recomputes(split.units[u].activation), can) << u;
     }
   });
 }
@@ -307,8 +315,7 @@ TEST(Plan, ChoosingIsNoSlowerThanForcing) {
     const auto seconds_of = [&](const Plan& plan) {
       return simulate(of.trace, plan, of.costs).step_seconds;
     };
-    for (const Activation wish :
-         {Activation::keep, Activation::swap_host, Activation::swap_ssd, Activation::recompute}) {
+    for (const Activation wish : kModes) {
       const Plan forced = plan_of(of, {.activation = wish});
       if (!forced.feasible) continue;
       ASSERT_TRUE(chosen.feasible);
@@ -341,41 +348,34 @@ TEST(Plan, TwoHundredUnitsAndTwoThousandAreQuick) {
 #endif
 }
 
-// The same step, recorded with blocks kept and with blocks recomputed, is the same step.
-TEST(DeviceMemory, DoesNotDependOnHowTheStepWasRecorded) {
-  for_seeds(100, [](std::uint64_t seed) {
-    const auto trace_of = [&](Activation traced) {
-      std::mt19937_64 random(seed);
-      return random_training_trace(random, 2 + static_cast<std::uint32_t>(seed % 6), true, traced);
-    };
-    const Trace kept = trace_of(Activation::keep);
-    const Trace recomputed = trace_of(Activation::recompute);
-    const Lifetimes lives_kept = lifetimes(kept), lives_recomputed = lifetimes(recomputed);
-    const DeviceMemory of_kept(kept, lives_kept);
-    const DeviceMemory of_recomputed(recomputed, lives_recomputed);
-    std::mt19937_64 random(seed);
-    std::vector<UnitPlan> plans(kept.units.size());
-    for (UnitPlan& plan : plans) {
-      plan.activation = static_cast<Activation>(random() % kActivationCount);
-      if (plan.activation == Activation::recompute) plan.slices = 1U << (random() % 3);
+// What must be seen of inputs that leave: where recomputing alone holds too much, they go to the
+// host, and where that is full, to the SSD.
+TEST(Plan, InputsOfRecomputedUnitsLeaveWhereTheyFindNoRoom) {
+  int to_host = 0, to_ssd = 0;
+  for_seeds(12, [&](std::uint64_t seed) {
+    PaperStep of = step_of(seed);
+    const Wishes forced{.activation = Activation::recompute};
+    // Every other step finds room for them on the SSD alone.
+    of.budgets.host_bytes = seed % 2 == 0 ? kGiB : of.budgets.staging_bytes;
+    of.budgets.ssd_bytes = kGiB;
+    const std::uint64_t least = plan_of(of, forced).device_bytes_min;
+    for (TracedUnit& unit : of.trace.units) unit.may_swap = false;
+    const std::uint64_t staying = plan_of(of, forced).device_bytes_min;
+    EXPECT_LE(least, staying);
+    for (TracedUnit& unit : of.trace.units) unit.may_swap = true;
+    of.budgets.device_bytes = staying - (staying - plan_of(of, forced).device_bytes_min) / 2;
+    if (of.budgets.device_bytes == staying) return;
+    const Plan plan = plan_of(of, forced);
+    ASSERT_TRUE(plan.feasible) << plan.refusal;
+    EXPECT_EQ(check_plan(of.trace, of.budgets, plan), "");
+    EXPECT_GT(plan.activation_host_bytes + plan.activation_ssd_bytes, 0U);
+    for (const UnitPlan& unit : plan.units) {
+      to_host += unit.activation == Activation::recompute_host;
+      to_ssd += unit.activation == Activation::recompute_ssd;
     }
-    EXPECT_EQ(of_kept.curve(plans, 1), of_recomputed.curve(plans, 1));
   });
-}
-
-TEST(DeviceMemory, UnderTheTracedModesIsWhatWasMeasured) {
-  for_seeds(100, [](std::uint64_t seed) {
-    const PaperStep of = step_of(seed);
-    const Lifetimes lives = lifetimes(of.trace);
-    std::vector<UnitPlan> plans;
-    for (const TracedUnit& unit : of.trace.units) plans.push_back({.activation = unit.traced});
-    const std::vector<std::uint64_t> curve = DeviceMemory(of.trace, lives).curve(plans, 0);
-    for (std::size_t i = 0; i < of.trace.uses.size(); ++i) {
-      const Use& use = of.trace.uses[i];
-      EXPECT_EQ(curve[i], std::max(use.peak_bytes, use.gap_peak_bytes)) << "use " << i;
-    }
-    EXPECT_EQ(curve.back(), of.trace.tail_peak_bytes);
-  });
+  EXPECT_GT(to_host, 5);
+  EXPECT_GT(to_ssd, 5);
 }
 
 }  // namespace

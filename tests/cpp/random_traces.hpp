@@ -74,8 +74,9 @@ inline void add_uses(std::mt19937_64& random, Trace& trace, const std::vector<Pa
   const auto count = static_cast<std::uint32_t>(calls.size());
   std::uint64_t held = 0;
   const auto holds = [&](const PaperCall& call) {
-    const bool kept = trace.units[call.unit].traced == Activation::keep;
-    return call.input + (kept ? call.saved_bytes() : 0);
+    const Activation traced = trace.units[call.unit].traced;
+    return (leaves(traced, true) ? 0 : call.input) +
+           (traced == Activation::keep ? call.saved_bytes() : 0);
   };
   const auto add = [&](const PaperCall& call, bool backward, std::uint64_t live,
                        std::uint64_t grown, double seconds) {
@@ -109,8 +110,11 @@ inline void add_uses(std::mt19937_64& random, Trace& trace, const std::vector<Pa
   for (std::uint32_t c = count; c-- > 0;) {
     const PaperCall& call = calls[c];
     const bool kept = trace.units[call.unit].traced == Activation::keep;
-    add(call, true, fixed + held + call.input,
+    // What was away comes back behind the gap.
+    const std::uint64_t returned = leaves(trace.units[call.unit].traced, true) ? call.input : 0;
+    add(call, true, fixed + held + returned + call.input,
         call.working + call.input + (kept ? 0 : call.saved_bytes()), call.seconds * (kept ? 2 : 3));
+    trace.uses.back().gap_peak_bytes -= returned;
     held -= holds(call);
   }
   trace.tail_seconds = calls.front().seconds * 0.1;
@@ -209,7 +213,9 @@ inline Budgets random_budgets(std::mt19937_64& random, const Trace& trace) {
 inline PaperStep random_paper_step(std::mt19937_64& random, std::uint32_t blocks,
                                    bool repeats = false) {
   PaperStep of;
-  const Activation traced = random() % 2 == 0 ? Activation::keep : Activation::recompute;
+  const std::uint64_t drawn = random() % 4;
+  const Activation again = drawn == 1 ? Activation::recompute : Activation::recompute_host;
+  const Activation traced = drawn % 2 == 0 ? Activation::keep : again;
   of.trace = random_training_trace(random, blocks, repeats, traced);
   of.costs = random_machine(random, of.trace);
   of.budgets = random_budgets(random, of.trace);

@@ -34,6 +34,15 @@ TEST(Residence, BuffersShrinkToOneUnitWhereHostMemoryIsShort) {
   EXPECT_EQ(choose_residence(twelve_units(UpdateMode::on_step, 40)).chunk_frames_max, 7U);
 }
 
+TEST(Residence, UnitsThatAreIncompleteForLongHaveFramesOfTheirOwn) {
+  Config config = twelve_units(UpdateMode::in_backward, 6 + 3 + 3);
+  config.apart.assign(12, false);
+  config.apart[0] = config.apart[11] = true;
+  EXPECT_EQ(choose_residence(config).buffer_frames, 3U);
+  config.host_bytes -= kPageBytesMin;
+  EXPECT_THROW(choose_residence(config), StrataError);
+}
+
 TEST(Residence, BuffersAreNoReasonToUseTheSsd) {
   const std::size_t pages = std::size_t{12} * 6;
   const Residence tight = choose_residence(twelve_units(UpdateMode::in_backward, pages + 1));

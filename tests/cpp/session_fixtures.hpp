@@ -24,8 +24,7 @@ inline constexpr std::uint32_t kUnits = 4;
 inline constexpr std::uint32_t kParamsEach = 2;
 inline constexpr std::size_t kNumel = 20'000;  // more than half a page: each unit is two pages
 
-inline Config small_config(const std::string& folder, const std::string& name = "strata",
-                           std::size_t page = kPage) {
+inline Config small_config(const std::string& folder, std::size_t page = kPage) {
   Config config;
   for (std::uint32_t u = 0; u < kUnits; ++u) {
     config.units.push_back("block" + std::to_string(u));
@@ -41,7 +40,6 @@ inline Config small_config(const std::string& folder, const std::string& name = 
   config.host_bytes = 24 * page;   // a third of the state
   config.ssd_bytes = kGiB;
   config.ssd_paths = {folder};
-  config.session_name = name;
   config.workers = 2;
   return config;
 }
@@ -55,7 +53,7 @@ inline Config gpu_config() {
 }
 
 inline Config roomy_config(std::size_t page = kPage) {
-  Config config = small_config("", "strata", page);
+  Config config = small_config("", page);
   config.device_bytes = config.host_bytes = 512 * page;
   config.ssd_paths.clear();
   config.ssd_bytes = 0;

@@ -110,7 +110,8 @@ TEST(Simulate, RecomputingAndSlicingCostWhatTheySay) {
   costs.slice_seconds = 0.25;
   plan.units[0].activation = Activation::recompute;
   EXPECT_NEAR(simulate(trace, plan, costs).step_seconds, 10.0 + 2.0, kNear);
-  plan.units[1].slices = 3;  // two more forward, and two more backward with recomputation
+  plan.units[1] = {.activation = Activation::recompute,
+                   .slices = 3};  // two more forward, and two more backward with recomputation
   EXPECT_NEAR(simulate(trace, plan, costs).step_seconds, 14.0 + 2 * 0.5, kNear);
   costs.compute_scale = 2.0;
   EXPECT_NEAR(simulate(trace, plan, costs).step_seconds, 28.0 + 2 * 0.5, kNear);
@@ -196,6 +197,29 @@ TEST(Simulate, FromTheSsdTensorsStartOneUseEarlier) {
   EXPECT_NEAR(simulate(trace, plan, paper_costs()).step_seconds, 15.0, kNear);
   plan.activation_lookahead = 0;  // read from 9, and up from 12, when it is needed
   EXPECT_NEAR(simulate(trace, plan, paper_costs()).step_seconds, 15.0 + 2.0, kNear);
+}
+
+TEST(Simulate, RecomputingWaitsForInputsThatLeft) {
+  Trace trace = paper_step(3, {.forward = 2.0, .backward = 3.0, .saved = 100});
+  SavedTensor output = trace.tensors.front();
+  trace.tensors.front().input = true;
+  output.bytes = 900;
+  trace.tensors.push_back(output);
+  Plan plan = paper_plan(trace, 3);
+  plan.units[0].activation = Activation::recompute_host;
+  Simulation run = simulate(trace, plan, paper_costs());
+  EXPECT_NEAR(run.step_seconds, 15.0 + 2.0 + 1.0, kNear);  // up, and only then computed again
+  EXPECT_NEAR(stalled(run, 5, Lane::upload, Purpose::activation), 1.0, kNear);
+  EXPECT_EQ(lane(run, Lane::download).bytes, 100U);
+  plan.activation_lookahead = 1;
+  run = simulate(trace, plan, paper_costs());
+  EXPECT_NEAR(run.step_seconds, 15.0 + 2.0, kNear);
+  plan.units[0].activation = Activation::recompute_ssd;
+  plan.activation_lookahead = 0;
+  run = simulate(trace, plan, paper_costs());
+  EXPECT_NEAR(run.step_seconds, 15.0 + 2.0 + 1.0, kNear);
+  EXPECT_EQ(lane(run, Lane::write).bytes, 100U);
+  EXPECT_EQ(lane(run, Lane::read).bytes, 100U);
 }
 
 TEST(Simulate, ComputationCanStandStillWhileGradientsLand) {

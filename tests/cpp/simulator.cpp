@@ -39,6 +39,9 @@ class Simulation final {
                                                  faults, &clock_);
     SessionParts parts = device.parts_without_pump([this] { clock_.advance(10'000); });
     parts.turned = [this](const PageTable& table, const Residence& home) { check(table, home); };
+    const int pace = 1 + below(20);  // updates of one step may still wait when the next one begins
+    parts.worker_is_done = [this, pace] { return below(pace) == 0; };
+    groups_ = config_.groups;
     engine_ = engine.get();
     parts.io_engine = std::move(engine);
     session_ = std::make_unique<Session>(config_, std::move(parts));
@@ -52,6 +55,7 @@ class Simulation final {
       if (below(2) == 0) rest();
       if (below(6) == 0) limit();
       if (below(4) == 0) pass(false, false);
+      begin_step();
       const int backwards = config_.accumulate ? 1 + below(3) : 1;
       for (int b = 0; b < backwards; ++b) train();
       if (below(8) == 0 && config_.update != UpdateMode::in_backward)
@@ -90,6 +94,19 @@ class Simulation final {
     promise(!wrong, wrong.value_or(""));
     promise(home.host_frames * page_ <= config_.host_bytes, "the host budget");
     promise(home.slots * page_ <= config_.ssd_bytes, "the SSD budget");
+  }
+
+  // A schedule changes hyperparameters, and the task of this step uses some of the units only.
+  void begin_step() {
+    for (Hyper& group : groups_) {
+      group.lr = 1e-3 * (1 + below(9));
+      group.beta1 = 0.5 + 0.05 * below(10);
+      group.momentum = 0.5 + 0.05 * below(10);
+      group.weight_decay = 0.05 * below(4);
+    }
+    used_.assign(config_.units.size(), true);
+    if (below(2) == 0) return;
+    for (std::size_t u = 0; u < used_.size(); ++u) used_[u] = below(2) == 0;
   }
 
   // Room for activations, or the refusal of it, which changes nothing.
@@ -238,7 +255,7 @@ class Simulation final {
   }
 
   void complete(UnitId unit) {
-    session_->complete(unit, config_.groups, 0.0);
+    session_->complete(unit, groups_, 0.0);
     for (std::uint32_t p = 0; p < plain_.size(); ++p) {
       if (config_.params[p].unit == unit) update(p);
     }
@@ -254,6 +271,7 @@ class Simulation final {
     const auto units = static_cast<std::uint32_t>(config_.units.size());
     for (std::uint32_t i = 0; i < units; ++i) {
       const UnitId unit{backward ? units - 1 - i : i};
+      if (recorded && !used_[index(unit)]) continue;
       if (below(25) != 0) visit(unit, backward, recorded);  // now and then one is not used
     }
   }
@@ -264,11 +282,11 @@ class Simulation final {
   }
 
   void update() {
-    session_->step(config_.groups, {});
+    session_->step(groups_, {});
     for (std::uint32_t p = 0; p < plain_.size(); ++p) update(p);
   }
 
-  void update(std::uint32_t p) { plain_[p].update(config_.groups[config_.params[p].group]); }
+  void update(std::uint32_t p) { plain_[p].update(groups_[config_.params[p].group]); }
 
   void forget() {
     session_->drop_gradients();
@@ -304,6 +322,8 @@ class Simulation final {
   std::mt19937_64 random_;
   VirtualClock clock_;
   Config config_;
+  std::vector<Hyper> groups_;  // as they are in this step
+  std::vector<bool> used_;     // by unit: in this step
   FaultyEngine* engine_ = nullptr;
   // These outlive the session, whose copies may go on where it failed.
   std::vector<Tensor> tensors_;             // saved, the oldest first

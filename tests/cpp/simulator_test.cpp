@@ -41,7 +41,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
   std::uint64_t came_back = 0;
   std::uint64_t demotions = 0;
   std::uint64_t settled = 0;
-  const Seeds seeds{.host = 120, .gpu_double = 80, .large_pages = 2, .gpu = 10};
+  const Seeds seeds{.host = 120, .gpu_double = 80, .large_pages = 3, .gpu = 10};
   for_seeds(seeds.on(GetParam()), [&](std::uint64_t seed) {
     const SimulationResult result = simulate(GetParam(), seed, nuisances());
     faults += result.faults;
@@ -61,7 +61,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
 // What a broken disk does: one error that says where, or nothing at all; never other bits.
 TEST_P(Simulator, BrokenDisksAreNoticed) {
   std::uint64_t errors = 0;
-  const Seeds seeds{.host = 80, .gpu_double = 40, .large_pages = 2, .gpu = 8};
+  const Seeds seeds{.host = 80, .gpu_double = 40, .large_pages = 3, .gpu = 8};
   for_seeds(seeds.on(GetParam()), [&](std::uint64_t seed) {
     FaultPlan plan = nuisances();
     for (const IoFault fault : {IoFault::eio, IoFault::no_space, IoFault::corrupt,

@@ -129,7 +129,7 @@ TEST(StoreTest, AFlippedBitInTheFileIsSeen) {
   EXPECT_FALSE(write(store, second, page, 1));
   {
     const std::uint64_t at = index(second) * kSlot + 1234;
-    std::fstream file(folder.path() + "/strata.pages",
+    std::fstream file(swap_files(folder.path()).at(0),
                       std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(static_cast<std::streamoff>(at));
     const char byte = static_cast<char>(file.get() ^ 1);
@@ -140,7 +140,7 @@ TEST(StoreTest, AFlippedBitInTheFileIsSeen) {
   const auto error = read(store, second, page, 1);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->fault, Fault::corrupt);
-  EXPECT_EQ(error->path, folder.path() + "/strata.pages");
+  EXPECT_EQ(error->path, "the swap file in " + folder.path());
   EXPECT_EQ(error->offset, index(second) * kSlot);
 }
 

@@ -110,7 +110,7 @@ TEST(Swapping, ASmallSessionComputesTheSameBits) {
   EXPECT_EQ(session.stats().activation_host_bytes, 6 * kPage);
   expect_within_budgets(session);
   EXPECT_EQ(train_swapping(session, 1), 16U);
-  EXPECT_EQ(std::filesystem::file_size(folder.path() + "/strata.pages"), session.stats().ssd_bytes);
+  EXPECT_EQ(swap_bytes(folder.path()), session.stats().ssd_bytes);
   // Less of it, and more of it; what has room in host memory comes back.
   session.reserve_activations(2 * kPage, 0);
   EXPECT_EQ(resting(session, Tier::host), before - 2);
@@ -136,7 +136,7 @@ TEST(Swapping, ARoomySessionOpensItsFilesWhenTheyAreNeeded) {
   EXPECT_EQ(resting(session, Tier::ssd), 0U);
   EXPECT_GT(train_swapping(session, 1), 0U);
   session.reserve_activations(10 * kPage, 20 * kPage);
-  EXPECT_EQ(std::filesystem::file_size(folder.path() + "/strata.pages"), 20 * kPage);
+  EXPECT_EQ(swap_bytes(folder.path()), 20 * kPage);
   EXPECT_GT(session.residence().staging_frames, 0U);
   EXPECT_EQ(train_swapping(session, 1), 16U);
   // So much that pages have to go.
@@ -155,7 +155,7 @@ TEST(Swapping, RefusedRoomChangesNothing) {
   Session session(config);
   fill(session);
   const Residence before = session.residence();
-  const std::uint64_t file = std::filesystem::file_size(folder.path() + "/strata.pages");
+  const std::uint64_t file = swap_bytes(folder.path());
   const auto expect_refused = [&](std::size_t host, std::size_t ssd, Fault fault) {
     try {
       session.reserve_activations(host, ssd);
@@ -165,7 +165,7 @@ TEST(Swapping, RefusedRoomChangesNothing) {
     }
     EXPECT_EQ(session.residence().tier, before.tier);
     EXPECT_EQ(session.stats().host_bytes, before.host_frames * kPage);
-    EXPECT_EQ(std::filesystem::file_size(folder.path() + "/strata.pages"), file);
+    EXPECT_EQ(swap_bytes(folder.path()), file);
   };
   expect_refused(100 * kPage, 0, Fault::config);                     // beyond the host budget
   expect_refused(0, std::size_t{1} << 50, Fault::config);            // beyond the SSD budget

@@ -41,16 +41,15 @@ OpenedDevice open_gpu(Doorbell* bell, int threads) {
   const CudaLibrary cuda = library();
   void* const kernels = cuda.find(kFindDeviceKernelsName);
   STRATA_ASSERT(kernels != nullptr);
-  return {std::make_unique<CudaBackend>(cuda.driver(), kGpu, bell),
-          std::make_unique<DeviceCompute>(
-              cuda.driver(), kGpu, *reinterpret_cast<FindDeviceKernels>(kernels)(), threads)};
+  const DeviceKernels& table = *reinterpret_cast<FindDeviceKernels>(kernels)();
+  return {nullptr, std::make_unique<CudaBackend>(cuda.driver(), kGpu, bell),
+          std::make_unique<DeviceCompute>(cuda.driver(), kGpu, table, threads)};
 }
 
 std::size_t smallest_page(TestedOn where) {
   if (where == TestedOn::large_pages) return kLargePage;
   if (where != TestedOn::gpu) return kPageBytesMin;
-  // Held for good: a GPU's context takes long to make, and suites make many devices.
-  static const CudaDevice device(library().driver(), kGpu);
+  const CudaDevice device(library().driver(), kGpu);
   return std::max(kPageBytesMin, device.facts().granularity);
 }
 

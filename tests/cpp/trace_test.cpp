@@ -52,6 +52,15 @@ TEST(Lifetimes, EachCallIsComputedAgainInItsTurn) {
   EXPECT_EQ(lives.units[1].backward_seconds, 8.0);  // the traced step computed forward again
 }
 
+// For others than its own unit an input that was away was not there.
+TEST(Lifetimes, InputsThatWereAwayAreHeldInTheirOwnBackward) {
+  Trace trace = twice_called(Activation::recompute);
+  trace.tensors.front().input = true;  // of unit 0, around unit 1
+  EXPECT_EQ(lifetimes(trace).held_bytes, (std::vector<std::uint64_t>{0, 1, 1, 1, 1, 0}));
+  trace.units[0].traced = Activation::recompute_host;
+  EXPECT_EQ(lifetimes(trace).held_bytes, (std::vector<std::uint64_t>{0, 0, 0, 0, 0, 0}));
+}
+
 TEST(CheckTrace, AcceptsWhatCanBePlanned) {
   EXPECT_EQ(check_trace(twice_called(Activation::keep)), "");
 }
@@ -73,6 +82,10 @@ TEST(CheckTrace, SaysWhatContradictsItself) {
   refused([](Trace& t) { t.uses[2].live_bytes = 7; }, "use 2: its peak");
   refused([](Trace& t) { t.units[1].slices_max = 0; }, "unit 1: it has no slices");
   refused([](Trace& t) { t.units[1].traced = Activation::swap_ssd; }, "unit 1: it was recorded");
+  refused([](Trace& t) { t.units[1].slices_traced = 2; }, "unit 1: it was recorded on a number");
+  refused([](Trace& t) { t.units[1].slices_traced = 0; }, "unit 1: it was recorded on a number");
+  refused([](Trace& t) { t.units[1].slices_traced = t.units[1].slices_max = 2; },
+          "unit 1: it was recorded on slices");
   refused([](Trace& t) { t.tensors[1].unit = UnitId{9}; }, "saved tensor 1: there is no such unit");
   refused([](Trace& t) { t.tensors[1].born = 6; }, "saved tensor 1: the use that saved it");
   refused([](Trace& t) { t.tensors[1].last_used = 6; }, "saved tensor 1: the use that read it");

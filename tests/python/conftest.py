@@ -1,6 +1,7 @@
-"""The tests of the package run twice: on the in-memory double of the core, and on the real one.
+"""Many tests of the package can run twice: on the real core, and on its in-memory double.
 
-pytest tests/python                    # on the host
+pytest tests/python                    # on the host, both
+pytest tests/python --core real        # what `./dev test` runs
 pytest tests/python --device cuda      # losses, ordinary code, update modes and graphs, on a GPU
 """
 
@@ -14,6 +15,7 @@ import fake_core
 import pytest
 import strata
 import strata._core
+import strata.api
 import strata.calibrate
 import strata.device
 import torch
@@ -28,6 +30,7 @@ HOST_ON_DEVICE = "2GiB"  # toy models take a page for each of their tensors
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="host", help="run the suites that can on it, such as cuda")
+    parser.addoption("--core", default="both", choices=("both", "real"), help="both: also a double")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--core") == "real":  # without what runs on the double as well
+        names = {item.nodeid for item in items}
+        items[:] = [
+            i for i in items if i.nodeid.replace("[fake", "[real") not in names - {i.nodeid}
+        ]
     name = strata.device.parse(config.getoption("--device"))
     if name == "host":
         for item in items:
@@ -88,7 +96,7 @@ def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """What strata.wrap() builds sessions from during this test."""
     module = fake_core if request.param == "fake" else strata._core
-    for name in ("strata.wrap", "strata.device"):
+    for name in ("strata.api", "strata.device"):
         monkeypatch.setattr(sys.modules[name], "_core", module)
     return module
 

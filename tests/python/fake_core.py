@@ -25,7 +25,8 @@ class Session(Saves):
         self.config = config
         self.plan = plan(config)
         self.params = [Param(i, spec, foreign) for i, spec in enumerate(config["params"])]
-        self.pins = [0] * len(config["units"])
+        self.visits: list[tuple[int, int]] = []  # visit and unit, for each enter without its leave
+        self.steps_used = 0
         self.members = [
             [p for p in self.params if p.spec["unit"] == u] for u in range(len(config["units"]))
         ]
@@ -33,7 +34,6 @@ class Session(Saves):
         self.evicts = config["device_bytes"] < everything
         self.peak = 0
         self.spans: list[dict[str, Any]] = []
-        self.completed: set[int] = set()  # units, since the last step()
         self.staleness = [0] * len(config["units"])  # forwards; none of them sees old parameters
         for u in range(len(self.members)):
             self._settle(u)
@@ -61,19 +61,24 @@ class Session(Saves):
         assert kind != "grad" or p.landed
         borrow(address, count, torch.float32).copy_(p.array(kind)[offset : offset + count])
 
-    def enter(self, unit: int, backward: bool, recorded: bool = True, *, stream: int) -> None:
+    def entered(self, unit: int) -> int:
+        return [entered for _, entered in self.visits].count(unit)
+
+    def enter(
+        self, unit: int, backward: bool, recorded: bool = True, *, stream: int, visit: int
+    ) -> None:
         self._open()
         self._note_stream(stream)
-        if backward and unit in self.completed:
-            raise StrataError(f"unit {unit} was updated in this backward already")
         self.staleness[unit] += recorded and not backward
-        self.pins[unit] += 1
-        held = sum(p.device.nbytes for u, ps in enumerate(self.members) if self.pins[u] for p in ps)
+        self.visits.append((visit, unit))
+        held = sum(
+            p.device.nbytes for u, ps in enumerate(self.members) if self.entered(u) for p in ps
+        )
         self.peak = max(self.peak, held)
         if held > self.config["device_bytes"]:
-            self.pins[unit] -= 1
+            self.visits.pop()
             raise StrataError(f"device memory: {held} > {self.config['device_bytes']} bytes")
-        if self.pins[unit] == 1:
+        if self.entered(unit) == 1:
             begin = perf_counter_ns()
             for p in self.members[unit]:
                 p.device.copy_(p.rounded())
@@ -81,11 +86,17 @@ class Session(Saves):
             self._span("upload", unit, backward, begin, copied)
             self._span("wait", unit, backward, begin, cause="copy")
 
-    def leave(self, unit: int, *, stream: int) -> None:
+    def leave(self, unit: int, *, stream: int, visit: int) -> bool:
         self._note_stream(stream)
-        assert self.pins[unit] > 0, "leave() without enter()"
-        self.pins[unit] -= 1
+        if (visit, unit) not in self.visits:
+            return False
+        self.visits.remove((visit, unit))
         self._settle(unit)
+        return True
+
+    def leave_all_but(self, live: list[int], bound: int, *, stream: int) -> int:
+        over = [(v, u) for v, u in self.visits if v < bound and v not in live]
+        return sum(self.leave(unit, stream=stream, visit=visit) for visit, unit in over)
 
     def limit_device(self, byte_count: int) -> None:
         self.config = {**self.config, "device_bytes": byte_count}
@@ -97,13 +108,17 @@ class Session(Saves):
         self.limit_device(param_bytes)
 
     def resident(self, unit: int) -> bool:
-        return not self.evicts or self.pins[unit] > 0
+        return not self.evicts or self.entered(unit) > 0
 
     def device_written(self, param: int, *, stream: int) -> None:
         self._note_stream(stream)
         p = self.params[param]
-        assert self.pins[p.spec["unit"]] > 0, "device_written() outside enter()"
-        p.master.copy_(p.device)
+        assert self.entered(p.spec["unit"]) > 0, "device_written() outside enter()"
+        same = p.rounded() == p.device  # what lies beyond 16 bits stays where these did
+        p.master.copy_(torch.where(same, p.master, p.device.float()))
+
+    def expect_write(self, param: int) -> None:
+        self._open()
 
     def land_gradient(self, param: int, address: int, dtype: str, *, stream: int) -> None:
         self._open()
@@ -119,7 +134,7 @@ class Session(Saves):
         self._span("download", p.spec["unit"], True, begin, p.device.nbytes)
 
     def drop_gradients(self) -> None:
-        if self.completed:
+        if self.in_half_step():
             error = StrataError("gradients were used already")
             error.fault = "config"
             raise error
@@ -138,9 +153,19 @@ class Session(Saves):
     def complete(self, unit: int, groups: list[dict[str, Any]], max_unit_norm: float) -> None:
         self._open()
         assert self.config["update"] == "in_backward"
-        assert self.pins[unit] == 0, f"unit {unit} is entered while its update begins"
         self._update(unit, groups, 1.0, max_unit_norm)
-        self.completed.add(unit)
+
+    def updated(self, param: int) -> bool:
+        return self.params[param].updated
+
+    def in_half_step(self) -> bool:
+        return any(p.updated for p in self.params)
+
+    def forget_step(self) -> None:
+        self._forget()
+
+    def steps(self) -> int:
+        return self.steps_used
 
     def step(
         self,
@@ -158,15 +183,15 @@ class Session(Saves):
         norm = grad_norm(self.params, scale)
         finite = norm < float("inf")
         if max_norm > 0:
-            scale *= min(1.0, max_norm / (norm + 1e-6))
+            scale *= clip(norm, max_norm)
         skipped = skip_nonfinite and not finite
         for unit in range(len(self.members)):
             if not skipped:
                 self._update(unit, groups, scale, max_unit_norm)
-        self.completed.clear()
+        self.steps_used += any(p.landed for p in self.params)
         self._forget()
-        for u, pins in enumerate(self.pins):
-            assert pins == 0, f"unit {u} is entered during step()"
+        for u in range(len(self.members)):
+            assert not self.entered(u), f"unit {u} is entered during step()"
             self._settle(u)
         return {"norm": norm, "finite": finite, "skipped": skipped}
 
@@ -174,7 +199,7 @@ class Session(Saves):
         self, unit: int, groups: list[dict[str, Any]], scale: float, max_unit_norm: float
     ) -> None:
         if max_unit_norm > 0:
-            scale *= min(1.0, max_unit_norm / (grad_norm(self.members[unit], scale) + 1e-6))
+            scale *= clip(grad_norm(self.members[unit], scale), max_unit_norm)
         for p in self.members[unit]:
             if p.landed and not p.updated:
                 begin = perf_counter_ns()
@@ -230,10 +255,16 @@ class Session(Saves):
     def _settle(self, unit: int) -> None:
         """What the unit's memory holds while nobody has it entered."""
         for p in self.members[unit]:
-            if self.pins[unit] or not self.evicts:
+            if not self.evicts or self.entered(unit):
                 p.device.copy_(p.rounded())
             else:
                 p.device.fill_(float("nan"))
+
+
+def clip(norm: float, max_norm: float) -> float:
+    """As torch.nn.utils.clip_grad_norm_: a norm that is NaN makes the gradients so."""
+    coefficient = max_norm / (norm + 1e-6)
+    return 1.0 if coefficient > 1.0 else coefficient
 
 
 MASTER_BYTES = {"float32": 0, "bfloat16": 2, "float16": 4}  # beside the parameter

@@ -27,6 +27,9 @@ class Stream:
     def wait_stream(self, other: Any) -> None:
         self.waits.append(other.cuda_stream)
 
+    def wait_event(self, event: Any) -> None:
+        self.waits.append(event.of)
+
 
 def wait_for_everything(device: Any = None) -> None:
     """In the place of torch.cuda.synchronize()."""
@@ -39,10 +42,13 @@ class Event:
     cuda: "FakeCuda"  # of the class that a test uses
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        assert enable_timing
+        self.timed = enable_timing
 
     def record(self, stream: Any) -> None:
         assert stream is self.cuda.stream
+        self.of = stream.cuda_stream
+        if not self.timed:
+            return
         self.at = self.cuda.time
         self.ahead = self.cuda.coming.setdefault(stream.cuda_stream, [])
         self.ahead.append(self)
@@ -53,6 +59,8 @@ class Event:
             del self.ahead[: self.ahead.index(self) + 1]
 
     def elapsed_time(self, other: Any) -> float:
+        assert self.timed
+        assert other.timed
         if self in self.ahead or other in other.ahead:
             raise RuntimeError("CUDA error: device not ready")
         return float(other.at - self.at) * 1e3

@@ -36,7 +36,8 @@ class Param:
         return round_master(self.master, self.device.dtype)
 
     def update(self, group: dict[str, Any], scale: float) -> None:
-        self.step += 1
+        # What leaves no moments behind does not count.
+        self.step += group["rule"] != "sgd" or group["momentum"] != 0
         grad = self.grad * scale if scale != 1.0 else self.grad
         if group["rule"] == "foreign":
             tensors = [self.master, grad.clone(), *self.moments[: group["moments"]]]

@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from strata.report import Lag, Report, TierUse, Wear, planned_peaks, planned_rows
+from strata.reports import Lag, Report, TierUse, Wear, planned_peaks, planned_rows
 from strata.timeline import StepRecord, UseSpan, link_bytes, stall_seconds
+from strata.windows import Judged
 
 # The last one is there to be escaped.
 UNITS = ["embed", "layers.0", "layers.1", "<b>head</b> & $x$"]
 PAGE = 1 << 20
+LIMITED = "limited by the SSD (twice as fast it would save 30% of a step)"
 
 
 def span(track: str, begin: float, end: float, unit: int = 1, **more: Any) -> Any:
@@ -58,7 +60,7 @@ def trace() -> Any:
             {
                 "name": name, "elements": PAGE, "param_bytes": 2 * PAGE, "grad_bytes": 2 * PAGE,
                 "state_bytes": 10 * PAGE, "chunks": 2, "slices_max": 8, "may_swap": True,
-                "may_recompute": True, "traced": "keep",
+                "may_recompute": True, "traced": "keep", "slices_traced": 1,
             }
             for name in UNITS
         ],
@@ -124,7 +126,7 @@ def simulation() -> Any:
 
 def bound() -> Any:
     return {
-        "seconds": 0.8, "compute_seconds": 0.8, "update_seconds": 0.2,
+        "seconds": 0.8, "compute_seconds": 0.8, "lane_work": {}, "update_seconds": 0.2,
         "lane_seconds": {}, "ssd_seconds": 0.4, "what": "computation",
     }  # fmt: skip
 
@@ -137,6 +139,8 @@ class Planning:
         self.trace = trace()
         self.simulation = simulation()
         self.bound = bound()
+        self.judged = Judged(1.0, 7, 7.0, whole=True)
+        self.limited = LIMITED
 
     def begin_forward(self, args: Any, kwargs: Any) -> None:
         pass
@@ -147,8 +151,8 @@ class Planning:
 
 def records() -> list[StepRecord]:
     """Three steps. The first one ran under another plan: it must not count."""
-    other = record(3, 99.0, predicted_seconds=9.0, bound_seconds=0.8)
-    promise = {"predicted_seconds": 0.95, "bound_seconds": 0.8}
+    other = record(3, 99.0, predicted_seconds=9.0, plan=1)
+    promise = {"predicted_seconds": 0.95, "plan": 2}
     return [other, *(record(4 + i, 100.0 + i, **promise) for i in range(2))]
 
 
@@ -168,6 +172,8 @@ def report(**more: Any) -> Report:
         "page_bytes": PAGE, "io_engine": "threads", "backend": "host", "stats": {},
         "measured_seconds": 1.0, "predicted_seconds": 0.95, "bound_seconds": 0.8,
         "bound_what": "computation", "percent_of_bound": 80.0,
+        "judged": Judged(1.0, 7, 7.0, whole=True), "limited": LIMITED,
+        "model": "Llama <3>", "command": "strata finetune --steps=3", "machine": "a processor",
         "stalls": stall_seconds(mine), "link_bytes_per_step": links,
         "ssd_written_per_step": links["host to ssd"], "wear": Wear.of(links["host to ssd"], 1.0),
         "peaks": planned_peaks(plan(), trace()), "planned": planned_rows(plan(), trace()),

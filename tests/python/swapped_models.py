@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import tight
+from strata.activations import RECOMPUTES, TO_SSD
 from strata.wrapped import Wrapped, wrapped
 from torch import nn
 
@@ -71,10 +72,11 @@ class _Watched:
 
 def set_mode(model: nn.Module, activation: str, room: int = ROOM) -> Wrapped:
     state = wrapped(model)
-    to_ssd = activation == "swap_ssd"
+    to_ssd = activation in TO_SSD
     state.session.reserve_activations(0 if to_ssd else room, room if to_ssd else 0)
     for unit in state.units:
-        unit.activation = activation  # type: ignore[assignment]
+        fits = unit.may_recompute or activation not in RECOMPUTES
+        unit.activation = activation if fits else "keep"  # type: ignore[assignment]
     return state
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import __main__ as command
-from benchmarks import capacity, common, models, quality, quality_run, replay, tiled
+from benchmarks import capacity, common, models, planned, quality, quality_run, replay, tiled
 from benchmarks.common import Figure
 from benchmarks.modes import Mode, lock_free
 from benchmarks.staleness import Staleness
@@ -141,6 +142,17 @@ def test_replay_computes_the_same_steps_every_time():
     for step, percent in zip(figures[::2], figures[1::2], strict=True):
         assert percent.value == pytest.approx(100 * step.bound / step.value)
         assert percent.value <= 100 + 1e-6
+
+
+def test_a_bound_that_steps_pass_ends_the_bench():
+    def report(percent):
+        return SimpleNamespace(percent_of_bound=percent)
+
+    assert planned.share_of_bound(report(80.0)) == pytest.approx(0.8)
+    assert planned.share_of_bound(report(100.0)) == 1.0
+    for percent in (100.5, 0.0):
+        with pytest.raises(common.BenchError, match="a bound that none can pass"):
+            planned.share_of_bound(report(percent))
 
 
 def counters(ages, waits, merged=0):

@@ -1,13 +1,14 @@
 """A checkpoint folder is whole or absent, whatever happens to the process that writes it."""
 
+import json
+import logging
 import os
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from killed import survives
 from strata import checkpoint_files as files
+from strata import replacing
 
 PIECES = 3
 PIECE_BYTES = 1000
@@ -35,27 +36,6 @@ def get(path: Path) -> int:
         return state.manifest["of"]
 
 
-def survives(work: Callable[[], None], operation: int) -> bool:
-    """Runs `work` in a child that is killed before its nth file operation. True: it got by."""
-    child = os.fork()
-    if child == 0:
-        left = operation
-
-        def count(event: str, _: object) -> None:
-            nonlocal left
-            if event == "open" or event.startswith(("os.", "shutil.")):
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(count)
-        work()
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL
-    return os.WIFEXITED(status)
-
-
 def test_a_checkpoint_is_complete_at_any_kill(tmp_path: Path) -> None:
     path = tmp_path / "run"
     put(path, 0)
@@ -70,7 +50,9 @@ def test_a_checkpoint_is_complete_at_any_kill(tmp_path: Path) -> None:
     else:
         pytest.fail("the child never got by")
     assert operation > 8, "the kills did not reach the middle of a save"
-    assert [p.name for p in tmp_path.iterdir()] == ["run"], "leftovers of dead savers remain"
+    # Killed before it could mark its folder, a saver leaves that; nothing is in it.
+    left = [p for p in tmp_path.rglob("*") if p.is_file() and p.parent != path]
+    assert [p for p in left if p.name != f"{replacing.MARKER_NAME}.tmp"] == []
 
 
 def test_the_first_save_is_absent_until_it_is_complete(tmp_path: Path) -> None:
@@ -126,4 +108,161 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path: Path) -> None:
         get(tmp_path / "run")
     manifest.write_text(text[: len(text) // 2])
     with pytest.raises(files.CheckpointError, match="cannot read"):
+        get(tmp_path / "run")
+
+
+def test_only_what_carries_our_mark_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    put(path, 1)
+    mine = ["run.old-backup", "run.tmp-notes", "run.old-999999999", "run.strata-mine", "run.old"]
+    for name in mine:
+        put(tmp_path / "made", 7)
+        (tmp_path / "made").rename(tmp_path / name)
+    put(path, 2)
+    assert {p.name for p in tmp_path.iterdir()} == {"run", *mine}
+    assert all(get(tmp_path / name) == 7 for name in mine)
+
+
+def leftover(path: Path, change: dict[str, str], generation: int = 7) -> Path:
+    """What a saver left that was killed between its renames, with another marker."""
+    with replacing.WorkFolder(path.parent, path.name) as work:
+        put(work.path / files.NEW_NAME, generation)
+    marker = work.path / replacing.MARKER_NAME
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | change))
+    return work.path
+
+
+def test_leftovers_of_the_dead_go_and_of_others_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run"
+    dead = leftover(path, {})
+    assert get(path) == 7, "the newest that is whole"
+    elsewhere = leftover(path, {"boot": "another", "host": "node-2"})
+    stranger = leftover(path, {"strata": "something else"})
+    other = leftover(path, {"target": "run2"})
+    with replacing.WorkFolder(path.parent, path.name) as living:
+        with caplog.at_level(logging.WARNING, "strata"):
+            put(path, 2)
+        assert living.path.exists()
+    assert get(path) == 2
+    assert not dead.exists()
+    assert elsewhere.exists()
+    assert stranger.exists()
+    assert other.exists()
+    assert f"{elsewhere} was left by process" in caplog.text
+    assert "node-2" in caplog.text
+    put(path, 3)
+    assert not living.path.exists()
+
+
+def test_a_saver_with_the_same_number_is_no_obstacle(tmp_path: Path) -> None:
+    """In a container it is always 1."""
+    path = tmp_path / "run"
+    put(path, 1)
+    for name in ("tmp", "old"):
+        left = tmp_path / f"run.{name}-{os.getpid()}"
+        left.mkdir()
+        (left / "something").write_text("x")
+    for generation in (2, 3):
+        put(path, generation)
+        assert get(path) == generation
+
+
+def test_a_link_stays_and_its_folder_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "disk" / "run")  # which is not there yet
+    for generation in (1, 2):
+        put(link, generation)
+        assert link.is_symlink()
+        assert get(link) == get(tmp_path / "disk" / "run") == generation
+    assert [p.name for p in (tmp_path / "disk").iterdir()] == ["run"]
+    assert [p.name for p in tmp_path.iterdir() if p.name != "disk"] == ["run"]
+
+
+@pytest.mark.parametrize("what", ["file", "mount", "bind mount"])
+def test_what_cannot_be_replaced_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    path = tmp_path / "the run"
+    if what == "file":
+        path.write_text("x")
+    elif what == "mount":
+        path.mkdir()
+        monkeypatch.setattr(os.path, "ismount", lambda place: Path(place) == path)
+    else:
+        path.mkdir()
+        place = str(path).replace(" ", "\\040")
+        (tmp_path / "mounts").write_text(f"36 35 98:0 /a {place} rw - ext4 /dev/root rw\n")
+        monkeypatch.setattr(replacing, "MOUNTS", tmp_path / "mounts")
+    message = "is a file" if what == "file" else f"mounted on.*such as {path / 'checkpoint'}"
+    with (
+        pytest.raises(files.CheckpointError, match=message),
+        files.replace_folder(path),
+    ):
+        pytest.fail("so much is written for nothing")
+    monkeypatch.undo()
+    if what != "file":
+        put(path / "checkpoint", 1)
+        assert get(path / "checkpoint") == 1
+
+
+def test_a_folder_that_only_looks_like_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "web"
+    path.mkdir()
+    (path / files.MANIFEST_NAME).write_text("{}")  # that of a web page
+    (path / "index.html").write_text("x")
+    with pytest.raises(files.CheckpointError, match="not a checkpoint"):
+        put(path, 1)
+    assert (path / "index.html").exists()
+
+
+def test_files_beside_a_checkpoint_move_on_into_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    put(path, 0)
+    (path / "notes.txt").write_text("do not lose")
+    (path / "logs").mkdir()
+    (path / "logs" / "1").write_text("x")
+    for operation in range(1, 200, 3):
+        done = survives(lambda generation=operation: put(path, generation), operation)
+        kept = [p for p in tmp_path.rglob("notes.txt") if p.read_text() == "do not lose"]
+        assert len(kept) == 1
+        if done:
+            break
+    put(path, 201)
+    assert (path / "notes.txt").exists()
+    assert (path / "logs" / "1").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failed_rename_undoes_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, error: type[BaseException]
+) -> None:
+    path = tmp_path / "run"
+    put(path, 1)
+    rename, left = os.rename, failing
+
+    def fail(source: Path, target: Path) -> None:
+        nonlocal left
+        if files.MANIFEST_NAME not in source.name and replacing.MARKER_NAME not in source.name:
+            left -= 1
+            if left == 0:
+                raise error
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail)
+        with pytest.raises(error):
+            put(path, 2)
+    assert get(path) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"checksum": 1}', "[" * 100_000, "\xff", "9" * 5000])
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    put(tmp_path / "run", 1)
+    (tmp_path / "run" / files.MANIFEST_NAME).write_bytes(text.encode("latin-1"))
+    with pytest.raises(files.CheckpointError):
         get(tmp_path / "run")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from strata import cli, compute_probe
+from strata import cli, compute_probe, finetune, machine
 from strata.finetune_options import Options, Parser, add_arguments, finish
 from strata.interrupt import Interrupt
 from strata.metrics import Metrics
@@ -120,19 +121,48 @@ def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) ->
     assert losses[0] == losses[1]
 
 
-def test_a_processor_that_is_slow_in_16_bits_computes_in_32(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("flags", "dtype"), [({"avx512_bf16"}, "bfloat16"), ({"avx2"}, "float32")])
+def test_the_same_command_computes_in_the_same_dtype_however_busy_the_machine(
+    place: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], dtype: str
 ) -> None:
-    speeds = {"float32": 100e9, "bfloat16": 1e9}
-    monkeypatch.setattr(compute_probe, "matmul_flops", lambda dtype, device: speeds[dtype])
-    assert compute_probe.usual_dtype(torch.device("cuda", 0)) == "bfloat16"
+    measured = iter([1e9, 100e9] * 50)  # as on a busy machine
+    monkeypatch.setattr(compute_probe, "matmul_flops", lambda dtype, device: next(measured))
+    monkeypatch.setattr(machine, "processor_flags", lambda: flags)
     more: dict[str, Any] = {"device-memory": "2MiB", "host-memory": "4MiB", "save-every": 1}
-    assert cli.main(arguments(place, "slow", steps=1, dtype=None, **more)) == 0
-    assert json.loads((place / "slow" / "options.json").read_text())["dtype"] == "float32"
-    speeds["bfloat16"] = 60e9  # as fast for its bytes
-    assert compute_probe.usual_dtype(torch.device("cpu")) == "bfloat16"
-    assert cli.main(["finetune", "--resume", f"--output={place / 'slow'}", "--steps=2"]) == 0
-    assert json.loads((place / "slow" / "options.json").read_text())["dtype"] == "float32"
+    for name in ("one", "two"):
+        assert cli.main(arguments(place, name, steps=1, dtype=None, **more)) == 0
+        assert json.loads((place / name / "options.json").read_text())["dtype"] == dtype
+    # A run keeps what it began with.
+    monkeypatch.setattr(machine, "processor_flags", lambda: {"avx512_bf16"} - flags)
+    assert cli.main(["finetune", "--resume", f"--output={place / 'one'}", "--steps=2"]) == 0
+    assert json.loads((place / "one" / "options.json").read_text())["dtype"] == dtype
+
+
+def test_a_device_that_is_too_small_is_refused_before_anything_is_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(*_: Any) -> None:
+        raise AssertionError("the text was read")
+
+    monkeypatch.setattr(finetune, "prepare", prepare)
+    more = {"device-memory": "256KiB", "batch": 16, "sequence": 128}
+    said = wrong(capsys, arguments(place, **more))
+    assert "the device budget is 256.0 KiB, and a step of 16 by 128 tokens needs about" in said
+    assert "MiB would do" in said
+    said = wrong(capsys, arguments(place, **{"host-memory": "900TiB"}))
+    assert "this machine has" in said
+    assert not (place / "out" / "options.json").exists()
+
+
+def test_what_a_run_writes_is_said_and_warned_of(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = arguments(place, steps=1, **{"ssd-endurance": "10MB", "host-memory": "704KiB"})
+    with caplog.at_level("INFO", "strata"):
+        assert cli.main(told) == 0
+    assert "a step are written to the SSD" in caplog.text
+    assert "a drive of 10 MB endurance is worn out in" in caplog.text
+    assert "warning: this run takes" in caplog.text
 
 
 def test_many_logits_are_never_made(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +195,21 @@ def test_a_loss_is_chunked_only_where_the_model_leaves_its_logits_alone() -> Non
         assert causal_lm.chunk_many(model, batch * 512) == chunked
         assert isinstance(getattr(model, "_loss_function", None), ChunkedLoss) == chunked
         assert model.training
+
+
+@pytest.mark.parametrize("what", ["model", "data"])
+def test_overwriting_a_run_does_not_remove_what_is_read(
+    place: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = place / "out"
+    mine = place / ("tiny" if what == "model" else "text")
+    output.mkdir()
+    (output / "options.json").write_text("{}")
+    shutil.copytree(mine, output / what)
+    read = output / what / "config.json" if what == "model" else output / what
+    said = wrong(capsys, [*arguments(place, **{what: read}), "--overwrite"])
+    assert "--overwrite would remove" in said
+    assert {p.name for p in (output / what).iterdir()} == {p.name for p in mine.iterdir()}
 
 
 def test_a_saved_model_is_trained_further(place: Path) -> None:
@@ -256,7 +301,7 @@ def wrong(capsys: pytest.CaptureFixture[str], told: list[str]) -> str:
         ({"ssd-path": "/nowhere"}, "/nowhere is not a folder"),
         ({"ssd-path": None}, "--ssd-memory needs --ssd-path"),
         ({"data": "/nowhere"}, "no data at /nowhere"),
-        ({"sequence": 100_000}, "less than one sequence"),
+        ({"sequence": 100_000, "device-memory": None}, "less than one sequence"),
         ({"device-memory": "8KiB"}, "device"),
         ({"data": None}, "--data is needed"),
         ({"update": "in-backward"}, "did you mean 'in_backward'"),
@@ -264,6 +309,12 @@ def wrong(capsys: pytest.CaptureFixture[str], told: list[str]) -> str:
         ({"update": "in_backward"}, "update='on_step' with accumulation_steps"),
         ({"update": "lock-free:1", "dtype": "float16"}, "take bfloat16, or --update on_step"),
         ({"state-dtype": "4bit"}, "invalid choice: '4bit'"),
+        ({"steps": "abc"}, "--steps: 'abc' is not a positive whole number"),
+        ({"batch": 0}, "--batch: '0' is not a positive whole number"),
+        ({"seed": "x"}, "--seed: 'x' is not a whole number of at least 0"),
+        ({"held-out": 2}, "--held-out: '2' is not between 0 and 1"),
+        ({"lr": "fast"}, "--lr: 'fast' is not a number of at least 0"),
+        ({"split": 2, "activations": "keep"}, "activations='keep' rules out"),
     ],
 )
 def test_a_wrong_call_is_refused_in_words(
@@ -272,7 +323,9 @@ def test_a_wrong_call_is_refused_in_words(
     assert expected in wrong(capsys, arguments(place, **change))
 
 
-def test_an_earlier_run_is_not_overwritten(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_run_is_not_overwritten(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "no data" in wrong(capsys, arguments(place, data="/nowhere"))  # that was not a run
     assert cli.main(arguments(place, steps=1)) == 0
     output = f"--output={place / 'out'}"
@@ -282,6 +335,11 @@ def test_an_earlier_run_is_not_overwritten(place: Path, capsys: pytest.CaptureFi
     assert "holds an earlier run" in wrong(capsys, arguments(place))
     assert "seed was 0" in wrong(capsys, ["finetune", "--resume", output, "--seed=5"])
     assert "there is no run" in wrong(capsys, ["finetune", "--resume", "--output=/nowhere"])
+    with monkeypatch.context() as patched:  # a checkpoint that a loop of the user's wrote there
+        patched.setattr(finetune.checkpoint, "load", lambda *_: {"step": 1})
+        said = wrong(capsys, ["finetune", "--resume", output])
+    assert f"{place / 'out' / 'checkpoint'} was not written by strata finetune" in said
+    assert "its extra has no 'identity', 'position'" in said
     assert cli.main([*arguments(place, steps=1), "--overwrite"]) == 0
 
 

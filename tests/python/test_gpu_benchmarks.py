@@ -2,6 +2,8 @@
 what it says of its figures holds. No figure is a figure of a GPU.
 """
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,10 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import __main__ as command
 from benchmarks import (
+    allocator,
     capacity_gpu,
     common,
     device,
     device_program,
+    host_room,
     models,
     step_gpu,
     update_gpu,
@@ -24,6 +28,7 @@ from benchmarks import (
 )
 from benchmarks import copy as copy_bench
 from benchmarks import map as map_bench
+from benchmarks.common import GIB, ROOT
 
 
 @pytest.fixture
@@ -85,6 +90,40 @@ def test_waits_of_a_steady_step_are_figures():
     assert found["event_synchronisations"].target is None
 
 
+def test_what_strata_asks_of_the_driver_in_a_step_are_figures():
+    before = {"stream_wait": 7, "event_synchronize": 2, "stream_synchronize": 1, "map": 40}
+    after = {"stream_wait": 27, "event_synchronize": 5, "stream_synchronize": 2, "map": 40}
+    found = by_metric(step_gpu.driver_calls(before, after))
+    assert found["driver_stream_wait"].value == 20
+    assert found["driver_event_synchronize"].value == 3
+    assert found["driver_event_synchronize"].target is None
+    assert not found["driver_stream_synchronize"].reached
+    assert found["driver_map"].reached
+    assert list(step_gpu.driver_calls({}, {})) == []  # the host has no driver
+
+
+def test_figures_come_before_the_trace_whose_model_is_the_smallest(context, monkeypatch):
+    traced = []
+
+    def trace(step):
+        traced.append(step)
+        step()
+        return {"device": 0, "stream": 1, "event": 0}
+
+    # The host stands for a GPU, as far as the order of things goes.
+    monkeypatch.setattr(step_gpu, "HOST", "nowhere")
+    monkeypatch.setattr(step_gpu, "free_bytes", lambda name: 1 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: (1 << 29, 1 << 30))
+    monkeypatch.setattr(step_gpu, "synchronisations", trace)
+    metrics = []
+    for figure in step_gpu.run(context):
+        metrics.append(figure.metric)
+        if not figure.metric.endswith("_synchronisations"):
+            assert not traced, f"{figure.metric} waits for the trace"
+    assert len(traced) == 1
+    assert {"utilisation", "of_bound", "stream_synchronisations"} <= set(metrics)
+
+
 def test_utilisation_counts_the_arithmetic_of_the_model_alone():
     setting = step_gpu.Setting(step_gpu.LLAMA_8B, 16, 4096, 0, 0)
     figures = by_metric(step_gpu.figures(setting, 10.0, 800e12, 8.0, 55.0))
@@ -106,9 +145,10 @@ def test_the_8b_model_is_the_one_of_its_sizes():
 
 
 def test_too_little_host_memory_is_refused_with_what_is_needed(monkeypatch):
+    monkeypatch.setattr(step_gpu, "grow", lambda needed, say: None)
     monkeypatch.setattr(step_gpu, "free_host_bytes", lambda: 64 * 10**9)
     with pytest.raises(common.BenchError, match=r"needs 10\d GB of host memory, 64 GB are free"):
-        step_gpu.full_setting()
+        step_gpu.full_setting(print)
 
 
 class Here:
@@ -134,6 +174,63 @@ def test_strata_and_plain_pytorch_take_turns(context, monkeypatch):
         assert figures[f"{side}_tokens"].value > 0
     for mode in vs_torch.MODES:
         assert figures[f"{mode}_of_plain"].value > 0
+
+
+def test_nothing_stays_in_pytorchs_cache_while_others_take_their_turn(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
+
+    def command():
+        done.append("command")
+        return {"loss": 1.0}
+
+    assert vs_torch_child.between_turns(command, "host")() == {"loss": 1.0}
+    assert vs_torch_child.between_turns(command, "cuda:0")() == {"loss": 1.0}
+    assert done == ["command", "command", "synchronize", "empty"]
+
+
+@pytest.mark.parametrize("set_by_user", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
+def test_segments_expand_before_torch_is_there(set_by_user):
+    code = """if True:
+        import os, runpy, sys
+        class Look:
+            def find_spec(self, name, *_):
+                if name == "torch":
+                    print(*(os.environ.get(n) for n in sys.argv[1:]), flush=True)
+                    os._exit(0)
+        sys.meta_path.insert(0, Look())
+        runpy.run_module("benchmarks.__main__")
+    """
+    clean = {n: v for n, v in os.environ.items() if n not in allocator.NAMES}
+    command = [sys.executable, "-c", code, *allocator.NAMES]
+    done = subprocess.run(
+        command, env=clean | set_by_user, cwd=ROOT, capture_output=True, text=True
+    )
+    wanted = ["None", "backend:native"] if set_by_user else [allocator.SETTING] * 2
+    assert done.stdout.split() == wanted, done.stderr
+
+
+class Growing:
+    """A machine that shows 4 GiB, and 8 more whenever less than one is left, up to a limit."""
+
+    def __init__(self, most):
+        self.total, self.used, self.most = 4 * GIB, GIB, most
+
+    def step(self):
+        self.used += GIB
+        if self.total - self.used < GIB:
+            self.total = min(self.most, self.total + 8 * GIB)
+
+
+@pytest.mark.parametrize(("most", "held"), [(4, 3), (20, 19), (64, 40)])
+def test_host_memory_is_touched_until_it_grows_no_more(most, held):
+    machine = Growing(most * GIB)
+    found = host_room.touch(
+        40 * GIB, machine.step, lambda: machine.total - machine.used, lambda: machine.total
+    )
+    assert found == held * GIB
+    assert machine.used <= machine.total
 
 
 def test_the_largest_model_is_looked_for_in_children(context):

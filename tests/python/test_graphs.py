@@ -14,7 +14,7 @@ import fake_core
 import pytest
 import strata
 import strata.graphs
-import strata.hooks
+import strata.land_hook
 import strata.swapping
 import strata.wrapped as wrapped_module
 import torch
@@ -73,7 +73,8 @@ def test_a_capture_around_a_unit_is_refused_before_anything_happens(
     if core is fake_core:
         session: Any = wrapped(model).session
         assert session.streams == []
-    assert all(unit.entered == 0 for unit in wrapped(model).units)
+    state = wrapped(model)
+    assert not any(state.session.entered(unit.index) for unit in state.units)
     # Nothing is left behind.
     assert steps(model, optimizer, 2) == pytest.approx(expected, rel=1e-6)
     assert_same(strata.unwrap(model), plain, 1e-5)
@@ -201,7 +202,7 @@ def test_gradients_in_a_graphs_memory_land_as_they_were(
         if aside:
             monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(HOST))
             monkeypatch.setattr(
-                strata.hooks, "owned_by_graph", lambda t: not t.untyped_storage().resizable()
+                strata.land_hook, "owned_by_graph", lambda t: not t.untyped_storage().resizable()
             )
             # A copy protects what a replay hands out, and nobody has to wait.
             monkeypatch.setattr(strata.hooks, "graphs_in_use", lambda: not owned)

@@ -1,13 +1,15 @@
 """The page of a report, and the command that writes it."""
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import made_up
 import pytest
 from strata import cli, html_report
-from strata.report import PlannedRow, Report
+from strata import html_figures as figures
+from strata.reports import PlannedRow, Report
 from strata.residency import moments, residency
 from strata.timeline import UseSpan
 
@@ -71,11 +73,34 @@ def test_names_are_escaped_and_none_is_missing(text: str) -> None:
 def test_it_says_what_there_is_to_say(text: str) -> None:
     words = Page(text).words
     for word in (
-        "1 s", "0.95 s", "80 %", "lower bound: computation", "waiting for layers.0 from ssd",
+        "1.00 s", "0.95 s", "0.80 s", "80 %", "lower bound: computation",
+        "waiting for layers.0 from ssd",
         "swap to host", "recompute", "in 4 slices", f"backward of {made_up.UNITS[3]}",
     ):  # fmt: skip
         assert word in words, word
     assert any("TB a day" in word for word in words)
+    assert made_up.LIMITED[1:] + "." in " ".join(words)
+    for word in ("Llama <3>", "strata finetune --steps=3", "a processor"):
+        assert word in words, word
+
+
+def test_times_beside_each_other_have_one_unit() -> None:
+    short = made_up.report(measured_seconds=0.0421, predicted_seconds=0.0098, bound_seconds=0.004)
+    words = Page(html_report.page(short)).words
+    assert {"42.1 ms", "9.8 ms", "4.0 ms"} <= set(words)
+    told = {w.split()[-1] for w in words if re.fullmatch(r"[0-9.]+ m?s", w)}
+    assert told == {"ms"}
+
+
+def test_bound_and_prediction_are_told_apart(text: str) -> None:
+    assert figures.PREDICTED in text
+    assert figures.BOUND in text
+    assert figures.PREDICTED != figures.BOUND
+
+
+def test_on_a_phone_each_row_of_the_plan_is_a_block_that_names_its_cells(text: str) -> None:
+    assert '<td data-of="activations">swap to host</td>' in text
+    assert "@media (max-width: 640px)" in text
 
 
 def test_the_links_are_in_the_table(text: str) -> None:
@@ -84,8 +109,9 @@ def test_the_links_are_in_the_table(text: str) -> None:
 
 def test_how_far_updates_lagged_is_in_a_table() -> None:
     text = html_report.page(made_up.report(lags=made_up.lags()))
-    assert "<tr><td>layers.0</td><td>1</td><td>2</td><td>2</td><td>1</td></tr>" in text
-    assert "<tr><td>all units</td><td>6</td><td>6</td><td>12</td><td>1</td></tr>" in text
+    plain = re.sub(r' data-of="[^"]*"', "", text)
+    assert "<tr><td>layers.0</td><td>1</td><td>2</td><td>2</td><td>1</td></tr>" in plain
+    assert "<tr><td>all units</td><td>6</td><td>6</td><td>12</td><td>1</td></tr>" in plain
     assert "&lt;b&gt;head" in text[text.index("update waits") :]
     assert "update waits" not in html_report.page(made_up.report())
 

@@ -1,6 +1,7 @@
 """Gradients that land on a thread of their own: the same bits as at once, and nothing is lost."""
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ import strata
 import strata.wrapped as wrapped_module
 import torch
 from small_models import assert_same, batch, build, llama, tight, train
-from strata.lander import SLOTS, Inline, Lander
+from strata.lander import UNDER_WAY_BYTES, Inline, Lander
 from strata.wrapped import wrapped
 
 HOST = torch.device("cpu")
@@ -48,17 +49,45 @@ def test_landings_happen_in_order_and_in_turn(lander: Lander) -> None:
     assert threading.current_thread() not in threads
 
 
-def test_so_many_may_be_on_their_way(lander: Lander) -> None:
+def waits(lander: Lander, byte_count: int) -> bool:
+    """Whether a landing of so many bytes has to wait for others."""
+    put = threading.Event()
+
+    def late() -> None:
+        lander.put(lambda stream: None, byte_count)
+        put.set()
+
+    threading.Thread(target=late, daemon=True).start()
+    return not put.wait(0.05)
+
+
+def test_any_number_of_small_ones_may_be_on_their_way(lander: Lander) -> None:
     gate = threading.Event()
-    for _ in range(SLOTS):
-        lander.put(lambda stream: gate.wait() and None)
-    late = threading.Thread(target=lambda: lander.put(lambda stream: None))
-    late.start()
-    late.join(0.05)
-    assert late.is_alive()
+    for _ in range(100):
+        lander.put(lambda stream: gate.wait() and None, 4096)
+    assert not waits(lander, UNDER_WAY_BYTES - 100 * 4096)
+    assert waits(lander, 1)
     gate.set()
-    late.join(5)
-    assert not late.is_alive()
+    lander.wait()
+    assert not waits(lander, 1)
+
+
+def test_two_may_be_on_their_way_however_large(lander: Lander) -> None:
+    gates = [threading.Event(), threading.Event()]
+    for gate in gates:
+        lander.put(lambda stream, gate=gate: gate.wait() and None, 2 * UNDER_WAY_BYTES)
+    lander.put(lambda stream: None)  # what holds nothing never waits
+    put = threading.Event()
+
+    def third() -> None:
+        lander.put(lambda stream: None, 2 * UNDER_WAY_BYTES)
+        put.set()
+
+    threading.Thread(target=third, daemon=True).start()
+    assert not put.wait(0.05)
+    gates[0].set()
+    assert put.wait(5)
+    gates[1].set()
 
 
 def test_what_a_landing_raises_is_told_once_and_ends_those_behind_it(lander: Lander) -> None:
@@ -97,16 +126,16 @@ def test_an_interrupt_while_waiting_leaves_the_rest_to_be_done(
     gate, done = threading.Event(), []
     lander.put(lambda stream: gate.wait() and None)
     lander.put(lambda stream: done.append(1))
-    with monkeypatch.context() as patch:
 
-        def interrupted(predicate: Any) -> None:
-            raise KeyboardInterrupt
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
 
-        patch.setattr(lander._changed, "wait_for", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            lander.wait()
-        with pytest.raises(KeyboardInterrupt):
-            lander.put(lambda stream: done.append(2))
+    monkeypatch.setattr(strata.lander, "PATIENCE_S", 0.01)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(KeyboardInterrupt):
+        lander.wait()
+    signal.signal(signal.SIGALRM, before)
     gate.set()
     lander.wait()
     assert done == [1]

@@ -1,4 +1,4 @@
-"""The project obeys tests/layers.py, and tests/layers.py sees what is wrong."""
+"""The project obeys tests/layers.py and tests/mentions.py, and both see what is wrong."""
 
 import importlib.util
 from pathlib import Path
@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("layers", ROOT / "tests" / "layers.py")
-assert _spec is not None
-assert _spec.loader is not None
-layers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(layers)
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+layers, mentions = _load("layers"), _load("mentions")
 
 
 def test_includes_obey_the_layers():
@@ -56,3 +61,26 @@ def test_what_is_too_long_is_seen(tmp_path):
         "tests/long.hpp: 401 lines, at most 400",
         "tests/long.py: f: 71 lines, at most 70",
     ]
+
+
+def test_what_comments_name_is_there():
+    assert list(mentions.file_breaches(ROOT)) == []
+    assert list(mentions.example_breaches(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "breach"),
+    [
+        ("memory/a.hpp", "// See b.hpp, for a.hpp says nothing.\n", "there is no b.hpp"),
+        ("bindings/a.py", '"""Of memory/a.py."""\n', "there is no memory/a.py"),
+        ("bindings/a.py", "x = 1  # as in b.py\n", "there is no b.py"),
+        ("tests/a.py", '"""Does it.\n\n    x = gone(1)\n"""\n', "no gone"),
+        ("tests/a.py", '"""Does it.\n\nx = here(Gone())\n"""\ndef here(): ...\n', "no Gone"),
+        ("tests/a.py", '"""Does it.\n\nwith a.gone():\n    ...\n"""\n', "no a.gone"),
+    ],
+)
+def test_what_is_not_there_is_seen(tmp_path, path, text, breach):
+    (tmp_path / path).parent.mkdir()
+    (tmp_path / path).write_text(text)
+    (found,) = [*mentions.file_breaches(tmp_path), *mentions.example_breaches(tmp_path)]
+    assert breach in found

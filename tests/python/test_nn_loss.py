@@ -1,17 +1,21 @@
 """The chunked loss: the numbers of plain PyTorch, with a part of the memory."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from small_models import gpt2, llama
+from strata._torch_compat import FakeTensorMode
 from strata.memory_curve import MemoryCurve
-from strata.nn import ChunkedCrossEntropy, TiledLinear, chunk_loss, unchunk_loss
+from strata.nn import ChunkedCrossEntropy, TiledLinear, chunk_loss, products, unchunk_loss
+from strata.nn.request import Request, _chunks
 from tiled_layers import gradients, heads
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 
@@ -146,6 +150,115 @@ def test_less_memory_than_one_matrix_of_logits() -> None:
     weight = linear.weight.nbytes  # its gradient is there in any case
     assert plain > 2 * logits
     assert max(ours) < logits / 2 + weight
+
+
+class Writes(TorchDispatchMode):
+    """Counts the operations that write something of a shape, but for those that make it."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.shape == self.shape and not func.is_view:
+            self.names.append(str(func).removeprefix("aten."))
+        return out
+
+
+CHUNKS = 5
+
+
+def writes_of_backward(dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """What writes something as large as the hidden states, and as the weight's part of a chunk."""
+    torch.manual_seed(0)
+    head = nn.Linear(12, 64 * CHUNKS, bias=True).to(dtype)
+    x = torch.randn(9, 12).requires_grad_()
+    lse, picked = Request(x, torch.arange(9), chunk_bytes=1).answer(head.weight, head.bias)
+    loss = (lse - picked).sum()
+    with Writes((9, 12)) as hidden, Writes((64, 12)) as weight:
+        loss.backward()
+    return hidden.names, weight.names
+
+
+def test_a_chunk_passes_once_over_the_gradients() -> None:
+    hidden, weight = writes_of_backward(torch.float32)
+    assert hidden == ["zeros_like.default"] + ["addmm_.default"] * CHUNKS
+    assert weight == ["mm.out"] * CHUNKS
+
+
+@pytest.fixture
+def widening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A host that knows `out_dtype` as a GPU does: 16-bit factors, float32 sums."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def mm(left: Any, right: Any, out_dtype: torch.dtype) -> torch.Tensor:
+        assert left.dtype == right.dtype == torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            return left.to(out_dtype) @ right.to(out_dtype)
+
+    def mm_out(left: Any, right: Any, out_dtype: torch.dtype, *, out: Any) -> torch.Tensor:
+        assert out.dtype == out_dtype
+        return out.copy_(mm(left, right, out_dtype))
+
+    def addmm_out(
+        total: Any, left: Any, right: Any, out_dtype: torch.dtype, *, out: Any, **_: Any
+    ) -> torch.Tensor:
+        assert total.data_ptr() == out.data_ptr()
+        assert out.dtype == out_dtype
+        return out.add_(mm(left, right, out_dtype))
+
+    for name, kernel in (
+        ("mm.dtype", mm),
+        ("mm.dtype_out", mm_out),
+        ("addmm.dtype_out", addmm_out),
+    ):
+        library.impl(name, kernel, "CPU")
+    monkeypatch.setattr(products, "OUT_DTYPE", {"cuda", "cpu"})
+    yield
+    library._destroy()
+
+
+def test_a_device_that_widens_rounds_nothing_on_the_way(widening: None) -> None:
+    hidden, weight = writes_of_backward(torch.bfloat16)
+    assert [name for name in hidden if name.startswith(("mm", "add"))] == (
+        ["addmm.dtype_out"] * CHUNKS
+    )
+    assert weight.count("mm.out") == CHUNKS  # the parameter's own dtype: rounded once
+    torch.manual_seed(0)
+    head = nn.Linear(64, 1000).bfloat16()
+    x = torch.randn(128, 64).bfloat16().float().requires_grad_()
+    targets = torch.randint(0, 1000, (128,))
+    exact = copy.deepcopy(head).double()
+    y = x.detach().double().requires_grad_()
+    expected = F.cross_entropy(exact(y), targets)
+    loss = ChunkedCrossEntropy(chunk_bytes=1)(x.bfloat16(), head, targets)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)  # the logits: float32 as well
+    with torch.autocast("cpu", torch.bfloat16):  # a float32 weight gets float32 sums
+        wide = copy.deepcopy(head).float()
+        found = gradients(ChunkedCrossEntropy(chunk_bytes=1)(x, wide, targets), wide, x)
+    off = found["weight"] - gradients(expected, exact, y)["weight"]
+    assert off.norm() < 2e-3 * found["weight"].norm()
+
+
+def test_a_gpu_gets_chunks_that_it_multiplies_faster_than_it_reads() -> None:
+    """65,536 tokens of Llama 3's head, and 2,048 tokens, whose chunks were as wide before."""
+    with FakeTensorMode():
+        weight = torch.empty(128_256, 4096, dtype=torch.bfloat16)
+        for device, tokens, chosen, columns in (
+            ("cuda", 65_536, None, 1024),
+            ("cuda", 2048, None, 4096),
+            ("cuda", 2048, 1, 64),  # what a user says holds
+            ("cpu", 65_536, None, 128),
+            ("cpu", 2048, None, 4096),
+        ):
+            states = torch.empty(tokens, 4096, dtype=torch.bfloat16, device=device)
+            request = Request(states, torch.empty(tokens), chunk_bytes=chosen)
+            chunks = list(_chunks(states, weight, request))
+            assert chunks[0] == (0, columns)
+            assert chunks[-1][1] == 128_256
+            assert all(end == begin for (_, end), (begin, _) in pairwise(chunks))
 
 
 # Transformers' models ----------------------------------------------------------------------------

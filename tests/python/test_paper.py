@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from strata import _core, estimate, paper, trace_file
+from strata.nn.request import CHUNK_BYTES, COLUMNS_MIN
 from strata.paper import LlamaSizes, PaperMachine, llama_trace
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import paper_8b
 
 SIZES = LlamaSizes("toy", 3, 64, 160, 4, 2, 512)
 SEQUENCE, BATCH = 32, 2
@@ -62,7 +65,8 @@ def saved_by_units(dtype):
 
 
 def counted(dtype):
-    return estimate.count(config(), BATCH, SEQUENCE, dtype)
+    room = dict.fromkeys(("device", "host", "ssd"), 1 << 50)
+    return estimate.count(estimate.Step(config(), BATCH, SEQUENCE, dtype, room, "host"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -92,6 +96,35 @@ def test_the_formulas_agree_with_the_counted_step(dtype):
         assert found["seconds"] == pytest.approx(use.flops, rel=0.02)
         grown = found["peak_bytes"] - found["live_bytes"]
         assert grown == pytest.approx(use.peak_bytes - use.live_bytes, rel=0.35)
+
+
+def test_a_loss_without_logits_agrees_with_the_counted_step():
+    """Of a vocabulary so large that the head's matrix is more than a few chunks of logits."""
+    sizes = replace(SIZES, vocabulary=1 << 22)
+    room = dict.fromkeys(("device", "host", "ssd"), 1 << 50)
+    tokens = SEQUENCE * 64
+    _, step = estimate.count(estimate.Step(config(sizes), 64, SEQUENCE, "bfloat16", room, "host"))
+    trace = llama_trace(sizes, tokens, SEQUENCE, 1.0, chunked_loss=True)
+    assert paper.LOGITS_BYTES == CHUNK_BYTES
+    assert COLUMNS_MIN["cuda"] == paper.LOGITS_COLUMNS
+    for backward in (False, True):
+        use = next(
+            u for u in step.uses if step.units[u.unit].name == "lm_head" and u.backward == backward
+        )
+        found = next(
+            u
+            for u in trace["uses"]
+            if trace["units"][u["unit"]]["name"] == "lm_head" and u["backward"] == backward
+        )
+        assert found["seconds"] == pytest.approx(use.flops, rel=0.02)
+        grown = found["peak_bytes"] - found["live_bytes"]
+        assert grown == pytest.approx(use.peak_bytes - use.live_bytes, rel=0.35)
+
+
+def test_the_arithmetic_of_a_step_is_what_kept_activations_compute():
+    trace = llama_trace(SIZES, TOKENS, SEQUENCE, 1.0)
+    computed = sum(use["seconds"] for use in trace["uses"])
+    assert paper.model_flops(SIZES, TOKENS, SEQUENCE) == pytest.approx(computed)
 
 
 def test_parameters_are_those_of_the_model():
@@ -136,6 +169,16 @@ def test_a_device_that_has_room_holds_what_host_memory_cannot():
     assert found.check() == ""
     held = found.plan["resting_device_bytes"] + found.plan["resting_host_bytes"]
     assert held >= 14 * paper.LLAMA_7B.parameters
+
+
+def test_a_long_batch_of_8_billion_fits_24_gb_of_one_gpu():
+    """Its layers' inputs alone are 17 GB: they wait in host memory."""
+    found = paper_8b.step()
+    assert found.feasible, found.refusal
+    assert paper_8b.mfu(found) >= paper_8b.MFU_MIN
+    assert found.plan["peaks"]["device"]["bytes"] <= paper_8b.DEVICE_BYTES
+    assert "recompute_host" in {unit["activation"] for unit in found.plan["units"]}
+    assert "limited by" in found.limited
 
 
 def test_a_faster_machine_is_never_slower():

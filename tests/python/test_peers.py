@@ -32,7 +32,10 @@ serve(answers, {"grow": grow, "step": step, "fail": fail, "peak": memory_peak})
 
 
 def child(code=SIDE):
-    return Child([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(common.ROOT)})
+    return Child(
+        [sys.executable, "-c", code],
+        {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), *sys.path])},
+    )
 
 
 def test_a_child_answers_every_command_whatever_it_prints():

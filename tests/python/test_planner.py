@@ -32,7 +32,7 @@ def made_up_trace() -> Any:
             {
                 "name": f"layers.{i}", "elements": 4 * PAGE // 2, "param_bytes": 4 * PAGE,
                 "grad_bytes": 4 * PAGE, "state_bytes": 20 * PAGE, "chunks": 4, "slices_max": 4,
-                "may_swap": True, "may_recompute": True, "traced": "keep",
+                "may_swap": True, "may_recompute": True, "traced": "keep", "slices_traced": 1,
             }
             for i in range(UNITS)
         ],

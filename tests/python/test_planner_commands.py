@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strata import cli, configure, device, lane_probe, paper, planner_options, trace_file, whatif
+from strata import (
+    cli,
+    configure,
+    device,
+    lane_probe,
+    paper,
+    planner_machine,
+    planner_options,
+    trace_file,
+    whatif,
+)
 from strata.calibrate import Calibration
 from strata.trace_file import Origin
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM
@@ -29,7 +39,7 @@ def measured(monkeypatch):
         disk = {} if setup.ssd_paths else {"read_bytes_s": 0.0, "write_bytes_s": 0.0}
         return Calibration({**COSTS, **disk}, 1e12, 1e11)
 
-    monkeypatch.setattr(planner_options, "calibration", calibration)
+    monkeypatch.setattr(planner_machine, "calibration", calibration)
     return asked
 
 
@@ -94,7 +104,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_one_that_would_do(ask):
     assert "infeasible: device" in found["refusal"]
     assert found["step_seconds"] is None
     enough = found["device_bytes_min"]
-    assert ask(memory=f"device={enough},host=4GiB")[1] == 0
+    assert ask(memory=f"device={enough}B,host=4GiB")[1] == 0
 
 
 def test_a_refusal_is_said_in_words(trace_path, capsys):
@@ -170,9 +180,13 @@ def test_scaling_scales_what_grows_and_nothing_else():
         (["--compute-speed", "fast"], "'fast' is not a factor"),
         (["--tokens-scale", "0"], "'0' is not a factor"),
         (["--split", "0"], "'0' is not a positive whole number"),
-        (["--upload-speed", "12GB/h"], "'12GB/h' is not a size"),
+        (["--upload-speed", "12GB/h"], "'12GB/h' is not a speed"),
         (["--update-speed", "many"], "'many' is not a number"),
         (["--device", "cudda"], "unknown device 'cudda': did you mean 'cuda'?"),
+        (["--ssd-read-speed", "6"], "write '6GB/s'"),
+        (["--memory", "device=96,host=1GiB"], "write '96GiB'"),
+        (["--ssd-endurance", "600"], "write '600GiB'"),
+        (["--ssd-path", "/nowhere"], "/nowhere is not a folder"),
         (["--ssd-red-speed", "1GB/s"], "did you mean '--ssd-read-speed'?"),
     ],
 )
@@ -192,13 +206,6 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, capsys):
     (tmp_path / "x").write_text("{}")
     assert cli.main(["plan", "--trace", str(tmp_path / "x"), "--memory", BUDGET]) == 1
     assert "is not a strata trace" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "bytes_s"), [("12GB/s", 12e9), ("1.5 GiB / s", 1.5 * 2**30), ("500", 500)]
-)
-def test_speeds(text, bytes_s):
-    assert planner_options.parse_speed(text) == bytes_s
 
 
 @pytest.mark.parametrize(("text", "count"), [("2G", 2e9), ("989T", 989e12), ("1e3", 1000.0)])
@@ -242,7 +249,7 @@ def test_an_estimate_that_does_not_fit_says_what_would(folder, capsys):
     found, status = estimate(capsys, "--model", folder, "--memory", small)
     assert status == 1
     assert found["device_bytes_min"] > 256 << 10
-    enough = f"device={found['device_bytes_min']},host=64MiB"
+    enough = f"device={found['device_bytes_min']}B,host=64MiB"
     assert estimate(capsys, "--model", folder, "--memory", enough)[1] == 0
 
 
@@ -272,6 +279,7 @@ def test_flops_and_bandwidth_of_another_device_can_be_told(folder, capsys):
 def gpu(monkeypatch):
     """There is one, with the number 0."""
     monkeypatch.setattr(device, "why_not", lambda name: "" if name == "cuda:0" else "it is gone")
+    monkeypatch.setattr(device, "free_bytes", lambda name: None if name == "host" else 80 << 30)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -298,11 +306,70 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason(trace_path, mea
 def test_traffic_is_what_the_device_s_memory_does(folder, capsys, monkeypatch):
     def seconds(bytes_s):
         found = Calibration({**COSTS, "read_bytes_s": 0.0, "write_bytes_s": 0.0}, 1e12, bytes_s)
-        monkeypatch.setattr(planner_options, "calibration", lambda setup: found)
+        monkeypatch.setattr(planner_machine, "calibration", lambda setup: found)
         memory = ["--memory", "device=64MiB,host=64MiB"]
         return estimate(capsys, "--model", folder, *memory)[0]["lanes"]["compute"]["busy_seconds"]
 
     assert seconds(1e9) > 5 * seconds(1e11)
+
+
+def test_updates_and_moments_change_what_rests(folder, capsys):
+    def resting(*told):
+        memory = ["--memory", "device=64MiB,host=64MiB"]
+        found, status = estimate(capsys, "--model", folder, *memory, *told)
+        assert status == 0
+        plan, buffers = found["plan"], (64 << 20) - found["budgets"]["host_bytes"]
+        return plan["resting_host_bytes"] + plan["resting_device_bytes"] + buffers
+
+    # 14 bytes a parameter, of which 8 are moments; 12 and 16 with other updates, and some room.
+    exact = resting()
+    assert resting("--update", "in_backward") < 0.92 * exact
+    assert resting("--update", "lock-free:1") > 1.1 * exact
+    assert resting("--state-dtype", "8bit") < 0.7 * exact  # of 8 / 14, in whole pages
+    assert resting("--state-dtype", "bfloat16") < 0.85 * exact
+
+
+def test_a_step_of_years_is_said_ahead_of_everything(folder, capsys):
+    told = ["--model", folder, "--batch", "2", "--sequence", "64", "--steps", "100"]
+    slow = ["--memory", "device=64MiB,host=64MiB", "--flops", "0.0001k"]
+    assert cli.main(["estimate", *told, *slow]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("fits, but a step takes ")
+    assert " years; the smallest" in text.splitlines()[0]
+    assert "100 steps take " in text
+
+
+def test_too_little_host_memory_is_told_of_an_ssd(trace_path, ask, capsys):
+    small = "device=256MiB,host=200MiB"
+    found, status = ask(memory=small)
+    assert status == 1
+    assert found["ssd_bytes_enough"] > 0
+    assert cli.main(["plan", "--trace", trace_path, "--memory", small]) == 1
+    advice = capsys.readouterr().out.splitlines()[-1]
+    assert advice.startswith("give it an SSD: ssd=")
+    size = advice.split("ssd=")[1].split()[0]
+    speeds = ["--ssd-read-speed", "2GB/s", "--ssd-write-speed", "2GB/s"]
+    assert ask(*speeds, memory=f"{small},ssd={size}")[1] == 0
+
+
+def test_what_is_written_is_held_against_the_drive_s_endurance(trace_path, ask, capsys):
+    speeds = ["--ssd-read-speed", "2GB/s", "--ssd-write-speed", "2GB/s"]
+    told = [*speeds, "--ssd-endurance", "600TB", "--steps", "1000000"]
+    found, _ = ask(*told, memory=ON_DISK)
+    assert found["ssd_bytes_per_step"] == found["lanes"]["write"]["bytes"] > 0
+    assert len(found["wear"]) == 3
+    cli.main(["plan", "--trace", trace_path, "--memory", ON_DISK, *told])
+    text = capsys.readouterr().out
+    assert "a step are written to the SSD" in text
+    assert "a drive of 600 TB endurance is worn out in" in text
+    assert "warning: this run takes" in text
+    assert ask()[0]["wear"] == []
+
+
+def test_budgets_beyond_this_machine_are_remarked(ask):
+    found, status = ask(memory="device=1GiB,host=900TiB")
+    assert status == 0  # on paper
+    assert "on this machine it would be refused: " in found["notes"][0]
 
 
 def test_models_of_other_kinds_are_refused(tmp_path, capsys):
@@ -318,7 +385,8 @@ def test_nothing_of_a_large_model_takes_memory(capsys):
     before = torch.get_default_dtype()
     from strata import estimate as module
 
-    model, step = module.count(large, 1, 2048, "bfloat16")
+    memory = {"device": 1 << 50, "host": 1 << 50, "ssd": 0}
+    model, step = module.count(module.Step(large, 1, 2048, "bfloat16", memory, "host"))
     assert sum(p.numel() for p in model.parameters()) > 10**9
     assert max(use.peak_bytes for use in step.uses) > 2**30
     assert torch.get_default_dtype() == before

@@ -19,7 +19,7 @@ def test_there_is_something_to_run():
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_block_runs(number, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "bindings")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", BLOCKS[number]],
         cwd=tmp_path,
@@ -29,6 +29,10 @@ def test_block_runs(number, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    if "strata.report" in BLOCKS[number]:
+        (reached,) = re.findall(r"(\d+) % of it reached", done.stdout)
+        assert 0 < int(reached) <= 100, done.stdout
+        assert "limited by " in done.stdout
 
 
 def test_links_lead_somewhere():

@@ -141,17 +141,20 @@ def test_memory_is_measured_where_it_is_taken() -> None:
 def test_what_is_ignored_takes_no_memory_and_no_time() -> None:
     recorder = Recorder()
     recorder.begin()
-    recorder.enter(0, False, time.perf_counter(), True)
+    start = time.perf_counter()
+    recorder.enter(0, False, start, True)
     torch.ones(LARGE).sum()
-    begin = time.perf_counter()
+    begin = recorder.now()
     torch.ones(4 * LARGE).sum()
     time.sleep(0.02)
-    recorder.ignore(begin, time.perf_counter())
+    end = recorder.now()
+    recorder.ignore(begin, end)
     torch.ones(2 * LARGE).sum()
     recorder.leave(0)
+    elapsed = time.perf_counter() - start
     (use,) = recorder.take().uses
     assert 8 * LARGE <= use.peak_bytes < 9 * LARGE
-    assert use.seconds < 0.02
+    assert use.seconds <= elapsed - (end - begin)
 
 
 def test_a_users_profiler_is_left_alone() -> None:
@@ -165,6 +168,8 @@ def test_a_users_profiler_is_left_alone() -> None:
 
 # Tensors of many sizes, of which few live at a time, in a process whose heap has seen nothing else.
 MANY_SIZES = """
+from time import perf_counter
+
 import torch
 from strata.memory_curve import MemoryCurve
 
@@ -175,6 +180,8 @@ torch.ones(8 << 20)  # from here on glibc gives blocks of this size no mapping o
 before = held()
 curve = MemoryCurve.start()
 for i in range(300):
+    if i % 5 == 0:
+        curve.note(perf_counter())  # as units do
     large = torch.empty((2 << 20) + i * 7919 % (3 << 20))
     small = torch.empty((1 << 20) + i * 104729 % (2 << 20))
     large[::1024] = 1
@@ -188,8 +195,73 @@ curve.stop()
 """
 
 
-def test_memory_that_is_measured_does_not_grow_by_measuring() -> None:
+def run(program: str) -> tuple[str, str]:
+    """What it writes to stdout and stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", MANY_SIZES], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 64 << 20  # 32 MiB at most live at a time
+    return done.stdout, done.stderr
+
+
+def test_memory_that_is_measured_does_not_grow_by_measuring() -> None:
+    """32 MiB at most live at a time. Unmeasured, glibc comes to hold 35 to 52 MiB for them; with
+    notes that are taken away at every moment 64 to 72, with notes that stay more than 200."""
+    assert int(run(MANY_SIZES)[0]) < 96 << 20
+
+
+# From one recording to the next, as when a batch of another shape comes.
+OLD_TENSORS = """
+import torch
+from strata.memory_curve import MemoryCurve
+
+def level():
+    import ctypes
+    return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level").value
+
+usual = level()
+for _ in range(3):
+    old = [torch.ones(1 << 10) for _ in range(1500)]
+    curve = MemoryCurve.start()
+    old = torch.ones(1 << 20)
+    curve.stop()
+    curve.stop()
+    assert curve.peak(0.0, float("inf")) == 4 << 20
+    assert level() == usual
+    del old
+"""
+
+
+def test_nothing_is_printed_where_older_tensors_go() -> None:
+    assert run(OLD_TENSORS) == ("", "")
+
+
+# glibc's threshold is not for a library to set: it grows with what the program frees, for good.
+MAPPED = """
+import ctypes
+import torch
+from strata.memory_curve import MemoryCurve
+
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+        "fordblks", "keepcost")]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+
+def mapped():
+    return libc.mallinfo2().hblkhd  # bytes with a mapping of their own
+
+curve = MemoryCurve.start()
+curve.stop()
+kept = torch.ones(6 << 20)  # 24 MiB: the first of this size has one
+before = mapped()
+del kept
+assert mapped() < before
+kept = torch.ones(6 << 20)  # from now on such blocks come from the heap
+assert mapped() < before, "somebody fixed the threshold"
+"""
+
+
+def test_malloc_stays_as_it_was() -> None:
+    run(MAPPED)

@@ -6,15 +6,18 @@ from types import ModuleType
 
 import pytest
 import strata
-from made_up import PAGE, UNITS, Planning, bare_report, lags, records, report
+from made_up import LIMITED, PAGE, UNITS, Planning, bare_report, lags, records, report
 from small_models import build, llama, tight, train
-from strata.report import Report, Wear
+from strata.reports import Report, Wear
 from strata.wrapped import wrapped
 
 
 def test_the_text_tells_speed_stalls_wear_and_plan() -> None:
     text = str(report())
-    assert "1 s a step, 0.95 s predicted, lower bound 0.8 s (computation), 80 % of it" in text
+    speed = "1.00 s a step (over 7.00 s), 0.95 s predicted, lower bound 0.80 s (computation), 80 %"
+    assert speed in text
+    assert LIMITED in text
+    assert "Llama <3>; strata finetune --steps=3; a processor" in text
     assert "waiting for layers.0 from ssd" in text
     assert "TB a day" in text
     assert "device to host" in text
@@ -61,9 +64,9 @@ def test_it_is_the_same_from_a_file(tmp_path: Path) -> None:
     [
         ("{", "is no report"),
         ("[]", "is no report of this version"),
-        ('{"format": "strata report 0"}', "is no report of this version"),
-        ('{"format": "strata report 1"}', "damaged"),
-        ('{"format": "strata report 1", "tiers": 5}', "damaged"),
+        ('{"format": "strata report 1"}', "is no report of this version"),
+        ('{"format": "strata report 2"}', "damaged"),
+        ('{"format": "strata report 2", "tiers": 5}', "damaged"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -118,6 +121,13 @@ def test_a_real_step_fills_the_report(core: ModuleType, tmp_path: Path) -> None:
     assert made.predicted_seconds is None
     assert made.wear is None, "nothing is on the SSD"
     assert all(unit in [u.name for u in wrapped(model).units] for unit in made.stalls["copy"])
+    assert made.model.endswith("M parameters")
+    assert made.command
+    assert "processors" in made.machine
+    if core is strata._core:  # what its counters say, and what its timeline says
+        strata.synchronize(model)
+        moved = strata.report(model).link_bytes["device to host"]
+        assert moved == 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     made.save(tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 3
     assert Report.load(tmp_path / "report.json") == made

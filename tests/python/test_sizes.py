@@ -2,7 +2,7 @@
 
 import pytest
 from strata.errors import nearest
-from strata.sizes import format_size, parse_budgets, parse_size
+from strata.sizes import format_size, parse_budgets, parse_size, parse_speed
 
 
 @pytest.mark.parametrize(
@@ -10,14 +10,13 @@ from strata.sizes import format_size, parse_budgets, parse_size
     [
         (0, 0),
         (4096, 4096),
-        ("4096", 4096),
         ("512B", 512),
         ("8GiB", 8 << 30),
         ("8 gib", 8 << 30),
         ("500MB", 500_000_000),
         ("1.5KiB", 1536),
         (" .5 TiB ", 1 << 39),
-        ("9007199254740993", 9007199254740993),
+        ("9007199254740993B", 9007199254740993),
     ],
 )
 def test_sizes(text: int | str, expected: int) -> None:
@@ -28,6 +27,38 @@ def test_sizes(text: int | str, expected: int) -> None:
 def test_what_is_not_a_size(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"), [("96", "96GiB"), ("1.5", "1.5GiB"), ("4194304", "4194304B")]
+)
+def test_a_number_in_words_needs_its_unit(text: str, valid: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' has no unit: write '{valid}'"):
+        parse_size(text)
+    assert parse_size(valid) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_s"), [("12GB/s", 12e9), ("1.5 GiB / s", 1.5 * 2**30), ("500B/s", 500)]
+)
+def test_speeds(text: str, bytes_s: float) -> None:
+    assert parse_speed(text) == bytes_s
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("6", "write '6GB/s'"),
+        ("6/s", "write '6GB/s'"),
+        ("6GB", "write '6GB/s'"),
+        ("12GB/h", "such as '6GB/s'"),
+        ("12GX/s", "unknown unit 'GX'"),
+        ("fast", "such as '6GB/s'"),
+    ],
+)
+def test_what_is_not_a_speed(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse_speed(text)
 
 
 def test_unknown_units_name_the_nearest() -> None:

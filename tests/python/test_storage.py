@@ -1,5 +1,6 @@
 """Budgets and folders that the real core refuses, warns of or shares, and a disk that lies."""
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -21,6 +22,17 @@ def linear_layers() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256)) for _ in range(4)])
 
 
+def swap_files(folder: Path) -> list[Path]:
+    """Those that this process has open: paths that open them, though they have no names."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(entry)
+            if target.startswith(f"{folder}/") and "strata.lock" not in target:
+                found.append(entry)
+    return found
+
+
 def steps(model: nn.Module, optimizer: Any, count: int = 3) -> float:
     for _ in range(count):
         loss = model(torch.ones(2, 256)).square().mean()
@@ -40,7 +52,8 @@ def test_models_of_one_process_share_a_folder(tmp_path: Path) -> None:
     for _ in range(3):
         losses += [steps(model, optimizer, 1) for model, optimizer in pairs]
     assert losses[::2] == losses[1::2]
-    assert {file.name for file in tmp_path.glob("*.pages")} == {"strata.pages", "strata-2.pages"}
+    assert [file.name for file in tmp_path.iterdir()] == ["strata.lock"], "the files are nameless"
+    assert len(swap_files(tmp_path)) == 2
     for model, _ in pairs:
         strata.unwrap(model)
     assert list(tmp_path.iterdir()) == []
@@ -63,7 +76,7 @@ def test_a_page_that_changed_on_the_disk_is_named(tmp_path: Path) -> None:
     model = linear_layers()
     model, optimizer = strata.wrap(model, adamw(model), memory=TIGHT_SSD, ssd_path=tmp_path)
     strata.synchronize(model)
-    pages = tmp_path / "strata.pages"
+    (pages,) = swap_files(tmp_path)
     with pages.open("r+b") as file:
         for offset in range(0, pages.stat().st_size, 4096):
             file.seek(offset)
@@ -72,7 +85,7 @@ def test_a_page_that_changed_on_the_disk_is_named(tmp_path: Path) -> None:
         steps(model, optimizer)
     error = caught.value
     assert error.fault == "corrupt"
-    assert error.path == str(pages)
+    assert error.path == f"the swap file in {tmp_path}"
     assert error.page >= 0
     assert error.unit.split()[0] in "0123"
     assert error.offset % (64 << 10) == 0
@@ -145,3 +158,23 @@ def test_a_full_disk_is_named_with_what_it_has_free(
     with pytest.raises(strata.StrataError, match=r"would do.*\(.*: 1\.0 MiB free\)"):
         strata.wrap(model, adamw(model), memory=memory, ssd_path=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("start", ["wrap", "plan", "wrap without pages there"])
+def test_what_a_killed_process_left_is_removed_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, start: str
+) -> None:
+    """On file systems whose files all have names."""
+    left = tmp_path / "strata-0123456789abcdef.pages"
+    left.write_bytes(bytes(1 << 20))
+    mine = tmp_path / "letter.pages"
+    mine.write_bytes(b"dear")
+    (tmp_path / "strata.lock").write_text(f"999999999 pid:[1]\n{left.name}\n{mine.name}\n")
+    model = linear_layers()
+    memory = TIGHT_SSD if start == "wrap" else {"device": "64MiB", "host": "64MiB", "ssd": "64MiB"}
+    function = strata.plan if start == "plan" else strata.wrap
+    with caplog.at_level(logging.WARNING, "strata"):
+        function(model, adamw(model), memory=memory, ssd_path=tmp_path)
+    assert f"removed {left} (1.00 MiB), which process 999999999 left" in caplog.text
+    assert not left.exists()
+    assert mine.exists()

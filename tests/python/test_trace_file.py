@@ -38,7 +38,8 @@ TRACE = {
             "slices_max": 4,
             "may_swap": True,
             "may_recompute": name != "head",
-            "traced": "recompute",
+            "traced": "recompute_host" if name == "head" else "recompute",
+            "slices_traced": 2,
         }
         for name, elements in (("layers.0", 2000), ("head", 70))
     ],
@@ -100,7 +101,7 @@ def damaged(file, change):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda c: c.update(version=2), "of version 2; this strata reads version 1"),
+        (lambda c: c.update(version=3), "of version 3; this strata reads version 2"),
         (lambda c: c.pop("moments"), "'moments' is missing"),
         (lambda c: c.update(more=1), "'more' is unknown"),
         (lambda c: c.update(moments="8"), "moments is '8', not of type int"),

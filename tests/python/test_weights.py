@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from strata import weights
+from strata import initialise, weights
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -150,6 +150,32 @@ def test_initial_values_depend_on_the_seed_and_the_name_alone() -> None:
     assert list(some) == [name]
     assert torch.equal(some[name], once[name])
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_another_device_draws_the_values_that_the_host_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU that is none: it says what is asked of it, and the host does that."""
+    full, fork = torch.full, torch.random.fork_rng
+    asked: list[object] = []
+
+    def full_of(*args: object, device: object, **how: object) -> torch.Tensor:
+        asked.append(device)
+        return full(*args, device="cpu", **how)
+
+    def fork_of(devices: list[torch.device], **_: object) -> object:
+        asked.append(devices)
+        return fork([])
+
+    monkeypatch.setattr(torch, "full", full_of)
+    monkeypatch.setattr(torch.random, "fork_rng", fork_of)
+    linear = on_meta(lambda: nn.Linear(4, 4))
+    values = initialise.parameters(linear, "", 3, "cuda:0")
+    assert asked.count("cuda:0") == 2
+    assert [torch.device("cuda:0")] in asked
+    assert all(value.device.type == "cpu" for value in values.values())
+    expected = initialise.parameters(linear, "", 3)
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("source", ["files", "initialisers"])

@@ -80,9 +80,9 @@ def test_a_missing_folder_is_named(core: ModuleType, tmp_path: Path) -> None:
         strata.wrap(model, adamw(model), ssd_path=tmp_path / "gone")
 
 
-def test_a_host_budget_beyond_the_machine_leaves_room_for_the_device(core: ModuleType) -> None:
+def test_a_host_budget_beyond_what_is_free_leaves_room_for_the_device(core: ModuleType) -> None:
     model = build(llama)
-    report = strata.plan(model, adamw(model), memory={"host": "100TiB"})
+    report = strata.plan(model, adamw(model), memory={"host": machine.host_bytes()})
     assert report.budgets["device"] == report.plan["device_bytes"] > 0
 
 
@@ -194,31 +194,6 @@ def test_report_reads_well(core: ModuleType) -> None:
         assert part in text
 
 
-def test_meta_model_initialises_itself(core: ModuleType) -> None:
-    with torch.device("meta"):
-        model = llama()
-    inner = adamw(model)
-    model, optimizer = tight(model, inner, seed=3)
-    assert type(model.lm_head.weight).__name__ == "PagedParameter"
-    assert 0 < model.lm_head.weight.std().item() < 0.1
-    first = train(model, optimizer)
-    with torch.device("meta"):
-        other = llama()
-    other, optimizer = tight(other, seed=3)
-    assert train(other, optimizer) == first
-
-
-def test_weights_from_a_file(core: ModuleType, tmp_path: Path) -> None:
-    source = build(llama, seed=8)
-    save_file(dict(source.state_dict()), tmp_path / "model.safetensors")
-    with torch.device("meta"):
-        model = llama()
-    model, _ = tight(model, weights=str(tmp_path))
-    assert_same(model, source)
-    real, _ = tight(build(llama), weights=tmp_path / "model.safetensors")
-    assert_same(real, source)
-
-
 def test_a_failed_wrap_leaves_the_model_alone(core: ModuleType, tmp_path: Path) -> None:
     model = build(llama)
     save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -231,7 +206,7 @@ def test_a_failed_wrap_leaves_the_model_alone(core: ModuleType, tmp_path: Path) 
 def test_a_disk_that_fails_during_wrap_leaves_the_model_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules["strata.wrap"], "_core", fake_core)
+    monkeypatch.setattr(sys.modules["strata.api"], "_core", fake_core)
     count = len(list(build(llama).parameters()))
     calls: list[int] = []
     write = fake_core.Session.write

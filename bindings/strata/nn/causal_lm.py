@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from .._torch_compat import FakeTensorMode
 from .cross_entropy import ChunkedCrossEntropy, columns_of, is_head
 from .request import CHUNK_BYTES, Request
 
@@ -32,7 +32,7 @@ FACTORS = (
 log = logging.getLogger("strata")
 
 
-def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+def chunk_loss(model: nn.Module, *, chunk_bytes: int | None = None) -> None:
     """From now on `model(..., labels=...)` makes no logits; `logits` of its output raises if used.
 
     `chunk_bytes`: of logits in float32 that exist at a time, as in ChunkedCrossEntropy.
@@ -108,7 +108,7 @@ class ChunkedLoss:
     A copy of the model has a copy of it. `labels` is None but for the time of a forward with some.
     """
 
-    def __init__(self, model: Any, chunk_bytes: int) -> None:
+    def __init__(self, model: Any, chunk_bytes: int | None) -> None:
         self.chunk_bytes = chunk_bytes
         self.labels: torch.Tensor | None = None
         self.targets: torch.Tensor | None = None

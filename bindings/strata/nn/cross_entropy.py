@@ -11,8 +11,9 @@ nn.Module.
 import torch
 from torch import nn
 
-from .request import CHUNK_BYTES, Request, autocasts, check_range
-from .tiles import SHORT, LinearTile, TiledLinear
+from .products import SHORT
+from .request import Request, autocasts, check_range
+from .tiles import LinearTile, TiledLinear
 
 REDUCTIONS = ("mean", "sum")
 
@@ -26,15 +27,17 @@ class ChunkedCrossEntropy(nn.Module):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         reduction: str = "mean",
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
-        """As nn.CrossEntropyLoss. `chunk_bytes`: of logits in float32 that exist at a time."""
+        """As nn.CrossEntropyLoss. `chunk_bytes`: of logits in float32 that exist at a time; None:
+        what suits the device, see Note [Columns] in request.py.
+        """
         super().__init__()
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must be from 0 to 1, not {label_smoothing}")
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
-        if chunk_bytes < 1:
+        if chunk_bytes is not None and chunk_bytes < 1:
             raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing

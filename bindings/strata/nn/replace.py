@@ -103,10 +103,12 @@ def remove_tiles(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> N
     """Undoes put_tiles(): the original modules come back, with the values that the tiles have."""
     whole: dict[int, nn.Parameter] = {}
     replaced: dict[int, list[nn.Parameter]] = {}
-    for name, module in list(model.named_modules()):
+    originals: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
         if not isinstance(module, Tiled) or not module.original:
             continue
         original = module.original[0].train(module.training)
+        originals.append((name, original))
         for leaf, parameter in original.named_parameters():
             parts = module.parts(leaf)
             if id(parameter) not in whole:
@@ -114,8 +116,10 @@ def remove_tiles(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> N
                 _refill(parameter, parts)
             for part in parts:
                 replaced[id(part)] = [parameter] if part is parts[0] else []
-        _put(model, name, original)
+    # Modules go last: where this ends half-way, doing it again finds all that is left to do.
     _exchange(optimizer, replaced)
+    for name, original in originals:
+        _put(model, name, original)
 
 
 def _refill(parameter: nn.Parameter, parts: list[nn.Parameter]) -> None:

@@ -24,11 +24,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .products import SHORT
 from .request import Request, autocasts, check_range
 
 SomeTiled = TypeVar("SomeTiled", bound="Tiled")
-
-SHORT = (torch.bfloat16, torch.float16)
 
 
 class Tiled(nn.Module):

@@ -63,9 +63,11 @@ class FaultyBackend final : public Backend {
   std::byte* reserve(std::size_t bytes) override { return inner_->reserve(bytes); }
   void release(std::byte* view, std::size_t bytes) override { inner_->release(view, bytes); }
 
-  std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) override {
-    if (strikes(++maps_, faults_.nth_map)) return injected("map", Fault::memory);
-    return inner_->map(view, page_index, frame);
+  std::optional<Error> map_pages(std::byte* view, std::span<const ViewPage> pages) override {
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      if (strikes(++maps_, faults_.nth_map)) return injected("map", Fault::memory);
+    }
+    return inner_->map_pages(view, pages);
   }
 
   CopyTicket copy_in(FrameId to, const std::byte* from, std::size_t bytes) override {
@@ -102,6 +104,12 @@ class FaultyBackend final : public Backend {
     if (failed_ != static_cast<std::uint64_t>(ticket)) return std::nullopt;
     failed_ = 0;
     return injected("copy", Fault::io);
+  }
+
+  bool needs_polling() const override { return polled_ != finished_ || !held_.empty(); }
+  bool poll() override {
+    done(CopyTicket{0});
+    return std::exchange(polled_, finished_) != finished_;
   }
 
   void stream_waits(Stream stream, CopyTicket ticket) override {
@@ -186,6 +194,7 @@ class FaultyBackend final : public Backend {
   std::uint64_t maps_ = 0;
   std::uint64_t copies_ = 0;    // tickets given
   std::uint64_t finished_ = 0;  // the last ticket that is done
+  std::uint64_t polled_ = 0;    // the last that a poll() told of
   std::uint64_t failed_ = 0;    // the ticket of the copy that failed; 0: none, or told
   bool fired_ = false;
 };

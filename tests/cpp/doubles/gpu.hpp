@@ -19,6 +19,7 @@
 
 #include "doubles/recording_driver.hpp"
 #include "engine/devices.hpp"
+#include "memory/check.hpp"
 #include "memory/cuda_backend.hpp"
 
 namespace strata {
@@ -28,15 +29,22 @@ struct KernelsOfDouble {
   static inline RecordingDriver* driver = nullptr;
   // Launched since gpu(); `sums`: landings that leave sums only.
   static inline std::atomic<std::uint64_t> updates = 0, landings = 0, sums = 0;
+  static inline bool prepared = false;
   // This landing (from 1; 0: none) fails when part of it was launched.
   static inline std::uint64_t nth_landing_fails = 0;
 
+  static int prepare() {
+    prepared = true;
+    return twin_device_kernels().prepare();
+  }
   static int update(const UpdateSpan* spans, std::size_t count, Stream stream) {
+    STRATA_ASSERT(prepared && "a step would load kernels");
     const RecordingDriver::Shown shown(*driver);
     ++updates;
     return twin_device_kernels().update(spans, count, stream);
   }
   static int land(const LandSpan* spans, std::size_t count, Stream stream) {
+    STRATA_ASSERT(prepared && "a step would load kernels");
     const std::span<const LandSpan> asked(spans, count);
     ++(asked.front().to == nullptr ? sums : landings);
     const bool fails = landings + sums == nth_landing_fails;
@@ -53,8 +61,10 @@ struct KernelsOfDouble {
     }
     return fails ? kCudaLaunchFailed : 0;
   }
-  static constexpr DeviceKernels table{
-      .update = update, .land = land, .text = [](int) { return "a launch of the double failed"; }};
+  static constexpr DeviceKernels table{.update = update,
+                                       .land = land,
+                                       .text = [](int) { return "a launch of the double failed"; },
+                                       .prepare = prepare};
 };
 
 // Computation of the caller's: on a stream of its own, as late as the driver likes.
@@ -95,10 +105,13 @@ struct GpuOptions {
 inline OpenedDevice gpu(RecordingDriver& driver, Doorbell* bell = nullptr,
                         GpuOptions options = {}) {
   KernelsOfDouble::driver = &driver;
+  KernelsOfDouble::prepared = false;
   KernelsOfDouble::updates = KernelsOfDouble::landings = KernelsOfDouble::sums = 0;
-  return {
-      std::make_unique<CudaBackend>(driver.table(), 0, bell, options.pinned_piece_bytes),
-      std::make_unique<DeviceCompute>(driver.table(), 0, KernelsOfDouble::table, options.threads)};
+  auto counted = std::make_unique<CountedDriver>(driver.table());
+  const CudaDriver table = counted->table();
+  auto backend = std::make_unique<CudaBackend>(table, 0, bell, options.pinned_piece_bytes);
+  auto compute = std::make_unique<DeviceCompute>(table, 0, KernelsOfDouble::table, options.threads);
+  return {std::move(counted), std::move(backend), std::move(compute)};
 }
 
 }  // namespace strata

@@ -72,19 +72,15 @@ void RecordingDriver::fill_device(CudaDriver& table) {
     facts->granularity = options.has_virtual_memory ? options.granularity : 0;
     return driver->enter("device_facts", Kind::ask);
   };
-  table.context_retain = [](void* self, int, CudaContext* context) {
+  table.context = [](void* self, int ordinal, CudaContext* context) {
     const Call driver(self);
-    if (const int failed = driver->enter("context_retain", Kind::ask)) return failed;
-    if (driver->options_.retain_result != kCudaSuccess) return driver->options_.retain_result;
-    ++driver->retained_;
-    *context = self;
-    return kCudaSuccess;
-  };
-  table.context_release = [](void* self, int) {
-    const Call driver(self);
-    const int result = driver->enter("context_release", Kind::ask);
-    if (--driver->retained_ < 0) driver->complain("a context is released that nobody holds");
-    return result;
+    if (const int failed = driver->enter("context", Kind::ask)) return failed;
+    return driver->contexts_.get(ordinal, context, [&](int, CudaContext* retained) {
+      if (driver->options_.retain_result != kCudaSuccess) return driver->options_.retain_result;
+      ++driver->retained_;
+      *retained = self;
+      return kCudaSuccess;
+    });
   };
   table.context_push = [](void* self, CudaContext context) {
     const Call driver(self);
@@ -112,6 +108,7 @@ void RecordingDriver::fill_device(CudaDriver& table) {
 }
 
 std::size_t RecordingDriver::count(std::string_view name) const {
+  const std::scoped_lock turn(turn_);
   return static_cast<std::size_t>(std::count(calls_.begin(), calls_.end(), name));
 }
 
@@ -128,7 +125,6 @@ std::string RecordingDriver::leaks() const {
   const auto events = std::count_if(events_.begin(), events_.end(),
                                     [](const auto& event) { return !event.second.destroyed; });
   tell(static_cast<std::size_t>(events), "events");
-  tell(static_cast<std::size_t>(retained_), "contexts");
   for (const auto& [thread, depth] : pushed_) tell(static_cast<std::size_t>(depth), "pushes");
   for (const auto& [thread, mode] : capture_modes_) {
     tell(mode == CudaCaptureMode::global ? 0 : 1, "capture modes of threads");

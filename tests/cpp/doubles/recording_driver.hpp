@@ -32,6 +32,7 @@
 #include <utility>
 #include <vector>
 
+#include "memory/cuda_contexts.hpp"
 #include "memory/cuda_driver.hpp"
 #include "memory/units.hpp"
 
@@ -97,6 +98,8 @@ class RecordingDriver final {
   // The names of all calls, in order; and how many there were of one.
   const std::vector<std::string_view>& calls() const { return calls_; }
   std::size_t count(std::string_view name) const;
+  // How often a context was retained: it is never given back.
+  int retained() const { return retained_; }
   bool fired() const { return options_.nth != 0 && calls_.size() >= options_.nth; }
   // From here on, calls that make, map or give back anything are complained of.
   void begin_steady() { steady_ = true; }
@@ -105,7 +108,7 @@ class RecordingDriver final {
   void begin_capture() { capture_ = Capture::intact; }
   bool end_capture() { return std::exchange(capture_, Capture::none) == Capture::intact; }
   // Nothing on this stream runs until it is let go, as behind a kernel that takes its time.
-  void hold(CudaStream stream) { held_.push_back(stream); }
+  void hold(CudaStream stream);
   void let_go(CudaStream stream);
   // From now on the device is lost, as by a kernel of the caller that failed.
   void lose(int result);
@@ -137,7 +140,7 @@ class RecordingDriver final {
     std::uint64_t passed = 0;    // the last of them that a stream came by
     bool destroyed = false;      // for the caller: streams that know it are not concerned
   };
-  enum class What : std::uint8_t { copy, record, wait, call, kernel };
+  enum class What : std::uint8_t { copy, record, wait, kernel };
   struct Work {
     What what;
     CudaEvent event = nullptr;
@@ -145,8 +148,6 @@ class RecordingDriver final {
     std::byte* to = nullptr;
     const std::byte* from = nullptr;
     std::size_t bytes = 0;
-    void (*function)(void*) = nullptr;
-    void* argument = nullptr;
     Uses uses = {};
     std::function<void()> kernel = {};
   };
@@ -208,7 +209,7 @@ class RecordingDriver final {
   std::optional<Place> place(const std::byte* at, std::size_t bytes) const;
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) const;
 
-  std::recursive_mutex turn_;  // kernels run within a call, and show memory
+  mutable std::recursive_mutex turn_;  // kernels run within a call, and show memory
   RecordingOptions options_;
   std::mt19937_64 random_;
   int fd_;
@@ -225,6 +226,7 @@ class RecordingDriver final {
   std::map<std::thread::id, CudaCaptureMode> capture_modes_;  // absent: global
   Capture capture_ = Capture::none;
   std::vector<std::span<const std::byte>> copied_out_;  // where to, in host memory
+  CudaContexts contexts_;
   int retained_ = 0;
   std::vector<std::string_view> calls_;
   std::string complaint_;

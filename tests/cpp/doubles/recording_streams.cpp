@@ -143,11 +143,6 @@ void RecordingDriver::fill_work(CudaDriver& table) {
     driver->copied_out_.emplace_back(host, bytes);
     return driver->submit(stream, {.what = What::copy, .to = host, .from = device, .bytes = bytes});
   };
-  table.call_host = [](void* self, CudaStream stream, void (*function)(void*), void* argument) {
-    const Call driver(self);
-    if (const int failed = driver->enter("call_host", Kind::work)) return failed;
-    return driver->submit(stream, {.what = What::call, .function = function, .argument = argument});
-  };
 }
 
 void RecordingDriver::launch(CudaStream stream, Uses uses, std::function<void()> kernel) {
@@ -226,9 +221,6 @@ void RecordingDriver::run_one(std::deque<Work>& stream) {
     case What::record:
       events_.at(work.event).passed = work.generation;
       break;
-    case What::call:
-      work.function(work.argument);
-      break;
     case What::kernel:
       if (complaint_.empty()) {
         const Shown shown(*this);
@@ -240,7 +232,13 @@ void RecordingDriver::run_one(std::deque<Work>& stream) {
   }
 }
 
+void RecordingDriver::hold(CudaStream stream) {
+  const std::scoped_lock turn(turn_);
+  held_.push_back(stream);
+}
+
 void RecordingDriver::let_go(CudaStream stream) {
+  const std::scoped_lock turn(turn_);
   std::erase(held_, stream);
   if (!options_.late) run_some(UINT64_MAX);
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,20 @@ from torch import nn
 
 from . import _core
 from . import weights as weight_files
-from .configure import OPTION_NAMES, Options, device_goal, nested_device_bytes
+from .configure import OPTION_NAMES, Options, check_model, device_goal, nested_device_bytes
 from .errors import check_keywords
-from .fitting import fitted
+from .escapes import Views
+from .fitting import fit
 from .foreign import Foreign, make_foreign
+from .forks import watch
 from .hooks import Hooks
-from .interrupt import Interrupt
 from .nn.replace import release_originals, remove_tiles
 from .optimizer import StrataOptimizer
 from .paged import make_paged
 from .planning import Goal, Planning
-from .report import PlanReport, Report, make_report
+from .reports import PlanReport, Report, make_report
 from .sizes import Size, format_size
+from .undo import Undo
 from .units import Chosen
 from .update_modes import Update
 from .wrapped import Slot, Wrapped, wrapped
@@ -69,6 +70,7 @@ def wrap(
     workers: int | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
+    init_device: str | torch.device = "cpu",
     activations: str | None = "auto",
     split: int | None = None,
     device: str | torch.device = "auto",
@@ -95,8 +97,9 @@ def wrap(
     page_size: bytes in a page, a power of two; "auto" chooses by model and budgets.
     io_engine: "io_uring", "libaio", "threads" or "memory"; "auto" takes the first that works.
     workers: threads of the optimizer.
-    weights: safetensors to read the parameters from. Without it a model that was built under
-        torch.device("meta") initialises itself from `seed`.
+    weights: safetensors to read the parameters from. "init": the modules of a model that was built
+        under torch.device("meta"), which has no values of its own, begin with those of `seed`.
+    init_device: where "init" draws them. A GPU is faster, and its values are others than "cpu"'s.
     activations: what becomes of the tensors that autograd saves between forward and backward.
         "auto": planned for every unit; "keep", "swap" (to host memory and SSD) or "recompute": so
         for every unit that can. The device budget covers parameters, activations and PyTorch's own
@@ -115,11 +118,9 @@ def wrap(
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights, seed,
-        activations, split, device,
+        init_device, activations, split, device,
     )  # fmt: skip
-    state = _open(model, optimizer, options)
-    _tell(state)
-    return model, state.optimizer
+    return model, _open(model, optimizer, options).optimizer
 
 
 def _tell(state: Wrapped) -> None:
@@ -141,9 +142,13 @@ def _tell(state: Wrapped) -> None:
 def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> PlanReport:
     """A dry run of wrap() with the same keywords: says what would go where. Allocates nothing."""
     check_keywords("plan", [word for word in options if word not in OPTION_NAMES], OPTION_NAMES)
-    with fitted(model, optimizer, Options(**options), _core.plan) as (config, hooked, result):
+    check_model(model)
+    undo = Undo(model, optimizer)
+    try:
+        config, hooked, result = fit(model, optimizer, Options(**options), _core.plan)
         needed, _ = nested_device_bytes(model, hooked, result)
-        remove_tiles(model, optimizer)
+    finally:
+        undo.run()
     result["device_bytes_min"] = max(result["device_bytes_min"], needed)
     return PlanReport(result, _budgets(config))
 
@@ -151,10 +156,12 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
 def unwrap(model: nn.Module) -> nn.Module:
     """Gives the plain model back: parameters in CPU memory, hooks removed, session closed.
 
-    Parameters get the dtype that they had before wrap(), with the values of the master copy.
+    Parameters get the dtype that they had before wrap(), with the values of the master copy. Where
+    an exception ends it half-way, Ctrl-C too, it can be called again and finishes.
     """
     state = wrapped(model)
     state.hooks.reset()
+    state.refuse_half_step("unwrap()")
     state.synchronize()
     # All values first: where the disk fails, the model remains a wrapped one.
     values = [state.read(i).to(dtype) for i, dtype in enumerate(state.original_dtypes)]
@@ -162,14 +169,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     for parameter, value in zip(state.params, values, strict=True):
         parameter.__class__ = nn.Parameter
         parameter.data = value
-        del parameter.__dict__["_strata"]
+        parameter.__dict__.pop("_strata", None)
     for module, name, dtype, place in state.moved_buffers:
         setattr(module, name, getattr(module, name).to(place, dtype))
-    del model.__dict__["_strata"]
     remove_tiles(model, state.optimizer)
-    state.close()
+    if isinstance(state.optimizer, StrataOptimizer):
+        state.optimizer.give_back()
     if state.planning is not None:
         state.planning.allocator.close()
+    del model.__dict__["_strata"]
+    state.close()
     return model
 
 
@@ -205,43 +214,60 @@ def _budgets(config: _core.Config) -> dict[str, int]:
 
 
 def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
-    """Starts a session for the model and moves it there. Leaves the model alone where it fails."""
-    with fitted(model, optimizer, options, _core.plan) as (config, hooked, _):
-        gc.collect()  # wrapped models that nobody can reach any more still have frames and files
-        config["session_name"] = _free_name(config["ssd_paths"])
-        foreign = make_foreign(optimizer)
-        if foreign is not None:
-            _say_what_it_costs(foreign, optimizer, config)
-        # The core's budget counts whole units that a plan lets rest on the device, too.
-        whole = config.copy()
-        whole["device_bytes"] = device_goal(config, options)
-        session = _core.Session(whole, foreign)
-        try:
-            state = Wrapped(model, session, config)
-            _fill(state, options)
-        except BaseException:
-            session.close()
-            raise
-    # A model half moved is of no use: Ctrl-C waits until it is whole, and undoes it then.
-    with Interrupt(log.info) as interrupt:
-        _move(state, options.dtype)
-        release_originals(model)
-        state.hooks = Hooks(state)
-        state.hooks.install(hooked)
-        state.optimizer = StrataOptimizer(
-            optimizer,
-            state,
-            max_grad_norm=options.max_grad_norm,
-            max_unit_norm=options.max_unit_norm,
-            skip_nonfinite=options.skip_nonfinite,
-            foreign=foreign,
-        )
-        model.__dict__["_strata"] = state
-        if options.activations is not None:
-            _start_planning(state, options, hooked, whole["device_bytes"])
-    if interrupt.asked:
-        unwrap(model)
-        raise KeyboardInterrupt
+    state = _move_all(model, optimizer, options)
+    if state.planning is not None:
+        state.planning.allocator.give_reserve_back()  # what the model had before
+    _tell(state)
+    return state
+
+
+def _move_all(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
+    """Starts a session for the model and moves it there. Whatever ends it earlier, Ctrl-C too,
+    leaves model and optimizer as they were."""
+    check_model(model)
+    undo = Undo(model, optimizer)
+    try:
+        return _start(model, optimizer, options, undo)
+    except BaseException:
+        undo.run()
+        raise
+
+
+def _start(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: Undo
+) -> Wrapped:
+    weight_files.check_values(model, options.weights)
+    # 1. Room, and the values in it.
+    config, hooked, _ = fit(model, optimizer, options, _core.plan)
+    gc.collect()  # wrapped models that nobody can reach any more still have frames and files
+    foreign = make_foreign(optimizer)
+    if foreign is not None:
+        _say_what_it_costs(foreign, optimizer, config)
+    # The core's budget counts whole units that a plan lets rest on the device, too.
+    whole = config.copy()
+    whole["device_bytes"] = device_goal(config, options)
+    session = _core.Session(whole, foreign)
+    undo.first(session.close)
+    state = Wrapped(model, session, config)
+    undo.first(state.landings.close)
+    _fill(state, options)
+    # 2. The model, and what stands for its optimizer.
+    _move(state, options.dtype)
+    release_originals(model)
+    state.hooks = Hooks(state)
+    state.hooks.install(hooked)
+    state.optimizer = StrataOptimizer(
+        optimizer,
+        state,
+        max_grad_norm=options.max_grad_norm,
+        max_unit_norm=options.max_unit_norm,
+        skip_nonfinite=options.skip_nonfinite,
+        foreign=foreign,
+    )
+    model.__dict__["_strata"] = state
+    watch(state)
+    if options.activations is not None:
+        _start_planning(state, options, hooked, whole["device_bytes"], undo)
     return state
 
 
@@ -261,60 +287,45 @@ def _say_what_it_costs(
 
 
 def _start_planning(
-    state: Wrapped, options: Options, hooked: dict[nn.Module, list[int]], device_bytes: int
+    state: Wrapped,
+    options: Options,
+    hooked: dict[nn.Module, list[int]],
+    device_bytes: int,
+    undo: Undo,
 ) -> None:
     """Plans steps from the first one on."""
     config = state.config
     assert options.activations is not None
-    # Until activations are known, parameters have half of the device.
+    # Until activations are known, parameters have no more than the unit that computes and the next.
     needed, _ = nested_device_bytes(state.model, hooked, state.session.plan)
     goal = Goal(
         options.activations,
         options.split,
         device_bytes,
-        max(needed, config["device_bytes"] // 2),
+        max(needed, min(2 * needed, config["device_bytes"] // 2)),
         config["workers"],
         config["io_engine"],
     )
     state.planning = Planning(state, goal)
+    undo.first(state.planning.allocator.close)
     state.session.limit_device(goal.param_bytes)
-
-
-def _free_name(paths: Sequence[str]) -> str:
-    """What the files of a session are called: wrapped models of one process may share a folder."""
-
-    def taken(name: str) -> bool:
-        return any(Path(path, f"{name}.pages").exists() for path in paths if _is_ours(path))
-
-    number = 1
-    while taken(name := f"strata-{number}" if number > 1 else "strata"):
-        number += 1
-    return name
-
-
-def _is_ours(path: str) -> bool:
-    """Whether the folder's lock names this process: its first line begins with the holder."""
-    try:
-        return Path(path, "strata.lock").read_text().split(None, 1)[0] == str(os.getpid())
-    except (OSError, IndexError):
-        return False
 
 
 def _fill(state: Wrapped, options: Options) -> None:
     """Stores the values of all parameters. The model itself is not touched yet: this may fail."""
-    place = {name: i for i, name in enumerate(state.names)}
-    if options.weights is not None or any(p.is_meta for p in state.params):
-        weight_files.load(
-            state.model,
-            lambda name, value: state.write(place[name], value),
-            weights=options.weights,
-            seed=options.seed,
-            names=state.names if options.weights is not None else None,
-        )
     if options.weights is None:
         for i, parameter in enumerate(state.params):
-            if not parameter.is_meta:
-                state.write(i, parameter)
+            state.write(i, parameter)
+        return
+    place = {name: i for i, name in enumerate(state.names)}
+    weight_files.load(
+        state.model,
+        lambda name, value: state.write(place[name], value),
+        weights=None if options.weights == weight_files.INIT else options.weights,
+        seed=options.seed,
+        device=options.init_device,
+        names=state.names,
+    )
 
 
 def _move(state: Wrapped, dtype: torch.dtype | None) -> None:
@@ -329,6 +340,7 @@ def _move(state: Wrapped, dtype: torch.dtype | None) -> None:
         state.written[i] = parameter._version
         parameter._strata = Slot(state, i, state.unit_of[i])  # type: ignore[attr-defined]
         make_paged(parameter)
+    state.views = Views(state)
     _move_buffers(state, dtype)
 
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from . import report_text, timeline
 from .timeline import StepRecord
+from .windows import Judged
 
-FORMAT = "strata report 1"
+FORMAT = "strata report 2"
 DAY_SECONDS = 86_400
 TB = 1e12  # as makers of drives count their endurance
 
@@ -66,7 +67,7 @@ class PlannedRow:
     """What the plan says of one unit."""
 
     unit: str
-    activation: str  # "keep", "swap_host", "swap_ssd" or "recompute"
+    activation: str  # see activations.py
     slices: int
     params: str  # where they rest: "host", "ssd", "mixed", or "none" where there are none
     grads: str
@@ -105,7 +106,8 @@ class Report:
     """What strata.report() returns. str() gives tables.
 
     What is counted is counted since wrap(); what is "per step" is the mean of the steps in
-    `records`, those that ran under one plan. Without a plan, its fields are None or empty.
+    `records`, those that ran under one plan. How long a step takes is measured over `judged`,
+    windows of seconds. Without a plan, its fields are None or empty.
     """
 
     steps: int
@@ -123,7 +125,12 @@ class Report:
     predicted_seconds: float | None = None
     bound_seconds: float | None = None  # no plan could be faster
     bound_what: str = ""  # what the bound comes from
-    percent_of_bound: float | None = None  # 100: as fast as any plan could be
+    percent_of_bound: float | None = None  # 100: as fast as any plan could be; never more
+    judged: Judged | None = None  # what that, and measured_seconds, come from
+    limited: str = ""  # what limits a step, and what would help, in a sentence
+    model: str = ""  # its class, and how large it is
+    command: str = ""  # that trained it
+    machine: str = ""
     stalls: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause, unit: per step
     link_bytes_per_step: dict[str, float] = field(default_factory=dict)
     ssd_written_per_step: float | None = None
@@ -157,6 +164,7 @@ class Report:
             values["tiers"] = {k: TierUse(**v) for k, v in values["tiers"].items()}
             values["peaks"] = {k: PlannedPeak(**v) for k, v in values["peaks"].items()}
             values["wear"] = values["wear"] and Wear(**values["wear"])
+            values["judged"] = values["judged"] and Judged(**values["judged"])
             values["planned"] = [PlannedRow(**row) for row in values["planned"]]
             values["lags"] = [Lag(**row) for row in values.get("lags", [])]
             values["records"] = [StepRecord.from_dict(row) for row in values["records"]]
@@ -188,9 +196,19 @@ class Planned(Protocol):
     def bound(self) -> Bound | None:
         """What no plan could be faster than."""
 
+    @property
+    def judged(self) -> Judged | None:
+        """How long steps take under the plan in use."""
+
+    @property
+    def limited(self) -> str:
+        """What limits a step, in a sentence."""
+
 
 def make_report(state: Wrapped) -> Report:
     """The report of a wrapped model, now."""
+    from . import about  # with torch, which a report from a file does without
+
     stats = state.session.stats()
     config = state.config
     planning: Planned | None = state.planning
@@ -215,8 +233,13 @@ def make_report(state: Wrapped) -> Report:
         backend=stats["backend"],
         stats=stats,
         lags=_lags(config, stats) if config["update"] == "lock_free" else [],
-        **_measured(timeline.steady(state.log.records), planning.bound if planning else None),
-        **(_planned(planning) if planning else {}),
+        model=about.model(state),
+        command=about.command(),
+        machine=about.machine(stats),
+        **{
+            **_measured(timeline.steady(state.log.records)),
+            **(_planned(planning) if planning else {}),
+        },
     )
 
 
@@ -225,7 +248,7 @@ def _lags(config: Config, stats: dict[str, Any]) -> list[Lag]:
     return [Lag(*row) for row in zip(config["units"], *counts, strict=True)]
 
 
-def _measured(records: list[StepRecord], bound: Bound | None) -> dict[str, Any]:
+def _measured(records: list[StepRecord]) -> dict[str, Any]:
     """The fields of a report that come from what was recorded."""
     if not records:
         return {}
@@ -234,7 +257,6 @@ def _measured(records: list[StepRecord], bound: Bound | None) -> dict[str, Any]:
     written = links["host to ssd"]
     return {
         "measured_seconds": seconds,
-        "percent_of_bound": 100 * bound["seconds"] / seconds if bound and seconds else None,
         "stalls": timeline.stall_seconds(records),
         "link_bytes_per_step": links,
         "ssd_written_per_step": written,
@@ -249,13 +271,24 @@ def _planned(planning: Planned) -> dict[str, Any]:
     if plan is None:
         return {}
     trace, simulation, bound = planning.trace, planning.simulation, planning.bound
+    judged = planning.judged
+    speed: dict[str, Any] = {}
+    if judged is not None and bound is not None and judged.step_seconds > 0:
+        percent = 100 * bound["seconds"] / judged.step_seconds
+        speed = {
+            "judged": judged,
+            "measured_seconds": judged.step_seconds,
+            "percent_of_bound": percent,
+        }
     return {
+        **speed,
         "plan": plan,
         "trace": trace,
         "simulation": simulation,
         "predicted_seconds": simulation["step_seconds"] if simulation else None,
         "bound_seconds": bound["seconds"] if bound else None,
         "bound_what": bound["what"] if bound else "",
+        "limited": planning.limited,
         "peaks": planned_peaks(plan, trace),
         "planned": planned_rows(plan, trace) if trace else [],
     }

@@ -1,0 +1,89 @@
+"""Every private name of torch that strata uses.
+
+torch 2.8 is the oldest that has all of them: 2.7 cannot say which saved-tensor hooks lie on top of
+its stack. A torch that lacks one is refused, by name, when this is imported.
+
+    from ._torch_compat import graph_task
+    in_backward = graph_task() != -1
+
+Attributes of torch's objects that are private too (tensor._version, module._buffers) have kept
+their names since torch 1; they are used where they are needed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OLDEST = "2.8"
+
+
+def _private(path: str) -> Any:
+    """What torch calls so. ImportError where this version has no such name."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            raise ImportError(
+                f"strata needs PyTorch {OLDEST} or newer: {torch.__version__} has no torch.{path}"
+            )
+    return found
+
+
+# The stack of saved-tensor hooks. It comes first: it is what old versions lack.
+push_hooks: Callable[[Any, Any], None] = _private("_C._autograd._push_saved_tensors_default_hooks")
+pop_hooks: Callable[[], None] = _private("_C._autograd._pop_saved_tensors_default_hooks")
+top_hooks: Callable[[bool], Any] = _private("_C._autograd._top_saved_tensors_default_hooks")
+
+# Backward: the task that runs on this thread (-1: none), its node, and whether it will run another.
+graph_task: Callable[[], int] = _private("_C._current_graph_task_id")
+current_node: Callable[[], Any] = _private("_C._current_autograd_node")
+will_run: Callable[[Any], bool] = _private("_C._will_engine_execute_node")
+preserve_version: Callable[[torch.Tensor], Any] = _private(
+    "autograd._unsafe_preserve_version_counter"
+)
+
+# Tensors and storages: who uses them, and how they are viewed and copied.
+tensors_over: Callable[[int], int] = _private("_C._storage_Use_Count")
+use_count: Callable[[torch.Tensor], int] = _private("Tensor._use_count")
+storage_of_weak: Callable[[int], Any] = _private("UntypedStorage._new_with_weak_ptr")
+shares_memory: Callable[[torch.Tensor], bool] = _private("_C._is_cow_tensor")
+lazy_clone: Callable[[torch.Tensor], torch.Tensor] = _private("_lazy_clone")
+neg_view: Callable[[torch.Tensor], torch.Tensor] = _private("_neg_view")
+conj_view: Callable[[torch.Tensor], torch.Tensor] = _private("_conj")
+assert_async: Callable[[torch.Tensor, str], None] = _private("_assert_async")
+
+# What torch's functions do for a block of code: nothing of subclasses; nothing of torch.compile.
+DisableTorchFunction: Any = _private("_C.DisableTorchFunctionSubclass")
+untraced: Any = _private("_compile._disable_dynamo")
+
+# The profiler without Kineto.
+PROFILER_LEGACY: Any = _private("_C._profiler.ActiveProfilerType.LEGACY")
+ProfilerDetails: Any = _private("_C._profiler._ExperimentalConfig")
+ProfilerEnd: Any = _private("_C._autograd._ProfilerDisableOptions")
+profiler_type: Callable[[], Any] = _private("_C._autograd._profiler_type")
+profiler_enabled: Callable[[], bool] = _private("_C._autograd._profiler_enabled")
+enable_profiler: Callable[[Any], None] = _private("autograd._enable_profiler_legacy")
+disable_profiler: Callable[..., Any] = _private("autograd._disable_profiler_legacy")
+LIBRARY: str = _private("_C.__file__")  # torch's own, as a file
+
+# The module that torch.compile loads for CUDA graphs; there where it was used.
+GRAPHS_MODULE = "torch._inductor.cudagraph_trees"
+
+BatchNorm = _BatchNorm
+
+
+def held_by_torch(tensor: torch.Tensor) -> bool:
+    """Whether torch itself holds a tensor of torch's own class, whoever holds it in Python.
+
+    Of a tensor that nobody in Python holds, old versions (2.8) do not count Python's use, also when
+    the garbage collector hands it out. torch hands it out again, and counts both.
+    """
+    with DisableTorchFunction():
+        return use_count(tensor.to(tensor.dtype)) > 1
+
+
+__all__ = ["BatchNorm", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]

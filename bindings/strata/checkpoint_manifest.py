@@ -1,0 +1,217 @@
+"""What a manifest must say before anything is loaded by it: all its fields are held against the
+format, the file of tensors and the model, in one place.
+
+    check(manifest, wanted, path)           # raises one CheckpointError that lists what is wrong
+
+A manifest with a right checksum may still be another program's, or that of a bug. Pure functions.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import rng
+from .checkpoint_files import CheckpointError
+
+LISTED_MAX = 4  # problems spelled out in one error
+STEPS_MAX = 1 << 53
+DIGEST = re.compile(r"[0-9a-f]{16}")
+
+# Keys that schedulers add to parameter groups; an optimizer may be loaded before it has one.
+SCHEDULER_KEYS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+)
+
+
+@dataclass(frozen=True)
+class WantedTensor:
+    """A parameter or buffer of the model, as a checkpoint of it would say."""
+
+    name: str
+    shape: list[int]
+    kinds: Sequence[tuple[str, str]]  # what is stored of it, in which dtype
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a checkpoint of the model holds."""
+
+    params: list[WantedTensor]
+    buffers: list[WantedTensor]
+    groups: list[dict[str, Any]]  # of the optimizer, without their parameters
+
+
+def check(manifest: dict[str, Any], wanted: Wanted, where: str) -> None:
+    """Raises CheckpointError unless the manifest can be loaded into the model, to the last byte."""
+    if problems := _unsound(manifest):
+        raise CheckpointError(f"{where} is a damaged checkpoint: {_list(problems)}")
+    if problems := _misfits(manifest, wanted):
+        raise CheckpointError(f"{where} is a checkpoint of another model: {_list(problems)}")
+
+
+def merged(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group with the saved hyperparameters, in the types that it has."""
+    known = {key: value for key, value in saved.items() if key in group or key in SCHEDULER_KEYS}
+    tuples = {k: tuple(v) for k, v in known.items() if isinstance(group.get(k), tuple)}
+    return group | known | tuples
+
+
+def _unsound(manifest: dict[str, Any]) -> list[str]:
+    """How the manifest contradicts the format, whatever the model."""
+    kinds = {"params": list, "buffers": list, "groups": list, "rng": dict, "extra": dict}
+    problems = [
+        f"{key!r} is missing, or no {'list' if kind is list else 'object'}"
+        for key, kind in kinds.items()
+        if not isinstance(manifest.get(key), kind)
+    ]
+    if problems:
+        return problems
+    for section in ("params", "buffers"):
+        for i, entry in enumerate(manifest[section]):
+            found = _unsound_entry(entry, trained=section == "params")
+            problems += [f"{section}[{i}]: {problem}" for problem in found]
+    if not problems:
+        problems += _unsound_records([*manifest["params"], *manifest["buffers"]], manifest["bytes"])
+    problems += [
+        f"groups[{i}] is no object"
+        for i, group in enumerate(manifest["groups"])
+        if not isinstance(group, dict)
+    ]
+    return problems + [f"rng: {problem}" for problem in rng.problems(manifest["rng"])]
+
+
+def _unsound_entry(entry: Any, trained: bool) -> list[str]:
+    """Of one parameter (`trained`) or buffer: fields that are missing or of another type."""
+    if not isinstance(entry, dict):
+        return ["it is no object"]
+    checks: dict[str, Callable[[Any], bool]] = {
+        "name": lambda value: isinstance(value, str),
+        "shape": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+        "tensors": lambda value: isinstance(value, list) and bool(value),
+    }
+    if trained:
+        checks |= {
+            "dtype": lambda value: _dtype(value) is not None,
+            "trainable": lambda value: isinstance(value, bool),
+            "step": lambda value: _is_count(value) and value <= STEPS_MAX,
+        }
+    return [
+        f"{key!r} is {entry.get(key)!r:.60}"
+        for key, is_sound in checks.items()
+        if not is_sound(entry.get(key))
+    ]
+
+
+def _unsound_records(entries: list[dict[str, Any]], file_bytes: Any) -> list[str]:
+    """Where the tensors do not lie one behind the other, each as long as its shape and dtype say.
+
+    The first problem only: what comes behind it lies elsewhere, too.
+    """
+    offset = 0
+    for entry in entries:
+        for record in entry["tensors"]:
+            what = f"a tensor of {entry['name']!r}"
+            if not isinstance(record, dict):
+                return [f"{what} is no object"]
+            dtype, digest = _dtype(record.get("dtype")), record.get("xxh3_64")
+            if not isinstance(record.get("kind"), str) or dtype is None:
+                return [f"{what} is {record.get('kind')!r:.60} as {record.get('dtype')!r:.60}"]
+            if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+                return [f"{what} has the checksum {digest!r:.60}"]
+            expected = {"offset": offset, "bytes": math.prod(entry["shape"]) * dtype.itemsize}
+            for key, value in expected.items():
+                if not _is_count(record.get(key)) or record[key] != value:
+                    found = f"{record.get(key)!r:.60}"
+                    return [
+                        f"{key!r} of {record['kind']} of {entry['name']!r} is {found}, not {value}"
+                    ]
+            offset += expected["bytes"]
+    if not _is_count(file_bytes) or file_bytes != offset:
+        return [f"its tensors have {offset} bytes, 'bytes' is {file_bytes!r:.60}"]
+    return []
+
+
+def _misfits(manifest: dict[str, Any], wanted: Wanted) -> list[str]:
+    """How a sound manifest differs from that of the model."""
+    ours = {w.name: w for w in [*wanted.params, *wanted.buffers]}
+    entries = [*manifest["params"], *manifest["buffers"]]
+    theirs = {entry["name"]: entry for entry in entries}
+    problems = []
+    for name in (n for n in ours if n in theirs):
+        shape, kinds = theirs[name]["shape"], _kinds(theirs[name])
+        if shape != ours[name].shape:
+            problems.append(f"{name!r} has shape {shape}, the model's has {ours[name].shape}")
+        elif kinds != ours[name].kinds:
+            problems.append(f"{name!r} is stored as {kinds}, the model needs {ours[name].kinds}")
+    problems += [f"{name!r} is not in the checkpoint" for name in ours if name not in theirs]
+    problems += [f"{name!r} is not in the model" for name in theirs if name not in ours]
+    order = [[w.name for w in wanted.params], [w.name for w in wanted.buffers]]
+    found = [[entry["name"] for entry in manifest[key]] for key in ("params", "buffers")]
+    if not problems and found != order:
+        problems.append("its parameters are in another order, or there twice")
+    if len(manifest["groups"]) != len(wanted.groups):
+        problems.append(
+            f"it has {len(manifest['groups'])} parameter groups, the optimizer has "
+            f"{len(wanted.groups)}"
+        )
+        return problems
+    for i, (group, saved) in enumerate(zip(wanted.groups, manifest["groups"], strict=True)):
+        problems += [f"groups[{i}]: {problem}" for problem in _misfits_of_group(group, saved)]
+    return problems
+
+
+def _misfits_of_group(group: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """Hyperparameters that the optimizer has not, lacks, or has in another type."""
+    # Versions of torch differ in options that are off.
+    more = [k for k in saved if k not in group and k not in SCHEDULER_KEYS and saved[k]]
+    less = [k for k in group if k not in saved and k not in SCHEDULER_KEYS and group[k]]
+    problems = [f"{key!r} is no option of the optimizer" for key in more]
+    problems += [f"{key!r} is missing" for key in less]
+    problems += [
+        f"{key!r} is {saved[key]!r:.60}, the optimizer's is {group.get(key)!r:.60}"
+        for key in saved
+        if (key in group or key in SCHEDULER_KEYS) and not _fits(saved[key], group.get(key, 0.0))
+    ]
+    return problems
+
+
+def _fits(saved: Any, ours: Any) -> bool:
+    """Whether a saved hyperparameter may take the place of one."""
+    if ours is None or isinstance(ours, bool):
+        return saved is None or isinstance(saved, bool)
+    if isinstance(ours, int | float):
+        if not isinstance(saved, int | float) or isinstance(saved, bool):
+            return False
+        return saved == ours or abs(saved) <= sys.float_info.max  # a number, and finite
+    if isinstance(ours, tuple | list):
+        return (
+            isinstance(saved, list)
+            and len(saved) == len(ours)
+            and all(_fits(value, own) for value, own in zip(saved, ours, strict=True))
+        )
+    return type(saved) is type(ours)
+
+
+def _kinds(entry: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(record["kind"], record["dtype"]) for record in entry["tensors"]]
+
+
+def _dtype(name: Any) -> torch.dtype | None:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _list(problems: list[str]) -> str:
+    """The first few, and how many more there are."""
+    shown = problems[:LISTED_MAX]
+    more = len(problems) - len(shown)
+    return "; ".join(shown + ([f"and {more} more"] if more else []))

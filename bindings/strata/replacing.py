@@ -1,0 +1,176 @@
+"""Work folders: where files are written that will take the place of others.
+
+    with WorkFolder(parent, "run") as work:            # parent/run.strata-k3x9a2qd
+        ...                                            # fill work.path, rename, empty it
+    for left in dead_folders(parent, "run"):           # of processes that were killed
+        remove(left)
+
+Each has a name that nobody else can have, and a marker inside, by which alone it is known to be
+ours: files and folders of the user are never touched, whatever they are called.
+
+Note [Who is dead]. The marker is locked (flock) for as long as its process lives, however that
+ends. A process number would say less: in containers it is often 1, and means nothing outside. A
+lock may not be seen across machines, so a folder is only judged on the machine, and in the boot,
+that it was made in; others are left alone, with a warning.
+
+Use from one thread at a time.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MARKER_NAME = "strata-work.json"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MOUNTS = Path("/proc/self/mountinfo")
+
+log = logging.getLogger("strata")
+
+
+class WorkFolder(contextlib.AbstractContextManager["WorkFolder"]):
+    """A new folder in `parent`, for work on `target`. It is not removed on leaving: who filled it
+    knows what in it is still needed."""
+
+    def __init__(self, parent: Path, target: str) -> None:
+        """Makes and marks it. Raises OSError where `parent` cannot be written to."""
+        self.path = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=parent))
+        try:
+            self._marker = _mark(self.path, target)
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """From here on the folder, if it is still there, is a leftover."""
+        os.close(self._marker)
+
+
+def work_folders(parent: Path, target: str) -> list[Path]:
+    """All that are marked as ours, of whatever process."""
+    return [folder for folder, _ in _marked(parent, target)]
+
+
+def dead_folders(parent: Path, target: str) -> Iterator[Path]:
+    """Those whose process is dead, one after the other, to be removed. See Note [Who is dead]."""
+    here = _boot()
+    for folder, marker in _marked(parent, target):
+        if not here or marker.get("boot") != here:
+            log.warning(
+                "%s was left by process %s of %s, before a reboot or on another machine: remove it "
+                "if nobody writes there any more",
+                folder,
+                marker.get("pid"),
+                marker.get("host"),
+            )
+            continue
+        with contextlib.suppress(OSError):  # removed meanwhile, or locked: somebody lives
+            descriptor = os.open(folder / MARKER_NAME, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield folder
+            finally:
+                os.close(descriptor)
+
+
+def remove(folder: Path) -> None:
+    """Removes a work folder; the marker last, so that it is known to be ours to the end."""
+    for entry in list(folder.iterdir()) if folder.is_dir() else []:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != MARKER_NAME:
+            entry.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # what could not be removed stays, and is known to be ours
+        if [entry.name for entry in folder.iterdir()] == [MARKER_NAME]:
+            (folder / MARKER_NAME).unlink()
+        folder.rmdir()
+
+
+def is_mount_point(path: Path) -> bool:
+    """Whether something is mounted on `path`, which can then not be renamed; a bind mount, too."""
+    if os.path.ismount(path):
+        return True
+    try:
+        lines = MOUNTS.read_text().splitlines()
+    except OSError:
+        return False
+    points = (line.split()[4] for line in lines)
+    return str(path) in (re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), p) for p in points)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in `folder` are on the disk."""
+    sync_file(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until what was written to `path` is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prefix(target: str) -> str:
+    return f"{target}.strata-"
+
+
+def _boot() -> str:
+    """What no other machine has, and this one not after its next start; empty: unknown."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _mark(folder: Path, target: str) -> int:
+    """Writes the marker and returns the descriptor that holds its lock."""
+    content = {
+        "strata": "work folder",
+        "target": target,
+        "boot": _boot(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    # It appears locked: nobody can find a marker whose process only seems to be dead.
+    temporary = folder / f"{MARKER_NAME}.tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with contextlib.suppress(OSError):  # no locks here: then nobody else can take one either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, json.dumps(content).encode())
+        os.rename(temporary, folder / MARKER_NAME)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _marked(parent: Path, target: str) -> list[tuple[Path, dict[str, Any]]]:
+    """The work folders for `target`, with what their markers say."""
+    if not parent.is_dir():
+        return []
+    found = []
+    for folder in sorted(parent.iterdir()):
+        if not folder.name.startswith(_prefix(target)) or folder.is_symlink():
+            continue
+        try:
+            marker = json.loads((folder / MARKER_NAME).read_text())
+        except (OSError, ValueError):
+            continue
+        if (
+            isinstance(marker, dict)
+            and marker.get("strata") == "work folder"
+            and marker.get("target") == target
+        ):
+            found.append((folder, marker))
+    return found

@@ -1,0 +1,159 @@
+#include "engine/checks.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <string>
+
+#include "engine/session.hpp"
+#include "memory/result.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::size_t kNumelMax = std::size_t{1} << 44;
+constexpr int kWorkersMax = 1024;
+// Forwards are counted by their staleness.
+constexpr std::uint32_t kStalenessMax = 1 << 16;
+
+std::string text(double value) {
+  char digits[32];
+  std::snprintf(digits, sizeof digits, "%g", value);
+  return digits;
+}
+
+std::string group_name(std::size_t number) {
+  return "parameter group " + std::to_string(number);
+}
+
+// `end`: the first value that is too large; 0: none is.
+void check_value(std::size_t group, const char* option, double value, double end = 0.0) {
+  const bool fits = std::isfinite(value) && value >= 0.0 && (end == 0.0 || value < end);
+  if (fits) return;
+  refuse(group_name(group) + " has " + option + "=" + text(value) + ", which must be " +
+         (end == 0.0 ? "a number of at least 0" : "at least 0 and less than " + text(end)));
+}
+
+void check_values(std::size_t number, const Hyper& group) {
+  if (group.rule == Rule::foreign) {  // its class says what its options may be
+    if (group.foreign_moments >= 0 && group.foreign_moments <= 2) return;
+    refuse(group_name(number) + " keeps " + std::to_string(group.foreign_moments) +
+           " moments, and there may be none, one or two");
+  }
+  check_value(number, "lr", group.lr);
+  check_value(number, "weight_decay", group.weight_decay);
+  check_value(number, "eps", group.eps);
+  if (group.rule == Rule::sgd) {
+    check_value(number, "momentum", group.momentum);
+    if (!std::isfinite(group.dampening)) check_value(number, "dampening", group.dampening);
+  } else if (group.rule == Rule::adagrad) {
+    check_value(number, "lr_decay", group.lr_decay);
+    check_value(number, "initial_accumulator_value", group.initial_accumulator);
+  } else {
+    check_value(number, "betas[0]", group.beta1, 1.0);
+    check_value(number, "betas[1]", group.beta2, 1.0);
+  }
+}
+
+// Whether what was laid out for one rule does for the other.
+bool same_moments(const Hyper& laid_out, const Hyper& now) {
+  if ((laid_out.rule == Rule::foreign) != (now.rule == Rule::foreign)) return false;
+  for (int number = 1; number <= moment_count(now); ++number) {
+    if (moment_kind(laid_out.rule, number) != moment_kind(now.rule, number)) return false;
+  }
+  return moment_count(now) <= moment_count(laid_out);
+}
+
+void check_param_spec(const Config& config, const ParamSpec& param) {
+  if (index(param.unit) >= config.units.size()) refuse(param.name + " is in a unit without a name");
+  if (param.group >= config.groups.size()) refuse(param.name + " is in a group that is not there");
+  if (param.numel > kNumelMax) refuse(param.name + " has more elements than any memory");
+}
+
+}  // namespace
+
+void check_config(const Config& config) {
+  if (config.params.empty()) refuse("there are no parameters");
+  if (config.groups.empty()) refuse("there are no parameter groups");
+  for (const ParamSpec& param : config.params) check_param_spec(config, param);
+  const bool empty = std::all_of(config.params.begin(), config.params.end(),
+                                 [](const ParamSpec& param) { return param.numel == 0; });
+  if (empty) refuse("no parameter has an element");
+  for (std::size_t g = 0; g < config.groups.size(); ++g) check_values(g, config.groups[g]);
+  const std::size_t page = config.page_bytes;
+  const bool power = (page & (page - 1)) == 0;
+  if (page != 0 && (!power || page < kPageBytesMin || page > kPageBytesMax)) {
+    refuse("pages of " + std::to_string(page) + " bytes: a page has a power of two from " +
+           bytes_text(kPageBytesMin) + " to " + bytes_text(kPageBytesMax));
+  }
+  if (config.workers > kWorkersMax) refuse("more than " + std::to_string(kWorkersMax) + " workers");
+  if (config.compute_threads < 0) refuse("a negative number of threads that compute");
+  if (config.max_staleness > kStalenessMax) {
+    refuse("a staleness of " + std::to_string(config.max_staleness) + " steps: at most " +
+           std::to_string(kStalenessMax) + " are counted");
+  }
+}
+
+void check_groups(std::span<const Hyper> laid_out, std::span<const Hyper> now) {
+  if (now.size() != laid_out.size()) {
+    refuse("there are " + std::to_string(now.size()) + " parameter groups, and " +
+           std::to_string(laid_out.size()) + " were laid out");
+  }
+  for (std::size_t g = 0; g < now.size(); ++g) {
+    check_values(g, now[g]);
+    if (same_moments(laid_out[g], now[g])) continue;
+    if (now[g].rule == Rule::sgd && laid_out[g].rule == Rule::sgd) {
+      refuse(group_name(g) + " has momentum=" + text(now[g].momentum) +
+             " now and had momentum=0 when the model was wrapped, so there is no room for its "
+             "momentum buffers: build the optimizer with a momentum before strata.wrap(), which "
+             "may be set to 0 and back later");
+    }
+    refuse(group_name(g) +
+           " has another rule now than when the model was wrapped, and there is no room for its "
+           "moments");
+  }
+}
+
+void Session::check_param(std::uint32_t param) const {
+  if (param < config_.params.size()) return;
+  refuse("there is no parameter " + std::to_string(param) + " among " +
+         std::to_string(config_.params.size()));
+}
+
+void Session::check_unit(UnitId unit) const {
+  if (index(unit) < config_.units.size()) return;
+  refuse("there is no unit " + std::to_string(index(unit)) + " among " +
+         std::to_string(config_.units.size()));
+}
+
+void Session::check_elements(std::uint32_t param, Kind kind, std::size_t offset, const void* values,
+                             std::size_t count) const {
+  check_param(param);
+  const ParamSpec& spec = config_.params[param];
+  if (offset > spec.numel || count > spec.numel - offset) {
+    refuse("elements " + std::to_string(offset) + " to " + std::to_string(offset + count) + " of " +
+           spec.name + ", which has " + std::to_string(spec.numel));
+  }
+  if (values == nullptr && count != 0) refuse("no memory was given for values of " + spec.name);
+  if (kind != Kind::moment1 && kind != Kind::moment2) return;
+  const int number = kind == Kind::moment1 ? 1 : 2;
+  if (!spec.trainable || number > home_.layout.moments) {
+    refuse("no moment " + std::to_string(number) + " is kept of " + spec.name);
+  }
+}
+
+// What may be done between two steps only. Throws StrataError (busy).
+void Session::check_nobody_inside(const std::string& what) const {
+  Error error;
+  error.fault = Fault::busy;
+  for (std::uint32_t u = 0; u < config_.units.size(); ++u) {
+    if (!executor_->is_pinned(UnitId{u})) continue;
+    error.what = config_.units[u] + " is in use: " + what;
+    throw StrataError(std::move(error));
+  }
+  if (step_calls_ == 0) return;
+  error.what = "the model is in use by another thread: " + what;
+  throw StrataError(std::move(error));
+}
+
+}  // namespace strata

@@ -1,0 +1,176 @@
+// A chunk on its way through a slot: its pages are opened, a worker gets what lies in them, and
+// they are closed.
+#include <algorithm>
+#include <utility>
+
+#include "engine/updates.hpp"
+#include "memory/check.hpp"
+
+namespace strata {
+
+bool Updates::admit() {
+  bool moved = false;
+  for (Slot& slot : slots_) {
+    if (slot.stage != Stage::free) continue;
+    const auto next = std::find_if(queue_.begin(), queue_.end(), [this](std::uint32_t id) {
+      return !chunks_[id].open && !chunks_[id].written && !is_held(id);
+    });
+    if (next == queue_.end()) break;
+    const std::uint32_t need = chunks_[*next].staging_need;
+    STRATA_ASSERT(need <= frames_max_);
+    if (frames_held_ + need > frames_max_) break;
+    if (writes_beside(*next) && !gradients_->has_free()) break;
+    open_slot(slot, *next);
+    queue_.erase(next);
+    moved = true;
+  }
+  return moved;
+}
+
+void Updates::open_slot(Slot& slot, std::uint32_t id) {
+  ChunkState& chunk = chunks_[id];
+  slot.stage = Stage::loading;
+  slot.chunk = id;
+  frames_held_ += chunk.staging_need;
+  ++open_;
+  // 1. The gradient: what lands from here on is the next one.
+  if (gradients_ != nullptr) slot.gradient = gradients_->take(id);
+  slot.pieces.clear();
+  for (ChunkPiece& piece : chunk.pieces) {
+    if (std::exchange(piece.waiting, false)) slot.pieces.push_back(piece);
+  }
+  chunk.oldest_open = chunk.oldest;
+  chunk.open = true;
+  chunk.queued = false;
+  // 2. Its pages.
+  if (writes_beside(id)) slot.fresh = gradients_->borrow();
+  slot.pages.clear();
+  for (std::size_t r = 0; r < kRoleCount; ++r) {
+    const PageRun& run = layout_.chunks[id].roles[r];
+    const auto role = static_cast<Role>(r);
+    const bool only_read = role == Role::grad || (role == Role::param && writes_beside(id));
+    for (std::uint32_t i = 0; i < run.count; ++i) {
+      slot.pages.push_back(
+          {PageId{index(run.first) + i}, only_read ? Intent::read : Intent::modify, nullptr});
+    }
+  }
+}
+
+// The page's bytes where it rests, or null: not yet.
+std::byte* Updates::open(const OpenPage& page) {
+  if (cache_.tier(page.page) != Tier::device) return cache_.open(page.page, page.intent);
+  // Gradients on the device are nobody else's. Parameters may be read there by what was submitted
+  // before the unit was left.
+  const bool gradient = layout_.role_of[index(page.page)] == Role::grad;
+  const Chunk& chunk = layout_.chunks[layout_.chunk_of[index(page.page)]];
+  if (!gradient && !executor_.passed(layout_.segments[chunk.segment].unit)) return nullptr;
+  if (!gradient && !cache_.open_on_device(page.page)) return nullptr;
+  return device_.address(mover_.frame_of(page.page));
+}
+
+void Updates::close(const OpenPage& page) {
+  const bool gradient = layout_.role_of[index(page.page)] == Role::grad;
+  if (cache_.tier(page.page) == Tier::device) {
+    if (!gradient) cache_.close_on_device(page.page);
+    return;
+  }
+  cache_.close(page.page, page.intent, WriteBack::now);
+  if (page.intent == Intent::read) spent_.push_back(page.page);
+}
+
+// Opens what can be opened; hands the chunk to a worker when all of it is there.
+bool Updates::load(Slot& slot) {
+  bool moved = false;
+  bool complete = true;
+  for (OpenPage& page : slot.pages) {
+    if (page.bytes != nullptr) continue;
+    page.bytes = open(page);
+    moved |= page.bytes != nullptr;
+    complete &= page.bytes != nullptr;
+  }
+  if (!complete) return moved;
+  make_spans(slot);
+  const auto tag = static_cast<std::uint64_t>(&slot - slots_.data());
+  if (!workers_.submit({slot.spans, tag, on_device(slot.chunk)})) return moved;
+  slot.stage = Stage::updating;
+  return true;
+}
+
+std::byte* Updates::at(const Slot& slot, Role role, std::size_t element) const {
+  const Chunk& chunk = layout_.chunks[slot.chunk];
+  if (role == Role::grad && gradients_ != nullptr) {
+    return gradients_->at(slot.gradient, slot.chunk, element);
+  }
+  const Spot spot = layout_.spot(chunk, role, element);
+  if (spot.page == kNoPage) return nullptr;
+  const auto open = std::find_if(slot.pages.begin(), slot.pages.end(),
+                                 [&spot](const OpenPage& p) { return p.page == spot.page; });
+  STRATA_ASSERT(open != slot.pages.end());
+  return open->bytes + spot.byte;
+}
+
+std::uint16_t* Updates::scales_at(const Chunk& chunk, Role moment, std::size_t element) const {
+  const bool kept = layout_.moments >= (moment == Role::moment1 ? 1 : 2);
+  if (layout_.moment_dtype != MomentDtype::block8 || !kept) return nullptr;
+  return reinterpret_cast<std::uint16_t*>(scales_ + layout_.scale_offset(chunk, moment, element));
+}
+
+void Updates::make_spans(Slot& slot) const {
+  slot.spans.clear();
+  const Chunk& chunk = layout_.chunks[slot.chunk];
+  const Segment& segment = layout_.segments[chunk.segment];
+  for (const ChunkPiece& piece : slot.pieces) {
+    UpdateSpan span;
+    span.dtype = segment.dtype;
+    span.grad_dtype = layout_.grad_dtype(segment);
+    span.count = piece.count;
+    std::byte* const param = at(slot, Role::param, piece.in_chunk);
+    span.param = param;
+    span.new_param = param;
+    if (slot.fresh != kNoFrame) {
+      span.new_param = gradients_->address(slot.fresh) + piece.in_chunk * size_of(segment.dtype);
+    }
+    span.master = at(slot, Role::master, piece.in_chunk);
+    span.moment_dtype = layout_.moment_dtype;
+    span.moment1 = at(slot, Role::moment1, piece.in_chunk);
+    span.moment2 = at(slot, Role::moment2, piece.in_chunk);
+    span.scales1 = scales_at(chunk, Role::moment1, piece.in_chunk);
+    span.scales2 = scales_at(chunk, Role::moment2, piece.in_chunk);
+    span.grad = at(slot, Role::grad, piece.in_chunk);
+    span.hyper = &released_groups_.of(piece.release, config_.params[piece.param].group);
+    span.step = piece.step;
+    span.grad_scale = piece.scale;
+    span.param_id = piece.param;
+    span.first = piece.in_param;
+    slot.spans.push_back(span);
+  }
+}
+
+// Closes the chunk's pages. False: somebody still reads its old parameters, and all is as it was.
+bool Updates::publish(Slot& slot) {
+  if (slot.fresh != kNoFrame) {
+    const PageId page = layout_.chunks[slot.chunk].run(Role::param).first;
+    const auto old = cache_.close_with(page, slot.fresh, WriteBack::now);
+    if (!old) return false;
+    slot.gradient.push_back(*old);
+    slot.fresh = kNoFrame;
+    std::erase_if(slot.pages, [page](const OpenPage& open) { return open.page == page; });
+  }
+  for (const OpenPage& page : slot.pages) close(page);
+  finish(slot);
+  return true;
+}
+
+void Updates::finish(Slot& slot) {
+  ChunkState& chunk = chunks_[slot.chunk];
+  for (const ChunkPiece& piece : slot.pieces) released_groups_.drop(piece.release);
+  if (gradients_ != nullptr) gradients_->give_back(std::exchange(slot.gradient, {}));
+  frames_held_ -= chunk.staging_need;
+  chunk.open = false;
+  block_or_not(slot.chunk);
+  --open_;
+  slot.stage = Stage::free;
+  ++chunks_done_;
+}
+
+}  // namespace strata

@@ -1,0 +1,193 @@
+// Who may be in a folder, what a killed process leaves there, and who removes it.
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <fstream>
+
+#include "offload/directory_lock.hpp"
+#include "store_folders.hpp"
+
+namespace strata {
+namespace {
+
+TEST(StoreLeftoversTest, StrangersFilesAreLeftAlone) {
+  TempFolder folder;
+  for (const char* name : {"/strata.pages", "/letter.pages"}) {
+    std::ofstream(folder.path() + name) << "dear";
+  }
+  for (const Naming naming : {Naming::nameless, Naming::named}) {
+    make_store(options_for({folder.path()}, naming));
+    EXPECT_EQ(fs::file_size(folder.path() + "/strata.pages"), 4u);
+    EXPECT_EQ(fs::file_size(folder.path() + "/letter.pages"), 4u);
+  }
+}
+
+TEST(StoreLeftoversTest, AKilledProcessLeavesNoBytesBehind) {
+  TempFolder folder;
+  StoreOptions options = options_for({folder.path()});
+  options.slot_count = 1024;  // 16 MiB
+  OtherProcess other(options);
+  const std::vector<std::string> files = swap_files(folder.path(), other.pid());
+  ASSERT_EQ(files.size(), 1u);
+  struct stat status {};
+  ASSERT_EQ(stat(files[0].c_str(), &status), 0);
+  EXPECT_GE(status.st_blocks * 512, 16 * 1024 * 1024);
+  EXPECT_EQ(status.st_nlink, 0u) << "the kernel does not free it with its last descriptor";
+  other.end();  // kill -9
+  EXPECT_TRUE(pages_in(folder).empty());
+  for (const auto& entry : fs::directory_iterator(folder.path())) {
+    EXPECT_LT(entry.file_size(), 4096u) << entry.path();
+  }
+}
+
+TEST(StoreLeftoversTest, ALiveProcessKeepsItsFolderAndADeadOneIsCleanedUpAfter) {
+  TempFolder folder;
+  OtherProcess other(options_for({folder.path()}, Naming::named));
+  ASSERT_EQ(pages_in(folder).size(), 1u);
+  const fs::path theirs = pages_in(folder)[0];
+  const Error error = refusal(options_for({folder.path()}));
+  EXPECT_EQ(error.fault, Fault::config);
+  EXPECT_TRUE(mentions(error, "process " + std::to_string(other.pid()))) << error.text();
+  EXPECT_TRUE(mentions(error, folder.path())) << error.text();
+  EXPECT_TRUE(DirectoryLock::clean(folder.path()).empty());
+  EXPECT_TRUE(fs::exists(theirs));
+
+  const std::string pid = std::to_string(other.pid());
+  other.end();  // its file and lock file stay
+  ASSERT_TRUE(fs::exists(theirs));
+  {
+    const auto store = make_store(options_for({folder.path()}, Naming::named));
+    EXPECT_FALSE(fs::exists(theirs));
+    EXPECT_EQ(pages_in(folder).size(), 1u);
+    ASSERT_FALSE(store->warnings().empty());
+    const std::string& told = store->warnings()[0];
+    EXPECT_NE(told.find("removed " + theirs.string() + " (64.0 KiB), which process " + pid),
+              std::string::npos)
+        << told;
+  }
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+// What needs no file there cleans up as well.
+TEST(StoreLeftoversTest, AFolderIsCleanedWithoutAStore) {
+  TempFolder folder;
+  EXPECT_TRUE(DirectoryLock::clean(folder.path()).empty());
+  OtherProcess other(options_for({folder.path()}, Naming::named));
+  other.end();
+  EXPECT_EQ(DirectoryLock::clean(folder.path()).size(), 1u);
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+TEST(StoreLeftoversTest, SessionsOfOneProcessShareAFolder) {
+  TempFolder folder;
+  for (const Naming naming : {Naming::nameless, Naming::named}) {
+    const std::size_t named = naming == Naming::named ? 1 : 0;
+    auto one = make_store(options_for({folder.path()}, naming));
+    auto two = make_store(options_for({folder.path()}, naming));
+    EXPECT_EQ(swap_files(folder.path()).size(), 2u);
+    EXPECT_EQ(pages_in(folder).size(), 2 * named);
+    one.reset();
+    EXPECT_EQ(pages_in(folder).size(), named);
+    EXPECT_TRUE(fs::exists(folder.path() + "/strata.lock"));
+    auto again = make_store(options_for({folder.path()}, naming));
+    two.reset();
+    again.reset();
+    EXPECT_TRUE(fs::is_empty(folder.path()));
+  }
+}
+
+// The first session of a process ends; the lock is still held for the second.
+TEST(StoreLeftoversTest, TheLockLastsAsLongAsTheLastSession) {
+  TempFolder folder;
+  std::array<int, 2> go;
+  ASSERT_EQ(pipe(go.data()), 0);
+  const pid_t child = fork();  // before there are threads that it would lack
+  if (child == 0) {
+    close(go[1]);
+    char byte = 0;
+    bool refused = false;
+    try {
+      if (read(go[0], &byte, 1) == 1) make_store(options_for({folder.path()}));
+    } catch (const StrataError& error) {
+      refused = error.error().fault == Fault::config;
+    }
+    _exit(refused ? 0 : 1);
+  }
+  close(go[0]);
+  auto one = make_store(options_for({folder.path()}));
+  const auto two = make_store(options_for({folder.path()}));
+  one.reset();
+  EXPECT_EQ(write(go[1], "x", 1), 1);
+  close(go[1]);
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0) << "another process came in";
+}
+
+TEST(StoreLeftoversTest, AForkedChildTakesNothingAwayFromItsParent) {
+  TempFolder folder;
+  auto file = std::make_unique<PageFile>(folder.path(), 16 * kKiB, Naming::named);
+  const pid_t child = fork();
+  if (child == 0) {
+    file.reset();
+    _exit(0);
+  }
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  EXPECT_EQ(pages_in(folder).size(), 1u);
+  file.reset();
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+// Processes that start and end at the same moment: never two inside, and one at least got in.
+TEST(StoreLeftoversTest, ARaceForTheFolderHasOneWinnerAtATime) {
+  TempFolder folder, inside;
+  enum Outcome { got_in = 0, was_refused = 1, met_another = 2 };
+  std::vector<pid_t> children;
+  for (int i = 0; i < 6; ++i) {
+    children.push_back(fork());
+    if (children.back() != 0) continue;
+    Outcome outcome = was_refused;
+    for (int round = 0; round < 20 && outcome != met_another; ++round) {
+      try {
+        DirectoryLock lock(folder.path());
+        outcome = mkdir((inside.path() + "/one").c_str(), 0700) == 0 ? got_in : met_another;
+        usleep(500);
+        rmdir((inside.path() + "/one").c_str());
+      } catch (const StrataError&) {
+      }
+    }
+    _exit(outcome);
+  }
+  int winners = 0;
+  for (pid_t child : children) {
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFEXITED(status));
+    EXPECT_NE(WEXITSTATUS(status), met_another);
+    winners += WEXITSTATUS(status) == got_in ? 1 : 0;
+  }
+  EXPECT_GE(winners, 1);
+}
+
+// Whoever wrote the lines of a lock file: only names that we give are believed.
+TEST(StoreLeftoversTest, ALockFileNamesOurFilesOnly) {
+  TempFolder folder;
+  fs::create_directory(folder.path() + "/ssd");
+  const std::string made = "strata-0123456789abcdef.pages";
+  for (const std::string name : {"/precious", "/ssd/letter.pages", "/ssd/strata-final.pages"}) {
+    std::ofstream(folder.path() + name) << "x";
+  }
+  std::ofstream(folder.path() + "/ssd/" + made) << "x";
+  std::ofstream(folder.path() + "/ssd/strata.lock")
+      << "999999999 nobody\n../precious\nletter.pages\nstrata-final.pages\n"
+      << made << "\n";
+  make_store(options_for({folder.path() + "/ssd"}));
+  EXPECT_TRUE(fs::exists(folder.path() + "/precious"));
+  EXPECT_TRUE(fs::exists(folder.path() + "/ssd/letter.pages"));
+  EXPECT_TRUE(fs::exists(folder.path() + "/ssd/strata-final.pages"));
+  EXPECT_FALSE(fs::exists(folder.path() + "/ssd/" + made));
+}
+
+}  // namespace
+}  // namespace strata

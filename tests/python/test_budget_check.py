@@ -1,0 +1,220 @@
+"""Budgets larger than the machine, file systems that are no plain disk, what wears a drive out, and
+what the processor can do.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strata
+from small_models import adamw, build, llama
+from strata import budget_check, cli, device, finetune, machine, planner_machine
+from strata.endurance import wear_lines
+from strata.machine import FileSystem
+from strata.sizes import format_duration, write_size
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> list[FileSystem]:
+    """24 GiB of memory, 18 of them free; what lies under every folder can be changed."""
+    found = [FileSystem("ext4", "/mnt", 100 * GIB, 77 * GIB)]
+    monkeypatch.setattr(machine, "host_bytes", lambda: 24 * GIB)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 18 * GIB)
+    monkeypatch.setattr(machine, "file_system", lambda path: found[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        ({"host": 900 * GIB}, "host budget of 900.0 GiB: this machine has 24.0 GiB, 18.0 GiB of"),
+        ({"device": 12 * GIB, "host": 13 * GIB}, "host and device budgets, which share its memory"),
+        ({"ssd": 900 << 40}, "ssd budget on /mnt of 900.0 TiB: this machine has 100.0 GiB, 77.0"),
+    ],
+)
+@pytest.mark.usefixtures("disk")
+def test_what_cannot_be_is_refused_with_the_numbers(memory: dict[str, int], says: str) -> None:
+    with pytest.raises(strata.StrataError, match=says):
+        budget_check.check(memory, "host", ["/"])
+    (said,) = budget_check.remarks(memory, "host", ["/"])
+    assert said.startswith("on this machine it would be refused: ")
+
+
+@pytest.mark.usefixtures("disk")
+def test_what_is_not_free_is_warned_of() -> None:
+    (said,) = budget_check.check({"host": 20 * GIB}, "host", [])
+    assert said == "host budget of 20.0 GiB: only 18.0 GiB of 24.0 GiB are free now"
+    (said,) = budget_check.check({"ssd": 90 * GIB}, "host", ["/"])
+    assert "only 77.0 GiB of 100.0 GiB" in said
+    assert budget_check.check({"device": 80 * GIB, "host": 8 * GIB}, "cuda:0", ["/"]) == []
+
+
+def test_a_tmpfs_counts_as_memory(disk: list[FileSystem]) -> None:
+    disk[0] = FileSystem("tmpfs", "/dev/shm", 50 * GIB, 50 * GIB)
+    with pytest.raises(strata.StrataError, match="host and ssd budgets, which share its memory"):
+        budget_check.check({"host": 8 * GIB, "ssd": 17 * GIB}, "cuda:0", ["/"])
+    (said,) = budget_check.check({"host": 1 * GIB, "ssd": 1 * GIB}, "cuda:0", ["/"])
+    assert said == "/ is memory: what rests there counts as host memory"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("btrfs", "chattr +C"),
+        ("zfs", "zfs_arc_max"),
+        ("9p", "/mnt/c is under WSL"),
+        ("drvfs", "Windows folder"),
+        ("overlay", "container"),
+        ("nfs4", "network"),
+        ("ext4", ""),
+        ("xfs", ""),
+    ],
+)
+def test_other_file_systems_get_a_word(disk: list[FileSystem], kind: str, says: str) -> None:
+    disk[0] = FileSystem(kind, "/mnt", 100 * GIB, 77 * GIB)
+    said = budget_check.check({}, "host", ["/"])
+    assert says in "".join(said)
+    assert bool(said) == bool(says)
+
+
+def test_the_mount_that_is_seen_is_the_last_and_longest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    mounts = tmp_path / "mountinfo"
+    escaped = str(folder).replace(" ", r"\040")
+    mounts.write_text(
+        "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
+        f"30 27 0:44 / {escaped} rw shared:1 master:2 - tmpfs tmpfs rw\n"
+        f"31 27 0:45 / {escaped} rw - btrfs /dev/sda rw\n"
+        f"32 27 0:46 / {escaped}c rw - zfs pool rw\n"
+    )
+    monkeypatch.setattr(machine, "MOUNTS", mounts)
+    found = machine.file_system(folder)
+    assert (found.kind, found.mount) == ("btrfs", str(folder))
+    assert 0 < found.free_bytes <= found.total_bytes
+    assert machine.file_system(tmp_path).kind == "ext4"
+
+
+def test_control_groups_limit_what_there_is_in_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, (line, name) in {
+        "2": ("0::/a", "a/memory.max"),
+        "1": ("4:memory:/a", "memory/a/memory.limit_in_bytes"),
+    }.items():
+        root = tmp_path / version
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text("50000000\n")
+        monkeypatch.setattr(machine, "CGROUPS", root)
+        monkeypatch.setattr(machine, "_groups", lambda line=line: [line])
+        assert machine.host_bytes() == 50_000_000
+
+
+def test_wrap_refuses_at_once_and_leaves_the_model(tmp_path: Path) -> None:
+    for memory in ({"host": "900TiB"}, {"ssd": "900000TiB"}):
+        model = build(llama)
+        for function in (strata.plan, strata.wrap):
+            with pytest.raises(strata.StrataError, match="this machine has"):
+                function(model, adamw(model), memory=memory, ssd_path=tmp_path)
+        assert not any(module.__dict__.get("_strata") for module in model.modules())
+
+
+def test_wrap_warns_of_what_is_not_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 3 << 20)
+    model = build(llama)
+    with caplog.at_level(logging.WARNING, "strata"):
+        strata.plan(model, adamw(model), memory={"device": "2MiB", "host": "8MiB"})
+    (said,) = caplog.records
+    assert "10.0 MiB: only 3.0 MiB of" in said.getMessage()
+
+
+# Endurance ----------------------------------------------------------------------------------------
+
+
+def test_a_7b_model_at_12_bytes_a_step_wears_a_drive_of_600_tb_out_in_7100_steps() -> None:
+    said = wear_lines(7e9 * 12, 600 * 10**12, steps=200, step_seconds=60.0)
+    assert said == [
+        "84 GB a step are written to the SSD, 121 TB a day, 16.8 TB in 200 steps",
+        "a drive of 600 TB endurance is worn out in 7,100 steps (4.96 days)",
+    ]
+    assert len(wear_lines(84e9, 600 * 10**12, 357)) == 2  # 4.998 %
+    assert wear_lines(84e9, 600 * 10**12, 358)[2] == (
+        "warning: this run takes 5 % of the drive's endurance"
+    )
+    assert wear_lines(84e9) == ["84 GB a step are written to the SSD"]
+    assert wear_lines(0, 600 * 10**12, 358) == []
+
+
+def test_durations_and_sizes_for_options() -> None:
+    assert [format_duration(s) for s in (3.21, 150, 60 * 200, 86400 * 3, 2.84e9, 2.84e12)] == [
+        "3.21 s", "2.5 minutes", "3.33 hours", "3 days", "90 years", "89,994 years",
+    ]  # fmt: skip
+    assert [write_size(n) for n in (1, 5 << 20, (5 << 20) + 1, (10 << 30) + 1)] == [
+        "1MiB", "5MiB", "6MiB", "11GiB",
+    ]  # fmt: skip
+
+
+def test_a_gpu_keeps_room_for_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "free_bytes", lambda name: 8 * GIB)
+    memory = {"device": 8 * GIB - (256 << 20), "host": 1 << 20, "ssd": 0}
+    told = argparse.Namespace(device="cuda:0", ssd_path=[], memory=memory)
+    (said,) = planner_machine.remarks(told)
+    assert "CUDA's context and kernels take about 512.0 MiB" in said
+    assert "7.5 GiB is safe" in said
+    memory["device"] = 7 * GIB
+    assert planner_machine.remarks(told) == []
+
+
+# Processors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ({"avx2", "fma"}, "float32"),
+        ({"avx512f", "avx512bw", "avx512vl"}, "float32"),
+        ({"avx512f", "avx512_bf16"}, "bfloat16"),
+        ({"amx_bf16", "amx_tile"}, "bfloat16"),
+        ({"asimd", "bf16"}, "bfloat16"),
+        ({"asimd"}, "float32"),
+        (set(), "float32"),
+    ],
+)
+def test_the_dtype_is_decided_by_what_the_processor_has(flags: set[str], dtype: str) -> None:
+    assert finetune.usual_dtype("host", flags) == dtype
+    assert finetune.usual_dtype("cuda:0", flags) == "bfloat16"
+
+
+def test_flags_are_those_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert machine.processor_flags() == set()
+    (tmp_path / "cpuinfo").write_text(
+        "model name\t: X\nflags\t\t: fpu avx512_bf16\n\nflags\t: fpu\n"
+    )
+    assert machine.processor_flags() == {"fpu", "avx512_bf16"}
+    (tmp_path / "cpuinfo").write_text("Features\t: fp asimd bf16\nCPU part\t: 0xd40\n")
+    assert machine.has_bfloat16(machine.processor_flags())
+
+
+# What commands say --------------------------------------------------------------------------------
+
+
+def test_io_tune_names_the_file_system(
+    disk: list[FileSystem], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from strata import io_tune
+
+    disk[0] = FileSystem("btrfs", "/mnt", 100 * GIB, 77 * GIB)
+    monkeypatch.setattr(io_tune, "sweep", lambda *_: "")
+    monkeypatch.setattr(io_tune, "calibration", lambda *_, **__: None)
+    monkeypatch.setattr(io_tune, "lanes_table", lambda *_: "")
+    assert cli.main(["io-tune", "--ssd-path", "/", "--device", "host"]) == 0
+    assert "btrfs" in capsys.readouterr().out

@@ -1,0 +1,103 @@
+"""Recorded steps take few bytes of the device, and try with less where memory runs out."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import strata
+import torch
+from small_models import adamw
+from strata.wrapped import wrapped
+from torch import nn
+
+ROWS, WIDTH = 8, 64
+
+
+class Block(nn.Module):
+    """Raises where more rows than it takes come at once; `when`: in forward, or computed again."""
+
+    def __init__(self, rows: int, again: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.rows = rows
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        backward = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and backward == self.again and x.shape[0] > self.rows:
+            raise torch.OutOfMemoryError("no room")
+        return x + self.inner(x).tanh()
+
+
+def stack(rows: int = ROWS, again: bool = False, count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(rows, again) for _ in range(count)])
+
+
+def wrap(model: nn.Module, device: str = "8MiB", **more: Any) -> tuple[nn.Module, Any]:
+    memory = {"device": device, "host": "32MiB"}
+    return strata.wrap(
+        model, adamw(model), memory=memory, page_size="64KiB", activations="auto", **more
+    )
+
+
+def run(model: nn.Module, optimizer: Any, count: int, width: int = WIDTH, rows: int = ROWS) -> None:
+    torch.manual_seed(1)
+    for _ in range(count):
+        model(torch.randn(rows, 64, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_forward_that_runs_out_of_memory_runs_on_slices(core: ModuleType, rows: int) -> None:
+    model, optimizer = wrap(stack(rows))
+    run(model, optimizer, 5)
+    planning = wrapped(model).planning
+    assert planning is not None
+    assert planning.trace is not None
+    assert planning.plan is not None
+    assert {unit["slices_traced"] for unit in planning.trace["units"]} == {ROWS // rows}
+    assert {unit["slices"] for unit in planning.plan["units"]} == {ROWS // rows}
+
+
+def test_without_slices_the_error_says_what_would_help(core: ModuleType) -> None:
+    model, _ = wrap(stack(0))
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        model(torch.randn(ROWS, 64, WIDTH))
+    assert any("A smaller batch" in note for note in error.value.__notes__)
+
+
+def test_the_step_behind_a_backward_that_ran_out_takes_less(core: ModuleType) -> None:
+    model, optimizer = wrap(stack(2, again=True))
+    for _ in range(2):  # whole, and on 2 slices
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            run(model, optimizer, 1)
+        assert any("will try to take less" in note for note in error.value.__notes__)
+        optimizer.zero_grad()
+    run(model, optimizer, 4)
+    planning = wrapped(model).planning
+    assert planning is not None
+    assert planning.plan is not None
+    assert {unit["slices"] for unit in planning.plan["units"]} == {4}
+
+
+def recorded_peak(model: nn.Module, pages: int) -> int:
+    planning = wrapped(model).planning
+    assert planning is not None
+    assert planning.trace is not None
+    return pages + max(use["peak_bytes"] for use in planning.trace["uses"])
+
+
+def test_inputs_that_fill_the_device_leave() -> None:
+    """24 blocks with inputs of 128 KiB, on a device of 2.5 MiB."""
+    model, optimizer = wrap(stack(count=24), "2560KiB")
+    state = wrapped(model)
+    assert state.planning is not None
+    run(model, optimizer, 1)
+    peak = recorded_peak(model, state.planning.allocator.page_bytes)
+    assert "recompute_host" in {unit["traced"] for unit in state.planning.trace["units"]}  # type: ignore[index]
+    assert peak <= 2560 << 10
+    run(model, optimizer, 4)
+    assert state.planning.plan is not None
+    assert state.planning.plan["feasible"]
