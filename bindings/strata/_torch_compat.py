@@ -10,6 +10,7 @@ Attributes of torch's objects that are private too (tensor._version, module._buf
 their names since torch 1; they are used where they are needed.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,9 +57,16 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = _private("_neg_view")
 conj_view: Callable[[torch.Tensor], torch.Tensor] = _private("_conj")
 assert_async: Callable[[torch.Tensor, str], None] = _private("_assert_async")
 
-# What torch's functions do for a block of code: nothing of subclasses; nothing of torch.compile.
+# What torch's functions do for a block of code: nothing of subclasses; nothing of torch.compile,
+# neither in it nor in what it calls, or just not in it.
 DisableTorchFunction: Any = _private("_C.DisableTorchFunctionSubclass")
 untraced: Any = _private("_compile._disable_dynamo")
+untraced_itself: Any = functools.partial(untraced, recursive=False)
+
+# What compiles the functions that this thread calls (None: nothing), and changing it, which
+# returns what did so before.
+compiler: Callable[[], Any] = _private("_C._dynamo.eval_frame.get_eval_frame_callback")
+set_compiler: Callable[[Any], Any] = _private("_C._dynamo.eval_frame.set_eval_frame")
 
 # The profiler without Kineto.
 PROFILER_LEGACY: Any = _private("_C._profiler.ActiveProfilerType.LEGACY")

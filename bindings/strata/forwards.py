@@ -15,6 +15,12 @@ below see each of them as a saved tensor. Buffers, caches and containers are in 
 they were before the first, so nothing is counted twice. So are parameters that forwards are known
 to change in place (rewriting.py). One that a forward changes for the first time, later than when
 it was recorded, has no older value: it must come out of the second run as it went in.
+
+Note [Compiled units]. torch.compile looks at each Python function as it is called. Ours and
+checkpoint's are not for it. So it is switched off ahead of them, and on again for the plain
+forward, in both runs alike: they must save the same tensors. In a step that is recorded it stays
+off, for the planner counts what the plain forward saves. It stays off where CUDA graphs are
+captured, too: one that is replayed in the backward writes over what other forwards have left.
 """
 
 import contextlib
@@ -28,12 +34,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from ._torch_compat import compiler, set_compiler, top_hooks, untraced, untraced_itself
 from ._torch_compat import graph_task as _graph_task
-from ._torch_compat import top_hooks, untraced
 from .activations import RECOMPUTES
 from .arguments import Arguments, layers_of, update_cache
 from .buffers import Buffers, Found
 from .errors import StrataError
+from .graphs import graphs_in_use
 from .rewriting import Before, Parameters
 from .slicing import Verdict, batch_size, cut, fits, merged
 from .trial import Verdicts
@@ -93,6 +100,7 @@ class PlannedForward:
         self.buffers = Buffers(module)
         self.parameters = Parameters(module)
         self._verdicts = Verdicts(module, self.plain)
+        self.compiler: Any = None  # of the forward that runs now
         self._layers = layers_of(module)
         self._told = ""
 
@@ -101,6 +109,13 @@ class PlannedForward:
         planned = self.unit.activation in RECOMPUTES or self.hooks.state.recorder.recording
         if self.removed or not planned:
             return self.plain(*args, **kwargs)
+        return self._beside_compiler(args, kwargs)
+
+    @untraced_itself
+    def _beside_compiler(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Note [Compiled units]."""
+        captures = graphs_in_use() or self.hooks.state.recorder.recording
+        self.compiler = None if captures else compiler()
         return self._as_planned(args, kwargs)
 
     @untraced
@@ -109,10 +124,10 @@ class PlannedForward:
         recomputes = unit.activation in RECOMPUTES
         recording = state.recorder.recording
         if not self._is_training():
-            return self.plain(*args, **kwargs)
+            return self.run(self.compiler, args, kwargs)
         arguments = self.arguments(args, kwargs)
         if not any(t.requires_grad for t in arguments.tensors) and not unit.trainable:
-            return self.plain(*args, **kwargs)
+            return self.run(self.compiler, args, kwargs)
         if recording:
             state.recorder.inputs(arguments.tensors)
         if not recomputes:
@@ -125,6 +140,14 @@ class PlannedForward:
 
             return state.planning.recording.forward(self, args, kwargs, run)
         return self._recomputing(arguments, args, kwargs)
+
+    def run(self, compiled_by: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The plain forward, compiled by what the caller found; None: as it is."""
+        before = set_compiler(compiled_by)
+        try:
+            return self.plain(*args, **kwargs)
+        finally:
+            set_compiler(before)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Of a forward, taken apart."""
@@ -263,6 +286,7 @@ class _Call:
         self._planned = planned
         self._arguments = arguments
         self._own = own  # what the first run is called with: the caller's very objects
+        self._compiler = planned.compiler  # of both runs
         self._found: Found
         self._before: Before
         self._rewritten: list[str] = []  # parameters that the first run changed in place
@@ -283,7 +307,7 @@ class _Call:
             saved.push()
             self._found = planned.buffers.taken()
             self._before = planned.taken()
-            output = planned.plain(*args, **kwargs)
+            output = planned.run(self._compiler, args, kwargs)
             self._rewritten = planned.learn(self._before)
             planned.buffers.learn(self._found)
             return output
@@ -299,7 +323,7 @@ class _Call:
         try:
             args, kwargs = self._arguments.filled(tensors)
             with self._found.again(), self._parameters_again():
-                planned.plain(*args, **kwargs)
+                planned.run(self._compiler, args, kwargs)
         except Exception as error:
             planning = hooks.state.planning
             if isinstance(error, torch.OutOfMemoryError) and planning is not None:

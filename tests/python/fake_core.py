@@ -72,7 +72,10 @@ class Session(Saves):
         self.staleness[unit] += recorded and not backward
         self.visits.append((visit, unit))
         held = sum(
-            p.device.nbytes for u, ps in enumerate(self.members) if self.entered(u) for p in ps
+            p.device.nbytes
+            for u, ps in enumerate(self.members)
+            if self.entered(u) and not self.plan["units"][u]["on_device"]
+            for p in ps
         )
         self.peak = max(self.peak, held)
         if held > self.config["device_bytes"]:

@@ -1,5 +1,7 @@
 """torch.compile beside the hooks: the same bits, with a compiler that changes none."""
 
+import sys
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -8,6 +10,8 @@ import strata
 import torch
 from small_models import adamw, build, tight
 from stacks import Blocks, steps
+from strata._torch_compat import GRAPHS_MODULE, graph_task
+from torch import nn
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +44,70 @@ def test_a_compiled_model_trains_alike(core: ModuleType, planned: bool) -> None:
         strata.unwrap(model)
     assert losses[0] == losses[1]
     assert compiled > 0
+
+
+class Dropped(Blocks):
+    """A stack whose blocks draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(count=2)
+        for block in self.blocks:
+            block.append(nn.Dropout(0.25))
+
+
+@dataclass
+class Counting:
+    """A compiler that changes nothing, and counts where its graphs run."""
+
+    forward: int = 0
+    backward: int = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        def run(*values: Any) -> Any:
+            if graph_task() == -1:
+                self.forward += 1
+            else:
+                self.backward += 1
+            return graph.forward(*values)
+
+        return run
+
+
+def trained(backend: Any, activations: Any, **options: Any) -> list[float]:
+    """Losses of seven steps, most of which follow a plan."""
+    torch._dynamo.reset()
+    model = build(Dropped)
+    memory = {"device": "8MiB", "host": "64MiB"}
+    model, optimizer = strata.wrap(
+        model, adamw(model), memory=memory, activations=activations, **options
+    )
+    run = model if backend is None else torch.compile(model, backend=backend)
+    losses = steps(run, optimizer, 7)
+    strata.unwrap(model)
+    return losses
+
+
+@pytest.mark.parametrize("core", ["real"], indirect=True)
+@pytest.mark.parametrize("split", [None, 3])
+def test_recomputed_units_run_compiled_both_times(core: ModuleType, split: int | None) -> None:
+    counting = Counting()
+    compiled = trained(counting, "recompute", split=split)
+    assert compiled == trained(None, "recompute", split=split)
+    units, steps_behind_the_recorded_one = 4, 4
+    assert counting.backward >= units * (split or 1) * steps_behind_the_recorded_one
+    assert counting.forward >= counting.backward
+
+
+@pytest.mark.parametrize("core", ["real"], indirect=True)
+def test_recomputed_units_have_the_bits_of_kept_ones_when_fused(core: ModuleType) -> None:
+    assert trained("inductor", "recompute") == trained("inductor", "keep")
+
+
+@pytest.mark.parametrize("core", ["real"], indirect=True)
+def test_recomputed_units_stay_out_of_cuda_graphs(
+    core: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, GRAPHS_MODULE, ModuleType(GRAPHS_MODULE))
+    counting = Counting()
+    assert trained(counting, "recompute") == trained(None, "recompute")
+    assert counting.backward == 0
