@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 
 from .adam import BYTES_PER_PARAMETER, LOOP
-from .common import BenchError, Context, Figure, median_ratio, take_turns
+from .common import BenchError, Context, Figure, median_ratio, share_of_best, take_turns
 from .peers import environment
 from .peers.child import Child
 
@@ -72,5 +72,6 @@ def figures(taken: Mapping[str, list[float]], count: int) -> Iterator[Figure]:
     for peer, target in {"deepspeed": TARGET_OVER_DEEPSPEED, "torch": None}.items():
         ratio = median_ratio(taken[peer], taken["strata"])
         yield Figure(bench, f"speed_over_{peer}", ratio, "ratio", target, better="higher")
-    percent = 100 * median_ratio(taken["loop"], taken["strata"])
+    rates = {name: [1 / each for each in taken[name]] for name in ("strata", "loop")}
+    percent = share_of_best(rates["strata"], rates["loop"])
     yield Figure(bench, "of_loop", percent, "%", TARGET_OF_LOOP, bound=100.0, better="higher")

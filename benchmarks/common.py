@@ -126,6 +126,15 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
+def share_of_best(ours: Sequence[float], *others: Sequence[float]) -> float:
+    """What we reach of the bound, in percent: the median over rounds of rates, where the bound of a
+    round is the best rate of any side in it. What was reached cannot be out of reach, so no share is
+    above 100.
+    """
+    rounds = zip(ours, *others, strict=True)
+    return statistics.median(100 * rates[0] / max(rates) for rates in rounds)
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     """The wall time of one call."""
     start = time.perf_counter()

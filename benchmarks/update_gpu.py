@@ -33,7 +33,8 @@ def run(context: Context) -> Iterator[Figure]:
         device_program.UPDATE, context, {"params": count, "turns": context.rounds * 3}
     )
     copies.append(copy_bandwidth(context.device, 4 * count))
-    rate, bound = said[0]["bandwidth"], max(copies) / 1e9
+    rate = said[0]["bandwidth"]
+    bound = max(rate, *(each / 1e9 for each in copies))
     target = None if context.device == HOST else OF_COPY_MIN
     yield Figure("update-gpu", "bandwidth", rate, "GB/s", None, bound, "higher")
     yield Figure("update-gpu", "of_copy", 100 * rate / bound, "%", target, 100, "higher")
