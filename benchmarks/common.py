@@ -127,9 +127,8 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 
 
 def share_of_best(ours: Sequence[float], *others: Sequence[float]) -> float:
-    """What we reach of the bound, in percent: the median over rounds of rates, where the bound of a
-    round is the best rate of any side in it. What was reached cannot be out of reach, so no share is
-    above 100.
+    """What our rates reach of the bound, in percent: the median over rounds. The bound of a round
+    is the best rate of any side in it. What was reached can be reached: no share is above 100.
     """
     rounds = zip(ours, *others, strict=True)
     return statistics.median(100 * rates[0] / max(rates) for rates in rounds)

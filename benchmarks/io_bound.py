@@ -1,6 +1,6 @@
 """SSD bandwidth of a step that computes little: 128 tokens, the optimizer state on the SSD; against
-what the same disk can do at that time. The disk is shared, so fio runs before and behind every round,
-and the bound of a round is the most that the disk gave to any of the three.
+what the same disk can do at that time. The disk is shared, so fio runs before and behind every
+round, and the bound of a round is the most that the disk gave to any of the three.
 """
 
 import statistics

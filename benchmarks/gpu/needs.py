@@ -35,9 +35,8 @@ HEADERS = {
 DRIVER_MIN = {12: 525, 13: 580}
 DISK_MIN, MEMORY_MIN = 3 << 30, 3 << 30  # that building and testing take
 BUNDLED = "; a bundle has it: --from, benchmarks/README.md"
-# Queues of the GPU that streams are spread over: those that share one wait for each other's heads.
-# The driver's own number is 8, and there are more streams than that. The user's choice comes first.
-CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+# Variables that figures depend on, for the results.
+TOLD = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 JEMALLOC = ("subprojects/jemalloc-5.3.0", "subprojects/packagecache/jemalloc-5.3.0.tar.bz2")
 
 # What the interpreter says of itself, of packages and of the GPU, as one line of JSON.
@@ -72,13 +71,12 @@ class Found:
 
 def environment(root: Path, python: str, gpu: int | None) -> dict[str, str]:
     """Variables of everything that is run: the interpreter's tools come first, one GPU is to be
-    seen where one is named, streams have queues enough, and nobody asks the network for models.
+    seen where one is named, and nobody asks the network for models.
     """
     path = [str(Path(python).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     path += ["/usr/local/cuda/bin"]
     modules = [str(root / "bindings"), str(root), os.environ.get("PYTHONPATH", "")]
     return {
-        **CONNECTIONS,
         **os.environ,
         "PATH": os.pathsep.join(path),
         "PYTHONPATH": os.pathsep.join(filter(None, modules)),
@@ -112,7 +110,7 @@ def look(root: Path, python: str, env: Mapping[str, str], wanted: Wanted) -> Fou
         "nvcc": ".".join(map(str, nvcc)) if nvcc else "",
         "torch": said.get("torch", ""),
         "python": ".".join(map(str, said.get("version", []))),
-        "environment": {name: env[name] for name in CONNECTIONS},
+        "environment": {name: env[name] for name in TOLD if name in env},
         "xdist": "pytest-xdist" in said.get("have", {}),
     }
     gpu = str(facts["gpu"]) if wanted.gpu else "host"

@@ -115,20 +115,18 @@ def test_a_header_without_its_library_is_missing_too(monkeypatch):
     assert sentence.startswith("libaio (Debian's libaio-dev); a bundle has it")
 
 
-@pytest.mark.parametrize("asked", [None, "8"])
-def test_streams_have_queues_enough_and_the_results_say_so(monkeypatch, asked):
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.delenv(name, raising=False)
-    if asked is not None:
-        monkeypatch.setenv(name, asked)
+@pytest.mark.parametrize("asked", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}])
+def test_results_say_which_variables_figures_depend_on(monkeypatch, asked):
+    for name in needs.TOLD:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
     env = needs.environment(runner.ROOT, sys.executable, None)
-    assert env[name] == (asked or "32")
     monkeypatch.setattr(needs, "interpreter", lambda *_: {})
     for name_of in ("has_header", "has_library"):
         monkeypatch.setattr(needs, name_of, lambda *_: True)
-    assert needs.look(runner.ROOT, "py", env, needs.Wanted(tests=False)).facts["environment"] == {
-        name: env[name]
-    }
+    facts = needs.look(runner.ROOT, "py", env, needs.Wanted(tests=False)).facts
+    assert facts["environment"] == asked
 
 
 def test_every_bench_of_a_device_is_run():
