@@ -155,7 +155,7 @@ std::uint64_t DeviceMemory::sliced(std::uint64_t bytes, std::size_t use,
   if (moment.inner_end > use + 1) return bytes;
   if (plan.slices <= moment.slices) return ceil_div(bytes, plan.slices);
   const std::uint64_t inputs = lives_.units[index(unit_of_[use])].input_bytes;
-  const std::uint64_t shared = 2 * (moment.grads + inputs);
+  const std::uint64_t shared = 3 * moment.grads + 2 * inputs;
   if (moment.slices == 1) return ceil_div(less(bytes, moment.grads), plan.slices) + shared;
   const std::uint64_t divided = less(bytes, moment.slices * shared);
   return ceil_div(divided, plan.slices) + std::min(shared, ceil_div(bytes, moment.slices));

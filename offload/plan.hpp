@@ -20,9 +20,10 @@
 //      the planned mode saves. Backward: its unit's tensors and what it grew by beside them; where
 //      only the planned mode recomputes, at least what the forward grew by.
 //   3. Slices divide 2 by their number, but for what they share: twice the unit's input, the
-//      slices' results beside the whole, and twice its gradients, their sum over the slices beside
-//      those of one slice. Of what the whole batch works with no more than the gradients of a slice
-//      is taken out first: a unit's gradients do not all have to be there at the peak.
+//      slices' results beside the whole, and three times its gradients, their sum over the slices
+//      in float32 beside those of one slice (of 32 bits, that is one time too many). Of what the
+//      whole batch works with no more than the gradients of a slice is taken out first: a unit's
+//      gradients do not all have to be there at the peak.
 //   4. A use with others inside it is seen through them, where one of them reaches its peak; else
 //      the most that the plan adds inside it is added to its peak.
 //   5. Beside all of it, the units that rest on the device (UnitPlan::on_device), whole.

@@ -129,7 +129,7 @@ std::uint64_t Replay::on_slices(std::uint64_t works, std::size_t unit, bool back
   const std::uint64_t slices = plan_.units[unit].slices;
   if (slices <= of.slices_traced) return ceil_div(works, slices);
   const std::uint64_t grads = backward ? of.grad_bytes : 0;
-  const std::uint64_t shared = 2 * lives_.units[unit].input_bytes + 2 * grads;
+  const std::uint64_t shared = 3 * grads + 2 * lives_.units[unit].input_bytes;
   if (of.slices_traced == 1) return ceil_div(works - std::min(works, grads), slices) + shared;
   const std::uint64_t measured = ceil_div(works, of.slices_traced);
   if (measured <= shared) return measured;

@@ -42,6 +42,7 @@ from .buffers import Buffers, Found
 from .errors import StrataError
 from .graphs import graphs_in_use
 from .rewriting import Before, Parameters
+from .slice_sums import Shares, SliceSums
 from .slicing import Verdict, batch_size, cut, fits, merged
 from .trial import Verdicts
 from .wrapped import Unit
@@ -99,6 +100,7 @@ class PlannedForward:
         self.unit = unit
         self.buffers = Buffers(module)
         self.parameters = Parameters(module)
+        self.sums = SliceSums(module, hooks.away)
         self._verdicts = Verdicts(module, self.plain)
         self.compiler: Any = None  # of the forward that runs now
         self._layers = layers_of(module)
@@ -243,21 +245,23 @@ class PlannedForward:
             log.info("%s runs on the whole batch: %s", unit.name, reason)
             self._told = reason
 
-    def _checkpointed(self, arguments: Arguments, own: Any) -> Any:
+    def _checkpointed(self, arguments: Arguments, own: Any, shares: Shares | None = None) -> Any:
+        """`shares`: the arguments are a slice. See slice_sums.py."""
         tensors = arguments.tensors
-        return checkpoint(_Call(self, arguments, own), *tensors, use_reentrant=False)
+        return checkpoint(_Call(self, arguments, own, shares), *tensors, use_reentrant=False)
 
     def _sliced(self, arguments: Arguments, own: Any, cut_ones: Sequence[bool], count: int) -> Any:
         batch = batch_size(arguments.tensors)
         found = self.buffers.taken()
         before = self.parameters.taken(())
+        shares = self.sums.shares()
         outputs = []
         changed = None
         for piece in cut(arguments.tensors, batch, count):
             nest = arguments.filled(piece)
             part = Arguments(nest, self._layers)
             caches = part.caches
-            output = self._checkpointed(part, nest)
+            output = self._checkpointed(part, nest, shares)
             outputs.append(Arguments((output, caches), self._layers))
             for name in before.changed():
                 self._verdicts.refuse(arguments, f"its forward changes the parameter {name!r}")
@@ -282,10 +286,14 @@ class PlannedForward:
 class _Call:
     """One forward under checkpoint, and its recomputations. See Note [Recomputation]."""
 
-    def __init__(self, planned: PlannedForward, arguments: Arguments, own: Any) -> None:
+    def __init__(
+        self, planned: PlannedForward, arguments: Arguments, own: Any, shares: Shares | None
+    ) -> None:
         self._planned = planned
         self._arguments = arguments
         self._own = own  # what the first run is called with: the caller's very objects
+        self._shares = shares  # for the first run
+        self._sliced = shares is not None
         self._compiler = planned.compiler  # of both runs
         self._found: Found
         self._before: Before
@@ -307,7 +315,8 @@ class _Call:
             saved.push()
             self._found = planned.buffers.taken()
             self._before = planned.taken()
-            output = planned.run(self._compiler, args, kwargs)
+            shares, self._shares = self._shares, None
+            output = self._run(shares, args, kwargs)
             self._rewritten = planned.learn(self._before)
             planned.buffers.learn(self._found)
             return output
@@ -323,7 +332,7 @@ class _Call:
         try:
             args, kwargs = self._arguments.filled(tensors)
             with self._found.again(), self._parameters_again():
-                planned.run(self._compiler, args, kwargs)
+                self._run(planned.sums.shares() if self._sliced else None, args, kwargs)
         except Exception as error:
             planning = hooks.state.planning
             if isinstance(error, torch.OutOfMemoryError) and planning is not None:
@@ -332,6 +341,11 @@ class _Call:
             raise
         finally:
             planned.hook.after(None)
+
+    def _run(self, shares: Shares | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        planned = self._planned
+        with contextlib.nullcontext() if shares is None else planned.sums.in_place(shares):
+            return planned.run(self._compiler, args, kwargs)
 
     @contextlib.contextmanager
     def _parameters_again(self) -> Iterator[None]:

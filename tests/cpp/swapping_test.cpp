@@ -12,6 +12,7 @@
 #include "io_fixtures.hpp"
 #include "memory/clock.hpp"
 #include "memory/host_backend.hpp"
+#include "memory/mapping.hpp"
 #include "offload/make_engine.hpp"
 #include "offload/memory_engine.hpp"
 #include "session_fixtures.hpp"
@@ -179,13 +180,14 @@ TEST(Swapping, RefusedRoomChangesNothing) {
 
 TEST(Swapping, WhatTheMachineDoesNotHaveIsRefused) {
   Config config = roomy_config();
-  config.host_bytes = std::size_t{1} << 43;
+  const std::size_t too_much = 4 * host_bytes_available() / kPage * kPage;
+  config.host_bytes = 2 * too_much;
   Session session(config);
   fill(session);
   const std::uint64_t before = session.stats().host_bytes;
   try {
-    session.reserve_activations(std::size_t{1} << 42, 0);
-    ADD_FAILURE() << "4 TiB were claimed";
+    session.reserve_activations(too_much, 0);
+    ADD_FAILURE() << too_much << " bytes were claimed";
   } catch (const StrataError& error) {
     EXPECT_EQ(error.error().fault, Fault::memory) << error.what();
   }

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import strata
 import torch
 from small_models import (
     VOCABULARY,
@@ -20,6 +21,7 @@ from small_models import (
     tight,
 )
 from stacks import Blocks, blocks
+from strata.slice_sums import SliceSums
 from strata.wrapped import wrapped
 from torch import nn
 from torch.nn import functional as F
@@ -296,3 +298,54 @@ def test_trials_can_be_forbidden(core: ModuleType) -> None:
     model(torch.randn(4, 48)).sum().backward()
     wrapped(model).recorder.take()
     assert all(u.slices_max == 1 and not u.unsplit_reason for u in wrapped(model).units)
+
+
+def gradient_of(model: nn.Module, name: str) -> torch.Tensor:
+    """Of one step over 32 rows whose gradients are of one size."""
+    torch.manual_seed(3)
+    rows = torch.randn(32, 48).to(next(model.parameters()).dtype)
+    model(rows).square().sum().backward()
+    return strata.gather_grad(dict(model.named_parameters())[name]).double()
+
+
+@pytest.mark.parametrize("core", ["real"], indirect=True)
+def test_gradients_of_slices_are_added_in_float32(core: ModuleType) -> None:
+    """One more rounding than the whole batch, not one for each slice."""
+    name = "blocks.1.0.weight"
+    exact = build(Blocks).bfloat16().double()
+    torch.manual_seed(3)
+    rows = torch.randn(32, 48).bfloat16().double()
+    exact(rows).square().sum().backward()
+    wanted = dict(exact.named_parameters())[name].grad
+    assert wanted is not None
+    errors = []
+    for count in (1, 32):
+        model, _ = sliced(lambda: Blocks().bfloat16(), count)
+        errors.append(float((gradient_of(model, name) - wanted).norm() / wanted.norm()))
+        strata.unwrap(model)
+    assert errors[1] < 1.1 * errors[0]
+
+
+@pytest.mark.parametrize("core", ["real"], indirect=True)
+def test_a_slice_that_is_interrupted_leaves_parameters_in_place(
+    core: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = sliced(lambda: Blocks().bfloat16(), 3)
+    rows = torch.randn(32, 48).bfloat16()
+    away = wrapped(model).hooks.away
+    before = [id(p) for p in model.parameters()]
+    with monkeypatch.context() as patched:
+        patched.setattr(SliceSums, "put_back", interrupt)  # ahead of what would undo it
+        with pytest.raises(KeyboardInterrupt):
+            model(rows)
+    assert away
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+    assert [id(p) for p in model.parameters()] == before
+    assert not away
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
