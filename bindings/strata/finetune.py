@@ -30,6 +30,7 @@ from . import checkpoint, finetune_check, finetune_report, machine
 from .api import wrap
 from .choices import HOST
 from .device import choose as choose_device
+from .errors import StrataError
 from .export import export_safetensors
 from .finetune_data import Data, prepare
 from .finetune_model import Choice, choose
@@ -256,7 +257,7 @@ class _Training:
 
     def _gradients(self) -> float:
         """Those of a step, and its loss. Where a step that is recorded runs out of memory, it is
-        run again, and takes less."""
+        run again, and takes less. StrataError where that cannot be."""
         options, begin = self._options, self._position
         while True:
             total = 0.0
@@ -268,11 +269,15 @@ class _Training:
                     self._scaler.scale(loss).backward()
                     total += loss.item()
                 return total
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 planning = self._state.planning
                 used = self._state.config["update"] == "in_backward"  # some gradients, already
                 if used or planning is None or not planning.recording.may_try_smaller:
-                    raise
+                    other = ", or --update=on_step, whose first steps may try again with less,"
+                    raise StrataError(
+                        f"step {self._step + 1} ran out of device memory: {error}; a smaller "
+                        f"--batch, a larger --device-memory{other if used else ''} would help"
+                    ) from error
             self._position = begin
             self._optimizer.zero_grad()
 

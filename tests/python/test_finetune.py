@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from strata import cli, compute_probe, finetune, machine
+from strata._torch_compat import graph_task
 from strata.finetune_options import Options, Parser, add_arguments, finish
+from strata.finetune_tokens import Windows
 from strata.interrupt import Interrupt
 from strata.metrics import Metrics
 from strata.nn import causal_lm
 from strata.nn.causal_lm import ChunkedLoss
 from strata.weights import WeightFiles
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 LINES = "the quick brown fox jumps over the lazy dog\nand the dog sleeps on in the sun\n"
 
@@ -119,6 +122,37 @@ def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) ->
         {r["step"]: r["loss"] for r in lines(place / f) if "loss" in r} for f in ("whole", "cut")
     ]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("update", ["on_step", "in_backward"])
+def test_a_recorded_step_without_memory_is_run_again_and_takes_less(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], update: str
+) -> None:
+    """But not where its backward has updated parameters."""
+    plain, failures = LlamaMLP.forward, [torch.OutOfMemoryError("no room")]
+    positions: dict[int, list[int]] = {}  # of the training windows, and of those held out
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if graph_task() != -1 and failures:
+            raise failures.pop()
+        return plain(self, x)
+
+    def batch(self: Any, position: int, count: int) -> torch.Tensor:
+        positions.setdefault(id(self), []).append(position)
+        return plain_batch(self, position, count)
+
+    plain_batch = Windows.batch
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    monkeypatch.setattr(Windows, "batch", batch)
+    status = cli.main(arguments(place, steps=2, accumulation=1, update=update))
+    assert not failures
+    if update == "in_backward":
+        assert status == 1
+        assert "step 1 ran out of device memory: no room; a smaller" in capsys.readouterr().err
+        return
+    assert status == 0
+    assert [r["step"] for r in lines(place / "out") if "loss" in r] == [1, 2]
+    assert [0, 0, 2] in positions.values()
 
 
 @pytest.mark.parametrize(("flags", "dtype"), [({"avx512_bf16"}, "bfloat16"), ({"avx2"}, "float32")])
