@@ -120,7 +120,8 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
 
     Budgets, page size and disks may differ from those of the run that saved it. Returns `extra`.
     Raises CheckpointError, before anything is changed, where there is no complete checkpoint, where
-    it is damaged, or of another model.
+    it is damaged, or of another model. Where an exception ends it later, Ctrl-C too, everything
+    else is refused until a load has come to its end.
     """
     state = wrapped(model)
     folder = find(path)
@@ -134,6 +135,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         entries = [*manifest["params"], *manifest["buffers"]]
         file.verify(((e["name"], r) for e in entries for r in e["tensors"]), meter.add)
         state.hooks.reset()
+        state.half_loaded = True
         state.forget_step()
         for tensor, entry in zip(stored_tensors(model), manifest["params"], strict=True):
             for record in entry["tensors"]:
@@ -151,6 +153,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             else:
                 group[key] = value
     rng.restore(manifest["rng"])
+    state.half_loaded = False
     extra: dict[str, Any] = manifest["extra"]
     return extra
 

@@ -192,6 +192,7 @@ class StrataOptimizer(torch.optim.Optimizer):
                 loss = closure()
         state = self._wrapped
         state.hooks.reset()
+        state.refuse_half_load("step()")
         change = state.visits.add(Change())
         state.refuse_visits()
         state.landings.wait()

@@ -132,6 +132,7 @@ class Wrapped:
         self.landed = [0] * len(self.params)  # gradients since the last step() or zero_grad()
         self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
         self.dirty = False  # step() has run and zero_grad() has not
+        self.half_loaded = False  # strata.load() has begun to write, and has not ended
         # in_backward: what the updates of this backward use; None where none has begun.
         self.groups_used: list[GroupSpec] | None = None
         self.last_step: StepResult | None = None
@@ -244,13 +245,24 @@ class Wrapped:
                 )
 
     def refuse_half_step(self, what: str) -> None:
-        """Raises RuntimeError between a backward that has updated parameters and step()."""
+        """Raises RuntimeError between a backward that has updated parameters and step(), and where
+        strata.load() has not come to its end: parameters are of two states then."""
+        self.refuse_half_load(what)
         if self.groups_used is not None:
             raise RuntimeError(
                 f"{what} between backward() and step(): update='in_backward' has updated some of "
                 "the parameters already, perhaps not all. Call optimizer.step() first, which ends "
                 "this step with the gradients that there are, also of a backward that was "
                 "interrupted; or return to a checkpoint with strata.load()"
+            )
+
+    def refuse_half_load(self, what: str) -> None:
+        """Raises RuntimeError where strata.load() has written some of the parameters, not all."""
+        if self.half_loaded:
+            raise RuntimeError(
+                f"{what} after a strata.load() that was interrupted, or failed, half-way: some "
+                "parameters are the checkpoint's and some are not. Call strata.load() again, with "
+                "that checkpoint or another"
             )
 
     def synchronize(self) -> None:

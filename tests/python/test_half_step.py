@@ -1,5 +1,6 @@
 """Between a backward that has updated parameters and step(): what is refused, and the way back."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,16 +41,13 @@ def masters(state: Wrapped) -> list[torch.Tensor]:
     return [state.read(i) for i in range(len(state.params))]
 
 
-def test_a_half_step_is_no_state_to_save(core: ModuleType, tmp_path: Path) -> None:
-    model, optimizer = tight(build(Blocks), update="in_backward")
-    steps(model, optimizer)
-    values, moments = model.state_dict(), optimizer.state_dict()
-    state = interrupted(model)
-    before = [state.session.param_step(i) for i in range(len(state.params))]
-    assert len(set(before)) == 2
-    for what in (
-        lambda: strata.save(model, tmp_path / "c"),
-        lambda: strata.export_safetensors(model, tmp_path / "e"),
+def calls(
+    model: Any, optimizer: Any, values: Any, moments: Any, folder: Path
+) -> list[Callable[[], object]]:
+    """All that needs, or leaves, parameters of one state."""
+    return [
+        lambda: strata.save(model, folder / "c"),
+        lambda: strata.export_safetensors(model, folder / "e"),
         model.state_dict,
         model.blocks[0].state_dict,
         optimizer.state_dict,
@@ -61,7 +59,17 @@ def test_a_half_step_is_no_state_to_save(core: ModuleType, tmp_path: Path) -> No
         lambda: optimizer.load_state_dict(moments),
         lambda: model.head.weight.data.copy_(values["head.weight"]),
         lambda: strata.unwrap(model),
-    ):
+    ]
+
+
+def test_a_half_step_is_no_state_to_save(core: ModuleType, tmp_path: Path) -> None:
+    model, optimizer = tight(build(Blocks), update="in_backward")
+    steps(model, optimizer)
+    values, moments = model.state_dict(), optimizer.state_dict()
+    state = interrupted(model)
+    before = [state.session.param_step(i) for i in range(len(state.params))]
+    assert len(set(before)) == 2
+    for what in calls(model, optimizer, values, moments, tmp_path):
         with pytest.raises(RuntimeError, match=r"between backward\(\) and step\(\).*strata.load"):
             what()
     assert not (tmp_path / "c").exists()
@@ -110,3 +118,31 @@ def test_a_graph_from_before_load_is_refused(core: ModuleType, tmp_path: Path) -
     strata.load(model, tmp_path / "c")
     with pytest.raises(RuntimeError, match="modified"):
         loss.backward()
+
+
+@pytest.mark.parametrize("stop", [0.55, 0.75, 0.95])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_load_that_ends_half_way_is_no_state_either(
+    core: ModuleType, tmp_path: Path, stop: float, error: type[BaseException]
+) -> None:
+    model, optimizer = tight(build(Blocks))
+    steps(model, optimizer)
+    kept = masters(wrapped(model))
+    strata.save(model, tmp_path / "good")
+    steps(model, optimizer)
+    values, moments = model.state_dict(), optimizer.state_dict()
+
+    def progress(done: int, total: int) -> None:
+        if done > stop * total:
+            raise error
+
+    with pytest.raises(error):
+        strata.load(model, tmp_path / "good", progress=progress)
+    others = calls(model, optimizer, values, moments, tmp_path)
+    for what in (*others, optimizer.step, lambda: strata.save(model, tmp_path / "good")):
+        with pytest.raises(RuntimeError, match=r"half-way.*Call strata.load\(\) again"):
+            what()
+    strata.load(model, tmp_path / "good")
+    assert all(map(torch.equal, masters(wrapped(model)), kept))
+    steps(model, optimizer)
+    strata.save(model, tmp_path / "good")
