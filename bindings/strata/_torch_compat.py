@@ -84,6 +84,27 @@ GRAPHS_MODULE = "torch._inductor.cudagraph_trees"
 BatchNorm = _BatchNorm
 
 
+def captures_graphs(found: Any) -> bool:
+    """Whether what compiler() found makes CUDA graphs. Wrappers of it name what they wrap so."""
+    while found is not None:
+        config = getattr(found, "config", None)
+        if isinstance(config, dict) and config.get("triton.cudagraphs"):
+            return True
+        if getattr(found, "compiler_name", "") == "cudagraphs":
+            return True
+        names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
+        found = next((getattr(found, n) for n in names if hasattr(found, n)), None)
+    return False
+
+
+def one_graph_each() -> Any:
+    """A context in which torch.compile makes a graph for just the shapes and numbers that it sees:
+    no other matches them later."""
+    return torch._dynamo.config.patch(
+        assume_static_by_default=True, automatic_dynamic_shapes=False, specialize_float=True
+    )
+
+
 def held_by_torch(tensor: torch.Tensor) -> bool:
     """Whether torch itself holds a tensor of torch's own class, whoever holds it in Python.
 

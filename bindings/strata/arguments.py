@@ -1,7 +1,7 @@
 """What a forward is called with, and what it returns: tensors taken out, and put back.
 
     arguments = Arguments((args, kwargs))
-    arguments.tensors                        # every tensor, in order
+    arguments.tensors                        # every tensor once, in order
     args, kwargs = arguments.filled(tensors) # the same nest of fresh containers around others
 
 The nest is that of the moment when it was taken: a forward that appends to a list it was given, or
@@ -57,7 +57,9 @@ class Arguments:
         self.others: list[Any] = []
         self.cached: set[int] = set()
         self.layers = layers
+        self._places: dict[tuple[int, bool], int] = {}  # by identity: an object stays one object
         self._nest = _rebuild(nest, self._take)
+        self._places.clear()
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The nest with these tensors in the place of its own."""
@@ -76,9 +78,13 @@ class Arguments:
         (self.plain if isinstance(leaf, PLAIN_TYPES) else self.others).append(leaf)
         return leaf
 
-    def _take_tensor(self, tensor: torch.Tensor) -> _TensorAt:
-        self.tensors.append(tensor)
-        return _TensorAt(len(self.tensors) - 1)
+    def _take_tensor(self, tensor: torch.Tensor, cached: bool = False) -> _TensorAt:
+        place = self._places.setdefault((id(tensor), cached), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(tensor)
+            if cached:
+                self.cached.add(place)
+        return _TensorAt(place)
 
     def _take_cache(self, cache: Any) -> _Object:
         """See Note [Caches]."""
@@ -87,8 +93,7 @@ class Arguments:
             if _is_cache(leaf):
                 return self._take_cache(leaf)
             if isinstance(leaf, torch.Tensor):
-                self.cached.add(len(self.tensors))
-                return self._take_tensor(leaf)
+                return self._take_tensor(leaf, cached=True)
             return leaf
 
         state = {

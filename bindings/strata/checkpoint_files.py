@@ -219,6 +219,11 @@ def _check_replaceable(path: Path) -> None:
             f"something is mounted on {path}, which cannot be replaced in one step: give a folder "
             f"in it, such as {path / 'checkpoint'}"
         )
+    if path.samefile(os.curdir):
+        raise CheckpointError(
+            f"{path} is the working directory, which would be gone when it is replaced: give a "
+            f"folder in it, such as {path / 'checkpoint'}"
+        )
     if not is_checkpoint(path) and any(path.iterdir()):
         raise CheckpointError(f"{path} exists and is not a checkpoint; not replacing it")
 

@@ -258,28 +258,31 @@ class _Training:
     def _gradients(self) -> float:
         """Those of a step, and its loss. Where a step that is recorded runs out of memory, it is
         run again, and takes less. StrataError where that cannot be."""
-        options, begin = self._options, self._position
+        begin = self._position
         while True:
-            total = 0.0
             try:
-                for _ in range(options.accumulation):
-                    tokens = self._data.training.batch(self._position, options.batch)
-                    self._position += options.batch
-                    loss = self._loss(tokens) / options.accumulation
-                    self._scaler.scale(loss).backward()
-                    total += loss.item()
-                return total
+                return sum(self._backward() for _ in range(self._options.accumulation))
             except torch.OutOfMemoryError as error:
                 planning = self._state.planning
                 used = self._state.config["update"] == "in_backward"  # some gradients, already
                 if used or planning is None or not planning.recording.may_try_smaller:
+                    why = "; ".join((str(error), *getattr(error, "__notes__", ())))
                     other = ", or --update=on_step, whose first steps may try again with less,"
                     raise StrataError(
-                        f"step {self._step + 1} ran out of device memory: {error}; a smaller "
+                        f"step {self._step + 1} ran out of device memory: {why}; a smaller "
                         f"--batch, a larger --device-memory{other if used else ''} would help"
                     ) from error
             self._position = begin
             self._optimizer.zero_grad()
+
+    def _backward(self) -> float:
+        """Of one batch. Its graph is gone when an exception has been caught."""
+        options = self._options
+        tokens = self._data.training.batch(self._position, options.batch)
+        self._position += options.batch
+        loss = self._loss(tokens) / options.accumulation
+        self._scaler.scale(loss).backward()
+        return loss.item()
 
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
         tokens = tokens.to(self._state.device)

@@ -18,8 +18,9 @@ it was recorded, has no older value: it must come out of the second run as it we
 
 Note [Compiled units]. torch.compile looks at each Python function as it is called. Ours and
 checkpoint's are not for it. So it is switched off ahead of them, and on again for the plain
-forward, in both runs alike: they must save the same tensors. In a step that is recorded it stays
-off, for the planner counts what the plain forward saves. It stays off where CUDA graphs are
+forward, in both runs alike: they must save the same tensors. So both must run the same graph, and
+graphs for any number or shape, of which two may fit, are not made. In a step that is recorded it
+stays off, for the planner counts what the plain forward saves. It stays off where CUDA graphs are
 captured, too: one that is replayed in the backward writes over what other forwards have left.
 """
 
@@ -34,7 +35,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from ._torch_compat import compiler, set_compiler, top_hooks, untraced, untraced_itself
+from ._torch_compat import (
+    captures_graphs,
+    compiler,
+    one_graph_each,
+    set_compiler,
+    top_hooks,
+    untraced,
+    untraced_itself,
+)
 from ._torch_compat import graph_task as _graph_task
 from .activations import RECOMPUTES
 from .arguments import Arguments, layers_of, update_cache
@@ -42,7 +51,7 @@ from .buffers import Buffers, Found
 from .errors import StrataError
 from .graphs import graphs_in_use
 from .rewriting import Before, Parameters
-from .slice_sums import Shares, SliceSums
+from .slice_sums import SliceSums
 from .slicing import Verdict, batch_size, cut, fits, merged
 from .trial import Verdicts
 from .wrapped import Unit
@@ -100,7 +109,6 @@ class PlannedForward:
         self.unit = unit
         self.buffers = Buffers(module)
         self.parameters = Parameters(module)
-        self.sums = SliceSums(module, hooks.away)
         self._verdicts = Verdicts(module, self.plain)
         self.compiler: Any = None  # of the forward that runs now
         self._layers = layers_of(module)
@@ -116,8 +124,9 @@ class PlannedForward:
     @untraced_itself
     def _beside_compiler(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Note [Compiled units]."""
-        captures = graphs_in_use() or self.hooks.state.recorder.recording
-        self.compiler = None if captures else compiler()
+        found = compiler()
+        stays_off = self.hooks.state.recorder.recording or graphs_in_use() or captures_graphs(found)
+        self.compiler = None if stays_off else found
         return self._as_planned(args, kwargs)
 
     @untraced
@@ -145,11 +154,14 @@ class PlannedForward:
 
     def run(self, compiled_by: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The plain forward, compiled by what the caller found; None: as it is."""
-        before = set_compiler(compiled_by)
-        try:
+        if not compiled_by:
             return self.plain(*args, **kwargs)
-        finally:
-            set_compiler(before)
+        with one_graph_each():
+            before = set_compiler(compiled_by)
+            try:
+                return self.plain(*args, **kwargs)
+            finally:
+                set_compiler(before)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Of a forward, taken apart."""
@@ -245,24 +257,24 @@ class PlannedForward:
             log.info("%s runs on the whole batch: %s", unit.name, reason)
             self._told = reason
 
-    def _checkpointed(self, arguments: Arguments, own: Any, shares: Shares | None = None) -> Any:
-        """`shares`: the arguments are a slice. See slice_sums.py."""
+    def _checkpointed(self, arguments: Arguments, own: Any) -> Any:
         tensors = arguments.tensors
-        return checkpoint(_Call(self, arguments, own, shares), *tensors, use_reentrant=False)
+        return checkpoint(_Call(self, arguments, own), *tensors, use_reentrant=False)
 
     def _sliced(self, arguments: Arguments, own: Any, cut_ones: Sequence[bool], count: int) -> Any:
         batch = batch_size(arguments.tensors)
         found = self.buffers.taken()
         before = self.parameters.taken(())
-        shares = self.sums.shares()
+        sums = SliceSums(self.parameters)
         outputs = []
         changed = None
         for piece in cut(arguments.tensors, batch, count):
             nest = arguments.filled(piece)
             part = Arguments(nest, self._layers)
             caches = part.caches
-            output = self._checkpointed(part, nest, shares)
+            output = self._checkpointed(part, nest)
             outputs.append(Arguments((output, caches), self._layers))
+            sums.watch(outputs[-1].tensors, piece)
             for name in before.changed():
                 self._verdicts.refuse(arguments, f"its forward changes the parameter {name!r}")
                 self.refuse_twice(name, "run on slices of the batch")
@@ -278,6 +290,7 @@ class PlannedForward:
             self._verdicts.refuse(arguments, self.unit.unsplit_reason)
             return self._checkpointed(arguments, own)
         result, caches = merged(outputs, cut_ones)
+        sums.begin_at(Arguments((result, caches)).tensors)
         for cache, newer in zip(arguments.caches, caches, strict=True):
             update_cache(cache, newer)
         return result
@@ -286,14 +299,10 @@ class PlannedForward:
 class _Call:
     """One forward under checkpoint, and its recomputations. See Note [Recomputation]."""
 
-    def __init__(
-        self, planned: PlannedForward, arguments: Arguments, own: Any, shares: Shares | None
-    ) -> None:
+    def __init__(self, planned: PlannedForward, arguments: Arguments, own: Any) -> None:
         self._planned = planned
         self._arguments = arguments
         self._own = own  # what the first run is called with: the caller's very objects
-        self._shares = shares  # for the first run
-        self._sliced = shares is not None
         self._compiler = planned.compiler  # of both runs
         self._found: Found
         self._before: Before
@@ -315,8 +324,7 @@ class _Call:
             saved.push()
             self._found = planned.buffers.taken()
             self._before = planned.taken()
-            shares, self._shares = self._shares, None
-            output = self._run(shares, args, kwargs)
+            output = planned.run(self._compiler, args, kwargs)
             self._rewritten = planned.learn(self._before)
             planned.buffers.learn(self._found)
             return output
@@ -332,7 +340,7 @@ class _Call:
         try:
             args, kwargs = self._arguments.filled(tensors)
             with self._found.again(), self._parameters_again():
-                self._run(planned.sums.shares() if self._sliced else None, args, kwargs)
+                planned.run(self._compiler, args, kwargs)
         except Exception as error:
             planning = hooks.state.planning
             if isinstance(error, torch.OutOfMemoryError) and planning is not None:
@@ -341,11 +349,6 @@ class _Call:
             raise
         finally:
             planned.hook.after(None)
-
-    def _run(self, shares: Shares | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        planned = self._planned
-        with contextlib.nullcontext() if shares is None else planned.sums.in_place(shares):
-            return planned.run(self._compiler, args, kwargs)
 
     @contextlib.contextmanager
     def _parameters_again(self) -> Iterator[None]:

@@ -27,7 +27,6 @@ from .kept import hold, references
 from .land_hook import LandHook, drop_grad
 from .pins import Pins
 from .saved import SavedTensors
-from .slice_sums import SliceSums, put_back
 from .swapping import Swapping
 from .uncopied import Uncopied
 from .visits import Change, Visit
@@ -48,7 +47,6 @@ class Hooks:
         self.pins = Pins(state, self.swapping)
         self.saved = SavedTensors(state, self.pins, self.swapping, self.frames)
         self._handles: list[Any] = []
-        self.away: set[SliceSums] = set()
 
     def install(self, hooked: dict[nn.Module, list[int]]) -> None:
         """Registers everything. `hooked`: the units that each module's forward reads."""
@@ -93,7 +91,6 @@ class Hooks:
         """
         if _graph_task() != -1:
             return
-        put_back(self.away)
         state = self.state
         bound, live = state.visits.sort_out()
         dead = [f for f in self.frames.all() if f.number < bound and f.number not in live]
@@ -221,7 +218,6 @@ class ModuleHook:
         return None if replaced is output else replaced
 
     def _check(self) -> None:
-        put_back(self.hooks.away)
         frozen = self.hooks.state.frozen
         for parameters, name, parameter, index, address in self.owned:
             if (

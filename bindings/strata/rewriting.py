@@ -89,6 +89,9 @@ class Parameters:
         self.known = False  # a forward has shown which of them it changes
         self.rewritten: set[str] = set()  # those that a forward has changed
 
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._params.values())
+
     def __getitem__(self, name: str) -> nn.Parameter:
         return self._params[name]
 

@@ -1,132 +1,146 @@
 """Sums the gradients of a unit's slices in float32, and rounds them once.
 
-    away = set()
-    sums = SliceSums(module, away)
-    shares = sums.shares()              # of one forward of the module that runs on slices
-    with sums.in_place(shares):         # for each slice
-        module.forward(piece)
-    put_back(away)                      # where an exception may have come between
+    sums = SliceSums(parameters)             # of one forward that runs on slices
+    output = forward(piece)                  # for each slice
+    sums.watch(outputs, inputs)              # behind each slice: the tensors of its arguments
+    sums.begin_at(merged)                    # the outputs of all slices, put together
 
 Note [Sums of slices]. Autograd adds what several slices give a parameter in the parameter's dtype,
-and rounds after every slice: with 16 slices in bfloat16 the error is several times that of the
-whole batch. So each slice reads a stand-in: a view of the parameter whose gradient is added to a
-float32 sum. All of them come from one view of the parameter, whose own backward runs behind the
-last of them, whether they have got a gradient or not; it hands the sum over, rounded. Parameters of
-32 bits need none of it. Where a backward is itself recorded (create_graph), autograd adds.
+and rounds after every slice: with 32 slices in bfloat16 the error is several times that of the
+whole batch. So nodes that hand a gradient to a parameter's accumulator are looked up in the graph
+of each slice. In a backward a hook behind each of them takes its gradient into a float32 sum and
+hands on nothing, but for the last one that runs, which hands on the sum, rounded. How many will run
+autograd tells when the backward comes to the merged outputs. The forward sees nothing of it, and
+neither do hooks of parameters. Parameters of 32 bits need no sum. Where a backward is itself
+recorded (create_graph), autograd adds.
 
-While a slice runs, stand-ins lie where the module looks its parameters up. Where an exception of a
-signal handler leaves some behind, `away` knows of it. Another thread that evaluates may take them
-away meanwhile: what reads the parameter then is added by autograd.
+Nodes are referred to by hooks of nodes above them alone, as they are by the graph: a graph that is
+dropped is freed.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-# For each parameter that is summed: the view that all slices share, and the sum.
-Shares = list[tuple[torch.Tensor, "_Total"]]
+from ._torch_compat import DisableTorchFunction, will_run
+from ._torch_compat import graph_task as _graph_task
+
+Grads = tuple[torch.Tensor | None, ...]
+
+BACKWARDS_MAX = 4  # at a time, one within another; older ones have raised
 
 
 class SliceSums:
-    """The parameters of one module, and of all below it, whose slices are summed. Use from one
-    thread at a time, while they are plain ones."""
+    """The sums of one forward. Use from the thread that trains, behind one another."""
 
-    def __init__(self, module: nn.Module, away: set[SliceSums]) -> None:
-        """`away`: those of a model whose stand-ins may lie where parameters belong."""
-        self._away = away
-        self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
-            (inner._parameters, name, parameter)
-            for inner in module.modules()
-            for name, parameter in inner._parameters.items()
-            if parameter is not None and parameter.requires_grad and parameter.itemsize < 4
-        ]
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """REQUIRES: gradients are enabled."""
+        with DisableTorchFunction():
+            narrow = [p for p in parameters if p.requires_grad and p.itemsize < 4]
+            # Python has one object for a node for as long as that is held.
+            dtypes = {get_gradient_edge(p).node: p.dtype for p in narrow}
+        self._sums = {node: _Sum(node, dtype) for node, dtype in dtypes.items()}
+        self._nodes: dict[Any, list[Any]] = {node: [] for node in dtypes}
 
-    def shares(self) -> Shares:
-        """One for each place; a parameter with several places has one share."""
-        by_id: dict[int, tuple[torch.Tensor, _Total]] = {}
-        for _, _, parameter in self._places:
-            if id(parameter) not in by_id:
-                total = _Total()
-                by_id[id(parameter)] = (_Sum.apply(parameter, total), total)
-        return [by_id[id(parameter)] for _, _, parameter in self._places]
+    def watch(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Finds the nodes between them that hand gradients to the parameters."""
+        if not self._sums:
+            return
+        seen = {t.grad_fn for t in inputs if t.grad_fn is not None}
+        ahead = [t.grad_fn for t in outputs if t.grad_fn is not None]
+        while ahead:
+            node = ahead.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            for place, (below, _) in enumerate(node.next_functions):
+                if below in self._sums:
+                    node.register_hook(_Take(self._sums[below], place))
+                    self._nodes[below].append(node)
+                elif below is not None:
+                    ahead.append(below)
 
-    @contextlib.contextmanager
-    def in_place(self, shares: Shares) -> Iterator[None]:
-        """The module reads stand-ins: those of another slice each time."""
-        stand_ins = {id(total): _Share.apply(shared, total) for shared, total in shares}
-        self._away.add(self)
-        try:
-            for (parameters, name, _), (_, total) in zip(self._places, shares, strict=True):
-                parameters[name] = stand_ins[id(total)]
-            yield
-        finally:
-            self.put_back()
+    def begin_at(self, merged: Iterable[torch.Tensor]) -> None:
+        """REQUIRES: the tensors have nodes of their own, above all that were found."""
+        pairs = [(self._sums[key], nodes) for key, nodes in self._nodes.items() if nodes]
 
-    def put_back(self) -> None:
-        """The module reads its parameters."""
-        for parameters, name, parameter in self._places:
-            if type(parameters.get(name)) is torch.Tensor:  # else it is there, or was exchanged
-                parameters[name] = parameter
-        self._away.discard(self)
+        def begin(_: Grads) -> None:
+            """Called by autograd ahead of a node of `merged`."""
+            for total, nodes in pairs:
+                total.begin(nodes)
 
-
-def put_back(away: set[SliceSums]) -> None:
-    """All modules read their parameters. Call it where an exception may have come."""
-    for sums in list(away):
-        sums.put_back()
+        for tensor in merged:
+            if pairs and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begin)
+        self._nodes.clear()
 
 
-class _Total:
-    """The gradients of one parameter so far."""
+class _Sum:
+    """The gradients of one parameter, in as many backwards as there are."""
 
-    __slots__ = ("sum",)
+    __slots__ = ("_accumulator", "_dtype", "_early", "_left", "_totals")
 
-    def __init__(self) -> None:
-        self.sum: torch.Tensor | None = None
+    def __init__(self, accumulator: Any, dtype: torch.dtype) -> None:
+        self._accumulator = accumulator
+        self._dtype = dtype
+        # By backward: nodes that have not run, and that ran ahead of begin(); the gradients so far.
+        self._left: dict[int, int] = {}
+        self._early: dict[int, int] = {}
+        self._totals: dict[int, torch.Tensor] = {}
+
+    def begin(self, nodes: Sequence[Any]) -> None:
+        """A backward comes to the slices."""
+        task = _graph_task()
+        if task in self._left:
+            return
+        for of_tasks in (self._left, self._early, self._totals):
+            for old in sorted(of_tasks)[: -BACKWARDS_MAX + 1]:
+                del of_tasks[old]
+        self._left[task] = sum(map(will_run, nodes)) - self._early.pop(task, 0)
+
+    def take(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """What goes on in the place of the gradient of one node."""
+        task = _graph_task()
+        if not self._left.get(task):  # reached on another way than through the merged outputs
+            self._early[task] = self._early.get(task, 0) + 1
+            return grad
+        self._left[task] -= 1
+        total = self._totals.pop(task, None)
+        if total is None and not self._left[task]:
+            return grad
+        if grad is not None:
+            grad = grad if grad.layout == torch.strided else grad.to_dense()
+            total = grad.float() if total is None else total.add_(grad)
+        if self._left[task]:
+            if total is not None:
+                self._totals[task] = total
+            return None
+        assert total is not None
+        rounded = total.to(self._dtype)
+        if grad is None:  # a hook may put no gradient where there is none
+            self._accumulator(rounded)
+            return None
+        return rounded
 
 
-class _Sum(torch.autograd.Function):
-    """A view of a parameter; its gradient is the sum of those of all slices."""
+class _Take:
+    """Called by autograd behind a node whose gradient number `place` is a parameter's."""
 
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, total: _Total) -> torch.Tensor:
-        ctx.total, ctx.dtype = total, parameter.dtype
-        ctx.set_materialize_grads(False)
-        return parameter.view_as(parameter)
+    __slots__ = ("_place", "_sum")
 
-    @staticmethod
-    def backward(ctx: Any, *added: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        """Called by autograd behind all slices. `added`: what it has added itself."""
-        total, ctx.total.sum = ctx.total.sum, None
-        if total is None:
-            return added[0], None
-        if added[0] is not None:
-            total += added[0]
-        return total.to(ctx.dtype), None
+    def __init__(self, total: _Sum, place: int) -> None:
+        self._sum = total
+        self._place = place
 
-
-class _Share(torch.autograd.Function):
-    """The view of one slice; its gradient goes to the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, shared: torch.Tensor, total: _Total) -> torch.Tensor:
-        ctx.total = total
-        ctx.set_materialize_grads(False)
-        return shared.view_as(shared)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        """Called by autograd when the slice has all of its gradient."""
-        (grad,) = grads
-        if grad is None or torch.is_grad_enabled() or grad.layout != torch.strided:
-            return grad, None
-        if ctx.total.sum is None:
-            ctx.total.sum = grad.float()
-        else:
-            ctx.total.sum += grad
-        return None, None
+    def __call__(self, grads: Grads, _: Grads) -> Grads | None:
+        """What the node hands on; None: what it has."""
+        place, mine = self._place, grads[self._place]
+        if torch.is_grad_enabled():
+            return None
+        kept = self._sum.take(mine)
+        return None if kept is mine else (*grads[:place], kept, *grads[place + 1 :])

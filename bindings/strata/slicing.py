@@ -57,11 +57,12 @@ def fits(outputs: Sequence[Arguments], cut_ones: Sequence[bool], batch: int) -> 
 
 
 def merged(outputs: Sequence[Arguments], cut_ones: Sequence[bool]) -> Any:
-    """The output of the whole batch. `cut_ones`: which of its tensors are cut with the batch."""
+    """The output of the whole batch. `cut_ones`: which of its tensors are cut with the batch.
+    All its tensors are new ones, with nodes of autograd of their own."""
     columns = zip(*(output.tensors for output in outputs), strict=True)
     return outputs[0].filled(
         [
-            torch.cat(column) if cut_here else column[0]
+            torch.cat(column) if cut_here else column[0].view_as(column[0])
             for cut_here, column in zip(cut_ones, columns, strict=True)
         ]
     )

@@ -181,13 +181,16 @@ def test_a_link_stays_and_its_folder_is_replaced(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.name != "disk"] == ["run"]
 
 
-@pytest.mark.parametrize("what", ["file", "mount", "bind mount"])
+@pytest.mark.parametrize("what", ["file", "working directory", "mount", "bind mount"])
 def test_what_cannot_be_replaced_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     path = tmp_path / "the run"
     if what == "file":
         path.write_text("x")
+    elif what == "working directory":
+        path.mkdir()
+        monkeypatch.chdir(path)
     elif what == "mount":
         path.mkdir()
         monkeypatch.setattr(os.path, "ismount", lambda place: Path(place) == path)
@@ -196,7 +199,8 @@ def test_what_cannot_be_replaced_is_refused_at_once(
         place = str(path).replace(" ", "\\040")
         (tmp_path / "mounts").write_text(f"36 35 98:0 /a {place} rw - ext4 /dev/root rw\n")
         monkeypatch.setattr(replacing, "MOUNTS", tmp_path / "mounts")
-    message = "is a file" if what == "file" else f"mounted on.*such as {path / 'checkpoint'}"
+    known = {"file": "is a file", "working directory": "the working directory"}
+    message = known.get(what, f"mounted on.*such as {path / 'checkpoint'}")
     with (
         pytest.raises(files.CheckpointError, match=message),
         files.replace_folder(path),

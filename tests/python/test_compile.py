@@ -1,6 +1,7 @@
 """torch.compile beside the hooks: the same bits, with a compiler that changes none."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import strata
 import torch
 from small_models import adamw, build, tight
 from stacks import Blocks, steps
-from strata._torch_compat import GRAPHS_MODULE, graph_task
+from strata._torch_compat import GRAPHS_MODULE, captures_graphs, compiler, graph_task
 from torch import nn
 
 
@@ -73,10 +74,12 @@ class Counting:
         return run
 
 
-def trained(backend: Any, activations: Any, **options: Any) -> list[float]:
+def trained(
+    backend: Any, activations: Any, make: Callable[[], nn.Module] = Dropped, **options: Any
+) -> list[float]:
     """Losses of seven steps, most of which follow a plan."""
     torch._dynamo.reset()
-    model = build(Dropped)
+    model = build(make)
     memory = {"device": "8MiB", "host": "64MiB"}
     model, optimizer = strata.wrap(
         model, adamw(model), memory=memory, activations=activations, **options
@@ -101,6 +104,60 @@ def test_recomputed_units_run_compiled_both_times(core: ModuleType, split: int |
 @pytest.mark.parametrize("core", ["real"], indirect=True)
 def test_recomputed_units_have_the_bits_of_kept_ones_when_fused(core: ModuleType) -> None:
     assert trained("inductor", "recompute") == trained("inductor", "keep")
+
+
+class Numbered(nn.Module):
+    """A block with a number of its own, which is given one tensor several times."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+        self.attend = nn.MultiheadAttention(48, 2)
+        self.mix = nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, more: Any) -> torch.Tensor:
+        x = x + self.number * self.attend(x, x, more[0], need_weights=False)[0]
+        return x * self.mix(y).sigmoid()
+
+
+def numbered() -> Blocks:
+    def run(self: Blocks, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, x, more=[x])
+        return x
+
+    model = Blocks(count=1)
+    model.blocks = nn.ModuleList(Numbered(0.1 * i) for i in range(3))
+    model.run = run
+    return model
+
+
+@pytest.mark.parametrize("core", ["real"], indirect=True)
+@pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
+def test_both_runs_see_the_same_objects_and_run_the_same_graph(
+    core: ModuleType, backend: str | None
+) -> None:
+    expected = trained(None, "keep", make=numbered)
+    assert trained(backend, "recompute", make=numbered) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("core", ["real"], indirect=True)
+@pytest.mark.parametrize("asked", [{"mode": "reduce-overhead"}, {"backend": "cudagraphs"}, {}])
+def test_compilers_that_make_cuda_graphs_are_told_from_others(
+    core: ModuleType, asked: dict[str, str]
+) -> None:
+    found = []
+
+    @torch.compiler.disable(recursive=False)
+    def look() -> None:
+        found.append(compiler())
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        look()
+        return x + 1
+
+    torch.compile(run, **asked)(torch.ones(3))  # type: ignore[call-overload]
+    assert captures_graphs(found[0]) == bool(asked)
 
 
 @pytest.mark.parametrize("core", ["real"], indirect=True)

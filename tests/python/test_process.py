@@ -20,7 +20,8 @@ from torch import nn
 PACKAGE = str(Path(strata.__file__).parent)
 SMALL = {"device": "64KiB", "host": "8MiB"}  # tiles are wanted
 ROOMY = {"device": "1MiB", "host": "8MiB"}
-POINTS = int(os.environ.get("STRATA_INTERRUPTS", "10"))  # in each test that is interrupted
+# In each test that is interrupted.
+POINTS = 100 if "STRATA_INTERRUPTS" in os.environ else 10
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 

@@ -50,12 +50,13 @@ def least_host(
 
 
 def run(case: Case, setting: dict[str, Any], folder: Path) -> tuple[list[float], nn.Module]:
-    """What activations need is known behind the first step, which may refuse the budgets."""
+    """What planned activations need is known behind the first step, which may refuse the budgets.
+    Nothing else may: without them, budgets that were accepted do."""
     for factor in (1, 2, 4):
         try:
             return case.run(wrapped(setting, folder, factor))
         except StrataError as error:
-            if "would do" not in str(error):
+            if "would do" not in str(error) or setting["activations"] is None:
                 raise
     raise AssertionError("four times the least host memory is refused")
 
