@@ -18,6 +18,7 @@ from .configure import DISK_SHARE, FREE_SHARE, UNBOUNDED
 from .endurance import wear_lines
 from .errors import StrataError
 from .estimate import Step, rehearse
+from .leftovers import remove_leftovers
 from .planner_options import wishes_of
 from .sizes import format_size, parse_budgets, parse_size, write_size
 from .update_modes import parse_update
@@ -38,6 +39,7 @@ def check(choice: Choice, options: Options, device: str) -> list[str]:
     Raises StrataError for budgets larger than the machine, and for a device budget that the step
     does not fit into, with the numbers.
     """
+    remove_leftovers(options.ssd_path or [])
     given = parse_budgets(options.memory())
     budget_check.check(given, device, options.ssd_path or [])
     budgets = {

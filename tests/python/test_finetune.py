@@ -188,6 +188,25 @@ def test_a_device_that_is_too_small_is_refused_before_anything_is_read(
     assert not (place / "out" / "options.json").exists()
 
 
+def test_what_killed_processes_left_goes_before_free_space_is_looked_at(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = place / "disk"
+    (disk / "strata-0123456789abcdef.pages").write_bytes(b"x" * 4096)
+    (disk / "strata.lock").write_text("999999999 nobody\nstrata-0123456789abcdef.pages\n")
+    seen: list[list[str]] = []
+
+    def free(_: object) -> int:
+        seen.append([file.name for file in disk.iterdir()])
+        return 1 << 30
+
+    monkeypatch.setattr(machine, "free_disk_bytes", free)
+    more = {"device-memory": "256KiB", "batch": 16, "sequence": 128, "ssd-memory": None}
+    assert "the device budget is 256.0 KiB" in wrong(capsys, arguments(place, **more))
+    assert seen[0] == []
+    assert list(disk.iterdir()) == []
+
+
 def test_what_a_run_writes_is_said_and_warned_of(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
