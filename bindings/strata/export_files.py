@@ -168,6 +168,24 @@ def refuse_others(path: Path, others: Iterable[str] = ()) -> None:
             )
 
 
+def remove_export(path: Path, others: Iterable[str] = ()) -> None:
+    """Removes an export and the files called `others` beside it, and nothing where there is none.
+
+    The weights go last: killed before, the rest is still known to belong to an export.
+    Raises FileExistsError, and removes nothing, where there are weights that are not ours.
+    """
+    path = Path(os.path.realpath(path))
+    refuse_others(path)
+    weights = [file for file in path.iterdir() if _is_weights(file)] if path.is_dir() else []
+    if weights:
+        for name in (*CONFIG_NAMES, *others):
+            (path / name).unlink(missing_ok=True)
+    for file in sorted(weights, key=lambda file: file.name != INDEX_NAME):
+        file.unlink()
+    for left in dead_folders(path, TARGET):
+        remove(left)
+
+
 def _is_weights(file: Path) -> bool:
     return file.name == INDEX_NAME or SHARD.fullmatch(file.name) is not None
 
