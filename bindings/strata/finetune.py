@@ -65,14 +65,17 @@ def run(options: Options) -> int:
     device = choose_device(options.device)
     if options.dtype == "auto":
         options = replace(options, dtype=usual_dtype(device, machine.processor_flags()))
-    for sentence in finetune_check.check(choice, options, device):
+    said = finetune_check.check(choice, options, device)
+    for sentence in said:
         log.info("%s", sentence)
     with prepare(options, choice, output) as data:
-        return _train(choice, options, device, data, output)
+        return _train(choice, options, device, data, output, bool(said))
 
 
-def _train(choice: Choice, options: Options, device: str, data: Data, output: Path) -> int:
-    """See run()."""
+def _train(
+    choice: Choice, options: Options, device: str, data: Data, output: Path, wear_told: bool
+) -> int:
+    """See run(). `wear_told`: people know what the whole run writes to the SSD."""
     choice.adopt(data.tokenizer)
     for seeded in (torch.manual_seed, random.seed, np.random.seed):
         seeded(options.seed)
@@ -84,7 +87,7 @@ def _train(choice: Choice, options: Options, device: str, data: Data, output: Pa
         # No sooner: a call that was refused is not a run to continue, and takes none away.
         if not options.resume:
             remove_earlier(output)
-        training = _Training(model, optimizer, choice, options, data, output)
+        training = _Training(model, optimizer, choice, options, data, output, wear_told)
         if options.resume:
             training.resume()
         data.keep()
@@ -148,6 +151,7 @@ class _Training:
         options: Options,
         data: Data,
         output: Path,
+        wear_told: bool,
     ) -> None:
         self._model: Any = model
         self._optimizer = optimizer
@@ -155,6 +159,8 @@ class _Training:
         self._options = options
         self._data = data
         self._output = output
+        self._wear_told = wear_told
+        self._wear_timed = False
         self._state = wrapped(model)
         self._scaler = GradScaler(enabled=options.dtype == "float16")
         self._budgets = finetune_report.budgets(self._state)
@@ -202,6 +208,7 @@ class _Training:
                 self._evaluate(view)
             while self._step < options.steps:
                 view.step(self._train_step())
+                self._say_wear(view)
                 last = self._step == options.steps
                 if last or (every and self._step % every == 0):
                     self._evaluate(view)
@@ -214,6 +221,15 @@ class _Training:
             self._save(view)
             view.note(f"to continue: strata finetune --resume --output {self._output}")
             return False
+
+    def _say_wear(self, view: View) -> None:
+        """Once, when the plan knows how long a step takes."""
+        if self._wear_timed:
+            return
+        told = finetune_check.wear_when_timed(self._state, self._options, self._wear_told)
+        self._wear_timed = told is not None
+        for sentence in told or []:
+            view.note(sentence)
 
     def _train_step(self) -> StepRecord:
         options = self._options

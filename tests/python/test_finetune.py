@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -208,11 +209,14 @@ def test_what_killed_processes_left_goes_before_free_space_is_looked_at(
 
 
 def test_what_a_run_writes_is_said_and_warned_of(
-    place: Path, caplog: pytest.LogCaptureFixture
+    place: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = arguments(place, steps=1, **{"ssd-endurance": "10MB", "host-memory": "704KiB"})
+    told = arguments(place, steps=4, **{"ssd-endurance": "10MB", "host-memory": "704KiB"})
     with caplog.at_level("INFO", "strata"):
         assert cli.main(told) == 0
+    # When a plan says how long a step takes.
+    (a_day,) = [line for line in capsys.readouterr().out.splitlines() if " a day" in line]
+    assert re.fullmatch(r"[0-9.]+ [kM]B a step are written to the SSD, [0-9.,]+ [GT]B a day", a_day)
     assert "a step are written to the SSD" in caplog.text
     assert "a drive of 10 MB endurance is worn out in" in caplog.text
     assert "warning: this run takes" in caplog.text
