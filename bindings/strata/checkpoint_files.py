@@ -177,7 +177,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
     replaced. REQUIRES: the caller ends by write_manifest. On an exception `path` stays as it was.
     """
     path = Path(os.path.realpath(path))
-    _check_replaceable(path)
+    check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with WorkFolder(path.parent, path.name) as work:
         try:
@@ -209,7 +209,29 @@ def find(path: str | Path) -> Path | None:
     return max(whole, key=lambda p: (p / MANIFEST_NAME).stat().st_mtime_ns, default=None)
 
 
-def _check_replaceable(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
+    """Removes the checkpoint at `path`, and those beside it that killed savers left: their files,
+    and no others. The folder stays. The manifest goes first, so none is there in part."""
+    path = Path(os.path.realpath(path))
+    for left in dead_folders(path.parent, path.name):
+        for name in (NEW_NAME, OLD_NAME):
+            _remove_files(left / name)
+        _clear(left, path)
+    _remove_files(path)
+
+
+def foreign_files(path: Path) -> list[Path]:
+    """What lies in the folder of a checkpoint and is not one's."""
+    return sorted(e for e in path.iterdir() if e.name not in FILE_NAMES) if path.is_dir() else []
+
+
+def _remove_files(folder: Path) -> None:
+    for name in sorted(FILE_NAMES, key=lambda name: name != MANIFEST_NAME):
+        (folder / name).unlink(missing_ok=True)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises CheckpointError where a checkpoint cannot take the place of what is at `path`."""
     if not path.exists():
         return
     if not path.is_dir():

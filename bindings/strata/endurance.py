@@ -7,7 +7,7 @@ A drive's endurance (TBW, terabytes written) is on its data sheet; the kernel do
 
 from math import floor, log10
 
-from .sizes import format_duration
+from .sizes import format_duration, format_number
 
 WORN_SHARE = 0.05  # of the endurance that one run may take without a warning
 DAY_SECONDS = 86400
@@ -22,25 +22,30 @@ def wear_lines(
     """Sentences for people; none where nothing is written. `steps`: of the whole run."""
     if not bytes_per_step:
         return []
-    written = [f"{_decimal(bytes_per_step)} a step are written to the SSD"]
+    written = [f"{format_decimal(bytes_per_step)} a step are written to the SSD"]
     if step_seconds:
-        written.append(f"{_decimal(bytes_per_step * DAY_SECONDS / step_seconds)} a day")
+        written.append(f"{format_decimal(bytes_per_step * DAY_SECONDS / step_seconds)} a day")
     if steps:
-        written.append(f"{_decimal(steps * bytes_per_step)} in {steps:,} steps")
+        written.append(
+            f"{format_decimal(steps * bytes_per_step)} in {steps:,} step{'s' * (steps != 1)}"
+        )
     lines = [", ".join(written)]
     if endurance_bytes:
         lasts = endurance_bytes / bytes_per_step
         lines.append(
-            f"a drive of {_decimal(endurance_bytes)} endurance is worn out in {_rounded(lasts)} "
-            "steps" + (f" ({format_duration(lasts * step_seconds)})" if step_seconds else "")
+            f"a drive of {format_decimal(endurance_bytes)} endurance is worn out in "
+            f"{_rounded(lasts)}"
+            + (f" ({format_duration(lasts * step_seconds)})" if step_seconds else "")
         )
         if steps and steps * bytes_per_step > WORN_SHARE * endurance_bytes:
             share = 100 * steps * bytes_per_step / endurance_bytes
-            lines.append(f"warning: this run takes {share:.2g} % of the drive's endurance")
+            lines.append(
+                f"warning: this run takes {format_number(share)} % of the drive's endurance"
+            )
     return lines
 
 
-def _decimal(size: float) -> str:
+def format_decimal(size: float) -> str:
     """As drives are sold: 600 TB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 999.5:
@@ -50,6 +55,9 @@ def _decimal(size: float) -> str:
 
 
 def _rounded(count: float) -> str:
-    """Two digits of it: 7,100."""
+    """Two digits of it: 7,100 steps."""
+    if count < 1:
+        return "less than a step"
     unit = 10 ** max(0, floor(log10(max(1.0, count))) - 1)
-    return f"{floor(count / unit) * unit:,}"
+    rounded = floor(count / unit) * unit
+    return f"{rounded:,} step{'s' * (rounded != 1)}"

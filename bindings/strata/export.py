@@ -39,8 +39,8 @@ def export_safetensors(
     `dtype` of the file: default that of the computation. Memory used: one shard of at most
     `shard_bytes`, or the largest parameter where that is more. An earlier export in `path` is
     replaced, and loads until the new one does, so the disk holds both for a while. Others stay.
-    Raises FileExistsError where `path` holds weights that strata did not export, and OSError where
-    it cannot be written.
+    Raises FileExistsError where `path` holds weights, or config files, that strata did not export,
+    and OSError where it cannot be written.
     """
     source = _Source(model, dtype)
     shards = list(_shards(source.sizes, shard_bytes))

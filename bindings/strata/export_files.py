@@ -16,7 +16,8 @@ Killed at any moment, the folder loads as the old export or as the new one, neve
 systems without hard links the index is away between 2 and 4, and the folder does not load at all.
 A single file needs no index: it takes the old one's place, and the old index goes.
 
-Only files that carry our mark are ever replaced or removed, but for the configuration files.
+Only files that carry our mark are ever replaced or removed. Configuration files carry none: they
+are ours where weights with our mark lie beside them, so they take their places behind these.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .replacing import MARKER_NAME, WorkFolder, dead_folders, remove, sync_file, sync_folder
+from .replacing import (
+    MARKER_NAME,
+    WorkFolder,
+    dead_folders,
+    remove,
+    sync_file,
+    sync_folder,
+    work_folders,
+)
 from .weights import INDEX_NAME
 
 SINGLE_NAME = "model.safetensors"
+CONFIG_NAMES = ("config.json", "generation_config.json")
 TARGET = "export"
 MARK = "strata_export"  # in the metadata of shards and index
 SHARD = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
@@ -49,7 +59,7 @@ def replace_export(path: Path) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     path.mkdir(parents=True, exist_ok=True)
-    _refuse_others(path)
+    refuse_others(path)
     with WorkFolder(path, TARGET) as work:
         try:
             yield work.path
@@ -79,11 +89,14 @@ def _place(work: Path, path: Path) -> None:
     """See Note [One index at a time]."""
     index = _read_index(work)
     shards = sorted(set(index["weight_map"].values())) if index else [SINGLE_NAME]
-    for entry in work.iterdir():
-        if entry.is_file() and entry.name not in {*shards, INDEX_NAME, MARKER_NAME}:
-            os.replace(entry, path / entry.name)
+    others = [
+        entry
+        for entry in work.iterdir()
+        if entry.is_file() and entry.name not in {*shards, INDEX_NAME, MARKER_NAME}
+    ]
     if index is None:
         os.replace(work / SINGLE_NAME, path / SINGLE_NAME)
+        _move(others, path)
         sync_folder(path)
         (path / INDEX_NAME).unlink(missing_ok=True)
         _remove_shards(path, keep=SINGLE_NAME)
@@ -94,6 +107,7 @@ def _place(work: Path, path: Path) -> None:
     staged.mkdir()
     write_index(staged, inside, index["metadata"]["total_size"])
     os.replace(staged / INDEX_NAME, path / INDEX_NAME)
+    _move(others, path)
     sync_folder(path)
     # 2. The old shards go.
     _remove_shards(path)
@@ -113,6 +127,11 @@ def _place(work: Path, path: Path) -> None:
     sync_folder(path)
 
 
+def _move(files: Iterable[Path], folder: Path) -> None:
+    for file in files:
+        os.replace(file, folder / file.name)
+
+
 def _clear(work: Path, path: Path) -> None:
     """Removes a work folder, unless it is the export now."""
     index = _read_index(path)
@@ -127,14 +146,48 @@ def _remove_shards(path: Path, keep: str = "") -> None:
             file.unlink()
 
 
-def _refuse_others(path: Path) -> None:
-    """Raises FileExistsError where loaders would take another's files for ours, or ours for its."""
-    for file in sorted(path.iterdir()):
-        if (file.name == INDEX_NAME or SHARD.fullmatch(file.name)) and not _is_ours(file):
+def refuse_others(path: Path, others: Iterable[str] = ()) -> None:
+    """Raises FileExistsError where an export into `path` would take the places of files that are
+    not ours, or where loaders would take another's files for ours. `others`: names of further files
+    that the caller will write there."""
+    files = sorted(path.iterdir()) if path.is_dir() else []
+    weights = [file for file in files if _is_weights(file)]
+    for file in weights:
+        if not _is_ours(file):
             raise FileExistsError(
                 f"{file} was not written by strata.export_safetensors: move it away, or export to "
                 "another folder"
             )
+    if weights or work_folders(path, TARGET):
+        return
+    for file in files:
+        if file.name in {*CONFIG_NAMES, *others}:
+            raise FileExistsError(
+                f"{file} belongs to no export of strata, and would be replaced: move it away, or "
+                "export to another folder"
+            )
+
+
+def remove_export(path: Path, others: Iterable[str] = ()) -> None:
+    """Removes an export and the files called `others` beside it, and nothing where there is none.
+
+    The weights go last: killed before, the rest is still known to belong to an export.
+    Raises FileExistsError, and removes nothing, where there are weights that are not ours.
+    """
+    path = Path(os.path.realpath(path))
+    refuse_others(path)
+    weights = [file for file in path.iterdir() if _is_weights(file)] if path.is_dir() else []
+    if weights:
+        for name in (*CONFIG_NAMES, *others):
+            (path / name).unlink(missing_ok=True)
+    for file in sorted(weights, key=lambda file: file.name != INDEX_NAME):
+        file.unlink()
+    for left in dead_folders(path, TARGET):
+        remove(left)
+
+
+def _is_weights(file: Path) -> bool:
+    return file.name == INDEX_NAME or SHARD.fullmatch(file.name) is not None
 
 
 def _is_ours(file: Path) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import random
-import shutil
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -34,7 +33,8 @@ from .errors import StrataError
 from .export import export_safetensors
 from .finetune_data import Data, prepare
 from .finetune_model import Choice, choose
-from .finetune_options import OPTIONS_NAME, Options
+from .finetune_options import Options
+from .finetune_output import CHECKPOINT_NAME, MODEL_NAME, claim, remove_earlier
 from .finetune_view import StepRecord, View, make_view
 from .grad_scaler import GradScaler
 from .interrupt import Interrupt
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 RATE_FRESH = 6e-4
 RATE_SAVED = 2e-5
-RUN_FOLDERS = ("checkpoint", "data", "tokenizer", "model")
 INTERRUPTED = 130  # the exit status that shells use for Ctrl-C
 
 log = logging.getLogger("strata")
@@ -62,13 +61,21 @@ def run(options: Options) -> int:
     """
     output = Path(options.output)
     choice = choose(options.model, options.vocabulary, options.sequence)
-    _claim(output, options)
+    claim(output, options)
     device = choose_device(options.device)
     if options.dtype == "auto":
         options = replace(options, dtype=usual_dtype(device, machine.processor_flags()))
-    for sentence in finetune_check.check(choice, options, device):
+    said = finetune_check.check(choice, options, device)
+    for sentence in said:
         log.info("%s", sentence)
-    data = prepare(options, choice, output)
+    with prepare(options, choice, output) as data:
+        return _train(choice, options, device, data, output, bool(said))
+
+
+def _train(
+    choice: Choice, options: Options, device: str, data: Data, output: Path, wear_told: bool
+) -> int:
+    """See run(). `wear_told`: people know what the whole run writes to the SSD."""
     choice.adopt(data.tokenizer)
     for seeded in (torch.manual_seed, random.seed, np.random.seed):
         seeded(options.seed)
@@ -77,10 +84,14 @@ def run(options: Options) -> int:
     needs = finetune_report.plain_needs(choice, options.batch, options.sequence)
     model, optimizer = _wrap(model, choice, options, device)
     try:
-        training = _Training(model, optimizer, choice, options, data, output)
+        # No sooner: a call that was refused is not a run to continue, and takes none away.
+        if not options.resume:
+            remove_earlier(output)
+        training = _Training(model, optimizer, choice, options, data, output, wear_told)
         if options.resume:
             training.resume()
-        options.save(output)  # no sooner: a call that was refused is not a run to continue
+        data.keep()
+        options.save(output)
         if not training.go():
             return INTERRUPTED
         training.finish(needs)
@@ -99,26 +110,6 @@ def usual_dtype(device: str, flags: Collection[str]) -> DtypeName:
         "half the memory, and several times as long"
     )
     return "float32"
-
-
-def _claim(output: Path, options: Options) -> None:
-    """Makes the output folder, and refuses to write over an earlier run."""
-    if not options.resume and (output / OPTIONS_NAME).exists():
-        if not options.overwrite:
-            raise ValueError(
-                f"{output} holds an earlier run: --resume continues it, --overwrite replaces it"
-            )
-        folders = [(output / name).resolve() for name in RUN_FOLDERS]
-        for read in (options.model, *options.data):
-            if any(Path(read).resolve().is_relative_to(folder) for folder in folders):
-                raise ValueError(
-                    f"--overwrite would remove {read}, which the new run reads: give another "
-                    "--output"
-                )
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        (output / OPTIONS_NAME).unlink()
-    output.mkdir(parents=True, exist_ok=True)
 
 
 def _wrap(
@@ -160,6 +151,7 @@ class _Training:
         options: Options,
         data: Data,
         output: Path,
+        wear_told: bool,
     ) -> None:
         self._model: Any = model
         self._optimizer = optimizer
@@ -167,6 +159,8 @@ class _Training:
         self._options = options
         self._data = data
         self._output = output
+        self._wear_told = wear_told
+        self._wear_timed = False
         self._state = wrapped(model)
         self._scaler = GradScaler(enabled=options.dtype == "float16")
         self._budgets = finetune_report.budgets(self._state)
@@ -178,7 +172,7 @@ class _Training:
 
     def resume(self) -> None:
         """Continues where the checkpoint stands. Raises where it is of another run."""
-        path = self._output / "checkpoint"
+        path = self._output / CHECKPOINT_NAME
         extra = checkpoint.load(self._model, path)
         if missing := [name for name in self._where() if name not in extra]:
             raise ValueError(
@@ -214,6 +208,7 @@ class _Training:
                 self._evaluate(view)
             while self._step < options.steps:
                 view.step(self._train_step())
+                self._say_wear(view)
                 last = self._step == options.steps
                 if last or (every and self._step % every == 0):
                     self._evaluate(view)
@@ -226,6 +221,15 @@ class _Training:
             self._save(view)
             view.note(f"to continue: strata finetune --resume --output {self._output}")
             return False
+
+    def _say_wear(self, view: View) -> None:
+        """Once, when the plan knows how long a step takes."""
+        if self._wear_timed:
+            return
+        told = finetune_check.wear_when_timed(self._state, self._options, self._wear_told)
+        self._wear_timed = told is not None
+        for sentence in told or []:
+            view.note(sentence)
 
     def _train_step(self) -> StepRecord:
         options = self._options
@@ -305,8 +309,9 @@ class _Training:
         view.note(f"held-out loss after step {self._step}: {loss:.4f} (perplexity {perplexity})")
 
     def _save(self, view: View) -> None:
-        checkpoint.save(self._model, self._output / "checkpoint", extra=self._where())
-        view.note(f"checkpoint of step {self._step} in {self._output / 'checkpoint'}")
+        path = self._output / CHECKPOINT_NAME
+        checkpoint.save(self._model, path, extra=self._where())
+        view.note(f"checkpoint of step {self._step} in {path}")
 
     def _where(self) -> dict[str, Any]:
         """Which run it is, and how far it has come."""
@@ -328,7 +333,7 @@ class _Training:
     def finish(self, needs: finetune_report.PlainNeeds) -> None:
         """Saves the result and the report, draws the picture, generates, prints the summary."""
         make_report(self._state).save(self._output / "report.json")
-        folder = self._output / "model"
+        folder = self._output / MODEL_NAME
         export_safetensors(self._model, folder)
         self._data.tokenizer.save_pretrained(folder)
         self._metrics.draw(self._output / "progress.png", self._budgets, self._choice.name)

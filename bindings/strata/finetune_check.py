@@ -18,6 +18,7 @@ from .configure import DISK_SHARE, FREE_SHARE, UNBOUNDED
 from .endurance import wear_lines
 from .errors import StrataError
 from .estimate import Step, rehearse
+from .leftovers import remove_leftovers
 from .planner_options import wishes_of
 from .sizes import format_size, parse_budgets, parse_size, write_size
 from .update_modes import parse_update
@@ -26,10 +27,27 @@ if TYPE_CHECKING:
     from ._core import DtypeName
     from .finetune_model import Choice
     from .finetune_options import Options
+    from .wrapped import Wrapped
 
 SURE_SHARE = 0.9  # of what is counted: a budget below that is too small however counting errs
 
 log = logging.getLogger("strata")
+
+
+def wear_when_timed(state: Wrapped, options: Options, told: bool) -> list[str] | None:
+    """What a run writes, as soon as there is a plan that says how long a step takes: sentences for
+    people, with bytes a day. None: there is no plan yet. `told`: check() has said what the whole
+    run writes.
+    """
+    simulation = state.planning.simulation if state.planning else None
+    if simulation is None or not options.ssd_endurance:
+        return None
+    return wear_lines(
+        simulation["lanes"]["write"]["bytes"],
+        parse_size(options.ssd_endurance),
+        None if told else options.steps,
+        simulation["step_seconds"],
+    )
 
 
 def check(choice: Choice, options: Options, device: str) -> list[str]:
@@ -38,6 +56,7 @@ def check(choice: Choice, options: Options, device: str) -> list[str]:
     Raises StrataError for budgets larger than the machine, and for a device budget that the step
     does not fit into, with the numbers.
     """
+    remove_leftovers(options.ssd_path or [])
     given = parse_budgets(options.memory())
     budget_check.check(given, device, options.ssd_path or [])
     budgets = {

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +104,9 @@ class Options:
     def save(self, folder: Path) -> None:
         """Remembers the options, so that --resume needs none but --output."""
         text = json.dumps(dataclasses.asdict(self), indent=2)
-        (folder / OPTIONS_NAME).write_text(text + "\n")
+        temporary = folder / f"{OPTIONS_NAME}.tmp"
+        temporary.write_text(text + "\n")
+        os.replace(temporary, folder / OPTIONS_NAME)  # killed in between, a run stays resumable
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ from .finetune_model import Choice
 from .finetune_view import print_table
 from .metrics import Metrics
 from .reports import make_report
-from .sizes import format_size
+from .sizes import format_duration, format_number, format_size
 from .wrapped import Wrapped
 
 # float32 parameter 4, gradient 4, and the two moments of AdamW 4 + 4
@@ -124,8 +124,8 @@ def summary(
             f"{first['held_out_loss']:.4f} → {last['held_out_loss']:.4f} (perplexity "
             f"{perplexity(first['held_out_loss'])} → {perplexity(last['held_out_loss'])})",
         ),
-        ("steps", f"{len(steps)} in {steps[-1]['seconds'] / 60:.1f} minutes"),
-        ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} tokens/s (median step)"),
+        ("steps", f"{len(steps)} in {format_duration(steps[-1]['seconds'])}"),
+        ("speed", f"{format_number(sorted(rates)[len(rates) // 2])} tokens/s (median step)"),
         ("parameters", f"{needs.parameters / 1e6:.1f} M, {format_size(size)} as computed with"),
     ]
     if limited := make_report(state).limited:

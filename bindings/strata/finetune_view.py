@@ -18,9 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from .sizes import format_size
+from .sizes import format_duration, format_number, format_size
 
 LOG_SECONDS = 10.0  # between log lines, but for the first and the last step
+LONG_SECONDS = 86400  # from here on, nobody counts minutes
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class LogView(AbstractContextManager["LogView"]):
         left = each * (self._steps - record.step)
         print(
             f"step {record.step}/{self._steps}  loss {record.loss:.4f}  lr {record.lr:.1e}  "
-            f"{record.tokens_per_second:,.0f} tokens/s  {tiers_text(record, self._budgets)}  "
-            f"{left // 60:.0f}:{left % 60:02.0f} left",
+            f"{format_number(record.tokens_per_second)} tokens/s  "
+            f"{tiers_text(record, self._budgets)}  {_left(left)} left",
             flush=True,
         )
 
@@ -112,7 +113,8 @@ class BarView(AbstractContextManager["BarView"]):
     def step(self, record: StepRecord) -> None:
         """Moves the bar."""
         self._progress.tiers = tiers_text(record, self._budgets)
-        figures = f"loss [bold]{record.loss:.4f}[/]  {record.tokens_per_second:,.0f} tokens/s"
+        speed = format_number(record.tokens_per_second)
+        figures = f"loss [bold]{record.loss:.4f}[/]  {speed} tokens/s"
         self._progress.update(self._task, completed=record.step, figures=figures)
 
     def note(self, text: str) -> None:
@@ -133,6 +135,15 @@ def make_view(steps: int, start: int, budgets: dict[str, int], plain: bool) -> L
     """A bar on a terminal, unless `plain` lines are asked for."""
     kind = LogView if plain or not sys.stdout.isatty() else BarView
     return kind(steps, start, budgets)
+
+
+def _left(seconds: float) -> str:
+    """12:05 is minutes and seconds, and 2:03:20 has hours ahead of them."""
+    if seconds >= LONG_SECONDS:
+        return format_duration(seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def tiers_text(record: StepRecord, budgets: dict[str, int]) -> str:

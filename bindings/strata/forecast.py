@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 from . import _core
 from .activations import in_words
 from .limits import Setting, limiting_sentence
-from .report_text import like, table
-from .sizes import format_duration, format_size
+from .report_text import LONG_SECONDS, like, table
+from .sizes import format_rate, format_size
 
 if TYPE_CHECKING:
     from ._core import Bound, Budgets, Costs, Simulation, Stall, StepPlan, Trace, Wishes
 
 TIERS = ("device", "host", "ssd")
-LONG_SECONDS = 3600  # of a step: who asks whether it fits wants to know
 PURPOSES = {
     "param": "parameters",
     "activation": "activations",
@@ -126,7 +125,7 @@ class Forecast:
             [
                 f"{self._verdict(seconds)}; {self._smallest()}",
                 f"{time(seconds)} a step predicted"
-                + (f", {speed:,.0f} tokens a second" if speed else ""),
+                + (f", {format_rate(speed, 'tokens')}" if speed else ""),
                 f"lower bound {time(self.bound['seconds'])} ({self.bound['what']}), "
                 f"{self.percent_of_bound:.0f} % of it reached",
                 *([self.limited] if self.limited else []),
@@ -135,9 +134,9 @@ class Forecast:
         )
 
     def _verdict(self, seconds: float) -> str:
-        if seconds < LONG_SECONDS:
+        if seconds < LONG_SECONDS:  # who asks whether it fits wants to know of longer ones
             return "fits"
-        return f"fits, but a step takes {format_duration(seconds)}"
+        return f"fits, but a step takes {like(seconds)(seconds)}"
 
     def _smallest(self) -> str:
         smallest = self.plan["device_bytes_min"]

@@ -17,7 +17,9 @@ from matplotlib.figure import Figure  # not pyplot: its backend and figures are 
 
 from .activations import in_words
 from .charts import COLOURS as TIER_COLOURS
+from .report_text import LONG_SECONDS
 from .residency import Moment
+from .sizes import duration_unit
 from .timeline import CAUSES, LINKS, StepRecord, bandwidth, rates
 
 if TYPE_CHECKING:
@@ -209,6 +211,9 @@ def _time_axis(axes: Any, begin: float, end: float, more: str = "") -> None:
 
 def _scale(seconds: float) -> tuple[float, str]:
     """What times like this one are drawn in."""
+    if seconds >= LONG_SECONDS:
+        name, size = duration_unit(seconds)
+        return 1 / size, f"{name}s"
     return (1e3, "milliseconds") if seconds < 1 else (1.0, "seconds")
 
 

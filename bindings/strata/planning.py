@@ -48,7 +48,7 @@ from .fitting import advice
 from .following import Following
 from .limits import Setting, limiting_sentence
 from .recording import Recording
-from .report_text import plan_line
+from .report_text import like, plan_line
 from .shape_class import Goal, Shape, ShapeClass, find_class, on_device
 from .sizes import format_size
 from .trace_of import make_trace, note_times
@@ -355,11 +355,12 @@ class Planning:
         assert self.following.costs is not None
         old = self.following.costs["read_bytes_s"]
         self.measure_again()
+        time = like(measured)
         log.warning(
-            "steps take %.3g s and %.3g s were planned; the SSD reads %s/s, and %s/s when it was "
+            "steps take %s and %s were planned; the SSD reads %s/s, and %s/s when it was "
             "measured before: planned anew",
-            measured,
-            predicted,
+            time(measured),
+            time(predicted),
             format_size(self.following.costs["read_bytes_s"]),
             format_size(old),
         )

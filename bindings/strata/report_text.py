@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from .activations import in_words
-from .sizes import format_size
+from .endurance import DAY_SECONDS, format_decimal
+from .sizes import UNITS, duration_unit, format_duration, format_size
 from .timeline import ALL_UNITS, stall_name
 
+LONG_SECONDS = 3600  # from here on, times are not told in seconds
 WAITS_SHOWN = 8  # those that were waited for longest
 
 if TYPE_CHECKING:
@@ -83,9 +86,12 @@ def like(seconds: float | None) -> Callable[[float], str]:
     """Writes times in the unit and with the digits that suit this one, so that times which stand
     beside each other compare at a glance. None: nothing is known that they could be like."""
     scale, unit = (1e3, "ms") if seconds is not None and seconds < 1 else (1.0, "s")
+    if seconds is not None and LONG_SECONDS <= seconds < inf:
+        name, size = duration_unit(seconds)
+        scale, unit = 1 / size, f"{name}s"
     size = abs(seconds or 1.0) * scale
     digits = 2 if size < 10 else 1 if size < 100 else 0
-    return lambda value: f"{value * scale:.{digits}f} {unit}"
+    return lambda value: f"{value * scale:,.{digits}f} {unit}"
 
 
 def report_text(report: Report) -> str:
@@ -163,8 +169,8 @@ def wear_line(report: Report) -> str:
         return ""
     return (
         f"{format_size(report.ssd_written_per_step)} a step are written to the SSD: "
-        f"{report.wear.tb_per_day:.3g} TB a day at this rate, 100 TB in "
-        f"{report.wear.days_per_100_tb:.3g} days"
+        f"{format_decimal(report.wear.tb_per_day * UNITS['TB'])} a day at this rate, 100 TB in "
+        f"{format_duration(report.wear.days_per_100_tb * DAY_SECONDS)}"
     )
 
 

@@ -89,10 +89,31 @@ def write_size(size: int) -> str:
     return f"{-(-size // unit)}{name}"
 
 
-def format_duration(seconds: float) -> str:
-    """For people: 3.2 s, 25 minutes, 90 years."""
+def duration_unit(seconds: float) -> tuple[str, float]:
+    """What a duration like this one is told in, in the singular, and the seconds that it has."""
     for name, size, most in DURATIONS:
         if seconds < size * most:
-            number = f"{seconds / size:.3g}"
-            return f"{number} s" if name == "s" else f"{number} {name}{'s' * (number != '1')}"
-    return f"{seconds / YEAR_SECONDS:,.0f} years"
+            return name, size
+    return "year", YEAR_SECONDS
+
+
+def format_duration(seconds: float) -> str:
+    """For people: 3.2 s, 25 minutes, 90 years."""
+    name, size = duration_unit(seconds)
+    if name == "year":
+        return f"{seconds / size:,.0f} years"
+    number = f"{seconds / size:.3g}"
+    return f"{number} s" if name == "s" else f"{number} {name}{'s' * (number != '1')}"
+
+
+def format_number(value: float) -> str:
+    """For people: two digits at least, and all that are ahead of the point: 0.037, 4.2, 5,125."""
+    return f"{value:.2g}" if value < 9.95 else f"{value:,.0f}"
+
+
+def format_rate(per_second: float, what: str) -> str:
+    """For people: 5,125 tokens a second; where that is less than one, those of an hour or a day."""
+    for unit, seconds in (("a second", 1), ("an hour", 3600)):
+        if per_second * seconds >= 1:
+            return f"{format_number(per_second * seconds)} {what} {unit}"
+    return f"{format_number(per_second * 86400)} {what} a day"

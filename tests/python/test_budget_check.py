@@ -13,7 +13,8 @@ from small_models import adamw, build, llama
 from strata import budget_check, cli, device, finetune, machine, planner_machine
 from strata.endurance import wear_lines
 from strata.machine import FileSystem
-from strata.sizes import format_duration, write_size
+from strata.report_text import like
+from strata.sizes import format_duration, format_rate, write_size
 
 GIB = 1 << 30
 
@@ -149,6 +150,14 @@ def test_a_7b_model_at_12_bytes_a_step_wears_a_drive_of_600_tb_out_in_7100_steps
     assert wear_lines(84e9, 600 * 10**12, 358)[2] == (
         "warning: this run takes 5 % of the drive's endurance"
     )
+    assert wear_lines(84e9, 10 * 10**12, 500)[2] == (
+        "warning: this run takes 420 % of the drive's endurance"
+    )
+    assert wear_lines(84e9, 10**10, 1) == [
+        "84 GB a step are written to the SSD, 84 GB in 1 step",
+        "a drive of 10 GB endurance is worn out in less than a step",
+        "warning: this run takes 840 % of the drive's endurance",
+    ]
     assert wear_lines(84e9) == ["84 GB a step are written to the SSD"]
     assert wear_lines(0, 600 * 10**12, 358) == []
 
@@ -160,6 +169,25 @@ def test_durations_and_sizes_for_options() -> None:
     assert [write_size(n) for n in (1, 5 << 20, (5 << 20) + 1, (10 << 30) + 1)] == [
         "1MiB", "5MiB", "6MiB", "11GiB",
     ]  # fmt: skip
+
+
+def test_speeds_that_are_low_are_told_too() -> None:
+    assert [format_rate(x, "tokens") for x in (5124.6, 9.96, 1.25, 0.57, 2048 / 21948272)] == [
+        "5,125 tokens a second", "10 tokens a second", "1.2 tokens a second",
+        "2,052 tokens an hour", "8.1 tokens a day",
+    ]  # fmt: skip
+
+
+def test_times_beside_each_other_are_told_in_one_unit() -> None:
+    for seconds, told, other in (
+        (0.25, "250 ms", "10 ms"),
+        (3599.0, "3,599 s", "0 s"),
+        (3600.0, "60.0 minutes", "0.0 minutes"),
+        (9000.0, "2.50 hours", "0.00 hours"),
+        (21948272.0, "254 days", "0 days"),
+        (2.84e12, "89,994 years", "0 years"),
+    ):
+        assert (like(seconds)(seconds), like(seconds)(0.01)) == (told, other)
 
 
 def test_a_gpu_keeps_room_for_its_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,41 @@ def test_weights_that_we_did_not_export_are_not_replaced(tmp_path: Path, name: s
             del before[INDEX_NAME]
 
 
+@pytest.mark.parametrize("name", files.CONFIG_NAMES)
+def test_config_files_beside_weights_of_others_are_not_replaced(tmp_path: Path, name: str) -> None:
+    for mine in (name, "pytorch_model.bin"):
+        (tmp_path / mine).write_text("mine")
+    with pytest.raises(FileExistsError, match=f"{name} belongs to no export .* move it away"):
+        put(tmp_path, 1, 2)
+    assert names(tmp_path) == {name, "pytorch_model.bin"}
+    assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / name).unlink()
+    for generation in (1, 2):
+        put(tmp_path, generation, 2)
+        assert get(tmp_path) == generation
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("links", [True, False])
+def test_a_first_export_that_was_killed_does_not_refuse_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, links: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    for operation in range(1, 200, 2):
+        path = tmp_path / str(operation)
+        path.mkdir()
+        done = survives(lambda: put(path, 0, shards), operation)  # noqa: B023
+        put(path, 1, shards)
+        assert get(path) == 1
+        if done:
+            return
+    pytest.fail("the child never got by")
+
+
 def test_a_failed_export_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from strata import cli, compute_probe, finetune, machine
+from strata import checkpoint_files, cli, compute_probe, finetune, machine
 from strata._torch_compat import graph_task
 from strata.finetune_options import Options, Parser, add_arguments, finish
 from strata.finetune_tokens import Windows
@@ -188,12 +189,34 @@ def test_a_device_that_is_too_small_is_refused_before_anything_is_read(
     assert not (place / "out" / "options.json").exists()
 
 
-def test_what_a_run_writes_is_said_and_warned_of(
-    place: Path, caplog: pytest.LogCaptureFixture
+def test_what_killed_processes_left_goes_before_free_space_is_looked_at(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = arguments(place, steps=1, **{"ssd-endurance": "10MB", "host-memory": "704KiB"})
+    disk = place / "disk"
+    (disk / "strata-0123456789abcdef.pages").write_bytes(b"x" * 4096)
+    (disk / "strata.lock").write_text("999999999 nobody\nstrata-0123456789abcdef.pages\n")
+    seen: list[list[str]] = []
+
+    def free(_: object) -> int:
+        seen.append([file.name for file in disk.iterdir()])
+        return 1 << 30
+
+    monkeypatch.setattr(machine, "free_disk_bytes", free)
+    more = {"device-memory": "256KiB", "batch": 16, "sequence": 128, "ssd-memory": None}
+    assert "the device budget is 256.0 KiB" in wrong(capsys, arguments(place, **more))
+    assert seen[0] == []
+    assert list(disk.iterdir()) == []
+
+
+def test_what_a_run_writes_is_said_and_warned_of(
+    place: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = arguments(place, steps=4, **{"ssd-endurance": "10MB", "host-memory": "704KiB"})
     with caplog.at_level("INFO", "strata"):
         assert cli.main(told) == 0
+    # When a plan says how long a step takes.
+    (a_day,) = [line for line in capsys.readouterr().out.splitlines() if " a day" in line]
+    assert re.fullmatch(r"[0-9.]+ [kM]B a step are written to the SSD, [0-9.,]+ [GT]B a day", a_day)
     assert "a step are written to the SSD" in caplog.text
     assert "a drive of 10 MB endurance is worn out in" in caplog.text
     assert "warning: this run takes" in caplog.text
@@ -244,6 +267,89 @@ def test_overwriting_a_run_does_not_remove_what_is_read(
     said = wrong(capsys, [*arguments(place, **{what: read}), "--overwrite"])
     assert "--overwrite would remove" in said
     assert {p.name for p in (output / what).iterdir()} == {p.name for p in mine.iterdir()}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def test_a_run_that_is_refused_leaves_the_earlier_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments(place, steps=2, **{"save-every": 1})) == 0
+    out = place / "out"
+    (out / "data" / "my-own-notes.txt").write_text("mine")
+    before = files_in(out)
+    capsys.readouterr()
+    other = {"vocabulary": 300, "seed": 1}
+    for change, expected in (
+        ({"device-memory": "256KiB", "batch": 16, "sequence": 128}, "the device budget is"),
+        ({"device": "cuda:99"}, "cuda"),
+        ({"data": "/nowhere"}, "no data"),
+        ({"sequence": 100_000, "device-memory": None}, "less than one sequence"),
+        ({"update": "in_backward"}, "update='on_step' with accumulation_steps"),  # by wrap()
+    ):
+        said = wrong(capsys, [*arguments(place, **(other | change)), "--overwrite"])
+        assert expected in said
+        assert files_in(out) == before
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(finetune, "_wrap", interrupt)
+        assert cli.main([*arguments(place, **other), "--overwrite"]) == 130
+    assert files_in(out) == before
+    assert cli.main(["finetune", "--resume", f"--output={out}", "--steps=3"]) == 0
+
+
+def test_overwriting_keeps_what_no_run_wrote(place: Path) -> None:
+    out, elsewhere = place / "out", place / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "letter.txt").write_text("mine")
+    assert cli.main(arguments(place, steps=2, **{"save-every": 1})) == 0
+    (out / "data" / "linked").symlink_to(elsewhere)
+    shutil.move(out / "model", place / "moved")
+    (out / "model").symlink_to(place / "moved")
+    for folder in ("data", "model", "tokenizer", "."):
+        (out / folder / "my-own-notes.txt").write_text("mine")
+    # What a killed process left of another checkpoint, which loaders would take for the run's.
+    left = out / "checkpoint.strata-left"
+    (left / "new").mkdir(parents=True)
+    shutil.copy(out / "checkpoint" / "manifest.json", left / "new")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    marker = {"strata": "work folder", "target": "checkpoint", "boot": boot}
+    (left / "strata-work.json").write_text(json.dumps(marker))
+
+    assert cli.main([*arguments(place, steps=1, **{"eval-every": 0}), "--overwrite"]) == 0
+    for folder in ("data", "model", "tokenizer", "."):
+        assert (out / folder / "my-own-notes.txt").read_text() == "mine"
+    assert (out / "data" / "linked" / "letter.txt").read_text() == "mine"
+    assert checkpoint_files.find(out / "checkpoint") is None
+    assert [r["step"] for r in lines(out) if "loss" in r] == [1]
+    assert (out / "model").is_symlink()
+    AutoModelForCausalLM.from_pretrained(out / "model")
+
+
+@pytest.mark.parametrize(
+    "mine", ["checkpoint/notes.txt", "model/model.safetensors", "model/tokenizer.json"]
+)
+def test_overwriting_is_refused_where_files_of_others_are_in_the_way(
+    place: Path, capsys: pytest.CaptureFixture[str], mine: str
+) -> None:
+    out = place / "out"
+    for name in ("options.json", "checkpoint/state.bin", "data/my-own-notes.txt", mine):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("{}")
+    before = files_in(out)
+    said = wrong(capsys, [*arguments(place), "--overwrite"])
+    assert f"{out / mine} " in said
+    assert "move it away" in said
+    assert files_in(out) == before
 
 
 def test_a_saved_model_is_trained_further(place: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,18 @@ def test_a_step_that_fits_is_described(trace_path, capsys):
     for words in ("fits", "s a step predicted", "tokens a second", "lower bound", "model.layers.0"):
         assert words in text
     assert "optimizer" in text
+
+
+def test_a_step_of_days_is_told_in_days_everywhere(trace_path, capsys):
+    slow = ["--ssd-read-speed", "50B/s", "--ssd-write-speed", "50B/s"]
+    memory = "device=256MiB,host=256MiB,ssd=64GiB"
+    assert cli.main(["plan", "--trace", trace_path, "--memory", memory, *slow]) == 0
+    verdict, predicted, bound, *_ = capsys.readouterr().out.splitlines()
+    days = verdict.partition("fits, but a step takes ")[2].partition(";")[0]
+    assert re.fullmatch(r"[\d.,]+ (days|years)", days)
+    assert predicted.startswith(f"{days} a step predicted, ")
+    assert re.search(r" [1-9][\d.,]* tokens (an hour|a day)$", predicted)
+    assert re.match(r"lower bound [\d.,]+ (days|years) ", bound)
 
 
 def test_a_unit_that_rests_on_the_device_is_told(ask, trace_path, capsys):

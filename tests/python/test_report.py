@@ -19,7 +19,7 @@ def test_the_text_tells_speed_stalls_wear_and_plan() -> None:
     assert LIMITED in text
     assert "Llama <3>; strata finetune --steps=3; a processor" in text
     assert "waiting for layers.0 from ssd" in text
-    assert "TB a day" in text
+    assert "a day at this rate, 100 TB in" in text
     assert "device to host" in text
     assert "swap to ssd" in text
     assert "backward of" in text
