@@ -93,7 +93,7 @@ def group_spec(
         "dampening": option("dampening"),
         "lr_decay": option("lr_decay"),
         # Adagrad's sums begin with what it was built with, whatever its groups say.
-        "initial_accumulator": float(optimizer.defaults.get("initial_accumulator_value", 0.0)),
+        "initial_accumulator": Numbers(number, optimizer.defaults)("initial_accumulator_value"),
         "nesterov": bool(group.get("nesterov", False)),
         "maximize": bool(group.get("maximize", False)),
     }
