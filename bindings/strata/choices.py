@@ -15,6 +15,7 @@ STATE_DTYPES = ("float32", "bfloat16", "8bit")  # as the command line writes the
 HOST = "host"
 DEVICES = ("auto", HOST, "cpu", "cuda")
 PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
+WORKERS_LIMIT = 1024  # of the core
 
 # Fresh models that have a name: hidden size, layers, heads, intermediate size.
 MODEL_SIZES = {
@@ -46,6 +47,12 @@ def check_split(slices: int | None, activations: str | None) -> None:
             "split computes slices of the batch one after the other and recomputes them, which "
             f"activations={activations!r} rules out: take activations='auto'"
         )
+
+
+def check_workers(workers: int) -> None:
+    """Raises ValueError for what is no number of threads that the core would start."""
+    if not 1 <= workers <= WORKERS_LIMIT:
+        raise ValueError(f"workers must be from 1 to {WORKERS_LIMIT}, not {workers}")
 
 
 def check_page_size(size: int) -> None:

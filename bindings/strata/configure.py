@@ -5,6 +5,7 @@ at what the machine has free.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +16,14 @@ import torch
 from torch import nn
 
 from . import device, machine
-from .choices import ACTIVATIONS, IO_ENGINES, PAGE_BYTES_MIN, check_page_size, check_split
+from .choices import (
+    ACTIVATIONS,
+    IO_ENGINES,
+    PAGE_BYTES_MIN,
+    check_page_size,
+    check_split,
+    check_workers,
+)
 from .errors import StrataError, check_choice
 from .graphs import refuse_graphed
 from .managed import check_parameters, dtype_names
@@ -44,6 +52,7 @@ WORKERS_MAX = 4
 WORKERS_MAX_GPU = 16  # the processors have little else to do, and more do not make memory faster
 PROCESSORS_LEFT = 2  # for Python, autograd and the thread that moves pages
 UNBOUNDED = 1 << 50
+FLOAT_MAX = sys.float_info.max
 
 # Keywords whose type would otherwise be noticed late, or never.
 KINDS: tuple[tuple[str, Any, str], ...] = (
@@ -108,10 +117,14 @@ class Options:
             )
         for name in ("max_grad_norm", "max_unit_norm"):
             norm = getattr(self, name)
-            if norm is not None and not norm > 0:
+            if norm is None:
+                continue
+            if not norm > 0:
                 raise ValueError(f"{name} must be positive, or None, not {norm}")
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers must be at least 1, not {self.workers}")
+            if norm > FLOAT_MAX and norm != float("inf"):  # a whole number may be
+                raise ValueError(f"{name} is larger than any float: pass None for no clipping")
+        if self.workers is not None:
+            check_workers(self.workers)
         if self.dtype is not None and self.dtype not in DTYPE_NAMES:
             raise ValueError(f"dtype {self.dtype} is not supported; valid: {dtype_names()}")
 
@@ -260,7 +273,8 @@ def settle(
         page_bytes = plan["page_bytes"]
     except StrataError as error:
         tier = getattr(error, "tier", "")
-        if tier == "ssd":
+        # What is wrong with options of another kind names a tier too, and no space would help.
+        if tier == "ssd" and config["ssd_paths"] and str(error).startswith("infeasible"):
             free = format_size(machine.free_disk_bytes(config["ssd_paths"]))
             raise StrataError(f"{error} ({', '.join(config['ssd_paths'])}: {free} free)") from error
         if tier != "device":

@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ from .answer import Answer, ssd_enough
 from .calibrate import TYPICAL_COMPUTING, typical_costs
 from .configure import UNBOUNDED, Options
 from .errors import StrataError
-from .finetune_model import choose, config_file
+from .finetune_model import build, choose, config_file
 from .fitting import tiles_wanted
 from .forecast import Forecast, forecast
 from .meta_trace import CountedStep, count_step
@@ -92,7 +94,7 @@ def count(step: Step) -> tuple[Any, CountedStep]:
     Attention gets no mask and is causal by itself: with shapes only, Transformers cannot see that a
     mask masks nothing else, and would write it out, which training does not.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register(MASKLESS, sdpa_attention_forward)
@@ -100,20 +102,33 @@ def count(step: Step) -> tuple[Any, CountedStep]:
     config = copy.deepcopy(step.config)
     config.use_cache = False
     options = Options(max_unit_norm=step.max_unit_norm)
-    with FakeTensorMode():
+    with FakeTensorMode(), _quiet("torch._subclasses.fake_tensor"):
+        dtype = getattr(torch, step.dtype)
+        model = build(config, dtype=dtype, attn_implementation=MASKLESS).train()
         try:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, step.dtype), attn_implementation=MASKLESS
-            ).train()
             chunk_many(model, step.tokens)
             put_tiles(model, tiles_wanted(model, options, step.memory["device"]))
             ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
             counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss)
         except (RuntimeError, NotImplementedError) as error:
+            told = " ".join(str(error).split())
             raise ValueError(
-                f"{config.model_type} cannot run on shapes alone and so not be estimated: {error}"
+                f"{config.model_type} cannot run on shapes alone and so not be estimated: {told}"
             ) from error
     return model, counted
+
+
+@contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Keeps a library from logging anything. What it logs ahead of an exception, with traceback,
+    would stand above the refusal that the exception becomes."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def changes(model: Any) -> list[str]:
@@ -240,7 +255,8 @@ def estimate(options: argparse.Namespace) -> Answer:
         options.state_dtype,
         options.page_size or 0,
     )
-    model, counted = count(step)
+    with _quiet("transformers"):  # it advises on training this model, which nobody does here
+        model, counted = count(step)
     sizes = page_sizes(model, counted, step)
     page_bytes = sizes["page_bytes"]
     machine = machine_of(options, page_bytes, step.dtype)

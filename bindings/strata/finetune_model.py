@@ -5,6 +5,8 @@ model = choice.build()                       # on the meta device
 strata.wrap(model, ..., weights=choice.weights or "init")
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,7 @@ class Choice:
     def build(self, device: str = "meta") -> nn.Module:
         """The model, on the meta device unless asked otherwise: no parameter has memory yet."""
         with torch.device(device):
-            model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
-        return model
+            return build(self.config, dtype=torch.float32)
 
     def adopt(self, tokenizer: Any) -> None:
         """Makes the special tokens of a fresh model those of its tokenizer.
@@ -47,7 +48,10 @@ class Choice:
 
     def load_tokenizer(self) -> Any | None:
         """The model's own tokenizer, or None where one must be trained."""
-        return None if self.tokenizer is None else AutoTokenizer.from_pretrained(self.tokenizer)
+        if self.tokenizer is None:
+            return None
+        with _plain_refusals(f"the tokenizer in {self.tokenizer} cannot be read"):
+            return AutoTokenizer.from_pretrained(self.tokenizer)
 
 
 def choose(name: str, vocabulary: int | None, positions: int) -> Choice:
@@ -80,6 +84,33 @@ def config_file(folder: Path) -> Path:
     return file
 
 
+def build(config: Any, **options: Any) -> nn.Module:
+    """The model of a configuration, where torch makes tensors now. Raises ValueError, with the file
+    that it was read from, where Transformers cannot make one of it."""
+    file = config.name_or_path or f"this configuration of {config.model_type}"
+    with _plain_refusals(f"no model can be made of {file}"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
+    return model
+
+
+@contextmanager
+def _plain_refusals(what: str) -> Iterator[None]:
+    """Around what Transformers does with a configuration: a bad value, which may lead to any
+    exception, becomes a ValueError of one line that begins with `what`."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Its checks of fields raise around what says what is wrong.
+        cause = error.__cause__ if type(error).__name__.startswith("StrictDataclass") else None
+        told = " ".join(str(cause or error).split())
+        # By itself "'foo'", which a KeyError says, would not be understood.
+        if cause is None and not isinstance(error, ValueError | TypeError | OSError | RuntimeError):
+            told = f"{type(error).__name__}: {told}"
+        raise ValueError(f"{what}: {told}") from error
+
+
 def _saved(path: Path, vocabulary: int | None) -> Choice:
     config = config_file(path)
     if not any(path.glob("*.safetensors")):
@@ -95,12 +126,8 @@ def _saved(path: Path, vocabulary: int | None) -> Choice:
 
 
 def _config(file: Path) -> Any:
-    try:
+    with _plain_refusals(f"{file} does not describe a model of Transformers"):
         config = AutoConfig.from_pretrained(file)
-    except (ValueError, TypeError, OSError) as error:
-        raise ValueError(
-            f"{file} is not the config.json of a Transformers model: {error}"
-        ) from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{file}: {config.model_type!r} is not a causal language model")
     return config

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from .choices import ACTIVATIONS, IO_ENGINES, MODEL_SIZES, STATE_DTYPES, check_split, parse_device
 from .choices import DTYPES as COMPUTED_DTYPES
-from .option_types import as_written, count, fraction, number, page_size, positive, worded
+from .option_types import as_written, count, fraction, number, page_size, positive, worded, workers
 from .sizes import parse_size
 from .update_modes import LockFree, parse_update
 
@@ -208,7 +208,7 @@ def _add_places(add: Callable[..., object], default: Options) -> None:
     )
     add("--page-size", type=worded(_page_size), metavar="SIZE", help="default: auto")
     add("--io-engine", choices=IO_ENGINES, help="default: auto")
-    add("--workers", type=_POSITIVE, metavar="N", help="threads that update parameters")
+    add("--workers", type=worded(workers), metavar="N", help="threads that update parameters")
     add(
         "--activations",
         choices=ACTIVATIONS,

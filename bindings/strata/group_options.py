@@ -52,6 +52,10 @@ class Numbers:
                 return float(value)
         except (TypeError, ValueError, RuntimeError):  # of None, lists and tensors of several
             pass
+        except OverflowError as error:  # of whole numbers; hundreds of digits would be shown
+            raise ValueError(
+                f"parameter group {self._number} has {option} larger than any float"
+            ) from error
         raise ValueError(
             f"parameter group {self._number} has {option}={value!r}, which is not a number"
         )

@@ -21,6 +21,7 @@ from . import _core
 from .errors import StrataError
 from .foreign import NATIVE, Foreign, make_foreign
 from .group_options import Numbers, check_class, check_options
+from .loaded_state import check_entry, saved_entries, saved_groups
 from .update_modes import check_loss_scale
 from .visits import Change
 from .wrapped import Unit, Wrapped
@@ -35,6 +36,8 @@ MOMENT_NAMES: dict[str, list[tuple[Kind, str]]] = {
     "lion": [("moment1", "exp_avg")],
     "adagrad": [("moment1", "sum")],
 }
+
+COUNTED = ("adamw", "adam", "adagrad")  # their classes keep the number of a step
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Foreign | None:
@@ -93,7 +96,7 @@ def group_spec(
         "dampening": option("dampening"),
         "lr_decay": option("lr_decay"),
         # Adagrad's sums begin with what it was built with, whatever its groups say.
-        "initial_accumulator": float(optimizer.defaults.get("initial_accumulator_value", 0.0)),
+        "initial_accumulator": Numbers(number, optimizer.defaults)("initial_accumulator_value"),
         "nesterov": bool(group.get("nesterov", False)),
         "maximize": bool(group.get("maximize", False)),
     }
@@ -288,29 +291,26 @@ class StrataOptimizer(torch.optim.Optimizer):
         return {"state": entries, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict()` of this or of the plain torch optimizer returned.
-
-        Raises ValueError, and changes nothing, where that is of another model or optimizer, or has
-        options that cannot be followed.
-        """
+        """Takes over what `state_dict()` of this or of the plain torch optimizer returned. Raises
+        ValueError, and changes nothing, where that is of another model or optimizer, is damaged, or
+        has options that cannot be followed."""
         self._wrapped.hooks.reset()
         self._wrapped.refuse_half_step("load_state_dict()")
-        groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError("loaded state dict has other parameter groups than the optimizer")
+        groups = saved_groups(state_dict, self.param_groups)
         merged = [self._merged(g, new) for g, new in zip(self.param_groups, groups, strict=True)]
-        self.group_specs(merged)
+        specs = self.group_specs(merged)
+        saved = saved_entries(state_dict, groups)
         entries = [
-            (parameter, group, state_dict["state"].get(number, {}))
-            for group, saved in zip(self.param_groups, groups, strict=True)
-            for parameter, number in zip(group["params"], saved["params"], strict=True)
+            (parameter, g, saved.get(number, {}))
+            for g, group in enumerate(self.param_groups)
+            for parameter, number in zip(group["params"], groups[g]["params"], strict=True)
         ]
-        for parameter, _, entry in entries:
-            self._check_state(parameter, entry)
+        for parameter, g, entry in entries:
+            self._check_state(parameter, merged[g], specs[g], entry)
         for group, new in zip(self.param_groups, merged, strict=True):
             group.update(new)
-        for parameter, group, entry in entries:
-            self._write_state(parameter, group, entry)
+        for parameter, g, entry in entries:
+            self._write_state(parameter, self.param_groups[g], entry)
 
     def _merged(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """The group with the saved options in place of its own."""
@@ -342,18 +342,24 @@ class StrataOptimizer(torch.optim.Optimizer):
             entry[name] = state.read(index, kind)
         return entry
 
-    def _check_state(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
+    def _check_state(
+        self, parameter: torch.Tensor, group: dict[str, Any], spec: GroupSpec, entry: dict[str, Any]
+    ) -> None:
+        """Raises ValueError for what cannot be taken over. `group`, `spec`: as they are to be."""
         state = self._wrapped
         index = state.index_of(parameter)
-        for _, name in self._kinds(index):
-            value = entry.get(name)
-            if value is not None and value.shape != parameter.shape:
-                raise ValueError(
-                    f"the state of {state.names[index]!r} has shape {tuple(value.shape)}, the "
-                    f"parameter {tuple(parameter.shape)}"
-                )
-        if not float(entry.get("step", 0)) >= 0:
-            raise ValueError(f"the state of {state.names[index]!r} says step {entry['step']}")
+        if not state.config["params"][index]["trainable"]:
+            return  # nothing is kept of it
+        kept = self._foreign.kept(group) if self._foreign is not None else None
+        check_entry(
+            state.names[index],
+            entry,
+            parameter.shape,
+            moments=[name for _, name in self._kinds(index)],
+            needed=kept.moments if kept else [name for _, name in moments_of(spec)],
+            counted="step" in kept.scalars if kept else spec["rule"] in COUNTED,
+            scalars=[name for name in kept.scalars if name in entry] if kept else [],
+        )
         initial, sums = self._inner.defaults.get("initial_accumulator_value"), entry.get("sum")
         if sums is not None and not entry.get("step", 1) and (sums != initial).any():
             raise ValueError(

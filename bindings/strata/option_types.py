@@ -14,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from .choices import check_page_size
+from .choices import check_page_size, check_workers
 from .sizes import parse_size
 
+COUNT_MAX = (1 << 63) - 1  # PyTorch takes no larger sizes, seeds and numbers of steps
+DIGITS_MAX = 40  # of a number that is read
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 T = TypeVar("T")
@@ -37,7 +39,10 @@ def parse_count(text: str) -> float:
         raise ValueError(f"{text!r} is not a number such as 500M or 2G")
     if not match[2] and not match[3]:
         raise ValueError(f"{text!r} has no unit: write '{match[1]}G', or another of k, M, G and T")
-    return float(match[1]) * COUNTS[match[3].lower()]
+    number = float(match[1]) * COUNTS[match[3].lower()]
+    if number == math.inf:
+        raise ValueError(f"{match[1]}{match[3]} is more than can be counted")
+    return number
 
 
 def parse_factor(text: str) -> float:
@@ -53,9 +58,16 @@ def parse_factor(text: str) -> float:
 
 def positive(text: str) -> int:
     """A whole number from 1 on. Raises ValueError."""
-    if not text.isdecimal() or not int(text):
+    if not text.isdecimal() or not text.strip("0"):
         raise ValueError(f"{text!r} is not a positive whole number")
-    return int(text)
+    return _bounded(text)
+
+
+def workers(text: str) -> int:
+    """How many threads update parameters. Raises ValueError."""
+    threads = positive(text)
+    check_workers(threads)
+    return threads
 
 
 def page_size(text: str) -> int:
@@ -91,7 +103,7 @@ def count(text: str) -> int:
     """A whole number from 0 on. Raises ValueError."""
     if not text.isdecimal():
         raise ValueError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+    return _bounded(text)
 
 
 def fraction(text: str) -> float:
@@ -111,3 +123,10 @@ def number(text: str) -> float:
     if not 0 <= value < math.inf:
         raise ValueError(f"{text!r} is not a number of at least 0")
     return value
+
+
+def _bounded(text: str) -> int:
+    # int() refuses thousands of digits, in words of its own.
+    if len(text) > DIGITS_MAX or int(text) > COUNT_MAX:
+        raise ValueError(f"{text[:DIGITS_MAX]} is more than can be counted")
+    return int(text)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .choices import DTYPES, IO_ENGINES, STATE_DTYPES, check_split, parse_device
 from .finetune_options import Parser
-from .option_types import folder, page_size, parse_count, parse_factor, positive, worded
+from .option_types import folder, page_size, parse_count, parse_factor, positive, worded, workers
 from .paper import staging_bytes
 from .sizes import parse_budgets, parse_size, parse_speed
 from .update_modes import parse_update
@@ -70,7 +70,7 @@ def add_machine(parser: Parser) -> None:
         metavar="N",
         help="parameters the optimizer updates in a second, such as 2G (default: this machine's)",
     )
-    add("--workers", type=worded(positive), metavar="N", help="threads that update parameters")
+    add("--workers", type=worded(workers), metavar="N", help="threads that update parameters")
     add("--io-engine", choices=IO_ENGINES, default="auto", help="default: auto")
     add = parser.add_argument_group("what is asked of it").add_argument
     add("--steps", type=worded(positive), metavar="N", help="of the run, to say what it takes")
@@ -165,7 +165,7 @@ def io_tune_parser(description: str | None) -> Parser:
         help="of the calibration that is remembered (default: 4MiB)",
     )
     add("--io-engine", choices=IO_ENGINES, default="auto", help="default: auto")
-    add("--workers", type=worded(positive), metavar="N", help="threads that update parameters")
+    add("--workers", type=worded(workers), metavar="N", help="threads that update parameters")
     add_device(add, "whose links are measured")
     return parser
 

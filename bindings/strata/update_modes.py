@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from .errors import check_choice, nearest
+from .option_types import count
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 EXACT = ("on_step", "in_backward")
 LOCK_FREE_WORD = "lock-free"  # of LockFree on a command line
+STALENESS_MAX = 1 << 16  # of the core, which counts forwards by it
 UPDATE_KINDS = "'on_step', 'in_backward' or strata.LockFree(max_staleness=1)"
 # What strata.wrap() takes, as str() writes it: nothing here needs torch. And the core's name of it.
 STATE_DTYPES: dict[str, Literal["float32", "bfloat16", "block8"]] = {
@@ -48,6 +50,8 @@ class LockFree:
             raise TypeError(f"max_staleness must be a whole number of steps, not {steps!r}")
         if steps < 0:
             raise ValueError(f"max_staleness must be 0 steps or more, not {steps}")
+        if steps > STALENESS_MAX:
+            raise ValueError(f"max_staleness must be {STALENESS_MAX} steps at most, not {steps}")
 
 
 Update = str | LockFree
@@ -68,7 +72,7 @@ def parse_update(text: str) -> Update:
             raise ValueError(
                 f"{text!r}: behind the colon goes a number of steps, as in 'lock-free:1'"
             )
-        return LockFree(int(steps)) if colon else LockFree()
+        return LockFree(count(steps)) if colon else LockFree()
     check_choice("update", text, (*EXACT, LOCK_FREE_WORD))
     return text
 

@@ -448,6 +448,12 @@ def wrong(capsys: pytest.CaptureFixture[str], told: list[str]) -> str:
         ({"update": "lock-free:x"}, "a number of steps"),
         ({"update": "in_backward"}, "update='on_step' with accumulation_steps"),
         ({"update": "lock-free:1", "dtype": "float16"}, "take bfloat16, or --update on_step"),
+        (
+            {"update": "lock-free:99999999999"},
+            "--update: max_staleness must be 65536 steps at most",
+        ),
+        ({"workers": 100_000}, "--workers: workers must be from 1 to 1024, not 100000"),
+        ({"seed": 2**64}, "--seed: 18446744073709551616 is more than can be counted"),
         ({"state-dtype": "4bit"}, "invalid choice: '4bit'"),
         ({"steps": "abc"}, "--steps: 'abc' is not a positive whole number"),
         ({"batch": 0}, "--batch: '0' is not a positive whole number"),

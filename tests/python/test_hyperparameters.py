@@ -44,6 +44,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (AdamW, {"amsgrad": True}, r"AdamW\(amsgrad=True\) is not supported"),
     (SGD, {"differentiable": True}, r"SGD\(differentiable=True\) is not supported"),
     (AdamW, {"lr": "a"}, "group 0 has lr='a', which is not a number"),
+    (AdamW, {"lr": 10**400}, "group 0 has lr larger than any float"),
+    (AdamW, {"betas": (0.9, 10**400)}, "group 0 has betas larger than any float"),
     (SGD, {"lr": MISSING}, "group 0 has no 'lr'"),
     (Adam, {"weight_decay": MISSING}, "group 0 has no 'weight_decay'"),
     (SGD, {"momentum": None}, "group 0 has momentum=None, which is not a number"),

@@ -253,6 +253,16 @@ def test_a_staleness_is_a_number_of_steps(steps: Any) -> None:
         strata.LockFree(steps)
 
 
+@pytest.mark.parametrize("steps", [65537, 2**31, 2**40])
+def test_a_staleness_beyond_what_is_counted_is_refused_with_the_largest(steps: int) -> None:
+    with pytest.raises(ValueError, match=f"65536 steps at most, not {steps}"):
+        strata.LockFree(steps)
+    with pytest.raises(ValueError, match="65536 steps at most"):
+        parse_update(f"lock-free:{steps}")
+    model = build(llama)
+    strata.plan(model, adamw(model), update=strata.LockFree(65536))  # the core takes it
+
+
 def test_a_mode_can_be_written_on_a_command_line() -> None:
     assert parse_update("on_step") == "on_step"
     assert parse_update("in_backward") == "in_backward"

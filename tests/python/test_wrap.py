@@ -46,6 +46,12 @@ def test_same_objects_come_back(core: ModuleType) -> None:
         ({"accumulation_steps": 0}, "accumulation_steps"),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),
         ({"workers": 0}, "workers"),
+        (
+            {"workers": 100_000, "memory": {"host": "1GiB"}},
+            "workers must be from 1 to 1024, not 100000$",
+        ),
+        ({"workers": 2**70}, "workers must be from 1 to 1024"),
+        ({"max_grad_norm": 10**400}, "max_grad_norm is larger than any float"),
         ({"page_size": "4 pages"}, "pages"),
         ({"page_size": "4KiB"}, "power of two from 64.0 KiB"),
         ({"page_size": 100_000}, "power of two"),
@@ -72,6 +78,20 @@ def test_too_small_a_budget_says_what_would_do(core: ModuleType) -> None:
         strata.wrap(model, adamw(model), memory={"device": "1KiB", "host": "64MiB"})
     assert "would do" in str(caught.value)
     assert_same(model, build(llama))
+
+
+def test_what_the_disk_has_free_is_told_where_space_is_lacking(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    small = {"device": "1MiB", "host": "1MiB", "ssd": "64KiB"}
+    place: dict[str, Any] = {"ssd_path": tmp_path, "memory": small, "page_size": "64KiB"}
+    with pytest.raises(strata.StrataError, match=rf"rest on the SSD .* \({tmp_path}: .* free\)$"):
+        strata.plan(model, adamw(model), **place)
+    optimizer = adamw(model)
+    optimizer.param_groups[0]["lr"] = -1.0
+    for more in (place, {"memory": {**small, "ssd": 0}}):
+        with pytest.raises(strata.StrataError, match="lr=-1") as caught:
+            strata.plan(model, optimizer, **more)
+        assert "free" not in str(caught.value)
 
 
 def test_a_missing_folder_is_named(core: ModuleType, tmp_path: Path) -> None:
