@@ -77,6 +77,7 @@ class Pins:
         if not any(pin.unit is unit for pin in self._held):
             self.watch()
             pin = _Pin(unit)
+            self._release(self._pins, [past for past in self._pins if past.is_past(pin)])
             self._state.enter(unit, self._state.visits.add(pin), backward=True)
             self._held.append(pin)
 

@@ -1,8 +1,7 @@
 """Sums the gradients of a unit's slices in float32, and rounds them once.
 
     sums = SliceSums(parameters)             # of one forward that runs on slices
-    output = forward(piece)                  # for each slice
-    sums.watch(outputs, inputs)              # behind each slice: the tensors of its arguments
+    sums.watch(outputs, inputs)              # behind the forward of each slice: its tensors
     sums.begin_at(merged)                    # the outputs of all slices, put together
 
 Note [Sums of slices]. Autograd adds what several slices give a parameter in the parameter's dtype,

@@ -105,15 +105,14 @@ class Wrapped:
         self.model = model
         self.session = session
         self.config = config
-        self.params: list[nn.Parameter] = list(model.parameters())
+        self.params = list(model.parameters())
         self.names = [spec["name"] for spec in config["params"]]
         self.original_dtypes = [p.dtype for p in self.params]
         self.optimizer: torch.optim.Optimizer = cast(torch.optim.Optimizer, None)
         kind, number = session.device
         self.device = torch.device("cpu") if kind == KDLCPU else torch.device("cuda", number)
         self.landings: Landings = Inline() if kind == KDLCPU else Lander(self.device)
-        # And what they were before.
-        self.moved_buffers: list[tuple[nn.Module, str, torch.dtype, torch.device]] = []
+        self.moved_buffers: list[tuple[nn.Module, str, torch.dtype, torch.device]] = []  # as before
         self.hooks: Any = None  # hooks.Hooks, once installed
         self.views: Views = cast("Views", None)  # once the parameters are paged
         self.recorder = Recorder(self.device)
@@ -137,8 +136,7 @@ class Wrapped:
         self.groups_used: list[GroupSpec] | None = None
         self.last_step: StepResult | None = None
         self.steps = 0  # of the core's that are noted here
-        self.steps_nonfinite = 0
-        self.steps_skipped = 0
+        self.steps_nonfinite = self.steps_skipped = 0
         spans = sorted(
             (alias.data_ptr(), alias.data_ptr() + alias.nbytes, i)
             for i, alias in enumerate(self.aliases)
@@ -246,7 +244,7 @@ class Wrapped:
 
     def refuse_half_step(self, what: str) -> None:
         """Raises RuntimeError between a backward that has updated parameters and step(), and where
-        strata.load() has not come to its end: parameters are of two states then."""
+        refuse_half_load() does: parameters are of two states then."""
         self.refuse_half_load(what)
         if self.groups_used is not None:
             raise RuntimeError(
@@ -260,9 +258,8 @@ class Wrapped:
         """Raises RuntimeError where strata.load() has written some of the parameters, not all."""
         if self.half_loaded:
             raise RuntimeError(
-                f"{what} after a strata.load() that was interrupted, or failed, half-way: some "
-                "parameters are the checkpoint's and some are not. Call strata.load() again, with "
-                "that checkpoint or another"
+                f"{what} after a strata.load() that ended half-way: some parameters are the "
+                "checkpoint's and some are not. Call strata.load() again, with that or another"
             )
 
     def synchronize(self) -> None:
@@ -324,11 +321,10 @@ class Wrapped:
         self.steps = self.session.steps()
 
     def _note_change(self, changed: list[int]) -> None:
-        params = [self.params[i] for i in changed]
         with DisableTorchFunction():
-            torch.autograd.graph.increment_version(params)
-            for i, parameter in zip(changed, params, strict=True):
-                self.written[i] = parameter._version
+            torch.autograd.graph.increment_version([self.params[i] for i in changed])
+            for i in changed:
+                self.written[i] = self.params[i]._version
 
     def _note_no_gradients(self) -> None:
         self.groups_used = None

@@ -6,6 +6,7 @@ pytest tests/python --device cuda      # losses, ordinary code, update modes and
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -19,7 +20,10 @@ import strata.api
 import strata.calibrate
 import strata.device
 import torch
+from finetune_runs import place  # noqa: F401 (a fixture)
 
+# A shell may start what is in the background with Ctrl-C ignored, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # toy models: more threads only wait for each other
 
 # Plain PyTorch is the oracle.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from strata import cli
 from strata.finetune_model import choose
-from transformers import LlamaConfig
+from transformers import BertConfig, LlamaConfig
 
 BUDGET = "--memory=device=1GiB,host=1GiB"
 SMALL: dict[str, Any] = {
@@ -97,3 +97,9 @@ def test_what_libraries_log_is_heard_again_afterwards() -> None:
         else:
             estimate.count(step)
         assert logger.level == before
+
+
+def test_models_of_other_kinds_are_refused(tmp_path, capsys):
+    BertConfig().save_pretrained(tmp_path)
+    assert cli.main(["estimate", "--model", str(tmp_path / "config.json"), BUDGET]) == 1
+    assert capsys.readouterr().err.startswith("strata: ")
