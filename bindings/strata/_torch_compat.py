@@ -80,6 +80,8 @@ LIBRARY: str = _private("_C.__file__")  # torch's own, as a file
 
 # The module that torch.compile loads for CUDA graphs; there where it was used.
 GRAPHS_MODULE = "torch._inductor.cudagraph_trees"
+# The logger of what cannot run on shapes alone.
+SHAPES_LOGGER = "torch._subclasses.fake_tensor"
 
 BatchNorm = _BatchNorm
 

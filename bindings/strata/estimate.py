@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _core, device
-from ._torch_compat import FakeTensorMode
+from ._torch_compat import SHAPES_LOGGER, FakeTensorMode
 from .answer import Answer, ssd_enough
 from .calibrate import TYPICAL_COMPUTING, typical_costs
 from .configure import UNBOUNDED, Options
@@ -102,7 +102,7 @@ def count(step: Step) -> tuple[Any, CountedStep]:
     config = copy.deepcopy(step.config)
     config.use_cache = False
     options = Options(max_unit_norm=step.max_unit_norm)
-    with FakeTensorMode(), _quiet("torch._subclasses.fake_tensor"):
+    with FakeTensorMode(), _quiet(SHAPES_LOGGER):
         dtype = getattr(torch, step.dtype)
         model = build(config, dtype=dtype, attn_implementation=MASKLESS).train()
         try:
