@@ -119,7 +119,7 @@ def test_a_budget_that_the_logits_would_break() -> None:
     def steps(device: str, chunked: bool) -> str:
         model: Any = build(lambda: llama(vocab_size=8192))
         if chunked:
-            chunk_loss(model, chunk_bytes=1 << 14)
+            chunk_loss(model, chunk_bytes=1 << 16)
         memory = {"device": device, "host": "64MiB"}
         model, optimizer = strata.wrap(model, adamw(model), memory=memory, page_size="64KiB")
         try:
