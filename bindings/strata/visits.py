@@ -92,13 +92,13 @@ class Visits:
 
     def is_last(self, task: int) -> bool:
         """Whether no other backward is running, around it or beside it."""
-        others = [callback for other, (_, callback) in self._tasks.items() if other != task]
+        others = [callback for other, (_, callback) in list(self._tasks.items()) if other != task]
         return all(callback() is None for callback in others)
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward is running. REQUIRES: not on the calling thread."""
-        return any(self._is_running(task) for task in self._tasks)
+        return any(self._is_running(task) for task in list(self._tasks))
 
     def sort_out(self) -> tuple[int, list[int]]:
         """A bound above all visits so far, and the numbers of those that may go on.
@@ -110,7 +110,8 @@ class Visits:
             if not self._open:
                 return bound, []
             threads = sys._current_frames()
-            return bound, [n for n, v in self._open.items() if self._may_go_on(v, threads)]
+            visits = list(self._open.items())  # others end theirs meanwhile
+            return bound, [n for n, v in visits if self._may_go_on(v, threads)]
 
     def among(self, numbers: list[int]) -> list[Visit]:
         """Those of these numbers that have not ended."""

@@ -1,6 +1,7 @@
 """Several threads use one wrapped model: what one of them gives up, or is in the middle of, is none
 of the others' affair."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from small_models import adamw, assert_same, build, tight
 from stacks import Blocks, steps
 from strata.planning import TIMED_STEPS
+from strata.visits import Visit, Visits
 from strata.wrapped import wrapped
 from torch import nn
 
@@ -180,3 +182,27 @@ def test_a_plan_waits_for_the_forward_of_another_thread(core: ModuleType) -> Non
         optimizer.zero_grad()
     assert planning._in_use is planning.current
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_visits_are_sorted_out_while_others_end_theirs(core: ModuleType) -> None:
+    visits, ended = Visits(), threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            mine = [visits.add(Visit()) for _ in range(20)]
+            for visit in mine:
+                visits.end(visit)
+
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        for _ in range(3000):
+            bound, live = visits.sort_out()
+            visits.among(live)
+            visits.over(bound, live)
+    finally:
+        ended.set()
+        other.join()
+        sys.setswitchinterval(usual)
