@@ -189,7 +189,7 @@ def test_visits_are_sorted_out_while_others_end_theirs(core: ModuleType) -> None
 
     def come_and_go() -> None:
         while not ended.is_set():
-            mine = [visits.add(Visit()) for _ in range(20)]
+            mine = [visits.add(Visit()) for _ in range(500)]
             for visit in mine:
                 visits.end(visit)
 
@@ -198,7 +198,7 @@ def test_visits_are_sorted_out_while_others_end_theirs(core: ModuleType) -> None
     other = threading.Thread(target=come_and_go)
     other.start()
     try:
-        for _ in range(3000):
+        for _ in range(6000):
             bound, live = visits.sort_out()
             visits.among(live)
             visits.over(bound, live)
