@@ -92,7 +92,10 @@ class RecordingDriver final {
   CudaDriver table();
 
   // The first misuse; empty: none.
-  const std::string& complaint() const { return complaint_; }
+  std::string complaint() const {
+    const std::scoped_lock turn(turn_);
+    return complaint_;
+  }
   // What was not given back; empty: nothing.
   std::string leaks() const;
   // The names of all calls, in order; and how many there were of one.
@@ -102,11 +105,11 @@ class RecordingDriver final {
   int retained() const { return retained_; }
   bool fired() const { return options_.nth != 0 && calls_.size() >= options_.nth; }
   // From here on, calls that make, map or give back anything are complained of.
-  void begin_steady() { steady_ = true; }
-  void end_steady() { steady_ = false; }
+  void begin_steady() { set(steady_, true); }
+  void end_steady() { set(steady_, false); }
   // Somebody captures a graph, as PyTorch does; then: whether it was left alone.
-  void begin_capture() { capture_ = Capture::intact; }
-  bool end_capture() { return std::exchange(capture_, Capture::none) == Capture::intact; }
+  void begin_capture() { set(capture_, Capture::intact); }
+  bool end_capture() { return set(capture_, Capture::none) == Capture::intact; }
   // Nothing on this stream runs until it is let go, as behind a kernel that takes its time.
   void hold(CudaStream stream);
   void let_go(CudaStream stream);
@@ -208,6 +211,13 @@ class RecordingDriver final {
   void run_some(std::uint64_t count);
   std::optional<Place> place(const std::byte* at, std::size_t bytes) const;
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) const;
+
+  // Threads of a session call meanwhile. Returns what it was.
+  template <class T>
+  T set(T& what, T to) {
+    const std::scoped_lock turn(turn_);
+    return std::exchange(what, to);
+  }
 
   mutable std::recursive_mutex turn_;  // kernels run within a call, and show memory
   RecordingOptions options_;
