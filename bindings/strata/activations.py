@@ -1,5 +1,5 @@
 """What becomes of the tensors that autograd saves in a unit's forward, by the planner's names
-(offload/trace.hpp): which of them do what, and how they read.
+(offload/planner/trace.hpp): which of them do what, and how they read.
 
     if unit.activation in RECOMPUTES: ...
     in_words("recompute_host")                  # "recompute from host", where its inputs are
