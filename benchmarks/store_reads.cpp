@@ -37,7 +37,6 @@ class InstantDisk final : public IoEngine {
   explicit InstantDisk(Doorbell* bell) : bell_(bell) {}
   const char* name() const override { return "instant"; }
   int attach(int, std::uint64_t) override { return 0; }
-  void grew(int, std::uint64_t) override {}
   [[nodiscard]] bool submit(const IoRequest& request) override {
     done_.push_back({.tag = request.tag, .result = request.bytes});
     return true;
