@@ -8,8 +8,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from strata.forecast import Forecast, forecast
-from strata.paper import LLAMA_7B, LLAMA_13B, LLAMA_70B, LlamaSizes, PaperMachine, llama_trace
+from strata._planning.forecast import Forecast, forecast
+from strata._planning.paper import (
+    LLAMA_7B,
+    LLAMA_13B,
+    LLAMA_70B,
+    LlamaSizes,
+    PaperMachine,
+    llama_trace,
+)
 
 from .common import BenchError, Context, Figure
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from strata.machine import free_host_bytes
+from strata._config.machine import free_host_bytes
+from strata._planning.paper import LlamaSizes
 from strata.nn import chunk_loss
-from strata.paper import LlamaSizes
 from transformers import LlamaForCausalLM
 
 from .common import GIB, MIB, BenchError, Context, Figure

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from finetune_runs import ENVIRONMENT, LINES, arguments, lines, tensors, wrong
-from strata import cli, compute_probe, finetune, machine
-from strata.finetune_options import Options, Parser, add_arguments, finish
-from strata.interrupt import Interrupt
-from strata.metrics import Metrics
+from strata._cli import finetune
+from strata._cli import main as cli
+from strata._cli.finetune_options import Options, Parser, add_arguments, finish
+from strata._cli.interrupt import Interrupt
+from strata._cli.metrics import Metrics
+from strata._config import machine
+from strata._profiling import compute_probe
 from strata.nn import causal_lm
 from strata.nn.causal_lm import ChunkedLoss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM

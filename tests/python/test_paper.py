@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strata import _core, estimate, paper, trace_file
+from strata import _core
+from strata._cli import estimate
+from strata._planning import paper
+from strata._planning.paper import LlamaSizes, PaperMachine, llama_trace
+from strata._storage import trace_file
 from strata.nn.request import CHUNK_BYTES, COLUMNS_MIN
-from strata.paper import LlamaSizes, PaperMachine, llama_trace
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import paper_8b

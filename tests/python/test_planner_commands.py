@@ -7,19 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strata import (
-    cli,
-    configure,
-    device,
-    lane_probe,
-    paper,
-    planner_machine,
-    planner_options,
-    trace_file,
-    whatif,
-)
-from strata.calibrate import Calibration
-from strata.trace_file import Origin
+from strata._cli import main as cli
+from strata._cli import planner_machine, planner_options, whatif
+from strata._config import configure, device
+from strata._planning import paper
+from strata._profiling import lane_probe
+from strata._profiling.calibrate import Calibration
+from strata._storage import trace_file
+from strata._storage.trace_file import Origin
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TOKENS = 4096
@@ -391,7 +386,7 @@ def test_budgets_beyond_this_machine_are_remarked(ask):
 def test_nothing_of_a_large_model_takes_memory(capsys):
     large = LlamaConfig(num_hidden_layers=4, hidden_size=4096)  # 1.1 G parameters
     before = torch.get_default_dtype()
-    from strata import estimate as module
+    from strata._cli import estimate as module
 
     memory = {"device": 1 << 50, "host": 1 << 50, "ssd": 0}
     model, step = module.count(module.Step(large, 1, 2048, "bfloat16", memory, "host"))

@@ -13,8 +13,9 @@ import pytest
 import strata
 import torch
 from safetensors.torch import save_file
-from strata import hooks, undo
-from strata.interrupt import Interrupt
+from strata._cli.interrupt import Interrupt
+from strata._hooks import hooks
+from strata._runtime import undo
 from torch import nn
 
 PACKAGE = str(Path(strata.__file__).parent)

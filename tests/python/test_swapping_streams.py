@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from strata import device, swapping
-from strata.swapped import Flight
-from strata.wrapped import Wrapped
+from strata._activations import swapping
+from strata._activations.swapped import Flight
+from strata._config import device
+from strata._runtime.wrapped import Wrapped
 from swapped_models import Counts, is_idle, make_swapping, recipes
 from torch.multiprocessing.reductions import StorageWeakRef
 
