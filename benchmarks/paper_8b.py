@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from strata._planning.forecast import Forecast, forecast
-from strata._planning.paper import H200, LLAMA_8B, llama_trace, model_flops
 
 from .common import BenchError, Context, Figure
+from .paper import H200, LLAMA_8B, llama_trace, model_flops
 
 if TYPE_CHECKING:
     from strata._core import Wishes

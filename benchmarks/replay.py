@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from strata._planning.forecast import Forecast, forecast
-from strata._planning.paper import (
+
+from .common import BenchError, Context, Figure
+from .paper import (
     LLAMA_7B,
     LLAMA_13B,
     LLAMA_70B,
@@ -17,8 +19,6 @@ from strata._planning.paper import (
     PaperMachine,
     llama_trace,
 )
-
-from .common import BenchError, Context, Figure
 
 TOKENS = 16384
 SEQUENCE = 2048

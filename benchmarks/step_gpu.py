@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from strata._config.machine import free_host_bytes
-from strata._planning.paper import LlamaSizes
 from strata.nn import chunk_loss
 from transformers import LlamaForCausalLM
 
@@ -27,6 +26,7 @@ from .device import (
 )
 from .host_room import grow
 from .models import config_of, step_flops, tokens
+from .paper import LlamaSizes
 from .planned import Planned, judge, share_of_bound
 from .sync_trace import synchronisations
 

@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import checkpoint, nn, optim
     from ._api import gather_grad, plan, report, synchronize, unwrap, wrap
+    from ._config.update_modes import LockFree
     from ._core import __version__
     from ._errors import StrataError
     from ._report.reports import PlanReport, Report
     from ._storage.trace_file import save_trace
     from .checkpoint import CheckpointError, export_safetensors, load, save
-    from .optim import GradScaler, Lion, LockFree
+    from .optim import GradScaler, Lion
 else:
     # Public names, by the module that has them; "": they are modules themselves.
     _HOMES = {
         "": ("checkpoint", "nn", "optim"),
         "_api": ("gather_grad", "plan", "report", "synchronize", "unwrap", "wrap"),
+        "_config.update_modes": ("LockFree",),  # needs no torch
         "_core": ("__version__",),
         "_errors": ("StrataError",),
         "_report.reports": ("PlanReport", "Report"),
         "_storage.trace_file": ("save_trace",),
         "checkpoint": ("CheckpointError", "export_safetensors", "load", "save"),
-        "optim": ("GradScaler", "Lion", "LockFree"),
+        "optim": ("GradScaler", "Lion"),
     }
 
     def __getattr__(name):

@@ -20,6 +20,7 @@ from strata._profiling.cuda_memory import Allocator, CudaMemoryCurve
 from strata._profiling.memory_curve import start_curve
 from strata._profiling.recorder import Recorder
 from strata._profiling.uses import Uses
+from strata._runtime import streams
 from strata._runtime.lander import UNDER_WAY_BYTES, Lander
 from strata._runtime.wrapped import wrapped
 from torch import nn
@@ -125,7 +126,7 @@ def test_every_call_that_touches_the_device_names_the_current_stream(
 
     monkeypatch.setattr(torch.cuda, "Stream", stream_of_landings)
     for module in (wrapped_module, strata._activations.swapping):
-        monkeypatch.setattr(module, "current_stream", lambda _: device.current_stream(GPU))
+        monkeypatch.setattr(module, "current_stream", lambda _: streams.current_stream(GPU))
     monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(GPU))
     model = build(llama)
     model, optimizer = strata.wrap(
@@ -162,7 +163,7 @@ def test_a_stream_that_is_captured_is_handed_to_no_landing(cuda: FakeCuda) -> No
 
 
 def test_the_host_has_no_streams() -> None:
-    assert device.current_stream(torch.device("cpu")) == 0
+    assert streams.current_stream(torch.device("cpu")) == 0
 
 
 # Times --------------------------------------------------------------------------------------------

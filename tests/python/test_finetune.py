@@ -56,7 +56,7 @@ def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) ->
     # A run that was killed between its checkpoint and its end, then continued with other budgets.
     saving = arguments(place, "cut", steps=6, **{"save-every": 2, "eval-every": 0})
     script = (
-        "import sys, os; from strata import cli, finetune\n"
+        "import sys, os; from strata._cli import finetune, main as cli\n"
         "train = finetune._Training._train_step\n"
         "def dying(self):\n"
         "    if self._step == 3: os._exit(9)\n"

@@ -10,12 +10,13 @@ import torch
 from strata._cli import main as cli
 from strata._cli import planner_machine, planner_options, whatif
 from strata._config import configure, device
-from strata._planning import paper
 from strata._profiling import lane_probe
 from strata._profiling.calibrate import Calibration
 from strata._storage import trace_file
 from strata._storage.trace_file import Origin
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import paper
 
 TOKENS = 4096
 SIZES = replace(paper.LLAMA_7B, name="toy", layers=6, hidden=512, feed_forward=1408, heads=8)

@@ -238,7 +238,8 @@ from process_state import changed, state
 torch.ones(2, 2, requires_grad=True).sum().backward()
 before = state()
 import strata
-from strata import calibrate, charts, html_report
+from strata._profiling import calibrate
+from strata._report import charts, html_report
 
 lanes = ("compute", *calibrate.TYPICAL)
 costs = dict.fromkeys(calibrate.COST_NAMES, 1e9)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,6 @@ from stacks import Blocks
 from strata._profiling.cuda_memory import Allocator
 from strata._profiling.recorder import Recorder
 from strata._runtime.wrapped import wrapped
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import sync_trace
 

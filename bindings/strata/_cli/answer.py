@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._config.sizes import format_duration, write_size
-from .._planning.forecast import Forecast
-from .._planning.paper import staging_bytes
+from .._planning.forecast import Forecast, staging_bytes
 from .._report.endurance import wear_lines
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from .._config.option_types import (
 )
 from .._config.sizes import parse_budgets, parse_size, parse_speed
 from .._config.update_modes import parse_update
-from .._planning.paper import staging_bytes
+from .._planning.forecast import staging_bytes
 from .finetune_options import Parser
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ fused attention.
   beside what is saved: forward of a block 3 d T h, its result among them; backward 2 d T f; of the
     head and the embedding the gradient d h V of their matrix.
 Each of these was held against Transformers' own model on tensors that are shapes only: see
-meta_trace.py and the tests.
+_planning/meta_trace.py and the tests.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
+from strata._planning.forecast import staging_bytes
+
 if TYPE_CHECKING:
-    from .._core import Budgets, Costs, LaneName, SavedTensor, Trace, TracedUnit, Use
+    from strata._core import Budgets, Costs, LaneName, SavedTensor, Trace, TracedUnit, Use
 
 PAGE_BYTES = 4 << 20
 # Bytes beside a parameter of so many: residual or master, and two moments; see optimizers/.
 STATE_BYTES = {2: 10, 4: 8}
 LOGITS_BYTES = 32 << 20  # of a chunk, and its fewest columns on a GPU: see nn/request.py
 LOGITS_COLUMNS = 1024
-STAGING_PAGES = 36  # four chunks of 7, and 8
 UPDATE_BYTES = (
     32  # moved in host memory for an element: 26 by the update, 6 by copies before, after
 )
@@ -358,10 +359,3 @@ H200 = PaperMachine(
     host_memory_bytes_s=200e9,
     ssds=0,
 )
-
-
-def staging_bytes(host_bytes: int, page_bytes: int) -> int:
-    """Of host memory, for pages that pass between SSD and device: as engine/residence.cpp takes it
-    for chunks of 16-bit parameters."""
-    frames = host_bytes // page_bytes
-    return min(frames // 2, STAGING_PAGES) * page_bytes
