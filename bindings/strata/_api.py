@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from . import _core
-from ._config.configure import Options, device_goal, nested_device_bytes
+from ._config.configure import Options, device_goal, nested_device_bytes, tier_budgets
 from ._config.managed import check_parameters
 from ._config.sizes import Size, format_size
 from ._config.units import Chosen
@@ -140,7 +140,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     finally:
         undo.run()
     result["device_bytes_min"] = max(result["device_bytes_min"], needed)
-    return PlanReport(result, _budgets(config))
+    return PlanReport(result, tier_budgets(config))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -208,14 +208,6 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError("this optimizer already belongs to a wrapped model")
     refuse_graphed(model)
     check_parameters(model)
-
-
-def _budgets(config: _core.Config) -> dict[str, int]:
-    return {
-        "device": config["device_bytes"],
-        "host": config["host_bytes"],
-        "ssd": config["ssd_bytes"],
-    }
 
 
 def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from strata._cli import main as cli
-from strata._cli.finetune_model import choose
+from strata._cli.models import choose
 from transformers import BertConfig, LlamaConfig
 
 BUDGET = "--memory=device=1GiB,host=1GiB"

@@ -2,7 +2,7 @@
 
 import torch
 from strata._cli import demo
-from strata._cli.finetune_model import choose
+from strata._cli.models import choose
 from strata._config.sizes import parse_size
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from finetune_runs import arguments, lines, wrong
-from strata._cli import finetune
 from strata._cli import main as cli
-from strata._cli.finetune_tokens import Windows
+from strata._cli.finetune import run as finetune
+from strata._cli.finetune.text import Windows
 from strata._storage import checkpoint_files
 from strata._torch_compat import graph_task
 from transformers import AutoModelForCausalLM

@@ -385,4 +385,4 @@ def test_configuration_names_are_the_keywords_of_wrap() -> None:
     import inspect
 
     keywords = list(inspect.signature(strata.wrap).parameters)
-    assert keywords == ["model", "optimizer", *configure.OPTION_NAMES, "unknown"]
+    assert keywords == ["model", "optimizer", *configure.OPTION_NAMES]

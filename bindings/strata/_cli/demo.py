@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import finetune_options as options
+from .finetune import options as options
 
 SSD_PATH = "runs/demo-ssd"
 

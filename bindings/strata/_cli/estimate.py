@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +30,15 @@ from .._errors import StrataError
 from .._planning.fitting import tiles_wanted
 from .._planning.forecast import Forecast, forecast
 from .._planning.meta_trace import CountedStep, count_step
+from .._planning.trace_of import trace_from, traced_unit
 from .._profiling.calibrate import TYPICAL_COMPUTING, typical_costs
 from .._torch_compat import SHAPES_LOGGER, FakeTensorMode
 from ..nn.causal_lm import chunk_many, is_chunked
 from ..nn.replace import put_tiles
 from ..nn.tiles import Tiled
-from .answer import Answer, ssd_enough
-from .finetune_model import build, choose, config_file
-from .planner_machine import machine_of, remarks
-from .planner_options import budgets_of, wishes_of
+from .models import build, choose, config_file
+from .planner import machine_of, reply, show
+from .planner_options import budgets_of
 
 if TYPE_CHECKING:
     from .._core import Budgets, Config, DtypeName, GroupSpec, ParamSpec, Plan, Trace, Wishes
@@ -112,9 +111,9 @@ def count(step: Step) -> tuple[Any, CountedStep]:
             ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
             counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss)
         except (RuntimeError, NotImplementedError) as error:
-            told = " ".join(str(error).split())
+            why = " ".join(str(error).split())
             raise ValueError(
-                f"{config.model_type} cannot run on shapes alone and so not be estimated: {told}"
+                f"{config.model_type} cannot run on shapes alone and so not be estimated: {why}"
             ) from error
     return model, counted
 
@@ -146,57 +145,16 @@ def changes(model: Any) -> list[str]:
 def make_trace(
     counted: CountedStep, sizes: Plan, slices_max: int, flops_s: float, bytes_s: float
 ) -> Trace:
-    """Seconds are those of arithmetic and of traffic, one after the other."""
-
-    def seconds(flops: int, traffic: int) -> float:
-        return flops / flops_s + traffic / bytes_s
-
+    """Of a device that achieves so many FLOP, and bytes of its memory, in a second."""
+    counted.take_times(flops_s, bytes_s)
     saving = {tensor.unit for tensor in counted.tensors if not tensor.input}
-    return {
-        "uses": [
-            {
-                "unit": use.unit,
-                "backward": use.backward,
-                "enter": use.enter,
-                "leave": use.leave,
-                "seconds": seconds(use.flops, use.traffic_bytes),
-                "gap_seconds": seconds(use.gap_flops, use.gap_traffic_bytes),
-                "live_bytes": use.live_bytes,
-                "peak_bytes": use.peak_bytes,
-                "gap_peak_bytes": use.gap_peak_bytes,
-            }
-            for use in counted.uses
-        ],
-        "moments": counted.moments,
-        "units": [
-            {
-                "name": unit["name"],
-                "elements": unit["params"],
-                "param_bytes": unit["param_bytes"],
-                "grad_bytes": unit["landing_bytes"],
-                "state_bytes": unit["state_bytes"],
-                "chunks": unit["chunks"],
-                "slices_max": slices_max if u in saving else 1,
-                "may_swap": True,
-                "may_recompute": u in saving,
-                "traced": "keep",
-                "slices_traced": 1,
-            }
-            for u, unit in enumerate(sizes["units"])
-        ],
-        "tensors": [
-            {
-                "unit": tensor.unit,
-                "bytes": tensor.bytes,
-                "born": tensor.born,
-                "last_used": tensor.last_used,
-                "input": tensor.input,
-            }
-            for tensor in counted.tensors
-        ],
-        "tail_seconds": seconds(counted.tail_flops, counted.tail_traffic_bytes),
-        "tail_peak_bytes": counted.tail_peak_bytes,
-    }
+    units = [
+        traced_unit(
+            unit["name"], unit["params"], unit, slices_max if u in saving else 1, u in saving
+        )
+        for u, unit in enumerate(sizes["units"])
+    ]
+    return trace_from(counted, units)
 
 
 def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
@@ -240,8 +198,9 @@ def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
         return _core.plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
 
 
-def estimate(options: argparse.Namespace) -> Answer:
-    """Counts, and plans. Raises StrataError where the device cannot be used."""
+def run(options: argparse.Namespace) -> int:
+    """0 where the model fits, 1 where it does not. `options`: of estimate_parser(). Raises
+    StrataError where the device cannot be used."""
     options.device = device.choose(options.device)  # its pages have sizes of their own
     folder = Path(options.model)
     name = str(config_file(folder)) if folder.is_dir() else options.model  # no weights needed
@@ -261,17 +220,12 @@ def estimate(options: argparse.Namespace) -> Answer:
     sizes = page_sizes(model, counted, step)
     page_bytes = sizes["page_bytes"]
     machine = machine_of(options, page_bytes, step.dtype)
-    costs = machine.costs
     flops_s, bytes_s = options.flops or machine.flops_s, options.device_bandwidth
     if bytes_s is None:  # another device is limited by its arithmetic
         bytes_s = machine.memory_bytes_s if options.flops is None else float("inf")
     trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
-    budgets = step.budgets(sizes)
-    wishes = wishes_of(options.activations, options.split)
-    found = forecast(trace, costs, budgets, wishes, step.tokens)
-    enough = 0 if found.feasible else ssd_enough(trace, costs, budgets, wishes)
-    found = replace(found, changes=changes(model))
-    return Answer(found, options.steps, options.ssd_endurance, enough, remarks(options))
+    answer = reply(options, trace, machine.costs, step.budgets(sizes), step.tokens, changes(model))
+    return show(answer, options.json)
 
 
 def rehearse(step: Step, wishes: Wishes) -> Forecast:
@@ -282,10 +236,3 @@ def rehearse(step: Step, wishes: Wishes) -> Forecast:
     trace = make_trace(counted, sizes, step.batch, TYPICAL_COMPUTING[0], float("inf"))
     budgets = step.budgets(sizes)
     return forecast(trace, typical_costs(), budgets, wishes, step.tokens)
-
-
-def run(options: argparse.Namespace) -> int:
-    """0 where the model fits, 1 where it does not. `options`: of estimate_parser()."""
-    answer = estimate(options)
-    print(json.dumps(answer.to_dict(), indent=2) if options.json else answer)
-    return answer.status

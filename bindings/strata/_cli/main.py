@@ -36,30 +36,30 @@ def importing() -> Iterator[None]:
 
 def finetune(arguments: Sequence[str]) -> int:
     """Fine-tune a causal language model on text, inside memory budgets."""
-    from . import finetune_options as options
+    from .finetune import options
 
     parser = options.Parser(prog="strata finetune", description=finetune.__doc__)
     options.add_arguments(parser)
-    told = options.finish(parser, arguments)
+    chosen = options.finish(parser, arguments)
     with importing():
-        from . import finetune as training
-    return training.run(told)
+        from .finetune import run as training
+    return training.run(chosen)
 
 
 def demo(arguments: Sequence[str]) -> int:
     """Train a 112 M-parameter Llama on Python's own library, in far less memory than it needs."""
     from . import demo as preset
 
-    told = preset.parse(arguments)
+    chosen = preset.parse(arguments)
     with importing():
-        from . import finetune as training
-    return training.run(told)
+        from .finetune import run as training
+    return training.run(chosen)
 
 
 def report(arguments: Sequence[str]) -> int:
     """Show a saved report: as text, as a page with charts, as a trace for ui.perfetto.dev."""
     from .._report.reports import Report
-    from .finetune_options import Parser
+    from .finetune.options import Parser
 
     parser = Parser(prog="strata report", description=report.__doc__)
     parser.add_argument("report", metavar="REPORT.json", help="what Report.save() wrote")

@@ -11,20 +11,10 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .._config.choices import DTYPES, IO_ENGINES, STATE_DTYPES, check_split, parse_device
-from .._config.option_types import (
-    folder,
-    page_size,
-    parse_count,
-    parse_factor,
-    positive,
-    worded,
-    workers,
-)
-from .._config.sizes import parse_budgets, parse_size, parse_speed
-from .._config.update_modes import parse_update
+from .._config.choices import check_split, worded
+from .._config.sizes import parse_budgets
 from .._planning.forecast import staging_bytes
-from .finetune_options import Parser
+from .options import ENDURANCE, MODEL, Parser, adder
 
 if TYPE_CHECKING:
     from .._core import Budgets, Wishes
@@ -41,71 +31,50 @@ SPEEDS = {
 
 
 def add_machine(parser: Parser) -> None:
-    """What the step would have, and what is asked of the planner."""
-    add = parser.add_argument_group("what it would have").add_argument
-    add(
+    """What the step would have, and what is wanted of the planner."""
+    group = parser.add_argument_group("what it would have")
+    add = adder(group)
+    group.add_argument(
         "--memory",
         required=True,
         type=worded(_budgets),
         metavar="device=SIZE,host=SIZE[,ssd=SIZE]",
         help="budgets, such as device=8GiB,host=24GiB,ssd=200GiB",
     )
-    add_device(add, "whose figures are taken where none are told")
+    _add_device(add, "whose figures are taken where none are told")
     for tier, word in (("upload", "host to device"), ("download", "device to host")):
         add(
             f"--{tier}-speed",
-            type=worded(parse_speed),
-            metavar="SPEED",
-            help=f"of copies from {word}, such as 25GB/s (default: this machine's)",
+            f"of copies from {word}, such as 25GB/s (default: this machine's)",
         )
     for way in ("read", "write"):
-        add(
-            f"--ssd-{way}-speed",
-            type=worded(parse_speed),
-            metavar="SPEED",
-            help="of all disks together (default: measured at --ssd-path)",
-        )
-    add_ssd_path(add, "folders on the disks to measure")
-    add(
-        "--ssd-endurance",
-        type=worded(parse_size),
-        metavar="SIZE",
-        help="what the drives last for, all together (TBW on their data sheets), such as 600TB",
-    )
+        add(f"--ssd-{way}-speed", "of all disks together (default: measured at --ssd-path)")
+    add("--ssd-path", "folders on the disks to measure", default=[])
+    add("--ssd-endurance", ENDURANCE)
     add(
         "--update-speed",
-        type=worded(parse_count),
-        metavar="N",
-        help="parameters the optimizer updates in a second, such as 2G (default: this machine's)",
+        "parameters the optimizer updates in a second, such as 2G (default: this machine's)",
     )
-    add("--workers", type=worded(workers), metavar="N", help="threads that update parameters")
-    add("--io-engine", choices=IO_ENGINES, default="auto", help="default: auto")
-    add = parser.add_argument_group("what is asked of it").add_argument
-    add("--steps", type=worded(positive), metavar="N", help="of the run, to say what it takes")
-    add("--activations", choices=ACTIVATIONS, default="auto", help="default: auto")
-    add("--split", type=worded(positive), metavar="K", help="slices of the batch (default: auto)")
-    add("--json", action="store_true", help="print one JSON object")
+    add("--workers", "threads that update parameters")
+    add("--io-engine", "default: auto", default="auto")
+    add = adder(parser.add_argument_group("what is asked of it"))
+    add("--steps", "of the run, to say what it takes")
+    add("--activations", "default: auto", choices=ACTIVATIONS, default="auto")
+    add("--split", "slices of the batch (default: auto)", metavar="K")
+    add("--json", "print one JSON object", action="store_true")
 
 
 def plan_parser(description: str | None) -> Parser:
     """The options of `strata plan`."""
     parser = Parser(prog="strata plan", description=description)
-    add = parser.add_argument_group("the step").add_argument
-    add("--trace", required=True, metavar="FILE", help="a recorded step")
-    add(
-        "--tokens-scale",
-        type=worded(parse_factor),
-        default=1.0,
-        metavar="X",
-        help="plan for a batch so many times as large",
-    )
+    add = adder(parser.add_argument_group("the step"))
+    add("--trace", "a recorded step", required=True, metavar="FILE")
+    add("--tokens-scale", "plan for a batch so many times as large", default=1.0)
     add_machine(parser)
-    parser.add_argument(
+    adder(parser)(
         "--compute-speed",
-        type=worded(parse_factor),
+        "of the device, in multiples of the one that the step was recorded on",
         default=1.0,
-        metavar="X",
-        help="of the device, in multiples of the one that the step was recorded on",
     )
     return parser
 
@@ -113,49 +82,31 @@ def plan_parser(description: str | None) -> Parser:
 def estimate_parser(description: str | None) -> Parser:
     """The options of `strata estimate`."""
     parser = Parser(prog="strata estimate", description=description)
-    add = parser.add_argument_group("the model and its step").add_argument
+    add = adder(parser.add_argument_group("the model and its step"))
     add(
         "--model",
+        "a Transformers folder or config.json (weights are not read), or a size such as llama-1b",
         required=True,
-        metavar="DIR|CONFIG|SIZE",
-        help="a Transformers folder or config.json (weights are not read), or a size such as "
-        "llama-1b",
+        metavar=MODEL,
     )
-    add("--batch", type=worded(positive), default=1, metavar="N", help="sequences (default: 1)")
-    add(
-        "--sequence",
-        type=worded(positive),
-        default=2048,
-        metavar="N",
-        help="tokens of each (default: 2048)",
-    )
-    add("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    add("--batch", "sequences (default: 1)", default=1)
+    add("--sequence", "tokens of each (default: 2048)", default=2048)
+    add("--dtype", "default: bfloat16", default="bfloat16")
     add(
         "--update",
-        type=worded(parse_update),
+        "on_step, in_backward or lock-free:S (default: on_step)",
         default="on_step",
-        metavar="MODE",
-        help="on_step, in_backward or lock-free:S (default: on_step)",
     )
-    add(
-        "--state-dtype",
-        choices=STATE_DTYPES,
-        default="float32",
-        help="of AdamW's moments (default: float32)",
-    )
+    add("--state-dtype", "of AdamW's moments (default: float32)", default="float32")
     add(
         "--flops",
-        type=worded(parse_count),
-        metavar="N",
-        help="FLOP/s that the device achieves, such as 400T (default: as --device is measured)",
+        "FLOP/s that the device achieves, such as 400T (default: as --device is measured)",
     )
     add(
         "--device-bandwidth",
-        type=worded(parse_speed),
-        metavar="SPEED",
-        help="of the device's memory, such as 3TB/s (default: as --device is measured)",
+        "of the device's memory, such as 3TB/s (default: as --device is measured)",
     )
-    add("--page-size", type=worded(page_size), metavar="SIZE", help="default: chosen")
+    add("--page-size", "default: chosen")
     add_machine(parser)
     return parser
 
@@ -163,34 +114,24 @@ def estimate_parser(description: str | None) -> Parser:
 def io_tune_parser(description: str | None) -> Parser:
     """The options of `strata io-tune`."""
     parser = Parser(prog="strata io-tune", description=description)
-    add = parser.add_argument
-    add_ssd_path(add, "folders on disks")
+    add = adder(parser)
+    add("--ssd-path", "folders on disks", default=[])
     add(
         "--page-size",
-        type=worded(page_size),
+        "of the calibration that is remembered (default: 4MiB)",
         default=4 << 20,
-        metavar="SIZE",
-        help="of the calibration that is remembered (default: 4MiB)",
     )
-    add("--io-engine", choices=IO_ENGINES, default="auto", help="default: auto")
-    add("--workers", type=worded(workers), metavar="N", help="threads that update parameters")
-    add_device(add, "whose links are measured")
+    add("--io-engine", "default: auto", default="auto")
+    add("--workers", "threads that update parameters")
+    _add_device(add, "whose links are measured")
     return parser
 
 
-def add_ssd_path(add: Callable[..., object], what: str) -> None:
-    """--ssd-path; `what` it is here."""
-    add("--ssd-path", nargs="+", default=[], type=worded(folder), metavar="DIR", help=what)
-
-
-def add_device(add: Callable[..., object], what: str) -> None:
-    """--device; `what` it is here."""
+def _add_device(add: Callable[..., None], what: str) -> None:
     add(
         "--device",
-        type=worded(parse_device),
+        f"{what}: auto, host, cuda or cuda:N (default: auto, a GPU where one can be used)",
         default="auto",
-        metavar="NAME",
-        help=f"{what}: auto, host, cuda or cuda:N (default: auto, a GPU where one can be used)",
     )
 
 

@@ -7,15 +7,12 @@ strata plan --trace step.trace.json --memory device=8GiB,host=24GiB,ssd=200GiB \
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
 from .._config import device
-from .._planning.forecast import forecast
 from .._storage.trace_file import load
-from .answer import Answer, ssd_enough
-from .planner_machine import machine_of, remarks
-from .planner_options import budgets_of, wishes_of
+from .planner import machine_of, reply, show
+from .planner_options import budgets_of
 
 if TYPE_CHECKING:
     from .._core import Trace
@@ -59,15 +56,9 @@ def run(options: argparse.Namespace) -> int:
     options.device = device.choose(options.device)
     costs = machine_of(options, page_bytes).costs
     costs["compute_scale"] /= options.compute_speed
-    budgets = budgets_of(options.memory, page_bytes)
     tokens = round(found.origin.tokens * options.tokens_scale)
-    wishes = wishes_of(options.activations, options.split)
-    result = forecast(trace, costs, budgets, wishes, tokens)
-    enough = 0 if result.feasible else ssd_enough(trace, costs, budgets, wishes)
-    notes = remarks(options)
-    answer = Answer(result, options.steps, options.ssd_endurance, enough, notes)
-    print(json.dumps(answer.to_dict(), indent=2) if options.json else answer)
-    return answer.status
+    answer = reply(options, trace, costs, budgets_of(options.memory, page_bytes), tokens)
+    return show(answer, options.json)
 
 
 def page_bytes_of(trace: Trace) -> int:

@@ -27,7 +27,7 @@ from .choices import (
     check_workers,
 )
 from .managed import DTYPE_NAMES, dtype_names
-from .sizes import Size, format_size, parse_budgets, parse_size
+from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
 from .units import Chosen, find_units, used_apart
 from .update_modes import (
     STATE_DTYPES,
@@ -211,6 +211,11 @@ def configure(
         device.check_budget(device_name, given.get("device", 0), free, model)
     _choose_budgets(config, given, make_plan, free)
     return config, hooked
+
+
+def tier_budgets(config: Config) -> dict[str, int]:
+    """Bytes of each tier."""
+    return {tier: config[f"{tier}_bytes"] for tier in TIERS}  # type: ignore[literal-required]
 
 
 def device_goal(config: Config, options: Options) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from .._errors import check_choice, nearest
-from .option_types import count
+from .choices import count
 
 if TYPE_CHECKING:
     import torch

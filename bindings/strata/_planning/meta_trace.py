@@ -50,6 +50,8 @@ class CountedUse:
     live_bytes: int = 0
     peak_bytes: int = 0
     gap_peak_bytes: int = 0
+    seconds: float = 0.0  # these two by take_times()
+    gap_seconds: float = 0.0
 
 
 @dataclass
@@ -75,6 +77,14 @@ class CountedStep:
     tail_flops: int = 0
     tail_traffic_bytes: int = 0
     tail_peak_bytes: int = 0
+    tail_seconds: float = 0.0
+
+    def take_times(self, flops_s: float, bytes_s: float) -> None:
+        """Seconds are those of arithmetic and of traffic, one after the other."""
+        for use in self.uses:
+            use.seconds = use.flops / flops_s + use.traffic_bytes / bytes_s
+            use.gap_seconds = use.gap_flops / flops_s + use.gap_traffic_bytes / bytes_s
+        self.tail_seconds = self.tail_flops / flops_s + self.tail_traffic_bytes / bytes_s
 
 
 def count_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> CountedStep:

@@ -6,67 +6,57 @@ note_times(trace, later_step, first=True)    # times of a step that nothing was 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from .._profiling.uses import RecordedStep
+from .._storage.trace_file import SINGLE, TABLES
 from .recording import recorded_as
 
 if TYPE_CHECKING:
-    from .._core import Trace
+    from .._core import Trace, TracedUnit, UnitPlan
     from .._runtime.wrapped import Wrapped
+    from .meta_trace import CountedStep
 
 WARM_UP = 1.25  # a first time that is longer by this factor does not count
 
 
 def make_trace(step: RecordedStep, state: Wrapped) -> Trace:
     """REQUIRES: the step was recorded in detail, and units are as they were in it."""
-    resting = state.session.plan["units"]
-    trace: Trace = {
-        "uses": [
-            {
-                "unit": use.unit,
-                "backward": use.backward,
-                "enter": use.enter,
-                "leave": use.leave,
-                "seconds": use.seconds,
-                "gap_seconds": use.gap_seconds,
-                "live_bytes": use.live_bytes,
-                "peak_bytes": use.peak_bytes,
-                "gap_peak_bytes": use.gap_peak_bytes,
-            }
-            for use in step.uses
-        ],
-        "moments": step.moments,
-        "units": [
-            {
-                "name": unit.name,
-                "elements": sum(state.config["params"][i]["numel"] for i in unit.params),
-                "param_bytes": sizes["param_bytes"],
-                "grad_bytes": sizes["landing_bytes"],
-                "state_bytes": sizes["state_bytes"],
-                "chunks": sizes["chunks"],
-                "slices_max": unit.slices_max,
-                "may_swap": unit.may_swap,
-                "may_recompute": unit.may_recompute,
-                "traced": recorded_as(unit)[0],
-                "slices_traced": recorded_as(unit)[1],
-            }
-            for unit, sizes in zip(state.units, resting, strict=True)
-        ],
-        "tensors": [
-            {
-                "unit": tensor.unit,
-                "bytes": tensor.bytes,
-                "born": tensor.born,
-                "last_used": tensor.last_used,
-                "input": tensor.input,
-            }
-            for tensor in step.tensors
-        ],
-        "tail_seconds": step.tail_seconds,
-        "tail_peak_bytes": step.tail_peak_bytes,
+    units = []
+    for unit, sizes in zip(state.units, state.session.plan["units"], strict=True):
+        elements = sum(state.config["params"][i]["numel"] for i in unit.params)
+        traced = traced_unit(unit.name, elements, sizes, unit.slices_max, unit.may_recompute)
+        traced["may_swap"] = unit.may_swap
+        traced["traced"], traced["slices_traced"] = recorded_as(unit)
+        units.append(traced)
+    return trace_from(step, units)
+
+
+def traced_unit(
+    name: str, elements: int, sizes: UnitPlan, slices_max: int, may_recompute: bool
+) -> TracedUnit:
+    """A unit of these `sizes`, recorded with all its activations."""
+    return {
+        "name": name,
+        "elements": elements,
+        "param_bytes": sizes["param_bytes"],
+        "grad_bytes": sizes["landing_bytes"],
+        "state_bytes": sizes["state_bytes"],
+        "chunks": sizes["chunks"],
+        "slices_max": slices_max,
+        "may_swap": True,
+        "may_recompute": may_recompute,
+        "traced": "keep",
+        "slices_traced": 1,
     }
-    return trace
+
+
+def trace_from(step: RecordedStep | CountedStep, units: list[TracedUnit]) -> Trace:
+    """What happened in a step, as the planner takes it."""
+    found: dict[str, Any] = {name: getattr(step, name) for name in SINGLE}
+    for table, rows in (("uses", step.uses), ("tensors", step.tensors)):
+        found[table] = [{name: getattr(row, name) for name in TABLES[table]} for row in rows]
+    return cast("Trace", {**found, "units": units})
 
 
 def note_times(trace: Trace, step: RecordedStep, first: bool) -> None:

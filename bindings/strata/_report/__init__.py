@@ -2,5 +2,5 @@
 
 Knows timelines and what a session counts. Must not know how plans are made.
 In reading order: reports, report_text, about, endurance, residency, html_report, html_figures,
-perfetto, charts.
+perfetto.
 """

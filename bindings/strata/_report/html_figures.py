@@ -18,7 +18,6 @@ from matplotlib.figure import Figure  # not pyplot: its backend and figures are 
 from .._config.choices import in_words
 from .._config.sizes import duration_unit
 from .._profiling.timeline import CAUSES, LINKS, StepRecord, bandwidth, rates
-from .charts import COLOURS as TIER_COLOURS
 from .report_text import LONG_SECONDS
 from .residency import Moment
 
@@ -37,6 +36,7 @@ ACTIVATIONS = {
     "keep": "#8cc084", "swap_host": "#edae49", "swap_ssd": "#00798c", "recompute": "#d8dce3",
     "recompute_host": "#f3ddb3", "recompute_ssd": "#a9cdd3",
 }  # fmt: skip
+TIER_COLOURS = {"device": "#d1495b", "host": "#edae49", "ssd": "#00798c"}
 CAUSE_COLOURS = {
     "update": "#8e5ea2", "frame": "#d1495b", "room": "#f28e2b", "ssd": "#00798c", "copy": "#edae49",
 }  # fmt: skip

@@ -1,12 +1,15 @@
-"""From the options to batches: text, tokenizer, tokens and windows of one run.
+"""Files of a run: the tokens that it reads, and what an earlier run left in the output folder.
 
+    claim(output, options)         # refuses, and removes nothing
     with prepare(options, choice, output) as data:
+        remove_earlier(output)     # the new run is accepted
         batch = data.training.batch(position=0, count=4)
         data.keep()
 
 The tokens and a trained tokenizer rest in the output folder; a resumed run takes them from there,
 so that it sees the very same text. Until keep() they are in a work folder (replacing.py), so that
-a run which is refused takes nothing away from an earlier one.
+a run which is refused takes nothing away from an earlier one. Only files that a run writes are
+removed: by their names, and where they carry a mark, by that.
 """
 
 import contextlib
@@ -22,12 +25,13 @@ import numpy as np
 import xxhash
 from transformers import AutoTokenizer
 
-from .._config.sizes import parse_size
-from .._storage.replacing import WorkFolder, dead_folders, remove
-from .finetune_model import Choice
-from .finetune_options import Options
-from .finetune_text import Document, find_documents, split
-from .finetune_tokens import Windows, tokenize, train_tokenizer
+from ..._config.sizes import parse_size
+from ..._storage.checkpoint_files import check_replaceable, foreign_files, remove_checkpoint
+from ..._storage.export_files import refuse_others, remove_export
+from ..._storage.replacing import WorkFolder, dead_folders, remove
+from ..models import Choice
+from .options import OPTIONS_NAME, Options
+from .text import Document, Windows, find_documents, split, tokenize, train_tokenizer
 
 DATA_NAME, TOKENIZER_NAME = "data", "tokenizer"  # folders in the output
 READY_NAME = "ready.json"  # written last: the folder is then complete
@@ -145,3 +149,51 @@ def _prompt(document: Document) -> str:
     text = document.text.lstrip()[:PROMPT_CHARACTERS]
     end = max(text.rfind("\n"), text.rfind(" "))
     return text[:end] if end > 0 else text
+
+
+CHECKPOINT_NAME, MODEL_NAME = "checkpoint", "model"
+RUN_FOLDERS = (CHECKPOINT_NAME, DATA_NAME, TOKENIZER_NAME, MODEL_NAME)
+
+
+def claim(output: Path, options: Options) -> None:
+    """Makes the output folder. Raises ValueError, FileExistsError or CheckpointError where the run
+    would take the place of an earlier one unasked, or of files that no run wrote."""
+    if not options.resume:
+        if (output / OPTIONS_NAME).exists():
+            _check_overwriting(output, options)
+        else:
+            check_replaceable(output / CHECKPOINT_NAME)
+    refuse_others(output / MODEL_NAME, TOKENIZER_FILES)  # at the end it would be too late
+    output.mkdir(parents=True, exist_ok=True)
+
+
+def remove_earlier(output: Path) -> None:
+    """Removes what an earlier run wrote and the new one would not replace before its end.
+
+    The checkpoint goes first: killed in between, nothing can be resumed with the wrong text. The
+    options stay, as the mark of a run, until those of the new one take their place; so do the
+    tokens.
+    """
+    if not (output / OPTIONS_NAME).exists():
+        return
+    remove_checkpoint(output / CHECKPOINT_NAME)
+    remove_export(output / MODEL_NAME, TOKENIZER_FILES)
+    for name in TOKENIZER_FILES:
+        (output / TOKENIZER_NAME / name).unlink(missing_ok=True)
+
+
+def _check_overwriting(output: Path, options: Options) -> None:
+    if not options.overwrite:
+        raise ValueError(
+            f"{output} holds an earlier run: --resume continues it, --overwrite replaces it"
+        )
+    folders = [(output / name).resolve() for name in RUN_FOLDERS]
+    for read in (options.model, *options.data):
+        if any(Path(read).resolve().is_relative_to(folder) for folder in folders):
+            raise ValueError(
+                f"--overwrite would remove {read}, which the new run reads: give another --output"
+            )
+    if foreign := foreign_files(output / CHECKPOINT_NAME):  # a checkpoint takes the folder's place
+        raise ValueError(
+            f"{foreign[0]} is not a file of the earlier run: move it away, or give another --output"
+        )

@@ -25,28 +25,28 @@ import numpy as np
 import torch
 from torch import nn
 
-from .. import checkpoint
-from .._api import wrap
-from .._config import machine
-from .._config.choices import HOST
-from .._config.device import choose as choose_device
-from .._errors import StrataError
-from .._report.reports import make_report
-from .._runtime.grad_scaler import GradScaler
-from .._runtime.wrapped import wrapped
-from .._storage.export import export_safetensors
-from ..nn.causal_lm import chunk_many
-from . import finetune_check, finetune_report
-from .finetune_data import Data, prepare
-from .finetune_model import Choice, choose
-from .finetune_options import Options
-from .finetune_output import CHECKPOINT_NAME, MODEL_NAME, claim, remove_earlier
-from .finetune_view import StepRecord, View, make_view
+from ... import checkpoint
+from ..._api import wrap
+from ..._config import machine
+from ..._config.choices import HOST
+from ..._config.configure import tier_budgets
+from ..._config.device import choose as choose_device
+from ..._errors import StrataError
+from ..._report.reports import make_report
+from ..._runtime.grad_scaler import GradScaler
+from ..._runtime.wrapped import wrapped
+from ..._storage.export import export_safetensors
+from ...nn.causal_lm import chunk_many
+from ..models import Choice, choose
+from .check import Wear, check
+from .files import CHECKPOINT_NAME, MODEL_NAME, Data, claim, prepare, remove_earlier
 from .interrupt import Interrupt
-from .metrics import Metrics
+from .metrics import Metrics, draw
+from .options import Options
+from .view import PlainNeeds, StepRecord, View, make_view, opening, perplexity, plain_needs, summary
 
 if TYPE_CHECKING:
-    from .._core import DtypeName
+    from ..._core import DtypeName
 
 RATE_FRESH = 6e-4
 RATE_SAVED = 2e-5
@@ -67,29 +67,28 @@ def run(options: Options) -> int:
     device = choose_device(options.device)
     if options.dtype == "auto":
         options = replace(options, dtype=usual_dtype(device, machine.processor_flags()))
-    said = finetune_check.check(choice, options, device)
-    for sentence in said:
+    wear = check(choice, options, device)
+    for sentence in wear.counted():
         log.info("%s", sentence)
     with prepare(options, choice, output) as data:
-        return _train(choice, options, device, data, output, bool(said))
+        return _train(choice, options, device, data, output, wear)
 
 
 def _train(
-    choice: Choice, options: Options, device: str, data: Data, output: Path, wear_told: bool
+    choice: Choice, options: Options, device: str, data: Data, output: Path, wear: Wear
 ) -> int:
-    """See run(). `wear_told`: people know what the whole run writes to the SSD."""
     choice.adopt(data.tokenizer)
     for seeded in (torch.manual_seed, random.seed, np.random.seed):
         seeded(options.seed)
     model = choice.build()
     chunk_many(model, options.batch * options.sequence)
-    needs = finetune_report.plain_needs(choice, options.batch, options.sequence)
+    needs = plain_needs(choice, options.batch, options.sequence)
     model, optimizer = _wrap(model, choice, options, device)
     try:
         # No sooner: a call that was refused is not a run to continue, and takes none away.
         if not options.resume:
             remove_earlier(output)
-        training = _Training(model, optimizer, choice, options, data, output, wear_told)
+        training = _Training(model, optimizer, choice, options, data, output, wear)
         if options.resume:
             training.resume()
         data.keep()
@@ -153,7 +152,7 @@ class _Training:
         options: Options,
         data: Data,
         output: Path,
-        wear_told: bool,
+        wear: Wear,
     ) -> None:
         self._model: Any = model
         self._optimizer = optimizer
@@ -161,11 +160,10 @@ class _Training:
         self._options = options
         self._data = data
         self._output = output
-        self._wear_told = wear_told
-        self._wear_timed = False
+        self._wear = wear
         self._state = wrapped(model)
         self._scaler = GradScaler(enabled=options.dtype == "float16")
-        self._budgets = finetune_report.budgets(self._state)
+        self._budgets = tier_budgets(self._state.config)
         self._peak_rate = float(optimizer.param_groups[0]["lr"])
         self._metrics = Metrics(output / "metrics.jsonl", keep=options.resume)
         self._position = 0
@@ -205,12 +203,13 @@ class _Training:
             make_view(options.steps, self._step, self._budgets, options.no_progress) as view,
             Interrupt(view.note) as interrupt,
         ):
-            view.note(finetune_report.opening(self._state, self._choice, self._data))
+            view.note(opening(self._state, self._choice, self._data))
             if self._step == 0:
                 self._evaluate(view)
             while self._step < options.steps:
                 view.step(self._train_step())
-                self._say_wear(view)
+                for sentence in self._wear.timed(self._state):
+                    view.note(sentence)
                 last = self._step == options.steps
                 if last or (every and self._step % every == 0):
                     self._evaluate(view)
@@ -223,15 +222,6 @@ class _Training:
             self._save(view)
             view.note(f"to continue: strata finetune --resume --output {self._output}")
             return False
-
-    def _say_wear(self, view: View) -> None:
-        """Once, when the plan knows how long a step takes."""
-        if self._wear_timed:
-            return
-        told = finetune_check.wear_when_timed(self._state, self._options, self._wear_told)
-        self._wear_timed = told is not None
-        for sentence in told or []:
-            view.note(sentence)
 
     def _train_step(self) -> StepRecord:
         options = self._options
@@ -307,8 +297,8 @@ class _Training:
                 total += size * self._loss(windows.batch(begin, size)).item()
         loss = total / count
         self._metrics.add_evaluation(self._step, self._seconds, loss)
-        perplexity = finetune_report.perplexity(loss)
-        view.note(f"held-out loss after step {self._step}: {loss:.4f} (perplexity {perplexity})")
+        told = f"{loss:.4f} (perplexity {perplexity(loss)})"
+        view.note(f"held-out loss after step {self._step}: {told}")
 
     def _save(self, view: View) -> None:
         path = self._output / CHECKPOINT_NAME
@@ -329,19 +319,18 @@ class _Training:
     def _identity(self) -> dict[str, Any]:
         """What must stay the same for a resumed run to be the run it continues."""
         names = ("model", "seed", "batch", "sequence", "accumulation", "dtype", "weight_decay")
-        told = {name: getattr(self._options, name) for name in names}
-        return told | {"text": self._data.fingerprint}
+        return {name: getattr(self._options, name) for name in names} | {
+            "text": self._data.fingerprint
+        }
 
-    def finish(self, needs: finetune_report.PlainNeeds) -> None:
+    def finish(self, needs: PlainNeeds) -> None:
         """Saves the result and the report, draws the picture, generates, prints the summary."""
         make_report(self._state).save(self._output / "report.json")
         folder = self._output / MODEL_NAME
         export_safetensors(self._model, folder)
         self._data.tokenizer.save_pretrained(folder)
-        self._metrics.draw(self._output / "progress.png", self._budgets, self._choice.name)
-        finetune_report.summary(
-            self._state, self._metrics, needs, self._budgets, self._output, self._choice.name
-        )
+        draw(self._metrics, self._budgets, self._output / "progress.png", self._choice.name)
+        summary(self._state, self._metrics, needs, self._budgets, self._output, self._choice.name)
         if self._options.generate:
             print(f"\nThe model continues a prompt:\n\n{self._generate()}")
 
