@@ -5,7 +5,7 @@
 #include "bindings/python.hpp"
 #include "engine/calibrate.hpp"
 #include "engine/devices.hpp"
-#include "offload/calibrate.hpp"
+#include "offload/storage/calibrate.hpp"
 
 namespace strata {
 namespace {

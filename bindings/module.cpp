@@ -8,7 +8,7 @@
 #include "engine/checks.hpp"
 #include "engine/devices.hpp"
 #include "engine/session.hpp"
-#include "offload/directory_lock.hpp"
+#include "offload/storage/directory_lock.hpp"
 
 namespace strata {
 namespace {

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "bindings/python.hpp"
-#include "offload/follow.hpp"
-#include "offload/plan.hpp"
-#include "offload/simulate.hpp"
+#include "offload/planner/follow.hpp"
+#include "offload/planner/plan.hpp"
+#include "offload/planner/simulate.hpp"
 
 namespace strata {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
-#include "offload/swapped_size.hpp"
+#include "offload/planner/swapped_size.hpp"
 
 namespace strata {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "engine/pace.hpp"
 #include "memory/check.hpp"
-#include "offload/make_engine.hpp"
+#include "offload/storage/make_engine.hpp"
 
 namespace strata {
 namespace {

@@ -33,7 +33,7 @@
 #include "memory/doorbell.hpp"
 #include "memory/slab.hpp"
 #include "memory/timeline.hpp"
-#include "offload/io_engine.hpp"
+#include "offload/storage/io_engine.hpp"
 
 namespace strata {
 

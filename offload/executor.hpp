@@ -24,10 +24,10 @@
 #include "memory/backend.hpp"
 #include "memory/page_table.hpp"
 #include "memory/timeline.hpp"
-#include "offload/frame_plan.hpp"
 #include "offload/host_cache.hpp"
 #include "offload/mover.hpp"
-#include "offload/trace.hpp"
+#include "offload/planner/frames.hpp"
+#include "offload/planner/trace.hpp"
 
 namespace strata {
 

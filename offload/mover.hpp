@@ -17,7 +17,7 @@
 #include "memory/backend.hpp"
 #include "memory/page_table.hpp"
 #include "memory/pool.hpp"
-#include "offload/store.hpp"
+#include "offload/storage/store.hpp"
 
 namespace strata {
 

@@ -304,8 +304,8 @@ class StepResult(TypedDict):
     finite: bool
     skipped: bool  # nothing was updated because the gradients were not finite
 
-# Probes: a link at work for a while, see offload/calibrate.hpp. `run` releases the GIL and returns
-# what went through per second, so that several can be run at once by as many threads.
+# Probes keep a link at work for a while, see offload/storage/calibrate.hpp. `run` releases the GIL
+# and returns what went through per second, so several threads can run several probes at once.
 
 Ways = Literal["in", "out", "both"]  # towards the computation, away from it
 

@@ -1,5 +1,5 @@
 // Probes of calibration: they move what they say, leave nothing behind, and fail as values do.
-#include "offload/calibrate.hpp"
+#include "offload/storage/calibrate.hpp"
 
 #include <gtest/gtest.h>
 

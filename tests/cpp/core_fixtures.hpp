@@ -23,7 +23,7 @@
 #include "io_fixtures.hpp"
 #include "memory/host_backend.hpp"
 #include "offload/executor.hpp"
-#include "offload/memory_engine.hpp"
+#include "offload/storage/memory_engine.hpp"
 
 namespace strata {
 

@@ -1,5 +1,5 @@
 // What PyTorch's memory would reach under other modes, against what was recorded of it.
-#include "offload/device_memory.hpp"
+#include "offload/planner/device_memory.hpp"
 
 #include <gtest/gtest.h>
 

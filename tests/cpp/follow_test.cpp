@@ -1,6 +1,6 @@
 // Traces that follow what was measured: by hand, and random steps whose computation took other
 // times than the trace says.
-#include "offload/follow.hpp"
+#include "offload/planner/follow.hpp"
 
 #include <gtest/gtest.h>
 

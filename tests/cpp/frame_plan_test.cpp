@@ -1,9 +1,8 @@
 // The planner against what a plan promises, on random traces.
-#include "offload/frame_plan.hpp"
-
 #include <gtest/gtest.h>
 
 #include "core_fixtures.hpp"
+#include "offload/planner/frames.hpp"
 #include "traces.hpp"
 
 namespace strata {

@@ -10,7 +10,7 @@
 
 #include "doubles/gpu.hpp"
 #include "engine/session.hpp"
-#include "offload/memory_engine.hpp"
+#include "offload/storage/memory_engine.hpp"
 
 namespace strata {
 

@@ -13,9 +13,9 @@
 #include "doubles/faulty_engine.hpp"
 #include "io_fixtures.hpp"
 #include "memory/doorbell.hpp"
-#include "offload/make_engine.hpp"
-#include "offload/memory_engine.hpp"
-#include "offload/uring_engine.hpp"
+#include "offload/storage/make_engine.hpp"
+#include "offload/storage/memory_engine.hpp"
+#include "offload/storage/uring_engine.hpp"
 
 namespace strata {
 namespace {

@@ -20,7 +20,7 @@
 #include <system_error>
 #include <vector>
 
-#include "offload/io_engine.hpp"
+#include "offload/storage/io_engine.hpp"
 
 namespace strata {
 

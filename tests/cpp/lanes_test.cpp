@@ -1,9 +1,9 @@
 // Lanes against figures worked out by hand, and the bound of sharing against lanes.
-#include "offload/lanes.hpp"
+#include "offload/planner/lanes.hpp"
 
 #include <gtest/gtest.h>
 
-#include "offload/sharing.hpp"
+#include "offload/planner/sharing.hpp"
 #include "paper_steps.hpp"
 
 namespace strata {

@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include "offload/plan.hpp"
+#include "offload/planner/plan.hpp"
 #include "traces.hpp"
 
 namespace strata {

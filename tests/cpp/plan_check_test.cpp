@@ -1,7 +1,7 @@
 // What check_plan must see: every promise of a good plan, broken by hand.
 #include <gtest/gtest.h>
 
-#include "offload/plan.hpp"
+#include "offload/planner/plan.hpp"
 #include "random_traces.hpp"
 
 namespace strata {

@@ -1,11 +1,10 @@
 // Which units rest on the device: because nothing else holds them, or because that is faster, and
 // never for nothing.
-#include "offload/plan_on_device.hpp"
-
 #include <gtest/gtest.h>
 
 #include "core_fixtures.hpp"
-#include "offload/simulate.hpp"
+#include "offload/planner/on_device.hpp"
+#include "offload/planner/simulate.hpp"
 #include "random_traces.hpp"
 
 namespace strata {

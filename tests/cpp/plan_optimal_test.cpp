@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <limits>
 
-#include "offload/plan_problem.hpp"
-#include "offload/simulate.hpp"
+#include "offload/planner/problem.hpp"
+#include "offload/planner/simulate.hpp"
 #include "random_traces.hpp"
 
 namespace strata {

@@ -1,5 +1,5 @@
 // The planner against what a plan promises, on random steps and machines.
-#include "offload/plan.hpp"
+#include "offload/planner/plan.hpp"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <regex>
 
 #include "core_fixtures.hpp"
-#include "offload/simulate.hpp"
+#include "offload/planner/simulate.hpp"
 #include "random_traces.hpp"
 #include "traces.hpp"
 

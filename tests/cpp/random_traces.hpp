@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "offload/costs.hpp"
-#include "offload/plan.hpp"
-#include "offload/trace.hpp"
+#include "offload/planner/costs.hpp"
+#include "offload/planner/plan.hpp"
+#include "offload/planner/trace.hpp"
 
 namespace strata {
 

@@ -14,7 +14,7 @@
 #include "doubles/faulty_engine.hpp"
 #include "io_fixtures.hpp"
 #include "memory/clock.hpp"
-#include "offload/make_engine.hpp"
+#include "offload/storage/make_engine.hpp"
 #include "session_fixtures.hpp"
 #include "test_device.hpp"
 

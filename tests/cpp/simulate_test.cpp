@@ -1,6 +1,6 @@
 // The simulator and the bound: small steps against figures worked out by hand, and random ones
 // against what must hold of all.
-#include "offload/simulate.hpp"
+#include "offload/planner/simulate.hpp"
 
 #include <gtest/gtest.h>
 

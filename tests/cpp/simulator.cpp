@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "offload/memory_engine.hpp"
+#include "offload/storage/memory_engine.hpp"
 #include "plain_param.hpp"
 #include "random_session.hpp"
 

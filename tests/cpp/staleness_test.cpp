@@ -11,7 +11,7 @@
 
 #include "doubles/faulty_engine.hpp"
 #include "engine/session.hpp"
-#include "offload/memory_engine.hpp"
+#include "offload/storage/memory_engine.hpp"
 #include "test_device.hpp"
 
 namespace strata {

@@ -5,7 +5,7 @@
 #include <random>
 
 #include "doubles/faulty_engine.hpp"
-#include "offload/memory_engine.hpp"
+#include "offload/storage/memory_engine.hpp"
 #include "store_fixtures.hpp"
 
 namespace strata {

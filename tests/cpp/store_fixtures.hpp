@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "io_fixtures.hpp"
-#include "offload/make_engine.hpp"
-#include "offload/store.hpp"
+#include "offload/storage/make_engine.hpp"
+#include "offload/storage/store.hpp"
 
 namespace strata {
 

@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "io_fixtures.hpp"
-#include "offload/make_engine.hpp"
-#include "offload/page_file.hpp"
-#include "offload/store.hpp"
+#include "offload/storage/make_engine.hpp"
+#include "offload/storage/page_file.hpp"
+#include "offload/storage/store.hpp"
 
 namespace strata {
 

@@ -4,7 +4,7 @@
 
 #include <fstream>
 
-#include "offload/directory_lock.hpp"
+#include "offload/storage/directory_lock.hpp"
 #include "store_folders.hpp"
 
 namespace strata {

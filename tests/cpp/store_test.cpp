@@ -1,5 +1,5 @@
 // Store: what was written comes back, from any engine and any number of paths.
-#include "offload/store.hpp"
+#include "offload/storage/store.hpp"
 
 #include <gtest/gtest.h>
 

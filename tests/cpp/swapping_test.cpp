@@ -13,8 +13,8 @@
 #include "memory/clock.hpp"
 #include "memory/host_backend.hpp"
 #include "memory/mapping.hpp"
-#include "offload/make_engine.hpp"
-#include "offload/memory_engine.hpp"
+#include "offload/storage/make_engine.hpp"
+#include "offload/storage/memory_engine.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {

@@ -1,5 +1,5 @@
 // Traces: what is refused, and lifetimes worked out by hand.
-#include "offload/trace.hpp"
+#include "offload/planner/trace.hpp"
 
 #include <gtest/gtest.h>
 

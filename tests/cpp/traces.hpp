@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "offload/trace.hpp"
+#include "offload/planner/trace.hpp"
 
 namespace strata {
 

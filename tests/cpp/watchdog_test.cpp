@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "io_fixtures.hpp"
-#include "offload/make_engine.hpp"
+#include "offload/storage/make_engine.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {

@@ -23,7 +23,7 @@ ACTIVATIONS = ("auto", "keep", "swap", "recompute")
 IO_ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")  # as the command line writes them
-# What becomes of saved tensors, by the planner's names (offload/trace.hpp): which of them do what.
+# What becomes of saved tensors, by the planner's names: see offload/planner/trace.hpp.
 RECOMPUTES = frozenset(("recompute", "recompute_host", "recompute_ssd"))
 # Some saved tensors leave the device: all of them, or of a recomputed unit its inputs.
 SWAPS = frozenset(("swap_host", "swap_ssd", "recompute_host", "recompute_ssd"))

@@ -16,9 +16,9 @@ Format, JSON:
      "units": TABLE, "uses": TABLE, "tensors": TABLE}
 
 A TABLE is {"fields": [names], "rows": [[values], ...]}, its fields those of TracedUnit, Use and
-SavedTensor in offload/trace.hpp, which says what each means; seconds are seconds, sizes bytes.
-Fields may stand in any order; none may be missing or unknown. The version changes whenever a field
-does.
+SavedTensor in offload/planner/trace.hpp, which says what each means; seconds are seconds, sizes
+bytes. Fields may stand in any order; none may be missing or unknown. The version changes whenever a
+field does.
 """
 
 from __future__ import annotations

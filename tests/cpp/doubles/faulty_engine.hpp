@@ -20,7 +20,7 @@
 
 #include "memory/clock.hpp"
 #include "memory/doorbell.hpp"
-#include "offload/io_engine.hpp"
+#include "offload/storage/io_engine.hpp"
 
 namespace strata {
 

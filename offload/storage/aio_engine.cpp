@@ -1,0 +1,131 @@
+#include "offload/storage/aio_engine.hpp"
+
+#include <libaio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <deque>
+#include <vector>
+
+#include "memory/check.hpp"
+
+namespace strata {
+
+class AioEngine::Impl final {
+ public:
+  Impl(Doorbell* bell, std::uint32_t depth) : bell_(bell), control_(depth), events_(depth) {
+    for (iocb& block : control_) free_.push_back(&block);
+  }
+  ~Impl() {
+    if (context_ != nullptr) io_destroy(context_);  // waits for every request
+  }
+
+  int set_up() { return io_setup(static_cast<int>(control_.size()), &context_); }
+  int attach(int fd);
+  bool submit(const IoRequest& request);
+  void flush();
+  std::size_t reap(std::span<IoCompletion> out);
+
+ private:
+  Doorbell* bell_;
+  io_context_t context_ = nullptr;
+  std::vector<iocb> control_;  // one for each request that may be in flight
+  std::vector<iocb*> free_;
+  std::vector<iocb*> queued_;         // submitted here, not yet handed to the kernel
+  std::deque<IoCompletion> refused_;  // the kernel would not even take them
+  std::vector<io_event> events_;      // scratch of reap()
+  std::vector<int> files_;
+};
+
+int AioEngine::Impl::attach(int fd) {
+  files_.push_back(fd);
+  return static_cast<int>(files_.size()) - 1;
+}
+
+bool AioEngine::Impl::submit(const IoRequest& request) {
+  STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());
+  if (free_.empty()) return false;
+  iocb* block = free_.back();
+  free_.pop_back();
+  const int fd = files_[static_cast<std::size_t>(request.file)];
+  const auto offset = static_cast<long long>(request.offset);
+  if (request.op == IoOp::read) {
+    io_prep_pread(block, fd, request.buffer, request.bytes, offset);
+  } else {
+    io_prep_pwrite(block, fd, request.buffer, request.bytes, offset);
+  }
+  if (bell_ != nullptr) io_set_eventfd(block, bell_->fd());
+  block->data = reinterpret_cast<void*>(static_cast<std::uintptr_t>(request.tag));
+  queued_.push_back(block);
+  return true;
+}
+
+void AioEngine::Impl::flush() {
+  std::size_t handed = 0;
+  while (handed < queued_.size()) {
+    const auto left = static_cast<long>(queued_.size() - handed);
+    const int result = io_submit(context_, left, queued_.data() + handed);
+    if (result > 0) {
+      handed += static_cast<std::size_t>(result);
+    } else if (result == 0 || result == -EAGAIN) {
+      break;  // the kernel is short of memory for requests: they stay queued
+    } else if (result != -EINTR) {
+      // It is the first one that the kernel objects to: that one has failed, the others go on.
+      iocb* block = queued_[handed++];
+      refused_.push_back({.tag = reinterpret_cast<std::uintptr_t>(block->data), .result = result});
+      free_.push_back(block);
+    }
+  }
+  queued_.erase(queued_.begin(), queued_.begin() + static_cast<std::ptrdiff_t>(handed));
+  // Neither a refused nor a waiting request will ring by itself.
+  if (bell_ != nullptr && (!refused_.empty() || !queued_.empty())) bell_->ring();
+}
+
+std::size_t AioEngine::Impl::reap(std::span<IoCompletion> out) {
+  std::size_t count = 0;
+  while (count < out.size() && !refused_.empty()) {
+    out[count++] = refused_.front();
+    refused_.pop_front();
+  }
+  const auto room = static_cast<long>(std::min(out.size() - count, events_.size()));
+  if (room == 0) return count;
+  timespec now{};
+  const int seen = io_getevents(context_, 0, room, events_.data(), &now);
+  for (int i = 0; i < seen; ++i) {  // a negative count (EINTR) means none
+    const io_event& event = events_[static_cast<std::size_t>(i)];
+    out[count++] = {.tag = reinterpret_cast<std::uintptr_t>(event.data),
+                    .result = static_cast<std::int64_t>(event.res)};
+    free_.push_back(event.obj);
+  }
+  return count;
+}
+
+std::unique_ptr<AioEngine> AioEngine::make(Doorbell* bell, std::uint32_t depth, Error* error) {
+  auto impl = std::make_unique<Impl>(bell, depth);
+  const int result = impl->set_up();
+  if (result < 0) {
+    *error = Error{};
+    error->what = "libaio cannot be set up here (see fs.aio-max-nr)";
+    error->errno_value = -result;
+    return nullptr;
+  }
+  return std::unique_ptr<AioEngine>(new AioEngine(std::move(impl)));
+}
+
+AioEngine::AioEngine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+AioEngine::~AioEngine() = default;
+
+int AioEngine::attach(int fd, std::uint64_t) {
+  return impl_->attach(fd);
+}
+bool AioEngine::submit(const IoRequest& request) {
+  return impl_->submit(request);
+}
+void AioEngine::flush() {
+  impl_->flush();
+}
+std::size_t AioEngine::reap(std::span<IoCompletion> out) {
+  return impl_->reap(out);
+}
+
+}  // namespace strata

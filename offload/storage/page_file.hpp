@@ -1,0 +1,59 @@
+// One preallocated file of page-sized slots, opened for direct I/O, in a folder locked for this
+// process. Everything that can be wrong with an SSD path is found here, before the first step.
+//
+// Threads: any; made and destroyed with its Store.
+//
+//   PageFile file("/mnt/nvme", 64 * kGiB);             // throws StrataError (config, no_space, io)
+//   int number = engine.attach(file.fd(), bytes);
+//   for (const std::string& warning : file.warnings()) ...
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "offload/storage/directory_lock.hpp"
+
+namespace strata {
+
+// Whether a file has a name in its folder. The kernel frees a nameless one with its last
+// descriptor, so that none outlives its process, however that ends. A named one is left over where
+// the process is killed, and removed by the next that comes to the folder. File systems without
+// nameless files (NFS, FUSE, old overlays) get named ones.
+enum class Naming : std::uint8_t { nameless, named };
+
+class PageFile final {
+ public:
+  PageFile(const std::string& folder, std::uint64_t bytes, Naming naming = Naming::nameless);
+  // Makes it `bytes` long, or as it was: throws StrataError (no_space, io), and changes nothing.
+  void resize(std::uint64_t bytes);
+  ~PageFile();  // removes the file; in a child made by fork() it only forgets it
+  PageFile(const PageFile&) = delete;
+  PageFile& operator=(const PageFile&) = delete;
+
+  int fd() const { return fd_; }
+  // What errors call it: its path, or "the swap file in <folder>".
+  const std::string& place() const { return place_; }
+  // What works, but not as well as it could, and what a killed process had left here.
+  const std::vector<std::string>& warnings() const { return warnings_; }
+
+ private:
+  bool make_nameless();
+  void make_named();
+  void warn_of_cache();
+  void preallocate(std::uint64_t from, std::uint64_t to);
+  void remove();
+
+  std::string folder_;
+  std::string place_;
+  std::string path_;  // empty: nameless
+  std::vector<std::string> warnings_;
+  DirectoryLock lock_;
+  int fd_ = -1;
+  std::uint64_t bytes_ = 0;
+  pid_t owner_ = getpid();
+};
+
+}  // namespace strata

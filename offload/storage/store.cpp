@@ -1,0 +1,399 @@
+#include "offload/storage/store.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <deque>
+
+#include "memory/check.hpp"
+#include "offload/storage/checksum.hpp"
+
+namespace strata {
+namespace {
+
+// How often in a row one transfer may be interrupted, or move nothing, before it has failed.
+constexpr std::uint32_t kRetriesMax = 64;
+
+struct Slot {
+  bool acquired = false;
+  bool busy = false;    // a transfer that is not idle names it
+  bool sealed = false;  // holds the contents that version and checksum describe
+  std::uint64_t version = 0;
+  std::uint64_t checksum = 0;
+};
+
+// One request of the caller, on its way through one or several requests to the engine.
+struct Transfer {
+  IoOp op = IoOp::read;
+  SlotId slot = kNoSlot;
+  std::byte* buffer = nullptr;
+  std::uint64_t version = 0;
+  std::uint64_t tag = 0;
+  std::uint32_t moved_bytes = 0;  // a multiple of kIoAlignment
+  std::uint32_t retries = 0;      // since bytes last moved
+};
+
+}  // namespace
+
+// Invariants
+//   1. |idle_| + |waiting_| + (in the engine) == in_flight_max: each transfer is in one of them.
+//   2. A slot is busy exactly while one transfer that is not idle names it.
+//   3. |free_slots_| slots are not acquired; those are not busy.
+//   4. A slot whose write is under way or has failed is not sealed.
+class Store::Impl final {
+ public:
+  Impl(const StoreOptions& options, std::unique_ptr<IoEngine> engine);
+
+  std::optional<SlotId> acquire();
+  void release(SlotId slot);
+  std::uint32_t free_slots() const { return static_cast<std::uint32_t>(free_slots_.size()); }
+  void extend(std::uint32_t count);
+  bool start(const Transfer& transfer);
+  bool turn(std::vector<StoreCompletion>& out);
+  std::uint32_t in_flight() const {
+    return static_cast<std::uint32_t>(transfers_.size() - idle_.size());
+  }
+  void register_memory(std::span<std::byte> memory);
+  const std::vector<std::string>& warnings() const { return warnings_; }
+  const StoreCounters& counters() const { return counters_; }
+  const char* engine_name() const { return engine_->name(); }
+
+ private:
+  using Completions = std::vector<StoreCompletion>;
+
+  void make_files();
+  bool submit_waiting(Completions& out);
+  bool reap(Completions& out);
+  void advance(std::uint32_t which, std::int64_t result, Completions& out);
+  void retry(std::uint32_t which, int errno_value, Completions& out);
+  void finish(std::uint32_t which, std::optional<Error> error, Completions& out);
+  std::optional<Error> check_version(const Transfer& transfer) const;
+  std::optional<Error> check_contents(const Transfer& transfer) const;
+  Error failure(const Transfer& transfer, Fault fault, const std::string& why,
+                int errno_value) const;
+
+  Slot& at(SlotId slot);
+  std::size_t stripe_of(SlotId slot) const { return index(slot) % numbers_.size(); }
+  std::uint64_t offset_of(SlotId slot) const {
+    return std::uint64_t{index(slot) / numbers_.size()} * options_.slot_bytes;
+  }
+  // All stripes have one length, so the last row of slots may be longer than was asked.
+  std::uint64_t stripe_bytes(std::size_t slots) const {
+    return ceil_div(slots, std::max<std::size_t>(options_.paths.size(), 1)) * options_.slot_bytes;
+  }
+  void add_slots(std::uint32_t count);
+  std::uint32_t slot_bytes() const { return static_cast<std::uint32_t>(options_.slot_bytes); }
+
+  StoreOptions options_;
+  std::vector<std::string> warnings_;
+  StoreCounters counters_;
+  std::vector<Slot> slots_;
+  std::vector<SlotId> free_slots_;  // a stack, the lowest slot on top at first
+  std::vector<Transfer> transfers_;
+  std::vector<std::uint32_t> idle_;               // indices into transfers_
+  std::deque<std::uint32_t> waiting_;             // likewise: to be submitted, in order
+  std::vector<std::unique_ptr<PageFile>> files_;  // one for each stripe, or none at all
+  std::vector<int> numbers_;                      // of the stripes, as the engine knows them
+  // Last, so that it is destroyed first: files close once nothing is in flight any more.
+  std::unique_ptr<IoEngine> engine_;
+};
+
+Store::Impl::Impl(const StoreOptions& options, std::unique_ptr<IoEngine> engine)
+    : options_(options), transfers_(options.in_flight_max), engine_(std::move(engine)) {
+  STRATA_ASSERT(engine_ != nullptr);
+  STRATA_ASSERT(options.slot_bytes > 0 && options.slot_bytes % kIoAlignment == 0);
+  STRATA_ASSERT(options.slot_bytes <= kPageBytesMax);
+  STRATA_ASSERT(options.in_flight_max > 0);
+  if (options.slot_count == 0) refuse("a store on SSD needs room for at least one page");
+  make_files();  // first: a budget beyond the disk is refused before memory is taken for its slots
+  add_slots(options.slot_count);
+  for (std::uint32_t i = options.in_flight_max; i-- > 0;) idle_.push_back(i);
+}
+
+void Store::Impl::make_files() {
+  const bool on_disk = engine_->needs_files();
+  if (on_disk && options_.paths.empty()) refuse("a store on SSD needs a path");
+  for (auto path = options_.paths.begin(); path != options_.paths.end(); ++path) {
+    if (std::find(options_.paths.begin(), path, *path) == path) continue;
+    refuse("the SSD path " + *path + " is given twice");
+  }
+  const std::size_t stripes = std::max<std::size_t>(options_.paths.size(), 1);
+  const std::uint64_t bytes = stripe_bytes(options_.slot_count);
+  for (std::size_t i = 0; i < stripes; ++i) {
+    int fd = -1;
+    if (on_disk) {
+      files_.push_back(std::make_unique<PageFile>(options_.paths[i], bytes, options_.naming));
+      fd = files_.back()->fd();
+      const std::vector<std::string>& warnings = files_.back()->warnings();
+      warnings_.insert(warnings_.end(), warnings.begin(), warnings.end());
+    }
+    numbers_.push_back(engine_->attach(fd, bytes));
+  }
+}
+
+void Store::Impl::add_slots(std::uint32_t count) {
+  STRATA_ASSERT(count < index(kNoSlot) - slots_.size());
+  const auto end = static_cast<std::uint32_t>(slots_.size()) + count;
+  for (std::uint32_t i = end; i-- > slots_.size();) free_slots_.push_back(SlotId{i});
+  slots_.resize(end);
+}
+
+void Store::Impl::extend(std::uint32_t count) {
+  STRATA_ASSERT(in_flight() == 0);
+  const std::uint64_t before = stripe_bytes(slots_.size());
+  const std::uint64_t after = stripe_bytes(slots_.size() + count);
+  std::size_t longer = 0;
+  try {
+    for (; longer < files_.size(); ++longer) files_[longer]->resize(after);
+  } catch (...) {
+    while (longer-- > 0) files_[longer]->resize(before);  // all of them or none
+    throw;
+  }
+  for (const int number : numbers_) engine_->grew(number, after);
+  add_slots(count);
+}
+
+Slot& Store::Impl::at(SlotId slot) {
+  STRATA_ASSERT(index(slot) < slots_.size());
+  return slots_[index(slot)];
+}
+
+std::optional<SlotId> Store::Impl::acquire() {
+  if (free_slots_.empty()) return std::nullopt;
+  const SlotId slot = free_slots_.back();
+  free_slots_.pop_back();
+  STRATA_ASSERT(!at(slot).acquired && !at(slot).busy);
+  at(slot) = Slot{.acquired = true};
+  return slot;
+}
+
+void Store::Impl::release(SlotId slot) {
+  STRATA_ASSERT(at(slot).acquired);
+  STRATA_ASSERT(!at(slot).busy);
+  at(slot).acquired = false;
+  free_slots_.push_back(slot);
+}
+
+bool Store::Impl::start(const Transfer& transfer) {
+  Slot& slot = at(transfer.slot);
+  STRATA_ASSERT(slot.acquired);
+  STRATA_ASSERT(!slot.busy);
+  STRATA_ASSERT(transfer.buffer != nullptr);
+  STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(transfer.buffer) % kIoAlignment == 0);
+  if (idle_.empty()) return false;
+  const std::uint32_t which = idle_.back();
+  idle_.pop_back();
+  transfers_[which] = transfer;
+  slot.busy = true;
+  if (transfer.op == IoOp::write) {
+    slot.sealed = false;
+    slot.version = transfer.version;
+    slot.checksum =
+        checksum({transfer.buffer, options_.slot_bytes}, transfer.slot, transfer.version);
+  }
+  waiting_.push_back(which);
+  return true;
+}
+
+bool Store::Impl::turn(Completions& out) {
+  bool moved = false;
+  bool reaped = false;
+  // What is continued or retried goes back to the engine in the same turn, or nobody would ring.
+  do {
+    moved |= submit_waiting(out);
+    engine_->flush();
+    reaped = reap(out);
+    moved |= reaped;
+  } while (reaped && !waiting_.empty());
+  return moved;
+}
+
+bool Store::Impl::submit_waiting(Completions& out) {
+  bool moved = false;
+  for (; !waiting_.empty(); waiting_.pop_front(), moved = true) {
+    const std::uint32_t which = waiting_.front();
+    const Transfer& transfer = transfers_[which];
+    if (transfer.op == IoOp::read) {
+      if (auto error = check_version(transfer)) {
+        finish(which, std::move(error), out);
+        continue;
+      }
+    }
+    const IoRequest request{.op = transfer.op,
+                            .file = numbers_[stripe_of(transfer.slot)],
+                            .offset = offset_of(transfer.slot) + transfer.moved_bytes,
+                            .buffer = transfer.buffer + transfer.moved_bytes,
+                            .bytes = slot_bytes() - transfer.moved_bytes,
+                            .tag = which};
+    if (!engine_->submit(request)) break;  // full: what it reaps makes room
+  }
+  return moved;
+}
+
+bool Store::Impl::reap(Completions& out) {
+  std::array<IoCompletion, 64> seen;
+  bool any = false;
+  std::size_t count = 0;
+  do {
+    count = engine_->reap(seen);
+    for (std::size_t i = 0; i < count; ++i) {
+      STRATA_ASSERT(seen[i].tag < transfers_.size());
+      advance(static_cast<std::uint32_t>(seen[i].tag), seen[i].result, out);
+    }
+    any |= count > 0;
+  } while (count == seen.size());
+  return any;
+}
+
+// One answer of the engine: what it means for the transfer.
+void Store::Impl::advance(std::uint32_t which, std::int64_t result, Completions& out) {
+  Transfer& transfer = transfers_[which];
+  const std::uint32_t left = slot_bytes() - transfer.moved_bytes;
+
+  // 1. The sign.
+  if (result == -EINTR || result == -EAGAIN) return retry(which, static_cast<int>(-result), out);
+  if (result < 0) {
+    const int errno_value = static_cast<int>(-result);
+    const bool full = errno_value == ENOSPC || errno_value == EDQUOT;
+    return finish(which, failure(transfer, full ? Fault::no_space : Fault::io, "", errno_value),
+                  out);
+  }
+
+  // 2. The length. Direct I/O goes on at a sector: the rest of a broken one moves again.
+  if (result > left) {
+    return finish(which, failure(transfer, Fault::io, ": more bytes than were asked for", 0), out);
+  }
+  if (result == 0 && transfer.op == IoOp::read) {
+    return finish(which, failure(transfer, Fault::short_read, ": the file ends here", 0), out);
+  }
+  const auto moved = static_cast<std::uint32_t>(
+      result == left ? left : result - result % static_cast<std::int64_t>(kIoAlignment));
+  if (moved == 0) return retry(which, 0, out);
+
+  // 3. Bytes moved: go on from here, or look at the whole.
+  transfer.moved_bytes += moved;
+  transfer.retries = 0;
+  (transfer.op == IoOp::read ? counters_.read_bytes : counters_.written_bytes) += moved;
+  if (transfer.moved_bytes < slot_bytes()) {
+    waiting_.push_back(which);
+  } else if (transfer.op == IoOp::read) {
+    finish(which, check_contents(transfer), out);
+  } else {
+    finish(which, std::nullopt, out);
+  }
+}
+
+void Store::Impl::retry(std::uint32_t which, int errno_value, Completions& out) {
+  Transfer& transfer = transfers_[which];
+  if (transfer.retries == kRetriesMax) {
+    const std::string why = ": nothing moved in " + std::to_string(kRetriesMax) + " retries";
+    return finish(which, failure(transfer, Fault::io, why, errno_value), out);
+  }
+  ++transfer.retries;
+  ++counters_.retries;
+  waiting_.push_back(which);
+}
+
+void Store::Impl::finish(std::uint32_t which, std::optional<Error> error, Completions& out) {
+  const Transfer& transfer = transfers_[which];
+  Slot& slot = at(transfer.slot);
+  STRATA_ASSERT(slot.busy);
+  slot.busy = false;
+  if (transfer.op == IoOp::write) slot.sealed = !error.has_value();
+  out.push_back({.tag = transfer.tag, .error = std::move(error)});
+  idle_.push_back(which);
+}
+
+std::optional<Error> Store::Impl::check_version(const Transfer& transfer) const {
+  const Slot& slot = slots_[index(transfer.slot)];
+  if (slot.sealed && slot.version == transfer.version) return std::nullopt;
+  const std::string expected = ": version " + std::to_string(transfer.version) + " was asked for, ";
+  return failure(transfer, Fault::corrupt,
+                 expected + (slot.sealed ? "version " + std::to_string(slot.version) + " is there"
+                                         : "nothing was ever written or the last write failed"),
+                 0);
+}
+
+std::optional<Error> Store::Impl::check_contents(const Transfer& transfer) const {
+  const Slot& slot = slots_[index(transfer.slot)];
+  const std::uint64_t found =
+      checksum({transfer.buffer, options_.slot_bytes}, transfer.slot, transfer.version);
+  if (found == slot.checksum) return std::nullopt;
+  std::array<char, 96> text;
+  std::snprintf(
+      text.data(), text.size(), ": checksum %016llx was written, %016llx was read (version %llu)",
+      static_cast<unsigned long long>(slot.checksum), static_cast<unsigned long long>(found),
+      static_cast<unsigned long long>(transfer.version));
+  Error error = failure(transfer, Fault::corrupt, text.data(), 0);
+  error.offset = offset_of(transfer.slot);
+  return error;
+}
+
+// `why` goes on from "reading slot 7 failed"; empty where errno says it all.
+Error Store::Impl::failure(const Transfer& transfer, Fault fault, const std::string& why,
+                           int errno_value) const {
+  Error error;
+  error.fault = fault;
+  error.what = (transfer.op == IoOp::read ? "reading slot " : "writing slot ") +
+               std::to_string(index(transfer.slot)) + " failed" + why;
+  error.errno_value = errno_value;
+  if (!files_.empty()) error.path = files_[stripe_of(transfer.slot)]->place();
+  error.offset = offset_of(transfer.slot) + transfer.moved_bytes;
+  return error;
+}
+
+void Store::Impl::register_memory(std::span<std::byte> memory) {
+  STRATA_ASSERT(in_flight() == 0);
+  if (auto error = engine_->register_memory(memory)) warnings_.push_back(error->text());
+}
+
+Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine)
+    : impl_(std::make_unique<Impl>(options, std::move(engine))) {}
+Store::~Store() = default;
+
+std::optional<SlotId> Store::acquire() {
+  return impl_->acquire();
+}
+void Store::release(SlotId slot) {
+  impl_->release(slot);
+}
+std::uint32_t Store::free_slots() const {
+  return impl_->free_slots();
+}
+void Store::extend(std::uint32_t slot_count) {
+  impl_->extend(slot_count);
+}
+
+bool Store::read(SlotId slot, std::byte* buffer, std::uint64_t version, std::uint64_t tag) {
+  return impl_->start(
+      {.op = IoOp::read, .slot = slot, .buffer = buffer, .version = version, .tag = tag});
+}
+
+bool Store::write(SlotId slot, const std::byte* buffer, std::uint64_t version, std::uint64_t tag) {
+  // The engine takes one kind of pointer for both directions; a write only reads through it.
+  auto* from = const_cast<std::byte*>(buffer);
+  return impl_->start(
+      {.op = IoOp::write, .slot = slot, .buffer = from, .version = version, .tag = tag});
+}
+
+bool Store::turn(std::vector<StoreCompletion>& out) {
+  return impl_->turn(out);
+}
+std::uint32_t Store::in_flight() const {
+  return impl_->in_flight();
+}
+void Store::register_memory(std::span<std::byte> memory) {
+  impl_->register_memory(memory);
+}
+const std::vector<std::string>& Store::warnings() const {
+  return impl_->warnings();
+}
+const StoreCounters& Store::counters() const {
+  return impl_->counters();
+}
+const char* Store::engine_name() const {
+  return impl_->engine_name();
+}
+
+}  // namespace strata
