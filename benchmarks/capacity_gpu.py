@@ -52,7 +52,7 @@ QUICK = Machine(512 * MIB, 128 * MIB, 256 * MIB)
 
 def free(context: Context) -> Machine:
     """What is free before anything runs."""
-    from strata.machine import free_host_bytes
+    from strata._config.machine import free_host_bytes
 
     grow(HOST_MAX, context.say)
     ssd = shutil.disk_usage(context.ssd_path).free

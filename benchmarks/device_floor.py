@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 def run(context: Context) -> Iterator[Figure]:
     """Yields the share, the slow-down there, and what was measured on the device."""
-    from strata.errors import StrataError
+    from strata._errors import StrataError
 
     def model() -> torch.nn.Module:
         if context.quick:

@@ -20,7 +20,7 @@ SECONDS_MAX = 240
 def grow(needed: int, say: Callable[[str], None]) -> None:
     """Touches memory until so many bytes were there, or the machine grows no more. No room for them
     is nothing to tell: whoever needs them says so."""
-    from strata.machine import free_host_bytes, host_bytes
+    from strata._config.machine import free_host_bytes, host_bytes
 
     if free_host_bytes() >= needed:
         return
@@ -53,7 +53,7 @@ def main() -> None:
     """The child: touches as many bytes as the command line says."""
     Path("/proc/self/oom_score_adj").write_text("1000")
     import torch
-    from strata.machine import free_host_bytes, host_bytes
+    from strata._config.machine import free_host_bytes, host_bytes
 
     held: list[torch.Tensor] = []
     # fill_() is done by all cores, and so the kernel clears the pages on all of them.

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 if TYPE_CHECKING:
-    from strata.paper import LlamaSizes
+    from .paper import LlamaSizes
 
 VOCABULARY = 8192
 

@@ -63,7 +63,7 @@ class Mode:
 
     def passing_bytes(self) -> int:
         """Host memory for what does not rest there."""
-        from strata.configure import default_workers
+        from strata._config.configure import default_workers
 
         chunks = 4 + 2 * default_workers()
         buffers = {

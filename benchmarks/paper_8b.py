@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from strata.forecast import Forecast, forecast
-from strata.paper import H200, LLAMA_8B, llama_trace, model_flops
+from strata._planning.forecast import Forecast, forecast
 
 from .common import BenchError, Context, Figure
+from .paper import H200, LLAMA_8B, llama_trace, model_flops
 
 if TYPE_CHECKING:
     from strata._core import Wishes

@@ -38,7 +38,7 @@ class Planned(Paged):
     @property
     def planning(self) -> Any:
         """The planning of the wrapped model."""
-        from strata.wrapped import wrapped
+        from strata._runtime.wrapped import wrapped
 
         return wrapped(self.model).planning
 
@@ -74,7 +74,7 @@ def share_of_bound(report: Any) -> float:
 
 def pytorch_peak(side: Plain | Paged) -> int:
     """The most memory that PyTorch's allocator hands out in a step, beyond what it held before."""
-    from strata.memory_curve import MemoryCurve
+    from strata._profiling.memory_curve import MemoryCurve
 
     curve = MemoryCurve.start()
     if curve is None:

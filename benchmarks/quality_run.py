@@ -85,8 +85,7 @@ class Outcome:
 
 def prepare(shape: Shape, folder: Path) -> Text:
     """Finds the text and turns it into tokens, as files in `folder`."""
-    from strata.finetune_text import find_documents, split
-    from strata.finetune_tokens import tokenize, train_tokenizer
+    from strata._cli.finetune.text import find_documents, split, tokenize, train_tokenizer
 
     documents = find_documents([sysconfig.get_path("stdlib")], shape.text_bytes, TEXT_SEED)
     training, held_out = split(documents, HELD_OUT, TEXT_SEED)
@@ -99,7 +98,7 @@ def prepare(shape: Shape, folder: Path) -> Text:
 
 def train(mode: Mode, seed: int, shape: Shape, text: Text, folder: Path) -> Outcome:
     """Trains from the beginning. The same seed sees the same weights and the same text."""
-    from strata.finetune_tokens import Windows
+    from strata._cli.finetune.text import Windows
 
     begin = time.perf_counter()
     windows = Windows(text.training, shape.sequence, seed)
@@ -166,7 +165,7 @@ def total(stats: Mapping[str, Any]) -> list[int]:
 
 def digest(model: torch.nn.Module) -> str:
     """Of every bit of the float32 parameters."""
-    from strata.wrapped import wrapped
+    from strata._runtime.wrapped import wrapped
 
     state = wrapped(model)
     hashed = xxhash.xxh3_128()

@@ -8,10 +8,17 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from strata.forecast import Forecast, forecast
-from strata.paper import LLAMA_7B, LLAMA_13B, LLAMA_70B, LlamaSizes, PaperMachine, llama_trace
+from strata._planning.forecast import Forecast, forecast
 
 from .common import BenchError, Context, Figure
+from .paper import (
+    LLAMA_7B,
+    LLAMA_13B,
+    LLAMA_70B,
+    LlamaSizes,
+    PaperMachine,
+    llama_trace,
+)
 
 TOKENS = 16384
 SEQUENCE = 2048

@@ -97,7 +97,7 @@ class Paged:
 
 def session_of(model: nn.Module) -> Any:
     """The core's session behind a wrapped model."""
-    from strata.wrapped import wrapped
+    from strata._runtime.wrapped import wrapped
 
     return wrapped(model).session
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from strata.machine import free_host_bytes
+from strata._config.machine import free_host_bytes
 from strata.nn import chunk_loss
-from strata.paper import LlamaSizes
 from transformers import LlamaForCausalLM
 
 from .common import GIB, MIB, BenchError, Context, Figure
@@ -27,6 +26,7 @@ from .device import (
 )
 from .host_room import grow
 from .models import config_of, step_flops, tokens
+from .paper import LlamaSizes
 from .planned import Planned, judge, share_of_bound
 from .sync_trace import synchronisations
 

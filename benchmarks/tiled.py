@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from strata.memory_curve import MemoryCurve
+from strata._profiling.memory_curve import MemoryCurve
 from strata.nn import ChunkedCrossEntropy, TiledLinear
 from torch import nn
 from torch.nn import functional as F

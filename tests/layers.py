@@ -1,13 +1,17 @@
 """Checks what the compiler does not: layers, foreign headers and sizes. Prints every breach.
 
 bindings → engine → {offload, optimizers} → memory        (an arrow means "may include")
+
+The rooms of the Python package are in PACKAGE_ORDER: each may import those before it. What is
+imported for type checkers alone does not count.
 """
 
 import ast
+import graphlib
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MAY_INCLUDE = {
@@ -23,6 +27,13 @@ FOREIGN = re.compile(
 )
 NEVER = re.compile(r"torch/|ATen/|c10/")  # tensors cross as DLPack and pointers
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
+PACKAGE = "bindings/strata"
+# __init__ finds public names when they are asked for, and stands outside.
+PACKAGE_ORDER = (
+    *("_core", "_torch_compat", "_errors", "nn", "_optim", "_config", "_profiling", "_runtime"),
+    *("_storage", "_activations", "_hooks", "_report", "_planning", "_api", "optim", "checkpoint"),
+    *("_cli", "__main__"),
+)
 CPP = {".cpp", ".hpp", ".h", ".cu"}
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70  # of C++ functions, clang-tidy says so
@@ -60,6 +71,57 @@ def include_breaches(root: Path) -> Iterator[str]:
             yield f"{header} belongs in one file, not in {', '.join(sorted(names))}"
 
 
+def package_breaches(root: Path) -> Iterator[str]:
+    """Imports of the package against the order of its rooms, and cycles among its modules."""
+    package = root / PACKAGE
+    paths = {_dotted(package, p): p for p in sorted(package.rglob("*.py"))}
+    imports = {name: _imports(name, path, paths) for name, path in paths.items() if name}
+    for name, targets in imports.items():
+        for target in sorted(targets):
+            room, other = name.split(".")[0], target.split(".")[0]
+            for unknown in {room, other} - set(PACKAGE_ORDER):
+                yield f"{PACKAGE}: {unknown} has no place in PACKAGE_ORDER"
+                return
+            if PACKAGE_ORDER.index(other) > PACKAGE_ORDER.index(room):
+                yield f"{PACKAGE}: {name} may not import {target}"
+    sorter = graphlib.TopologicalSorter(imports)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        yield f"{PACKAGE}: a cycle of imports: {' → '.join(error.args[1])}"
+
+
+def _dotted(package: Path, path: Path) -> str:
+    """A module's name within the package; "" of the package itself."""
+    return (
+        ".".join(path.relative_to(package).with_suffix("").parts)
+        .removesuffix("__init__")
+        .rstrip(".")
+    )
+
+
+def _imports(name: str, path: Path, modules: Collection[str]) -> set[str]:
+    """The modules of the package that one imports when it runs, wherever in it that stands."""
+    here = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in _running(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = [*here[: len(here) - node.level + 1], *(node.module or "").split(".")]
+        for alias in node.names:
+            target = ".".join(part for part in [*base, alias.name] if part)
+            found.add(target if target in modules else target.rpartition(".")[0] or target)
+    return found - {name}
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, without what type checkers alone see."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from _running(child)
+
+
 def size_breaches(root: Path) -> Iterator[str]:
     """Files and Python functions that are too long to hold in mind."""
     for path in sources(root):
@@ -79,7 +141,7 @@ def size_breaches(root: Path) -> Iterator[str]:
 def main() -> int:
     """Exits with 1 where anything is wrong."""
     root = Path(__file__).resolve().parent.parent
-    breaches = [*include_breaches(root), *size_breaches(root)]
+    breaches = [*include_breaches(root), *package_breaches(root), *size_breaches(root)]
     for breach in breaches:
         print(breach)
     return 1 if breaches else 0

@@ -77,7 +77,8 @@ def build_part(root: Path, wishes: Wishes) -> Part:
     """Up to a strata that can be imported and the programs of benches."""
     look = "import strata._core, torch"
     if wishes.device != HOST:
-        look += ", strata.device\nif why := strata.device.why_not('cuda:0'): raise SystemExit(why)"
+        look += "\nfrom strata._config.device import why_not"
+        look += "\nif why := why_not('cuda:0'): raise SystemExit(why)"
     steps = [
         *configure_steps(root, wishes),
         ["ninja", "-C", BUILD, "module", *PROGRAMS],

@@ -3,63 +3,50 @@
 model, optimizer = strata.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-4),
                                memory={"device": "8GiB", "host": "24GiB"})
 
-A public name is imported when it is first asked for: the command line answers without torch. No
-module of the package may have the name of a public function, which it would take the place of.
+A public name is imported when it is first asked for: the command line answers without torch.
+Modules whose names begin with an underscore are private.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import checkpoint, nn, optim
+    from ._api import gather_grad, plan, report, synchronize, unwrap, wrap
+    from ._config.update_modes import LockFree
     from ._core import __version__
-    from .api import gather_grad, plan, report, synchronize, unwrap, wrap
-    from .checkpoint import load, save
-    from .checkpoint_files import CheckpointError
-    from .errors import StrataError
-    from .export import export_safetensors
-    from .grad_scaler import GradScaler
-    from .lion import Lion
-    from .reports import PlanReport, Report
-    from .trace_file import save_trace
-    from .update_modes import LockFree
+    from ._errors import StrataError
+    from ._report.reports import PlanReport, Report
+    from ._storage.trace_file import save_trace
+    from .checkpoint import CheckpointError, export_safetensors, load, save
+    from .optim import GradScaler, Lion
 else:
-    # Public names, by the module that has them; nn is one itself.
+    # Public names, by the module that has them; "": they are modules themselves.
     _HOMES = {
-        "CheckpointError": "checkpoint_files",
-        "GradScaler": "grad_scaler",
-        "Lion": "lion",
-        "LockFree": "update_modes",
-        "PlanReport": "reports",
-        "Report": "reports",
-        "StrataError": "errors",
-        "__version__": "_core",
-        "export_safetensors": "export",
-        "gather_grad": "api",
-        "load": "checkpoint",
-        "nn": "nn",
-        "plan": "api",
-        "report": "api",
-        "save": "checkpoint",
-        "save_trace": "trace_file",
-        "synchronize": "api",
-        "unwrap": "api",
-        "wrap": "api",
+        "": ("checkpoint", "nn", "optim"),
+        "_api": ("gather_grad", "plan", "report", "synchronize", "unwrap", "wrap"),
+        "_config.update_modes": ("LockFree",),  # needs no torch
+        "_core": ("__version__",),
+        "_errors": ("StrataError",),
+        "_report.reports": ("PlanReport", "Report"),
+        "_storage.trace_file": ("save_trace",),
+        "checkpoint": ("CheckpointError", "export_safetensors", "load", "save"),
+        "optim": ("GradScaler", "Lion"),
     }
 
     def __getattr__(name):
         """Called by Python for a name that the package does not have yet."""
         import importlib
 
-        if name not in _HOMES:
+        home = next((home for home, names in _HOMES.items() if name in names), None)
+        if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = importlib.import_module(f".{_HOMES[name]}", __name__)
-        value = home if name == "nn" else getattr(home, name)
-        globals()[name] = value
-        return value
+        module = importlib.import_module(f".{home or name}", __name__)
+        globals()[name] = getattr(module, name) if home else module
+        return globals()[name]
 
     def __dir__():
         """Called by dir(): what is there, and what would come."""
-        return sorted(globals() | _HOMES)
+        return sorted({*globals(), *__all__})
 
 
 __all__ = [
@@ -71,10 +58,12 @@ __all__ = [
     "Report",
     "StrataError",
     "__version__",
+    "checkpoint",
     "export_safetensors",
     "gather_grad",
     "load",
     "nn",
+    "optim",
     "plan",
     "report",
     "save",

@@ -15,10 +15,10 @@ from typing import Any
 import fake_core
 import pytest
 import strata
+import strata._api
+import strata._config.device
 import strata._core
-import strata.api
-import strata.calibrate
-import strata.device
+import strata._profiling.calibrate
 import torch
 from finetune_runs import place  # noqa: F401 (a fixture)
 
@@ -50,13 +50,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [
             i for i in items if i.nodeid.replace("[fake", "[real") not in names - {i.nodeid}
         ]
-    name = strata.device.parse(config.getoption("--device"))
+    name = strata._config.device.parse(config.getoption("--device"))
     if name == "host":
         for item in items:
             if item.get_closest_marker("gpu_only"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU: --device cuda"))
         return
-    missing = strata.device.why_not(name)
+    missing = strata._config.device.why_not(name)
     for item in items:
         assert isinstance(item, pytest.Function)
         reason = missing
@@ -75,7 +75,9 @@ def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     name = request.config.getoption("--device")
     if name == "host":
         if torch.cuda.is_available():
-            monkeypatch.setattr(strata.device, "why_not", lambda name: "these tests are the host's")
+            monkeypatch.setattr(
+                strata._config.device, "why_not", lambda name: "these tests are the host's"
+            )
         yield
         return
 
@@ -100,7 +102,7 @@ def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """What strata.wrap() builds sessions from during this test."""
     module = fake_core if request.param == "fake" else strata._core
-    for name in ("strata.api", "strata.device"):
+    for name in ("strata._api", "strata._config.device"):
         monkeypatch.setattr(sys.modules[name], "_core", module)
     return module
 
@@ -122,4 +124,4 @@ def quick_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         "slice_seconds": 1e-5,
         "slow": {a: {b: 0.8 for b in lanes if b != a} for a in lanes},
     }
-    monkeypatch.setattr(strata.calibrate, "costs", lambda *args, **more: costs)
+    monkeypatch.setattr(strata._profiling.calibrate, "costs", lambda *args, **more: costs)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from strata import cli
-from strata.weights import WeightFiles
+from strata._cli import main as cli
+from strata._storage.weights import WeightFiles
 
 LINES = "the quick brown fox jumps over the lazy dog\nand the dog sleeps on in the sun\n"
 

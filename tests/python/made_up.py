@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from strata.reports import Lag, Report, TierUse, Wear, planned_peaks, planned_rows
-from strata.timeline import StepRecord, UseSpan, link_bytes, stall_seconds
-from strata.windows import Judged
+from strata._profiling.timeline import StepRecord, UseSpan, link_bytes, stall_seconds
+from strata._profiling.windows import Judged
+from strata._report.reports import Lag, Report, TierUse, Wear, planned_peaks, planned_rows
 
 # The last one is there to be escaped.
 UNITS = ["embed", "layers.0", "layers.1", "<b>head</b> & $x$"]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from small_models import assert_same, build, tight
 from stacks import Blocks, steps
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.nn import functional as F
 

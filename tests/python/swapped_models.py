@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from small_models import tight
-from strata.activations import RECOMPUTES, TO_SSD
-from strata.wrapped import Wrapped, wrapped
+from strata._config.choices import RECOMPUTES, TO_SSD
+from strata._runtime.wrapped import Wrapped, wrapped
 from torch import nn
 
 ROOM = 8 << 20

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from strata import cli
-from strata.finetune_model import choose
+from strata._cli import main as cli
+from strata._cli.models import choose
 from transformers import BertConfig, LlamaConfig
 
 BUDGET = "--memory=device=1GiB,host=1GiB"
@@ -83,7 +83,7 @@ def test_a_model_that_cannot_run_on_shapes_is_refused_in_one_line(
 
 
 def test_what_libraries_log_is_heard_again_afterwards() -> None:
-    from strata import estimate
+    from strata._cli import estimate
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level

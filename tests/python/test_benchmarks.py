@@ -2,15 +2,12 @@
 
 import io
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import __main__ as command
 from benchmarks import capacity, common, models, planned, quality, quality_run, replay, tiled

@@ -12,15 +12,16 @@ import pytest
 import strata
 import torch
 from small_models import adamw, build, llama, train
-from strata import _core, reached, windows
-from strata.following import REPLAN_FACTOR, Following
-from strata.limits import Setting, limiting_sentence
-from strata.reached import Pace, better, lower_bound, pace_of, raised
-from strata.shape_class import ShapeClass
-from strata.timeline import StepRecord
-from strata.uses import RecordedStep, RecordedUse
-from strata.windows import Times, Window, Windows
-from strata.wrapped import wrapped
+from strata import _core
+from strata._planning.following import REPLAN_FACTOR, Following
+from strata._planning.limits import Setting, limiting_sentence
+from strata._planning.shape_class import ShapeClass
+from strata._profiling import reached, windows
+from strata._profiling.reached import Pace, better, lower_bound, pace_of, raised
+from strata._profiling.timeline import StepRecord
+from strata._profiling.uses import RecordedStep, RecordedUse
+from strata._profiling.windows import Times, Window, Windows
+from strata._runtime.wrapped import wrapped
 from test_planner import (
     PAGE,
     UNITS,
@@ -269,9 +270,9 @@ def test_the_example_of_the_readme_keeps_its_bound(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, update_elements_s: float
 ) -> None:
     """Also where what was measured beforehand is far too low, and with many windows."""
-    known: Any = strata.calibrate.costs(None)  # type: ignore[arg-type]
+    known: Any = strata._profiling.calibrate.costs(None)  # type: ignore[arg-type]
     monkeypatch.setattr(
-        strata.calibrate, "costs",
+        strata._profiling.calibrate, "costs",
         lambda *args, **more: {**known, "update_elements_s": update_elements_s},
     )  # fmt: skip
     model, optimizer = readme_model(ssd_path=tmp_path)

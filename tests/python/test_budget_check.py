@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import strata
 from small_models import adamw, build, llama
-from strata import budget_check, cli, device, finetune, machine, planner_machine
-from strata.endurance import wear_lines
-from strata.machine import FileSystem
-from strata.report_text import like
-from strata.sizes import format_duration, format_rate, write_size
+from strata._cli import main as cli
+from strata._cli import planner
+from strata._cli.finetune import run as finetune
+from strata._config import device, machine
+from strata._config.machine import FileSystem
+from strata._config.sizes import format_duration, format_rate, write_size
+from strata._planning import budget_check
+from strata._report.endurance import wear_lines
+from strata._report.report_text import like
 
 GIB = 1 << 30
 
@@ -194,11 +198,11 @@ def test_a_gpu_keeps_room_for_its_context(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device, "free_bytes", lambda name: 8 * GIB)
     memory = {"device": 8 * GIB - (256 << 20), "host": 1 << 20, "ssd": 0}
     told = argparse.Namespace(device="cuda:0", ssd_path=[], memory=memory)
-    (said,) = planner_machine.remarks(told)
+    (said,) = planner.remarks(told)
     assert "CUDA's context and kernels take about 512.0 MiB" in said
     assert "7.5 GiB is safe" in said
     memory["device"] = 7 * GIB
-    assert planner_machine.remarks(told) == []
+    assert planner.remarks(told) == []
 
 
 # Processors ---------------------------------------------------------------------------------------
@@ -238,7 +242,7 @@ def test_flags_are_those_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_io_tune_names_the_file_system(
     disk: list[FileSystem], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    from strata import io_tune
+    from strata._cli import io_tune
 
     disk[0] = FileSystem("btrfs", "/mnt", 100 * GIB, 77 * GIB)
     monkeypatch.setattr(io_tune, "sweep", lambda *_: "")

@@ -5,8 +5,9 @@ import logging
 
 import pytest
 import torch
-from strata import _core, calibrate, compute_probe, lane_probe
-from strata.calibrate import Calibration, Setup
+from strata import _core
+from strata._profiling import calibrate, compute_probe, lane_probe
+from strata._profiling.calibrate import Calibration, Setup
 
 PAGE = 64 << 10
 

@@ -10,10 +10,15 @@ import strata
 import torch
 from fake_cuda import FakeCuda, MetaGpu
 from small_models import adamw, build, llama
-from strata import _core, calibrate, cli, compute_probe, device, io_tune, lane_probe, trace_file
-from strata.calibrate import Calibration, Setup
-from strata.compute_probe import Compute
-from strata.wrapped import wrapped
+from strata import _core
+from strata._cli import io_tune
+from strata._cli import main as cli
+from strata._config import device
+from strata._profiling import calibrate, compute_probe, lane_probe
+from strata._profiling.calibrate import Calibration, Setup
+from strata._profiling.compute_probe import Compute
+from strata._runtime.wrapped import wrapped
+from strata._storage import trace_file
 
 PAGE = 64 << 10
 GPU = torch.device("cuda", 0)
@@ -269,7 +274,7 @@ def test_io_tune_measures_the_gpu_that_wrap_would_take(
     assert tune("--device", "host") == 0
     assert "GPU" not in capsys.readouterr().out
     assert [setup.device for setup in setups] == ["cuda:0", "cuda:1", "host"]
-    workers = strata.configure.default_workers
+    workers = strata._config.configure.default_workers
     assert [setup.workers for setup in setups] == [
         workers("cuda:0"),
         workers("cuda:0"),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import strata
 import torch
-from strata import rng
-from strata.checkpoint_files import STATE_NAME, CheckpointError
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
+from strata._storage import rng
+from strata._storage.checkpoint_files import STATE_NAME, CheckpointError
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

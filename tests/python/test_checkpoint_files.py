@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from killed import survives
-from strata import checkpoint_files as files
-from strata import replacing
+from strata._storage import checkpoint_files as files
+from strata._storage import replacing
 
 PIECES = 3
 PIECE_BYTES = 1000

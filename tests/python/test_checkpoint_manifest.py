@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import strata
 import torch
-from strata import checkpoint_files as files
-from strata import rng
-from strata.weights import persistent_buffers
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
+from strata._storage import checkpoint_files as files
+from strata._storage import rng
+from strata._storage.weights import persistent_buffers
 from torch import nn
 
 MEMORY = {"device": "1MiB", "host": "8MiB"}

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import strata
-from strata import cli, finetune_options
-from strata.finetune_options import Parser
-from strata.planner_options import estimate_parser, io_tune_parser, plan_parser
+from strata._cli import main as cli
+from strata._cli.finetune import options as finetune_options
+from strata._cli.options import Parser
+from strata._cli.planner_options import estimate_parser, io_tune_parser, plan_parser
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 COMMAND = [sys.executable, "-m", "strata"]
@@ -70,10 +71,9 @@ assert not {"torch", "numpy"} & set(sys.modules)
 from strata import LockFree
 assert "torch" not in sys.modules and set(strata.__all__) <= set(dir(strata))
 import strata.nn
-for name in ("api", "reports", "trace_file", "checkpoint"):
-    __import__(f"strata.{name}")
 for name in strata.__all__:
-    assert name in ("nn", "__version__") or callable(getattr(strata, name)), name
+    public = getattr(strata, name)
+    assert name in ("checkpoint", "nn", "optim", "__version__") or callable(public), name
 try:
     strata.warp
 except AttributeError as error:
@@ -81,8 +81,8 @@ except AttributeError as error:
 """
     subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
     folder = Path(strata.__file__).parent
-    modules = {path.stem for path in folder.glob("*.py")}
-    assert not (set(strata.__all__) - {"nn"}) & modules
+    modules = {path.stem for path in folder.glob("[!_]*")} - {"py"}  # py.typed
+    assert modules == {"checkpoint", "nn", "optim"}
 
 
 def test_the_version_is_the_one_that_was_built() -> None:

@@ -1,9 +1,9 @@
 """The demo keeps its promises: what `./dev demo` says, checked without running it."""
 
 import torch
-from strata import demo
-from strata.finetune_model import choose
-from strata.sizes import parse_size
+from strata._cli import demo
+from strata._cli.models import choose
+from strata._config.sizes import parse_size
 
 
 def test_the_demo_is_a_large_model_in_little_memory() -> None:

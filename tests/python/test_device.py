@@ -8,19 +8,21 @@ from typing import Any
 import fake_core
 import pytest
 import strata
-import strata.configure
-import strata.swapping
-import strata.wrapped as wrapped_module
+import strata._activations.swapping
+import strata._config.configure
+import strata._runtime.wrapped as wrapped_module
 import torch
 from fake_cuda import FakeCuda, Stream
 from small_models import adamw, batch, build, llama
-from strata import clock, device
-from strata.cuda_memory import Allocator, CudaMemoryCurve
-from strata.lander import UNDER_WAY_BYTES, Lander
-from strata.memory_curve import start_curve
-from strata.recorder import Recorder
-from strata.uses import Uses
-from strata.wrapped import wrapped
+from strata._config import device
+from strata._profiling import clock
+from strata._profiling.cuda_memory import Allocator, CudaMemoryCurve
+from strata._profiling.memory_curve import start_curve
+from strata._profiling.recorder import Recorder
+from strata._profiling.uses import Uses
+from strata._runtime import streams
+from strata._runtime.lander import UNDER_WAY_BYTES, Lander
+from strata._runtime.wrapped import wrapped
 from torch import nn
 
 GPU = torch.device("cuda", 0)
@@ -123,8 +125,8 @@ def test_every_call_that_touches_the_device_names_the_current_stream(
         return made[-1]
 
     monkeypatch.setattr(torch.cuda, "Stream", stream_of_landings)
-    for module in (wrapped_module, strata.swapping):
-        monkeypatch.setattr(module, "current_stream", lambda _: device.current_stream(GPU))
+    for module in (wrapped_module, strata._activations.swapping):
+        monkeypatch.setattr(module, "current_stream", lambda _: streams.current_stream(GPU))
     monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(GPU))
     model = build(llama)
     model, optimizer = strata.wrap(
@@ -161,7 +163,7 @@ def test_a_stream_that_is_captured_is_handed_to_no_landing(cuda: FakeCuda) -> No
 
 
 def test_the_host_has_no_streams() -> None:
-    assert device.current_stream(torch.device("cpu")) == 0
+    assert streams.current_stream(torch.device("cpu")) == 0
 
 
 # Times --------------------------------------------------------------------------------------------
@@ -341,11 +343,11 @@ def test_budgets_are_asked_of_the_gpu(
     assert 0 < plan.budgets["device"] <= usable.free
     usable.free = 1000
     small = strata.plan(model, adamw(model), device="cuda", memory={"host": "1GiB"})
-    assert small.budgets["device"] == int(1000 * strata.configure.FREE_SHARE)
+    assert small.budgets["device"] == int(1000 * strata._config.configure.FREE_SHARE)
     with pytest.raises(strata.StrataError, match="cuda:0 has 1000 B free"):
         strata.plan(model, adamw(model), device="cuda", memory={"device": "1GiB"})
     monkeypatch.setattr(nn.Parameter, "is_cuda", True)  # as if the user had moved it there
-    monkeypatch.setattr(strata.configure, "_check_devices", lambda model, name: None)
+    monkeypatch.setattr(strata._config.configure, "_check_devices", lambda model, name: None)
     taken = sum(p.nbytes for p in model.parameters())
     with pytest.raises(strata.StrataError, match=f"the model takes {taken} B beside it until"):
         strata.plan(model, adamw(model), device="cuda", memory={"device": "1GiB"})

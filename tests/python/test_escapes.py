@@ -13,8 +13,8 @@ import strata
 import torch
 from small_models import adamw, assert_same, build, tight
 from stacks import Blocks, steps
-from strata.paged import PagedTensor
-from strata.wrapped import wrapped
+from strata._runtime.paged import PagedTensor
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -10,9 +10,9 @@ import torch
 from killed import survives
 from safetensors import safe_open
 from safetensors.torch import save_file
-from strata import export_files as files
-from strata import replacing
-from strata.weights import INDEX_NAME, WeightFiles
+from strata._storage import export_files as files
+from strata._storage import replacing
+from strata._storage.weights import INDEX_NAME, WeightFiles
 
 NAMES = [f"layer{i}" for i in range(4)]
 

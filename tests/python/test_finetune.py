@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from finetune_runs import ENVIRONMENT, LINES, arguments, lines, tensors, wrong
-from strata import cli, compute_probe, finetune, machine
-from strata.finetune_options import Options, Parser, add_arguments, finish
-from strata.interrupt import Interrupt
-from strata.metrics import Metrics
+from strata._cli import main as cli
+from strata._cli.finetune import run as finetune
+from strata._cli.finetune.interrupt import Interrupt
+from strata._cli.finetune.metrics import Metrics
+from strata._cli.finetune.options import Options, add_arguments, finish
+from strata._cli.options import Parser
+from strata._config import machine
+from strata._profiling import compute_probe
 from strata.nn import causal_lm
 from strata.nn.causal_lm import ChunkedLoss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -53,7 +57,8 @@ def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) ->
     # A run that was killed between its checkpoint and its end, then continued with other budgets.
     saving = arguments(place, "cut", steps=6, **{"save-every": 2, "eval-every": 0})
     script = (
-        "import sys, os; from strata import cli, finetune\n"
+        "import sys, os; from strata._cli import main as cli\n"
+        "from strata._cli.finetune import run as finetune\n"
         "train = finetune._Training._train_step\n"
         "def dying(self):\n"
         "    if self._step == 3: os._exit(9)\n"

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from strata.finetune_text import DataError, Document, find_documents, split
-from strata.finetune_tokens import END, Windows, tokenize, train_tokenizer
+from strata._cli.finetune.text import (
+    END,
+    DataError,
+    Document,
+    Windows,
+    find_documents,
+    split,
+    tokenize,
+    train_tokenizer,
+)
 
 TEXT = "The cat sat on the mat.\nThe dog sat on the log.\n" * 20
 

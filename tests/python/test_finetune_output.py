@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from finetune_runs import arguments, lines, wrong
-from strata import checkpoint_files, cli, finetune
+from strata._cli import main as cli
+from strata._cli.finetune import run as finetune
+from strata._cli.finetune.text import Windows
+from strata._storage import checkpoint_files
 from strata._torch_compat import graph_task
-from strata.finetune_tokens import Windows
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 

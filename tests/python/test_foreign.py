@@ -13,9 +13,9 @@ import pytest
 import strata
 import torch
 from small_models import assert_same, build
-from strata.foreign import Foreign, make_foreign
-from strata.foreign_probe import probe
-from strata.wrapped import wrapped
+from strata._optim.foreign import Foreign, make_foreign
+from strata._optim.foreign_probe import probe
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.optim import Optimizer
 
@@ -337,7 +337,7 @@ def test_the_cost_is_said(core: ModuleType, caplog: Any, tmp_path: Path) -> None
 LEAVES_AT_ONCE = """
 import sys
 import torch, strata
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 model = torch.nn.Linear(512, 512)
 model, optimizer = strata.wrap(model, torch.optim.RMSprop(model.parameters()), activations=None)
 model(torch.ones(2, 512)).sum().backward()

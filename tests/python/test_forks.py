@@ -15,7 +15,7 @@ import strata
 import torch
 from small_models import build, tight
 from stacks import Blocks, steps
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

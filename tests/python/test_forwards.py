@@ -19,7 +19,7 @@ from small_models import (
     train,
 )
 from stacks import Blocks, blocks, steps
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -12,8 +12,8 @@ import torch
 from recomputed_models import Counted, compare, recomputed, with_block
 from small_models import build, llama
 from stacks import Blocks, blocks, steps
-from strata.forwards import PlannedForward
-from strata.wrapped import wrapped
+from strata._activations.forwards import PlannedForward
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

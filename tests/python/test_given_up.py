@@ -13,7 +13,7 @@ import strata
 import torch
 from small_models import assert_same, build, tight
 from stacks import Blocks, compare, steps
-from strata.wrapped import Wrapped, wrapped
+from strata._runtime.wrapped import Wrapped, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

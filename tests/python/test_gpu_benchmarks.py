@@ -5,12 +5,9 @@ what it says of its figures holds. No figure is a figure of a GPU.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import __main__ as command
 from benchmarks import (

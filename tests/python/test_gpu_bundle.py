@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks.gpu import bundle, bundled, needs, runner
 from benchmarks.gpu.bundled import Bundle, BundleError
 

@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 import strata._core
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks.gpu import needs, parts, runner, running
 from benchmarks.gpu.keeper import Keeper
 from benchmarks.gpu.parts import Part

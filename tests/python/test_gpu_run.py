@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks import capacity_gpu
 from benchmarks.__main__ import OF_DEVICE
 from benchmarks.gpu import needs, parts, runner, running

@@ -8,7 +8,7 @@ import pytest
 import strata
 import torch
 from small_models import ADAMW, adamw, assert_same, build, tight
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 from torch import nn
 
 SCALING: dict[str, Any] = {"init_scale": 2.0**14, "growth_interval": 3}

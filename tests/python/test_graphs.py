@@ -13,15 +13,15 @@ from typing import Any
 import fake_core
 import pytest
 import strata
-import strata.graphs
-import strata.land_hook
-import strata.swapping
-import strata.wrapped as wrapped_module
+import strata._activations.swapping
+import strata._hooks.land_hook
+import strata._runtime.streams
+import strata._runtime.wrapped as wrapped_module
 import torch
 from small_models import adamw, assert_same, batch, build, llama, tight, train
 from stacks import Blocks, steps
-from strata.lander import Lander
-from strata.wrapped import wrapped
+from strata._runtime.lander import Lander
+from strata._runtime.wrapped import wrapped
 from torch import nn
 
 HOST = torch.device("cpu")
@@ -43,7 +43,7 @@ class Capture:
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     state = Capture()
-    for module in (strata.graphs, strata.swapping):
+    for module in (strata._runtime.streams, strata._activations.swapping):
         monkeypatch.setattr(module, "capturing", lambda device: state.on)
     return state
 
@@ -202,10 +202,12 @@ def test_gradients_in_a_graphs_memory_land_as_they_were(
         if aside:
             monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(HOST))
             monkeypatch.setattr(
-                strata.land_hook, "owned_by_graph", lambda t: not t.untyped_storage().resizable()
+                strata._hooks.land_hook,
+                "owned_by_graph",
+                lambda t: not t.untyped_storage().resizable(),
             )
             # A copy protects what a replay hands out, and nobody has to wait.
-            monkeypatch.setattr(strata.hooks, "graphs_in_use", lambda: not owned)
+            monkeypatch.setattr(strata._hooks.hooks, "graphs_in_use", lambda: not owned)
         model = build(lambda: nn.Sequential(*(GraphedLinear(owned) for _ in range(3))))
         model, optimizer = tight(model, accumulation_steps=3)
         state = wrapped(model)
@@ -223,7 +225,9 @@ def test_activations_in_a_graphs_memory_are_kept(
 ) -> None:
     saves = []
     for owned in (False, True):
-        monkeypatch.setattr(strata.swapping, "owned_by_graph", lambda t, owned=owned: owned)
+        monkeypatch.setattr(
+            strata._activations.swapping, "owned_by_graph", lambda t, owned=owned: owned
+        )
         model, optimizer = strata.wrap(
             (model := build(llama)),
             adamw(model),
@@ -239,8 +243,10 @@ def test_activations_in_a_graphs_memory_are_kept(
 
 
 def test_only_memory_of_no_allocator_is_a_graphs(capture: Capture) -> None:
-    assert not strata.graphs.owned_by_graph(torch.ones(4))  # on the host there are no graphs
-    assert not strata.graphs.capturing(HOST)
+    assert not strata._runtime.streams.owned_by_graph(
+        torch.ones(4)
+    )  # on the host there are no graphs
+    assert not strata._runtime.streams.capturing(HOST)
 
 
 # On a GPU -----------------------------------------------------------------------------------------
@@ -268,7 +274,7 @@ def test_a_model_that_is_compiled_with_graphs_trains_alike(
         run: Any = torch.compile(model, mode=mode)
         results.append((steps(run, optimizer, 8, backwards), strata.unwrap(model)))
         assert counters["inductor"]["cudagraph_skips"] == 0
-    assert strata.graphs.graphs_in_use()
+    assert strata._runtime.streams.graphs_in_use()
     assert results[0][0] == results[1][0]  # the same kernels, launched otherwise
     assert_same(results[1][1], results[0][1])
     plain = build(lambda: Blocks(count=2))
@@ -341,5 +347,5 @@ def test_a_replays_memory_is_told_from_an_allocators() -> None:
         own.data_ptr(), own.device, own.nbytes
     )
     handed = torch.empty(0).set_(storage, 0, (4,))
-    assert strata.graphs.owned_by_graph(handed)
-    assert not strata.graphs.owned_by_graph(own)
+    assert strata._runtime.streams.owned_by_graph(handed)
+    assert not strata._runtime.streams.owned_by_graph(own)

@@ -10,7 +10,7 @@ import strata
 import torch
 from small_models import build, tight
 from stacks import Blocks, steps
-from strata.wrapped import Wrapped, wrapped
+from strata._runtime.wrapped import Wrapped, wrapped
 from torch import nn
 
 MODES: dict[str, Any] = {

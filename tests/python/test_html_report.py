@@ -7,11 +7,12 @@ from pathlib import Path
 
 import made_up
 import pytest
-from strata import cli, html_report
-from strata import html_figures as figures
-from strata.reports import PlannedRow, Report
-from strata.residency import moments, residency
-from strata.timeline import UseSpan
+from strata._cli import main as cli
+from strata._profiling.timeline import UseSpan
+from strata._report import html_figures as figures
+from strata._report import html_report
+from strata._report.reports import PlannedRow, Report
+from strata._report.residency import moments, residency
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -12,7 +12,7 @@ import strata
 import torch
 from small_models import assert_same, build, tight
 from strata import LockFree
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 

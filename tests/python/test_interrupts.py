@@ -14,8 +14,8 @@ import strata
 import torch
 from interrupts import Interrupt
 from small_models import build, tight
-from strata.lander import Lander
-from strata.wrapped import wrapped
+from strata._runtime.lander import Lander
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

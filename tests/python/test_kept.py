@@ -8,8 +8,8 @@ import pytest
 import torch
 from small_models import MODELS, adamw, assert_same, batch, build, tight
 from stacks import Blocks, steps
-from strata import hooks
-from strata.wrapped import wrapped
+from strata._hooks import hooks
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F

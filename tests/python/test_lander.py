@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import strata
-import strata.wrapped as wrapped_module
+import strata._runtime.wrapped as wrapped_module
 import torch
 from small_models import assert_same, batch, build, llama, tight, train
-from strata.lander import UNDER_WAY_BYTES, Inline, Lander
-from strata.wrapped import wrapped
+from strata._runtime.lander import UNDER_WAY_BYTES, Inline, Lander
+from strata._runtime.wrapped import wrapped
 
 HOST = torch.device("cpu")
 
@@ -130,7 +130,7 @@ def test_an_interrupt_while_waiting_leaves_the_rest_to_be_done(
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(strata.lander, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(strata._runtime.lander, "PATIENCE_S", 0.01)
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     with pytest.raises(KeyboardInterrupt):

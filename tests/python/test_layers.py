@@ -53,6 +53,33 @@ def test_a_foreign_header_in_two_files_is_seen(tmp_path):
     assert "offload/a.cpp, offload/b.cpp" in found
 
 
+def test_the_rooms_of_the_package_import_in_one_direction():
+    assert list(layers.package_breaches(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "breach"),
+    [
+        ({"_config/a.py": "from .._cli import main\n"}, "_config.a may not import _cli.main"),
+        ({"_config/a.py": "def f():\n    from ..nn.b import c\n"}, ""),
+        ({"_config/a.py": "if TYPE_CHECKING:\n    from .._cli.main import main\n"}, ""),
+        (
+            {"nn/a.py": "from .b import c\n", "nn/b.py": "from . import a\n"},
+            "a cycle of imports: nn.a → nn.b → nn.a",
+        ),
+        ({"_new/a.py": "from .._errors import b\n"}, "_new has no place"),
+    ],
+)
+def test_a_wrong_import_is_seen(tmp_path, files, breach):
+    for name in ["_cli/main.py", "_errors.py", "nn/b.py", *files]:
+        path = tmp_path / "bindings/strata" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files.get(name, ""))
+    found = list(layers.package_breaches(tmp_path))
+    assert len(found) == bool(breach)
+    assert all(breach in line for line in found)
+
+
 def test_what_is_too_long_is_seen(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "long.py").write_text("def f():\n" + "    x = 1\n" * 70)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from small_models import gpt2, llama
+from strata._profiling.memory_curve import MemoryCurve
 from strata._torch_compat import FakeTensorMode
-from strata.memory_curve import MemoryCurve
 from strata.nn import ChunkedCrossEntropy, TiledLinear, chunk_loss, products, unchunk_loss
 from strata.nn.request import Request, _chunks
 from tiled_layers import gradients, heads

@@ -12,10 +12,10 @@ import strata
 import torch
 from safetensors.torch import load_file
 from small_models import adamw, assert_same, build, train
-from strata.fitting import advice
+from strata._config.units import find_units
+from strata._planning.fitting import advice
+from strata._runtime.wrapped import wrapped
 from strata.nn import TiledEmbedding, TiledLinear, chunk_loss
-from strata.units import find_units
-from strata.wrapped import wrapped
 from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

@@ -9,9 +9,9 @@ import pytest
 import strata
 import torch
 from small_models import MODELS, VOCABULARY, adamw, assert_same, build, train
-from strata import calibrate
-from strata.errors import StrataError
-from strata.wrapped import wrapped
+from strata._errors import StrataError
+from strata._profiling import calibrate
+from strata._runtime.wrapped import wrapped
 from torch import nn
 
 STEPS = 8

@@ -12,7 +12,7 @@ import pytest
 import strata
 import torch
 from small_models import adamw, assert_same, build, llama, tight, train
-from strata.paged import PagedParameter, PagedTensor
+from strata._runtime.paged import PagedParameter, PagedTensor
 from torch import nn
 
 

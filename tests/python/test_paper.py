@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strata import _core, estimate, paper, trace_file
+from strata import _core
+from strata._cli import estimate
+from strata._storage import trace_file
 from strata.nn.request import CHUNK_BYTES, COLUMNS_MIN
-from strata.paper import LlamaSizes, PaperMachine, llama_trace
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import paper_8b
+from benchmarks import paper, paper_8b
+from benchmarks.paper import LlamaSizes, PaperMachine, llama_trace
 
 SIZES = LlamaSizes("toy", 3, 64, 160, 4, 2, 512)
 SEQUENCE, BATCH = 32, 2

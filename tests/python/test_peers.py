@@ -2,11 +2,8 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import adam_peers, common, vs_deepspeed
 from benchmarks.common import BenchError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from made_up import UNITS, record
-from strata import perfetto
+from strata._report import perfetto
 
 
 @pytest.fixture

@@ -7,20 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strata import (
-    cli,
-    configure,
-    device,
-    lane_probe,
-    paper,
-    planner_machine,
-    planner_options,
-    trace_file,
-    whatif,
-)
-from strata.calibrate import Calibration
-from strata.trace_file import Origin
+from strata._cli import main as cli
+from strata._cli import planner, whatif
+from strata._config import choices, configure, device
+from strata._profiling import lane_probe
+from strata._profiling.calibrate import Calibration
+from strata._storage import trace_file
+from strata._storage.trace_file import Origin
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import paper
 
 TOKENS = 4096
 SIZES = replace(paper.LLAMA_7B, name="toy", layers=6, hidden=512, feed_forward=1408, heads=8)
@@ -40,7 +36,7 @@ def measured(monkeypatch):
         disk = {} if setup.ssd_paths else {"read_bytes_s": 0.0, "write_bytes_s": 0.0}
         return Calibration({**COSTS, **disk}, 1e12, 1e11)
 
-    monkeypatch.setattr(planner_machine, "calibration", calibration)
+    monkeypatch.setattr(planner, "calibration", calibration)
     return asked
 
 
@@ -226,7 +222,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, capsys):
 
 @pytest.mark.parametrize(("text", "count"), [("2G", 2e9), ("989T", 989e12), ("1e3", 1000.0)])
 def test_counts(text, count):
-    assert planner_options.parse_count(text) == count
+    assert choices.parse_count(text) == count
 
 
 @pytest.fixture
@@ -322,7 +318,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason(trace_path, mea
 def test_traffic_is_what_the_device_s_memory_does(folder, capsys, monkeypatch):
     def seconds(bytes_s):
         found = Calibration({**COSTS, "read_bytes_s": 0.0, "write_bytes_s": 0.0}, 1e12, bytes_s)
-        monkeypatch.setattr(planner_machine, "calibration", lambda setup: found)
+        monkeypatch.setattr(planner, "calibration", lambda setup: found)
         memory = ["--memory", "device=64MiB,host=64MiB"]
         return estimate(capsys, "--model", folder, *memory)[0]["lanes"]["compute"]["busy_seconds"]
 
@@ -391,7 +387,7 @@ def test_budgets_beyond_this_machine_are_remarked(ask):
 def test_nothing_of_a_large_model_takes_memory(capsys):
     large = LlamaConfig(num_hidden_layers=4, hidden_size=4096)  # 1.1 G parameters
     before = torch.get_default_dtype()
-    from strata import estimate as module
+    from strata._cli import estimate as module
 
     memory = {"device": 1 << 50, "host": 1 << 50, "ssd": 0}
     model, step = module.count(module.Step(large, 1, 2048, "bfloat16", memory, "host"))

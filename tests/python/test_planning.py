@@ -12,10 +12,10 @@ import pytest
 import strata
 import torch
 from small_models import MODELS, VOCABULARY, adamw, assert_same, batch, build, train
-from strata.errors import StrataError
-from strata.sizes import parse_size
-from strata.windows import Window
-from strata.wrapped import wrapped
+from strata._config.sizes import parse_size
+from strata._errors import StrataError
+from strata._profiling.windows import Window
+from strata._runtime.wrapped import wrapped
 from torch import nn
 
 ROOM = {"device": "64MiB", "host": "64MiB"}
@@ -220,9 +220,11 @@ def test_a_disk_that_became_slow_is_measured_again(
     train(model, optimizer, STEPS)
     plans = planning(model)
     measured = []
-    costs = strata.planning.calibrate.costs
+    costs = strata._planning.planning.calibrate.costs
     monkeypatch.setattr(
-        strata.planning.calibrate, "costs", lambda *a, **k: (measured.append(k), costs(*a, **k))[1]
+        strata._planning.planning.calibrate,
+        "costs",
+        lambda *a, **k: (measured.append(k), costs(*a, **k))[1],
     )
 
     def windows(count: int, factor: float) -> int:
@@ -248,12 +250,12 @@ def test_a_disk_that_nothing_moves_over_is_not_suspected(
     core: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that is slow for another reason must not be held up by measuring."""
-    monkeypatch.setattr(strata.windows, "WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr(strata._profiling.windows, "WINDOW_SECONDS", 0.0)
     memory = {"device": "64MiB", "host": "64MiB", "ssd": "256MiB"}
     model, optimizer = planned("llama", memory=memory, ssd_path=tmp_path)
     train(model, optimizer, STEPS)
-    monkeypatch.delattr(strata.planning.calibrate, "costs")
-    monkeypatch.setattr(strata.planning, "SLOW_FACTOR", 1e-9)
+    monkeypatch.delattr(strata._planning.planning.calibrate, "costs")
+    monkeypatch.setattr(strata._planning.planning, "SLOW_FACTOR", 1e-9)
     train(model, optimizer, 9)
     assert planning(model).judged.whole
     strata.unwrap(model)

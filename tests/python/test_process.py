@@ -13,8 +13,9 @@ import pytest
 import strata
 import torch
 from safetensors.torch import save_file
-from strata import hooks, undo
-from strata.interrupt import Interrupt
+from strata._cli.finetune.interrupt import Interrupt
+from strata._hooks import hooks
+from strata._runtime import undo
 from torch import nn
 
 PACKAGE = str(Path(strata.__file__).parent)
@@ -237,7 +238,9 @@ from process_state import changed, state
 torch.ones(2, 2, requires_grad=True).sum().backward()
 before = state()
 import strata
-from strata import calibrate, charts, html_report
+from strata._profiling import calibrate
+from strata._cli.finetune import metrics
+from strata._report import html_report
 
 lanes = ("compute", *calibrate.TYPICAL)
 costs = dict.fromkeys(calibrate.COST_NAMES, 1e9)
@@ -256,7 +259,10 @@ for _ in range(4):
     optimizer.zero_grad()
 assert "svg" in html_report.page(strata.report(model))
 step = {"seconds": 1.0, "loss": 1.0, "host_bytes": 1}
-charts.draw([step], [], {"host": 1}, sys.argv[1] + "/chart.png", "")
+from pathlib import Path
+figures = metrics.Metrics(Path(sys.argv[1]) / "metrics.jsonl", keep=False)
+figures._append(step)
+metrics.draw(figures, {"host": 1}, Path(sys.argv[1]) / "chart.png", "")
 strata.unwrap(model)
 assert (found := changed(before, state())) == {}, found
 """

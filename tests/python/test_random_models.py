@@ -13,7 +13,7 @@ import pytest
 import strata
 import torch
 from random_models import Case
-from strata.errors import StrataError
+from strata._errors import StrataError
 from torch import nn
 
 SPARE_BYTES = 1 << 20  # for activations and what PyTorch itself holds

@@ -6,9 +6,9 @@ import time
 
 import pytest
 import torch
-from strata import clock
-from strata.memory_curve import MemoryCurve
-from strata.recorder import Recorder
+from strata._profiling import clock
+from strata._profiling.memory_curve import MemoryCurve
+from strata._profiling.recorder import Recorder
 
 LARGE = 1 << 20  # elements: 4 MiB in float32
 
@@ -171,7 +171,7 @@ MANY_SIZES = """
 from time import perf_counter
 
 import torch
-from strata.memory_curve import MemoryCurve
+from strata._profiling.memory_curve import MemoryCurve
 
 def held():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -212,7 +212,7 @@ def test_memory_that_is_measured_does_not_grow_by_measuring() -> None:
 # From one recording to the next, as when a batch of another shape comes.
 OLD_TENSORS = """
 import torch
-from strata.memory_curve import MemoryCurve
+from strata._profiling.memory_curve import MemoryCurve
 
 def level():
     import ctypes
@@ -239,7 +239,7 @@ def test_nothing_is_printed_where_older_tensors_go() -> None:
 MAPPED = """
 import ctypes
 import torch
-from strata.memory_curve import MemoryCurve
+from strata._profiling.memory_curve import MemoryCurve
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (

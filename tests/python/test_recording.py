@@ -7,7 +7,7 @@ import pytest
 import strata
 import torch
 from small_models import adamw
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 from torch import nn
 
 ROWS, WIDTH = 8, 64

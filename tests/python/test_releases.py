@@ -9,7 +9,7 @@ import pytest
 import strata
 import torch
 from small_models import assert_same, build, tight
-from strata.foreign import Foreign
+from strata._optim.foreign import Foreign
 from torch import nn
 from torch.optim import SGD
 

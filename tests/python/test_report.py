@@ -8,8 +8,8 @@ import pytest
 import strata
 from made_up import LIMITED, PAGE, UNITS, Planning, bare_report, lags, records, report
 from small_models import build, llama, tight, train
-from strata.reports import Report, Wear
-from strata.wrapped import wrapped
+from strata._report.reports import Report, Wear
+from strata._runtime.wrapped import wrapped
 
 
 def test_the_text_tells_speed_stalls_wear_and_plan() -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from small_models import adamw, assert_same, build, tight
 from stacks import Blocks
-from strata.arguments import Arguments
-from strata.errors import StrataError
-from strata.trial import Verdicts
-from strata.wrapped import wrapped
+from strata._activations.arguments import Arguments
+from strata._activations.trial import Verdicts
+from strata._errors import StrataError
+from strata._runtime.wrapped import wrapped
 from torch import nn
 
 Write = Callable[[torch.Tensor], object]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_models import build, tight
 from stacks import Blocks, blocks
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 from swapped_models import set_mode
 from torch import nn
 from torch.utils.checkpoint import checkpoint

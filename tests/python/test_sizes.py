@@ -1,8 +1,8 @@
 """Sizes and the names of tiers."""
 
 import pytest
-from strata.errors import nearest
-from strata.sizes import format_size, parse_budgets, parse_size, parse_speed
+from strata._config.sizes import format_size, parse_budgets, parse_size, parse_speed
+from strata._errors import nearest
 
 
 @pytest.mark.parametrize(

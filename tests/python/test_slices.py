@@ -20,7 +20,7 @@ from small_models import (
     tight,
 )
 from stacks import Blocks, blocks
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.nn import functional as F
 

@@ -6,23 +6,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import strata
-import strata.memory_curve
-import strata.wrapped as wrapped_module
+import strata._profiling.memory_curve
+import strata._runtime.wrapped as wrapped_module
 import torch
 from fake_cuda import FakeCuda
 from small_models import adamw, build
 from stacks import Blocks
-from strata.cuda_memory import Allocator
-from strata.recorder import Recorder
-from strata.wrapped import wrapped
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from strata._profiling.cuda_memory import Allocator
+from strata._profiling.recorder import Recorder
+from strata._runtime.wrapped import wrapped
 
 from benchmarks import sync_trace
 
@@ -47,7 +44,9 @@ def gpu_clocks(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda(monkeypatch)
     monkeypatch.setattr(wrapped_module, "Recorder", lambda device: Recorder(GPU))
     monkeypatch.setattr(
-        sys.modules["strata.planning"], "Allocator", lambda device, size: Allocator(GPU, size)
+        sys.modules["strata._planning.planning"],
+        "Allocator",
+        lambda device, size: Allocator(GPU, size),
     )
     return cuda
 

@@ -11,7 +11,7 @@ import pytest
 import strata
 import torch
 from small_models import adamw, build, llama, train
-from strata import machine
+from strata._config import machine
 from torch import nn
 
 TIGHT_SSD = {"device": "1MiB", "host": "2MiB", "ssd": "64MiB"}

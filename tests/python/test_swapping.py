@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_models import MODELS, adamw, assert_same, build, tight, train
 from stacks import Blocks, steps
-from strata import swapping
+from strata._activations import swapping
 from swapped_models import Counts, is_idle, make_swapping, recipes
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -12,9 +12,9 @@ import pytest
 import torch
 from small_models import build
 from stacks import Blocks
-from strata import swapping
-from strata.swapped import Flight
-from strata.wrapped import Wrapped
+from strata._activations import swapping
+from strata._activations.swapped import Flight
+from strata._runtime.wrapped import Wrapped
 from swapped_models import is_idle, make_swapping, recipes
 
 pytestmark = pytest.mark.parametrize("core", ["fake"], indirect=True)

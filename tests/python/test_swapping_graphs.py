@@ -9,8 +9,8 @@ import strata
 import torch
 from small_models import MODELS, adamw, assert_same, build, tight, train
 from stacks import Blocks, steps
-from strata import swapping
-from strata.wrapped import Wrapped
+from strata._activations import swapping
+from strata._runtime.wrapped import Wrapped
 from swapped_models import Counts, is_idle, make_swapping, recipes
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

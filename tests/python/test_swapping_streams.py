@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from strata import device, swapping
-from strata.swapped import Flight
-from strata.wrapped import Wrapped
+from strata._activations import swapping
+from strata._activations.swapped import Flight
+from strata._runtime import streams
+from strata._runtime.wrapped import Wrapped
 from swapped_models import Counts, is_idle, make_swapping, recipes
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -195,5 +196,5 @@ def test_the_allocator_is_told_of_the_current_stream(
     current = object()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     tensor: Any = SimpleNamespace(record_stream=told.append)
-    device.keep_until_used(tensor, torch.device("cuda", 0))
+    streams.keep_until_used(tensor, torch.device("cuda", 0))
     assert told == [current]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from small_models import adamw, assert_same, build, tight
 from stacks import Blocks, steps
-from strata.planning import TIMED_STEPS
-from strata.visits import Visit, Visits
-from strata.wrapped import wrapped
+from strata._planning.planning import TIMED_STEPS
+from strata._runtime.visits import Visit, Visits
+from strata._runtime.wrapped import wrapped
 from torch import nn
 
 SECONDS = 10

@@ -6,7 +6,7 @@ import pytest
 import strata
 from made_up import PAGE, UNITS, record, records, span
 from small_models import build, llama, tight, train
-from strata.timeline import (
+from strata._profiling.timeline import (
     LINKS,
     StepLog,
     StepRecord,
@@ -18,7 +18,7 @@ from strata.timeline import (
     stall_seconds,
     steady,
 )
-from strata.wrapped import wrapped
+from strata._runtime.wrapped import wrapped
 
 
 class Session:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import strata
-from strata import trace_file
-from strata.trace_file import Origin, load, mismatch, save
+from strata._storage import trace_file
+from strata._storage.trace_file import Origin, load, mismatch, save
 from torch import nn
 
 TRACE = {

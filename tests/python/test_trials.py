@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from strata.arguments import Arguments
-from strata.trial import Verdicts
+from strata._activations.arguments import Arguments
+from strata._activations.trial import Verdicts
 from torch import nn
 from torch.nn import functional as F
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from small_models import ConvNet, build, gpt2, llama, t5
-from strata.units import find_units
+from strata._config.units import find_units
 from torch import nn
 
 

@@ -8,9 +8,9 @@ import pytest
 import strata
 import torch
 from small_models import ConvNet, adamw, assert_same, batch, build, llama, tight, train
-from strata.optimizer import complete_unit, current_groups
-from strata.update_modes import parse_update
-from strata.wrapped import Wrapped, wrapped
+from strata._config.update_modes import parse_update
+from strata._runtime.optimizer import complete_unit, current_groups
+from strata._runtime.wrapped import Wrapped, wrapped
 from torch import nn
 
 IN_BACKWARD: dict[str, Any] = {"update": "in_backward"}

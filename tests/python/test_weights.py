@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from strata import initialise, weights
+from strata._storage import initialise, weights
 from torch import nn
 from transformers import (
     GPT2Config,

@@ -17,7 +17,7 @@ import strata
 import torch
 from safetensors.torch import save_file
 from small_models import ConvNet, adamw, assert_same, batch, build, llama, tight, train
-from strata import configure, machine
+from strata._config import configure, machine
 from torch import nn
 
 
@@ -226,7 +226,7 @@ def test_a_failed_wrap_leaves_the_model_alone(core: ModuleType, tmp_path: Path) 
 def test_a_disk_that_fails_during_wrap_leaves_the_model_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules["strata.api"], "_core", fake_core)
+    monkeypatch.setattr(sys.modules["strata._api"], "_core", fake_core)
     count = len(list(build(llama).parameters()))
     calls: list[int] = []
     write = fake_core.Session.write
@@ -385,4 +385,4 @@ def test_configuration_names_are_the_keywords_of_wrap() -> None:
     import inspect
 
     keywords = list(inspect.signature(strata.wrap).parameters)
-    assert keywords == ["model", "optimizer", *configure.OPTION_NAMES, "unknown"]
+    assert keywords == ["model", "optimizer", *configure.OPTION_NAMES]

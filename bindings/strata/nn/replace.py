@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..errors import nearest
+from .._errors import nearest
 from .tiles import Tiled, TiledEmbedding, TiledLinear, cut_parameters, why_not
 
 

@@ -1,0 +1,360 @@
+"""The public functions: wrap a model, look at it, take it back.
+
+model, optimizer = strata.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+...                                        # a plain PyTorch training loop
+print(strata.report(model))
+model = strata.unwrap(model)
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _core
+from ._config.configure import Options, device_goal, nested_device_bytes, tier_budgets
+from ._config.managed import check_parameters
+from ._config.sizes import Size, format_size
+from ._config.units import Chosen
+from ._config.update_modes import Update
+from ._errors import keywords_of, names_nearest
+from ._hooks.hooks import Hooks
+from ._optim.foreign import Foreign, make_foreign
+from ._planning.fitting import fit
+from ._planning.planning import Goal, Planning
+from ._report.reports import PlanReport, Report, make_report
+from ._runtime.escapes import Views
+from ._runtime.forks import watch
+from ._runtime.optimizer import StrataOptimizer
+from ._runtime.paged import make_paged
+from ._runtime.streams import refuse_graphed
+from ._runtime.undo import Undo
+from ._runtime.wrapped import Slot, Wrapped, wrapped
+from ._storage import weights as weight_files
+from .nn.replace import release_originals, remove_tiles
+
+log = logging.getLogger("strata")
+
+
+@names_nearest
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    memory: Mapping[str, Size] | None = None,
+    ssd_path: str | Path | Sequence[str | Path] | None = None,
+    dtype: torch.dtype | None = None,
+    update: Update = "on_step",
+    state_dtype: torch.dtype | str = torch.float32,
+    max_grad_norm: float | None = None,
+    max_unit_norm: float | None = None,
+    accumulation_steps: int = 1,
+    skip_nonfinite: bool = False,
+    units: Chosen | None = None,
+    page_size: Size = "auto",
+    io_engine: str = "auto",
+    workers: int | None = None,
+    weights: str | Path | None = None,
+    seed: int = 0,
+    init_device: str | torch.device = "cpu",
+    activations: str | None = "auto",
+    split: int | None = None,
+    device: str | torch.device = "auto",
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Moves the training state of a model into pages. Returns the same model, and its optimizer.
+
+    memory: budgets by tier, {"device": "8GiB", "host": "24GiB", "ssd": "200GiB"}; hard limits.
+        Default: what is free; no SSD without `ssd_path`: a folder, or some on different drives.
+    dtype: float32, bfloat16 or float16, of parameters and gradients in the computation; the master
+        copy is always float32-exact. Default: the dtype that each parameter has.
+    update: "on_step": updates start at optimizer.step(), as in plain PyTorch. "in_backward": as
+        soon as a unit's gradients are complete, which then need no memory; the same, bit for bit.
+        strata.LockFree(max_staleness=S): a forward waits for updates only where its parameters
+        would be more than S steps old.
+    state_dtype: of the optimizer's moments. torch.float32 is exact; torch.bfloat16 (rounded
+        stochastically) and "8bit" (codes with scales) lose bits, for half or a quarter of them.
+    max_grad_norm: clips the norm of all gradients together; takes the place of clip_grad_norm_.
+    max_unit_norm: clips the norm of each unit's gradients by itself; works in every mode.
+    accumulation_steps: more than 1 where several backward() calls precede one step(). Gradients
+        then add up in float32; they are not averaged.
+    skip_nonfinite: leaves out steps whose gradients hold infinities or NaN.
+    units: more units than are found: modules, their names, or a predicate(name, module).
+    page_size: bytes in a page, a power of two; "auto" chooses by model and budgets.
+    io_engine: "io_uring", "libaio", "threads" or "memory"; "auto" takes the first that works.
+    workers: threads of the optimizer.
+    weights: safetensors to read the parameters from. "init": the modules of a model that was built
+        under torch.device("meta"), which has no values of its own, begin with those of `seed`.
+    init_device: where "init" draws them. A GPU is faster, and its values are others than "cpu"'s.
+    activations: what becomes of the tensors that autograd saves between forward and backward.
+        "auto": planned for every unit; "keep", "swap" (to host memory and SSD) or "recompute": so
+        for every unit that can. The device budget covers parameters, activations and PyTorch's own
+        memory together, as measured in the first step. None: it covers parameters alone.
+    split: computes units on so many slices of the batch in turn. Default: as planned.
+    device: "cuda" or "cuda:1": a GPU, to which the caller moves inputs; "host": a region of host
+        memory; "auto": the GPU that the model is on, or one that can be used, or the host.
+
+    Trainable parameters that no parameter group holds get no update and show no gradient. Layers
+    that are too large for the device are cut into tiles (strata.nn), of which no file knows.
+
+    Raises StrataError where the budgets cannot work, with the smallest that would, or the device,
+    with the reason; ValueError and TypeError for arguments that make no sense.
+    """
+    options = Options(
+        memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
+        accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights, seed,
+        init_device, activations, split, device,
+    )  # fmt: skip
+    return model, _open(model, optimizer, options).optimizer
+
+
+def _tell(state: Wrapped) -> None:
+    """Says in the log what was made, and what works less well than it could."""
+    stats = state.session.stats()
+    log.info(
+        "wrapped %s: %d units, pages of %s, %s backend%s",
+        type(state.model).__name__,
+        len(state.units),
+        format_size(state.session.plan["page_bytes"]),
+        stats["backend"],
+        f", {stats['io_engine']} ({stats['io_engine_why']})" if stats["io_engine"] else "",
+    )
+    log.info("%d workers %s", state.config["workers"], stats["workers_where"])
+    for warning in stats.get("warnings", []):
+        log.warning("%s", warning)
+
+
+@keywords_of(wrap)
+def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> PlanReport:
+    """A dry run of wrap() with the same keywords: says what would go where. Allocates nothing."""
+    _check(model, optimizer)
+    undo = Undo(model, optimizer)
+    try:
+        config, hooked, result = fit(model, optimizer, Options(**options), _core.plan)
+        needed, _ = nested_device_bytes(model, hooked, result)
+    finally:
+        undo.run()
+    result["device_bytes_min"] = max(result["device_bytes_min"], needed)
+    return PlanReport(result, tier_budgets(config))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Gives the plain model back: parameters in CPU memory, hooks removed, session closed.
+
+    Parameters get the dtype that they had before wrap(), with the values of the master copy. Where
+    an exception ends it half-way, Ctrl-C too, it can be called again and finishes.
+    """
+    state = wrapped(model)
+    state.hooks.reset()
+    state.refuse_half_step("unwrap()")
+    state.synchronize()
+    # All values first: where the disk fails, the model remains a wrapped one.
+    values = [state.read(i).to(dtype) for i, dtype in enumerate(state.original_dtypes)]
+    state.hooks.remove()
+    for parameter, value in zip(state.params, values, strict=True):
+        parameter.__class__ = nn.Parameter
+        parameter.data = value
+        parameter.__dict__.pop("_strata", None)
+    for module, name, dtype, place in state.moved_buffers:
+        setattr(module, name, getattr(module, name).to(place, dtype))
+    remove_tiles(model, state.optimizer)
+    if isinstance(state.optimizer, StrataOptimizer):
+        state.optimizer.give_back()
+    if state.planning is not None:
+        state.planning.allocator.close()
+    del model.__dict__["_strata"]
+    state.close()
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """Where the time and the bytes went so far."""
+    return make_report(wrapped(model))
+
+
+def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a paged parameter, as a new float32 tensor on the device of the parameter;
+    None where none has landed."""
+    slot = getattr(parameter, "_strata", None)
+    if slot is None:
+        raise ValueError("gather_grad() takes a parameter of a wrapped model")
+    state = slot.state
+    return state.read(slot.index, "grad").to(state.device) if state.landed[slot.index] else None
+
+
+def synchronize(model: nn.Module) -> None:
+    """Waits until every update and every write of the model has finished.
+
+    Behind it parameters are the newest ones in every mode, also those that LockFree lets lag.
+    """
+    wrapped(model).synchronize()
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises where strata cannot train this model at all, and touches nothing."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    for module in model.modules():
+        if module.__dict__.get("_strata") is not None:
+            raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
+    if isinstance(optimizer, StrataOptimizer):
+        raise ValueError("this optimizer already belongs to a wrapped model")
+    refuse_graphed(model)
+    check_parameters(model)
+
+
+def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
+    state = _move_all(model, optimizer, options)
+    if state.planning is not None:
+        state.planning.allocator.give_reserve_back()  # what the model had before
+    _tell(state)
+    return state
+
+
+def _move_all(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
+    """Starts a session for the model and moves it there. Whatever ends it earlier, Ctrl-C too,
+    leaves model and optimizer as they were."""
+    _check(model, optimizer)
+    undo = Undo(model, optimizer)
+    try:
+        return _start(model, optimizer, options, undo)
+    except BaseException:
+        undo.run()
+        raise
+
+
+def _start(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: Undo
+) -> Wrapped:
+    weight_files.check_values(model, options.weights)
+    # 1. Room, and the values in it.
+    config, hooked, _ = fit(model, optimizer, options, _core.plan)
+    gc.collect()  # wrapped models that nobody can reach any more still have frames and files
+    foreign = make_foreign(optimizer)
+    if foreign is not None:
+        _say_what_it_costs(foreign, optimizer, config)
+    # The core's budget counts whole units that a plan lets rest on the device, too.
+    whole = config.copy()
+    whole["device_bytes"] = device_goal(config, options)
+    session = _core.Session(whole, foreign)
+    undo.first(session.close)
+    state = Wrapped(model, session, config)
+    undo.first(state.landings.close)
+    _fill(state, options)
+    # 2. The model, and what stands for its optimizer.
+    _move(state, options.dtype)
+    release_originals(model)
+    state.hooks = Hooks(state)
+    state.hooks.install(hooked)
+    state.optimizer = StrataOptimizer(
+        optimizer,
+        state,
+        max_grad_norm=options.max_grad_norm,
+        max_unit_norm=options.max_unit_norm,
+        skip_nonfinite=options.skip_nonfinite,
+        foreign=foreign,
+    )
+    model.__dict__["_strata"] = state
+    watch(state)
+    if options.activations is not None:
+        _start_planning(state, options, hooked, whole["device_bytes"], undo)
+    return state
+
+
+def _say_what_it_costs(
+    foreign: Foreign, optimizer: torch.optim.Optimizer, config: _core.Config
+) -> None:
+    """Of a class without a kernel."""
+    trained = sum(spec["numel"] for spec in config["params"] if spec["trainable"])
+    each = foreign.seconds_per_element(optimizer.param_groups[0])
+    log.warning(
+        "%s has no kernel in strata and runs as its own class: the same results, but slower, about "
+        "%.2g ns for each trained parameter and %.2g s of one core for a step",
+        foreign.name,
+        each * 1e9,
+        each * trained,
+    )
+
+
+def _start_planning(
+    state: Wrapped,
+    options: Options,
+    hooked: dict[nn.Module, list[int]],
+    device_bytes: int,
+    undo: Undo,
+) -> None:
+    """Plans steps from the first one on."""
+    config = state.config
+    assert options.activations is not None
+    # Until activations are known, parameters have no more than the unit that computes and the next.
+    needed, _ = nested_device_bytes(state.model, hooked, state.session.plan)
+    goal = Goal(
+        options.activations,
+        options.split,
+        device_bytes,
+        max(needed, min(2 * needed, config["device_bytes"] // 2)),
+        config["workers"],
+        config["io_engine"],
+    )
+    state.planning = Planning(state, goal)
+    undo.first(state.planning.allocator.close)
+    state.session.limit_device(goal.param_bytes)
+
+
+def _fill(state: Wrapped, options: Options) -> None:
+    """Stores the values of all parameters. The model itself is not touched yet: this may fail."""
+    if options.weights is None:
+        for i, parameter in enumerate(state.params):
+            state.write(i, parameter)
+        return
+    place = {name: i for i, name in enumerate(state.names)}
+    weight_files.load(
+        state.model,
+        lambda name, value: state.write(place[name], value),
+        weights=None if options.weights == weight_files.INIT else options.weights,
+        seed=options.seed,
+        device=options.init_device,
+        names=state.names,
+    )
+
+
+def _move(state: Wrapped, dtype: torch.dtype | None) -> None:
+    """Moves the parameters onto the session's memory; each remains the same Python object."""
+    for i, parameter in enumerate(state.params):
+        alias = state.aliases[i]
+        if parameter.is_meta:
+            real = nn.Parameter(alias.view(alias.shape), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, real)
+        else:
+            parameter.data = alias.view(alias.shape)
+        state.written[i] = parameter._version
+        parameter._strata = Slot(state, i, state.unit_of[i])  # type: ignore[attr-defined]
+        make_paged(parameter)
+    state.views = Views(state)
+    _move_buffers(state, dtype)
+
+
+def _move_buffers(state: Wrapped, dtype: torch.dtype | None) -> None:
+    """Puts buffers on the device. Statistics beside parameters (batch norm) take part in the same
+    kernels, so they have the same dtype; tables of modules without parameters (rotary frequencies)
+    keep theirs."""
+    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a buffer may be that of many modules
+    for module in state.model.modules():
+        beside = next(module.parameters(recurse=False), None) is not None
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            casts = dtype is not None and beside and buffer.is_floating_point()
+            wanted = dtype if casts and dtype is not None else buffer.dtype
+            if buffer.dtype == wanted and buffer.device == state.device:
+                continue
+            state.moved_buffers.append((module, name, buffer.dtype, buffer.device))
+            key = (id(buffer), wanted)
+            if key not in moved:
+                moved[key] = buffer.to(state.device, wanted)
+            setattr(module, name, moved[key])

@@ -1,0 +1,238 @@
+"""`strata estimate`: does a model fit, and how fast would it train, before its weights are there.
+
+strata estimate --model DIR --memory device=8GiB,host=24GiB --batch 4 --sequence 2048
+
+The model is built without memory, its step is counted (meta_trace.py), and arithmetic and traffic
+become seconds by what --device achieves here, or by --flops and --device-bandwidth for another one.
+What `strata finetune` does by itself is done here, too: a loss without logits where these are many,
+and tiles of layers that are larger than the device. finetune asks smallest_device() before it reads
+anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _core
+from .._config import device
+from .._config.configure import UNBOUNDED, Options
+from .._config.update_modes import STATE_DTYPES, Update, core_mode
+from .._errors import StrataError
+from .._planning.fitting import tiles_wanted
+from .._planning.forecast import Forecast, forecast
+from .._planning.meta_trace import CountedStep, count_step
+from .._planning.trace_of import trace_from, traced_unit
+from .._profiling.calibrate import TYPICAL_COMPUTING, typical_costs
+from .._torch_compat import SHAPES_LOGGER, FakeTensorMode
+from ..nn.causal_lm import chunk_many, is_chunked
+from ..nn.replace import put_tiles
+from ..nn.tiles import Tiled
+from .models import build, choose, config_file
+from .planner import machine_of, reply, show
+from .planner_options import budgets_of
+
+if TYPE_CHECKING:
+    from .._core import Budgets, Config, DtypeName, GroupSpec, ParamSpec, Plan, Trace, Wishes
+
+MASKLESS = "strata_causal"  # a form of attention, as Transformers names them
+ADAMW: GroupSpec = {
+    "rule": "adamw",
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "lr_decay": 0.0,
+    "initial_accumulator": 0.0,
+    "nesterov": False,
+    "maximize": False,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of training, and what it may use."""
+
+    config: Any  # of Transformers
+    batch: int
+    sequence: int
+    dtype: DtypeName
+    memory: Mapping[str, int]  # bytes by tier
+    device: str  # the core's name
+    update: Update = "on_step"
+    state_dtype: str = "float32"  # as the command line writes it
+    page_bytes: int = 0  # 0: chosen
+    accumulate: bool = False
+    max_unit_norm: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of one backward."""
+        return self.batch * self.sequence
+
+    def budgets(self, sizes: Plan) -> Budgets:
+        """As the planner takes them: buffers of gradients are no pages, and take host memory."""
+        host = max(0, self.memory["host"] - sizes["buffer_bytes"])
+        given = {**self.memory, "host": host}
+        return budgets_of(given, sizes["page_bytes"], grads_rest=self.update == "on_step")
+
+
+def count(step: Step) -> tuple[Any, CountedStep]:
+    """The model of a Transformers config without memory, as it would train, and its counted step.
+
+    Attention gets no mask and is causal by itself: with shapes only, Transformers cannot see that a
+    mask masks nothing else, and would write it out, which training does not.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+    AttentionMaskInterface.register(MASKLESS, lambda *_args, **_kwargs: None)
+    config = copy.deepcopy(step.config)
+    config.use_cache = False
+    options = Options(max_unit_norm=step.max_unit_norm)
+    with FakeTensorMode(), _quiet(SHAPES_LOGGER):
+        dtype = getattr(torch, step.dtype)
+        model = build(config, dtype=dtype, attn_implementation=MASKLESS).train()
+        try:
+            chunk_many(model, step.tokens)
+            put_tiles(model, tiles_wanted(model, options, step.memory["device"]))
+            ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
+            counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss)
+        except (RuntimeError, NotImplementedError) as error:
+            why = " ".join(str(error).split())
+            raise ValueError(
+                f"{config.model_type} cannot run on shapes alone and so not be estimated: {why}"
+            ) from error
+    return model, counted
+
+
+@contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Keeps a library from logging anything. What it logs ahead of an exception, with traceback,
+    would stand above the refusal that the exception becomes."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def changes(model: Any) -> list[str]:
+    """What was done to the model so that it trains in less memory, for people."""
+    tiled = [
+        f"{name} is cut into {len(module.tiles)} tiles"
+        for name, module in model.named_modules()
+        if isinstance(module, Tiled)
+    ]
+    chunked = ["the loss is computed without logits"] if is_chunked(model) else []
+    return [*chunked, *tiled]
+
+
+def make_trace(
+    counted: CountedStep, sizes: Plan, slices_max: int, flops_s: float, bytes_s: float
+) -> Trace:
+    """Of a device that achieves so many FLOP, and bytes of its memory, in a second."""
+    counted.take_times(flops_s, bytes_s)
+    saving = {tensor.unit for tensor in counted.tensors if not tensor.input}
+    units = [
+        traced_unit(
+            unit["name"], unit["params"], unit, slices_max if u in saving else 1, u in saving
+        )
+        for u, unit in enumerate(sizes["units"])
+    ]
+    return trace_from(counted, units)
+
+
+def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
+    """Units in whole pages, trained by AdamW, with the page size that wrap() would choose."""
+    update, max_staleness = core_mode(step.update)
+    word = step.state_dtype
+    unit_of = {p: u for u, unit in enumerate(counted.units) for p in unit.params}
+    params: list[ParamSpec] = [
+        {
+            "name": name,
+            "numel": parameter.numel(),
+            "dtype": step.dtype,
+            "trainable": True,
+            "unit": unit_of[i],
+            "group": 0,
+        }
+        for i, (name, parameter) in enumerate(model.named_parameters())
+    ]
+    config: Config = {
+        "params": params,
+        "units": [unit.name for unit in counted.units],
+        "groups": [ADAMW],
+        "page_bytes": step.page_bytes,
+        "device_bytes": step.memory["device"],
+        "host_bytes": step.memory["host"],
+        "ssd_bytes": step.memory["ssd"],
+        "ssd_paths": ["ssd"] if step.memory["ssd"] else [],
+        "io_engine": "auto",
+        "workers": 1,
+        "accumulate": step.accumulate,
+        "update": update,
+        "max_staleness": max_staleness,
+        "moment_dtype": STATE_DTYPES[word if word in STATE_DTYPES else f"torch.{word}"],
+        "pin_workers": True,
+        "compute_threads": 1,
+        "device": step.device,
+    }
+    try:
+        return _core.plan(config)
+    except StrataError:  # too small even without activations: the planner says by how much
+        return _core.plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 where the model fits, 1 where it does not. `options`: of estimate_parser(). Raises
+    StrataError where the device cannot be used."""
+    options.device = device.choose(options.device)  # its pages have sizes of their own
+    folder = Path(options.model)
+    name = str(config_file(folder)) if folder.is_dir() else options.model  # no weights needed
+    step = Step(
+        choose(name, None, options.sequence).config,
+        options.batch,
+        options.sequence,
+        options.dtype,
+        options.memory,
+        options.device,
+        options.update,
+        options.state_dtype,
+        options.page_size or 0,
+    )
+    with _quiet("transformers"):  # it advises on training this model, which nobody does here
+        model, counted = count(step)
+    sizes = page_sizes(model, counted, step)
+    page_bytes = sizes["page_bytes"]
+    machine = machine_of(options, page_bytes, step.dtype)
+    flops_s, bytes_s = options.flops or machine.flops_s, options.device_bandwidth
+    if bytes_s is None:  # another device is limited by its arithmetic
+        bytes_s = machine.memory_bytes_s if options.flops is None else float("inf")
+    trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
+    answer = reply(options, trace, machine.costs, step.budgets(sizes), step.tokens, changes(model))
+    return show(answer, options.json)
+
+
+def rehearse(step: Step, wishes: Wishes) -> Forecast:
+    """The step on paper, on a machine of typical speeds: what it needs and moves, and not how long
+    it takes. Raises ValueError for a model that cannot run on shapes alone."""
+    model, counted = count(step)
+    sizes = page_sizes(model, counted, step)
+    trace = make_trace(counted, sizes, step.batch, TYPICAL_COMPUTING[0], float("inf"))
+    budgets = step.budgets(sizes)
+    return forecast(trace, typical_costs(), budgets, wishes, step.tokens)

@@ -1,0 +1,5 @@
+"""`strata finetune`: trains a causal language model on text, inside memory budgets.
+
+Knows the package as a user of strata.wrap() does, and reports. Must not know the other commands.
+In reading order: options, run, check, files, text, view, metrics, interrupt.
+"""

@@ -1,0 +1,111 @@
+"""What `strata finetune` knows of a run before it reads any text: whether the step fits into the
+device budget, and what the run writes to the SSD.
+
+    wear = check(choice, options, "host")
+    print(*wear.counted())
+
+The step is counted on shapes (estimate.py). A model that cannot run on shapes alone is left to
+strata.wrap(), which knows after the first step.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from ..._config import machine
+from ..._config.configure import DISK_SHARE, FREE_SHARE, UNBOUNDED
+from ..._config.sizes import format_size, parse_budgets, parse_size, write_size
+from ..._config.update_modes import parse_update
+from ..._errors import StrataError
+from ..._planning import budget_check
+from ..._report.endurance import wear_lines
+from ..._storage.leftovers import remove_leftovers
+from ..estimate import Step, rehearse
+from ..planner_options import wishes_of
+
+if TYPE_CHECKING:
+    from ..._core import DtypeName
+    from ..._runtime.wrapped import Wrapped
+    from ..models import Choice
+    from .options import Options
+
+SURE_SHARE = 0.9  # of what is counted: a budget below that is too small however counting errs
+
+log = logging.getLogger("strata")
+
+
+@dataclass
+class Wear:
+    """What a run writes to the SSD, for people: told when a step has been counted, and again, with
+    bytes a day, when a plan says how long one takes."""
+
+    steps: int
+    endurance_bytes: int | None
+    bytes_per_step: int = 0  # as counted; 0: none, or not known
+    _timed: bool = False
+
+    def counted(self) -> list[str]:
+        """Sentences; none where nothing is known to be written."""
+        return wear_lines(self.bytes_per_step, self.endurance_bytes, self.steps)
+
+    def timed(self, state: Wrapped) -> list[str]:
+        """Sentences, once; none as long as there is no plan."""
+        simulation = state.planning.simulation if state.planning else None
+        if self._timed or simulation is None or not self.endurance_bytes:
+            return []
+        self._timed = True
+        return wear_lines(
+            simulation["lanes"]["write"]["bytes"],
+            self.endurance_bytes,
+            None if self.bytes_per_step else self.steps,
+            simulation["step_seconds"],
+        )
+
+
+def check(choice: Choice, options: Options, device: str) -> Wear:
+    """Returns what the run writes. `device`: the core's name of it.
+
+    Raises StrataError for budgets larger than the machine, and for a device budget that the step
+    does not fit into, with the numbers.
+    """
+    endurance = parse_size(options.ssd_endurance) if options.ssd_endurance else None
+    wear = Wear(options.steps, endurance)
+    remove_leftovers(options.ssd_path or [])
+    given = parse_budgets(options.memory())
+    budget_check.check(given, device, options.ssd_path or [])
+    budgets = {
+        "device": UNBOUNDED,
+        "host": int(machine.free_host_bytes() * FREE_SHARE),
+        "ssd": int(machine.free_disk_bytes(options.ssd_path or []) * DISK_SHARE),
+        **given,
+    }
+    update = parse_update(options.update)
+    step = Step(
+        choice.config,
+        options.batch,
+        options.sequence,
+        cast("DtypeName", options.dtype),
+        budgets,
+        device,
+        update,
+        options.state_dtype,
+        0 if options.page_size == "auto" else parse_size(options.page_size),
+        accumulate=options.accumulation > 1,
+        max_unit_norm=options.updates().get("max_unit_norm"),
+    )
+    try:
+        found = rehearse(step, wishes_of(options.activations, options.split))
+    except ValueError as error:
+        log.debug("nothing is known before the first step: %s", error)
+        return wear
+    least = found.plan["device_bytes_min"]
+    if SURE_SHARE * least > budgets["device"]:
+        raise StrataError(
+            f"infeasible: the device budget is {format_size(budgets['device'])}, and a step of "
+            f"{options.batch} by {options.sequence} tokens needs about {format_size(least)}: "
+            f"--device-memory {write_size(least)} would do, or a smaller --batch or --sequence"
+        )
+    wear.bytes_per_step = found.written_bytes
+    return wear

@@ -1,0 +1,90 @@
+"""`strata io-tune`: measures this machine by hand and remembers what it found.
+
+strata io-tune --ssd-path /mnt/nvme0 /mnt/nvme1 --page-size 4MiB --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from .. import _core
+from .._config import configure, device
+from .._config.sizes import format_size
+from .._planning import budget_check
+from .._planning.forecast import LANE_NAMES
+from .._profiling.calibrate import Calibration, Setup, calibration, processor
+from .._profiling.lane_probe import LANES
+from .._storage.leftovers import remove_leftovers
+
+SWEEP_SECONDS = 0.15
+SWEEP_BYTES = 128 << 20
+SWEEP_PAGES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
+SWEEP_DEPTHS = (4, 16, 64)
+IN_FLIGHT_MAX = 256 << 20  # bytes of host memory for buffers
+
+
+def run(options: argparse.Namespace) -> int:
+    """0; what cannot be measured is said, and raises where it is the disk or the device that was
+    asked for. `options`: of planner_options.io_tune_parser()."""
+    remove_leftovers(options.ssd_path)
+    name = device.choose(options.device)
+    console = Console()
+    for text in budget_check.file_systems(options.ssd_path):
+        console.print(text)
+    if options.ssd_path:
+        console.print(sweep(options.ssd_path, options.io_engine))
+    workers = options.workers or configure.default_workers(name)
+    setup = Setup(workers, options.page_size, options.ssd_path, options.io_engine, device=name)
+    console.print(device.description(name) or processor())
+    console.print(lanes_table(calibration(setup, refresh=True), options.page_size))
+    return 0
+
+
+def sweep(paths: Sequence[str], io_engine: str) -> Table:
+    """Bandwidth of the disks by page size and requests in flight."""
+    table = Table(title="disks: GB/s by page size and requests in flight", title_justify="left")
+    for heading in ("page", "in flight", "read", "write", "read beside write", "write beside read"):
+        table.add_column(heading, justify="right")
+    for page in SWEEP_PAGES:
+        for depth in SWEEP_DEPTHS:
+            if page * depth > IN_FLIGHT_MAX:
+                continue
+            speeds = _disk_speeds(_core.SsdProbe(list(paths), page, io_engine, SWEEP_BYTES, depth))
+            table.add_row(format_size(page), str(depth), *(f"{s / 1e9:.2f}" for s in speeds))
+    return table
+
+
+def _disk_speeds(probe: _core.SsdProbe) -> list[float]:
+    """Read alone, write alone, and both together."""
+    alone = [probe.run("in", SWEEP_SECONDS)[0], probe.run("out", SWEEP_SECONDS)[1]]
+    return [*alone, *probe.run("both", SWEEP_SECONDS)]
+
+
+def lanes_table(found: Calibration, page_bytes: int) -> Table:
+    """Every lane alone, and the share of its speed that it keeps beside each other one."""
+    costs = found.costs
+    speeds = {
+        "compute": f"{found.flops_s / 1e9:,.{0 if found.flops_s >= 1e11 else 1}f} GFLOP/s",
+        "upload": f"{costs['upload_bytes_s'] / 1e9:.2f} GB/s",
+        "download": f"{costs['download_bytes_s'] / 1e9:.2f} GB/s",
+        "read": f"{costs['read_bytes_s'] / 1e9:.2f} GB/s",
+        "write": f"{costs['write_bytes_s'] / 1e9:.2f} GB/s",
+        "update": f"{costs['update_elements_s'] / 1e9:.2f} G/s",
+    }
+    shown = [lane for lane in LANES if costs["slow"].get(lane) or lane in found.typical]
+    title = f"lanes with pages of {format_size(page_bytes)}: alone, and what is left beside others"
+    table = Table(title=title, title_justify="left")
+    table.add_column("lane")
+    table.add_column("alone", justify="right")
+    for lane in shown:
+        table.add_column(lane, justify="right")
+    for lane in shown:
+        beside = [costs["slow"][lane].get(other) for other in shown]
+        cells = ["" if part is None else f"{100 * part:.0f} %" for part in beside]
+        typical = " (typical)" if lane in found.typical else ""
+        table.add_row(LANE_NAMES[lane], speeds[lane] + typical, *cells)
+    return table

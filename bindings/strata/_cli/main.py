@@ -1,0 +1,190 @@
+"""The command line: `strata COMMAND`, also `python -m strata COMMAND`.
+
+A command is a function from its arguments to the exit status, entered in COMMANDS. It parses first
+and imports what it needs behind that: help and wrong calls are answered without torch.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+BROKEN_PIPE = 141  # the exit statuses that shells use: of a reader that went away
+INTERRUPTED = 130  # of Ctrl-C
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around imports that take seconds: Ctrl-C ends the process at once. A KeyboardInterrupt inside
+    of an import would leave a traceback, or whatever a library makes of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody else's, or ignored
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def finetune(arguments: Sequence[str]) -> int:
+    """Fine-tune a causal language model on text, inside memory budgets."""
+    from .finetune import options
+
+    parser = options.Parser(prog="strata finetune", description=finetune.__doc__)
+    options.add_arguments(parser)
+    chosen = options.finish(parser, arguments)
+    with importing():
+        from .finetune import run as training
+    return training.run(chosen)
+
+
+def demo(arguments: Sequence[str]) -> int:
+    """Train a 112 M-parameter Llama on Python's own library, in far less memory than it needs."""
+    from . import demo as preset
+
+    chosen = preset.parse(arguments)
+    with importing():
+        from .finetune import run as training
+    return training.run(chosen)
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Show a saved report: as text, as a page with charts, as a trace for ui.perfetto.dev."""
+    from .._report.reports import Report
+    from .finetune.options import Parser
+
+    parser = Parser(prog="strata report", description=report.__doc__)
+    parser.add_argument("report", metavar="REPORT.json", help="what Report.save() wrote")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="one page that needs no network")
+    parser.add_argument("--perfetto", metavar="FILE", type=Path, help="a trace of the last steps")
+    options = parser.parse_args(arguments)
+    found = Report.load(options.report)
+    if options.html:
+        with importing():
+            from .._report import html_report
+        options.html.write_text(html_report.page(found), encoding="utf-8")
+    if options.perfetto:
+        from .._report import perfetto
+
+        perfetto.write(found.records, options.perfetto)
+    if not options.html and not options.perfetto:
+        print(found)
+    return 0
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Say how a recorded step would run on another machine, without running anything."""
+    from .planner_options import parse, plan_parser
+
+    options = parse(plan_parser(plan.__doc__), arguments)
+    with importing():
+        from . import whatif
+    return whatif.run(options)
+
+
+def estimate(arguments: Sequence[str]) -> int:
+    """Say whether a model fits and how fast it would train, before its weights are there."""
+    from .planner_options import estimate_parser, parse
+
+    options = parse(estimate_parser(estimate.__doc__), arguments)
+    with importing():
+        from . import estimate as counting
+    return counting.run(options)
+
+
+def io_tune(arguments: Sequence[str]) -> int:
+    """Measure this machine's links and disks, and remember them for planning."""
+    from .planner_options import io_tune_parser
+
+    options = io_tune_parser(io_tune.__doc__).parse_args(arguments)
+    with importing():
+        from . import io_tune as tuning
+    return tuning.run(options)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "finetune": finetune,
+    "demo": demo,
+    "report": report,
+    "plan": plan,
+    "estimate": estimate,
+    "io-tune": io_tune,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; 1 after an error, 2 for a wrong call."""
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has seen enough
+        _discard_output()
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("strata: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from .._core import __version__
+
+        print(f"strata {__version__}")
+        return 0
+    from .._errors import StrataError, nearest
+
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        message = f"unknown command {arguments[0]!r}: {nearest(arguments[0], COMMANDS)}"
+        print(f"strata: {message}", file=sys.stderr)
+        return 2
+    import logging
+
+    from .._storage.checkpoint_files import CheckpointError
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for library in ("httpx", "matplotlib", "transformers"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    try:
+        return command(arguments[1:])
+    except BrokenPipeError:
+        raise
+    except (StrataError, CheckpointError, ValueError, OSError) as error:
+        if os.environ.get("STRATA_TRACEBACK"):
+            raise
+        print(f"strata: {error}", file=sys.stderr)
+        return 1
+
+
+def _discard_output() -> None:
+    """What is still to be written goes nowhere, also when Python ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10} {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: strata COMMAND [OPTIONS]",
+            "       strata --version",
+            "",
+            *lines,
+            "",
+            "strata COMMAND --help says more.",
+        ]
+    )

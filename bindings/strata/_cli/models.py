@@ -1,0 +1,152 @@
+"""The causal language model that `--model` names: a saved folder, a config.json, or a size.
+
+choice = choose("llama-110m", vocabulary=8192)
+model = choice.build()                       # on the meta device
+strata.wrap(model, ..., weights=choice.weights or "init")
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from .._config.choices import MODEL_SIZES
+from .._errors import nearest
+
+VOCABULARY = 8192  # of a fresh model, where nothing else is asked for
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model that is not built yet. `weights` None: a fresh one."""
+
+    name: str
+    config: Any
+    weights: Path | None
+    tokenizer: Path | None
+
+    def build(self, device: str = "meta") -> nn.Module:
+        """The model, on the meta device unless asked otherwise: no parameter has memory yet."""
+        with torch.device(device):
+            return build(self.config, dtype=torch.float32)
+
+    def adopt(self, tokenizer: Any) -> None:
+        """Makes the special tokens of a fresh model those of its tokenizer.
+
+        The padding token stays unset: Transformers would never train its embedding, which here is
+        that of the end of the text.
+        """
+        if self.weights is None:
+            self.config.bos_token_id = tokenizer.bos_token_id
+            self.config.eos_token_id = tokenizer.eos_token_id
+            self.config.pad_token_id = None
+
+    def load_tokenizer(self) -> Any | None:
+        """The model's own tokenizer, or None where one must be trained."""
+        if self.tokenizer is None:
+            return None
+        with _plain_refusals(f"the tokenizer in {self.tokenizer} cannot be read"):
+            return AutoTokenizer.from_pretrained(self.tokenizer)
+
+
+def choose(name: str, vocabulary: int | None, positions: int) -> Choice:
+    """Finds the model. `positions`: the longest sequence that a fresh named one will see.
+
+    Raises ValueError, naming the nearest valid name, for what is neither a folder, a file nor a
+    size, and for a folder or file that holds no causal language model.
+    """
+    path = Path(name)
+    if name in MODEL_SIZES:
+        return Choice(name, _llama(name, vocabulary or VOCABULARY, positions), None, None)
+    if path.is_file():
+        config = _config(path)
+        if vocabulary is not None:
+            config.vocab_size = vocabulary
+        return Choice(path.parent.name or name, config, None, _tokenizer_in(path.parent))
+    if path.is_dir():
+        return _saved(path, vocabulary)
+    raise ValueError(
+        f"--model {name!r} is neither a folder, nor a config.json, nor a size: "
+        + nearest(name, MODEL_SIZES)
+    )
+
+
+def config_file(folder: Path) -> Path:
+    """The configuration in a save_pretrained folder. Raises ValueError where there is none."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json: it is not a save_pretrained folder")
+    return file
+
+
+def build(config: Any, **options: Any) -> nn.Module:
+    """The model of a configuration, where torch makes tensors now. Raises ValueError, with the file
+    that it was read from, where Transformers cannot make one of it."""
+    file = config.name_or_path or f"this configuration of {config.model_type}"
+    with _plain_refusals(f"no model can be made of {file}"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
+    return model
+
+
+@contextmanager
+def _plain_refusals(what: str) -> Iterator[None]:
+    """Around what Transformers does with a configuration: a bad value, which may lead to any
+    exception, becomes a ValueError of one line that begins with `what`."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Its checks of fields raise around what says what is wrong.
+        cause = error.__cause__ if type(error).__name__.startswith("StrictDataclass") else None
+        told = " ".join(str(cause or error).split())
+        # By itself "'foo'", which a KeyError says, would not be understood.
+        if cause is None and not isinstance(error, ValueError | TypeError | OSError | RuntimeError):
+            told = f"{type(error).__name__}: {told}"
+        raise ValueError(f"{what}: {told}") from error
+
+
+def _saved(path: Path, vocabulary: int | None) -> Choice:
+    config = config_file(path)
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"{path} has no *.safetensors weights; for a fresh model give its {config}"
+        )
+    if vocabulary is not None:
+        raise ValueError("--vocabulary is for a fresh model; a saved one keeps its own")
+    tokenizer = _tokenizer_in(path)
+    if tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer beside its weights")
+    return Choice(path.resolve().name, _config(config), path, tokenizer)
+
+
+def _config(file: Path) -> Any:
+    with _plain_refusals(f"{file} does not describe a model of Transformers"):
+        config = AutoConfig.from_pretrained(file)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{file}: {config.model_type!r} is not a causal language model")
+    return config
+
+
+def _tokenizer_in(folder: Path) -> Path | None:
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    return folder if any((folder / name).is_file() for name in names) else None
+
+
+def _llama(name: str, vocabulary: int, positions: int) -> LlamaConfig:
+    hidden, layers, heads, intermediate = MODEL_SIZES[name]
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=intermediate,
+        max_position_embeddings=max(2048, positions),
+        tie_word_embeddings=False,
+    )

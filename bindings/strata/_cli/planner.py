@@ -1,0 +1,155 @@
+"""What `strata plan` and `strata estimate` share: the machine that they plan for, and the answer.
+That is a forecast, and what follows for a whole run, the SSD's life and budgets on this machine.
+
+    machine = machine_of(options, page_bytes, "bfloat16")
+    answer = reply(options, trace, machine.costs, budgets, tokens=2048)
+    print(answer)                     # answer.to_dict() for programs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from .. import _core
+from .._config import configure, device
+from .._config.configure import UNBOUNDED
+from .._config.sizes import format_duration, format_size, write_size
+from .._planning import budget_check
+from .._planning.forecast import Forecast, forecast, staging_bytes
+from .._profiling.calibrate import Calibration, Setup, calibration
+from .._report.endurance import wear_lines
+from .._storage.leftovers import remove_leftovers
+from .planner_options import SPEEDS, wishes_of
+
+if TYPE_CHECKING:
+    from .._core import Budgets, Costs, DtypeName, Trace, Wishes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A forecast among its circumstances."""
+
+    forecast: Forecast
+    steps: int | None = None  # of the whole run
+    endurance_bytes: int | None = None  # of the drives
+    ssd_bytes_enough: int = 0  # what would do, where there is no SSD and host memory is too small
+    notes: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return self.forecast.to_dict() | {
+            "ssd_bytes_per_step": self.forecast.written_bytes,
+            "ssd_bytes_enough": self.ssd_bytes_enough,
+            "wear": self._wear(),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        """For people."""
+        return "\n\n".join(filter(None, [str(self.forecast), "\n".join(self._sentences())]))
+
+    def _sentences(self) -> list[str]:
+        found = self._wear()
+        seconds = self.forecast.step_seconds
+        if seconds and self.steps:
+            found.insert(0, f"{self.steps:,} steps take {format_duration(self.steps * seconds)}")
+        if self.ssd_bytes_enough:
+            found.append(f"give it an SSD: ssd={write_size(self.ssd_bytes_enough)} would do")
+        return [*found, *self.notes]
+
+    def _wear(self) -> list[str]:
+        seconds = self.forecast.step_seconds
+        if not seconds:
+            return []
+        return wear_lines(self.forecast.written_bytes, self.endurance_bytes, self.steps, seconds)
+
+
+def reply(
+    options: argparse.Namespace,
+    trace: Trace,
+    costs: Costs,
+    budgets: Budgets,
+    tokens: int,
+    changes: Sequence[str] = (),
+) -> Answer:
+    """Plans. `options`: of add_machine(); `changes`: to the model, so that it trains at all."""
+    wishes = wishes_of(options.activations, options.split)
+    found = replace(forecast(trace, costs, budgets, wishes, tokens), changes=changes)
+    enough = 0 if found.feasible else _ssd_enough(trace, costs, budgets, wishes)
+    return Answer(found, options.steps, options.ssd_endurance, enough, remarks(options))
+
+
+def show(answer: Answer, as_json: bool) -> int:
+    """Prints it, and returns the command's exit status: 0 where the step fits, 1 where not."""
+    print(json.dumps(answer.to_dict(), indent=2) if as_json else answer)
+    return 0 if answer.forecast.feasible else 1
+
+
+def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) -> int:
+    """Bytes of an SSD with which a step would fit that does not fit without one; 0 where none
+    helps."""
+    if budgets["ssd_bytes"]:
+        return 0
+    staging = staging_bytes(budgets["host_bytes"], budgets["page_bytes"])
+    with_ssd: Budgets = {**budgets, "ssd_bytes": UNBOUNDED, "staging_bytes": staging}
+    plan = _core.PaperPlan(trace, costs, with_ssd, wishes).plan
+    return plan["peaks"]["ssd"]["bytes"] if plan["feasible"] else 0
+
+
+# Of a GPU, outside of any budget: the CUDA context, loaded kernels and the handles of libraries.
+# PyTorch programs see 300 to 600 MiB, by GPU, driver and libraries in use.
+CONTEXT_BYTES = 512 << 20
+
+
+def machine_of(
+    options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16"
+) -> Calibration:
+    """What --*-speed says, and for the rest this machine with --device, as remembered or measured
+    now. REQUIRES: options.device is what device.choose() made of it.
+
+    Raises ValueError where an SSD is to be used and its speed is neither told nor to be measured,
+    and StrataError where the device cannot be used.
+    """
+    paths = options.ssd_path
+    remove_leftovers(paths)
+    told = {name: getattr(options, option) for option, name in SPEEDS.items()}
+    ssd_told = options.ssd_read_speed is not None and options.ssd_write_speed is not None
+    if options.memory["ssd"] and not paths and not ssd_told:
+        raise ValueError(
+            "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
+        )
+    workers = options.workers or configure.default_workers(options.device)
+    setup = Setup(workers, page_bytes, paths, options.io_engine, dtype, options.device)
+    found = calibration(setup)
+    costs: dict[str, Any] = dict(found.costs)
+    costs.update({name: float(value) for name, value in told.items() if value is not None})
+    if ssd_told and not paths:
+        costs["slow"] = _with_disk(costs["slow"])
+    return replace(found, costs=cast("Costs", costs))
+
+
+def remarks(options: argparse.Namespace) -> list[str]:
+    """What there is to say of the budgets on this machine, and of the folders of --ssd-path."""
+    said = budget_check.remarks(options.memory, options.device, options.ssd_path)
+    asked, free = options.memory["device"], device.free_bytes(options.device)
+    if free is not None and asked > free - CONTEXT_BYTES:
+        said.append(
+            f"device budget of {format_size(asked)}: {options.device} has {format_size(free)} "
+            f"free, of which CUDA's context and kernels take about {format_size(CONTEXT_BYTES)} "
+            f"outside of the budget: {format_size(max(0, free - CONTEXT_BYTES))} is safe"
+        )
+    return said
+
+
+def _with_disk(slow: Any) -> Any:
+    """Disks that were not measured: each way keeps some of its speed beside the other, as most
+    drives do."""
+    mixed = 0.6
+    result = {lane: dict(row) for lane, row in slow.items()}
+    result.setdefault("read", {})["write"] = mixed
+    result.setdefault("write", {})["read"] = mixed
+    return result

@@ -1,0 +1,355 @@
+"""Turns a model, an optimizer and the user's options into the core's Config: pure but for looking
+at what the machine has free.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .._errors import StrataError, check_choice
+from .._optim.groups import check_optimizer, group_spec, moments_of
+from . import device, machine
+from .choices import (
+    ACTIVATIONS,
+    IO_ENGINES,
+    PAGE_BYTES_MIN,
+    check_page_size,
+    check_split,
+    check_workers,
+)
+from .managed import DTYPE_NAMES, dtype_names
+from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
+from .units import Chosen, find_units, used_apart
+from .update_modes import (
+    STATE_DTYPES,
+    UPDATE_KINDS,
+    LockFree,
+    Update,
+    check_moments,
+    check_state_dtype,
+    check_update,
+    core_mode,
+)
+
+if TYPE_CHECKING:
+    from .._core import Config, ParamSpec, Plan
+
+FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
+DISK_SHARE = 0.9
+DEVICE_SHARE = 0.25  # of that, where not everything fits
+WORKERS_MAX = 4
+WORKERS_MAX_GPU = 16  # the processors have little else to do, and more do not make memory faster
+UNBOUNDED = 1 << 50
+FLOAT_MAX = sys.float_info.max
+
+# Keywords whose type would otherwise be noticed late, or never.
+KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("memory", (Mapping, NoneType), "a dictionary such as {'device': '8GiB'}"),
+    ("update", (str, LockFree), UPDATE_KINDS),
+    ("state_dtype", (torch.dtype, str), "torch.float32, torch.bfloat16 or '8bit'"),
+    ("max_grad_norm", (float, int, NoneType), "a number or None"),
+    ("max_unit_norm", (float, int, NoneType), "a number or None"),
+    ("accumulation_steps", int, "a whole number"),
+    ("skip_nonfinite", bool, "True or False"),
+    ("workers", (int, NoneType), "a whole number or None"),
+    ("seed", int, "a whole number"),
+    ("init_device", (str, torch.device), "a device such as 'cuda'"),
+    ("split", (int, NoneType), "a whole number or None"),
+)
+
+log = logging.getLogger("strata")
+
+
+@dataclass
+class Options:
+    """The keywords of strata.wrap(), which documents them."""
+
+    memory: Mapping[str, Size] | None = None
+    ssd_path: str | Path | Sequence[str | Path] | None = None
+    dtype: torch.dtype | None = None
+    update: Update = "on_step"
+    state_dtype: torch.dtype | str = torch.float32
+    max_grad_norm: float | None = None
+    max_unit_norm: float | None = None
+    accumulation_steps: int = 1
+    skip_nonfinite: bool = False
+    units: Chosen | None = None
+    page_size: Size = "auto"
+    io_engine: str = "auto"
+    workers: int | None = None
+    weights: str | Path | None = None
+    seed: int = 0
+    init_device: str | torch.device = "cpu"
+    activations: str | None = "auto"
+    split: int | None = None
+    device: str | torch.device = "auto"
+
+    def check(self) -> None:
+        """Raises for a value that can be seen to be wrong by itself."""
+        for name, kinds, what in KINDS:
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                raise TypeError(f"{name} must be {what}, not {value!r}")
+        check_update(self)
+        check_state_dtype(self.state_dtype)
+        check_choice("io_engine", self.io_engine, IO_ENGINES)
+        device.parse(self.device)
+        if self.activations is not None:
+            check_choice("activations", self.activations, ACTIVATIONS)
+        check_split(self.split, self.activations)
+        if self.page_size != "auto":
+            check_page_size(parse_size(self.page_size))
+        if self.accumulation_steps < 1:
+            raise ValueError(
+                f"accumulation_steps must be at least 1, not {self.accumulation_steps}"
+            )
+        for name in ("max_grad_norm", "max_unit_norm"):
+            norm = getattr(self, name)
+            if norm is None:
+                continue
+            if not norm > 0:
+                raise ValueError(f"{name} must be positive, or None, not {norm}")
+            if norm > FLOAT_MAX and norm != float("inf"):  # a whole number may be
+                raise ValueError(f"{name} is larger than any float: pass None for no clipping")
+        if self.workers is not None:
+            check_workers(self.workers)
+        if self.dtype is not None and self.dtype not in DTYPE_NAMES:
+            raise ValueError(f"dtype {self.dtype} is not supported; valid: {dtype_names()}")
+
+    def ssd_paths(self) -> list[str]:
+        """The SSD folders, absolute."""
+        if self.ssd_path is None:
+            return []
+        paths = [self.ssd_path] if isinstance(self.ssd_path, str | Path) else list(self.ssd_path)
+        if not all(map(str, paths)):
+            raise ValueError("ssd_path is empty: give a folder on the disk to use, or None")
+        for path in paths:
+            if not Path(path).exists():
+                raise FileNotFoundError(f"ssd_path: there is no folder {path}; make it first")
+        return [str(Path(path).absolute()) for path in paths]
+
+
+OPTION_NAMES = [field.name for field in fields(Options)]
+
+
+def default_workers(device_name: str = device.HOST) -> int:
+    """Threads that update parameters where nobody says how many."""
+    if device_name == device.HOST:
+        return max(1, min(WORKERS_MAX, machine.processors() // 2))
+    return max(1, min(WORKERS_MAX_GPU, machine.processors() - device.PROCESSORS_LEFT))
+
+
+def configure(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    make_plan: Callable[[Config], Plan],
+) -> tuple[Config, dict[nn.Module, list[int]]]:
+    """The Config, and the modules to hook with the units that each one reads."""
+    options.check()
+    device_name = device.choose(options.device, model)
+    _check_devices(model, device_name)
+    foreign = check_optimizer(optimizer, model)
+    if foreign is not None and options.state_dtype != torch.float32:
+        raise ValueError(
+            f"state_dtype={options.state_dtype!r} is not supported with {foreign.name}, which runs "
+            "as its own class on float32 state: leave state_dtype out"
+        )
+    unit_specs, hooked = find_units(model, options.units)
+    unit_of = {p: u for u, unit in enumerate(unit_specs) for p in unit.params}
+    group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    params: list[ParamSpec] = []
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        trainable = parameter.requires_grad and id(parameter) in group_of
+        params.append(
+            {
+                "name": name,
+                "numel": parameter.numel(),
+                "dtype": DTYPE_NAMES[options.dtype or parameter.dtype],  # type: ignore[typeddict-item]
+                "trainable": trainable,
+                "unit": unit_of[i],
+                "group": group_of[id(parameter)] if trainable else 0,
+            }
+        )
+    groups = [
+        group_spec(optimizer, g, group, foreign) for g, group in enumerate(optimizer.param_groups)
+    ]
+    check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
+    update, max_staleness = core_mode(options.update)
+    config: Config = {
+        "params": params,
+        "units": [unit.name for unit in unit_specs],
+        "groups": groups,
+        "page_bytes": 0 if options.page_size == "auto" else parse_size(options.page_size),
+        "device_bytes": 0,
+        "host_bytes": 0,
+        "ssd_bytes": 0,
+        "ssd_paths": options.ssd_paths(),
+        "io_engine": options.io_engine,  # type: ignore[typeddict-item]
+        "workers": options.workers or default_workers(device_name),
+        "accumulate": options.accumulation_steps > 1,
+        "update": update,
+        "max_staleness": max_staleness,
+        "moment_dtype": STATE_DTYPES[str(options.state_dtype)],
+        "pin_workers": True,
+        "compute_threads": device.compute_threads(device_name),
+        "device": device_name,
+        "apart": used_apart(unit_specs, hooked) if options.max_unit_norm else [],
+    }
+    given = parse_budgets(options.memory)
+    free = device.free_bytes(device_name)
+    if free is not None:
+        device.check_budget(device_name, given.get("device", 0), free, model)
+    _choose_budgets(config, given, make_plan, free)
+    return config, hooked
+
+
+def tier_budgets(config: Config) -> dict[str, int]:
+    """Bytes of each tier."""
+    return {tier: config[f"{tier}_bytes"] for tier in TIERS}  # type: ignore[literal-required]
+
+
+def device_goal(config: Config, options: Options) -> int:
+    """The device bytes that frames, activations and PyTorch's own memory may take together.
+
+    Where the user gave none, what the machine has: on the host backend they share its memory.
+    """
+    if "device" in parse_budgets(options.memory):
+        return config["device_bytes"]
+    if (gpu := device.free_bytes(config["device"])) is not None:
+        return max(config["device_bytes"], int(gpu * FREE_SHARE))
+    free = int(machine.free_host_bytes() * FREE_SHARE)
+    return config["device_bytes"] + max(0, free - config["device_bytes"] - config["host_bytes"])
+
+
+def nested_device_bytes(
+    model: nn.Module, hooked: dict[nn.Module, list[int]], plan: Plan
+) -> tuple[int, str]:
+    """The most that is entered at one moment of a forward, and the name of the module then running.
+
+    A module that owns parameters beside sub-modules is still running when those enter.
+    """
+    names = {name: hooked[module] for name, module in model.named_modules() if module in hooked}
+    most, where = 0, ""
+    for name, units in names.items():
+        parts = name.split(".") if name else []
+        entered = set(units)
+        for depth in range(len(parts)):
+            entered.update(names.get(".".join(parts[:depth]), []))
+        needed = sum(
+            plan["units"][u]["param_bytes"] for u in entered if not plan["units"][u]["on_device"]
+        )
+        if needed > most:
+            most, where = needed, name or "the model itself"
+    return most, where
+
+
+def settle(
+    model: nn.Module,
+    hooked: dict[nn.Module, list[int]],
+    config: Config,
+    make_plan: Callable[[Config], Plan],
+) -> Plan:
+    """The plan of `config`, with smaller pages where modules within each other ask for it.
+
+    Raises StrataError where the budgets cannot work, with the smallest that would.
+    """
+    plan: Plan | None
+    try:
+        plan = make_plan(config)
+        page_bytes = plan["page_bytes"]
+    except StrataError as error:
+        tier = getattr(error, "tier", "")
+        # What is wrong with options of another kind names a tier too, and no space would help.
+        if tier == "ssd" and config["ssd_paths"] and str(error).startswith("infeasible"):
+            free = format_size(machine.free_disk_bytes(config["ssd_paths"]))
+            raise StrataError(f"{error} ({', '.join(config['ssd_paths'])}: {free} free)") from error
+        if tier != "device":
+            raise
+        plan = None
+        page_bytes = config["page_bytes"] or PAGE_BYTES_MIN
+    smallest = config["page_bytes"] or PAGE_BYTES_MIN
+    budget = config["device_bytes"]
+    while True:
+        if plan is not None and nested_device_bytes(model, hooked, plan)[0] <= plan["device_bytes"]:
+            return plan
+        if page_bytes <= smallest:
+            break
+        page_bytes //= 2
+        config["page_bytes"] = page_bytes
+        plan = make_plan(config)
+    wide = make_plan({**config, "page_bytes": smallest, "device_bytes": UNBOUNDED})
+    needed, where = nested_device_bytes(model, hooked, wide)
+    raise StrataError(
+        f"infeasible: the device budget is {format_size(budget)} ({budget} bytes), and forward of "
+        f"{where} needs {format_size(needed)}, with the modules around it that own parameters; "
+        f"device={needed} would do"
+    )
+
+
+def _check_devices(model: nn.Module, device_name: str) -> None:
+    """Parameters come from the CPU, the meta device, or the device that they go to."""
+    valid = (torch.device("cpu"), torch.device("meta"), device.torch_device(device_name))
+    for name, parameter in model.named_parameters():
+        if parameter.device not in valid:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, and the model is to compute on "
+                f"{device_name}: pass device={str(parameter.device)!r}, or wrap the model before "
+                "it is moved (on the CPU or the meta device)"
+            )
+
+
+def _choose_budgets(
+    config: Config, given: dict[str, int], make_plan: Callable[[Config], Plan], gpu: int | None
+) -> None:
+    """Fills in the budgets: those given, and for the others what the machine has free. `gpu`: what
+    the device has, where it has memory of its own."""
+    if given.get("ssd") and not config["ssd_paths"]:
+        raise ValueError("memory={'ssd': ...} needs ssd_path= as well")
+    # 1. The SSD: only where a path is given, and then everything that rests may rest there.
+    if config["ssd_paths"]:
+        config["ssd_bytes"] = given.get("ssd", _default_ssd_bytes(config))
+    # 2. Device and host: what the model needs, if the machine has it.
+    free = int(machine.free_host_bytes() * FREE_SHARE)
+    if "device" not in given or "host" not in given:
+        needs = make_plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
+        wanted, host = needs["device_bytes"], needs["host_bytes"]
+        taken = min(given.get("device", 0), wanted) + min(given.get("host", 0), host)
+        left = max(0, free - taken)
+        if gpu is not None:
+            given.setdefault("device", min(wanted, int(gpu * FREE_SHARE)))
+            given.setdefault("host", min(host, free))
+        elif "host" in given:
+            given["device"] = min(wanted, left)
+        elif "device" in given:
+            given["host"] = min(host, left)
+        elif wanted + host <= left:
+            given.update(device=wanted, host=host)
+        else:
+            given["device"] = min(wanted, int(left * DEVICE_SHARE))
+            given["host"] = min(host, left - given["device"])
+    config["device_bytes"], config["host_bytes"] = given["device"], given["host"]
+    log.info(
+        "budgets: device (%s) %s, host %s, ssd %s; memory free: %s",
+        config["device"],
+        format_size(config["device_bytes"]),
+        format_size(config["host_bytes"]),
+        format_size(config["ssd_bytes"]),
+        format_size(free),
+    )
+
+
+def _default_ssd_bytes(config: Config) -> int:
+    """Room for all that rests: parameter, residual or master, two moments, gradient."""
+    need = sum(spec["numel"] * (18 if spec["trainable"] else 4) for spec in config["params"])
+    need += len(config["units"]) * (64 << 20)  # whole pages
+    return min(need, int(machine.free_disk_bytes(config["ssd_paths"]) * DISK_SHARE))

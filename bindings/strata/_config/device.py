@@ -1,0 +1,116 @@
+"""Which device a model computes on, and what there is of it.
+
+name = choose("auto", model)          # "host", or "cuda:0" where that can be used
+device = torch_device(name)           # what tensors of the session are on
+free_bytes(name)                      # of a GPU; None on the host, which shares its memory
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .. import _core
+from .._errors import StrataError
+from .choices import HOST, parse_device
+from .sizes import format_size
+
+# What a driver shows of itself to processes that may use its GPUs; the second one under WSL.
+DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+PROCESSORS_LEFT = 2  # for Python, autograd and the thread that moves pages
+
+log = logging.getLogger("strata")
+
+
+def choose(asked: str | torch.device, model: nn.Module | None = None) -> str:
+    """The core's name of the device that is meant: "host" or "cuda:N".
+
+    "auto" is the GPU that the model is on, else the first one that can be used, else the host: a
+    warning says why, where there is a GPU. Raises StrataError, with the reason, where another one
+    is asked for that cannot be used.
+    """
+    parse(asked)
+    held = model.parameters() if model is not None else ()
+    there = next((p.device for p in held if p.is_cuda), None)
+    if asked == "auto":
+        if there is not None:
+            return str(there)
+        if not (reason := why_not("cuda:0")):
+            return "cuda:0"
+        if _shows_gpus():  # elsewhere nobody wants to hear of drivers
+            log.warning("device='auto' is the host: %s", reason)
+        return HOST
+    name = parse(asked)
+    if name != HOST and (reason := why_not(name)):
+        raise StrataError(f"device={str(asked)!r} cannot be used: {reason}")
+    return name
+
+
+def parse(asked: str | torch.device) -> str:
+    """The core's name of what the user wrote; "auto" as it is. Raises TypeError or ValueError."""
+    if not isinstance(asked, str | torch.device):
+        raise TypeError(f"device must be 'auto', 'host', 'cuda:0' or a torch.device, not {asked!r}")
+    return parse_device(str(asked))
+
+
+def why_not(name: str) -> str:
+    """Why a GPU cannot be used, and what to do; "" where it can."""
+    if reason := _core.device_error(name):
+        return reason
+    if not torch.cuda.is_available():
+        return (
+            f"this PyTorch ({torch.__version__}) cannot use GPUs: install a build with CUDA, or "
+            "pass device='host'"
+        )
+    return ""
+
+
+def description(name: str) -> str:
+    """Which GPU it is, and what drives it; "" for the host. Raises StrataError where it cannot be
+    used."""
+    return "" if name == HOST else _core.device_description(name)
+
+
+def _shows_gpus() -> bool:
+    """Whether this machine seems to have a GPU, whoever cannot use it."""
+    return any(file.exists() for file in DRIVER_FILES) or torch.cuda.is_available()
+
+
+def torch_device(name: str) -> torch.device:
+    """What torch calls it."""
+    return torch.device("cpu" if name == HOST else name)
+
+
+def free_bytes(name: str) -> int | None:
+    """What a GPU has free now. What PyTorch keeps in reserve is given back for it."""
+    if name == HOST:
+        return None
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(torch_device(name))[0])
+
+
+def check_budget(name: str, byte_count: int, free: int, model: nn.Module) -> None:
+    """Raises StrataError where a GPU, which has `free` bytes free, has not so much."""
+    if byte_count <= free:
+        return
+    there = sum(p.nbytes for p in model.parameters() if p.is_cuda)
+    raise StrataError(
+        f"the device budget is {format_size(byte_count)}, and {name} has {format_size(free)} free: "
+        f"device={free} is the most that would do"
+        + (
+            f"; the model takes {format_size(there)} beside it until it is wrapped, and would not "
+            "on the CPU"
+            if there
+            else ""
+        )
+    )
+
+
+def compute_threads(name: str) -> int:
+    """Processors that workers leave to what computes, or to what tells a GPU to."""
+    return torch.get_num_threads() if name == HOST else PROCESSORS_LEFT

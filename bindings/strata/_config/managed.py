@@ -1,0 +1,134 @@
+"""Which parameters strata can manage: plain tensors of floating point, each with memory of its own.
+
+    check_parameters(model)     # raises ValueError with the name of the first that it cannot
+    dtype_names()               # the dtypes that parameters may have, in words
+
+Note [Memory]. In pages each parameter gets memory of its own. What else lay over the old memory
+would stay behind there, and never see an update. Looked at is what belongs to the model: its
+parameters, buffers, and tensors among the attributes of its modules.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+# Classes that say better than their name what they are, and what to do.
+KNOWN = {
+    "DTensor": "spread over devices by torch.distributed: wrap the model before it is sharded, one "
+    "whole model in each process",
+    "Params4bit": "quantised by bitsandbytes: load the model in bfloat16, without "
+    "quantization_config",
+    "Int8Params": "quantised by bitsandbytes: load the model in bfloat16, without "
+    "quantization_config",
+    "FlatParameter": "FSDP's: wrap the plain model instead",
+}
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raises ValueError where a parameter cannot be moved to pages, and says what would help."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run the lazy model once first")
+        _check_class(name, parameter)
+        if parameter.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}, which is not supported; "
+                f"valid: {dtype_names()}"
+            )
+        if parameter.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.layout}, which is not supported: make it dense"
+            )
+        if parameter.numel() == 0:
+            raise ValueError(f"parameter {name!r} has shape {tuple(parameter.shape)}: no elements")
+    _check_memory(model)
+
+
+def dtype_names() -> str:
+    """The dtypes that parameters may have."""
+    return ", ".join(str(dtype) for dtype in DTYPE_NAMES)
+
+
+def _check_class(name: str, parameter: nn.Parameter) -> None:
+    """What a subclass adds, such as scales or a place among ranks, pages do not have."""
+    kind = type(parameter)
+    if kind is nn.Parameter:
+        return
+    what = KNOWN.get(kind.__name__)
+    if what is None and kind.__module__.startswith("torchao."):
+        what = "quantised by torchao: load the model in bfloat16"
+    raise ValueError(
+        f"parameter {name!r} is a {kind.__module__}.{kind.__name__}, "
+        + (what or "a class of its own, which pages would not keep: make it a plain nn.Parameter")
+        + "; strata stores moments in 8 bits by itself (state_dtype='8bit')" * (what is not None)
+    )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """See Note [Memory]."""
+    found = [(f"parameter {name!r}", p) for name, p in model.named_parameters()]
+    spans = sorted([(*_span(t), what, t) for what, t in found + list(_others(model))], key=_begins)
+    ahead: list[tuple[int, int, str, torch.Tensor]] = []  # those that reach furthest
+    for span in spans:
+        begin, end, what, tensor = span
+        ahead = [other for other in ahead if begin < other[1]]
+        for _, _, other_what, other in ahead:
+            either = isinstance(tensor, nn.Parameter) or isinstance(other, nn.Parameter)
+            if either and _overlap(tensor, other):
+                raise ValueError(
+                    f"{other_what} and {what} share memory without being one: tie parameters by "
+                    "assigning the parameter itself, cut tied layers with strata.nn.tile(), and "
+                    "let buffers and attributes hold copies"
+                )
+        if begin < end:
+            ahead.append(span)
+
+
+def _others(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers, and tensors among the attributes of modules, that are no parameters of the model."""
+    known = {id(p) for p in model.parameters()}
+    for prefix, module in model.named_modules():
+        # What spectral_norm and its like leave there is computed anew ahead of each forward.
+        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        for kind, found in (("buffer", module._buffers), ("attribute", vars(module))):
+            for name, value in found.items():
+                fresh = isinstance(value, torch.Tensor) and id(value) not in known
+                if fresh and name not in computed:
+                    known.add(id(value))
+                    yield f"{kind} {(f'{prefix}.{name}' if prefix else name)!r}", value
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first byte to behind its last; (0, 0) where it has none."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_meta or tensor.numel() == 0:
+        return 0, 0
+    return tensor.data_ptr(), tensor.data_ptr() + _reach(tensor) * tensor.element_size()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements from its first to behind its last one in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _begins(span: tuple[int, int, str, torch.Tensor]) -> tuple[int, int]:
+    return span[0], -span[1]
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors with overlapping spans have an element in common: columns have none."""
+    if (a.is_contiguous() and b.is_contiguous()) or a.element_size() != b.element_size():
+        return True
+    begin = min(a.data_ptr(), b.data_ptr())
+    offsets = [(t.data_ptr() - begin) // t.element_size() for t in (a, b)]
+    reach = max(offset + _reach(t) for offset, t in zip(offsets, (a, b), strict=True))
+    taken = torch.zeros(reach, dtype=torch.bool, device="cpu")
+    taken.as_strided(a.shape, a.stride(), offsets[0]).fill_(True)
+    return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())

@@ -1,0 +1,58 @@
+"""What strata raises, and how it names what the user probably meant."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+from ._core import StrataError
+
+__all__ = ["StrataError", "check_choice", "keywords_of", "names_nearest", "nearest"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """The end of an error message: the closest of `valid`, or all of them."""
+    choices = list(valid)
+    folded = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {folded[close[0]]!r}?"
+    return "valid: " + ", ".join(repr(choice) for choice in choices)
+
+
+def check_choice(what: str, value: str, valid: Iterable[str]) -> None:
+    """Raises ValueError unless `value` is one of `valid`."""
+    choices = list(valid)
+    if value not in choices:
+        raise ValueError(f"unknown {what} {value!r}: {nearest(str(value), choices)}")
+
+
+def names_nearest(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: for an unknown keyword the TypeError of Python names the nearest that there is.
+    For type checkers the function stays as it is."""
+    return keywords_of(function)(function)
+
+
+def keywords_of(like: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """A decorator for a function that takes what `like` takes; as names_nearest()."""
+    parameters = inspect.signature(like).parameters.values()
+    known = {p.name: p.kind for p in parameters}
+    valid = [name for name, kind in known.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def checked(*args: P.args, **keywords: P.kwargs) -> R:
+            for word in keywords.keys() - known.keys():
+                raise TypeError(
+                    f"{function.__name__}() got an unexpected keyword argument {word!r}: "
+                    + nearest(word, valid)
+                )
+            return function(*args, **keywords)
+
+        return checked
+
+    return decorate

@@ -1,0 +1,301 @@
+"""All the hooks that strata gives to torch, and when torch calls each.
+
+forward    ModuleHook.before    ahead of a unit's module: the unit enters, its parameters become
+                                plain ones, `pack` and `unpack` are put in place
+           PlannedForward       in the place of the module's forward (forwards.py)
+           SavedTensors.pack    for every tensor that autograd saves meanwhile
+           ModuleHook.after     behind the module, also when it raised: the unit leaves
+backward   SavedTensors.unpack  when an autograd node wants a saved tensor back: the unit enters
+                                (pins.py keeps it there)
+           Hold                 ahead of the nodes of a unit whose memory somebody keeps (kept.py)
+           LandHook             when the gradient of a parameter is complete
+           Pins.end             when the whole backward is over
+state      StateHook            ahead of a module's state_dict() and load_state_dict()
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._activations.forwards import plan_forwards
+from .._activations.swapping import Swapping
+from .._runtime.streams import graphs_in_use, refuse_capture
+from .._runtime.visits import Change, Visit
+from .._runtime.wrapped import Unit, Wrapped
+from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import untraced
+from .frames import Frame, Frames
+from .kept import hold, references
+from .land_hook import LandHook, drop_grad
+from .pins import Pins
+from .saved import SavedTensors
+from .uncopied import Uncopied
+
+
+class Hooks:
+    """The hooks of one wrapped model, and what is entered on their account.
+
+    Use from the thread that trains; autograd's threads call pack, unpack and LandHook, under the
+    GIL.
+    """
+
+    def __init__(self, state: Wrapped) -> None:
+        self.state = state
+        self.frames = Frames(state)
+        self.swapping = Swapping(state)
+        self.pins = Pins(state, self.swapping)
+        self.saved = SavedTensors(state, self.pins, self.swapping, self.frames)
+        self._handles: list[Any] = []
+
+    def install(self, hooked: dict[nn.Module, list[int]]) -> None:
+        """Registers everything. `hooked`: the units that each module's forward reads."""
+        state = self.state
+        by_module = {
+            module: ModuleHook(self, module, [state.units[u] for u in units])
+            for module, units in hooked.items()
+        }
+        for module, hook in by_module.items():
+            self._handles += [
+                module.register_forward_pre_hook(Before(hook), prepend=True),
+                module.register_forward_hook(After(hook), always_call=True),
+            ]
+        root = state.model.register_forward_pre_hook(RootHook(self), prepend=True, with_kwargs=True)
+        self._handles.append(root)
+        self._handles += plan_forwards(self, by_module)
+        for i, (parameter, spec) in enumerate(
+            zip(state.params, state.config["params"], strict=True)
+        ):
+            if parameter.requires_grad:
+                land = LandHook(self, i) if spec["trainable"] else drop_grad
+                self._handles.append(parameter.register_post_accumulate_grad_hook(land))
+        for module in state.model.modules():
+            self._handles += [
+                module.register_state_dict_pre_hook(StateHook(self, "state_dict()")),
+                module.register_load_state_dict_pre_hook(StateHook(self, "load_state_dict()")),
+            ]
+
+    def remove(self) -> None:
+        """Takes every hook away again."""
+        self.reset()
+        self.swapping.drain()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def reset(self) -> None:
+        """Drops what an exception has left behind, wherever it came: see visits.py. Call it ahead
+        of whatever needs a clean state. What other threads are in the middle of stays.
+
+        Inside a backward nothing is stale: a forward there is a recomputation.
+        """
+        if _graph_task() != -1:
+            return
+        state = self.state
+        bound, live = state.visits.sort_out()
+        dead = [f for f in self.frames.all() if f.number < bound and f.number not in live]
+        self.frames.make_paged(dead)
+        left = state.session.leave_all_but(live, bound, stream=state.stream())
+        self.saved.reset()
+        visits, tasks = state.visits.over(bound, live)
+        if left or visits or tasks:
+            for frame in dead:
+                self.frames.drop(frame)
+            self.pins.reset(live)
+            self.swapping.reset(backward_over=not state.visits.in_backward)
+            others = state.visits.among(live)
+            self._drop_record(visits, others)
+            if self._settle(visits, tasks, others):
+                state.visits.forget(visits, tasks)
+            for unit in state.units:
+                if not state.session.entered(unit.index):
+                    state.views.check(unit)
+        self.swapping.poll()
+
+    def _drop_record(self, over: list[Visit], others: list[Visit]) -> None:
+        """What was recorded of a step that was given up, unless another thread goes on with it."""
+        recorder, session = self.state.recorder, self.state.session
+        given_up = not over or any(visit.recorded for visit in over)
+        if given_up and not any(visit.recorded for visit in others):
+            recorder.abandon()
+            return
+        for unit in self.state.units:
+            recorder.correct(unit.index, session.entered(unit.index))
+
+    def _settle(self, over: list[Visit], tasks: list[int], others: list[Visit]) -> bool:
+        """Gradients, and the count of steps, are one for all threads: only a backward or a change
+        that was given up leaves them in doubt. False: another thread is at them, so later."""
+        if tasks or any(visit.task != -1 or isinstance(visit, Change) for visit in over):
+            if self.state.visits.in_backward or any(isinstance(v, Change) for v in others):
+                return False
+            self.state.settle()
+        return True
+
+    def let_land(self) -> None:
+        """Ahead of a forward: see Note [Memory of graphs] in streams.py."""
+        if graphs_in_use():
+            self.state.landings.wait()
+
+    def close(self, frame: Frame) -> None:
+        """Undoes what ModuleHook.before did, however far that came."""
+        self.saved.pop_to(frame.pushed)
+        self.frames.make_paged([frame])
+        for unit in reversed(frame.hook.units):
+            self.state.leave(unit, frame)
+        self.frames.drop(frame)
+        self.state.visits.end(frame)
+
+
+class ModuleHook:
+    """Enters the units that a module's forward reads, and leaves them behind it."""
+
+    __slots__ = ("hooks", "indices", "owned", "params", "unit", "units")
+
+    def __init__(self, hooks: Hooks, module: nn.Module, units: list[Unit]) -> None:
+        self.hooks = hooks
+        self.units = units
+        self.unit = max(units, key=lambda unit: unit.index)  # its own: others are tied to it
+        index_of = {id(p): i for i, p in enumerate(hooks.state.params)}
+        mine = {i for unit in units for i in unit.params}
+        # Where each parameter is looked up at run time: one that was exchanged must not pass.
+        self.owned = [
+            (
+                m._parameters,
+                name,
+                p,
+                index_of[id(p)],
+                hooks.state.aliases[index_of[id(p)]].data_ptr(),
+            )
+            for m in module.modules()
+            for name, p in m._parameters.items()
+            if p is not None and index_of[id(p)] in mine
+        ]
+        self.indices = sorted({index for _, _, _, index, _ in self.owned})
+        self.params = [hooks.state.params[i] for i in self.indices]
+
+    def before(self, backward: bool = False) -> None:
+        """Enters. `backward`: the forward is run again there, for its activations."""
+        hooks = self.hooks
+        state = hooks.state
+        refuse_capture(state.device, self.unit.name)
+        if not backward and not hooks.frames.mine():
+            hooks.let_land()
+            state.refuse_half_step("a forward")
+        hooks.swapping.open(self.unit)
+        recorded = torch.is_grad_enabled() or state.model.training
+        frame = hooks.frames.begin(self, hooks.saved.pushed())
+        frame.recorded = recorded
+        try:
+            for unit in self.units:
+                state.enter(unit, frame, backward, recorded)
+            if backward:
+                for index in self.indices:
+                    state.check_old(index)
+            hooks.frames.make_plain(frame)
+            self._check()
+            frame.kept = references(self.params)
+            hooks.saved.push()
+        except BaseException:
+            hooks.close(frame)
+            raise
+
+    def after(self, output: Any) -> Any:
+        """Leaves. Returns what is to take the place of the output, or None."""
+        frames = self.hooks.frames.mine()
+        if not any(frame.hook is self for frame in frames):
+            return None  # before() itself raised
+        # Frames above ours belong to modules that a KeyboardInterrupt left without a word.
+        while frames[-1].hook is not self:
+            self.hooks.close(frames[-1])
+        frame, views = frames[-1], self.hooks.state.views
+        replaced = views.copied_out(output)
+        keeps, found = references(self.params) > frame.kept, views.found
+        self.hooks.close(frame)
+        makes_graph = torch.is_grad_enabled() and _graph_task() == -1
+        if makes_graph and (keeps or views.found > found):
+            hold(replaced, self.hooks.pins, self.units)
+        self.hooks.swapping.poll()
+        return None if replaced is output else replaced
+
+    def _check(self) -> None:
+        frozen = self.hooks.state.frozen
+        for parameters, name, parameter, index, address in self.owned:
+            if (
+                parameters.get(name) is not parameter
+                or parameter.data_ptr() != address
+                or (index in frozen and parameter.requires_grad)
+            ):
+                full_name = self.hooks.state.names[index]
+                raise RuntimeError(
+                    f"parameter {full_name!r} was exchanged, or unfrozen, after strata.wrap(): "
+                    "change values in place (p.copy_(...)), or call strata.unwrap(model) first"
+                )
+
+
+class Before(Uncopied):
+    """ModuleHook.before, as torch keeps it."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: ModuleHook) -> None:
+        self.hook = hook
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Called by torch ahead of the module's forward; in a backward by a user's checkpoint."""
+        self.hook.before(_graph_task() != -1)
+
+
+class After(Uncopied):
+    """ModuleHook.after, as torch keeps it."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: ModuleHook) -> None:
+        self.hook = hook
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Called by torch behind the module's forward, also when that raised an Exception."""
+        return self.hook.after(output)
+
+
+class RootHook(Uncopied):
+    """Starts a forward of the whole model from a clean state, under the plan for its batch."""
+
+    __slots__ = ("hooks",)
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Called by torch ahead of the model's forward."""
+        state = self.hooks.state
+        refuse_capture(state.device, "the model")
+        self.hooks.reset()
+        if _graph_task() == -1:
+            self.hooks.let_land()
+            state.refuse_half_step("a forward")
+            if not torch.is_grad_enabled():
+                state.catch_up()
+        planning = state.planning
+        if planning is not None and _graph_task() == -1:
+            planning.begin_forward(args, kwargs)
+
+
+class StateHook(Uncopied):
+    """Has the state of a module read, and written, from a clean state."""
+
+    __slots__ = ("hooks", "what")
+
+    def __init__(self, hooks: Hooks, what: str) -> None:
+        """`what`: is refused in a half step."""
+        self.hooks = hooks
+        self.what = what
+
+    def __call__(self, *args: Any) -> None:
+        """Called by torch for every module in turn."""
+        if not self.hooks.frames.in_step():
+            self.hooks.reset()
+            self.hooks.state.refuse_half_step(self.what)

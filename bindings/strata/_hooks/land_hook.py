@@ -1,0 +1,98 @@
+"""Takes gradients from autograd to the core as they become complete.
+
+parameter.register_post_accumulate_grad_hook(LandHook(hooks, index))
+"""
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._config.managed import DTYPE_NAMES
+from .._runtime.streams import owned_by_graph
+from .._torch_compat import DisableTorchFunction
+from .uncopied import Uncopied
+
+if TYPE_CHECKING:
+    from .hooks import Hooks
+
+_grad: Any = torch.Tensor.grad
+
+
+class LandHook(Uncopied):
+    """Takes the gradient of one parameter to the core.
+
+    Refers weakly: Python's garbage collector does not look into this kind of hook, so the cycle of
+    model, parameter and hook would never be found.
+    """
+
+    __slots__ = ("accumulate", "dtype_name", "hooks", "in_backward", "index", "unit")
+
+    def __init__(self, hooks: "Hooks", index: int) -> None:
+        self.hooks = weakref.ref(hooks)
+        self.index = index
+        self.unit = hooks.state.unit_of[index]
+        self.accumulate = hooks.state.config["accumulate"]
+        self.in_backward = hooks.state.config["update"] == "in_backward"
+        self.dtype_name = hooks.state.config["params"][index]["dtype"]
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Called by autograd when the gradient is complete, once per backward."""
+        hooks, index = self.hooks(), self.index
+        grad = take_grad(parameter)
+        if hooks is None or grad is None:
+            return
+        state = hooks.state
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {state.names[index]!r} is sparse, which strata does not support: "
+                "build the embedding with sparse=False"
+            )
+        if state.dirty:
+            raise RuntimeError(
+                "backward() after step() without zero_grad(): plain PyTorch would add to the old "
+                "gradients, which strata has already used up; call optimizer.zero_grad()"
+            )
+        if state.landed[index] and not self.accumulate:
+            why = (
+                "update='in_backward' has used the first one already; wrap with update='on_step' "
+                "and accumulation_steps=N"
+                if self.in_backward
+                else "pass accumulation_steps=N to strata.wrap()"
+            )
+            raise RuntimeError(
+                f"a second gradient of {state.names[index]!r} before step(): {why} for several "
+                "backward calls per step"
+            )
+        grad = grad.detach().contiguous()
+        if DTYPE_NAMES.get(grad.dtype) != self.dtype_name:
+            grad = grad.to(parameter.dtype)
+        # See Note [Memory of graphs] in streams.py; a custom backward may return a parameter's own.
+        if owned_by_graph(grad) or state.find(grad.data_ptr()) >= 0:
+            grad = grad.clone()
+        begin = state.recorder.now()
+        state.landings.put(partial(self._land, hooks, grad), grad.nbytes)
+        state.recorder.pause(begin, state.recorder.now())
+        state.landed[index] += 1
+        hooks.pins.land(self.unit)
+
+    def _land(self, hooks: "Hooks", grad: torch.Tensor, stream: int) -> None:
+        """In its turn among the landings of the model."""
+        session = hooks.state.session
+        if self.in_backward and not session.gradient_fits(self.index):
+            hooks.pins.make_way(self.unit)
+        session.land_gradient(self.index, grad.data_ptr(), self.dtype_name, stream=stream)
+
+
+def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Removes and returns what autograd left in the real `grad` of a parameter."""
+    with DisableTorchFunction():
+        grad: torch.Tensor | None = _grad.__get__(parameter)
+        _grad.__set__(parameter, None)
+    return grad
+
+
+def drop_grad(parameter: torch.Tensor) -> None:
+    """Called by autograd for a parameter that no optimizer group holds: nobody will ask for it."""
+    take_grad(parameter)

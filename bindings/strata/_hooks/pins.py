@@ -1,0 +1,172 @@
+"""Which units stay entered during a backward, and until when.
+
+    pins.pin(unit)       # the autograd node now running has unpacked one of its parameters
+    pins.hold(unit)      # until its gradients have landed or the backward is over
+    pins.land(unit)      # one of its gradients is complete
+    pins.make_way(unit)  # in_backward: gradients of other units give up their frames
+
+A node uses what it unpacked until the next node runs. So a pin belongs to the node now running, and
+goes when another node asks for another unit, or when all gradients of the unit have landed. What is
+left goes at the end of the backward; after a backward that raised, at reset().
+
+With update="in_backward" a unit whose last gradient has landed is updated at once, and one of which
+some parameters got no gradient at the end of the backward.
+
+Autograd's threads call this under the GIL.
+"""
+
+from typing import Any
+
+from torch.autograd.graph import get_gradient_edge
+
+from .._activations.swapping import Swapping
+from .._errors import StrataError
+from .._runtime.optimizer import clips_units, complete_unit, current_groups
+from .._runtime.visits import Visit
+from .._runtime.wrapped import Unit, Wrapped
+from .._torch_compat import DisableTorchFunction, current_node, will_run
+from .._torch_compat import graph_task as _graph_task
+
+
+class _Pin(Visit):
+    """A unit that stays entered because autograd node `node` unpacked one of its parameters."""
+
+    __slots__ = ("node", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__()
+        self.unit = unit
+        self.node: Any = current_node()
+
+    def is_past(self, now: "_Pin") -> bool:
+        """Whether another node of the same backward runs now, so that this one's is done."""
+        return self.task == now.task and self.thread == now.thread and self.node is not now.node
+
+
+class Pins:
+    """The units of one model that are entered on account of a backward."""
+
+    def __init__(self, state: Wrapped, swapping: Swapping) -> None:
+        self._state = state
+        self._swapping = swapping
+        self._pins: list[_Pin] = []  # one per unit and backward
+        self._held: list[_Pin] = []  # one per unit
+        self._completes = state.config["update"] == "in_backward"
+
+    def pin(self, unit: Unit) -> None:
+        """Enters the unit for the node now running."""
+        now = _Pin(unit)
+        mine = None
+        past = []
+        for pin in self._pins:
+            if pin.unit is unit and pin.task == now.task:
+                mine = pin
+            elif pin.is_past(now):
+                past.append(pin)
+        self._release(self._pins, past)
+        if mine is not None:
+            mine.node, mine.thread = now.node, now.thread
+            return
+        self.watch()
+        self._swapping.arrive(unit)
+        self._state.enter(unit, self._state.visits.add(now), backward=True)
+        self._pins.append(now)
+
+    def hold(self, unit: Unit) -> None:
+        """Enters the unit until its gradients have landed or the backward is over."""
+        if not any(pin.unit is unit for pin in self._held):
+            self.watch()
+            pin = _Pin(unit)
+            self._release(self._pins, [past for past in self._pins if past.is_past(pin)])
+            self._state.enter(unit, self._state.visits.add(pin), backward=True)
+            self._held.append(pin)
+
+    def land(self, unit: Unit) -> None:
+        """Notes that one gradient of the unit is complete."""
+        self.watch()
+        if unit.landed == 0 and (self._completes or self._held):
+            unit.expected = self._count_expected(unit)
+        unit.landed += 1
+        if unit.landed == unit.expected:
+            for pins in (self._pins, self._held):
+                self._release(pins, [pin for pin in pins if pin.unit is unit])
+            if self._completes:
+                self._complete(unit)
+
+    def make_way(self, unit: Unit) -> None:
+        """Updates the other units with what has landed on them, though more may come.
+
+        REQUIRES: update="in_backward", and a landing of `unit` has its turn. Each element is
+        updated on its own, so the result is the same. Raises StrataError where all gradients of a
+        unit are needed first, to clip them.
+        """
+        others = {u: self._landed(u) for u in self._state.units if u is not unit}
+        partly = [u for u, landed in others.items() if 0 < landed < u.expected]
+        if partly and clips_units(self._state):
+            names = ", ".join(u.name for u in partly)
+            raise StrataError(
+                f"gradients of {unit.name} find no room in host memory beside those of {names}, "
+                "which wait for the rest of theirs because max_unit_norm clips them together: give "
+                "more host memory, or wrap with update='on_step'"
+            )
+        for other, landed in others.items():
+            if landed:
+                complete_unit(self._state, other)
+
+    def watch(self) -> None:
+        """Asks to be told of the end of the backward now running, once."""
+        self._state.visits.watch(self.end)
+
+    def end(self, task: int) -> None:
+        """Called by autograd when the backward has run all its nodes."""
+        self._release(self._pins, [pin for pin in self._pins if pin.task == task])
+        if self._state.visits.is_last(task):
+            self._release(self._held, list(self._held))
+            if self._completes:
+                self._complete_rest()
+            self._forget_landings()
+            self._swapping.end()
+        self._state.visits.end_backward(task)
+
+    def reset(self, live: list[int]) -> None:
+        """Forgets the pins of backwards that raised. `live`: numbers of other visits."""
+        self._pins[:] = [pin for pin in self._pins if pin.number in live]
+        self._held[:] = [pin for pin in self._held if pin.number in live]
+        if not self._state.visits.in_backward:
+            self._forget_landings()
+
+    def _release(self, pins: list[_Pin], past: list[_Pin]) -> None:
+        for pin in past:
+            pins.remove(pin)
+            self._state.leave(pin.unit, pin)
+            self._state.visits.end(pin)
+
+    def _count_expected(self, unit: Unit) -> int:
+        """Of how many parameters the backward now running will complete the gradient."""
+        if not self._state.visits.is_last(_graph_task()):
+            return unit.trainable  # a backward within another one sees its own nodes only
+        params = [self._state.params[i] for i in unit.params]
+        with DisableTorchFunction():
+            return sum(p.requires_grad and will_run(get_gradient_edge(p).node) for p in params)
+
+    def _complete_rest(self) -> None:
+        """Units of which some gradients were expected, and turned out to be none."""
+        for unit in self._state.units:
+            if 0 < unit.landed < unit.expected:
+                self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """Has the unit updated as soon as its gradients are in their pages."""
+        current_groups(self._state)  # as they are now
+        unit.completes = True
+        self._state.landings.put(lambda _: complete_unit(self._state, unit))
+
+    def _landed(self, unit: Unit) -> int:
+        """How many gradients of the unit are in their pages; autograd may have shown more."""
+        count = self._state.session.gradient_count
+        return sum(count(param) > 0 for param in unit.params)
+
+    def _forget_landings(self) -> None:
+        for unit in self._state.units:
+            unit.landed = 0
+            unit.expected = unit.trainable

@@ -1,0 +1,254 @@
+"""What becomes of the tensors that autograd saves: parameters are kept by unit, not by value, and
+what the plan wants off the device is swapped.
+
+    before = saved.pushed()
+    saved.push()             # from now on autograd calls pack() for each tensor that it saves
+    ...
+    saved.pop_to(before)
+
+Note [Checkpoint]. torch.utils.checkpoint drops what its own pack hook is given and computes it
+again inside backward. Our pack stands above it and keeps parameters from it (they need no
+recomputing), in both runs alike. Where a parameter is used outside its module the order of the
+hooks may differ between the two runs, so there checkpoint gets the parameter, and the unit stays
+entered until its gradients have landed or the backward is over.
+
+Of a unit that is recomputed, what checkpoint saves for itself are the inputs, before it drops the
+rest: that comes to pack() alone, and leaves the device where the plan says so.
+
+Note [Versions]. torch does not check version counters of tensors that hooks have packed, so
+unpack() does. For parameters it also notices step(), which changes them without torch's knowing.
+
+Note [Balance]. torch keeps one stack of hooks for everybody on a thread, and whoever leaves pops
+what lies on top. Where an exception kept us from popping, somebody further out (a checkpoint, a
+user's `with`) has popped ours in place of his own. So what has to go is not ours, but as many as we
+have pushed. Pushing and counting are one call of C, which no signal handler can come between. In a
+backward autograd puts the stack back by itself, behind every node.
+
+Note [Cycles]. A node may save its own output, which refers to the node. torch sees that for what it
+saves itself, not for what hooks return, so pack() keeps a detached tensor. Otherwise a graph that
+is dropped without a backward would never be freed.
+"""
+
+import threading
+from itertools import starmap
+from typing import Any, cast
+
+import torch
+
+from .._activations.swapped import SwappedView, changed
+from .._activations.swapping import Swapping
+from .._config.choices import SWAPS
+from .._profiling.recorder import NOT_RECORDED
+from .._runtime.wrapped import Unit, Wrapped
+from .._torch_compat import conj_view, neg_view, pop_hooks, push_hooks, top_hooks
+from .._torch_compat import graph_task as _graph_task
+from .frames import Frames
+from .pins import Pins
+
+# What pack() returns is a SwappedView, a Recorded, or a tuple, told apart by its length.
+KEPT_AS_IS = 2  # tensor, its version counter or UNKNOWN
+KEPT_BY_OTHERS = 3  # unpack of the hooks below ours, what their pack returned, None
+KEPT_BY_UNIT = 4  # alias or Geometry, version of the parameter, unit, index of the parameter
+UNKNOWN = -1
+
+
+class Geometry:
+    """How a view lies in the memory of its parameter. It does not count as a tensor over it."""
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "shape", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.offset = tensor.storage_offset()
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+
+    def over(self, alias: torch.Tensor) -> torch.Tensor:
+        """The view again."""
+        if self.dtype == alias.dtype:
+            view = alias.as_strided(self.shape, self.stride, self.offset)
+            return neg_view(view) if self.neg else view
+        view = torch.empty(0, dtype=self.dtype, device=alias.device)
+        with torch.no_grad():
+            view.set_(alias.untyped_storage(), self.offset, self.shape, self.stride)
+            if self.conj:
+                view = conj_view(view)
+            return neg_view(view) if self.neg else view
+
+
+class Recorded:
+    """What pack() returns otherwise, and the recorder's number for it."""
+
+    __slots__ = ("number", "packed")
+
+    def __init__(self, packed: Any, number: int) -> None:
+        self.packed = packed
+        self.number = number
+
+
+class _Pushed(threading.local):
+    """One entry for each time that we have pushed and not popped, on this thread."""
+
+    def __init__(self) -> None:
+        self.outside: list[None] = []
+        self.in_backward: list[None] = []
+
+
+class SavedTensors:
+    """Packs and unpacks for one model. `frames`: its modules now running."""
+
+    def __init__(self, state: Wrapped, pins: Pins, swapping: Swapping, frames: Frames) -> None:
+        self.swapping = swapping
+        self.state = state
+        self._pins = pins
+        self._frames = frames
+        self._stack = _Pushed()
+        # Bound once: the same objects are recognised when they lie on top of torch's stack.
+        self.pack_hook = self.pack
+        self.unpack_hook = self.unpack
+
+    def push(self) -> None:
+        """Puts pack and unpack on top of torch's stack, if they are not there already."""
+        top = top_hooks(True)
+        if top is None:
+            self.push_these(self.pack_hook, self.unpack_hook)
+        elif not self._is_ours(top[0]):
+            self.push_these(_Above(self, *top).pack, self.unpack_hook)
+
+    def push_these(self, pack: Any, unpack: Any) -> None:
+        """Puts other hooks there."""
+        self._mine().extend(starmap(push_hooks, ((pack, unpack),)))
+
+    def pushed(self) -> int:
+        """How many hooks of ours are to be popped."""
+        return len(self._mine())
+
+    def pop_to(self, count: int) -> None:
+        """Pops until so many are left. See Note [Balance]."""
+        stack = self._mine()
+        while len(stack) > count:
+            # pop_hooks returns None, which is left out: the last entry goes.
+            stack[-1:] = filter(None, starmap(pop_hooks, ((),)))
+
+    def reset(self) -> None:
+        """Undoes what an exception left behind. REQUIRES: no backward and no module runs here."""
+        self._stack.in_backward.clear()
+        self.pop_to(0)
+
+    def _mine(self) -> list[None]:
+        return self._stack.outside if _graph_task() == -1 else self._stack.in_backward
+
+    def _is_ours(self, pack: Any) -> bool:
+        owner = getattr(pack, "__self__", None)
+        return owner is self or (type(owner) is _Above and owner.ours is self)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called for each tensor that autograd saves. Parameters are kept by unit, not by value."""
+        state = self.state
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # sparse and symbolic tensors have none, and are not ours
+            return (tensor, UNKNOWN)
+        if state.low <= address < state.high:
+            index = state.find(address)
+            if index >= 0:
+                return self.keep_by_unit(tensor, index)
+        if frames := self._frames.mine():
+            unit = frames[-1].unit
+            if unit.activation in SWAPS or state.recorder.recording:
+                return self._pack_activation(tensor, unit, frames[-1])
+        return _as_is(tensor)
+
+    def _pack_activation(self, tensor: torch.Tensor, unit: Unit, frame: object) -> Any:
+        if _graph_task() != -1:  # a recomputation: backward wants it at once
+            return _as_is(tensor)
+        packed: Any = None
+        if unit.activation in SWAPS:
+            packed = self.swapping.pack(tensor, unit, frame)
+        return self.record(tensor, _as_is(tensor) if packed is None else packed)
+
+    def keep_by_unit(self, tensor: torch.Tensor, index: int) -> Any:
+        """What pack() returns for a tensor in the memory of parameter `index`."""
+        state = self.state
+        parameter = state.params[index]
+        kept = state.aliases[index] if tensor is parameter else Geometry(tensor)
+        # Its own forward may have changed it just now: the core hears of that when the unit leaves.
+        plain = type(parameter) is torch.nn.Parameter
+        version = parameter._version if plain else state.written[index]
+        return (kept, version, state.unit_of[index], index)
+
+    def record(self, tensor: torch.Tensor, packed: Any) -> Any:
+        """Tells the recorder of a tensor that is saved in a unit's forward."""
+        recorder = self.state.recorder
+        if recorder.recording and (frames := self._frames.mine()) and _graph_task() == -1:
+            number = recorder.saved(frames[-1].unit.index, tensor)
+            if number != NOT_RECORDED:
+                return Recorded(packed, number)
+        return packed
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Called when a node wants a saved tensor back, or when Python code reads it."""
+        if type(packed) is not tuple:
+            return self._unpack_activation(packed)
+        if len(packed) == KEPT_BY_OTHERS:
+            return cast(torch.Tensor, packed[0](packed[1]))
+        if len(packed) == KEPT_AS_IS:
+            tensor, version = packed
+            if version != UNKNOWN and tensor._version != version:
+                raise changed(tuple(tensor.shape), "it was changed in place")
+            return cast(torch.Tensor, tensor)
+        kept, version, unit, index = packed
+        if self.state.written[index] != version:
+            raise changed(self.state.names[index], "it was updated by step() or in place")
+        self._pins.pin(unit)
+        self.state.check_old(index)
+        if torch.is_grad_enabled() and _graph_task() != -1:
+            self.push()  # create_graph: the node saves tensors too. Autograd pops it with the node
+        if type(kept) is Geometry:
+            return kept.over(self.state.aliases[index])
+        return cast(torch.Tensor, kept)
+
+    def _unpack_activation(self, packed: Recorded | SwappedView) -> torch.Tensor:
+        if type(packed) is Recorded:
+            self.state.recorder.used(packed.number)
+            return self.unpack(packed.packed)
+        self._pins.watch()
+        return self.swapping.unpack(cast(SwappedView, packed))
+
+    def push_outside(self, unit: Unit) -> None:
+        """For an operation on a parameter outside its module."""
+        top = top_hooks(True)
+        if top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint":
+            self.push()
+        elif _graph_task() != -1:
+            self._pins.hold(unit)  # see Note [Checkpoint]
+
+
+class _Above:
+    """Our hooks above somebody else's, which still get every tensor that is not a parameter."""
+
+    __slots__ = ("ours", "outer_pack", "outer_unpack")
+
+    def __init__(self, ours: SavedTensors, outer_pack: Any, outer_unpack: Any) -> None:
+        self.ours = ours
+        self.outer_pack = outer_pack
+        self.outer_unpack = outer_unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """As SavedTensors.pack, which see."""
+        ours = self.ours
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            return (self.outer_unpack, self.outer_pack(tensor), None)
+        index = ours.state.find(address)
+        if index >= 0:
+            return ours.keep_by_unit(tensor, index)
+        return ours.record(tensor, (self.outer_unpack, self.outer_pack(tensor), None))
+
+
+def _as_is(tensor: torch.Tensor) -> Any:
+    kept = tensor if tensor.is_leaf else tensor.detach()  # see Note [Cycles]
+    return (kept, tensor._version)

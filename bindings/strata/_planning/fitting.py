@@ -1,0 +1,139 @@
+"""Cuts layers into tiles where a unit is too large for the device, when a model is wrapped.
+
+config, hooked, plan = fit(model, optimizer, options, make_plan)
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .._config.configure import Options, configure, settle
+from .._config.sizes import parse_budgets
+from .._config.units import find_units
+from .._errors import StrataError
+from .._storage.leftovers import remove_leftovers
+from ..nn.causal_lm import why_not_chunked
+from ..nn.replace import put_tiles, remove_tiles
+from ..nn.tiles import Tiled, why_not
+from . import budget_check
+
+if TYPE_CHECKING:
+    from .._core import Config, Plan
+
+    Fitted = tuple[Config, dict[nn.Module, list[int]], Plan]
+
+TILE_SHARE = 8  # of the device: one tile computes, others come, and activations have room
+UNIT_SHARE = 2  # where one unit is larger than the device, those above this part of it are cut too
+
+log = logging.getLogger("strata")
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    make_plan: Callable[[Config], Plan],
+) -> Fitted:
+    """The configuration under which the model fits; with tiles where it would not without.
+
+    Only then: tiles change the last bits of sums. Raises StrataError where nothing helps. The
+    caller takes the tiles out again where it does not need them.
+    """
+    remove_leftovers(options.ssd_paths())
+    config, hooked = configure(model, optimizer, options, make_plan)
+    given = parse_budgets(options.memory)
+    for warning in budget_check.check(given, config["device"], config["ssd_paths"]):
+        log.warning("%s", warning)
+    try:
+        return config, hooked, settle(model, hooked, config, make_plan)
+    except StrataError as error:
+        counts = tiles_wanted(model, options, config["device_bytes"])
+        if not counts:
+            raise
+        cut = _cut(model, optimizer, options, make_plan, counts)
+        if cut is None:
+            raise
+        log.info("does not fit as it is (%s): cut into tiles: %s", error, _listed(counts))
+        return cut
+
+
+def _cut(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    make_plan: Callable[[Config], Plan],
+    counts: dict[str, int],
+) -> Fitted | None:
+    """The configuration with tiles. None, and the model as it was, where that does not fit."""
+    try:
+        put_tiles(model, counts, optimizer)
+        config, hooked = configure(model, optimizer, options, make_plan)
+        return config, hooked, settle(model, hooked, config, make_plan)
+    except (StrataError, ValueError):
+        remove_tiles(model, optimizer)
+        return None
+
+
+def tiles_wanted(model: nn.Module, options: Options, device_bytes: int) -> dict[str, int]:
+    """The layers in units that are too large for the device, and into how many tiles to cut each.
+
+    None where no unit is larger than the device, and where the user clips the gradients of units by
+    themselves: tiles would be clipped apart.
+    """
+    if options.max_unit_norm is not None:
+        return {}
+    parameters = list(model.parameters())
+    units = [unit.params for unit in find_units(model, options.units)[0]]
+    sizes = [sum(_bytes(parameters[p], options) for p in unit) for unit in units]
+    if max(sizes) <= device_bytes:
+        return {}
+    large = {
+        id(parameters[p])
+        for unit, size in zip(units, sizes, strict=True)
+        if size * UNIT_SHARE > device_bytes
+        for p in unit
+    }
+    counts = {}
+    for name, module in model.named_modules():
+        weight = next(module.parameters(recurse=False), None)
+        if weight is None or id(weight) not in large or isinstance(module, Tiled):
+            continue
+        count = -(-_bytes(weight, options) * TILE_SHARE // max(1, device_bytes))
+        if name and count > 1 and not why_not(module):
+            counts[name] = min(count, weight.shape[0])
+    return counts
+
+
+def _bytes(parameter: nn.Parameter, options: Options) -> int:
+    return parameter.numel() * (options.dtype or parameter.dtype).itemsize
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} into {count}" for name, count in counts.items())
+
+
+def advice(model: nn.Module, refusal: str) -> str:
+    """What strata.nn could do about a step that was refused at a unit, to follow the refusal."""
+    modules = dict(model.named_modules())
+    for unit in re.findall(r"(?:forward|backward) of ([^\s;]+)", refusal):
+        if told := _advice_for([n for n in unit.split("+") if n in modules], model):
+            return told
+    return ""
+
+
+def _advice_for(names: list[str], model: nn.Module) -> str:
+    named = [model.get_submodule(name) for name in names]
+    if not why_not_chunked(model):
+        head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        shared = {id(p) for p in head.parameters()}
+        if any(id(p) in shared for module in named for p in module.parameters()):
+            return "; strata.nn.chunk_loss(model) makes the loss do without the logits"
+    if len(named) == 1 and type(named[0]) in (nn.Linear, nn.Embedding):
+        return f"; strata.nn.tile(model, {names[0]!r}, 8) ahead of strata.wrap() cuts it into tiles"
+    return ""

@@ -1,0 +1,230 @@
+"""How a step runs that is recorded: in as few bytes of the device as work.
+
+    host, ssd = recording.room(tensors)         # bytes that inputs may need off the device
+    recording.begin(host, ssd)                  # ahead of the forward of the whole model
+    output = recording.forward(planned, args, kwargs, run)      # of each unit that is recomputed
+    recording.end()                             # the step is over
+
+Note [Smaller]. Nothing is known of a batch before its first step. So in that one
+1. inputs of recomputed units leave for host memory, or the SSD, where those of all units to come
+   would take more than half of what is left of the device. Room for them is made before the step,
+   when their size can only be guessed: as many bytes a token as the unit's first matrix is wide;
+2. a unit whose forward saved more than is left for its backward runs again, on slices; so does one
+   whose forward ran out of memory. Random numbers go on where the first run ended;
+3. an error of memory in the backward cannot be made good from within. The next step, which is
+   recorded in its place, starts with inputs away and twice as many slices.
+
+Use from the thread that trains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._activations.arguments import Arguments
+from .._activations.slicing import batch_size
+from .._config.choices import RECOMPUTES
+
+if TYPE_CHECKING:
+    from .._activations.forwards import PlannedForward
+    from .._runtime.wrapped import Unit, Wrapped
+    from .shape_class import Goal
+
+TRIES_MAX = 5  # recorded steps that run out of memory, one after the other
+NO_MEMORY = "ran out of memory"
+SLACK = 1.25  # of the room for inputs
+BYTES_MIN = 4096  # of a tensor that is worth counting
+
+log = logging.getLogger("strata")
+
+
+class Recording:
+    """The recorded steps of one model. `pages`: bytes of the device that pages take now."""
+
+    def __init__(self, state: Wrapped, goal: Goal, pages: Callable[[], int]) -> None:
+        self._state = state
+        self._goal = goal
+        self._pages = pages
+        self.slices_min = 1  # fewer ran out of memory: plans have as many
+        self._troubles = 0  # steps that ran out of memory, one after the other
+        self._running = False
+        self._ran_out = False
+        self._errors = 0  # of the device's allocator, when the step began
+        self._to_come: set[int] = set()  # units that have not run yet
+        self._room = [0, 0]  # of host memory and the SSD, for inputs
+
+    @property
+    def may_slice(self) -> bool:
+        """Whether the user lets batches be cut."""
+        return self._goal.activations == "auto" or self._goal.split is not None
+
+    @property
+    def may_try_smaller(self) -> bool:
+        """Whether the step that is recorded now, and ran out of memory, may be run again."""
+        return self._running and self._troubles < TRIES_MAX
+
+    def room(self, batch: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Bytes of host memory and of the SSD to set aside for inputs that leave. Call between two
+        steps."""
+        self._note_failure()
+        units = [unit for unit in self._state.units if self._recomputes(unit)]
+        wanted = int(SLACK * sum(self._guess(unit, batch) for unit in units))
+        if not self._troubles and wanted <= SLACK * self._left(0) / 2:
+            return 0, 0
+        config, plan = self._state.config, self._state.session.plan
+        host = min(wanted, max(0, config["host_bytes"] - plan["host_bytes"]))
+        ssd = min(wanted - host, max(0, config["ssd_bytes"] - plan["ssd_bytes"]))
+        return host, ssd
+
+    def begin(self, host_bytes: int, ssd_bytes: int) -> None:
+        """The step begins; so much room was made."""
+        self._room = [host_bytes, ssd_bytes]
+        self._to_come = set()
+        slices = 2**self._troubles if self.may_slice else 1
+        self._state.may_split = self._state.may_split or slices > 1
+        for unit in self._state.units:
+            again = self._recomputes(unit)
+            unit.activation = "recompute" if again else "keep"
+            unit.slices = slices if again else 1
+            if again:
+                self._to_come.add(unit.index)
+        self._running, self._ran_out = True, False
+        self._errors = self._allocator_errors()
+
+    def end(self) -> None:
+        """The step is over, and all went well."""
+        self._running = False
+        self._troubles = 0
+
+    def forward(
+        self,
+        planned: PlannedForward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Arguments], Any],
+    ) -> Any:
+        """The forward of a unit that is recomputed, by `run`, on as many slices as it takes."""
+        unit, recorder = planned.unit, self._state.recorder
+        while True:
+            arguments = planned.arguments(args, kwargs)
+            batch, repeatable = batch_size(arguments.tensors), not arguments.caches
+            self._place_inputs(unit, arguments.tensors)
+            found = planned.buffers.taken()
+            mark = recorder.mark()
+            swapping = planned.hooks.swapping
+            stayed = swapping.kept_for_room
+            ran_out: str | None = None
+            output = None
+            try:
+                output = run(arguments)
+            except torch.OutOfMemoryError as error:
+                ran_out = NO_MEMORY
+                if not (repeatable and self._may_cut(planned, args, kwargs, batch)):
+                    self._ran_out = True
+                    error.add_note(self._advice(unit, batch))
+                    raise
+            if ran_out is None:
+                if swapping.kept_for_room > stayed:
+                    unit.activation = "recompute"  # what the trace says must be what happened
+                if recorder.saved_since(mark) <= self._left():
+                    return output
+                if not (repeatable and self._may_cut(planned, args, kwargs, batch)):
+                    return output
+                ran_out = "saved more than is left of the device"
+            output = None
+            found.put_back()
+            recorder.drop_to(mark)
+            if self._state.device.type == "cuda":
+                torch.cuda.empty_cache()
+            unit.slices = min(2 * unit.slices, batch)
+            if ran_out == NO_MEMORY:
+                self.slices_min = max(self.slices_min, unit.slices)
+            log.info("%s %s: recorded on %d slices", unit.name, ran_out, unit.slices)
+
+    def note(self, error: torch.OutOfMemoryError) -> None:
+        """A backward of the step ran out of memory."""
+        if not self._running:
+            return
+        self._ran_out = True
+        error.add_note(
+            "in a step that strata records: drop it by optimizer.zero_grad() and go on with the "
+            "loop; the next step will try to take less"
+        )
+
+    def _note_failure(self) -> None:
+        """The step before was recorded, and did not end."""
+        ran_out = self._ran_out or self._allocator_errors() > self._errors
+        if self._running and ran_out and self._troubles < TRIES_MAX:
+            self._troubles += 1
+            if self.may_slice:
+                self.slices_min = max(self.slices_min, 2**self._troubles)
+            log.info("a recorded step ran out of memory: the next one takes less")
+        self._running = False
+
+    def _recomputes(self, unit: Unit) -> bool:
+        return unit.may_recompute and self._goal.activations != "keep"
+
+    def _guess(self, unit: Unit, batch: Sequence[torch.Tensor]) -> int:
+        """The bytes of a unit's inputs. See Note [Smaller]."""
+        shapes = [self._state.params[i].shape for i in unit.params]
+        width = next((shape[1] for shape in shapes if len(shape) > 1), 1)
+        itemsize = self._state.params[unit.params[0]].element_size()
+        tokens = (
+            t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in batch if t.dim()
+        )
+        return max(tokens, default=0) * width * itemsize
+
+    def _left(self, held: int | None = None) -> int:
+        """Bytes of the device beside pages and what PyTorch holds, by default now."""
+        if held is None:
+            held = self._state.recorder.held_bytes()
+        return self._goal.device_bytes - self._pages() - held
+
+    def _place_inputs(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+        self._to_come.discard(unit.index)
+        if unit.activation != "recompute":
+            return
+        needed = sum(t.nbytes for t in tensors if t.nbytes >= BYTES_MIN)
+        if not self._troubles and needed * (len(self._to_come) + 1) <= self._left() // 2:
+            return
+        for tier, activation in enumerate(("recompute_host", "recompute_ssd")):
+            if needed <= self._room[tier]:
+                self._room[tier] -= needed
+                unit.activation = activation  # type: ignore[assignment]
+                return
+
+    def _may_cut(
+        self, planned: PlannedForward, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int
+    ) -> bool:
+        """Whether the unit may run on more slices; tried where that is not known."""
+        if not self.may_slice or planned.unit.slices >= batch:
+            return False
+        self._state.may_split = True
+        try:
+            verdict = planned.verdict(planned.arguments(args, kwargs), batch)
+        except torch.OutOfMemoryError:
+            return False
+        return verdict is not None and not verdict.reason
+
+    def _advice(self, unit: Unit, batch: int) -> str:
+        why = unit.unsplit_reason or "it is as small as it can be, or activations= forbids slices"
+        return (
+            f"{unit.name} runs out of device memory with a batch of {batch}, and is not cut into "
+            f"smaller slices: {why}. A smaller batch, or a larger device, would help"
+        )
+
+    def _allocator_errors(self) -> int:
+        if self._state.device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats(self._state.device).get("num_ooms", 0))
+
+
+def recorded_as(unit: Unit) -> tuple[Any, int]:
+    """How a unit ran in the step that was recorded: its activations, and slices."""
+    if unit.activation not in RECOMPUTES:
+        return "keep", 1
+    return unit.activation, min(unit.slices, unit.slices_max)

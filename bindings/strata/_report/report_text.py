@@ -1,0 +1,241 @@
+"""Reports and plans as tables of text, and the sentences that other forms of a report share.
+
+print(report_text.report_text(report))
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import TYPE_CHECKING
+
+from .._config.choices import in_words
+from .._config.sizes import UNITS, duration_unit, format_duration, format_size
+from .._profiling.timeline import ALL_UNITS, stall_name
+from .endurance import DAY_SECONDS, format_decimal
+
+LONG_SECONDS = 3600  # from here on, times are not told in seconds
+WAITS_SHOWN = 8  # those that were waited for longest
+
+if TYPE_CHECKING:
+    from .._core import Bound, PaperPlan, Plan
+    from .reports import Lag, PlannedRow, PlanReport, Report
+
+
+def plan_text(report: PlanReport) -> str:
+    """What would go where."""
+    plan = report.plan
+    rows = [["tier", "budget", "used"]]
+    for tier, budget in report.budgets.items():
+        rows.append([tier, format_size(budget), format_size(plan[f"{tier}_bytes"])])  # type: ignore[literal-required]
+    units = [["unit", "elements", "bytes", "parameters", "gradients", "state"]]
+    for unit in plan["units"]:
+        units.append(
+            [
+                unit["name"],
+                f"{unit['params']:,}",
+                format_size(unit["param_bytes"]),
+                unit["param_tier"],
+                unit["grad_tier"],
+                unit["state_tier"],
+            ]
+        )
+    return "\n".join(
+        [
+            f"pages of {format_size(plan['page_bytes'])}; staging "
+            f"{format_size(plan['staging_bytes'])} of host memory; smallest device budget "
+            f"{format_size(plan['device_bytes_min'])}",
+            *_buffers(plan),
+            table(rows),
+            table(units),
+        ]
+    )
+
+
+def plan_line(paper: PaperPlan, bound: Bound) -> str:
+    """The plan of a step, in one line."""
+    plan, run = paper.plan, paper.simulate()
+    modes: dict[str, int] = {}
+    for unit in plan["units"]:
+        sliced = f" in {unit['slices']}" if unit["slices"] > 1 else ""
+        key = in_words(unit["activation"]) + sliced
+        modes[key] = modes.get(key, 0) + 1
+    resting = ""
+    if plan["resting_device_bytes"]:
+        units = sum(unit["on_device"] for unit in plan["units"])
+        resting = f" and {format_size(plan['resting_device_bytes'])} for {units} whole units"
+    return (
+        f"{', '.join(f'{count} units {mode}' for mode, count in modes.items())}; device peak "
+        f"{format_size(plan['peaks']['device']['bytes'])}, of it "
+        f"{format_size(plan['param_device_bytes'])} for parameters{resting}; "
+        f"{like(run['step_seconds'])(run['step_seconds'])} a step predicted, "
+        f"{bound['seconds'] / run['step_seconds']:.0%} of the bound ({bound['what']})"
+    )
+
+
+def _buffers(plan: Plan) -> list[str]:
+    """A line on what is always in host memory, where anything is."""
+    if plan["buffer_bytes"] == 0:
+        return []
+    size = format_size(plan["buffer_bytes"])
+    return [f"{size} of host memory are set aside for gradients and scales of moments"]
+
+
+def like(seconds: float | None) -> Callable[[float], str]:
+    """Writes times in the unit and with the digits that suit this one, so that times which stand
+    beside each other compare at a glance. None: nothing is known that they could be like."""
+    scale, unit = (1e3, "ms") if seconds is not None and seconds < 1 else (1.0, "s")
+    if seconds is not None and LONG_SECONDS <= seconds < inf:
+        name, size = duration_unit(seconds)
+        scale, unit = 1 / size, f"{name}s"
+    size = abs(seconds or 1.0) * scale
+    digits = 2 if size < 10 else 1 if size < 100 else 0
+    return lambda value: f"{value * scale:,.{digits}f} {unit}"
+
+
+def report_text(report: Report) -> str:
+    """A report as tables."""
+    return "\n\n".join(_paragraphs(report))
+
+
+def _paragraphs(report: Report) -> Iterator[str]:
+    head = f"{report.steps} steps"
+    if report.steps_nonfinite:
+        head += f", {report.steps_nonfinite} not finite ({report.steps_skipped} skipped)"
+    if report.grad_norm is not None:
+        head += f"; last gradient norm {report.grad_norm:.4g}"
+    head += f"; {report.backend} backend, pages of {format_size(report.page_bytes)}"
+    head += f", {report.io_engine} I/O" if report.io_engine else ""
+    if where := report.stats.get("workers_where"):  # reports of files may not have it
+        head += f"; workers {where}"
+    about = [part for part in (report.model, report.command, report.machine) if part]
+    lines = ["; ".join(about), head, speed_line(report), report.limited]
+    yield "\n".join(line for line in lines if line)
+    tiers = [["tier", "budget", "used", "peak", "planned peak", "at"]]
+    for name, tier in report.tiers.items():
+        peak = report.peaks.get(name)
+        planned = [format_size(peak.bytes), peak.where] if peak else ["", ""]
+        tiers.append([name, *map(format_size, (tier.budget, tier.used, tier.peak)), *planned])
+    yield table(tiers if report.peaks else [row[:4] for row in tiers])
+    links = [["link", "moved", "per step"]]
+    for name in {**report.link_bytes, **report.link_bytes_per_step}:
+        moved = report.link_bytes.get(name)
+        each = report.link_bytes_per_step.get(name, (moved or 0) / max(1, report.steps))
+        links.append([name, format_size(moved) if moved is not None else "", format_size(each)])
+    wear = wear_line(report)
+    yield table(links) + (f"\n{wear}" if wear else "")
+    yield _waits(report)
+    if report.lags:
+        titles, *lags, total = lag_rows(report.lags)
+        lags.sort(key=lambda row: -int(row[-1]))  # stable: in order where nothing was waited for
+        yield table([titles, *lags[:WAITS_SHOWN], total])
+    if report.planned:
+        yield table(_planned_runs(report.planned))
+
+
+def speed_line(report: Report) -> str:
+    """A step's time: measured, predicted, and beside its lower bound; empty: nothing is known."""
+    parts = []
+    seconds = step_times(report)
+    if report.measured_seconds is not None:
+        parts.append(f"{seconds(report.measured_seconds)} a step{judged_over(report)}")
+    if report.predicted_seconds is not None:
+        parts.append(f"{seconds(report.predicted_seconds)} predicted")
+    if report.bound_seconds is not None:
+        parts.append(f"lower bound {seconds(report.bound_seconds)} ({report.bound_what})")
+    if report.percent_of_bound is not None:
+        parts.append(f"{report.percent_of_bound:.0f} % of it reached")
+    return ", ".join(parts)
+
+
+def step_times(report: Report) -> Callable[[float], str]:
+    """How all times of a report's steps are written."""
+    known = (report.measured_seconds, report.predicted_seconds, report.bound_seconds)
+    return like(next((seconds for seconds in known if seconds is not None), None))
+
+
+def judged_over(report: Report) -> str:
+    """Over how much a step's time was measured, in brackets; empty: over some steps."""
+    if report.judged is None:
+        return ""
+    over = f" (over {like(report.judged.seconds)(report.judged.seconds)}"
+    return over + (")" if report.judged.whole else ": too short to say much)")
+
+
+def wear_line(report: Report) -> str:
+    """What is written to the SSD; empty: nothing."""
+    if report.wear is None or report.ssd_written_per_step is None:
+        return ""
+    return (
+        f"{format_size(report.ssd_written_per_step)} a step are written to the SSD: "
+        f"{format_decimal(report.wear.tb_per_day * UNITS['TB'])} a day at this rate, 100 TB in "
+        f"{format_duration(report.wear.days_per_100_tb * DAY_SECONDS)}"
+    )
+
+
+def _waits(report: Report) -> str:
+    if not report.stalls:
+        total = sum(report.waited_seconds.values())
+        in_all = like(total)
+        waits = [["waited for pages of", "since wrap()"]]
+        for name, seconds in sorted(report.waited_seconds.items(), key=lambda item: -item[1]):
+            waits.append([name, in_all(seconds)])
+        del waits[WAITS_SHOWN + 1 :]
+        waits.append([ALL_UNITS, in_all(total)])
+        return table(waits)
+    each = step_times(report)
+    rows = [
+        (stall_name(cause, unit), seconds)
+        for cause, units in report.stalls.items()
+        for unit, seconds in units.items()
+    ]
+    rows.sort(key=lambda row: -row[1])
+    stalls = [["time lost", "per step"]]
+    stalls += [[name, each(seconds)] for name, seconds in rows[:WAITS_SHOWN]]
+    stalls.append([ALL_UNITS, each(sum(seconds for _, seconds in rows))])
+    return table(stalls)
+
+
+def lag_rows(lags: Sequence[Lag]) -> list[list[str]]:
+    """How old the parameters were that forwards saw: a head, a row for each unit, and the sums."""
+    steps = max(len(lag.forwards) for lag in lags)
+    counts = [
+        [*lag.forwards, *[0] * (steps - len(lag.forwards)), lag.merged, lag.waits] for lag in lags
+    ]
+    rows = [*counts, [sum(column) for column in zip(*counts, strict=True)]]
+    names = [*(lag.unit for lag in lags), ALL_UNITS]
+    ages = ["forwards, newest", *(f"{step} old" for step in range(1, steps))]
+    return [
+        ["unit", *ages, "merged gradients", "update waits"],
+        *([name, *map(str, row)] for name, row in zip(names, rows, strict=True)),
+    ]
+
+
+def _planned_runs(rows: Sequence[PlannedRow]) -> list[list[str]]:
+    """Units in a row of which the plan says the same share a line."""
+    lines = [["unit", "activations", "slices", "parameters", "gradients", "state", "resident"]]
+    for cells, run in itertools.groupby(rows, key=planned_cells):
+        names = [row.unit for row in run]
+        name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+        lines.append([name, *cells])
+    return lines
+
+
+def planned_cells(row: PlannedRow) -> list[str]:
+    """A row of the plan's table, behind the unit's name."""
+    activation = in_words(row.activation)
+    resident = "yes" if row.resident else "no"
+    return [activation, str(row.slices), row.params, row.grads, row.states, resident]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first one left-aligned, the others right-aligned."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,334 @@
+"""What strata tells people: where things go (plan) and where time and bytes went (report).
+
+A report is kept as a file: one JSON object, {"format": FORMAT} and the fields of Report by name.
+`strata report` renders it.
+
+    report = strata.report(model)
+    print(report)
+    report.save("report.json")
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .._profiling import timeline
+from .._profiling.timeline import StepRecord
+from .._profiling.windows import Judged
+from . import report_text
+
+FORMAT = "strata report 2"
+DAY_SECONDS = 86_400
+TB = 1e12  # as makers of drives count their endurance
+
+if TYPE_CHECKING:
+    from .._core import Bound, Config, Plan, PlannedUnit, Simulation, StepPlan, Trace
+    from .._runtime.wrapped import Wrapped
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What strata.plan() returns: what would go where. str() gives a table."""
+
+    plan: Plan
+    budgets: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """A table for people."""
+        return report_text.plan_text(self)
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """Bytes of one tier: the budget, what is in use now, and the most that ever was."""
+
+    budget: int
+    used: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class PlannedPeak:
+    """The most that a tier holds under the plan, and at which use of a unit."""
+
+    bytes: int
+    budget: int
+    where: str  # "backward of layers.7"
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """What the plan says of one unit."""
+
+    unit: str
+    activation: str  # see activations.py
+    slices: int
+    params: str  # where they rest: "host", "ssd", "mixed", or "none" where there are none
+    grads: str
+    states: str
+    resident: bool  # its parameters never leave the device
+
+
+@dataclass(frozen=True)
+class Lag:
+    """How the updates of a unit lagged behind the computation, under LockFree."""
+
+    unit: str
+    forwards: list[int]  # [k]: forwards that saw parameters k steps old
+    merged: int  # gradients that were added to those of an earlier step
+    waits: int  # forwards that waited, for the parameters would have been too old
+
+
+@dataclass(frozen=True)
+class Wear:
+    """What training at this rate does to the SSD."""
+
+    tb_per_day: float
+    days_per_100_tb: float
+
+    @staticmethod
+    def of(bytes_per_step: float, seconds_per_step: float) -> Wear | None:
+        """None where nothing is written."""
+        if bytes_per_step <= 0 or seconds_per_step <= 0:
+            return None
+        per_day = bytes_per_step / seconds_per_step * DAY_SECONDS / TB
+        return Wear(per_day, 100 / per_day)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What strata.report() returns. str() gives tables.
+
+    What is counted is counted since wrap(); what is "per step" is the mean of the steps in
+    `records`, those that ran under one plan. How long a step takes is measured over `judged`,
+    windows of seconds. Without a plan, its fields are None or empty.
+    """
+
+    steps: int
+    steps_nonfinite: int  # gradients held infinities or NaN ...
+    steps_skipped: int  # ... and nothing was updated (skip_nonfinite=True)
+    grad_norm: float | None  # of the last step, before clipping
+    tiers: dict[str, TierUse]
+    link_bytes: dict[str, int]  # moved, by "<from> to <to>"
+    waited_seconds: dict[str, float]  # for pages, by unit
+    page_bytes: int
+    io_engine: str  # "" where nothing is on the SSD
+    backend: str
+    stats: dict[str, Any]  # all counters of the core
+    measured_seconds: float | None = None  # of a step, the median
+    predicted_seconds: float | None = None
+    bound_seconds: float | None = None  # no plan could be faster
+    bound_what: str = ""  # what the bound comes from
+    percent_of_bound: float | None = None  # 100: as fast as any plan could be; never more
+    judged: Judged | None = None  # what that, and measured_seconds, come from
+    limited: str = ""  # what limits a step, and what would help, in a sentence
+    model: str = ""  # its class, and how large it is
+    command: str = ""  # that trained it
+    machine: str = ""
+    stalls: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause, unit: per step
+    link_bytes_per_step: dict[str, float] = field(default_factory=dict)
+    ssd_written_per_step: float | None = None
+    wear: Wear | None = None  # None: nothing is written
+    peaks: dict[str, PlannedPeak] = field(default_factory=dict)  # by tier
+    planned: list[PlannedRow] = field(default_factory=list)
+    lags: list[Lag] = field(default_factory=list)  # by unit; empty where no update may lag
+    plan: StepPlan | None = None
+    trace: Trace | None = None  # what the plan was made from
+    simulation: Simulation | None = None  # the step as the plan predicts it
+    records: list[StepRecord] = field(default_factory=list)  # oldest first
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON, for `strata report`."""
+        Path(path).write_text(json.dumps({"format": FORMAT, **self.to_dict()}))
+
+    @staticmethod
+    def load(path: str | Path) -> Report:
+        """What save() wrote. Raises ValueError for any other file."""
+        try:
+            values = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no report: {error}") from error
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise ValueError(f"{path} is no report of this version of strata")
+        try:
+            values["tiers"] = {k: TierUse(**v) for k, v in values["tiers"].items()}
+            values["peaks"] = {k: PlannedPeak(**v) for k, v in values["peaks"].items()}
+            values["wear"] = values["wear"] and Wear(**values["wear"])
+            values["judged"] = values["judged"] and Judged(**values["judged"])
+            values["planned"] = [PlannedRow(**row) for row in values["planned"]]
+            values["lags"] = [Lag(**row) for row in values.get("lags", [])]
+            values["records"] = [StepRecord.from_dict(row) for row in values["records"]]
+            return Report(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is a damaged report: {error}") from error
+
+    def __str__(self) -> str:
+        """Tables for people."""
+        return report_text.report_text(self)
+
+
+class Planned(Protocol):
+    """What a report reads of the planning of a wrapped model."""
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The plan in use; None: there is none yet."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """What it was made from."""
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """The step as it predicts it."""
+
+    @property
+    def bound(self) -> Bound | None:
+        """What no plan could be faster than."""
+
+    @property
+    def judged(self) -> Judged | None:
+        """How long steps take under the plan in use."""
+
+    @property
+    def limited(self) -> str:
+        """What limits a step, in a sentence."""
+
+
+def make_report(state: Wrapped) -> Report:
+    """The report of a wrapped model, now."""
+    from . import about  # with torch, which a report from a file does without
+
+    stats = state.session.stats()
+    config = state.config
+    planning: Planned | None = state.planning
+    host = stats["host_bytes"]
+    return Report(
+        steps=state.steps,
+        steps_nonfinite=state.steps_nonfinite,
+        steps_skipped=state.steps_skipped,
+        grad_norm=state.last_step["norm"] if state.last_step else None,
+        tiers={
+            "device": TierUse(
+                config["device_bytes"], stats["device_bytes"], stats["device_bytes_peak"]
+            ),
+            # Frames of these two are claimed once and for all.
+            "host": TierUse(config["host_bytes"], host, host),
+            "ssd": TierUse(config["ssd_bytes"], stats["ssd_bytes"], stats["ssd_bytes"]),
+        },
+        link_bytes={k.removesuffix(" bytes"): v for k, v in stats.items() if k.endswith(" bytes")},
+        waited_seconds=dict(zip(config["units"], stats["waited_s"], strict=True)),
+        page_bytes=state.session.plan["page_bytes"],
+        io_engine=stats["io_engine"],
+        backend=stats["backend"],
+        stats=stats,
+        lags=_lags(config, stats) if config["update"] == "lock_free" else [],
+        model=about.model(state),
+        command=about.command(),
+        machine=about.machine(stats),
+        **{
+            **_measured(timeline.steady(state.log.records)),
+            **(_planned(planning) if planning else {}),
+        },
+    )
+
+
+def _lags(config: Config, stats: dict[str, Any]) -> list[Lag]:
+    counts = (stats["staleness"], stats["merged gradients"], stats["update waits"])
+    return [Lag(*row) for row in zip(config["units"], *counts, strict=True)]
+
+
+def _measured(records: list[StepRecord]) -> dict[str, Any]:
+    """The fields of a report that come from what was recorded."""
+    if not records:
+        return {}
+    seconds = timeline.measured_seconds(records)
+    links = timeline.link_bytes(records)
+    written = links["host to ssd"]
+    return {
+        "measured_seconds": seconds,
+        "stalls": timeline.stall_seconds(records),
+        "link_bytes_per_step": links,
+        "ssd_written_per_step": written,
+        "wear": Wear.of(written, seconds or 0.0),
+        "records": records,
+    }
+
+
+def _planned(planning: Planned) -> dict[str, Any]:
+    """The fields of a report that come from the plan."""
+    plan = planning.plan
+    if plan is None:
+        return {}
+    trace, simulation, bound = planning.trace, planning.simulation, planning.bound
+    judged = planning.judged
+    speed: dict[str, Any] = {}
+    if judged is not None and bound is not None and judged.step_seconds > 0:
+        percent = 100 * bound["seconds"] / judged.step_seconds
+        speed = {
+            "judged": judged,
+            "measured_seconds": judged.step_seconds,
+            "percent_of_bound": percent,
+        }
+    return {
+        **speed,
+        "plan": plan,
+        "trace": trace,
+        "simulation": simulation,
+        "predicted_seconds": simulation["step_seconds"] if simulation else None,
+        "bound_seconds": bound["seconds"] if bound else None,
+        "bound_what": bound["what"] if bound else "",
+        "limited": planning.limited,
+        "peaks": planned_peaks(plan, trace),
+        "planned": planned_rows(plan, trace) if trace else [],
+    }
+
+
+def planned_peaks(plan: StepPlan, trace: Trace | None) -> dict[str, PlannedPeak]:
+    """The peak of every tier, with the name of the moment."""
+    peaks: dict[str, PlannedPeak] = {}
+    for tier, peak in plan["peaks"].items():
+        where = ""
+        if trace and peak["use"] < len(trace["uses"]):
+            use = trace["uses"][peak["use"]]
+            way = "backward" if use["backward"] else "forward"
+            where = f"{way} of {trace['units'][use['unit']]['name']}"
+        peaks[tier] = PlannedPeak(peak["bytes"], peak["budget"], where)
+    return peaks
+
+
+def planned_rows(plan: StepPlan, trace: Trace) -> list[PlannedRow]:
+    """The plan as a table, in the order of the units."""
+    return [
+        PlannedRow(
+            unit["name"],
+            planned["activation"],
+            planned["slices"],
+            _resting(planned, planned["param_ssd_bytes"], unit["param_bytes"]),
+            _resting(planned, planned["grad_ssd_bytes"], unit["grad_bytes"]),
+            _resting(planned, planned["state_ssd_bytes"], unit["state_bytes"]),
+            resident,
+        )
+        for unit, planned, resident in zip(
+            trace["units"], plan["units"], plan["resident"], strict=True
+        )
+    ]
+
+
+def _resting(planned: PlannedUnit, on_ssd: int, size: int) -> str:
+    if size == 0:
+        return "none"
+    if planned["on_device"]:
+        return "device"
+    return "host" if on_ssd == 0 else "ssd" if on_ssd >= size else "mixed"

@@ -1,0 +1,308 @@
+"""The optimizer that strata.wrap() returns.
+
+    optimizer.step()          # starts the updates; the next forward of each unit waits for its own
+    optimizer.zero_grad()
+    complete_unit(state, u)   # in_backward: those of a unit, from the hook of its last gradient
+
+It shares the very list `param_groups` with the optimizer that was given to wrap(), so learning-rate
+schedulers built on either of the two work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from .. import _core
+from .._config.update_modes import check_loss_scale
+from .._errors import StrataError
+from .._optim.foreign import Foreign
+from .._optim.groups import COUNTED, check_options, group_spec, moments_of
+from .loaded_state import check_entry, saved_entries, saved_groups
+from .visits import Change
+from .wrapped import Unit, Wrapped
+
+if TYPE_CHECKING:
+    from .._core import GroupSpec, Kind
+
+
+def current_groups(state: Wrapped) -> list[GroupSpec]:
+    """The hyperparameters of the updates that begin in this backward: read when the first does."""
+    if state.groups_used is None:
+        state.groups_used = cast(StrataOptimizer, state.optimizer).group_specs()
+    return state.groups_used
+
+
+def complete_unit(state: Wrapped, unit: Unit) -> None:
+    """Starts the update of a unit with what has landed (update="in_backward")."""
+    norm = cast(StrataOptimizer, state.optimizer).max_unit_norm
+    state.session.complete(unit.index, current_groups(state), norm)
+
+
+def clips_units(state: Wrapped) -> bool:
+    """Whether the gradients of a unit are clipped together, so that all are needed first."""
+    return cast(StrataOptimizer, state.optimizer).max_unit_norm > 0
+
+
+class StrataOptimizer(torch.optim.Optimizer):
+    """Stands for the optimizer given to wrap(): same groups, same arithmetic, state in pages."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        state: Wrapped,
+        *,
+        max_grad_norm: float | None,
+        max_unit_norm: float | None,
+        skip_nonfinite: bool,
+        foreign: Foreign | None = None,
+    ) -> None:
+        """`inner` keeps its groups and is asked for nothing else; `foreign` runs its class."""
+        # torch's own way to make an optimizer of given parts; its __init__ would copy the list.
+        self.__setstate__(
+            {
+                "defaults": inner.defaults,
+                "state": defaultdict(dict),
+                "param_groups": inner.param_groups,
+            }
+        )
+        inner.state.clear()  # Adagrad's sums rest in pages now
+        self._inner = inner
+        self._foreign = foreign
+        # What was laid out for each group.
+        self._kept = [foreign.kept(g) for g in inner.param_groups] if foreign is not None else []
+        self._wrapped = state
+        self._max_grad_norm = max_grad_norm or 0.0
+        self.max_unit_norm = max_unit_norm or 0.0  # 0: no clipping
+        self._skip_nonfinite = skip_nonfinite
+
+    def give_back(self) -> None:
+        """Lets the optimizer that came in step on its own again, with state that begins anew. Most
+        classes make it in their first step; Adagrad, before torch 2.13, when it is constructed."""
+        inner = self._inner
+        if isinstance(inner, torch.optim.Adagrad) and not inner.state:
+            groups = [dict(group) for group in inner.param_groups]
+            inner.state.update(torch.optim.Adagrad(groups).state)
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, loss_scale: float | None = None
+    ) -> Any:
+        """Starts the update of every parameter whose gradient has landed, and returns at once.
+
+        loss_scale: what the loss was multiplied by; strata.GradScaler passes it. Gradients are
+        divided by it, and nothing is updated where one of them is infinite or NaN.
+        """
+        if loss_scale is not None:
+            check_loss_scale(self._wrapped.config)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state = self._wrapped
+        state.hooks.reset()
+        state.refuse_half_load("step()")
+        change = state.visits.add(Change())
+        state.refuse_visits()
+        state.landings.wait()
+        groups = self.group_specs()
+        _check_unchanged(state.groups_used, groups)
+        result = state.session.step(
+            groups,
+            self._max_grad_norm,
+            loss_scale or 1.0,
+            self._skip_nonfinite or loss_scale is not None,
+            self.max_unit_norm,
+        )
+        state.note_step(result)
+        if state.planning is None:
+            state.end_step()
+        else:
+            state.planning.end_step()
+        state.visits.end(change)
+        # Schedulers built on the inner optimizer look here to see whether step() came first.
+        self._inner._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients that have landed since the last step().
+
+        Raises RuntimeError where they were used before step(): with update="in_backward", and with
+        LockFree where they were added to gradients that still waited for their update.
+        """
+        state = self._wrapped
+        state.hooks.reset()
+        state.refuse_half_step("zero_grad()")
+        advice = "call optimizer.step() ahead of zero_grad(), or wrap with update='on_step'"
+        change = state.visits.add(Change())
+        try:
+            state.drop_gradients()
+        except StrataError as error:
+            if getattr(error, "fault", "") != "config":
+                raise
+            raise RuntimeError(
+                f"zero_grad() between backward() and step(): {error}; {advice}"
+            ) from error
+        state.visits.end(change)
+
+    @property
+    def last_finite(self) -> bool:
+        """Whether all gradients of the last step() were."""
+        result = self._wrapped.last_step
+        return result is None or result["finite"]
+
+    def group_specs(self, groups: list[dict[str, Any]] | None = None) -> list[GroupSpec]:
+        """The hyperparameters of all groups, or of `groups`, now, as the core takes them. Raises
+        ValueError where they make no sense, or need what wrap() laid out no room for."""
+        groups = groups or self.param_groups
+        name = type(self._inner).__name__
+        for group in groups:
+            check_options(name, group)
+        specs = [group_spec(self._inner, g, group, self._foreign) for g, group in enumerate(groups)]
+        if self._foreign is not None:
+            self._foreign.check_kept(groups, self._kept)
+        _core.check_groups(self._wrapped.config["groups"], specs)
+        return specs
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError. Called by copy.copy, copy.deepcopy, pickle and torch.save."""
+        raise TypeError(
+            "an optimizer that strata.wrap() returned cannot be copied or pickled, for its state "
+            "rests in the pages of one model: copy optimizer.state_dict(), or write both with "
+            "strata.save(model, path)"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises: the pages of the optimizer's state were laid out by wrap()."""
+        raise RuntimeError("parameter groups cannot be added after strata.wrap()")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: moments and steps, all in memory at once; strata.save streams them."""
+        self._wrapped.hooks.reset()
+        self._wrapped.refuse_half_step("state_dict() of the optimizer")
+        self._wrapped.synchronize()
+        index: dict[int, int] = {}
+        groups = []
+        for group in self.param_groups:
+            packed = {key: value for key, value in group.items() if key != "params"}
+            for parameter in group["params"]:
+                index.setdefault(id(parameter), len(index))
+            packed["params"] = [index[id(p)] for p in group["params"]]
+            groups.append(packed)
+        entries = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if entry := self._read_state(parameter, group):
+                    entries[index[id(parameter)]] = entry
+        return {"state": entries, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict()` of this or of the plain torch optimizer returned. Raises
+        ValueError, and changes nothing, where that is of another model or optimizer, is damaged, or
+        has options that cannot be followed."""
+        self._wrapped.hooks.reset()
+        self._wrapped.refuse_half_step("load_state_dict()")
+        groups = saved_groups(state_dict, self.param_groups)
+        merged = [self._merged(g, new) for g, new in zip(self.param_groups, groups, strict=True)]
+        specs = self.group_specs(merged)
+        saved = saved_entries(state_dict, groups)
+        entries = [
+            (parameter, g, saved.get(number, {}))
+            for g, group in enumerate(self.param_groups)
+            for parameter, number in zip(group["params"], groups[g]["params"], strict=True)
+        ]
+        for parameter, g, entry in entries:
+            self._check_state(parameter, merged[g], specs[g], entry)
+        for group, new in zip(self.param_groups, merged, strict=True):
+            group.update(new)
+        for parameter, g, entry in entries:
+            self._write_state(parameter, self.param_groups[g], entry)
+
+    def _merged(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """The group with the saved options in place of its own."""
+        merged = {**group, **saved, "params": group["params"]}
+        if isinstance(self._inner, torch.optim.AdamW):
+            merged["decoupled_weight_decay"] = True  # as AdamW does, for states of Adam
+        return merged
+
+    def _kinds(self, index: int) -> list[tuple[Kind, str]]:
+        """The moments that are kept of a parameter, whatever its group's options are now."""
+        config = self._wrapped.config
+        group = config["params"][index]["group"]
+        kinds = moments_of(config["groups"][group])
+        if self._foreign is None:
+            return kinds
+        names = self._kept[group].moments
+        return [(kind, name) for (kind, _), name in zip(kinds, names, strict=True)]
+
+    def _read_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = self._wrapped
+        index = state.index_of(parameter)
+        step = state.session.param_step(index)
+        if step == 0 or not state.config["params"][index]["trainable"]:
+            return {}
+        entry: dict[str, Any] = {"step": torch.tensor(float(step), device="cpu")}
+        if self._foreign is not None:
+            entry = self._foreign.scalars(index, step, group)
+        for kind, name in self._kinds(index):
+            entry[name] = state.read(index, kind)
+        return entry
+
+    def _check_state(
+        self, parameter: torch.Tensor, group: dict[str, Any], spec: GroupSpec, entry: dict[str, Any]
+    ) -> None:
+        """Raises ValueError for what cannot be taken over. `group`, `spec`: as they are to be."""
+        state = self._wrapped
+        index = state.index_of(parameter)
+        if not state.config["params"][index]["trainable"]:
+            return  # nothing is kept of it
+        kept = self._foreign.kept(group) if self._foreign is not None else None
+        check_entry(
+            state.names[index],
+            entry,
+            parameter.shape,
+            moments=[name for _, name in self._kinds(index)],
+            needed=kept.moments if kept else [name for _, name in moments_of(spec)],
+            counted="step" in kept.scalars if kept else spec["rule"] in COUNTED,
+            scalars=[name for name in kept.scalars if name in entry] if kept else [],
+        )
+        initial, sums = self._inner.defaults.get("initial_accumulator_value"), entry.get("sum")
+        if sums is not None and not entry.get("step", 1) and (sums != initial).any():
+            raise ValueError(
+                f"the state of {state.names[index]!r} is from before its first step, and its sums "
+                f"are not the {initial} that this Adagrad was built with"
+            )
+
+    def _write_state(
+        self, parameter: torch.Tensor, group: dict[str, Any], entry: dict[str, Any]
+    ) -> None:
+        state = self._wrapped
+        index = state.index_of(parameter)
+        if not state.config["params"][index]["trainable"]:
+            return
+        moments = [(kind, entry.get(name)) for kind, name in self._kinds(index)]
+        for kind, value in moments:
+            if value is None:
+                value = torch.zeros(parameter.shape, device="cpu")
+            state.write(index, value, kind)
+        # torch's SGD keeps no step; a momentum buffer says that there was one.
+        started = any(value is not None for _, value in moments)
+        step = int(entry.get("step", started))
+        state.session.set_param_step(index, step)
+        if self._foreign is not None:
+            self._foreign.set_scalars(index, step, entry, group)
+
+
+def _check_unchanged(used: list[GroupSpec] | None, now: list[GroupSpec]) -> None:
+    """Raises where hyperparameters differ from those that updates began with in the backward."""
+    for g, (old, new) in enumerate(zip(used or now, now, strict=True)):
+        for name, value in new.items():
+            if value != old[name]:  # type: ignore[literal-required]
+                raise RuntimeError(
+                    f"{name} of parameter group {g} was changed from {old[name]} to {value} "  # type: ignore[literal-required]
+                    "between backward() and step(), and update='in_backward' has used it already: "
+                    "change it behind step(), as schedulers do, or wrap with update='on_step'"
+                )

@@ -1,0 +1,383 @@
+"""Parameters outside their module: every read gives the true value, or raises.
+
+While its unit is entered by its own module, a parameter is a plain nn.Parameter and costs nothing.
+At any other time its class is PagedParameter: each torch operation on it enters its unit, runs, and
+leaves. What such an operation returns as a view of the parameter (`p.data`, `p.view(-1)`, `p[0]`)
+is a PagedTensor, which does the same; so does a view that a module's forward leaves behind, which
+escapes.py finds.
+
+Note [Aliases]. A view shares the parameter's address range; that is how it is recognised, whatever
+operation made it. Operations that would give a raw address away (`data_ptr`, `__dlpack__`) raise.
+Limits: `torch.tensor(p)`, `torch.as_tensor(p)` and `other.data = p.data` go past a tensor's class,
+so nothing can be done for them here; what they see is true only while the unit is on the device.
+
+Note [Writes]. An in-place operation raises the version counter of the tensor it changes; comparing
+the counters before and after finds every one of them. The core then takes the value on the device
+for the parameter's value in all tiers. A `copy_` into a contiguous range goes to the master copy
+instead, so that a float32 source is kept exactly.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from .._errors import StrataError
+from .._torch_compat import DisableTorchFunction, graph_task
+from .visits import Visit
+from .wrapped import Slot, Wrapped
+
+Function = Callable[..., Any]
+
+
+class PagedTensor(torch.Tensor):
+    """A view of a paged parameter, as an operation outside its module returned it."""
+
+    _strata: Slot
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Called by torch instead of any operation that has a paged tensor among its arguments."""
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain tensor in ordinary memory."""
+        return memo.setdefault(id(self), _plain_copy(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain tensor; `torch.save` comes here."""
+        return _plain_copy(self).__reduce_ex__(protocol)
+
+
+class PagedParameter(nn.Parameter):
+    """A parameter while its unit is not entered by its own module. Same object, other class."""
+
+    _strata: Slot
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Called by torch instead of any operation that has a paged tensor among its arguments."""
+        return _call(func, args, kwargs or {})
+
+    @property
+    def grad(self) -> None:
+        """None where no gradient has landed. Raises otherwise: the gradient rests in pages."""
+        slot = self._strata
+        if slot.state.gradient_landed():
+            name = slot.state.names[slot.index]
+            raise RuntimeError(
+                f"the gradient of {name!r} rests in strata's pages, so p.grad cannot be read: use "
+                "strata.gather_grad(p) to look at it, strata.wrap(max_grad_norm=...) instead of "
+                "clip_grad_norm_, strata.GradScaler instead of torch.amp.GradScaler, and the "
+                "zero_grad() and step() of the optimizer that strata.wrap() returned"
+            )
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        slot = self._strata
+        name = slot.state.names[slot.index]
+        if value is not None:
+            raise RuntimeError(
+                f"the gradient of {name!r} rests in strata's pages: it cannot be set"
+            )
+        if slot.state.gradient_landed():
+            raise RuntimeError(
+                f"the gradient of {name!r} cannot be dropped alone: call optimizer.zero_grad()"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter in ordinary memory."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_plain_copy(self), self.requires_grad)
+        return cast(nn.Parameter, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain parameter."""
+        return nn.Parameter(_plain_copy(self), self.requires_grad).__reduce_ex__(protocol)
+
+
+def make_paged(parameter: nn.Parameter) -> None:
+    """From now on operations on the parameter enter its unit."""
+    parameter.__class__ = PagedParameter
+
+
+def _plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    copied.__class__ = torch.Tensor
+    return copied
+
+
+def _call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _METADATA:
+        with DisableTorchFunction():
+            return func(*args, **kwargs)
+    if func in _REFUSED:
+        raise RuntimeError(
+            f"{_name(func)} would give away the raw memory of a parameter that strata moves "
+            "between tiers; use p.detach().clone(), strata.export_safetensors or strata.unwrap"
+        )
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
+def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation while the units of all its paged arguments are entered."""
+    paged = list(_paged_in((args, kwargs)))
+    units = {(id(t._strata.state), t._strata.unit.index): t._strata for t in paged}
+    entered: list[Slot] = []
+    visits: list[tuple[Slot, Visit, int]] = []  # and the saved-tensor hooks before it
+    try:
+        # 1. Bring the units in. What autograd saves of them is found again by its address.
+        backward = graph_task() != -1  # a user's checkpoint reads it there
+        in_step = {id(t._strata.state): _in_step(t._strata.state, func) for t in paged}
+        for slot in units.values():
+            visit = slot.state.visits.add(Visit())
+            visits.append((slot, visit, slot.state.hooks.saved.pushed()))
+            if _writes(func, kwargs):
+                slot.state.session.expect_write(slot.index)
+            slot.state.enter(slot.unit, visit, backward, recorded=in_step[id(slot.state)])
+            entered.append(slot)
+            slot.state.hooks.saved.push_outside(slot.unit)
+        for tensor in paged if backward else ():
+            tensor._strata.state.check_old(tensor._strata.index)
+        # 2. Run.
+        with DisableTorchFunction():
+            versions = [t._version for t in paged]
+            result = func(*args, **kwargs)
+            # 3. Tell the core what was changed, and mark what may outlive the visit.
+            for tensor, version in zip(paged, versions, strict=True):
+                if tensor._version != version:
+                    tensor._strata.state.note_write(tensor._strata.index)
+            return _guard(result, units)
+    except StrataError:
+        if len(entered) == len(units) or not entered or _writes(func, kwargs):
+            raise
+    finally:
+        for slot, visit, pushed in reversed(visits):
+            slot.state.hooks.saved.pop_to(pushed)
+            slot.state.leave(slot.unit, visit)
+            slot.state.visits.end(visit)
+    # They do not fit on the device together: copy them out one by one. Autograd follows.
+    return func(*_copied_out(args), **_copied_out(kwargs))
+
+
+def _in_step(state: Wrapped, func: Function) -> bool:
+    """Whether the model computes now; where it does not, all updates are seen to first."""
+    in_step = state.hooks.frames.in_step()
+    if not in_step:
+        state.hooks.reset()
+        state.refuse_half_step(f"{_name(func)} of a parameter")
+        state.catch_up()
+    return in_step
+
+
+def _writes(func: Function, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation may change its arguments, going by torch's names."""
+    name = _name(func)
+    return (
+        "out" in kwargs
+        or name in ("__set__", "__setitem__")
+        or (name.startswith("__i") if name.startswith("__") else name.endswith("_"))
+    )
+
+
+def _copied_out(value: Any) -> Any:
+    """Arguments with every paged tensor replaced by a copy in ordinary memory."""
+    if _is_paged(value):
+        return value.clone()
+    if type(value) is tuple or type(value) is list:
+        return type(value)(_copied_out(item) for item in value)
+    if type(value) is dict:
+        return {key: _copied_out(item) for key, item in value.items()}
+    return value
+
+
+def _paged_in(value: Any) -> Iterator[PagedTensor | PagedParameter]:
+    """The paged tensors among arguments, nested ones too."""
+    if isinstance(value, torch.Tensor):
+        if type(value) is PagedParameter or type(value) is PagedTensor:
+            yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _paged_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _paged_in(item)
+
+
+def _guard(result: Any, units: dict[tuple[int, int], Slot]) -> Any:
+    """Makes paged tensors of those results that are views of a parameter. See Note [Aliases]."""
+    if type(result) is torch.Tensor:
+        for other in units.values():
+            state = other.state
+            index = state.find(result.data_ptr()) if result.layout is torch.strided else -1
+            if index >= 0:
+                state.views.mark(result, index)
+    elif isinstance(result, tuple | list):
+        for item in result:
+            _guard(item, units)
+    return result
+
+
+# Operations that need more than entering ----------------------------------------------------------
+
+
+def _copy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """copy_ into a contiguous range: exact float32 values to the master. See Note [Writes]."""
+    target = args[0]
+    source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+    if not _is_paged(target) or not isinstance(source, torch.Tensor):
+        return _run(func, args, kwargs)
+    with DisableTorchFunction():
+        tracked = torch.is_grad_enabled() and (target.requires_grad or source.requires_grad)
+        simple = target.is_contiguous() and not tracked and not source.is_complex()
+    if not simple:
+        return _run(func, args, kwargs)
+    slot: Slot = target._strata
+    _in_step(slot.state, func)
+    if slot.state.session.entered(slot.unit.index):  # who has it sees the device
+        return _run(func, args, kwargs)
+    value = source.detach().expand(target.shape)
+    if _is_paged(value):
+        value = value.clone()
+    with DisableTorchFunction():
+        offset = target.storage_offset() - slot.state.aliases[slot.index].storage_offset()
+        slot.state.write(slot.index, value, offset=offset)
+        torch.autograd.graph.increment_version(target)
+        slot.state.written[slot.index] = slot.state.params[slot.index]._version
+    return target
+
+
+def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`p.data = value`: takes the values over. `model.half()` and `.cuda()` end here too."""
+    target, value = args
+    if not _is_paged(target):  # an ordinary tensor is to share the memory of a paged one
+        raise RuntimeError("a tensor cannot take the memory of a paged parameter: use p.clone()")
+    if type(target) is PagedTensor or value is target:
+        return None
+    same = (value.dtype, value.device, value.shape) == (target.dtype, target.device, target.shape)
+    if not same:
+        raise RuntimeError(
+            f"parameter {_label(target)} cannot become {value.dtype} of shape "
+            f"{tuple(value.shape)} on {value.device} after strata.wrap(): pass dtype= to wrap(), "
+            "or call strata.unwrap(model) first"
+        )
+    with DisableTorchFunction():
+        if value.data_ptr() == target.data_ptr():
+            return None
+    with torch.no_grad():
+        target.copy_(value)
+    return None
+
+
+def _set_requires_grad(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Freezing a parameter is fine: no gradient, no update. A frozen one has no pages to train."""
+    target = args[0]
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    if type(target) is PagedParameter and wanted:
+        slot = target._strata
+        if not slot.state.config["params"][slot.index]["trainable"] and not target.requires_grad:
+            raise RuntimeError(
+                f"parameter {_label(target)} was frozen when strata.wrap() was called, so there is "
+                "no room for its gradient: set requires_grad before wrapping"
+            )
+    with DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def _gradients(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.autograd.grad: reads no parameter itself, only says which gradients are wanted."""
+    names = ("outputs", "inputs", "grad_outputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rest = args[len(names) :]
+    inputs = given.pop("inputs")
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    outputs = given.pop("outputs")
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    with DisableTorchFunction():
+        edges = [get_gradient_edge(t) if _is_paged(t) else t for t in inputs]
+    if any(_is_paged(t) for t in outputs):
+        raise RuntimeError("torch.autograd.grad of a parameter itself is not supported by strata")
+    return func(outputs, edges, given.pop("grad_outputs", None), *rest, **given)
+
+
+def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reads no element. The units that the graph wants are entered when it comes to them."""
+    with DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def _iterate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return iter(args[0].unbind(0))
+
+
+def _represent(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Prints as what it stands for."""
+    plain = _plain_copy(args[0])
+    return func(plain.requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
+
+
+def _to_numpy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A copy, which refuses to be written to: writes could not reach the parameter."""
+    with DisableTorchFunction():
+        if args[0].requires_grad:
+            return func(*args, **kwargs)  # torch's own error
+    array = func(args[0].clone(), *args[1:], **kwargs)
+    array.flags.writeable = False
+    return array
+
+
+def _label(tensor: Any) -> str:
+    slot: Slot = tensor._strata
+    return repr(slot.state.names[slot.index])
+
+
+def _is_paged(value: Any) -> bool:
+    return type(value) is PagedParameter or type(value) is PagedTensor
+
+
+def _name(func: Function) -> str:
+    return getattr(func, "__name__", repr(func))
+
+
+def _functions(methods: str, properties: str = "") -> frozenset[Function]:
+    """Tensor's methods, and the getters of its properties, as torch passes them."""
+    found = [getattr(torch.Tensor, name) for name in methods.split()]
+    found += [getattr(torch.Tensor, name).__get__ for name in properties.split()]
+    return frozenset(found)
+
+
+# These read no element: they run without entering.
+_METADATA = _functions(
+    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size "
+    "is_floating_point is_complex is_signed get_device __hash__ __len__ register_hook "
+    "register_post_accumulate_grad_hook retain_grad is_inference is_pinned is_same_size is_shared",
+    "shape dtype device layout requires_grad is_leaf grad_fn ndim _version output_nr is_cuda "
+    "is_cpu is_sparse is_sparse_csr is_meta is_quantized is_nested is_mkldnn is_xpu is_mps "
+    "itemsize nbytes _backward_hooks _post_accumulate_grad_hooks",
+)
+_REFUSED = _functions(
+    "data_ptr untyped_storage storage _typed_storage __dlpack__ share_memory_ resize_ "
+    "resize_as_ detach_",
+    "__cuda_array_interface__",
+)
+_SPECIAL: dict[Function, Callable[..., Any]] = {
+    torch.Tensor.copy_: _copy,
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_: _set_requires_grad,
+    torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.backward: _backward,
+    torch.Tensor.__iter__: _iterate,
+    torch.Tensor.__repr__: _represent,
+    torch.Tensor.numpy: _to_numpy,
+    torch.autograd.grad: _gradients,
+    torch.Tensor.__array__: _to_numpy,
+}

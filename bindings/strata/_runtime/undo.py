@@ -1,0 +1,130 @@
+"""A model and its optimizer as they were, to go back to where strata.wrap() does not succeed.
+
+    undo = Undo(model, optimizer)
+    try:
+        session = Session(...)
+        undo.first(session.close)      # what is to be done ahead of the rest; the last one first
+        ...                            # may change parameters, modules, hooks and groups
+    except BaseException:
+        undo.run()
+        raise
+
+Python can raise KeyboardInterrupt between any two lines of the main thread. So nothing here asks
+how far a change has come: all is put back as it was noted, and where another interrupt comes
+meanwhile, once more from the beginning.
+
+Note [Memory]. The values that parameters had are kept alive until the Undo is dropped. wrap() holds
+them and the pages side by side in any case, when it copies the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# Those of a module's attributes that torch adds to in place.
+_CONTAINERS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+
+
+class Undo:
+    """What wrap() may change, as it is now. Use from one thread."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """REQUIRES: strata.wrap() has nothing against the model."""
+        self._first: list[Callable[[], object]] = []
+        self._kept: list[_Module | _Parameter | _Optimizer] = []
+        self._kept += map(_Module, model.modules())
+        self._kept += map(_Parameter, model.parameters())
+        if isinstance(optimizer, torch.optim.Optimizer):  # else it will be refused
+            self._kept.append(_Optimizer(optimizer))
+
+    def first(self, action: Callable[[], object]) -> None:
+        """Does it ahead of what was noted before. It has to bear being done twice."""
+        self._first.append(action)
+
+    def run(self) -> None:
+        """Puts everything back."""
+        while True:
+            try:
+                self._run()
+                return
+            except KeyboardInterrupt:
+                continue
+
+    def _run(self) -> None:
+        for action in reversed(self._first):
+            action()
+        for kept in self._kept:
+            kept.restore()
+
+
+class _Module:
+    """The attributes of one module, and what torch keeps in its containers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._own = dict(vars(module))
+        self._kept = [(self._own[n], dict(self._own[n])) for n in _CONTAINERS if n in self._own]
+
+    def restore(self) -> None:
+        for container, kept in self._kept:
+            _refill(container, kept)
+        _refill(vars(self._module), self._own)
+
+
+class _Parameter:
+    """The class, values, attributes and hooks of one parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._class = type(parameter)
+        self._own = dict(vars(parameter))
+        self._data = parameter.data
+        self._trains = parameter.requires_grad
+        self._hooks = dict(_hooks(parameter))
+
+    def restore(self) -> None:
+        parameter, data = self._parameter, self._data
+        if type(parameter) is not self._class:
+            parameter.__class__ = self._class  # first: operations on a paged one are not torch's
+        if parameter.is_meta != data.is_meta:
+            old = nn.Parameter(torch.empty_like(data), self._trains)
+            torch.utils.swap_tensors(parameter, old)
+        elif (parameter.dtype, parameter.device) != (data.dtype, data.device) or (
+            not data.is_meta and parameter.data_ptr() != data.data_ptr()
+        ):
+            parameter.data = data
+        _refill(vars(parameter), self._own)
+        _refill(_hooks(parameter), self._hooks)
+
+
+class _Optimizer:
+    """The groups, options and state of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+        self._kept = [(d, dict(d)) for d in (optimizer.state, optimizer.defaults)]
+
+    def restore(self) -> None:
+        self._optimizer.param_groups[:] = [group for group, _ in self._groups]
+        for container, kept in (*self._groups, *self._kept):
+            _refill(container, kept)
+
+
+def _hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    """Those that run when its gradient is complete."""
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
+
+
+def _refill(container: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    """The same entries as before; nothing happens where it has them already."""
+    for key in [key for key in container if key not in kept]:
+        del container[key]
+    for key, value in kept.items():
+        if key not in container or container[key] is not value:
+            container[key] = value

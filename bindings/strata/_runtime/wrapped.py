@@ -1,0 +1,395 @@
+"""What strata knows of one wrapped model: the session of the core, the parameters and the units.
+
+    state = wrapped(model)
+    state.session.read(state.index_of(model.lm_head.weight), "master", 0, address, count)
+
+Use from the thread that trains. Autograd's own threads reach it through hooks.py, under the GIL.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from .._errors import StrataError
+from .._profiling.recorder import Recorder
+from .._profiling.timeline import StepLog, UseSpan
+from .._profiling.uses import RecordedStep
+from .._torch_compat import DisableTorchFunction
+from .lander import Inline, Lander, Landings
+from .streams import current_stream
+from .visits import Visit, Visits
+
+if TYPE_CHECKING:
+    from .._core import ActivationName, Config, GroupSpec, Kind, Session, StepResult
+    from .._planning.planning import Planning
+    from .escapes import Views
+
+
+CHUNK_NUMEL = 1 << 24  # values that travel through one temporary float32 tensor
+_grad: Any = torch.Tensor.grad
+
+KDLCPU = 1  # dlpack.h
+
+
+class Unit:
+    """A unit at run time."""
+
+    __slots__ = (
+        "activation",
+        "completes",
+        "expected",
+        "index",
+        "landed",
+        "may_recompute",
+        "may_swap",
+        "name",
+        "params",
+        "slices",
+        "slices_max",
+        "trainable",
+        "unsplit_reason",
+    )
+
+    def __init__(self, index: int, name: str, params: list[int], trainable: int) -> None:
+        self.index = index
+        self.name = name
+        self.params = params
+        self.trainable = trainable  # how many of them train
+        self.landed = 0  # gradients of this backward
+        self.expected = trainable  # of them: how many there will be
+        self.completes = False  # in_backward: its update begins as soon as they are in their pages
+        # What the plan says of its activations; changed between steps only.
+        self.activation: ActivationName = "keep"
+        self.slices = 1
+        # What could be said of them: found when the model is wrapped, and by trying.
+        self.may_swap = True
+        self.may_recompute = False
+        self.slices_max = 1
+        self.unsplit_reason = ""  # why it is 1, where that was tried
+
+
+class Slot:
+    """What a paged parameter, or an alias of one, knows: whose it is, and its place there."""
+
+    __slots__ = ("index", "state", "unit")
+
+    def __init__(self, state: Wrapped, index: int, unit: Unit) -> None:
+        self.state = state
+        self.index = index
+        self.unit = unit
+
+
+class Wrapped:
+    """The state behind a wrapped model. `params[i]` is parameter i of the core's session.
+
+    Invariants:
+    1. params[i] has the address of aliases[i] for as long as the session is open.
+    2. written[i] is the version counter of params[i] when the core last knew its value.
+    """
+
+    def __init__(self, model: nn.Module, session: Session, config: Config) -> None:
+        self.model = model
+        self.session = session
+        self.config = config
+        self.params = list(model.parameters())
+        self.names = [spec["name"] for spec in config["params"]]
+        self.original_dtypes = [p.dtype for p in self.params]
+        self.optimizer: torch.optim.Optimizer = cast(torch.optim.Optimizer, None)
+        kind, number = session.device
+        self.device = torch.device("cpu") if kind == KDLCPU else torch.device("cuda", number)
+        self.landings: Landings = Inline() if kind == KDLCPU else Lander(self.device)
+        self.moved_buffers: list[tuple[nn.Module, str, torch.dtype, torch.device]] = []  # as before
+        self.hooks: Any = None  # hooks.Hooks, once installed
+        self.views: Views = cast("Views", None)  # once the parameters are paged
+        self.recorder = Recorder(self.device)
+        self.visits = Visits()
+        self.log = StepLog(session, config["units"])
+        self.may_split = True  # units may be tried on slices of the batch, and run on them
+        self.planning: Planning | None = None  # None: activations are PyTorch's affair
+        self.units = self._make_units(config)
+        self.unit_of = [self.units[spec["unit"]] for spec in config["params"]]
+        self.aliases = [
+            torch.from_dlpack(session.tensor(i)).reshape(p.shape) for i, p in enumerate(self.params)
+        ]
+        self.written = [0] * len(self.params)
+        # Parameters that forwards write to through `p.data`, past their version counters.
+        self.silent: set[int] = set()
+        self.landed = [0] * len(self.params)  # gradients since the last step() or zero_grad()
+        self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
+        self.dirty = False  # step() has run and zero_grad() has not
+        self.half_loaded = False  # strata.load() has begun to write, and has not ended
+        # in_backward: what the updates of this backward use; None where none has begun.
+        self.groups_used: list[GroupSpec] | None = None
+        self.last_step: StepResult | None = None
+        self.steps = 0  # of the core's that are noted here
+        self.steps_nonfinite = self.steps_skipped = 0
+        spans = sorted(
+            (alias.data_ptr(), alias.data_ptr() + alias.nbytes, i)
+            for i, alias in enumerate(self.aliases)
+            if alias.nbytes
+        )
+        self._begins = [span[0] for span in spans]
+        self._spans = spans
+        self.low = spans[0][0]  # every address of every parameter lies in [low, high)
+        self.high = max(span[1] for span in spans)
+        # Closes the session when nothing can reach it any more, and at the interpreter's exit.
+        self.close: Callable[[], Any] = weakref.finalize(
+            self, _close, session, self.landings, self.recorder, os.getpid()
+        )
+
+    def _make_units(self, config: Config) -> list[Unit]:
+        members: list[list[int]] = [[] for _ in config["units"]]
+        for i, spec in enumerate(config["params"]):
+            members[spec["unit"]].append(i)
+        return [
+            Unit(u, name, members[u], sum(config["params"][i]["trainable"] for i in members[u]))
+            for u, name in enumerate(config["units"])
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a wrapped model is a plain one."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled model is a plain one."""
+        return (type(None), ())
+
+    def check_parameters(self) -> None:
+        """Raises RuntimeError where the model has other parameters than when it was wrapped."""
+        now = dict(self.model.named_parameters())
+        changed = sorted(set(now) ^ set(self.names))
+        changed += [
+            n for n, p in zip(self.names, self.params, strict=True) if now.get(n, p) is not p
+        ]
+        if changed:
+            raise RuntimeError(
+                f"parameter {changed[0]!r} was added, removed or exchanged after strata.wrap(), so "
+                "the result would not be the model: undo that, or call strata.unwrap(model) first"
+            )
+
+    def index_of(self, parameter: torch.Tensor) -> int:
+        """The index of a parameter of this model. Raises ValueError for any other tensor."""
+        slot = getattr(parameter, "_strata", None)
+        if slot is None or slot.state is not self:
+            raise ValueError("this tensor is not a parameter of a model wrapped by strata")
+        return cast(Slot, slot).index
+
+    def find(self, address: int) -> int:
+        """The parameter whose memory holds `address`, or -1."""
+        if not self.low <= address < self.high:
+            return -1
+        begin, end, index = self._spans[bisect.bisect_right(self._begins, address) - 1]
+        return index if begin <= address < end else -1
+
+    def stream(self) -> int:
+        """What the session is told of the stream that is computed on now; see current_stream()."""
+        return current_stream(self.device)
+
+    def enter(
+        self, unit: Unit, visit: Visit, backward: bool = False, recorded: bool = True
+    ) -> None:
+        """Waits until the unit is on the device, and keeps it there.
+
+        `recorded`: a use that the next training step will repeat, so that it is planned for.
+        """
+        asked = self.recorder.now() if recorded else 0.0
+        self.session.enter(unit.index, backward, recorded, stream=self.stream(), visit=visit.number)
+        self.recorder.enter(unit.index, backward, asked, recorded)
+
+    def leave(self, unit: Unit, visit: Visit) -> None:
+        """Undoes enter(), if that came to anything; and again does nothing. Raises StrataError
+        where a view of a parameter would stay behind."""
+        try:
+            if self.views is not None and self.session.entered(unit.index) == 1:
+                self.views.check(unit, failing=sys.exception() is not visit.handled)
+        finally:
+            if self.session.leave(unit.index, stream=self.stream(), visit=visit.number):
+                self.recorder.leave(unit.index)
+
+    def check_old(self, index: int) -> None:
+        """In a backward, of a parameter that is entered: raises StrataError where it was updated in
+        this backward already (update="in_backward")."""
+        if self.groups_used is None:
+            return
+        if self.unit_of[index].completes:
+            self.landings.wait()  # the core is to know whether its update has begun
+        if self.session.updated(index):
+            raise StrataError(
+                f"parameter {self.names[index]!r} is needed again in this backward, after its "
+                "gradient was complete and its update began; update='on_step' keeps it as it is "
+                "until step()"
+            )
+
+    def refuse_visits(self) -> None:
+        """Raises RuntimeError where another thread is in a forward of the model."""
+        for unit in self.units:
+            if self.session.entered(unit.index):
+                raise RuntimeError(
+                    f"step() while {unit.name} is in use by another thread: wait for its forward "
+                    "to end"
+                )
+
+    def refuse_half_step(self, what: str) -> None:
+        """Raises RuntimeError between a backward that has updated parameters and step(), and where
+        refuse_half_load() does: parameters are of two states then."""
+        self.refuse_half_load(what)
+        if self.groups_used is not None:
+            raise RuntimeError(
+                f"{what} between backward() and step(): update='in_backward' has updated some of "
+                "the parameters already, perhaps not all. Call optimizer.step() first, which ends "
+                "this step with the gradients that there are, also of a backward that was "
+                "interrupted; or return to a checkpoint with strata.load()"
+            )
+
+    def refuse_half_load(self, what: str) -> None:
+        """Raises RuntimeError where strata.load() has written some of the parameters, not all."""
+        if self.half_loaded:
+            raise RuntimeError(
+                f"{what} after a strata.load() that ended half-way: some parameters are the "
+                "checkpoint's and some are not. Call strata.load() again, with that or another"
+            )
+
+    def synchronize(self) -> None:
+        """Waits for gradients on their way, updates and writes."""
+        self.landings.wait()
+        self.session.synchronize()
+
+    def catch_up(self) -> None:
+        """Waits for the updates that LockFree leaves open: what is read then is the newest."""
+        if self.config["update"] == "lock_free":
+            self.landings.wait()
+            self.session.drain()
+
+    def note_write(self, index: int) -> None:
+        """Tells the core that the user changed a parameter in place. REQUIRES: it is entered.
+
+        Raises StrataError where the change cannot be taken over: it is undone.
+        """
+        with DisableTorchFunction():
+            version = self.params[index]._version
+        try:
+            self.session.device_written(index, stream=self.stream())
+        except StrataError:
+            self.written[index] = version  # told once
+            raise
+        self.written[index] = version
+
+    def read(self, index: int, kind: Kind = "master") -> torch.Tensor:
+        """A parameter, moment or gradient, as a new float32 tensor of its shape on the CPU."""
+        alias = self.aliases[index]
+        result = torch.empty(alias.shape, dtype=torch.float32, device="cpu")
+        if alias.numel():
+            self.landings.wait()
+            self.session.read(index, kind, 0, result.data_ptr(), result.numel())
+        return result
+
+    def write(
+        self, index: int, value: torch.Tensor, kind: Kind = "master", offset: int = 0
+    ) -> None:
+        """Stores values, of any dtype, as the exact master (or moment) from element `offset` on."""
+        self.landings.wait()
+        flat = value.detach().reshape(-1)
+        for begin in range(0, flat.numel(), CHUNK_NUMEL):
+            part = flat[begin : begin + CHUNK_NUMEL].to("cpu", torch.float32).contiguous()
+            self.session.write(index, kind, offset + begin, part.data_ptr(), part.numel())
+
+    def note_step(self, result: StepResult) -> None:
+        """Counts a step, and marks what it changes as changed for the graphs that saved it."""
+        self.last_step = result
+        self.steps_nonfinite += not result["finite"]
+        self.steps_skipped += result["skipped"]
+        self._note_step(changes=not result["skipped"])
+
+    def _note_step(self, changes: bool) -> None:
+        if changes:
+            self._note_change([i for i, count in enumerate(self.landed) if count])
+        self.dirty = self.dirty or any(self.landed)
+        self._note_no_gradients()
+        self.steps = self.session.steps()
+
+    def _note_change(self, changed: list[int]) -> None:
+        with DisableTorchFunction():
+            torch.autograd.graph.increment_version([self.params[i] for i in changed])
+            for i in changed:
+                self.written[i] = self.params[i]._version
+
+    def _note_no_gradients(self) -> None:
+        self.groups_used = None
+        self.landed = [0] * len(self.params)
+        for unit in self.units:
+            unit.completes = False
+
+    def settle(self) -> None:
+        """After an exception: learns from the core what happened. REQUIRES: no backward runs, and
+        no other thread is in step() or zero_grad()."""
+        self.landings.wait()
+        self._drop_real_gradients()
+        if self.session.steps() != self.steps:
+            self._note_step(changes=True)
+        if not self.session.in_half_step():
+            self.groups_used = None
+        count = self.session.gradient_count
+        self.landed = [count(i) for i in range(len(self.params))]
+
+    def forget_step(self) -> None:
+        """Forgets gradients and what they were used for. What parameters hold then is of no one
+        step: call it ahead of writing all of them."""
+        self.landings.wait()
+        self._drop_real_gradients()
+        self.session.forget_step()
+        self._note_change(list(range(len(self.params))))
+        self._note_no_gradients()
+        self.dirty = False
+
+    def end_step(self, predicted_seconds: float | None = None, plan: int = 0) -> RecordedStep:
+        """What was recorded of the step that has ended. The log keeps of it what reports tell."""
+        step = self.recorder.take()
+        if step.uses:
+            # Of several rounds the recorder tells the last one only.
+            begin = step.begin if step.rounds == 1 else None
+            uses = map(UseSpan.of, step.uses)
+            self.log.end_step(begin, step.end, uses, predicted_seconds, plan)
+        return step
+
+    def drop_gradients(self) -> None:
+        """Forgets what has landed since the last step."""
+        self.landings.wait()
+        self._drop_real_gradients()
+        self.session.drop_gradients()
+        self.landed = [0] * len(self.params)
+        self.dirty = False
+
+    def _drop_real_gradients(self) -> None:
+        """Those that autograd completed, and no hook took to the core: an exception came first."""
+        with DisableTorchFunction():
+            for parameter in self.params:
+                _grad.__set__(parameter, None)
+
+    def gradient_landed(self) -> bool:
+        """Whether plain PyTorch would now show gradients in `p.grad`."""
+        return self.dirty or any(self.landed)
+
+
+def _close(session: Session, landings: Landings, recorder: Recorder, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child has none of the threads that would be waited for
+        return
+    with contextlib.suppress(RuntimeError):  # Python may collect a model on any thread
+        recorder.close()
+    landings.close()
+    session.close()
+
+
+def wrapped(model: nn.Module) -> Wrapped:
+    """The state of a wrapped model. Raises ValueError where the model is not wrapped."""
+    state = model.__dict__.get("_strata")
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} is not wrapped: call strata.wrap() first")
+    return cast(Wrapped, state)

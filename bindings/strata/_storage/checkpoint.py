@@ -1,0 +1,303 @@
+"""Resumable checkpoints: everything a run needs, streamed through a bounded buffer.
+
+    strata.save(model, "checkpoint/", extra={"batch": 120})
+    extra = strata.load(model, "checkpoint/")          # same model, any budgets, any page size
+
+Format, version 1. A checkpoint is a folder of two files:
+
+    state.bin      the tensors, one behind the other, little-endian, no padding. Per parameter in
+                   the order of model.parameters(): master (float32; of a frozen parameter its own
+                   dtype), then moment1 and moment2 (float32) as far as its rule keeps them. The
+                   tiles of a layer are one parameter here. Then the persistent buffers, in their
+                   own dtype.
+    manifest.json  {"checksum": XXH3-64 of the rest as canonical JSON, "version": 1,
+                    "bytes": of state.bin,
+                    "params":  [{"name", "shape", "dtype", "trainable", "step", "tensors"}],
+                    "buffers": [{"name", "shape", "tensors"}],
+                        where tensors is [{"kind", "dtype", "offset", "bytes", "xxh3_64"}]
+                    "groups":  the optimizer's parameter groups without their parameters,
+                    "rng":     the states of torch (CPU, CUDA), random and numpy,
+                    "extra":   what the caller gave}
+
+Note [Complete or absent]. Both files are written into a work folder beside `path` (replacing.py),
+into `path.strata-RANDOM/new`, the manifest last, and synced to the disk; then an older checkpoint
+steps aside to `path.strata-RANDOM/old`, the new one takes its name, and the work folder is deleted.
+A folder with a manifest is thus always whole. Killed between the two renames, `path` is missing
+while both others are whole: a loader then takes the newer. What a killed process left is deleted by
+the next save to the same `path`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from .._optim.groups import moments_of
+from .._runtime.optimizer import StrataOptimizer
+from .._runtime.wrapped import Wrapped, wrapped
+from . import rng
+from .checkpoint_files import (
+    BUFFER_BYTES,
+    STATE_NAME,
+    CheckpointError,
+    Record,
+    TensorReader,
+    TensorWriter,
+    find,
+    replace_folder,
+    write_manifest,
+)
+from .checkpoint_manifest import Wanted, WantedTensor, check, merged
+from .stored import StoredTensor, stored_tensors
+from .weights import persistent_buffers
+
+if TYPE_CHECKING:
+    from .._core import Kind, ParamSpec, Session  # types only: the stub's, not the core's
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+def save(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    extra: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a checkpoint of a wrapped model, which takes the place of an older one at `path`.
+
+    `extra` is a dictionary that JSON can hold; `load` gives it back. Waits for pending updates.
+    Memory used: 4 MiB, whatever the size of the model. Raises CheckpointError where `path` is
+    something else, or cannot be replaced; TypeError where `extra` or a hyperparameter is nothing
+    JSON can hold.
+    """
+    state = wrapped(model)
+    state.check_parameters()
+    state.hooks.reset()
+    state.refuse_half_step("save()")
+    state.synchronize()
+    told = {"groups": _plain_groups(state), "rng": rng.capture(), "extra": extra or {}}
+    if not isinstance(told["extra"], dict):
+        raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
+    json.dumps(told)  # raises now, not when all tensors are written
+    _check_buffers(model)
+    buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
+    meter = _Meter(progress, _total_bytes(state))
+    params, buffers = [], []
+    with replace_folder(Path(path)) as folder:
+        with TensorWriter(folder / STATE_NAME) as file:
+            for tensor in stored_tensors(model):
+                spec = state.config["params"][tensor.parts[0]]
+                params.append(
+                    {
+                        "name": tensor.name,
+                        "shape": list(tensor.shape),
+                        "dtype": spec["dtype"],
+                        "trainable": spec["trainable"],
+                        "step": state.session.param_step(tensor.parts[0]),
+                        "tensors": [
+                            file.append(
+                                kind, dtype, meter(_stored(state, tensor, kind, dtype, buffer))
+                            )
+                            for kind, dtype in _kinds(state, spec)
+                        ],
+                    }
+                )
+            for name, value in persistent_buffers(model).items():
+                record = file.append("buffer", _name(value.dtype), meter(_raw(value)))
+                buffers.append({"name": name, "shape": list(value.shape), "tensors": [record]})
+        write_manifest(folder, {"bytes": file.bytes, "params": params, "buffers": buffers, **told})
+
+
+def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Continues from a checkpoint: weights, moments, steps, hyperparameters, buffers, randomness.
+
+    Budgets, page size and disks may differ from those of the run that saved it. Returns `extra`.
+    Raises CheckpointError, before anything is changed, where there is no complete checkpoint, where
+    it is damaged, or of another model. Where an exception ends it later, Ctrl-C too, everything
+    else is refused until a load has come to its end.
+    """
+    state = wrapped(model)
+    folder = find(path)
+    if folder is None:
+        raise CheckpointError(f"no complete checkpoint at {path}")
+    with TensorReader(folder) as file:
+        manifest = file.manifest
+        check(manifest, _wanted(state, model), str(folder))
+        groups = _merged_groups(state, manifest["groups"], folder)
+        meter = _Meter(progress, 2 * manifest["bytes"])
+        entries = [*manifest["params"], *manifest["buffers"]]
+        file.verify(((e["name"], r) for e in entries for r in e["tensors"]), meter.add)
+        state.hooks.reset()
+        state.half_loaded = True
+        state.forget_step()
+        for tensor, entry in zip(stored_tensors(model), manifest["params"], strict=True):
+            for record in entry["tensors"]:
+                _restore(state.session, tensor, record, meter(file.chunks(record)))
+            for place in tensor.parts:
+                state.session.set_param_step(place, entry["step"])
+        buffers = persistent_buffers(model)
+        for entry in manifest["buffers"]:
+            raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
+            _set_buffer(buffers[entry["name"]], raw)
+    for group, new in zip(state.optimizer.param_groups, groups, strict=True):
+        for key, value in new.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+    rng.restore(manifest["rng"])
+    state.half_loaded = False
+    extra: dict[str, Any] = manifest["extra"]
+    return extra
+
+
+class _Meter:
+    """Counts bytes on their way and tells whoever watches."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def __call__(self, chunks: Iterator[memoryview]) -> Iterator[memoryview]:
+        for chunk in chunks:
+            yield chunk
+            self.add(len(chunk))
+
+
+def _kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
+    """What is stored of a parameter, and as which dtype."""
+    if not spec["trainable"]:
+        return [("master", spec["dtype"])]
+    kinds: list[Kind] = ["master", "moment1", "moment2"]
+    moments = moments_of(state.config["groups"][spec["group"]])
+    return [(kind, "float32") for kind in kinds[: 1 + len(moments)]]
+
+
+def _stored(
+    state: Wrapped, tensor: StoredTensor, kind: Kind, dtype: str, buffer: torch.Tensor
+) -> Iterator[memoryview]:
+    """One tensor, from the pages of its parameters, in its dtype on disk."""
+    for param in tensor.parts:
+        numel = state.config["params"][param]["numel"]
+        for begin in range(0, numel, buffer.numel()):
+            values = buffer[: numel - begin]
+            state.session.read(param, kind, begin, values.data_ptr(), values.numel())
+            yield from _raw(values.to(getattr(torch, dtype)))
+
+
+def _restore(
+    session: Session, tensor: StoredTensor, record: Record, chunks: Iterator[memoryview]
+) -> None:
+    dtype = getattr(torch, record["dtype"])
+    sizes = [math.prod(shape) for shape in tensor.part_shapes]
+    part, offset = 0, 0  # where the next value belongs
+    for chunk in chunks:
+        values = torch.frombuffer(chunk, dtype=dtype).to(torch.float32)
+        while values.numel():
+            here, values = values[: sizes[part] - offset], values[sizes[part] - offset :]
+            session.write(tensor.parts[part], record["kind"], offset, here.data_ptr(), here.numel())
+            offset += here.numel()
+            if offset == sizes[part]:
+                part, offset = part + 1, 0
+
+
+def _raw(value: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in memory."""
+    if value.numel():
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        yield plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+@torch.no_grad()
+def _set_buffer(target: torch.Tensor, raw: bytes) -> None:
+    if not raw:
+        return
+    value = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(target.dtype)
+    value = value.reshape(target.shape)
+    # Of an expanded tensor all rows are one.
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0:
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    target.copy_(value)
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Raises CheckpointError for a buffer whose bytes are not its values."""
+    for name, value in persistent_buffers(model).items():
+        if value.layout != torch.strided or value.is_quantized:
+            raise CheckpointError(
+                f"buffer {name!r} is {'quantized' if value.is_quantized else value.layout}, which "
+                "no checkpoint holds: make it dense, or not persistent"
+            )
+
+
+def _plain_groups(state: Wrapped) -> list[dict[str, Any]]:
+    """The parameter groups without their parameters, as JSON values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+    return [
+        {key: plain(value) for key, value in group.items() if key != "params"}
+        for group in state.optimizer.param_groups
+    ]
+
+
+def _merged_groups(
+    state: Wrapped, saved: list[dict[str, Any]], folder: Path
+) -> list[dict[str, Any]]:
+    """The hyperparameters to go on with. Raises CheckpointError where they need other moments."""
+    optimizer = cast(StrataOptimizer, state.optimizer)
+    groups = [merged(g, s) for g, s in zip(_plain_groups(state), saved, strict=True)]
+    try:
+        specs = optimizer.group_specs(groups)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"the hyperparameters in {folder} do not fit: {error}") from error
+    for i, (spec, ours) in enumerate(zip(specs, state.config["groups"], strict=True)):
+        if len(moments_of(spec)) > len(moments_of(ours)):
+            raise CheckpointError(
+                f"groups[{i}] in {folder} needs {len(moments_of(spec))} moments, and the model was "
+                f"wrapped with hyperparameters that keep {len(moments_of(ours))}"
+            )
+    return groups
+
+
+def _total_bytes(state: Wrapped) -> int:
+    return sum(
+        spec["numel"] * getattr(torch, dtype).itemsize
+        for spec in state.config["params"]
+        for _, dtype in _kinds(state, spec)
+    ) + sum(value.nbytes for value in persistent_buffers(state.model).values())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _wanted(state: Wrapped, model: nn.Module) -> Wanted:
+    """What a checkpoint of the model, as it is now, would say."""
+    params = []
+    for tensor in stored_tensors(model):
+        spec = state.config["params"][tensor.parts[0]]
+        params.append(WantedTensor(tensor.name, list(tensor.shape), _kinds(state, spec)))
+    buffers = [
+        WantedTensor(name, list(value.shape), [("buffer", _name(value.dtype))])
+        for name, value in persistent_buffers(model).items()
+    ]
+    return Wanted(params, buffers, _plain_groups(state))

@@ -1,0 +1,82 @@
+"""The tensors that files know of a model: its parameters, with tiles joined to the layer's own.
+
+    for tensor in stored_tensors(model):
+        tensor.name, tensor.shape, tensor.parts      # "lm_head.weight", (32000, 64), (7, 8, 9, 10)
+
+A layer that is cut into tiles (nn/tiles.py) has many parameters, but files hold one tensor, as
+those of the plain model do: a checkpoint may be loaded under budgets that ask for other tiles. Pure
+functions.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..nn.tiles import Tiled
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file. Its rows are those of its parts, one behind the other."""
+
+    names: tuple[str, ...]  # of a tied parameter more than one; the first is the file's
+    shape: Shape
+    parts: tuple[int, ...]  # places in model.parameters()
+    part_names: tuple[str, ...]  # as in model.named_parameters()
+    part_shapes: tuple[Shape, ...]
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in a file."""
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+    def split(self, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters' names, and the part of `value` that each one is."""
+        parts = value.reshape(-1).split([math.prod(shape) for shape in self.part_shapes])
+        for name, part, shape in zip(self.part_names, parts, self.part_shapes, strict=True):
+            yield name, part.reshape(shape)
+
+
+def stored_tensors(model: nn.Module) -> list[StoredTensor]:
+    """In the order of model.parameters(), where a tensor stands in the place of its first part."""
+    joined = _joined_names(model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(joined.get(name, name))
+    members: dict[str, list[tuple[int, str, nn.Parameter]]] = {}
+    for place, (name, parameter) in enumerate(model.named_parameters()):
+        members.setdefault(joined.get(name, name), []).append((place, name, parameter))
+    result = []
+    for found in members.values():
+        places, part_names, parts = zip(*found, strict=True)
+        shapes = tuple(tuple(p.shape) for p in parts)
+        whole = shapes[0] if len(parts) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
+        result.append(StoredTensor(tuple(names[id(parts[0])]), whole, places, part_names, shapes))
+    return result
+
+
+def tiled_modules(model: nn.Module) -> dict[str, Tiled]:
+    """The layers of a model that are cut into tiles, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, Tiled)}
+
+
+def _joined_names(model: nn.Module) -> dict[str, str]:
+    """The name of every tile's parameter → that of the tensor which it is a part of."""
+    result: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Tiled):
+            prefix = f"{path}." if path else ""
+            for name in module.tensor_names():
+                for i in range(len(module.tiles)):
+                    result[f"{prefix}tiles.{i}.{name}"] = f"{prefix}{name}"
+    return result

@@ -1,0 +1,291 @@
+"""Traces as text files, so that a step recorded on one machine can be planned on another.
+
+    save_trace(model, "step.trace.json")              # of a wrapped model that has trained a step
+    save("step.trace.json", trace, Origin(model="LlamaForCausalLM", tokens=2048))
+    found = load("step.trace.json")
+    found.trace, found.origin.tokens
+    mismatch(found.trace, [("model.embed_tokens", 8388608), ...])     # "" where it is of this model
+
+Format, JSON:
+
+    {"format": "strata trace", "version": 2,
+     "origin": {"model": class name, "machine": where it was recorded, "tokens": of the step,
+                "shapes": of the tensors that the model was called with},
+     "parameters": elements of all units, "units_hash": sha256 of their names and elements,
+     "moments": ..., "tail_seconds": ..., "tail_peak_bytes": ...,
+     "units": TABLE, "uses": TABLE, "tensors": TABLE}
+
+A TABLE is {"fields": [names], "rows": [[values], ...]}, its fields those of TracedUnit, Use and
+SavedTensor in offload/planner/trace.hpp, which says what each means; seconds are seconds, sizes
+bytes. Fields may stand in any order; none may be missing or unknown. The version changes whenever a
+field does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from .._config import device
+from .._config.choices import RECOMPUTES
+from .._profiling import calibrate
+from .._runtime.wrapped import wrapped
+
+if TYPE_CHECKING:
+    from .._core import Trace
+
+FORMAT = "strata trace"
+VERSION = 2
+TRACED = frozenset(("keep", *RECOMPUTES))  # how a step can have been recorded
+COUNT_MAX = 1 << 60
+
+# What each field holds. The first one of a table that does not is named.
+UNIT_FIELDS: dict[str, type] = {
+    "name": str,
+    "elements": int,
+    "param_bytes": int,
+    "grad_bytes": int,
+    "state_bytes": int,
+    "chunks": int,
+    "slices_max": int,
+    "may_swap": bool,
+    "may_recompute": bool,
+    "traced": str,
+    "slices_traced": int,
+}
+USE_FIELDS: dict[str, type] = {
+    "unit": int,
+    "backward": bool,
+    "enter": int,
+    "leave": int,
+    "seconds": float,
+    "gap_seconds": float,
+    "live_bytes": int,
+    "peak_bytes": int,
+    "gap_peak_bytes": int,
+}
+TENSOR_FIELDS: dict[str, type] = {
+    "unit": int,
+    "bytes": int,
+    "born": int,
+    "last_used": int,
+    "input": bool,
+}
+TABLES = {"units": UNIT_FIELDS, "uses": USE_FIELDS, "tensors": TENSOR_FIELDS}
+SINGLE: dict[str, type] = {"moments": int, "tail_seconds": float, "tail_peak_bytes": int}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a trace comes from; what is not known is empty."""
+
+    model: str = ""
+    machine: str = ""  # what computed: a processor or a GPU
+    tokens: int = 0
+    shapes: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """What a file holds."""
+
+    trace: Trace
+    origin: Origin
+
+
+def save(path: str | Path, trace: Trace, origin: Origin | None = None) -> None:
+    """Writes the file, complete or not at all. Raises ValueError for a trace that contradicts
+    itself."""
+    if problem := contradiction(trace):
+        raise ValueError(f"this trace contradicts itself: {problem}")
+    content = cast(dict[str, Any], trace)
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "origin": dataclasses.asdict(origin or Origin()),
+        "parameters": sum(unit["elements"] for unit in trace["units"]),
+        "units_hash": _units_hash(units_of(trace)),
+        **{name: content[name] for name in SINGLE},
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    for name, fields in TABLES.items():
+        rows = [json.dumps([row[key] for key in fields]) for row in content[name]]
+        table = ",\n  ".join(rows)
+        lines.append(
+            f'{json.dumps(name)}: {{"fields": {json.dumps(list(fields))}, "rows": [\n  {table}]}}'
+        )
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        partial.write_text("{" + ",\n".join(lines) + "}\n")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_trace(model: nn.Module, path: str | Path) -> None:
+    """Saves the recorded step of a wrapped model, for `strata plan --trace`.
+
+    Raises ValueError where none was recorded: strata.wrap() needs activations=, and a step has to
+    have run.
+    """
+    state = wrapped(model)
+    planning = state.planning
+    if planning is None or planning.current is None or planning.current.trace is None:
+        raise ValueError(
+            "no step of this model was recorded: wrap it with activations='auto' and train one step"
+        )
+    machine = device.description(state.config["device"]) or calibrate.processor()
+    shapes = [list(shape) for shape in planning.current.shape]
+    # A batch of token ids is (sequences, tokens); of other models the tokens stay unknown.
+    tokens = shapes[0][0] * shapes[0][1] if shapes and len(shapes[0]) == 2 else 0
+    origin = Origin(type(model).__name__, machine, tokens, shapes)
+    save(path, planning.current.trace, origin)
+
+
+def load(path: str | Path) -> TraceFile:
+    """Reads and checks a file. Raises ValueError saying what is wrong with it, OSError where it
+    cannot be read."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a strata trace: it is not text") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is cut off, or not a strata trace: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a strata trace: its format is not {FORMAT!r}")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is a strata trace of version {content.get('version')}; this strata reads "
+            f"version {VERSION}: record it again"
+        )
+    try:
+        return _parse(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _parse(content: dict[str, Any]) -> TraceFile:
+    known = {"format", "version", "origin", "parameters", "units_hash", *SINGLE, *TABLES}
+    if different := sorted(known ^ set(content)):
+        missing = different[0] not in content
+        raise ValueError(f"{different[0]!r} is {'missing' if missing else 'unknown'}")
+    values: dict[str, Any] = {}
+    for name, kind in SINGLE.items():
+        values[name] = _checked(content[name], kind, name)
+    for name, fields in TABLES.items():
+        values[name] = _rows(content[name], fields, name)
+    trace = cast("Trace", values)
+    if problem := contradiction(trace):
+        raise ValueError(f"the trace contradicts itself: {problem}")
+    elements = sum(unit["elements"] for unit in trace["units"])
+    if content["parameters"] != elements:
+        raise ValueError(f"it names {content['parameters']} parameters, its units have {elements}")
+    if content["units_hash"] != _units_hash(units_of(trace)):
+        raise ValueError("its units are not those that it was written with")
+    return TraceFile(trace, _origin(content["origin"]))
+
+
+def _rows(table: Any, fields: Mapping[str, type], name: str) -> list[dict[str, Any]]:
+    if not isinstance(table, dict) or set(table) != {"fields", "rows"}:
+        raise ValueError(f"{name} is not a table of fields and rows")
+    names, rows = table["fields"], table["rows"]
+    if not isinstance(names, list) or sorted(map(str, names)) != sorted(fields):
+        raise ValueError(f"{name} has the fields {names}, and should have {list(fields)}")
+    if not isinstance(rows, list):
+        raise ValueError(f"{name} has no rows")
+    result = []
+    for i, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != len(names):
+            raise ValueError(f"row {i} of {name} has not {len(names)} values: {row}")
+        where = f"of row {i} of {name}"
+        result.append(
+            {
+                key: _checked(value, fields[key], f"{key} {where}")
+                for key, value in zip(names, row, strict=True)
+            }
+        )
+    return result
+
+
+def _checked(value: Any, kind: type, name: str) -> Any:
+    if kind is float and type(value) is int:
+        value = float(min(value, COUNT_MAX + 1))
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
+    if isinstance(value, int | float) and not 0 <= value <= COUNT_MAX:  # nor NaN
+        raise ValueError(f"{name} is {value!r}, which cannot be")
+    return value
+
+
+def _origin(content: Any) -> Origin:
+    if not isinstance(content, dict) or set(content) != {
+        f.name for f in dataclasses.fields(Origin)
+    }:
+        raise ValueError(f"origin is {content!r}")
+    for name, kind in (("model", str), ("machine", str), ("tokens", int)):
+        _checked(content[name], kind, f"{name} of origin")
+    return Origin(**content)
+
+
+def contradiction(trace: Trace) -> str:
+    """The first thing in a trace that cannot be; "" where there is none."""
+    units, uses, moments = trace["units"], trace["uses"], trace["moments"]
+    for unit in units:
+        if unit["traced"] not in TRACED:
+            return f"unit {unit['name']} was traced with activations {unit['traced']!r}"
+        if unit["slices_max"] < 1:
+            return f"unit {unit['name']} has no slices"
+        if not 1 <= unit["slices_traced"] <= unit["slices_max"]:
+            return f"unit {unit['name']} was traced on {unit['slices_traced']} slices"
+        if unit["slices_traced"] > 1 and unit["traced"] == "keep":
+            return f"unit {unit['name']} was traced on slices and not recomputed"
+    before = -1
+    for i, use in enumerate(uses):
+        if use["unit"] >= len(units):
+            return f"use {i} is of unit {use['unit']} of {len(units)}"
+        if not use["enter"] < use["leave"] < moments:
+            return f"use {i} lasts from moment {use['enter']} to {use['leave']} of {moments}"
+        if use["enter"] <= before:
+            return f"use {i} is entered at moment {use['enter']}, before use {i - 1}"
+        if use["peak_bytes"] < use["live_bytes"]:
+            return f"use {i} has a peak of {use['peak_bytes']} bytes, below what was there"
+        before = use["enter"]
+    for i, tensor in enumerate(trace["tensors"]):
+        born, last = tensor["born"], tensor["last_used"]
+        if not born <= last < len(uses):
+            return f"saved tensor {i} is born in use {born} and last used in use {last}"
+        if tensor["unit"] != uses[born]["unit"] or uses[born]["backward"]:
+            return f"saved tensor {i} is not born in a forward use of its unit"
+    return ""
+
+
+def units_of(trace: Trace) -> list[tuple[str, int]]:
+    """The names of a trace's units and their elements."""
+    return [(unit["name"], unit["elements"]) for unit in trace["units"]]
+
+
+def mismatch(trace: Trace, units: Sequence[tuple[str, int]]) -> str:
+    """Why the trace is not of a model with these units (names and elements); "" where it is."""
+    traced = units_of(trace)
+    for mine, theirs in zip(traced, units, strict=False):
+        if mine[0] != theirs[0]:
+            return f"the trace has unit {mine[0]} where the model has {theirs[0]}"
+        if mine[1] != theirs[1]:
+            return f"unit {mine[0]} has {mine[1]} parameters in the trace, {theirs[1]} in the model"
+    if len(traced) != len(units):
+        return f"the trace has {len(traced)} units, the model {len(units)}"
+    return ""
+
+
+def _units_hash(units: Iterable[tuple[str, int]]) -> str:
+    text = "\n".join(f"{elements} {name}" for name, elements in units)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
