@@ -27,11 +27,6 @@ std::uint32_t staging_wanted(std::uint32_t chunk_pages_max) {
   return kChunksInFlight * chunk_pages_max + kSinglePages;
 }
 
-// What is set aside in host memory, whatever rests where.
-std::size_t set_aside(const Allotment& allotment) {
-  return std::size_t{allotment.buffer_frames} + allotment.scale_frames + allotment.landing_frames;
-}
-
 std::size_t pages_of(std::span<const Sizes> units) {
   std::size_t pages = 0;
   for (const Sizes& unit : units) pages += unit.total();
@@ -353,6 +348,10 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const All
   then.activation_slots = static_cast<std::uint32_t>(room.ssd_pages);
   STRATA_ASSERT(then.host_frames <= budget);
   return allotted;
+}
+
+std::size_t set_aside(const Allotment& allotment) {
+  return std::size_t{allotment.buffer_frames} + allotment.scale_frames + allotment.landing_frames;
 }
 
 std::uint32_t choose_staging(std::uint32_t chunk_pages_max, std::size_t frames) {

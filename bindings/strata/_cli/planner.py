@@ -19,7 +19,7 @@ from .._config import configure, device
 from .._config.configure import UNBOUNDED
 from .._config.sizes import format_duration, format_size, write_size
 from .._planning import budget_check
-from .._planning.forecast import Forecast, forecast, staging_bytes
+from .._planning.forecast import Forecast, forecast
 from .._profiling.calibrate import Calibration, Setup, calibration
 from .._report.endurance import wear_lines
 from .._storage.leftovers import remove_leftovers
@@ -94,7 +94,7 @@ def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) ->
     helps."""
     if budgets["ssd_bytes"]:
         return 0
-    staging = staging_bytes(budgets["host_bytes"], budgets["page_bytes"])
+    staging = _core.staging_bytes(budgets["host_bytes"], budgets["page_bytes"])
     with_ssd: Budgets = {**budgets, "ssd_bytes": UNBOUNDED, "staging_bytes": staging}
     plan = _core.PaperPlan(trace, costs, with_ssd, wishes).plan
     return plan["peaks"]["ssd"]["bytes"] if plan["feasible"] else 0

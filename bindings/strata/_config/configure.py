@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .._errors import StrataError, check_choice
+from .._errors import check_choice
 from .._optim.groups import check_optimizer, group_spec, moments_of
 from . import device, machine
 from .choices import (
     ACTIVATIONS,
     IO_ENGINES,
-    PAGE_BYTES_MIN,
     check_page_size,
     check_split,
     check_workers,
@@ -204,6 +203,7 @@ def configure(
         "compute_threads": device.compute_threads(device_name),
         "device": device_name,
         "apart": used_apart(unit_specs, hooked) if options.max_unit_norm else [],
+        "together": entered_together(model, hooked),
     }
     given = parse_budgets(options.memory)
     free = device.free_bytes(device_name)
@@ -231,69 +231,23 @@ def device_goal(config: Config, options: Options) -> int:
     return config["device_bytes"] + max(0, free - config["device_bytes"] - config["host_bytes"])
 
 
-def nested_device_bytes(
-    model: nn.Module, hooked: dict[nn.Module, list[int]], plan: Plan
-) -> tuple[int, str]:
-    """The most that is entered at one moment of a forward, and the name of the module then running.
+def entered_together(
+    model: nn.Module, hooked: dict[nn.Module, list[int]]
+) -> list[tuple[str, list[int]]]:
+    """What is entered at one moment of a forward: the name of the module that is entered last, and
+    the units.
 
     A module that owns parameters beside sub-modules is still running when those enter.
     """
     names = {name: hooked[module] for name, module in model.named_modules() if module in hooked}
-    most, where = 0, ""
+    together = []
     for name, units in names.items():
         parts = name.split(".") if name else []
         entered = set(units)
         for depth in range(len(parts)):
             entered.update(names.get(".".join(parts[:depth]), []))
-        needed = sum(
-            plan["units"][u]["param_bytes"] for u in entered if not plan["units"][u]["on_device"]
-        )
-        if needed > most:
-            most, where = needed, name or "the model itself"
-    return most, where
-
-
-def settle(
-    model: nn.Module,
-    hooked: dict[nn.Module, list[int]],
-    config: Config,
-    make_plan: Callable[[Config], Plan],
-) -> Plan:
-    """The plan of `config`, with smaller pages where modules within each other ask for it.
-
-    Raises StrataError where the budgets cannot work, with the smallest that would.
-    """
-    plan: Plan | None
-    try:
-        plan = make_plan(config)
-        page_bytes = plan["page_bytes"]
-    except StrataError as error:
-        tier = getattr(error, "tier", "")
-        # What is wrong with options of another kind names a tier too, and no space would help.
-        if tier == "ssd" and config["ssd_paths"] and str(error).startswith("infeasible"):
-            free = format_size(machine.free_disk_bytes(config["ssd_paths"]))
-            raise StrataError(f"{error} ({', '.join(config['ssd_paths'])}: {free} free)") from error
-        if tier != "device":
-            raise
-        plan = None
-        page_bytes = config["page_bytes"] or PAGE_BYTES_MIN
-    smallest = config["page_bytes"] or PAGE_BYTES_MIN
-    budget = config["device_bytes"]
-    while True:
-        if plan is not None and nested_device_bytes(model, hooked, plan)[0] <= plan["device_bytes"]:
-            return plan
-        if page_bytes <= smallest:
-            break
-        page_bytes //= 2
-        config["page_bytes"] = page_bytes
-        plan = make_plan(config)
-    wide = make_plan({**config, "page_bytes": smallest, "device_bytes": UNBOUNDED})
-    needed, where = nested_device_bytes(model, hooked, wide)
-    raise StrataError(
-        f"infeasible: the device budget is {format_size(budget)} ({budget} bytes), and forward of "
-        f"{where} needs {format_size(needed)}, with the modules around it that own parameters; "
-        f"device={needed} would do"
-    )
+        together.append((name or "the model itself", sorted(entered)))
+    return together
 
 
 def _check_devices(model: nn.Module, device_name: str) -> None:

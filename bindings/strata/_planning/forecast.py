@@ -23,7 +23,6 @@ from .limits import Setting, limiting_sentence
 if TYPE_CHECKING:
     from .._core import Bound, Budgets, Costs, Simulation, Stall, StepPlan, Trace, Wishes
 
-STAGING_PAGES = 36  # four chunks of 7, and 8
 TIERS = ("device", "host", "ssd")
 PURPOSES = {
     "param": "parameters",
@@ -237,10 +236,3 @@ def forecast(
         setting = Setting(ssd=budgets["ssd_bytes"] > 0, update=update)
         limited = limiting_sentence(paper, costs, setting)
     return Forecast(trace, budgets, plan, paper.bound(), simulation, tokens, limited=limited)
-
-
-def staging_bytes(host_bytes: int, page_bytes: int) -> int:
-    """Of host memory, for pages that pass between SSD and device: as engine/residence.cpp takes it
-    for chunks of 16-bit parameters."""
-    frames = host_bytes // page_bytes
-    return min(frames // 2, STAGING_PAGES) * page_bytes
