@@ -19,7 +19,7 @@ from strata._cli.finetune.metrics import Metrics
 from strata._cli.finetune.options import Options, add_arguments, finish
 from strata._cli.options import Parser
 from strata._config import machine
-from strata._profiling import compute_probe
+from strata._profiling import probes
 from strata.nn import causal_lm
 from strata.nn.causal_lm import ChunkedLoss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -91,7 +91,7 @@ def test_the_same_command_computes_in_the_same_dtype_however_busy_the_machine(
     place: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], dtype: str
 ) -> None:
     measured = iter([1e9, 100e9] * 50)  # as on a busy machine
-    monkeypatch.setattr(compute_probe, "matmul_flops", lambda dtype, device: next(measured))
+    monkeypatch.setattr(probes, "matmul_flops", lambda dtype, device: next(measured))
     monkeypatch.setattr(machine, "processor_flags", lambda: flags)
     more: dict[str, Any] = {"device-memory": "2MiB", "host-memory": "4MiB", "save-every": 1}
     for name in ("one", "two"):

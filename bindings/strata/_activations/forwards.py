@@ -13,7 +13,7 @@ autocast as they were. Our saved-tensor hooks lie above its own in both runs, so
 by unit (saved.py). All tensors go through checkpoint as positional arguments, so that the hooks
 below see each of them as a saved tensor. Buffers, caches and containers are in the second run as
 they were before the first, so nothing is counted twice. So are parameters that forwards are known
-to change in place (rewriting.py). One that a forward changes for the first time, later than when
+to change in place (inputs.py). One that a forward changes for the first time, later than when
 it was recorded, has no older value: it must come out of the second run as it went in.
 
 Note [Compiled units]. torch.compile looks at each Python function as it is called. Ours and
@@ -50,10 +50,8 @@ from .._torch_compat import (
 )
 from .._torch_compat import graph_task as _graph_task
 from .arguments import Arguments, layers_of, update_cache
-from .buffers import Buffers, Found
-from .rewriting import Before, Parameters
-from .slice_sums import SliceSums
-from .slicing import Verdict, batch_size, cut, fits, merged
+from .inputs import Before, Buffers, Found, Parameters
+from .slicing import SliceSums, Verdict, batch_size, cut, fits, merged
 from .trial import Verdicts
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ forward    ModuleHook.before    ahead of a unit's module: the unit enters, its p
            ModuleHook.after     behind the module, also when it raised: the unit leaves
 backward   SavedTensors.unpack  when an autograd node wants a saved tensor back: the unit enters
                                 (pins.py keeps it there)
-           Hold                 ahead of the nodes of a unit whose memory somebody keeps (kept.py)
+           Hold                 ahead of the nodes of a unit whose memory somebody keeps (pins.py)
            LandHook             when the gradient of a parameter is complete
            Pins.end             when the whole backward is over
 state      StateHook            ahead of a module's state_dict() and load_state_dict()
@@ -26,11 +26,9 @@ from .._runtime.wrapped import Unit, Wrapped
 from .._torch_compat import graph_task as _graph_task
 from .._torch_compat import untraced
 from .frames import Frame, Frames
-from .kept import hold, references
-from .land_hook import LandHook, drop_grad
-from .pins import Pins
+from .land_hook import LandHook, Uncopied, drop_grad
+from .pins import Pins, hold, references
 from .saved import SavedTensors
-from .uncopied import Uncopied
 
 
 class Hooks:

@@ -14,9 +14,9 @@ from html import escape
 from .._config.sizes import format_size
 from .._profiling.timeline import LINKS, stall_name
 from . import html_figures as figures
+from .html_figures import moments
 from .report_text import judged_over, lag_rows, like, planned_cells, step_times, wear_line
 from .reports import Report
-from .residency import moments, residency
 
 COLUMNS_MAX = 4  # that a phone has room for
 NOTHING = "\N{EN DASH}"  # in place of a figure that is not known
@@ -95,7 +95,7 @@ def _sections(report: Report) -> Iterator[str]:
         yield _table(head, rows)
     yield "<h2>Memory over a step</h2>"
     if report.plan and report.trace and report.trace["uses"]:
-        held = residency(report.plan, report.trace)
+        held = figures.held_by_tier(report.plan, report.trace)
         at = moments(report.trace, record)
         caption = "As planned, by tier; of host memory without the staging area."
         yield _figure(figures.residency(held, at, report.peaks), caption)
