@@ -37,7 +37,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from .._config.choices import RECOMPUTES
 from .._errors import StrataError
-from .._runtime.streams import graphs_in_use
 from .._runtime.wrapped import Unit
 from .._torch_compat import (
     captures_graphs,
@@ -123,7 +122,7 @@ class PlannedForward:
     def _beside_compiler(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Note [Compiled units]."""
         found = compiler()
-        stays_off = self.hooks.state.recorder.recording or graphs_in_use() or captures_graphs(found)
+        stays_off = self.hooks.state.recorder.recording or captures_graphs(found)
         self.compiler = None if stays_off else found
         return self._as_planned(args, kwargs)
 

@@ -9,7 +9,7 @@ A drive's endurance (TBW, terabytes written) is on its data sheet; the kernel do
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import floor, inf, log10
 from typing import TYPE_CHECKING
 
@@ -216,12 +216,16 @@ def lag_rows(lags: Sequence[Lag]) -> list[list[str]]:
 
 def _planned_runs(rows: Sequence[PlannedRow]) -> list[list[str]]:
     """Units in a row of which the plan says the same share a line."""
-    lines = [["unit", "activations", "slices", "parameters", "gradients", "state", "resident"]]
-    for cells, run in itertools.groupby(rows, key=planned_cells):
-        names = [row.unit for row in run]
+    head = ["unit", "activations", "slices", "parameters", "gradients", "state", "resident"]
+    return [head, *runs((row.unit, planned_cells(row)) for row in rows)]
+
+
+def runs(rows: Iterable[tuple[str, list[str]]]) -> Iterator[list[str]]:
+    """Rows of a name and cells: those in a row with the same cells share a line."""
+    for cells, run in itertools.groupby(rows, key=lambda row: row[1]):
+        names = [name for name, _ in run]
         name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-        lines.append([name, *cells])
-    return lines
+        yield [name, *cells]
 
 
 def planned_cells(row: PlannedRow) -> list[str]:

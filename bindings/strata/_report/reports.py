@@ -16,7 +16,7 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .._config.choices import HOST
 from .._config.machine import processor_name, processors
@@ -27,7 +27,8 @@ from .._profiling.windows import Judged
 from . import report_text
 
 if TYPE_CHECKING:
-    from .._core import Bound, Config, Plan, PlannedUnit, Simulation, StepPlan, Trace
+    from .._core import Config, Plan, PlannedUnit, Simulation, StepPlan, Trace
+    from .._planning.planning import Planning
     from .._runtime.wrapped import Wrapped
 
 FORMAT = "strata report 2"
@@ -184,40 +185,12 @@ class Report:
         return report_text.report_text(self)
 
 
-class Planned(Protocol):
-    """What a report reads of the planning of a wrapped model."""
-
-    @property
-    def plan(self) -> StepPlan | None:
-        """The plan in use; None: there is none yet."""
-
-    @property
-    def trace(self) -> Trace | None:
-        """What it was made from."""
-
-    @property
-    def simulation(self) -> Simulation | None:
-        """The step as it predicts it."""
-
-    @property
-    def bound(self) -> Bound | None:
-        """What no plan could be faster than."""
-
-    @property
-    def judged(self) -> Judged | None:
-        """How long steps take under the plan in use."""
-
-    @property
-    def limited(self) -> str:
-        """What limits a step, in a sentence."""
-
-
 def make_report(state: Wrapped) -> Report:
     """The report of a wrapped model, now."""
 
     stats = state.session.stats()
     config = state.config
-    planning: Planned | None = state.planning
+    planning: Planning | None = state.planning
     host = stats["host_bytes"]
     return Report(
         steps=state.steps,
@@ -271,7 +244,7 @@ def _measured(records: list[StepRecord]) -> dict[str, Any]:
     }
 
 
-def _planned(planning: Planned) -> dict[str, Any]:
+def _planned(planning: Planning) -> dict[str, Any]:
     """The fields of a report that come from the plan."""
     plan = planning.plan
     if plan is None:
