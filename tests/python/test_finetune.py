@@ -244,9 +244,9 @@ def test_the_second_ctrl_c_stops_at_once_and_the_handler_comes_back() -> None:
     said: list[str] = []
     before = signal.getsignal(signal.SIGINT)
     with Interrupt(said.append) as interrupt:
-        assert not interrupt.asked
+        assert not interrupt.requested
         signal.raise_signal(signal.SIGINT)
-        assert interrupt.asked
+        assert interrupt.requested
         assert "again to stop at once" in said[0]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

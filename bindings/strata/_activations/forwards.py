@@ -109,7 +109,7 @@ class PlannedForward:
         self._verdicts = Verdicts(module, self.plain)
         self.compiler: Any = None  # of the forward that runs now
         self._layers = layers_of(module)
-        self._told = ""
+        self._logged_reason = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch between the hooks of the module."""
@@ -235,8 +235,8 @@ class PlannedForward:
     def verdict(self, arguments: Arguments, batch: int) -> Verdict | None:
         """Whether the batch may be cut; found out when the planner or the plan wants to know."""
         unit, state = self.unit, self.hooks.state
-        asked = state.recorder.recording or unit.slices > 1
-        if not asked or not state.may_split:
+        wanted = state.recorder.recording or unit.slices > 1
+        if not wanted or not state.may_split:
             return None
         begin = state.recorder.now()
         verdict = self._verdicts.find(arguments, trial=True)
@@ -250,9 +250,9 @@ class PlannedForward:
         unit = self.unit
         unit.unsplit_reason = reason
         unit.slices_max = 1 if reason else batch
-        if reason and unit.slices > 1 and reason != self._told:
+        if reason and unit.slices > 1 and reason != self._logged_reason:
             log.info("%s runs on the whole batch: %s", unit.name, reason)
-            self._told = reason
+            self._logged_reason = reason
 
     def _checkpointed(self, arguments: Arguments, own: Any) -> Any:
         tensors = arguments.tensors

@@ -117,9 +117,9 @@ def machine_of(
     """
     paths = options.ssd_path
     remove_leftovers(paths)
-    told = {name: getattr(options, option) for option, name in SPEEDS.items()}
-    ssd_told = options.ssd_read_speed is not None and options.ssd_write_speed is not None
-    if options.memory["ssd"] and not paths and not ssd_told:
+    given = {name: getattr(options, option) for option, name in SPEEDS.items()}
+    ssd_given = options.ssd_read_speed is not None and options.ssd_write_speed is not None
+    if options.memory["ssd"] and not paths and not ssd_given:
         raise ValueError(
             "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
         )
@@ -127,8 +127,8 @@ def machine_of(
     setup = Setup(workers, page_bytes, paths, options.io_engine, dtype, options.device)
     found = calibration(setup)
     costs: dict[str, Any] = dict(found.costs)
-    costs.update({name: float(value) for name, value in told.items() if value is not None})
-    if ssd_told and not paths:
+    costs.update({name: float(value) for name, value in given.items() if value is not None})
+    if ssd_given and not paths:
         costs["slow"] = _with_disk(costs["slow"])
     return replace(found, costs=cast("Costs", costs))
 
@@ -136,10 +136,10 @@ def machine_of(
 def remarks(options: argparse.Namespace) -> list[str]:
     """What there is to say of the budgets on this machine, and of the folders of --ssd-path."""
     said = budget_check.remarks(options.memory, options.device, options.ssd_path)
-    asked, free = options.memory["device"], device.free_bytes(options.device)
-    if free is not None and asked > free - CONTEXT_BYTES:
+    wanted, free = options.memory["device"], device.free_bytes(options.device)
+    if free is not None and wanted > free - CONTEXT_BYTES:
         said.append(
-            f"device budget of {format_size(asked)}: {options.device} has {format_size(free)} "
+            f"device budget of {format_size(wanted)}: {options.device} has {format_size(free)} "
             f"free, of which CUDA's context and kernels take about {format_size(CONTEXT_BYTES)} "
             f"outside of the budget: {format_size(max(0, free - CONTEXT_BYTES))} is safe"
         )

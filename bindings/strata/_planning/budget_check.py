@@ -72,17 +72,17 @@ def _compare(
     """What cannot be, and what is not free now."""
     disks = {os.stat(path).st_dev: machine.file_system(path) for path in ssd_paths}
     refused, warned = [], []
-    for what, asked, total, free in (
+    for what, budget, total, free in (
         _host(memory, device, list(disks.values())),
         _ssd(memory, list(disks.values())),
     ):
-        told = f"{what} of {format_size(asked)}"
-        if asked > total:
+        size = f"{what} of {format_size(budget)}"
+        if budget > total:
             refused.append(
-                f"{told}: this machine has {format_size(total)}, {format_size(free)} of it free"
+                f"{size}: this machine has {format_size(total)}, {format_size(free)} of it free"
             )
-        elif asked > free:
-            warned.append(f"{told}: only {format_size(free)} of {format_size(total)} are free now")
+        elif budget > free:
+            warned.append(f"{size}: only {format_size(free)} of {format_size(total)} are free now")
     return refused, warned
 
 
@@ -102,10 +102,10 @@ def _host(
 
 
 def _ssd(memory: Mapping[str, int], disks: Sequence[FileSystem]) -> tuple[str, int, int, int]:
-    asked = memory.get("ssd", 0) if disks else 0
+    budget = memory.get("ssd", 0) if disks else 0
     where = ", ".join(disk.mount for disk in disks)
     total = sum(disk.total_bytes for disk in disks)
-    return f"ssd budget on {where}", asked, total, sum(disk.free_bytes for disk in disks)
+    return f"ssd budget on {where}", budget, total, sum(disk.free_bytes for disk in disks)
 
 
 log = logging.getLogger("strata")
@@ -117,5 +117,5 @@ def remove_leftovers(paths: Iterable[str | os.PathLike[str]]) -> None:
     To be called before anybody looks at what the disk has free.
     """
     for path in paths:
-        for told in remove_leftovers_in(os.fspath(path)):
-            log.warning("%s", told)
+        for removed in remove_leftovers_in(os.fspath(path)):
+            log.warning("%s", removed)

@@ -122,8 +122,8 @@ def advice(model: nn.Module, refusal: str) -> str:
     """What strata.nn could do about a step that was refused at a unit, to follow the refusal."""
     modules = dict(model.named_modules())
     for unit in re.findall(r"(?:forward|backward) of ([^\s;]+)", refusal):
-        if told := _advice_for([n for n in unit.split("+") if n in modules], model):
-            return told
+        if found := _advice_for([n for n in unit.split("+") if n in modules], model):
+            return found
     return ""
 
 

@@ -121,18 +121,18 @@ def _tiles(report: Report) -> str:
     lost = sum(seconds for units in report.stalls.values() for seconds in units.values())
     time = step_times(report)
 
-    def told(seconds: float | None) -> str:
+    def as_time(seconds: float | None) -> str:
         return NOTHING if seconds is None else time(seconds)
 
     tiles = [
-        (f"a step, measured{judged_over(report)}", told(report.measured_seconds)),
-        ("predicted", told(report.predicted_seconds)),
+        (f"a step, measured{judged_over(report)}", as_time(report.measured_seconds)),
+        ("predicted", as_time(report.predicted_seconds)),
         (
             f"lower bound: {report.bound_what}" if report.bound_what else "lower bound",
-            told(report.bound_seconds),
+            as_time(report.bound_seconds),
         ),
         ("of the lower bound", _percent(report.percent_of_bound)),
-        ("lost to waiting, per step", told(lost if report.records else None)),
+        ("lost to waiting, per step", as_time(lost if report.records else None)),
         ("written to the SSD per step", _size(report.ssd_written_per_step)),
     ]
     inner = "".join(
