@@ -33,10 +33,10 @@ from ..._config.configure import tier_budgets
 from ..._config.device import choose as choose_device
 from ..._errors import StrataError
 from ..._report.reports import make_report
-from ..._runtime.grad_scaler import GradScaler
 from ..._runtime.wrapped import wrapped
 from ..._storage.export import export_safetensors
 from ...nn.causal_lm import chunk_many
+from ...optim import GradScaler
 from ..models import Choice, choose
 from .check import Wear, check
 from .files import CHECKPOINT_NAME, MODEL_NAME, Data, claim, prepare, remove_earlier
