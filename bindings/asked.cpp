@@ -85,6 +85,12 @@ Config parse_config(const py::dict& dict) {
   config.pin_workers = field<bool>(dict, "pin_workers");
   config.compute_threads = field<int>(dict, "compute_threads");
   if (dict.contains("apart")) config.apart = field<std::vector<bool>>(dict, "apart");
+  if (dict.contains("together")) {
+    for (auto& [module, units] :
+         field<std::vector<std::pair<std::string, std::vector<std::uint32_t>>>>(dict, "together")) {
+      config.together.push_back({std::move(module), std::move(units)});
+    }
+  }
   if (dict.contains("device")) config.device = field<std::string>(dict, "device");
   return config;
 }

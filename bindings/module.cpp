@@ -52,6 +52,11 @@ void set_python_error(const py::object& type, const Error& error) {
   raised.attr("tier") = name(error.tier);
   raised.attr("path") = error.path;
   raised.attr("offset") = error.offset;
+  raised.attr("moment") = error.moment;
+  raised.attr("units") = py::cast(error.units);
+  raised.attr("needed_bytes") = error.needed_bytes;
+  raised.attr("budget_bytes") = error.budget_bytes;
+  raised.attr("would_do_bytes") = error.would_do_bytes;
   PyErr_SetObject(type.ptr(), raised.ptr());
 }
 

@@ -174,7 +174,7 @@ py::dict plan_dict(const Plan& plan) {
   }
   py::dict out;
   out["feasible"] = plan.feasible;
-  out["refusal"] = plan.refusal;
+  out["refusal"] = plan.feasible ? "" : text(plan.refusal);
   out["device_bytes_min"] = plan.device_bytes_min;
   out["units"] = units;
   out["lookahead"] = plan.frames.lookahead;
@@ -265,7 +265,7 @@ PaperPlan make_paper_plan(const py::dict& trace, const py::dict& costs, const py
 }
 
 py::dict simulate_paper(const PaperPlan& paper, const std::optional<py::dict>& costs, bool spans) {
-  if (!paper.plan.feasible) throw py::value_error(paper.plan.refusal);
+  if (!paper.plan.feasible) throw py::value_error(text(paper.plan.refusal));
   const Costs machine = costs ? parse_costs(*costs) : paper.costs;
   Simulation run;
   {

@@ -1,5 +1,7 @@
 #include "bindings/told.hpp"
 
+#include <algorithm>
+
 namespace strata {
 namespace {
 
@@ -66,7 +68,8 @@ py::dict plan_dict(const Config& config, const Residence& home) {
   plan["ssd_bytes"] = home.slots * page;
   plan["staging_bytes"] = home.staging_frames * page;
   plan["buffer_bytes"] = (home.buffer_frames + home.scale_frames + home.landing_frames) * page;
-  plan["device_bytes_min"] = home.device_frames_min * page;
+  plan["device_bytes_min"] = std::max(home.device_frames_min, home.nested_frames) * page;
+  plan["nested_bytes"] = home.nested_frames * page;
   plan["units"] = units;
   return plan;
 }

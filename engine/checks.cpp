@@ -86,6 +86,11 @@ void check_config(const Config& config) {
     refuse("pages of " + std::to_string(page) + " bytes: a page has a power of two from " +
            bytes_text(kPageBytesMin) + " to " + bytes_text(kPageBytesMax));
   }
+  for (const EnteredTogether& entered : config.together) {
+    for (const std::uint32_t unit : entered.units) {
+      if (unit >= config.units.size()) refuse("there is no unit " + std::to_string(unit));
+    }
+  }
   if (config.workers > kWorkersMax) refuse("more than " + std::to_string(kWorkersMax) + " workers");
   if (config.compute_threads < 0) refuse("a negative number of threads that compute");
   if (config.max_staleness > kStalenessMax) {

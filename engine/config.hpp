@@ -8,6 +8,7 @@
 
 #include "memory/dtype.hpp"
 #include "memory/units.hpp"
+#include "offload/planner/placement.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata {
@@ -49,6 +50,8 @@ struct Config {
   // in_backward, by unit: its first and its last gradient may land far apart, and are needed
   // together. Empty: no unit's do, or each gradient may be used by itself.
   std::vector<bool> apart;
+  // Units that a forward enters at one moment. Empty: never more than one.
+  std::vector<EnteredTogether> together;
 };
 
 }  // namespace strata

@@ -1,10 +1,5 @@
-// Which tier every page rests in, and what must be claimed for it: a pure function of the layout
-// and the budgets. Parameters rest in host memory first (each is read twice a step), then
-// gradients, then the optimizer state of the units that the next forward uses first; what is left
-// rests on the SSD and passes through a bounded staging area. Where that is not enough either,
-// whole units rest on the device, those that are used last, as many as have room there beside the
-// frames that the others pass through. What must always be in host memory is set aside before
-// anything rests there: see Note [Buffers].
+// Which tier every page rests in, and what must be claimed for it: the planner's allotment of a
+// configuration's units (offload/planner/placement.hpp), page by page of its layout.
 //
 //   Residence home = choose_residence(config);            // throws StrataError when infeasible
 //   home.tier[index(page)]
@@ -28,33 +23,14 @@
 #include <vector>
 
 #include "engine/layout.hpp"
+#include "offload/planner/placement.hpp"
 
 namespace strata {
 
-// Invariants:
-//   1. Pages that rest in host memory + staging_frames + activation_frames + buffer_frames +
-//      scale_frames + landing_frames <= host_frames, and likewise for slots.
-//   2. A page rests on the device exactly where its unit does, whose pages are rest_frames in all.
-//   3. Where anything rests outside host memory, there is a staging area.
-struct Residence {
+// A page rests on the device exactly where its unit does.
+struct Residence : Allotment {
   Layout layout;
-  std::vector<Tier> tier;               // by page of the layout
-  std::vector<bool> on_device;          // by unit: all of it rests there
-  std::uint32_t device_frames = 0;      // for parameters that come and go
-  std::uint32_t rest_frames = 0;        // beside them, for what rests on the device
-  std::uint32_t host_frames = 0;        // to claim: for all that follows
-  std::uint32_t staging_frames = 0;     // part of host_frames; 0 when nothing rests on the SSD
-  std::uint32_t slots = 0;              // SSD slots
-  std::uint32_t chunk_frames_max = 0;   // staging frames that the update of one chunk pins at once
-  std::uint32_t device_frames_min = 0;  // the largest unit that comes and goes
-  std::uint32_t activation_frames = 0;  // part of host_frames
-  std::uint32_t activation_slots = 0;   // part of slots
-  // Part of host_frames, for gradients that have no pages (in_backward, lock_free) and for new
-  // parameters ahead of their publication (lock_free with a staleness).
-  std::uint32_t buffer_frames = 0;
-  std::uint32_t scale_frames = 0;  // part of host_frames, for the scales of block8 moments
-  // Part of host_frames, for gradients on their way from a device that the processor cannot reach.
-  std::uint32_t landing_frames = 0;
+  std::vector<Tier> tier;  // by page of the layout
 };
 
 // One is filled while the processor reads the other.
@@ -66,29 +42,15 @@ constexpr std::uint32_t update_slots(int workers) {
   return 4 + 2 * static_cast<std::uint32_t>(workers);
 }
 
+// What the planner must know of the configuration, with pages of the layout's size.
+Holding holding_of(const Config& config, const Layout& layout);
+
 // Picks the page size when config.page_bytes is 0: 4 MiB, or less where the model or a budget is
 // small. Throws StrataError (config) naming the unit, the bytes and the smallest budget that works.
 Residence choose_residence(const Config& config);
 
-// What a plan asks for.
-struct Room {
-  std::size_t host_pages = 0;   // for activations
-  std::size_t ssd_pages = 0;    // likewise
-  std::vector<bool> on_device;  // by unit: what rests there
-};
-
-// The same with this room, instead of what it had. Host memory holds the pages whose residence
-// saves most, as many as then have room there. What is claimed of host memory and of the SSD never
-// shrinks, and the frames of parameters that come and go stay as many as they were.
+// The same with this room, instead of what it had: see rearrange() of the planner.
 // Throws StrataError (config) with what would do.
 Residence rearrange(const Config& config, const Residence& home, const Room& room);
-
-// How many staging frames may be held at once: see Note [Staging cannot deadlock].
-struct StagingShares {
-  std::uint32_t fetches = 0;      // by parameters on their way to the device
-  std::uint32_t chunks = 0;       // by chunks under update, together
-  std::uint32_t activations = 1;  // by copies of activations
-};
-StagingShares share_staging(const Residence& home);
 
 }  // namespace strata

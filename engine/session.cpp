@@ -92,7 +92,8 @@ void Session::open_store(std::uint32_t slots) {
   options.slot_bytes = home_.layout.page_bytes;
   options.slot_count = slots;
   options.in_flight_max = kIoDepth;
-  store_ = std::make_unique<Store>(options, std::move(engine));
+  options.hash_threads = idle_ ? 0 : hash_threads_here();
+  store_ = std::make_unique<Store>(options, std::move(engine), &bell_);
   store_->register_memory(slab_->bytes());
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "memory/units.hpp"
 
@@ -33,6 +34,12 @@ struct Error {
   std::string path;          // file concerned, empty where none
   std::uint64_t offset = 0;  // bytes into `path`
   std::string unit;          // filled in by the layer that knows units
+  // Of a budget of `tier` that cannot work; see Refusal in offload/planner/refusal.hpp.
+  std::string moment;              // of the step
+  std::vector<std::string> units;  // those in use then
+  std::uint64_t needed_bytes = 0;
+  std::uint64_t budget_bytes = 0;
+  std::uint64_t would_do_bytes = 0;  // 0: no budget of this tier would
 
   std::string text() const;
 };

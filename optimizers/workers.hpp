@@ -12,10 +12,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <span>
 #include <string>
 
+#include "memory/crew.hpp"
 #include "memory/doorbell.hpp"
 #include "optimizers/affinity.hpp"
 #include "optimizers/foreign.hpp"
@@ -55,19 +55,17 @@ class Workers final {
  public:
   // REQUIRES: bell outlives this, or thread_count is 0 (then bell may be null).
   Workers(int thread_count, Doorbell* bell, WorkerOptions options = {});
-  ~Workers();  // finishes what was submitted, then joins
-  Workers(const Workers&) = delete;
-  Workers& operator=(const Workers&) = delete;
 
-  [[nodiscard]] bool submit(const UpdateJob& job);
+  // False: every worker holds as many jobs as it may.
+  [[nodiscard]] bool submit(const UpdateJob& job) { return crew_.submit(job); }
   bool collect(UpdateDone& done);
-  std::size_t in_flight() const;
-  int thread_count() const;
-  std::uint64_t busy_ns() const;  // summed over threads, since start
+  std::size_t in_flight() const { return crew_.in_flight(); }
+  int thread_count() const { return crew_.thread_count(); }
+  std::uint64_t busy_ns() const { return busy_ns_; }  // of jobs collected, summed over threads
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  std::uint64_t busy_ns_ = 0;
+  Crew<UpdateJob, UpdateDone> crew_;
 };
 
 }  // namespace strata

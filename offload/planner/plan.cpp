@@ -1,8 +1,6 @@
 #include "offload/planner/plan.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdio>
 
 #include "memory/check.hpp"
 #include "memory/result.hpp"
@@ -13,47 +11,24 @@
 namespace strata {
 namespace {
 
-// Bytes for people, rounded up, so that the number will do when it is typed in again.
-struct Enough {
-  explicit Enough(std::uint64_t bytes) : value(static_cast<double>(bytes) / scale) {
-    if (value >= 1024) value /= 1024, scale *= 1024, suffix = "MiB";
-    if (value >= 1024) value /= 1024, scale *= 1024, suffix = "GiB";
-    digits = value < 10 ? 2 : 1;
-    const double parts = value < 10 ? 100 : 10;
-    value = std::ceil(value * parts) / parts;
-  }
-  std::uint64_t bytes() const { return static_cast<std::uint64_t>(value * scale); }
-  std::string text() const {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.*f %s", digits, value, suffix);
-    return text;
-  }
-
-  double scale = static_cast<double>(kKiB);
-  const char* suffix = "KiB";
-  double value = 0.0;
-  int digits = 0;
-};
-
-std::string refusal_text(Tier tier, std::uint64_t bytes, std::uint64_t budget,
-                         const std::string& where, std::uint64_t enough) {
-  return std::string("infeasible: ") + name(tier) + " " + bytes_text(bytes) + " > " +
-         bytes_text(budget) + " " + where +
-         (enough == 0 ? "" : "; " + Enough(enough).text() + " would do");
-}
-
 std::string name_of(const Trace& trace, std::size_t use) {
   const Use& at = trace.uses[use];
   return (at.backward ? "backward of " : "forward of ") + trace.units[index(at.unit)].name;
 }
 
-std::string place_of(const Problem& problem, const Choice& choice, std::size_t use) {
+void name_moment(const Problem& problem, const Choice& choice, std::size_t use, Refusal& refusal) {
   const Trace& trace = problem.trace();
-  if (use >= trace.uses.size()) return "after the last unit's backward";
+  if (use >= trace.uses.size()) {
+    refusal.moment = "after the last unit's backward";
+    return;
+  }
   const bool between =
       use > 0 && problem.memory().more_in_gap(use, choice.modes[index(trace.uses[use].unit)]);
-  if (!between) return "at " + name_of(trace, use);
-  return "between " + name_of(trace, use - 1) + " and " + name_of(trace, use);
+  refusal.moment = between ? "between " + name_of(trace, use - 1) + " and " + name_of(trace, use)
+                           : "at " + name_of(trace, use);
+  for (std::size_t i = between ? use - 1 : use; i <= use; ++i) {
+    refusal.units.push_back(trace.units[index(trace.uses[i].unit)].name);
+  }
 }
 
 Budgets with_budget(Budgets budgets, Tier tier, std::uint64_t bytes) {
@@ -62,25 +37,30 @@ Budgets with_budget(Budgets budgets, Tier tier, std::uint64_t bytes) {
 }
 
 // Host memory or the SSD cannot hold what must rest there.
-std::string refuse_tier(const Problem& problem) {
+Refusal refuse_tier(const Problem& problem) {
   const Swapped swapped =
       swapped_peak(problem.trace(), fewest_swaps(problem), problem.budgets().page_bytes);
   const std::optional<Shortage> shortage = problem.resting().shortage(swapped);
   STRATA_ASSERT(shortage);
   const bool swaps = swapped.host_bytes + swapped.ssd_bytes != 0;
-  return refusal_text(shortage->tier, shortage->bytes, shortage->budget,
-                      swaps ? "for parameters, gradients, states and swapped activations"
-                            : "for parameters, gradients and states",
-                      shortage->enough);
+  return {.tier = shortage->tier,
+          .purpose = swaps ? "for parameters, gradients, states and swapped activations"
+                           : "for parameters, gradients and states",
+          .needed_bytes = shortage->bytes,
+          .budget_bytes = shortage->budget,
+          .would_do_bytes = shortage->enough};
 }
 
 // Where the least that the device must hold is reached.
-std::string refuse_device(const Problem& problem, const Choice& least, std::uint64_t bytes) {
+Refusal refuse_device(const Problem& problem, const Choice& least, std::uint64_t bytes) {
   const std::vector<std::uint64_t> curve = problem.memory().curve(least.modes, least.lookahead);
   const auto top = std::max_element(curve.begin(), curve.end());
-  return refusal_text(Tier::device, bytes, problem.budgets().device_bytes,
-                      place_of(problem, least, static_cast<std::size_t>(top - curve.begin())),
-                      bytes);
+  Refusal refusal{.tier = Tier::device,
+                  .needed_bytes = bytes,
+                  .budget_bytes = problem.budgets().device_bytes,
+                  .would_do_bytes = bytes};
+  name_moment(problem, least, static_cast<std::size_t>(top - curve.begin()), refusal);
+  return refusal;
 }
 
 // Of the tiers with these budgets.
@@ -121,7 +101,7 @@ std::uint64_t smallest_beside(const Problem& none, const Shortage& shortage,
 
 // The device has no room for what host memory and SSD cannot hold: names the size of theirs with
 // which it has, tried out as it is written.
-std::string refuse_beside(const Problem& none, Least least) {
+Refusal refuse_beside(const Problem& none, Least least) {
   constexpr int kTries = 4;
   const Swapped swapped = swapped_peak(none.trace(), fewest_swaps(none), none.budgets().page_bytes);
   const std::optional<Shortage> shortage = none.resting().shortage(swapped);
@@ -131,12 +111,15 @@ std::string refuse_beside(const Problem& none, Least least) {
   for (int i = 0; i < kTries && beside < device && shortage->enough != 0; ++i) {
     const std::uint64_t bytes = smallest_beside(none, *shortage, device - beside);
     if (bytes >= shortage->enough) break;
-    const Budgets larger = with_budget(none.budgets(), shortage->tier, Enough(bytes).bytes());
+    const Budgets larger = with_budget(none.budgets(), shortage->tier, bytes_as_read(bytes));
     least = least_of(
         Problem(none.trace(), none.costs(), larger, none.wishes(), none.resting().on_device()));
     if (least.device_bytes <= device) {
-      return refusal_text(shortage->tier, bytes, shortage->budget,
-                          "for parameters, gradients and states beside those on the device", bytes);
+      return {.tier = shortage->tier,
+              .purpose = "for parameters, gradients and states beside those on the device",
+              .needed_bytes = bytes,
+              .budget_bytes = shortage->budget,
+              .would_do_bytes = bytes};
     }
     beside += least.device_bytes - device;
   }

@@ -3,7 +3,7 @@
 // proven peak of every tier. A pure function: the same input gives the same plan.
 //
 //   Plan plan = make_plan(trace, costs, {.device_bytes = 2 * kGiB, ...}, {});
-//   if (!plan.feasible) puts(plan.refusal.c_str());   // the moment, the numbers, what would do
+//   if (!plan.feasible) log(text(plan.refusal));   // the moment, the numbers, what would do
 //
 // Note [Device memory of a plan]
 // The device holds the frames of parameters, claimed for the whole step, and PyTorch's own memory.
@@ -42,6 +42,7 @@
 
 #include "offload/planner/costs.hpp"
 #include "offload/planner/frames.hpp"
+#include "offload/planner/refusal.hpp"
 #include "offload/planner/trace.hpp"
 
 namespace strata {
@@ -96,7 +97,7 @@ struct Peak {
 
 struct Plan {
   bool feasible = false;
-  std::string refusal;                 // "infeasible: device 2.3 GiB > 2.0 GiB at backward of ..."
+  Refusal refusal;                     // why not
   std::uint64_t device_bytes_min = 0;  // the smallest device budget that would do, found as well
                                        // where this one does
   bool updates_early = false;          // begin as gradients land, not at the end of the step

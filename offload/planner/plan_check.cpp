@@ -212,7 +212,8 @@ std::string check_device(const Trace& trace, const Lifetimes& lives, const Budge
 
 std::string check_plan(const Trace& trace, const Budgets& budgets, const Plan& plan,
                        const Wishes& wishes) {
-  if (!plan.feasible) return plan.refusal.empty() ? "refused for no reason" : plan.refusal;
+  if (!plan.feasible)
+    return plan.refusal.needed_bytes == 0 ? "refused for no reason" : text(plan.refusal);
   if (plan.units.size() != trace.units.size()) return "the plan is of another trace";
   for (std::size_t u = 0; u < plan.units.size() && wishes.on_device; ++u) {
     if (plan.units[u].on_device == wishes.on_device->at(u)) continue;

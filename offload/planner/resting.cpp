@@ -5,6 +5,7 @@
 
 #include "memory/check.hpp"
 #include "offload/planner/device_memory.hpp"
+#include "offload/planner/placement.hpp"
 #include "offload/planner/swapped_size.hpp"
 
 namespace strata {
@@ -69,7 +70,7 @@ std::uint64_t resting_on_device(const TracedUnit& unit, const Budgets& budgets) 
 }
 
 Resting::Resting(const Trace& trace, const Budgets& budgets, std::vector<bool> on_device)
-    : trace_(trace), budgets_(budgets), on_device_(std::move(on_device)) {
+    : budgets_(budgets), on_device_(std::move(on_device)) {
   STRATA_ASSERT(on_device_.size() == trace.units.size());
   budgets_.host_bytes = down_to_pages(budgets.host_bytes, budgets.page_bytes);
   budgets_.ssd_bytes = down_to_pages(budgets.ssd_bytes, budgets.page_bytes);
@@ -78,6 +79,7 @@ Resting::Resting(const Trace& trace, const Budgets& budgets, std::vector<bool> o
     const TracedUnit& unit = trace.units[u];
     (on_device_[u] ? device_bytes_ : total_) +=
         on_device_[u] ? resting_on_device(unit, budgets) : budgets.resting(unit);
+    sizes_.push_back({unit.param_bytes, budgets.resting_grads(unit), unit.state_bytes});
   }
 }
 
@@ -132,24 +134,13 @@ std::uint64_t Resting::place(const Swapped& swapped, std::span<UnitPlan> units) 
     room = std::min(room, budgets_.host_bytes - budgets_.staging_bytes - swapped.host_bytes);
   }
   std::uint64_t on_ssd = 0;
-  const auto take = [&](std::uint64_t bytes) {
-    const std::uint64_t in_host = std::min(bytes, room);
-    room -= in_host;
-    on_ssd += bytes - in_host;
-    return bytes - in_host;
-  };
-  const auto here = [this](std::size_t unit, std::uint64_t bytes) {
-    return on_device_[unit] ? 0 : bytes;
-  };
+  const std::vector<Sizes> there = spread(sizes_, on_device_, room);
   for (std::size_t u = 0; u < units.size(); ++u) {
     units[u].on_device = on_device_[u];
-    units[u].param_ssd_bytes = take(here(u, trace_.units[u].param_bytes));
-  }
-  for (std::size_t u = 0; u < units.size(); ++u) {
-    units[u].grad_ssd_bytes = take(here(u, budgets_.resting_grads(trace_.units[u])));
-  }
-  for (std::size_t u = 0; u < units.size(); ++u) {
-    units[u].state_ssd_bytes = take(here(u, trace_.units[u].state_bytes));
+    units[u].param_ssd_bytes = there[u].params;
+    units[u].grad_ssd_bytes = there[u].grads;
+    units[u].state_ssd_bytes = there[u].states;
+    on_ssd += there[u].total();
   }
   return on_ssd;
 }

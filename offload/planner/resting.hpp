@@ -1,6 +1,6 @@
 // What rests where: parameters, gradients and states of all units but those that rest on the
 // device, by the order in which host memory serves them best, beside the pages of swapped
-// activations. The engine gives its pages the same order, so that what was planned is what happens.
+// activations. Sessions place their pages by the same function (placement.hpp).
 //
 // Threads: const; any number.
 //
@@ -13,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "offload/planner/placement.hpp"
 #include "offload/planner/plan.hpp"
 #include "offload/planner/trace.hpp"
 
@@ -57,8 +58,8 @@ class Resting final {
  private:
   bool all_in_host(const Swapped& swapped) const;
 
-  const Trace& trace_;
   Budgets budgets_;
+  std::vector<Sizes> sizes_;     // by unit, in bytes
   std::vector<bool> on_device_;  // by unit
   std::uint64_t total_ = 0;
   std::uint64_t device_bytes_ = 0;

@@ -1,5 +1,4 @@
-#include "offload/storage/aio_engine.hpp"
-
+// IoEngine over Linux native AIO (io_submit), for kernels and sandboxes without io_uring.
 #include <libaio.h>
 
 #include <algorithm>
@@ -8,23 +7,30 @@
 #include <vector>
 
 #include "memory/check.hpp"
+#include "offload/storage/make_engine.hpp"
 
 namespace strata {
 
-class AioEngine::Impl final {
+namespace {
+
+// Threads: as IoEngine.
+class AioEngine final : public IoEngine {
  public:
-  Impl(Doorbell* bell, std::uint32_t depth) : bell_(bell), control_(depth), events_(depth) {
+  AioEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), control_(depth), events_(depth) {
     for (iocb& block : control_) free_.push_back(&block);
   }
-  ~Impl() {
+  ~AioEngine() override {
     if (context_ != nullptr) io_destroy(context_);  // waits for every request
   }
+  AioEngine(const AioEngine&) = delete;
+  AioEngine& operator=(const AioEngine&) = delete;
 
   int set_up() { return io_setup(static_cast<int>(control_.size()), &context_); }
-  int attach(int fd);
-  bool submit(const IoRequest& request);
-  void flush();
-  std::size_t reap(std::span<IoCompletion> out);
+  const char* name() const override { return "libaio"; }
+  int attach(int fd, std::uint64_t file_bytes) override;
+  [[nodiscard]] bool submit(const IoRequest& request) override;
+  void flush() override;
+  std::size_t reap(std::span<IoCompletion> out) override;
 
  private:
   Doorbell* bell_;
@@ -37,12 +43,12 @@ class AioEngine::Impl final {
   std::vector<int> files_;
 };
 
-int AioEngine::Impl::attach(int fd) {
+int AioEngine::attach(int fd, std::uint64_t) {
   files_.push_back(fd);
   return static_cast<int>(files_.size()) - 1;
 }
 
-bool AioEngine::Impl::submit(const IoRequest& request) {
+bool AioEngine::submit(const IoRequest& request) {
   STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());
   if (free_.empty()) return false;
   iocb* block = free_.back();
@@ -60,7 +66,7 @@ bool AioEngine::Impl::submit(const IoRequest& request) {
   return true;
 }
 
-void AioEngine::Impl::flush() {
+void AioEngine::flush() {
   std::size_t handed = 0;
   while (handed < queued_.size()) {
     const auto left = static_cast<long>(queued_.size() - handed);
@@ -81,7 +87,7 @@ void AioEngine::Impl::flush() {
   if (bell_ != nullptr && (!refused_.empty() || !queued_.empty())) bell_->ring();
 }
 
-std::size_t AioEngine::Impl::reap(std::span<IoCompletion> out) {
+std::size_t AioEngine::reap(std::span<IoCompletion> out) {
   std::size_t count = 0;
   while (count < out.size() && !refused_.empty()) {
     out[count++] = refused_.front();
@@ -100,32 +106,16 @@ std::size_t AioEngine::Impl::reap(std::span<IoCompletion> out) {
   return count;
 }
 
-std::unique_ptr<AioEngine> AioEngine::make(Doorbell* bell, std::uint32_t depth, Error* error) {
-  auto impl = std::make_unique<Impl>(bell, depth);
-  const int result = impl->set_up();
-  if (result < 0) {
-    *error = Error{};
-    error->what = "libaio cannot be set up here (see fs.aio-max-nr)";
-    error->errno_value = -result;
-    return nullptr;
-  }
-  return std::unique_ptr<AioEngine>(new AioEngine(std::move(impl)));
-}
+}  // namespace
 
-AioEngine::AioEngine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-AioEngine::~AioEngine() = default;
-
-int AioEngine::attach(int fd, std::uint64_t) {
-  return impl_->attach(fd);
-}
-bool AioEngine::submit(const IoRequest& request) {
-  return impl_->submit(request);
-}
-void AioEngine::flush() {
-  impl_->flush();
-}
-std::size_t AioEngine::reap(std::span<IoCompletion> out) {
-  return impl_->reap(out);
+std::unique_ptr<IoEngine> make_aio_engine(Doorbell* bell, std::uint32_t depth, Error* error) {
+  auto engine = std::make_unique<AioEngine>(bell, depth);
+  const int result = engine->set_up();
+  if (result >= 0) return engine;
+  *error = Error{};
+  error->what = "libaio cannot be set up here (see fs.aio-max-nr)";
+  error->errno_value = -result;
+  return nullptr;
 }
 
 }  // namespace strata

@@ -41,6 +41,7 @@ StoreOptions store_options(const SsdProbeOptions& options) {
   store.slot_count =
       std::max(static_cast<std::uint32_t>(wanted), kSlotsPerRequest * depth_of(options));
   store.in_flight_max = depth_of(options);
+  store.hash_threads = hash_threads_here();
   return store;
 }
 
@@ -66,7 +67,7 @@ SsdProbe::SsdProbe(const SsdProbeOptions& options, std::string_view io_engine)
     : depth_(depth_of(options)),
       page_bytes_(options.page_bytes),
       memory_(depth_ * options.page_bytes),
-      store_(store_options(options), engine_for(io_engine, &bell_, depth_)) {
+      store_(store_options(options), engine_for(io_engine, &bell_, depth_), &bell_) {
   STRATA_ASSERT(depth_ >= 2);
   store_.register_memory(memory_.bytes());
   for (std::uint32_t i = 0; i < depth_; ++i) buffers_.push_back(i);

@@ -47,8 +47,6 @@ class IoEngine {
   // Registers an open descriptor (the engine does not close it). Returns the file's number.
   // REQUIRES: nothing in flight.
   virtual int attach(int fd, std::uint64_t file_bytes) = 0;
-  // The attached file became longer. REQUIRES: nothing in flight.
-  virtual void grew(int file, std::uint64_t file_bytes) = 0;
   // False when the queue is full: reap first, then try again.
   [[nodiscard]] virtual bool submit(const IoRequest& request) = 0;
   // Hands what submit() queued to the kernel in one go. Called once per turn.
@@ -64,6 +62,12 @@ class IoEngine {
   virtual std::optional<Error> register_memory(std::span<std::byte> memory) {
     (void)memory;
     return std::nullopt;
+  }
+  // Optional: the attached file became longer, where the engine must know (the kernel does).
+  // REQUIRES: nothing in flight.
+  virtual void grew(int file, std::uint64_t file_bytes) {
+    (void)file;
+    (void)file_bytes;
   }
   // Optional: false for an engine that keeps files to itself and ignores descriptors.
   virtual bool needs_files() const { return true; }

@@ -6,10 +6,7 @@
 #include <vector>
 
 #include "memory/check.hpp"
-#include "offload/storage/aio_engine.hpp"
 #include "offload/storage/memory_engine.hpp"
-#include "offload/storage/thread_engine.hpp"
-#include "offload/storage/uring_engine.hpp"
 
 namespace strata {
 namespace {
@@ -44,9 +41,9 @@ std::size_t edit_distance(std::string_view from, std::string_view to) {
 // Null with `error` filled in where the machine cannot run it.
 std::unique_ptr<IoEngine> try_engine(std::string_view name, Doorbell* bell, std::uint32_t depth,
                                      Error* error) {
-  if (name == "io_uring") return UringEngine::make(bell, depth, error);
-  if (name == "libaio") return AioEngine::make(bell, depth, error);
-  if (name == "threads") return std::make_unique<ThreadEngine>(bell, depth);
+  if (name == "io_uring") return make_uring_engine(bell, depth, error);
+  if (name == "libaio") return make_aio_engine(bell, depth, error);
+  if (name == "threads") return make_thread_engine(bell, depth);
   return std::make_unique<MemoryEngine>(bell, depth);
 }
 

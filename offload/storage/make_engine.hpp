@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "memory/doorbell.hpp"
+#include "memory/result.hpp"
 #include "offload/storage/io_engine.hpp"
 
 namespace strata {
@@ -23,5 +24,11 @@ namespace strata {
 // holds.
 std::unique_ptr<IoEngine> make_io_engine(std::string_view name, Doorbell* bell, std::uint32_t depth,
                                          std::string* why);
+
+// The engines by themselves; MemoryEngine has a header of its own. Null, with the reason in
+// `error`, where the kernel or a sandbox refuses it.
+std::unique_ptr<IoEngine> make_uring_engine(Doorbell* bell, std::uint32_t depth, Error* error);
+std::unique_ptr<IoEngine> make_aio_engine(Doorbell* bell, std::uint32_t depth, Error* error);
+std::unique_ptr<IoEngine> make_thread_engine(Doorbell* bell, std::uint32_t depth);
 
 }  // namespace strata

@@ -4,7 +4,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdio>
-#include <deque>
+#include <thread>
 
 #include "memory/check.hpp"
 #include "offload/storage/checksum.hpp"
@@ -15,92 +15,23 @@ namespace {
 // How often in a row one transfer may be interrupted, or move nothing, before it has failed.
 constexpr std::uint32_t kRetriesMax = 64;
 
-struct Slot {
-  bool acquired = false;
-  bool busy = false;    // a transfer that is not idle names it
-  bool sealed = false;  // holds the contents that version and checksum describe
-  std::uint64_t version = 0;
-  std::uint64_t checksum = 0;
-};
-
-// One request of the caller, on its way through one or several requests to the engine.
-struct Transfer {
-  IoOp op = IoOp::read;
-  SlotId slot = kNoSlot;
-  std::byte* buffer = nullptr;
-  std::uint64_t version = 0;
-  std::uint64_t tag = 0;
-  std::uint32_t moved_bytes = 0;  // a multiple of kIoAlignment
-  std::uint32_t retries = 0;      // since bytes last moved
-};
-
 }  // namespace
 
-// Invariants
-//   1. |idle_| + |waiting_| + (in the engine) == in_flight_max: each transfer is in one of them.
-//   2. A slot is busy exactly while one transfer that is not idle names it.
-//   3. |free_slots_| slots are not acquired; those are not busy.
-//   4. A slot whose write is under way or has failed is not sealed.
-class Store::Impl final {
- public:
-  Impl(const StoreOptions& options, std::unique_ptr<IoEngine> engine);
+int hash_threads_here() {
+  // One hashes about as fast as it reads memory; a second is for machines that can spare a core.
+  return std::thread::hardware_concurrency() > 4 ? 2 : 1;
+}
 
-  std::optional<SlotId> acquire();
-  void release(SlotId slot);
-  std::uint32_t free_slots() const { return static_cast<std::uint32_t>(free_slots_.size()); }
-  void extend(std::uint32_t count);
-  bool start(const Transfer& transfer);
-  bool turn(std::vector<StoreCompletion>& out);
-  std::uint32_t in_flight() const {
-    return static_cast<std::uint32_t>(transfers_.size() - idle_.size());
-  }
-  void register_memory(std::span<std::byte> memory);
-  const std::vector<std::string>& warnings() const { return warnings_; }
-  const StoreCounters& counters() const { return counters_; }
-  const char* engine_name() const { return engine_->name(); }
-
- private:
-  using Completions = std::vector<StoreCompletion>;
-
-  void make_files();
-  bool submit_waiting(Completions& out);
-  bool reap(Completions& out);
-  void advance(std::uint32_t which, std::int64_t result, Completions& out);
-  void retry(std::uint32_t which, int errno_value, Completions& out);
-  void finish(std::uint32_t which, std::optional<Error> error, Completions& out);
-  std::optional<Error> check_version(const Transfer& transfer) const;
-  std::optional<Error> check_contents(const Transfer& transfer) const;
-  Error failure(const Transfer& transfer, Fault fault, const std::string& why,
-                int errno_value) const;
-
-  Slot& at(SlotId slot);
-  std::size_t stripe_of(SlotId slot) const { return index(slot) % numbers_.size(); }
-  std::uint64_t offset_of(SlotId slot) const {
-    return std::uint64_t{index(slot) / numbers_.size()} * options_.slot_bytes;
-  }
-  // All stripes have one length, so the last row of slots may be longer than was asked.
-  std::uint64_t stripe_bytes(std::size_t slots) const {
-    return ceil_div(slots, std::max<std::size_t>(options_.paths.size(), 1)) * options_.slot_bytes;
-  }
-  void add_slots(std::uint32_t count);
-  std::uint32_t slot_bytes() const { return static_cast<std::uint32_t>(options_.slot_bytes); }
-
-  StoreOptions options_;
-  std::vector<std::string> warnings_;
-  StoreCounters counters_;
-  std::vector<Slot> slots_;
-  std::vector<SlotId> free_slots_;  // a stack, the lowest slot on top at first
-  std::vector<Transfer> transfers_;
-  std::vector<std::uint32_t> idle_;               // indices into transfers_
-  std::deque<std::uint32_t> waiting_;             // likewise: to be submitted, in order
-  std::vector<std::unique_ptr<PageFile>> files_;  // one for each stripe, or none at all
-  std::vector<int> numbers_;                      // of the stripes, as the engine knows them
-  // Last, so that it is destroyed first: files close once nothing is in flight any more.
-  std::unique_ptr<IoEngine> engine_;
-};
-
-Store::Impl::Impl(const StoreOptions& options, std::unique_ptr<IoEngine> engine)
-    : options_(options), transfers_(options.in_flight_max), engine_(std::move(engine)) {
+Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, Doorbell* bell)
+    : options_(options),
+      transfers_(options.in_flight_max),
+      hashes_(options.hash_threads, bell,
+              {.name = "strata-hash",
+               .run =
+                   [](const HashJob& job, int) {
+                     return HashDone{checksum(job.bytes, job.slot, job.version), job.transfer};
+                   }}),
+      engine_(std::move(engine)) {
   STRATA_ASSERT(engine_ != nullptr);
   STRATA_ASSERT(options.slot_bytes > 0 && options.slot_bytes % kIoAlignment == 0);
   STRATA_ASSERT(options.slot_bytes <= kPageBytesMax);
@@ -111,7 +42,7 @@ Store::Impl::Impl(const StoreOptions& options, std::unique_ptr<IoEngine> engine)
   for (std::uint32_t i = options.in_flight_max; i-- > 0;) idle_.push_back(i);
 }
 
-void Store::Impl::make_files() {
+void Store::make_files() {
   const bool on_disk = engine_->needs_files();
   if (on_disk && options_.paths.empty()) refuse("a store on SSD needs a path");
   for (auto path = options_.paths.begin(); path != options_.paths.end(); ++path) {
@@ -132,14 +63,18 @@ void Store::Impl::make_files() {
   }
 }
 
-void Store::Impl::add_slots(std::uint32_t count) {
+std::uint64_t Store::stripe_bytes(std::size_t slots) const {
+  return ceil_div(slots, std::max<std::size_t>(options_.paths.size(), 1)) * options_.slot_bytes;
+}
+
+void Store::add_slots(std::uint32_t count) {
   STRATA_ASSERT(count < index(kNoSlot) - slots_.size());
   const auto end = static_cast<std::uint32_t>(slots_.size()) + count;
   for (std::uint32_t i = end; i-- > slots_.size();) free_slots_.push_back(SlotId{i});
   slots_.resize(end);
 }
 
-void Store::Impl::extend(std::uint32_t count) {
+void Store::extend(std::uint32_t count) {
   STRATA_ASSERT(in_flight() == 0);
   const std::uint64_t before = stripe_bytes(slots_.size());
   const std::uint64_t after = stripe_bytes(slots_.size() + count);
@@ -154,12 +89,12 @@ void Store::Impl::extend(std::uint32_t count) {
   add_slots(count);
 }
 
-Slot& Store::Impl::at(SlotId slot) {
+Store::Slot& Store::at(SlotId slot) {
   STRATA_ASSERT(index(slot) < slots_.size());
   return slots_[index(slot)];
 }
 
-std::optional<SlotId> Store::Impl::acquire() {
+std::optional<SlotId> Store::acquire() {
   if (free_slots_.empty()) return std::nullopt;
   const SlotId slot = free_slots_.back();
   free_slots_.pop_back();
@@ -168,14 +103,14 @@ std::optional<SlotId> Store::Impl::acquire() {
   return slot;
 }
 
-void Store::Impl::release(SlotId slot) {
+void Store::release(SlotId slot) {
   STRATA_ASSERT(at(slot).acquired);
   STRATA_ASSERT(!at(slot).busy);
   at(slot).acquired = false;
   free_slots_.push_back(slot);
 }
 
-bool Store::Impl::start(const Transfer& transfer) {
+bool Store::start(const Transfer& transfer) {
   Slot& slot = at(transfer.slot);
   STRATA_ASSERT(slot.acquired);
   STRATA_ASSERT(!slot.busy);
@@ -189,27 +124,55 @@ bool Store::Impl::start(const Transfer& transfer) {
   if (transfer.op == IoOp::write) {
     slot.sealed = false;
     slot.version = transfer.version;
-    slot.checksum =
-        checksum({transfer.buffer, options_.slot_bytes}, transfer.slot, transfer.version);
   }
-  waiting_.push_back(which);
+  (transfer.op == IoOp::write ? unhashed_ : waiting_).push_back(which);
   return true;
 }
 
-bool Store::Impl::turn(Completions& out) {
+bool Store::turn(Completions& out) {
   bool moved = false;
   bool reaped = false;
-  // What is continued or retried goes back to the engine in the same turn, or nobody would ring.
+  // What was reaped is hashed, continued or retried in the same turn, or nobody would ring.
   do {
+    moved |= hash(out);
     moved |= submit_waiting(out);
     engine_->flush();
     reaped = reap(out);
     moved |= reaped;
-  } while (reaped && !waiting_.empty());
+  } while (reaped && !(waiting_.empty() && unhashed_.empty()));
   return moved;
 }
 
-bool Store::Impl::submit_waiting(Completions& out) {
+// Hands over what is to be hashed, and takes back what was: a write may go to the engine, a read is
+// done. What finds no room is handed over once something is taken back.
+bool Store::hash(Completions& out) {
+  bool moved = false;
+  bool took_back = false;
+  do {
+    for (; !unhashed_.empty(); unhashed_.pop_front(), moved = true) {
+      const Transfer& transfer = transfers_[unhashed_.front()];
+      const HashJob job{.bytes = {transfer.buffer, options_.slot_bytes},
+                        .slot = transfer.slot,
+                        .version = transfer.version,
+                        .transfer = unhashed_.front()};
+      if (!hashes_.submit(job)) break;
+    }
+    took_back = false;
+    for (HashDone done; hashes_.collect(done); took_back = moved = true) {
+      const Transfer& transfer = transfers_[done.transfer];
+      STRATA_ASSERT(at(transfer.slot).busy);
+      if (transfer.op == IoOp::read) {
+        finish(done.transfer, check_contents(transfer, done.checksum), out);
+      } else {
+        at(transfer.slot).checksum = done.checksum;
+        waiting_.push_back(done.transfer);
+      }
+    }
+  } while (took_back && !unhashed_.empty());
+  return moved;
+}
+
+bool Store::submit_waiting(Completions& out) {
   bool moved = false;
   for (; !waiting_.empty(); waiting_.pop_front(), moved = true) {
     const std::uint32_t which = waiting_.front();
@@ -231,7 +194,7 @@ bool Store::Impl::submit_waiting(Completions& out) {
   return moved;
 }
 
-bool Store::Impl::reap(Completions& out) {
+bool Store::reap(Completions& out) {
   std::array<IoCompletion, 64> seen;
   bool any = false;
   std::size_t count = 0;
@@ -247,7 +210,7 @@ bool Store::Impl::reap(Completions& out) {
 }
 
 // One answer of the engine: what it means for the transfer.
-void Store::Impl::advance(std::uint32_t which, std::int64_t result, Completions& out) {
+void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) {
   Transfer& transfer = transfers_[which];
   const std::uint32_t left = slot_bytes() - transfer.moved_bytes;
 
@@ -278,13 +241,13 @@ void Store::Impl::advance(std::uint32_t which, std::int64_t result, Completions&
   if (transfer.moved_bytes < slot_bytes()) {
     waiting_.push_back(which);
   } else if (transfer.op == IoOp::read) {
-    finish(which, check_contents(transfer), out);
+    unhashed_.push_back(which);
   } else {
     finish(which, std::nullopt, out);
   }
 }
 
-void Store::Impl::retry(std::uint32_t which, int errno_value, Completions& out) {
+void Store::retry(std::uint32_t which, int errno_value, Completions& out) {
   Transfer& transfer = transfers_[which];
   if (transfer.retries == kRetriesMax) {
     const std::string why = ": nothing moved in " + std::to_string(kRetriesMax) + " retries";
@@ -295,7 +258,7 @@ void Store::Impl::retry(std::uint32_t which, int errno_value, Completions& out) 
   waiting_.push_back(which);
 }
 
-void Store::Impl::finish(std::uint32_t which, std::optional<Error> error, Completions& out) {
+void Store::finish(std::uint32_t which, std::optional<Error> error, Completions& out) {
   const Transfer& transfer = transfers_[which];
   Slot& slot = at(transfer.slot);
   STRATA_ASSERT(slot.busy);
@@ -305,7 +268,7 @@ void Store::Impl::finish(std::uint32_t which, std::optional<Error> error, Comple
   idle_.push_back(which);
 }
 
-std::optional<Error> Store::Impl::check_version(const Transfer& transfer) const {
+std::optional<Error> Store::check_version(const Transfer& transfer) const {
   const Slot& slot = slots_[index(transfer.slot)];
   if (slot.sealed && slot.version == transfer.version) return std::nullopt;
   const std::string expected = ": version " + std::to_string(transfer.version) + " was asked for, ";
@@ -315,10 +278,8 @@ std::optional<Error> Store::Impl::check_version(const Transfer& transfer) const 
                  0);
 }
 
-std::optional<Error> Store::Impl::check_contents(const Transfer& transfer) const {
+std::optional<Error> Store::check_contents(const Transfer& transfer, std::uint64_t found) const {
   const Slot& slot = slots_[index(transfer.slot)];
-  const std::uint64_t found =
-      checksum({transfer.buffer, options_.slot_bytes}, transfer.slot, transfer.version);
   if (found == slot.checksum) return std::nullopt;
   std::array<char, 96> text;
   std::snprintf(
@@ -331,8 +292,8 @@ std::optional<Error> Store::Impl::check_contents(const Transfer& transfer) const
 }
 
 // `why` goes on from "reading slot 7 failed"; empty where errno says it all.
-Error Store::Impl::failure(const Transfer& transfer, Fault fault, const std::string& why,
-                           int errno_value) const {
+Error Store::failure(const Transfer& transfer, Fault fault, const std::string& why,
+                     int errno_value) const {
   Error error;
   error.fault = fault;
   error.what = (transfer.op == IoOp::read ? "reading slot " : "writing slot ") +
@@ -343,57 +304,19 @@ Error Store::Impl::failure(const Transfer& transfer, Fault fault, const std::str
   return error;
 }
 
-void Store::Impl::register_memory(std::span<std::byte> memory) {
+void Store::register_memory(std::span<std::byte> memory) {
   STRATA_ASSERT(in_flight() == 0);
   if (auto error = engine_->register_memory(memory)) warnings_.push_back(error->text());
 }
 
-Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine)
-    : impl_(std::make_unique<Impl>(options, std::move(engine))) {}
-Store::~Store() = default;
-
-std::optional<SlotId> Store::acquire() {
-  return impl_->acquire();
-}
-void Store::release(SlotId slot) {
-  impl_->release(slot);
-}
-std::uint32_t Store::free_slots() const {
-  return impl_->free_slots();
-}
-void Store::extend(std::uint32_t slot_count) {
-  impl_->extend(slot_count);
-}
-
 bool Store::read(SlotId slot, std::byte* buffer, std::uint64_t version, std::uint64_t tag) {
-  return impl_->start(
-      {.op = IoOp::read, .slot = slot, .buffer = buffer, .version = version, .tag = tag});
+  return start({.op = IoOp::read, .slot = slot, .buffer = buffer, .version = version, .tag = tag});
 }
 
 bool Store::write(SlotId slot, const std::byte* buffer, std::uint64_t version, std::uint64_t tag) {
   // The engine takes one kind of pointer for both directions; a write only reads through it.
   auto* from = const_cast<std::byte*>(buffer);
-  return impl_->start(
-      {.op = IoOp::write, .slot = slot, .buffer = from, .version = version, .tag = tag});
-}
-
-bool Store::turn(std::vector<StoreCompletion>& out) {
-  return impl_->turn(out);
-}
-std::uint32_t Store::in_flight() const {
-  return impl_->in_flight();
-}
-void Store::register_memory(std::span<std::byte> memory) {
-  impl_->register_memory(memory);
-}
-const std::vector<std::string>& Store::warnings() const {
-  return impl_->warnings();
-}
-const StoreCounters& Store::counters() const {
-  return impl_->counters();
-}
-const char* Store::engine_name() const {
-  return impl_->engine_name();
+  return start({.op = IoOp::write, .slot = slot, .buffer = from, .version = version, .tag = tag});
 }
 
 }  // namespace strata

@@ -5,9 +5,10 @@
 // is seen. The checksums are kept in memory: the files mean nothing once their session is over.
 //
 // Threads: one caller at a time (the core's lock). Never blocks, except while it is made
-// and destroyed.
+// and destroyed. Its own threads ("strata-hash") compute the checksums, so that the caller spends
+// no time in proportion to bytes; without such threads turn() computes them.
 //
-//   Store store(options, engine);                        // creates, locks and preallocates files
+//   Store store(options, engine, &bell);                 // creates, locks and preallocates files
 //   SlotId slot = store.acquire();
 //   store.write(slot, frame, version, tag);              // false: too many in flight, try later
 //   store.turn(completions);                             // appends what finished
@@ -15,12 +16,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "memory/crew.hpp"
+#include "memory/doorbell.hpp"
 #include "memory/result.hpp"
 #include "memory/units.hpp"
 #include "offload/storage/io_engine.hpp"
@@ -36,6 +40,7 @@ struct StoreOptions {
   std::uint32_t slot_count = 0;
   std::uint32_t in_flight_max = 64;  // requests to the engine at a time
   Naming naming = Naming::nameless;  // of the files
+  int hash_threads = 0;              // 0: turn() computes checksums itself, in order
 };
 
 struct StoreCompletion {
@@ -49,17 +54,30 @@ struct StoreCounters {
   std::uint64_t retries = 0;
 };
 
+// So many threads compute checksums as fast as several disks of this machine read.
+int hash_threads_here();
+
+// A request passes these places: a write is hashed, then written; a read is read, then hashed.
+//
+// Invariants
+//   1. |idle_| + |unhashed_| + (in hashes_) + |waiting_| + (in the engine) == in_flight_max: each
+//      transfer is in one of them.
+//   2. A slot is busy exactly while one transfer that is not idle names it.
+//   3. |free_slots_| slots are not acquired; those are not busy.
+//   4. A slot whose write is under way or has failed is not sealed.
 class Store final {
  public:
   // Throws StrataError (config, no_space, io) before any byte is written.
-  Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine);
-  ~Store();  // waits for what is in flight, then removes its files
+  // REQUIRES: bell outlives this, or there are no hash threads (then it may be null).
+  Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, Doorbell* bell = nullptr);
+  // Waits for what is in flight, then removes its files: the order of the members does both.
+  ~Store() = default;
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
 
   std::optional<SlotId> acquire();  // nullopt: every slot is taken
   void release(SlotId slot);
-  std::uint32_t free_slots() const;
+  std::uint32_t free_slots() const { return static_cast<std::uint32_t>(free_slots_.size()); }
   // So many slots more, in longer files. Throws StrataError (no_space, io), and changes nothing,
   // where they do not fit. REQUIRES: nothing in flight.
   void extend(std::uint32_t slot_count);
@@ -73,22 +91,90 @@ class Store final {
   [[nodiscard]] bool write(SlotId slot, const std::byte* buffer, std::uint64_t version,
                            std::uint64_t tag);
 
-  // Submits, reaps, retries and verifies; appends finished requests. True when anything moved.
+  // Submits, reaps, retries and verifies; appends finished requests. True when anything moved. What
+  // is still under way then rings the doorbell.
   bool turn(std::vector<StoreCompletion>& out);
 
-  std::uint32_t in_flight() const;
+  std::uint32_t in_flight() const {
+    return static_cast<std::uint32_t>(transfers_.size() - idle_.size());
+  }
   // Announces the memory that buffers come from. REQUIRES: nothing in flight.
   void register_memory(std::span<std::byte> memory);
   // Sentences for the log: what works, but not as well as it could (no O_DIRECT, tmpfs, plain
   // buffers), and what a killed process had left. Grows in the constructor and in
   // register_memory().
-  const std::vector<std::string>& warnings() const;
-  const StoreCounters& counters() const;
-  const char* engine_name() const;
+  const std::vector<std::string>& warnings() const { return warnings_; }
+  const StoreCounters& counters() const { return counters_; }
+  const char* engine_name() const { return engine_->name(); }
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  using Completions = std::vector<StoreCompletion>;
+
+  struct Slot {
+    bool acquired = false;
+    bool busy = false;    // a transfer that is not idle names it
+    bool sealed = false;  // holds the contents that version and checksum describe
+    std::uint64_t version = 0;
+    std::uint64_t checksum = 0;
+  };
+  // One request of the caller, on its way through one or several requests to the engine.
+  struct Transfer {
+    IoOp op = IoOp::read;
+    SlotId slot = kNoSlot;
+    std::byte* buffer = nullptr;
+    std::uint64_t version = 0;
+    std::uint64_t tag = 0;
+    std::uint32_t moved_bytes = 0;  // a multiple of kIoAlignment
+    std::uint32_t retries = 0;      // since bytes last moved
+  };
+  struct HashJob {
+    std::span<const std::byte> bytes;
+    SlotId slot = kNoSlot;
+    std::uint64_t version = 0;
+    std::uint32_t transfer = 0;
+  };
+  struct HashDone {
+    std::uint64_t checksum = 0;
+    std::uint32_t transfer = 0;
+  };
+
+  void make_files();
+  void add_slots(std::uint32_t count);
+  [[nodiscard]] bool start(const Transfer& transfer);
+  bool hash(Completions& out);
+  bool submit_waiting(Completions& out);
+  bool reap(Completions& out);
+  void advance(std::uint32_t which, std::int64_t result, Completions& out);
+  void retry(std::uint32_t which, int errno_value, Completions& out);
+  void finish(std::uint32_t which, std::optional<Error> error, Completions& out);
+  std::optional<Error> check_version(const Transfer& transfer) const;
+  std::optional<Error> check_contents(const Transfer& transfer, std::uint64_t found) const;
+  Error failure(const Transfer& transfer, Fault fault, const std::string& why,
+                int errno_value) const;
+
+  Slot& at(SlotId slot);
+  std::size_t stripe_of(SlotId slot) const { return index(slot) % numbers_.size(); }
+  std::uint64_t offset_of(SlotId slot) const {
+    return std::uint64_t{index(slot) / numbers_.size()} * options_.slot_bytes;
+  }
+  // All stripes have one length, so the last row of slots may be longer than was asked.
+  std::uint64_t stripe_bytes(std::size_t slots) const;
+  std::uint32_t slot_bytes() const { return static_cast<std::uint32_t>(options_.slot_bytes); }
+
+  const StoreOptions options_;
+  std::vector<std::string> warnings_;
+  StoreCounters counters_;
+  std::vector<Slot> slots_;
+  std::vector<SlotId> free_slots_;  // a stack, the lowest slot on top at first
+  std::vector<Transfer> transfers_;
+  std::vector<std::uint32_t> idle_;               // indices into transfers_
+  std::deque<std::uint32_t> unhashed_;            // likewise: to be hashed, in order
+  std::deque<std::uint32_t> waiting_;             // likewise: to be submitted, in order
+  std::vector<std::unique_ptr<PageFile>> files_;  // one for each stripe, or none at all
+  std::vector<int> numbers_;                      // of the stripes, as the engine knows them
+  Crew<HashJob, HashDone> hashes_;
+  // Last, so that it is destroyed first: files close once nothing is in flight any more.
+  std::unique_ptr<IoEngine> engine_;
 };
 
 }  // namespace strata

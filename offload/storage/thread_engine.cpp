@@ -1,11 +1,16 @@
-#include "offload/storage/thread_engine.hpp"
-
+// IoEngine over plain pread and pwrite in a few threads: runs wherever files do.
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 #include "memory/check.hpp"
+#include "offload/storage/make_engine.hpp"
 
 namespace strata {
 namespace {
@@ -13,7 +18,45 @@ namespace {
 // Enough to keep one SSD busy with page-sized transfers; they sleep in the kernel, not on a core.
 constexpr std::uint32_t kWorkersMax = 4;
 
-}  // namespace
+// Threads: one caller at a time, as IoEngine; the workers inside share a queue under a mutex.
+//
+// Invariant: in_flight_ == |staged_| + |queue_| + (requests inside a worker) + |done_| <= depth_.
+class ThreadEngine final : public IoEngine {
+ public:
+  ThreadEngine(Doorbell* bell, std::uint32_t depth);
+  ~ThreadEngine() override;
+  ThreadEngine(const ThreadEngine&) = delete;
+  ThreadEngine& operator=(const ThreadEngine&) = delete;
+
+  const char* name() const override { return "threads"; }
+  int attach(int fd, std::uint64_t file_bytes) override;
+  [[nodiscard]] bool submit(const IoRequest& request) override;
+  void flush() override;
+  std::size_t reap(std::span<IoCompletion> out) override;
+
+ private:
+  struct Job {
+    IoRequest request;
+    int fd;
+  };
+  void work();
+
+  // Caller's side.
+  Doorbell* bell_;
+  std::uint32_t depth_;
+  std::uint32_t in_flight_ = 0;
+  std::vector<int> files_;
+  std::vector<Job> staged_;  // submitted, not yet flushed
+
+  // Shared, under mutex_.
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<Job> queue_;
+  std::deque<IoCompletion> done_;
+  bool stop_ = false;
+
+  std::vector<std::thread> workers_;
+};
 
 ThreadEngine::ThreadEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {
   STRATA_ASSERT(depth > 0);
@@ -85,6 +128,12 @@ void ThreadEngine::work() {
     // Rung under the mutex: the engine, and with it the bell, cannot be destroyed in between.
     if (bell_ != nullptr) bell_->ring();
   }
+}
+
+}  // namespace
+
+std::unique_ptr<IoEngine> make_thread_engine(Doorbell* bell, std::uint32_t depth) {
+  return std::make_unique<ThreadEngine>(bell, depth);
 }
 
 }  // namespace strata

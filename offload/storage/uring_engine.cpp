@@ -1,5 +1,5 @@
-#include "offload/storage/uring_engine.hpp"
-
+// IoEngine over io_uring: one ring, files and memory registered where the kernel agrees,
+// completions announced on the doorbell's eventfd.
 #include <liburing.h>
 #include <sys/mman.h>
 
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "memory/check.hpp"
+#include "offload/storage/make_engine.hpp"
 
 namespace strata {
 namespace {
@@ -37,19 +38,21 @@ Error ring_error(const char* what, int result) {
   return error;
 }
 
-}  // namespace
-
-class UringEngine::Impl final {
+// Threads: as IoEngine.
+class UringEngine final : public IoEngine {
  public:
-  Impl(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {}
-  ~Impl();
+  UringEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {}
+  ~UringEngine() override;
+  UringEngine(const UringEngine&) = delete;
+  UringEngine& operator=(const UringEngine&) = delete;
 
   int set_up();
-  int attach(int fd);
-  bool submit(const IoRequest& request);
-  void flush();
-  std::size_t reap(std::span<IoCompletion> out);
-  std::optional<Error> register_memory(std::span<std::byte> memory);
+  const char* name() const override { return "io_uring"; }
+  int attach(int fd, std::uint64_t file_bytes) override;
+  [[nodiscard]] bool submit(const IoRequest& request) override;
+  void flush() override;
+  std::size_t reap(std::span<IoCompletion> out) override;
+  std::optional<Error> register_memory(std::span<std::byte> memory) override;
 
  private:
   int register_slices();
@@ -59,8 +62,8 @@ class UringEngine::Impl final {
 
   Doorbell* bell_;
   std::uint32_t depth_;
-  std::uint32_t in_flight_ =
-      0;  // submitted here and not reaped; at most depth_, so the CQ holds it
+  // Submitted here and not reaped; at most depth_, so that the completion queue holds them.
+  std::uint32_t in_flight_ = 0;
   bool live_ = false;
   bool files_registered_ = false;
   io_uring ring_{};
@@ -68,7 +71,7 @@ class UringEngine::Impl final {
   std::vector<iovec> slices_;  // registered memory, by buffer index
 };
 
-int UringEngine::Impl::set_up() {
+int UringEngine::set_up() {
   int result = io_uring_queue_init(depth_, &ring_, 0);
   if (result < 0) return result;
   live_ = true;
@@ -84,7 +87,7 @@ int UringEngine::Impl::set_up() {
   return 0;
 }
 
-UringEngine::Impl::~Impl() {
+UringEngine::~UringEngine() {
   if (!live_) return;
   // 1. What was queued but never handed over is handed over too: the ring offers no way to drop it.
   // 2. The kernel owns the buffers until each completion is seen.
@@ -98,7 +101,7 @@ UringEngine::Impl::~Impl() {
   forget_slices();
 }
 
-int UringEngine::Impl::attach(int fd) {
+int UringEngine::attach(int fd, std::uint64_t) {
   const auto file = static_cast<unsigned>(files_.size());
   files_.push_back(fd);
   if (!files_registered_) return static_cast<int>(file);
@@ -111,7 +114,7 @@ int UringEngine::Impl::attach(int fd) {
   return static_cast<int>(file);
 }
 
-std::optional<Error> UringEngine::Impl::register_memory(std::span<std::byte> memory) {
+std::optional<Error> UringEngine::register_memory(std::span<std::byte> memory) {
   STRATA_ASSERT(in_flight_ == 0);
   STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(memory.data()) % kIoAlignment == 0);
   const std::size_t before = slices_.size();
@@ -135,19 +138,19 @@ std::optional<Error> UringEngine::Impl::register_memory(std::span<std::byte> mem
                     result);
 }
 
-void UringEngine::Impl::forget_slices() {
+void UringEngine::forget_slices() {
   for (const iovec& slice : slices_) {
     inherit({static_cast<std::byte*>(slice.iov_base), slice.iov_len}, true);
   }
   slices_.clear();
 }
 
-int UringEngine::Impl::register_slices() {
+int UringEngine::register_slices() {
   return io_uring_register_buffers(&ring_, slices_.data(), static_cast<unsigned>(slices_.size()));
 }
 
 // The index of the registered slice that holds the whole buffer, or -1.
-int UringEngine::Impl::registered_slice(const std::byte* buffer, std::uint32_t bytes) const {
+int UringEngine::registered_slice(const std::byte* buffer, std::uint32_t bytes) const {
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     const auto* begin = static_cast<const std::byte*>(slices_[i].iov_base);
     if (buffer >= begin && buffer + bytes <= begin + slices_[i].iov_len) {
@@ -157,7 +160,7 @@ int UringEngine::Impl::registered_slice(const std::byte* buffer, std::uint32_t b
   return -1;
 }
 
-void UringEngine::Impl::prepare(io_uring_sqe* sqe, const IoRequest& request) const {
+void UringEngine::prepare(io_uring_sqe* sqe, const IoRequest& request) const {
   const int slice = registered_slice(request.buffer, request.bytes);
   const int fd = files_registered_ ? request.file : files_[static_cast<std::size_t>(request.file)];
   if (request.op == IoOp::read && slice >= 0) {
@@ -173,7 +176,7 @@ void UringEngine::Impl::prepare(io_uring_sqe* sqe, const IoRequest& request) con
   io_uring_sqe_set_data64(sqe, request.tag);
 }
 
-bool UringEngine::Impl::submit(const IoRequest& request) {
+bool UringEngine::submit(const IoRequest& request) {
   STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());
   if (in_flight_ == depth_) return false;
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
@@ -183,7 +186,7 @@ bool UringEngine::Impl::submit(const IoRequest& request) {
   return true;
 }
 
-void UringEngine::Impl::flush() {
+void UringEngine::flush() {
   while (io_uring_sq_ready(&ring_) > 0) {
     const int result = io_uring_submit(&ring_);
     if (result >= 0 || result == -EINTR) continue;
@@ -194,7 +197,7 @@ void UringEngine::Impl::flush() {
   }
 }
 
-std::size_t UringEngine::Impl::reap(std::span<IoCompletion> out) {
+std::size_t UringEngine::reap(std::span<IoCompletion> out) {
   std::size_t count = 0;
   io_uring_cqe* cqe = nullptr;
   while (count < out.size() && io_uring_peek_cqe(&ring_, &cqe) == 0) {
@@ -206,33 +209,14 @@ std::size_t UringEngine::Impl::reap(std::span<IoCompletion> out) {
   return count;
 }
 
-std::unique_ptr<UringEngine> UringEngine::make(Doorbell* bell, std::uint32_t depth, Error* error) {
-  auto impl = std::make_unique<Impl>(bell, depth);
-  const int result = impl->set_up();
-  if (result < 0) {
-    *error = ring_error("io_uring cannot be set up here", result);
-    return nullptr;
-  }
-  return std::unique_ptr<UringEngine>(new UringEngine(std::move(impl)));
-}
+}  // namespace
 
-UringEngine::UringEngine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-UringEngine::~UringEngine() = default;
-
-int UringEngine::attach(int fd, std::uint64_t) {
-  return impl_->attach(fd);
-}
-bool UringEngine::submit(const IoRequest& request) {
-  return impl_->submit(request);
-}
-void UringEngine::flush() {
-  impl_->flush();
-}
-std::size_t UringEngine::reap(std::span<IoCompletion> out) {
-  return impl_->reap(out);
-}
-std::optional<Error> UringEngine::register_memory(std::span<std::byte> memory) {
-  return impl_->register_memory(memory);
+std::unique_ptr<IoEngine> make_uring_engine(Doorbell* bell, std::uint32_t depth, Error* error) {
+  auto engine = std::make_unique<UringEngine>(bell, depth);
+  const int result = engine->set_up();
+  if (result >= 0) return engine;
+  *error = ring_error("io_uring cannot be set up here", result);
+  return nullptr;
 }
 
 }  // namespace strata

@@ -15,7 +15,6 @@
 #include "memory/doorbell.hpp"
 #include "offload/storage/make_engine.hpp"
 #include "offload/storage/memory_engine.hpp"
-#include "offload/storage/uring_engine.hpp"
 
 namespace strata {
 namespace {
@@ -287,7 +286,7 @@ TEST_P(IoEngineTest, MemoryThatCannotBePinnedDoesNoHarm) {
 // The kernel would copy it all, at once, into every worker of a data loader.
 TEST(UringEngineTest, PinnedMemoryIsNotCopiedIntoChildren) {
   Error refused;
-  auto engine = UringEngine::make(nullptr, kDepth, &refused);
+  auto engine = make_uring_engine(nullptr, kDepth, &refused);
   if (engine == nullptr) GTEST_SKIP() << refused.text();
   AlignedBuffer pinned(kBlock);
   if (auto error = engine->register_memory(pinned.span())) GTEST_SKIP() << error->text();

@@ -38,16 +38,18 @@ TEST(PlanOnDevice, UnitsRestOnTheDeviceWhereNothingElseHoldsThem) {
     must += !without.feasible;
     if (without.feasible) return;
     // The smallest device does, too, and a smaller one is refused in the words of the tier.
-    EXPECT_NE(without.refusal.find("infeasible: host"), std::string::npos) << without.refusal;
+    EXPECT_NE(text(without.refusal).find("infeasible: host"), std::string::npos)
+        << text(without.refusal);
     of.budgets.device_bytes = plan.device_bytes_min;
     const Plan least = plan_of(of);
-    ASSERT_TRUE(least.feasible) << least.refusal;
+    ASSERT_TRUE(least.feasible) << text(least.refusal);
     EXPECT_GT(least.resting_device_bytes, 0U);
     EXPECT_EQ(check_plan(of.trace, of.budgets, least), "");
     of.budgets.device_bytes -= 1;
     const Plan refused = plan_of(of);
     EXPECT_FALSE(refused.feasible);
-    EXPECT_NE(refused.refusal.find("infeasible: host"), std::string::npos) << refused.refusal;
+    EXPECT_NE(text(refused.refusal).find("infeasible: host"), std::string::npos)
+        << text(refused.refusal);
   });
   EXPECT_GT(must, 8);
 }
@@ -74,7 +76,7 @@ TEST(PlanOnDevice, UnitsRestOnTheDeviceWhereThatIsFaster) {
     Wishes same{.on_device = std::vector<bool>()};
     for (const UnitPlan& unit : plan.units) same.on_device->push_back(unit.on_device);
     const Plan wished = plan_of(of, same);
-    ASSERT_TRUE(wished.feasible) << wished.refusal;
+    ASSERT_TRUE(wished.feasible) << text(wished.refusal);
     EXPECT_EQ(check_plan(of.trace, of.budgets, wished, same), "");
   });
   EXPECT_GT(faster, 10);
@@ -90,7 +92,7 @@ TEST(PlanOnDevice, NothingRestsOnTheDeviceForNothing) {
     }
     of.costs.transfer_seconds = 0.0;
     const Plan plan = plan_of(of);
-    ASSERT_TRUE(plan.feasible) << plan.refusal;
+    ASSERT_TRUE(plan.feasible) << text(plan.refusal);
     EXPECT_EQ(plan.resting_device_bytes, 0U);
   });
 }

@@ -130,7 +130,7 @@ TEST(PlanOptimal, IsCloseToTheShortestStepThatAnyChoiceGives) {
     must_rest += must;
     refused += must && !plan.feasible;
     if (!must) {
-      ASSERT_EQ(plan.feasible, can) << "seed " << seed << ": " << plan.refusal;
+      ASSERT_EQ(plan.feasible, can) << "seed " << seed << ": " << text(plan.refusal);
     }
     if (!plan.feasible) continue;
     with_units += plan.resting_device_bytes != 0;

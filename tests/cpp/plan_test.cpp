@@ -109,7 +109,7 @@ TEST(Plan, SaysTheSameTwice) {
     const PaperStep of = step_of(seed);
     const Plan one = plan_of(of), two = plan_of(of);
     ASSERT_EQ(one.feasible, two.feasible);
-    EXPECT_EQ(one.refusal, two.refusal);
+    EXPECT_EQ(text(one.refusal), text(two.refusal));
     EXPECT_EQ(one.device_curve, two.device_curve);
     EXPECT_EQ(one.frames.frames, two.frames.frames);
     EXPECT_EQ(one.activation_lookahead, two.activation_lookahead);
@@ -140,21 +140,22 @@ TEST(Plan, WhatIsRefusedNamesTierMomentAndSizesThatDo) {
     Plan plan = plan_of(of, wishes);
     if (!plan.feasible) ++refused;
     for (int tries = 0; !plan.feasible && tries < 4; ++tries) {
-      SCOPED_TRACE(plan.refusal);
-      const std::uint64_t enough = enough_of(plan.refusal);
+      SCOPED_TRACE(text(plan.refusal));
+      const std::uint64_t enough = enough_of(text(plan.refusal));
       ASSERT_GT(enough, 0U);
       const auto is_of = [&](const char* tier) {
-        return plan.refusal.rfind(std::string("infeasible: ") + tier, 0) == 0;
+        return text(plan.refusal).rfind(std::string("infeasible: ") + tier, 0) == 0;
       };
       std::uint64_t& budget = is_of("device") ? of.budgets.device_bytes
                               : is_of("host") ? of.budgets.host_bytes
                                               : of.budgets.ssd_bytes;
       ASSERT_GT(enough, budget);
       budget = enough;
-      const std::string before = plan.refusal;
+      const std::string before = text(plan.refusal);
       plan = plan_of(of, wishes);
       // One tier after the other; never the same again.
-      EXPECT_NE(plan.refusal.substr(0, 16), before.substr(0, 16));
+      if (plan.feasible) break;
+      EXPECT_NE(text(plan.refusal).substr(0, 16), before.substr(0, 16));
     }
     EXPECT_TRUE(plan.feasible);
     EXPECT_EQ(check_plan(of.trace, of.budgets, plan), "");
@@ -166,7 +167,7 @@ TEST(Plan, ARefusalReadsLikeThis) {
   PaperStep of = step_of(4);
   of.budgets.host_bytes = kGiB;
   of.budgets.device_bytes = kRandomPageBytes;
-  const std::string refusal = plan_of(of).refusal;
+  const std::string refusal = text(plan_of(of).refusal);
   const std::regex form(
       "infeasible: device [0-9.]+ [KM]iB > 64.0 KiB at (forward|backward) of "
       "(embed|head|layers.[0-9]+); [0-9.]+ [KM]iB would do");
@@ -181,7 +182,7 @@ TEST(Plan, TheSmallestDeviceBudgetIsExact) {
     if (least == 0) return;  // it is host memory or the SSD that do not do
     of.budgets.device_bytes = least;
     const Plan plan = plan_of(of, wishes);
-    ASSERT_TRUE(plan.feasible) << plan.refusal;
+    ASSERT_TRUE(plan.feasible) << text(plan.refusal);
     EXPECT_EQ(plan.device_bytes_min, least);
     EXPECT_EQ(check_plan(of.trace, of.budgets, plan), "");
     of.budgets.device_bytes = least - 1;
@@ -197,7 +198,7 @@ TEST(Plan, ForcedModesAreKeptToWhereTheyCanBe) {
     const Lifetimes lives = lifetimes(of.trace);
     for (const Activation wish : kModes) {
       const Plan plan = plan_of(of, {.activation = wish, .may_split = false});
-      ASSERT_TRUE(plan.feasible) << plan.refusal;
+      ASSERT_TRUE(plan.feasible) << text(plan.refusal);
       for (std::size_t u = 0; u < plan.units.size(); ++u) {
         const TracedUnit& unit = of.trace.units[u];
         bool can = wish == Activation::keep || trains(lives, u);
@@ -331,7 +332,7 @@ double seconds_to_plan(std::uint32_t blocks) {
   of.budgets.device_bytes += of.budgets.device_bytes / 2;
   const std::clock_t begin = std::clock();
   const Plan plan = plan_of(of);
-  EXPECT_TRUE(plan.feasible) << plan.refusal;
+  EXPECT_TRUE(plan.feasible) << text(plan.refusal);
   const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
   std::printf("planner-time units=%zu seconds=%.2f\n", of.trace.units.size(), seconds);
   return seconds;
@@ -366,7 +367,7 @@ TEST(Plan, InputsOfRecomputedUnitsLeaveWhereTheyFindNoRoom) {
     of.budgets.device_bytes = staying - (staying - plan_of(of, forced).device_bytes_min) / 2;
     if (of.budgets.device_bytes == staying) return;
     const Plan plan = plan_of(of, forced);
-    ASSERT_TRUE(plan.feasible) << plan.refusal;
+    ASSERT_TRUE(plan.feasible) << text(plan.refusal);
     EXPECT_EQ(check_plan(of.trace, of.budgets, plan), "");
     EXPECT_GT(plan.activation_host_bytes + plan.activation_ssd_bytes, 0U);
     for (const UnitPlan& unit : plan.units) {

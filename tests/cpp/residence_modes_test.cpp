@@ -1,7 +1,9 @@
 // What is set aside in host memory for gradients without pages, and for the scales of short
-// moments.
+// moments; and the room of units that are entered together.
 #include <gtest/gtest.h>
 
+#include "configs.hpp"
+#include "core_fixtures.hpp"
 #include "engine/residence.hpp"
 #include "memory/result.hpp"
 
@@ -80,6 +82,53 @@ TEST(Residence, ScalesAreSetAside) {
   EXPECT_EQ(home.layout.scale_bytes, 24 * kKiB);
   EXPECT_EQ(home.scale_frames, 1U);
   EXPECT_EQ(home.host_frames, home.layout.page_count + 1);
+}
+
+TEST(Residence, WhatIsEnteredTogetherHasRoomOrARefusalSaysWithHowMuch) {
+  int refused = 0;
+  for_seeds(500, [&](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_model(random);
+    config.device_bytes = below(random, 2 * kMiB);
+    // With less, units rest on the device.
+    config.host_bytes = below(random, 2) == 0 ? kGiB : below(random, 4 * kMiB);
+    config.together = {{"all", {}}};
+    for (std::uint32_t u = 0; u < config.units.size(); ++u) config.together[0].units.push_back(u);
+    for (int attempt = 0;; ++attempt) {
+      try {
+        const Residence home = choose_residence(config);
+        EXPECT_LE(home.nested_frames, home.device_frames);
+        return;
+      } catch (const StrataError& thrown) {
+        const Error& error = thrown.error();
+        if (error.tier != Tier::device) return;
+        ASSERT_EQ(attempt, 0) << thrown.what();
+        ++refused;
+        EXPECT_EQ(error.units, config.units);
+        EXPECT_EQ(error.moment, "forward of all");
+        EXPECT_EQ(error.budget_bytes, config.device_bytes);
+        EXPECT_GT(error.would_do_bytes, config.device_bytes);
+        config.device_bytes = error.would_do_bytes;
+      }
+    }
+  });
+  if (std::getenv("STRATA_SEED") == nullptr) {
+    EXPECT_GT(refused, 50);
+  }
+}
+
+TEST(Residence, PagesAreSmallerWhereUnitsAreEnteredTogether) {
+  Config config;
+  config.units = {"one", "two"};
+  config.groups = {Hyper{}};
+  for (std::uint32_t u = 0; u < 2; ++u) {
+    config.params.push_back({.name = "w", .numel = 61 * kMiB / 2, .unit = UnitId{u}});
+  }
+  config.device_bytes = 124 * kMiB;
+  config.host_bytes = 4 * kGiB;
+  EXPECT_EQ(choose_residence(config).layout.page_bytes, 4 * kMiB);
+  config.together = {{"both", {0, 1}}};
+  EXPECT_EQ(choose_residence(config).layout.page_bytes, 2 * kMiB);
 }
 
 }  // namespace

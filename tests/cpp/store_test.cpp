@@ -15,10 +15,12 @@ bool is_empty(const std::string& folder) {
   return std::filesystem::is_empty(folder);
 }
 
-class StoreRoundTrip : public ::testing::TestWithParam<std::tuple<std::string, int>> {};
+// An engine, so many paths, so many threads that hash.
+class StoreRoundTrip : public ::testing::TestWithParam<std::tuple<std::string, int, int>> {};
 
 TEST_P(StoreRoundTrip, EveryPageComesBackFromItsStripe) {
-  const auto& [name, path_count] = GetParam();
+  const auto& [name, path_count, hash_threads] = GetParam();
+  Doorbell bell;
   TempFolder root;
   std::vector<std::string> paths;
   for (int i = 0; i < path_count; ++i) {
@@ -33,7 +35,9 @@ TEST_P(StoreRoundTrip, EveryPageComesBackFromItsStripe) {
     } catch (const StrataError& error) {
       GTEST_SKIP() << error.what();
     }
-    Store store(options_for(paths, kSlots), std::move(engine));
+    StoreOptions options = options_for(paths, kSlots);
+    options.hash_threads = hash_threads;
+    Store store(options, std::move(engine), &bell);
     EXPECT_EQ(store.free_slots(), kSlots);
     std::vector<SlotId> slots;
     std::vector<AlignedBuffer> pages;
@@ -73,10 +77,11 @@ TEST_P(StoreRoundTrip, EveryPageComesBackFromItsStripe) {
 INSTANTIATE_TEST_SUITE_P(Engines, StoreRoundTrip,
                          ::testing::Combine(::testing::Values("io_uring", "libaio", "threads",
                                                               "memory"),
-                                            ::testing::Values(1, 2, 3)),
+                                            ::testing::Values(1, 2, 3), ::testing::Values(0, 2)),
                          [](const auto& suite) {
                            return std::get<0>(suite.param) + "_" +
-                                  std::to_string(std::get<1>(suite.param)) + "_paths";
+                                  std::to_string(std::get<1>(suite.param)) + "_paths_" +
+                                  std::to_string(std::get<2>(suite.param)) + "_hash_threads";
                          });
 
 TEST(StoreTest, SaysWhenSlotsOrTransfersAreUsedUp) {
@@ -176,15 +181,44 @@ TEST(StoreTest, ExtendedFilesKeepTheirPages) {
 TEST(StoreTest, EndsWithRequestsInFlight) {
   TempFolder folder;
   AlignedBuffer page(kSlot);
-  {
-    Store store(options_for({folder.path()}), engine_named("threads"));
-    for (std::uint64_t i = 0; i < 4; ++i) {
-      ASSERT_TRUE(store.write(store.acquire().value(), page.data(), 1, i));
+  Doorbell bell;
+  for (const int hash_threads : {0, 1, 3}) {
+    {
+      StoreOptions options = options_for({folder.path()});
+      options.hash_threads = hash_threads;
+      Store store(options, engine_named("threads"), &bell);
+      for (std::uint64_t i = 0; i < 4; ++i) {
+        ASSERT_TRUE(store.write(store.acquire().value(), page.data(), 1, i));
+      }
+      std::vector<StoreCompletion> done;
+      store.turn(done);
+    }
+    EXPECT_TRUE(is_empty(folder.path()));
+  }
+}
+
+// Whoever sleeps between turns that moved nothing is woken by every hash and every disk.
+TEST(StoreTest, RingsForEverythingThatTurnLeftUnderWay) {
+  Doorbell bell;
+  StoreOptions options = options_for({}, 100);
+  options.in_flight_max = 100;
+  options.hash_threads = 1;  // holds 64 jobs: the others wait for room
+  std::string why;
+  Store store(options, make_io_engine("memory", &bell, 3, &why), &bell);
+  AlignedBuffer pages(100 * kSlot);
+  for (const std::uint64_t version : {1, 2}) {
+    for (std::uint32_t i = 0; i < 100; ++i) {
+      std::byte* const page = pages.data() + i * kSlot;
+      const SlotId slot = version == 1 ? store.acquire().value() : SlotId{i};
+      ASSERT_TRUE(version == 1 ? store.write(slot, page, 1, i) : store.read(slot, page, 1, i));
     }
     std::vector<StoreCompletion> done;
-    store.turn(done);
+    while (done.size() < 100) {
+      const bool moved = store.turn(done);
+      ASSERT_TRUE(moved || bell.wait(20'000)) << "nobody rang";
+    }
+    for (const StoreCompletion& seen : done) EXPECT_FALSE(seen.error);
   }
-  EXPECT_TRUE(is_empty(folder.path()));
 }
 
 }  // namespace
