@@ -27,7 +27,7 @@ from .choices import (
 )
 from .managed import DTYPE_NAMES, dtype_names
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
-from .units import Chosen, find_units, used_apart
+from .units import Chosen, UnitSpec, find_units, used_apart
 from .update_modes import (
     STATE_DTYPES,
     UPDATE_KINDS,
@@ -40,7 +40,7 @@ from .update_modes import (
 )
 
 if TYPE_CHECKING:
-    from .._core import Config, ParamSpec, Plan
+    from .._core import Config, GroupSpec, ParamSpec, Plan
 
 FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
 DISK_SHARE = 0.9
@@ -163,8 +163,32 @@ def configure(
             f"state_dtype={options.state_dtype!r} is not supported with {foreign.name}, which runs "
             "as its own class on float32 state: leave state_dtype out"
         )
-    unit_specs, hooked = find_units(model, options.units)
-    unit_of = {p: u for u, unit in enumerate(unit_specs) for p in unit.params}
+    units, hooked = find_units(model, options.units)
+    groups = [
+        group_spec(optimizer, g, group, foreign) for g, group in enumerate(optimizer.param_groups)
+    ]
+    check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
+    config = config_of(model, optimizer, options, units, groups, device_name)
+    config["apart"] = used_apart(units, hooked) if options.max_unit_norm else []
+    config["together"] = entered_together(model, hooked)
+    given = parse_budgets(options.memory)
+    free = device.free_bytes(device_name)
+    if free is not None:
+        device.check_budget(device_name, given.get("device", 0), free, model)
+    _choose_budgets(config, given, make_plan, free)
+    return config, hooked
+
+
+def config_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    units: Sequence[UnitSpec],
+    groups: list[GroupSpec],
+    device_name: str,
+) -> Config:
+    """The Config of a model that is cut into these units, still without budgets."""
+    unit_of = {p: u for u, unit in enumerate(units) for p in unit.params}
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     params: list[ParamSpec] = []
     for i, (name, parameter) in enumerate(model.named_parameters()):
@@ -179,14 +203,10 @@ def configure(
                 "group": group_of[id(parameter)] if trainable else 0,
             }
         )
-    groups = [
-        group_spec(optimizer, g, group, foreign) for g, group in enumerate(optimizer.param_groups)
-    ]
-    check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
     update, max_staleness = core_mode(options.update)
-    config: Config = {
+    return {
         "params": params,
-        "units": [unit.name for unit in unit_specs],
+        "units": [unit.name for unit in units],
         "groups": groups,
         "page_bytes": 0 if options.page_size == "auto" else parse_size(options.page_size),
         "device_bytes": 0,
@@ -202,15 +222,8 @@ def configure(
         "pin_workers": True,
         "compute_threads": device.compute_threads(device_name),
         "device": device_name,
-        "apart": used_apart(unit_specs, hooked) if options.max_unit_norm else [],
-        "together": entered_together(model, hooked),
+        "apart": [],
     }
-    given = parse_budgets(options.memory)
-    free = device.free_bytes(device_name)
-    if free is not None:
-        device.check_budget(device_name, given.get("device", 0), free, model)
-    _choose_budgets(config, given, make_plan, free)
-    return config, hooked
 
 
 def tier_budgets(config: Config) -> dict[str, int]:

@@ -17,11 +17,11 @@ from .._config.configure import Options, configure
 from .._config.sizes import format_size, parse_budgets
 from .._config.units import find_units
 from .._errors import StrataError
-from .._storage.leftovers import remove_leftovers
 from ..nn.causal_lm import why_not_chunked
 from ..nn.replace import put_tiles, remove_tiles
 from ..nn.tiles import Tiled, why_not
 from . import budget_check
+from .budget_check import remove_leftovers
 
 if TYPE_CHECKING:
     from .._core import Config, Plan
@@ -135,8 +135,8 @@ def advice(model: nn.Module, units: Sequence[str]) -> str:
     use, to follow the refusal."""
     modules = dict(model.named_modules())
     for unit in units:
-        if told := _advice_for([n for n in unit.split("+") if n in modules], model):
-            return told
+        if found := _advice_for([n for n in unit.split("+") if n in modules], model):
+            return found
     return ""
 
 

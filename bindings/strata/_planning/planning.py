@@ -45,14 +45,13 @@ from .._config import machine
 from .._config.sizes import format_size
 from .._errors import StrataError
 from .._profiling import calibrate
-from .._profiling.cuda_memory import Allocator
+from .._profiling.allocator import Allocator
 from .._report.report_text import like, plan_line
 from .claims import Claims
 from .fitting import advice
-from .following import Following
 from .limits import Setting, limiting_sentence
 from .recording import Recording
-from .shape_class import Goal, Shape, ShapeClass, find_class, on_device
+from .shape_class import Following, Goal, Shape, ShapeClass, find_class, on_device
 from .trace_of import make_trace, note_times
 
 if TYPE_CHECKING:
