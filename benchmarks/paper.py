@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from strata._planning.forecast import staging_bytes
+from strata import _core
 
 if TYPE_CHECKING:
     from strata._core import Budgets, Costs, LaneName, SavedTensor, Trace, TracedUnit, Use
@@ -344,7 +344,7 @@ class PaperMachine:
             "device_bytes": int(self.device_bytes * self.device_share),
             "host_bytes": int(self.host_bytes * 0.9),
             "ssd_bytes": self.ssds * self.ssd_bytes,
-            "staging_bytes": staging_bytes(int(self.host_bytes * 0.9), page_bytes),
+            "staging_bytes": _core.staging_bytes(int(self.host_bytes * 0.9), page_bytes),
         }
 
 

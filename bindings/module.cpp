@@ -43,20 +43,24 @@ const char* fault_name(Fault fault) {
   return "io";
 }
 
+void set_attributes(const py::object& of, const Error& error) {
+  of.attr("fault") = fault_name(error.fault);
+  of.attr("errno") = error.errno_value;
+  of.attr("unit") = error.unit;
+  of.attr("page") = error.page == kNoPage ? -1 : static_cast<long>(index(error.page));
+  of.attr("tier") = name(error.tier);
+  of.attr("path") = error.path;
+  of.attr("offset") = error.offset;
+  of.attr("moment") = error.moment;
+  of.attr("units") = py::cast(error.units);
+  of.attr("needed_bytes") = error.needed_bytes;
+  of.attr("budget_bytes") = error.budget_bytes;
+  of.attr("would_do_bytes") = error.would_do_bytes;
+}
+
 void set_python_error(const py::object& type, const Error& error) {
-  py::object raised = type(error.text());
-  raised.attr("fault") = fault_name(error.fault);
-  raised.attr("errno") = error.errno_value;
-  raised.attr("unit") = error.unit;
-  raised.attr("page") = error.page == kNoPage ? -1 : static_cast<long>(index(error.page));
-  raised.attr("tier") = name(error.tier);
-  raised.attr("path") = error.path;
-  raised.attr("offset") = error.offset;
-  raised.attr("moment") = error.moment;
-  raised.attr("units") = py::cast(error.units);
-  raised.attr("needed_bytes") = error.needed_bytes;
-  raised.attr("budget_bytes") = error.budget_bytes;
-  raised.attr("would_do_bytes") = error.would_do_bytes;
+  const py::object raised = type(error.text());
+  set_attributes(raised, error);
   PyErr_SetObject(type.ptr(), raised.ptr());
 }
 
@@ -217,6 +221,10 @@ void bind_session(py::module_& module) {
            py::keep_alive<1, 3>())
       .def_property_readonly("plan",
                              [](Session& s) { return plan_dict(s.config(), s.residence()); })
+      .def("step_budgets",
+           [](Session& s, std::size_t device_bytes) {
+             return budgets_dict(step_budgets(s.config(), s.residence(), device_bytes));
+           })
       .def_property_readonly("device",
                              [](const Session& s) {
                                const dlpack::Device device = device_of(s);
@@ -291,6 +299,9 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of strata: pages over device memory, host memory and SSD.";
   module.attr("__version__") = STRATA_VERSION;
   static py::exception<StrataError> raised(module, "StrataError", PyExc_RuntimeError);
+  Error by_python;  // what an error says that Python raises by itself
+  by_python.fault = Fault::config;
+  set_attributes(raised, by_python);
   // The signature is pybind11's.
   // NOLINTNEXTLINE(performance-unnecessary-value-param)
   py::register_exception_translator([](std::exception_ptr thrown) {

@@ -141,6 +141,8 @@ Wishes parse_wishes(const py::dict& dict, const Trace& trace) {
   }
   wishes.slices = field<std::uint32_t>(dict, "slices");
   wishes.may_split = field<bool>(dict, "may_split");
+  if (dict.contains("fewest_slices")) wishes.fewest_slices = field<bool>(dict, "fewest_slices");
+  if (dict.contains("slices_min")) wishes.slices_min = field<std::uint32_t>(dict, "slices_min");
   wishes.on_device.emplace(trace.units.size(), false);
   if (dict.contains("on_device")) {
     wishes.on_device = field<std::optional<std::vector<bool>>>(dict, "on_device");
@@ -175,6 +177,7 @@ py::dict plan_dict(const Plan& plan) {
   py::dict out;
   out["feasible"] = plan.feasible;
   out["refusal"] = plan.feasible ? "" : text(plan.refusal);
+  out["refused_units"] = plan.refusal.units;
   out["device_bytes_min"] = plan.device_bytes_min;
   out["units"] = units;
   out["lookahead"] = plan.frames.lookahead;
@@ -314,6 +317,12 @@ Times times_of(const PaperPlan& paper) {
 }  // namespace
 
 void bind_planner(py::module_& module) {
+  module.def(
+      "staging_bytes",
+      [](std::uint64_t host_bytes, std::uint64_t page_bytes) {
+        return choose_staging(kChunkPages, host_bytes / page_bytes) * page_bytes;
+      },
+      py::arg("host_bytes"), py::arg("page_bytes"));
   py::class_<PaperPlan>(module, "PaperPlan")
       .def(py::init(&make_paper_plan), py::arg("trace"), py::arg("costs"), py::arg("budgets"),
            py::arg("wishes"))

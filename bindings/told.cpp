@@ -67,11 +67,22 @@ py::dict plan_dict(const Config& config, const Residence& home) {
   plan["host_bytes"] = home.host_frames * page;
   plan["ssd_bytes"] = home.slots * page;
   plan["staging_bytes"] = home.staging_frames * page;
-  plan["buffer_bytes"] = (home.buffer_frames + home.scale_frames + home.landing_frames) * page;
+  plan["buffer_bytes"] = set_aside(home) * page;
   plan["device_bytes_min"] = std::max(home.device_frames_min, home.nested_frames) * page;
   plan["nested_bytes"] = home.nested_frames * page;
   plan["units"] = units;
   return plan;
+}
+
+py::dict budgets_dict(const Budgets& budgets) {
+  py::dict out;
+  out["page_bytes"] = budgets.page_bytes;
+  out["device_bytes"] = budgets.device_bytes;
+  out["host_bytes"] = budgets.host_bytes;
+  out["ssd_bytes"] = budgets.ssd_bytes;
+  out["staging_bytes"] = budgets.staging_bytes;
+  out["grads_rest"] = budgets.grads_rest;
+  return out;
 }
 
 namespace {

@@ -158,4 +158,14 @@ Residence rearrange(const Config& config, const Layout& layout, const Claims& be
   return spread_pages(layout, std::move(allotted.allotment));
 }
 
+Budgets step_budgets(const Config& config, const Residence& home, std::size_t device_bytes) {
+  const std::size_t page = home.layout.page_bytes;
+  return {.page_bytes = page,
+          .device_bytes = device_bytes,
+          .host_bytes = config.host_bytes - set_aside(home) * page,
+          .ssd_bytes = config.ssd_bytes,
+          .staging_bytes = home.staging_frames * page,
+          .grads_rest = config.update == UpdateMode::on_step};
+}
+
 }  // namespace strata

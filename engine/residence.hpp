@@ -24,6 +24,7 @@
 
 #include "engine/layout.hpp"
 #include "offload/planner/placement.hpp"
+#include "offload/planner/plan.hpp"
 
 namespace strata {
 
@@ -54,5 +55,8 @@ Residence choose_residence(const Config& config);
 // Throws StrataError (config) with what would do.
 Residence rearrange(const Config& config, const Layout& layout, const Claims& before,
                     const Room& room);
+
+// What a plan may use beside what a session sets aside, with so many bytes of the device.
+Budgets step_budgets(const Config& config, const Residence& home, std::size_t device_bytes);
 
 }  // namespace strata

@@ -1,7 +1,7 @@
 """Makes a bundle: what a machine without network lacks to build and test strata, in one folder.
 Needs Debian or Ubuntu, a network and pip, and no GPU; bundled.py says what is in the folder.
 
-    make(folder, Asked(python="3.12", headers_of=None, nvcc=True), root, print)
+    make(folder, Target(python="3.12", headers_of=None, nvcc=True), root, print)
 
 It is made in a folder beside the one that is asked for, which gets its name when it is complete.
 """
@@ -40,7 +40,7 @@ CUDA_ARCHITECTURE = 90
 
 
 @dataclass(frozen=True)
-class Asked:
+class Target:
     """Whom the bundle is for."""
 
     python: str  # "3.12"
@@ -48,7 +48,7 @@ class Asked:
     nvcc: bool = True  # compiles the library for GPUs, where nvcc is found
 
 
-def make(folder: Path, asked: Asked, root: Path, say: Callable[[str], None]) -> None:
+def make(folder: Path, target: Target, root: Path, say: Callable[[str], None]) -> None:
     """Makes a bundle, in the place of an earlier one. BundleError where something cannot be had."""
     if folder.exists() and not (folder / MANIFEST).exists() and any(folder.iterdir()):
         raise BundleError(f"{folder} holds something else than a bundle: name another folder")
@@ -60,12 +60,12 @@ def make(folder: Path, asked: Asked, root: Path, say: Callable[[str], None]) -> 
         apt = apt_options(work)
         packages = take_packages(part, work, apt, say)
         take_jemalloc(part, work, apt, root, say)
-        wheels = take_wheels(part, work, asked.python, root, say)
-        headers = take_headers(part, asked, say)
-        cuda = take_cuda(part, work, root, say) if asked.nvcc else None
+        wheels = take_wheels(part, work, target.python, root, say)
+        headers = take_headers(part, target, say)
+        cuda = take_cuda(part, work, root, say) if target.nvcc else None
         manifest = {
             "format": bundled.FORMAT,
-            "python": asked.python,
+            "python": target.python,
             "machine": bundled.machine()[0],
             "glibc": glibc_of(part),
             "commit": output(["git", "-C", str(root), "describe", "--always", "--dirty=+"]),
@@ -84,7 +84,7 @@ def make(folder: Path, asked: Asked, root: Path, say: Callable[[str], None]) -> 
             os.rename(folder, Path(scratch) / "earlier")
         os.rename(part, folder)
     say(
-        f"{folder}: {size / (1 << 20):.1f} MiB, for Python {asked.python}, {manifest['machine']}, "
+        f"{folder}: {size / (1 << 20):.1f} MiB, for Python {target.python}, {manifest['machine']}, "
         f"glibc {manifest['glibc']} or newer"
     )
 
@@ -236,22 +236,22 @@ def take_wheels(
     return sorted(path.name for path in (part / "wheels").glob("*.whl"))
 
 
-def take_headers(part: Path, asked: Asked, say: Callable[[str], None]) -> str:
+def take_headers(part: Path, target: Target, say: Callable[[str], None]) -> str:
     """Copies the headers of an interpreter of the version that is asked for, if there is one here,
     and returns its version."""
     ours = ".".join(map(str, sys.version_info[:2]))
-    python = asked.headers_of or (sys.executable if ours == asked.python else None)
-    python = python or shutil.which(f"python{asked.python}")
+    python = target.headers_of or (sys.executable if ours == target.python else None)
+    python = python or shutil.which(f"python{target.python}")
     code = (
         "import json, platform, sysconfig as s; print(json.dumps([platform.python_version(), "
         "s.get_path('include'), s.get_config_h_filename()]))"
     )
     said = output([python, "-c", code]) if python else ""
     version, include, config = json.loads(said) if said else ("", "", "")
-    if not version.startswith(f"{asked.python}.") or not Path(include, "Python.h").exists():
-        if asked.headers_of:
-            raise BundleError(f"{python} is no Python {asked.python} with headers (python3-dev)")
-        say(f"no headers of Python {asked.python}: none here has them, see --headers-of")
+    if not version.startswith(f"{target.python}.") or not Path(include, "Python.h").exists():
+        if target.headers_of:
+            raise BundleError(f"{python} is no Python {target.python} with headers (python3-dev)")
+        say(f"no headers of Python {target.python}: none here has them, see --headers-of")
         return ""
     shutil.copytree(include, part / "headers", ignore=shutil.ignore_patterns("numpy", "pybind11"))
     shutil.copyfile(config, part / "headers/pyconfig.h")  # Debian's lies elsewhere

@@ -24,7 +24,7 @@ END_SECONDS = 10  # to end in when told to
 NOT_STARTED, BY_SIGNAL = 127, 128
 
 
-class Told:
+class EndSignals:
     """Whether a signal asked for the end."""
 
     def __init__(self) -> None:
@@ -57,12 +57,12 @@ def end_all(seconds: float = END_SECONDS) -> None:
     """Ends every process below this one: asks, then kills."""
     for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, seconds)):
         until = time.monotonic() + patience
-        told: set[int] = set()
+        signalled: set[int] = set()
         while left := descendants(os.getpid()):
-            for process in set(left) - told:
+            for process in set(left) - signalled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, number)
-            told |= set(left)
+            signalled |= set(left)
             if time.monotonic() > until:
                 break
             time.sleep(0.02)
@@ -74,14 +74,14 @@ def end_all(seconds: float = END_SECONDS) -> None:
 def main(arguments: list[str]) -> int:
     """See the top of this file."""
     pipe, command = int(arguments[0]), arguments[1:]
-    told = Told()
+    signals = EndSignals()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
         print(error, file=sys.stderr)
         return NOT_STARTED
-    while child.poll() is None and not told.ended:
+    while child.poll() is None and not signals.ended:
         if select.select([pipe], [], [], LOOK_SECONDS)[0]:  # closed: nobody writes into it
             break
     code = child.poll()

@@ -86,8 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     clock = Clock(options.minutes)
     try:
         if options.bundle is not None:
-            asked = bundle.Asked(options.version, options.headers_of)
-            bundle.make(options.bundle.absolute(), asked, ROOT, say)
+            target = bundle.Target(options.version, options.headers_of)
+            bundle.make(options.bundle.absolute(), target, ROOT, say)
             return 0
         source = Bundle(options.source) if options.source else None
     except BundleError as error:

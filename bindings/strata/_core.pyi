@@ -40,6 +40,12 @@ class StrataError(RuntimeError):
     tier: str
     path: str
     offset: int
+    # Where the budget of `tier` cannot work; else "", [] and 0.
+    moment: str  # of the step
+    units: list[str]  # those in use then
+    needed_bytes: int
+    budget_bytes: int
+    would_do_bytes: int  # 0: no budget of this tier would
 
 class ParamSpec(TypedDict):
     name: str
@@ -87,6 +93,8 @@ class Config(TypedDict):
     device: NotRequired[str]  # "host" (default) or "cuda:N"
     # in_backward, by unit: its first and last gradient may land far apart, and are needed together.
     apart: NotRequired[list[bool]]
+    # What a forward enters at one moment: the module that is entered last, and the units, by index.
+    together: NotRequired[list[tuple[str, list[int]]]]
 
 def device_error(device: str) -> str:
     """Why the device cannot be used here, and what to do about it; "": it can. Opens it to see."""
@@ -126,6 +134,7 @@ class Plan(TypedDict):
     # Part of host_bytes: gradients in buffers or on their way there, and scales of 8-bit moments.
     buffer_bytes: int
     device_bytes_min: int  # smallest device budget that works
+    nested_bytes: int  # the most that is entered at one moment of a forward
     units: list[UnitPlan]
 
 def plan(config: Config) -> Plan:
@@ -142,6 +151,8 @@ class Session:
         moment2 (0: absent). What it raises ends the session with a StrataError."""
     @property
     def plan(self) -> Plan: ...
+    def step_budgets(self, device_bytes: int) -> Budgets:
+        """What plans of steps may use beside what the session sets aside for itself."""
     # What touches the device's memory takes the stream on which the caller works, a cudaStream_t as
     # an integer: it comes after what was submitted there so far, or before what comes later. The
     # host has none.
@@ -278,6 +289,10 @@ class TimelineSpan(TypedDict):
     begin_ns: int  # of time.perf_counter_ns()
     end_ns: int
     bytes: int
+
+def staging_bytes(host_bytes: int, page_bytes: int) -> int:
+    """Of host memory, for pages that pass between SSD and device: what a session with chunks of
+    16-bit parameters takes."""
 
 # The planner: pure functions; their dictionaries are described in _planner.pyi.
 

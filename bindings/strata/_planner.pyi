@@ -73,6 +73,8 @@ class Wishes(TypedDict):
     activation: ActivationName | None
     slices: int
     may_split: bool
+    fewest_slices: NotRequired[bool]  # that fit, from slices_min on
+    slices_min: NotRequired[int]
     # By unit: exactly these rest on the device. None: chosen; left out: none.
     on_device: NotRequired[list[bool] | None]
 
@@ -92,6 +94,7 @@ class Peak(TypedDict):
 class StepPlan(TypedDict):
     feasible: bool
     refusal: str
+    refused_units: list[str]  # those in use at the moment that is refused
     device_bytes_min: int
     units: list[PlannedUnit]
     lookahead: int  # of parameters, in uses

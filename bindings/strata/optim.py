@@ -2,11 +2,77 @@
 
 optimizer = strata.optim.Lion(model.parameters(), lr=1e-4)        # also strata.Lion
 model, optimizer = strata.wrap(model, optimizer, update=strata.optim.LockFree(max_staleness=1))
+
 scaler = strata.optim.GradScaler()                                # for float16
+scaler.scale(loss).backward()
+scaler.step(optimizer)                                            # what strata.wrap() returned
+scaler.update()
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
 
 from ._config.update_modes import LockFree
 from ._optim.lion import Lion
-from ._runtime.grad_scaler import GradScaler
+from ._runtime.optimizer import StrataOptimizer
 
 __all__ = ["GradScaler", "Lion", "LockFree"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler for wrapped models: same growth, backoff, state and defaults. Whether a
+    gradient overflowed is known from the sums of squares that are taken while gradients land: no
+    pass over them is made, and the whole step is skipped and counts for nothing.
+
+    An optimizer that strata did not wrap is treated as torch would. Raises RuntimeError at step()
+    where updates cannot wait for the check: update="in_backward" and LockFree(max_staleness > 0).
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        """`device`: "cpu" or "cuda", where losses are; default: CUDA where there is any."""
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Divides the gradients by the scale and updates, or skips the step where one overflowed.
+
+        With max_grad_norm= or max_unit_norm= it is the divided gradients that are clipped.
+        """
+        if not self._enabled or not isinstance(optimizer, StrataOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if args or kwargs:
+            raise RuntimeError("GradScaler.step() of a wrapped optimizer takes no closure")
+        scale, _ = self._check_scale_growth_tracker("step")
+        record = self._per_optimizer_states[id(optimizer)]
+        if record["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update()")
+        optimizer.step(loss_scale=self.get_scale())
+        # update() reads it there.
+        found = torch.full((), float(not optimizer.last_finite), device=scale.device)
+        record["found_inf_per_device"] = {scale.device: found}
+        record["stage"] = OptState.STEPPED
+        return None
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As torch's; raises RuntimeError for a wrapped optimizer, whose gradients are in pages."""
+        if self._enabled and isinstance(optimizer, StrataOptimizer):
+            raise RuntimeError(
+                "unscale_() cannot change gradients that rest in strata's pages; step() divides "
+                "them: pass max_grad_norm= to strata.wrap(), which clips divided gradients, and "
+                "divide what strata.gather_grad(p) returns by scaler.get_scale() to look at one"
+            )
+        super().unscale_(optimizer)

@@ -27,11 +27,6 @@ std::uint32_t staging_wanted(std::uint32_t chunk_pages_max) {
   return kChunksInFlight * chunk_pages_max + kSinglePages;
 }
 
-// What is set aside in host memory, whatever rests where.
-std::size_t set_aside(const Claims& claims) {
-  return std::size_t{claims.buffer_frames} + claims.scale_frames + claims.landing_frames;
-}
-
 std::size_t pages_of(std::span<const Sizes> units) {
   std::size_t pages = 0;
   for (const Sizes& unit : units) pages += unit.total();
@@ -354,6 +349,10 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
   then.activation_slots = static_cast<std::uint32_t>(room.ssd_pages);
   STRATA_ASSERT(then.host_frames <= budget);
   return allotted;
+}
+
+std::size_t set_aside(const Claims& claims) {
+  return std::size_t{claims.buffer_frames} + claims.scale_frames + claims.landing_frames;
 }
 
 std::uint32_t choose_staging(std::uint32_t chunk_pages_max, std::size_t frames) {

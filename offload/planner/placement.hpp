@@ -134,6 +134,9 @@ struct Room {
 Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Claims& before,
                    const Room& room);
 
+// Frames of host memory that are set aside, whatever rests where.
+std::size_t set_aside(const Claims& claims);
+
 // The staging area that is chosen out of so many frames of host memory, for chunks of so many
 // pages.
 std::uint32_t choose_staging(std::uint32_t chunk_pages_max, std::size_t frames);

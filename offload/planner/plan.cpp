@@ -126,11 +126,21 @@ Refusal refuse_beside(const Problem& none, Least least) {
   return refuse_tier(none);
 }
 
-}  // namespace
+// The numbers of slices that are tried, the fewest first; 0 leaves units whole.
+std::vector<std::uint32_t> slice_counts(const Trace& trace, const Wishes& wishes) {
+  if (!wishes.fewest_slices || wishes.slices != 0) return {wishes.slices};
+  std::uint32_t most = 1;
+  for (const TracedUnit& unit : trace.units) most = std::max(most, unit.slices_max);
+  std::vector<std::uint32_t> all{0};
+  for (std::uint32_t count = 2; count <= most; count *= 2) all.push_back(count);
+  std::vector<std::uint32_t> enough = all;
+  std::erase_if(enough, [&](std::uint32_t count) { return count < wishes.slices_min; });
+  return enough.empty() ? all : enough;
+}
 
-Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
+// With the slices that the wishes say.
+Plan plan_once(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes) {
-  STRATA_ASSERT(check_trace(trace).empty());
   Plan plan;
   // 1. Can everything rest somewhere, be it on the device?
   const Problem none(trace, costs, budgets, wishes, std::vector<bool>(trace.units.size(), false));
@@ -162,6 +172,46 @@ Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
     plan = problem.with(placed.on_device).plan_of(placed.choice);
   }
   plan.device_bytes_min = device_bytes_min;
+  return plan;
+}
+
+}  // namespace
+
+Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
+               const Wishes& wishes) {
+  STRATA_ASSERT(check_trace(trace).empty());
+  Plan plan;
+  for (const std::uint32_t count : slice_counts(trace, wishes)) {
+    Wishes once = wishes;
+    once.slices = count;
+    plan = plan_once(trace, costs, budgets, once);
+    if (plan.feasible) break;
+  }
+  return plan;
+}
+
+Plan plan_in_order(const Trace& trace, std::span<const std::uint32_t> unit_pages,
+                   const std::vector<bool>& on_device, std::uint32_t frame_count,
+                   std::uint64_t page_bytes) {
+  STRATA_ASSERT(!trace.uses.empty());
+  STRATA_ASSERT(on_device.size() == unit_pages.size());
+  std::vector<std::uint32_t> moving(unit_pages.begin(), unit_pages.end());
+  Plan plan;
+  plan.units.resize(moving.size());
+  for (std::size_t u = 0; u < moving.size(); ++u) {
+    plan.units[u].on_device = on_device[u];
+    if (on_device[u]) moving[u] = 0;
+  }
+  plan.frames = make_frame_plan(trace, moving, frame_count);
+  plan.feasible = plan.frames.feasible;
+  plan.param_device_bytes = frame_count * page_bytes;
+  if (plan.feasible) return plan;
+  const std::uint64_t least = frame_count_min(trace, moving, 0) * page_bytes;
+  plan.refusal = {.tier = Tier::device,
+                  .purpose = "for parameters of units that are in use together",
+                  .needed_bytes = least,
+                  .budget_bytes = frame_count * page_bytes,
+                  .would_do_bytes = least};
   return plan;
 }
 

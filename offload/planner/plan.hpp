@@ -37,6 +37,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -73,6 +74,10 @@ struct Wishes {
   std::optional<Activation> activation = std::nullopt;
   std::uint32_t slices = 0;  // of every unit that can; 0: chosen
   bool may_split = true;     // false: only by `slices`
+  // Of every unit that can, the smallest power of two with which the step fits, from slices_min
+  // on where units can be cut so far; whole units (0) come first where slices_min is 0.
+  bool fewest_slices = false;
+  std::uint32_t slices_min = 1;
   // By unit: exactly these rest on the device.
   std::optional<std::vector<bool>> on_device = std::nullopt;
 };
@@ -95,6 +100,9 @@ struct Peak {
   std::uint32_t use = 0;  // index into the trace's uses: where it is reached
 };
 
+// All that a session adopts between two steps: which units rest on the device and what rests on the
+// SSD (units), the frames of the others, the order of uses and how far ahead pages move (frames),
+// what becomes of activations and the room that they get, and when updates begin.
 struct Plan {
   bool feasible = false;
   Refusal refusal;                     // why not
@@ -119,6 +127,14 @@ struct Plan {
 // entry for every unit.
 Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes);
+
+// A plan from the order of uses alone, for a session that nobody has planned for: frames for the
+// parameters of units that do not rest on the device. Everything else stays as it is without a
+// plan. `unit_pages`: of each unit's parameters, also of those that rest there.
+// REQUIRES: the trace has uses, on_device and unit_pages an entry for every unit that it names.
+Plan plan_in_order(const Trace& trace, std::span<const std::uint32_t> unit_pages,
+                   const std::vector<bool>& on_device, std::uint32_t frame_count,
+                   std::uint64_t page_bytes);
 
 // The first promise that the plan does not keep, replayed on paper moment by moment; empty: it
 // keeps them all. Checks every tier at every use, alias sets, that units' modes are possible, and

@@ -151,5 +151,29 @@ TEST(PlanOptimal, IsCloseToTheShortestStepThatAnyChoiceGives) {
   EXPECT_LE(ratios.back(), 1.15) << "seed " << worst_seed;
 }
 
+TEST(PlanOptimal, TheFewestSlicesAreTakenThatFit) {
+  int cut = 0;
+  for (std::uint64_t seed = 1; seed <= 60; ++seed) {
+    std::mt19937_64 random(seed);
+    PaperStep of = random_paper_step(random, static_cast<std::uint32_t>(2 + random() % 7), true);
+    const auto plan_of = [&](const Wishes& wishes) {
+      return make_plan(of.trace, of.costs, of.budgets, wishes);
+    };
+    of.budgets.device_bytes = plan_of({}).device_bytes_min;  // of as many slices as help
+    const Plan fewest = plan_of({.may_split = false, .fewest_slices = true, .slices_min = 0});
+    for (std::uint32_t count = 0; count <= 64; count = std::max(2 * count, 2U)) {
+      const Plan forced = plan_of({.slices = count, .may_split = false});
+      if (!forced.feasible) continue;
+      ASSERT_TRUE(fewest.feasible);
+      cut += count > 1;
+      for (std::size_t u = 0; u < forced.units.size(); ++u) {
+        EXPECT_EQ(fewest.units[u].slices, forced.units[u].slices) << count;
+      }
+      break;
+    }
+  }
+  EXPECT_GT(cut, 0);
+}
+
 }  // namespace
 }  // namespace strata

@@ -5,6 +5,7 @@ pytest tests/python --core real        # what `./dev test` runs
 pytest tests/python --device cuda      # losses, ordinary code, update modes and graphs, on a GPU
 """
 
+import gc
 import os
 import signal
 import sys
@@ -66,6 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = "the double of the core has no GPU"
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: the garbage collector need not look at it, a million objects,
+    each time that a model is wrapped."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

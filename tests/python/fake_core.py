@@ -38,6 +38,16 @@ class Session(Saves):
         for u in range(len(self.members)):
             self._settle(u)
 
+    def step_budgets(self, device_bytes: int) -> dict[str, Any]:
+        return {
+            "page_bytes": self.plan["page_bytes"],
+            "device_bytes": device_bytes,
+            "host_bytes": self.config["host_bytes"] - self.plan["buffer_bytes"],
+            "ssd_bytes": self.config["ssd_bytes"],
+            "staging_bytes": self.plan["staging_bytes"],
+            "grads_rest": self.config["update"] == "on_step",
+        }
+
     @property
     def device(self) -> tuple[int, int]:
         return (1, 0)
@@ -315,6 +325,15 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
             f"device budget {config['device_bytes']} is too small for unit {name!r}: {smallest} "
             "bytes would do"
         )
+    together = config.get("together", [])
+    needs = {module: sum(sizes[u] for u in entered) for module, entered in together}
+    nested = max(needs.values(), default=0)
+    if config["device_bytes"] < nested:
+        where = max(needs, key=needs.__getitem__)
+        raise StrataError(
+            f"infeasible: the device budget is {config['device_bytes']}, and forward of {where} "
+            f"needs {nested}; device={nested} would do"
+        )
     page = config["page_bytes"] or PAGE
     passing = buffers if config["update"] == "in_backward" else 0
     whole = -(-(sum(resting) + passing) // page) * page  # in whole pages, as budgets are
@@ -325,7 +344,8 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
         "ssd_bytes": 0,
         "staging_bytes": 0,
         "buffer_bytes": buffers,
-        "device_bytes_min": smallest,
+        "device_bytes_min": max(smallest, nested),
+        "nested_bytes": nested,
         "units": [
             {
                 "name": name,

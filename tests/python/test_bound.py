@@ -13,14 +13,21 @@ import strata
 import torch
 from small_models import adamw, build, llama, train
 from strata import _core
-from strata._planning.following import REPLAN_FACTOR, Following
 from strata._planning.limits import Setting, limiting_sentence
-from strata._planning.shape_class import ShapeClass
-from strata._profiling import reached, windows
-from strata._profiling.reached import Pace, better, lower_bound, pace_of, raised
+from strata._planning.shape_class import REPLAN_FACTOR, Following, ShapeClass
+from strata._profiling import windows
 from strata._profiling.timeline import StepRecord
 from strata._profiling.uses import RecordedStep, RecordedUse
-from strata._profiling.windows import Times, Window, Windows
+from strata._profiling.windows import (
+    Pace,
+    Times,
+    Window,
+    Windows,
+    better,
+    lower_bound,
+    pace_of,
+    raised,
+)
 from strata._runtime.wrapped import wrapped
 from test_planner import (
     PAGE,
@@ -122,13 +129,13 @@ def test_busy_time_counts_once_and_only_in_steps() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_window_beats_the_bound(seed: int) -> None:
-    """See reached.py, Note [No window beats the bound]: whatever was measured beforehand, whatever
+    """See windows.py, Note [No window beats the bound]: whatever was measured beforehand, whatever
     the steps were like, and whichever windows are judged."""
     rng, clock = random.Random(seed), Clock(seed)
     mode = rng.choice([None, "keep", "recompute"])
     paper = made_up_plan(rng.choice([70, 200]), rng.choice([100, 400]), activation=mode)
     costs: Any = made_up_costs()
-    for name in (*reached.RATES.values(), "compute_scale"):
+    for name in (*windows.RATES.values(), "compute_scale"):
         costs[name] *= 10.0 ** rng.uniform(-3, 1)
     costs["slow"] = {a: {b: rng.uniform(0.05, 1.0) for b in LANES if b != a} for a in LANES}
     costs["landing_waits"] = rng.random() < 0.5

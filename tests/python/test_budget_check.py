@@ -17,8 +17,7 @@ from strata._config import device, machine
 from strata._config.machine import FileSystem
 from strata._config.sizes import format_duration, format_rate, write_size
 from strata._planning import budget_check
-from strata._report.endurance import wear_lines
-from strata._report.report_text import like
+from strata._report.report_text import like, wear_lines
 
 GIB = 1 << 30
 

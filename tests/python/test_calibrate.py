@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from strata import _core
-from strata._profiling import calibrate, compute_probe, lane_probe
+from strata._profiling import calibrate, probes
 from strata._profiling.calibrate import Calibration, Setup
 
 PAGE = 64 << 10
@@ -16,14 +16,14 @@ PAGE = 64 << 10
 def tiny(monkeypatch, tmp_path):
     """Sizes and times that are quick, and a cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(lane_probe, "ALONE_SECONDS", 0.005)
-    monkeypatch.setattr(lane_probe, "TOGETHER_SECONDS", 0.005)
+    monkeypatch.setattr(probes, "ALONE_SECONDS", 0.005)
+    monkeypatch.setattr(probes, "TOGETHER_SECONDS", 0.005)
     monkeypatch.setattr(calibrate, "SSD_BYTES", 64 * PAGE)
     monkeypatch.setattr(calibrate, "COPY_BYTES", 16 * PAGE)
     monkeypatch.setattr(calibrate, "UPDATE_BYTES", 16 * PAGE)
-    monkeypatch.setattr(compute_probe, "FEED_FORWARD", 64)
-    monkeypatch.setattr(compute_probe, "PRODUCT", (64, 128, 256))
-    monkeypatch.setattr(compute_probe, "SHORTEST_SECONDS", 0.005)
+    monkeypatch.setattr(probes, "FEED_FORWARD", 64)
+    monkeypatch.setattr(probes, "PRODUCT", (64, 128, 256))
+    monkeypatch.setattr(probes, "SHORTEST_SECONDS", 0.005)
 
 
 @pytest.fixture
@@ -58,9 +58,9 @@ def test_every_lane_is_measured_alone_and_beside_the_others(disk):
     assert set(found.costs) == calibrate.COST_NAMES
     assert all(v > 0 for name, v in found.costs.items() if name != "slow")
     slow = found.costs["slow"]
-    for lane in lane_probe.LANES:
+    for lane in probes.LANES:
         beside = set(slow[lane])
-        assert beside == set(lane_probe.LANES) - {lane}
+        assert beside == set(probes.LANES) - {lane}
         assert all(0 < part <= 1 for part in slow[lane].values())
     assert found.flops_s > 1e6
 
@@ -72,14 +72,14 @@ def test_a_slow_processor_gets_less_to_compute(monkeypatch):
     def work(count):
         now[0] += 5e-3 * count
 
-    monkeypatch.setattr(compute_probe.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(compute_probe.Compute, "_once", lambda self: work(self.tokens))
-    monkeypatch.setattr(compute_probe.torch, "mm", lambda a, b: work(len(a)))
-    compute = compute_probe.Compute("bfloat16", torch.device("cpu"))
+    monkeypatch.setattr(probes.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(probes.Compute, "_once", lambda self: work(self.tokens))
+    monkeypatch.setattr(probes.torch, "mm", lambda a, b: work(len(a)))
+    compute = probes.Compute("bfloat16", torch.device("cpu"))
     assert compute.tokens == 4  # 20 ms
     assert compute.run(0.1) == pytest.approx(6 * 3 * 768 * 64 / 5e-3)
     begin = now[0]
-    flops = compute_probe.matmul_flops("bfloat16", torch.device("cpu"))
+    flops = probes.matmul_flops("bfloat16", torch.device("cpu"))
     assert flops == pytest.approx(2 * 128 * 256 / 5e-3)
     assert now[0] - begin < 0.3
 
@@ -182,7 +182,7 @@ def test_a_lane_that_fails_beside_another_is_raised():
         raise _core.StrataError("the disk is gone")
 
     with pytest.raises(_core.StrataError, match="the disk is gone"):
-        lane_probe.together(lambda seconds: 1.0, broken)
+        probes.together(lambda seconds: 1.0, broken)
 
 
 def test_probes_refuse_what_they_do_not_know():

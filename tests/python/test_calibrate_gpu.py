@@ -14,9 +14,9 @@ from strata import _core
 from strata._cli import io_tune
 from strata._cli import main as cli
 from strata._config import device
-from strata._profiling import calibrate, compute_probe, lane_probe
+from strata._profiling import calibrate, probes
 from strata._profiling.calibrate import Calibration, Setup
-from strata._profiling.compute_probe import Compute
+from strata._profiling.probes import Compute
 from strata._runtime.wrapped import wrapped
 from strata._storage import trace_file
 
@@ -30,15 +30,15 @@ ROUND_SECONDS = 2e-3  # that the double takes, whatever the work
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for module, name, value in (
-        (lane_probe, "ALONE_SECONDS", 0.002),
-        (lane_probe, "TOGETHER_SECONDS", 0.002),
+        (probes, "ALONE_SECONDS", 0.002),
+        (probes, "TOGETHER_SECONDS", 0.002),
         (calibrate, "COPY_BYTES", 16 * PAGE),
         (calibrate, "UPDATE_BYTES", 16 * PAGE),
-        (compute_probe, "SHORTEST_SECONDS", 0.002),
-        (compute_probe, "GPU_TOKENS", 16),
-        (compute_probe, "GPU_HIDDEN", 8),
-        (compute_probe, "GPU_FEED_FORWARD", 24),
-        (compute_probe, "GPU_PRODUCT", (4, 8, 16)),
+        (probes, "SHORTEST_SECONDS", 0.002),
+        (probes, "GPU_TOKENS", 16),
+        (probes, "GPU_HIDDEN", 8),
+        (probes, "GPU_FEED_FORWARD", 24),
+        (probes, "GPU_PRODUCT", (4, 8, 16)),
     ):
         monkeypatch.setattr(module, name, value)
     described = {"device_description": NAMES.__getitem__, "device_error": lambda name: ""}
@@ -135,7 +135,7 @@ def test_a_gpu_is_measured_where_it_is(gpu: Any, links: list[str]) -> None:
     # By its own clock, however long Python took.
     assert found.flops_s == pytest.approx(2 * 4 * 8 * 16 / ROUND_SECONDS)
     assert found.costs["slice_seconds"] == pytest.approx(ROUND_SECONDS / 2)
-    assert found.memory_bytes_s == pytest.approx(2 * compute_probe.COPIED_BYTES / ROUND_SECONDS)
+    assert found.memory_bytes_s == pytest.approx(2 * probes.COPIED_BYTES / ROUND_SECONDS)
 
 
 def test_computation_is_timed_by_the_gpu(gpu: FakeCuda) -> None:
@@ -154,15 +154,13 @@ def test_rounds_are_told_ahead(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -
         synchronize(event)
 
     monkeypatch.setattr(torch.cuda.Event, "synchronize", noted)
-    rounds, took = compute_probe.repeat(lambda: done.append("work"), GPU, 0.005)
-    assert done[: compute_probe.ROUNDS_AHEAD + 1] == ["work"] * compute_probe.ROUNDS_AHEAD + [
-        "wait"
-    ]
+    rounds, took = probes.repeat(lambda: done.append("work"), GPU, 0.005)
+    assert done[: probes.ROUNDS_AHEAD + 1] == ["work"] * probes.ROUNDS_AHEAD + ["wait"]
     assert done[-1] == "wait"
     ahead = 0
     for what in done:
         ahead += 1 if what == "work" else -1
-        assert ahead <= compute_probe.ROUNDS_AHEAD
+        assert ahead <= probes.ROUNDS_AHEAD
     assert (rounds, took) == (done.count("work"), pytest.approx(rounds * ROUND_SECONDS))
 
 
@@ -296,7 +294,7 @@ def test_io_tune_refuses_what_is_no_device(
 
 def test_lanes_that_were_not_measured_are_shown_as_such() -> None:
     costs: Any = dict.fromkeys(calibrate.COST_NAMES - {"slow"}, 8000000000.0) | {
-        "slow": {lane: {} for lane in lane_probe.LANES}
+        "slow": {lane: {} for lane in probes.LANES}
     }
     table = io_tune.lanes_table(Calibration(costs, 1e12, 1e11, ["upload"]), PAGE)
     (column,) = (list(c.cells) for c in table.columns if c.header == "alone")

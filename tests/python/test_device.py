@@ -16,8 +16,8 @@ from fake_cuda import FakeCuda, Stream
 from small_models import adamw, batch, build, llama
 from strata._config import device
 from strata._profiling import clock
-from strata._profiling.cuda_memory import Allocator, CudaMemoryCurve
-from strata._profiling.memory_curve import start_curve
+from strata._profiling.allocator import Allocator
+from strata._profiling.memory_curve import CudaMemoryCurve, start_curve
 from strata._profiling.recorder import Recorder
 from strata._profiling.uses import Uses
 from strata._runtime import streams

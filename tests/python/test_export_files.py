@@ -10,7 +10,7 @@ import torch
 from killed import survives
 from safetensors import safe_open
 from safetensors.torch import save_file
-from strata._storage import export_files as files
+from strata._storage import export as files
 from strata._storage import replacing
 from strata._storage.weights import INDEX_NAME, WeightFiles
 

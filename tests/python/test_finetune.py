@@ -19,7 +19,7 @@ from strata._cli.finetune.metrics import Metrics
 from strata._cli.finetune.options import Options, add_arguments, finish
 from strata._cli.options import Parser
 from strata._config import machine
-from strata._profiling import compute_probe
+from strata._profiling import probes
 from strata.nn import causal_lm
 from strata.nn.causal_lm import ChunkedLoss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -91,7 +91,7 @@ def test_the_same_command_computes_in_the_same_dtype_however_busy_the_machine(
     place: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], dtype: str
 ) -> None:
     measured = iter([1e9, 100e9] * 50)  # as on a busy machine
-    monkeypatch.setattr(compute_probe, "matmul_flops", lambda dtype, device: next(measured))
+    monkeypatch.setattr(probes, "matmul_flops", lambda dtype, device: next(measured))
     monkeypatch.setattr(machine, "processor_flags", lambda: flags)
     more: dict[str, Any] = {"device-memory": "2MiB", "host-memory": "4MiB", "save-every": 1}
     for name in ("one", "two"):
@@ -244,9 +244,9 @@ def test_the_second_ctrl_c_stops_at_once_and_the_handler_comes_back() -> None:
     said: list[str] = []
     before = signal.getsignal(signal.SIGINT)
     with Interrupt(said.append) as interrupt:
-        assert not interrupt.asked
+        assert not interrupt.requested
         signal.raise_signal(signal.SIGINT)
-        assert interrupt.asked
+        assert interrupt.requested
         assert "again to stop at once" in said[0]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

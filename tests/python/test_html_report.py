@@ -11,8 +11,8 @@ from strata._cli import main as cli
 from strata._profiling.timeline import UseSpan
 from strata._report import html_figures as figures
 from strata._report import html_report
+from strata._report.html_figures import held_by_tier, moments
 from strata._report.reports import PlannedRow, Report
-from strata._report.residency import moments, residency
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -146,7 +146,7 @@ def test_a_large_model_is_drawn_too() -> None:
 
 
 def test_what_a_tier_holds_grows_by_what_is_swapped() -> None:
-    held = residency(made_up.plan(), made_up.trace())
+    held = held_by_tier(made_up.plan(), made_up.trace())
     mib = made_up.PAGE
     assert held["host"] == [23 * mib] * 8
     assert held["ssd"] == [11 * mib] + [14 * mib] * 6 + [11 * mib]

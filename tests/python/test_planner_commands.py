@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from strata._cli import main as cli
-from strata._cli import planner, whatif
+from strata._cli import planner
 from strata._config import choices, configure, device
-from strata._profiling import lane_probe
+from strata._profiling import probes
 from strata._profiling.calibrate import Calibration
 from strata._storage import trace_file
 from strata._storage.trace_file import Origin
@@ -102,7 +102,7 @@ def test_json_says_the_same(ask):
         100 * found["bound"]["seconds"] / found["step_seconds"]
     )
     assert found["tokens_per_second"] == pytest.approx(TOKENS / found["step_seconds"])
-    assert set(found["lanes"]) == set(lane_probe.LANES)
+    assert set(found["lanes"]) == set(probes.LANES)
     assert [unit["name"] for unit in found["units"]][1] == "model.layers.0"
 
 
@@ -171,12 +171,12 @@ def test_slices_can_be_forced(ask):
 
 def test_scaling_scales_what_grows_and_nothing_else():
     trace = paper.llama_trace(SIZES, TOKENS, 512, 1e12)
-    half = whatif.scaled(trace, 0.5)
+    half = planner.scaled(trace, 0.5)
     assert half["uses"][2]["seconds"] == trace["uses"][2]["seconds"] / 2
     assert half["tensors"][3]["bytes"] == round(trace["tensors"][3]["bytes"] / 2)
     assert half["units"][1]["slices_max"] == 4
     assert half["units"][1]["param_bytes"] == trace["units"][1]["param_bytes"]
-    assert whatif.scaled(trace, 1.0) == trace
+    assert planner.scaled(trace, 1.0) == trace
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from fake_cuda import FakeCuda
 from small_models import adamw, build
 from stacks import Blocks
-from strata._profiling.cuda_memory import Allocator
+from strata._profiling.allocator import Allocator
 from strata._profiling.recorder import Recorder
 from strata._runtime.wrapped import wrapped
 

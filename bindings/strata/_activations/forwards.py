@@ -13,7 +13,7 @@ autocast as they were. Our saved-tensor hooks lie above its own in both runs, so
 by unit (saved.py). All tensors go through checkpoint as positional arguments, so that the hooks
 below see each of them as a saved tensor. Buffers, caches and containers are in the second run as
 they were before the first, so nothing is counted twice. So are parameters that forwards are known
-to change in place (rewriting.py). One that a forward changes for the first time, later than when
+to change in place (inputs.py). One that a forward changes for the first time, later than when
 it was recorded, has no older value: it must come out of the second run as it went in.
 
 Note [Compiled units]. torch.compile looks at each Python function as it is called. Ours and
@@ -37,7 +37,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from .._config.choices import RECOMPUTES
 from .._errors import StrataError
-from .._runtime.streams import graphs_in_use
 from .._runtime.wrapped import Unit
 from .._torch_compat import (
     captures_graphs,
@@ -50,10 +49,8 @@ from .._torch_compat import (
 )
 from .._torch_compat import graph_task as _graph_task
 from .arguments import Arguments, layers_of, update_cache
-from .buffers import Buffers, Found
-from .rewriting import Before, Parameters
-from .slice_sums import SliceSums
-from .slicing import Verdict, batch_size, cut, fits, merged
+from .inputs import Before, Buffers, Found, Parameters
+from .slicing import SliceSums, Verdict, batch_size, cut, fits, merged
 from .trial import Verdicts
 
 if TYPE_CHECKING:
@@ -112,7 +109,7 @@ class PlannedForward:
         self._verdicts = Verdicts(module, self.plain)
         self.compiler: Any = None  # of the forward that runs now
         self._layers = layers_of(module)
-        self._told = ""
+        self._logged_reason = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch between the hooks of the module."""
@@ -125,7 +122,7 @@ class PlannedForward:
     def _beside_compiler(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Note [Compiled units]."""
         found = compiler()
-        stays_off = self.hooks.state.recorder.recording or graphs_in_use() or captures_graphs(found)
+        stays_off = self.hooks.state.recorder.recording or captures_graphs(found)
         self.compiler = None if stays_off else found
         return self._as_planned(args, kwargs)
 
@@ -238,8 +235,8 @@ class PlannedForward:
     def verdict(self, arguments: Arguments, batch: int) -> Verdict | None:
         """Whether the batch may be cut; found out when the planner or the plan wants to know."""
         unit, state = self.unit, self.hooks.state
-        asked = state.recorder.recording or unit.slices > 1
-        if not asked or not state.may_split:
+        wanted = state.recorder.recording or unit.slices > 1
+        if not wanted or not state.may_split:
             return None
         begin = state.recorder.now()
         verdict = self._verdicts.find(arguments, trial=True)
@@ -253,9 +250,9 @@ class PlannedForward:
         unit = self.unit
         unit.unsplit_reason = reason
         unit.slices_max = 1 if reason else batch
-        if reason and unit.slices > 1 and reason != self._told:
+        if reason and unit.slices > 1 and reason != self._logged_reason:
             log.info("%s runs on the whole batch: %s", unit.name, reason)
-            self._told = reason
+            self._logged_reason = reason
 
     def _checkpointed(self, arguments: Arguments, own: Any) -> Any:
         tensors = arguments.tensors

@@ -28,8 +28,7 @@ from torch import nn
 
 from .._torch_compat import BatchNorm
 from .arguments import Arguments
-from .buffers import Buffers
-from .rewriting import Before, Parameters
+from .inputs import Before, Buffers, Parameters
 from .slicing import Verdict, batch_size, cut, is_cut
 
 ROUNDING = 16  # units in the last place that two ways to sum may differ by ...

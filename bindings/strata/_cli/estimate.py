@@ -24,9 +24,10 @@ import torch
 
 from .. import _core
 from .._config import device
-from .._config.configure import UNBOUNDED, Options
-from .._config.update_modes import STATE_DTYPES, Update, core_mode
+from .._config.configure import UNBOUNDED, Options, config_of
+from .._config.update_modes import Update
 from .._errors import StrataError
+from .._optim.groups import group_spec
 from .._planning.fitting import tiles_wanted
 from .._planning.forecast import Forecast, forecast
 from .._planning.meta_trace import CountedStep, count_step
@@ -41,23 +42,9 @@ from .planner import machine_of, reply, show
 from .planner_options import budgets_of
 
 if TYPE_CHECKING:
-    from .._core import Budgets, Config, DtypeName, GroupSpec, ParamSpec, Plan, Trace, Wishes
+    from .._core import Budgets, DtypeName, Plan, Trace, Wishes
 
 MASKLESS = "strata_causal"  # a form of attention, as Transformers names them
-ADAMW: GroupSpec = {
-    "rule": "adamw",
-    "lr": 1e-3,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "momentum": 0.0,
-    "dampening": 0.0,
-    "lr_decay": 0.0,
-    "initial_accumulator": 0.0,
-    "nesterov": False,
-    "maximize": False,
-}
 
 
 @dataclass(frozen=True)
@@ -81,6 +68,18 @@ class Step:
         """Of one backward."""
         return self.batch * self.sequence
 
+    def options(self) -> Options:
+        """As strata.wrap() would be called."""
+        return Options(
+            dtype=getattr(torch, self.dtype),
+            update=self.update,
+            state_dtype=getattr(torch, self.state_dtype, self.state_dtype),
+            max_unit_norm=self.max_unit_norm,
+            accumulation_steps=2 if self.accumulate else 1,
+            page_size=self.page_bytes or "auto",
+            workers=1,
+        )
+
     def budgets(self, sizes: Plan) -> Budgets:
         """As the planner takes them: buffers of gradients are no pages, and take host memory."""
         host = max(0, self.memory["host"] - sizes["buffer_bytes"])
@@ -101,13 +100,12 @@ def count(step: Step) -> tuple[Any, CountedStep]:
     AttentionMaskInterface.register(MASKLESS, lambda *_args, **_kwargs: None)
     config = copy.deepcopy(step.config)
     config.use_cache = False
-    options = Options(max_unit_norm=step.max_unit_norm)
     with FakeTensorMode(), _quiet(SHAPES_LOGGER):
         dtype = getattr(torch, step.dtype)
         model = build(config, dtype=dtype, attn_implementation=MASKLESS).train()
         try:
             chunk_many(model, step.tokens)
-            put_tiles(model, tiles_wanted(model, options, step.memory["device"]))
+            put_tiles(model, tiles_wanted(model, step.options(), step.memory["device"]))
             ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
             counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss)
         except (RuntimeError, NotImplementedError) as error:
@@ -159,38 +157,20 @@ def make_trace(
 
 def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
     """Units in whole pages, trained by AdamW, with the page size that wrap() would choose."""
-    update, max_staleness = core_mode(step.update)
-    word = step.state_dtype
-    unit_of = {p: u for u, unit in enumerate(counted.units) for p in unit.params}
-    params: list[ParamSpec] = [
-        {
-            "name": name,
-            "numel": parameter.numel(),
-            "dtype": step.dtype,
-            "trainable": True,
-            "unit": unit_of[i],
-            "group": 0,
-        }
-        for i, (name, parameter) in enumerate(model.named_parameters())
-    ]
-    config: Config = {
-        "params": params,
-        "units": [unit.name for unit in counted.units],
-        "groups": [ADAMW],
-        "page_bytes": step.page_bytes,
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = config_of(
+        model,
+        optimizer,
+        step.options(),
+        counted.units,
+        [group_spec(optimizer, 0, optimizer.param_groups[0])],
+        step.device,
+    )
+    config |= {
         "device_bytes": step.memory["device"],
         "host_bytes": step.memory["host"],
         "ssd_bytes": step.memory["ssd"],
         "ssd_paths": ["ssd"] if step.memory["ssd"] else [],
-        "io_engine": "auto",
-        "workers": 1,
-        "accumulate": step.accumulate,
-        "update": update,
-        "max_staleness": max_staleness,
-        "moment_dtype": STATE_DTYPES[word if word in STATE_DTYPES else f"torch.{word}"],
-        "pin_workers": True,
-        "compute_threads": 1,
-        "device": step.device,
     }
     try:
         return _core.plan(config)

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import _core
-from .._config import configure, device
+from .._config import configure, device, machine
 from .._config.sizes import format_size
 from .._planning import budget_check
+from .._planning.budget_check import remove_leftovers
 from .._planning.forecast import LANE_NAMES
-from .._profiling.calibrate import Calibration, Setup, calibration, processor
-from .._profiling.lane_probe import LANES
-from .._storage.leftovers import remove_leftovers
+from .._profiling.calibrate import Calibration, Setup, calibration
+from .._profiling.probes import LANES
 
 SWEEP_SECONDS = 0.15
 SWEEP_BYTES = 128 << 20
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         console.print(sweep(options.ssd_path, options.io_engine))
     workers = options.workers or configure.default_workers(name)
     setup = Setup(workers, options.page_size, options.ssd_path, options.io_engine, device=name)
-    console.print(device.description(name) or processor())
+    console.print(device.description(name) or machine.processor_name())
     console.print(lanes_table(calibration(setup, refresh=True), options.page_size))
     return 0
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 BROKEN_PIPE = 141  # the exit statuses that shells use: of a reader that went away
 INTERRUPTED = 130  # of Ctrl-C
@@ -38,22 +39,20 @@ def finetune(arguments: Sequence[str]) -> int:
     """Fine-tune a causal language model on text, inside memory budgets."""
     from .finetune import options
 
-    parser = options.Parser(prog="strata finetune", description=finetune.__doc__)
-    options.add_arguments(parser)
-    chosen = options.finish(parser, arguments)
-    with importing():
-        from .finetune import run as training
-    return training.run(chosen)
+    return _train(options.parse(arguments, finetune.__doc__))
 
 
 def demo(arguments: Sequence[str]) -> int:
     """Train a 112 M-parameter Llama on Python's own library, in far less memory than it needs."""
-    from . import demo as preset
+    from .finetune import options
 
-    chosen = preset.parse(arguments)
+    return _train(options.parse_demo(arguments))
+
+
+def _train(options: Any) -> int:
     with importing():
-        from .finetune import run as training
-    return training.run(chosen)
+        from .finetune import run
+    return run.run(options)
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -86,8 +85,8 @@ def plan(arguments: Sequence[str]) -> int:
 
     options = parse(plan_parser(plan.__doc__), arguments)
     with importing():
-        from . import whatif
-    return whatif.run(options)
+        from . import planner
+    return planner.run(options)
 
 
 def estimate(arguments: Sequence[str]) -> int:

@@ -104,11 +104,11 @@ def _plain_refusals(what: str) -> Iterator[None]:
     except Exception as error:
         # Its checks of fields raise around what says what is wrong.
         cause = error.__cause__ if type(error).__name__.startswith("StrictDataclass") else None
-        told = " ".join(str(cause or error).split())
+        why = " ".join(str(cause or error).split())
         # By itself "'foo'", which a KeyError says, would not be understood.
         if cause is None and not isinstance(error, ValueError | TypeError | OSError | RuntimeError):
-            told = f"{type(error).__name__}: {told}"
-        raise ValueError(f"{what}: {told}") from error
+            why = f"{type(error).__name__}: {why}"
+        raise ValueError(f"{what}: {why}") from error
 
 
 def _saved(path: Path, vocabulary: int | None) -> Choice:

@@ -1,9 +1,9 @@
-"""What `strata plan` and `strata estimate` share: the machine that they plan for, and the answer.
-That is a forecast, and what follows for a whole run, the SSD's life and budgets on this machine.
+"""`strata plan`, a recorded step on another machine, on paper; and what `strata estimate` shares
+with it: the machine that they plan for, and the answer. That is a forecast, and what follows for a
+whole run, the SSD's life and budgets on this machine.
 
-    machine = machine_of(options, page_bytes, "bfloat16")
-    answer = reply(options, trace, machine.costs, budgets, tokens=2048)
-    print(answer)                     # answer.to_dict() for programs
+    strata plan --trace step.trace.json --memory device=8GiB,host=24GiB,ssd=200GiB \\
+        --ssd-read-speed 12GB/s --ssd-write-speed 8GB/s --tokens-scale 4
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from .._config import configure, device
 from .._config.configure import UNBOUNDED
 from .._config.sizes import format_duration, format_size, write_size
 from .._planning import budget_check
-from .._planning.forecast import Forecast, forecast, staging_bytes
+from .._planning.budget_check import remove_leftovers
+from .._planning.forecast import Forecast, forecast
 from .._profiling.calibrate import Calibration, Setup, calibration
-from .._report.endurance import wear_lines
-from .._storage.leftovers import remove_leftovers
-from .planner_options import SPEEDS, wishes_of
+from .._report.report_text import wear_lines
+from .._storage.trace_file import load
+from .planner_options import SPEEDS, budgets_of, wishes_of
 
 if TYPE_CHECKING:
     from .._core import Budgets, Costs, DtypeName, Trace, Wishes
@@ -94,7 +95,7 @@ def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) ->
     helps."""
     if budgets["ssd_bytes"]:
         return 0
-    staging = staging_bytes(budgets["host_bytes"], budgets["page_bytes"])
+    staging = _core.staging_bytes(budgets["host_bytes"], budgets["page_bytes"])
     with_ssd: Budgets = {**budgets, "ssd_bytes": UNBOUNDED, "staging_bytes": staging}
     plan = _core.PaperPlan(trace, costs, with_ssd, wishes).plan
     return plan["peaks"]["ssd"]["bytes"] if plan["feasible"] else 0
@@ -116,9 +117,9 @@ def machine_of(
     """
     paths = options.ssd_path
     remove_leftovers(paths)
-    told = {name: getattr(options, option) for option, name in SPEEDS.items()}
-    ssd_told = options.ssd_read_speed is not None and options.ssd_write_speed is not None
-    if options.memory["ssd"] and not paths and not ssd_told:
+    given = {name: getattr(options, option) for option, name in SPEEDS.items()}
+    ssd_given = options.ssd_read_speed is not None and options.ssd_write_speed is not None
+    if options.memory["ssd"] and not paths and not ssd_given:
         raise ValueError(
             "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
         )
@@ -126,8 +127,8 @@ def machine_of(
     setup = Setup(workers, page_bytes, paths, options.io_engine, dtype, options.device)
     found = calibration(setup)
     costs: dict[str, Any] = dict(found.costs)
-    costs.update({name: float(value) for name, value in told.items() if value is not None})
-    if ssd_told and not paths:
+    costs.update({name: float(value) for name, value in given.items() if value is not None})
+    if ssd_given and not paths:
         costs["slow"] = _with_disk(costs["slow"])
     return replace(found, costs=cast("Costs", costs))
 
@@ -135,10 +136,10 @@ def machine_of(
 def remarks(options: argparse.Namespace) -> list[str]:
     """What there is to say of the budgets on this machine, and of the folders of --ssd-path."""
     said = budget_check.remarks(options.memory, options.device, options.ssd_path)
-    asked, free = options.memory["device"], device.free_bytes(options.device)
-    if free is not None and asked > free - CONTEXT_BYTES:
+    wanted, free = options.memory["device"], device.free_bytes(options.device)
+    if free is not None and wanted > free - CONTEXT_BYTES:
         said.append(
-            f"device budget of {format_size(asked)}: {options.device} has {format_size(free)} "
+            f"device budget of {format_size(wanted)}: {options.device} has {format_size(free)} "
             f"free, of which CUDA's context and kernels take about {format_size(CONTEXT_BYTES)} "
             f"outside of the budget: {format_size(max(0, free - CONTEXT_BYTES))} is safe"
         )
@@ -153,3 +154,55 @@ def _with_disk(slow: Any) -> Any:
     result.setdefault("read", {})["write"] = mixed
     result.setdefault("write", {})["read"] = mixed
     return result
+
+
+def scaled(trace: Trace, factor: float) -> Trace:
+    """The step with a batch so many times as large: computation takes so many times as long, and
+    what PyTorch holds grows with it. (Gradients do not grow, so somewhat too much is counted.)"""
+
+    def grown(size: int) -> int:
+        return round(size * factor)
+
+    return {
+        **trace,
+        "uses": [
+            {
+                **use,
+                "seconds": use["seconds"] * factor,
+                "gap_seconds": use["gap_seconds"] * factor,
+                "live_bytes": grown(use["live_bytes"]),
+                "peak_bytes": grown(use["peak_bytes"]),
+                "gap_peak_bytes": grown(use["gap_peak_bytes"]),
+            }
+            for use in trace["uses"]
+        ],
+        "units": [
+            {**unit, "slices_max": max(1, int(unit["slices_max"] * factor))}
+            for unit in trace["units"]
+        ],
+        "tensors": [{**tensor, "bytes": grown(tensor["bytes"])} for tensor in trace["tensors"]],
+        "tail_seconds": trace["tail_seconds"] * factor,
+        "tail_peak_bytes": grown(trace["tail_peak_bytes"]),
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 where the step fits, 1 where it does not. `options`: of planner_options.plan_parser()."""
+    found = load(options.trace)
+    trace = scaled(found.trace, options.tokens_scale)
+    page_bytes = page_bytes_of(trace)
+    options.device = device.choose(options.device)
+    costs = machine_of(options, page_bytes).costs
+    costs["compute_scale"] /= options.compute_speed
+    tokens = round(found.origin.tokens * options.tokens_scale)
+    answer = reply(options, trace, costs, budgets_of(options.memory, page_bytes), tokens)
+    return show(answer, options.json)
+
+
+def page_bytes_of(trace: Trace) -> int:
+    """The page size that a trace was recorded with: a chunk is what lies behind one page. Raises
+    ValueError where it cannot be told."""
+    for unit in trace["units"]:
+        if unit["chunks"] and unit["param_bytes"] % unit["chunks"] == 0:
+            return unit["param_bytes"] // unit["chunks"]
+    raise ValueError("no unit of the trace has chunks: its page size cannot be told")

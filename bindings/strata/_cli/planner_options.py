@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from .. import _core
 from .._config.choices import check_split, worded
 from .._config.sizes import parse_budgets
-from .._planning.forecast import staging_bytes
 from .options import ENDURANCE, MODEL, Parser, adder
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = Tru
         "device_bytes": given["device"],
         "host_bytes": given["host"],
         "ssd_bytes": given["ssd"],
-        "staging_bytes": staging_bytes(given["host"], page_bytes) if on_ssd else 0,
+        "staging_bytes": _core.staging_bytes(given["host"], page_bytes) if on_ssd else 0,
         "grads_rest": grads_rest,
     }
 

@@ -1,6 +1,6 @@
 """From the user's words to the core's Config.
 
 Knows words, sizes, the machine, and what of a model can be managed. Must not know sessions.
-In reading order: sizes, choices, option_types and update_modes (words; none needs torch, so the
-command line answers at once), machine and device, managed and units, configure.
+In reading order: sizes, choices and update_modes (words; none needs torch, so the command line
+answers at once), machine and device, managed and units, configure.
 """

@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .._errors import StrataError, check_choice
+from .._errors import check_choice
 from .._optim.groups import check_optimizer, group_spec, moments_of
 from . import device, machine
 from .choices import (
     ACTIVATIONS,
     IO_ENGINES,
-    PAGE_BYTES_MIN,
     check_page_size,
     check_split,
     check_workers,
 )
 from .managed import DTYPE_NAMES, dtype_names
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
-from .units import Chosen, find_units, used_apart
+from .units import Chosen, UnitSpec, find_units, used_apart
 from .update_modes import (
     STATE_DTYPES,
     UPDATE_KINDS,
@@ -41,7 +40,7 @@ from .update_modes import (
 )
 
 if TYPE_CHECKING:
-    from .._core import Config, ParamSpec, Plan
+    from .._core import Config, GroupSpec, ParamSpec, Plan
 
 FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
 DISK_SHARE = 0.9
@@ -164,8 +163,32 @@ def configure(
             f"state_dtype={options.state_dtype!r} is not supported with {foreign.name}, which runs "
             "as its own class on float32 state: leave state_dtype out"
         )
-    unit_specs, hooked = find_units(model, options.units)
-    unit_of = {p: u for u, unit in enumerate(unit_specs) for p in unit.params}
+    units, hooked = find_units(model, options.units)
+    groups = [
+        group_spec(optimizer, g, group, foreign) for g, group in enumerate(optimizer.param_groups)
+    ]
+    check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
+    config = config_of(model, optimizer, options, units, groups, device_name)
+    config["apart"] = used_apart(units, hooked) if options.max_unit_norm else []
+    config["together"] = entered_together(model, hooked)
+    given = parse_budgets(options.memory)
+    free = device.free_bytes(device_name)
+    if free is not None:
+        device.check_budget(device_name, given.get("device", 0), free, model)
+    _choose_budgets(config, given, make_plan, free)
+    return config, hooked
+
+
+def config_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    units: Sequence[UnitSpec],
+    groups: list[GroupSpec],
+    device_name: str,
+) -> Config:
+    """The Config of a model that is cut into these units, still without budgets."""
+    unit_of = {p: u for u, unit in enumerate(units) for p in unit.params}
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     params: list[ParamSpec] = []
     for i, (name, parameter) in enumerate(model.named_parameters()):
@@ -180,14 +203,10 @@ def configure(
                 "group": group_of[id(parameter)] if trainable else 0,
             }
         )
-    groups = [
-        group_spec(optimizer, g, group, foreign) for g, group in enumerate(optimizer.param_groups)
-    ]
-    check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
     update, max_staleness = core_mode(options.update)
-    config: Config = {
+    return {
         "params": params,
-        "units": [unit.name for unit in unit_specs],
+        "units": [unit.name for unit in units],
         "groups": groups,
         "page_bytes": 0 if options.page_size == "auto" else parse_size(options.page_size),
         "device_bytes": 0,
@@ -203,14 +222,8 @@ def configure(
         "pin_workers": True,
         "compute_threads": device.compute_threads(device_name),
         "device": device_name,
-        "apart": used_apart(unit_specs, hooked) if options.max_unit_norm else [],
+        "apart": [],
     }
-    given = parse_budgets(options.memory)
-    free = device.free_bytes(device_name)
-    if free is not None:
-        device.check_budget(device_name, given.get("device", 0), free, model)
-    _choose_budgets(config, given, make_plan, free)
-    return config, hooked
 
 
 def tier_budgets(config: Config) -> dict[str, int]:
@@ -231,69 +244,23 @@ def device_goal(config: Config, options: Options) -> int:
     return config["device_bytes"] + max(0, free - config["device_bytes"] - config["host_bytes"])
 
 
-def nested_device_bytes(
-    model: nn.Module, hooked: dict[nn.Module, list[int]], plan: Plan
-) -> tuple[int, str]:
-    """The most that is entered at one moment of a forward, and the name of the module then running.
+def entered_together(
+    model: nn.Module, hooked: dict[nn.Module, list[int]]
+) -> list[tuple[str, list[int]]]:
+    """What is entered at one moment of a forward: the name of the module that is entered last, and
+    the units.
 
     A module that owns parameters beside sub-modules is still running when those enter.
     """
     names = {name: hooked[module] for name, module in model.named_modules() if module in hooked}
-    most, where = 0, ""
+    together = []
     for name, units in names.items():
         parts = name.split(".") if name else []
         entered = set(units)
         for depth in range(len(parts)):
             entered.update(names.get(".".join(parts[:depth]), []))
-        needed = sum(
-            plan["units"][u]["param_bytes"] for u in entered if not plan["units"][u]["on_device"]
-        )
-        if needed > most:
-            most, where = needed, name or "the model itself"
-    return most, where
-
-
-def settle(
-    model: nn.Module,
-    hooked: dict[nn.Module, list[int]],
-    config: Config,
-    make_plan: Callable[[Config], Plan],
-) -> Plan:
-    """The plan of `config`, with smaller pages where modules within each other ask for it.
-
-    Raises StrataError where the budgets cannot work, with the smallest that would.
-    """
-    plan: Plan | None
-    try:
-        plan = make_plan(config)
-        page_bytes = plan["page_bytes"]
-    except StrataError as error:
-        tier = getattr(error, "tier", "")
-        # What is wrong with options of another kind names a tier too, and no space would help.
-        if tier == "ssd" and config["ssd_paths"] and str(error).startswith("infeasible"):
-            free = format_size(machine.free_disk_bytes(config["ssd_paths"]))
-            raise StrataError(f"{error} ({', '.join(config['ssd_paths'])}: {free} free)") from error
-        if tier != "device":
-            raise
-        plan = None
-        page_bytes = config["page_bytes"] or PAGE_BYTES_MIN
-    smallest = config["page_bytes"] or PAGE_BYTES_MIN
-    budget = config["device_bytes"]
-    while True:
-        if plan is not None and nested_device_bytes(model, hooked, plan)[0] <= plan["device_bytes"]:
-            return plan
-        if page_bytes <= smallest:
-            break
-        page_bytes //= 2
-        config["page_bytes"] = page_bytes
-        plan = make_plan(config)
-    wide = make_plan({**config, "page_bytes": smallest, "device_bytes": UNBOUNDED})
-    needed, where = nested_device_bytes(model, hooked, wide)
-    raise StrataError(
-        f"infeasible: the device budget is {format_size(budget)} ({budget} bytes), and forward of "
-        f"{where} needs {format_size(needed)}, with the modules around it that own parameters; "
-        f"device={needed} would do"
-    )
+        together.append((name or "the model itself", sorted(entered)))
+    return together
 
 
 def _check_devices(model: nn.Module, device_name: str) -> None:

@@ -26,17 +26,17 @@ PROCESSORS_LEFT = 2  # for Python, autograd and the thread that moves pages
 log = logging.getLogger("strata")
 
 
-def choose(asked: str | torch.device, model: nn.Module | None = None) -> str:
+def choose(wanted: str | torch.device, model: nn.Module | None = None) -> str:
     """The core's name of the device that is meant: "host" or "cuda:N".
 
     "auto" is the GPU that the model is on, else the first one that can be used, else the host: a
     warning says why, where there is a GPU. Raises StrataError, with the reason, where another one
     is asked for that cannot be used.
     """
-    parse(asked)
+    parse(wanted)
     held = model.parameters() if model is not None else ()
     there = next((p.device for p in held if p.is_cuda), None)
-    if asked == "auto":
+    if wanted == "auto":
         if there is not None:
             return str(there)
         if not (reason := why_not("cuda:0")):
@@ -44,17 +44,17 @@ def choose(asked: str | torch.device, model: nn.Module | None = None) -> str:
         if _shows_gpus():  # elsewhere nobody wants to hear of drivers
             log.warning("device='auto' is the host: %s", reason)
         return HOST
-    name = parse(asked)
+    name = parse(wanted)
     if name != HOST and (reason := why_not(name)):
-        raise StrataError(f"device={str(asked)!r} cannot be used: {reason}")
+        raise StrataError(f"device={str(wanted)!r} cannot be used: {reason}")
     return name
 
 
-def parse(asked: str | torch.device) -> str:
+def parse(given: str | torch.device) -> str:
     """The core's name of what the user wrote; "auto" as it is. Raises TypeError or ValueError."""
-    if not isinstance(asked, str | torch.device):
-        raise TypeError(f"device must be 'auto', 'host', 'cuda:0' or a torch.device, not {asked!r}")
-    return parse_device(str(asked))
+    if not isinstance(given, str | torch.device):
+        raise TypeError(f"device must be 'auto', 'host', 'cuda:0' or a torch.device, not {given!r}")
+    return parse_device(str(given))
 
 
 def why_not(name: str) -> str:

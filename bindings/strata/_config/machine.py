@@ -3,6 +3,7 @@ space and file systems. Asks Linux, and needs no torch.
 """
 
 import os
+import platform
 import re
 import shutil
 from collections.abc import Collection, Iterable
@@ -46,10 +47,16 @@ def processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def processor_name() -> str:
+    """What this machine calls its processor."""
+    names = re.findall(r"(?m)^model name\s*:\s*(.*)$", _cpuinfo())
+    return names[0].strip() if names else platform.processor() or platform.machine()
+
+
 def processor_flags() -> set[str]:
     """What the processors can do, as Linux names it."""
-    text = CPUINFO.read_text() if CPUINFO.exists() else ""
-    return set(" ".join(re.findall(r"(?m)^(?:flags|Features)\s*:(.*)$", text)).split())
+    found = re.findall(r"(?m)^(?:flags|Features)\s*:(.*)$", _cpuinfo())
+    return set(" ".join(found).split())
 
 
 def has_bfloat16(flags: Collection[str]) -> bool:
@@ -78,6 +85,10 @@ def free_disk_bytes(paths: Iterable[str]) -> int:
     for path in paths:
         devices[os.stat(path).st_dev] = shutil.disk_usage(path).free
     return sum(devices.values())
+
+
+def _cpuinfo() -> str:
+    return CPUINFO.read_text() if CPUINFO.exists() else ""
 
 
 def _meminfo(key: str) -> int:

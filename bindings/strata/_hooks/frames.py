@@ -43,7 +43,7 @@ class Frame(Visit):
         self.hook = hook
         self.unit: Unit = hook.unit
         self.pushed = pushed
-        self.kept = 0  # references to parameters when it began, see kept.py
+        self.kept = 0  # references to parameters when it began, see pins.py
 
 
 class Frames:

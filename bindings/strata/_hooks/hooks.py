@@ -1,18 +1,21 @@
 """All the hooks that strata gives to torch, and when torch calls each.
 
-forward    ModuleHook.before    ahead of a unit's module: the unit enters, its parameters become
+forward    Hooks.before_model   ahead of the whole model
+           ModuleHook.before    ahead of a unit's module: the unit enters, its parameters become
                                 plain ones, `pack` and `unpack` are put in place
            PlannedForward       in the place of the module's forward (forwards.py)
            SavedTensors.pack    for every tensor that autograd saves meanwhile
            ModuleHook.after     behind the module, also when it raised: the unit leaves
 backward   SavedTensors.unpack  when an autograd node wants a saved tensor back: the unit enters
                                 (pins.py keeps it there)
-           Hold                 ahead of the nodes of a unit whose memory somebody keeps (kept.py)
+           Hold                 ahead of the nodes of a unit whose memory somebody keeps (pins.py)
            LandHook             when the gradient of a parameter is complete
            Pins.end             when the whole backward is over
-state      StateHook            ahead of a module's state_dict() and load_state_dict()
+state      Hooks.before_reading, before_loading   ahead of a module's state_dict() and
+                                load_state_dict()
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +29,9 @@ from .._runtime.wrapped import Unit, Wrapped
 from .._torch_compat import graph_task as _graph_task
 from .._torch_compat import untraced
 from .frames import Frame, Frames
-from .kept import hold, references
-from .land_hook import LandHook, drop_grad
-from .pins import Pins
+from .land_hook import LandHook, Uncopied, drop_grad
+from .pins import Pins, hold, references
 from .saved import SavedTensors
-from .uncopied import Uncopied
 
 
 class Hooks:
@@ -57,10 +58,12 @@ class Hooks:
         }
         for module, hook in by_module.items():
             self._handles += [
-                module.register_forward_pre_hook(Before(hook), prepend=True),
-                module.register_forward_hook(After(hook), always_call=True),
+                module.register_forward_pre_hook(Hook(hook.before_forward), prepend=True),
+                module.register_forward_hook(Hook(hook.after_forward), always_call=True),
             ]
-        root = state.model.register_forward_pre_hook(RootHook(self), prepend=True, with_kwargs=True)
+        root = state.model.register_forward_pre_hook(
+            Hook(self.before_model), prepend=True, with_kwargs=True
+        )
         self._handles.append(root)
         self._handles += plan_forwards(self, by_module)
         for i, (parameter, spec) in enumerate(
@@ -71,8 +74,8 @@ class Hooks:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(land))
         for module in state.model.modules():
             self._handles += [
-                module.register_state_dict_pre_hook(StateHook(self, "state_dict()")),
-                module.register_load_state_dict_pre_hook(StateHook(self, "load_state_dict()")),
+                module.register_state_dict_pre_hook(Hook(self.before_reading)),
+                module.register_load_state_dict_pre_hook(Hook(self.before_loading)),
             ]
 
     def remove(self) -> None:
@@ -131,6 +134,34 @@ class Hooks:
             self.state.settle()
         return True
 
+    def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Called by torch ahead of the model's forward: it starts from a clean state, under the
+        plan for its batch."""
+        state = self.state
+        refuse_capture(state.device, "the model")
+        self.reset()
+        if _graph_task() == -1:
+            self.let_land()
+            state.refuse_half_step("a forward")
+            if not torch.is_grad_enabled():
+                state.catch_up()
+        planning = state.planning
+        if planning is not None and _graph_task() == -1:
+            planning.begin_forward(args, kwargs)
+
+    def before_reading(self, *_: Any) -> None:
+        """Called by torch for every module in turn, ahead of its state_dict()."""
+        self._start_clean("state_dict()")
+
+    def before_loading(self, *_: Any) -> None:
+        """Called by torch for every module in turn, ahead of its load_state_dict()."""
+        self._start_clean("load_state_dict()")
+
+    def _start_clean(self, what: str) -> None:
+        if not self.frames.in_step():
+            self.reset()
+            self.state.refuse_half_step(what)
+
     def let_land(self) -> None:
         """Ahead of a forward: see Note [Memory of graphs] in streams.py."""
         if graphs_in_use():
@@ -173,7 +204,15 @@ class ModuleHook:
         self.indices = sorted({index for _, _, _, index, _ in self.owned})
         self.params = [hooks.state.params[i] for i in self.indices]
 
-    def before(self, backward: bool = False) -> None:
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Called by torch ahead of the module's forward; in a backward by a user's checkpoint."""
+        self.before(_graph_task() != -1)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Called by torch behind the module's forward, also when that raised an Exception."""
+        return self.after(output)
+
+    def before(self, backward: bool) -> None:
         """Enters. `backward`: the forward is run again there, for its activations."""
         hooks = self.hooks
         state = hooks.state
@@ -232,70 +271,15 @@ class ModuleHook:
                 )
 
 
-class Before(Uncopied):
-    """ModuleHook.before, as torch keeps it."""
+class Hook(Uncopied):
+    """A method of ModuleHook or Hooks, as torch keeps it."""
 
-    __slots__ = ("hook",)
+    __slots__ = ("method",)
 
-    def __init__(self, hook: ModuleHook) -> None:
-        self.hook = hook
-
-    @untraced
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Called by torch ahead of the module's forward; in a backward by a user's checkpoint."""
-        self.hook.before(_graph_task() != -1)
-
-
-class After(Uncopied):
-    """ModuleHook.after, as torch keeps it."""
-
-    __slots__ = ("hook",)
-
-    def __init__(self, hook: ModuleHook) -> None:
-        self.hook = hook
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
 
     @untraced
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Called by torch behind the module's forward, also when that raised an Exception."""
-        return self.hook.after(output)
-
-
-class RootHook(Uncopied):
-    """Starts a forward of the whole model from a clean state, under the plan for its batch."""
-
-    __slots__ = ("hooks",)
-
-    def __init__(self, hooks: Hooks) -> None:
-        self.hooks = hooks
-
-    @untraced
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called by torch ahead of the model's forward."""
-        state = self.hooks.state
-        refuse_capture(state.device, "the model")
-        self.hooks.reset()
-        if _graph_task() == -1:
-            self.hooks.let_land()
-            state.refuse_half_step("a forward")
-            if not torch.is_grad_enabled():
-                state.catch_up()
-        planning = state.planning
-        if planning is not None and _graph_task() == -1:
-            planning.begin_forward(args, kwargs)
-
-
-class StateHook(Uncopied):
-    """Has the state of a module read, and written, from a clean state."""
-
-    __slots__ = ("hooks", "what")
-
-    def __init__(self, hooks: Hooks, what: str) -> None:
-        """`what`: is refused in a half step."""
-        self.hooks = hooks
-        self.what = what
-
-    def __call__(self, *args: Any) -> None:
-        """Called by torch for every module in turn."""
-        if not self.hooks.frames.in_step():
-            self.hooks.reset()
-            self.hooks.state.refuse_half_step(self.what)
+    def __call__(self, *args: Any) -> Any:
+        """Called by torch."""
+        return self.method(*args)

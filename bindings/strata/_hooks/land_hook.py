@@ -1,6 +1,8 @@
 """Takes gradients from autograd to the core as they become complete.
 
-parameter.register_post_accumulate_grad_hook(LandHook(hooks, index))
+    parameter.register_post_accumulate_grad_hook(LandHook(hooks, index))
+
+As all hooks of strata it belongs to one model: in a copy or a pickle nothing of it is left.
 """
 
 import weakref
@@ -12,10 +14,32 @@ import torch
 from .._config.managed import DTYPE_NAMES
 from .._runtime.streams import owned_by_graph
 from .._torch_compat import DisableTorchFunction
-from .uncopied import Uncopied
 
 if TYPE_CHECKING:
     from .hooks import Hooks
+
+
+def inert(*args: Any, **kwargs: Any) -> None:
+    """What a hook becomes in a copy of the model: nothing."""
+
+
+class Uncopied:
+    """A hook that turns inert when the model is copied or pickled."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Nothing of strata is left in a copy."""
+        return inert
+
+    def __reduce__(self) -> Any:
+        """Nothing of strata is left in a pickle."""
+        return (_make_inert, ())
+
+
+def _make_inert() -> Any:
+    return inert
+
 
 _grad: Any = torch.Tensor.grad
 

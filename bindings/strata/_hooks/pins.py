@@ -12,20 +12,39 @@ left goes at the end of the backward; after a backward that raised, at reset().
 With update="in_backward" a unit whose last gradient has landed is updated at once, and one of which
 some parameters got no gradient at the end of the backward.
 
+Note [Hooks within a unit]. Such hooks lie above ours, so autograd asks nobody but them, and torch
+tells nobody that they are there. They are given parameters, and views of them. What they keep of
+those as they are, not as copies, autograd later reads as raw memory: right for as long as the unit
+is entered. So a forward behind which somebody new refers to a parameter, or to its memory, has its
+unit entered from when backward comes to what the module returned until its gradients have landed.
+A reference that is there for another reason costs no more than that. Limits: hooks that keep a
+name, and look the parameter up in a table of their own; parts of the forward that backward reaches
+otherwise than through what the module returned.
+
 Autograd's threads call this under the GIL.
 """
 
-from typing import Any
+from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from .._activations.arguments import tensors_in
 from .._activations.swapping import Swapping
 from .._errors import StrataError
 from .._runtime.optimizer import clips_units, complete_unit, current_groups
 from .._runtime.visits import Visit
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import DisableTorchFunction, current_node, will_run
+from .._torch_compat import DisableTorchFunction, current_node, use_count, will_run
 from .._torch_compat import graph_task as _graph_task
+
+if TYPE_CHECKING:
+    from .._runtime.wrapped import Unit
 
 
 class _Pin(Visit):
@@ -38,7 +57,7 @@ class _Pin(Visit):
         self.unit = unit
         self.node: Any = current_node()
 
-    def is_past(self, now: "_Pin") -> bool:
+    def is_past(self, now: _Pin) -> bool:
         """Whether another node of the same backward runs now, so that this one's is done."""
         return self.task == now.task and self.thread == now.thread and self.node is not now.node
 
@@ -170,3 +189,45 @@ class Pins:
         for unit in self._state.units:
             unit.landed = 0
             unit.expected = unit.trainable
+
+
+def _counts_for_python() -> bool:
+    """Whether C++ that refers to a tensor counts, once, as a reference to the Python object."""
+    tensor = torch.empty(1)
+    before = sys.getrefcount(tensor)
+    view = tensor[:]
+    return sys.getrefcount(tensor) > before and view._base is not None
+
+
+COUNTS_FOR_PYTHON = _counts_for_python()
+
+
+def references(params: Sequence[nn.Parameter]) -> int:
+    """A number that grows with how often Python objects refer to the parameters. REQUIRES: they are
+    plain ones."""
+    count = sum(map(sys.getrefcount, params))
+    if COUNTS_FOR_PYTHON:
+        count -= sum(map((1).__lt__, map(use_count, params)))
+    return count
+
+
+class Hold:
+    """Enters units for nodes that read their memory without asking."""
+
+    __slots__ = ("_pins", "_units")
+
+    def __init__(self, pins: Pins, units: Sequence[Unit]) -> None:
+        self._pins = pins
+        self._units = units
+
+    def __call__(self, grads: Any) -> None:
+        """Called by autograd ahead of the node that made what a module returned."""
+        for unit in self._units:
+            self._pins.hold(unit)
+
+
+def hold(output: Any, pins: Pins, units: Sequence[Unit]) -> None:
+    """See Note [Hooks within a unit]. `output`: of the module."""
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(Hold(pins, units))

@@ -4,19 +4,22 @@ now is warned of, and file systems that are no plain disk get a word of their ow
     for warning in check(sizes.parse_budgets(memory), "host", ["/mnt/nvme"]):
         log.warning("%s", warning)
     remarks(...)                                  # the same for a plan on paper: refuses nothing
+    remove_leftovers(paths)                       # ahead: swap files that killed processes left
 
 Needs no torch.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from .._config import machine
 from .._config.choices import HOST
 from .._config.machine import FileSystem
 from .._config.sizes import format_size
+from .._core import remove_leftovers as remove_leftovers_in
 from .._errors import StrataError
 
 MEMORY_KINDS = {"tmpfs", "ramfs"}
@@ -69,17 +72,17 @@ def _compare(
     """What cannot be, and what is not free now."""
     disks = {os.stat(path).st_dev: machine.file_system(path) for path in ssd_paths}
     refused, warned = [], []
-    for what, asked, total, free in (
+    for what, budget, total, free in (
         _host(memory, device, list(disks.values())),
         _ssd(memory, list(disks.values())),
     ):
-        told = f"{what} of {format_size(asked)}"
-        if asked > total:
+        size = f"{what} of {format_size(budget)}"
+        if budget > total:
             refused.append(
-                f"{told}: this machine has {format_size(total)}, {format_size(free)} of it free"
+                f"{size}: this machine has {format_size(total)}, {format_size(free)} of it free"
             )
-        elif asked > free:
-            warned.append(f"{told}: only {format_size(free)} of {format_size(total)} are free now")
+        elif budget > free:
+            warned.append(f"{size}: only {format_size(free)} of {format_size(total)} are free now")
     return refused, warned
 
 
@@ -99,7 +102,20 @@ def _host(
 
 
 def _ssd(memory: Mapping[str, int], disks: Sequence[FileSystem]) -> tuple[str, int, int, int]:
-    asked = memory.get("ssd", 0) if disks else 0
+    budget = memory.get("ssd", 0) if disks else 0
     where = ", ".join(disk.mount for disk in disks)
     total = sum(disk.total_bytes for disk in disks)
-    return f"ssd budget on {where}", asked, total, sum(disk.free_bytes for disk in disks)
+    return f"ssd budget on {where}", budget, total, sum(disk.free_bytes for disk in disks)
+
+
+log = logging.getLogger("strata")
+
+
+def remove_leftovers(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Removes those in `paths` whose processes are dead, and says so in the log.
+
+    To be called before anybody looks at what the disk has free.
+    """
+    for path in paths:
+        for removed in remove_leftovers_in(os.fspath(path)):
+            log.warning("%s", removed)

@@ -15,7 +15,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from .._errors import StrataError
-from .._profiling.cuda_memory import Allocator
+from .._profiling.allocator import Allocator
 from .shape_class import device_pages, on_device
 
 if TYPE_CHECKING:

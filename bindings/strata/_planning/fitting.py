@@ -6,22 +6,22 @@ config, hooked, plan = fit(model, optimizer, options, make_plan)
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from .._config.configure import Options, configure, settle
-from .._config.sizes import parse_budgets
+from .._config import machine
+from .._config.configure import Options, configure
+from .._config.sizes import format_size, parse_budgets
 from .._config.units import find_units
 from .._errors import StrataError
-from .._storage.leftovers import remove_leftovers
 from ..nn.causal_lm import why_not_chunked
 from ..nn.replace import put_tiles, remove_tiles
 from ..nn.tiles import Tiled, why_not
 from . import budget_check
+from .budget_check import remove_leftovers
 
 if TYPE_CHECKING:
     from .._core import Config, Plan
@@ -51,7 +51,7 @@ def fit(
     for warning in budget_check.check(given, config["device"], config["ssd_paths"]):
         log.warning("%s", warning)
     try:
-        return config, hooked, settle(model, hooked, config, make_plan)
+        return config, hooked, settle(config, make_plan)
     except StrataError as error:
         counts = tiles_wanted(model, options, config["device_bytes"])
         if not counts:
@@ -74,10 +74,22 @@ def _cut(
     try:
         put_tiles(model, counts, optimizer)
         config, hooked = configure(model, optimizer, options, make_plan)
-        return config, hooked, settle(model, hooked, config, make_plan)
+        return config, hooked, settle(config, make_plan)
     except (StrataError, ValueError):
         remove_tiles(model, optimizer)
         return None
+
+
+def settle(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:
+    """The plan of `config`. Raises StrataError where the budgets cannot work, with the smallest
+    that would, and for an SSD with what is free."""
+    try:
+        return make_plan(config)
+    except StrataError as error:
+        if not config["ssd_paths"] or not error.needed_bytes or error.tier != "ssd":
+            raise
+        free = format_size(machine.free_disk_bytes(config["ssd_paths"]))
+        raise StrataError(f"{error} ({', '.join(config['ssd_paths'])}: {free} free)") from error
 
 
 def tiles_wanted(model: nn.Module, options: Options, device_bytes: int) -> dict[str, int]:
@@ -118,12 +130,13 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} into {count}" for name, count in counts.items())
 
 
-def advice(model: nn.Module, refusal: str) -> str:
-    """What strata.nn could do about a step that was refused at a unit, to follow the refusal."""
+def advice(model: nn.Module, units: Sequence[str]) -> str:
+    """What strata.nn could do about a step that was refused while these units, by name, were in
+    use, to follow the refusal."""
     modules = dict(model.named_modules())
-    for unit in re.findall(r"(?:forward|backward) of ([^\s;]+)", refusal):
-        if told := _advice_for([n for n in unit.split("+") if n in modules], model):
-            return told
+    for unit in units:
+        if found := _advice_for([n for n in unit.split("+") if n in modules], model):
+            return found
     return ""
 
 

@@ -7,7 +7,6 @@ print(found)                      # tables; found.to_dict() for programs
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,13 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 from .. import _core
 from .._config.choices import in_words
 from .._config.sizes import format_rate, format_size
-from .._report.report_text import LONG_SECONDS, like, table
+from .._report.report_text import LONG_SECONDS, like, runs, table
 from .limits import Setting, limiting_sentence
 
 if TYPE_CHECKING:
     from .._core import Bound, Budgets, Costs, Simulation, Stall, StepPlan, Trace, Wishes
 
-STAGING_PAGES = 36  # four chunks of 7, and 8
 TIERS = ("device", "host", "ssd")
 PURPOSES = {
     "param": "parameters",
@@ -173,7 +171,6 @@ class Forecast:
     def _units(self) -> list[list[str]]:
         """Units in a row of which the plan says the same share a line. Resident are parameters that
         never leave the device, and whole units of which nothing does."""
-        rows = [["unit", "activations", "slices", "resident", "on ssd"]]
         planned = zip(self.trace["units"], self.plan["units"], self.plan["resident"], strict=True)
         cells = []
         for unit, plan, resident in planned:
@@ -182,13 +179,8 @@ class Forecast:
             share = f"{100 * on_ssd / total:.0f} %" if total else "-"
             words = in_words(plan["activation"])
             where = "whole" if plan["on_device"] else "yes" if resident else "no"
-            row = (words, str(plan["slices"]), where, share)
-            cells.append((unit["name"], row))
-        for row, run in itertools.groupby(cells, key=lambda cell: cell[1]):
-            names = [name for name, _ in run]
-            name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-            rows.append([name, *row])
-        return rows
+            cells.append((unit["name"], [words, str(plan["slices"]), where, share]))
+        return [["unit", "activations", "slices", "resident", "on ssd"], *runs(cells)]
 
     def _lanes(self) -> list[list[str]]:
         assert self.simulation is not None
@@ -237,10 +229,3 @@ def forecast(
         setting = Setting(ssd=budgets["ssd_bytes"] > 0, update=update)
         limited = limiting_sentence(paper, costs, setting)
     return Forecast(trace, budgets, plan, paper.bound(), simulation, tokens, limited=limited)
-
-
-def staging_bytes(host_bytes: int, page_bytes: int) -> int:
-    """Of host memory, for pages that pass between SSD and device: as engine/residence.cpp takes it
-    for chunks of 16-bit parameters."""
-    frames = host_bytes // page_bytes
-    return min(frames // 2, STAGING_PAGES) * page_bytes

@@ -45,18 +45,17 @@ from .._config import machine
 from .._config.sizes import format_size
 from .._errors import StrataError
 from .._profiling import calibrate
-from .._profiling.cuda_memory import Allocator
+from .._profiling.allocator import Allocator
 from .._report.report_text import like, plan_line
 from .claims import Claims
 from .fitting import advice
-from .following import Following
 from .limits import Setting, limiting_sentence
 from .recording import Recording
-from .shape_class import Goal, Shape, ShapeClass, find_class, on_device
+from .shape_class import Following, Goal, Shape, ShapeClass, find_class, on_device
 from .trace_of import make_trace, note_times
 
 if TYPE_CHECKING:
-    from .._core import Bound, Budgets, Costs, Simulation, StepPlan, Trace, Wishes
+    from .._core import Bound, Costs, Simulation, StepPlan, Trace, Wishes
     from .._profiling.windows import Judged, Window
     from .._runtime.wrapped import Wrapped
 
@@ -208,47 +207,26 @@ class Planning:
         self.state.recorder.begin()
         log.info("recording a step with a batch of %s", " ".join(map(str, found.shape)))
 
-    def _budgets(self, reserve: int) -> Budgets:
-        config, resting = self.state.config, self.state.session.plan
-        return {
-            "page_bytes": resting["page_bytes"],
-            "device_bytes": max(0, self.goal.device_bytes - reserve),
-            "host_bytes": config["host_bytes"] - resting["buffer_bytes"],
-            "ssd_bytes": config["ssd_bytes"],
-            "staging_bytes": resting["staging_bytes"],
-            "grads_rest": config["update"] == "on_step",
-        }
-
     def _plan_for(self, trace: Trace, reserve: int) -> _core.PaperPlan:
         """See Note [Slices]. Raises StrataError where the budgets cannot work."""
         if self.following.costs is None:
             self.following.costs = self._measure()
-        paper = self._best_of(trace, reserve, self._on_device)
-        if self._on_device is not None and not paper.plan["feasible"]:
-            paper = self._best_of(trace, reserve, None)
-        if not paper.plan["feasible"]:
-            refusal = paper.plan["refusal"]
-            raise StrataError(refusal + advice(self.state.model, refusal))
-        return paper
-
-    def _best_of(self, trace: Trace, reserve: int, resting: list[bool] | None) -> _core.PaperPlan:
         costs = self.following.known()
-        budgets = self._budgets(reserve)
-        slices = [self.goal.split or 0]
-        if self.goal.activations == "auto" and not self.goal.split:
-            most = max(unit["slices_max"] for unit in trace["units"])
-            slices += [2**n for n in range(1, most.bit_length()) if 2**n <= most]
-        enough = [count for count in slices if count >= self.recording.slices_min]
-        for count in enough or slices:
-            wishes: Wishes = {
-                "activation": MODES[self.goal.activations],
-                "slices": count,
-                "may_split": False,
-                "on_device": resting,
-            }
-            paper = _core.PaperPlan(trace, costs, budgets, wishes)
-            if paper.plan["feasible"]:
-                break
+        budgets = self.state.session.step_budgets(max(0, self.goal.device_bytes - reserve))
+        wishes: Wishes = {
+            "activation": MODES[self.goal.activations],
+            "slices": self.goal.split or 0,
+            "may_split": False,
+            "fewest_slices": self.goal.activations == "auto",
+            "slices_min": self.recording.slices_min,
+            "on_device": self._on_device,
+        }
+        paper = _core.PaperPlan(trace, costs, budgets, wishes)
+        if self._on_device is not None and not paper.plan["feasible"]:
+            paper = _core.PaperPlan(trace, costs, budgets, {**wishes, "on_device": None})
+        plan = paper.plan
+        if not plan["feasible"]:
+            raise StrataError(plan["refusal"] + advice(self.state.model, plan["refused_units"]))
         return paper
 
     def _measure(self, refresh: bool = False) -> Costs:

@@ -10,7 +10,7 @@ fields of Calibration}. A file that cannot be read, or whose key is another, is 
 
 Note [What is measured]. Links and the optimizer are the core's own engines at work (SsdProbe,
 CopyProbe, UpdateProbe); computation is a feed-forward block's forward and backward on torch's
-threads, or on the GPU. lane_probe.py runs them alone and together. The optimizer's lane is the
+threads, or on the GPU. probes.py runs them alone and together. The optimizer's lane is the
 processor's, also beside a GPU. The SSD is measured through a file small enough for a drive's fast
 cache, so a drive that slows down once that is full is slower in a long run than told here.
 """
@@ -22,7 +22,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,7 @@ from .. import _core
 from .._config import device, machine
 from .._config.device import compute_threads
 from .._errors import StrataError
-from .compute_probe import Compute, matmul_flops, memory_bandwidth, slice_seconds
-from .lane_probe import LANES, measure_lanes
+from .probes import LANES, Compute, matmul_flops, measure_lanes, memory_bandwidth, slice_seconds
 
 if TYPE_CHECKING:
     from .._core import Costs, DtypeName, LaneName
@@ -83,7 +81,7 @@ class Setup:
         StrataError where the device cannot be used."""
         return {
             "version": VERSION,
-            "processor": processor(),
+            "processor": machine.processor_name(),
             "processors": machine.processors(),
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
@@ -217,16 +215,6 @@ def _computing(dtype: DtypeName, there: torch.device) -> tuple[float, float, flo
     """FLOP/s, seconds of a slice, and bytes per second of a GPU's memory; of the host 0."""
     bandwidth = memory_bandwidth(there) if there.type == "cuda" else 0.0
     return matmul_flops(dtype, there), slice_seconds(there), bandwidth
-
-
-def processor() -> str:
-    """What this machine calls its processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _disk(path: str) -> str:

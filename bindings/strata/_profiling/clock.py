@@ -16,22 +16,10 @@ Threads: any thread may read; settle() when nothing else is under way.
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Protocol
 
 import torch
 
 EVENTS_MAX = 1 << 16  # of a step; forwards without end that no step() follows keep no more
-
-
-class Clock(Protocol):
-    """What both clocks have in common."""
-
-    def now(self) -> float:
-        """A reading."""
-
-    def settle(self) -> dict[float, float]:
-        """Forgets the readings. Returns when the device came to each, where that is not the same;
-        both on the scale of perf_counter()."""
 
 
 class HostClock:
@@ -42,7 +30,8 @@ class HostClock:
         return perf_counter()
 
     def settle(self) -> dict[float, float]:
-        """Nothing to add."""
+        """Forgets the readings. Returns when the device came to each, where that is not the same;
+        both on the scale of perf_counter()."""
         return {}
 
 
@@ -84,6 +73,6 @@ class DeviceClock:
         return {time: end - event.elapsed_time(last) * 1e-3 for time, event in marks}
 
 
-def make_clock(device: torch.device) -> Clock:
+def make_clock(device: torch.device) -> HostClock | DeviceClock:
     """The clock of a device."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()

@@ -1,12 +1,14 @@
-"""How much memory PyTorch holds in a step; on the host by what its profiler says of allocations.
+"""How much memory PyTorch holds in a step: on the host by what its profiler says of allocations, on
+a GPU by its allocator.
 
-    curve = MemoryCurve.start()          # None: somebody else profiles already
+    curve = start_curve(device)          # None: that cannot be done now
     curve.note(now)                      # at every moment that will be asked for
     curve.stop()
     curve.peak(begin, end)               # bytes, between two of these moments
 
-Only what was allocated since start() counts, by the thread that started it and autograd on its
-behalf: pages, parameters and the batch are not PyTorch's to give back.
+Times are readings of perf_counter(). Use from one thread at a time. On the host only what was
+allocated since start() counts, by the thread that started it and autograd on its behalf: pages,
+parameters and the batch are not PyTorch's to give back.
 
 Note [Pinned heap]. The profiler notes each allocation in small blocks that it keeps. Where such a
 block comes to lie in the hole that a freed tensor left, the next tensor of that size takes new
@@ -17,14 +19,20 @@ Note [Older blocks]. When a tensor is freed that is older than the recording, Py
 logs a warning to stderr: the first time, and every thousandth. Such tensors are expected here (the
 batch and the loss of the step before), so warnings of PyTorch's C++ log are off while a curve
 records. What torch warns of in Python takes another way, and is heard.
+
+Note [Peaks]. The allocator tells the highest use since it was asked to begin anew, which note()
+does each time. So in a step that is measured, what torch.cuda.max_memory_allocated() tells the user
+is the peak of a part of it.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import gc
 import threading
+from abc import ABC, abstractmethod
 from time import perf_counter
 from typing import ClassVar
 
@@ -41,8 +49,48 @@ from .._torch_compat import (
     profiler_enabled,
     profiler_type,
 )
-from .cuda_memory import CudaMemoryCurve, counts_memory
-from .curve import Curve
+
+
+class Curve(ABC):
+    """What is known of PyTorch's memory, on whichever device."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._bytes: list[int] = []
+        self._peaks: list[int] = []  # since the moment before
+
+    @abstractmethod
+    def _look(self) -> tuple[int, int]:
+        """Bytes in use, and the most that there were since the last look."""
+
+    def note(self, time: float) -> None:
+        """A moment. REQUIRES: it is now, and behind all that were noted."""
+        held, peak = self._look()
+        self._times.append(time)
+        self._bytes.append(held)
+        self._peaks.append(peak)
+
+    def stop(self) -> None:
+        """Ends recording."""
+        self.note(perf_counter())
+
+    @property
+    def held(self) -> int:
+        """Bytes in use at the last moment."""
+        return self._bytes[-1]
+
+    def at(self, time: float) -> int:
+        """Bytes in use at a moment."""
+        return self._bytes[self._last(time)]
+
+    def peak(self, begin: float, end: float) -> int:
+        """The most bytes in use from one moment to another."""
+        first, last = self._last(begin), self._last(end)
+        return max(self._bytes[first], *self._peaks[first + 1 : last + 1], 0)
+
+    def _last(self, time: float) -> int:
+        return max(0, bisect.bisect_right(self._times, time) - 1)
+
 
 ALLOCATION = "memory_alloc"
 LOG_ERRORS = 2  # and nothing below; c10/util/Logging.h
@@ -50,6 +98,11 @@ _goes_on = ProfilerEnd(
     False,  # do not end the profiler
     True,  # take what it has noted
 )
+
+
+def counts_memory() -> bool:
+    """Whether PyTorch's allocator says how much it has given out: one of the user's does not."""
+    return torch.cuda.get_allocator_backend() != "pluggable"
 
 
 def start_curve(device: torch.device) -> Curve | None:
@@ -152,3 +205,18 @@ class _CppLog:
             cls._hushed -= 1
             if cls._hushed == 0 and cls._level is not None:
                 cls._level.value = cls._usual
+
+
+class CudaMemoryCurve(Curve):
+    """Bytes in use, as PyTorch's allocator counts them."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begins to record. REQUIRES: CUDA is initialised, as it is where a tensor was made."""
+        super().__init__()
+        self._device = device
+        self.note(perf_counter())
+
+    def _look(self) -> tuple[int, int]:
+        stats = torch.cuda.memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]

@@ -26,8 +26,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .clock import HostClock, make_clock
-from .curve import Curve
-from .memory_curve import start_curve
+from .memory_curve import Curve, start_curve
 from .uses import RecordedStep, RecordedTensor, Uses
 
 NOT_RECORDED = -1

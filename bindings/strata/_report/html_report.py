@@ -14,9 +14,9 @@ from html import escape
 from .._config.sizes import format_size
 from .._profiling.timeline import LINKS, stall_name
 from . import html_figures as figures
+from .html_figures import moments
 from .report_text import judged_over, lag_rows, like, planned_cells, step_times, wear_line
 from .reports import Report
-from .residency import moments, residency
 
 COLUMNS_MAX = 4  # that a phone has room for
 NOTHING = "\N{EN DASH}"  # in place of a figure that is not known
@@ -95,7 +95,7 @@ def _sections(report: Report) -> Iterator[str]:
         yield _table(head, rows)
     yield "<h2>Memory over a step</h2>"
     if report.plan and report.trace and report.trace["uses"]:
-        held = residency(report.plan, report.trace)
+        held = figures.held_by_tier(report.plan, report.trace)
         at = moments(report.trace, record)
         caption = "As planned, by tier; of host memory without the staging area."
         yield _figure(figures.residency(held, at, report.peaks), caption)
@@ -121,18 +121,18 @@ def _tiles(report: Report) -> str:
     lost = sum(seconds for units in report.stalls.values() for seconds in units.values())
     time = step_times(report)
 
-    def told(seconds: float | None) -> str:
+    def as_time(seconds: float | None) -> str:
         return NOTHING if seconds is None else time(seconds)
 
     tiles = [
-        (f"a step, measured{judged_over(report)}", told(report.measured_seconds)),
-        ("predicted", told(report.predicted_seconds)),
+        (f"a step, measured{judged_over(report)}", as_time(report.measured_seconds)),
+        ("predicted", as_time(report.predicted_seconds)),
         (
             f"lower bound: {report.bound_what}" if report.bound_what else "lower bound",
-            told(report.bound_seconds),
+            as_time(report.bound_seconds),
         ),
         ("of the lower bound", _percent(report.percent_of_bound)),
-        ("lost to waiting, per step", told(lost if report.records else None)),
+        ("lost to waiting, per step", as_time(lost if report.records else None)),
         ("written to the SSD per step", _size(report.ssd_written_per_step)),
     ]
     inner = "".join(

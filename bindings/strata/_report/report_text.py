@@ -1,26 +1,28 @@
 """Reports and plans as tables of text, and the sentences that other forms of a report share.
 
 print(report_text.report_text(report))
+    wear_lines(84e9, endurance_bytes=600 * 10**12, steps=200, step_seconds=60.0)
+
+A drive's endurance (TBW, terabytes written) is on its data sheet; the kernel does not tell it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from math import inf
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import floor, inf, log10
 from typing import TYPE_CHECKING
 
 from .._config.choices import in_words
-from .._config.sizes import UNITS, duration_unit, format_duration, format_size
+from .._config.sizes import UNITS, duration_unit, format_duration, format_number, format_size
 from .._profiling.timeline import ALL_UNITS, stall_name
-from .endurance import DAY_SECONDS, format_decimal
-
-LONG_SECONDS = 3600  # from here on, times are not told in seconds
-WAITS_SHOWN = 8  # those that were waited for longest
 
 if TYPE_CHECKING:
     from .._core import Bound, PaperPlan, Plan
     from .reports import Lag, PlannedRow, PlanReport, Report
+
+LONG_SECONDS = 3600  # from here on, times are not told in seconds
+WAITS_SHOWN = 8  # those that were waited for longest
 
 
 def plan_text(report: PlanReport) -> str:
@@ -214,12 +216,16 @@ def lag_rows(lags: Sequence[Lag]) -> list[list[str]]:
 
 def _planned_runs(rows: Sequence[PlannedRow]) -> list[list[str]]:
     """Units in a row of which the plan says the same share a line."""
-    lines = [["unit", "activations", "slices", "parameters", "gradients", "state", "resident"]]
-    for cells, run in itertools.groupby(rows, key=planned_cells):
-        names = [row.unit for row in run]
+    head = ["unit", "activations", "slices", "parameters", "gradients", "state", "resident"]
+    return [head, *runs((row.unit, planned_cells(row)) for row in rows)]
+
+
+def runs(rows: Iterable[tuple[str, list[str]]]) -> Iterator[list[str]]:
+    """Rows of a name and cells: those in a row with the same cells share a line."""
+    for cells, run in itertools.groupby(rows, key=lambda row: row[1]):
+        names = [name for name, _ in run]
         name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-        lines.append([name, *cells])
-    return lines
+        yield [name, *cells]
 
 
 def planned_cells(row: PlannedRow) -> list[str]:
@@ -239,3 +245,57 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+WORN_SHARE = 0.05  # of the endurance that one run may take without a warning
+DAY_SECONDS = 86400
+
+
+def wear_lines(
+    bytes_per_step: float,
+    endurance_bytes: int | None = None,
+    steps: int | None = None,
+    step_seconds: float | None = None,
+) -> list[str]:
+    """Sentences for people; none where nothing is written. `steps`: of the whole run."""
+    if not bytes_per_step:
+        return []
+    written = [f"{format_decimal(bytes_per_step)} a step are written to the SSD"]
+    if step_seconds:
+        written.append(f"{format_decimal(bytes_per_step * DAY_SECONDS / step_seconds)} a day")
+    if steps:
+        written.append(
+            f"{format_decimal(steps * bytes_per_step)} in {steps:,} step{'s' * (steps != 1)}"
+        )
+    lines = [", ".join(written)]
+    if endurance_bytes:
+        lasts = endurance_bytes / bytes_per_step
+        lines.append(
+            f"a drive of {format_decimal(endurance_bytes)} endurance is worn out in "
+            f"{_rounded(lasts)}"
+            + (f" ({format_duration(lasts * step_seconds)})" if step_seconds else "")
+        )
+        if steps and steps * bytes_per_step > WORN_SHARE * endurance_bytes:
+            share = 100 * steps * bytes_per_step / endurance_bytes
+            lines.append(
+                f"warning: this run takes {format_number(share)} % of the drive's endurance"
+            )
+    return lines
+
+
+def format_decimal(size: float) -> str:
+    """As drives are sold: 600 TB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.0f} TB" if size >= 100 else f"{size:.3g} TB"
+
+
+def _rounded(count: float) -> str:
+    """Two digits of it: 7,100 steps."""
+    if count < 1:
+        return "less than a step"
+    unit = 10 ** max(0, floor(log10(max(1.0, count))) - 1)
+    rounded = floor(count / unit) * unit
+    return f"{rounded:,} step{'s' * (rounded != 1)}"

@@ -11,22 +11,29 @@ A report is kept as a file: one JSON object, {"format": FORMAT} and the fields o
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from .._config.choices import HOST
+from .._config.machine import processor_name, processors
+from .._config.sizes import format_size
 from .._profiling import timeline
 from .._profiling.timeline import StepRecord
 from .._profiling.windows import Judged
 from . import report_text
 
+if TYPE_CHECKING:
+    from .._core import Config, Plan, PlannedUnit, Simulation, StepPlan, Trace
+    from .._planning.planning import Planning
+    from .._runtime.wrapped import Wrapped
+
 FORMAT = "strata report 2"
 DAY_SECONDS = 86_400
 TB = 1e12  # as makers of drives count their endurance
-
-if TYPE_CHECKING:
-    from .._core import Bound, Config, Plan, PlannedUnit, Simulation, StepPlan, Trace
-    from .._runtime.wrapped import Wrapped
 
 
 @dataclass(frozen=True)
@@ -178,41 +185,12 @@ class Report:
         return report_text.report_text(self)
 
 
-class Planned(Protocol):
-    """What a report reads of the planning of a wrapped model."""
-
-    @property
-    def plan(self) -> StepPlan | None:
-        """The plan in use; None: there is none yet."""
-
-    @property
-    def trace(self) -> Trace | None:
-        """What it was made from."""
-
-    @property
-    def simulation(self) -> Simulation | None:
-        """The step as it predicts it."""
-
-    @property
-    def bound(self) -> Bound | None:
-        """What no plan could be faster than."""
-
-    @property
-    def judged(self) -> Judged | None:
-        """How long steps take under the plan in use."""
-
-    @property
-    def limited(self) -> str:
-        """What limits a step, in a sentence."""
-
-
 def make_report(state: Wrapped) -> Report:
     """The report of a wrapped model, now."""
-    from . import about  # with torch, which a report from a file does without
 
     stats = state.session.stats()
     config = state.config
-    planning: Planned | None = state.planning
+    planning: Planning | None = state.planning
     host = stats["host_bytes"]
     return Report(
         steps=state.steps,
@@ -234,9 +212,9 @@ def make_report(state: Wrapped) -> Report:
         backend=stats["backend"],
         stats=stats,
         lags=_lags(config, stats) if config["update"] == "lock_free" else [],
-        model=about.model(state),
-        command=about.command(),
-        machine=about.machine(stats),
+        model=_about_model(state),
+        command=_about_command(),
+        machine=_about_machine(stats),
         **{
             **_measured(timeline.steady(state.log.records)),
             **(_planned(planning) if planning else {}),
@@ -266,7 +244,7 @@ def _measured(records: list[StepRecord]) -> dict[str, Any]:
     }
 
 
-def _planned(planning: Planned) -> dict[str, Any]:
+def _planned(planning: Planning) -> dict[str, Any]:
     """The fields of a report that come from the plan."""
     plan = planning.plan
     if plan is None:
@@ -332,3 +310,28 @@ def _resting(planned: PlannedUnit, on_ssd: int, size: int) -> str:
     if planned["on_device"]:
         return "device"
     return "host" if on_ssd == 0 else "ssd" if on_ssd >= size else "mixed"
+
+
+def _about_model(state: Wrapped) -> str:
+    """Its class, and how large it is."""
+    count = sum(spec["numel"] for spec in state.config["params"])
+    size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+    return f"{type(state.model).__name__}, {size} parameters"
+
+
+def _about_command() -> str:
+    """What this process was started as; empty: by no command."""
+    program, *arguments = sys.argv or [""]
+    name = Path(program).name
+    if name == "__main__.py":  # python -m PACKAGE
+        name = Path(program).parent.name
+    return shlex.join([name, *arguments]) if name else ""
+
+
+def _about_machine(stats: dict[str, Any]) -> str:
+    """Processor, memory, and the device where it is another. `stats`: of the session."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = [processor_name(), f"{processors()} processors", f"{format_size(memory)} of memory"]
+    if (device := stats.get("device", HOST)) != HOST:
+        parts.append(device)
+    return ", ".join(parts)

@@ -2,5 +2,5 @@
 
 Knows the core's session. Must not know what becomes of activations, plans or reports.
 In reading order: wrapped, visits, paged, escapes, streams, lander, optimizer, loaded_state,
-grad_scaler, forks, undo.
+forks, undo.
 """

@@ -35,7 +35,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
@@ -55,20 +54,6 @@ class _UnderWay:
         self.done = False
         self.ends = threading.Lock()  # released when it is done
         self.ends.acquire()
-
-
-class Landings(Protocol):
-    """What Inline and Lander have in common."""
-
-    def put(self, landing: Landing, byte_count: int = 0) -> None:
-        """Does it, behind all that were put before. Raises what an earlier one raised.
-        `byte_count`: what it holds until it is done."""
-
-    def wait(self) -> None:
-        """Until all of them are done. Raises what one of them raised, once."""
-
-    def close(self) -> None:
-        """Drops what has not begun. Idempotent."""
 
 
 class Inline:
@@ -111,8 +96,9 @@ class Lander:
         self._thread.start()
 
     def put(self, landing: Landing, byte_count: int = 0) -> None:
-        """Has it done behind all that were put before. Waits while too many bytes are under way.
-        Raises StrataError where the current stream is captured."""
+        """Has it done behind all that were put before. Waits while too many bytes are under way;
+        `byte_count`: what it holds until it is done. Raises what an earlier one raised, and
+        StrataError where the current stream is captured."""
         while not self._closed and (oldest := self._in_the_way(byte_count)) is not None:
             oldest.ends.acquire(timeout=PATIENCE_S)
         self._raise()
@@ -128,7 +114,7 @@ class Lander:
         self._under_way.append(under_way)
 
     def wait(self) -> None:
-        """Until all of them are done."""
+        """Until all of them are done. Raises what one of them raised, once."""
         if threading.current_thread() is self._thread:
             return
         done = threading.Lock()
@@ -182,3 +168,6 @@ class Lander:
             del error
             under_way.done = True
             under_way.ends.release()
+
+
+Landings = Inline | Lander

@@ -83,10 +83,10 @@ def save(
     state.hooks.reset()
     state.refuse_half_step("save()")
     state.synchronize()
-    told = {"groups": _plain_groups(state), "rng": rng.capture(), "extra": extra or {}}
-    if not isinstance(told["extra"], dict):
+    context = {"groups": _plain_groups(state), "rng": rng.capture(), "extra": extra or {}}
+    if not isinstance(context["extra"], dict):
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
-    json.dumps(told)  # raises now, not when all tensors are written
+    json.dumps(context)  # raises now, not when all tensors are written
     _check_buffers(model)
     buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
     meter = _Meter(progress, _total_bytes(state))
@@ -113,7 +113,9 @@ def save(
             for name, value in persistent_buffers(model).items():
                 record = file.append("buffer", _name(value.dtype), meter(_raw(value)))
                 buffers.append({"name": name, "shape": list(value.shape), "tensors": [record]})
-        write_manifest(folder, {"bytes": file.bytes, "params": params, "buffers": buffers, **told})
+        write_manifest(
+            folder, {"bytes": file.bytes, "params": params, "buffers": buffers, **context}
+        )
 
 
 def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:

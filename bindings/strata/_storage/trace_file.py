@@ -34,9 +34,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from .._config import device
+from .._config import device, machine
 from .._config.choices import RECOMPUTES
-from .._profiling import calibrate
 from .._runtime.wrapped import wrapped
 
 if TYPE_CHECKING:
@@ -143,11 +142,11 @@ def save_trace(model: nn.Module, path: str | Path) -> None:
         raise ValueError(
             "no step of this model was recorded: wrap it with activations='auto' and train one step"
         )
-    machine = device.description(state.config["device"]) or calibrate.processor()
+    computed_by = device.description(state.config["device"]) or machine.processor_name()
     shapes = [list(shape) for shape in planning.current.shape]
     # A batch of token ids is (sequences, tokens); of other models the tokens stay unknown.
     tokens = shapes[0][0] * shapes[0][1] if shapes and len(shapes[0]) == 2 else 0
-    origin = Origin(type(model).__name__, machine, tokens, shapes)
+    origin = Origin(type(model).__name__, computed_by, tokens, shapes)
     save(path, planning.current.trace, origin)
 
 

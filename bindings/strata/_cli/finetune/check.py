@@ -20,8 +20,8 @@ from ..._config.sizes import format_size, parse_budgets, parse_size, write_size
 from ..._config.update_modes import parse_update
 from ..._errors import StrataError
 from ..._planning import budget_check
-from ..._report.endurance import wear_lines
-from ..._storage.leftovers import remove_leftovers
+from ..._planning.budget_check import remove_leftovers
+from ..._report.report_text import wear_lines
 from ..estimate import Step, rehearse
 from ..planner_options import wishes_of
 

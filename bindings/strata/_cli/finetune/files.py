@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from ..._config.sizes import parse_size
 from ..._storage.checkpoint_files import check_replaceable, foreign_files, remove_checkpoint
-from ..._storage.export_files import refuse_others, remove_export
+from ..._storage.export import refuse_others, remove_export
 from ..._storage.replacing import WorkFolder, dead_folders, remove
 from ..models import Choice
 from .options import OPTIONS_NAME, Options

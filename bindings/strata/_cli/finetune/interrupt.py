@@ -1,7 +1,7 @@
 """Ctrl-C that ends a run after what it is doing, and at once when pressed again.
 
 with Interrupt(view.note) as interrupt:
-    while not interrupt.asked: ...
+    while not interrupt.requested: ...
 """
 
 import signal
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt(AbstractContextManager["Interrupt"]):
-    """`asked` becomes true at the first SIGINT or SIGTERM; a second raises KeyboardInterrupt.
+    """`requested` becomes true at the first SIGINT or SIGTERM; a second raises KeyboardInterrupt.
 
     Signals stay as they are outside the main thread, where they are ignored, and where they have a
     handler that Python did not install, for it could not be put back.
@@ -23,7 +23,7 @@ class Interrupt(AbstractContextManager["Interrupt"]):
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         """`tell` is given what to show the user."""
-        self.asked = False
+        self.requested = False
         self._tell = tell
         self._before: dict[signal.Signals, Any] = {}
 
@@ -43,7 +43,7 @@ class Interrupt(AbstractContextManager["Interrupt"]):
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         self._tell("stopping in a moment; press Ctrl-C again to stop at once")

@@ -33,10 +33,10 @@ from ..._config.configure import tier_budgets
 from ..._config.device import choose as choose_device
 from ..._errors import StrataError
 from ..._report.reports import make_report
-from ..._runtime.grad_scaler import GradScaler
 from ..._runtime.wrapped import wrapped
 from ..._storage.export import export_safetensors
 from ...nn.causal_lm import chunk_many
+from ...optim import GradScaler
 from ..models import Choice, choose
 from .check import Wear, check
 from .files import CHECKPOINT_NAME, MODEL_NAME, Data, claim, prepare, remove_earlier
@@ -213,7 +213,7 @@ class _Training:
                 last = self._step == options.steps
                 if last or (every and self._step % every == 0):
                     self._evaluate(view)
-                if interrupt.asked and not last:
+                if interrupt.requested and not last:
                     break
                 if options.save_every and self._step % options.save_every == 0:
                     self._save(view)
@@ -297,8 +297,8 @@ class _Training:
                 total += size * self._loss(windows.batch(begin, size)).item()
         loss = total / count
         self._metrics.add_evaluation(self._step, self._seconds, loss)
-        told = f"{loss:.4f} (perplexity {perplexity(loss)})"
-        view.note(f"held-out loss after step {self._step}: {told}")
+        figures = f"{loss:.4f} (perplexity {perplexity(loss)})"
+        view.note(f"held-out loss after step {self._step}: {figures}")
 
     def _save(self, view: View) -> None:
         path = self._output / CHECKPOINT_NAME

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console, RenderableType
@@ -52,16 +52,6 @@ class StepRecord:
     device_bytes: int
     host_bytes: int
     ssd_bytes: int
-
-
-class View(Protocol):
-    """Where a run tells how it goes."""
-
-    def step(self, record: StepRecord) -> None:
-        """A step has ended."""
-
-    def note(self, text: str) -> None:
-        """Something happened beside the steps."""
 
 
 class LogView(AbstractContextManager["LogView"]):
@@ -146,7 +136,10 @@ class BarView(AbstractContextManager["BarView"]):
         self._progress.stop()
 
 
-def make_view(steps: int, start: int, budgets: dict[str, int], plain: bool) -> LogView | BarView:
+View = LogView | BarView
+
+
+def make_view(steps: int, start: int, budgets: dict[str, int], plain: bool) -> View:
     """A bar on a terminal, unless `plain` lines are asked for."""
     kind = LogView if plain or not sys.stdout.isatty() else BarView
     return kind(steps, start, budgets)

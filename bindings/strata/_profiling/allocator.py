@@ -1,9 +1,4 @@
-"""PyTorch's memory on a GPU: how much it held over time, and how much it may hold.
-
-    curve = CudaMemoryCurve(device)
-    curve.note(now)                      # at every moment that will be asked for
-    curve.stop()
-    curve.peak(begin, end)               # bytes, between two of these moments
+"""How much memory PyTorch's allocator may hold on a GPU beside the pages of wrapped models.
 
     allocator = Allocator(device, 8 << 30)
     allocator.give_pages(5 << 30)        # more than 3 GiB of tensors raise torch's own error
@@ -19,10 +14,6 @@ reserve back first.
 Note [Shared limit]. PyTorch has one limit for a device, and several wrapped models may share it. So
 each of them has a share, the limit is the sum of the shares, never above the one that the user had
 set, and behind the last model that one is set again. A limit that the user sets meanwhile stays.
-
-Note [Peaks]. The allocator tells the highest use since it was asked to begin anew, which note()
-does each time. So in a step that is measured, what torch.cuda.max_memory_allocated() tells the user
-is the peak of a part of it.
 """
 
 from __future__ import annotations
@@ -30,27 +21,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from time import perf_counter
 from typing import ClassVar
 
 import torch
 
-from .curve import Curve
-
-
-class CudaMemoryCurve(Curve):
-    """Bytes in use, as PyTorch's allocator counts them."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Begins to record. REQUIRES: CUDA is initialised, as it is where a tensor was made."""
-        super().__init__()
-        self._device = device
-        self.note(perf_counter())
-
-    def _look(self) -> tuple[int, int]:
-        stats = torch.cuda.memory_stats(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
+from .memory_curve import counts_memory
 
 
 class Allocator:
@@ -124,11 +99,6 @@ class _Limit:
             part = min(part, sum(self._shares.values()) / total)
         torch.cuda.set_per_process_memory_fraction(part, self._device)
         self._set = memory_fraction(self._device, part)
-
-
-def counts_memory() -> bool:
-    """Whether PyTorch's allocator says how much it has given out: one of the user's does not."""
-    return torch.cuda.get_allocator_backend() != "pluggable"
 
 
 def memory_fraction(device: torch.device, otherwise: float = 1.0) -> float:
