@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from . import _core
-from ._config.configure import Options, device_goal, nested_device_bytes, tier_budgets
+from ._config.configure import Options, device_goal, tier_budgets
 from ._config.managed import check_parameters
 from ._config.sizes import Size, format_size
 from ._config.units import Chosen
@@ -135,11 +135,9 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     _check(model, optimizer)
     undo = Undo(model, optimizer)
     try:
-        config, hooked, result = fit(model, optimizer, Options(**options), _core.plan)
-        needed, _ = nested_device_bytes(model, hooked, result)
+        config, _, result = fit(model, optimizer, Options(**options), _core.plan)
     finally:
         undo.run()
-    result["device_bytes_min"] = max(result["device_bytes_min"], needed)
     return PlanReport(result, tier_budgets(config))
 
 
@@ -264,7 +262,7 @@ def _start(
     model.__dict__["_strata"] = state
     watch(state)
     if options.activations is not None:
-        _start_planning(state, options, hooked, whole["device_bytes"], undo)
+        _start_planning(state, options, whole["device_bytes"], undo)
     return state
 
 
@@ -286,7 +284,6 @@ def _say_what_it_costs(
 def _start_planning(
     state: Wrapped,
     options: Options,
-    hooked: dict[nn.Module, list[int]],
     device_bytes: int,
     undo: Undo,
 ) -> None:
@@ -294,7 +291,7 @@ def _start_planning(
     config = state.config
     assert options.activations is not None
     # Until activations are known, parameters have no more than the unit that computes and the next.
-    needed, _ = nested_device_bytes(state.model, hooked, state.session.plan)
+    needed = state.session.plan["nested_bytes"]
     goal = Goal(
         options.activations,
         options.split,

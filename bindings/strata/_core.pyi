@@ -40,6 +40,13 @@ class StrataError(RuntimeError):
     tier: str
     path: str
     offset: int
+    # Where budgets cannot work: when in the step ("forward of layers.11"), the units in use then,
+    # and bytes: needed, there, and that would do. Otherwise empty, and 0.
+    moment: str
+    units: list[str]
+    needed_bytes: int
+    budget_bytes: int
+    would_do_bytes: int
 
 class ParamSpec(TypedDict):
     name: str
@@ -87,6 +94,8 @@ class Config(TypedDict):
     device: NotRequired[str]  # "host" (default) or "cuda:N"
     # in_backward, by unit: its first and last gradient may land far apart, and are needed together.
     apart: NotRequired[list[bool]]
+    # By module: its name, and the units that are entered while it runs. None: one at a time.
+    together: NotRequired[list[tuple[str, list[int]]]]
 
 def device_error(device: str) -> str:
     """Why the device cannot be used here, and what to do about it; "": it can. Opens it to see."""
@@ -126,6 +135,7 @@ class Plan(TypedDict):
     # Part of host_bytes: gradients in buffers or on their way there, and scales of 8-bit moments.
     buffer_bytes: int
     device_bytes_min: int  # smallest device budget that works
+    nested_bytes: int  # of it: the most that `together` says is entered at one moment
     units: list[UnitPlan]
 
 def plan(config: Config) -> Plan:

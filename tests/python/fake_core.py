@@ -302,13 +302,18 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
     elif config["update"] == "lock_free":
         buffers = sum(grads)
     resting = [sum(of) for of in zip(sizes, grads, states, strict=True)]
-    smallest = max(sizes)
+    entered = {
+        module: sum(sizes[u] for u in together) for module, together in config.get("together", [])
+    }
+    nested = max(entered.values(), default=0)
+    smallest = max(*sizes, nested)
     if config["device_bytes"] < smallest:
-        name = config["units"][sizes.index(smallest)]
-        raise StrataError(
-            f"device budget {config['device_bytes']} is too small for unit {name!r}: {smallest} "
-            "bytes would do"
+        error = StrataError(
+            f"device budget {config['device_bytes']} is too small for forward of "
+            f"{max(entered, key=entered.__getitem__, default='a unit')}: {smallest} bytes would do"
         )
+        error.tier, error.needed_bytes = "device", smallest
+        raise error
     page = config["page_bytes"] or PAGE
     passing = buffers if config["update"] == "in_backward" else 0
     whole = -(-(sum(resting) + passing) // page) * page  # in whole pages, as budgets are
@@ -320,6 +325,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
         "staging_bytes": 0,
         "buffer_bytes": buffers,
         "device_bytes_min": smallest,
+        "nested_bytes": nested,
         "units": [
             {
                 "name": name,

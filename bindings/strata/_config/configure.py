@@ -4,6 +4,7 @@ at what the machine has free.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,6 @@ from . import device, machine
 from .choices import (
     ACTIVATIONS,
     IO_ENGINES,
-    PAGE_BYTES_MIN,
     check_page_size,
     check_split,
     check_workers,
@@ -171,6 +171,7 @@ def configure(
     check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
     config = config_of(model, optimizer, options, units, groups, device_name)
     config["apart"] = used_apart(units, hooked) if options.max_unit_norm else []
+    config["together"] = _entered_together(model, hooked)
     given = parse_budgets(options.memory)
     free = device.free_bytes(device_name)
     if free is not None:
@@ -223,6 +224,7 @@ def config_of(
         "compute_threads": device.compute_threads(device_name),
         "device": device_name,
         "apart": [],
+        "together": [],
     }
 
 
@@ -244,69 +246,37 @@ def device_goal(config: Config, options: Options) -> int:
     return config["device_bytes"] + max(0, free - config["device_bytes"] - config["host_bytes"])
 
 
-def nested_device_bytes(
-    model: nn.Module, hooked: dict[nn.Module, list[int]], plan: Plan
-) -> tuple[int, str]:
-    """The most that is entered at one moment of a forward, and the name of the module then running.
-
-    A module that owns parameters beside sub-modules is still running when those enter.
-    """
-    names = {name: hooked[module] for name, module in model.named_modules() if module in hooked}
-    most, where = 0, ""
-    for name, units in names.items():
-        parts = name.split(".") if name else []
-        entered = set(units)
-        for depth in range(len(parts)):
-            entered.update(names.get(".".join(parts[:depth]), []))
-        needed = sum(
-            plan["units"][u]["param_bytes"] for u in entered if not plan["units"][u]["on_device"]
-        )
-        if needed > most:
-            most, where = needed, name or "the model itself"
-    return most, where
-
-
-def settle(
-    model: nn.Module,
-    hooked: dict[nn.Module, list[int]],
-    config: Config,
-    make_plan: Callable[[Config], Plan],
-) -> Plan:
-    """The plan of `config`, with smaller pages where modules within each other ask for it.
+def plan_of(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:
+    """The plan of `config`, which from now on says the page size where modules within each other
+    ask for smaller pages.
 
     Raises StrataError where the budgets cannot work, with the smallest that would.
     """
-    plan: Plan | None
     try:
         plan = make_plan(config)
-        page_bytes = plan["page_bytes"]
     except StrataError as error:
-        tier = getattr(error, "tier", "")
-        # What is wrong with options of another kind names a tier too, and no space would help.
-        if tier == "ssd" and config["ssd_paths"] and str(error).startswith("infeasible"):
+        if error.tier == "ssd" and config["ssd_paths"] and error.needed_bytes:
             free = format_size(machine.free_disk_bytes(config["ssd_paths"]))
             raise StrataError(f"{error} ({', '.join(config['ssd_paths'])}: {free} free)") from error
-        if tier != "device":
-            raise
-        plan = None
-        page_bytes = config["page_bytes"] or PAGE_BYTES_MIN
-    smallest = config["page_bytes"] or PAGE_BYTES_MIN
-    budget = config["device_bytes"]
-    while True:
-        if plan is not None and nested_device_bytes(model, hooked, plan)[0] <= plan["device_bytes"]:
-            return plan
-        if page_bytes <= smallest:
-            break
-        page_bytes //= 2
-        config["page_bytes"] = page_bytes
-        plan = make_plan(config)
-    wide = make_plan({**config, "page_bytes": smallest, "device_bytes": UNBOUNDED})
-    needed, where = nested_device_bytes(model, hooked, wide)
-    raise StrataError(
-        f"infeasible: the device budget is {format_size(budget)} ({budget} bytes), and forward of "
-        f"{where} needs {format_size(needed)}, with the modules around it that own parameters; "
-        f"device={needed} would do"
-    )
+        raise
+    if plan["page_bytes"] < make_plan({**config, "together": []})["page_bytes"]:
+        config["page_bytes"] = plan["page_bytes"]
+    return plan
+
+
+def _entered_together(
+    model: nn.Module, hooked: dict[nn.Module, list[int]]
+) -> list[tuple[str, list[int]]]:
+    """By module: the units that are entered while it runs. One that owns parameters beside
+    sub-modules is still running when those enter."""
+    names = {name: hooked[module] for name, module in model.named_modules() if module in hooked}
+    result = []
+    for name, units in names.items():
+        parts = name.split(".") if name else []
+        around = (names.get(".".join(parts[:depth]), []) for depth in range(len(parts)))
+        entered = sorted({*units, *itertools.chain.from_iterable(around)})
+        result.append((name or "the model itself", entered))
+    return result
 
 
 def _check_devices(model: nn.Module, device_name: str) -> None:

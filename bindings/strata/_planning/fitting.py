@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .._config.configure import Options, configure, settle
+from .._config.configure import Options, configure, plan_of
 from .._config.sizes import parse_budgets
 from .._config.units import find_units
 from .._errors import StrataError
@@ -51,7 +51,7 @@ def fit(
     for warning in budget_check.check(given, config["device"], config["ssd_paths"]):
         log.warning("%s", warning)
     try:
-        return config, hooked, settle(model, hooked, config, make_plan)
+        return config, hooked, plan_of(config, make_plan)
     except StrataError as error:
         counts = tiles_wanted(model, options, config["device_bytes"])
         if not counts:
@@ -74,7 +74,7 @@ def _cut(
     try:
         put_tiles(model, counts, optimizer)
         config, hooked = configure(model, optimizer, options, make_plan)
-        return config, hooked, settle(model, hooked, config, make_plan)
+        return config, hooked, plan_of(config, make_plan)
     except (StrataError, ValueError):
         remove_tiles(model, optimizer)
         return None
