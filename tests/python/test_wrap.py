@@ -384,7 +384,12 @@ def test_a_forked_child_leaves_the_parent_its_session(optimizer: str, child: str
 
 
 def test_configuration_names_are_the_keywords_of_wrap() -> None:
+    import dataclasses
     import inspect
 
     keywords = list(inspect.signature(strata.wrap).parameters)
-    assert keywords == ["model", "optimizer", *configure.OPTION_NAMES]
+    assert keywords == [
+        "model",
+        "optimizer",
+        *(field.name for field in dataclasses.fields(configure.Options)),
+    ]

@@ -8,7 +8,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -136,9 +136,6 @@ class Options:
             if not Path(path).exists():
                 raise FileNotFoundError(f"ssd_path: there is no folder {path}; make it first")
         return [str(Path(path).absolute()) for path in paths]
-
-
-OPTION_NAMES = [field.name for field in fields(Options)]
 
 
 def default_workers(device_name: str = device.HOST) -> int:
