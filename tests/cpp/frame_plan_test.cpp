@@ -1,8 +1,8 @@
 // The planner against what a plan promises, on random traces.
 #include <gtest/gtest.h>
 
-#include "core_fixtures.hpp"
 #include "offload/planner/frames.hpp"
+#include "seeds.hpp"
 #include "traces.hpp"
 
 namespace strata {
