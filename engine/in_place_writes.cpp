@@ -44,7 +44,8 @@ void InPlaceWrites::take(Lock& lock, std::uint32_t param, Stream stream) {
   for (const std::uint32_t chunk : written.chunks()) check_newest(param, chunk);
   const std::vector<Piece> pieces = base_.pieces(param);
   for (const std::uint32_t chunk : written.chunks()) {
-    const auto [begin, end] = std::ranges::equal_range(pieces, chunk, {}, &Piece::chunk);
+    const auto begin = std::ranges::lower_bound(pieces, chunk, {}, &Piece::chunk);
+    const auto end = std::ranges::upper_bound(pieces, chunk, {}, &Piece::chunk);
     take_chunk(lock, chunk, {begin, end});
   }
 }

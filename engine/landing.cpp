@@ -11,25 +11,6 @@
 #include "memory/clock.hpp"
 
 namespace strata {
-namespace {
-
-// Where a run of a gradient goes: a page in host memory, a page that rests on the device, or the
-// frames of a chunk whose gradient has no pages. Once it is open it is ours alone.
-struct Destination {
-  std::span<const Piece> pieces;
-  std::uint32_t chunk = 0;
-  PageId page = kNoPage;  // kNoPage: the chunk's frames
-  bool on_device = false;
-  Dtype dtype = Dtype::bfloat16;
-  // Once it is open.
-  GradMode mode = GradMode::copy;
-  std::byte* bytes = nullptr;     // of the page
-  Pin pin;                        // of a page in host memory
-  GradientFrames::Writer frames;  // of a chunk's
-};
-
-}  // namespace
-
 // One gradient on its way.
 class Landing::Course final {
  public:
@@ -43,7 +24,7 @@ class Landing::Course final {
   class Buffers;
   // A run that lands on the device.
   struct Run {
-    Destination to;
+    GradientPlace to;
     RunSize size;
     std::size_t sums_at = 0;
     std::uint64_t copied = 0;  // the last of its copies, counted
@@ -53,32 +34,25 @@ class Landing::Course final {
 
   const Layout& layout() const { return base_.layout; }
   Backend& device() const { return base_.tiers.device(); }
-  std::vector<std::span<const Piece>> cut() const;
   RunSize size_of_run(std::span<const Piece> run) const;
-  const std::byte* address(const Piece& piece) const {
-    return gradient_.from + piece.in_param * size_of(gradient_.dtype);
-  }
   std::byte* buffer(std::size_t which) const;
   double* sums_of(std::size_t sums_at) const;
-  std::byte* place_of(const Destination& to, const Piece& piece) const;
-  Destination destination(std::span<const Piece> pieces) const;
 
-  Cause try_open(Destination& to);
-  void wait_open(Lock& lock, Destination& to) STRATA_REQUIRES(core_lock);
-  void close(Destination to);
+  void wait_open(Lock& lock, GradientPlace& to) STRATA_REQUIRES(core_lock);
+  void close(const GradientPlace& to);
   void wait_for_copy(Lock& lock, std::uint64_t copy) STRATA_REQUIRES(core_lock);
   void copy_out(std::byte* to, const std::byte* from, std::size_t bytes);
 
-  void land_by_processor(Lock& lock, Destination to) STRATA_REQUIRES(core_lock);
+  void land_by_processor(Lock& lock, GradientPlace to) STRATA_REQUIRES(core_lock);
   void land_rest(Lock& lock) STRATA_REQUIRES(core_lock);
   void ask_ahead();
 
   bool device_may_land() const;
-  bool device_lands(const Destination& to) const;
+  bool device_lands(const GradientPlace& to) const;
   void land_from_device(Lock& lock) STRATA_REQUIRES(core_lock);
-  void open_next(Lock& lock, Destination& to) STRATA_REQUIRES(core_lock);
-  void land_there(Destination to, RunSize size) STRATA_REQUIRES(core_lock);
-  void copy_there(const Destination& to);
+  void open_next(Lock& lock, GradientPlace& to) STRATA_REQUIRES(core_lock);
+  void land_there(GradientPlace to, RunSize size) STRATA_REQUIRES(core_lock);
+  void copy_there(const GradientPlace& to);
   void finish_oldest(Lock& lock) STRATA_REQUIRES(core_lock);
 
   Landing& landing_;
@@ -105,7 +79,7 @@ Landing::Course::Course(Landing& landing, const IncomingGradient& gradient)
       gradient_(gradient),
       // Cut at kGrain, so that the order of the sum does not depend on the page size.
       pieces_(layout().pieces(gradient.param, 0, layout().numel[gradient.param], kGrain)),
-      runs_(cut()),
+      runs_(cut_runs(base_, pieces_, gradient.dtype)),
       bytes_under_way_(layout().page_bytes / sizeof(double)) {}
 
 class Landing::Course::Buffers final {
@@ -149,30 +123,6 @@ double Landing::Course::land_all(Lock& lock) {
   return sum_;
 }
 
-// Runs that land as one: of a page, or of a chunk whose gradient has none, and no more bytes of the
-// gradient than fit into a page.
-std::vector<std::span<const Piece>> Landing::Course::cut() const {
-  const auto page = [&](const Piece& piece) {
-    if (base_.gradient_frames) return kNoPage;
-    return base_.page_of(layout().chunks[piece.chunk], Role::grad, piece.in_chunk);
-  };
-  std::vector<std::span<const Piece>> runs;
-  for (std::span<const Piece> pieces = pieces_; !pieces.empty();) {
-    const Piece& first = pieces.front();
-    std::size_t run = 0, run_bytes = 0;
-    for (const Piece& piece : pieces) {
-      run_bytes += piece.count * size_of(gradient_.dtype);
-      if (piece.chunk != first.chunk || page(piece) != page(first)) break;
-      if (run_bytes > layout().page_bytes) break;
-      ++run;
-    }
-    STRATA_ASSERT(run > 0);
-    runs.push_back(pieces.first(run));
-    pieces = pieces.subspan(run);
-  }
-  return runs;
-}
-
 RunSize Landing::Course::size_of_run(std::span<const Piece> run) const {
   RunSize size;
   for (const Piece& piece : run) {
@@ -192,53 +142,10 @@ double* Landing::Course::sums_of(std::size_t sums_at) const {
   return reinterpret_cast<double*>(buffer(0)) + sums_at;
 }
 
-Destination Landing::Course::destination(std::span<const Piece> pieces) const {
-  Destination to;
-  to.pieces = pieces;
-  to.chunk = pieces.front().chunk;
-  const Chunk& chunk = layout().chunks[to.chunk];
-  to.dtype = layout().grad_dtype(layout().segments[chunk.segment]);
-  if (base_.gradient_frames) return to;
-  to.page = base_.page_of(chunk, Role::grad, pieces.front().in_chunk);
-  to.on_device = base_.on_device(chunk);
-  return to;
-}
-
-std::byte* Landing::Course::place_of(const Destination& to, const Piece& piece) const {
-  if (to.page == kNoPage) return base_.gradient_frames->at(to.chunk, piece.in_chunk);
-  return to.bytes + base_.byte_in_page(layout().chunks[to.chunk], Role::grad, piece.in_chunk);
-}
-
-// Opens it now, or tells what is missing.
-Cause Landing::Course::try_open(Destination& to) {
-  Updates& updates = landing_.updates_;
-  if (to.page == kNoPage) {
-    if (updates.must_settle(to.chunk, gradient_.step)) return Cause::update;
-    to.frames = base_.gradient_frames->open(to.chunk);
-    if (!to.frames) return Cause::update;
-    const bool adds = updates.holds_gradient(to.chunk, gradient_.param);
-    to.mode = adds ? GradMode::add : GradMode::copy;
-    return Cause::none;
-  }
-  // The chunk's last update has read what its gradient pages held.
-  if (!updates.settled(to.chunk)) return Cause::update;
-  to.mode = gradient_.adds ? GradMode::add : GradMode::copy;
-  if (to.on_device) {
-    to.bytes = device().address(base_.table.placement(to.page).device_frame());
-    return Cause::none;
-  }
-  // Asked anew each time: another thread may land the first gradient in it meanwhile.
-  const bool first = base_.table.newest(to.page) == 0;
-  to.pin = base_.cache.open(to.page, first ? Intent::overwrite : Intent::modify);
-  if (!to.pin) return first ? Cause::room : Cause::ssd;
-  to.bytes = to.pin.bytes();
-  return Cause::none;
-}
-
-void Landing::Course::wait_open(Lock& lock, Destination& to) {
+void Landing::Course::wait_open(Lock& lock, GradientPlace& to) {
   Waiting waiting(base_.timeline, gradient_.unit, true);
   base_.gate.wait(lock, [&] {
-    const Cause missing = try_open(to);
+    const Cause missing = to.try_open(landing_.updates_, gradient_);
     if (missing == Cause::none) return true;
     waiting.missing(missing);
     return false;
@@ -246,14 +153,12 @@ void Landing::Course::wait_open(Lock& lock, Destination& to) {
   waiting.over();
 }
 
-// What the next run has landed in.
-void Landing::Course::close(Destination to) {
-  to.pin.close();
-  to.frames.close();
+// The next run has landed; its place closes as it goes.
+void Landing::Course::close(const GradientPlace& to) {
   base_.gate.notify();  // for whoever waits for this page
   const bool last = ++at_ == runs_.size();
-  if (last || runs_[at_].front().chunk != to.chunk) {
-    landing_.updates_.note_landed(to.chunk, gradient_.param);
+  if (last || runs_[at_].front().chunk != to.chunk()) {
+    landing_.updates_.note_landed(to.chunk(), gradient_.param);
   }
 }
 
@@ -273,10 +178,10 @@ void Landing::Course::wait_for_copy(Lock& lock, std::uint64_t copy) {
 }
 
 // The next run, without the lock: nobody else touches these bytes.
-void Landing::Course::land_by_processor(Lock& lock, Destination to) {
-  STRATA_ASSERT(!to.on_device || device().reachable());
+void Landing::Course::land_by_processor(Lock& lock, GradientPlace to) {
+  STRATA_ASSERT(!to.on_device() || device().reachable());
   // 1. Where the processor reads it.
-  const std::byte* from = address(to.pieces.front());
+  const std::byte* from = gradient_.at(to.run().front());
   if (!device().reachable()) {
     const std::size_t which = at_ % kLandingFrames;
     wait_for_copy(lock, coming_[which]);
@@ -288,26 +193,25 @@ void Landing::Course::land_by_processor(Lock& lock, Destination to) {
   {
     const Unlocked unlocked(lock);
     const std::size_t bytes = size_of(gradient_.dtype);
-    for (const Piece& piece : to.pieces) {
+    for (const Piece& piece : to.run()) {
       span.bytes += piece.count * bytes;
-      sum_ +=
-          base_.kernels.land_gradient(place_of(to, piece), to.dtype,
-                                      from + (piece.in_param - to.pieces.front().in_param) * bytes,
-                                      gradient_.dtype, piece.count, to.mode);
+      sum_ += base_.kernels.land_gradient(
+          to.at(piece), to.dtype(), from + (piece.in_param - to.run().front().in_param) * bytes,
+          gradient_.dtype, piece.count, to.mode());
     }
     span.end_ns = SteadyClock().now_ns();
   }
   // 3. What stays on the device crosses no link, and what came through a buffer was counted there.
-  if (to.on_device || !device().reachable()) span.bytes = 0;
+  if (to.on_device() || !device().reachable()) span.bytes = 0;
   base_.transfers.note(Link::download, Requester::gradients, span);
-  close(std::move(to));
+  close(to);
 }
 
 // All runs from the next one on.
 void Landing::Course::land_rest(Lock& lock) {
   while (at_ < runs_.size()) {
     ask_ahead();
-    Destination to = destination(runs_[at_]);
+    GradientPlace to(base_, runs_[at_]);
     wait_open(lock, to);
     land_by_processor(lock, std::move(to));
   }
@@ -322,7 +226,7 @@ void Landing::Course::ask_ahead() {
     const Piece& last = runs_[asked_].back();
     const std::size_t count = last.in_param + last.count - first.in_param;
     const std::size_t which = asked_ % kLandingFrames;
-    copy_out(buffer(which), address(first), count * size_of(gradient_.dtype));
+    copy_out(buffer(which), gradient_.at(first), count * size_of(gradient_.dtype));
     coming_[which] = landing_.copies_;
   }
 }
@@ -332,12 +236,12 @@ void Landing::Course::land_from_device(Lock& lock) {
   const Buffers buffers(*this, lock);
   made_ = device().record(gradient_.stream);
   // 1. As far as the device lands it, several runs at a time.
-  std::optional<Destination> left;
+  std::optional<GradientPlace> left;
   const std::size_t end = device_may_land() ? runs_.size() : 0;
   while (asked_ < end && !left) {
     const RunSize size = size_of_run(runs_[asked_]);
     while (!bytes_under_way_.fits(size)) finish_oldest(lock);
-    Destination to = destination(runs_[asked_]);
+    GradientPlace to(base_, runs_[asked_]);
     open_next(lock, to);
     if (device_lands(to))
       land_there(std::move(to), size);
@@ -354,8 +258,8 @@ void Landing::Course::land_from_device(Lock& lock) {
 }
 
 // Opens where the next run goes: see Note [Landing cannot deadlock].
-void Landing::Course::open_next(Lock& lock, Destination& to) {
-  while (try_open(to) != Cause::none) {
+void Landing::Course::open_next(Lock& lock, GradientPlace& to) {
+  while (to.try_open(landing_.updates_, gradient_) != Cause::none) {
     if (at_ == asked_) return wait_open(lock, to);
     finish_oldest(lock);
   }
@@ -367,28 +271,24 @@ bool Landing::Course::device_may_land() const {
   const DeviceCompute* compute = base_.tiers.compute();
   if (compute == nullptr || !compute->reaches_host()) return false;
   if (!base_.tiers.pinned(buffer(0), layout().page_bytes)) return false;
-  const Destination first = destination(runs_.front());
-  return first.on_device || gradient_.dtype == first.dtype;
+  const GradientPlace first(base_, runs_.front());
+  return first.on_device() || gradient_.dtype == first.dtype();
 }
 
 // One run, which is open. REQUIRES: device_may_land().
-bool Landing::Course::device_lands(const Destination& to) const {
-  if (to.on_device) return true;
-  return to.mode == GradMode::copy &&
-         std::all_of(to.pieces.begin(), to.pieces.end(), [&](const Piece& piece) {
-           return base_.tiers.pinned(place_of(to, piece), piece.count * size_of(to.dtype));
-         });
+bool Landing::Course::device_lands(const GradientPlace& to) const {
+  return to.on_device() || (to.mode() == GradMode::copy && to.pinned());
 }
 
 // Submits the copies of a run into its place in host memory: one for each frame that it lies in.
-void Landing::Course::copy_there(const Destination& to) {
-  for (auto piece = to.pieces.begin(); piece != to.pieces.end();) {
-    std::byte* const at = place_of(to, *piece);
-    const std::byte* const from = address(*piece);
+void Landing::Course::copy_there(const GradientPlace& to) {
+  for (auto piece = to.run().begin(); piece != to.run().end();) {
+    std::byte* const at = to.at(*piece);
+    const std::byte* const from = gradient_.at(*piece);
     const auto in_slab = static_cast<std::size_t>(at - base_.tiers.slab().bytes().data());
     const std::size_t room = layout().page_bytes - in_slab % layout().page_bytes;
     std::size_t bytes = 0;
-    for (; piece != to.pieces.end() && bytes < room; ++piece) {
+    for (; piece != to.run().end() && bytes < room; ++piece) {
       bytes += piece->count * size_of(gradient_.dtype);
     }
     STRATA_ASSERT(bytes <= room);
@@ -397,24 +297,24 @@ void Landing::Course::copy_there(const Destination& to) {
 }
 
 // Submits the landing of the next run, which is open, by the device.
-void Landing::Course::land_there(Destination to, RunSize size) {
+void Landing::Course::land_there(GradientPlace to, RunSize size) {
   Run& run = under_way_.emplace_back(
       Run{.to = std::move(to), .size = size, .begin_ns = SteadyClock().now_ns()});
   run.sums_at = bytes_under_way_.begin(size);
   // 1. Bytes that go to host memory.
-  if (!run.to.on_device) copy_there(run.to);
+  if (!run.to.on_device()) copy_there(run.to);
   run.copied = landing_.copies_;
   // 2. Sums, and bytes that stay on the device.
   std::vector<LandSpan> landings;
   double* sums = sums_of(run.sums_at);
-  for (const Piece& piece : run.to.pieces) {
-    landings.push_back({.to = run.to.on_device ? place_of(run.to, piece) : nullptr,
-                        .from = address(piece),
+  for (const Piece& piece : run.to.run()) {
+    landings.push_back({.to = run.to.on_device() ? run.to.at(piece) : nullptr,
+                        .from = gradient_.at(piece),
                         .sums = sums,
                         .count = piece.count,
-                        .to_dtype = run.to.dtype,
+                        .to_dtype = run.to.dtype(),
                         .from_dtype = gradient_.dtype,
-                        .mode = run.to.mode});
+                        .mode = run.to.mode()});
     sums += norm_blocks(piece.count);
   }
   STRATA_ASSERT(sums == sums_of(run.sums_at) + size.sums);
@@ -438,18 +338,18 @@ void Landing::Course::finish_oldest(Lock& lock) {
   under_way_.pop_front();
   bytes_under_way_.end();
   const double* sums = sums_of(run.sums_at);
-  for (const Piece& piece : run.to.pieces) {
+  for (const Piece& piece : run.to.run()) {
     sum_ += sum_in_order(sums, norm_blocks(piece.count));
     sums += norm_blocks(piece.count);
   }
-  if (run.to.on_device) {
+  if (run.to.on_device()) {
     base_.transfers.note(Link::download, Requester::gradients,
                          {.track = Track::download,
                           .unit = gradient_.unit,
                           .begin_ns = run.begin_ns,
                           .end_ns = SteadyClock().now_ns()});
   }
-  close(std::move(run.to));
+  close(run.to);
 }
 
 }  // namespace strata

@@ -40,24 +40,10 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
-#include <vector>
 
-#include "engine/foundation.hpp"
-#include "engine/updates.hpp"
+#include "engine/gradient_place.hpp"
 
 namespace strata {
-
-// A gradient that lands: all elements of a parameter, contiguous.
-struct IncomingGradient {
-  std::uint32_t param = 0;
-  UnitId unit = kNoUnit;
-  const std::byte* from = nullptr;  // written by work submitted so far on `stream`
-  Dtype dtype = Dtype::bfloat16;
-  Stream stream = nullptr;
-  bool adds = false;      // where gradients have pages: to what is there
-  std::int64_t step = 0;  // that it belongs to
-};
 
 class Landing final {
  public:

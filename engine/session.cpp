@@ -1,5 +1,7 @@
 #include "engine/session.hpp"
 
+#include <optional>
+
 #include "engine/pace.hpp"
 
 namespace strata {
@@ -27,45 +29,39 @@ Residence Session::residence() {
 
 void Session::pump() {
   sleep_exactly();
-  const auto device = [this]() -> Backend& {
-    const Lock lock(gate_.mutex());
-    return core_->base.tiers.device();
-  };
-  Pace pace(device());
+  std::optional<Pace> pace;
   for (std::chrono::nanoseconds sleep = kPumpPeriod;;) {
     const bool rang = bell_.wait(sleep);
     const Lock lock(gate_.mutex());
     if (gate_.closed()) return;
-    if (pace.wakes(rang)) gate_.take_turns();
-    sleep = pace.next();
+    if (!pace) pace.emplace(core_->base.tiers.device());
+    if (pace->wakes(rang)) gate_.take_turns();
+    sleep = pace->next();
   }
 }
 
 void Session::write(std::uint32_t param, Kind kind, std::size_t offset, const float* values,
                     std::size_t count) {
-  call([&](Lock& lock, Core& core) {
-    core.elements.check(param, kind, offset, values, count);
-    core.elements.write(lock, param, kind, offset, {values, count});
-  });
+  Gate::Call in(gate_);
+  core_->elements.check(param, kind, offset, values, count);
+  core_->elements.write(in.lock(), param, kind, offset, {values, count});
 }
 
 void Session::read(std::uint32_t param, Kind kind, std::size_t offset, float* values,
                    std::size_t count) {
-  call([&](Lock& lock, Core& core) {
-    core.elements.check(param, kind, offset, values, count);
-    if (kind == Kind::grad)
-      core.gradients.read(lock, param, offset, {values, count});
-    else
-      core.elements.read(lock, param, kind, offset, {values, count});
-  });
+  Gate::Call in(gate_);
+  core_->elements.check(param, kind, offset, values, count);
+  if (kind == Kind::grad)
+    core_->gradients.read(in.lock(), param, offset, {values, count});
+  else
+    core_->elements.read(in.lock(), param, kind, offset, {values, count});
 }
 
 void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream) {
-  call([&](Lock& lock, Core& core) {
-    core.base.check_param(param);
-    core.elements.check(param, Kind::grad, 0, from, config_.params[param].numel);
-    core.gradients.land(lock, param, from, dtype, stream);
-  });
+  Gate::Call in(gate_);
+  core_->base.check_param(param);
+  core_->elements.check(param, Kind::grad, 0, from, config_.params[param].numel);
+  core_->gradients.land(in.lock(), param, from, dtype, stream);
 }
 
 }  // namespace strata

@@ -46,7 +46,7 @@ class STRATA_THREAD_SAFETY(scoped_lockable) Lock final {
 class STRATA_THREAD_SAFETY(scoped_lockable) Unlocked final {
  public:
   explicit Unlocked(Lock& lock) STRATA_RELEASE(core_lock) : lock_(lock) { lock_.native().unlock(); }
-  ~Unlocked() STRATA_ACQUIRE() { lock_.native().lock(); }
+  ~Unlocked() STRATA_RELEASE() { lock_.native().lock(); }  // ends what the constructor began
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
 

@@ -50,11 +50,10 @@ constexpr const char* name(Link link) {
 
 // REQUIRES: one end is host memory, and the other is not.
 constexpr Link link_between(Tier from, Tier to) {
-  for (const LinkRow& row : kLinks) {
-    if (row.from == from && row.to == to) return row.link;
-  }
-  STRATA_ASSERT(!"no link joins these tiers");
-  return Link::read;
+  std::size_t row = 0;
+  while (row < kLinkCount && (kLinks[row].from != from || kLinks[row].to != to)) ++row;
+  STRATA_ASSERT(row < kLinkCount);
+  return kLinks[row].link;
 }
 
 }  // namespace strata

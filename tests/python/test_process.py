@@ -157,7 +157,8 @@ def test_an_interrupted_wrap_leaves_the_model_as_it_was(
     if options["memory"] is ROOMY and make is build:
         plain, plain_optimizer = build()
         for _ in range(3):
-            assert train(model, its_optimizer) == train(plain, plain_optimizer)
+            expected = pytest.approx(train(plain, plain_optimizer), rel=1e-5)  # its own Adagrad
+            assert train(model, its_optimizer) == expected
     strata.unwrap(model)
 
 

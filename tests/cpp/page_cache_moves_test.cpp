@@ -1,0 +1,97 @@
+// PageCache: pages that come to rest elsewhere, and frames of the staging area that come and go.
+#include <gtest/gtest.h>
+
+#include "core_fixtures.hpp"
+#include "offload/residency/page_cache.hpp"
+
+namespace strata {
+namespace {
+
+constexpr PageId kA{0}, kB{1}, kC{2};
+
+void demote(SmallCore& core, PageId page) {
+  core.cache->demote(page, core.acquire_slot());
+}
+
+TEST(PageCacheDemote, ThePageStaysUntilItIsEvicted) {
+  for (const bool was_written : {true, false}) {
+    SmallCore core({Tier::host, Tier::ssd, Tier::ssd}, {.staging = 1, .spare_slots = 1});
+    if (was_written) core.write(kA, 1);
+    demote(core, kA);
+    EXPECT_EQ(core.table.tier(kA), Tier::ssd);
+    EXPECT_EQ(core.cache->staging_frames(), 2U);
+    EXPECT_EQ(core.state(kA, Tier::host), CopyState::valid);
+    EXPECT_EQ(core.cache->dirty(), was_written);
+    // Two others want the two frames.
+    core.write(kB, 2);
+    core.write(kC, 3);
+    EXPECT_EQ(core.state(kA, Tier::host), CopyState::none);
+    EXPECT_TRUE(core.holds(kA, was_written ? 1 : 0));
+    EXPECT_TRUE(core.holds(kB, 2));
+    EXPECT_TRUE(core.holds(kC, 3));
+  }
+}
+
+TEST(PageCacheDemote, ItsFrameIsGivenBackOnceItIsWritten) {
+  SmallCore core({Tier::host, Tier::ssd}, {.staging = 1, .spare_slots = 1});
+  core.write(kA, 1);
+  demote(core, kA);
+  EXPECT_FALSE(core.cache->give_back(kA)) << "it is the only copy";
+  EXPECT_TRUE(core.until([&] { return core.cache->give_back(kA); }));
+  EXPECT_EQ(core.host().free_count(), 1U);
+  EXPECT_EQ(core.cache->staging_frames(), 1U);
+  EXPECT_EQ(core.moved_pages(Link::write), 1U);
+  EXPECT_TRUE(core.holds(kA, 1)) << "through the frame that is left";
+  core.cache->take_in();
+  EXPECT_EQ(core.host().free_count(), 0U);
+  EXPECT_EQ(core.cache->staging_frames(), 2U);
+}
+
+TEST(PageCacheDemote, WhoeverUsesThePageKeepsItsFrame) {
+  SmallCore core({Tier::host}, {.staging = 0, .spare_slots = 1});
+  core.write(kA, 1);
+  Pin pin = core.open(kA, Intent::modify);
+  demote(core, kA);
+  core.settle();
+  EXPECT_FALSE(core.cache->give_back(kA));
+  pin.bytes()[0] = std::byte{2};
+  pin.close();
+  EXPECT_TRUE(core.until([&] { return core.cache->give_back(kA); }));
+  core.cache->take_in();
+  EXPECT_EQ(core.open(kA, Intent::read).bytes()[0], std::byte{2});
+}
+
+TEST(PageCacheDemote, AnyFrameDoesWhereThePageIsGone) {
+  SmallCore core({Tier::host, Tier::ssd}, {.staging = 0, .spare_slots = 1});
+  core.write(kA, 1);
+  demote(core, kA);
+  core.write(kB, 2);  // evicts it, and stays dirty
+  ASSERT_EQ(core.state(kA, Tier::host), CopyState::none);
+  EXPECT_TRUE(core.until([&] { return core.cache->give_back(kA); }));
+  EXPECT_EQ(core.cache->staging_frames(), 0U);
+  core.cache->take_in();
+  EXPECT_TRUE(core.holds(kA, 1));
+  EXPECT_TRUE(core.holds(kB, 2));
+}
+
+TEST(PageCache, PagesThatAreAddedRestWhereTheyArePut) {
+  SmallCore core({Tier::ssd}, {.staging = 2, .spare_slots = 1});
+  const PageId first = core.table.add(2);
+  const PageId second{index(first) + 1};
+  core.table.place(first, core.acquire_slot());
+  ASSERT_TRUE(core.cache->give_back(first)) << "there is a staging frame without a page";
+  core.cache->promote(second);
+  EXPECT_EQ(core.table.tier(second), Tier::host);
+  for (const PageId page : {kA, first, second}) core.write(page, static_cast<int>(index(page)) + 1);
+  for (const PageId page : {kA, first, second}) {
+    EXPECT_TRUE(core.holds(page, static_cast<int>(index(page)) + 1));
+  }
+  // And back: it holds nothing any more, so its frame is free at once.
+  ASSERT_TRUE(core.cache->discard(second));
+  core.cache->demote(second, {});
+  EXPECT_TRUE(core.cache->give_back(second));
+  EXPECT_EQ(core.host().free_count(), 1U);
+}
+
+}  // namespace
+}  // namespace strata
