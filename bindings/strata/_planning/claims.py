@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .._errors import StrataError
 from .._profiling.allocator import Allocator
-from .shape_class import device_pages, on_device
+from .shape_class import device_pages
 
 if TYPE_CHECKING:
     from .._runtime.wrapped import Wrapped
@@ -36,7 +36,7 @@ class Claims:
     @property
     def resting(self) -> list[bool]:
         """Units that rest on the device, by index."""
-        return on_device(self._state.session.plan)
+        return [unit["on_device"] for unit in self._state.session.plan["units"]]
 
     def take(self, units: list[bool], param_bytes: int, host_bytes: int, ssd_bytes: int) -> bool:
         """Claims as much. What the core has no room for stays as it is, and the log tells.
