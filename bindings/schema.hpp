@@ -190,7 +190,8 @@ struct type_caster<strata::Activation>
 template <>
 struct type_caster<strata::Lane> : NamedEnum<strata::Lane, strata::kLaneCount, kLane> {};
 template <>
-struct type_caster<strata::Purpose> : NamedEnum<strata::Purpose, 8, kPurpose> {};
+struct type_caster<strata::Purpose>
+    : NamedEnum<strata::Purpose, strata::kPurposeNames.size(), kPurpose> {};
 
 // A unit by its number; -1: none.
 template <>
