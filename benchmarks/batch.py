@@ -28,7 +28,7 @@ def run(context: Context) -> Iterator[Figure]:
         side = Planned(model, batch, memory, None, "recompute", slices if slices > 1 else None)
         try:
             side.settle()
-            side.session.limit_device(parameters // 2)  # a quarter of them, whatever the batch
+            side.session.adopt(param_bytes=parameters // 2)  # a quarter of them, whatever the batch
             for _ in range(UNDER_WAY):
                 side.step()
             before = uploaded_bytes(side)

@@ -88,7 +88,7 @@ void bind_calibration(py::module_& module) {
              const Dtype parsed = parse_dtype(dtype);
              check_probe(page_bytes, bytes, workers);
              if (beside && *beside < 0) throw py::value_error("fewer than no threads beside it");
-             Placement placement;
+             WorkerPlacement placement;
              if (beside) {
                placement = choose_placement(read_topology(), allowed_cpus(), *beside, workers);
              }

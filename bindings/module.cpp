@@ -69,7 +69,7 @@ dlpack::Device device_of(const Session& session) {
   return ordinal ? dlpack::Device{dlpack::kCuda, *ordinal} : dlpack::Device{};
 }
 
-py::capsule tensor_capsule(const Session& session, std::uint32_t param) {
+py::capsule tensor_capsule(Session& session, std::uint32_t param) {
   const ParamSpec& spec = session.config().params.at(param);
   auto* managed =
       dlpack::make(session.device_address(param), spec.numel, spec.dtype, device_of(session));
@@ -132,7 +132,7 @@ SessionHolder make_session(const py::dict& dict, const py::object& foreign) {
 
 void bind_activations(SessionClass& session) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  session.def("reserve_activations", &Session::reserve_activations, Release())
+  session
       .def(
           "save_activation",
           [](Session& s, std::uintptr_t address, std::size_t byte_count, bool to_ssd,
@@ -220,9 +220,9 @@ void bind_session(py::module_& module) {
       .def(py::init(&make_session), py::arg("config"), py::arg("foreign") = py::none(),
            py::keep_alive<1, 3>())
       .def_property_readonly("plan",
-                             [](const Session& s) { return plan_dict(s.config(), s.residence()); })
+                             [](Session& s) { return plan_dict(s.config(), s.residence()); })
       .def("step_budgets",
-           [](const Session& s, std::size_t device_bytes) {
+           [](Session& s, std::size_t device_bytes) {
              return step_budgets(s.config(), s.residence(), device_bytes);
            })
       .def_property_readonly("device",
@@ -264,13 +264,22 @@ void bind_session(py::module_& module) {
           },
           py::arg("live"), py::arg("bound"), py::arg("stream") = 0, Release())
       .def(
-          "entered", [](const Session& s, std::uint32_t unit) { return s.entered(UnitId{unit}); },
+          "entered", [](Session& s, std::uint32_t unit) { return s.entered(UnitId{unit}); },
           Release())
       .def(
           "resident", [](Session& s, std::uint32_t unit) { return s.resident(UnitId{unit}); },
           Release())
-      .def("limit_device", &Session::limit_device, Release())
-      .def("rest_on_device", &Session::rest_on_device, Release())
+      .def(
+          "adopt",
+          [](Session& s, const std::optional<std::vector<bool>>& on_device,
+             std::optional<std::size_t> param_bytes,
+             std::optional<std::size_t> activation_host_bytes,
+             std::optional<std::size_t> activation_ssd_bytes) {
+            s.adopt({on_device, param_bytes, activation_host_bytes, activation_ssd_bytes, {}});
+          },
+          py::arg("on_device") = py::none(), py::arg("param_bytes") = py::none(),
+          py::arg("activation_host_bytes") = py::none(),
+          py::arg("activation_ssd_bytes") = py::none(), Release())
       .def(
           "device_written",
           [](Session& s, std::uint32_t param, std::uintptr_t stream) {

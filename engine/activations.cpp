@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "memory/check.hpp"
-#include "memory/clock.hpp"
 #include "offload/planner/swapped_size.hpp"
 
 namespace strata {
@@ -13,11 +12,19 @@ namespace {
 // As PyTorch aligns its own memory on the host.
 constexpr std::size_t kHeapAlign = 64;
 
+constexpr std::uint64_t tag_of(SaveId id, std::uint32_t piece) {
+  return std::uint64_t{static_cast<std::uint32_t>(id)} << 32 | piece;
+}
+
 }  // namespace
 
-Activations::Activations(HostCache& cache, Backend& backend, Timeline& timeline,
+Activations::Activations(PageTable& table, PageCache& cache, Transfers& transfers, Backend& backend,
                          std::size_t page_bytes)
-    : cache_(cache), backend_(backend), timeline_(timeline), page_bytes_(page_bytes) {}
+    : table_(table),
+      cache_(cache),
+      transfers_(transfers),
+      backend_(backend),
+      page_bytes_(page_bytes) {}
 
 const Activations::Save& Activations::at(SaveId id) const {
   STRATA_ASSERT(holds(id));
@@ -46,23 +53,10 @@ bool Activations::on_ssd(const Save& save, std::uint32_t piece) {
   return save.tier == Tier::ssd && piece < save.pages.size();
 }
 
-UnitId Activations::unit_of(PageId page) const {
-  return index(page) < owner_.size() ? owner_[index(page)] : kNoUnit;
-}
-
-std::uint32_t Activations::copies_in_flight() const {
-  return static_cast<std::uint32_t>(copies_[0].size() + copies_[1].size());
-}
-
 void Activations::reserve(ActivationRoom room) {
   STRATA_ASSERT(empty() && spent_.empty() && heap_pages_.empty());
   STRATA_ASSERT(room.frames_max > 0);
   room_ = std::move(room);
-  for (const std::vector<PageId>* pages : {&room_.host, &room_.ssd}) {
-    for (const PageId page : *pages) {
-      if (index(page) >= owner_.size()) owner_.resize(index(page) + 1, kNoUnit);
-    }
-  }
 }
 
 bool Activations::vacate() {
@@ -76,10 +70,7 @@ bool Activations::vacate() {
 bool Activations::release_heap() {
   if (!heap_ || heap_->used() != 0) return false;
   heap_.reset();
-  for (const PageId page : heap_pages_) {
-    cache_.close(page, Intent::overwrite);
-    spent_.push_back({page, Tier::host});
-  }
+  for (const Pin& pin : heap_pages_) spent_.push_back({pin.page(), Tier::host});
   heap_pages_.clear();
   recycle();
   return true;
@@ -97,16 +88,15 @@ bool Activations::recycle() {
 std::byte* Activations::allocate(std::size_t bytes, std::size_t pages_kept) {
   std::byte* place = heap_ ? heap_->allocate(bytes, kHeapAlign) : nullptr;
   if (place != nullptr || room_.host.size() <= pages_kept) return place;
-  const PageId page = room_.host.back();
-  std::byte* frame = cache_.open(page, Intent::overwrite);
-  STRATA_ASSERT(frame != nullptr);  // it rests in host memory, and nobody else knows it
+  Pin pin = cache_.open(room_.host.back(), Intent::overwrite);
+  STRATA_ASSERT(pin);  // it rests in host memory, and nobody else knows it
   room_.host.pop_back();
-  heap_pages_.push_back(page);
-  if (heap_) {
-    heap_->add({frame, page_bytes_});
-  } else {
-    heap_.emplace(std::span(frame, page_bytes_));
-  }
+  const std::span<std::byte> frame(pin.bytes(), page_bytes_);
+  heap_pages_.push_back(std::move(pin));
+  if (heap_)
+    heap_->add(frame);
+  else
+    heap_.emplace(frame);
   return heap_->allocate(bytes, kHeapAlign);
 }
 
@@ -142,7 +132,7 @@ std::optional<SaveId> Activations::save(std::byte* device, std::size_t bytes, Ti
   save.end = end;
   save.pages.assign(free.end() - static_cast<std::ptrdiff_t>(pages), free.end());
   free.resize(free.size() - pages);
-  for (const PageId page : save.pages) owner_[index(page)] = unit;
+  for (const PageId page : save.pages) table_.set_unit(page, unit);
   ++live_;
   begin(id, Way::out, device, stream);
   return id;
@@ -156,6 +146,7 @@ void Activations::begin(SaveId id, Way way, std::byte* device, Stream stream) {
   save.after = backend_.record(stream);
   save.left = save.to_start = piece_count(save);
   save.started.assign(save.left, false);
+  save.pins.resize(save.left);
   save.first = 0;
   save.demanded = false;
   queue_.push_back(id);
@@ -170,15 +161,7 @@ void Activations::fetch(SaveId id, std::byte* device, Stream stream) {
 // Copies of one lane complete in the order of their tickets, so the last of them is all of them.
 void Activations::order(SaveId id, Stream stream) {
   STRATA_ASSERT(submitted(id));
-  if (const CopyInFlight* last = last_copy(id)) backend_.stream_waits(stream, last->ticket);
-}
-
-// Null: none is in flight.
-const Activations::CopyInFlight* Activations::last_copy(SaveId id) const {
-  const std::deque<CopyInFlight>& copies = copies_[static_cast<std::size_t>(at(id).way)];
-  const auto last = std::find_if(copies.rbegin(), copies.rend(),
-                                 [id](const CopyInFlight& copy) { return copy.id == id; });
-  return last == copies.rend() ? nullptr : &*last;
+  if (at(id).in_flight != 0) backend_.stream_waits(stream, at(id).last_copy);
 }
 
 void Activations::stage(SaveId id) {
@@ -201,10 +184,11 @@ void Activations::stop_staging(SaveId id) {
 void Activations::drop(SaveId id) {
   Save& save = at(id);
   // 1. What is in flight arrives.
-  if (const CopyInFlight* last = last_copy(id)) {
-    backend_.wait(last->ticket);
+  if (save.in_flight != 0) {
+    transfers_.finish(save.last_copy);
     reap();
   }
+  STRATA_ASSERT(save.in_flight == 0);
   // 2. What is not yet in flight never will be.
   std::erase(queue_, id);
   stop_staging(id);
@@ -233,15 +217,20 @@ bool Activations::start_copy(SaveId id, std::uint32_t piece) {
   const bool out = save.way == Way::out;
   std::byte* host = save.end;
   if (piece < save.pages.size()) {
-    host = cache_.open(save.pages[piece], out ? Intent::overwrite : Intent::read);
-    if (host == nullptr) return false;
+    save.pins[piece] = cache_.open(save.pages[piece], out ? Intent::overwrite : Intent::read);
+    if (!save.pins[piece]) return false;
+    host = save.pins[piece].bytes();
   }
-  std::byte* device = save.device + piece * page_bytes_;
-  const std::size_t bytes = piece_bytes(save, piece);
-  const CopyTicket ticket = out ? backend_.copy_from(host, device, bytes, save.after)
-                                : backend_.copy_to(device, host, bytes, save.after);
-  copies_[static_cast<std::size_t>(save.way)].push_back(
-      {ticket, id, piece, SteadyClock().now_ns()});
+  save.last_copy = transfers_.copy(out ? Link::download : Link::upload,
+                                   {.device = save.device + piece * page_bytes_,
+                                    .host = host,
+                                    .bytes = piece_bytes(save, piece),
+                                    .after = save.after,
+                                    .unit = save.unit,
+                                    .tag = tag_of(id, piece)},
+                                   Requester::activations);
+  ++save.in_flight;
+  ++in_flight_[static_cast<std::size_t>(save.way)];
   save.started[piece] = true;
   --save.to_start;
   if (on_ssd(save, piece)) ++ssd_open_;
@@ -255,9 +244,9 @@ bool Activations::start_copies() {
   for (const SaveId id : queue_) {
     Save& save = at(id);
     if (save.to_start == 0) continue;
-    const auto& copies = copies_[static_cast<std::size_t>(save.way)];
-    const std::size_t copies_max = save.demanded ? kDemandedMax : kCopiesMax;
-    if (save.tier == Tier::host && copies.size() >= copies_max) continue;
+    const std::uint32_t& copies = in_flight_[static_cast<std::size_t>(save.way)];
+    const std::uint32_t copies_max = save.demanded ? kDemandedMax : kCopiesMax;
+    if (save.tier == Tier::host && copies >= copies_max) continue;
     while (save.started[save.first]) ++save.first;
     for (std::uint32_t piece = save.first; piece < save.started.size(); ++piece) {
       if (save.started[piece]) continue;
@@ -265,7 +254,7 @@ bool Activations::start_copies() {
         if (frames == 0) continue;
         --frames;
       }
-      if (copies.size() < copies_max) moved |= start_copy(id, piece);
+      if (copies < copies_max) moved |= start_copy(id, piece);
     }
   }
   return moved;
@@ -281,9 +270,7 @@ bool Activations::stage_ahead() {
     for (std::size_t i = save.staged; i < save.pages.size(); ++i) {
       if (frames == 0) return moved;
       --frames;
-      const bool came = cache_.open(save.pages[i], Intent::read) != nullptr;
-      if (came) cache_.close(save.pages[i], Intent::read);
-      in_order &= came;
+      in_order &= static_cast<bool>(cache_.open(save.pages[i], Intent::read));
       if (!in_order) continue;  // asked for; counted when it is its turn
       ++save.staged;
       ++staged_;
@@ -294,41 +281,25 @@ bool Activations::stage_ahead() {
 }
 
 bool Activations::reap() {
-  bool moved = false;
-  for (const Way way : {Way::out, Way::in}) {
-    std::deque<CopyInFlight>& copies = copies_[static_cast<std::size_t>(way)];
-    for (; !copies.empty() && backend_.done(copies.front().ticket); copies.pop_front()) {
-      finish(copies.front(), way);
-      moved = true;
-    }
+  const std::vector<Completion> completions = transfers_.take(Requester::activations);
+  for (const Completion& done : completions) {
+    finish(SaveId{static_cast<std::uint32_t>(done.tag >> 32)}, static_cast<std::uint32_t>(done.tag),
+           done.link == Link::download ? Way::out : Way::in);
   }
-  return moved;
+  return !completions.empty();
 }
 
-void Activations::finish(const CopyInFlight& copy, Way way) {
-  Save& save = at(copy.id);
-  const bool out = way == Way::out;
-  const std::size_t bytes = piece_bytes(save, copy.piece);
-  timeline_.add({.track = out ? Track::download : Track::upload,
-                 .unit = save.unit,
-                 .begin_ns = copy.begin_ns,
-                 .end_ns = SteadyClock().now_ns(),
-                 .bytes = bytes});
-  moved_bytes_[static_cast<std::size_t>(way)] += bytes;
-  if (on_ssd(save, copy.piece)) --ssd_open_;
-  if (copy.piece < save.pages.size()) {
-    const bool written = out && save.tier == Tier::ssd;
-    cache_.close(save.pages[copy.piece], out ? Intent::overwrite : Intent::read,
-                 written ? WriteBack::now : WriteBack::later);
-  }
-  if (auto error = backend_.take_error(copy.ticket)) {
-    error->tier = Tier::device;
-    if (!failure_) failure_ = {std::move(*error), save.unit};
-  }
-  STRATA_ASSERT(save.left > 0);
+void Activations::finish(SaveId id, std::uint32_t piece, Way way) {
+  Save& save = at(id);
+  STRATA_ASSERT(save.way == way && save.in_flight > 0 && save.left > 0);
+  --save.in_flight;
+  --in_flight_[static_cast<std::size_t>(way)];
+  if (on_ssd(save, piece)) --ssd_open_;
+  const bool written = way == Way::out && save.tier == Tier::ssd;
+  save.pins[piece].close(written ? WriteBack::now : WriteBack::later);
   if (--save.left != 0) return;
   save.saved = true;
-  std::erase(queue_, copy.id);
+  std::erase(queue_, id);
 }
 
 bool Activations::turn() {

@@ -28,7 +28,7 @@
 #include "memory/backend.hpp"
 #include "memory/heap.hpp"
 #include "memory/timeline.hpp"
-#include "offload/host_cache.hpp"
+#include "offload/residency/page_cache.hpp"
 
 namespace strata {
 
@@ -40,11 +40,6 @@ struct ActivationRoom {
   std::vector<PageId> ssd;
   // Staging frames that copies may hold at once, and as many again that are asked ahead.
   std::uint32_t frames_max = 1;
-};
-
-struct ActivationFailure {
-  Error error;
-  UnitId unit = kNoUnit;
 };
 
 // Note [Recycling]
@@ -62,9 +57,11 @@ struct ActivationFailure {
 //      of saves that somebody waits for; and at most frames_max pages that rest on the SSD are open
 //      for copies or asked for.
 //   4. Nothing holds a page that was staged: it was closed when it came.
+//   5. A page in a copy, or in the heap, is pinned by its save or by the heap, for as long.
 class Activations final {
  public:
-  Activations(HostCache& cache, Backend& backend, Timeline& timeline, std::size_t page_bytes);
+  Activations(PageTable& table, PageCache& cache, Transfers& transfers, Backend& backend,
+              std::size_t page_bytes);
 
   // From here on these pages, and no others. REQUIRES: vacate() said yes, and nothing was saved
   // since.
@@ -101,14 +98,8 @@ class Activations final {
 
   bool turn();
 
-  // A copy that failed: the session ends with it.
-  const std::optional<ActivationFailure>& failure() const { return failure_; }
-  // The unit that the page was last used for; kNoUnit: none, or no page of activations.
-  UnitId unit_of(PageId page) const;
   UnitId unit_of(SaveId id) const { return at(id).unit; }
-  std::uint32_t copies_in_flight() const;
-  std::uint64_t saved_bytes() const { return moved_bytes_[0]; }
-  std::uint64_t fetched_bytes() const { return moved_bytes_[1]; }
+  std::uint32_t copies_in_flight() const { return in_flight_[0] + in_flight_[1]; }
 
  private:
   enum class Way : std::uint8_t { out, in };  // off the device, and back
@@ -123,19 +114,16 @@ class Activations final {
     std::byte* end = nullptr;  // in the heap: what follows the pages
     std::byte* device = nullptr;
     CopyTicket after{};
-    std::vector<bool> started;   // by piece: its copy is in flight or done
+    std::vector<Pin> pins;      // by piece, while its copy is in flight
+    std::vector<bool> started;  // by piece: its copy is in flight or done
+    std::uint32_t in_flight = 0;
+    CopyTicket last_copy{};      // of those that are in flight
     std::uint32_t first = 0;     // pieces before it are started
     std::uint32_t to_start = 0;  // pieces that are not
     std::uint32_t left = 0;      // pieces to be copied yet
     std::uint32_t staged = 0;    // pages that came ahead of their fetch
     bool staging = false;        // in ahead_
     bool demanded = false;
-  };
-  struct CopyInFlight {
-    CopyTicket ticket;
-    SaveId id;
-    std::uint32_t piece;
-    std::int64_t begin_ns;
   };
   struct Spent {
     PageId page;
@@ -160,20 +148,20 @@ class Activations final {
   bool recycle();
   void begin(SaveId id, Way way, std::byte* device, Stream stream);
   void stop_staging(SaveId id);
-  const CopyInFlight* last_copy(SaveId id) const;
   bool start_copies();
   bool start_copy(SaveId id, std::uint32_t piece);
   bool stage_ahead();
   bool reap();
-  void finish(const CopyInFlight& copy, Way way);
+  void finish(SaveId id, std::uint32_t piece, Way way);
 
-  HostCache& cache_;
+  PageTable& table_;
+  PageCache& cache_;
+  Transfers& transfers_;
   Backend& backend_;
-  Timeline& timeline_;
   std::size_t page_bytes_;
   ActivationRoom room_;  // the pages that are free
-  std::optional<Heap> heap_;
-  std::vector<PageId> heap_pages_;
+  std::vector<Pin> heap_pages_;
+  std::optional<Heap> heap_;  // over the bytes of heap_pages_
   std::vector<Spent> spent_;
   std::vector<Save> saves_;
   std::vector<SaveId> free_ids_;
@@ -182,10 +170,7 @@ class Activations final {
   std::deque<SaveId> ahead_;    // to be staged
   std::uint32_t staged_ = 0;    // pages that came ahead, of all saves
   std::uint32_t ssd_open_ = 0;  // copies in flight of pages that rest on the SSD
-  std::array<std::deque<CopyInFlight>, 2> copies_;  // by way, in the order of their tickets
-  std::array<std::uint64_t, 2> moved_bytes_{};      // by way
-  std::vector<UnitId> owner_;                       // by page
-  std::optional<ActivationFailure> failure_;
+  std::array<std::uint32_t, 2> in_flight_{};  // copies, by way
 };
 
 }  // namespace strata

@@ -23,7 +23,7 @@ struct UpdateProbeOptions {
   Dtype dtype = Dtype::bfloat16;
   std::size_t page_bytes = 4 * kMiB;  // a chunk is what lies behind a page of parameters
   std::size_t bytes = 96 * kMiB;      // of parameters, masters, moments and gradients together
-  Placement placement = {};
+  WorkerPlacement placement = {};
 };
 
 class UpdateProbe final {

@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <string>
 
-#include "engine/session.hpp"
 #include "memory/result.hpp"
 
 namespace strata {
@@ -117,48 +116,6 @@ void check_groups(std::span<const Hyper> laid_out, std::span<const Hyper> now) {
            " has another rule now than when the model was wrapped, and there is no room for its "
            "moments");
   }
-}
-
-void Session::check_param(std::uint32_t param) const {
-  if (param < config_.params.size()) return;
-  refuse("there is no parameter " + std::to_string(param) + " among " +
-         std::to_string(config_.params.size()));
-}
-
-void Session::check_unit(UnitId unit) const {
-  if (index(unit) < config_.units.size()) return;
-  refuse("there is no unit " + std::to_string(index(unit)) + " among " +
-         std::to_string(config_.units.size()));
-}
-
-void Session::check_elements(std::uint32_t param, Kind kind, std::size_t offset, const void* values,
-                             std::size_t count) const {
-  check_param(param);
-  const ParamSpec& spec = config_.params[param];
-  if (offset > spec.numel || count > spec.numel - offset) {
-    refuse("elements " + std::to_string(offset) + " to " + std::to_string(offset + count) + " of " +
-           spec.name + ", which has " + std::to_string(spec.numel));
-  }
-  if (values == nullptr && count != 0) refuse("no memory was given for values of " + spec.name);
-  if (kind != Kind::moment1 && kind != Kind::moment2) return;
-  const int number = kind == Kind::moment1 ? 1 : 2;
-  if (!spec.trainable || number > home_.layout.moments) {
-    refuse("no moment " + std::to_string(number) + " is kept of " + spec.name);
-  }
-}
-
-// What may be done between two steps only. Throws StrataError (busy).
-void Session::check_nobody_inside(const std::string& what) const {
-  Error error;
-  error.fault = Fault::busy;
-  for (std::uint32_t u = 0; u < config_.units.size(); ++u) {
-    if (!executor_->is_pinned(UnitId{u})) continue;
-    error.what = config_.units[u] + " is in use: " + what;
-    throw StrataError(std::move(error));
-  }
-  if (step_calls_ == 0) return;
-  error.what = "the model is in use by another thread: " + what;
-  throw StrataError(std::move(error));
 }
 
 }  // namespace strata

@@ -1,68 +1,175 @@
 #include "engine/gradients.hpp"
 
-#include <utility>
+#include <algorithm>
+#include <cmath>
 
 #include "memory/check.hpp"
 
 namespace strata {
 
-Gradients::Gradients(const Layout& layout, Pool& host, std::uint32_t frame_count)
-    : layout_(layout), host_(host), held_(layout.chunks.size()) {
-  for (std::uint32_t i = 0; i < frame_count; ++i) {
-    const auto frame = host_.acquire();
-    STRATA_ASSERT(frame.has_value());
-    free_.push_back(*frame);
+Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates)
+    : base_(base),
+      between_(between),
+      updates_(updates),
+      landing_(base, updates),
+      landed_(base.config.params.size(), 0),
+      sum_squares_(base.config.params.size(), 0.0),
+      used_(base.config.params.size(), false) {}
+
+void Gradients::land(Lock& lock, std::uint32_t param, const void* from, Dtype dtype,
+                     Stream stream) {
+  const ParamSpec& spec = base_.config.params[param];
+  if (!spec.trainable) refuse(spec.name + " is not trained, so there is no room for its gradient");
+  if (dtype != spec.dtype && !base_.layout.accumulate) {
+    refuse("a gradient of " + spec.name + " as " + name(dtype) + ": it is " + name(spec.dtype));
+  }
+  if (base_.gradient_frames && landed_[param] != 0 && !base_.layout.accumulate) {
+    refuse("a second gradient of " + spec.name + " before step(), and gradients do not add up");
+  }
+  const BetweenSteps::StepCall call(between_, lock);
+  sum_squares_[param] = landing_.land(lock, {.param = param,
+                                             .unit = spec.unit,
+                                             .from = static_cast<const std::byte*>(from),
+                                             .dtype = dtype,
+                                             .stream = stream,
+                                             .adds = landed_[param] != 0 && base_.layout.accumulate,
+                                             .step = step_});
+  ++landed_[param];
+}
+
+bool Gradients::fits(Lock& lock, std::uint32_t param) {
+  base_.check_param(param);
+  if (!base_.gradient_frames) return true;
+  std::vector<std::uint32_t> chunks;
+  for (const Piece& piece : base_.pieces(param)) {
+    if (chunks.empty() || chunks.back() != piece.chunk) chunks.push_back(piece.chunk);
+  }
+  base_.gate.wait(lock, [&] {
+    return base_.gradient_frames->room_for(chunks) || !updates_.busy() ||
+           updates_.waits_for_release();
+  });
+  return base_.gradient_frames->room_for(chunks);
+}
+
+void Gradients::read(Lock& lock, std::uint32_t param, std::size_t offset, std::span<float> values) {
+  if (landed_[param] == 0) {
+    refuse("no gradient of " + base_.config.params[param].name +
+           " has landed since the last step or zero_grad");
+  }
+  for (const Piece& piece : base_.pieces(param, offset, values.size())) {
+    read_piece(lock, param, piece, values.data() + (piece.in_param - offset));
   }
 }
 
-bool Gradients::open(std::uint32_t chunk) {
-  Held& held = held_[chunk];
-  if (held.frames.empty()) {
-    const std::uint32_t need = layout_.grad_frames(layout_.chunks[chunk]);
-    STRATA_ASSERT(need > 0);
-    if (free_.size() < need) return false;
-    for (std::uint32_t i = 0; i < need; ++i) held.frames.push_back(borrow());
+void Gradients::read_piece(Lock& lock, std::uint32_t param, const Piece& piece, float* values) {
+  const Chunk& chunk = base_.layout.chunks[piece.chunk];
+  const Dtype dtype = base_.layout.grad_dtype(base_.layout.segments[chunk.segment]);
+  const auto copy = [&](const std::byte* from) {
+    base_.kernels.land_gradient(values, Dtype::float32, from, dtype, piece.count, GradMode::copy);
+  };
+  if (base_.gradient_frames) {
+    if (!updates_.holds_gradient(piece.chunk, param)) {
+      refuse("the gradient was used by its update already");
+    }
+    return copy(base_.gradient_frames->at(piece.chunk, piece.in_chunk));
   }
-  ++held.writers;
-  return true;
-}
-
-void Gradients::close(std::uint32_t chunk) {
-  STRATA_ASSERT(held_[chunk].writers > 0);
-  --held_[chunk].writers;
-}
-
-bool Gradients::room_for(std::span<const std::uint32_t> chunks) const {
-  std::size_t need = 0;
-  for (const std::uint32_t chunk : chunks) {
-    if (held_[chunk].frames.empty()) need += layout_.grad_frames(layout_.chunks[chunk]);
+  updates_.wait_settled(lock, piece.chunk);
+  const PageId page = base_.page_of(chunk, Role::grad, piece.in_chunk);
+  const std::size_t at = base_.byte_in_page(chunk, Role::grad, piece.in_chunk);
+  if (base_.on_device(chunk)) {
+    std::vector<std::byte> bytes(base_.layout.page_bytes);
+    base_.copy_out_now(bytes.data(), base_.table.placement(page).device_frame(), page);
+    return copy(bytes.data() + at);
   }
-  return need <= free_.size();
+  copy(base_.open(lock, page, Intent::read).bytes() + at);
 }
 
-std::byte* Gradients::at(std::span<const FrameId> frames, std::uint32_t chunk,
-                         std::size_t element) const {
-  const Chunk& of = layout_.chunks[chunk];
-  const std::size_t per_frame = layout_.elements_per_page(of, Role::grad);
-  STRATA_ASSERT(element / per_frame < frames.size());
-  return host_.address(frames[element / per_frame]) +
-         (element % per_frame) * layout_.element_bytes(of, Role::grad);
+// By chunk: a gradient has landed there since the last step.
+std::vector<bool> Gradients::touched_chunks() const {
+  std::vector<bool> touched(base_.layout.chunks.size(), false);
+  for (std::uint32_t param = 0; param < landed_.size(); ++param) {
+    if (landed_[param] == 0) continue;
+    for (const Piece& piece : base_.pieces(param)) touched[piece.chunk] = true;
+  }
+  return touched;
 }
 
-std::vector<FrameId> Gradients::take(std::uint32_t chunk) {
-  STRATA_ASSERT(!is_open(chunk));
-  return std::exchange(held_[chunk].frames, {});
+void Gradients::drop(Lock& lock) {
+  const BetweenSteps::StepCall call(between_, lock);
+  const auto used = std::find(used_.begin(), used_.end(), true);
+  if (used != used_.end()) {
+    refuse("the gradient of " +
+           base_.config.params[static_cast<std::size_t>(used - used_.begin())].name +
+           " was used already, during the backward: call step() behind every backward");
+  }
+  const std::vector<bool> touched = touched_chunks();
+  for (std::uint32_t id = 0; id < touched.size(); ++id) {
+    if (!touched[id] || !base_.gradient_frames || !updates_.merged(id)) continue;
+    refuse(
+        "gradients were added to those of an earlier step whose update was still to come, and "
+        "cannot be dropped: call step() behind every backward");
+  }
+  forget(lock);
 }
 
-void Gradients::give_back(std::span<const FrameId> frames) {
-  free_.insert(free_.end(), frames.begin(), frames.end());
+void Gradients::forget(Lock& lock) {
+  const std::vector<bool> touched = touched_chunks();
+  for (std::uint32_t id = 0; id < touched.size(); ++id) {
+    if (!touched[id]) continue;
+    const PageRun& run = base_.layout.chunks[id].run(Role::grad);
+    // Those on the device are no contents of a page: what lands next takes their place.
+    for (std::uint32_t i = 0; i < run.count; ++i) {
+      const PageId page{index(run.first) + i};
+      base_.gate.wait(lock, [&] { return base_.cache.discard(page); });
+    }
+    updates_.forget_landed(id);
+  }
+  std::fill(landed_.begin(), landed_.end(), 0U);
 }
 
-FrameId Gradients::borrow() {
-  STRATA_ASSERT(has_free());
-  const FrameId frame = free_.back();
-  free_.pop_back();
-  return frame;
+bool Gradients::any() const {
+  return std::any_of(landed_.begin(), landed_.end(), [](std::uint32_t n) { return n != 0; });
+}
+
+double Gradients::norm() const {
+  double total = 0.0;
+  for (std::size_t param = 0; param < landed_.size(); ++param) {
+    if (landed_[param] != 0) total += sum_squares_[param];
+  }
+  return std::sqrt(total);
+}
+
+double Gradients::norm(UnitId unit) const {
+  double total = 0.0;
+  for (std::size_t param = 0; param < landed_.size(); ++param) {
+    if (landed_[param] != 0 && base_.config.params[param].unit == unit) {
+      total += sum_squares_[param];
+    }
+  }
+  return std::sqrt(total);
+}
+
+bool Gradients::use(UnitId unit) {
+  bool any = false;
+  for (std::size_t param = 0; param < landed_.size(); ++param) {
+    if (landed_[param] == 0 || base_.config.params[param].unit != unit) continue;
+    any |= !used_[param];
+    used_[param] = true;
+  }
+  return any;
+}
+
+bool Gradients::any_used() const {
+  return std::find(used_.begin(), used_.end(), true) != used_.end();
+}
+
+void Gradients::forget_used() {
+  std::fill(used_.begin(), used_.end(), false);
+}
+
+void Gradients::end_step() {
+  std::fill(landed_.begin(), landed_.end(), 0U);
+  ++step_;
 }
 
 }  // namespace strata

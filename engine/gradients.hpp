@@ -1,71 +1,79 @@
-// Gradients: where gradients land that have no pages. A chunk's gradient takes frames of host
-// memory that were set aside, is handed to an update as it lies there, and its frames come back. So
-// the next gradient of the chunk may land while an update still reads the last one.
+// Gradients: what has landed since the last step, and its norms. They rest in pages, or, where they
+// have none, in frames of host memory that are set aside (gradient_frames.hpp).
 //
-// Threads: one caller at a time (the core's lock). The bytes of an open chunk may be written
-// without it.
+// Threads: one caller at a time (the core's lock), which is given up while bytes are moved.
 //
-//   if (gradients.open(chunk)) {                      // false: no frames are free
-//     ...write to gradients.at(chunk, element)...
-//     gradients.close(chunk);
-//   }
-//   std::vector<FrameId> taken = gradients.take(chunk);
-//   ...gradients.at(taken, chunk, element)...
-//   gradients.give_back(taken);
+//   gradients.land(lock, param, data, Dtype::bfloat16, stream);
+//   double norm = gradients.norm();
+//   gradients.end_step();
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
-#include "engine/layout.hpp"
-#include "memory/pool.hpp"
+#include "engine/between_steps.hpp"
+#include "engine/foundation.hpp"
+#include "engine/landing.hpp"
+#include "engine/updates.hpp"
 
 namespace strata {
 
-// Invariants:
-//   1. Every frame is free, or holds the gradient of one chunk, or was taken.
-//   2. A chunk holds no frames, or all that its gradient needs.
 class Gradients final {
  public:
-  // Takes `frame_count` frames of the pool, for good.
-  Gradients(const Layout& layout, Pool& host, std::uint32_t frame_count);
+  Gradients(Foundation& base, BetweenSteps& between, Updates& updates);
 
-  // Somebody writes a gradient of the chunk from here on. False: it has no frames, and none are
-  // free.
-  [[nodiscard]] bool open(std::uint32_t chunk);
-  void close(std::uint32_t chunk);
-  bool is_open(std::uint32_t chunk) const { return held_[chunk].writers != 0; }
-  // open() would succeed for all of these chunks.
-  bool room_for(std::span<const std::uint32_t> chunks) const;
+  // Takes numel contiguous elements of the device's memory, which work submitted so far on `stream`
+  // wrote; `from` may be reused on return.
+  void land(Lock& lock, std::uint32_t param, const void* from, Dtype dtype, Stream stream)
+      STRATA_REQUIRES(core_lock);
+  // Waits until there is room for the gradient. False: there is none, and no update will make any,
+  // so that Steps::complete() has to be called for other units first.
+  bool fits(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
+  // Elements [offset, offset + values.size()) of a gradient that has landed.
+  void read(Lock& lock, std::uint32_t param, std::size_t offset, std::span<float> values)
+      STRATA_REQUIRES(core_lock);
+  // Throws StrataError (config) where they were used already: by an update that began in the
+  // backward, or added to older ones.
+  void drop(Lock& lock) STRATA_REQUIRES(core_lock);
+  // The same, whatever was used. REQUIRES: none of them was added to one that waits for its update.
+  void forget(Lock& lock) STRATA_REQUIRES(core_lock);
 
-  // Where the gradient of an element of the chunk lies. REQUIRES: the chunk has frames.
-  std::byte* at(std::uint32_t chunk, std::size_t element) const {
-    return at(held_[chunk].frames, chunk, element);
-  }
-  std::byte* at(std::span<const FrameId> frames, std::uint32_t chunk, std::size_t element) const;
+  // Gradients of the parameter that landed since the last step.
+  std::uint32_t count(std::uint32_t param) const { return landed_[param]; }
+  bool any() const;
+  // Of all of them, or of one unit's: parameters in order, so that the sum does not depend on the
+  // order of arrival.
+  double norm() const;
+  double norm(UnitId unit) const;
+  // The step that the gradients that land now belong to; the first is 1.
+  std::int64_t step() const { return step_; }
+  // Every one of the unit is used: its update begins. False: there is none that was not.
+  bool use(UnitId unit);
+  // Whether use() has taken one of the parameter since the last step, or one of any.
+  bool used(std::uint32_t param) const { return used_[param]; }
+  bool any_used() const;
 
-  // The frames are the caller's; the chunk has none. REQUIRES: it has some, and is not open.
-  std::vector<FrameId> take(std::uint32_t chunk);
-  void give_back(std::span<const FrameId> frames);
-  // Forgets the chunk's gradient, if there is one. REQUIRES: not open.
-  void drop(std::uint32_t chunk) { give_back(take(chunk)); }
+  // Nothing counts as used from here on.
+  void forget_used();
+  // The updates of what has landed are released: what lands next is of the next step.
+  void end_step();
 
-  // A frame for something else of the updates. REQUIRES: one is free.
-  FrameId borrow();
-  bool has_free() const { return !free_.empty(); }
-  std::byte* address(FrameId frame) const { return host_.address(frame); }
+  bool turn() { return landing_.turn(); }
 
  private:
-  struct Held {
-    std::vector<FrameId> frames;
-    std::uint32_t writers = 0;
-  };
+  std::vector<bool> touched_chunks() const;
+  void read_piece(Lock& lock, std::uint32_t param, const Piece& piece, float* values)
+      STRATA_REQUIRES(core_lock);
 
-  const Layout& layout_;
-  Pool& host_;
-  std::vector<FrameId> free_;
-  std::vector<Held> held_;  // by chunk
+  Foundation& base_;
+  BetweenSteps& between_;
+  Updates& updates_;
+  Landing landing_;
+  std::vector<std::uint32_t> landed_;  // by parameter: since the last step
+  std::vector<double> sum_squares_;    // by parameter: of what landed
+  std::vector<bool> used_;             // by parameter
+  std::int64_t step_ = 1;
 };
 
 }  // namespace strata

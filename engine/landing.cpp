@@ -1,141 +1,169 @@
-// The session's way to gradients: they land piece by piece, with their squares added up in passing,
-// in pages or in frames that are set aside; and they are dropped.
 #include "engine/landing.hpp"
 
 #include <algorithm>
+#include <array>
+#include <deque>
+#include <optional>
+#include <utility>
 
-#include "engine/arranging.hpp"
+#include "engine/under_way.hpp"
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
 
 namespace strata {
+namespace {
 
-// How the next gradient of the parameter meets what its page holds.
-GradMode Session::page_mode(const Incoming& incoming) const {
-  const bool adds = landed_[incoming.param] != 0 && home_.layout.accumulate;
-  return adds ? GradMode::add : GradMode::copy;
-}
+// Where a run of a gradient goes: a page in host memory, a page that rests on the device, or the
+// frames of a chunk whose gradient has no pages. Once it is open it is ours alone.
+struct Destination {
+  std::span<const Piece> pieces;
+  std::uint32_t chunk = 0;
+  PageId page = kNoPage;  // kNoPage: the chunk's frames
+  bool on_device = false;
+  Dtype dtype = Dtype::bfloat16;
+  // Once it is open.
+  GradMode mode = GradMode::copy;
+  std::byte* bytes = nullptr;     // of the page
+  Pin pin;                        // of a page in host memory
+  GradientFrames::Writer frames;  // of a chunk's
+};
 
-Session::Destination Session::destination(std::span<const Piece> pieces) const {
-  Destination to{.pieces = pieces, .chunk = pieces.front().chunk};
-  if (gradients_) return to;
-  const Chunk& chunk = home_.layout.chunks[to.chunk];
-  to.page = page_of(chunk, Role::grad, pieces.front().in_chunk);
-  to.on_device = on_device(chunk);
-  return to;
-}
+}  // namespace
 
-// Opens it now, or tells what is missing.
-Cause Session::try_open(const Incoming& incoming, Destination& to) {
-  if (to.page == kNoPage) {
-    if (updates_->must_settle(to.chunk, coming_step())) return Cause::update;
-    if (!gradients_->open(to.chunk)) return Cause::update;
-    const bool adds = updates_->holds_gradient(to.chunk, incoming.param);
-    to.mode = adds ? GradMode::add : GradMode::copy;
-    return Cause::none;
+// One gradient on its way.
+class Landing::Course final {
+ public:
+  Course(Landing& landing, const IncomingGradient& gradient);
+
+  double land_all(Lock& lock) STRATA_REQUIRES(core_lock);
+
+ private:
+  // Who has the bounce buffers. When they are given back, whatever became of the gradient, nothing
+  // of the device uses them, its memory, or a page that it lands in.
+  class Buffers;
+  // A run that lands on the device.
+  struct Run {
+    Destination to;
+    RunSize size;
+    std::size_t sums_at = 0;
+    std::uint64_t copied = 0;  // the last of its copies, counted
+    CopyTicket summed{};
+    std::int64_t begin_ns = 0;
+  };
+
+  const Layout& layout() const { return base_.layout; }
+  Backend& device() const { return base_.tiers.device(); }
+  std::vector<std::span<const Piece>> cut() const;
+  RunSize size_of_run(std::span<const Piece> run) const;
+  const std::byte* address(const Piece& piece) const {
+    return gradient_.from + piece.in_param * size_of(gradient_.dtype);
   }
-  // The chunk's last update has read what its gradient pages held.
-  if (!updates_->settled(to.chunk)) return Cause::update;
-  to.mode = page_mode(incoming);
-  if (to.on_device) {
-    to.bytes = backend_->address(mover_->frame_of(to.page));
-    return Cause::none;
+  std::byte* buffer(std::size_t which) const;
+  double* sums_of(std::size_t sums_at) const;
+  std::byte* place_of(const Destination& to, const Piece& piece) const;
+  Destination destination(std::span<const Piece> pieces) const;
+
+  Cause try_open(Destination& to);
+  void wait_open(Lock& lock, Destination& to) STRATA_REQUIRES(core_lock);
+  void close(Destination to);
+  void wait_for_copy(Lock& lock, std::uint64_t copy) STRATA_REQUIRES(core_lock);
+  void copy_out(std::byte* to, const std::byte* from, std::size_t bytes);
+
+  void land_by_processor(Lock& lock, Destination to) STRATA_REQUIRES(core_lock);
+  void land_rest(Lock& lock) STRATA_REQUIRES(core_lock);
+  void ask_ahead();
+
+  bool device_may_land() const;
+  bool device_lands(const Destination& to) const;
+  void land_from_device(Lock& lock) STRATA_REQUIRES(core_lock);
+  void open_next(Lock& lock, Destination& to) STRATA_REQUIRES(core_lock);
+  void land_there(Destination to, RunSize size) STRATA_REQUIRES(core_lock);
+  void copy_there(const Destination& to);
+  void finish_oldest(Lock& lock) STRATA_REQUIRES(core_lock);
+
+  Landing& landing_;
+  Foundation& base_;
+  const IncomingGradient& gradient_;
+  const std::vector<Piece> pieces_;
+  const std::vector<std::span<const Piece>> runs_;
+  // Runs [0, at_) have landed; [at_, asked_) are under way on the device.
+  std::size_t at_ = 0;
+  std::size_t asked_ = 0;
+  double sum_ = 0.0;
+  CopyTicket made_{};         // the work that wrote the gradient
+  CopyTicket last_copied_{};  // behind these two nothing of the device touches the gradient, or ...
+  CopyTicket last_summed_{};  // ... what it lands in
+  // Run r through buffer r % kLandingFrames, where the processor lands it: its copy, counted.
+  std::array<std::uint64_t, kLandingFrames> coming_{};
+  std::deque<Run> under_way_;  // runs [at_, asked_), oldest first, where the device lands them
+  UnderWay bytes_under_way_;
+};
+
+Landing::Course::Course(Landing& landing, const IncomingGradient& gradient)
+    : landing_(landing),
+      base_(landing.base_),
+      gradient_(gradient),
+      // Cut at kGrain, so that the order of the sum does not depend on the page size.
+      pieces_(layout().pieces(gradient.param, 0, layout().numel[gradient.param], kGrain)),
+      runs_(cut()),
+      bytes_under_way_(layout().page_bytes / sizeof(double)) {}
+
+class Landing::Course::Buffers final {
+ public:
+  Buffers(Course& course, Lock& lock) STRATA_REQUIRES(core_lock) : course_(course) {
+    const auto taken = [this] { return !std::exchange(course_.landing_.buffers_taken_, true); };
+    course_.base_.gate.wait(lock, taken,
+                            {"another gradient to land, before one", course_.gradient_.unit});
   }
-  // Asked anew each time: another thread may land the first gradient in it meanwhile.
-  to.intent = table_.newest(to.page) == 0 ? Intent::overwrite : Intent::modify;
-  to.bytes = cache_->open(to.page, to.intent);
-  if (to.bytes != nullptr) return Cause::none;
-  return to.intent == Intent::modify ? Cause::ssd : Cause::room;
-}
-
-void Session::wait_open(Lock& lock, const Incoming& incoming, Destination& to) {
-  Waiting waiting(timeline_, incoming.unit, true);
-  wait(lock, [&] {
-    const Cause missing = try_open(incoming, to);
-    if (missing == Cause::none) return true;
-    waiting.missing(missing);
-    return false;
-  });
-  waiting.over();
-}
-
-// Closes what the next run has landed in.
-void Session::run_landed(Incoming& incoming, const Destination& to) {
-  if (to.page == kNoPage)
-    gradients_->close(to.chunk);
-  else if (!to.on_device)
-    cache_->close(to.page, to.intent);
-  moved_.notify_all();  // for whoever waits for this page, or to close
-  const bool last = ++incoming.at == incoming.runs.size();
-  if (last || incoming.runs[incoming.at].front().chunk != to.chunk) {
-    updates_->note_landed(to.chunk, incoming.param);
+  ~Buffers() {
+    // Done already, unless an exception is on its way. Copies end in order, and so do kernels.
+    course_.base_.transfers.finish(course_.last_copied_);
+    course_.device().wait(course_.last_summed_);
+    course_.landing_.buffers_taken_ = false;
+    course_.base_.gate.notify();
   }
+  Buffers(const Buffers&) = delete;
+  Buffers& operator=(const Buffers&) = delete;
+
+ private:
+  Course& course_;
+};
+
+double Landing::land(Lock& lock, const IncomingGradient& gradient) {
+  return Course(*this, gradient).land_all(lock);
 }
 
-// What lands on the device does not cross the link.
-void Session::note_landing(const TimelineSpan& span, const Destination& to) {
-  TimelineSpan noted = span;
-  if (to.on_device) noted.bytes = 0;
-  timeline_.add(noted);
-  landed_bytes_ += noted.bytes;
+bool Landing::turn() {
+  const std::size_t done = base_.transfers.take(Requester::gradients).size();
+  copies_done_ += done;
+  STRATA_ASSERT(copies_done_ <= copies_);
+  return done != 0;
 }
 
-std::byte* Session::place_of(const Destination& to, const Piece& piece) const {
-  if (to.page == kNoPage) return gradients_->at(to.chunk, piece.in_chunk);
-  return to.bytes + byte_in_page(home_.layout.chunks[to.chunk], Role::grad, piece.in_chunk);
+double Landing::Course::land_all(Lock& lock) {
+  if (device().reachable())
+    land_rest(lock);
+  else
+    land_from_device(lock);
+  STRATA_ASSERT(at_ == runs_.size() && under_way_.empty());
+  return sum_;
 }
 
-Dtype Session::grad_dtype(const Destination& to) const {
-  return home_.layout.grad_dtype(home_.layout.segments[home_.layout.chunks[to.chunk].segment]);
-}
-
-// By the processor, without the lock: nobody else touches these bytes.
-void Session::land_pieces(Lock& lock, Incoming& incoming, const Destination& to) {
-  STRATA_ASSERT(!to.on_device || backend_->reachable());
-  const Dtype to_dtype = grad_dtype(to);
-  const std::size_t bytes = size_of(incoming.dtype);
-  const std::byte* const from = arrived(lock, incoming);
-  TimelineSpan span{
-      .track = Track::download, .unit = incoming.unit, .begin_ns = SteadyClock().now_ns()};
-  ++copying_;
-  lock.unlock();
-  for (const Piece& piece : to.pieces) {
-    span.bytes += piece.count * bytes;
-    incoming.sum += kernels_.land_gradient(
-        place_of(to, piece), to_dtype, from + (piece.in_param - to.pieces.front().in_param) * bytes,
-        incoming.dtype, piece.count, to.mode);
-  }
-  span.end_ns = SteadyClock().now_ns();
-  lock.lock();
-  --copying_;
-  note_landing(span, to);
-  run_landed(incoming, to);
-}
-
-// The next run, by the processor.
-void Session::land_run(Lock& lock, Incoming& incoming) {
-  ask_ahead(incoming);
-  Destination to = destination(incoming.runs[incoming.at]);
-  wait_open(lock, incoming, to);
-  land_pieces(lock, incoming, to);
-}
-
-// Runs that land as one: of a page, or of a chunk whose gradient has none, and of `bytes` an
-// element no more than fit into a page.
-std::vector<std::span<const Piece>> Session::cut(std::span<const Piece> pieces,
-                                                 std::size_t bytes) const {
+// Runs that land as one: of a page, or of a chunk whose gradient has none, and no more bytes of the
+// gradient than fit into a page.
+std::vector<std::span<const Piece>> Landing::Course::cut() const {
   const auto page = [&](const Piece& piece) {
-    if (gradients_) return kNoPage;
-    return page_of(home_.layout.chunks[piece.chunk], Role::grad, piece.in_chunk);
+    if (base_.gradient_frames) return kNoPage;
+    return base_.page_of(layout().chunks[piece.chunk], Role::grad, piece.in_chunk);
   };
   std::vector<std::span<const Piece>> runs;
-  while (!pieces.empty()) {
+  for (std::span<const Piece> pieces = pieces_; !pieces.empty();) {
     const Piece& first = pieces.front();
     std::size_t run = 0, run_bytes = 0;
     for (const Piece& piece : pieces) {
-      run_bytes += piece.count * bytes;
+      run_bytes += piece.count * size_of(gradient_.dtype);
       if (piece.chunk != first.chunk || page(piece) != page(first)) break;
-      if (run_bytes > home_.layout.page_bytes) break;
+      if (run_bytes > layout().page_bytes) break;
       ++run;
     }
     STRATA_ASSERT(run > 0);
@@ -145,147 +173,283 @@ std::vector<std::span<const Piece>> Session::cut(std::span<const Piece> pieces,
   return runs;
 }
 
-// Throws StrataError (config) for what is no gradient that the parameter can take now.
-void Session::check_landing(std::uint32_t param, const void* from, Dtype dtype) const {
-  check_elements(param, Kind::grad, 0, from, config_.params.at(param).numel);
-  const ParamSpec& spec = config_.params[param];
-  if (!spec.trainable) refuse(spec.name + " is not trained, so there is no room for its gradient");
-  if (dtype != spec.dtype && !home_.layout.accumulate) {
-    refuse("a gradient of " + spec.name + " as " + name(dtype) + ": it is " + name(spec.dtype));
+RunSize Landing::Course::size_of_run(std::span<const Piece> run) const {
+  RunSize size;
+  for (const Piece& piece : run) {
+    size.bytes += piece.count * size_of(gradient_.dtype);
+    size.sums += norm_blocks(piece.count);
   }
-  if (gradients_ && landed_[param] != 0 && !home_.layout.accumulate) {
-    refuse("a second gradient of " + spec.name + " before step(), and gradients do not add up");
-  }
+  return size;
 }
 
-void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream) {
-  Lock lock(mutex_);
-  throw_if_failed();
-  check_landing(param, from, dtype);
-  const StepCall call(*this, lock);
-  // Pieces are cut at kGrain, so that the order of the sum does not depend on the page size.
-  const std::vector<Piece> pieces =
-      home_.layout.pieces(param, 0, home_.layout.numel[param], kGrain);
-  Incoming incoming{.param = param,
-                    .unit = config_.params[param].unit,
-                    .from = static_cast<const std::byte*>(from),
-                    .dtype = dtype,
-                    .stream = stream,
-                    .runs = cut(pieces, size_of(dtype)),
-                    .under_way = UnderWay(home_.layout.page_bytes / sizeof(double))};
-  if (backend_->reachable()) {
-    while (incoming.at < incoming.runs.size()) land_run(lock, incoming);
-  } else {
-    land_from_device(lock, incoming);
-  }
-  sum_squares_[param] = incoming.sum;
-  ++landed_[param];
+std::byte* Landing::Course::buffer(std::size_t which) const {
+  STRATA_ASSERT(which < base_.claims.landing_frames);
+  return base_.landing + which * layout().page_bytes;
 }
 
-bool Session::gradient_fits(std::uint32_t param) {
-  Lock lock(mutex_);
-  throw_if_failed();
-  check_param(param);
-  if (!gradients_) return true;
-  std::vector<std::uint32_t> chunks;
-  for (const Piece& piece : home_.layout.pieces(param, 0, home_.layout.numel[param], kGrain)) {
-    if (chunks.empty() || chunks.back() != piece.chunk) chunks.push_back(piece.chunk);
+// Where the kernel that lands a run leaves its sums.
+double* Landing::Course::sums_of(std::size_t sums_at) const {
+  return reinterpret_cast<double*>(buffer(0)) + sums_at;
+}
+
+Destination Landing::Course::destination(std::span<const Piece> pieces) const {
+  Destination to;
+  to.pieces = pieces;
+  to.chunk = pieces.front().chunk;
+  const Chunk& chunk = layout().chunks[to.chunk];
+  to.dtype = layout().grad_dtype(layout().segments[chunk.segment]);
+  if (base_.gradient_frames) return to;
+  to.page = base_.page_of(chunk, Role::grad, pieces.front().in_chunk);
+  to.on_device = base_.on_device(chunk);
+  return to;
+}
+
+std::byte* Landing::Course::place_of(const Destination& to, const Piece& piece) const {
+  if (to.page == kNoPage) return base_.gradient_frames->at(to.chunk, piece.in_chunk);
+  return to.bytes + base_.byte_in_page(layout().chunks[to.chunk], Role::grad, piece.in_chunk);
+}
+
+// Opens it now, or tells what is missing.
+Cause Landing::Course::try_open(Destination& to) {
+  Updates& updates = landing_.updates_;
+  if (to.page == kNoPage) {
+    if (updates.must_settle(to.chunk, gradient_.step)) return Cause::update;
+    to.frames = base_.gradient_frames->open(to.chunk);
+    if (!to.frames) return Cause::update;
+    const bool adds = updates.holds_gradient(to.chunk, gradient_.param);
+    to.mode = adds ? GradMode::add : GradMode::copy;
+    return Cause::none;
   }
-  wait(lock, [&] {
-    return gradients_->room_for(chunks) || !updates_->busy() || updates_->waits_for_release();
+  // The chunk's last update has read what its gradient pages held.
+  if (!updates.settled(to.chunk)) return Cause::update;
+  to.mode = gradient_.adds ? GradMode::add : GradMode::copy;
+  if (to.on_device) {
+    to.bytes = device().address(base_.table.placement(to.page).device_frame());
+    return Cause::none;
+  }
+  // Asked anew each time: another thread may land the first gradient in it meanwhile.
+  const bool first = base_.table.newest(to.page) == 0;
+  to.pin = base_.cache.open(to.page, first ? Intent::overwrite : Intent::modify);
+  if (!to.pin) return first ? Cause::room : Cause::ssd;
+  to.bytes = to.pin.bytes();
+  return Cause::none;
+}
+
+void Landing::Course::wait_open(Lock& lock, Destination& to) {
+  Waiting waiting(base_.timeline, gradient_.unit, true);
+  base_.gate.wait(lock, [&] {
+    const Cause missing = try_open(to);
+    if (missing == Cause::none) return true;
+    waiting.missing(missing);
+    return false;
   });
-  return gradients_->room_for(chunks);
+  waiting.over();
 }
 
-void Session::read_gradient(Lock& lock, std::uint32_t param, const Piece& piece, float* values) {
-  const Chunk& chunk = home_.layout.chunks[piece.chunk];
-  const auto land = [&](const std::byte* from) {
-    kernels_.land_gradient(values, Dtype::float32, from,
-                           home_.layout.grad_dtype(home_.layout.segments[chunk.segment]),
-                           piece.count, GradMode::copy);
-  };
-  if (gradients_) {
-    if (!updates_->holds_gradient(piece.chunk, param)) {
-      refuse("the gradient was used by its update already");
+// What the next run has landed in.
+void Landing::Course::close(Destination to) {
+  to.pin.close();
+  to.frames.close();
+  base_.gate.notify();  // for whoever waits for this page
+  const bool last = ++at_ == runs_.size();
+  if (last || runs_[at_].front().chunk != to.chunk) {
+    landing_.updates_.note_landed(to.chunk, gradient_.param);
+  }
+}
+
+void Landing::Course::copy_out(std::byte* to, const std::byte* from, std::size_t bytes) {
+  // The copy engine takes one kind of pointer for both ways; a copy out only reads through it.
+  auto* const source = const_cast<std::byte*>(from);
+  last_copied_ = base_.transfers.copy(
+      Link::download,
+      {.device = source, .host = to, .bytes = bytes, .after = made_, .unit = gradient_.unit},
+      Requester::gradients);
+  ++landing_.copies_;
+}
+
+void Landing::Course::wait_for_copy(Lock& lock, std::uint64_t copy) {
+  base_.gate.wait(lock, [&] { return landing_.copies_done_ >= copy; },
+                  {"computation on the device", gradient_.unit});
+}
+
+// The next run, without the lock: nobody else touches these bytes.
+void Landing::Course::land_by_processor(Lock& lock, Destination to) {
+  STRATA_ASSERT(!to.on_device || device().reachable());
+  // 1. Where the processor reads it.
+  const std::byte* from = address(to.pieces.front());
+  if (!device().reachable()) {
+    const std::size_t which = at_ % kLandingFrames;
+    wait_for_copy(lock, coming_[which]);
+    from = buffer(which);
+  }
+  // 2. It lands.
+  TimelineSpan span{
+      .track = Track::download, .unit = gradient_.unit, .begin_ns = SteadyClock().now_ns()};
+  {
+    const Unlocked unlocked(lock);
+    const std::size_t bytes = size_of(gradient_.dtype);
+    for (const Piece& piece : to.pieces) {
+      span.bytes += piece.count * bytes;
+      sum_ +=
+          base_.kernels.land_gradient(place_of(to, piece), to.dtype,
+                                      from + (piece.in_param - to.pieces.front().in_param) * bytes,
+                                      gradient_.dtype, piece.count, to.mode);
     }
-    return land(gradients_->at(piece.chunk, piece.in_chunk));
+    span.end_ns = SteadyClock().now_ns();
   }
-  wait_idle_chunk(lock, piece.chunk);
-  const PageId page = page_of(chunk, Role::grad, piece.in_chunk);
-  if (on_device(chunk)) {
-    std::vector<std::byte> copy(home_.layout.page_bytes);
-    const CopyTicket out = backend_->copy_out(copy.data(), mover_->frame_of(page), copy.size());
-    backend_->wait(out);  // a throw would leave the copy without its memory
-    wait_for(lock, out, home_.layout.segments[chunk.segment].unit);
-    return land(copy.data() + byte_in_page(chunk, Role::grad, piece.in_chunk));
-  }
-  land(open(lock, page, Intent::read) + byte_in_page(chunk, Role::grad, piece.in_chunk));
-  cache_->close(page, Intent::read);
+  // 3. What stays on the device crosses no link, and what came through a buffer was counted there.
+  if (to.on_device || !device().reachable()) span.bytes = 0;
+  base_.transfers.note(Link::download, Requester::gradients, span);
+  close(std::move(to));
 }
 
-// By chunk: a gradient has landed there since the last step.
-std::vector<bool> Session::touched_chunks() const {
-  std::vector<bool> touched(home_.layout.chunks.size(), false);
-  for (std::uint32_t param = 0; param < landed_.size(); ++param) {
-    if (landed_[param] == 0) continue;
-    for_pieces(param, 0, home_.layout.numel[param],
-               [&](const Piece& piece) { touched[piece.chunk] = true; });
+// All runs from the next one on.
+void Landing::Course::land_rest(Lock& lock) {
+  while (at_ < runs_.size()) {
+    ask_ahead();
+    Destination to = destination(runs_[at_]);
+    wait_open(lock, to);
+    land_by_processor(lock, std::move(to));
   }
-  return touched;
 }
 
-void Session::drop_gradients(Lock& lock) {
-  for (std::uint32_t param = 0; param < updated_.size(); ++param) {
-    if (!updated_[param]) continue;
-    refuse("the gradient of " + config_.params[param].name +
-           " was used already, during the backward: call step() behind every backward");
+// Submits the copies of the run that lands and of those behind it that have a buffer.
+void Landing::Course::ask_ahead() {
+  if (device().reachable()) return;
+  const std::size_t end = std::min(runs_.size(), at_ + kLandingFrames);
+  for (; asked_ < end; ++asked_) {
+    const Piece& first = runs_[asked_].front();
+    const Piece& last = runs_[asked_].back();
+    const std::size_t count = last.in_param + last.count - first.in_param;
+    const std::size_t which = asked_ % kLandingFrames;
+    copy_out(buffer(which), address(first), count * size_of(gradient_.dtype));
+    coming_[which] = landing_.copies_;
   }
-  const std::vector<bool> touched = touched_chunks();
-  for (std::uint32_t id = 0; id < touched.size(); ++id) {
-    if (!touched[id] || !gradients_ || !updates_->merged(id)) continue;
-    refuse(
-        "gradients were added to those of an earlier step whose update was still to come, and "
-        "cannot be dropped: call step() behind every backward");
-  }
-  forget_gradients(lock);
 }
 
-// REQUIRES: none of them was added to one that waits for its update.
-void Session::forget_gradients(Lock& lock) {
-  const std::vector<bool> touched = touched_chunks();
-  for (std::uint32_t id = 0; id < touched.size(); ++id) {
-    if (!touched[id]) continue;
-    const PageRun& run = home_.layout.chunks[id].run(Role::grad);
-    // Those on the device are no contents of a page: what lands next takes their place.
-    for (std::uint32_t i = 0; i < run.count; ++i) {
-      wait(lock, [&] { return cache_->discard(PageId{index(run.first) + i}); });
+// See Note [Ways to land].
+void Landing::Course::land_from_device(Lock& lock) {
+  const Buffers buffers(*this, lock);
+  made_ = device().record(gradient_.stream);
+  // 1. As far as the device lands it, several runs at a time.
+  std::optional<Destination> left;
+  const std::size_t end = device_may_land() ? runs_.size() : 0;
+  while (asked_ < end && !left) {
+    const RunSize size = size_of_run(runs_[asked_]);
+    while (!bytes_under_way_.fits(size)) finish_oldest(lock);
+    Destination to = destination(runs_[asked_]);
+    open_next(lock, to);
+    if (device_lands(to))
+      land_there(std::move(to), size);
+    else
+      left = std::move(to);
+  }
+  while (at_ != asked_) finish_oldest(lock);
+  // 2. What is left, by the processor; the first run of it is open.
+  if (left) {
+    ask_ahead();
+    land_by_processor(lock, std::move(*left));
+  }
+  land_rest(lock);
+}
+
+// Opens where the next run goes: see Note [Landing cannot deadlock].
+void Landing::Course::open_next(Lock& lock, Destination& to) {
+  while (try_open(to) != Cause::none) {
+    if (at_ == asked_) return wait_open(lock, to);
+    finish_oldest(lock);
+  }
+}
+
+// All of it, as far as its pages allow.
+bool Landing::Course::device_may_land() const {
+  if (runs_.empty()) return false;
+  const DeviceCompute* compute = base_.tiers.compute();
+  if (compute == nullptr || !compute->reaches_host()) return false;
+  if (!base_.tiers.pinned(buffer(0), layout().page_bytes)) return false;
+  const Destination first = destination(runs_.front());
+  return first.on_device || gradient_.dtype == first.dtype;
+}
+
+// One run, which is open. REQUIRES: device_may_land().
+bool Landing::Course::device_lands(const Destination& to) const {
+  if (to.on_device) return true;
+  return to.mode == GradMode::copy &&
+         std::all_of(to.pieces.begin(), to.pieces.end(), [&](const Piece& piece) {
+           return base_.tiers.pinned(place_of(to, piece), piece.count * size_of(to.dtype));
+         });
+}
+
+// Submits the copies of a run into its place in host memory: one for each frame that it lies in.
+void Landing::Course::copy_there(const Destination& to) {
+  for (auto piece = to.pieces.begin(); piece != to.pieces.end();) {
+    std::byte* const at = place_of(to, *piece);
+    const std::byte* const from = address(*piece);
+    const auto in_slab = static_cast<std::size_t>(at - base_.tiers.slab().bytes().data());
+    const std::size_t room = layout().page_bytes - in_slab % layout().page_bytes;
+    std::size_t bytes = 0;
+    for (; piece != to.pieces.end() && bytes < room; ++piece) {
+      bytes += piece->count * size_of(gradient_.dtype);
     }
-    updates_->forget_landed(id);
+    STRATA_ASSERT(bytes <= room);
+    copy_out(at, from, bytes);
   }
-  std::fill(landed_.begin(), landed_.end(), 0U);
 }
 
-void Session::drop_gradients() {
-  Lock lock(mutex_);
-  throw_if_failed();
-  const StepCall call(*this, lock);
-  drop_gradients(lock);
+// Submits the landing of the next run, which is open, by the device.
+void Landing::Course::land_there(Destination to, RunSize size) {
+  Run& run = under_way_.emplace_back(
+      Run{.to = std::move(to), .size = size, .begin_ns = SteadyClock().now_ns()});
+  run.sums_at = bytes_under_way_.begin(size);
+  // 1. Bytes that go to host memory.
+  if (!run.to.on_device) copy_there(run.to);
+  run.copied = landing_.copies_;
+  // 2. Sums, and bytes that stay on the device.
+  std::vector<LandSpan> landings;
+  double* sums = sums_of(run.sums_at);
+  for (const Piece& piece : run.to.pieces) {
+    landings.push_back({.to = run.to.on_device ? place_of(run.to, piece) : nullptr,
+                        .from = address(piece),
+                        .sums = sums,
+                        .count = piece.count,
+                        .to_dtype = run.to.dtype,
+                        .from_dtype = gradient_.dtype,
+                        .mode = run.to.mode});
+    sums += norm_blocks(piece.count);
+  }
+  STRATA_ASSERT(sums == sums_of(run.sums_at) + size.sums);
+  std::string why = base_.tiers.compute()->land(landings, gradient_.stream);
+  last_summed_ = run.summed = device().record(gradient_.stream);
+  ++asked_;
+  if (why.empty()) return;
+  Error error;
+  error.tier = Tier::device;
+  error.unit = base_.names.of(gradient_.unit);
+  error.what = std::move(why);
+  base_.gate.fail(std::move(error));
+  base_.gate.throw_if_failed();
 }
 
-void Session::forget_step() {
-  Lock lock(mutex_);
-  const StepCall call(*this, lock);
-  wait(lock, [&] { return !updates_->busy() || updates_->waits_for_release(); });
-  updates_->forget_merged();
-  forget_gradients(lock);
-  std::fill(updated_.begin(), updated_.end(), false);
-}
-
-std::uint32_t Session::gradient_count(std::uint32_t param) {
-  const Lock lock(mutex_);
-  throw_if_failed();
-  check_param(param);
-  return landed_[param];
+// Waits for the device to have landed the first run that is under way.
+void Landing::Course::finish_oldest(Lock& lock) {
+  wait_for_copy(lock, under_way_.front().copied);
+  base_.wait_for(lock, under_way_.front().summed, gradient_.unit);
+  Run run = std::move(under_way_.front());
+  under_way_.pop_front();
+  bytes_under_way_.end();
+  const double* sums = sums_of(run.sums_at);
+  for (const Piece& piece : run.to.pieces) {
+    sum_ += sum_in_order(sums, norm_blocks(piece.count));
+    sums += norm_blocks(piece.count);
+  }
+  if (run.to.on_device) {
+    base_.transfers.note(Link::download, Requester::gradients,
+                         {.track = Track::download,
+                          .unit = gradient_.unit,
+                          .begin_ns = run.begin_ns,
+                          .end_ns = SteadyClock().now_ns()});
+  }
+  close(std::move(run.to));
 }
 
 }  // namespace strata

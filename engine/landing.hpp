@@ -1,86 +1,82 @@
-// A gradient on its way through the session: what landing.cpp and device_landing.cpp share.
+// Landing: the way of a gradient from the device memory in which autograd left it to where its
+// update will read it. It lands run after run, a run being what goes into one page (or frame)
+// there, with its squares added up in passing.
+//
+// Threads: one caller at a time (the core's lock), which is given up while bytes are moved. Several
+// gradients may land at a time.
+//
+//   double sum_squares = landing.land(lock, {.param = 3, .unit = unit, .from = data, ...});
+//
+// Note [Ways to land]
+// A run lands in one of four ways. What lands, how it meets what was there, and the sum of the
+// squares, added up in the promised order, are the same bits in each of them.
+//   1. The processor reaches the device's memory: it lands the run itself.
+//   2. Its page is on the GPU: a kernel lands it there.
+//   3. It is copied as it is to a page in host memory that is pinned: the GPU's copy engine writes
+//      into the page, while a kernel reads the same bytes for their sums. No byte of it passes the
+//      processor.
+//   4. Everything else (it is added to what is there, or becomes float32, or the page is not
+//   pinned,
+//      or kernels do not reach host memory): it comes through two bounce buffers, pinned and set
+//      aside, and the processor lands it: one run while the next is being copied.
+// Sums, of blocks, come back through the bounce buffers too. A gradient of a GPU begins in way 2 or
+// 3 where it can, and goes on in the fourth from the first run on that has to: then nothing else
+// uses the buffers any more.
+//
+// Note [Landing cannot deadlock]
+// The bounce buffers are taken before any page is opened: whoever has them waits for pages, and
+// nobody who has a page open waits for them. In ways 2 and 3 several runs are under way at a time,
+// their pages open. Who has a page open waits for nothing but the GPU, whose work is submitted
+// already and needs nothing more from us: the next page is opened only where that needs no waiting,
+// else the runs under way end first, the oldest before the others, until none is left, and only
+// then is there a wait for the page, with none open. So pages open here are given back whatever
+// others do, and in the smallest staging area a gradient lands page by page: it holds more than one
+// staging frame only while nobody else wants them, as Note [Staging cannot deadlock] asks.
+//
+// Note [Memory in flight]
+// Pages stay open until the copies into them are done, so no update, discard or eviction gets them.
+// Where a wait ends by an exception (the session failed, or is closed), what is in flight is waited
+// for before the exception goes on, so the caller may free the gradient.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <deque>
 #include <span>
 #include <vector>
 
-#include "engine/session.hpp"
-#include "engine/under_way.hpp"
+#include "engine/foundation.hpp"
+#include "engine/updates.hpp"
 
 namespace strata {
 
-// Where a run of a gradient goes: a page in host memory, a page that rests on the device, or the
-// frames of a chunk whose gradient has no pages. Once it is open it is ours alone.
-struct Session::Destination {
-  std::span<const Piece> pieces;
-  std::uint32_t chunk = 0;
-  PageId page = kNoPage;  // kNoPage: the chunk's frames
-  bool on_device = false;
-  // Once it is open.
-  Intent intent = Intent::overwrite;
-  std::byte* bytes = nullptr;  // of the page
-  GradMode mode = GradMode::copy;
-};
-
-// A gradient that lands. `sum`: of the squares of what the destination then holds, piece after
-// piece, whatever the page size.
-struct Session::Incoming {
+// A gradient that lands: all elements of a parameter, contiguous.
+struct IncomingGradient {
   std::uint32_t param = 0;
   UnitId unit = kNoUnit;
-  const std::byte* from = nullptr;
+  const std::byte* from = nullptr;  // written by work submitted so far on `stream`
   Dtype dtype = Dtype::bfloat16;
   Stream stream = nullptr;
-  double sum = 0.0;
-  std::vector<std::span<const Piece>> runs;
-  // Runs [0, at) have landed; [at, asked) are under way on the device.
-  std::size_t at = 0;
-  std::size_t asked = 0;
-
-  CopyTicket made{};  // the work that wrote it
-  // The last of all copies and kernels that were submitted: behind them nothing of the device
-  // touches the gradient or what it lands in.
-  CopyTicket copied{}, summed{};
-  // Run r through landing frame r % kLandingFrames, where the processor lands it.
-  std::array<CopyTicket, kLandingFrames> coming{};
-  // Runs [at, asked), oldest first, where the device does.
-  struct Run {
-    Destination to;
-    RunSize size;
-    std::size_t sums_at = 0;
-    CopyTicket copied{}, summed{};
-    std::int64_t begin_ns = 0;
-  };
-  std::deque<Run> landing{};
-  UnderWay under_way;
-
-  RunSize size(std::span<const Piece> run) const {
-    RunSize size;
-    for (const Piece& piece : run) {
-      size.bytes += piece.count * size_of(dtype);
-      size.sums += norm_blocks(piece.count);
-    }
-    return size;
-  }
-  const std::byte* address(const Piece& piece) const {
-    return from + piece.in_param * size_of(dtype);
-  }
+  bool adds = false;      // where gradients have pages: to what is there
+  std::int64_t step = 0;  // that it belongs to
 };
 
-// One gradient at a time has the landing frames. With the lock. When they are given back, whatever
-// became of the gradient, nothing of the device uses them, its memory, or a page that it lands in.
-class Session::LandingFrames final {
+class Landing final {
  public:
-  LandingFrames(Session& session, Lock& lock, const Incoming& incoming);
-  ~LandingFrames();
-  LandingFrames(const LandingFrames&) = delete;
-  LandingFrames& operator=(const LandingFrames&) = delete;
+  Landing(Foundation& base, Updates& updates) : base_(base), updates_(updates) {}
+
+  // Returns the sum of the squares of what the destination then holds. `from` may be reused.
+  double land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
+
+  // Takes note of copies that are over. Part of every turn.
+  bool turn();
 
  private:
-  Session& session_;
-  const Incoming& incoming_;
+  class Course;
+
+  Foundation& base_;
+  Updates& updates_;
+  bool buffers_taken_ = false;  // a gradient has the bounce buffers
+  std::uint64_t copies_ = 0;    // asked for since the start; they end in this order
+  std::uint64_t copies_done_ = 0;
 };
 
 }  // namespace strata

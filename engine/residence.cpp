@@ -151,10 +151,11 @@ Residence choose_residence(const Config& config) {
   return spread_pages(std::move(layout), std::move(chosen.allotted.allotment));
 }
 
-Residence rearrange(const Config& config, const Residence& home, const Room& room) {
-  Allotted allotted = rearrange(holding_of(config, home.layout), budgets_of(config), home, room);
+Residence rearrange(const Config& config, const Layout& layout, const Claims& before,
+                    const Room& room) {
+  Allotted allotted = rearrange(holding_of(config, layout), budgets_of(config), before, room);
   if (allotted.refusal) throw StrataError(to_error(*allotted.refusal));
-  return spread_pages(home.layout, std::move(allotted.allotment));
+  return spread_pages(layout, std::move(allotted.allotment));
 }
 
 Budgets step_budgets(const Config& config, const Residence& home, std::size_t device_bytes) {

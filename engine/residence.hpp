@@ -3,7 +3,7 @@
 //
 //   Residence home = choose_residence(config);            // throws StrataError when infeasible
 //   home.tier[index(page)]
-//   Residence then = rearrange(config, home, {.host_pages = 100, .on_device = home.on_device});
+//   Residence then = rearrange(config, layout, home, {.host_pages = 100, .on_device = units});
 //
 // Note [Buffers]
 // Gradients without pages (in_backward, lock_free) lie in frames of host memory that nothing else
@@ -28,6 +28,7 @@
 
 namespace strata {
 
+// Where everything is to rest. Once a session has claimed it, its page table says where pages are.
 // A page rests on the device exactly where its unit does.
 struct Residence : Allotment {
   Layout layout;
@@ -52,7 +53,8 @@ Residence choose_residence(const Config& config);
 
 // The same with this room, instead of what it had: see rearrange() of the planner.
 // Throws StrataError (config) with what would do.
-Residence rearrange(const Config& config, const Residence& home, const Room& room);
+Residence rearrange(const Config& config, const Layout& layout, const Claims& before,
+                    const Room& room);
 
 // What a plan may use beside what a session sets aside, with so many bytes of the device.
 Budgets step_budgets(const Config& config, const Residence& home, std::size_t device_bytes);

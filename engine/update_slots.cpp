@@ -50,32 +50,34 @@ void Updates::open_slot(Slot& slot, std::uint32_t id) {
     const auto role = static_cast<Role>(r);
     const bool only_read = role == Role::grad || (role == Role::param && writes_beside(id));
     for (std::uint32_t i = 0; i < run.count; ++i) {
-      slot.pages.push_back(
-          {PageId{index(run.first) + i}, only_read ? Intent::read : Intent::modify, nullptr});
+      slot.pages.push_back({.page = PageId{index(run.first) + i},
+                            .intent = only_read ? Intent::read : Intent::modify});
     }
   }
 }
 
-// The page's bytes where it rests, or null: not yet.
-std::byte* Updates::open(const OpenPage& page) {
-  if (cache_.tier(page.page) != Tier::device) return cache_.open(page.page, page.intent);
+// Opens the page where it rests. False: not yet.
+bool Updates::open(OpenPage& page) {
+  if (table_.tier(page.page) != Tier::device) {
+    page.pin = cache_.open(page.page, page.intent);
+    page.bytes = page.pin ? page.pin.bytes() : nullptr;
+    return page.pin ? true : false;
+  }
   // Gradients on the device are nobody else's. Parameters may be read there by what was submitted
   // before the unit was left.
-  const bool gradient = layout_.role_of[index(page.page)] == Role::grad;
-  const Chunk& chunk = layout_.chunks[layout_.chunk_of[index(page.page)]];
-  if (!gradient && !executor_.passed(layout_.segments[chunk.segment].unit)) return nullptr;
-  if (!gradient && !cache_.open_on_device(page.page)) return nullptr;
-  return device_.address(mover_.frame_of(page.page));
+  if (layout_.role_of[index(page.page)] != Role::grad) {
+    if (!prefetcher_.passed(table_.unit(page.page))) return false;
+    page.pin = cache_.open_on_device(page.page);
+    if (!page.pin) return false;
+  }
+  page.bytes = device_.address(table_.placement(page.page).device_frame());
+  return true;
 }
 
-void Updates::close(const OpenPage& page) {
-  const bool gradient = layout_.role_of[index(page.page)] == Role::grad;
-  if (cache_.tier(page.page) == Tier::device) {
-    if (!gradient) cache_.close_on_device(page.page);
-    return;
-  }
-  cache_.close(page.page, page.intent, WriteBack::now);
-  if (page.intent == Intent::read) spent_.push_back(page.page);
+void Updates::close(OpenPage& page) {
+  const bool spent = page.pin && page.intent == Intent::read;
+  page.pin.close(WriteBack::now);
+  if (spent) spent_.push_back(page.page);
 }
 
 // Opens what can be opened; hands the chunk to a worker when all of it is there.
@@ -84,14 +86,14 @@ bool Updates::load(Slot& slot) {
   bool complete = true;
   for (OpenPage& page : slot.pages) {
     if (page.bytes != nullptr) continue;
-    page.bytes = open(page);
-    moved |= page.bytes != nullptr;
-    complete &= page.bytes != nullptr;
+    const bool opened = open(page);
+    moved |= opened;
+    complete &= opened;
   }
   if (!complete) return moved;
   make_spans(slot);
   const auto tag = static_cast<std::uint64_t>(&slot - slots_.data());
-  if (!workers_.submit({slot.spans, tag, on_device(slot.chunk)})) return moved;
+  if (!workers_->submit({slot.spans, tag, on_device(slot.chunk)})) return moved;
   slot.stage = Stage::updating;
   return true;
 }
@@ -127,7 +129,7 @@ void Updates::make_spans(Slot& slot) const {
     std::byte* const param = at(slot, Role::param, piece.in_chunk);
     span.param = param;
     span.new_param = param;
-    if (slot.fresh != kNoFrame) {
+    if (slot.fresh != kNoHostFrame) {
       span.new_param = gradients_->address(slot.fresh) + piece.in_chunk * size_of(segment.dtype);
     }
     span.master = at(slot, Role::master, piece.in_chunk);
@@ -148,15 +150,18 @@ void Updates::make_spans(Slot& slot) const {
 
 // Closes the chunk's pages. False: somebody still reads its old parameters, and all is as it was.
 bool Updates::publish(Slot& slot) {
-  if (slot.fresh != kNoFrame) {
-    const PageId page = layout_.chunks[slot.chunk].run(Role::param).first;
-    const auto old = cache_.close_with(page, slot.fresh, WriteBack::now);
+  if (slot.fresh != kNoHostFrame) {
+    const PageId param = layout_.chunks[slot.chunk].run(Role::param).first;
+    const auto open = std::find_if(slot.pages.begin(), slot.pages.end(),
+                                   [param](const OpenPage& page) { return page.page == param; });
+    STRATA_ASSERT(open != slot.pages.end());
+    const auto old = open->pin.replace(slot.fresh, WriteBack::now);
     if (!old) return false;
     slot.gradient.push_back(*old);
-    slot.fresh = kNoFrame;
-    std::erase_if(slot.pages, [page](const OpenPage& open) { return open.page == page; });
+    slot.fresh = kNoHostFrame;
+    slot.pages.erase(open);
   }
-  for (const OpenPage& page : slot.pages) close(page);
+  for (OpenPage& page : slot.pages) close(page);
   finish(slot);
   return true;
 }

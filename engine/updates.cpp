@@ -9,21 +9,22 @@
 
 namespace strata {
 
-Updates::Updates(const Parts& parts, std::uint32_t frames_max)
+Updates::Updates(Parts parts, std::uint32_t frames_max)
     : layout_(parts.layout),
       config_(parts.config),
+      gate_(parts.gate),
+      table_(parts.table),
       cache_(parts.cache),
-      mover_(parts.mover),
       device_(parts.device),
-      executor_(parts.executor),
-      workers_(parts.workers),
+      prefetcher_(parts.prefetcher),
       timeline_(parts.timeline),
       gradients_(parts.gradients),
       scales_(parts.scales),
-      worker_is_done_(parts.worker_is_done),
+      worker_is_done_(std::move(parts.worker_is_done)),
       frames_max_(frames_max),
       chunks_(layout_.chunks.size()),
-      slots_(update_slots(workers_.thread_count())) {
+      slots_(update_slots(parts.workers->thread_count())),
+      workers_(std::move(parts.workers)) {
   for (const Segment& segment : layout_.segments) {
     if (!segment.trainable) continue;
     for (const std::uint32_t param : segment.params) {
@@ -49,12 +50,12 @@ void Updates::set_staging(std::uint32_t frames_max) {
   frames_max_ = frames_max;
   for (ChunkState& chunk : chunks_) chunk.staging_need = 0;
   for (std::uint32_t page = 0; page < layout_.page_count; ++page) {
-    if (cache_.rests_on_ssd(PageId{page})) ++chunks_[layout_.chunk_of[page]].staging_need;
+    if (table_.tier(PageId{page}) == Tier::ssd) ++chunks_[layout_.chunk_of[page]].staging_need;
   }
 }
 
 bool Updates::on_device(std::uint32_t chunk) const {
-  return cache_.tier(layout_.chunks[chunk].run(Role::param).first) == Tier::device;
+  return table_.tier(layout_.chunks[chunk].run(Role::param).first) == Tier::device;
 }
 
 // Steps that the chunk's readers may lag behind.
@@ -170,9 +171,9 @@ void Updates::block_or_not(std::uint32_t id) {
       (chunk.queued && chunk.oldest <= allowed) || (chunk.open && chunk.oldest_open <= allowed);
   const PageId page = layout_.chunks[id].run(Role::param).first;
   if (late)
-    executor_.block(page);
+    prefetcher_.block(page);
   else
-    executor_.unblock(page);
+    prefetcher_.unblock(page);
 }
 
 void Updates::count_forward(UnitId unit) {
@@ -198,10 +199,41 @@ bool Updates::waits_for_release() const {
          std::all_of(queue_.begin(), queue_.end(), [this](std::uint32_t c) { return is_held(c); });
 }
 
+void Updates::refuse_if_merged() const {
+  if (!waits_for_release()) return;
+  refuse(
+      "gradients were added to those of an earlier step whose update was still to come, and wait "
+      "for step(): call it first");
+}
+
+void Updates::wait_settled(Lock& lock, std::uint32_t chunk) {
+  gate_.wait(lock, [&] {
+    if (merged(chunk)) refuse_if_merged();
+    return settled(chunk);
+  });
+}
+
+void Updates::wait_idle(Lock& lock) {
+  Waiting waiting(timeline_, kNoUnit, true);
+  gate_.wait(lock, [&] {
+    if (!busy()) return true;
+    waiting.missing(Cause::update);
+    return false;
+  });
+  waiting.over();
+}
+
+void Updates::wait_done(Lock& lock) {
+  gate_.wait(lock, [&] {
+    refuse_if_merged();
+    return !busy();
+  });
+}
+
 bool Updates::turn() {
   bool moved = false;
   const bool may_collect = !worker_is_done_ || worker_is_done_();
-  for (UpdateDone done; may_collect && workers_.collect(done);) {
+  for (UpdateDone done; may_collect && workers_->collect(done);) {
     Slot& slot = slots_[done.tag];
     STRATA_ASSERT(slot.stage == Stage::updating);
     const UnitId unit = layout_.segments[layout_.chunks[slot.chunk].segment].unit;

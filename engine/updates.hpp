@@ -5,8 +5,8 @@
 // Threads: one caller at a time (the core's lock). Workers see only the spans of memory.
 //
 //   updates.note_landed(chunk, param);
-//   updates.release({.step = 1, .groups = groups, .scale_of = scales, .units = executor.order()});
-//   while (updates.busy()) { ...turn... }
+//   updates.release({.step = 1, .groups = groups, .scale_of = scales, .units =
+//   prefetcher.order()}); while (updates.busy()) { ...turn... }
 //
 // Note [Versions]. A chunk is at version v when the gradients of all steps up to v are in its
 // parameters. After step n a forward needs version n - max_staleness: only the parameter pages that
@@ -36,17 +36,18 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "engine/gradients.hpp"
+#include "engine/gate.hpp"
+#include "engine/gradient_frames.hpp"
 #include "engine/layout.hpp"
 #include "engine/released_groups.hpp"
 #include "memory/timeline.hpp"
-#include "offload/executor.hpp"
-#include "offload/host_cache.hpp"
+#include "offload/residency/prefetcher.hpp"
 #include "optimizers/workers.hpp"
 
 namespace strata {
@@ -66,7 +67,7 @@ struct Staleness {
 
 // Invariants:
 //   1. A chunk is queued at most once, and open in at most one slot.
-//   2. A parameter page is blocked in the executor exactly while its chunk's oldest gradient that
+//   2. A parameter page is blocked in the prefetcher exactly while its chunk's oldest gradient that
 //      is queued or open is of step released() - max_staleness or older.
 //   3. The staging frames of all open chunks together never exceed frames_max.
 class Updates final {
@@ -74,19 +75,20 @@ class Updates final {
   struct Parts {
     const Layout& layout;
     const Config& config;
-    HostCache& cache;
-    const Mover& mover;  // knows the frames of pages that rest on the device
-    Backend& device;
-    Executor& executor;
-    Workers& workers;
-    Timeline& timeline;    // what workers did
-    Gradients* gradients;  // null: they rest in pages
-    std::byte* scales;     // of block8 moments, as Layout says; null: there are none
-    const std::function<bool()>& worker_is_done;  // asked in every turn; empty: it may be
+    Gate& gate;
+    const PageTable& table;
+    PageCache& cache;
+    const Backend& device;
+    Prefetcher& prefetcher;
+    Timeline& timeline;         // what workers did
+    GradientFrames* gradients;  // null: they rest in pages
+    std::byte* scales;          // of block8 moments, as Layout says; null: there are none
+    std::unique_ptr<Workers> workers;
+    std::function<bool()> worker_is_done;  // asked in every turn; empty: it may be
   };
 
   // `frames_max`: staging frames that open chunks may hold together.
-  Updates(const Parts& parts, std::uint32_t frames_max);
+  Updates(Parts parts, std::uint32_t frames_max);
 
   // Pages have come to rest elsewhere, and the staging area is another. REQUIRES: !busy().
   void set_staging(std::uint32_t frames_max);
@@ -125,6 +127,13 @@ class Updates final {
   bool busy() const { return !queue_.empty() || open_ != 0 || !spent_.empty(); }
   // Nothing goes on, and what is queued waits for release(): see Note [Held].
   bool waits_for_release() const;
+  // Wait until the chunk is settled; until nothing is busy, for a step that begins; and until
+  // everything is published. The first and the last throw StrataError where gradients have been
+  // added to older ones since the last release: both wait for the next.
+  void wait_settled(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
+  void wait_idle(Lock& lock) STRATA_REQUIRES(core_lock);
+  void wait_done(Lock& lock) STRATA_REQUIRES(core_lock);
+  void refuse_if_merged() const;
   bool turn();
   // A worker could not do its job; the session ends with it.
   const std::optional<Error>& failure() const { return failure_; }
@@ -134,6 +143,7 @@ class Updates final {
   std::int64_t step_of(std::uint32_t param) const;
   void set_step(std::uint32_t param, std::int64_t step);
   std::uint64_t chunks_done() const { return chunks_done_; }
+  const Workers& workers() const { return *workers_; }
 
  private:
   // A run of a parameter's elements within one page of every role.
@@ -162,15 +172,16 @@ class Updates final {
   struct OpenPage {
     PageId page = kNoPage;
     Intent intent = Intent::modify;
-    std::byte* bytes = nullptr;
+    std::byte* bytes = nullptr;  // once it is open
+    Pin pin = {};                // none of a gradient on the device, which nobody else has
   };
   struct Slot {
     Stage stage = Stage::free;
     std::uint32_t chunk = 0;
-    std::vector<OpenPage> pages;     // in order of page id
-    std::vector<ChunkPiece> pieces;  // to be updated
-    std::vector<FrameId> gradient;   // where it has no pages
-    FrameId fresh = kNoFrame;        // for the new parameters, where they are written beside
+    std::vector<OpenPage> pages;        // in order of page id
+    std::vector<ChunkPiece> pieces;     // to be updated
+    std::vector<HostFrameId> gradient;  // where it has no pages
+    HostFrameId fresh = kNoHostFrame;   // for the new parameters, where they are written beside
     std::vector<UpdateSpan> spans;
   };
 
@@ -183,8 +194,8 @@ class Updates final {
   bool admit();
   void open_slot(Slot& slot, std::uint32_t chunk);
   bool load(Slot& slot);
-  std::byte* open(const OpenPage& page);
-  void close(const OpenPage& page);
+  bool open(OpenPage& page);
+  void close(OpenPage& page);
   void make_spans(Slot& slot) const;
   std::byte* at(const Slot& slot, Role role, std::size_t element) const;
   void fail(UnitId unit, const std::string& what);
@@ -193,15 +204,15 @@ class Updates final {
 
   const Layout& layout_;
   const Config& config_;
-  HostCache& cache_;
-  const Mover& mover_;
-  Backend& device_;
-  Executor& executor_;
-  Workers& workers_;
+  Gate& gate_;
+  const PageTable& table_;
+  PageCache& cache_;
+  const Backend& device_;
+  Prefetcher& prefetcher_;
   Timeline& timeline_;
-  Gradients* gradients_;
+  GradientFrames* gradients_;
   std::byte* scales_;
-  const std::function<bool()>& worker_is_done_;
+  std::function<bool()> worker_is_done_;
   std::uint32_t frames_max_;
   std::uint32_t frames_held_ = 0;
   std::vector<ChunkState> chunks_;
@@ -216,6 +227,7 @@ class Updates final {
   Staleness staleness_;
   std::optional<Error> failure_;
   std::uint64_t chunks_done_ = 0;
+  std::unique_ptr<Workers> workers_;  // last: its threads read everything above
 };
 
 }  // namespace strata

@@ -42,15 +42,37 @@ PageId PageTable::add(std::uint32_t count) {
   return PageId{first};
 }
 
-void PageTable::begin_fill(PageId page, Tier tier, std::uint32_t place, std::uint64_t version) {
-  Copy& copy = entry(page).copies[index(tier)];
+const Placement& PageTable::placement(PageId page) const {
+  STRATA_ASSERT(strata::index(page) < page_count());
+  return pages_[strata::index(page)].rest;
+}
+
+UnitId PageTable::unit(PageId page) const {
+  STRATA_ASSERT(strata::index(page) < page_count());
+  return pages_[strata::index(page)].unit;
+}
+
+void PageTable::place(PageId page, Placement rest) {
+  const Copy& there = copy(page, rest.tier);
+  STRATA_ASSERT(there.state == CopyState::none || there.place == rest.place);
+  entry(page).rest = rest;
+}
+
+void PageTable::begin_fill(PageId page, Placement at, std::uint64_t version) {
+  Entry& of = entry(page);
+  Copy& copy = of.copies[index(at.tier)];
   STRATA_ASSERT(copy.state == CopyState::none);
-  STRATA_ASSERT(place != kNoPlace);
+  STRATA_ASSERT(at.somewhere());
+  STRATA_ASSERT(of.rest.tier != at.tier || !of.rest.somewhere() || of.rest == at);
   const bool is_move = version > 0 && version <= newest(page);
-  STRATA_ASSERT(!is_move || held_elsewhere(page, tier, version));
+  STRATA_ASSERT(!is_move || held_elsewhere(page, at.tier, version));
   STRATA_ASSERT(version <= newest(page) || !is_being_renewed(page));
-  copy = {.state = CopyState::filling, .drains = 0, .pins = 0, .place = place, .version = version};
-  ++copies_[index(tier)];
+  copy = {.state = CopyState::filling,
+          .drains = 0,
+          .pins = 0,
+          .place = at.place,
+          .version = version};
+  ++copies_[index(at.tier)];
 }
 
 void PageTable::finish_fill(PageId page, Tier tier) {
@@ -61,7 +83,7 @@ void PageTable::finish_fill(PageId page, Tier tier) {
   if (copy.version > of.newest) of.newest = copy.version;
 }
 
-std::uint32_t PageTable::abandon_fill(PageId page, Tier tier) {
+Placement PageTable::abandon_fill(PageId page, Tier tier) {
   STRATA_ASSERT(copy(page, tier).state == CopyState::filling);
   return forget(page, tier);
 }
@@ -80,7 +102,7 @@ void PageTable::finish_drain(PageId page, Tier tier) {
   if (copy.drains == 0) copy.state = CopyState::valid;
 }
 
-std::uint32_t PageTable::drop(PageId page, Tier tier) {
+Placement PageTable::drop(PageId page, Tier tier) {
   const Copy& copy = held(page, tier);
   STRATA_ASSERT(copy.state == CopyState::valid);
   STRATA_ASSERT(copy.pins == 0);
@@ -89,7 +111,7 @@ std::uint32_t PageTable::drop(PageId page, Tier tier) {
   return forget(page, tier);
 }
 
-std::uint32_t PageTable::drop(PageId page, Tier tier, Discard proof) {
+Placement PageTable::drop(PageId page, Tier tier, Discard proof) {
   STRATA_ASSERT(proof.why != nullptr);
   const bool is_last_of_newest =
       is_current(page, tier) && !held_elsewhere(page, tier, newest(page));
@@ -128,12 +150,21 @@ void PageTable::publish(PageId page, Tier tier, std::uint64_t version) {
   of.newest = version;
 }
 
-std::uint32_t PageTable::exchange(PageId page, Tier tier, std::uint32_t place) {
-  Copy& copy = entry(page).copies[index(tier)];
+Placement PageTable::exchange(PageId page, Placement to) {
+  Entry& of = entry(page);
+  Copy& copy = of.copies[index(to.tier)];
   STRATA_ASSERT(copy.state == CopyState::valid);
   STRATA_ASSERT(copy.pins == 0);
-  STRATA_ASSERT(place != kNoPlace);
-  return std::exchange(copy.place, place);
+  STRATA_ASSERT(to.somewhere());
+  const Placement from{to.tier, std::exchange(copy.place, to.place)};
+  if (of.rest == from) of.rest = to;
+  return from;
+}
+
+Placement PageTable::at(PageId page, Tier tier) const {
+  const Copy& of = copy(page, tier);
+  STRATA_ASSERT(of.state != CopyState::none);
+  return {tier, of.place};
 }
 
 const Copy& PageTable::copy(PageId page, Tier tier) const {
@@ -196,6 +227,10 @@ std::optional<std::string> PageTable::check_copy(PageId page, Tier tier,
   if (of.version > newest(page) && of.state != CopyState::filling) {
     return broken_at(4, page, tier, "newer than the newest version");
   }
+  const Placement& rest = placement(page);
+  if (!is_none && rest.tier == tier && rest.somewhere() && rest.place != of.place) {
+    return broken_at(8, page, tier, "it does not lie where it rests");
+  }
   if (!is_none && of.place >= capacity) return broken_at(6, page, tier, "place beyond the tier");
   return std::nullopt;
 }
@@ -236,13 +271,13 @@ bool PageTable::is_being_renewed(PageId page) const {
   return false;
 }
 
-std::uint32_t PageTable::forget(PageId page, Tier tier) {
+Placement PageTable::forget(PageId page, Tier tier) {
   Copy& copy = entry(page).copies[index(tier)];
   STRATA_ASSERT(copies_[index(tier)] > 0);
-  const std::uint32_t place = copy.place;
+  const Placement freed{tier, copy.place};
   copy = Copy{};
   --copies_[index(tier)];
-  return place;
+  return freed;
 }
 
 }  // namespace strata

@@ -1,19 +1,20 @@
-// PageTable: for every page, what each tier holds of it (a Copy), which contents are the newest,
-// and who must not move. It knows nothing of how bytes travel: Mover tells it when they start and
-// arrive.
+// PageTable: for every page, where it rests (its Placement), what each tier holds of it (a Copy),
+// which contents are the newest, and who must not move. It knows nothing of how bytes travel:
+// Transfers tells it when they start and arrive, and nobody else changes the state of a copy.
 //
 // Threads: one caller at a time (the core's lock).
 //
 //   PageTable pages;
 //   PageId page = pages.add(1);                          // a zero page: nobody holds it, version 0
-//   pages.begin_fill(page, Tier::host, place, 0);        // a frame was acquired for it
+//   pages.place(page, slot);                             // it rests on the SSD
+//   pages.begin_fill(page, frame, 0);                    // a host frame was acquired for it
 //   pages.finish_fill(page, Tier::host);
 //   pages.publish(page, Tier::host, 1);                  // its bytes were written
 //   pages.begin_drain(page, Tier::host);                 // host → SSD: both ends say so
-//   pages.begin_fill(page, Tier::ssd, slot, 1);
+//   pages.begin_fill(page, slot, 1);
 //   pages.finish_fill(page, Tier::ssd);
 //   pages.finish_drain(page, Tier::host);
-//   std::uint32_t freed = pages.drop(page, Tier::host);  // fine: the SSD holds version 1 too
+//   Placement freed = pages.drop(page, Tier::host);      // fine: the SSD holds version 1 too
 #pragma once
 
 #include <array>
@@ -23,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "memory/check.hpp"
 #include "memory/units.hpp"
 
 namespace strata {
@@ -35,7 +37,37 @@ const char* name(CopyState state);
 
 inline constexpr std::uint32_t kNoPlace = UINT32_MAX;
 
-// What one tier holds of a page. `place` is the index of a FrameId (device, host) or SlotId (ssd).
+// A place in a tier, `place` being the index of a FrameId (device), HostFrameId (host) or SlotId
+// (ssd). Where a page rests is said by one of these, in the page table. There will be two more
+// kinds of rest: remote, where another rank holds the page, and shared, where a snapshot holds the
+// slot as well.
+struct Placement {
+  Tier tier = Tier::ssd;
+  std::uint32_t place = kNoPlace;
+
+  constexpr Placement() = default;
+  constexpr Placement(Tier in, std::uint32_t at) : tier(in), place(at) {}
+  // A place of a type is a placement: these conversions are wanted.
+  constexpr Placement(FrameId frame) : Placement(Tier::device, index(frame)) {}    // NOLINT
+  constexpr Placement(HostFrameId frame) : Placement(Tier::host, index(frame)) {}  // NOLINT
+  constexpr Placement(SlotId slot) : Placement(Tier::ssd, index(slot)) {}          // NOLINT
+
+  constexpr bool somewhere() const { return place != kNoPlace; }
+  // REQUIRES of the three: it is a place of that tier.
+  FrameId device_frame() const { return of<FrameId>(Tier::device); }
+  HostFrameId host_frame() const { return of<HostFrameId>(Tier::host); }
+  SlotId slot() const { return of<SlotId>(Tier::ssd); }
+  friend constexpr bool operator==(const Placement&, const Placement&) = default;
+
+ private:
+  template <typename Place>
+  Place of(Tier expected) const {
+    STRATA_ASSERT(tier == expected);
+    return Place{place};
+  }
+};
+
+// What one tier holds of a page, at which place of the tier.
 struct Copy {
   CopyState state = CopyState::none;
   std::uint8_t drains = 0;  // moves that read it now
@@ -43,7 +75,7 @@ struct Copy {
   std::uint32_t place = kNoPlace;
   std::uint64_t version = 0;
 };
-static_assert(sizeof(Copy) == 16, "a page costs 56 bytes: keep it so");
+static_assert(sizeof(Copy) == 16, "a page costs 72 bytes: keep it so");
 
 // Proof that the newest contents of a page may be lost, and the reason, for a person to read.
 struct Discard {
@@ -59,20 +91,32 @@ struct Discard {
 //   5. newest > 0  ⇒  some tier holds a valid or draining copy of that version.
 //   6. place < capacity of its tier, and no two pages hold the same place of a tier.
 //   7. copies(tier) == the number of that tier's copies that are not none (<= capacity, by 6).
+//   8. A copy in the tier where the page rests lies where it rests.
 class PageTable final {
  public:
-  // Adds `count` pages nobody holds, at version 0, and returns the first; ids are consecutive.
+  // Adds `count` pages that rest nowhere and that nobody holds, at version 0, and returns the
+  // first; ids are consecutive.
   PageId add(std::uint32_t count);
+
+  // Where the page rests. Its copies lie where they are: whoever changes this moves them.
+  const Placement& placement(PageId page) const;
+  Tier tier(PageId page) const { return placement(page).tier; }
+  // REQUIRES: the tier holds nothing of the page, or holds it there.
+  void place(PageId page, Placement rest);
+  // The unit that the page belongs to, for reports; kNoUnit: none yet.
+  UnitId unit(PageId page) const;
+  void set_unit(PageId page, UnitId unit) { entry(page).unit = unit; }
 
   // A tier's place starts to receive the page. With version <= newest it is a move, with a newer
   // one it is new contents, which finish_fill() makes the newest.
-  // REQUIRES: the copy is none; for a move of version > 0, another tier holds that version; for new
-  // contents, no other tier receives new contents.
-  void begin_fill(PageId page, Tier tier, std::uint32_t place, std::uint64_t version);
+  // REQUIRES: the tier's copy is none; where the page rests in that tier, it rests there; for a
+  // move of version > 0, another tier holds that version; for new contents, no other tier receives
+  // new contents.
+  void begin_fill(PageId page, Placement at, std::uint64_t version);
   // REQUIRES: filling.
   void finish_fill(PageId page, Tier tier);
   // Returns the place that is free again. REQUIRES: filling.
-  std::uint32_t abandon_fill(PageId page, Tier tier);
+  Placement abandon_fill(PageId page, Tier tier);
 
   // Several moves may read a copy at a time; each one begins and finishes.
   // REQUIRES: valid or draining.
@@ -82,12 +126,12 @@ class PageTable final {
 
   // Forgets a copy and returns its place, which is free again.
   // REQUIRES: valid, unpinned; it is stale, or of version 0, or another tier holds the newest.
-  std::uint32_t drop(PageId page, Tier tier);
+  Placement drop(PageId page, Tier tier);
   // As drop, but the newest contents may go with it; then the page is a zero page again, whose
   // versions start anew (give larger ones than before where a disk could still hold the old ones).
   // REQUIRES: valid, unpinned; where it is the only holder of the newest, no tier holds anything
   // else.
-  std::uint32_t drop(PageId page, Tier tier, Discard proof);
+  Placement drop(PageId page, Tier tier, Discard proof);
 
   // A pinned copy stays: it cannot be dropped. REQUIRES: valid or draining.
   void pin(PageId page, Tier tier);
@@ -98,11 +142,13 @@ class PageTable final {
   // stale. REQUIRES: valid (a draining copy is being read); version > newest.
   void publish(PageId page, Tier tier, std::uint64_t version);
 
-  // The copy lies in another place of its tier from here on. Returns the old one, which is free.
-  // REQUIRES: valid, unpinned; nobody has `place`.
-  std::uint32_t exchange(PageId page, Tier tier, std::uint32_t place);
+  // The copy lies in another place of its tier from here on, and rests there if it rested in the
+  // old one. Returns the old one, which is free. REQUIRES: valid, unpinned; nobody has `to`.
+  Placement exchange(PageId page, Placement to);
 
   const Copy& copy(PageId page, Tier tier) const;
+  // The place of the tier's copy. REQUIRES: there is one.
+  Placement at(PageId page, Tier tier) const;
   std::uint64_t newest(PageId page) const;
   // The tier's copy can be read and is the newest.
   bool is_current(PageId page, Tier tier) const;
@@ -119,15 +165,17 @@ class PageTable final {
   struct Entry {
     std::array<Copy, kTierCount> copies;
     std::uint64_t newest = 0;
+    Placement rest;
+    UnitId unit = kNoUnit;
   };
-  static_assert(sizeof(Entry) == 56);
+  static_assert(sizeof(Entry) == 72);
 
   Entry& entry(PageId page);
   Copy& held(PageId page, Tier tier);
   bool held_elsewhere(PageId page, Tier tier, std::uint64_t version) const;
   bool is_being_renewed(PageId page) const;
-  std::uint32_t forget(PageId page, Tier tier);
-  // Invariants 1 to 4, and the first half of 6.
+  Placement forget(PageId page, Tier tier);
+  // Invariants 1 to 4 and 8, and the first half of 6.
   std::optional<std::string> check_copy(PageId page, Tier tier, std::uint32_t capacity) const;
   std::string broken_at(int invariant, PageId page, Tier tier, const char* what) const;
 

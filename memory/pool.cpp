@@ -12,15 +12,15 @@ Pool::Pool(std::uint32_t frame_count, std::size_t page_bytes, std::byte* base)
 
 void Pool::grow(std::uint32_t frame_count) {
   const std::uint32_t before = capacity();
-  STRATA_ASSERT(frame_count < index(kNoFrame) - before);
+  STRATA_ASSERT(frame_count < index(kNoHostFrame) - before);
   taken_.resize(before + frame_count, false);
   // The first one on top: a pool that is never full uses one end of its memory only.
-  for (std::uint32_t i = before + frame_count; i > before; --i) free_.push_back(FrameId{i - 1});
+  for (std::uint32_t i = before + frame_count; i > before; --i) free_.push_back(HostFrameId{i - 1});
 }
 
-std::optional<FrameId> Pool::acquire() {
+std::optional<HostFrameId> Pool::acquire() {
   if (free_.empty()) return std::nullopt;
-  const FrameId frame = free_.back();
+  const HostFrameId frame = free_.back();
   STRATA_ASSERT(!taken_[index(frame)]);
   free_.pop_back();
   taken_[index(frame)] = true;
@@ -28,13 +28,13 @@ std::optional<FrameId> Pool::acquire() {
   return frame;
 }
 
-void Pool::release(FrameId frame) {
+void Pool::release(HostFrameId frame) {
   STRATA_ASSERT(taken(frame));
   taken_[index(frame)] = false;
   free_.push_back(frame);
 }
 
-bool Pool::taken(FrameId frame) const {
+bool Pool::taken(HostFrameId frame) const {
   STRATA_ASSERT(index(frame) < capacity());
   return taken_[index(frame)];
 }

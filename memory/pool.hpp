@@ -1,10 +1,10 @@
-// Pool: which frames of a tier are free. The one released last is handed out first, because its
-// bytes are the warmest.
+// Pool: which frames of host memory are free. The one released last is handed out first, because
+// its bytes are the warmest.
 //
 // Threads: one caller at a time (the core's lock).
 //
 //   Pool frames(frame_count, page_bytes, slab.bytes().data());
-//   std::optional<FrameId> frame = frames.acquire();       // nullopt: every frame is taken
+//   std::optional<HostFrameId> frame = frames.acquire();   // nullopt: every frame is taken
 //   std::byte* bytes = frames.address(*frame);
 //   frames.release(*frame);
 #pragma once
@@ -25,13 +25,13 @@ namespace strata {
 //   3. used() <= peak() <= capacity().
 class Pool final {
  public:
-  // `base` is where frame 0 lies; nullptr where frames have no address (a device).
+  // `base` is where frame 0 lies; nullptr where nobody asks for an address.
   Pool(std::uint32_t frame_count, std::size_t page_bytes, std::byte* base = nullptr);
 
-  std::optional<FrameId> acquire();
+  std::optional<HostFrameId> acquire();
   // REQUIRES: the frame is taken.
-  void release(FrameId frame);
-  // The tier became larger: so many free frames more, behind the others.
+  void release(HostFrameId frame);
+  // Host memory became larger: so many free frames more, behind the others.
   void grow(std::uint32_t frame_count);
 
   std::uint32_t capacity() const { return static_cast<std::uint32_t>(taken_.size()); }
@@ -40,10 +40,10 @@ class Pool final {
   // The most frames that were ever taken at the same time.
   std::uint32_t peak() const { return peak_; }
   std::size_t page_bytes() const { return page_bytes_; }
-  bool taken(FrameId frame) const;
+  bool taken(HostFrameId frame) const;
 
   // REQUIRES: the pool was given a base.
-  std::byte* address(FrameId frame) const {
+  std::byte* address(HostFrameId frame) const {
     STRATA_ASSERT(base_ != nullptr);
     STRATA_ASSERT(index(frame) < capacity());
     return base_ + index(frame) * page_bytes_;
@@ -52,7 +52,7 @@ class Pool final {
  private:
   std::size_t page_bytes_;
   std::byte* base_;
-  std::vector<FrameId> free_;  // a stack
+  std::vector<HostFrameId> free_;  // a stack
   std::vector<bool> taken_;
   std::uint32_t peak_ = 0;
 };

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace strata {
 
@@ -19,8 +20,10 @@ inline constexpr std::size_t kTierCount = 3;
 
 // The unit of identity, movement and accounting. A page's id never changes.
 enum class PageId : std::uint32_t {};
-// A page-sized place in device or host memory.
+// A page-sized place in device memory.
 enum class FrameId : std::uint32_t {};
+// A page-sized place in host memory.
+enum class HostFrameId : std::uint32_t {};
 // A page-sized place in the SSD files.
 enum class SlotId : std::uint32_t {};
 // The parameters that are gathered, moved and updated together.
@@ -28,19 +31,14 @@ enum class UnitId : std::uint32_t {};
 
 inline constexpr PageId kNoPage{UINT32_MAX};
 inline constexpr FrameId kNoFrame{UINT32_MAX};
+inline constexpr HostFrameId kNoHostFrame{UINT32_MAX};
 inline constexpr SlotId kNoSlot{UINT32_MAX};
 inline constexpr UnitId kNoUnit{UINT32_MAX};
 
-constexpr std::uint32_t index(PageId id) {
-  return static_cast<std::uint32_t>(id);
-}
-constexpr std::uint32_t index(FrameId id) {
-  return static_cast<std::uint32_t>(id);
-}
-constexpr std::uint32_t index(SlotId id) {
-  return static_cast<std::uint32_t>(id);
-}
-constexpr std::uint32_t index(UnitId id) {
+template <typename Id>
+requires std::is_enum_v<Id>
+constexpr std::uint32_t index(Id id) {
+  static_assert(sizeof(Id) == sizeof(std::uint32_t), "an id counts pages, places or units");
   return static_cast<std::uint32_t>(id);
 }
 

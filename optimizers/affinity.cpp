@@ -127,14 +127,14 @@ std::vector<int> choose_cores(const Topology& machine, std::span<const int> allo
   return chosen;
 }
 
-Placement choose_placement(const Topology& machine, std::span<const int> allowed,
+WorkerPlacement choose_placement(const Topology& machine, std::span<const int> allowed,
                            int compute_threads, int workers) {
-  Placement placement{.cpus = choose_cores(machine, allowed, compute_threads, workers)};
+  WorkerPlacement placement{.cpus = choose_cores(machine, allowed, compute_threads, workers)};
   placement.give_way = placement.cpus.empty();
   return placement;
 }
 
-void place_this_thread(const Placement& placement, int worker) {
+void place_this_thread(const WorkerPlacement& placement, int worker) {
   if (!placement.cpus.empty()) {
     const int cpu = placement.cpus[static_cast<std::size_t>(worker) % placement.cpus.size()];
     cpu_set_t set;
@@ -148,7 +148,7 @@ void place_this_thread(const Placement& placement, int worker) {
   }
 }
 
-std::string describe(const Placement& placement) {
+std::string describe(const WorkerPlacement& placement) {
   if (!placement.cpus.empty()) {
     std::string text = placement.cpus.size() == 1 ? "pinned to core" : "pinned to cores";
     const char* separator = " ";

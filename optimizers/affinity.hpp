@@ -4,7 +4,7 @@
 // Threads: all but place_this_thread() are free of side effects.
 //
 //   const Topology machine = read_topology();
-//   const Placement where = choose_placement(machine, allowed_cpus(), compute_threads, workers);
+//   const WorkerPlacement where = choose_placement(machine, allowed_cpus(), compute_threads, workers);
 //   place_this_thread(where, worker);       // on each worker's own thread
 //   log(describe(where));                   // "workers: pinned to cores 14, 15"
 #pragma once
@@ -39,17 +39,17 @@ std::vector<int> allowed_cpus();
 std::vector<int> choose_cores(const Topology& machine, std::span<const int> allowed,
                               int compute_threads, int workers);
 
-struct Placement {
+struct WorkerPlacement {
   std::vector<int> cpus;  // worker i runs on cpus[i % size]; empty: anywhere
   bool give_way = false;  // the computation goes first
 };
 
-Placement choose_placement(const Topology& machine, std::span<const int> allowed,
+WorkerPlacement choose_placement(const Topology& machine, std::span<const int> allowed,
                            int compute_threads, int workers);
 
 // A thread that cannot be placed stays where it is.
-void place_this_thread(const Placement& placement, int worker);
+void place_this_thread(const WorkerPlacement& placement, int worker);
 
-std::string describe(const Placement& placement);
+std::string describe(const WorkerPlacement& placement);
 
 }  // namespace strata

@@ -45,7 +45,7 @@ using DeviceUpdate = std::function<std::string(std::span<const UpdateSpan>)>;
 
 struct WorkerOptions {
   Isa isa = best_isa();
-  Placement placement;
+  WorkerPlacement placement;
   Foreign foreign{};  // called for spans of Rule::foreign, by every worker
   // Called for jobs on the device, by every worker; absent: the processor reaches its memory.
   DeviceUpdate device_update{};

@@ -303,7 +303,7 @@ def _start_planning(
     )
     state.planning = Planning(state, goal)
     undo.first(state.planning.allocator.close)
-    state.session.limit_device(goal.param_bytes)
+    state.session.adopt(param_bytes=goal.param_bytes)
 
 
 def _fill(state: Wrapped, options: Options) -> None:

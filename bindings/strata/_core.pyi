@@ -235,20 +235,24 @@ class Session:
         saw parameters 0, 1, ... steps old), "merged gradients" and "update waits". "driver": what a
         GPU's driver was asked to wait for and to map, in calls by strata ("event_not_ready": looks
         that found nothing); empty on the host."""
-    def limit_device(self, byte_count: int) -> None:
-        """From the next step on, parameters use at most these bytes of the device budget (whole
-        frames); frames are planned anew. Raises StrataError where the largest use needs more; and,
-        as do the next two, with fault "busy" where a thread is in the middle of a step."""
-    def rest_on_device(self, units: list[bool], param_bytes: int) -> None:
-        """From the next step on these units, by index, rest on the device whole, and are updated
-        there; others no longer do, and their parameters use at most `param_bytes` of it. Waits for
-        pending updates. REQUIRES: no activation is saved, no gradient has landed. Raises
-        StrataError, and changes nothing, where there is no room."""
-    def reserve_activations(self, host_bytes: int, ssd_bytes: int) -> None:
-        """Makes room for swapped activations: host memory that was claimed and not used, and where
-        that is not enough, pages whose residence saves least go to rest on the SSD. Waits for
-        pending updates. REQUIRES: no activation is saved. Raises StrataError, and changes nothing,
-        where there is no room."""
+    def adopt(
+        self,
+        on_device: list[bool] | None = None,
+        param_bytes: int | None = None,
+        activation_host_bytes: int | None = None,
+        activation_ssd_bytes: int | None = None,
+    ) -> None:
+        """Takes over from a plan what rests where, from the next step on. What is None stays.
+
+        on_device: these units, by index, rest on the device whole, and are updated there.
+        param_bytes: parameters of the others use at most these bytes of it, in whole frames.
+        activation_*_bytes: room for swapped activations: memory that was claimed and not used, and
+        where that is not enough, pages whose residence saves least go to rest on the SSD.
+
+        All or nothing: raises StrataError, and changes nothing, where there is no room, where the
+        last step needs more frames, and with fault "busy" where a thread is in the middle of a
+        step. Waits for pending updates. REQUIRES: no activation is saved (but where param_bytes
+        changes alone), and no gradient has landed where on_device changes."""
     def save_activation(
         self, address: int, byte_count: int, to_ssd: bool, unit: int, stream: int = 0
     ) -> int:

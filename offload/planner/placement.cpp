@@ -305,10 +305,11 @@ Refusal refuse_room(const Holding& holding, const TierBudgets& budgets, const Al
 
 }  // namespace
 
-Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Allotment& before,
+Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Claims& before,
                    const Room& room) {
-  Allotted allotted{.allotment = before, .refusal = std::nullopt};
+  Allotted allotted;
   Allotment& then = allotted.allotment;
+  static_cast<Claims&>(then) = before;
   STRATA_ASSERT(room.on_device.size() == holding.units.size());
   if (std::max(room.host_pages, room.ssd_pages) > kPagesMax)
     refuse("infeasible: so many activations");
@@ -350,8 +351,8 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const All
   return allotted;
 }
 
-std::size_t set_aside(const Allotment& allotment) {
-  return std::size_t{allotment.buffer_frames} + allotment.scale_frames + allotment.landing_frames;
+std::size_t set_aside(const Claims& claims) {
+  return std::size_t{claims.buffer_frames} + claims.scale_frames + claims.landing_frames;
 }
 
 std::uint32_t choose_staging(std::uint32_t chunk_pages_max, std::size_t frames) {
@@ -360,14 +361,14 @@ std::uint32_t choose_staging(std::uint32_t chunk_pages_max, std::size_t frames) 
   return std::clamp(static_cast<std::uint32_t>(frames / 2), least, most);
 }
 
-StagingShares share_staging(const Allotment& allotment) {
-  if (allotment.staging_frames == 0) return {.fetches = kFetchesMax};
-  STRATA_ASSERT(allotment.staging_frames >= staging_least(allotment.chunk_frames_max));
+StagingShares share_staging(const Claims& claims) {
+  if (claims.staging_frames == 0) return {.fetches = kFetchesMax};
+  STRATA_ASSERT(claims.staging_frames >= staging_least(claims.chunk_frames_max));
   // The session's own accesses hold two pages.
-  const std::uint32_t beside_a_chunk = allotment.staging_frames - allotment.chunk_frames_max - 2;
+  const std::uint32_t beside_a_chunk = claims.staging_frames - claims.chunk_frames_max - 2;
   StagingShares shares;
   shares.fetches = std::clamp(beside_a_chunk / 2, 1U, kFetchesMax);
-  shares.chunks = allotment.staging_frames - shares.fetches - 2;
+  shares.chunks = claims.staging_frames - shares.fetches - 2;
   shares.activations = std::clamp(beside_a_chunk / 4, 1U, kActivationFramesMax);
   return shares;
 }

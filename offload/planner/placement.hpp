@@ -73,17 +73,11 @@ struct TierBudgets {
   bool has_ssd = false;  // there is a path
 };
 
-// Invariants:
-//   1. What rests in host memory + staging_frames + activation_frames + buffer_frames +
-//      scale_frames + landing_frames <= host_frames, and likewise for slots.
-//   2. rest_frames is all of the units that rest on the device.
-//   3. Where anything rests outside host memory, there is a staging area.
-struct Allotment {
-  std::vector<bool> on_device;          // by unit: all of it rests there
-  std::vector<Sizes> on_ssd;            // by unit, in pages; the others are in host memory
+// How many places of each tier are claimed, and what for.
+struct Claims {
   std::uint32_t device_frames = 0;      // for parameters that come and go
   std::uint32_t rest_frames = 0;        // beside them, for what rests on the device
-  std::uint32_t host_frames = 0;        // to claim: for all that follows
+  std::uint32_t host_frames = 0;        // for all that follows
   std::uint32_t staging_frames = 0;     // part of host_frames; 0 when nothing rests on the SSD
   std::uint32_t slots = 0;              // SSD slots
   std::uint32_t chunk_frames_max = 0;   // staging frames that the update of one chunk pins at once
@@ -97,6 +91,16 @@ struct Allotment {
   std::uint32_t scale_frames = 0;  // part of host_frames, for the scales of block8 moments
   // Part of host_frames, for gradients on their way from a device that the processor cannot reach.
   std::uint32_t landing_frames = 0;
+};
+
+// Invariants:
+//   1. What rests in host memory + staging_frames + activation_frames + buffer_frames +
+//      scale_frames + landing_frames <= host_frames, and likewise for slots.
+//   2. rest_frames is all of the units that rest on the device.
+//   3. Where anything rests outside host memory, there is a staging area.
+struct Allotment : Claims {
+  std::vector<bool> on_device;  // by unit: all of it rests there
+  std::vector<Sizes> on_ssd;    // by unit, in pages; the others are in host memory
 };
 
 struct Allotted {
@@ -127,11 +131,11 @@ struct Room {
 // The same with this room, instead of what it had. Host memory holds the pages whose residence
 // saves most, as many as then have room there. What is claimed of host memory and of the SSD never
 // shrinks, and the frames of parameters that come and go stay as many as they were.
-Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Allotment& before,
+Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Claims& before,
                    const Room& room);
 
 // Frames of host memory that are set aside, whatever rests where.
-std::size_t set_aside(const Allotment& allotment);
+std::size_t set_aside(const Claims& claims);
 
 // The staging area that is chosen out of so many frames of host memory, for chunks of so many
 // pages.
@@ -146,6 +150,6 @@ struct StagingShares {
   std::uint32_t chunks = 0;       // by chunks under update, together
   std::uint32_t activations = 1;  // by copies of activations
 };
-StagingShares share_staging(const Allotment& allotment);
+StagingShares share_staging(const Claims& claims);
 
 }  // namespace strata

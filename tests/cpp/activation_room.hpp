@@ -37,8 +37,7 @@ class Room final {
 
   explicit Room(RoomOptions options = {})
       : core(tiers(options), {.staging = options.staging, .backend = options.backend}),
-        timeline(64),
-        activations(*core.cache, *core.device, timeline, kPage),
+        activations(core.table, *core.cache, *core.transfers, *core.device, kPage),
         options_(options) {
     reserve();
   }
@@ -64,8 +63,9 @@ class Room final {
     return false;
   }
   void settle() {
-    EXPECT_TRUE(until(
-        [this] { return !turn() && core.mover->idle() && activations.copies_in_flight() == 0; }));
+    EXPECT_TRUE(until([this] {
+      return !turn() && core.transfers->idle() && activations.copies_in_flight() == 0;
+    }));
   }
 
   std::optional<SaveId> save(std::vector<std::byte>& from, Tier tier) {
@@ -108,7 +108,6 @@ class Room final {
   }
 
   SmallCore core;
-  Timeline timeline;
   Activations activations;
 
  private:

@@ -28,7 +28,8 @@ TEST(Activations, BytesComeBackFromEveryTier) {
     }
     EXPECT_TRUE(room.activations.empty());
     EXPECT_TRUE(room.until([&] { return room.activations.vacate(); }));
-    EXPECT_EQ(room.activations.saved_bytes(), room.activations.fetched_bytes() / 2);
+    EXPECT_EQ(room.core.transfers->bytes(Link::download, Requester::activations),
+              room.core.transfers->bytes(Link::upload, Requester::activations) / 2);
     EXPECT_TRUE(room.core.errors.empty());
   }
 }
@@ -176,7 +177,7 @@ TEST(Activations, TheStagingAreaIsShared) {
   std::uint32_t most = 0;
   for (int turn = 0; turn < 400; ++turn) {
     room.activations.turn();
-    most = std::max(most, room.core.mover->in_flight(Link::read));
+    most = std::max(most, room.core.transfers->in_flight(Link::read));
     room.core.turn();
   }
   EXPECT_GT(most, 1U);
@@ -235,7 +236,7 @@ TEST(Activations, WhatIsDemandedKeepsTheBoundOfFrames) {
   std::uint32_t most = 0;
   for (int turn = 0; turn < 400; ++turn) {
     room.activations.turn();
-    most = std::max(most, room.core.mover->in_flight(Link::read));
+    most = std::max(most, room.core.transfers->in_flight(Link::read));
     if (room.activations.submitted(ids[4]) && room.activations.submitted(ids[2])) break;
     room.core.turn();
   }
@@ -259,9 +260,9 @@ TEST(Activations, AFailedCopyNamesItsUnit) {
       room.activations.fetch(*id, to.data());
       room.settle();
     }
-    ASSERT_TRUE(room.activations.failure()) << nth;
-    EXPECT_EQ(room.activations.failure()->unit, Room::kUnit);
-    EXPECT_EQ(room.activations.failure()->error.tier, Tier::device);
+    ASSERT_TRUE(room.core.transfers->failure()) << nth;
+    EXPECT_EQ(room.core.transfers->failure()->unit, Room::kUnit);
+    EXPECT_EQ(room.core.transfers->failure()->error.tier, Tier::device);
   }
 }
 
@@ -275,7 +276,7 @@ TEST(Activations, ADiskThatFailsNamesThePage) {
   room.activations.fetch(*id, to.data());
   EXPECT_TRUE(room.until([&] { return !room.core.errors.empty(); }));
   EXPECT_EQ(room.core.errors[0].errno_value, EIO);
-  EXPECT_EQ(room.activations.unit_of(room.core.errors[0].page), Room::kUnit);
+  EXPECT_EQ(room.core.table.unit(room.core.errors[0].page), Room::kUnit);
   room.activations.drop(*id);
   to.clear();
 }

@@ -137,7 +137,7 @@ TEST_F(Sysfs, NothingAtAllMeansThatWorkersGiveWay) {
   EXPECT_TRUE(choose_placement(read, first(8), 1, 1).give_way);
 }
 
-TEST(Placement, SaysWhatWasChosen) {
+TEST(WorkerPlacement, SaysWhatWasChosen) {
   EXPECT_EQ(describe({}), "where the system puts them");
   EXPECT_EQ(describe({.cpus = {3}}), "pinned to core 3");
   EXPECT_EQ(describe({.cpus = {7, 3}}), "pinned to cores 7, 3");
@@ -145,7 +145,7 @@ TEST(Placement, SaysWhatWasChosen) {
             "on the computation's cores, giving way to it");
 }
 
-TEST(Placement, MovesTheThreadThatAsks) {
+TEST(WorkerPlacement, MovesTheThreadThatAsks) {
   const Numbers allowed = allowed_cpus();
   ASSERT_FALSE(allowed.empty());
   std::thread pinned([&] {
@@ -157,7 +157,7 @@ TEST(Placement, MovesTheThreadThatAsks) {
   EXPECT_EQ(allowed_cpus(), allowed) << "no other thread is moved";
 }
 
-TEST(Placement, GivesWayOnTheThreadThatAsks) {
+TEST(WorkerPlacement, GivesWayOnTheThreadThatAsks) {
   const auto niceness = [] { return getpriority(PRIO_PROCESS, static_cast<id_t>(gettid())); };
   const int before = niceness();
   std::thread polite([&] {

@@ -1,4 +1,4 @@
-// What the suites of Mover, HostCache and Executor share: a few pages over a small host memory full
+// What the suites of movement share: a few pages over a small host memory full
 // of old bytes, a polled device, and a disk that is memory. Invariants are checked at every turn.
 //
 // Threads: none.
@@ -11,7 +11,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,26 +19,14 @@
 
 #include "doubles/faulty_backend.hpp"
 #include "doubles/faulty_engine.hpp"
+#include "engine/step_planner.hpp"
 #include "io_fixtures.hpp"
 #include "memory/host_backend.hpp"
-#include "offload/executor.hpp"
+#include "offload/residency/prefetcher.hpp"
 #include "offload/storage/memory_engine.hpp"
+#include "seeds.hpp"
 
 namespace strata {
-
-// Calls visit(seed) for 1 to `count`; STRATA_SEED=7 replays one, STRATA_SEEDS=1000 runs more.
-template <typename Visit>
-void for_seeds(std::uint64_t count, Visit visit) {
-  const char* one = std::getenv("STRATA_SEED");
-  const char* many = std::getenv("STRATA_SEEDS");
-  if (many != nullptr) count = std::strtoull(many, nullptr, 10);
-  const std::uint64_t first = one == nullptr ? 1 : std::strtoull(one, nullptr, 10);
-  if (one != nullptr) count = first;
-  for (std::uint64_t seed = first; seed <= count && !testing::Test::HasFailure(); ++seed) {
-    SCOPED_TRACE("replay with STRATA_SEED=" + std::to_string(seed));
-    visit(seed);
-  }
-}
 
 struct SmallCoreOptions {
   std::uint32_t staging = 2;
@@ -73,48 +60,43 @@ class SmallCore final {
     store.slot_count = slots_;
     store_ = std::make_unique<Store>(store, std::move(engine));
     host_ = std::make_unique<Pool>(host_frames_, kPage, memory_.data());
-    std::vector<SlotId> slot_of(pages, kNoSlot);
     for (std::uint32_t page = 0; page < pages; ++page) {
-      if (tier[page] == Tier::ssd) slot_of[page] = store_->acquire().value();
+      if (tier[page] == Tier::ssd)
+        table.place(PageId{page}, store_->acquire().value());
+      else
+        table.place(PageId{page}, {tier[page], kNoPlace});
     }
-    mover = std::make_unique<Mover>(table, *device, *host_, store_.get(), std::move(slot_of),
-                                    options.in_flight);
+    transfers = std::make_unique<Transfers>(table, *device, *host_, timeline, options.in_flight);
+    transfers->set_store(Tier::ssd, *store_);
     if (options.aside) aside = host_->acquire().value();
-    cache = std::make_unique<HostCache>(table, *mover, *host_, std::move(tier));
-  }
-
-  ~SmallCore() {
-    for (const UnitPages& unit : units_) {
-      if (unit.view != nullptr) device->release(unit.view, unit.pages.size() * kPage);
-    }
+    cache = std::make_unique<PageCache>(table, *transfers, *host_, *device);
   }
   SmallCore(const SmallCore&) = delete;
   SmallCore& operator=(const SmallCore&) = delete;
 
-  // Makes the executor: unit u has the next sizes[u] pages.
-  void make_units(const std::vector<std::uint32_t>& sizes, std::uint32_t fetches = 4) {
+  // Makes what shows units: unit u has the next sizes[u] pages.
+  void make_units(const std::vector<std::uint32_t>& sizes, std::uint32_t loads_max = 4) {
     std::uint32_t next = 0;
+    std::vector<std::vector<PageId>> units;
     for (const std::uint32_t size : sizes) {
-      UnitPages unit;
-      for (std::uint32_t i = 0; i < size; ++i) unit.pages.push_back(PageId{next++});
-      unit.view = size == 0 ? nullptr : device->reserve(size * kPage);
-      units_.push_back(std::move(unit));
+      std::vector<PageId>& pages = units.emplace_back();
+      for (std::uint32_t i = 0; i < size; ++i) {
+        table.set_unit(PageId{next}, UnitId{static_cast<std::uint32_t>(units.size() - 1)});
+        pages.push_back(PageId{next++});
+      }
     }
-    executor = std::make_unique<Executor>(table, *mover, *cache, *device, units_,
-                                          options_.device_frames, fetches);
+    frames = std::make_unique<DeviceFrames>(table, *device, std::move(units), kPage,
+                                            options_.device_frames);
+    loads = std::make_unique<Loads>(table, *transfers, *cache, *frames, loads_max);
+    prefetcher = std::make_unique<Prefetcher>(table, *cache, *device, *frames, *loads);
+    planner = std::make_unique<StepPlanner>(*prefetcher, *frames);
   }
-  const UnitPages& unit(UnitId id) const { return units_[index(id)]; }
 
   bool turn() {
-    std::vector<Arrival> arrivals;
-    bool moved = mover->turn(arrivals);
-    for (Arrival& arrival : arrivals) {
-      cache->arrived(arrival);
-      if (executor) executor->arrived(arrival);
-      if (arrival.error) errors.push_back(std::move(*arrival.error));
-    }
-    if (executor) moved |= executor->turn();
+    bool moved = transfers->turn();
     moved |= cache->turn();
+    if (prefetcher) moved |= prefetcher->turn();
+    if (transfers->failure() && errors.empty()) errors.push_back(transfers->failure()->error);
     const auto wrong = table.check_invariants({options_.device_frames, host_frames_, slots_});
     EXPECT_FALSE(wrong) << *wrong;
     return moved;
@@ -131,25 +113,22 @@ class SmallCore final {
   }
   // Turns until nothing moves any more.
   void settle() {
-    EXPECT_TRUE(until([this] { return !turn() && mover->idle(); }));
+    EXPECT_TRUE(until([this] { return !turn() && transfers->idle(); }));
   }
 
-  std::byte* open(PageId page, Intent intent) {
-    std::byte* bytes = nullptr;
-    EXPECT_TRUE(until([&] { return (bytes = cache->open(page, intent)) != nullptr; }))
+  Pin open(PageId page, Intent intent) {
+    Pin pin;
+    EXPECT_TRUE(until([&] { return static_cast<bool>(pin = cache->open(page, intent)); }))
         << "page " << index(page) << " never came";
-    return bytes;
+    return pin;
   }
   void write(PageId page, int value, WriteBack write_back = WriteBack::later) {
-    std::byte* bytes = open(page, Intent::modify);
-    std::fill_n(bytes, kPage, static_cast<std::byte>(value));
-    cache->close(page, Intent::modify, write_back);
+    Pin pin = open(page, Intent::modify);
+    std::fill_n(pin.bytes(), kPage, static_cast<std::byte>(value));
+    pin.close(write_back);
   }
   bool holds(PageId page, int value) {
-    const std::byte* bytes = open(page, Intent::read);
-    const bool same = filled_with(bytes, value);
-    cache->close(page, Intent::read);
-    return same;
+    return filled_with(open(page, Intent::read).bytes(), value);
   }
   static bool filled_with(const std::byte* bytes, int value) {
     return std::all_of(bytes, bytes + kPage,
@@ -158,12 +137,12 @@ class SmallCore final {
   // Everything is written back and nothing is in flight.
   void flush() {
     cache->flush();
-    EXPECT_TRUE(until([this] { return !cache->dirty() && mover->idle(); }));
+    EXPECT_TRUE(until([this] { return !cache->dirty() && transfers->idle(); }));
   }
   SlotId acquire_slot() { return store_->acquire().value(); }
   const Pool& host() const { return *host_; }
   CopyState state(PageId page, Tier tier) const { return table.copy(page, tier).state; }
-  std::uint64_t moved_pages(Link link) const { return mover->bytes(link) / kPage; }
+  std::uint64_t moved_pages(Link link) const { return transfers->bytes(link) / kPage; }
 
  private:
   static std::uint32_t count(const std::vector<Tier>& tiers, Tier tier) {
@@ -176,17 +155,20 @@ class SmallCore final {
   std::uint32_t slots_;
   std::unique_ptr<Store> store_;
   std::unique_ptr<Pool> host_;
-  std::vector<UnitPages> units_;
 
  public:
   PageTable table;
+  Timeline timeline{64};
   std::unique_ptr<FaultyBackend> device;
   FaultyEngine* disk = nullptr;  // of the store
-  std::unique_ptr<Mover> mover;
-  std::unique_ptr<HostCache> cache;
-  std::unique_ptr<Executor> executor;
-  std::vector<Error> errors;  // that arrived
-  FrameId aside = kNoFrame;   // where options.aside
+  std::unique_ptr<Transfers> transfers;
+  std::unique_ptr<PageCache> cache;
+  std::unique_ptr<DeviceFrames> frames;
+  std::unique_ptr<Loads> loads;
+  std::unique_ptr<Prefetcher> prefetcher;
+  std::unique_ptr<StepPlanner> planner;
+  std::vector<Error> errors;         // the first one
+  HostFrameId aside = kNoHostFrame;  // where options.aside
 };
 
 }  // namespace strata

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "adoptions.hpp"
 #include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
@@ -37,7 +38,7 @@ TEST(CudaCapture, ASessionSpoilsNoneInAllItsLife) {
       Config roomier = gpu_config();
       roomier.host_bytes += 8 * kPage;
       Session session(roomier, parts_over(driver, threads));
-      session.reserve_activations(2 * kPage, 0);
+      reserve_activations(session, 2 * kPage, 0);
       fill(session);
       train(session, 1);
       swap_one(session);
@@ -59,7 +60,7 @@ TEST(CudaCapture, UpdatesOnTheDeviceSpoilNone) {
     Session session(roomier, parts_over(driver, false));
     fill(session);
     train(session, 1);
-    session.rest_on_device({false, true, false, true}, 5 * kPage);
+    rest_on_device(session, {false, true, false, true}, 5 * kPage);
     train(session, kSteps - 1);
     session.drain();
     EXPECT_GT(KernelsOfDouble::updates, 0U);

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "adoptions.hpp"
 #include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
@@ -66,14 +67,14 @@ void expect_same(const Config& like, std::uint64_t seed, int backwards) {
     Trained run;
     run.norms.push_back(train_once(session, backwards));
     EXPECT_EQ(KernelsOfDouble::updates, 0U);
-    session.rest_on_device({false, true, false, true}, 5 * kPage);
+    rest_on_device(session, {false, true, false, true}, 5 * kPage);
     run.norms.push_back(train_once(session, backwards));
-    session.rest_on_device({true, true, false, false}, 5 * kPage);
+    rest_on_device(session, {true, true, false, false}, 5 * kPage);
     run.norms.push_back(train_once(session, backwards));
     session.drain();
     EXPECT_GT(KernelsOfDouble::updates, 0U);
     EXPECT_EQ(KernelsOfDouble::landings != 0, like.update == UpdateMode::on_step);
-    session.rest_on_device({false, false, false, false}, 5 * kPage);
+    rest_on_device(session, {false, false, false, false}, 5 * kPage);
     run.norms.push_back(train_once(session, backwards));
     run.contents = contents(session);
     EXPECT_EQ(run.norms, expected.norms);
@@ -113,7 +114,7 @@ TEST(CudaResting, WhatReadsAUnitPassesBeforeItsUpdate) {
       CallersWork caller(driver.table());
       Session session(config_with_room({}), parts_over(driver));
       fill(session);
-      session.rest_on_device({true, false, false, false}, 5 * kPage);
+      rest_on_device(session, {true, false, false, false}, 5 * kPage);
       train_once(session, 1);  // from here on all of the unit is there
       session.synchronize();
       session.enter(UnitId{0}, true, true, caller.stream());
@@ -137,7 +138,7 @@ TEST(CudaResting, WhatReadsAUnitPassesBeforeItsUpdate) {
 
 std::string refusal(Session& session, const std::vector<bool>& units) {
   try {
-    session.rest_on_device(units, 5 * kPage);
+    rest_on_device(session, units, 5 * kPage);
   } catch (const StrataError& error) {
     EXPECT_EQ(error.error().fault, Fault::config);
     return error.what();
@@ -200,9 +201,9 @@ TEST(CudaResting, EveryCallMayFail) {
       Session session(config_with_room({}), parts_over(driver));
       fill(session);
       train_once(session, 1);
-      session.rest_on_device({true, false, true, false}, 5 * kPage);
+      rest_on_device(session, {true, false, true, false}, 5 * kPage);
       for (int step = 0; step < 2; ++step) train_once(session, 1);
-      session.rest_on_device({false, false, true, true}, 5 * kPage);
+      rest_on_device(session, {false, false, true, true}, 5 * kPage);
       train_once(session, 1);
       learnt = contents(session);
     } catch (const StrataError&) {
@@ -225,7 +226,7 @@ TEST(CudaResting, ALostDeviceIsNoticed) {
     Session session(config_with_room({}), parts_over(driver));
     fill(session);
     train_once(session, 1);
-    session.rest_on_device({true, true, false, false}, 5 * kPage);
+    rest_on_device(session, {true, true, false, false}, 5 * kPage);
     driver.lose(kCudaLaunchFailed);
     EXPECT_THROW(
         {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "adoptions.hpp"
 #include "gpu_session.hpp"
 #include "session_fixtures.hpp"
 
@@ -70,7 +71,7 @@ TEST(CudaSteady, NorWhenActivationsAreSwapped) {
   RecordingDriver driver({.host_tensors = true, .late = true});
   {
     Session session(config_with_room(), parts_over(driver, true));
-    session.reserve_activations(8 * kPage, 0);
+    reserve_activations(session, 8 * kPage, 0);
     fill(session);
     std::vector<std::vector<std::byte>> tensors(kUnits, std::vector<std::byte>(kPage));
     const auto step = [&] {
@@ -105,7 +106,7 @@ TEST(CudaSteady, AWorkerSleepsOncePerUpdateOnTheDevice) {
     Session session(config_with_room(), parts_over(driver, false));
     fill(session);
     train(session, 1);
-    session.rest_on_device({false, true, false, true}, 5 * kPage);
+    rest_on_device(session, {false, true, false, true}, 5 * kPage);
     train(session, 2);
     session.drain();
     const std::uint64_t before = KernelsOfDouble::updates;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "adoptions.hpp"
 #include "gpu_session.hpp"
 #include "pattern.hpp"
 #include "session_fixtures.hpp"
@@ -66,7 +67,7 @@ TEST(CudaSwapping, ComputationWaitsAndTheCallerDoesNot) {
       SCOPED_TRACE(std::to_string(pages) + " pages, seed " + std::to_string(seed));
       Gpu gpu(seed, 256);
       CallersWork other(gpu.driver.table());
-      gpu.session->reserve_activations((pages + 1) * kPage, 0);
+      reserve_activations(*gpu.session, (pages + 1) * kPage, 0);
       const Bytes sent = pattern(pages * kPage - 100, seed);
       const SaveId id = gpu.send(sent, Tier::host);
       const Bytes before(sent.size(), std::byte{0xDD});
@@ -94,7 +95,7 @@ TEST(CudaSwapping, ComputationWaitsAndTheCallerDoesNot) {
 
 TEST(CudaSwapping, PagesOnTheSsdAreReadAndNoMore) {
   Gpu gpu(3, 24);
-  gpu.session->reserve_activations(2 * kPage, 40 * kPage);
+  reserve_activations(*gpu.session, 2 * kPage, 40 * kPage);
   std::vector<SaveId> ids;
   for (std::uint64_t i = 0; i < 40; ++i) ids.push_back(gpu.send(pattern(kPage, i), Tier::ssd));
   gpu.session->synchronize();
@@ -120,7 +121,7 @@ TEST(CudaSwapping, ADeviceThatIsLostBehindTheOrderEndsTheStep) {
   for (std::uint64_t seed = 1; seed < 5; ++seed) {
     Bytes to(3 * kPage), gradient(kParamBytes);
     Gpu gpu(seed, 64);
-    gpu.session->reserve_activations(4 * kPage, 0);
+    reserve_activations(*gpu.session, 4 * kPage, 0);
     fill(*gpu.session);
     gpu.session->enter(UnitId{1}, true, true, gpu.caller->stream());
     gpu.session->land_gradient(2, gpu.session->device_address(2), Dtype::bfloat16);
@@ -175,7 +176,7 @@ class Trainer final {
     CallersWork caller(driver_.table());
     Session session(config(40), parts_over(driver_));
     const Finished finished{caller};
-    session.reserve_activations(6 * kPage, 10 * kPage);
+    reserve_activations(session, 6 * kPage, 10 * kPage);
     fill(session);
     for (int step = 0; step < kSteps; ++step) {
       for (std::uint32_t u = 0; u < kUnits; ++u) forward(session, caller, u);

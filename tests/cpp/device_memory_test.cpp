@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "core_fixtures.hpp"
 #include "random_traces.hpp"
+#include "seeds.hpp"
 
 namespace strata {
 namespace {

@@ -1,9 +1,9 @@
 // The planner against what a plan promises, on random traces.
 #include <gtest/gtest.h>
 
-#include "core_fixtures.hpp"
 #include "offload/planner/frames.hpp"
 #include "offload/planner/plan.hpp"
+#include "seeds.hpp"
 #include "traces.hpp"
 
 namespace strata {

@@ -7,7 +7,7 @@
 #include <cstdlib>
 
 #include "configs.hpp"
-#include "core_fixtures.hpp"
+#include "seeds.hpp"
 
 namespace strata {
 namespace {

@@ -237,10 +237,10 @@ TEST(Mapping, PopulateStopsWhereAPieceFails) {
 
 TEST(Pool, HandsOutEveryFrameOnceAndSaysWhenEmpty) {
   Pool pool(4, kPageBytesMin);
-  std::set<FrameId> seen;
+  std::set<HostFrameId> seen;
   for (int i = 0; i < 4; ++i) seen.insert(pool.acquire().value());
   EXPECT_EQ(seen.size(), 4u);
-  EXPECT_EQ(*seen.rbegin(), FrameId{3});
+  EXPECT_EQ(*seen.rbegin(), HostFrameId{3});
   EXPECT_FALSE(pool.acquire());
   EXPECT_EQ(pool.used(), 4u);
 }
@@ -248,20 +248,20 @@ TEST(Pool, HandsOutEveryFrameOnceAndSaysWhenEmpty) {
 TEST(Pool, TheLastReleasedIsTheFirstAcquired) {
   Pool pool(4, kPageBytesMin);
   for (int i = 0; i < 4; ++i) ASSERT_TRUE(pool.acquire());
-  pool.release(FrameId{2});
-  pool.release(FrameId{0});
-  EXPECT_EQ(pool.acquire(), FrameId{0});
-  EXPECT_EQ(pool.acquire(), FrameId{2});
+  pool.release(HostFrameId{2});
+  pool.release(HostFrameId{0});
+  EXPECT_EQ(pool.acquire(), HostFrameId{0});
+  EXPECT_EQ(pool.acquire(), HostFrameId{2});
 }
 
 TEST(Pool, GrowsBehindTheFramesItHas) {
   Pool pool(2, kPageBytesMin);
-  const FrameId first = pool.acquire().value();
+  const HostFrameId first = pool.acquire().value();
   pool.grow(3);
   EXPECT_EQ(pool.capacity(), 5u);
   EXPECT_EQ(pool.free_count(), 4u);
   EXPECT_TRUE(pool.taken(first));
-  EXPECT_EQ(pool.acquire(), FrameId{2});
+  EXPECT_EQ(pool.acquire(), HostFrameId{2});
   while (pool.acquire()) continue;
   EXPECT_EQ(pool.used(), 5u);
 }
@@ -269,8 +269,8 @@ TEST(Pool, GrowsBehindTheFramesItHas) {
 TEST(Pool, AddressesAreFramesApart) {
   const Slab slab(4 * kPageBytesMin);
   const Pool pool(4, kPageBytesMin, slab.bytes().data());
-  EXPECT_EQ(pool.address(FrameId{0}), slab.bytes().data());
-  EXPECT_EQ(pool.address(FrameId{3}), slab.bytes().data() + 3 * kPageBytesMin);
+  EXPECT_EQ(pool.address(HostFrameId{0}), slab.bytes().data());
+  EXPECT_EQ(pool.address(HostFrameId{3}), slab.bytes().data() + 3 * kPageBytesMin);
 }
 
 TEST(Pool, CountsHoldUnderRandomUse) {
@@ -279,7 +279,7 @@ TEST(Pool, CountsHoldUnderRandomUse) {
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937_64 random(seed);
   Pool pool(kCapacity, kPageBytesMin);
-  std::vector<FrameId> mine;
+  std::vector<HostFrameId> mine;
   std::uint32_t peak = 0;
   for (int i = 0; i < 5000; ++i) {
     if (random() % 2 == 0) {
@@ -300,11 +300,11 @@ TEST(Pool, CountsHoldUnderRandomUse) {
 
 TEST(PoolDeathTest, MisuseDies) {
   Pool pool(2, kPageBytesMin);
-  const FrameId frame = pool.acquire().value();
+  const HostFrameId frame = pool.acquire().value();
   pool.release(frame);
   EXPECT_DEATH(pool.release(frame), "taken");
-  EXPECT_DEATH(pool.release(FrameId{2}), "capacity");
-  EXPECT_DEATH(pool.address(FrameId{0}), "base_");
+  EXPECT_DEATH(pool.release(HostFrameId{2}), "capacity");
+  EXPECT_DEATH(pool.address(HostFrameId{0}), "base_");
 }
 
 TEST(Doorbell, RingsAreRememberedAndCleared) {

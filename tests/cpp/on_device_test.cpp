@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "adoptions.hpp"
 #include "engine/session.hpp"
 #include "io_fixtures.hpp"
 #include "memory/result.hpp"
@@ -77,7 +78,7 @@ TEST_P(OnDevice, OffloadOnAndOffAreBitwiseEqual) {
 
       Session off(in_this_mode(fit(roomy_config(page()))), device().parts());
       fill(off);
-      off.rest_on_device({true, true, true, true}, 0);
+      rest_on_device(off, {true, true, true, true}, 0);
       EXPECT_TRUE(learn(off) == expected) << "with everything on the device";
       const std::uint64_t rests = off.stats().device_rest_bytes;
 
@@ -109,12 +110,12 @@ TEST_P(OnDevice, UnitsComeAndGoAndTheBitsStay) {
     Session session(config, device().parts());
     fill(session);
     train_once(session);
-    session.rest_on_device({false, true, false, true}, 5 * page());
+    rest_on_device(session, {false, true, false, true}, 5 * page());
     train_once(session);
     EXPECT_GT(session.stats().device_rest_bytes, 0U);
-    session.rest_on_device({true, true, false, false}, 5 * page());
+    rest_on_device(session, {true, true, false, false}, 5 * page());
     train_once(session);
-    session.rest_on_device({false, false, false, false}, 5 * page());
+    rest_on_device(session, {false, false, false, false}, 5 * page());
     EXPECT_EQ(session.stats().device_rest_bytes, 0U);
     train_once(session);
     EXPECT_EQ(contents(session), contents(oracle)) << static_cast<int>(update);
@@ -124,7 +125,7 @@ TEST_P(OnDevice, UnitsComeAndGoAndTheBitsStay) {
 TEST_P(OnDevice, NothingOfThemMoves) {
   Session session(fit(roomy_config(page())), device().parts());
   fill(session);
-  session.rest_on_device({true, true, true, true}, 0);
+  rest_on_device(session, {true, true, true, true}, 0);
   train(session, 1);
   session.synchronize();
   const std::uint64_t up = moved(session, Link::upload), down = moved(session, Link::download);
@@ -163,12 +164,12 @@ TEST_P(OnDevice, RefusedRoomChangesNothing) {
   fill(session);
   train(session, 1);
   const std::vector<Tier> before = session.residence().tier;
-  EXPECT_THROW(session.rest_on_device({true, true, true, true}, 0), StrataError);
+  EXPECT_THROW(rest_on_device(session, {true, true, true, true}, 0), StrataError);
   session.enter(UnitId{1}, false, false);
-  EXPECT_THROW(session.rest_on_device({false, true, false, false}, 4 * page()), StrataError);
+  EXPECT_THROW(rest_on_device(session, {false, true, false, false}, 4 * page()), StrataError);
   session.leave(UnitId{1});
   visit(session, 0, true);
-  EXPECT_THROW(session.rest_on_device({false, true, false, false}, 4 * page()), StrataError)
+  EXPECT_THROW(rest_on_device(session, {false, true, false, false}, 4 * page()), StrataError)
       << "it landed";
   session.drop_gradients();
   EXPECT_EQ(session.residence().tier, before);
@@ -180,7 +181,7 @@ TEST_P(OnDevice, RefusedRoomChangesNothing) {
 TEST_P(OnDevice, ItsParametersCanBeReadAndWritten) {
   Session session(fit(roomy_config(page())), device().parts());
   fill(session);
-  session.rest_on_device({true, false, false, false}, 512 * page());
+  rest_on_device(session, {true, false, false, false}, 512 * page());
   session.enter(UnitId{0}, true, true);
   land(session, 1);
   const std::size_t numel = session.config().params[1].numel;
@@ -215,12 +216,12 @@ TEST_P(OnDevice, LimitsOfWhatComesAndGoesAreKept) {
   Session session(config, device().parts());
   fill(session);
   train(session, 1);
-  session.rest_on_device({false, false, true, false}, 2 * page());
-  EXPECT_THROW(session.limit_device(kPage), StrataError);
-  session.limit_device(config.device_bytes);  // less: a unit rests there
+  rest_on_device(session, {false, false, true, false}, 2 * page());
+  EXPECT_THROW(limit_device(session, kPage), StrataError);
+  limit_device(session, config.device_bytes);  // less: a unit rests there
   train(session, 1);
   EXPECT_LE(session.stats().device_bytes_peak, config.device_bytes);
-  session.rest_on_device({false, false, false, false}, 5 * page());
+  rest_on_device(session, {false, false, false, false}, 5 * page());
   train(session, 1);
   EXPECT_EQ(contents(session), expected(3, page()));
 }

@@ -23,7 +23,7 @@ std::string broken(const PageTable& pages) {
 // A page whose newest version, 1, is on the host at place 0.
 PageId written_page(PageTable& pages) {
   const PageId page = pages.add(1);
-  pages.begin_fill(page, Tier::host, 0, 0);
+  pages.begin_fill(page, {Tier::host, 0}, 0);
   pages.finish_fill(page, Tier::host);
   pages.publish(page, Tier::host, 1);
   return page;
@@ -31,7 +31,7 @@ PageId written_page(PageTable& pages) {
 
 void move(PageTable& pages, PageId page, Tier from, Tier to, std::uint32_t place) {
   pages.begin_drain(page, from);
-  pages.begin_fill(page, to, place, pages.copy(page, from).version);
+  pages.begin_fill(page, {to, place}, pages.copy(page, from).version);
   pages.finish_fill(page, to);
   pages.finish_drain(page, from);
 }
@@ -50,12 +50,12 @@ TEST(PageTable, APageTravelsToTheSsdAndBack) {
   PageTable pages;
   const PageId page = written_page(pages);
   move(pages, page, Tier::host, Tier::ssd, 7);
-  EXPECT_EQ(pages.drop(page, Tier::host), 0u);
+  EXPECT_EQ(pages.drop(page, Tier::host).place, 0u);
   EXPECT_EQ(pages.copies(Tier::host), 0u);
   EXPECT_TRUE(pages.is_current(page, Tier::ssd));
   move(pages, page, Tier::ssd, Tier::host, 3);
   EXPECT_TRUE(pages.is_current(page, Tier::host));
-  EXPECT_EQ(pages.drop(page, Tier::ssd), 7u);
+  EXPECT_EQ(pages.drop(page, Tier::ssd).place, 7u);
   EXPECT_EQ(broken(pages), "");
 }
 
@@ -67,24 +67,24 @@ TEST(PageTable, PublishingMakesOtherCopiesStale) {
   EXPECT_TRUE(pages.is_current(page, Tier::host));
   EXPECT_FALSE(pages.is_current(page, Tier::ssd));
   EXPECT_EQ(pages.copy(page, Tier::ssd).state, CopyState::valid);
-  EXPECT_EQ(pages.drop(page, Tier::ssd), 7u);  // stale: nothing is lost
+  EXPECT_EQ(pages.drop(page, Tier::ssd).place, 7u);  // stale: nothing is lost
   EXPECT_EQ(broken(pages), "");
 }
 
 TEST(PageTable, ACopyMayLieElsewhereInItsTier) {
   PageTable pages;
   const PageId page = written_page(pages);
-  EXPECT_EQ(pages.exchange(page, Tier::host, 5), 0u);
+  EXPECT_EQ(pages.exchange(page, {Tier::host, 5}).place, 0u);
   EXPECT_EQ(pages.copy(page, Tier::host).place, 5u);
   EXPECT_TRUE(pages.is_current(page, Tier::host));
   pages.pin(page, Tier::host);
-  EXPECT_DEATH(pages.exchange(page, Tier::host, 6), "pins == 0");
+  EXPECT_DEATH(pages.exchange(page, {Tier::host, 6}), "pins == 0");
 }
 
 TEST(PageTable, NewContentsCountWhenTheyArrive) {
   PageTable pages;
   const PageId page = written_page(pages);
-  pages.begin_fill(page, Tier::device, 2, 2);
+  pages.begin_fill(page, {Tier::device, 2}, 2);
   EXPECT_EQ(pages.newest(page), 1u);
   EXPECT_EQ(broken(pages), "");
   pages.finish_fill(page, Tier::device);
@@ -97,8 +97,8 @@ TEST(PageTable, AFailedMoveLeavesTheSourceAsItWas) {
   PageTable pages;
   const PageId page = written_page(pages);
   pages.begin_drain(page, Tier::host);
-  pages.begin_fill(page, Tier::ssd, 7, 1);
-  EXPECT_EQ(pages.abandon_fill(page, Tier::ssd), 7u);
+  pages.begin_fill(page, {Tier::ssd, 7}, 1);
+  EXPECT_EQ(pages.abandon_fill(page, Tier::ssd).place, 7u);
   pages.finish_drain(page, Tier::host);
   EXPECT_EQ(pages.copy(page, Tier::host).state, CopyState::valid);
   EXPECT_EQ(pages.copies(Tier::ssd), 0u);
@@ -119,7 +119,7 @@ TEST(PageTable, TwoMovesReadOneCopy) {
 TEST(PageTable, DiscardedContentsLeaveAZeroPage) {
   PageTable pages;
   const PageId page = written_page(pages);
-  EXPECT_EQ(pages.drop(page, Tier::host, Discard{"the gradient was applied"}), 0u);
+  EXPECT_EQ(pages.drop(page, Tier::host, Discard{"the gradient was applied"}).place, 0u);
   EXPECT_EQ(pages.newest(page), 0u);
   EXPECT_EQ(broken(pages), "");
 }
@@ -127,12 +127,12 @@ TEST(PageTable, DiscardedContentsLeaveAZeroPage) {
 TEST(PageTable, InvariantsNameWhatIsBroken) {
   PageTable pages;
   const PageId page = pages.add(2);
-  pages.begin_fill(page, Tier::device, 3, 0);
-  pages.begin_fill(PageId{1}, Tier::device, 3, 0);
+  pages.begin_fill(page, {Tier::device, 3}, 0);
+  pages.begin_fill(PageId{1}, {Tier::device, 3}, 0);
   EXPECT_EQ(broken(pages).substr(0, 20), "invariant 6: page 1 ") << broken(pages);
   pages.abandon_fill(PageId{1}, Tier::device);
   EXPECT_EQ(broken(pages), "");
-  pages.begin_fill(PageId{1}, Tier::device, 4, 0);  // the device has places 0 to 3
+  pages.begin_fill(PageId{1}, {Tier::device, 4}, 0);  // the device has places 0 to 3
   EXPECT_EQ(broken(pages).substr(0, 20), "invariant 6: page 1 ") << broken(pages);
 }
 
@@ -147,10 +147,10 @@ TEST(PageTableDeathTest, IllegalTransitionsDie) {
   EXPECT_DEATH(pages.drop(page, Tier::ssd), "readable");
   EXPECT_DEATH(pages.publish(page, Tier::ssd, 2), "valid");
   // A second fill, or a move of what nobody has.
-  EXPECT_DEATH(pages.begin_fill(page, Tier::host, 1, 1), "none");
+  EXPECT_DEATH(pages.begin_fill(page, {Tier::host, 1}, 1), "none");
   move(pages, page, Tier::host, Tier::ssd, 0);
   pages.publish(page, Tier::host, 5);
-  EXPECT_DEATH(pages.begin_fill(page, Tier::device, 1, 3), "held_elsewhere");
+  EXPECT_DEATH(pages.begin_fill(page, {Tier::device, 1}, 3), "held_elsewhere");
   // Versions only grow.
   EXPECT_DEATH(pages.publish(page, Tier::host, 5), "newest");
   // No page beyond the table.
@@ -192,8 +192,8 @@ TEST(PageTableDeathTest, TheNewestContentsAreNotLostByAccident) {
 TEST(PageTableDeathTest, OneTierAtATimeReceivesNewContents) {
   PageTable pages;
   const PageId page = written_page(pages);
-  pages.begin_fill(page, Tier::device, 0, 2);
-  EXPECT_DEATH(pages.begin_fill(page, Tier::ssd, 0, 2), "is_being_renewed");
+  pages.begin_fill(page, {Tier::device, 0}, 2);
+  EXPECT_DEATH(pages.begin_fill(page, {Tier::ssd, 0}, 2), "is_being_renewed");
   EXPECT_DEATH(pages.publish(page, Tier::host, 2), "is_being_renewed");
 }
 
@@ -262,11 +262,11 @@ class RandomUse {
     if (!is_new && newest > 0 && !held_elsewhere(page, tier)) return;
     const auto place = pool(tier).acquire();
     if (!place) return;
-    pages_.begin_fill(page, tier, index(*place), is_new ? newest + 1 : newest);
+    pages_.begin_fill(page, {tier, index(*place)}, is_new ? newest + 1 : newest);
   }
 
   void end_fill(PageId page, Tier tier, const Copy& copy) {
-    if (draw(3) == 0) return pool(tier).release(FrameId{pages_.abandon_fill(page, tier)});
+    if (draw(3) == 0) return pool(tier).release(HostFrameId{pages_.abandon_fill(page, tier).place});
     pages_.finish_fill(page, tier);
     truth_[index(page)] = std::max(truth_[index(page)], copy.version);
   }
@@ -296,9 +296,9 @@ class RandomUse {
     if (copy.pins > 0) return;
     const std::uint64_t newest = truth_[index(page)];
     if (newest == 0 || copy.version < newest || held_elsewhere(page, tier)) {
-      pool(tier).release(FrameId{pages_.drop(page, tier)});
+      pool(tier).release(HostFrameId{pages_.drop(page, tier).place});
     } else if (!anything_elsewhere(page, tier)) {
-      pool(tier).release(FrameId{pages_.drop(page, tier, Discard{"drawn by lot"})});
+      pool(tier).release(HostFrameId{pages_.drop(page, tier, Discard{"drawn by lot"}).place});
       truth_[index(page)] = 0;
     }
   }

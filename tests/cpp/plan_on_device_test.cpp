@@ -2,10 +2,10 @@
 // never for nothing.
 #include <gtest/gtest.h>
 
-#include "core_fixtures.hpp"
 #include "offload/planner/on_device.hpp"
 #include "offload/planner/simulate.hpp"
 #include "random_traces.hpp"
+#include "seeds.hpp"
 
 namespace strata {
 namespace {

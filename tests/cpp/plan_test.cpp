@@ -8,9 +8,9 @@
 #include <ctime>
 #include <regex>
 
-#include "core_fixtures.hpp"
 #include "offload/planner/simulate.hpp"
 #include "random_traces.hpp"
+#include "seeds.hpp"
 #include "traces.hpp"
 
 namespace strata {

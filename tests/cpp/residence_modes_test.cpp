@@ -3,9 +3,9 @@
 #include <gtest/gtest.h>
 
 #include "configs.hpp"
-#include "core_fixtures.hpp"
 #include "engine/residence.hpp"
 #include "memory/result.hpp"
+#include "seeds.hpp"
 
 namespace strata {
 namespace {

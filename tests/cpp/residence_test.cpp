@@ -6,8 +6,8 @@
 #include <regex>
 
 #include "configs.hpp"
-#include "core_fixtures.hpp"
 #include "memory/result.hpp"
+#include "seeds.hpp"
 
 namespace strata {
 namespace {
@@ -179,7 +179,7 @@ TEST(Residence, MakesRoomForActivations) {
         // Some units more or less rest on the device.
         std::vector<bool> on_device = home.on_device;
         if (below(random, 2) == 0) on_device[below(random, on_device.size())].flip();
-        const Residence then = rearrange(config, home, {host, ssd, on_device});
+        const Residence then = rearrange(config, home.layout, home, {host, ssd, on_device});
         EXPECT_EQ(then.on_device, on_device);
         EXPECT_EQ(then.activation_frames, host);
         EXPECT_EQ(then.activation_slots, ssd);
@@ -249,7 +249,7 @@ TEST(Residence, WhatARefusalOfRoomAdvisesWorks) {
     const std::size_t ssd = config.ssd_paths.empty() ? 0 : below(random, 400);
     for (int attempt = 0; attempt <= 2; ++attempt) {
       try {
-        check_room(config, home, rearrange(config, home, {host, ssd, home.on_device}));
+        check_room(config, home, rearrange(config, home.layout, home, {host, ssd, home.on_device}));
         return;
       } catch (const StrataError& error) {
         ASSERT_LT(attempt, 2) << "the advice did not help: " << error.error().text();

@@ -6,6 +6,7 @@
 #include <random>
 #include <vector>
 
+#include "adoptions.hpp"
 #include "offload/storage/memory_engine.hpp"
 #include "plain_param.hpp"
 #include "random_session.hpp"
@@ -38,7 +39,7 @@ class Simulation final {
     auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
                                                  faults, &clock_);
     SessionParts parts = device.parts_without_pump([this] { clock_.advance(10'000); });
-    parts.turned = [this](const PageTable& table, const Residence& home) { check(table, home); };
+    parts.turned = [this](const PageTable& table, const Claims& claims) { check(table, claims); };
     const int pace = 1 + below(20);  // updates of one step may still wait when the next one begins
     parts.worker_is_done = [this, pace] { return below(pace) == 0; };
     groups_ = config_.groups;
@@ -84,16 +85,16 @@ class Simulation final {
  private:
   int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
 
-  void check(const PageTable& table, const Residence& home) {
+  void check(const PageTable& table, const Claims& claims) {
     ++turns_;
     for (std::size_t f = 0; f < kIoFaultCount; ++f) {
       injected_[f] = engine_->injected(static_cast<IoFault>(f));
     }
     const auto device_frames = static_cast<std::uint32_t>(config_.device_bytes / page_);
-    const auto wrong = table.check_invariants({device_frames, home.host_frames, home.slots});
+    const auto wrong = table.check_invariants({device_frames, claims.host_frames, claims.slots});
     promise(!wrong, wrong.value_or(""));
-    promise(home.host_frames * page_ <= config_.host_bytes, "the host budget");
-    promise(home.slots * page_ <= config_.ssd_bytes, "the SSD budget");
+    promise(claims.host_frames * page_ <= config_.host_bytes, "the host budget");
+    promise(claims.slots * page_ <= config_.ssd_bytes, "the SSD budget");
   }
 
   // A schedule changes hyperparameters, and the task of this step uses some of the units only.
@@ -116,7 +117,7 @@ class Simulation final {
     const auto ssd = static_cast<std::size_t>(below(3) == 0 ? 0 : below(16)) * page_;
     const std::vector<Tier> before = session_->residence().tier;
     try {
-      session_->reserve_activations(host, ssd);
+      reserve_activations(*session_, host, ssd);
       demoted_ += session_->residence().tier != before ? 1 : 0;
     } catch (const StrataError& error) {
       if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
@@ -131,7 +132,7 @@ class Simulation final {
     const std::vector<bool> before = session_->residence().on_device;
     try {
       const auto pages = static_cast<int>(config_.device_bytes / page_);
-      session_->rest_on_device(units, static_cast<std::size_t>(below(pages + 1)) * page_);
+      rest_on_device(*session_, units, static_cast<std::size_t>(below(pages + 1)) * page_);
       for (std::size_t u = 0; u < units.size(); ++u) settled_ += units[u] != before[u] ? 1 : 0;
     } catch (const StrataError& error) {
       if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
@@ -142,7 +143,7 @@ class Simulation final {
   void limit() {
     const auto pages = static_cast<int>(config_.device_bytes / page_);
     try {
-      session_->limit_device(static_cast<std::size_t>(1 + below(pages)) * page_);
+      limit_device(*session_, static_cast<std::size_t>(1 + below(pages)) * page_);
     } catch (const StrataError& error) {
       if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
     }

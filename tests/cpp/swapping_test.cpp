@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <thread>
 
+#include "adoptions.hpp"
 #include "doubles/faulty_backend.hpp"
 #include "doubles/faulty_engine.hpp"
 #include "io_fixtures.hpp"
@@ -87,7 +88,7 @@ std::size_t train_swapping(Session& session, int steps) {
   return swapped;
 }
 
-std::size_t resting(const Session& session, Tier tier) {
+std::size_t resting(Session& session, Tier tier) {
   const Residence home = session.residence();
   return static_cast<std::size_t>(std::count(home.tier.begin(), home.tier.end(), tier));
 }
@@ -106,17 +107,17 @@ TEST(Swapping, ASmallSessionComputesTheSameBits) {
   EXPECT_EQ(train_swapping(session, 1), 0U) << "there was no room";
   const std::size_t before = resting(session, Tier::host);
   ASSERT_GT(before, 0U);
-  session.reserve_activations(6 * kPage, 12 * kPage);
+  reserve_activations(session, 6 * kPage, 12 * kPage);
   EXPECT_EQ(resting(session, Tier::host), before - 6);
   EXPECT_EQ(session.stats().activation_host_bytes, 6 * kPage);
   expect_within_budgets(session);
   EXPECT_EQ(train_swapping(session, 1), 16U);
   EXPECT_EQ(swap_bytes(folder.path()), session.stats().ssd_bytes);
   // Less of it, and more of it; what has room in host memory comes back.
-  session.reserve_activations(2 * kPage, 0);
+  reserve_activations(session, 2 * kPage, 0);
   EXPECT_EQ(resting(session, Tier::host), before - 2);
   EXPECT_GT(train_swapping(session, 1), 0U);
-  session.reserve_activations(7 * kPage, 13 * kPage);
+  reserve_activations(session, 7 * kPage, 13 * kPage);
   EXPECT_EQ(resting(session, Tier::host), before - 7);
   EXPECT_EQ(train_swapping(session, 1), 16U);
   expect_within_budgets(session);
@@ -132,17 +133,17 @@ TEST(Swapping, ARoomySessionOpensItsFilesWhenTheyAreNeeded) {
   Session session(config);
   fill(session);
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
-  session.reserve_activations(10 * kPage, 0);
+  reserve_activations(session, 10 * kPage, 0);
   EXPECT_TRUE(std::filesystem::is_empty(folder.path())) << "the budget has room enough";
   EXPECT_EQ(resting(session, Tier::ssd), 0U);
   EXPECT_GT(train_swapping(session, 1), 0U);
-  session.reserve_activations(10 * kPage, 20 * kPage);
+  reserve_activations(session, 10 * kPage, 20 * kPage);
   EXPECT_EQ(swap_bytes(folder.path()), 20 * kPage);
   EXPECT_GT(session.residence().staging_frames, 0U);
   EXPECT_EQ(train_swapping(session, 1), 16U);
   // So much that pages have to go.
   const std::size_t all = config.host_bytes / kPage;
-  session.reserve_activations((all - session.residence().staging_frames - 20) * kPage, 4 * kPage);
+  reserve_activations(session, (all - session.residence().staging_frames - 20) * kPage, 4 * kPage);
   EXPECT_EQ(resting(session, Tier::host), 20U);
   EXPECT_GT(train_swapping(session, 1), 0U);
   expect_within_budgets(session);
@@ -159,7 +160,7 @@ TEST(Swapping, RefusedRoomChangesNothing) {
   const std::uint64_t file = swap_bytes(folder.path());
   const auto expect_refused = [&](std::size_t host, std::size_t ssd, Fault fault) {
     try {
-      session.reserve_activations(host, ssd);
+      reserve_activations(session, host, ssd);
       ADD_FAILURE() << "there cannot be room";
     } catch (const StrataError& error) {
       EXPECT_EQ(error.error().fault, fault) << error.what();
@@ -173,7 +174,7 @@ TEST(Swapping, RefusedRoomChangesNothing) {
   expect_refused(4 * kPage, std::size_t{1} << 46, Fault::no_space);  // beyond the disk
   expect_refused(std::size_t{1} << 60, std::size_t{1} << 60, Fault::config);
   train(session, 1);
-  session.reserve_activations(kPage, kPage);
+  reserve_activations(session, kPage, kPage);
   EXPECT_GT(train_swapping(session, 1), 0U);
   EXPECT_EQ(contents(session), expected(2));
 }
@@ -186,14 +187,14 @@ TEST(Swapping, WhatTheMachineDoesNotHaveIsRefused) {
   fill(session);
   const std::uint64_t before = session.stats().host_bytes;
   try {
-    session.reserve_activations(too_much, 0);
+    reserve_activations(session, too_much, 0);
     ADD_FAILURE() << too_much << " bytes were claimed";
   } catch (const StrataError& error) {
     EXPECT_EQ(error.error().fault, Fault::memory) << error.what();
   }
   EXPECT_EQ(session.stats().host_bytes, before);
-  EXPECT_THROW(session.reserve_activations(0, kPage), StrataError) << "there is no path";
-  session.reserve_activations(4 * kPage, 0);
+  EXPECT_THROW(reserve_activations(session, 0, kPage), StrataError) << "there is no path";
+  reserve_activations(session, 4 * kPage, 0);
   EXPECT_GT(train_swapping(session, 1), 0U);
   EXPECT_EQ(contents(session), expected(1));
 }
@@ -201,13 +202,13 @@ TEST(Swapping, WhatTheMachineDoesNotHaveIsRefused) {
 TEST(Swapping, MisuseIsRefused) {
   TempFolder folder;
   Session session(small_config(folder.path()));
-  session.reserve_activations(2 * kPage, 2 * kPage);
+  reserve_activations(session, 2 * kPage, 2 * kPage);
   Bytes tensor(100);
   EXPECT_THROW(session.save_activation(tensor.data(), 0, Tier::host, UnitId{0}), StrataError);
   EXPECT_THROW(session.save_activation(tensor.data(), 9, Tier::host, UnitId{9}), StrataError);
   EXPECT_THROW(session.activation_saved(SaveId{0}, true), StrataError);
   const SaveId id = session.save_activation(tensor.data(), 100, Tier::host, UnitId{0}).value();
-  EXPECT_THROW(session.reserve_activations(0, 0), StrataError) << "one is saved";
+  EXPECT_THROW(reserve_activations(session, 0, 0), StrataError) << "one is saved";
   EXPECT_TRUE(session.activation_saved(id, true));
   EXPECT_TRUE(session.activation_fetched(id, false));
   EXPECT_TRUE(session.await_activation(id)) << "nothing is under way";
@@ -221,7 +222,7 @@ TEST(Swapping, ThreadsSwapAtOnce) {
   TempFolder folder;
   Session session(small_config(folder.path()));
   fill(session);
-  session.reserve_activations(6 * kPage, 12 * kPage);
+  reserve_activations(session, 6 * kPage, 12 * kPage);
   const auto use = [&](std::uint32_t unit) {
     std::vector<Held> held;
     for (int round = 0; round < 30; ++round) {
@@ -236,7 +237,7 @@ TEST(Swapping, ThreadsSwapAtOnce) {
   use(2);
   one.join();
   two.join();
-  session.reserve_activations(0, 0);
+  reserve_activations(session, 0, 0);
 }
 
 // The memory is gone as soon as close() or drop_activation() returned.
@@ -244,7 +245,7 @@ TEST(Swapping, ClosesAndDropsInTheMiddleOfCopies) {
   for (int round = 0; round < 10; ++round) {
     TempFolder folder;
     Session session(small_config(folder.path()));
-    session.reserve_activations(6 * kPage, 12 * kPage);
+    reserve_activations(session, 6 * kPage, 12 * kPage);
     auto tensors = std::make_unique<std::vector<Bytes>>(6, Bytes(2 * kPage + 5));
     std::vector<SaveId> ids;
     for (Bytes& tensor : *tensors) {
@@ -260,7 +261,7 @@ TEST(Swapping, ClosesAndDropsInTheMiddleOfCopies) {
     tensors.reset();
     for (const SaveId id : ids) session.drop_activation(id);  // a closed session forgets quietly
     EXPECT_THROW(session.activation_saved(ids[1], true), StrataError);
-    EXPECT_THROW(session.reserve_activations(0, 0), StrataError);
+    EXPECT_THROW(reserve_activations(session, 0, 0), StrataError);
   }
 }
 
@@ -280,7 +281,7 @@ struct Deterministic {
     parts.idle = [] {};
     session = std::make_unique<Session>(small_config("simulated"), std::move(parts));
     fill(*session);
-    session->reserve_activations(2 * kPage, 30 * kPage);
+    reserve_activations(*session, 2 * kPage, 30 * kPage);
   }
 };
 
@@ -315,7 +316,7 @@ TEST(Swapping, ACopyThatFailedDoesNotPassForOneThatIsDone) {
     parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
     parts.idle = [] {};
     Session session(small_config("simulated"), std::move(parts));
-    session.reserve_activations(4 * kPage, 0);
+    reserve_activations(session, 4 * kPage, 0);
     std::vector<Held> held;
     for (std::uint32_t u = 0; u < 3; ++u) save(session, held, u, kPage, Tier::host);
     Bytes first(kPage), second(kPage);

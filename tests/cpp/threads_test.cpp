@@ -13,6 +13,7 @@
 #include <set>
 #include <thread>
 
+#include "adoptions.hpp"
 #include "memory/result.hpp"
 #include "session_fixtures.hpp"
 
@@ -84,16 +85,16 @@ TEST_F(Threads, AStepWaitsForPagesThatComeToRestElsewhere) {
       [&](Session& session) {
         session.save_activation(values.data(), bytes, Tier::host, UnitId{0});
       },
-      [](Session& session) { session.limit_device(8 * kPage); },
+      [](Session& session) { limit_device(session, 8 * kPage); },
   };
   for (std::size_t act = 0; act < acts.size(); ++act) {
     Session session(roomy_config(), parts());
     fill(session);
-    session.reserve_activations(4 * kPage, 0);
+    reserve_activations(session, 4 * kPage, 0);
     begin_updates(session);
     std::thread arranging([&] {
       EXPECT_EQ(refusal([&] {
-                  session.rest_on_device({true, false, false, false}, 8 * kPage);
+                  rest_on_device(session, {true, false, false, false}, 8 * kPage);
                 }),
                 "");
     });
@@ -117,8 +118,8 @@ TEST_F(Threads, PagesStayWhereTheyAreUnderAnEntryThatWaits) {
   ASSERT_TRUE(until([&] { return waits(entering); }));
   std::atomic<bool> told = false;
   std::thread arranging([&] {
-    EXPECT_NE(refusal([&] { session.limit_device(8 * kPage); }), "");
-    EXPECT_NE(refusal([&] { session.reserve_activations(kPage, 0); }), "");
+    EXPECT_NE(refusal([&] { limit_device(session, 8 * kPage); }), "");
+    EXPECT_NE(refusal([&] { reserve_activations(session, kPage, 0); }), "");
     told = true;
   });
   EXPECT_TRUE(until([&] { return told || waits(arranging); }));
@@ -126,10 +127,10 @@ TEST_F(Threads, PagesStayWhereTheyAreUnderAnEntryThatWaits) {
   may_end_ = true;
   arranging.join();
   entering.join();
-  EXPECT_NE(refusal([&] { session.limit_device(8 * kPage); }).find("block1 is in use"),
+  EXPECT_NE(refusal([&] { limit_device(session, 8 * kPage); }).find("block1 is in use"),
             std::string::npos);
   session.leave(UnitId{1});
-  EXPECT_EQ(refusal([&] { session.limit_device(8 * kPage); }), "");
+  EXPECT_EQ(refusal([&] { limit_device(session, 8 * kPage); }), "");
 }
 
 TEST_F(Threads, ASessionIsClosedWhilePagesComeToRestElsewhere) {
@@ -145,7 +146,7 @@ TEST_F(Threads, ASessionIsClosedWhilePagesComeToRestElsewhere) {
       EXPECT_EQ(error.error().fault, Fault::cancelled) << error.what();
     }
   };
-  std::thread arranging([&] { told([&] { session.limit_device(8 * kPage); }); });
+  std::thread arranging([&] { told([&] { limit_device(session, 8 * kPage); }); });
   ASSERT_TRUE(until([&] { return waits(arranging); }));
   std::thread entering([&] { told([&] { session.enter(UnitId{0}, false); }); });
   ASSERT_TRUE(until([&] { return waits(entering); }));
@@ -154,7 +155,7 @@ TEST_F(Threads, ASessionIsClosedWhilePagesComeToRestElsewhere) {
   entering.join();
 }
 
-std::vector<std::byte> shown(const Session& session, std::uint32_t param) {
+std::vector<std::byte> shown(Session& session, std::uint32_t param) {
   std::vector<std::byte> bytes(session.config().params[param].numel * 2);
   std::memcpy(bytes.data(), session.device_address(param), bytes.size());
   return bytes;

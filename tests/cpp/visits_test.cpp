@@ -11,7 +11,7 @@ namespace {
 
 using Counts = std::array<std::size_t, 2>;
 
-Counts entered(const Session& session) {
+Counts entered(Session& session) {
   return {session.entered(UnitId{0}), session.entered(UnitId{1})};
 }
 

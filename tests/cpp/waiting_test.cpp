@@ -17,51 +17,51 @@ TEST(Waiting, AUnitSaysWhatItNeedsFirst) {
   core.make_units({2, 2}, 2);
   for (std::uint32_t page = 0; page < 4; ++page) core.write(PageId{page}, 5, WriteBack::now);
   core.flush();
-  Executor& executor = *core.executor;
+  Prefetcher& prefetcher = *core.prefetcher;
   std::vector<Cause> causes;
   const auto until_ready = [&](UnitId unit) {
     causes.clear();
     return core.until([&] {
-      const Cause cause = executor.missing(unit);
+      const Cause cause = prefetcher.missing(unit);
       if (causes.empty() || causes.back() != cause) causes.push_back(cause);
-      EXPECT_EQ(cause == Cause::none, executor.ready(unit));
+      EXPECT_EQ(cause == Cause::none, prefetcher.ready(unit));
       return cause == Cause::none;
     });
   };
   // 1. A unit on the disk.
-  EXPECT_EQ(executor.enter(kSecond, false, true), std::nullopt);
+  EXPECT_EQ(prefetcher.ask(kSecond, false, true), std::nullopt);
   ASSERT_TRUE(until_ready(kSecond));
   EXPECT_EQ(causes, (std::vector{Cause::ssd, Cause::copy, Cause::none}));
-  executor.pin(kSecond);
+  prefetcher.begin_use(kSecond);
   // 2. Its pages are in host memory and in use there; its frames too.
-  for (const std::uint32_t page : {0U, 1U}) core.open(PageId{page}, Intent::modify);
-  executor.leave(kSecond, nullptr);
-  EXPECT_EQ(executor.enter(kFirst, false, true), std::nullopt);
-  executor.block(PageId{1});
-  EXPECT_EQ(executor.missing(kFirst), Cause::update);
-  executor.unblock(PageId{1});
+  std::vector<Pin> pins;
+  for (const std::uint32_t page : {0U, 1U}) pins.push_back(core.open(PageId{page}, Intent::modify));
+  prefetcher.end_use(kSecond, nullptr);
+  EXPECT_EQ(prefetcher.ask(kFirst, false, true), std::nullopt);
+  prefetcher.block(PageId{1});
+  EXPECT_EQ(prefetcher.missing(kFirst), Cause::update);
+  prefetcher.unblock(PageId{1});
   core.turn();
-  EXPECT_NE(executor.missing(kFirst), Cause::frame) << "the other unit was left";
-  for (const std::uint32_t page : {0U, 1U}) core.cache->close(PageId{page}, Intent::modify);
+  EXPECT_NE(prefetcher.missing(kFirst), Cause::frame) << "the other unit was left";
+  pins.clear();
   ASSERT_TRUE(until_ready(kFirst));
-  executor.pin(kFirst);
+  prefetcher.begin_use(kFirst);
   // 3. No frame while the first unit is entered: asked ahead of being refused.
-  EXPECT_EQ(executor.missing(kSecond), Cause::frame);
-  executor.leave(kFirst, nullptr);
+  EXPECT_EQ(prefetcher.missing(kSecond), Cause::frame);
+  prefetcher.end_use(kFirst, nullptr);
   // 4. No room in host memory while others hold it.
-  for (const std::uint32_t page : {0U, 1U}) core.open(PageId{page}, Intent::read);
-  EXPECT_EQ(executor.enter(kSecond, false, true), std::nullopt);
+  for (const std::uint32_t page : {0U, 1U}) pins.push_back(core.open(PageId{page}, Intent::read));
+  EXPECT_EQ(prefetcher.ask(kSecond, false, true), std::nullopt);
   core.turn();
-  EXPECT_EQ(executor.missing(kSecond), Cause::room);
-  for (const std::uint32_t page : {0U, 1U}) core.cache->close(PageId{page}, Intent::read);
+  EXPECT_EQ(prefetcher.missing(kSecond), Cause::room);
+  pins.clear();
   EXPECT_TRUE(until_ready(kSecond));
 }
 
 TEST(Waiting, AnActivationSaysWhatItNeedsFirst) {
   constexpr std::size_t kBytes = 2 * SmallCore::kPage;
   SmallCore core({Tier::host, Tier::host, Tier::ssd, Tier::ssd}, {.staging = 3});
-  Timeline timeline(64);
-  Activations activations(*core.cache, *core.device, timeline, SmallCore::kPage);
+  Activations activations(core.table, *core.cache, *core.transfers, *core.device, SmallCore::kPage);
   activations.reserve(
       {.host = {PageId{0}, PageId{1}}, .ssd = {PageId{2}, PageId{3}}, .frames_max = 2});
   std::vector<Cause> causes;
@@ -89,7 +89,7 @@ TEST(Waiting, AnActivationSaysWhatItNeedsFirst) {
     EXPECT_TRUE(activations.fetched(id));
     activations.drop(id);
     std::array<std::uint64_t, 6> moved{};
-    for (const TimelineSpan& span : timeline.take()) {
+    for (const TimelineSpan& span : core.timeline.take()) {
       EXPECT_EQ(span.unit, kSecond);
       moved.at(static_cast<std::size_t>(span.track)) += span.bytes;
     }

@@ -111,14 +111,20 @@ class Session(Saves):
         over = [(v, u) for v, u in self.visits if v < bound and v not in live]
         return sum(self.leave(unit, stream=stream, visit=visit) for visit, unit in over)
 
-    def limit_device(self, byte_count: int) -> None:
-        self.config = {**self.config, "device_bytes": byte_count}
-
-    def rest_on_device(self, units: list[bool], param_bytes: int) -> None:
-        assert not any(p.landed for p in self.params)
-        for unit, there in zip(self.plan["units"], units, strict=True):
-            unit["on_device"] = there
-        self.limit_device(param_bytes)
+    def adopt(
+        self,
+        on_device: list[bool] | None = None,
+        param_bytes: int | None = None,
+        activation_host_bytes: int | None = None,
+        activation_ssd_bytes: int | None = None,
+    ) -> None:
+        self._make_room(activation_host_bytes, activation_ssd_bytes)
+        if on_device is not None:
+            assert not any(p.landed for p in self.params)
+            for unit, there in zip(self.plan["units"], on_device, strict=True):
+                unit["on_device"] = there
+        if param_bytes is not None:
+            self.config = {**self.config, "device_bytes": param_bytes}
 
     def resident(self, unit: int) -> bool:
         return not self.evicts or self.entered(unit) > 0

@@ -38,13 +38,16 @@ class Saves:
         self.saves: dict[int, _Save] = {}
         self.saves_made = 0
 
-    def reserve_activations(self, host_bytes: int, ssd_bytes: int) -> None:
+    def _make_room(self, host_bytes: int | None, ssd_bytes: int | None) -> None:
         self._open()
-        assert not self.saves, "an activation is saved"
-        for size, key in ((host_bytes, "host_bytes"), (ssd_bytes, "ssd_bytes")):
+        for size, to_ssd in ((host_bytes, False), (ssd_bytes, True)):
+            key = "ssd_bytes" if to_ssd else "host_bytes"
+            if size is None:
+                continue
+            assert not self.saves, "an activation is saved"
             if size > self.config[key]:
                 raise StrataError(f"activations: {size} > {self.config[key]} {key}")
-        self.room = {False: host_bytes, True: ssd_bytes}
+            self.room[to_ssd] = size
 
     def save_activation(
         self, address: int, byte_count: int, to_ssd: bool, unit: int, *, stream: int

@@ -73,7 +73,9 @@ class _Watched:
 def set_mode(model: nn.Module, activation: str, room: int = ROOM) -> Wrapped:
     state = wrapped(model)
     to_ssd = activation in TO_SSD
-    state.session.reserve_activations(0 if to_ssd else room, room if to_ssd else 0)
+    state.session.adopt(
+        activation_host_bytes=0 if to_ssd else room, activation_ssd_bytes=room if to_ssd else 0
+    )
     for unit in state.units:
         fits = unit.may_recompute or activation not in RECOMPUTES
         unit.activation = activation if fits else "keep"  # type: ignore[assignment]

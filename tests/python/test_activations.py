@@ -25,7 +25,7 @@ def save(session: Any, tensor: torch.Tensor, to_ssd: bool) -> int:
 @pytest.mark.parametrize("to_ssd", [False, True])
 def test_bytes_come_back(core: ModuleType, to_ssd: bool, tmp_path: Path) -> None:
     session = make(core, tmp_path)
-    session.reserve_activations(16 * PAGE, 16 * PAGE)
+    session.adopt(activation_host_bytes=16 * PAGE, activation_ssd_bytes=16 * PAGE)
     sent = [torch.randint(256, (n,), dtype=torch.uint8) for n in SIZES]
     saves = [save(session, tensor, to_ssd) for tensor in sent]
     assert -1 not in saves
@@ -48,7 +48,7 @@ def test_without_room_nothing_is_saved(core: ModuleType, tmp_path: Path) -> None
     session = make(core, tmp_path)
     tensor = torch.zeros(3 * PAGE, dtype=torch.uint8)
     assert save(session, tensor, False) == -1
-    session.reserve_activations(4 * PAGE, 0)
+    session.adopt(activation_host_bytes=4 * PAGE, activation_ssd_bytes=0)
     first = save(session, tensor, False)
     assert first >= 0
     assert save(session, tensor, False) == -1
@@ -58,7 +58,7 @@ def test_without_room_nothing_is_saved(core: ModuleType, tmp_path: Path) -> None
     session.close()
     session.drop_activation(first)  # a closed session forgets quietly
     with pytest.raises(_core.StrataError):
-        session.reserve_activations(PAGE, 0)
+        session.adopt(activation_host_bytes=PAGE, activation_ssd_bytes=0)
 
 
 def test_training_goes_on_where_pages_make_room(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_training_goes_on_where_pages_make_room(tmp_path: Path) -> None:
     fill(session)
     train(session, 1)
     before = session.plan
-    session.reserve_activations(8 * PAGE, 8 * PAGE)
+    session.adopt(activation_host_bytes=8 * PAGE, activation_ssd_bytes=8 * PAGE)
     after = session.plan
     assert after["host_bytes"] <= 40 * PAGE
     assert after["ssd_bytes"] > before["ssd_bytes"]

@@ -91,7 +91,7 @@ class Race:
             for _ in range(4):
                 self.step()
         else:
-            self.state.session.reserve_activations(ROOM, 0)
+            self.state.session.adopt(activation_host_bytes=ROOM)
             for unit in self.state.units:
                 swaps = activation == "swap_host"
                 recomputes = activation == "recompute" and unit.may_recompute

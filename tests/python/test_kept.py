@@ -80,7 +80,7 @@ def test_what_hooks_keep_is_right_in_backward(name: str, way: str, activation: s
     model, optimizer = tight(build(hooked(name, way)), **(roomy if way == "frozen" else {}))
     forced(model, activation)
     if way == "frozen":  # they stay until the backward is over
-        wrapped(model).session.limit_device(5 * 65536)
+        wrapped(model).session.adopt(param_bytes=5 * 65536)
     assert steps(model, optimizer) == pytest.approx(expected, rel=1e-5)
     assert_same(model, plain, 1e-4)
 

@@ -131,7 +131,7 @@ def test_what_rests_on_the_device_keeps_its_masters(rests: bool, dtype: str) -> 
     core = session(params=params)
     exact = torch.linspace(0.1, 0.9, NUMEL)
     core.write(0, "master", 0, exact.data_ptr(), NUMEL)
-    core.rest_on_device([rests], 8 << 16)
+    core.adopt(on_device=[rests], param_bytes=8 << 16)
     view = torch.from_dlpack(core.tensor(0))
     for value in (1.0, 2.0):  # the first write of the unit, and a later one
         core.expect_write(0)

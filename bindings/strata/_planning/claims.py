@@ -21,6 +21,8 @@ from .shape_class import device_pages
 if TYPE_CHECKING:
     from .._runtime.wrapped import Wrapped
 
+Room = tuple[int, int]  # for swapped tensors: bytes of host memory and SSD
+
 log = logging.getLogger("strata")
 
 
@@ -31,7 +33,8 @@ class Claims:
         self._state = state
         self._allocator = allocator
         self._param_bytes = 0
-        self._activation_bytes = (0, 0)  # of host memory and SSD
+        self._room: Room = (0, 0)
+        self._room_wanted: Room = (0, 0)  # what was asked for last, there or not
 
     @property
     def resting(self) -> list[bool]:
@@ -43,10 +46,16 @@ class Claims:
 
         False: not now. Raises StrataError where parameters need more than `param_bytes`.
         """
+        now, room = self.resting, (host_bytes, ssd_bytes)
+        if room == self._room_wanted:
+            room = self._room  # what was refused is not asked for again
+        moves = units != now or room != self._room
+        if moves and self._state.hooks.swapping.drain():  # of graphs that somebody keeps
+            units, room = now, self._room
+        else:
+            self._room_wanted = (host_bytes, ssd_bytes)
         try:
-            self._take_device(units, param_bytes)
-            if (host_bytes, ssd_bytes) != self._activation_bytes:
-                self._take_activations(host_bytes, ssd_bytes)
+            self._adopt_what_fits(units, param_bytes, room)
         except StrataError as error:
             if error.fault != "busy":
                 raise
@@ -56,45 +65,49 @@ class Claims:
 
     def take_device(self, param_bytes: int) -> bool:
         """Likewise; no units rest on the device, and room for swapped tensors stays."""
-        return self.take([False] * len(self._state.units), param_bytes, *self._activation_bytes)
+        return self.take([False] * len(self._state.units), param_bytes, *self._room_wanted)
 
     def take_room(self, host_bytes: int, ssd_bytes: int) -> tuple[int, int]:
         """Claims at least so much for tensors that leave, no more. Returns what there is."""
-        host_now, ssd_now = self._activation_bytes
+        host_now, ssd_now = self._room_wanted
         room = max(host_bytes, host_now), max(ssd_bytes, ssd_now)
         self.take(self.resting, self._param_bytes, *room)
-        return self._activation_bytes
+        return self._room_wanted
 
-    def _take_activations(self, host_bytes: int, ssd_bytes: int) -> None:
-        if self._state.hooks.swapping.drain():  # of graphs that somebody keeps
+    def _adopt_what_fits(self, units: list[bool], param_bytes: int, room: Room) -> None:
+        """All of it; where that is refused, without the room, without the units, without both."""
+        now, kept = self.resting, self._room
+        refused = ""
+        for there, larger in ((units, room), (units, kept), (now, room), (now, kept)):
+            try:
+                self._adopt(there, param_bytes, larger)
+            except StrataError as error:
+                if error.fault == "busy" or (there, larger) == (now, kept):
+                    raise
+                refused = refused or str(error)
+                continue
+            if larger != room:
+                log.warning("tensors that find no room stay on the device: %s", refused)
+            if there != units:
+                log.info("units rest where they are: %s", refused)
             return
-        try:
-            self._state.session.reserve_activations(host_bytes, ssd_bytes)
-        except StrataError as error:
-            if error.fault == "busy":
-                raise
-            log.warning("tensors that find no room stay on the device: %s", error)
-        self._activation_bytes = (host_bytes, ssd_bytes)
 
-    def _take_device(self, units: list[bool], param_bytes: int) -> None:
+    def _adopt(self, units: list[bool], param_bytes: int, room: Room) -> None:
         session, now = self._state.session, self.resting
-        if units == now and param_bytes == self._param_bytes:
+        if (units, param_bytes, room) == (now, self._param_bytes, self._room):
             return
-        if units != now and self._state.hooks.swapping.drain():
-            return  # as above
         before = self._allocator.page_bytes
         after = device_pages(session.plan, units, param_bytes)
         self._allocator.give_pages(max(before, after))
         try:
-            if units == now:
-                session.limit_device(param_bytes)
-            else:
-                session.rest_on_device(units, param_bytes)
-        except StrataError as error:
+            # What stays is not named: room and units change only while nothing is saved.
+            session.adopt(
+                units if units != now else None,
+                param_bytes,
+                *(room if room != self._room else (None, None)),
+            )
+        except StrataError:
             self._allocator.give_pages(before)
-            if units == now or error.fault == "busy":
-                raise
-            log.info("units rest where they are: %s", error)
-            return
+            raise
         self._allocator.give_pages(after)
-        self._param_bytes = param_bytes
+        self._param_bytes, self._room = param_bytes, room

@@ -1,4 +1,4 @@
-// A model whose units an executor shows, with contents that tell which page and version one sees.
+// A model whose units the device shows, with contents that tell which page and version one sees.
 //
 // Threads: none.
 //
@@ -9,7 +9,6 @@
 #include <gtest/gtest.h>
 
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -33,19 +32,18 @@ class Model final {
     update();
   }
 
-  // Returns why not.
-  std::optional<std::string> enter(UnitId unit, bool backward, bool recorded = true) {
-    auto why = core.executor->enter(unit, backward, recorded);
-    if (why) return why;
-    EXPECT_TRUE(core.until([&] { return core.executor->ready(unit); }))
+  // Returns how many frames it would need, where that is too many.
+  std::optional<std::size_t> enter(UnitId unit, bool backward, bool recorded = true) {
+    if (const auto needed = core.prefetcher->ask(unit, backward, recorded)) return needed;
+    EXPECT_TRUE(core.until([&] { return core.prefetcher->ready(unit); }))
         << "unit " << index(unit) << " never came";
-    core.executor->pin(unit);
+    core.prefetcher->begin_use(unit);
     expect_shown(unit);
     return std::nullopt;
   }
   void leave(UnitId unit) {
     expect_shown(unit);  // nobody wrote over it while it was entered
-    core.executor->leave(unit, nullptr);
+    core.prefetcher->end_use(unit, nullptr);
   }
 
   void run(const std::vector<Event>& step, bool recorded = true) {
@@ -60,12 +58,19 @@ class Model final {
   }
   // The end of a step: every parameter changes.
   void end() {
-    core.executor->end_step();
-    core.executor->begin_step();
+    core.planner->end_step();
+    core.prefetcher->begin_step();
     update();
   }
 
-  const ExecutorCounters& counters() const { return core.executor->counters(); }
+  struct Counters {
+    std::uint64_t mappings, plans, deviations;
+    std::uint32_t frames_peak;
+  };
+  Counters counters() const {
+    return {core.frames->mappings(), core.prefetcher->plans(), core.prefetcher->deviations(),
+            core.frames->peak()};
+  }
 
   SmallCore core;
 
@@ -74,17 +79,18 @@ class Model final {
 
   void update() {
     ++version_;
-    for (std::uint32_t page = 0; page < sum(sizes_); ++page) core.executor->block(PageId{page});
+    for (std::uint32_t page = 0; page < sum(sizes_); ++page) core.prefetcher->block(PageId{page});
     for (std::uint32_t page = 0; page < sum(sizes_); ++page) {
       core.write(PageId{page}, value_of(PageId{page}));
-      core.executor->unblock(PageId{page});
+      core.prefetcher->unblock(PageId{page});
     }
   }
 
   void expect_shown(UnitId unit) {
-    const UnitPages& of = core.unit(unit);
-    for (std::size_t i = 0; i < of.pages.size(); ++i) {
-      EXPECT_TRUE(SmallCore::filled_with(of.view + i * SmallCore::kPage, value_of(of.pages[i])))
+    const std::vector<PageId>& pages = core.frames->pages(unit);
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      const std::byte* shown = core.frames->view(unit) + i * SmallCore::kPage;
+      EXPECT_TRUE(SmallCore::filled_with(shown, value_of(pages[i])))
           << "unit " << index(unit) << " shows other bytes in page " << i;
     }
   }

@@ -1,5 +1,5 @@
-// HostCache: staging, write-back, promises, exclusion, discarding, and pages that rest elsewhere.
-#include "offload/host_cache.hpp"
+// PageCache: staging, write-back, promises, exclusion, discarding, and pages that rest elsewhere.
+#include "offload/residency/page_cache.hpp"
 
 #include <gtest/gtest.h>
 
@@ -17,17 +17,17 @@ std::vector<Tier> on_ssd(std::size_t pages) {
   return std::vector<Tier>(pages, Tier::ssd);
 }
 
-TEST(HostCache, APageNobodyWroteIsZero) {
+TEST(PageCache, APageNobodyWroteIsZero) {
   for (const Intent intent : {Intent::read, Intent::modify}) {
     SmallCore core({Tier::host, Tier::ssd});
     for (const PageId page : {kA, kB}) {
-      EXPECT_TRUE(SmallCore::filled_with(core.open(page, intent), 0)) << "page " << index(page);
-      core.cache->close(page, intent);
+      EXPECT_TRUE(SmallCore::filled_with(core.open(page, intent).bytes(), 0))
+          << "page " << index(page);
     }
   }
 }
 
-TEST(HostCache, PagesComeBackFromTheDisk) {
+TEST(PageCache, PagesComeBackFromTheDisk) {
   SmallCore core(on_ssd(6), {.staging = 2});
   for (std::uint32_t page = 0; page < 6; ++page) core.write(PageId{page}, static_cast<int>(page));
   for (std::uint32_t page = 0; page < 6; ++page) {
@@ -36,7 +36,7 @@ TEST(HostCache, PagesComeBackFromTheDisk) {
   EXPECT_GT(core.moved_pages(Link::read), 0U);
 }
 
-TEST(HostCache, WhatWasUsedLeastRecentlyGoesFirst) {
+TEST(PageCache, WhatWasUsedLeastRecentlyGoesFirst) {
   SmallCore core(on_ssd(4), {.staging = 3});
   for (const PageId page : {kA, kB, kC}) core.write(page, 1);
   core.flush();
@@ -47,7 +47,7 @@ TEST(HostCache, WhatWasUsedLeastRecentlyGoesFirst) {
   EXPECT_NE(core.state(kC, Tier::host), CopyState::none);
 }
 
-TEST(HostCache, ACleanPageIsNotWrittenAgain) {
+TEST(PageCache, ACleanPageIsNotWrittenAgain) {
   SmallCore core(on_ssd(4), {.staging = 1});
   core.write(kA, 1);
   core.flush();
@@ -59,13 +59,13 @@ TEST(HostCache, ACleanPageIsNotWrittenAgain) {
   EXPECT_EQ(core.moved_pages(Link::write), written);
 }
 
-TEST(HostCache, WriteBackNowStartsAtOnceAndLaterWaits) {
+TEST(PageCache, WriteBackNowStartsAtOnceAndLaterWaits) {
   SmallCore core(on_ssd(2), {.staging = 4});
   core.write(kA, 1, WriteBack::later);
   core.settle();
   EXPECT_EQ(core.moved_pages(Link::write), 0U);
   core.write(kB, 2, WriteBack::now);
-  EXPECT_EQ(core.mover->in_flight(Link::write), 1U);
+  EXPECT_EQ(core.transfers->in_flight(Link::write), 1U);
   core.settle();
   EXPECT_EQ(core.moved_pages(Link::write), 1U);
   EXPECT_TRUE(core.cache->dirty());
@@ -73,7 +73,7 @@ TEST(HostCache, WriteBackNowStartsAtOnceAndLaterWaits) {
   EXPECT_EQ(core.moved_pages(Link::write), 2U);
 }
 
-TEST(HostCache, WriteBackNowIsNotForgottenWhenTheMoverIsFull) {
+TEST(PageCache, WriteBackNowIsNotForgottenWhenTheMoverIsFull) {
   SmallCore core(on_ssd(2), {.staging = 8, .in_flight = 1});
   core.write(kA, 1, WriteBack::now);
   core.write(kB, 2, WriteBack::now);
@@ -81,80 +81,98 @@ TEST(HostCache, WriteBackNowIsNotForgottenWhenTheMoverIsFull) {
   EXPECT_FALSE(core.cache->dirty());
 }
 
-TEST(HostCache, HalfOfTheStagingStaysClean) {
+TEST(PageCache, HalfOfTheStagingStaysClean) {
   SmallCore core(on_ssd(4), {.staging = 4});
   for (const PageId page : {kA, kB, kC, kD}) core.write(page, 1);
   core.settle();
   EXPECT_GE(core.moved_pages(Link::write), 2U);
 }
 
-TEST(HostCache, APromisedPageWaitsForWhoeverAskedForIt) {
+TEST(PageCache, APromisedPageWaitsForWhoeverAskedForIt) {
   SmallCore core(on_ssd(2), {.staging = 1});
   core.write(kA, 1);
   core.write(kB, 2);
   core.flush();
-  ASSERT_EQ(core.cache->open(kA, Intent::read), nullptr);
+  ASSERT_FALSE(core.cache->open(kA, Intent::read));
   core.settle();
-  EXPECT_EQ(core.cache->open(kB, Intent::read), nullptr) << "took the frame that was promised";
+  EXPECT_FALSE(core.cache->open(kB, Intent::read)) << "took the frame that was promised";
   EXPECT_TRUE(core.holds(kA, 1));
   EXPECT_TRUE(core.holds(kB, 2));
 }
 
-TEST(HostCache, ReadersShareAndWritersAreAlone) {
+TEST(PageCache, ReadersShareAndWritersAreAlone) {
   for (const PageId page : {kA, kB}) {
     SmallCore core({Tier::host, Tier::ssd});
     core.write(page, 1);
-    ASSERT_NE(core.cache->open(page, Intent::read), nullptr);
-    EXPECT_NE(core.cache->open(page, Intent::read), nullptr);
-    EXPECT_EQ(core.cache->open(page, Intent::modify), nullptr);
-    core.cache->close(page, Intent::read);
-    EXPECT_EQ(core.cache->open(page, Intent::modify), nullptr) << "one reader is left";
-    core.cache->close(page, Intent::read);
-    ASSERT_NE(core.cache->open(page, Intent::modify), nullptr);
-    EXPECT_EQ(core.cache->open(page, Intent::modify), nullptr);
-    EXPECT_EQ(core.cache->open(page, Intent::read), nullptr);
-    core.cache->close(page, Intent::modify);
-    EXPECT_NE(core.cache->open(page, Intent::read), nullptr);
-    core.cache->close(page, Intent::read);
+    Pin reader = core.cache->open(page, Intent::read);
+    Pin other = core.cache->open(page, Intent::read);
+    EXPECT_TRUE(reader && other);
+    EXPECT_FALSE(core.cache->open(page, Intent::modify));
+    reader.close();
+    EXPECT_FALSE(core.cache->open(page, Intent::modify)) << "one reader is left";
+    other.close();
+    Pin writer = core.cache->open(page, Intent::modify);
+    ASSERT_TRUE(writer);
+    EXPECT_FALSE(core.cache->open(page, Intent::modify));
+    EXPECT_FALSE(core.cache->open(page, Intent::read));
+    writer.close();
+    EXPECT_TRUE(core.cache->open(page, Intent::read));
   }
 }
 
-TEST(HostCache, WhileAPageIsWrittenBackItIsReadButNotChanged) {
+// A pin closes what it opened once, wherever it has gone.
+TEST(PageCache, APinMovesAndClosesOnce) {
+  SmallCore core({Tier::host, Tier::host});
+  const auto pins = [&](PageId page) { return core.table.copy(page, Tier::host).pins; };
+  {
+    Pin first = core.open(kA, Intent::read);
+    Pin second = std::move(first);
+    EXPECT_FALSE(first);  // NOLINT(bugprone-use-after-move): it is empty
+    EXPECT_EQ(second.page(), kA);
+    EXPECT_EQ(pins(kA), 1);
+    second = core.open(kB, Intent::read);
+    EXPECT_EQ(pins(kA), 0);
+    EXPECT_EQ(pins(kB), 1);
+    first.close();
+  }
+  EXPECT_EQ(pins(kB), 0);
+}
+
+TEST(PageCache, WhileAPageIsWrittenBackItIsReadButNotChanged) {
   SmallCore core(on_ssd(1));
   core.write(kA, 1, WriteBack::now);
   ASSERT_EQ(core.state(kA, Tier::host), CopyState::draining);
-  EXPECT_EQ(core.cache->open(kA, Intent::modify), nullptr);
-  EXPECT_NE(core.cache->open(kA, Intent::read), nullptr);
-  core.cache->close(kA, Intent::read);
+  EXPECT_FALSE(core.cache->open(kA, Intent::modify));
+  EXPECT_TRUE(core.cache->open(kA, Intent::read));
   core.settle();
-  EXPECT_NE(core.cache->open(kA, Intent::modify), nullptr);
-  core.cache->close(kA, Intent::modify);
+  EXPECT_TRUE(core.cache->open(kA, Intent::modify));
 }
 
-TEST(HostCache, OtherContentsTakeThePlaceOfThoseThatNobodyReads) {
+TEST(PageCache, OtherContentsTakeThePlaceOfThoseThatNobodyReads) {
   SmallCore core(on_ssd(2), {.staging = 1, .aside = true});
   core.write(kA, 1);
-  const std::byte* mine = core.open(kA, Intent::read);
+  Pin mine = core.open(kA, Intent::read);
+  const std::byte* old_bytes = mine.bytes();
   std::fill_n(core.host().address(core.aside), SmallCore::kPage, std::byte{2});
-  core.open(kA, Intent::read);  // somebody else
-  EXPECT_FALSE(core.cache->close_with(kA, core.aside, WriteBack::now));
-  EXPECT_TRUE(SmallCore::filled_with(mine, 1)) << "the old contents changed under a reader";
-  core.cache->close(kA, Intent::read);
-  std::optional<FrameId> old;
-  ASSERT_TRUE(core.until([&] {
-    return (old = core.cache->close_with(kA, core.aside, WriteBack::now)) != std::nullopt;
-  }));
-  EXPECT_EQ(core.host().address(*old), mine);
+  Pin other = core.open(kA, Intent::read);
+  EXPECT_FALSE(mine.replace(core.aside, WriteBack::now));
+  EXPECT_TRUE(SmallCore::filled_with(old_bytes, 1)) << "the old contents changed under a reader";
+  other.close();
+  std::optional<HostFrameId> old;
+  ASSERT_TRUE(
+      core.until([&] { return (old = mine.replace(core.aside, WriteBack::now)) != std::nullopt; }));
+  EXPECT_FALSE(mine);
+  EXPECT_EQ(core.host().address(*old), old_bytes);
   core.flush();
   EXPECT_TRUE(core.holds(kB, 0));  // takes the only staging frame
   EXPECT_TRUE(core.holds(kA, 2));
 }
 
-TEST(HostCache, OverwrittenPagesKeepWhatWasWritten) {
+TEST(PageCache, OverwrittenPagesKeepWhatWasWritten) {
   SmallCore core(on_ssd(2), {.staging = 1});
-  std::byte* bytes = core.open(kA, Intent::overwrite);
-  std::fill_n(bytes, SmallCore::kPage, std::byte{9});
-  core.cache->close(kA, Intent::overwrite);
+  Pin pin = core.open(kA, Intent::overwrite);
+  std::fill_n(pin.bytes(), SmallCore::kPage, std::byte{9});
+  pin.close();
   EXPECT_TRUE(core.holds(kB, 0));
   EXPECT_TRUE(core.holds(kA, 9));
 }
@@ -169,13 +187,13 @@ void expect_forgotten(SmallCore& core, PageId page) {
   EXPECT_TRUE(core.holds(page, 5));
 }
 
-TEST(HostCacheDiscard, NeverWritten) {
+TEST(PageCacheDiscard, NeverWritten) {
   SmallCore core({Tier::host, Tier::ssd});
   expect_forgotten(core, kA);
   expect_forgotten(core, kB);
 }
 
-TEST(HostCacheDiscard, InHostMemory) {
+TEST(PageCacheDiscard, InHostMemory) {
   SmallCore core({Tier::host, Tier::ssd});
   for (const PageId page : {kA, kB}) {
     core.write(page, 1);
@@ -183,14 +201,14 @@ TEST(HostCacheDiscard, InHostMemory) {
   }
 }
 
-TEST(HostCacheDiscard, OnTheDiskToo) {
+TEST(PageCacheDiscard, OnTheDiskToo) {
   SmallCore core(on_ssd(1));
   core.write(kA, 1);
   core.flush();
   expect_forgotten(core, kA);
 }
 
-TEST(HostCacheDiscard, OnTheDiskOnly) {
+TEST(PageCacheDiscard, OnTheDiskOnly) {
   SmallCore core(on_ssd(2), {.staging = 1});
   core.write(kA, 1);
   core.write(kB, 2);
@@ -198,7 +216,7 @@ TEST(HostCacheDiscard, OnTheDiskOnly) {
   expect_forgotten(core, kA);
 }
 
-TEST(HostCacheDiscard, ChangedSinceItWasWrittenBack) {
+TEST(PageCacheDiscard, ChangedSinceItWasWrittenBack) {
   SmallCore core(on_ssd(1));
   core.write(kA, 1);
   core.flush();
@@ -206,43 +224,42 @@ TEST(HostCacheDiscard, ChangedSinceItWasWrittenBack) {
   expect_forgotten(core, kA);
 }
 
-TEST(HostCacheDiscard, InUse) {
+TEST(PageCacheDiscard, InUse) {
   SmallCore core(on_ssd(2));
   core.write(kA, 1);
-  ASSERT_NE(core.cache->open(kA, Intent::read), nullptr);
+  Pin reader = core.cache->open(kA, Intent::read);
   EXPECT_FALSE(core.cache->discard(kA));
-  core.cache->close(kA, Intent::read);
-  ASSERT_NE(core.cache->open(kB, Intent::overwrite), nullptr);
+  reader.close();
+  Pin writer = core.cache->open(kB, Intent::overwrite);
   EXPECT_FALSE(core.cache->discard(kB)) << "somebody writes its first contents";
-  core.cache->close(kB, Intent::overwrite);
+  writer.close();
   expect_forgotten(core, kA);
   expect_forgotten(core, kB);
 }
 
-TEST(HostCacheDiscard, OnItsWay) {
+TEST(PageCacheDiscard, OnItsWay) {
   SmallCore core(on_ssd(2), {.staging = 1});
   core.write(kA, 1, WriteBack::now);
   EXPECT_FALSE(core.cache->discard(kA)) << "it is being written";
   core.flush();
   core.write(kB, 2);
   core.flush();
-  ASSERT_EQ(core.cache->open(kA, Intent::read), nullptr);
+  ASSERT_FALSE(core.cache->open(kA, Intent::read));
   EXPECT_FALSE(core.cache->discard(kA)) << "it is being read";
   core.settle();
   expect_forgotten(core, kA);
 }
 
 void demote(SmallCore& core, PageId page) {
-  core.mover->set_slot(page, core.acquire_slot());
-  core.cache->demote(page);
+  core.cache->demote(page, core.acquire_slot());
 }
 
-TEST(HostCacheDemote, ThePageStaysUntilItIsEvicted) {
+TEST(PageCacheDemote, ThePageStaysUntilItIsEvicted) {
   for (const bool was_written : {true, false}) {
     SmallCore core({Tier::host, Tier::ssd, Tier::ssd}, {.staging = 1, .spare_slots = 1});
     if (was_written) core.write(kA, 1);
     demote(core, kA);
-    EXPECT_TRUE(core.cache->rests_on_ssd(kA));
+    EXPECT_EQ(core.table.tier(kA), Tier::ssd);
     EXPECT_EQ(core.cache->staging_frames(), 2U);
     EXPECT_EQ(core.state(kA, Tier::host), CopyState::valid);
     EXPECT_EQ(core.cache->dirty(), was_written);
@@ -256,7 +273,7 @@ TEST(HostCacheDemote, ThePageStaysUntilItIsEvicted) {
   }
 }
 
-TEST(HostCacheDemote, ItsFrameIsGivenBackOnceItIsWritten) {
+TEST(PageCacheDemote, ItsFrameIsGivenBackOnceItIsWritten) {
   SmallCore core({Tier::host, Tier::ssd}, {.staging = 1, .spare_slots = 1});
   core.write(kA, 1);
   demote(core, kA);
@@ -271,22 +288,21 @@ TEST(HostCacheDemote, ItsFrameIsGivenBackOnceItIsWritten) {
   EXPECT_EQ(core.cache->staging_frames(), 2U);
 }
 
-TEST(HostCacheDemote, WhoeverUsesThePageKeepsItsFrame) {
+TEST(PageCacheDemote, WhoeverUsesThePageKeepsItsFrame) {
   SmallCore core({Tier::host}, {.staging = 0, .spare_slots = 1});
   core.write(kA, 1);
-  std::byte* bytes = core.open(kA, Intent::modify);
+  Pin pin = core.open(kA, Intent::modify);
   demote(core, kA);
   core.settle();
   EXPECT_FALSE(core.cache->give_back(kA));
-  bytes[0] = std::byte{2};
-  core.cache->close(kA, Intent::modify);
+  pin.bytes()[0] = std::byte{2};
+  pin.close();
   EXPECT_TRUE(core.until([&] { return core.cache->give_back(kA); }));
   core.cache->take_in();
-  EXPECT_EQ(core.open(kA, Intent::read)[0], std::byte{2});
-  core.cache->close(kA, Intent::read);
+  EXPECT_EQ(core.open(kA, Intent::read).bytes()[0], std::byte{2});
 }
 
-TEST(HostCacheDemote, AnyFrameDoesWhereThePageIsGone) {
+TEST(PageCacheDemote, AnyFrameDoesWhereThePageIsGone) {
   SmallCore core({Tier::host, Tier::ssd}, {.staging = 0, .spare_slots = 1});
   core.write(kA, 1);
   demote(core, kA);
@@ -299,45 +315,43 @@ TEST(HostCacheDemote, AnyFrameDoesWhereThePageIsGone) {
   EXPECT_TRUE(core.holds(kB, 2));
 }
 
-TEST(HostCache, PagesThatAreAddedRestWhereTheyArePut) {
+TEST(PageCache, PagesThatAreAddedRestWhereTheyArePut) {
   SmallCore core({Tier::ssd}, {.staging = 2, .spare_slots = 1});
   const PageId first = core.table.add(2);
   const PageId second{index(first) + 1};
-  core.cache->add_pages();
-  EXPECT_TRUE(core.cache->rests_on_ssd(first));
-  core.mover->set_slot(first, core.acquire_slot());
+  core.table.place(first, core.acquire_slot());
   ASSERT_TRUE(core.cache->give_back(first)) << "there is a staging frame without a page";
   core.cache->promote(second);
-  EXPECT_FALSE(core.cache->rests_on_ssd(second));
+  EXPECT_EQ(core.table.tier(second), Tier::host);
   for (const PageId page : {kA, first, second}) core.write(page, static_cast<int>(index(page)) + 1);
   for (const PageId page : {kA, first, second}) {
     EXPECT_TRUE(core.holds(page, static_cast<int>(index(page)) + 1));
   }
   // And back: it holds nothing any more, so its frame is free at once.
   ASSERT_TRUE(core.cache->discard(second));
-  core.cache->demote(second);
+  core.cache->demote(second, {});
   EXPECT_TRUE(core.cache->give_back(second));
   EXPECT_EQ(core.host().free_count(), 1U);
 }
 
 // A page that was asked for ahead and then dropped must not keep its staging frame for ever.
-TEST(HostCacheDiscard, APromiseEndsWithThePage) {
+TEST(PageCacheDiscard, APromiseEndsWithThePage) {
   SmallCore core(on_ssd(2), {.staging = 1});
   core.write(kA, 1);
   core.write(kB, 2);
   core.flush();
-  ASSERT_EQ(core.cache->open(kA, Intent::read), nullptr);
+  ASSERT_FALSE(core.cache->open(kA, Intent::read));
   EXPECT_TRUE(core.until([&] { return core.cache->discard(kA); }));
   EXPECT_TRUE(core.holds(kB, 2));
 }
 
-TEST(HostCache, AFailedReadFreesTheFrame) {
+TEST(PageCache, AFailedReadFreesTheFrame) {
   SmallCore core(on_ssd(2), {.staging = 1});
   core.write(kA, 1);
   core.write(kB, 2);
   core.flush();
   core.disk->set_plan({.nth = 1, .nth_fault = IoFault::eio});
-  EXPECT_EQ(core.cache->open(kA, Intent::read), nullptr);
+  EXPECT_FALSE(core.cache->open(kA, Intent::read));
   core.settle();
   ASSERT_EQ(core.errors.size(), 1U);
   EXPECT_EQ(core.errors[0].page, kA);
@@ -346,7 +360,7 @@ TEST(HostCache, AFailedReadFreesTheFrame) {
   EXPECT_TRUE(core.holds(kB, 2));
 }
 
-TEST(HostCache, AFailedWriteLosesNothing) {
+TEST(PageCache, AFailedWriteLosesNothing) {
   SmallCore core(on_ssd(1));
   core.disk->set_plan({.nth = 1, .nth_fault = IoFault::no_space});
   core.write(kA, 3, WriteBack::now);
@@ -358,7 +372,7 @@ TEST(HostCache, AFailedWriteLosesNothing) {
 }
 
 // Random users of random pages, against what plain memory would hold.
-TEST(HostCache, AgreesWithPlainMemory) {
+TEST(PageCache, AgreesWithPlainMemory) {
   for_seeds(40, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     const auto below = [&](std::uint64_t end) { return random() % end; };

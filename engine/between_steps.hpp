@@ -1,0 +1,74 @@
+// BetweenSteps: two sides that keep out of each other's way: calls that are part of a step, and
+// pages that come to rest elsewhere between two steps.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   const BetweenSteps::StepCall call(between_steps, lock);         // waits while pages move
+//   const BetweenSteps::Rearrangement moving(between_steps, lock);  // while no call is under way
+//
+// Note [Between two steps]
+// A rearrangement gives the lock up while pages move, and what it then does to frames and plans
+// supposes that nobody has a unit entered, lands a gradient or saves an activation. So from its
+// beginning to its end such calls of other threads wait. It never waits for them: where one is
+// under way, or a unit is entered, it is refused (Fault::busy) and changes nothing. So no two can
+// wait for each other, and the caller may try again between two later steps. Reads and writes of
+// elements go on beside it: they find pages wherever these are.
+#pragma once
+
+#include <cstdint>
+
+#include "engine/gate.hpp"
+#include "memory/check.hpp"
+
+namespace strata {
+
+class BetweenSteps final {
+ public:
+  explicit BetweenSteps(Gate& gate) : gate_(gate) {}
+
+  // Calls of a step that are under way.
+  std::uint32_t step_calls() const { return step_calls_; }
+
+  class [[nodiscard]] StepCall final {
+   public:
+    StepCall(BetweenSteps& between, Lock& lock) STRATA_REQUIRES(core_lock) : between_(between) {
+      between.wait_until_arranged(lock);
+      ++between.step_calls_;
+    }
+    ~StepCall() { --between_.step_calls_; }
+    StepCall(const StepCall&) = delete;
+    StepCall& operator=(const StepCall&) = delete;
+
+   private:
+    BetweenSteps& between_;
+  };
+
+  class [[nodiscard]] Rearrangement final {
+   public:
+    // REQUIRES: wait_until_arranged() has returned, and no call is under way.
+    explicit Rearrangement(BetweenSteps& between) : between_(between) {
+      STRATA_ASSERT(!between.rearranging_ && between.step_calls_ == 0);
+      between.rearranging_ = true;
+    }
+    ~Rearrangement() {
+      between_.rearranging_ = false;
+      between_.gate_.notify();
+    }
+    Rearrangement(const Rearrangement&) = delete;
+    Rearrangement& operator=(const Rearrangement&) = delete;
+
+   private:
+    BetweenSteps& between_;
+  };
+
+  void wait_until_arranged(Lock& lock) STRATA_REQUIRES(core_lock) {
+    gate_.wait(lock, [this] { return !rearranging_; }, {"pages to come to rest elsewhere"});
+  }
+
+ private:
+  Gate& gate_;
+  bool rearranging_ = false;
+  std::uint32_t step_calls_ = 0;
+};
+
+}  // namespace strata

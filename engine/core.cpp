@@ -1,0 +1,217 @@
+#include "engine/core.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+std::vector<std::vector<PageId>> unit_pages(const Layout& layout) {
+  std::vector<std::vector<PageId>> units;
+  for (const UnitLayout& unit : layout.units) units.push_back(unit.pages);
+  return units;
+}
+
+// The most frames that parameters can ever have.
+std::uint32_t param_frames_max(const Config& config, const Layout& layout) {
+  return static_cast<std::uint32_t>(
+      std::min(config.device_bytes / layout.page_bytes, layout.param_pages()));
+}
+
+int worker_count(const Config& config, const SessionParts& parts) {
+  return parts.threads ? std::max(1, config.workers) : 0;
+}
+
+WorkerPlacement place_workers(const Config& config, const SessionParts& parts) {
+  const int count = worker_count(config, parts);
+  if (!config.pin_workers || count == 0) return {};
+  return choose_placement(read_topology(), allowed_cpus(), config.compute_threads, count);
+}
+
+std::unique_ptr<Workers> make_workers(Foundation& base, const WorkerPlacement& placement,
+                                      SessionParts& parts) {
+  WorkerOptions options;
+  options.placement = placement;
+  options.foreign = std::move(parts.foreign);
+  if (DeviceCompute* compute = base.tiers.compute()) {
+    options.device_update = [compute](std::span<const UpdateSpan> spans) {
+      return compute->update(spans);
+    };
+  }
+  return std::make_unique<Workers>(worker_count(base.config, parts), &base.bell,
+                                   std::move(options));
+}
+
+TierParts tier_parts(SessionParts& parts) {
+  parts.threads = !parts.idle;
+  return {std::move(parts.backend), std::move(parts.io_engine), std::move(parts.open_device),
+          parts.threads};
+}
+
+}  // namespace
+
+Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
+    : base(config, tier_parts(parts), gate, bell),
+      frames(base.table, base.tiers.device(), unit_pages(base.layout), base.layout.page_bytes,
+             param_frames_max(config, base.layout)),
+      loads(base.table, base.transfers, base.cache, frames, share_staging(base.claims).fetches),
+      prefetcher(base.table, base.cache, base.tiers.device(), frames, loads),
+      planner(prefetcher, frames),
+      between(gate),
+      worker_placement(place_workers(config, parts)),
+      updates({.layout = base.layout,
+               .config = config,
+               .gate = gate,
+               .table = base.table,
+               .cache = base.cache,
+               .device = base.tiers.device(),
+               .prefetcher = prefetcher,
+               .timeline = base.timeline,
+               .gradients = base.gradient_frames ? &*base.gradient_frames : nullptr,
+               .scales = base.scales,
+               .workers = make_workers(base, worker_placement, parts),
+               .worker_is_done = std::move(parts.worker_is_done)},
+              share_staging(base.claims).chunks),
+      swapping(base, between),
+      writes(base, prefetcher, updates),
+      elements(base, updates, writes),
+      visits(base, between, prefetcher, updates, writes),
+      gradients(base, between, updates),
+      steps({base, between, prefetcher, planner, updates, writes, gradients}),
+      rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
+                  visits}),
+      turned_(std::move(parts.turned)) {
+  prefetcher.limit_frames(base.claims.device_frames);
+  for (std::uint32_t u = 0; u < base.layout.units.size(); ++u) {
+    if (!base.on_device(UnitId{u})) continue;
+    if (auto error = prefetcher.show_resting(UnitId{u})) throw StrataError(std::move(*error));
+  }
+  gate.set_duties({.turn = [this]() STRATA_REQUIRES(core_lock) { return turn(); },
+                   .runs_foreign = [this] { return runs_foreign(); },
+                   .stuck = [this](const Awaited& awaited,
+                                   const std::string& looks) { return stuck(awaited, looks); }});
+}
+
+bool Core::turn() {
+  bool moved = base.transfers.turn();
+  base.heed_failure();
+  if (!base.gate.failure()) {
+    moved |= base.cache.turn();
+    moved |= updates.turn();
+    moved |= gradients.turn();
+    moved |= prefetcher.turn();
+    moved |= swapping.saves().turn();
+    moved |= base.reap_awaited();
+  }
+  if (frames.failure()) {
+    Error error = *frames.failure();
+    if (error.page != kNoPage) error.unit = base.names.of(error.page);
+    base.gate.fail(std::move(error));
+  }
+  if (updates.failure()) base.gate.fail(*updates.failure());
+  base.heed_failure();
+  if (turned_) turned_(base.table, base.claims);
+  return moved;
+}
+
+bool Core::runs_foreign() const {
+  const Workers& workers = updates.workers();
+  return workers.thread_count() != 0 && workers.in_flight() != 0 &&
+         std::ranges::any_of(base.config.groups,
+                             [](const Hyper& group) { return group.rule == Rule::foreign; });
+}
+
+// The watchdog's report: who waits for what, and what is in flight for how many.
+Error Core::stuck(const Awaited& awaited, const std::string& looks) const {
+  Error error;
+  error.what = "nothing had moved at " + looks + ", while waiting for " + std::string(awaited.what);
+  if (awaited.unit != kNoUnit) error.what += " of " + base.names.of(awaited.unit);
+  error.what += "; in flight:";
+  for (const LinkRow& row : kLinks) {
+    error.what += " " + std::to_string(base.transfers.in_flight(row.link)) + " " + row.name;
+    if (const PageId oldest = base.transfers.oldest(row.link); oldest != kNoPage) {
+      error.what += " (the oldest: page " + std::to_string(index(oldest)) + " of " +
+                    base.names.of(oldest) + ")";
+    }
+    error.what += ",";
+  }
+  error.what += " " + std::to_string(swapping.saves().copies_in_flight()) +
+                " copies of activations; updates " + (updates.busy() ? "wait" : "are done") +
+                "; the disk may hang";
+  if (awaited.unit != kNoUnit) error.unit = base.names.of(awaited.unit);
+  return error;
+}
+
+std::byte* Core::device_address(std::uint32_t param) const {
+  base.check_param(param);
+  const Place& place = base.layout.places[param];
+  const Segment& segment = base.layout.segments[place.segment];
+  return frames.view(segment.unit) + segment.view_page * base.layout.page_bytes +
+         place.first * size_of(segment.dtype);
+}
+
+void Core::tell_memory(SessionStats& stats) const {
+  const std::uint64_t page = base.layout.page_bytes;
+  const Claims& claims = base.claims;
+  stats.device_rest_bytes = claims.rest_frames * page;
+  stats.device_bytes = (frames.used() + claims.rest_frames) * page;
+  stats.device_bytes_peak = (frames.peak() + claims.rest_frames) * page;
+  stats.device_bytes_budget = (claims.device_frames + claims.rest_frames) * page;
+  stats.host_bytes = claims.host_frames * page;
+  stats.staging_bytes = claims.staging_frames * page;
+  stats.ssd_bytes = claims.slots * page;
+  stats.activation_host_bytes = claims.activation_frames * page;
+  stats.activation_ssd_bytes = claims.activation_slots * page;
+  const Slab& slab = base.tiers.slab();
+  stats.pinned_bytes = base.tiers.pinned_bytes();
+  stats.host_locked = slab.locked();
+  if (!slab.locked()) {
+    stats.warnings.push_back("host memory could not be locked (ulimit -l): it may be swapped out");
+  }
+  if (!base.tiers.device().reachable() && stats.pinned_bytes < slab.bytes().size()) {
+    stats.warnings.push_back("of " + bytes_text(slab.bytes().size()) + " of host memory " +
+                             bytes_text(stats.pinned_bytes) +
+                             " could be pinned (ulimit -l): copies of the rest are slower");
+  }
+}
+
+SessionStats Core::stats() const {
+  SessionStats stats;
+  tell_memory(stats);
+  for (const LinkRow& row : kLinks) {
+    stats.link_bytes[static_cast<std::size_t>(row.link)] = base.transfers.bytes(row.link);
+  }
+  stats.activation_saved_bytes = base.transfers.bytes(Link::download, Requester::activations);
+  stats.activation_fetched_bytes = base.transfers.bytes(Link::upload, Requester::activations);
+  stats.staleness = updates.staleness();
+  stats.update_waits = visits.update_waits();
+  for (const std::int64_t ns : visits.waited_ns()) {
+    stats.waited_s.push_back(static_cast<double>(ns) * 1e-9);
+  }
+  stats.steps = steps.count();
+  stats.steps_skipped = steps.skipped();
+  stats.chunks_updated = updates.chunks_done();
+  stats.mappings = frames.mappings();
+  if (const CountedDriver* driver = base.tiers.driver()) stats.driver = driver->counts();
+  stats.plans = prefetcher.plans();
+  stats.deviations = prefetcher.deviations();
+  stats.lookahead = prefetcher.plan().lookahead;
+  stats.timeline_lost = base.timeline.lost();
+  stats.worker_busy_s = static_cast<double>(updates.workers().busy_ns()) * 1e-9;
+  stats.workers_where = describe(worker_placement);
+  stats.backend = base.tiers.device().name();
+  stats.device = base.tiers.device().description();
+  stats.isa = name(best_isa());
+  if (const Store* store = base.tiers.store()) {
+    stats.io_retries = store->counters().retries;
+    stats.io_engine = store->engine_name();
+    stats.io_engine_why = base.tiers.io_engine_why();
+    const auto& store_warnings = store->warnings();
+    stats.warnings.insert(stats.warnings.end(), store_warnings.begin(), store_warnings.end());
+  }
+  return stats;
+}
+
+}  // namespace strata

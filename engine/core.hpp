@@ -1,0 +1,79 @@
+// Core: everything behind the gate of a session. Its members are in the order in which each needs
+// those before it: so they are made, and the other way round they go.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   Core core(config, std::move(parts), gate, bell);     // throws StrataError
+//   core.gradients.land(lock, param, data, dtype, stream);
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "engine/between_steps.hpp"
+#include "engine/elements.hpp"
+#include "engine/foundation.hpp"
+#include "engine/gradients.hpp"
+#include "engine/in_place_writes.hpp"
+#include "engine/rearranger.hpp"
+#include "engine/stats.hpp"
+#include "engine/step_planner.hpp"
+#include "engine/steps.hpp"
+#include "engine/swapping.hpp"
+#include "engine/updates.hpp"
+#include "engine/visits.hpp"
+#include "offload/residency/prefetcher.hpp"
+
+namespace strata {
+
+// What a test replaces. Left empty, the real thing is made.
+struct SessionParts : TierParts {
+  // No pump: called when nothing moved, to advance the virtual clock. Absent: a pump thread runs.
+  std::function<void()> idle;
+  // No pump: asked in every turn whether a worker may have finished; absent: always.
+  std::function<bool()> worker_is_done;
+  // See GateOptions.
+  std::chrono::milliseconds look_period{100};
+  int looks_max = 0;
+  Foreign foreign;  // for groups of Rule::foreign
+  // Called after every turn, for checks of what must always hold.
+  std::function<void(const PageTable&, const Claims&)> turned;
+};
+
+class Core final {
+ public:
+  // Throws StrataError when the budgets cannot work or a tier cannot be claimed.
+  Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell);
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  Foundation base;
+  DeviceFrames frames;
+  Loads loads;
+  Prefetcher prefetcher;
+  StepPlanner planner;
+  BetweenSteps between;
+  const WorkerPlacement worker_placement;
+  Updates updates;
+  Swapping swapping;
+  InPlaceWrites writes;
+  Elements elements;
+  Visits visits;
+  Gradients gradients;
+  Steps steps;
+  Rearranger rearranger;
+
+  // Where the parameter lies on the device, for life.
+  std::byte* device_address(std::uint32_t param) const;
+  SessionStats stats() const;
+
+ private:
+  bool turn() STRATA_REQUIRES(core_lock);
+  bool runs_foreign() const;
+  Error stuck(const Awaited& awaited, const std::string& looks) const;
+  void tell_memory(SessionStats& stats) const;
+
+  std::function<void(const PageTable&, const Claims&)> turned_;
+};
+
+}  // namespace strata

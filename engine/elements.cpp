@@ -1,0 +1,136 @@
+#include "engine/elements.hpp"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+// The piece, grown to whole blocks of its parameter: those of one scale are stored together.
+Piece whole_blocks(const Piece& piece, std::size_t numel) {
+  const std::size_t before = piece.in_chunk % kMomentBlock;
+  Piece whole = piece;
+  whole.in_chunk -= before;
+  whole.in_param -= before;
+  whole.count = std::min(round_up(before + piece.count, kMomentBlock), numel - whole.in_param);
+  return whole;
+}
+
+}  // namespace
+
+void Elements::check(std::uint32_t param, Kind kind, std::size_t offset, const void* values,
+                     std::size_t count) const {
+  base_.check_param(param);
+  const ParamSpec& spec = base_.config.params[param];
+  if (offset > spec.numel || count > spec.numel - offset) {
+    refuse("elements " + std::to_string(offset) + " to " + std::to_string(offset + count) + " of " +
+           spec.name + ", which has " + std::to_string(spec.numel));
+  }
+  if (values == nullptr && count != 0) refuse("no memory was given for values of " + spec.name);
+  if (kind != Kind::moment1 && kind != Kind::moment2) return;
+  const int number = kind == Kind::moment1 ? 1 : 2;
+  if (!spec.trainable || number > base_.layout.moments) {
+    refuse("no moment " + std::to_string(number) + " is kept of " + spec.name);
+  }
+}
+
+void Elements::write_master(Lock& lock, const Piece& piece, const float* values) {
+  const Chunk& chunk = base_.layout.chunks[piece.chunk];
+  const Dtype dtype = base_.layout.segments[chunk.segment].dtype;
+  const Pin param =
+      base_.open(lock, base_.page_of(chunk, Role::param, piece.in_chunk), Intent::modify);
+  const std::size_t at = base_.byte_in_page(chunk, Role::param, piece.in_chunk);
+  std::byte* const to = param.bytes() + at;
+  if (chunk.run(Role::master).count == 0) {
+    // float32 is its own master; a frozen 16-bit parameter has none.
+    std::vector<std::byte> none(dtype == Dtype::float32 ? 0 : piece.count * sizeof(float));
+    base_.kernels.split(values, piece.count, dtype, to, none.data());
+  } else {
+    const Pin master =
+        base_.open(lock, base_.page_of(chunk, Role::master, piece.in_chunk), Intent::modify);
+    std::byte* const rest =
+        master.bytes() + base_.byte_in_page(chunk, Role::master, piece.in_chunk);
+    base_.kernels.split(values, piece.count, dtype, to, rest);
+  }
+  writes_.note_written(param.page(), at, {to, piece.count * size_of(dtype)});
+}
+
+void Elements::read_master(Lock& lock, const Piece& piece, float* values) {
+  const Chunk& chunk = base_.layout.chunks[piece.chunk];
+  const Dtype dtype = base_.layout.segments[chunk.segment].dtype;
+  const Pin param =
+      base_.open(lock, base_.page_of(chunk, Role::param, piece.in_chunk), Intent::read);
+  const std::byte* from = param.bytes() + base_.byte_in_page(chunk, Role::param, piece.in_chunk);
+  if (chunk.run(Role::master).count == 0) {
+    base_.kernels.land_gradient(values, Dtype::float32, from, dtype, piece.count, GradMode::copy);
+    return;
+  }
+  const Pin master =
+      base_.open(lock, base_.page_of(chunk, Role::master, piece.in_chunk), Intent::read);
+  const std::byte* rest = master.bytes() + base_.byte_in_page(chunk, Role::master, piece.in_chunk);
+  base_.kernels.join(from, rest, piece.count, dtype, values);
+}
+
+// Hands the moments behind the piece to `visit`, which may change them where `intent` is modify.
+void Elements::visit_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
+                             Intent intent, const std::function<void(float*)>& visit) {
+  STRATA_ASSERT(kind == Kind::moment1 || kind == Kind::moment2);
+  const Layout& layout = base_.layout;
+  const Role moment = kind == Kind::moment1 ? Role::moment1 : Role::moment2;
+  const Chunk& chunk = layout.chunks[piece.chunk];
+  const Piece whole = whole_blocks(piece, layout.numel[param]);
+  const MomentKind stored = moment_kind(base_.config.groups[base_.config.params[param].group].rule,
+                                        kind == Kind::moment1 ? 1 : 2);
+  // Null where moments have no scales.
+  std::uint16_t* const scales = updates_.scales_at(chunk, moment, whole.in_chunk);
+  std::vector<float> values(whole.count);
+  const Pin pin = base_.open(lock, base_.page_of(chunk, moment, whole.in_chunk), intent);
+  std::byte* const bytes = pin.bytes() + base_.byte_in_page(chunk, moment, whole.in_chunk);
+  base_.kernels.load_moments(bytes, scales, layout.moment_dtype, stored, whole.count,
+                             values.data());
+  visit(values.data() + (piece.in_chunk - whole.in_chunk));
+  if (intent == Intent::modify) {
+    base_.kernels.store_moments(values.data(), whole.count, layout.moment_dtype, stored, bytes,
+                                scales);
+  }
+}
+
+void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,
+                     std::span<const float> values) {
+  if (kind == Kind::grad) refuse("gradients land, and are not written");
+  for (const Piece& piece : base_.pieces(param, offset, values.size())) {
+    updates_.wait_settled(lock, piece.chunk);
+    const float* from = values.data() + (piece.in_param - offset);
+    if (kind == Kind::master)
+      write_master(lock, piece, from);
+    else
+      visit_moments(lock, param, kind, piece, Intent::modify,
+                    [&](float* moments) { std::copy_n(from, piece.count, moments); });
+  }
+}
+
+void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,
+                    std::span<float> values) {
+  STRATA_ASSERT(kind != Kind::grad);
+  for (const Piece& piece : base_.pieces(param, offset, values.size())) {
+    updates_.wait_settled(lock, piece.chunk);
+    float* to = values.data() + (piece.in_param - offset);
+    if (kind == Kind::master)
+      read_master(lock, piece, to);
+    else
+      visit_moments(lock, param, kind, piece, Intent::read,
+                    [&](const float* moments) { std::copy_n(moments, piece.count, to); });
+  }
+}
+
+void Elements::set_step(Lock& lock, std::uint32_t param, std::int64_t step) {
+  base_.check_param(param);
+  if (step < 0) refuse("a parameter cannot have made " + std::to_string(step) + " steps");
+  for (const Piece& piece : base_.pieces(param)) updates_.wait_settled(lock, piece.chunk);
+  updates_.set_step(param, step);
+}
+
+}  // namespace strata

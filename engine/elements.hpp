@@ -1,0 +1,50 @@
+// Elements: parameters and moments read and written from outside, in float32, through host pages.
+// Every access waits until the chunk's update is published. (Gradients are read where they land:
+// gradients.hpp.)
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   elements.write(lock, param, Kind::master, 0, values);
+//   elements.read(lock, param, Kind::moment1, 0, values);
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "engine/foundation.hpp"
+#include "engine/in_place_writes.hpp"
+#include "engine/updates.hpp"
+
+namespace strata {
+
+enum class Kind : std::uint8_t { master, moment1, moment2, grad };
+
+class Elements final {
+ public:
+  Elements(Foundation& base, Updates& updates, InPlaceWrites& writes)
+      : base_(base), updates_(updates), writes_(writes) {}
+
+  // Elements [offset, offset + values.size()) of the parameter. REQUIRES of both: checked.
+  void write(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,
+             std::span<const float> values) STRATA_REQUIRES(core_lock);
+  void read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset, std::span<float> values)
+      STRATA_REQUIRES(core_lock);
+  // Throws StrataError (config) for what the parameter does not have.
+  void check(std::uint32_t param, Kind kind, std::size_t offset, const void* values,
+             std::size_t count) const;
+  // Of updates, of which the newest count: bias corrections are by parameter.
+  void set_step(Lock& lock, std::uint32_t param, std::int64_t step) STRATA_REQUIRES(core_lock);
+
+ private:
+  void write_master(Lock& lock, const Piece& piece, const float* values) STRATA_REQUIRES(core_lock);
+  void read_master(Lock& lock, const Piece& piece, float* values) STRATA_REQUIRES(core_lock);
+  void visit_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece, Intent intent,
+                     const std::function<void(float*)>& visit) STRATA_REQUIRES(core_lock);
+
+  Foundation& base_;
+  Updates& updates_;
+  InPlaceWrites& writes_;
+};
+
+}  // namespace strata

@@ -1,0 +1,168 @@
+#include "engine/foundation.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::uint32_t kTransfersMax = 64;
+// Several steps of a large model, a few MiB.
+constexpr std::size_t kTimelineSpans = 1 << 14;
+
+// The page table of a session that begins: every page rests where `home` has it. Frames of host
+// memory come later, from the page cache; units that rest on the device lie behind the frames of
+// parameters that come and go.
+PageTable make_table(const Residence& home, Store* store) {
+  PageTable table;
+  table.add(home.layout.page_count);
+  std::uint32_t next_frame = home.device_frames;
+  for (std::uint32_t i = 0; i < home.layout.page_count; ++i) {
+    const PageId page{i};
+    const Chunk& chunk = home.layout.chunks[home.layout.chunk_of[i]];
+    table.set_unit(page, home.layout.segments[chunk.segment].unit);
+    switch (home.tier[i]) {
+      case Tier::device:
+        table.place(page, FrameId{next_frame++});
+        break;
+      case Tier::host:
+        table.place(page, {Tier::host, kNoPlace});
+        break;
+      case Tier::ssd:
+        table.place(page, store->acquire().value());
+        break;
+    }
+  }
+  STRATA_ASSERT(next_frame == home.device_frames + home.rest_frames);
+  return table;
+}
+
+// Takes so many frames of the pool for good. REQUIRES: they are the next in a row.
+std::byte* set_aside(Pool& host, std::uint32_t count) {
+  std::byte* first = nullptr;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const auto frame = host.acquire();
+    STRATA_ASSERT(frame.has_value());
+    std::byte* const at = host.address(*frame);
+    if (first == nullptr) first = at;
+    STRATA_ASSERT(at == first + i * host.page_bytes());
+  }
+  return first;
+}
+
+}  // namespace
+
+Foundation::Foundation(const Config& its_config, TierParts parts, Gate& its_gate,
+                       Doorbell& its_bell)
+    : Foundation(its_config, std::move(parts), its_gate, its_bell, choose_residence(its_config)) {}
+
+Foundation::Foundation(const Config& its_config, TierParts parts, Gate& its_gate,
+                       Doorbell& its_bell, const Residence& home)
+    : config(its_config),
+      gate(its_gate),
+      bell(its_bell),
+      kernels(strata::kernels(best_isa())),
+      layout(home.layout),
+      claims(home),
+      tiers(config, home, std::move(parts), &bell),
+      table(make_table(home, tiers.store())),
+      timeline(kTimelineSpans),
+      names(config, layout, table),
+      transfers(table, tiers.device(), tiers.host(), timeline, kTransfersMax),
+      // What is set aside goes first: the cache takes all the rest.
+      scales(set_aside(tiers.host(), claims.scale_frames)),
+      landing(set_aside(tiers.host(), claims.landing_frames)),
+      gradient_frames(claims.buffer_frames == 0
+                          ? std::nullopt
+                          : std::optional<GradientFrames>(std::in_place, layout, tiers.host(),
+                                                          claims.buffer_frames)),
+      cache(table, transfers, tiers.host(), tiers.device()) {
+  if (tiers.store() != nullptr) transfers.set_store(Tier::ssd, *tiers.store());
+  if (scales != nullptr) std::memset(scales, 0, claims.scale_frames * layout.page_bytes);
+}
+
+Residence Foundation::residence() const {
+  Residence home;
+  static_cast<Claims&>(home) = claims;
+  home.layout = layout;
+  for (std::uint32_t i = 0; i < layout.page_count; ++i) {
+    home.tier.push_back(table.tier(PageId{i}));
+  }
+  home.on_device = units_on_device();
+  return home;
+}
+
+std::vector<bool> Foundation::units_on_device() const {
+  std::vector<bool> units;
+  for (std::uint32_t u = 0; u < layout.units.size(); ++u) units.push_back(on_device(UnitId{u}));
+  return units;
+}
+
+bool Foundation::on_device(UnitId unit) const {
+  const std::vector<PageId>& pages = layout.units[index(unit)].pages;
+  return !pages.empty() && table.tier(pages.front()) == Tier::device;
+}
+
+PageId Foundation::page_of(const Chunk& chunk, Role role, std::size_t element) const {
+  const Spot spot = layout.spot(chunk, role, element);
+  STRATA_ASSERT(spot.page != kNoPage);
+  return spot.page;
+}
+
+Pin Foundation::open(Lock& lock, PageId page, Intent intent) {
+  Pin pin;
+  gate.wait(lock, [&] { return static_cast<bool>(pin = cache.open(page, intent)); });
+  return pin;
+}
+
+void Foundation::wait_for(Lock& lock, CopyTicket ticket, UnitId unit) {
+  Backend& device = tiers.device();
+  if (!device.done(ticket)) {
+    awaited_.push_back(ticket);
+    const auto over = [&] { return std::count(awaited_.begin(), awaited_.end(), ticket) == 0; };
+    gate.wait(lock, over, {"computation on the device", unit});
+  }
+  if (auto error = device.take_error(ticket)) {
+    error->unit = names.of(unit);
+    gate.fail(std::move(*error));
+    gate.throw_if_failed();
+  }
+}
+
+bool Foundation::reap_awaited() {
+  return std::erase_if(awaited_, [this](CopyTicket t) { return tiers.device().done(t); }) != 0;
+}
+
+void Foundation::copy_out_now(std::byte* to, FrameId from, PageId page) {
+  const CopyTicket ticket = transfers.copy(Link::download,
+                                           {.device = tiers.device().address(from),
+                                            .host = to,
+                                            .bytes = layout.page_bytes,
+                                            .unit = table.unit(page)},
+                                           Requester::elements);
+  transfers.finish(ticket);
+  transfers.take(Requester::elements);
+  heed_failure();
+  gate.throw_if_failed();
+}
+
+void Foundation::heed_failure() {
+  if (transfers.failure()) gate.fail(names.explained(*transfers.failure()));
+}
+
+void Foundation::check_param(std::uint32_t param) const {
+  if (param < config.params.size()) return;
+  refuse("there is no parameter " + std::to_string(param) + " among " +
+         std::to_string(config.params.size()));
+}
+
+void Foundation::check_unit(UnitId unit) const {
+  if (index(unit) < config.units.size()) return;
+  refuse("there is no unit " + std::to_string(index(unit)) + " among " +
+         std::to_string(config.units.size()));
+}
+
+}  // namespace strata

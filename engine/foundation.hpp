@@ -1,0 +1,95 @@
+// Foundation: what every room of the engine stands on: the claimed tiers, the page table, and the
+// one way to a page's bytes; with the frames of host memory that are set aside for good. Its
+// members are in the order in which each needs those before it, and so they go.
+//
+// Threads: one caller at a time (the core's lock), but for `gate`, by which callers come in, and
+// `bell`, which anybody may ring.
+//
+//   Foundation base(config, std::move(parts), gate, bell);          // throws StrataError
+//   Pin pin = base.open(lock, page, Intent::read);                  // waits
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "engine/gate.hpp"
+#include "engine/gradient_frames.hpp"
+#include "engine/layout.hpp"
+#include "engine/names.hpp"
+#include "engine/residence.hpp"
+#include "engine/tiers.hpp"
+#include "memory/page_table.hpp"
+#include "memory/timeline.hpp"
+#include "offload/residency/page_cache.hpp"
+#include "offload/residency/transfers.hpp"
+#include "optimizers/kernel.hpp"
+
+namespace strata {
+
+struct Foundation final {
+  Foundation(const Config& config, TierParts parts, Gate& gate, Doorbell& bell);
+  Foundation(const Foundation&) = delete;
+  Foundation& operator=(const Foundation&) = delete;
+
+  const Config& config;
+  Gate& gate;
+  Doorbell& bell;
+  const Kernels& kernels;
+  const Layout layout;
+  Claims claims;  // as they are now
+  Tiers tiers;
+  PageTable table;
+  Timeline timeline;
+  const Names names;
+  Transfers transfers;
+  // The first frames of host memory, in a row.
+  std::byte* scales = nullptr;   // the area that Layout::scale_offset() tells of; null: none
+  std::byte* landing = nullptr;  // kLandingFrames bounce buffers; null where none are needed
+  std::optional<GradientFrames> gradient_frames;  // none: gradients have pages
+  PageCache cache;
+
+  // Where everything rests now.
+  Residence residence() const;
+  bool on_device(UnitId unit) const;
+  std::vector<bool> units_on_device() const;
+  bool on_device(const Chunk& chunk) const {
+    return on_device(layout.segments[chunk.segment].unit);
+  }
+  // REQUIRES: the chunk has pages of the role.
+  PageId page_of(const Chunk& chunk, Role role, std::size_t element) const;
+  std::size_t byte_in_page(const Chunk& chunk, Role role, std::size_t element) const {
+    return layout.spot(chunk, role, element).byte;
+  }
+  // Runs of a parameter's elements that lie within one page of every role.
+  std::vector<Piece> pieces(std::uint32_t param, std::size_t offset, std::size_t count) const {
+    return layout.pieces(param, offset, count, layout.page_bytes / sizeof(float));
+  }
+  std::vector<Piece> pieces(std::uint32_t param) const {
+    return pieces(param, 0, layout.numel[param]);
+  }
+
+  // Waits until the page is open.
+  Pin open(Lock& lock, PageId page, Intent intent) STRATA_REQUIRES(core_lock);
+  // Waits for work on the device, of the unit, while others go on.
+  void wait_for(Lock& lock, CopyTicket ticket, UnitId unit) STRATA_REQUIRES(core_lock);
+  // Copies a page out of the device, and waits for it without giving up the lock: a throw would
+  // leave the copy without its memory.
+  void copy_out_now(std::byte* to, FrameId from, PageId page) STRATA_REQUIRES(core_lock);
+  // The session ends where a transfer has failed.
+  void heed_failure() STRATA_REQUIRES(core_lock);
+  // True when work that somebody waits for is over. Part of every turn.
+  bool reap_awaited();
+
+  // Throw StrataError (config) where there is no such thing.
+  void check_param(std::uint32_t param) const;
+  void check_unit(UnitId unit) const;
+
+ private:
+  Foundation(const Config& config, TierParts parts, Gate& gate, Doorbell& bell,
+             const Residence& home);
+
+  std::vector<CopyTicket> awaited_;  // by wait_for(), and not seen done
+};
+
+}  // namespace strata

@@ -1,0 +1,105 @@
+#include "engine/gate.hpp"
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+// See Note [Stuck].
+constexpr auto kStuckAfter = std::chrono::minutes(2);
+constexpr int kLooksMaxVirtual = 100'000;
+
+}  // namespace
+
+Gate::Gate(GateOptions options) : options_(std::move(options)) {
+  if (options_.looks_max != 0) return;
+  options_.looks_max =
+      options_.idle ? kLooksMaxVirtual : static_cast<int>(kStuckAfter / options_.look_period);
+}
+
+Gate::Call::Call(Gate& gate, Enters enters) : gate_(gate), lock_(gate.mutex_) {
+  if (enters == Enters::working)
+    gate_.throw_if_failed();
+  else
+    gate_.throw_if_closed();
+  ++gate_.inside_;
+}
+
+Gate::Call::~Call() {
+  STRATA_ASSERT(gate_.inside_ > 0);
+  if (--gate_.inside_ == 0 && gate_.closed_) gate_.notify();
+}
+
+bool Gate::close() {
+  Lock lock(mutex_);
+  if (closed_) return false;
+  closed_ = true;
+  notify();
+  moved_.wait(lock.native(), [this]() STRATA_REQUIRES(core_lock) { return inside_ == 0; });
+  return true;
+}
+
+void Gate::fail(Error error) {
+  if (!failure_) failure_ = std::move(error);
+}
+
+void Gate::throw_if_failed() const {
+  if (failure_) throw StrataError(*failure_);
+  throw_if_closed();
+}
+
+void Gate::throw_if_closed() const {
+  if (!closed_) return;
+  Error error;
+  error.fault = Fault::cancelled;
+  error.what = "the session is closed: the model was unwrapped";
+  throw StrataError(std::move(error));
+}
+
+bool Gate::turn() {
+  const bool moved = duties_.turn();
+  if (moved) ++progress_;
+  return moved;
+}
+
+void Gate::take_turn() {
+  if (turn()) notify();
+  throw_if_failed();
+}
+
+void Gate::take_turns() {
+  bool moved = false;
+  while (!failure_ && turn()) moved = true;
+  if (moved || failure_) notify();
+}
+
+void Gate::wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited) {
+  throw_if_failed();
+  std::uint64_t seen = progress_;
+  int looks = 0;  // in a row, at which nothing had moved
+  while (!ready()) {
+    const bool moved = turn();
+    throw_if_failed();
+    if (moved) {
+      notify();  // what moved may be what another one waits for
+      continue;
+    }
+    bool slept = true;
+    if (options_.idle)
+      options_.idle();
+    else
+      slept = moved_.wait_for(lock.native(), options_.look_period) == std::cv_status::timeout;
+    throw_if_failed();
+    if (progress_ != seen || duties_.runs_foreign()) {
+      seen = progress_;
+      looks = 0;
+    }
+    looks += slept;
+    if (looks < options_.looks_max) continue;
+    fail(duties_.stuck(awaited, std::to_string(options_.looks_max) + " looks in a row, " +
+                                    std::to_string(options_.look_period.count()) + " ms apart"));
+    throw_if_failed();
+  }
+}
+
+}  // namespace strata

@@ -1,0 +1,124 @@
+// Gate: the one lock of a session, how callers come in and go, and how they wait. Whoever waits
+// gives the lock up while nothing moves; the first failure, and the end of the session, reach
+// everybody.
+//
+// Threads: any thread comes in by a Call; everything else is done with the lock.
+//
+//   Gate::Call call(gate);                               // throws once the session has ended
+//   gate.wait(call.lock(), [&] { return is_there(); }, {"the parameters", unit});
+//
+// Note [Stuck]
+// A wait for a disk or a link that hangs is to end. What counts are looks, not the clock: a process
+// that is stopped (by SIGSTOP, a debugger, a container that is paused) looks at nothing, and a
+// pause of any length is one look at most. Nor is a look in vain while the user's own optimizer
+// runs on a worker: somebody may be debugging it.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "memory/core_lock.hpp"
+#include "memory/doorbell.hpp"
+#include "memory/result.hpp"
+#include "memory/units.hpp"
+
+namespace strata {
+
+// For the watchdog: what somebody waits for, and of which unit.
+struct Awaited {
+  const char* what = "host memory";
+  UnitId unit = kNoUnit;
+};
+
+struct GateOptions {
+  // A wait looks around this often, and ends with an exception when nothing has moved at so many
+  // looks in a row. 0: two minutes of looks, or a number that suits a virtual clock.
+  std::chrono::milliseconds look_period{100};
+  int looks_max = 0;
+  // No pump: called when nothing moved, to advance the virtual clock. Absent: a pump thread runs.
+  std::function<void()> idle = {};
+};
+
+// What the gate asks of those behind it.
+struct GateDuties {
+  // Advances everything that is under way. True when anything moved. Never blocks.
+  std::function<bool()> turn;
+  // Somebody else's code runs, for as long as it likes.
+  std::function<bool()> runs_foreign;
+  // What is in flight, for a person to read; `looks`: how often nothing had moved.
+  std::function<Error(const Awaited& awaited, const std::string& looks)> stuck;
+};
+
+// Invariants:
+//   1. Once failed_ or closed, it stays so.
+//   2. close() returns when nobody is inside.
+class Gate final {
+ public:
+  enum class Enters : std::uint8_t { working, failed_too };
+
+  explicit Gate(GateOptions options);
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+
+  // A caller inside the session.
+  class STRATA_THREAD_SAFETY(scoped_lockable) Call final {
+   public:
+    // Throws StrataError once the session is closed, and once it has failed, unless that may be.
+    explicit Call(Gate& gate, Enters enters = Enters::working) STRATA_ACQUIRE(core_lock);
+    ~Call() STRATA_RELEASE();
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+    Lock& lock() { return lock_; }
+
+   private:
+    Gate& gate_;
+    Lock lock_;
+  };
+
+  // Once what is behind the gate is there, and before anybody comes in.
+  void set_duties(GateDuties duties) { duties_ = std::move(duties); }
+  bool has_pump() const { return !options_.idle; }
+  // Nobody comes in any more; who waits is sent away. Returns when nobody is inside. False: it was
+  // closed before.
+  bool close() STRATA_EXCLUDES(core_lock);
+  bool closed() const { return closed_; }
+
+  // Returns when `ready` says yes, which is asked again after every turn, and never again behind a
+  // yes: it may act when it succeeds. Throws StrataError when the session has failed or is closed.
+  void wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited = {})
+      STRATA_REQUIRES(core_lock);
+  // Takes turns until nothing moves, for the pump.
+  void take_turns() STRATA_REQUIRES(core_lock);
+  // One turn, for who asks whether something has happened.
+  void take_turn() STRATA_REQUIRES(core_lock);
+  // Something has changed that others may wait for.
+  void notify() { moved_.notify_all(); }
+
+  // The session ends with it; the first one counts.
+  void fail(Error error) STRATA_REQUIRES(core_lock);
+  const std::optional<Error>& failure() const STRATA_REQUIRES(core_lock) { return failure_; }
+  void throw_if_failed() const STRATA_REQUIRES(core_lock);
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  void throw_if_closed() const;
+  bool turn() STRATA_REQUIRES(core_lock);
+
+  GateOptions options_;
+  GateDuties duties_;
+  std::mutex mutex_;
+  std::condition_variable moved_;
+  std::optional<Error> failure_ STRATA_GUARDED_BY(core_lock);
+  std::uint64_t progress_ STRATA_GUARDED_BY(core_lock) = 0;  // turns that moved something
+  std::uint32_t inside_ STRATA_GUARDED_BY(core_lock) = 0;
+  bool closed_ = false;
+};
+
+}  // namespace strata

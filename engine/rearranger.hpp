@@ -1,0 +1,101 @@
+// Rearranger: what changes between two steps: pages come to rest elsewhere, and what is claimed
+// follows.
+//
+// Threads: one caller at a time (the core's lock), which is given up while pages move.
+//
+//   rearranger.adopt(lock, {.on_device = units, .param_bytes = bytes});
+//
+// Note [Making room]
+// Between two steps pages change their resting places, in an order in which no budget is ever
+// exceeded: first what activations had is free again, then what is claimed grows (memory and files,
+// all or nothing), then pages move. A page that leaves host memory keeps its frame, which joins the
+// staging area, until the page is where it rests; only then is the frame free for somebody else. A
+// page that comes keeps the staging frame that it came into. Units leave the device before others
+// come to it. Other threads may use the pages all the while: they are where the page table says.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/between_steps.hpp"
+#include "engine/foundation.hpp"
+#include "engine/gradients.hpp"
+#include "engine/step_planner.hpp"
+#include "engine/swapping.hpp"
+#include "engine/updates.hpp"
+#include "engine/visits.hpp"
+#include "offload/residency/prefetcher.hpp"
+
+namespace strata {
+
+// What a session takes over from a plan. What is left out stays as it is.
+struct Adoption {
+  std::optional<std::vector<bool>> on_device;  // by unit: rests there
+  std::optional<std::size_t> param_bytes;      // of the device, for parameters that come and go
+  std::optional<std::size_t> activation_host_bytes;  // in whole pages
+  std::optional<std::size_t> activation_ssd_bytes;   // likewise
+  // The uses of a step, to plan their frames for; where there are none, those of the last step.
+  Trace uses = {};
+};
+
+class Rearranger final {
+ public:
+  struct Parts {
+    Foundation& base;
+    BetweenSteps& between;
+    DeviceFrames& frames;
+    Loads& loads;
+    Prefetcher& prefetcher;
+    StepPlanner& planner;
+    Updates& updates;
+    Swapping& swapping;
+    Gradients& gradients;
+    Visits& visits;
+  };
+  explicit Rearranger(const Parts& parts);
+
+  // All of it or nothing: throws StrataError, and changes nothing, where there is no room, where
+  // the last step needs more frames, and (busy) where another thread is in the middle of a step:
+  // try again later. Units rest elsewhere only when no gradient has landed; they, and the room for
+  // activations, change only when none is saved. Units that rest on the device get frames of their
+  // own, and are updated there: on a GPU its kernels must reach the host memory that they need.
+  void adopt(Lock& lock, const Adoption& wanted) STRATA_REQUIRES(core_lock);
+
+ private:
+  struct Move {
+    PageId page;
+    Placement from;
+    Tier to;
+  };
+
+  std::uint32_t frames_of(std::size_t param_bytes) const;
+  Room room() const;
+  Room wanted_room(const Adoption& wanted) const;
+  void check(const Room& wanted) const;
+  void check_frames(const Trace& uses, const Residence& then) const;
+  void carry_out(Lock& lock, const Room& wanted, const Room& stay, const Trace& uses)
+      STRATA_REQUIRES(core_lock);
+  void wait_until_still(Lock& lock) STRATA_REQUIRES(core_lock);
+  std::uint32_t frames_left(const Residence& home) const;
+  std::uint32_t frames_needed() const;
+  void follow_limit(std::uint32_t frames);
+  void resize_device(std::uint32_t frames);
+  void arrange(Lock& lock, const Room& room) STRATA_REQUIRES(core_lock);
+  void forget_activation_pages();
+  ActivationRoom take_activation_pages();
+  std::vector<FrameId> free_frames(std::size_t count) const;
+  void begin_resting(UnitId unit, std::vector<Move>& moves) STRATA_REQUIRES(core_lock);
+  bool begin_move(const Move& move);
+  bool end_move(const Move& move);
+  void move_pages(Lock& lock, const Residence& then) STRATA_REQUIRES(core_lock);
+  void resize_staging(Lock& lock, std::span<const Move> moves) STRATA_REQUIRES(core_lock);
+
+  Parts parts_;
+  Foundation& base_;
+  std::vector<PageId> activation_pages_;  // every one that was ever added to the table
+  std::uint32_t param_frames_;            // that were asked for, at most
+};
+
+}  // namespace strata

@@ -1,0 +1,117 @@
+#include "engine/steps.hpp"
+
+#include <array>
+#include <cmath>
+#include <string>
+
+#include "engine/checks.hpp"
+
+namespace strata {
+namespace {
+
+// As torch.nn.utils.clip_grad_norm_ does, also in its small addition: a norm that is not a number
+// makes every gradient so.
+double clip(double norm, double max_norm) {
+  if (max_norm <= 0.0) return 1.0;
+  const double coefficient = max_norm / (norm + 1e-6);
+  return coefficient > 1.0 ? 1.0 : coefficient;
+}
+
+void check_limit(double norm) {
+  if (!std::isnan(norm)) return;
+  refuse("gradients cannot be clipped to a norm that is not a number");
+}
+
+// Throws StrataError (config).
+void check_options(const StepOptions& options) {
+  const double divisor = options.grad_divisor;
+  check_limit(options.max_norm);
+  check_limit(options.max_unit_norm);
+  if (!std::isfinite(divisor) || divisor <= 0.0) {
+    refuse("gradients cannot be divided by " + std::to_string(divisor));
+  }
+}
+
+}  // namespace
+
+void Steps::complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups,
+                     double max_unit_norm) {
+  const Config& config = parts_.base.config;
+  parts_.base.check_unit(unit);
+  check_groups(config.groups, groups);
+  if (config.update != UpdateMode::in_backward) refuse("updates begin at step()");
+  check_limit(max_unit_norm);
+  const BetweenSteps::StepCall call(parts_.between, lock);
+  const Gradients& gradients = parts_.gradients;
+  if (!parts_.gradients.use(unit)) return;
+  std::vector<float> scale_of(config.units.size(), 1.0f);
+  scale_of[index(unit)] = static_cast<float>(clip(gradients.norm(unit), max_unit_norm));
+  parts_.updates.release({gradients.step(), groups, scale_of, std::array{unit}});
+  parts_.base.bell.ring();
+}
+
+// By unit: what its gradients are multiplied with.
+std::vector<float> Steps::scales(double norm, const StepOptions& options) const {
+  std::vector<float> scale_of;
+  for (std::uint32_t unit = 0; unit < parts_.base.config.units.size(); ++unit) {
+    double scale = clip(norm, options.max_norm) / options.grad_divisor;
+    if (options.max_unit_norm > 0.0) {
+      const double unit_norm = parts_.gradients.norm(UnitId{unit}) / options.grad_divisor;
+      scale *= clip(unit_norm, options.max_unit_norm);
+    }
+    scale_of.push_back(static_cast<float>(scale));
+  }
+  return scale_of;
+}
+
+StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options) {
+  Foundation& base = parts_.base;
+  check_groups(base.config.groups, groups);
+  check_options(options);
+  const BetweenSteps::StepCall call(parts_.between, lock);
+  // 1. The updates of the last step are over, where every reader waits for them anyway.
+  if (base.config.update == UpdateMode::on_step) parts_.updates.wait_idle(lock);
+  // 2. The step is over for the plan.
+  parts_.planner.end_step();
+  parts_.gradients.forget_used();
+  StepResult result;
+  const bool any = parts_.gradients.any();
+  const double norm = parts_.gradients.norm();
+  result.norm = norm / options.grad_divisor;
+  result.finite = std::isfinite(norm);
+  // 3. Its gradients go to their updates, or are dropped.
+  if (any && !result.finite && options.skip_nonfinite) {
+    parts_.gradients.drop(lock);
+    ++count_;
+    ++skipped_;
+    result.skipped = true;
+  } else if (any) {
+    const std::vector<UnitId> order = parts_.prefetcher.order();
+    parts_.updates.release({parts_.gradients.step(), groups, scales(result.norm, options), order});
+    parts_.gradients.end_step();
+    ++count_;
+    base.bell.ring();
+  }
+  // 4. The next one may come, when what its first units wait for is blocked.
+  if (any) parts_.writes.end_step();
+  parts_.prefetcher.begin_step();
+  return result;
+}
+
+void Steps::forget(Lock& lock) {
+  const BetweenSteps::StepCall call(parts_.between, lock);
+  Updates& updates = parts_.updates;
+  parts_.base.gate.wait(lock, [&] { return !updates.busy() || updates.waits_for_release(); });
+  updates.forget_merged();
+  parts_.gradients.forget(lock);
+  parts_.gradients.forget_used();
+}
+
+void Steps::synchronize(Lock& lock) {
+  parts_.updates.wait_done(lock);
+  Foundation& base = parts_.base;
+  base.cache.flush();
+  base.gate.wait(lock, [&] { return !base.cache.dirty() && base.transfers.idle(); });
+}
+
+}  // namespace strata

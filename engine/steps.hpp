@@ -1,0 +1,75 @@
+// Steps: what gradients are scaled with, and which updates begin when.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   steps.complete(lock, unit, groups, 0.0);             // in_backward: the unit's gradients are
+//   there StepResult result = steps.step(lock, groups, {.max_norm = 1.0});
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/between_steps.hpp"
+#include "engine/foundation.hpp"
+#include "engine/gradients.hpp"
+#include "engine/in_place_writes.hpp"
+#include "engine/step_planner.hpp"
+#include "engine/updates.hpp"
+#include "offload/residency/prefetcher.hpp"
+
+namespace strata {
+
+struct StepOptions {
+  double max_norm = 0.0;       // > 0: scale gradients so that their norm is at most this
+  double max_unit_norm = 0.0;  // > 0: likewise, those of each unit by themselves
+  double grad_divisor = 1.0;
+  bool skip_nonfinite = false;
+};
+
+struct StepResult {
+  double norm = 0.0;  // of all gradients, after division and before clipping
+  bool finite = true;
+  bool skipped = false;
+};
+
+class Steps final {
+ public:
+  struct Parts {
+    Foundation& base;
+    BetweenSteps& between;
+    Prefetcher& prefetcher;
+    StepPlanner& planner;
+    Updates& updates;
+    InPlaceWrites& writes;
+    Gradients& gradients;
+  };
+  explicit Steps(const Parts& parts) : parts_(parts) {}
+
+  // in_backward: starts the updates of what has landed on the unit, if anything has. More may land
+  // on it, and be completed.
+  void complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups, double max_unit_norm)
+      STRATA_REQUIRES(core_lock);
+  // Starts the updates and returns: whoever enters a unit waits for it.
+  StepResult step(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options)
+      STRATA_REQUIRES(core_lock);
+  // Forgets what has landed since the last step(), also where some of it was used, or added to
+  // gradients of earlier steps, which are forgotten with it. Updates that can go on are finished.
+  // What parameters hold then is of no one step: call it ahead of writing all of them.
+  void forget(Lock& lock) STRATA_REQUIRES(core_lock);
+  // Waits until everything is where it rests, and nothing is on its way. Throws as
+  // Updates::wait_done() does.
+  void synchronize(Lock& lock) STRATA_REQUIRES(core_lock);
+
+  // Steps whose gradients were used or skipped, and those that were skipped.
+  std::uint64_t count() const { return count_; }
+  std::uint64_t skipped() const { return skipped_; }
+
+ private:
+  std::vector<float> scales(double norm, const StepOptions& options) const;
+
+  Parts parts_;
+  std::uint64_t count_ = 0;
+  std::uint64_t skipped_ = 0;
+};
+
+}  // namespace strata

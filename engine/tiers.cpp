@@ -1,0 +1,131 @@
+#include "engine/tiers.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/check.hpp"
+#include "offload/storage/make_engine.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::uint32_t kIoDepth = 64;
+// Addresses that are kept free for host memory to grow: more than any machine has.
+constexpr std::size_t kHostAddressesMax = std::size_t{1} << 44;
+
+std::size_t host_bytes_max(const Config& config, std::size_t page_bytes) {
+  return std::min(config.host_bytes, kHostAddressesMax) / page_bytes * page_bytes;
+}
+
+OpenedDevice open(const Config& config, TierParts& parts, Doorbell* bell) {
+  if (parts.backend) return {nullptr, std::move(parts.backend), nullptr};
+  if (parts.open_device) return parts.open_device(bell);
+  // Every worker, and a gradient that lands meanwhile.
+  return open_device(config.device, bell, std::max(1, config.workers) + 1);
+}
+
+}  // namespace
+
+Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorbell* bell)
+    : config_(config),
+      page_bytes_(home.layout.page_bytes),
+      grad_pages_(home.layout.grad_pages),
+      bell_(bell),
+      slab_(home.host_frames * page_bytes_, Locking::wanted,
+            std::max(home.host_frames * page_bytes_, host_bytes_max(config, page_bytes_))),
+      host_(home.host_frames, page_bytes_, slab_.bytes().data()),
+      opened_(open(config, parts, bell)),
+      device_frames_(home.device_frames + home.rest_frames),
+      threads_(parts.threads),
+      io_engine_(std::move(parts.io_engine)) {
+  STRATA_ASSERT(device().reachable() || (compute() != nullptr && home.landing_frames != 0));
+  if (auto error = device().claim(device_frames_, page_bytes_)) throw StrataError(*error);
+  pin(slab_.bytes().size());
+  check_resting(home);
+  check_pinned(home);
+  if (home.slots != 0) open_store(home.slots);
+}
+
+void Tiers::open_store(std::uint32_t slots) {
+  auto engine = std::move(io_engine_);
+  if (!engine) engine = make_io_engine(config_.io_engine, bell_, kIoDepth, &io_engine_why_);
+  StoreOptions options;
+  options.paths = config_.ssd_paths;
+  options.slot_bytes = page_bytes_;
+  options.slot_count = slots;
+  options.in_flight_max = kIoDepth;
+  options.hash_threads = threads_ ? hash_threads_here() : 0;
+  store_ = std::make_unique<Store>(options, std::move(engine), bell_);
+  store_->register_memory(slab_.bytes());
+  slots_ = slots;
+}
+
+// The first bytes of host memory, as many as the system lets.
+void Tiers::pin(std::size_t host_bytes) {
+  pinned_ = device().pin_host(slab_.bytes().first(host_bytes));
+}
+
+bool Tiers::pinned(const std::byte* at, std::size_t bytes) const {
+  return at + bytes <= slab_.bytes().data() + pinned_;
+}
+
+void Tiers::resize_device(std::uint32_t frames) {
+  if (frames == device_frames_) return;
+  if (auto error = device().resize(frames)) throw StrataError(std::move(*error));
+  device_frames_ = frames;
+}
+
+void Tiers::grow(const Claims& then, std::uint32_t device_frames) {
+  const std::size_t before = slab_.bytes().size();
+  const std::uint32_t device_before = device_frames_;
+  slab_.resize(then.host_frames * page_bytes_);
+  try {
+    pin(slab_.bytes().size());
+    check_pinned(then);
+    resize_device(device_frames);
+    if (store_ && then.slots > slots_) {
+      store_->extend(then.slots - slots_);
+      slots_ = then.slots;
+    }
+    if (!store_ && then.slots != 0) {
+      open_store(then.slots);
+    } else if (store_ && slab_.bytes().size() > before) {
+      store_->register_memory(slab_.bytes().subspan(before));
+    }
+  } catch (...) {
+    resize_device(device_before);
+    pin(before);
+    slab_.resize(before);
+    throw;
+  }
+  host_.grow(then.host_frames - host_.capacity());
+}
+
+void Tiers::check_resting(const Residence& then) const {
+  if (device().reachable() || then.rest_frames == 0) return;
+  if (!compute()->reaches_host()) {
+    refuse("units cannot rest on " + device().description() +
+           ": its kernels do not reach host memory, where the sums of gradients go");
+  }
+  for (const ParamSpec& spec : config_.params) {
+    if (!spec.trainable || !then.on_device[index(spec.unit)]) continue;
+    if (config_.groups[spec.group].rule != Rule::foreign) continue;
+    refuse(config_.units[index(spec.unit)] + " cannot rest on " + device().description() +
+           ": its optimizer is a Python class, which computes on the processor");
+  }
+}
+
+// Likewise. Kernels reach pinned host memory by its own address: the sums of what lands, scales of
+// moments, and gradients without pages, which may be in any frame.
+void Tiers::check_pinned(const Claims& then) const {
+  if (device().reachable() || then.rest_frames == 0) return;
+  const std::size_t first = std::size_t{then.scale_frames} + then.landing_frames;
+  const std::size_t needed = grad_pages_ ? first * page_bytes_ : slab_.bytes().size();
+  if (pinned_ >= needed) return;
+  refuse("units cannot rest on " + device().description() + ": its kernels would use " +
+         bytes_text(needed) + " of host memory, of which " + bytes_text(pinned_) +
+         " could be pinned; raise the limit of locked memory (ulimit -l)" +
+         (grad_pages_ ? "" : ", or take update=\"on_step\", which needs little of it"));
+}
+
+}  // namespace strata

@@ -1,0 +1,90 @@
+// Tiers: what a session has claimed of host memory, of the device and of the SSD, in the order in
+// which each needs the one before. It grows and shrinks between steps, all or nothing.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   Tiers tiers(config, claims, page_bytes, parts, &bell);     // throws StrataError
+//   tiers.resize_device(frames);
+//   tiers.grow(claims_of_then);
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/config.hpp"
+#include "engine/devices.hpp"
+#include "engine/residence.hpp"
+#include "memory/doorbell.hpp"
+#include "memory/pool.hpp"
+#include "memory/slab.hpp"
+#include "offload/storage/io_engine.hpp"
+#include "offload/storage/store.hpp"
+
+namespace strata {
+
+// What a test replaces. Left empty, the real thing is made.
+struct TierParts {
+  std::unique_ptr<Backend> backend;
+  std::unique_ptr<IoEngine> io_engine;
+  // Makes the device over the session's own bell. Absent: the one that the configuration names.
+  std::function<OpenedDevice(Doorbell*)> open_device;
+  // False: nothing runs beside the caller, so a run replays from its seed.
+  bool threads = true;
+};
+
+class Tiers final {
+ public:
+  // Throws StrataError when a tier cannot be claimed, or the device cannot have what rests there.
+  Tiers(const Config& config, const Residence& home, TierParts parts, Doorbell* bell);
+  Tiers(const Tiers&) = delete;
+  Tiers& operator=(const Tiers&) = delete;
+
+  Backend& device() { return *opened_.backend; }
+  const Backend& device() const { return *opened_.backend; }
+  // What computes in the device's memory where the processor cannot; null where it can.
+  DeviceCompute* compute() const { return opened_.compute.get(); }
+  const CountedDriver* driver() const { return opened_.driver.get(); }
+  Pool& host() { return host_; }
+  const Slab& slab() const { return slab_; }
+  // Null: nothing rests on the SSD yet.
+  Store* store() const { return store_.get(); }
+  const std::string& io_engine_why() const { return io_engine_why_; }
+  std::uint32_t device_frames() const { return device_frames_; }
+  std::size_t pinned_bytes() const { return pinned_; }
+  // Whether the device reaches these bytes of host memory by itself.
+  bool pinned(const std::byte* at, std::size_t bytes) const;
+
+  // Throws StrataError, and changes nothing, where the device has not so many. REQUIRES: nothing
+  // moves; who maps views forgets those of frames that went or came.
+  void resize_device(std::uint32_t frames);
+  // Claims what `then` needs beyond what there is: host memory, `device_frames`, and slots. Throws
+  // StrataError, and changes nothing. REQUIRES: nothing moves.
+  void grow(const Claims& then, std::uint32_t device_frames);
+  // Throws StrataError (config) where a unit would rest on a device that cannot update it.
+  void check_resting(const Residence& then) const;
+
+ private:
+  void pin(std::size_t host_bytes);
+  void check_pinned(const Claims& then) const;
+  void open_store(std::uint32_t slots);
+
+  const Config& config_;
+  std::size_t page_bytes_;
+  bool grad_pages_;
+  Doorbell* bell_;
+  Slab slab_;
+  Pool host_;
+  OpenedDevice opened_;
+  std::uint32_t device_frames_;
+  std::size_t pinned_ = 0;  // the first bytes of host memory
+  bool threads_;
+  std::unique_ptr<IoEngine> io_engine_;  // given, and not needed yet
+  std::string io_engine_why_;
+  std::uint32_t slots_ = 0;
+  std::unique_ptr<Store> store_;
+};
+
+}  // namespace strata

@@ -1,0 +1,125 @@
+#include "engine/visits.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace strata {
+
+Visits::Visits(Foundation& base, BetweenSteps& between, Prefetcher& prefetcher, Updates& updates,
+               InPlaceWrites& writes)
+    : base_(base),
+      between_(between),
+      prefetcher_(prefetcher),
+      updates_(updates),
+      writes_(writes),
+      waited_ns_(base.config.units.size(), 0),
+      update_waits_(base.config.units.size(), 0) {}
+
+void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
+  base_.check_unit(unit);
+  const BetweenSteps::StepCall call(between_, lock);
+  // 1. Its pages are asked for.
+  if (const auto frames = prefetcher_.ask(unit, options.backward, options.recorded)) {
+    Error error;
+    error.fault = Fault::config;
+    error.tier = Tier::device;
+    error.what = "infeasible at " + std::string(options.backward ? "backward" : "forward") +
+                 " of " + base_.names.of(unit) + ": it needs " + std::to_string(*frames) +
+                 " device pages together with the units in use, and parameters have " +
+                 std::to_string(prefetcher_.frame_limit()) + "; a larger device= would do";
+    throw StrataError(std::move(error));
+  }
+  // 2. They come. A backward may run on other threads than who waits for it, and needs what its
+  // forward saw.
+  const bool was_in_use = prefetcher_.in_use(unit);
+  const bool shares = was_in_use && (options.backward || is_inside(unit, options.visit));
+  if (!shares) await_unit(lock, unit, options.backward);
+  // 3. They stay until leave().
+  if (!prefetcher_.in_use(unit)) {
+    if (options.recorded && !options.backward) updates_.count_forward(unit);
+    writes_.begin_visit(unit);
+  }
+  prefetcher_.begin_use(unit, options.stream);
+  entered_.push_back({options.visit, unit, std::this_thread::get_id(), options.recorded});
+  if (prefetcher_.wants_work()) base_.bell.ring();
+}
+
+// The visit, or the calling thread, has the unit entered: it would wait for itself.
+bool Visits::is_inside(UnitId unit, Visit visit) const {
+  return std::ranges::any_of(entered_, [&](const Entry& entry) {
+    return entry.unit == unit &&
+           (entry.visit == visit || entry.thread == std::this_thread::get_id());
+  });
+}
+
+void Visits::await_unit(Lock& lock, UnitId unit, bool backward) {
+  Waiting waiting(base_.timeline, unit, backward);
+  bool waited_for_update = false;
+  const auto ready = [&] {
+    if (prefetcher_.ready(unit)) return true;
+    prefetcher_.demand(unit);
+    const Cause cause = prefetcher_.missing(unit);
+    waited_for_update |= cause == Cause::update;
+    waiting.missing(cause);
+    return false;
+  };
+  base_.gate.wait(lock, ready, {"the parameters", unit});
+  waited_ns_[index(unit)] += waiting.over();
+  update_waits_[index(unit)] += waited_for_update;
+}
+
+bool Visits::leave(UnitId unit, Stream stream, Visit visit) {
+  base_.check_unit(unit);
+  const auto newest = std::find_if(entered_.rbegin(), entered_.rend(), [&](const Entry& entry) {
+    return entry.visit == visit && entry.unit == unit;
+  });
+  if (newest == entered_.rend()) return false;
+  const Entry entry = *newest;
+  entered_.erase(std::next(newest).base());
+  end_entry(entry, stream);
+  return true;
+}
+
+void Visits::end_entry(const Entry& entry, Stream stream) {
+  prefetcher_.end_use(entry.unit, stream);
+  if (prefetcher_.in_use(entry.unit)) return;
+  writes_.end_visit(entry.unit);
+  if (prefetcher_.wants_work()) base_.bell.ring();  // perhaps for who waited until it was left
+}
+
+std::size_t Visits::leave_all_but(const std::vector<Visit>& live, Visit bound, Stream stream) {
+  const auto is_over = [&](const Entry& entry) {
+    return entry.visit < bound && std::ranges::find(live, entry.visit) == live.end();
+  };
+  std::size_t left = 0;
+  bool of_step = false;
+  for (const Entry& entry : entered_) {
+    if (!is_over(entry)) continue;
+    end_entry(entry, stream);
+    of_step |= entry.recorded;
+    ++left;
+  }
+  std::erase_if(entered_, is_over);
+  if (of_step) prefetcher_.restart_step();
+  if (prefetcher_.wants_work()) base_.bell.ring();
+  return left;
+}
+
+std::size_t Visits::entered(UnitId unit) const {
+  return static_cast<std::size_t>(std::ranges::count(entered_, unit, &Entry::unit));
+}
+
+void Visits::check_nobody_inside(const std::string& what) const {
+  Error error;
+  error.fault = Fault::busy;
+  if (!entered_.empty()) {
+    error.what = base_.names.of(entered_.front().unit) + " is in use: " + what;
+    throw StrataError(std::move(error));
+  }
+  if (between_.step_calls() == 0) return;
+  error.what = "the model is in use by another thread: " + what;
+  throw StrataError(std::move(error));
+}
+
+}  // namespace strata

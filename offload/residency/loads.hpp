@@ -1,0 +1,73 @@
+// Loads: parameter pages on their way to the device, from wherever they rest. This is the whole of
+// that way:
+//
+//   1. frame     The page has a frame of the device. The prefetcher chose it, and begins the load.
+//   2. staging   The page cache opens the page: a staging frame becomes free, and the SSD is read
+//                into it. What rests in host memory is there already.
+//   3. copying   The copy engine copies the page into its frame. The load pins its bytes.
+//   4.           The copy has ended, and with it the pin and the load.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   if (!loads.full() && frames.take(page, frame)) loads.begin(page, frame);
+//   loads.turn();
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "memory/timeline.hpp"
+#include "offload/residency/device_frames.hpp"
+#include "offload/residency/page_cache.hpp"
+
+namespace strata {
+
+// Invariants:
+//   1. A page is in one load at most, and its frame is occupied by it.
+//   2. A load holds a pin exactly while it is copying.
+class Loads final {
+ public:
+  Loads(PageTable& table, Transfers& transfers, PageCache& cache, DeviceFrames& frames,
+        std::uint32_t loads_max);
+
+  // From here on so many at a time; what is under way goes on.
+  void set_max(std::uint32_t loads_max);
+  bool full() const { return loads_.size() >= loads_max_; }
+  bool empty() const { return loads_.empty(); }
+
+  // REQUIRES: !full(); the page occupies the frame, and is not being loaded.
+  void begin(PageId page, FrameId frame);
+  bool loading(PageId page) const { return find(page) != nullptr; }
+  // The frame that the page is being loaded into; kNoFrame: it is not.
+  FrameId frame(PageId page) const;
+  // What the page needs next. REQUIRES: loading(page).
+  Cause missing(PageId page) const;
+  // The last copy of a page of the unit: who computes with its pages waits for it.
+  CopyTicket last_copy(UnitId unit) const { return last_copy_[index(unit)]; }
+
+  // Takes what has arrived, then starts what can be. True when anything moved.
+  bool turn();
+  // Starts what can be.
+  bool start();
+
+ private:
+  enum class Phase : std::uint8_t { staging, copying };
+  struct Load {
+    PageId page = kNoPage;
+    FrameId frame = kNoFrame;
+    Phase phase = Phase::staging;
+    Pin pin;
+  };
+
+  const Load* find(PageId page) const;
+
+  PageTable& table_;
+  Transfers& transfers_;
+  PageCache& cache_;
+  DeviceFrames& frames_;
+  std::uint32_t loads_max_;
+  std::vector<Load> loads_;            // in the order in which they began
+  std::vector<CopyTicket> last_copy_;  // by unit
+};
+
+}  // namespace strata

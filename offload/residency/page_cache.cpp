@@ -1,0 +1,334 @@
+#include "offload/residency/page_cache.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+
+Pin::Pin(Pin&& other) noexcept
+    : cache_(std::exchange(other.cache_, nullptr)),
+      page_(other.page_),
+      tier_(other.tier_),
+      intent_(other.intent_),
+      bytes_(other.bytes_) {}
+
+Pin& Pin::operator=(Pin&& other) noexcept {
+  if (this == &other) return *this;
+  close();
+  cache_ = std::exchange(other.cache_, nullptr);
+  page_ = other.page_;
+  tier_ = other.tier_;
+  intent_ = other.intent_;
+  bytes_ = other.bytes_;
+  return *this;
+}
+
+void Pin::close(WriteBack write_back) {
+  if (cache_ != nullptr) std::exchange(cache_, nullptr)->close(*this, write_back);
+}
+
+std::optional<HostFrameId> Pin::replace(HostFrameId fresh, WriteBack write_back) {
+  STRATA_ASSERT(cache_ != nullptr);
+  STRATA_ASSERT(intent_ == Intent::read && tier_ == Tier::host);
+  STRATA_ASSERT(!cache_->writing_[index(page_)]);
+  PageTable& table = cache_->table_;
+  const Copy& copy = table.copy(page_, Tier::host);
+  if (copy.state != CopyState::valid || copy.pins != 1) return std::nullopt;
+  table.unpin(page_, Tier::host);
+  const HostFrameId old = table.exchange(page_, fresh).host_frame();
+  if (PageCache::Staged* place = cache_->staged(page_)) place->frame = fresh;
+  std::exchange(cache_, nullptr)->publish(page_, write_back);
+  return old;
+}
+
+PageCache::PageCache(PageTable& table, Transfers& transfers, Pool& host, const Backend& device)
+    : table_(table), transfers_(transfers), host_(host), device_(device) {
+  for (std::uint32_t page = 0; page < table_.page_count(); ++page) {
+    if (table_.tier(PageId{page}) == Tier::host) promote(PageId{page});
+  }
+  while (host_.free_count() != 0) take_in();
+}
+
+void PageCache::promote(PageId page) {
+  STRATA_ASSERT(table_.newest(page) == 0);
+  STRATA_ASSERT(table_.copy(page, Tier::host).state == CopyState::none);
+  const auto frame = host_.acquire();
+  STRATA_ASSERT(frame.has_value());
+  table_.place(page, *frame);
+  table_.begin_fill(page, *frame, 0);
+  table_.finish_fill(page, Tier::host);
+}
+
+void PageCache::demote(PageId page, Placement to) {
+  STRATA_ASSERT(table_.tier(page) == Tier::host && to.tier != Tier::host);
+  const HostFrameId frame = table_.placement(page).host_frame();
+  table_.place(page, to);
+  staged_.push_back({.frame = frame, .page = page, .last_use = ++use_});
+}
+
+void PageCache::retarget(PageId page, Placement to) {
+  STRATA_ASSERT(table_.tier(page) != Tier::host && to.tier != Tier::host);
+  STRATA_ASSERT(table_.tier(page) != to.tier);
+  table_.place(page, to);
+}
+
+bool PageCache::settled(PageId page, Tier before) {
+  STRATA_ASSERT(table_.tier(page) != Tier::host && table_.tier(page) != before);
+  if (table_.newest(page) != 0 && !table_.is_current(page, table_.tier(page))) {
+    if (is_dirty(page))
+      staged(page)->write_now = true;
+    else
+      open(page, Intent::read).close();
+    return false;
+  }
+  for (const Tier old : {Tier::host, before}) {
+    const CopyState state = table_.copy(page, old).state;
+    if (state == CopyState::none) continue;
+    if (state != CopyState::valid) return false;
+    table_.drop(page, old);
+    if (old == Tier::host) empty(*staged(page));
+  }
+  return true;
+}
+
+bool PageCache::adopt(PageId page) {
+  const Tier before = table_.tier(page);
+  STRATA_ASSERT(before != Tier::host);
+  if (!open(page, Intent::read)) return false;
+  const CopyState old = table_.copy(page, before).state;
+  const bool still = table_.copy(page, Tier::host).state == CopyState::valid;
+  if (!still || (old != CopyState::none && old != CopyState::valid)) return false;
+  if (old == CopyState::valid) table_.drop(page, before);
+  staged_.erase(staged_.begin() + (staged(page) - staged_.data()));
+  table_.place(page, table_.at(page, Tier::host));
+  return true;
+}
+
+void PageCache::take_in() {
+  const auto frame = host_.acquire();
+  STRATA_ASSERT(frame.has_value());
+  staged_.push_back({.frame = *frame});
+}
+
+bool PageCache::give_back(PageId page) {
+  Staged* place = staged(page);
+  if (place == nullptr) {
+    place = make_room();
+    if (place == nullptr) return false;
+  } else {
+    const Copy& copy = table_.copy(page, Tier::host);
+    if (copy.state != CopyState::valid || copy.pins != 0 || place->promised) return false;
+    if (is_dirty(page)) {
+      start_write(*place);
+      return false;
+    }
+    table_.drop(page, Tier::host);
+  }
+  host_.release(place->frame);
+  staged_.erase(staged_.begin() + (place - staged_.data()));
+  return true;
+}
+
+bool PageCache::is_dirty(PageId page) const {
+  return table_.newest(page) != 0 && table_.is_current(page, Tier::host) &&
+         !table_.is_current(page, table_.tier(page));
+}
+
+void PageCache::fetch(PageId page, HostFrameId to) {
+  const Tier from = table_.is_current(page, Tier::ssd) ? Tier::ssd : Tier::device;
+  transfers_.move(page, from, to, Requester::cache);
+}
+
+PageCache::Staged* PageCache::staged(PageId page) {
+  const auto found = std::find_if(staged_.begin(), staged_.end(),
+                                  [page](const Staged& place) { return place.page == page; });
+  return found == staged_.end() ? nullptr : &*found;
+}
+
+void PageCache::start_write(Staged& place) {
+  if (transfers_.full()) return;
+  place.write_now = false;
+  transfers_.move(place.page, Tier::host, table_.placement(place.page), Requester::cache);
+}
+
+// A staging frame that holds nothing, evicting the least recently used page that may go.
+PageCache::Staged* PageCache::make_room() {
+  Staged* oldest = nullptr;
+  for (Staged& place : staged_) {
+    if (place.page == kNoPage) return &place;
+    const Copy& copy = table_.copy(place.page, Tier::host);
+    const bool may_go = copy.state == CopyState::valid && copy.pins == 0 && !place.promised;
+    if (may_go && (oldest == nullptr || place.last_use < oldest->last_use)) oldest = &place;
+  }
+  if (oldest == nullptr) return nullptr;
+  if (is_dirty(oldest->page)) {
+    start_write(*oldest);
+    return nullptr;
+  }
+  table_.drop(oldest->page, Tier::host);
+  empty(*oldest);
+  return oldest;
+}
+
+Pin PageCache::open(PageId page, Intent intent) {
+  if (index(page) >= writing_.size()) writing_.resize(table_.page_count(), false);
+  if (writing_[index(page)]) return {};
+  STRATA_ASSERT(intent != Intent::overwrite || table_.newest(page) == 0);
+  // 1. Bring the bytes to host memory.
+  if (table_.copy(page, Tier::host).state == CopyState::none) {
+    STRATA_ASSERT(table_.tier(page) != Tier::host);
+    const bool fresh = table_.newest(page) == 0;
+    if (!fresh && transfers_.full()) return {};
+    Staged* place = make_room();
+    if (place == nullptr) return {};
+    *place = {.frame = place->frame, .page = page, .last_use = ++use_, .promised = true};
+    if (!fresh) {
+      fetch(page, place->frame);
+      return {};
+    }
+    table_.begin_fill(page, place->frame, 0);
+    table_.finish_fill(page, Tier::host);
+  }
+  // 2. Hand them out, if nobody is in the way.
+  const Copy& copy = table_.copy(page, Tier::host);
+  if (copy.state == CopyState::filling) return {};
+  if (intent != Intent::read) {
+    if (copy.pins != 0 || copy.state == CopyState::draining) return {};
+    writing_[index(page)] = true;
+  }
+  std::byte* bytes = host_.address(HostFrameId{copy.place});
+  // A frame keeps the bytes of whoever had it before; nobody else looks while we clear it.
+  const bool unwritten = table_.newest(page) == 0 && copy.pins == 0;
+  if (unwritten && intent != Intent::overwrite) std::memset(bytes, 0, host_.page_bytes());
+  table_.pin(page, Tier::host);
+  if (table_.tier(page) != Tier::host) {
+    Staged* place = staged(page);
+    place->promised = false;
+    place->last_use = ++use_;
+  }
+  return {*this, page, Tier::host, intent, bytes};
+}
+
+void PageCache::close(const Pin& pin, WriteBack write_back) {
+  if (pin.tier_ == Tier::host) table_.unpin(pin.page_, Tier::host);
+  if (pin.intent_ == Intent::read) return;
+  STRATA_ASSERT(writing_[index(pin.page_)]);
+  writing_[index(pin.page_)] = false;
+  if (pin.tier_ == Tier::host)
+    publish(pin.page_, write_back);
+  else
+    table_.publish(pin.page_, pin.tier_, ++version_);
+}
+
+void PageCache::publish(PageId page, WriteBack write_back) {
+  table_.publish(page, Tier::host, ++version_);
+  // Who uses a page on the device waits for it there.
+  const Tier rest = table_.tier(page);
+  const bool now = write_back == WriteBack::now || rest == Tier::device;
+  if (rest != Tier::host && now) {
+    Staged& place = *staged(page);
+    place.write_now = true;
+    start_write(place);
+  }
+}
+
+void PageCache::write_back(PageId page) {
+  STRATA_ASSERT(table_.tier(page) == Tier::device);
+  if (table_.newest(page) == 0) {
+    open(page, Intent::modify).close();  // nobody wrote it yet: zeros are sent
+  } else if (Staged* place = staged(page); place != nullptr && is_dirty(page)) {
+    place->write_now = true;
+  }
+}
+
+Pin PageCache::open_on_device(PageId page) {
+  STRATA_ASSERT(table_.tier(page) == Tier::device);
+  if (index(page) >= writing_.size()) writing_.resize(table_.page_count(), false);
+  if (writing_[index(page)]) return {};
+  if (table_.newest(page) == 0 || !table_.is_current(page, Tier::device)) {
+    write_back(page);
+    return {};
+  }
+  const Copy& in_host = table_.copy(page, Tier::host);
+  const Copy& there = table_.copy(page, Tier::device);
+  if (in_host.state != CopyState::none) {
+    if (in_host.state != CopyState::valid || in_host.pins != 0) return {};
+    table_.drop(page, Tier::host);
+    empty(*staged(page));
+  }
+  if (there.state != CopyState::valid) return {};
+  writing_[index(page)] = true;
+  const FrameId frame = table_.placement(page).device_frame();
+  return {*this, page, Tier::device, Intent::modify, device_.address(frame)};
+}
+
+bool PageCache::discard(PageId page) {
+  if (index(page) < writing_.size() && writing_[index(page)]) return false;
+  if (table_.newest(page) == 0) return true;
+  for (const Tier tier : {Tier::host, Tier::ssd}) {
+    const Copy& copy = table_.copy(page, tier);
+    if (copy.state == CopyState::filling || copy.state == CopyState::draining) return false;
+    if (copy.pins != 0) return false;
+  }
+  const Discard proof("the contents were used up or dropped");
+  const bool on_ssd = table_.copy(page, Tier::ssd).state == CopyState::valid;
+  const bool in_host = table_.copy(page, Tier::host).state == CopyState::valid;
+  Placement frame;
+  // What is not the newest copy, or not the only one, goes first.
+  if (on_ssd && (!in_host || table_.is_current(page, Tier::ssd))) {
+    if (in_host) frame = table_.drop(page, Tier::host);
+    table_.drop(page, Tier::ssd, proof);
+  } else {
+    if (on_ssd) table_.drop(page, Tier::ssd);
+    frame = table_.drop(page, Tier::host, proof);
+  }
+  // A staging frame is for the next one; a page that rests in host memory keeps its own.
+  if (Staged* place = staged(page)) {
+    empty(*place);
+  } else if (frame.somewhere()) {
+    table_.begin_fill(page, frame, 0);
+    table_.finish_fill(page, Tier::host);
+  }
+  return true;
+}
+
+bool PageCache::dirty() const {
+  return std::any_of(staged_.begin(), staged_.end(), [this](const Staged& place) {
+    return place.page != kNoPage && is_dirty(place.page);
+  });
+}
+
+void PageCache::flush() {
+  for (Staged& place : staged_) {
+    if (place.page != kNoPage && is_dirty(place.page)) place.write_now = true;
+  }
+}
+
+bool PageCache::turn() {
+  // 1. What was fetched and failed leaves its frame empty; the session ends, and says why.
+  for (const Completion& completion : transfers_.take(Requester::cache)) {
+    const bool fetched = row_of(completion.link).to == Tier::host;
+    if (!fetched || !completion.failed) continue;
+    if (Staged* place = staged(completion.page)) empty(*place);
+  }
+  // 2. Half of the staging stays clean, so that whoever needs a frame finds one without waiting.
+  bool moved = false;
+  std::size_t dirty_count = 0;
+  for (Staged& place : staged_) {
+    if (place.page == kNoPage || !is_dirty(place.page)) continue;
+    const Copy& copy = table_.copy(place.page, Tier::host);
+    const bool settled = copy.state == CopyState::valid && copy.pins == 0;
+    ++dirty_count;
+    const bool crowded = dirty_count * 2 > staged_.size();
+    if (settled && !transfers_.full() && (place.write_now || crowded)) {
+      start_write(place);
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+}  // namespace strata

@@ -1,0 +1,163 @@
+// PageCache: the one way to a page's bytes. What opens a page is a Pin: while it lives the page
+// stays where it was opened, for the intent that it was opened with. Pages that rest in host memory
+// keep their frame until they are demoted; pages that rest elsewhere, on the SSD or on the device,
+// pass through a bounded set of staging frames: fetched when they are opened, written back when
+// they have changed, and evicted least recently used first. Gradients that land, parameters on
+// their way to the device and chunks under update all come here, so there is one place that can run
+// out, and one rule for it.
+//
+// Threads: one caller at a time (the core's lock); a Pin closes under it, too. The bytes of a Pin
+// may be used without it. open() never blocks: it starts what is missing and returns an empty Pin;
+// call it again after the next turn.
+//
+//   if (Pin pin = cache.open(page, Intent::modify)) {
+//     ...pin.bytes()...
+//     pin.close(WriteBack::now);                       // or when it goes: WriteBack::later
+//   }
+//
+// Note [Staging cannot deadlock]
+// Every user holds at most one staging frame at a time and finishes without needing another
+// (uploads, landing gradients, copies of activations), except the two below, for which room is set
+// aside: chunks under update (admitted by the sum of their pages, Updates) and the session's own
+// reads and writes (two pages). A page that is read because somebody opened it is promised to him:
+// it is not evicted before he comes back for it. Who asks ahead of a need that another one decides
+// on (activations that are staged) closes the page as soon as it came: it may be evicted again.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "memory/page_table.hpp"
+#include "memory/pool.hpp"
+#include "offload/residency/transfers.hpp"
+
+namespace strata {
+
+enum class Intent : std::uint8_t {
+  read,       // many at a time
+  modify,     // alone; the bytes are the newest, or zero where none were ever written
+  overwrite,  // alone; the bytes may be anything. REQUIRES: nothing was ever written
+};
+
+enum class WriteBack : std::uint8_t { later, now };
+
+class PageCache;
+
+// Move-only; an empty one is of no page.
+class [[nodiscard]] Pin final {
+ public:
+  Pin() = default;
+  Pin(Pin&& other) noexcept;
+  Pin& operator=(Pin&& other) noexcept;
+  ~Pin() { close(); }
+
+  explicit operator bool() const { return cache_ != nullptr; }
+  // REQUIRES of the three: not empty.
+  std::byte* bytes() const { return bytes_; }
+  PageId page() const { return page_; }
+  Intent intent() const { return intent_; }
+
+  // Empties the Pin. After modify and overwrite the page has a new version, and copies elsewhere
+  // are stale. Of an empty Pin it does nothing.
+  void close(WriteBack write_back = WriteBack::later);
+  // Publishes other contents for the page than those that were opened to be read, and empties the
+  // Pin: those in `fresh`, a taken frame of the pool. The frame of the old ones is the caller's
+  // from here on. nullopt, and nothing has changed: somebody else reads the old ones, try later.
+  // REQUIRES: Intent::read, in host memory; nobody has the page open to change it.
+  std::optional<HostFrameId> replace(HostFrameId fresh, WriteBack write_back);
+
+ private:
+  friend class PageCache;
+  Pin(PageCache& cache, PageId page, Tier tier, Intent intent, std::byte* bytes)
+      : cache_(&cache), page_(page), tier_(tier), intent_(intent), bytes_(bytes) {}
+
+  PageCache* cache_ = nullptr;
+  PageId page_ = kNoPage;
+  Tier tier_ = Tier::host;
+  Intent intent_ = Intent::read;
+  std::byte* bytes_ = nullptr;
+};
+
+// Invariants:
+//   1. A staging frame holds nothing, or the page of one Staged.
+//   2. writing_[p]  ⇔  one Pin of the page is to modify or to overwrite, and there is no other.
+//   3. A page that rests in host memory lies in no staging frame.
+class PageCache final {
+ public:
+  // Gives every page that rests in host memory its frame, which is where it rests from here on, and
+  // what is left of the pool to the staging area.
+  PageCache(PageTable& table, Transfers& transfers, Pool& host, const Backend& device);
+  PageCache(const PageCache&) = delete;
+  PageCache& operator=(const PageCache&) = delete;
+
+  // The page where host memory has it; empty: not yet.
+  Pin open(PageId page, Intent intent);
+  // The page where it rests on the device; empty: not yet. To change it, host memory must hold
+  // nothing of it. REQUIRES: it rests there; Intent::modify.
+  Pin open_on_device(PageId page);
+  // The page's contents are no longer wanted: it is a zero page again. False: in use, try later.
+  bool discard(PageId page);
+  // Brings nearer that the device has the newest of the page, which rests there.
+  void write_back(PageId page);
+
+  // What moves pages between resting places: see Rearranger.
+  // The page rests in host memory from here on. REQUIRES: nothing of it is held anywhere; the pool
+  // has a frame.
+  void promote(PageId page);
+  // The page rests at `to` from here on, on the device or the SSD. Its frame in host memory joins
+  // the staging area, with the page in it. REQUIRES: it rests in host memory.
+  void demote(PageId page, Placement to);
+  // The page, which rests on the device or the SSD, rests in the other one from here on.
+  void retarget(PageId page, Placement to);
+  // True once the page is where it rests, and neither host memory nor the tier that it rested in
+  // before holds it; until then brings that nearer. A page of zeros is nowhere.
+  // REQUIRES: nobody has the page open; it rests outside host memory.
+  bool settled(PageId page, Tier before);
+  // The page rests in host memory from here on, in the staging frame that it was fetched into, and
+  // the tier that it rested in holds nothing of it. False: not yet. REQUIRES: nobody has it open.
+  bool adopt(PageId page);
+  // Takes a frame out of the staging area and gives it to the pool: the one with the page in it, or
+  // any other where the page was evicted. False: not yet, and what has to happen is under way.
+  bool give_back(PageId page);
+  // Takes a free frame of the pool into the staging area. REQUIRES: the pool has one.
+  void take_in();
+  std::size_t staging_frames() const { return staged_.size(); }
+
+  // Something to write back, or being written back.
+  bool dirty() const;
+  // Starts to write back everything that is dirty; call turn() until !dirty().
+  void flush();
+  // Writes back ahead of need. True when anything was started.
+  bool turn();
+
+ private:
+  friend class Pin;
+  struct Staged {
+    HostFrameId frame = kNoHostFrame;
+    PageId page = kNoPage;
+    std::uint64_t last_use = 0;
+    bool promised = false;
+    bool write_now = false;
+  };
+  static void empty(Staged& place) { place = {.frame = place.frame}; }
+
+  bool is_dirty(PageId page) const;
+  void fetch(PageId page, HostFrameId to);
+  Staged* staged(PageId page);
+  Staged* make_room();
+  void start_write(Staged& place);
+  void close(const Pin& pin, WriteBack write_back);
+  void publish(PageId page, WriteBack write_back);
+
+  PageTable& table_;
+  Transfers& transfers_;
+  Pool& host_;
+  const Backend& device_;
+  std::vector<Staged> staged_;
+  std::vector<bool> writing_;  // by page, as far as any was open to be changed
+  std::uint64_t version_ = 0;  // the last one given to any page: versions are never used twice
+  std::uint64_t use_ = 0;
+};
+
+}  // namespace strata

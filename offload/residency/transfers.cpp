@@ -1,0 +1,216 @@
+#include "offload/residency/transfers.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/check.hpp"
+#include "memory/clock.hpp"
+
+namespace strata {
+
+Transfers::Transfers(PageTable& table, Backend& backend, const Pool& host, Timeline& timeline,
+                     std::uint32_t in_flight_max)
+    : table_(table),
+      backend_(backend),
+      host_(host),
+      timeline_(timeline),
+      in_flight_max_(in_flight_max),
+      slots_(in_flight_max) {
+  STRATA_ASSERT(in_flight_max > 0);
+  for (std::uint32_t slot = in_flight_max; slot-- > 0;) free_slots_.push_back(slot);
+}
+
+void Transfers::set_store(Tier tier, Store& store) {
+  STRATA_ASSERT(stores_[static_cast<std::size_t>(tier)] == nullptr);
+  stores_[static_cast<std::size_t>(tier)] = &store;
+}
+
+bool Transfers::idle() const {
+  return std::all_of(in_flight_.begin(), in_flight_.end(), [](std::uint32_t n) { return n == 0; });
+}
+
+std::byte* Transfers::host_bytes(PageId page) const {
+  return host_.address(table_.at(page, Tier::host).host_frame());
+}
+
+// The end of the link that is not host memory holds slots.
+Store& Transfers::store_of(const LinkRow& row) const {
+  STRATA_ASSERT(row.carrier == Carrier::store);
+  Store* store = stores_[static_cast<std::size_t>(row.from == Tier::host ? row.to : row.from)];
+  STRATA_ASSERT(store != nullptr);
+  return *store;
+}
+
+Transfers::Transfer Transfers::begin(Link link, Requester requester, std::uint64_t bytes) {
+  ++in_flight_[static_cast<std::size_t>(link)];
+  return {.link = link,
+          .requester = requester,
+          .bytes = bytes,
+          .begin_ns = SteadyClock().now_ns(),
+          .in_flight = true};
+}
+
+CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester requester) {
+  STRATA_ASSERT(!full());
+  STRATA_ASSERT(table_.is_current(page, from));
+  const LinkRow& row = row_of(link_between(from, to.tier));
+  // 1. Both ends say that it is on its way.
+  if (table_.copy(page, to.tier).state == CopyState::valid) table_.drop(page, to.tier);
+  table_.begin_drain(page, from);
+  table_.begin_fill(page, to, table_.newest(page));
+  Transfer transfer = begin(row.link, requester, host_.page_bytes());
+  transfer.page = page;
+  transfer.unit = table_.unit(page);
+  ++pages_in_flight_;
+  // 2. Its carrier has it.
+  if (row.carrier == Carrier::store) {
+    const std::uint32_t slot = free_slots_.back();
+    free_slots_.pop_back();
+    slots_[slot] = transfer;
+    submit(slot);
+    return {};
+  }
+  const bool up = to.tier == Tier::device;
+  const Placement source = table_.at(page, from);
+  transfer.ticket =
+      up ? backend_.copy_in(to.device_frame(), host_bytes(page), host_.page_bytes())
+         : backend_.copy_out(host_bytes(page), source.device_frame(), host_.page_bytes());
+  lanes_[static_cast<std::size_t>(up ? Lane::pages_in : Lane::out)].push_back(transfer);
+  return transfer.ticket;
+}
+
+CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester) {
+  STRATA_ASSERT(row_of(link).carrier == Carrier::copies);
+  STRATA_ASSERT(what.device != nullptr && what.host != nullptr);
+  Transfer transfer = begin(link, requester, what.bytes);
+  transfer.unit = what.unit;
+  transfer.tag = what.tag;
+  const bool up = row_of(link).to == Tier::device;
+  transfer.ticket = up ? backend_.copy_to(what.device, what.host, what.bytes, what.after)
+                       : backend_.copy_from(what.host, what.device, what.bytes, what.after);
+  lanes_[static_cast<std::size_t>(up ? Lane::bytes_in : Lane::out)].push_back(transfer);
+  return transfer.ticket;
+}
+
+void Transfers::note(Link link, Requester requester, const TimelineSpan& span) {
+  timeline_.add(span);
+  bytes_[static_cast<std::size_t>(link)][static_cast<std::size_t>(requester)] += span.bytes;
+}
+
+// False: the store is full.
+bool Transfers::submit(std::uint32_t slot) {
+  Transfer& transfer = slots_[slot];
+  const LinkRow& row = row_of(transfer.link);
+  const bool reads = row.to == Tier::host;
+  const SlotId place = table_.at(transfer.page, reads ? row.from : row.to).slot();
+  const std::uint64_t version = table_.newest(transfer.page);
+  Store& store = store_of(row);
+  transfer.queued = reads ? !store.read(place, host_bytes(transfer.page), version, slot)
+                          : !store.write(place, host_bytes(transfer.page), version, slot);
+  return !transfer.queued;
+}
+
+// What ends: the copies of the page, the counters, the timeline, and the requester's wait.
+void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
+  const LinkRow& row = row_of(transfer.link);
+  --in_flight_[static_cast<std::size_t>(transfer.link)];
+  if (transfer.page != kNoPage) {
+    --pages_in_flight_;
+    table_.finish_drain(transfer.page, row.from);
+    if (error)
+      table_.abandon_fill(transfer.page, row.to);
+    else
+      table_.finish_fill(transfer.page, row.to);
+  }
+  note(transfer.link, transfer.requester,
+       {.track = row.track,
+        .unit = transfer.unit,
+        .begin_ns = transfer.begin_ns,
+        .end_ns = SteadyClock().now_ns(),
+        .bytes = error ? 0 : transfer.bytes});
+  completions_[static_cast<std::size_t>(transfer.requester)].push_back(
+      {transfer.link, transfer.page, transfer.tag, error.has_value()});
+  if (!error || failure_) return;
+  error->page = transfer.page;
+  error->tier = row.carrier == Carrier::copies ? Tier::device : Tier::ssd;
+  failure_ = {std::move(*error), transfer.unit, transfer.requester};
+}
+
+// The first copy of a lane that is not done ends the look at it.
+bool Transfers::reap_copies() {
+  bool moved = false;
+  for (std::deque<Transfer>& lane : lanes_) {
+    while (!lane.empty() && backend_.done(lane.front().ticket)) {
+      const Transfer transfer = lane.front();
+      lane.pop_front();
+      end(transfer, backend_.take_error(transfer.ticket));
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+bool Transfers::reap_stores() {
+  // 1. What waited for room is handed over.
+  for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot].queued && !submit(slot)) break;
+  }
+  // 2. What finished is taken.
+  bool moved = false;
+  finished_.clear();
+  for (Store* store : stores_) {
+    if (store != nullptr) moved |= store->turn(finished_);
+  }
+  for (StoreCompletion& completion : finished_) {
+    const auto slot = static_cast<std::uint32_t>(completion.tag);
+    STRATA_ASSERT(slots_[slot].in_flight);
+    end(std::exchange(slots_[slot], {}), std::move(completion.error));
+    free_slots_.push_back(slot);
+  }
+  return moved;
+}
+
+bool Transfers::turn() {
+  const bool copied = reap_copies();
+  return reap_stores() || copied;
+}
+
+void Transfers::finish(CopyTicket ticket) {
+  backend_.wait(ticket);
+  reap_copies();
+}
+
+std::vector<Completion> Transfers::take(Requester requester) {
+  return std::exchange(completions_[static_cast<std::size_t>(requester)], {});
+}
+
+std::uint64_t Transfers::bytes(Link link) const {
+  std::uint64_t sum = 0;
+  for (const std::uint64_t bytes : bytes_[static_cast<std::size_t>(link)]) sum += bytes;
+  return sum;
+}
+
+std::uint32_t Transfers::in_flight(Requester requester) const {
+  std::size_t count = 0;
+  const auto mine = [requester](const Transfer& transfer) {
+    return transfer.in_flight && transfer.requester == requester;
+  };
+  for (const std::deque<Transfer>& lane : lanes_) {
+    count += static_cast<std::size_t>(std::count_if(lane.begin(), lane.end(), mine));
+  }
+  count += static_cast<std::size_t>(std::count_if(slots_.begin(), slots_.end(), mine));
+  return static_cast<std::uint32_t>(count);
+}
+
+PageId Transfers::oldest(Link link) const {
+  const Transfer* first = nullptr;
+  const auto look = [&](const Transfer& transfer) {
+    if (!transfer.in_flight || transfer.link != link || transfer.page == kNoPage) return;
+    if (first == nullptr || transfer.begin_ns < first->begin_ns) first = &transfer;
+  };
+  for (const std::deque<Transfer>& lane : lanes_) std::for_each(lane.begin(), lane.end(), look);
+  std::for_each(slots_.begin(), slots_.end(), look);
+  return first == nullptr ? kNoPage : first->page;
+}
+
+}  // namespace strata

@@ -1,0 +1,149 @@
+// Transfers: the one owner of everything that is on its way between two tiers: pages, and bytes
+// that are no page (gradients, activations, reads from outside). Nobody else changes the state of a
+// page's copies. Whoever starts a transfer is named with it, and takes its completion; so nobody
+// has to find out whose an arrival is.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   Transfers transfers(table, backend, host_pool, timeline, 64);
+//   transfers.set_store(Tier::ssd, store);
+//   if (!transfers.full()) transfers.move(page, Tier::ssd, host_frame, Requester::cache);
+//   transfers.turn();
+//   for (const Completion& done : transfers.take(Requester::cache)) ...
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "memory/backend.hpp"
+#include "memory/page_table.hpp"
+#include "memory/pool.hpp"
+#include "memory/timeline.hpp"
+#include "offload/residency/links.hpp"
+#include "offload/storage/store.hpp"
+
+namespace strata {
+
+// Who started a transfer, and is told when it is over.
+enum class Requester : std::uint8_t { cache, loads, activations, gradients, elements };
+inline constexpr std::size_t kRequesterCount = 5;
+
+struct Completion {
+  Link link = Link::read;
+  PageId page = kNoPage;  // kNoPage: bytes that are no page
+  std::uint64_t tag = 0;  // of such bytes: what their requester called them
+  bool failed = false;    // the destination then holds nothing; see Transfers::failure()
+};
+
+struct TransferFailure {
+  Error error;  // with page and tier
+  UnitId unit = kNoUnit;
+  Requester requester = Requester::cache;
+};
+
+// Bytes that are no page, between memory of the device and host memory. Both stay until the
+// transfer is over. It begins when what `after` recorded is finished.
+struct ByteCopy {
+  std::byte* device = nullptr;
+  std::byte* host = nullptr;
+  std::size_t bytes = 0;
+  CopyTicket after{};
+  UnitId unit = kNoUnit;  // for the timeline
+  std::uint64_t tag = 0;
+};
+
+// Invariants:
+//   1. A page that is on its way has a copy that is draining at the one end, and one that is
+//   filling
+//      at the other; both end in the turn in which its completion is queued.
+//   2. pages_in_flight_ <= in_flight_max_.
+//   3. A lane's copies are in the order of their tickets.
+class Transfers final {
+ public:
+  Transfers(PageTable& table, Backend& backend, const Pool& host, Timeline& timeline,
+            std::uint32_t in_flight_max);
+  Transfers(const Transfers&) = delete;
+  Transfers& operator=(const Transfers&) = delete;
+
+  // What holds the slots of a tier, for a session that has one. REQUIRES: there was none.
+  void set_store(Tier tier, Store& store);
+
+  // Too many pages are on their way: try again after a turn.
+  bool full() const { return pages_in_flight_ == in_flight_max_; }
+  bool idle() const;
+
+  // Copies the newest contents of a page. A stale copy at the other end goes first, with its place,
+  // which is `to` or belongs to the page anyway. The ticket is that of the copy engine; of a link
+  // that a store carries it means nothing.
+  // REQUIRES: !full(); the tier `from` holds the newest; a link joins the tiers.
+  CopyTicket move(PageId page, Tier from, Placement to, Requester requester);
+  // REQUIRES: the link is one that the copy engine carries.
+  CopyTicket copy(Link link, const ByteCopy& what, Requester requester);
+  // Bytes that the processor itself has moved over a link: for the counters and the timeline.
+  void note(Link link, Requester requester, const TimelineSpan& span);
+
+  // Reaps what has finished, and queues its completions. True when anything moved.
+  bool turn();
+  // The same for one copy, which is waited for, and those before it on its lane.
+  void finish(CopyTicket ticket);
+  // The requester's completions since it asked last.
+  std::vector<Completion> take(Requester requester);
+  // The first transfer that failed; the session ends with it.
+  const std::optional<TransferFailure>& failure() const { return failure_; }
+
+  // Since the start, of a link: of all requesters, or of one.
+  std::uint64_t bytes(Link link) const;
+  std::uint64_t bytes(Link link, Requester requester) const {
+    return bytes_[static_cast<std::size_t>(link)][static_cast<std::size_t>(requester)];
+  }
+  std::uint32_t in_flight(Link link) const { return in_flight_[static_cast<std::size_t>(link)]; }
+  std::uint32_t in_flight(Requester requester) const;
+  // The page that has been on its way over the link for longest; kNoPage where none is.
+  PageId oldest(Link link) const;
+
+ private:
+  struct Transfer {
+    Link link = Link::read;
+    Requester requester = Requester::cache;
+    PageId page = kNoPage;
+    UnitId unit = kNoUnit;
+    std::uint64_t tag = 0;
+    std::uint64_t bytes = 0;
+    CopyTicket ticket{};
+    std::int64_t begin_ns = 0;
+    bool in_flight = false;  // of a slot: in use
+    bool queued = false;     // the store was full: it is asked again in the next turn
+  };
+  // As the copy engine orders them: pages to the device, bytes to it, and everything from it.
+  enum class Lane : std::uint8_t { pages_in, bytes_in, out };
+  static constexpr std::size_t kLaneCount = 3;
+
+  Transfer begin(Link link, Requester requester, std::uint64_t bytes);
+  Store& store_of(const LinkRow& row) const;
+  bool submit(std::uint32_t slot);
+  bool reap_copies();
+  bool reap_stores();
+  void end(const Transfer& transfer, std::optional<Error> error);
+  std::byte* host_bytes(PageId page) const;
+
+  PageTable& table_;
+  Backend& backend_;
+  const Pool& host_;
+  Timeline& timeline_;
+  std::uint32_t in_flight_max_;
+  std::array<Store*, kTierCount> stores_{};
+  std::vector<Transfer> slots_;  // of what stores carry: its index is the store's tag
+  std::vector<std::uint32_t> free_slots_;
+  std::array<std::deque<Transfer>, kLaneCount> lanes_;
+  std::uint32_t pages_in_flight_ = 0;
+  std::vector<StoreCompletion> finished_;
+  std::array<std::vector<Completion>, kRequesterCount> completions_;
+  std::array<std::array<std::uint64_t, kRequesterCount>, kLinkCount> bytes_{};
+  std::array<std::uint32_t, kLinkCount> in_flight_{};
+  std::optional<TransferFailure> failure_;
+};
+
+}  // namespace strata

@@ -1,0 +1,26 @@
+// Random tests by seed, which can be replayed.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+namespace strata {
+
+// Calls visit(seed) for 1 to `count`; STRATA_SEED=7 replays one, STRATA_SEEDS=1000 runs more.
+template <typename Visit>
+void for_seeds(std::uint64_t count, Visit visit) {
+  const char* one = std::getenv("STRATA_SEED");
+  const char* many = std::getenv("STRATA_SEEDS");
+  if (many != nullptr) count = std::strtoull(many, nullptr, 10);
+  const std::uint64_t first = one == nullptr ? 1 : std::strtoull(one, nullptr, 10);
+  if (one != nullptr) count = first;
+  for (std::uint64_t seed = first; seed <= count && !testing::Test::HasFailure(); ++seed) {
+    SCOPED_TRACE("replay with STRATA_SEED=" + std::to_string(seed));
+    visit(seed);
+  }
+}
+
+}  // namespace strata
