@@ -262,7 +262,7 @@ def _start(
     model.__dict__["_strata"] = state
     watch(state)
     if options.activations is not None:
-        _start_planning(state, options, hooked, whole["device_bytes"], undo)
+        _start_planning(state, options, whole["device_bytes"], undo)
     return state
 
 
@@ -284,7 +284,6 @@ def _say_what_it_costs(
 def _start_planning(
     state: Wrapped,
     options: Options,
-    hooked: dict[nn.Module, list[int]],
     device_bytes: int,
     undo: Undo,
 ) -> None:

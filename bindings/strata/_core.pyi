@@ -40,12 +40,13 @@ class StrataError(RuntimeError):
     tier: str
     path: str
     offset: int
-    # Where the budget of `tier` cannot work; else "", [] and 0.
-    moment: str  # of the step
-    units: list[str]  # those in use then
+    # Where budgets cannot work: when in the step ("forward of layers.11"), the units in use then,
+    # and bytes: needed, there, and that would do. Otherwise empty, and 0.
+    moment: str
+    units: list[str]
     needed_bytes: int
     budget_bytes: int
-    would_do_bytes: int  # 0: no budget of this tier would
+    would_do_bytes: int
 
 class ParamSpec(TypedDict):
     name: str
@@ -93,7 +94,7 @@ class Config(TypedDict):
     device: NotRequired[str]  # "host" (default) or "cuda:N"
     # in_backward, by unit: its first and last gradient may land far apart, and are needed together.
     apart: NotRequired[list[bool]]
-    # What a forward enters at one moment: the module that is entered last, and the units, by index.
+    # By module: its name, and the units that are entered while it runs. None: one at a time.
     together: NotRequired[list[tuple[str, list[int]]]]
 
 def device_error(device: str) -> str:
@@ -134,7 +135,7 @@ class Plan(TypedDict):
     # Part of host_bytes: gradients in buffers or on their way there, and scales of 8-bit moments.
     buffer_bytes: int
     device_bytes_min: int  # smallest device budget that works
-    nested_bytes: int  # the most that is entered at one moment of a forward
+    nested_bytes: int  # of it: the most that `together` says is entered at one moment
     units: list[UnitPlan]
 
 def plan(config: Config) -> Plan:

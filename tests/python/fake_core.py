@@ -318,22 +318,18 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
     elif config["update"] == "lock_free":
         buffers = sum(grads)
     resting = [sum(of) for of in zip(sizes, grads, states, strict=True)]
-    smallest = max(sizes)
+    entered = {
+        module: sum(sizes[u] for u in together) for module, together in config.get("together", [])
+    }
+    nested = max(entered.values(), default=0)
+    smallest = max(*sizes, nested)
     if config["device_bytes"] < smallest:
-        name = config["units"][sizes.index(smallest)]
-        raise StrataError(
-            f"device budget {config['device_bytes']} is too small for unit {name!r}: {smallest} "
-            "bytes would do"
+        error = StrataError(
+            f"device budget {config['device_bytes']} is too small for forward of "
+            f"{max(entered, key=entered.__getitem__, default='a unit')}: {smallest} bytes would do"
         )
-    together = config.get("together", [])
-    needs = {module: sum(sizes[u] for u in entered) for module, entered in together}
-    nested = max(needs.values(), default=0)
-    if config["device_bytes"] < nested:
-        where = max(needs, key=needs.__getitem__)
-        raise StrataError(
-            f"infeasible: the device budget is {config['device_bytes']}, and forward of {where} "
-            f"needs {nested}; device={nested} would do"
-        )
+        error.tier, error.needed_bytes = "device", smallest
+        raise error
     page = config["page_bytes"] or PAGE
     passing = buffers if config["update"] == "in_backward" else 0
     whole = -(-(sum(resting) + passing) // page) * page  # in whole pages, as budgets are
@@ -344,7 +340,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
         "ssd_bytes": 0,
         "staging_bytes": 0,
         "buffer_bytes": buffers,
-        "device_bytes_min": max(smallest, nested),
+        "device_bytes_min": smallest,
         "nested_bytes": nested,
         "units": [
             {

@@ -63,7 +63,16 @@ class Clock:
             left = entered + use.seconds * factor
             seconds = left - entered
             step.uses.append(
-                RecordedUse(use.unit, use.backward, 0, asked, entered, 0.0, 0, left, seconds)
+                RecordedUse(
+                    use.unit,
+                    use.backward,
+                    0,
+                    0,
+                    seconds,
+                    asked=asked,
+                    entered=entered,
+                    left=left,
+                )
             )
             self.now = left
         step.tail_seconds = 1e-3 * factor

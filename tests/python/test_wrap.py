@@ -328,7 +328,7 @@ for step in range(1000):
 """
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3)", "raise KeyboardInterrupt", "1 / 0"])
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise KeyboardInterrupt"])
 def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
     """Real core only: files and a clean exit."""
     script = SCRIPT.format(ssd=str(tmp_path), end=end)
@@ -365,8 +365,10 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-@pytest.mark.parametrize("child", ["pass", "del model, optimizer, train; gc.collect()"])
-@pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize(
+    ("optimizer", "child"),
+    [("AdamW", "pass"), ("RMSprop", "del model, optimizer, train; gc.collect()")],
+)
 def test_a_forked_child_leaves_the_parent_its_session(optimizer: str, child: str) -> None:
     """A child has the objects, but not the threads: whoever waits for one there waits for ever."""
     script = FORK.format(optimizer=optimizer, child=child)
@@ -382,7 +384,12 @@ def test_a_forked_child_leaves_the_parent_its_session(optimizer: str, child: str
 
 
 def test_configuration_names_are_the_keywords_of_wrap() -> None:
+    import dataclasses
     import inspect
 
     keywords = list(inspect.signature(strata.wrap).parameters)
-    assert keywords == ["model", "optimizer", *configure.OPTION_NAMES]
+    assert keywords == [
+        "model",
+        "optimizer",
+        *(field.name for field in dataclasses.fields(configure.Options)),
+    ]

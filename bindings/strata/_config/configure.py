@@ -4,10 +4,11 @@ at what the machine has free.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -137,9 +138,6 @@ class Options:
         return [str(Path(path).absolute()) for path in paths]
 
 
-OPTION_NAMES = [field.name for field in fields(Options)]
-
-
 def default_workers(device_name: str = device.HOST) -> int:
     """Threads that update parameters where nobody says how many."""
     if device_name == device.HOST:
@@ -170,7 +168,7 @@ def configure(
     check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
     config = config_of(model, optimizer, options, units, groups, device_name)
     config["apart"] = used_apart(units, hooked) if options.max_unit_norm else []
-    config["together"] = entered_together(model, hooked)
+    config["together"] = _entered_together(model, hooked)
     given = parse_budgets(options.memory)
     free = device.free_bytes(device_name)
     if free is not None:
@@ -223,6 +221,7 @@ def config_of(
         "compute_threads": device.compute_threads(device_name),
         "device": device_name,
         "apart": [],
+        "together": [],
     }
 
 
@@ -244,23 +243,19 @@ def device_goal(config: Config, options: Options) -> int:
     return config["device_bytes"] + max(0, free - config["device_bytes"] - config["host_bytes"])
 
 
-def entered_together(
+def _entered_together(
     model: nn.Module, hooked: dict[nn.Module, list[int]]
 ) -> list[tuple[str, list[int]]]:
-    """What is entered at one moment of a forward: the name of the module that is entered last, and
-    the units.
-
-    A module that owns parameters beside sub-modules is still running when those enter.
-    """
+    """By module: the units that are entered while it runs. One that owns parameters beside
+    sub-modules is still running when those enter."""
     names = {name: hooked[module] for name, module in model.named_modules() if module in hooked}
-    together = []
+    result = []
     for name, units in names.items():
         parts = name.split(".") if name else []
-        entered = set(units)
-        for depth in range(len(parts)):
-            entered.update(names.get(".".join(parts[:depth]), []))
-        together.append((name or "the model itself", sorted(entered)))
-    return together
+        around = (names.get(".".join(parts[:depth]), []) for depth in range(len(parts)))
+        entered = sorted({*units, *itertools.chain.from_iterable(around)})
+        result.append((name or "the model itself", entered))
+    return result
 
 
 def _check_devices(model: nn.Module, device_name: str) -> None:

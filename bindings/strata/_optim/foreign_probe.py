@@ -85,11 +85,13 @@ def probe(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Kept:
     values = torch.randn(SHAPE, generator=random, device="cpu")
     grads = [torch.randn(SHAPE, generator=random, device="cpu") for _ in range(STEPS)]
     try:
-        whole, state = _run_whole(optimizer, options, values, grads)
+        whole, state = _run(optimizer, options, values, grads, anew=False)
         kept = _entries(name, state)
         flat = [grad.reshape(-1) for grad in grads]
-        begin = _run_piece(optimizer, options, values.reshape(-1)[:CUT], [g[:CUT] for g in flat])
-        end = _run_piece(optimizer, options, values.reshape(-1)[CUT:], [g[CUT:] for g in flat])
+        begin, end = (
+            _run(optimizer, options, values.reshape(-1)[part], [g[part] for g in flat], anew=True)
+            for part in (slice(CUT), slice(CUT, None))
+        )
     except _RefusedError:
         raise
     except Exception as error:
@@ -121,17 +123,19 @@ def _refusal(name: str, why: str) -> _RefusedError:
     )
 
 
-def _run_whole(
+def _run(
     optimizer: torch.optim.Optimizer,
     options: dict[str, Any],
     values: torch.Tensor,
     grads: list[torch.Tensor],
+    anew: bool,
 ) -> tuple[torch.Tensor, State]:
-    """As plain PyTorch would."""
-    rule = replica(optimizer)
-    values = values.clone()
-    state: State = {}
+    """Some steps, as plain PyTorch makes them. `anew`: as strata does, each by a new replica and
+    from a state that was put together anew."""
+    rule, values, state = replica(optimizer), values.clone(), dict[str, Any]()
     for grad in grads:
+        if anew:
+            rule, state = replica(optimizer), copy_scalars(state, tuple(state))
         state = run_step(rule, options, values, grad.clone(), state)
         changed = [n for n, v in options.items() if not _same(rule.param_groups[0].get(n), v)]
         if changed:
@@ -139,21 +143,6 @@ def _run_whole(
                 type(optimizer).__name__,
                 f"it keeps {changed[0]!r} in its parameter groups, which are the user's",
             )
-    return values, state
-
-
-def _run_piece(
-    optimizer: torch.optim.Optimizer,
-    options: dict[str, Any],
-    values: torch.Tensor,
-    grads: list[torch.Tensor],
-) -> tuple[torch.Tensor, State]:
-    """As strata does: by a new replica every time, from a state that was put together anew."""
-    values = values.clone()
-    state: State = {}
-    for grad in grads:
-        state = {n: v.clone() if torch.is_tensor(v) else v for n, v in state.items()}
-        state = run_step(replica(optimizer), options, values, grad.clone(), state)
     return values, state
 
 

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from .._activations.arguments import tensors_in
 from .._config.units import UnitSpec, find_units
+from .._profiling.uses import TracedTensor, TracedUse
 from .._torch_compat import TorchDispatchMode
 
 OUTSIDE = -1
@@ -36,33 +37,19 @@ NO_TRAFFIC |= {"unsqueeze", "squeeze", "detach", "alias", "split", "as_strided",
 
 
 @dataclass
-class CountedUse:
-    """A unit from its enter to its leave, in moments as in a Trace."""
+class CountedUse(TracedUse):
+    """With what is counted; its seconds come by take_times()."""
 
-    unit: int
-    backward: bool
-    enter: int
-    leave: int = -1
     flops: int = 0
     traffic_bytes: int = 0
     gap_flops: int = 0  # outside any unit, just before
     gap_traffic_bytes: int = 0
-    live_bytes: int = 0
-    peak_bytes: int = 0
-    gap_peak_bytes: int = 0
-    seconds: float = 0.0  # these two by take_times()
-    gap_seconds: float = 0.0
 
 
 @dataclass
-class CountedTensor:
+class CountedTensor(TracedTensor):
     """A storage that autograd saved, or that recomputing a unit would keep."""
 
-    unit: int
-    bytes: int
-    born: int
-    last_used: int
-    input: bool  # it was there before the unit's forward
     saved: bool  # by autograd
 
 

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .clock import HostClock, make_clock
 from .memory_curve import Curve, start_curve
-from .uses import RecordedStep, RecordedTensor, Uses
+from .uses import RecordedStep, TracedTensor, Uses
 
 NOT_RECORDED = -1
 
@@ -152,7 +152,7 @@ class Recorder:
         given = self._inputs.get(key)
         born = max(i for i, use in enumerate(step.uses) if use.unit == unit)
         step.tensors.append(
-            RecordedTensor(
+            TracedTensor(
                 unit, storage.nbytes(), born, born, given is not None and not given.expired()
             )
         )

@@ -14,33 +14,39 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class RecordedUse:
-    """A unit from its enter to its leave. Times are seconds of perf_counter(), see clock.py."""
+class TracedUse:
+    """A unit from its enter to its leave, as the planner takes it."""
 
     unit: int
     backward: bool
     enter: int  # moment
-    asked: float  # when somebody began to wait for it
-    entered: float
-    gap_seconds: float  # of computation outside any unit, just before
     leave: int = -1
-    left: float = 0.0
     seconds: float = 0.0  # of computation, without waits and nested uses
-    waited: float = 0.0
+    gap_seconds: float = 0.0  # of computation outside any unit, just before
     live_bytes: int = 0
     peak_bytes: int = 0
     gap_peak_bytes: int = 0
 
 
 @dataclass
-class RecordedTensor:
+class TracedTensor:
     """A storage that autograd saved."""
 
     unit: int
     bytes: int
     born: int  # index of the use that saved it
     last_used: int
-    input: bool
+    input: bool  # it was there before the unit's forward
+
+
+@dataclass
+class RecordedUse(TracedUse):
+    """With times: seconds of perf_counter(), see clock.py."""
+
+    asked: float = 0.0  # when somebody began to wait for it
+    entered: float = 0.0
+    left: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass
@@ -48,7 +54,7 @@ class RecordedStep:
     """One round of a step, the last one."""
 
     uses: list[RecordedUse] = field(default_factory=list)
-    tensors: list[RecordedTensor] = field(default_factory=list)
+    tensors: list[TracedTensor] = field(default_factory=list)
     rounds: int = 0
     moments: int = 0
     begin: float = 0.0  # of the round
@@ -100,8 +106,15 @@ class Uses:
             step.moments -= 1
             use = last
         else:
-            use = RecordedUse(unit, backward, step.moments, asked, now, self._gap)
-            use.waited = now - asked
+            use = RecordedUse(
+                unit,
+                backward,
+                step.moments,
+                gap_seconds=self._gap,
+                asked=asked,
+                entered=now,
+                waited=now - asked,
+            )
             if not step.uses:
                 step.begin = asked
             step.uses.append(use)

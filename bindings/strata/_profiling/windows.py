@@ -85,16 +85,17 @@ class Times:
         return (uses, gaps, self.tail) if mine == len(self.order) else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Window:
     """Steps in a row, together."""
 
-    steps: int
-    seconds: float  # of them, without what lay between them
-    compute_seconds: float  # of these
-    busy: dict[str, float]  # of these, by lane: seconds in which it did anything
-    moved: dict[str, float]  # by lane: bytes
-    times: Times | None  # None: steps were of several kinds
+    steps: int = 0
+    seconds: float = 0.0  # of them, without what lay between them
+    compute_seconds: float = 0.0  # of these
+    # By lane: seconds of these in which it did anything, and bytes.
+    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
+    moved: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
+    times: Times | None = None  # None: steps were of several kinds
 
     @property
     def step_seconds(self) -> float:
@@ -113,23 +114,16 @@ class Judged:
 
 
 @dataclass
-class _Open:
+class _Open(Window):
     """A window that is not full."""
 
-    steps: int = 0
-    seconds: float = 0.0
-    compute_seconds: float = 0.0
-    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
-    moved: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
     order: Order | None = None  # empty: of several kinds
     samples: list[Times] = field(default_factory=list)
     every: int = 1  # so many steps are one sample
 
     def close(self) -> Window:
-        times = _typical(self.samples) if self.order and self.samples else None
-        return Window(
-            self.steps, self.seconds, self.compute_seconds, dict(self.busy), dict(self.moved), times
-        )
+        self.times = _typical(self.samples) if self.order and self.samples else None
+        return self
 
 
 class Windows:
@@ -164,6 +158,7 @@ class Windows:
         if window.seconds < WINDOW_SECONDS or window.steps < WINDOW_STEPS:
             return None
         self.closed.append(window.close())
+        window.samples = []
         self._open = _Open()
         return self.closed[-1]
 

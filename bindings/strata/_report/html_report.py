@@ -12,10 +12,19 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from .._config.sizes import format_size
-from .._profiling.timeline import LINKS, stall_name
+from .._profiling.timeline import LINKS
 from . import html_figures as figures
 from .html_figures import moments
-from .report_text import judged_over, lag_rows, like, planned_cells, step_times, wear_line
+from .report_text import (
+    judged_over,
+    lag_rows,
+    like,
+    planned_cells,
+    stall_rows,
+    step_times,
+    tier_rows,
+    wear_line,
+)
 from .reports import Report
 
 COLUMNS_MAX = 4  # that a phone has room for
@@ -157,33 +166,21 @@ def _stalls(report: Report) -> Iterator[str]:
     if report.stalls:
         time = step_times(report)
         yield _figure(figures.stalls(report.stalls, report.records[-1].seconds))
-        rows = [
-            (stall_name(cause, unit), seconds)
-            for cause, units in report.stalls.items()
-            for unit, seconds in units.items()
-        ]
-        rows.sort(key=lambda row: -row[1])
-        yield _table(
-            ["what was waited for", "per step"],
-            [[name, time(seconds)] for name, seconds in rows],
-        )
+        rows = [[name, time(seconds)] for name, seconds in stall_rows(report)]
+        yield _table(["what was waited for", "per step"], rows)
     elif report.records:
         yield _none("nothing was waited for")
     else:
-        rows = sorted(report.waited_seconds.items(), key=lambda row: -row[1])
+        waited = sorted(report.waited_seconds.items(), key=lambda row: -row[1])
         yield _table(
             ["waited for pages of", "since wrap()"],
-            [[name, like(rows[0][1])(seconds)] for name, seconds in rows],
+            [[name, like(waited[0][1])(seconds)] for name, seconds in waited],
         )
 
 
 def _tiers(report: Report) -> str:
-    rows = []
-    for name, tier in report.tiers.items():
-        peak = report.peaks.get(name)
-        planned = [_size(peak.bytes), peak.where] if peak else ["", ""]
-        rows.append([name, *map(_size, (tier.budget, tier.used, tier.peak)), *planned])
-    return _table(["tier", "budget", "used by pages", "their peak", "planned peak", "at"], rows)
+    head = ["tier", "budget", "used by pages", "their peak", "planned peak", "at"]
+    return _table(head, list(tier_rows(report)))
 
 
 def _plan(report: Report) -> str:

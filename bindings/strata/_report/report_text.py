@@ -114,11 +114,7 @@ def _paragraphs(report: Report) -> Iterator[str]:
     about = [part for part in (report.model, report.command, report.machine) if part]
     lines = ["; ".join(about), head, speed_line(report), report.limited]
     yield "\n".join(line for line in lines if line)
-    tiers = [["tier", "budget", "used", "peak", "planned peak", "at"]]
-    for name, tier in report.tiers.items():
-        peak = report.peaks.get(name)
-        planned = [format_size(peak.bytes), peak.where] if peak else ["", ""]
-        tiers.append([name, *map(format_size, (tier.budget, tier.used, tier.peak)), *planned])
+    tiers = [["tier", "budget", "used", "peak", "planned peak", "at"], *tier_rows(report)]
     yield table(tiers if report.peaks else [row[:4] for row in tiers])
     links = [["link", "moved", "per step"]]
     for name in {**report.link_bytes, **report.link_bytes_per_step}:
@@ -187,16 +183,29 @@ def _waits(report: Report) -> str:
         waits.append([ALL_UNITS, in_all(total)])
         return table(waits)
     each = step_times(report)
+    rows = stall_rows(report)
+    stalls = [["time lost", "per step"]]
+    stalls += [[name, each(seconds)] for name, seconds in rows[:WAITS_SHOWN]]
+    stalls.append([ALL_UNITS, each(sum(seconds for _, seconds in rows))])
+    return table(stalls)
+
+
+def tier_rows(report: Report) -> Iterator[list[str]]:
+    """By tier: its budget, what is used, the most that was, the planned peak and where that is."""
+    for name, tier in report.tiers.items():
+        peak = report.peaks.get(name)
+        planned = [format_size(peak.bytes), peak.where] if peak else ["", ""]
+        yield [name, *map(format_size, (tier.budget, tier.used, tier.peak)), *planned]
+
+
+def stall_rows(report: Report) -> list[tuple[str, float]]:
+    """What was waited for, and the seconds of a step; the longest first."""
     rows = [
         (stall_name(cause, unit), seconds)
         for cause, units in report.stalls.items()
         for unit, seconds in units.items()
     ]
-    rows.sort(key=lambda row: -row[1])
-    stalls = [["time lost", "per step"]]
-    stalls += [[name, each(seconds)] for name, seconds in rows[:WAITS_SHOWN]]
-    stalls.append([ALL_UNITS, each(sum(seconds for _, seconds in rows))])
-    return table(stalls)
+    return sorted(rows, key=lambda row: -row[1])
 
 
 def lag_rows(lags: Sequence[Lag]) -> list[list[str]]:
