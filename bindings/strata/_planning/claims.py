@@ -1,7 +1,7 @@
 """What the plans of a wrapped model claim of the core: device memory for parameters that come and
 go, units that rest on the device, room for swapped tensors.
 
-    claims = Claims(state, allocator)
+    claims = Claims(state, allocator, param_bytes)
     if claims.take(units, param_bytes, host_bytes, ssd_bytes): ...    # False: not now
 
 The core lets pages come to rest elsewhere only while no thread is in a forward or backward of the
@@ -29,10 +29,10 @@ log = logging.getLogger("strata")
 class Claims:
     """What is claimed for the plans of one wrapped model."""
 
-    def __init__(self, state: Wrapped, allocator: Allocator) -> None:
+    def __init__(self, state: Wrapped, allocator: Allocator, param_bytes: int) -> None:
         self._state = state
         self._allocator = allocator
-        self._param_bytes = 0
+        self._param_bytes = param_bytes  # of the device: what the session was given first
         self._room: Room = (0, 0)
         self._room_wanted: Room = (0, 0)  # what was asked for last, there or not
 

@@ -88,7 +88,7 @@ class Planning:
         state.may_split = goal.split is not None
         self.allocator = Allocator(state.device, goal.device_bytes)
         self.allocator.give_pages(goal.param_bytes)
-        self.claims = Claims(state, self.allocator)
+        self.claims = Claims(state, self.allocator, goal.param_bytes)
         self.recording = Recording(state, goal, lambda: self.allocator.page_bytes)
         self._tried_slices = False  # in the step that was recorded
 
