@@ -206,13 +206,13 @@ class _Builder:
             for size, is_input in ((part.input_bytes, True), (part.saved_bytes, False)):
                 if size:
                     tensors.append(
-                        {
-                            "unit": i,
-                            "bytes": size,
-                            "born": i,
-                            "last_used": last - i,
-                            "input": is_input,
-                        }
+                        _core.SavedTensor(
+                            unit=i,
+                            bytes=size,
+                            born=i,
+                            last_used=last - i,
+                            input=is_input,
+                        )
                     )
             held += part.input_bytes + part.saved_bytes
         # 2. The loss, in the gap before the first backward.
@@ -225,32 +225,32 @@ class _Builder:
             peak = live + part.backward_extra
             flops = part.backward_flops * part.forward_flops
             use = self._use(i, True, len(uses), flops, live, peak)
-            use["gap_peak_bytes"] = gap_peak if i == len(parts) - 1 else live
+            use.gap_peak_bytes = gap_peak if i == len(parts) - 1 else live
             uses.append(use)
             held -= part.input_bytes + part.saved_bytes
-        return {
-            "uses": uses,
-            "moments": 2 * len(uses),
-            "units": [self._unit(part) for part in parts],
-            "tensors": tensors,
-            "tail_seconds": 0.0,
-            "tail_peak_bytes": 0,
-        }
+        return _core.Trace(
+            uses=uses,
+            moments=2 * len(uses),
+            units=[self._unit(part) for part in parts],
+            tensors=tensors,
+            tail_seconds=0.0,
+            tail_peak_bytes=0,
+        )
 
     def _use(
         self, unit: int, backward: bool, place: int, flops: float, live: int, peak: int
     ) -> Use:
-        return {
-            "unit": unit,
-            "backward": backward,
-            "enter": 2 * place,
-            "leave": 2 * place + 1,
-            "seconds": flops / self.flops_s,
-            "gap_seconds": 0.0,
-            "live_bytes": live,
-            "peak_bytes": peak,
-            "gap_peak_bytes": live,
-        }
+        return _core.Use(
+            unit=unit,
+            backward=backward,
+            enter=2 * place,
+            leave=2 * place + 1,
+            seconds=flops / self.flops_s,
+            gap_seconds=0.0,
+            live_bytes=live,
+            peak_bytes=peak,
+            gap_peak_bytes=live,
+        )
 
     def _unit(self, part: _Part) -> TracedUnit:
         return paper_unit(
@@ -274,21 +274,19 @@ def paper_unit(
 ) -> TracedUnit:
     """A unit that is one parameter, in whole pages: a chunk is what lies behind a page of it."""
     chunks = ceil(elements * dtype_bytes / page_bytes)
-    return {
-        "name": name,
-        "elements": elements,
-        "param_bytes": chunks * page_bytes,
-        "grad_bytes": chunks * page_bytes if trained else 0,
-        "state_bytes": chunks * page_bytes * STATE_BYTES[dtype_bytes] // dtype_bytes
-        if trained
-        else 0,
-        "chunks": chunks,
-        "slices_max": slices_max,
-        "may_swap": True,
-        "may_recompute": may_recompute,
-        "traced": "keep",
-        "slices_traced": 1,
-    }
+    return _core.TracedUnit(
+        name=name,
+        elements=elements,
+        param_bytes=chunks * page_bytes,
+        grad_bytes=chunks * page_bytes if trained else 0,
+        state_bytes=chunks * page_bytes * STATE_BYTES[dtype_bytes] // dtype_bytes if trained else 0,
+        chunks=chunks,
+        slices_max=slices_max,
+        may_swap=True,
+        may_recompute=may_recompute,
+        traced="keep",
+        slices_traced=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -325,27 +323,27 @@ class PaperMachine:
             "read": {"write": self.ssd_mixed},
             "write": {"read": self.ssd_mixed},
         }
-        return {
-            "compute_scale": 1.0,
-            "upload_bytes_s": speeds["upload"],
-            "download_bytes_s": speeds["download"],
-            "read_bytes_s": speeds["read"],
-            "write_bytes_s": speeds["write"],
-            "update_elements_s": self.host_memory_bytes_s / UPDATE_BYTES,
-            "transfer_seconds": 1e-5,
-            "slice_seconds": 5e-4,
-            "slow": slow,
-        }
+        return _core.Costs(
+            compute_scale=1.0,
+            upload_bytes_s=speeds["upload"],
+            download_bytes_s=speeds["download"],
+            read_bytes_s=speeds["read"],
+            write_bytes_s=speeds["write"],
+            update_elements_s=self.host_memory_bytes_s / UPDATE_BYTES,
+            transfer_seconds=1e-5,
+            slice_seconds=5e-4,
+            slow=slow,
+        )
 
     def budgets(self, page_bytes: int = PAGE_BYTES) -> Budgets:
         """A tenth of host memory is the operating system's and Python's."""
-        return {
-            "page_bytes": page_bytes,
-            "device_bytes": int(self.device_bytes * self.device_share),
-            "host_bytes": int(self.host_bytes * 0.9),
-            "ssd_bytes": self.ssds * self.ssd_bytes,
-            "staging_bytes": _core.staging_bytes(int(self.host_bytes * 0.9), page_bytes),
-        }
+        return _core.Budgets(
+            page_bytes=page_bytes,
+            device_bytes=int(self.device_bytes * self.device_share),
+            host_bytes=int(self.host_bytes * 0.9),
+            ssd_bytes=self.ssds * self.ssd_bytes,
+            staging_bytes=_core.staging_bytes(int(self.host_bytes * 0.9), page_bytes),
+        )
 
 
 # Of one H200 in a machine of 128 GiB: what its matrix products, PCIe 5 and eight channels of memory

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from strata import _core
 from strata._planning.forecast import Forecast, forecast
 
 from .common import BenchError, Context, Figure
 from .paper import H200, LLAMA_8B, llama_trace, model_flops
-
-if TYPE_CHECKING:
-    from strata._core import Wishes
 
 TOKENS = 65_536
 SEQUENCE = 4_096
@@ -32,19 +29,18 @@ def step(layers: int = LLAMA_8B.layers, inputs_leave: bool = True) -> Forecast:
     trace = llama_trace(
         replace(LLAMA_8B, layers=layers), TOKENS, SEQUENCE, H200.flops_s, chunked_loss=True
     )
-    for unit in trace["units"]:
-        unit["may_swap"] = inputs_leave
+    for unit in trace.units:
+        unit.may_swap = inputs_leave
     # Gradients land in buffers of two units, which are host memory too.
-    landing = sum(sorted(unit["grad_bytes"] for unit in trace["units"])[-2:])
-    budgets = H200.budgets()
-    budgets |= {
-        "device_bytes": DEVICE_BYTES,
-        "host_bytes": HOST_BYTES - landing,
-        "ssd_bytes": 0,
-        "staging_bytes": 0,
-        "grads_rest": False,
-    }
-    wishes: Wishes = {"activation": None, "slices": 0, "may_split": True}
+    landing = sum(sorted(unit.grad_bytes for unit in trace.units)[-2:])
+    budgets = H200.budgets().replace(
+        device_bytes=DEVICE_BYTES,
+        host_bytes=HOST_BYTES - landing,
+        ssd_bytes=0,
+        staging_bytes=0,
+        grads_rest=False,
+    )
+    wishes = _core.Wishes(on_device=[False] * len(trace.units))
     return forecast(trace, H200.costs(), budgets, wishes, TOKENS)
 
 
@@ -66,14 +62,14 @@ def run(context: Context) -> Iterator[Figure]:
     assert found.simulation is not None
     plan = found.plan
     reached = mfu(found, layers)
-    host = HOST_BYTES - found.budgets["host_bytes"] + plan["peaks"]["host"]["bytes"]
-    yield Figure("paper-8b", "step", found.step_seconds, "s", bound=found.bound["seconds"])
+    host = HOST_BYTES - found.budgets.host_bytes + plan.peaks["host"].bytes
+    yield Figure("paper-8b", "step", found.step_seconds, "s", bound=found.bound.seconds)
     yield Figure("paper-8b", "mfu", reached, "%", target=MFU_MIN, bound=100.0, better="higher")
     yield Figure("paper-8b", "host", host / 1e9, "GB", target=HOST_BYTES / 1e9)
-    yield Figure("paper-8b", "device", plan["peaks"]["device"]["bytes"] / 1e9, "GB", target=24.0)
-    yield Figure("paper-8b", "device_min", plan["device_bytes_min"] / 1e9, "GB")
-    for lane, use in found.simulation["lanes"].items():
-        share = 100 * use["busy_seconds"] / found.step_seconds
+    yield Figure("paper-8b", "device", plan.peaks["device"].bytes / 1e9, "GB", target=24.0)
+    yield Figure("paper-8b", "device_min", plan.device_bytes_min / 1e9, "GB")
+    for lane, use in found.simulation.lanes.items():
+        share = 100 * use.busy_seconds / found.step_seconds
         yield Figure("paper-8b", f"{lane}_busy", share, "%")
-    staying = step(layers, inputs_leave=False).plan["device_bytes_min"]
+    staying = step(layers, inputs_leave=False).plan.device_bytes_min
     yield Figure("paper-8b", "device_min_where_inputs_stay", staying / 1e9, "GB")

@@ -72,7 +72,7 @@ def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
         for _ in range(1 if context.quick else ROUNDS):
             planning.measure_again()  # the disk is shared: as it is now, and not an hour ago
             side.step()
-            predicted.append(planning.simulation["step_seconds"])
+            predicted.append(planning.simulation.step_seconds)
             judged = judge(side, context.quick)
             measured.append(judged.measured_seconds)
             shares.append(share_of_bound(judged))
@@ -81,7 +81,7 @@ def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
         context.say(judged.limited)
     finally:
         side.close()
-    ssd_bound = bound["ssd_seconds"] > bound["lane_seconds"]["compute"]
+    ssd_bound = bound.ssd_seconds > bound.lane_seconds["compute"]
     what = "ssd" if ssd_bound else "compute"
     return Outcome(
         statistics.median(predicted),

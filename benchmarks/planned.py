@@ -48,7 +48,7 @@ class Planned(Paged):
 
     def device_peak(self) -> int:
         """That, and the frames of parameters."""
-        return self.activation_peak() + int(self.planning.plan["param_device_bytes"])
+        return self.activation_peak() + int(self.planning.plan.param_device_bytes)
 
 
 def judge(side: Planned, quick: bool = False) -> Any:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from strata import _core
 from strata._planning.forecast import Forecast, forecast
 
 from .common import BenchError, Context, Figure
@@ -66,7 +67,7 @@ def replay(sizes: LlamaSizes, some: PaperMachine) -> Forecast:
         trace,
         some.costs(),
         some.budgets(),
-        {"activation": None, "slices": 0, "may_split": True},
+        _core.Wishes(on_device=[False] * len(trace.units)),
         TOKENS,
     )
     if not found.feasible:
@@ -85,16 +86,16 @@ def run(context: Context) -> Iterator[Figure]:
         cells = []
         for count in ssds:
             # Where nothing needs the SSD, more of them change nothing.
-            if found is None or found.plan["resting_ssd_bytes"]:
+            if found is None or found.plan.resting_ssd_bytes:
                 found = replay(sizes, machine(device, link, count))
             name = f"{sizes.name}_{device}_{link}_{count}_ssd".lower().replace(" ", "")
             seconds, percent = found.step_seconds, found.percent_of_bound
             assert seconds is not None
             assert percent is not None
-            bound = found.bound["seconds"]
+            bound = found.bound.seconds
             assert percent <= 100 * (1 + 1e-9), "a bound that a step passes is none"
             yield Figure("replay", f"step_{name}", seconds, "s", bound=bound)
             yield Figure("replay", f"of_bound_{name}", percent, "%", bound=100.0, better="higher")
-            what = found.bound["what"] if found.plan["resting_ssd_bytes"] else "no SSD"
+            what = found.bound.what if found.plan.resting_ssd_bytes else "no SSD"
             cells.append(f"{seconds:.3g} s, {percent:.0f} % ({what})")
         context.say(f"| {sizes.name} | {device} | {link} | {' | '.join(cells)} |")

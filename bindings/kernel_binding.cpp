@@ -2,7 +2,7 @@
 // its arguments mean.
 #include <thread>
 
-#include "bindings/asked.hpp"
+#include "bindings/parse.hpp"
 #include "bindings/python.hpp"
 #include "optimizers/kernel.hpp"
 

@@ -1,10 +1,10 @@
-// The Python module strata._core: dictionaries in, dictionaries out, and the session between. What
+// The Python module strata._core: the session, with dictionaries in and dictionaries out. What
 // each name means is written in bindings/strata/_core.pyi. Methods that may wait release the GIL.
-#include "bindings/asked.hpp"
 #include "bindings/dlpack.hpp"
 #include "bindings/foreign_call.hpp"
+#include "bindings/parse.hpp"
 #include "bindings/python.hpp"
-#include "bindings/told.hpp"
+#include "bindings/to_dict.hpp"
 #include "engine/checks.hpp"
 #include "engine/devices.hpp"
 #include "engine/session.hpp"
@@ -223,7 +223,7 @@ void bind_session(py::module_& module) {
                              [](Session& s) { return plan_dict(s.config(), s.residence()); })
       .def("step_budgets",
            [](Session& s, std::size_t device_bytes) {
-             return budgets_dict(step_budgets(s.config(), s.residence(), device_bytes));
+             return step_budgets(s.config(), s.residence(), device_bytes);
            })
       .def_property_readonly("device",
                              [](const Session& s) {

@@ -1,12 +1,12 @@
-// The planner as Python sees it: pure functions over dictionaries, which _core.pyi describes. All
-// of them release the GIL.
-#include <array>
+// The planner as Python sees it: pure functions over the structs of the core, which _planner.pyi
+// describes. All of them release the GIL.
 #include <cmath>
 #include <optional>
 #include <tuple>
 #include <utility>
 
 #include "bindings/python.hpp"
+#include "bindings/schema.hpp"
 #include "offload/planner/follow.hpp"
 #include "offload/planner/plan.hpp"
 #include "offload/planner/simulate.hpp"
@@ -14,239 +14,208 @@
 namespace strata {
 namespace {
 
-constexpr std::array kLanes = {Lane::compute, Lane::upload, Lane::download,
-                               Lane::read,    Lane::write,  Lane::update};
-static_assert(kLanes.size() == kLaneCount);
+void check_amount(double amount, const char* name) {
+  if (std::isfinite(amount) && amount >= 0.0) return;
+  throw py::value_error(std::string(name) + " is negative or not a number");
+}
 
-Activation parse_activation(const std::string& text) {
-  for (std::size_t i = 0; i < kActivationCount; ++i) {
-    if (text == name(static_cast<Activation>(i))) return static_cast<Activation>(i);
+void check(const Costs& costs) {
+  check_amount(costs.compute_scale, "compute_scale");
+  check_amount(costs.upload_bytes_s, "upload_bytes_s");
+  check_amount(costs.download_bytes_s, "download_bytes_s");
+  check_amount(costs.read_bytes_s, "read_bytes_s");
+  check_amount(costs.write_bytes_s, "write_bytes_s");
+  check_amount(costs.update_elements_s, "update_elements_s");
+  check_amount(costs.transfer_seconds, "transfer_seconds");
+  check_amount(costs.slice_seconds, "slice_seconds");
+}
+
+Lane parse_lane(const py::handle& text) {
+  return parse_name<Lane>(text.cast<std::string>(), kLaneCount, "lane");
+}
+
+// By lane and the lane beside it, all pairs.
+py::dict slow_of(const Costs& costs) {
+  py::dict out;
+  for (std::size_t a = 0; a < kLaneCount; ++a) {
+    py::dict beside;
+    for (std::size_t b = 0; b < kLaneCount; ++b) {
+      if (a != b) beside[name(static_cast<Lane>(b))] = costs.slow[a][b];
+    }
+    out[name(static_cast<Lane>(a))] = beside;
   }
-  throw py::value_error("unknown activation " + text);
+  return out;
 }
 
-Lane parse_lane(const std::string& text) {
-  for (const Lane lane : kLanes) {
-    if (text == name(lane)) return lane;
-  }
-  throw py::value_error("unknown lane " + text);
-}
-
-Use parse_use(const py::dict& dict) {
-  Use use;
-  use.unit = UnitId{field<std::uint32_t>(dict, "unit")};
-  use.backward = field<bool>(dict, "backward");
-  use.enter = field<std::uint32_t>(dict, "enter");
-  use.leave = field<std::uint32_t>(dict, "leave");
-  use.seconds = field<double>(dict, "seconds");
-  use.gap_seconds = field<double>(dict, "gap_seconds");
-  use.live_bytes = field<std::uint64_t>(dict, "live_bytes");
-  use.peak_bytes = field<std::uint64_t>(dict, "peak_bytes");
-  use.gap_peak_bytes = field<std::uint64_t>(dict, "gap_peak_bytes");
-  return use;
-}
-
-TracedUnit parse_unit(const py::dict& dict) {
-  TracedUnit unit;
-  unit.name = field<std::string>(dict, "name");
-  unit.elements = field<std::uint64_t>(dict, "elements");
-  unit.param_bytes = field<std::uint64_t>(dict, "param_bytes");
-  unit.grad_bytes = field<std::uint64_t>(dict, "grad_bytes");
-  unit.state_bytes = field<std::uint64_t>(dict, "state_bytes");
-  unit.chunks = field<std::uint32_t>(dict, "chunks");
-  unit.slices_max = field<std::uint32_t>(dict, "slices_max");
-  unit.may_swap = field<bool>(dict, "may_swap");
-  unit.may_recompute = field<bool>(dict, "may_recompute");
-  unit.traced = parse_activation(field<std::string>(dict, "traced"));
-  unit.slices_traced = field<std::uint32_t>(dict, "slices_traced");
-  return unit;
-}
-
-SavedTensor parse_tensor(const py::dict& dict) {
-  SavedTensor tensor;
-  tensor.unit = UnitId{field<std::uint32_t>(dict, "unit")};
-  tensor.bytes = field<std::uint64_t>(dict, "bytes");
-  tensor.born = field<std::uint32_t>(dict, "born");
-  tensor.last_used = field<std::uint32_t>(dict, "last_used");
-  tensor.input = field<bool>(dict, "input");
-  return tensor;
-}
-
-Trace parse_trace(const py::dict& dict) {
-  Trace trace;
-  for (const py::handle& use : field<py::list>(dict, "uses")) {
-    trace.uses.push_back(parse_use(use.cast<py::dict>()));
-  }
-  trace.moments = field<std::uint32_t>(dict, "moments");
-  for (const py::handle& unit : field<py::list>(dict, "units")) {
-    trace.units.push_back(parse_unit(unit.cast<py::dict>()));
-  }
-  for (const py::handle& tensor : field<py::list>(dict, "tensors")) {
-    trace.tensors.push_back(parse_tensor(tensor.cast<py::dict>()));
-  }
-  trace.tail_seconds = field<double>(dict, "tail_seconds");
-  trace.tail_peak_bytes = field<std::uint64_t>(dict, "tail_peak_bytes");
-  if (const std::string why = check_trace(trace); !why.empty()) throw py::value_error(why);
-  return trace;
-}
-
-double parse_amount(const py::dict& dict, const char* key) {
-  const auto amount = field<double>(dict, key);
-  if (std::isfinite(amount) && amount >= 0.0) return amount;
-  throw py::value_error(std::string(key) + " is negative or not a number");
-}
-
-Costs parse_costs(const py::dict& dict) {
-  Costs costs;
-  costs.compute_scale = parse_amount(dict, "compute_scale");
-  costs.upload_bytes_s = parse_amount(dict, "upload_bytes_s");
-  costs.download_bytes_s = parse_amount(dict, "download_bytes_s");
-  costs.read_bytes_s = parse_amount(dict, "read_bytes_s");
-  costs.write_bytes_s = parse_amount(dict, "write_bytes_s");
-  costs.update_elements_s = parse_amount(dict, "update_elements_s");
-  costs.transfer_seconds = parse_amount(dict, "transfer_seconds");
-  costs.slice_seconds = parse_amount(dict, "slice_seconds");
-  if (dict.contains("landing_waits")) costs.landing_waits = field<bool>(dict, "landing_waits");
-  for (const auto& [a, row] : field<py::dict>(dict, "slow")) {
-    const auto lane = static_cast<std::size_t>(parse_lane(a.cast<std::string>()));
+// Pairs left out share nothing.
+void set_slow(Costs& costs, const py::handle& slow) {
+  costs.slow = Costs::unhindered();
+  for (const auto& [a, row] : slow.cast<py::dict>()) {
+    const auto lane = static_cast<std::size_t>(parse_lane(a));
     for (const auto& [b, value] : row.cast<py::dict>()) {
-      const auto beside = static_cast<std::size_t>(parse_lane(b.cast<std::string>()));
       const auto share = value.cast<double>();
       if (!(share > 0.0 && share <= 1.0)) {
         throw py::value_error("slow is a share: above 0, at most 1");
       }
-      costs.slow[lane][beside] = share;
+      costs.slow[lane][static_cast<std::size_t>(parse_lane(b))] = share;
     }
   }
-  return costs;
 }
 
-Budgets parse_budgets(const py::dict& dict) {
-  Budgets budgets;
-  budgets.page_bytes = field<std::uint64_t>(dict, "page_bytes");
-  budgets.device_bytes = field<std::uint64_t>(dict, "device_bytes");
-  budgets.host_bytes = field<std::uint64_t>(dict, "host_bytes");
-  budgets.ssd_bytes = field<std::uint64_t>(dict, "ssd_bytes");
-  budgets.staging_bytes = field<std::uint64_t>(dict, "staging_bytes");
-  if (dict.contains("grads_rest")) budgets.grads_rest = field<bool>(dict, "grads_rest");
+void bind_trace(py::module_& module) {
+  Schema<Use>(module, "Use")
+      .field("unit", &Use::unit)
+      .field("backward", &Use::backward)
+      .field("enter", &Use::enter)
+      .field("leave", &Use::leave)
+      .field("seconds", &Use::seconds)
+      .field("gap_seconds", &Use::gap_seconds)
+      .field("live_bytes", &Use::live_bytes)
+      .field("peak_bytes", &Use::peak_bytes)
+      .field("gap_peak_bytes", &Use::gap_peak_bytes);
+  Schema<SavedTensor>(module, "SavedTensor")
+      .field("unit", &SavedTensor::unit)
+      .field("bytes", &SavedTensor::bytes)
+      .field("born", &SavedTensor::born)
+      .field("last_used", &SavedTensor::last_used)
+      .field("input", &SavedTensor::input);
+  Schema<TracedUnit>(module, "TracedUnit")
+      .field("name", &TracedUnit::name)
+      .field("elements", &TracedUnit::elements)
+      .field("param_bytes", &TracedUnit::param_bytes)
+      .field("grad_bytes", &TracedUnit::grad_bytes)
+      .field("state_bytes", &TracedUnit::state_bytes)
+      .field("chunks", &TracedUnit::chunks)
+      .field("slices_max", &TracedUnit::slices_max)
+      .field("may_swap", &TracedUnit::may_swap)
+      .field("may_recompute", &TracedUnit::may_recompute)
+      .field("traced", &TracedUnit::traced)
+      .field("slices_traced", &TracedUnit::slices_traced);
+  bind_list<Use>(module, "Uses");
+  bind_list<TracedUnit>(module, "TracedUnits");
+  bind_list<SavedTensor>(module, "SavedTensors");
+  Schema<Trace>(module, "Trace")
+      .field("uses", &Trace::uses)
+      .field("moments", &Trace::moments)
+      .field("units", &Trace::units)
+      .field("tensors", &Trace::tensors)
+      .field("tail_seconds", &Trace::tail_seconds)
+      .field("tail_peak_bytes", &Trace::tail_peak_bytes);
+}
+
+void check(const Budgets& budgets) {
   if (budgets.page_bytes == 0) throw py::value_error("page_bytes is 0");
-  return budgets;
 }
 
-// On the device: None leaves it to the planner; left out, nothing rests there.
-Wishes parse_wishes(const py::dict& dict, const Trace& trace) {
-  Wishes wishes;
-  if (const auto text = field<std::optional<std::string>>(dict, "activation")) {
-    wishes.activation = parse_activation(*text);
-  }
-  wishes.slices = field<std::uint32_t>(dict, "slices");
-  wishes.may_split = field<bool>(dict, "may_split");
-  if (dict.contains("fewest_slices")) wishes.fewest_slices = field<bool>(dict, "fewest_slices");
-  if (dict.contains("slices_min")) wishes.slices_min = field<std::uint32_t>(dict, "slices_min");
-  wishes.on_device.emplace(trace.units.size(), false);
-  if (dict.contains("on_device")) {
-    wishes.on_device = field<std::optional<std::vector<bool>>>(dict, "on_device");
-  }
+void check(const Wishes& wishes, const Trace& trace) {
   if (wishes.on_device && wishes.on_device->size() != trace.units.size()) {
     throw py::value_error("on_device needs an entry for every unit");
   }
-  return wishes;
 }
 
-py::dict plan_dict(const Plan& plan) {
-  py::list units;
-  for (const UnitPlan& unit : plan.units) {
-    py::dict one;
-    one["activation"] = name(unit.activation);
-    one["slices"] = unit.slices;
-    one["on_device"] = unit.on_device;
-    one["param_ssd_bytes"] = unit.param_ssd_bytes;
-    one["grad_ssd_bytes"] = unit.grad_ssd_bytes;
-    one["state_ssd_bytes"] = unit.state_ssd_bytes;
-    units.append(one);
-  }
-  py::dict peaks;
-  for (const Tier tier : {Tier::device, Tier::host, Tier::ssd}) {
-    const Peak& peak = plan.peaks[static_cast<std::size_t>(tier)];
-    py::dict one;
-    one["bytes"] = peak.bytes;
-    one["budget"] = peak.budget;
-    one["use"] = peak.use;
-    peaks[name(tier)] = one;
-  }
-  py::dict out;
-  out["feasible"] = plan.feasible;
-  out["refusal"] = plan.feasible ? "" : text(plan.refusal);
-  out["refused_units"] = plan.refusal.units;
-  out["device_bytes_min"] = plan.device_bytes_min;
-  out["units"] = units;
-  out["lookahead"] = plan.frames.lookahead;
-  out["resident"] = plan.frames.resident;
-  out["param_device_bytes"] = plan.param_device_bytes;
-  out["resting_device_bytes"] = plan.resting_device_bytes;
-  out["activation_device_bytes"] = plan.activation_device_bytes;
-  out["activation_host_bytes"] = plan.activation_host_bytes;
-  out["activation_ssd_bytes"] = plan.activation_ssd_bytes;
-  out["activation_lookahead"] = plan.activation_lookahead;
-  out["resting_host_bytes"] = plan.resting_host_bytes;
-  out["resting_ssd_bytes"] = plan.resting_ssd_bytes;
-  out["device_curve"] = plan.device_curve;
-  out["peaks"] = peaks;
-  return out;
+// What goes into the planner.
+void bind_questions(py::module_& module) {
+  Schema<Costs>(module, "Costs")
+      .field("compute_scale", &Costs::compute_scale)
+      .field("upload_bytes_s", &Costs::upload_bytes_s)
+      .field("download_bytes_s", &Costs::download_bytes_s)
+      .field("read_bytes_s", &Costs::read_bytes_s)
+      .field("write_bytes_s", &Costs::write_bytes_s)
+      .field("update_elements_s", &Costs::update_elements_s)
+      .field("transfer_seconds", &Costs::transfer_seconds)
+      .field("slice_seconds", &Costs::slice_seconds)
+      .optional("landing_waits", &Costs::landing_waits)
+      .made("slow", &slow_of, &set_slow);
+  Schema<Budgets>(module, "Budgets")
+      .field("page_bytes", &Budgets::page_bytes)
+      .field("device_bytes", &Budgets::device_bytes)
+      .field("host_bytes", &Budgets::host_bytes)
+      .field("ssd_bytes", &Budgets::ssd_bytes)
+      .field("staging_bytes", &Budgets::staging_bytes)
+      .optional("grads_rest", &Budgets::grads_rest);
+  Schema<Wishes>(module, "Wishes")
+      .optional("activation", &Wishes::activation)
+      .optional("slices", &Wishes::slices)
+      .optional("may_split", &Wishes::may_split)
+      .optional("fewest_slices", &Wishes::fewest_slices)
+      .optional("slices_min", &Wishes::slices_min)
+      .optional("on_device", &Wishes::on_device);
 }
 
-py::dict simulation_dict(const Simulation& run) {
-  py::dict lanes;
-  for (const Lane lane : kLanes) {
-    const LaneUse& use = run.lanes[static_cast<std::size_t>(lane)];
-    py::dict one;
-    one["busy_seconds"] = use.busy_seconds;
-    one["bytes"] = use.bytes;
-    lanes[name(lane)] = one;
-  }
-  py::list stalls;
-  for (const Stall& stall : run.stalls) {
-    py::dict one;
-    one["use"] = stall.use;
-    one["lane"] = name(stall.lane);
-    one["purpose"] = name(stall.purpose);
-    one["seconds"] = stall.seconds;
-    stalls.append(one);
-  }
-  py::list spans;
-  for (const Span& span : run.spans) {
-    py::dict one;
-    one["lane"] = name(span.lane);
-    one["purpose"] = name(span.purpose);
-    one["unit"] = span.unit == kNoUnit ? -1 : static_cast<std::int64_t>(index(span.unit));
-    one["begin"] = span.begin;
-    one["end"] = span.end;
-    one["bytes"] = span.bytes;
-    spans.append(one);
-  }
-  py::dict out;
-  out["step_seconds"] = run.step_seconds;
-  out["lanes"] = lanes;
-  out["stalls"] = stalls;
-  out["spans"] = spans;
-  return out;
+void bind_plan(py::module_& module) {
+  Schema<UnitPlan>(module, "PlannedUnit")
+      .field("activation", &UnitPlan::activation)
+      .field("slices", &UnitPlan::slices)
+      .field("on_device", &UnitPlan::on_device)
+      .field("param_ssd_bytes", &UnitPlan::param_ssd_bytes)
+      .field("grad_ssd_bytes", &UnitPlan::grad_ssd_bytes)
+      .field("state_ssd_bytes", &UnitPlan::state_ssd_bytes);
+  Schema<Peak>(module, "Peak")
+      .field("bytes", &Peak::bytes)
+      .field("budget", &Peak::budget)
+      .field("use", &Peak::use);
+  const auto frames = [](auto member) {
+    return [member](const Plan& plan) { return plan.frames.*member; };
+  };
+  const auto set_frames = [](auto member) {
+    return [member](Plan& plan, const py::handle& value) {
+      plan.frames.*member = value.cast<std::decay_t<decltype(plan.frames.*member)>>();
+    };
+  };
+  // A plan that is read from a file is feasible: nothing was refused.
+  const auto ignore = [](Plan&, const py::handle&) {};
+  Schema<Plan>(module, "StepPlan")
+      .field("feasible", &Plan::feasible)
+      .made(
+          "refusal", [](const Plan& plan) { return plan.feasible ? "" : text(plan.refusal); },
+          ignore)
+      .made(
+          "refused_units", [](const Plan& plan) { return plan.refusal.units; }, ignore)
+      .field("device_bytes_min", &Plan::device_bytes_min)
+      .field("units", &Plan::units)
+      .made("lookahead", frames(&FramePlan::lookahead), set_frames(&FramePlan::lookahead))
+      .made("resident", frames(&FramePlan::resident), set_frames(&FramePlan::resident))
+      .field("param_device_bytes", &Plan::param_device_bytes)
+      .field("resting_device_bytes", &Plan::resting_device_bytes)
+      .field("activation_device_bytes", &Plan::activation_device_bytes)
+      .field("activation_host_bytes", &Plan::activation_host_bytes)
+      .field("activation_ssd_bytes", &Plan::activation_ssd_bytes)
+      .field("activation_lookahead", &Plan::activation_lookahead)
+      .field("resting_host_bytes", &Plan::resting_host_bytes)
+      .field("resting_ssd_bytes", &Plan::resting_ssd_bytes)
+      .field("device_curve", &Plan::device_curve)
+      .by_name<Tier>("peaks", &Plan::peaks);
 }
 
-py::dict bound_dict(const Bound& bound) {
-  py::dict lanes, work;
-  for (const Lane lane : kLanes) {
-    lanes[name(lane)] = bound.lane_seconds[static_cast<std::size_t>(lane)];
-    work[name(lane)] = bound.lane_work[static_cast<std::size_t>(lane)];
-  }
-  py::dict out;
-  out["seconds"] = bound.seconds;
-  out["compute_seconds"] = bound.compute_seconds;
-  out["update_seconds"] = bound.update_seconds;
-  out["lane_seconds"] = lanes;
-  out["lane_work"] = work;
-  out["ssd_seconds"] = bound.ssd_seconds;
-  out["what"] = bound.what;
-  return out;
+void bind_answers(py::module_& module) {
+  Schema<LaneUse>(module, "LaneUse")
+      .field("busy_seconds", &LaneUse::busy_seconds)
+      .field("bytes", &LaneUse::bytes);
+  Schema<Stall>(module, "Stall")
+      .field("use", &Stall::use)
+      .field("lane", &Stall::lane)
+      .field("purpose", &Stall::purpose)
+      .field("seconds", &Stall::seconds);
+  Schema<Span>(module, "SimulatedSpan")
+      .field("lane", &Span::lane)
+      .field("purpose", &Span::purpose)
+      .field("unit", &Span::unit)
+      .field("begin", &Span::begin)
+      .field("end", &Span::end)
+      .field("bytes", &Span::bytes);
+  Schema<Simulation>(module, "Simulation")
+      .field("step_seconds", &Simulation::step_seconds)
+      .by_name<Lane>("lanes", &Simulation::lanes)
+      .field("stalls", &Simulation::stalls)
+      .field("spans", &Simulation::spans);
+  Schema<Bound>(module, "Bound")
+      .field("seconds", &Bound::seconds)
+      .field("compute_seconds", &Bound::compute_seconds)
+      .field("update_seconds", &Bound::update_seconds)
+      .by_name<Lane>("lane_seconds", &Bound::lane_seconds)
+      .by_name<Lane>("lane_work", &Bound::lane_work)
+      .field("ssd_seconds", &Bound::ssd_seconds)
+      .field("what", &Bound::what);
 }
 
 // Everything that the plan came from, so that questions can be asked of it later.
@@ -258,48 +227,46 @@ struct PaperPlan {
   Plan plan;
 };
 
-PaperPlan make_paper_plan(const py::dict& trace, const py::dict& costs, const py::dict& budgets,
-                          const py::dict& wishes) {
-  PaperPlan paper{parse_trace(trace), parse_costs(costs), parse_budgets(budgets), {}, {}};
-  paper.wishes = parse_wishes(wishes, paper.trace);
+PaperPlan make_paper_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
+                          const Wishes& wishes) {
+  PaperPlan paper{trace, costs, budgets, wishes, {}};
+  if (const std::string why = check_trace(trace); !why.empty()) throw py::value_error(why);
+  check(costs);
+  check(budgets);
+  check(wishes, paper.trace);
   const py::gil_scoped_release release;
   paper.plan = make_plan(paper.trace, paper.costs, paper.budgets, paper.wishes);
   return paper;
 }
 
-py::dict simulate_paper(const PaperPlan& paper, const std::optional<py::dict>& costs, bool spans) {
+Simulation simulate_paper(const PaperPlan& paper, const std::optional<Costs>& costs, bool spans) {
   if (!paper.plan.feasible) throw py::value_error(text(paper.plan.refusal));
-  const Costs machine = costs ? parse_costs(*costs) : paper.costs;
-  Simulation run;
-  {
-    const py::gil_scoped_release release;
-    run = simulate(paper.trace, paper.plan, machine, spans ? Detail::spans : Detail::figures);
-  }
-  return simulation_dict(run);
+  const Costs& machine = costs ? *costs : paper.costs;
+  check(machine);
+  const py::gil_scoped_release release;
+  return simulate(paper.trace, paper.plan, machine, spans ? Detail::spans : Detail::figures);
 }
 
-py::dict bound_paper(const PaperPlan& paper, const std::optional<py::dict>& costs) {
-  const Costs machine = costs ? parse_costs(*costs) : paper.costs;
-  Bound bound;
-  {
-    const py::gil_scoped_release release;
-    bound = lower_bound(paper.trace, machine, paper.budgets, paper.wishes);
-  }
-  return bound_dict(bound);
+Bound bound_paper(const PaperPlan& paper, const std::optional<Costs>& costs) {
+  const Costs& machine = costs ? *costs : paper.costs;
+  check(machine);
+  const py::gil_scoped_release release;
+  return lower_bound(paper.trace, machine, paper.budgets, paper.wishes);
 }
 
 // Python's: (by use, gaps before uses, tail).
 using Times = std::tuple<std::vector<double>, std::vector<double>, double>;
 
 // The same plan, where steps take what was measured of them, on a machine as it is known by now.
-PaperPlan followed_paper(const PaperPlan& paper, const py::dict& costs, const Times& measured) {
+PaperPlan followed_paper(const PaperPlan& paper, const Costs& costs, const Times& measured) {
   const StepTimes times{std::get<0>(measured), std::get<1>(measured), std::get<2>(measured)};
   const std::size_t uses = paper.trace.uses.size();
   if (times.use_seconds.size() != uses || times.gap_seconds.size() != uses) {
     throw py::value_error("the times are of another step");
   }
   PaperPlan then = paper;
-  then.costs = parse_costs(costs);
+  check(costs);
+  then.costs = costs;
   const py::gil_scoped_release release;
   then.trace = follow(paper.trace, simulate(paper.trace, paper.plan, paper.costs), times);
   return then;
@@ -316,7 +283,26 @@ Times times_of(const PaperPlan& paper) {
 
 }  // namespace
 
+py::object plain(const py::handle& value) {
+  if (py::isinstance<py::list>(value) || py::hasattr(value, "append")) {
+    py::list out;
+    for (const py::handle& item : value) out.append(plain(item));
+    return out;
+  }
+  if (py::isinstance<py::dict>(value)) {
+    py::dict out;
+    for (const auto& [key, item] : value.cast<py::dict>()) out[key] = plain(item);
+    return out;
+  }
+  if (py::hasattr(value, "to_dict")) return value.attr("to_dict")();
+  return py::reinterpret_borrow<py::object>(value);
+}
+
 void bind_planner(py::module_& module) {
+  bind_trace(module);
+  bind_questions(module);
+  bind_plan(module);
+  bind_answers(module);
   module.def(
       "staging_bytes",
       [](std::uint64_t host_bytes, std::uint64_t page_bytes) {
@@ -326,7 +312,7 @@ void bind_planner(py::module_& module) {
   py::class_<PaperPlan>(module, "PaperPlan")
       .def(py::init(&make_paper_plan), py::arg("trace"), py::arg("costs"), py::arg("budgets"),
            py::arg("wishes"))
-      .def_property_readonly("plan", [](const PaperPlan& paper) { return plan_dict(paper.plan); })
+      .def_readonly("plan", &PaperPlan::plan)
       .def(
           "check",
           [](const PaperPlan& paper) {

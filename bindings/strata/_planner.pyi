@@ -1,16 +1,25 @@
-"""What goes into the planner and what comes out of it: dictionaries, of which _core's PaperPlan is
-made and with which it answers. Names and units are those of
-offload/{trace,costs,plan,simulate}.hpp. For type checkers only: import these from _core.
+"""What goes into the planner and what comes out of it, of which _core's PaperPlan is made and with
+which it answers. Names and units are those of offload/planner/{trace,costs,plan,simulate}.hpp. For
+type checkers only: import these from _core.
 """
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, Self, dataclass_transform
 
 ActivationName = Literal[
     "keep", "swap_host", "swap_ssd", "recompute", "recompute_host", "recompute_ssd"
 ]
 LaneName = Literal["compute", "upload", "download", "read", "write", "update"]
 
-class Use(TypedDict):
+@dataclass_transform(kw_only_default=True)
+class _Struct:
+    """A struct of the core. Equal to another one where all fields are."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values."""
+
+class Use(_Struct):
     unit: int
     backward: bool
     enter: int
@@ -21,14 +30,14 @@ class Use(TypedDict):
     peak_bytes: int
     gap_peak_bytes: int
 
-class SavedTensor(TypedDict):
+class SavedTensor(_Struct):
     unit: int
     bytes: int
     born: int
     last_used: int
     input: bool
 
-class TracedUnit(TypedDict):
+class TracedUnit(_Struct):
     name: str
     elements: int
     param_bytes: int
@@ -41,15 +50,15 @@ class TracedUnit(TypedDict):
     traced: ActivationName  # kept, or recomputed
     slices_traced: int
 
-class Trace(TypedDict):
-    uses: list[Use]
+class Trace(_Struct):
+    uses: list[Use]  # these three are the trace's own: their elements may be changed
     moments: int
     units: list[TracedUnit]
     tensors: list[SavedTensor]
     tail_seconds: float
     tail_peak_bytes: int
 
-class Costs(TypedDict):
+class Costs(_Struct):
     compute_scale: float
     upload_bytes_s: float
     download_bytes_s: float
@@ -58,27 +67,26 @@ class Costs(TypedDict):
     update_elements_s: float
     transfer_seconds: float
     slice_seconds: float
-    landing_waits: NotRequired[bool]  # computation stands still while a gradient goes down
-    slow: dict[LaneName, dict[LaneName, float]]  # pairs left out: 1
+    landing_waits: bool = ...  # computation stands still while a gradient goes down
+    slow: dict[LaneName, dict[LaneName, float]]  # all pairs; those left out: 1
 
-class Budgets(TypedDict):
+class Budgets(_Struct):
     page_bytes: int
     device_bytes: int
     host_bytes: int
     ssd_bytes: int
     staging_bytes: int
-    grads_rest: NotRequired[bool]  # in pages; False: in buffers that host_bytes does not count
+    grads_rest: bool = ...  # in pages; False: in buffers that host_bytes does not count
 
-class Wishes(TypedDict):
-    activation: ActivationName | None
-    slices: int
-    may_split: bool
-    fewest_slices: NotRequired[bool]  # that fit, from slices_min on
-    slices_min: NotRequired[int]
-    # By unit: exactly these rest on the device. None: chosen; left out: none.
-    on_device: NotRequired[list[bool] | None]
+class Wishes(_Struct):
+    activation: ActivationName | None = ...  # None: chosen
+    slices: int = ...  # 0: chosen
+    may_split: bool = ...
+    fewest_slices: bool = ...  # that fit, from slices_min on
+    slices_min: int = ...
+    on_device: list[bool] | None = ...  # by unit: exactly these rest on the device. None: chosen
 
-class PlannedUnit(TypedDict):
+class PlannedUnit(_Struct):
     activation: ActivationName
     slices: int
     on_device: bool  # all of it rests there, and nothing of it moves
@@ -86,12 +94,12 @@ class PlannedUnit(TypedDict):
     grad_ssd_bytes: int
     state_ssd_bytes: int
 
-class Peak(TypedDict):
+class Peak(_Struct):
     bytes: int
     budget: int
     use: int
 
-class StepPlan(TypedDict):
+class StepPlan(_Struct):
     feasible: bool
     refusal: str
     refused_units: list[str]  # those in use at the moment that is refused
@@ -110,7 +118,7 @@ class StepPlan(TypedDict):
     device_curve: list[int]  # by use
     peaks: dict[Literal["device", "host", "ssd"], Peak]
 
-class SimulatedSpan(TypedDict):
+class SimulatedSpan(_Struct):
     lane: LaneName
     purpose: str
     unit: int
@@ -118,23 +126,23 @@ class SimulatedSpan(TypedDict):
     end: float
     bytes: int
 
-class LaneUse(TypedDict):
+class LaneUse(_Struct):
     busy_seconds: float
     bytes: int
 
-class Stall(TypedDict):
+class Stall(_Struct):
     use: int
     lane: LaneName
     purpose: str
     seconds: float
 
-class Simulation(TypedDict):
+class Simulation(_Struct):
     step_seconds: float
     lanes: dict[LaneName, LaneUse]
     stalls: list[Stall]
     spans: list[SimulatedSpan]
 
-class Bound(TypedDict):
+class Bound(_Struct):
     seconds: float
     compute_seconds: float
     update_seconds: float

@@ -25,7 +25,7 @@ class Contest final {
   explicit Contest(const Problem& problem);
   Contest(const Problem& problem, std::uint32_t simulations);
 
-  // Simulates a choice that fits and was not offered before. REQUIRES: not spent().
+  // Simulates the choice if it fits and was not offered before. REQUIRES: not spent().
   bool offer(const Choice& choice);
   // The same with as many frames as fit beside its modes.
   bool offer_filled(const Choice& choice);

@@ -12,8 +12,12 @@ namespace strata {
 // What can be busy at the same time. One job at a time each, in the order in which they were
 // issued.
 enum class Lane : std::uint8_t { compute, upload, download, read, write, update };
-inline constexpr std::size_t kLaneCount = 6;
-const char* name(Lane lane);
+inline constexpr std::array kLaneNames = {"compute", "upload", "download",
+                                          "read",    "write",  "update"};
+inline constexpr std::size_t kLaneCount = kLaneNames.size();
+constexpr const char* name(Lane lane) {
+  return kLaneNames[static_cast<std::size_t>(lane)];
+}
 
 struct Costs {
   double compute_scale = 1.0;      // seconds of computation here per second in the trace

@@ -1,6 +1,6 @@
-// What PyTorch's own memory would reach at every use of a step, had its units other modes than the
-// traced ones: Note [Device memory of a plan] in plan.hpp, in numbers. For make_plan; check_plan
-// does its own arithmetic, so that an error of one is seen by the other.
+// The peak of PyTorch's own memory at every use of a step whose units have other modes than the
+// traced ones: Note [Device memory of a plan] in plan.hpp, in numbers. make_plan uses it;
+// check_plan computes the same in another way, so that an error of one is seen by the other.
 //
 // Threads: const; any number.
 //

@@ -33,13 +33,14 @@ struct Placed {
   Choice choice;
 };
 
-// Units that together take at least so much out of host memory and the SSD, and as little more as
-// can be: of equal sums the units that come first. The sums of more than 100,000 pages are rounded.
+// Finds units that together take at least a given number of bytes out of host memory and the SSD,
+// and as few more as possible. Of sets with the same sum it takes the units that come first. Sums
+// of more than 100,000 pages are rounded.
 class Covers final {
  public:
   Covers(const Trace& trace, const Budgets& budgets);
 
-  // None: all units are not enough.
+  // Nullopt: all units together are not enough.
   std::optional<std::vector<bool>> least(std::uint64_t bytes) const;
 
  private:
@@ -50,8 +51,9 @@ class Covers final {
   std::vector<std::uint32_t> last_;  // by sum: the last of the first units that reach it
 };
 
-// Those without which everything else rests somewhere; none: there are no such. It says the same
-// whatever the device budget. REQUIRES: no unit of the problem rests there.
+// A set of units that must rest on the device, as small as can be found, so that everything else
+// fits into host memory and the SSD; nullopt where no set does. It does not depend on the device
+// budget. REQUIRES: no unit of the problem rests there.
 std::optional<std::vector<bool>> units_that_must(const Problem& problem);
 
 // REQUIRES: problem.fits(choice).

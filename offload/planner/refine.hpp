@@ -1,4 +1,4 @@
-// Betters the best choice of a contest by small changes, until none helps or the effort is spent:
+// Improves the best choice of a contest by small changes, until none helps or the effort is spent:
 // other modes for a run of units, from all of them down to one; two units at once; other frames.
 //
 // Threads: one.

@@ -1,6 +1,6 @@
-// What rests where: parameters, gradients and states of all units but those that rest on the
-// device, by the order in which host memory serves them best, beside the pages of swapped
-// activations. Sessions place their pages by the same function (placement.hpp).
+// What rests where, on paper: host memory holds parameters, then gradients, then states of the
+// units that do not rest on the device, beside the pages of swapped activations; the SSD holds the
+// others. Sessions place their pages by the same function (placement.hpp).
 //
 // Threads: const; any number.
 //
@@ -46,7 +46,8 @@ class Resting final {
   Resting(const Trace& trace, const Budgets& budgets, std::vector<bool> on_device);
 
   std::optional<Shortage> shortage(const Swapped& swapped) const;
-  // Bytes that would have to rest elsewhere for the others to fit; none: what is swapped does not.
+  // Bytes that would have to rest on the device for the others to fit. Nullopt: the swapped
+  // activations alone do not fit.
   std::optional<std::uint64_t> excess(const Swapped& swapped) const;
   // Writes the units' on_device and *_ssd_bytes; what comes first rests in host memory. Returns the
   // bytes that rest on the SSD. REQUIRES: there is no shortage.

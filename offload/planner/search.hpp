@@ -17,11 +17,12 @@
 
 namespace strata {
 
-// Every unit swaps only where it may do nothing else: into host memory.
+// A unit swaps, into host memory, only if it has no other mode.
 Modes fewest_swaps(const Problem& problem);
-// Every unit that swaps does so on to the SSD, where it may.
+// As fewest_swaps(), but units that swap use the SSD where they may.
 Modes most_on_ssd(const Problem& problem);
-// The first, with as many on to the SSD as it takes; none: host memory and SSD do not do.
+// fewest_swaps(), with as many units on the SSD as are needed; nullopt: host memory and the SSD are
+// too small.
 std::optional<Modes> modes_that_rest(const Problem& problem);
 
 // The choice that holds least of the device, whatever it costs. REQUIRES: modes fits the tiers.

@@ -10,29 +10,6 @@
 #include "offload/planner/step_jobs.hpp"
 
 namespace strata {
-
-const char* name(Purpose purpose) {
-  switch (purpose) {
-    case Purpose::forward:
-      return "forward";
-    case Purpose::backward:
-      return "backward";
-    case Purpose::recompute:
-      return "recompute";
-    case Purpose::outside:
-      return "outside";
-    case Purpose::param:
-      return "param";
-    case Purpose::activation:
-      return "activation";
-    case Purpose::grad:
-      return "grad";
-    case Purpose::state:
-      return "state";
-  }
-  return "?";
-}
-
 namespace {
 
 // The first step has no updates behind it and the second finds the lanes as the first left them, so

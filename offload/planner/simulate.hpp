@@ -28,7 +28,11 @@ enum class Purpose : std::uint8_t {
   grad,
   state
 };
-const char* name(Purpose purpose);
+inline constexpr std::array kPurposeNames = {"forward", "backward",   "recompute", "outside",
+                                             "param",   "activation", "grad",      "state"};
+constexpr const char* name(Purpose purpose) {
+  return kPurposeNames[static_cast<std::size_t>(purpose)];
+}
 
 struct Span {
   Lane lane = Lane::compute;

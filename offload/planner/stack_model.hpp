@@ -37,12 +37,12 @@ class StackModel final {
  public:
   explicit StackModel(const Problem& problem);
 
-  // The modes under which PyTorch's memory is least, nothing coming back ahead of its need; none:
-  // a unit has no other mode than those left out.
+  // The modes under which PyTorch's memory is least, if nothing comes back ahead of its use.
+  // Nullopt: some unit has only modes that are left out.
   std::optional<Modes> least_memory(const Without& without) const;
 
-  // Modes of the least added time under which PyTorch's memory stays within `bytes`; none: no such
-  // modes were found.
+  // Modes of the least added time under which PyTorch's memory stays within `bytes`. Nullopt: none
+  // were found.
   std::optional<Modes> cheapest(std::uint64_t bytes, std::uint32_t lookahead,
                                 const Prices& prices) const;
 

@@ -7,25 +7,6 @@
 #include "memory/check.hpp"
 
 namespace strata {
-
-const char* name(Activation activation) {
-  switch (activation) {
-    case Activation::keep:
-      return "keep";
-    case Activation::swap_host:
-      return "swap_host";
-    case Activation::swap_ssd:
-      return "swap_ssd";
-    case Activation::recompute:
-      return "recompute";
-    case Activation::recompute_host:
-      return "recompute_host";
-    case Activation::recompute_ssd:
-      return "recompute_ssd";
-  }
-  return "?";
-}
-
 namespace {
 
 // Adds `bytes` at every use from `first` to `last`, both included; sums are taken at the end.

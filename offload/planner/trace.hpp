@@ -7,6 +7,7 @@
 //   lives.units[3].saved_bytes                     // what keeping unit 3's activations holds
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -15,8 +16,8 @@
 
 namespace strata {
 
-// What becomes of the tensors that autograd saves in a unit's forward, until its backward. Of a
-// unit that is recomputed only the inputs are saved: they stay, or leave for host memory or the
+// What happens to the tensors that autograd saves in a unit's forward, until its backward needs
+// them. A unit that is recomputed saves its inputs only: they stay, or go to host memory or the
 // SSD.
 enum class Activation : std::uint8_t {
   keep,
@@ -26,8 +27,12 @@ enum class Activation : std::uint8_t {
   recompute_host,
   recompute_ssd
 };
-inline constexpr std::size_t kActivationCount = 6;
-const char* name(Activation activation);
+inline constexpr std::array kActivationNames = {"keep",      "swap_host",      "swap_ssd",
+                                                "recompute", "recompute_host", "recompute_ssd"};
+inline constexpr std::size_t kActivationCount = kActivationNames.size();
+constexpr const char* name(Activation activation) {
+  return kActivationNames[static_cast<std::size_t>(activation)];
+}
 
 constexpr bool recomputes(Activation activation) {
   return activation == Activation::recompute || activation == Activation::recompute_host ||

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from fake_param import DTYPES, Param, grad_norm
 from fake_saves import Saves, borrow
-from strata._core import StrataError
+from strata._core import Budgets, StrataError
 from torch.utils.dlpack import to_dlpack
 
 PAGE = 4096
@@ -38,15 +38,15 @@ class Session(Saves):
         for u in range(len(self.members)):
             self._settle(u)
 
-    def step_budgets(self, device_bytes: int) -> dict[str, Any]:
-        return {
-            "page_bytes": self.plan["page_bytes"],
-            "device_bytes": device_bytes,
-            "host_bytes": self.config["host_bytes"] - self.plan["buffer_bytes"],
-            "ssd_bytes": self.config["ssd_bytes"],
-            "staging_bytes": self.plan["staging_bytes"],
-            "grads_rest": self.config["update"] == "on_step",
-        }
+    def step_budgets(self, device_bytes: int) -> Budgets:
+        return Budgets(
+            page_bytes=self.plan["page_bytes"],
+            device_bytes=device_bytes,
+            host_bytes=self.config["host_bytes"] - self.plan["buffer_bytes"],
+            ssd_bytes=self.config["ssd_bytes"],
+            staging_bytes=self.plan["staging_bytes"],
+            grads_rest=self.config["update"] == "on_step",
+        )
 
     @property
     def device(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from strata import _core
 from strata._profiling.timeline import StepRecord, UseSpan, link_bytes, stall_seconds
 from strata._profiling.windows import Judged
 from strata._report.reports import Lag, Report, TierUse, Wear, planned_peaks, planned_rows
@@ -44,91 +45,101 @@ def record(step: int = 0, begin: float = 100.0, **more: Any) -> StepRecord:
     return StepRecord(step, begin, begin + 1.0, **fields)
 
 
-def trace() -> Any:
+def trace() -> _core.Trace:
     order = [0, 1, 2, 3, 3, 2, 1, 0]
-    return {
-        "uses": [
-            {
-                "unit": unit, "backward": i >= 4, "enter": 2 * i, "leave": 2 * i + 1,
-                "seconds": 0.1, "gap_seconds": 0.0, "live_bytes": 0, "peak_bytes": PAGE,
-                "gap_peak_bytes": 0,
-            }
+    return _core.Trace(
+        uses=[
+            _core.Use(
+                unit=unit, backward=i >= 4, enter=2 * i, leave=2 * i + 1,
+                seconds=0.1, gap_seconds=0.0, live_bytes=0, peak_bytes=PAGE,
+                gap_peak_bytes=0,
+            )
             for i, unit in enumerate(order)
         ],
-        "moments": 16,
-        "units": [
-            {
-                "name": name, "elements": PAGE, "param_bytes": 2 * PAGE, "grad_bytes": 2 * PAGE,
-                "state_bytes": 10 * PAGE, "chunks": 2, "slices_max": 8, "may_swap": True,
-                "may_recompute": True, "traced": "keep", "slices_traced": 1,
-            }
+        moments=16,
+        units=[
+            _core.TracedUnit(
+                name=name, elements=PAGE, param_bytes=2 * PAGE, grad_bytes=2 * PAGE,
+                state_bytes=10 * PAGE, chunks=2, slices_max=8, may_swap=True,
+                may_recompute=True, traced="keep", slices_traced=1,
+            )
             for name in UNITS
         ],
-        "tensors": [
-            {"unit": unit, "bytes": 3 * PAGE, "born": unit, "last_used": 7 - unit, "input": False}
+        tensors=[
+            _core.SavedTensor(unit=unit, bytes=3 * PAGE, born=unit, last_used=7 - unit, input=False)
             for unit in range(4)
         ],
-        "tail_seconds": 0.0,
-        "tail_peak_bytes": 0,
-    }  # fmt: skip
+        tail_seconds=0.0,
+        tail_peak_bytes=0,
+    )  # fmt: skip
 
 
-def plan() -> Any:
-    def unit(activation: str, slices: int = 1, ssd: int = 0) -> dict[str, Any]:
-        return {
-            "activation": activation, "slices": slices, "on_device": False, "param_ssd_bytes": 0,
-            "grad_ssd_bytes": ssd // 2, "state_ssd_bytes": 5 * ssd,
-        }  # fmt: skip
+def plan() -> _core.StepPlan:
+    def unit(activation: str, slices: int = 1, ssd: int = 0) -> _core.PlannedUnit:
+        return _core.PlannedUnit(
+            activation=activation, slices=slices, on_device=False, param_ssd_bytes=0,
+            grad_ssd_bytes=ssd // 2, state_ssd_bytes=5 * ssd,
+        )  # fmt: skip
 
-    return {
-        "feasible": True,
-        "refusal": "",
-        "device_bytes_min": 8 * PAGE,
-        "units": [
+    return _core.StepPlan(
+        feasible=True,
+        refusal="",
+        refused_units=[],
+        device_bytes_min=8 * PAGE,
+        units=[
             unit("swap_host"),
             unit("swap_ssd", ssd=2 * PAGE),
             unit("recompute", 4),
             unit("keep"),
         ],
-        "lookahead": 2,
-        "resident": [True, False, False, False],
-        "param_device_bytes": 6 * PAGE,
-        "resting_device_bytes": 0,
-        "activation_device_bytes": 4 * PAGE,
-        "activation_host_bytes": 3 * PAGE,
-        "activation_ssd_bytes": 3 * PAGE,
-        "activation_lookahead": 1,
-        "resting_host_bytes": 20 * PAGE,
-        "resting_ssd_bytes": 11 * PAGE,
-        "device_curve": [(7 + i) * PAGE for i in (0, 1, 2, 3, 3, 2, 1, 0)],
-        "peaks": {
-            "device": {"bytes": 10 * PAGE, "budget": 12 * PAGE, "use": 4},
-            "host": {"bytes": 23 * PAGE, "budget": 32 * PAGE, "use": 1},
-            "ssd": {"bytes": 14 * PAGE, "budget": 64 * PAGE, "use": 2},
+        lookahead=2,
+        resident=[True, False, False, False],
+        param_device_bytes=6 * PAGE,
+        resting_device_bytes=0,
+        activation_device_bytes=4 * PAGE,
+        activation_host_bytes=3 * PAGE,
+        activation_ssd_bytes=3 * PAGE,
+        activation_lookahead=1,
+        resting_host_bytes=20 * PAGE,
+        resting_ssd_bytes=11 * PAGE,
+        device_curve=[(7 + i) * PAGE for i in (0, 1, 2, 3, 3, 2, 1, 0)],
+        peaks={
+            "device": _core.Peak(bytes=10 * PAGE, budget=12 * PAGE, use=4),
+            "host": _core.Peak(bytes=23 * PAGE, budget=32 * PAGE, use=1),
+            "ssd": _core.Peak(bytes=14 * PAGE, budget=64 * PAGE, use=2),
         },
-    }
+    )
 
 
-def simulation() -> Any:
+def simulation() -> _core.Simulation:
     lanes = ("compute", "upload", "download", "read", "write", "update")
-    return {
-        "step_seconds": 0.95,
-        "lanes": {lane: {"busy_seconds": 0.1, "bytes": 5 * PAGE} for lane in lanes},
-        "stalls": [{"use": 1, "lane": "read", "purpose": "param", "seconds": 0.02}],
-        "spans": [
-            {
-                "lane": "read", "purpose": "param", "unit": 2, "begin": 0.1, "end": 0.3,
-                "bytes": 5 * PAGE,
-            }
+    return _core.Simulation(
+        step_seconds=0.95,
+        lanes={lane: _core.LaneUse(busy_seconds=0.1, bytes=5 * PAGE) for lane in lanes},
+        stalls=[_core.Stall(use=1, lane="read", purpose="param", seconds=0.02)],
+        spans=[
+            _core.SimulatedSpan(
+                lane="read", purpose="param", unit=2, begin=0.1, end=0.3,
+                bytes=5 * PAGE,
+            )
         ],
-    }  # fmt: skip
+    )  # fmt: skip
 
 
-def bound() -> Any:
-    return {
-        "seconds": 0.8, "compute_seconds": 0.8, "lane_work": {}, "update_seconds": 0.2,
-        "lane_seconds": {}, "ssd_seconds": 0.4, "what": "computation",
-    }  # fmt: skip
+def every_speed(speed: float) -> _core.Costs:
+    """A machine of which everything is so fast."""
+    rates = ("upload", "download", "read", "write")
+    return _core.Costs(
+        compute_scale=speed, update_elements_s=speed, transfer_seconds=speed, slice_seconds=speed,
+        slow={"compute": {"update": 0.5}}, **{f"{lane}_bytes_s": speed for lane in rates},
+    )  # fmt: skip
+
+
+def bound() -> _core.Bound:
+    return _core.Bound(
+        seconds=0.8, compute_seconds=0.8, lane_work={}, update_seconds=0.2,
+        lane_seconds={}, ssd_seconds=0.4, what="computation",
+    )  # fmt: skip
 
 
 class Planning:

@@ -57,15 +57,15 @@ class Clock:
         busy now and then, also before and behind the step."""
         begin = self.now = self.now + gap
         step = RecordedStep(rounds=1, begin=begin)
-        for use in made_up_trace()["uses"]:
+        for use in made_up_trace().uses:
             asked = self.now
             entered = asked + self.random.random() * 1e-3
-            left = entered + use["seconds"] * factor
+            left = entered + use.seconds * factor
             seconds = left - entered
             step.uses.append(
                 RecordedUse(
-                    use["unit"],
-                    use["backward"],
+                    use.unit,
+                    use.backward,
                     0,
                     0,
                     seconds,
@@ -87,7 +87,7 @@ class Clock:
                 if end > at:
                     size = int(self.random.random() * 20 * PAGE * moved)
                     spans.append(made_up.span(lane, at, end, bytes=size))
-        names = [unit["name"] for unit in made_up_trace()["units"]]
+        names = [unit.name for unit in made_up_trace().units]
         record = StepRecord(self.steps, begin, step.end, [], spans, names, plan=1)
         self.steps += 1
         return record, step
@@ -143,11 +143,11 @@ def test_no_window_beats_the_bound(seed: int) -> None:
     rng, clock = random.Random(seed), Clock(seed)
     mode = rng.choice([None, "keep", "recompute"])
     paper = made_up_plan(rng.choice([70, 200]), rng.choice([100, 400]), activation=mode)
-    costs: Any = made_up_costs()
+    costs = made_up_costs()
     for name in (*windows.RATES.values(), "compute_scale"):
-        costs[name] *= 10.0 ** rng.uniform(-3, 1)
-    costs["slow"] = {a: {b: rng.uniform(0.05, 1.0) for b in LANES if b != a} for a in LANES}
-    costs["landing_waits"] = rng.random() < 0.5
+        setattr(costs, name, getattr(costs, name) * 10.0 ** rng.uniform(-3, 1))
+    costs.slow = {a: {b: rng.uniform(0.05, 1.0) for b in LANES if b != a} for a in LANES}
+    costs.landing_waits = rng.random() < 0.5
     found, pace, seen = Windows(), Pace(), []
     for _ in range(3):
         kind = {
@@ -158,11 +158,11 @@ def test_no_window_beats_the_bound(seed: int) -> None:
         pace = better(pace, pace_of(seen[-1], paper))
         bound = lower_bound(paper, costs, pace)
         for window in seen:
-            assert 0 < bound["seconds"] <= window.step_seconds * (1 + 1e-9)
-            for lane, seconds in bound["lane_seconds"].items():
+            assert 0 < bound.seconds <= window.step_seconds * (1 + 1e-9)
+            for lane, seconds in bound.lane_seconds.items():
                 assert seconds <= window.step_seconds * (1 + 1e-9), lane
         assert found.judged is not None
-        assert bound["seconds"] <= found.judged.step_seconds * (1 + 1e-9)
+        assert bound.seconds <= found.judged.step_seconds * (1 + 1e-9)
 
 
 def test_a_step_that_keeps_may_lack_uses_of_one_that_recomputes() -> None:
@@ -184,15 +184,15 @@ def following(paper: _core.PaperPlan) -> tuple[Following, ShapeClass]:
 def percent(made: Following, found: ShapeClass) -> float:
     judged = found.windows.judged
     assert judged is not None
-    return 100 * made.bound(found)["seconds"] / judged.step_seconds
+    return 100 * made.bound(found).seconds / judged.step_seconds
 
 
 def test_a_cold_start_is_forgotten() -> None:
     """The plan was made from steps ten times as slow as those that follow."""
-    cold: Any = made_up_trace()
-    for use in cold["uses"]:
-        use["seconds"] *= 10
-    wishes: Any = {"activation": None, "slices": 0, "may_split": True}
+    cold = made_up_trace()
+    for use in cold.uses:
+        use.seconds *= 10
+    wishes = _core.Wishes(on_device=[False] * UNITS)
     paper = _core.PaperPlan(cold, made_up_costs(), made_up_budgets(), wishes)
     made, found = following(paper)
     clock = Clock()
@@ -208,7 +208,7 @@ def test_a_cold_start_is_forgotten() -> None:
     assert not made.worth(found, found.paper), "this one is as good as it"  # type: ignore[arg-type]
     assert not made.differs(found), "and is not looked for again"
     assert found.trace is not None
-    assert found.trace["uses"][0]["seconds"] < cold["uses"][0]["seconds"] / 5
+    assert found.trace.uses[0].seconds < cold.uses[0].seconds / 5
 
 
 def test_predictions_follow_steps_that_become_slower() -> None:
@@ -221,17 +221,17 @@ def test_predictions_follow_steps_that_become_slower() -> None:
         while len(found.windows.closed) == closed:
             made.note(found, *clock.step(factor))
     assert found.paper is not None
-    computed = found.paper.simulate()["lanes"]["compute"]["busy_seconds"]
+    computed = found.paper.simulate().lanes["compute"].busy_seconds
     assert computed == pytest.approx(2 * (UNITS * 0.03 + 0.001), rel=0.02)
     assert found.predicted_seconds > REPLAN_FACTOR * before
     assert percent(made, found) <= 100
 
 
 def test_what_links_reached_counts_from_then_on() -> None:
-    costs: Any = made_up_costs()
+    costs = made_up_costs()
     assert raised(costs, {"read_bytes_s": 1.0}) == costs
-    assert raised(costs, {"read_bytes_s": 1e12})["read_bytes_s"] == 1e12
-    without = {**costs, "read_bytes_s": 0.0}
+    assert raised(costs, {"read_bytes_s": 1e12}).read_bytes_s == 1e12
+    without = costs.replace(read_bytes_s=0.0)
     assert raised(without, {"read_bytes_s": 1e12}) == without, "there is no SSD"
     window = Window(3, 6.0, 1.0, dict.fromkeys(LANES, 2.0), dict.fromkeys(LANES, 1e9), None)
     pace = pace_of(window, made_up_plan(host=100))
@@ -242,19 +242,18 @@ def test_what_links_reached_counts_from_then_on() -> None:
 
 def test_what_limits_a_step_is_said() -> None:
     everything = Setting(ssd=True, state="float32", spare_processors=4)
-    slow: Any = made_up_costs() | {"update_elements_s": 1e6}
+    slow = made_up_costs().replace(update_elements_s=1e6)
     text = limiting_sentence(made_up_plan(host=100), slow, everything)
     assert text.startswith("limited by the optimizer (twice as fast it would save ")
     assert "state_dtype='8bit' (which loses bits), update='in_backward' or two more" in text
     assert "a faster SSD" in text.split("would help")[1]
-    slow = made_up_costs() | {"read_bytes_s": 1e7, "write_bytes_s": 1e7}
+    slow = made_up_costs().replace(read_bytes_s=1e7, write_bytes_s=1e7)
     text = limiting_sentence(made_up_plan(host=100), slow, everything)
     assert text.startswith("limited by the SSD")
     assert text.endswith("processor, more workers or a faster link to the device would not")
-    fast: Any = made_up_costs() | {
-        "upload_bytes_s": 1e12, "download_bytes_s": 1e12, "update_elements_s": 1e12,
-        "transfer_seconds": 0.0,
-    }  # fmt: skip
+    fast = made_up_costs().replace(
+        upload_bytes_s=1e12, download_bytes_s=1e12, update_elements_s=1e12, transfer_seconds=0.0
+    )
     text = limiting_sentence(made_up_plan(), fast, replace(everything, ssd=False))
     assert text.startswith("limited by computation (twice as fast it would save ")
     assert "SSD" not in text
@@ -289,13 +288,13 @@ def test_the_example_of_the_readme_keeps_its_bound(
     known: Any = strata._profiling.calibrate.costs(None)  # type: ignore[arg-type]
     monkeypatch.setattr(
         strata._profiling.calibrate, "costs",
-        lambda *args, **more: {**known, "update_elements_s": update_elements_s},
+        lambda *args, **more: known.replace(update_elements_s=update_elements_s),
     )  # fmt: skip
     model, optimizer = readme_model(ssd_path=tmp_path)
     monkeypatch.setattr(windows, "WINDOW_SECONDS", 0.05)
     readme_steps(model, optimizer, 6)
     planning: Any = wrapped(model).planning
-    timed = [use["seconds"] for use in planning.trace["uses"]]
+    timed = [use.seconds for use in planning.trace.uses]
     for _ in range(4):
         readme_steps(model, optimizer, 4)
         report = strata.report(model)
@@ -304,7 +303,7 @@ def test_the_example_of_the_readme_keeps_its_bound(
         assert report.judged is not None
         assert report.limited.startswith("limited by ")
         assert report.limited in str(report)
-    assert [use["seconds"] for use in planning.trace["uses"]] != timed, "times follow steps"
+    assert [use.seconds for use in planning.trace.uses] != timed, "times follow steps"
     strata.unwrap(model)
 
 

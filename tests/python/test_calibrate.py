@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from made_up import every_speed
 from strata import _core
 from strata._profiling import calibrate, probes
 from strata._profiling.calibrate import Calibration, Setup
@@ -40,8 +41,7 @@ def counted(monkeypatch):
 
     def measure(setup):
         calls.append(setup)
-        speeds = {name: float(len(calls)) for name in calibrate.COST_NAMES - {"slow"}}
-        return Calibration({**speeds, "slow": {"compute": {"update": 0.5}}}, 1e9, 1e9)
+        return Calibration(every_speed(len(calls)), 1e9, 1e9)
 
     monkeypatch.setattr(calibrate, "measure", measure)
     return calls
@@ -55,9 +55,9 @@ def only_file():
 def test_every_lane_is_measured_alone_and_beside_the_others(disk):
     found = calibrate.measure(Setup(1, PAGE, [str(disk)], "threads"))
     assert found.typical == []
-    assert set(found.costs) == calibrate.COST_NAMES
-    assert all(v > 0 for name, v in found.costs.items() if name != "slow")
-    slow = found.costs["slow"]
+    shares = ("slow", "landing_waits")
+    assert all(v > 0 for name, v in found.costs.to_dict().items() if name not in shares)
+    slow = found.costs.slow
     for lane in probes.LANES:
         beside = set(slow[lane])
         assert beside == set(probes.LANES) - {lane}
@@ -91,8 +91,8 @@ def test_nothing_is_left_on_the_disk(disk):
 
 def test_without_a_disk_its_lanes_have_no_speed():
     costs = calibrate.costs(Setup(2, PAGE, [], "auto"))
-    assert costs["read_bytes_s"] == costs["write_bytes_s"] == 0
-    assert "read" not in costs["slow"]["compute"]
+    assert costs.read_bytes_s == costs.write_bytes_s == 0
+    assert costs.slow["compute"]["read"] == 1
 
 
 def test_random_numbers_of_the_user_stay_as_they_are():
@@ -158,21 +158,21 @@ def test_a_damaged_file_is_measured_again_and_replaced(damage, counted):
     file.write_text(damage(file.read_text()))
     again = calibrate.costs(Setup(1, PAGE, [], "auto"))
     assert len(counted) == 2
-    assert json.loads(only_file().read_text())["calibration"]["costs"] == again
+    assert _core.Costs(**json.loads(only_file().read_text())["calibration"]["costs"]) == again
 
 
 def test_a_cache_folder_that_cannot_be_made_is_logged(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.INFO, "strata"):
-        assert calibrate.costs(Setup(1, PAGE, [], "auto"))["upload_bytes_s"] > 0
+        assert calibrate.costs(Setup(1, PAGE, [], "auto")).upload_bytes_s > 0
     assert "is not remembered" in caplog.text
 
 
 def test_a_disk_that_cannot_be_measured_is_taken_to_be_a_modest_one(tmp_path, caplog):
     costs = calibrate.costs(Setup(1, PAGE, [str(tmp_path)], "nonsense"))
-    assert costs["read_bytes_s"] == calibrate.TYPICAL["read"]
-    assert costs["upload_bytes_s"] != calibrate.TYPICAL["upload"]
+    assert costs.read_bytes_s == calibrate.TYPICAL["read"]
+    assert costs.upload_bytes_s != calibrate.TYPICAL["upload"]
     assert "cannot measure read and write" in caplog.text
     assert not calibrate.cache_folder().exists()  # perhaps it can be, next time
 

@@ -150,7 +150,7 @@ def test_what_a_tier_holds_grows_by_what_is_swapped() -> None:
     mib = made_up.PAGE
     assert held["host"] == [23 * mib] * 8
     assert held["ssd"] == [11 * mib] + [14 * mib] * 6 + [11 * mib]
-    assert held["device"] == made_up.plan()["device_curve"]
+    assert held["device"] == made_up.plan().device_curve
 
 
 def test_moments_are_measured_where_the_step_is_the_traced_one() -> None:

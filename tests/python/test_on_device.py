@@ -39,7 +39,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = calibrate.costs
 
     def costs(*args: Any) -> Any:
-        return {**measured(*args), "read_bytes_s": 1e6, "write_bytes_s": 1e6}
+        return measured(*args).replace(read_bytes_s=1e6, write_bytes_s=1e6)
 
     monkeypatch.setattr(calibrate, "costs", costs)
 

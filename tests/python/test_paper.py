@@ -17,7 +17,11 @@ from benchmarks.paper import LlamaSizes, PaperMachine, llama_trace
 SIZES = LlamaSizes("toy", 3, 64, 160, 4, 2, 512)
 SEQUENCE, BATCH = 32, 2
 TOKENS = SEQUENCE * BATCH
-AUTO = {"activation": None, "slices": 0, "may_split": True}
+
+
+def auto(trace):
+    """The planner chooses all, and nothing rests on the device."""
+    return _core.Wishes(on_device=[False] * len(trace.units))
 
 
 def config(sizes=SIZES):
@@ -89,14 +93,14 @@ def test_the_formulas_agree_with_the_counted_step(dtype):
     trace = llama_trace(SIZES, TOKENS, SEQUENCE, 1.0, 2 if dtype == "bfloat16" else 4)
     # The last norm and the ends of the model are so small here that they may share a unit.
     blocks = {u for u, unit in enumerate(step.units) if unit.name.startswith("model.layers")}
-    names = [unit["name"] for unit in trace["units"]]
+    names = [unit.name for unit in trace.units]
     for use in step.uses:
         if use.unit not in blocks:
             continue
         u = names.index(step.units[use.unit].name)
-        found = next(x for x in trace["uses"] if x["unit"] == u and x["backward"] == use.backward)
-        assert found["seconds"] == pytest.approx(use.flops, rel=0.02)
-        grown = found["peak_bytes"] - found["live_bytes"]
+        found = next(x for x in trace.uses if x.unit == u and x.backward == use.backward)
+        assert found.seconds == pytest.approx(use.flops, rel=0.02)
+        grown = found.peak_bytes - found.live_bytes
         assert grown == pytest.approx(use.peak_bytes - use.live_bytes, rel=0.35)
 
 
@@ -115,17 +119,17 @@ def test_a_loss_without_logits_agrees_with_the_counted_step():
         )
         found = next(
             u
-            for u in trace["uses"]
-            if trace["units"][u["unit"]]["name"] == "lm_head" and u["backward"] == backward
+            for u in trace.uses
+            if trace.units[u.unit].name == "lm_head" and u.backward == backward
         )
-        assert found["seconds"] == pytest.approx(use.flops, rel=0.02)
-        grown = found["peak_bytes"] - found["live_bytes"]
+        assert found.seconds == pytest.approx(use.flops, rel=0.02)
+        grown = found.peak_bytes - found.live_bytes
         assert grown == pytest.approx(use.peak_bytes - use.live_bytes, rel=0.35)
 
 
 def test_the_arithmetic_of_a_step_is_what_kept_activations_compute():
     trace = llama_trace(SIZES, TOKENS, SEQUENCE, 1.0)
-    computed = sum(use["seconds"] for use in trace["uses"])
+    computed = sum(use.seconds for use in trace.uses)
     assert paper.model_flops(SIZES, TOKENS, SEQUENCE) == pytest.approx(computed)
 
 
@@ -133,7 +137,7 @@ def test_parameters_are_those_of_the_model():
     model = LlamaForCausalLM(config())
     assert SIZES.parameters == sum(p.numel() for p in model.parameters())
     trace = llama_trace(SIZES, TOKENS, SEQUENCE, 1.0)
-    assert sum(unit["elements"] for unit in trace["units"]) == SIZES.parameters
+    assert sum(unit.elements for unit in trace.units) == SIZES.parameters
     assert paper.LLAMA_7B.parameters == 6_738_415_616
     assert paper.LLAMA_70B.parameters == 68_976_648_192
 
@@ -141,7 +145,7 @@ def test_parameters_are_those_of_the_model():
 def test_a_trace_on_paper_holds_together():
     trace = llama_trace(SIZES, TOKENS, SEQUENCE, 1e9)
     assert trace_file.contradiction(trace) == ""
-    assert trace["units"][1]["slices_max"] == BATCH
+    assert trace.units[1].slices_max == BATCH
     with pytest.raises(ValueError, match="65 tokens are not a number of sequences of 32"):
         llama_trace(SIZES, 65, SEQUENCE, 1e9)
 
@@ -153,10 +157,10 @@ def machine(ssds=1, link=25e9, device=80 * 10**9):
 def test_the_smallest_machine_is_refused_and_told_what_would_do():
     trace = llama_trace(paper.LLAMA_7B, 16384, 2048, 4e14)
     small = machine(device=2 * 10**9)
-    plan = _core.PaperPlan(trace, small.costs(), small.budgets(), AUTO).plan
-    assert not plan["feasible"]
-    enough = {**small.budgets(), "device_bytes": plan["device_bytes_min"]}
-    assert _core.PaperPlan(trace, small.costs(), enough, AUTO).plan["feasible"]
+    plan = _core.PaperPlan(trace, small.costs(), small.budgets(), auto(trace)).plan
+    assert not plan.feasible
+    enough = small.budgets().replace(device_bytes=plan.device_bytes_min)
+    assert _core.PaperPlan(trace, small.costs(), enough, auto(trace)).plan.feasible
 
 
 def test_a_device_that_has_room_holds_what_host_memory_cannot():
@@ -166,10 +170,11 @@ def test_a_device_that_has_room_holds_what_host_memory_cannot():
     def planned(wishes):
         return _core.PaperPlan(trace, some.costs(), some.budgets(), wishes)
 
-    assert not planned(AUTO).plan["feasible"]  # 14 bytes of each parameter, in host memory alone
-    found = planned({**AUTO, "on_device": None})
+    # 14 bytes of each parameter, in host memory alone.
+    assert not planned(auto(trace)).plan.feasible
+    found = planned(_core.Wishes())
     assert found.check() == ""
-    held = found.plan["resting_device_bytes"] + found.plan["resting_host_bytes"]
+    held = found.plan.resting_device_bytes + found.plan.resting_host_bytes
     assert held >= 14 * paper.LLAMA_7B.parameters
 
 
@@ -178,8 +183,8 @@ def test_a_long_batch_of_8_billion_fits_24_gb_of_one_gpu():
     found = paper_8b.step()
     assert found.feasible, found.refusal
     assert paper_8b.mfu(found) >= paper_8b.MFU_MIN
-    assert found.plan["peaks"]["device"]["bytes"] <= paper_8b.DEVICE_BYTES
-    assert "recompute_host" in {unit["activation"] for unit in found.plan["units"]}
+    assert found.plan.peaks["device"].bytes <= paper_8b.DEVICE_BYTES
+    assert "recompute_host" in {unit.activation for unit in found.plan.units}
     assert "limited by" in found.limited
 
 
@@ -188,10 +193,10 @@ def test_a_faster_machine_is_never_slower():
 
     def seconds(some):
         some = replace(some, host_bytes=32 * 10**9)
-        found = _core.PaperPlan(trace, some.costs(), some.budgets(), AUTO)
+        found = _core.PaperPlan(trace, some.costs(), some.budgets(), auto(trace))
         assert found.check() == ""
-        step = found.simulate()["step_seconds"]
-        assert found.bound()["seconds"] <= step * (1 + 1e-9)
+        step = found.simulate().step_seconds
+        assert found.bound().seconds <= step * (1 + 1e-9)
         return step
 
     by_disks = [seconds(machine(ssds)) for ssds in (1, 2, 4)]

@@ -34,7 +34,7 @@ def measured(monkeypatch):
     def calibration(setup, refresh=False):
         asked.append(setup)
         disk = {} if setup.ssd_paths else {"read_bytes_s": 0.0, "write_bytes_s": 0.0}
-        return Calibration({**COSTS, **disk}, 1e12, 1e11)
+        return Calibration(COSTS.replace(**disk), 1e12, 1e11)
 
     monkeypatch.setattr(planner, "calibration", calibration)
     return asked
@@ -172,10 +172,10 @@ def test_slices_can_be_forced(ask):
 def test_scaling_scales_what_grows_and_nothing_else():
     trace = paper.llama_trace(SIZES, TOKENS, 512, 1e12)
     half = planner.scaled(trace, 0.5)
-    assert half["uses"][2]["seconds"] == trace["uses"][2]["seconds"] / 2
-    assert half["tensors"][3]["bytes"] == round(trace["tensors"][3]["bytes"] / 2)
-    assert half["units"][1]["slices_max"] == 4
-    assert half["units"][1]["param_bytes"] == trace["units"][1]["param_bytes"]
+    assert half.uses[2].seconds == trace.uses[2].seconds / 2
+    assert half.tensors[3].bytes == round(trace.tensors[3].bytes / 2)
+    assert half.units[1].slices_max == 4
+    assert half.units[1].param_bytes == trace.units[1].param_bytes
     assert planner.scaled(trace, 1.0) == trace
 
 
@@ -317,7 +317,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason(trace_path, mea
 
 def test_traffic_is_what_the_device_s_memory_does(folder, capsys, monkeypatch):
     def seconds(bytes_s):
-        found = Calibration({**COSTS, "read_bytes_s": 0.0, "write_bytes_s": 0.0}, 1e12, bytes_s)
+        found = Calibration(COSTS.replace(read_bytes_s=0.0, write_bytes_s=0.0), 1e12, bytes_s)
         monkeypatch.setattr(planner, "calibration", lambda setup: found)
         memory = ["--memory", "device=64MiB,host=64MiB"]
         return estimate(capsys, "--model", folder, *memory)[0]["lanes"]["compute"]["busy_seconds"]

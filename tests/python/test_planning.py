@@ -59,12 +59,12 @@ def test_every_mode_gives_the_same_bits(core: ModuleType, name: str) -> None:
 def test_the_smallest_budget_that_would_do_does(core: ModuleType) -> None:
     model, optimizer = planned("llama")
     expected = train(model, optimizer, STEPS)
-    smallest = planning(model).plan["device_bytes_min"]
+    smallest = planning(model).plan.device_bytes_min
     strata.unwrap(model)
     small, optimizer = planned("llama", memory={**ROOM, "device": smallest + (64 << 10)})
     assert train(small, optimizer, STEPS) == expected
-    peak = planning(small).plan["peaks"]["device"]
-    assert peak["bytes"] <= peak["budget"]
+    peak = planning(small).plan.peaks["device"]
+    assert peak.bytes <= peak.budget
     strata.unwrap(small)
 
 
@@ -72,7 +72,7 @@ def test_a_budget_that_cannot_work_is_refused_with_one_that_does() -> None:
     """On the real core: the double's own tensors would be taken for activations."""
     model, optimizer = planned("llama", activations="recompute")
     expected = train(model, optimizer, STEPS)
-    smallest = planning(model).plan["device_bytes_min"]
+    smallest = planning(model).plan.device_bytes_min
     strata.unwrap(model)
     memory = {**ROOM, "device": smallest - 4096}
     model, optimizer = planned("llama", activations="recompute", memory=memory)

@@ -243,9 +243,8 @@ from strata._profiling import calibrate
 from strata._cli.finetune import metrics
 from strata._report import html_report
 
-lanes = ("compute", *calibrate.TYPICAL)
-costs = dict.fromkeys(calibrate.COST_NAMES, 1e9)
-costs["slow"] = {a: {b: 1.0 for b in lanes if b != a} for a in lanes}
+speeds = {f"{lane}_bytes_s": 1e9 for lane in ("upload", "download", "read", "write")}
+costs = calibrate.typical_costs().replace(update_elements_s=1e9, **speeds)
 calibrate.costs = lambda *_, **__: costs  # that takes seconds
 assert (found := changed(before, state())) == {}, found
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])

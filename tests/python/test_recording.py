@@ -57,8 +57,8 @@ def test_a_forward_that_runs_out_of_memory_runs_on_slices(core: ModuleType, rows
     assert planning is not None
     assert planning.trace is not None
     assert planning.plan is not None
-    assert {unit["slices_traced"] for unit in planning.trace["units"]} == {ROWS // rows}
-    assert {unit["slices"] for unit in planning.plan["units"]} == {ROWS // rows}
+    assert {unit.slices_traced for unit in planning.trace.units} == {ROWS // rows}
+    assert {unit.slices for unit in planning.plan.units} == {ROWS // rows}
 
 
 def test_without_slices_the_error_says_what_would_help(core: ModuleType) -> None:
@@ -79,14 +79,14 @@ def test_the_step_behind_a_backward_that_ran_out_takes_less(core: ModuleType) ->
     planning = wrapped(model).planning
     assert planning is not None
     assert planning.plan is not None
-    assert {unit["slices"] for unit in planning.plan["units"]} == {4}
+    assert {unit.slices for unit in planning.plan.units} == {4}
 
 
 def recorded_peak(model: nn.Module, pages: int) -> int:
     planning = wrapped(model).planning
     assert planning is not None
     assert planning.trace is not None
-    return pages + max(use["peak_bytes"] for use in planning.trace["uses"])
+    return pages + max(use.peak_bytes for use in planning.trace.uses)
 
 
 def test_inputs_that_fill_the_device_leave() -> None:
@@ -96,8 +96,8 @@ def test_inputs_that_fill_the_device_leave() -> None:
     assert state.planning is not None
     run(model, optimizer, 1)
     peak = recorded_peak(model, state.planning.allocator.page_bytes)
-    assert "recompute_host" in {unit["traced"] for unit in state.planning.trace["units"]}  # type: ignore[index]
+    assert "recompute_host" in {unit.traced for unit in state.planning.trace.units}
     assert peak <= 2560 << 10
     run(model, optimizer, 4)
     assert state.planning.plan is not None
-    assert state.planning.plan["feasible"]
+    assert state.planning.plan.feasible

@@ -7,49 +7,50 @@ from types import SimpleNamespace
 
 import pytest
 import strata
+from strata import _core
 from strata._storage import trace_file
 from strata._storage.trace_file import Origin, load, mismatch, save
 from torch import nn
 
-TRACE = {
-    "uses": [
-        {
-            "unit": unit,
-            "backward": backward,
-            "enter": 2 * i,
-            "leave": 2 * i + 1,
-            "seconds": 0.125 * i,
-            "gap_seconds": 1e-6,
-            "live_bytes": 100,
-            "peak_bytes": 300 + i,
-            "gap_peak_bytes": 120,
-        }
+TRACE = _core.Trace(
+    uses=[
+        _core.Use(
+            unit=unit,
+            backward=backward,
+            enter=2 * i,
+            leave=2 * i + 1,
+            seconds=0.125 * i,
+            gap_seconds=1e-6,
+            live_bytes=100,
+            peak_bytes=300 + i,
+            gap_peak_bytes=120,
+        )
         for i, (unit, backward) in enumerate([(0, False), (1, False), (1, True), (0, True)])
     ],
-    "moments": 8,
-    "units": [
-        {
-            "name": name,
-            "elements": elements,
-            "param_bytes": 4096,
-            "grad_bytes": 4096,
-            "state_bytes": 16384,
-            "chunks": 1,
-            "slices_max": 4,
-            "may_swap": True,
-            "may_recompute": name != "head",
-            "traced": "recompute_host" if name == "head" else "recompute",
-            "slices_traced": 2,
-        }
+    moments=8,
+    units=[
+        _core.TracedUnit(
+            name=name,
+            elements=elements,
+            param_bytes=4096,
+            grad_bytes=4096,
+            state_bytes=16384,
+            chunks=1,
+            slices_max=4,
+            may_swap=True,
+            may_recompute=name != "head",
+            traced="recompute_host" if name == "head" else "recompute",
+            slices_traced=2,
+        )
         for name, elements in (("layers.0", 2000), ("head", 70))
     ],
-    "tensors": [
-        {"unit": 0, "bytes": 64, "born": 0, "last_used": 3, "input": True},
-        {"unit": 1, "bytes": 32, "born": 1, "last_used": 2, "input": False},
+    tensors=[
+        _core.SavedTensor(unit=0, bytes=64, born=0, last_used=3, input=True),
+        _core.SavedTensor(unit=1, bytes=32, born=1, last_used=2, input=False),
     ],
-    "tail_seconds": 0.5,
-    "tail_peak_bytes": 10,
-}
+    tail_seconds=0.5,
+    tail_peak_bytes=10,
+)
 ORIGIN = Origin("Toy", "a machine", 16, [[2, 8]])
 
 
@@ -110,7 +111,7 @@ def damaged(file, change):
         (lambda c: c.update(moments=7), "use 3 lasts from moment 6 to 7 of 7"),
         (lambda c: c.update(parameters=1), "it names 1 parameters, its units have 2070"),
         (lambda c: c["units"]["rows"][0].__setitem__(0, "x"), "not those that it was written with"),
-        (lambda c: c["units"]["rows"][0].__setitem__(9, "burn"), "activations 'burn'"),
+        (lambda c: c["units"]["rows"][0].__setitem__(9, "burn"), "unknown activation burn"),
         (lambda c: c["uses"]["rows"][1].__setitem__(0, 2), "use 1 is of unit 2 of 2"),
         (lambda c: c["uses"]["rows"][1].__setitem__(0, True), "unit of row 1 of uses is True"),
         (lambda c: c["uses"]["rows"][1].pop(), "row 1 of uses has not 9 values"),
@@ -141,7 +142,7 @@ def test_fields_may_stand_in_any_order(file):
 
 def test_a_contradicting_trace_is_not_written(tmp_path):
     broken = copy.deepcopy(TRACE)
-    broken["uses"][2]["leave"] = 99
+    broken.uses[2].leave = 99
     with pytest.raises(ValueError, match="use 2 lasts from moment 4 to 99"):
         save(tmp_path / "x", broken)
     assert list(tmp_path.iterdir()) == []

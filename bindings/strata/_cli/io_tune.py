@@ -69,13 +69,14 @@ def lanes_table(found: Calibration, page_bytes: int) -> Table:
     costs = found.costs
     speeds = {
         "compute": f"{found.flops_s / 1e9:,.{0 if found.flops_s >= 1e11 else 1}f} GFLOP/s",
-        "upload": f"{costs['upload_bytes_s'] / 1e9:.2f} GB/s",
-        "download": f"{costs['download_bytes_s'] / 1e9:.2f} GB/s",
-        "read": f"{costs['read_bytes_s'] / 1e9:.2f} GB/s",
-        "write": f"{costs['write_bytes_s'] / 1e9:.2f} GB/s",
-        "update": f"{costs['update_elements_s'] / 1e9:.2f} G/s",
+        "upload": f"{costs.upload_bytes_s / 1e9:.2f} GB/s",
+        "download": f"{costs.download_bytes_s / 1e9:.2f} GB/s",
+        "read": f"{costs.read_bytes_s / 1e9:.2f} GB/s",
+        "write": f"{costs.write_bytes_s / 1e9:.2f} GB/s",
+        "update": f"{costs.update_elements_s / 1e9:.2f} G/s",
     }
-    shown = [lane for lane in LANES if costs["slow"].get(lane) or lane in found.typical]
+    without_disk = not (costs.read_bytes_s or costs.write_bytes_s)
+    shown = [lane for lane in LANES if lane not in ("read", "write") or not without_disk]
     title = f"lanes with pages of {format_size(page_bytes)}: alone, and what is left beside others"
     table = Table(title=title, title_justify="left")
     table.add_column("lane")
@@ -83,8 +84,12 @@ def lanes_table(found: Calibration, page_bytes: int) -> Table:
     for lane in shown:
         table.add_column(lane, justify="right")
     for lane in shown:
-        beside = [costs["slow"][lane].get(other) for other in shown]
-        cells = ["" if part is None else f"{100 * part:.0f} %" for part in beside]
+        cells = [
+            ""
+            if lane == other or {lane, other} & set(found.typical)
+            else f"{100 * costs.slow[lane][other]:.0f} %"
+            for other in shown
+        ]
         typical = " (typical)" if lane in found.typical else ""
         table.add_row(LANE_NAMES[lane], speeds[lane] + typical, *cells)
     return table

@@ -12,7 +12,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._config import configure, device
@@ -93,12 +93,12 @@ def show(answer: Answer, as_json: bool) -> int:
 def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) -> int:
     """Bytes of an SSD with which a step would fit that does not fit without one; 0 where none
     helps."""
-    if budgets["ssd_bytes"]:
+    if budgets.ssd_bytes:
         return 0
-    staging = _core.staging_bytes(budgets["host_bytes"], budgets["page_bytes"])
-    with_ssd: Budgets = {**budgets, "ssd_bytes": UNBOUNDED, "staging_bytes": staging}
+    staging = _core.staging_bytes(budgets.host_bytes, budgets.page_bytes)
+    with_ssd = budgets.replace(ssd_bytes=UNBOUNDED, staging_bytes=staging)
     plan = _core.PaperPlan(trace, costs, with_ssd, wishes).plan
-    return plan["peaks"]["ssd"]["bytes"] if plan["feasible"] else 0
+    return plan.peaks["ssd"].bytes if plan.feasible else 0
 
 
 # Of a GPU, outside of any budget: the CUDA context, loaded kernels and the handles of libraries.
@@ -126,11 +126,10 @@ def machine_of(
     workers = options.workers or configure.default_workers(options.device)
     setup = Setup(workers, page_bytes, paths, options.io_engine, dtype, options.device)
     found = calibration(setup)
-    costs: dict[str, Any] = dict(found.costs)
-    costs.update({name: float(value) for name, value in given.items() if value is not None})
+    said: dict[str, Any] = {n: float(value) for n, value in given.items() if value is not None}
     if ssd_given and not paths:
-        costs["slow"] = _with_disk(costs["slow"])
-    return replace(found, costs=cast("Costs", costs))
+        said["slow"] = _with_disk(found.costs.slow)
+    return replace(found, costs=found.costs.replace(**said))
 
 
 def remarks(options: argparse.Namespace) -> list[str]:
@@ -163,27 +162,22 @@ def scaled(trace: Trace, factor: float) -> Trace:
     def grown(size: int) -> int:
         return round(size * factor)
 
-    return {
-        **trace,
-        "uses": [
-            {
-                **use,
-                "seconds": use["seconds"] * factor,
-                "gap_seconds": use["gap_seconds"] * factor,
-                "live_bytes": grown(use["live_bytes"]),
-                "peak_bytes": grown(use["peak_bytes"]),
-                "gap_peak_bytes": grown(use["gap_peak_bytes"]),
-            }
-            for use in trace["uses"]
+    return trace.replace(
+        uses=[
+            use.replace(
+                seconds=use.seconds * factor,
+                gap_seconds=use.gap_seconds * factor,
+                live_bytes=grown(use.live_bytes),
+                peak_bytes=grown(use.peak_bytes),
+                gap_peak_bytes=grown(use.gap_peak_bytes),
+            )
+            for use in trace.uses
         ],
-        "units": [
-            {**unit, "slices_max": max(1, int(unit["slices_max"] * factor))}
-            for unit in trace["units"]
-        ],
-        "tensors": [{**tensor, "bytes": grown(tensor["bytes"])} for tensor in trace["tensors"]],
-        "tail_seconds": trace["tail_seconds"] * factor,
-        "tail_peak_bytes": grown(trace["tail_peak_bytes"]),
-    }
+        units=[u.replace(slices_max=max(1, int(u.slices_max * factor))) for u in trace.units],
+        tensors=[tensor.replace(bytes=grown(tensor.bytes)) for tensor in trace.tensors],
+        tail_seconds=trace.tail_seconds * factor,
+        tail_peak_bytes=grown(trace.tail_peak_bytes),
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -193,7 +187,7 @@ def run(options: argparse.Namespace) -> int:
     page_bytes = page_bytes_of(trace)
     options.device = device.choose(options.device)
     costs = machine_of(options, page_bytes).costs
-    costs["compute_scale"] /= options.compute_speed
+    costs.compute_scale /= options.compute_speed
     tokens = round(found.origin.tokens * options.tokens_scale)
     answer = reply(options, trace, costs, budgets_of(options.memory, page_bytes), tokens)
     return show(answer, options.json)
@@ -202,7 +196,7 @@ def run(options: argparse.Namespace) -> int:
 def page_bytes_of(trace: Trace) -> int:
     """The page size that a trace was recorded with: a chunk is what lies behind one page. Raises
     ValueError where it cannot be told."""
-    for unit in trace["units"]:
-        if unit["chunks"] and unit["param_bytes"] % unit["chunks"] == 0:
-            return unit["param_bytes"] // unit["chunks"]
+    for unit in trace.units:
+        if unit.chunks and unit.param_bytes % unit.chunks == 0:
+            return unit.param_bytes // unit.chunks
     raise ValueError("no unit of the trace has chunks: its page size cannot be told")

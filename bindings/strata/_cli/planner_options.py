@@ -148,24 +148,23 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
 def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = True) -> Budgets:
     """Budgets by tier, as the planner takes them. `grads_rest`: in pages, until the step ends."""
     on_ssd = bool(given["ssd"])
-    return {
-        "page_bytes": page_bytes,
-        "device_bytes": given["device"],
-        "host_bytes": given["host"],
-        "ssd_bytes": given["ssd"],
-        "staging_bytes": _core.staging_bytes(given["host"], page_bytes) if on_ssd else 0,
-        "grads_rest": grads_rest,
-    }
+    return _core.Budgets(
+        page_bytes=page_bytes,
+        device_bytes=given["device"],
+        host_bytes=given["host"],
+        ssd_bytes=given["ssd"],
+        staging_bytes=_core.staging_bytes(given["host"], page_bytes) if on_ssd else 0,
+        grads_rest=grads_rest,
+    )
 
 
 def wishes_of(activations: str, split: int | None) -> Wishes:
     """What --activations and --split force."""
-    return {
-        "activation": ACTIVATIONS[activations],  # type: ignore[typeddict-item]
-        "slices": split or 0,
-        "may_split": activations == "auto",
-        "on_device": None,
-    }
+    return _core.Wishes(
+        activation=ACTIVATIONS[activations],  # type: ignore[arg-type]
+        slices=split or 0,
+        may_split=activations == "auto",
+    )
 
 
 def _budgets(text: str) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """What the plans of a wrapped model claim of the core: device memory for parameters that come and
 go, units that rest on the device, room for swapped tensors.
 
-    claims = Claims(state, allocator)
+    claims = Claims(state, allocator, param_bytes)
     if claims.take(units, param_bytes, host_bytes, ssd_bytes): ...    # False: not now
 
 The core lets pages come to rest elsewhere only while no thread is in a forward or backward of the
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .._errors import StrataError
 from .._profiling.allocator import Allocator
-from .shape_class import device_pages, on_device
+from .shape_class import device_pages
 
 if TYPE_CHECKING:
     from .._runtime.wrapped import Wrapped
@@ -29,17 +29,17 @@ log = logging.getLogger("strata")
 class Claims:
     """What is claimed for the plans of one wrapped model."""
 
-    def __init__(self, state: Wrapped, allocator: Allocator) -> None:
+    def __init__(self, state: Wrapped, allocator: Allocator, param_bytes: int) -> None:
         self._state = state
         self._allocator = allocator
-        self._param_bytes = 0
+        self._param_bytes = param_bytes  # of the device: what the session was given first
         self._room: Room = (0, 0)
         self._room_wanted: Room = (0, 0)  # what was asked for last, there or not
 
     @property
     def resting(self) -> list[bool]:
         """Units that rest on the device, by index."""
-        return on_device(self._state.session.plan)
+        return [unit["on_device"] for unit in self._state.session.plan["units"]]
 
     def take(self, units: list[bool], param_bytes: int, host_bytes: int, ssd_bytes: int) -> bool:
         """Claims as much. What the core has no room for stays as it is, and the log tells.

@@ -22,7 +22,6 @@ from .limits import Setting, limiting_sentence
 if TYPE_CHECKING:
     from .._core import Bound, Budgets, Costs, Simulation, Stall, StepPlan, Trace, Wishes
 
-TIERS = ("device", "host", "ssd")
 PURPOSES = {
     "param": "parameters",
     "activation": "activations",
@@ -60,49 +59,50 @@ class Forecast:
     @property
     def step_seconds(self) -> float | None:
         """None where the step does not fit, or needs a link that this machine has not."""
-        if self.simulation is None or not math.isfinite(self.simulation["step_seconds"]):
+        if self.simulation is None or not math.isfinite(self.simulation.step_seconds):
             return None
-        return self.simulation["step_seconds"]
+        return self.simulation.step_seconds
 
     @property
     def written_bytes(self) -> int:
         """To the SSD, in a step."""
-        return self.simulation["lanes"]["write"]["bytes"] if self.simulation else 0
+        return self.simulation.lanes["write"].bytes if self.simulation else 0
 
     @property
     def percent_of_bound(self) -> float | None:
         """100: no plan could be faster."""
         seconds = self.step_seconds
-        return 100 * self.bound["seconds"] / seconds if seconds else None
+        return 100 * self.bound.seconds / seconds if seconds else None
 
     @property
     def refusal(self) -> str:
         """Why not; empty where it is feasible."""
-        if not self.plan["feasible"]:
-            return self.plan["refusal"]
+        if not self.plan.feasible:
+            return self.plan.refusal
         return "" if self.feasible else "infeasible: pages have to move over a link without speed"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
-        plan = cast(dict[str, Any], self.plan)
-        run = self.simulation if self.feasible else None
+        plan = self.plan.to_dict()
+        units = plan.pop("units")
+        run = self.simulation.to_dict() if self.simulation and self.feasible else {}
         return {
             "feasible": self.feasible,
             "refusal": self.refusal,
-            "device_bytes_min": self.plan["device_bytes_min"],
+            "device_bytes_min": self.plan.device_bytes_min,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self._tokens_per_second(),
             "changes": list(self.changes),
-            "bound": self.bound,
+            "bound": self.bound.to_dict(),
             "percent_of_bound": self.percent_of_bound,
             "limited": self.limited,
-            "lanes": run["lanes"] if run else {},
-            "stalls": run["stalls"] if run else [],
-            "budgets": self.budgets,
-            "plan": {k: v for k, v in plan.items() if k != "units"},
+            "lanes": run.get("lanes", {}),
+            "stalls": run.get("stalls", []),
+            "budgets": self.budgets.to_dict(),
+            "plan": plan,
             "units": [
-                {"name": unit["name"], **planned}
-                for unit, planned in zip(self.trace["units"], plan["units"], strict=False)
+                {"name": unit.name, **planned}
+                for unit, planned in zip(self.trace.units, units, strict=False)
             ],
         }
 
@@ -125,7 +125,7 @@ class Forecast:
                 f"{self._verdict(seconds)}; {self._smallest()}",
                 f"{time(seconds)} a step predicted"
                 + (f", {format_rate(speed, 'tokens')}" if speed else ""),
-                f"lower bound {time(self.bound['seconds'])} ({self.bound['what']}), "
+                f"lower bound {time(self.bound.seconds)} ({self.bound.what}), "
                 f"{self.percent_of_bound:.0f} % of it reached",
                 *([self.limited] if self.limited else []),
                 *self.changes,
@@ -138,7 +138,7 @@ class Forecast:
         return f"fits, but a step takes {like(seconds)(seconds)}"
 
     def _smallest(self) -> str:
-        smallest = self.plan["device_bytes_min"]
+        smallest = self.plan.device_bytes_min
         if not smallest:
             return ""
         return f"the smallest device budget that would do is {format_size(smallest)}"
@@ -149,46 +149,45 @@ class Forecast:
 
     def _tiers(self) -> list[list[str]]:
         rows = [["tier", "budget", "peak", "at"]]
-        for tier in TIERS:
-            peak = self.plan["peaks"][tier]  # type: ignore[index]
+        for tier, peak in self.plan.peaks.items():
             rows.append(
                 [
                     tier,
-                    format_size(peak["budget"]),
-                    format_size(peak["bytes"]),
-                    self._where(peak["use"]) if peak["bytes"] else "",
+                    format_size(peak.budget),
+                    format_size(peak.bytes),
+                    self._where(peak.use) if peak.bytes else "",
                 ]
             )
         return rows
 
     def _where(self, use: int) -> str:
-        if use >= len(self.trace["uses"]):
+        if use >= len(self.trace.uses):
             return "the end"
-        found = self.trace["uses"][use]
-        way = "backward" if found["backward"] else "forward"
-        return f"{way} of {self.trace['units'][found['unit']]['name']}"
+        found = self.trace.uses[use]
+        way = "backward" if found.backward else "forward"
+        return f"{way} of {self.trace.units[found.unit].name}"
 
     def _units(self) -> list[list[str]]:
         """Units in a row of which the plan says the same share a line. Resident are parameters that
         never leave the device, and whole units of which nothing does."""
-        planned = zip(self.trace["units"], self.plan["units"], self.plan["resident"], strict=True)
+        planned = zip(self.trace.units, self.plan.units, self.plan.resident, strict=True)
         cells = []
         for unit, plan, resident in planned:
-            total = unit["param_bytes"] + unit["grad_bytes"] + unit["state_bytes"]
-            on_ssd = plan["param_ssd_bytes"] + plan["grad_ssd_bytes"] + plan["state_ssd_bytes"]
+            total = unit.param_bytes + unit.grad_bytes + unit.state_bytes
+            on_ssd = plan.param_ssd_bytes + plan.grad_ssd_bytes + plan.state_ssd_bytes
             share = f"{100 * on_ssd / total:.0f} %" if total else "-"
-            words = in_words(plan["activation"])
-            where = "whole" if plan["on_device"] else "yes" if resident else "no"
-            cells.append((unit["name"], [words, str(plan["slices"]), where, share]))
+            words = in_words(plan.activation)
+            where = "whole" if plan.on_device else "yes" if resident else "no"
+            cells.append((unit.name, [words, str(plan.slices), where, share]))
         return [["unit", "activations", "slices", "resident", "on ssd"], *runs(cells)]
 
     def _lanes(self) -> list[list[str]]:
         assert self.simulation is not None
         seconds = cast(float, self.step_seconds)
         rows = [["lane", "busy", "of the step", "moved"]]
-        for lane, use in self.simulation["lanes"].items():
-            busy = use["busy_seconds"]
-            moved = format_size(use["bytes"]) if use["bytes"] else ""
+        for lane, use in self.simulation.lanes.items():
+            busy = use.busy_seconds
+            moved = format_size(use.bytes) if use.bytes else ""
             share = f"{100 * busy / seconds:.0f} %"
             rows.append([LANE_NAMES[lane], like(seconds)(busy), share, moved])
         return rows
@@ -197,23 +196,23 @@ class Forecast:
         """What computation waits for, the longest first; waits of one kind share a line."""
         assert self.simulation is not None
         kinds: dict[str, list[Stall]] = defaultdict(list)
-        for stall in self.simulation["stalls"]:
-            way = "backward" if self._is_backward(stall["use"]) else "forward"
-            what = PURPOSES.get(stall["purpose"], stall["purpose"])
-            kinds[f"{way} for {what} ({LANE_NAMES[stall['lane']]})"].append(stall)
-        total = {kind: sum(s["seconds"] for s in stalls) for kind, stalls in kinds.items()}
+        for stall in self.simulation.stalls:
+            way = "backward" if self._is_backward(stall.use) else "forward"
+            what = PURPOSES.get(stall.purpose, stall.purpose)
+            kinds[f"{way} for {what} ({LANE_NAMES[stall.lane]})"].append(stall)
+        total = {kind: sum(s.seconds for s in stalls) for kind, stalls in kinds.items()}
         if not total:
             return []
         rows = [["computation waits in", "lost", "waits", "longest at"]]
         time = like(self.step_seconds)
         for kind in sorted(total, key=lambda kind: -total[kind]):
-            longest = max(kinds[kind], key=lambda stall: stall["seconds"])
-            where = self._where(longest["use"])
+            longest = max(kinds[kind], key=lambda stall: stall.seconds)
+            where = self._where(longest.use)
             rows.append([kind, time(total[kind]), str(len(kinds[kind])), where])
         return rows
 
     def _is_backward(self, use: int) -> bool:
-        return use < len(self.trace["uses"]) and self.trace["uses"][use]["backward"]
+        return use < len(self.trace.uses) and self.trace.uses[use].backward
 
 
 def forecast(
@@ -222,10 +221,10 @@ def forecast(
     """Plans, and plays the plan on paper. Raises ValueError for a trace that contradicts itself."""
     paper = _core.PaperPlan(trace, costs, budgets, wishes)
     plan = paper.plan
-    simulation = paper.simulate() if plan["feasible"] else None
+    simulation = paper.simulate() if plan.feasible else None
     limited = ""
     if simulation is not None:
-        update = "on_step" if budgets.get("grads_rest", True) else "in_backward"
-        setting = Setting(ssd=budgets["ssd_bytes"] > 0, update=update)
+        update = "on_step" if budgets.grads_rest else "in_backward"
+        setting = Setting(ssd=budgets.ssd_bytes > 0, update=update)
         limited = limiting_sentence(paper, costs, setting)
     return Forecast(trace, budgets, plan, paper.bound(), simulation, tokens, limited=limited)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from .._config.choices import RECOMPUTES
 
@@ -65,10 +65,10 @@ class Setting:
 def limiting_sentence(paper: PaperPlan, costs: Costs, setting: Setting) -> str:
     """What limits the planned step on this machine. Empty where the step never ends."""
     run = paper.simulate(costs)
-    if not isfinite(run["step_seconds"]):
+    if not isfinite(run.step_seconds):
         return ""
     gains = {
-        name: 1 - paper.simulate(_faster(costs, name))["step_seconds"] / run["step_seconds"]
+        name: 1 - paper.simulate(_faster(costs, name)).step_seconds / run.step_seconds
         for name in FASTER
         if name != "the SSD" or setting.ssd
     }
@@ -89,10 +89,9 @@ def limiting_sentence(paper: PaperPlan, costs: Costs, setting: Setting) -> str:
 
 def _faster(costs: Costs, resource: str) -> Costs:
     changed = {
-        name: costs[name] * (0.5 if name in SECONDS else 2.0)  # type: ignore[literal-required]
-        for name in FASTER[resource]
+        name: getattr(costs, name) * (0.5 if name in SECONDS else 2.0) for name in FASTER[resource]
     }
-    return cast("Costs", {**costs, **changed})
+    return costs.replace(**changed)
 
 
 def _advice(resource: str, run: Simulation, paper: PaperPlan, setting: Setting) -> list[str]:
@@ -121,11 +120,11 @@ def _advice(resource: str, run: Simulation, paper: PaperPlan, setting: Setting) 
 
 def _recomputed_share(run: Simulation, paper: PaperPlan) -> float:
     """Of the step: what is computed beyond what has to be."""
-    computed = run["lanes"]["compute"]["busy_seconds"]
-    units = paper.plan["units"]
-    if not any(unit["activation"] in RECOMPUTES for unit in units):
+    computed = run.lanes["compute"].busy_seconds
+    units = paper.plan.units
+    if not any(unit.activation in RECOMPUTES for unit in units):
         return 0.0
-    return (computed - paper.bound()["lane_seconds"]["compute"]) / run["step_seconds"]
+    return (computed - paper.bound().lane_seconds["compute"]) / run.step_seconds
 
 
 def _joined(words: list[str], last: str) -> str:

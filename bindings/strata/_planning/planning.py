@@ -55,7 +55,7 @@ from .shape_class import Following, Goal, Shape, ShapeClass, find_class, on_devi
 from .trace_of import make_trace, note_times
 
 if TYPE_CHECKING:
-    from .._core import Bound, Costs, Simulation, StepPlan, Trace, Wishes
+    from .._core import Bound, Costs, Simulation, StepPlan, Trace
     from .._profiling.windows import Judged, Window
     from .._runtime.wrapped import Wrapped
 
@@ -88,7 +88,7 @@ class Planning:
         state.may_split = goal.split is not None
         self.allocator = Allocator(state.device, goal.device_bytes)
         self.allocator.give_pages(goal.param_bytes)
-        self.claims = Claims(state, self.allocator)
+        self.claims = Claims(state, self.allocator, goal.param_bytes)
         self.recording = Recording(state, goal, lambda: self.allocator.page_bytes)
         self._tried_slices = False  # in the step that was recorded
 
@@ -198,8 +198,8 @@ class Planning:
             self._on_device = None
         self._in_use = None
         if found.trace is not None:
-            for unit, traced in zip(self.state.units, found.trace["units"], strict=True):
-                unit.activation, unit.slices = traced["traced"], traced["slices_traced"]
+            for unit, traced in zip(self.state.units, found.trace.units, strict=True):
+                unit.activation, unit.slices = traced.traced, traced.slices_traced
             self.state.synchronize()
             return
         self.recording.begin(*self.claims.take_room(*self.recording.room(batch)))
@@ -213,20 +213,20 @@ class Planning:
             self.following.costs = self._measure()
         costs = self.following.known()
         budgets = self.state.session.step_budgets(max(0, self.goal.device_bytes - reserve))
-        wishes: Wishes = {
-            "activation": MODES[self.goal.activations],
-            "slices": self.goal.split or 0,
-            "may_split": False,
-            "fewest_slices": self.goal.activations == "auto",
-            "slices_min": self.recording.slices_min,
-            "on_device": self._on_device,
-        }
+        wishes = _core.Wishes(
+            activation=MODES[self.goal.activations],
+            slices=self.goal.split or 0,
+            may_split=False,
+            fewest_slices=self.goal.activations == "auto",
+            slices_min=self.recording.slices_min,
+            on_device=self._on_device,
+        )
         paper = _core.PaperPlan(trace, costs, budgets, wishes)
-        if self._on_device is not None and not paper.plan["feasible"]:
-            paper = _core.PaperPlan(trace, costs, budgets, {**wishes, "on_device": None})
+        if self._on_device is not None and not paper.plan.feasible:
+            paper = _core.PaperPlan(trace, costs, budgets, wishes.replace(on_device=None))
         plan = paper.plan
-        if not plan["feasible"]:
-            raise StrataError(plan["refusal"] + advice(self.state.model, plan["refused_units"]))
+        if not plan.feasible:
+            raise StrataError(plan.refusal + advice(self.state.model, plan.refused_units))
         return paper
 
     def _measure(self, refresh: bool = False) -> Costs:
@@ -238,7 +238,7 @@ class Planning:
         )
         costs = calibrate.costs(setup, refresh)
         # On the host autograd's thread lands gradients itself, see lander.py.
-        return {**costs, "landing_waits": self.state.device.type == "cpu"}
+        return costs.replace(landing_waits=self.state.device.type == "cpu")
 
     def _adopt(self, found: ShapeClass) -> None:
         self._plan_class(found)
@@ -282,22 +282,22 @@ class Planning:
         plans = [c.plan for c in self.classes if c.plan is not None]
         if not self.claims.take(
             on_device(found.plan),
-            min(plan["param_device_bytes"] for plan in plans),
-            max(plan["activation_host_bytes"] for plan in plans),
-            max(plan["activation_ssd_bytes"] for plan in plans),
+            min(plan.param_device_bytes for plan in plans),
+            max(plan.activation_host_bytes for plan in plans),
+            max(plan.activation_ssd_bytes for plan in plans),
         ):
             return False
-        for unit, planned in zip(self.state.units, found.plan["units"], strict=True):
-            unit.activation = planned["activation"]
-            unit.slices = planned["slices"]
-        self.state.hooks.swapping.lookahead = found.plan["activation_lookahead"]
+        for unit, planned in zip(self.state.units, found.plan.units, strict=True):
+            unit.activation = planned.activation
+            unit.slices = planned.slices
+        self.state.hooks.swapping.lookahead = found.plan.activation_lookahead
         self._in_use = found
         return True
 
     def _check_peak(self, current: ShapeClass, pytorch_bytes: int) -> None:
         """Holds the plan against what PyTorch's memory really reached."""
         assert current.plan is not None
-        frames = current.plan["param_device_bytes"] + current.plan["resting_device_bytes"]
+        frames = current.plan.param_device_bytes + current.plan.resting_device_bytes
         current.device_peak = frames + pytorch_bytes
         excess = current.device_peak - self.goal.device_bytes
         if excess <= 0:
@@ -319,8 +319,8 @@ class Planning:
         assert current.paper is not None
         assert current.trace is not None
         predicted = current.predicted_seconds
-        lanes = current.paper.simulate()["lanes"]
-        on_ssd = lanes["read"]["bytes"] + lanes["write"]["bytes"] > 0
+        lanes = current.paper.simulate().lanes
+        on_ssd = lanes["read"].bytes + lanes["write"].bytes > 0
         if on_ssd and window.step_seconds > SLOW_FACTOR * predicted:
             self._slow_windows += 1
             if self._slow_windows >= self._slow_windows_max:
@@ -333,7 +333,7 @@ class Planning:
 
     def _suspect_disk(self, measured: float, predicted: float) -> None:
         assert self.following.costs is not None
-        old = self.following.costs["read_bytes_s"]
+        old = self.following.costs.read_bytes_s
         self.measure_again()
         time = like(measured)
         log.warning(
@@ -341,7 +341,7 @@ class Planning:
             "measured before: planned anew",
             time(measured),
             time(predicted),
-            format_size(self.following.costs["read_bytes_s"]),
+            format_size(self.following.costs.read_bytes_s),
             format_size(old),
         )
 

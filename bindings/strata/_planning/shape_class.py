@@ -74,8 +74,8 @@ class ShapeClass:
         """Whether the device comes so near its budget that it has to be measured under the plan."""
         if self.plan is None or self.device_peak:
             return False
-        peak = self.plan["peaks"]["device"]
-        return peak["bytes"] > TIGHT_SHARE * peak["budget"]
+        peak = self.plan.peaks["device"]
+        return peak.bytes > TIGHT_SHARE * peak.budget
 
     @property
     def elements(self) -> int:
@@ -105,9 +105,9 @@ def find_class(classes: list[ShapeClass], shape: Shape) -> tuple[ShapeClass, lis
     return new, [*[c for c in classes if c.trace is not None][-CLASSES_MAX + 1 :], new]
 
 
-def on_device(plan: Plan | StepPlan) -> list[bool]:
+def on_device(plan: StepPlan) -> list[bool]:
     """By unit: whether all of it rests on the device."""
-    return [unit["on_device"] for unit in plan["units"]]
+    return [unit.on_device for unit in plan.units]
 
 
 def device_pages(resting: Plan, units: list[bool], param_bytes: int) -> int:
@@ -144,9 +144,9 @@ class Following:
         found.device_peak = 0
         found.windows = Windows()
         found.settled = False
-        found.predicted_seconds = found.planned_seconds = paper.simulate()["step_seconds"]
+        found.predicted_seconds = found.planned_seconds = paper.simulate().step_seconds
         # What was timed counts as well: nothing disturbed it.
-        found.pace = better(found.pace, Pace(inf, paper.bound()["lane_work"]["compute"]))
+        found.pace = better(found.pace, Pace(inf, paper.bound().lane_work["compute"]))
         found.paper = paper  # last: there is a plan
 
     def note(self, found: ShapeClass, record: StepRecord, step: RecordedStep) -> Window | None:
@@ -165,13 +165,13 @@ class Following:
         found.pace = better(found.pace, pace_of(window, paper))
         self._pace = better(self._pace, Pace(rates=found.pace.rates))
         trace, times = cast("Trace", found.trace), found.windows.times
-        order = tuple((use["unit"], use["backward"]) for use in trace["uses"])
+        order = tuple((use.unit, use.backward) for use in trace.uses)
         measured = times.along(order) if times is not None else None
         if measured is None:
             return
         found.paper = paper.followed(self.known(), measured)
         found.trace = _with_times(trace, found.paper)
-        found.predicted_seconds = found.paper.simulate()["step_seconds"]
+        found.predicted_seconds = found.paper.simulate().step_seconds
 
     def differs(self, found: ShapeClass) -> bool:
         """Whether the step is another one than the plan was made for."""
@@ -182,7 +182,7 @@ class Following:
         """Whether another plan is so much faster that its moves pay. Asked once: the plan that
         stays is from now on made for the step as it is."""
         found.planned_seconds = found.predicted_seconds
-        return other.simulate()["step_seconds"] < (1 - REPLAN_GAIN) * found.predicted_seconds
+        return other.simulate().step_seconds < (1 - REPLAN_GAIN) * found.predicted_seconds
 
     def bound(self, found: ShapeClass) -> Bound:
         """What no step could be faster than, the steps included that are judged. REQUIRES: a plan
@@ -198,7 +198,7 @@ class Following:
 def _with_times(trace: Trace, paper: PaperPlan) -> Trace:
     seconds, gaps, tail = paper.times
     uses = [
-        {**use, "seconds": mine, "gap_seconds": gap}
-        for use, mine, gap in zip(trace["uses"], seconds, gaps, strict=True)
+        use.replace(seconds=mine, gap_seconds=gap)
+        for use, mine, gap in zip(trace.uses, seconds, gaps, strict=True)
     ]
-    return cast("Trace", {**trace, "uses": uses, "tail_seconds": tail})
+    return trace.replace(uses=uses, tail_seconds=tail)

@@ -6,10 +6,12 @@ note_times(trace, later_step, first=True)    # times of a step that nothing was 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from .. import _core
 from .._profiling.uses import RecordedStep
-from .._storage.trace_file import SINGLE, TABLES
+from .._storage.trace_file import SINGLE, TENSOR_FIELDS, USE_FIELDS
 from .recording import recorded_as
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ def make_trace(step: RecordedStep, state: Wrapped) -> Trace:
     for unit, sizes in zip(state.units, state.session.plan["units"], strict=True):
         elements = sum(state.config["params"][i]["numel"] for i in unit.params)
         traced = traced_unit(unit.name, elements, sizes, unit.slices_max, unit.may_recompute)
-        traced["may_swap"] = unit.may_swap
-        traced["traced"], traced["slices_traced"] = recorded_as(unit)
+        traced.may_swap = unit.may_swap
+        traced.traced, traced.slices_traced = recorded_as(unit)
         units.append(traced)
     return trace_from(step, units)
 
@@ -36,27 +38,31 @@ def traced_unit(
     name: str, elements: int, sizes: UnitPlan, slices_max: int, may_recompute: bool
 ) -> TracedUnit:
     """A unit of these `sizes`, recorded with all its activations."""
-    return {
-        "name": name,
-        "elements": elements,
-        "param_bytes": sizes["param_bytes"],
-        "grad_bytes": sizes["landing_bytes"],
-        "state_bytes": sizes["state_bytes"],
-        "chunks": sizes["chunks"],
-        "slices_max": slices_max,
-        "may_swap": True,
-        "may_recompute": may_recompute,
-        "traced": "keep",
-        "slices_traced": 1,
-    }
+    return _core.TracedUnit(
+        name=name,
+        elements=elements,
+        param_bytes=sizes["param_bytes"],
+        grad_bytes=sizes["landing_bytes"],
+        state_bytes=sizes["state_bytes"],
+        chunks=sizes["chunks"],
+        slices_max=slices_max,
+        may_swap=True,
+        may_recompute=may_recompute,
+        traced="keep",
+        slices_traced=1,
+    )
 
 
 def trace_from(step: RecordedStep | CountedStep, units: list[TracedUnit]) -> Trace:
     """What happened in a step, as the planner takes it."""
-    found: dict[str, Any] = {name: getattr(step, name) for name in SINGLE}
-    for table, rows in (("uses", step.uses), ("tensors", step.tensors)):
-        found[table] = [{name: getattr(row, name) for name in TABLES[table]} for row in rows]
-    return cast("Trace", {**found, "units": units})
+    single: dict[str, Any] = {name: getattr(step, name) for name in SINGLE}
+    uses = [_core.Use(**_fields(use, USE_FIELDS)) for use in step.uses]
+    tensors = [_core.SavedTensor(**_fields(tensor, TENSOR_FIELDS)) for tensor in step.tensors]
+    return _core.Trace(uses=uses, tensors=tensors, units=units, **single)
+
+
+def _fields(row: object, fields: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in fields}
 
 
 def note_times(trace: Trace, step: RecordedStep, first: bool) -> None:
@@ -64,16 +70,12 @@ def note_times(trace: Trace, step: RecordedStep, first: bool) -> None:
     `first` step at once, then what _typical() makes of them and later ones. Does nothing where the
     order of uses is another one.
     """
-    if [(u["unit"], u["backward"]) for u in trace["uses"]] != [
-        (u.unit, u.backward) for u in step.uses
-    ]:
+    if [(u.unit, u.backward) for u in trace.uses] != [(u.unit, u.backward) for u in step.uses]:
         return
-    for old, use in zip(trace["uses"], step.uses, strict=True):
-        old["seconds"] = use.seconds if first else _typical(old["seconds"], use.seconds)
-        old["gap_seconds"] = (
-            use.gap_seconds if first else _typical(old["gap_seconds"], use.gap_seconds)
-        )
-    trace["tail_seconds"] = step.tail_seconds
+    for old, use in zip(trace.uses, step.uses, strict=True):
+        old.seconds = use.seconds if first else _typical(old.seconds, use.seconds)
+        old.gap_seconds = use.gap_seconds if first else _typical(old.gap_seconds, use.gap_seconds)
+    trace.tail_seconds = step.tail_seconds
 
 
 def _typical(before: float, now: float) -> float:

@@ -3,7 +3,7 @@ about three seconds, then remembered in the user's cache folder.
 
     setup = Setup(workers=1, page_bytes=4 << 20, ssd_paths=["/mnt/nvme"], device="cuda:0")
     found = calibrate.calibration(setup)
-    found.costs["read_bytes_s"], found.costs["slow"]["compute"]["update"], found.flops_s
+    found.costs.read_bytes_s, found.costs.slow["compute"]["update"], found.flops_s
 
 Format of the file calibration-<hash>.json: {"key": what it was measured with, "calibration": the
 fields of Calibration}. A file that cannot be read, or whose key is another, is measured again.
@@ -53,14 +53,6 @@ TYPICAL: dict[LaneName, float] = {
 }
 TYPICAL_TRANSFER_SECONDS = 2e-5
 TYPICAL_COMPUTING = (1e13, 1e-4, 3e11)  # of a GPU without memory for a probe
-COST_NAMES = {
-    "compute_scale",
-    *(f"{lane}_bytes_s" for lane in ("upload", "download", "read", "write")),
-    "update_elements_s",
-    "transfer_seconds",
-    "slice_seconds",
-    "slow",
-}
 
 log = logging.getLogger("strata")
 
@@ -108,14 +100,17 @@ class Calibration:
 
 def typical_costs() -> Costs:
     """Of a modest machine: for what does not depend on speeds."""
-    return {
-        "compute_scale": 1.0,
-        **{f"{lane}_bytes_s": TYPICAL[lane] for lane in ("upload", "download", "read", "write")},  # type: ignore[typeddict-item]
-        "update_elements_s": TYPICAL["update"],
-        "transfer_seconds": TYPICAL_TRANSFER_SECONDS,
-        "slice_seconds": TYPICAL_COMPUTING[1],
-        "slow": {},
-    }
+    return _core.Costs(
+        compute_scale=1.0,
+        upload_bytes_s=TYPICAL["upload"],
+        download_bytes_s=TYPICAL["download"],
+        read_bytes_s=TYPICAL["read"],
+        write_bytes_s=TYPICAL["write"],
+        update_elements_s=TYPICAL["update"],
+        transfer_seconds=TYPICAL_TRANSFER_SECONDS,
+        slice_seconds=TYPICAL_COMPUTING[1],
+        slow={},
+    )
 
 
 def costs(setup: Setup, refresh: bool = False) -> Costs:
@@ -193,17 +188,17 @@ def measure(setup: Setup) -> Calibration:
     )
     speed = {**TYPICAL, **alone}
     return Calibration(
-        costs={
-            "compute_scale": 1.0,
-            "upload_bytes_s": speed["upload"],
-            "download_bytes_s": speed["download"],
-            "read_bytes_s": speed["read"] if setup.ssd_paths else 0.0,
-            "write_bytes_s": speed["write"] if setup.ssd_paths else 0.0,
-            "update_elements_s": speed["update"],
-            "transfer_seconds": transfer or TYPICAL_TRANSFER_SECONDS,
-            "slice_seconds": each_slice,
-            "slow": slow,
-        },
+        costs=_core.Costs(
+            compute_scale=1.0,
+            upload_bytes_s=speed["upload"],
+            download_bytes_s=speed["download"],
+            read_bytes_s=speed["read"] if setup.ssd_paths else 0.0,
+            write_bytes_s=speed["write"] if setup.ssd_paths else 0.0,
+            update_elements_s=speed["update"],
+            transfer_seconds=transfer or TYPICAL_TRANSFER_SECONDS,
+            slice_seconds=each_slice,
+            slow=slow,
+        ),
         flops_s=flops_s,
         # The host's copies are inside the device's memory, and read and write it.
         memory_bytes_s=memory_bytes_s or 2 * speed["upload"],
@@ -229,7 +224,8 @@ def _load(file: Path, key: dict[str, Any]) -> Calibration | None:
         stored = json.loads(file.read_text())
         if stored["key"] != key:
             return None
-        found = Calibration(**stored["calibration"])
+        fields = stored["calibration"]
+        found = Calibration(**{**fields, "costs": _core.Costs(**fields["costs"])})
         _check(found)
     except FileNotFoundError:
         return None
@@ -241,20 +237,18 @@ def _load(file: Path, key: dict[str, Any]) -> Calibration | None:
 
 def _check(found: Calibration) -> None:
     """Raises where a stored calibration is not what _save() stores."""
-    speeds = {name: value for name, value in found.costs.items() if name != "slow"}
+    speeds = found.costs.to_dict()
+    del speeds["slow"], speeds["landing_waits"]  # shares, of known lanes; and not measured
     values = [found.flops_s, found.memory_bytes_s, *speeds.values()]
-    for lane, row in found.costs["slow"].items():
-        if lane not in LANES or not set(row) <= set(LANES):
-            raise ValueError(f"unknown lane in {lane}: {row}")
-        values += row.values()
-    if set(found.costs) != COST_NAMES:
-        raise ValueError(f"fields {sorted(set(found.costs) ^ COST_NAMES)}")
     if not all(isinstance(value, float) and 0 <= value < 1e18 for value in values):
         raise ValueError("a value is not a speed")
 
 
 def _save(file: Path, key: dict[str, Any], found: Calibration) -> None:
-    text = json.dumps({"key": key, "calibration": dataclasses.asdict(found)}, indent=2)
+    costs = found.costs.to_dict()
+    del costs["landing_waits"]
+    fields = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)} | {"costs": costs}
+    text = json.dumps({"key": key, "calibration": fields}, indent=2)
     partial = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

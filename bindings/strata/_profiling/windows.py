@@ -40,7 +40,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from .._core import Bound, Costs, PaperPlan
@@ -227,7 +227,7 @@ class Pace:
 def pace_of(window: Window, paper: PaperPlan) -> Pace:
     """What a window reached, whose steps ran under this plan. See Note [No window beats the
     bound]."""
-    work = cast(dict[str, float], paper.bound()["lane_work"])
+    work = cast(dict[str, float], paper.bound().lane_work)
     rates = {}
     for lane, name in RATES.items():
         least = window.steps * work[lane]
@@ -236,7 +236,7 @@ def pace_of(window: Window, paper: PaperPlan) -> Pace:
             rates[name] = amount / window.busy[lane]
     computed = window.compute_seconds / window.steps
     # See Note [Undisturbed]. What a plan computes is never less than what must be computed.
-    predicted = paper.simulate()["lanes"]["compute"]["busy_seconds"]
+    predicted = paper.simulate().lanes["compute"].busy_seconds
     alone = min(1.0, work["compute"] / predicted) if predicted > 0 else 1.0
     return Pace(window.step_seconds, computed * alone, rates)
 
@@ -251,18 +251,17 @@ def better(a: Pace, b: Pace) -> Pace:
 
 def raised(costs: Costs, rates: dict[str, float]) -> Costs:
     """A machine whose links and workers are as fast as they were seen to be."""
-    best = {name: max(value, costs[name]) for name, value in rates.items() if costs[name] > 0}  # type: ignore[literal-required]
-    return cast("Costs", {**costs, **best})
+    known = {name: getattr(costs, name) for name in rates}
+    return costs.replace(**{n: max(rates[n], value) for n, value in known.items() if value > 0})
 
 
 def lower_bound(paper: PaperPlan, costs: Costs, pace: Pace) -> Bound:
     """What no step could be faster than, as far as this run knows. See Note [No window beats the
     bound]."""
     best = raised(costs, pace.rates)
-    computation = paper.bound(best)["lane_work"]["compute"]
+    computation = paper.bound(best).lane_work["compute"]
     if computation > 0:
-        best["compute_scale"] = min(best["compute_scale"], pace.compute_seconds / computation)
-    bound: Any = paper.bound(best)
-    for part in ("seconds", "compute_seconds", "update_seconds", "ssd_seconds"):
-        bound[part] = min(bound[part], pace.step_seconds)
-    return cast("Bound", bound)
+        best.compute_scale = min(best.compute_scale, pace.compute_seconds / computation)
+    bound = paper.bound(best)
+    parts = ("seconds", "compute_seconds", "update_seconds", "ssd_seconds")
+    return bound.replace(**{p: min(getattr(bound, p), pace.step_seconds) for p in parts})

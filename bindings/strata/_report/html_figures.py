@@ -95,11 +95,11 @@ def _draw_compute(axes: Any, record: StepRecord) -> None:
 def _draw_link(axes: Any, record: StepRecord, track: str, simulation: Simulation | None) -> None:
     measured = [rate / 1e9 for rate in bandwidth(record, track, BINS)]
     _draw_steps(axes, measured, record.seconds, LINK_COLOURS[track])
-    spans = [s for s in simulation["spans"] if s["lane"] == track] if simulation else []
+    spans = [s for s in simulation.spans if s.lane == track] if simulation else []
     if simulation and spans:
-        parts = [(s["begin"], s["end"], s["bytes"] / 1e9) for s in spans]
-        predicted = rates(parts, simulation["step_seconds"], BINS)
-        axes.stairs(predicted, _edges(simulation["step_seconds"]), **DASHED)
+        parts = [(s.begin, s.end, s.bytes / 1e9) for s in spans]
+        predicted = rates(parts, simulation.step_seconds, BINS)
+        axes.stairs(predicted, _edges(simulation.step_seconds), **DASHED)
         axes.set_ylim(0, max(*measured, *predicted) * 1.1)
     axes.set_ylabel(f"{LINKS[track]}\nGB/s")
 
@@ -287,19 +287,19 @@ Moment = tuple[int, bool, float, float]  # unit, backward, begin and end in seco
 def held_by_tier(plan: StepPlan, trace: Trace) -> dict[str, list[int]]:
     """Bytes of each tier by use: what rests there, and the activations that are swapped to it from
     the use that saves them to the one that reads them last."""
-    uses = len(trace["uses"])
+    uses = len(trace.uses)
     held = {
-        "device": list(plan["device_curve"]),
-        "host": [plan["resting_host_bytes"]] * uses,
-        "ssd": [plan["resting_ssd_bytes"]] * uses,
+        "device": list(plan.device_curve),
+        "host": [plan.resting_host_bytes] * uses,
+        "ssd": [plan.resting_ssd_bytes] * uses,
     }
-    for tensor in trace["tensors"]:
-        activation = plan["units"][tensor["unit"]]["activation"]
-        if not leaves(activation, tensor["input"]):
+    for tensor in trace.tensors:
+        activation = plan.units[tensor.unit].activation
+        if not leaves(activation, tensor.input):
             continue
         tier = "ssd" if activation in TO_SSD else "host"
-        for use in range(tensor["born"], min(tensor["last_used"] + 1, uses)):
-            held[tier][use] += tensor["bytes"]
+        for use in range(tensor.born, min(tensor.last_used + 1, uses)):
+            held[tier][use] += tensor.bytes
     return held
 
 
@@ -317,8 +317,8 @@ def moments(trace: Trace | None, record: StepRecord | None) -> list[Moment]:
     found: list[Moment] = []
     at = 0
     missing = 0
-    for use in trace["uses"]:
-        key = (use["unit"], use["backward"])
+    for use in trace.uses:
+        key = (use.unit, use.backward)
         next_at = next((i for i in range(at, len(measured)) if measured[i][:2] == key), None)
         if next_at is None:
             now = found[-1][3] if found else 0.0
@@ -334,8 +334,8 @@ def _traced(trace: Trace) -> list[Moment]:
     """One use after the other, for as long as each computed."""
     result = []
     at = 0.0
-    for use in trace["uses"]:
-        at += use["gap_seconds"]
-        result.append((use["unit"], use["backward"], at, at + use["seconds"]))
-        at += use["seconds"]
+    for use in trace.uses:
+        at += use.gap_seconds
+        result.append((use.unit, use.backward, at, at + use.seconds))
+        at += use.seconds
     return result

@@ -103,7 +103,7 @@ def _sections(report: Report) -> Iterator[str]:
         yield "<p>Forwards since wrap(), by the age in steps of the parameters that they saw.</p>"
         yield _table(head, rows)
     yield "<h2>Memory over a step</h2>"
-    if report.plan and report.trace and report.trace["uses"]:
+    if report.plan and report.trace and report.trace.uses:
         held = figures.held_by_tier(report.plan, report.trace)
         at = moments(report.trace, record)
         caption = "As planned, by tier; of host memory without the staging area."
@@ -112,7 +112,7 @@ def _sections(report: Report) -> Iterator[str]:
         yield _none("there is no plan")
     yield _tiers(report)
     yield "<h2>Units over a step</h2>"
-    names = [unit["name"] for unit in report.trace["units"]] if report.trace else []
+    names = [unit.name for unit in report.trace.units] if report.trace else []
     names = names or (record.units if record else [])
     at = moments(None, record) or moments(report.trace, None)
     if at:
@@ -152,11 +152,11 @@ def _tiles(report: Report) -> str:
 
 
 def _links(report: Report) -> str:
-    lanes = report.simulation["lanes"] if report.simulation else None
+    lanes = report.simulation.lanes if report.simulation else None
     rows = []
     for track, link in LINKS.items():
         moved = report.link_bytes_per_step.get(link)
-        predicted = lanes[track]["bytes"] if lanes else None  # type: ignore[index]
+        predicted = lanes[track].bytes if lanes else None  # type: ignore[index]
         total = report.link_bytes.get(link)
         rows.append([link, _size(moved), _size(predicted), _size(total)])
     return _table(["link", "bytes per step", "predicted", "moved since wrap()"], rows)

@@ -59,20 +59,20 @@ def plan_line(paper: PaperPlan, bound: Bound) -> str:
     """The plan of a step, in one line."""
     plan, run = paper.plan, paper.simulate()
     modes: dict[str, int] = {}
-    for unit in plan["units"]:
-        sliced = f" in {unit['slices']}" if unit["slices"] > 1 else ""
-        key = in_words(unit["activation"]) + sliced
+    for unit in plan.units:
+        sliced = f" in {unit.slices}" if unit.slices > 1 else ""
+        key = in_words(unit.activation) + sliced
         modes[key] = modes.get(key, 0) + 1
     resting = ""
-    if plan["resting_device_bytes"]:
-        units = sum(unit["on_device"] for unit in plan["units"])
-        resting = f" and {format_size(plan['resting_device_bytes'])} for {units} whole units"
+    if plan.resting_device_bytes:
+        units = sum(unit.on_device for unit in plan.units)
+        resting = f" and {format_size(plan.resting_device_bytes)} for {units} whole units"
     return (
         f"{', '.join(f'{count} units {mode}' for mode, count in modes.items())}; device peak "
-        f"{format_size(plan['peaks']['device']['bytes'])}, of it "
-        f"{format_size(plan['param_device_bytes'])} for parameters{resting}; "
-        f"{like(run['step_seconds'])(run['step_seconds'])} a step predicted, "
-        f"{bound['seconds'] / run['step_seconds']:.0%} of the bound ({bound['what']})"
+        f"{format_size(plan.peaks['device'].bytes)}, of it "
+        f"{format_size(plan.param_device_bytes)} for parameters{resting}; "
+        f"{like(run.step_seconds)(run.step_seconds)} a step predicted, "
+        f"{bound.seconds / run.step_seconds:.0%} of the bound ({bound.what})"
     )
 
 

@@ -14,10 +14,11 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import _core
 from .._config.choices import HOST
 from .._config.machine import processor_name, processors
 from .._config.sizes import format_size
@@ -153,7 +154,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
-        return asdict(self)
+        plain = asdict(replace(self, plan=None, trace=None, simulation=None))
+        for name in ("plan", "trace", "simulation"):
+            struct = getattr(self, name)
+            plain[name] = struct and struct.to_dict()
+        return plain
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON, for `strata report`."""
@@ -176,6 +181,12 @@ class Report:
             values["planned"] = [PlannedRow(**row) for row in values["planned"]]
             values["lags"] = [Lag(**row) for row in values.get("lags", [])]
             values["records"] = [StepRecord.from_dict(row) for row in values["records"]]
+            for name, struct in (
+                ("plan", _core.StepPlan),
+                ("trace", _core.Trace),
+                ("simulation", _core.Simulation),
+            ):
+                values[name] = values[name] and struct(**values[name])
             return Report(**values)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is a damaged report: {error}") from error
@@ -253,7 +264,7 @@ def _planned(planning: Planning) -> dict[str, Any]:
     judged = planning.judged
     speed: dict[str, Any] = {}
     if judged is not None and bound is not None and judged.step_seconds > 0:
-        percent = 100 * bound["seconds"] / judged.step_seconds
+        percent = 100 * bound.seconds / judged.step_seconds
         speed = {
             "judged": judged,
             "measured_seconds": judged.step_seconds,
@@ -264,9 +275,9 @@ def _planned(planning: Planning) -> dict[str, Any]:
         "plan": plan,
         "trace": trace,
         "simulation": simulation,
-        "predicted_seconds": simulation["step_seconds"] if simulation else None,
-        "bound_seconds": bound["seconds"] if bound else None,
-        "bound_what": bound["what"] if bound else "",
+        "predicted_seconds": simulation.step_seconds if simulation else None,
+        "bound_seconds": bound.seconds if bound else None,
+        "bound_what": bound.what if bound else "",
         "limited": planning.limited,
         "peaks": planned_peaks(plan, trace),
         "planned": planned_rows(plan, trace) if trace else [],
@@ -276,13 +287,13 @@ def _planned(planning: Planning) -> dict[str, Any]:
 def planned_peaks(plan: StepPlan, trace: Trace | None) -> dict[str, PlannedPeak]:
     """The peak of every tier, with the name of the moment."""
     peaks: dict[str, PlannedPeak] = {}
-    for tier, peak in plan["peaks"].items():
+    for tier, peak in plan.peaks.items():
         where = ""
-        if trace and peak["use"] < len(trace["uses"]):
-            use = trace["uses"][peak["use"]]
-            way = "backward" if use["backward"] else "forward"
-            where = f"{way} of {trace['units'][use['unit']]['name']}"
-        peaks[tier] = PlannedPeak(peak["bytes"], peak["budget"], where)
+        if trace and peak.use < len(trace.uses):
+            use = trace.uses[peak.use]
+            way = "backward" if use.backward else "forward"
+            where = f"{way} of {trace.units[use.unit].name}"
+        peaks[tier] = PlannedPeak(peak.bytes, peak.budget, where)
     return peaks
 
 
@@ -290,24 +301,22 @@ def planned_rows(plan: StepPlan, trace: Trace) -> list[PlannedRow]:
     """The plan as a table, in the order of the units."""
     return [
         PlannedRow(
-            unit["name"],
-            planned["activation"],
-            planned["slices"],
-            _resting(planned, planned["param_ssd_bytes"], unit["param_bytes"]),
-            _resting(planned, planned["grad_ssd_bytes"], unit["grad_bytes"]),
-            _resting(planned, planned["state_ssd_bytes"], unit["state_bytes"]),
+            unit.name,
+            planned.activation,
+            planned.slices,
+            _resting(planned, planned.param_ssd_bytes, unit.param_bytes),
+            _resting(planned, planned.grad_ssd_bytes, unit.grad_bytes),
+            _resting(planned, planned.state_ssd_bytes, unit.state_bytes),
             resident,
         )
-        for unit, planned, resident in zip(
-            trace["units"], plan["units"], plan["resident"], strict=True
-        )
+        for unit, planned, resident in zip(trace.units, plan.units, plan.resident, strict=True)
     ]
 
 
 def _resting(planned: PlannedUnit, on_ssd: int, size: int) -> str:
     if size == 0:
         return "none"
-    if planned["on_device"]:
+    if planned.on_device:
         return "device"
     return "host" if on_ssd == 0 else "ssd" if on_ssd >= size else "mixed"
 

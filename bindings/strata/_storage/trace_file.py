@@ -30,10 +30,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .. import _core
 from .._config import device, machine
 from .._config.choices import RECOMPUTES
 from .._runtime.wrapped import wrapped
@@ -105,12 +106,12 @@ def save(path: str | Path, trace: Trace, origin: Origin | None = None) -> None:
     itself."""
     if problem := contradiction(trace):
         raise ValueError(f"this trace contradicts itself: {problem}")
-    content = cast(dict[str, Any], trace)
+    content = trace.to_dict()
     head = {
         "format": FORMAT,
         "version": VERSION,
         "origin": dataclasses.asdict(origin or Origin()),
-        "parameters": sum(unit["elements"] for unit in trace["units"]),
+        "parameters": sum(unit.elements for unit in trace.units),
         "units_hash": _units_hash(units_of(trace)),
         **{name: content[name] for name in SINGLE},
     }
@@ -182,15 +183,27 @@ def _parse(content: dict[str, Any]) -> TraceFile:
         values[name] = _checked(content[name], kind, name)
     for name, fields in TABLES.items():
         values[name] = _rows(content[name], fields, name)
-    trace = cast("Trace", values)
+    trace = _made(values)
     if problem := contradiction(trace):
         raise ValueError(f"the trace contradicts itself: {problem}")
-    elements = sum(unit["elements"] for unit in trace["units"])
+    elements = sum(unit.elements for unit in trace.units)
     if content["parameters"] != elements:
         raise ValueError(f"it names {content['parameters']} parameters, its units have {elements}")
     if content["units_hash"] != _units_hash(units_of(trace)):
         raise ValueError("its units are not those that it was written with")
     return TraceFile(trace, _origin(content["origin"]))
+
+
+def _made(values: dict[str, Any]) -> Trace:
+    try:
+        return _core.Trace(
+            **{name: values[name] for name in SINGLE},
+            units=[_core.TracedUnit(**row) for row in values["units"]],
+            uses=[_core.Use(**row) for row in values["uses"]],
+            tensors=[_core.SavedTensor(**row) for row in values["tensors"]],
+        )
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _rows(table: Any, fields: Mapping[str, type], name: str) -> list[dict[str, Any]]:
@@ -237,39 +250,39 @@ def _origin(content: Any) -> Origin:
 
 def contradiction(trace: Trace) -> str:
     """The first thing in a trace that cannot be; "" where there is none."""
-    units, uses, moments = trace["units"], trace["uses"], trace["moments"]
+    units, uses, moments = trace.units, trace.uses, trace.moments
     for unit in units:
-        if unit["traced"] not in TRACED:
-            return f"unit {unit['name']} was traced with activations {unit['traced']!r}"
-        if unit["slices_max"] < 1:
-            return f"unit {unit['name']} has no slices"
-        if not 1 <= unit["slices_traced"] <= unit["slices_max"]:
-            return f"unit {unit['name']} was traced on {unit['slices_traced']} slices"
-        if unit["slices_traced"] > 1 and unit["traced"] == "keep":
-            return f"unit {unit['name']} was traced on slices and not recomputed"
+        if unit.traced not in TRACED:
+            return f"unit {unit.name} was traced with activations {unit.traced!r}"
+        if unit.slices_max < 1:
+            return f"unit {unit.name} has no slices"
+        if not 1 <= unit.slices_traced <= unit.slices_max:
+            return f"unit {unit.name} was traced on {unit.slices_traced} slices"
+        if unit.slices_traced > 1 and unit.traced == "keep":
+            return f"unit {unit.name} was traced on slices and not recomputed"
     before = -1
     for i, use in enumerate(uses):
-        if use["unit"] >= len(units):
-            return f"use {i} is of unit {use['unit']} of {len(units)}"
-        if not use["enter"] < use["leave"] < moments:
-            return f"use {i} lasts from moment {use['enter']} to {use['leave']} of {moments}"
-        if use["enter"] <= before:
-            return f"use {i} is entered at moment {use['enter']}, before use {i - 1}"
-        if use["peak_bytes"] < use["live_bytes"]:
-            return f"use {i} has a peak of {use['peak_bytes']} bytes, below what was there"
-        before = use["enter"]
-    for i, tensor in enumerate(trace["tensors"]):
-        born, last = tensor["born"], tensor["last_used"]
+        if use.unit >= len(units):
+            return f"use {i} is of unit {use.unit} of {len(units)}"
+        if not use.enter < use.leave < moments:
+            return f"use {i} lasts from moment {use.enter} to {use.leave} of {moments}"
+        if use.enter <= before:
+            return f"use {i} is entered at moment {use.enter}, before use {i - 1}"
+        if use.peak_bytes < use.live_bytes:
+            return f"use {i} has a peak of {use.peak_bytes} bytes, below what was there"
+        before = use.enter
+    for i, tensor in enumerate(trace.tensors):
+        born, last = tensor.born, tensor.last_used
         if not born <= last < len(uses):
             return f"saved tensor {i} is born in use {born} and last used in use {last}"
-        if tensor["unit"] != uses[born]["unit"] or uses[born]["backward"]:
+        if tensor.unit != uses[born].unit or uses[born].backward:
             return f"saved tensor {i} is not born in a forward use of its unit"
     return ""
 
 
 def units_of(trace: Trace) -> list[tuple[str, int]]:
     """The names of a trace's units and their elements."""
-    return [(unit["name"], unit["elements"]) for unit in trace["units"]]
+    return [(unit.name, unit.elements) for unit in trace.units]
 
 
 def mismatch(trace: Trace, units: Sequence[tuple[str, int]]) -> str:

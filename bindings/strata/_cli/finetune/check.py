@@ -57,10 +57,10 @@ class Wear:
             return []
         self._timed = True
         return wear_lines(
-            simulation["lanes"]["write"]["bytes"],
+            simulation.lanes["write"].bytes,
             self.endurance_bytes,
             None if self.bytes_per_step else self.steps,
-            simulation["step_seconds"],
+            simulation.step_seconds,
         )
 
 
@@ -100,7 +100,7 @@ def check(choice: Choice, options: Options, device: str) -> Wear:
     except ValueError as error:
         log.debug("nothing is known before the first step: %s", error)
         return wear
-    least = found.plan["device_bytes_min"]
+    least = found.plan.device_bytes_min
     if SURE_SHARE * least > budgets["device"]:
         raise StrataError(
             f"infeasible: the device budget is {format_size(budgets['device'])}, and a step of "

@@ -12,7 +12,6 @@
 namespace strata {
 
 py::dict plan_dict(const Config& config, const Residence& home);
-py::dict budgets_dict(const Budgets& budgets);
 py::dict stats_dict(const SessionStats& stats);
 py::list timeline_list(const std::vector<TimelineSpan>& spans);
 

@@ -1,4 +1,4 @@
-#include "bindings/told.hpp"
+#include "bindings/to_dict.hpp"
 
 #include <algorithm>
 
@@ -72,17 +72,6 @@ py::dict plan_dict(const Config& config, const Residence& home) {
   plan["nested_bytes"] = home.nested_frames * page;
   plan["units"] = units;
   return plan;
-}
-
-py::dict budgets_dict(const Budgets& budgets) {
-  py::dict out;
-  out["page_bytes"] = budgets.page_bytes;
-  out["device_bytes"] = budgets.device_bytes;
-  out["host_bytes"] = budgets.host_bytes;
-  out["ssd_bytes"] = budgets.ssd_bytes;
-  out["staging_bytes"] = budgets.staging_bytes;
-  out["grads_rest"] = budgets.grads_rest;
-  return out;
 }
 
 namespace {

@@ -1,4 +1,4 @@
-#include "bindings/asked.hpp"
+#include "bindings/parse.hpp"
 
 namespace strata {
 namespace {
