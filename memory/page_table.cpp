@@ -67,11 +67,8 @@ void PageTable::begin_fill(PageId page, Placement at, std::uint64_t version) {
   const bool is_move = version > 0 && version <= newest(page);
   STRATA_ASSERT(!is_move || held_elsewhere(page, at.tier, version));
   STRATA_ASSERT(version <= newest(page) || !is_being_renewed(page));
-  copy = {.state = CopyState::filling,
-          .drains = 0,
-          .pins = 0,
-          .place = at.place,
-          .version = version};
+  copy = {
+      .state = CopyState::filling, .drains = 0, .pins = 0, .place = at.place, .version = version};
   ++copies_[index(at.tier)];
 }
 

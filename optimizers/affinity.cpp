@@ -128,7 +128,7 @@ std::vector<int> choose_cores(const Topology& machine, std::span<const int> allo
 }
 
 WorkerPlacement choose_placement(const Topology& machine, std::span<const int> allowed,
-                           int compute_threads, int workers) {
+                                 int compute_threads, int workers) {
   WorkerPlacement placement{.cpus = choose_cores(machine, allowed, compute_threads, workers)};
   placement.give_way = placement.cpus.empty();
   return placement;

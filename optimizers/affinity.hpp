@@ -4,8 +4,8 @@
 // Threads: all but place_this_thread() are free of side effects.
 //
 //   const Topology machine = read_topology();
-//   const WorkerPlacement where = choose_placement(machine, allowed_cpus(), compute_threads, workers);
-//   place_this_thread(where, worker);       // on each worker's own thread
+//   const WorkerPlacement where = choose_placement(machine, allowed_cpus(), compute_threads,
+//   workers); place_this_thread(where, worker);       // on each worker's own thread
 //   log(describe(where));                   // "workers: pinned to cores 14, 15"
 #pragma once
 
@@ -45,7 +45,7 @@ struct WorkerPlacement {
 };
 
 WorkerPlacement choose_placement(const Topology& machine, std::span<const int> allowed,
-                           int compute_threads, int workers);
+                                 int compute_threads, int workers);
 
 // A thread that cannot be placed stays where it is.
 void place_this_thread(const WorkerPlacement& placement, int worker);
