@@ -25,6 +25,7 @@ BENCHES = {
     "vs-deepspeed": "a training step against DeepSpeed's ZeRO-3 with CPU and with NVMe offload",
     "give-way": "computation beside a worker on the same cores, under each way to step back",
     "capacity": "the largest Llama that trains within 2 GiB of memory and 20 GB of SSD",
+    "lock": "how long the core's lock is held in steady steps; checksums of a fast disk's pages",
     "wrap": "what a wrapped module costs when its parameters are there already",
     "plan-error": "predicted against measured step time, in six settings",
     "bound": "measured step time against the lower bound, in the same settings",

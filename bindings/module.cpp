@@ -64,6 +64,13 @@ void set_python_error(const py::object& type, const Error& error) {
   PyErr_SetObject(type.ptr(), raised.ptr());
 }
 
+// Without the GIL: whoever has the core's lock may wait for it.
+template <typename Verb>
+auto unlocked(Verb verb) {
+  const py::gil_scoped_release release;
+  return verb();
+}
+
 dlpack::Device device_of(const Session& session) {
   const auto ordinal = cuda_ordinal(session.config().device);
   return ordinal ? dlpack::Device{dlpack::kCuda, *ordinal} : dlpack::Device{};
@@ -71,8 +78,8 @@ dlpack::Device device_of(const Session& session) {
 
 py::capsule tensor_capsule(Session& session, std::uint32_t param) {
   const ParamSpec& spec = session.config().params.at(param);
-  auto* managed =
-      dlpack::make(session.device_address(param), spec.numel, spec.dtype, device_of(session));
+  std::byte* const address = unlocked([&] { return session.device_address(param); });
+  auto* managed = dlpack::make(address, spec.numel, spec.dtype, device_of(session));
   // A consumer renames the capsule and calls the deleter itself; an unconsumed one frees here.
   return py::reinterpret_steal<py::capsule>(
       PyCapsule_New(managed, dlpack::kCapsuleName, [](PyObject* capsule) {
@@ -208,8 +215,19 @@ void bind_updates(SessionClass& session) {
       .def("param_step", &Session::step_of, Release())
       .def("set_param_step", &Session::set_step, Release())
       .def("synchronize", &Session::synchronize, Release())
-      .def("stats", [](Session& s) { return stats_dict(s.stats()); })
-      .def("timeline", [](Session& s) { return timeline_list(s.timeline()); })
+      .def("stats", [](Session& s) { return stats_dict(unlocked([&] { return s.stats(); })); })
+      .def("timeline",
+           [](Session& s) { return timeline_list(unlocked([&] { return s.timeline(); })); })
+      .def("lock_holds",
+           [](Session& s) {
+             const LockMeter::Figures figures = unlocked([&] { return s.lock_holds(); });
+             py::dict out;
+             out["holds"] = figures.holds;
+             out["sum_s"] = static_cast<double>(figures.sum_ns) * 1e-9;
+             out["longest_s"] = static_cast<double>(figures.longest_ns) * 1e-9;
+             out["wall_ns"] = figures.wall_ns;
+             return out;
+           })
       .def("close", &Session::close, Release());
 }
 
@@ -219,11 +237,12 @@ void bind_session(py::module_& module) {
   session
       .def(py::init(&make_session), py::arg("config"), py::arg("foreign") = py::none(),
            py::keep_alive<1, 3>())
-      .def_property_readonly("plan",
-                             [](Session& s) { return plan_dict(s.config(), s.residence()); })
+      .def_property_readonly(
+          "plan",
+          [](Session& s) { return plan_dict(s.config(), unlocked([&] { return s.residence(); })); })
       .def("step_budgets",
            [](Session& s, std::size_t device_bytes) {
-             return step_budgets(s.config(), s.residence(), device_bytes);
+             return step_budgets(s.config(), unlocked([&] { return s.residence(); }), device_bytes);
            })
       .def_property_readonly("device",
                              [](const Session& s) {

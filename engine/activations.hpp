@@ -51,8 +51,7 @@ struct ActivationRoom {
 //
 // Invariants:
 //   1. Every page of the room is free, in one live save, in the heap, or spent.
-//   2. A save is in queue_ exactly while it is being copied; `left` of its pieces are not there
-//   yet.
+//   2. A save is in queue_ exactly while it is being copied; `left` of its pieces are to come.
 //   3. Of each way at most kCopiesMax copies are in flight, or kDemandedMax where the last ones are
 //      of saves that somebody waits for; and at most frames_max pages that rest on the SSD are open
 //      for copies or asked for.

@@ -4,7 +4,7 @@
 // Threads: one caller at a time (the core's lock).
 //
 //   const BetweenSteps::StepCall call(between_steps, lock);         // waits while pages move
-//   const BetweenSteps::Rearrangement moving(between_steps, lock);  // while no call is under way
+//   const BetweenSteps::Rearrangement moving(between_steps);        // while no call is under way
 //
 // Note [Between two steps]
 // A rearrangement gives the lock up while pages move, and what it then does to frames and plans

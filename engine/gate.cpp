@@ -17,7 +17,7 @@ Gate::Gate(GateOptions options) : options_(std::move(options)) {
       options_.idle ? kLooksMaxVirtual : static_cast<int>(kStuckAfter / options_.look_period);
 }
 
-Gate::Call::Call(Gate& gate, Enters enters) : gate_(gate), lock_(gate.mutex_) {
+Gate::Call::Call(Gate& gate, Enters enters) : gate_(gate), lock_(gate.mutex_, gate.metering_) {
   if (enters == Enters::working)
     gate_.throw_if_failed();
   else
@@ -35,8 +35,10 @@ bool Gate::close() {
   if (closed_) return false;
   closed_ = true;
   notify();
-  moved_.wait(lock.native(), [this]() STRATA_REQUIRES(core_lock) { return inside_ == 0; });
-  return true;
+  return lock.give_up([this](auto& held) {
+    moved_.wait(held, [this]() STRATA_REQUIRES(core_lock) { return inside_ == 0; });
+    return true;
+  });
 }
 
 void Gate::fail(Error error) {
@@ -88,7 +90,9 @@ void Gate::wait(Lock& lock, const std::function<bool()>& ready, const Awaited& a
     if (options_.idle)
       options_.idle();
     else
-      slept = moved_.wait_for(lock.native(), options_.look_period) == std::cv_status::timeout;
+      slept = lock.give_up([this](auto& held) {
+        return moved_.wait_for(held, options_.look_period) == std::cv_status::timeout;
+      });
     throw_if_failed();
     if (progress_ != seen || duties_.runs_foreign()) {
       seen = progress_;

@@ -14,6 +14,7 @@
 // runs on a worker: somebody may be debugging it.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -56,7 +57,7 @@ struct GateDuties {
 };
 
 // Invariants:
-//   1. Once failed_ or closed, it stays so.
+//   1. Once it has failed or is closed, it stays so.
 //   2. close() returns when nobody is inside.
 class Gate final {
  public:
@@ -105,7 +106,14 @@ class Gate final {
   const std::optional<Error>& failure() const STRATA_REQUIRES(core_lock) { return failure_; }
   void throw_if_failed() const STRATA_REQUIRES(core_lock);
 
+  // For who comes in without a Call, and waits for nothing.
   std::mutex& mutex() { return mutex_; }
+  LockMeter* meter() const { return metering_; }
+  // How long the lock was held since the last call. The first one begins to measure.
+  LockMeter::Figures holds() STRATA_REQUIRES(core_lock) {
+    metering_ = &meter_;
+    return meter_.take();
+  }
 
  private:
   void throw_if_closed() const;
@@ -114,6 +122,8 @@ class Gate final {
   GateOptions options_;
   GateDuties duties_;
   std::mutex mutex_;
+  std::atomic<LockMeter*> metering_ = nullptr;
+  LockMeter meter_ STRATA_GUARDED_BY(core_lock);
   std::condition_variable moved_;
   std::optional<Error> failure_ STRATA_GUARDED_BY(core_lock);
   std::uint64_t progress_ STRATA_GUARDED_BY(core_lock) = 0;  // turns that moved something

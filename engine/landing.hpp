@@ -15,9 +15,8 @@
 //   3. It is copied as it is to a page in host memory that is pinned: the GPU's copy engine writes
 //      into the page, while a kernel reads the same bytes for their sums. No byte of it passes the
 //      processor.
-//   4. Everything else (it is added to what is there, or becomes float32, or the page is not
-//   pinned,
-//      or kernels do not reach host memory): it comes through two bounce buffers, pinned and set
+//   4. Everything else (it is added to what is there, becomes float32, its page is not pinned, or
+//      kernels do not reach host memory): it comes through two bounce buffers, pinned and set
 //      aside, and the processor lands it: one run while the next is being copied.
 // Sums, of blocks, come back through the bounce buffers too. A gradient of a GPU begins in way 2 or
 // 3 where it can, and goes on in the fourth from the first run on that has to: then nothing else

@@ -100,7 +100,9 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
   } catch (...) {
     if (base_.gate.failure() || base_.gate.closed()) throw;
     param_frames_ = before;
-    if (parts_.prefetcher.still()) follow_limit(frames_left(base_.residence()));
+    wait_until_moved(lock);
+    follow_limit(frames_left(base_.residence()));
+    parts_.planner.replan();
     parts_.prefetcher.begin_step();
     throw;
   }
@@ -120,6 +122,7 @@ void Rearranger::carry_out(Lock& lock, const Room& wanted, const Room& stay, con
   // 2. Units leave; those that move get their frames, or give them up; units come behind these.
   wait_until_still(lock);
   if (leaves) arrange(lock, stay);
+  wait_until_moved(lock);
   follow_limit(frames);
   if (!same(wanted, room())) arrange(lock, wanted);
   // 3. The frames of those that move are planned for what there is.
@@ -161,6 +164,12 @@ std::uint32_t Rearranger::frames_needed() const {
   return needed;
 }
 
+// Nothing is on its way, not even for reads from outside, which go on beside a rearrangement.
+void Rearranger::wait_until_moved(Lock& lock) {
+  base_.gate.wait(
+      lock, [&] { return parts_.prefetcher.still() && base_.transfers.idle(); }, kMoves);
+}
+
 // Parameters that come and go get so many frames. REQUIRES: nothing moves, and nothing rests there.
 void Rearranger::follow_limit(std::uint32_t frames) {
   resize_device(std::max(frames, base_.tiers.device_frames()));
@@ -197,6 +206,7 @@ void Rearranger::arrange(Lock& lock, const Room& room) {
   forget_activation_pages();
   move_pages(lock, then);
   parts_.swapping.saves().reserve(take_activation_pages());
+  wait_until_moved(lock);
   resize_device(frames_needed());
   base_.gate.notify();
 }

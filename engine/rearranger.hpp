@@ -16,7 +16,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <vector>
 
 #include "engine/between_steps.hpp"
@@ -78,6 +77,7 @@ class Rearranger final {
   void carry_out(Lock& lock, const Room& wanted, const Room& stay, const Trace& uses)
       STRATA_REQUIRES(core_lock);
   void wait_until_still(Lock& lock) STRATA_REQUIRES(core_lock);
+  void wait_until_moved(Lock& lock) STRATA_REQUIRES(core_lock);
   std::uint32_t frames_left(const Residence& home) const;
   std::uint32_t frames_needed() const;
   void follow_limit(std::uint32_t frames);
@@ -90,7 +90,6 @@ class Rearranger final {
   bool begin_move(const Move& move);
   bool end_move(const Move& move);
   void move_pages(Lock& lock, const Residence& then) STRATA_REQUIRES(core_lock);
-  void resize_staging(Lock& lock, std::span<const Move> moves) STRATA_REQUIRES(core_lock);
 
   Parts parts_;
   Foundation& base_;

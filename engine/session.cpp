@@ -1,6 +1,7 @@
 #include "engine/session.hpp"
 
 #include <optional>
+#include <utility>
 
 #include "engine/pace.hpp"
 
@@ -17,9 +18,13 @@ void Session::close() {
   if (!gate_.close()) return;
   bell_.ring();
   if (pump_.joinable()) pump_.join();
-  const Lock lock(gate_.mutex());
-  last_ = core_->base.residence();
-  core_.reset();
+  std::unique_ptr<Core> closing;
+  {
+    const Lock lock(gate_.mutex());
+    last_ = core_->base.residence();
+    closing = std::move(core_);
+  }
+  // Without the lock: a worker may be in the middle of somebody's Python, which may look at us.
 }
 
 Residence Session::residence() {
@@ -32,7 +37,7 @@ void Session::pump() {
   std::optional<Pace> pace;
   for (std::chrono::nanoseconds sleep = kPumpPeriod;;) {
     const bool rang = bell_.wait(sleep);
-    const Lock lock(gate_.mutex());
+    const Lock lock(gate_.mutex(), gate_.meter());
     if (gate_.closed()) return;
     if (!pace) pace.emplace(core_->base.tiers.device());
     if (pace->wakes(rang)) gate_.take_turns();

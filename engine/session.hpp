@@ -63,15 +63,15 @@ class Session final {
     core_->visits.enter(in.lock(), unit, {backward, recorded, stream, visit});
   }
   bool leave(UnitId unit, Stream stream = nullptr, Visit visit = 0) {
-    const Lock lock(gate_.mutex());
+    const Lock lock(gate_.mutex(), gate_.meter());
     return !gate_.closed() && core_->visits.leave(unit, stream, visit);
   }
   std::size_t leave_all_but(const std::vector<Visit>& live, Visit bound, Stream stream = nullptr) {
-    const Lock lock(gate_.mutex());
+    const Lock lock(gate_.mutex(), gate_.meter());
     return gate_.closed() ? 0 : core_->visits.leave_all_but(live, bound, stream);
   }
   std::size_t entered(UnitId unit) {
-    const Lock lock(gate_.mutex());
+    const Lock lock(gate_.mutex(), gate_.meter());
     return gate_.closed() ? 0 : core_->visits.entered(unit);
   }
   bool resident(UnitId unit) {
@@ -114,7 +114,7 @@ class Session final {
     return core_->swapping.await(in.lock(), id, stream);
   }
   void drop_activation(SaveId id) {
-    const Lock lock(gate_.mutex());
+    const Lock lock(gate_.mutex(), gate_.meter());
     if (!gate_.closed()) core_->swapping.drop(id);
   }
 
@@ -134,11 +134,11 @@ class Session final {
     return core_->gradients.count(param);
   }
   bool updated(std::uint32_t param) {
-    const Lock lock(gate_.mutex());
+    const Lock lock(gate_.mutex(), gate_.meter());
     return !gate_.closed() && core_->gradients.used(param);
   }
   bool in_half_step() {
-    const Lock lock(gate_.mutex());
+    const Lock lock(gate_.mutex(), gate_.meter());
     return !gate_.closed() && core_->gradients.any_used();
   }
 
@@ -164,7 +164,7 @@ class Session final {
     core_->steps.synchronize(in.lock());
   }
   std::uint64_t steps() {
-    const Lock lock(gate_.mutex());
+    const Lock lock(gate_.mutex(), gate_.meter());
     return gate_.closed() ? 0 : core_->steps.count();
   }
   std::int64_t step_of(std::uint32_t param) {
@@ -186,6 +186,11 @@ class Session final {
   std::vector<TimelineSpan> timeline() {
     const Gate::Call in(gate_, Gate::Enters::failed_too);
     return core_->base.timeline.take();
+  }
+  // How long the lock was held since the last call, of which the first begins to measure.
+  LockMeter::Figures lock_holds() {
+    Gate::Call in(gate_);
+    return gate_.holds();
   }
   // Sends away who waits, waits for who copies, and gives everything back.
   void close();

@@ -2,8 +2,8 @@
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   steps.complete(lock, unit, groups, 0.0);             // in_backward: the unit's gradients are
-//   there StepResult result = steps.step(lock, groups, {.max_norm = 1.0});
+//   steps.complete(lock, unit, groups, 0.0);      // in_backward: all gradients of the unit landed
+//   StepResult result = steps.step(lock, groups, {.max_norm = 1.0});
 #pragma once
 
 #include <cstdint>

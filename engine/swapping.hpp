@@ -5,8 +5,8 @@
 //   const auto id = swapping.save(lock, data, bytes, Tier::host, unit, stream);   // none: no room
 //   swapping.saved(lock, *id, true);                     // now the device's memory may go
 //   swapping.fetch(*id, data, stream);
-//   swapping.await(lock, *id, stream);                   // computation on the stream sees the
-//   bytes swapping.drop(*id);
+//   swapping.await(lock, *id, stream);                   // what the stream computes sees the bytes
+//   swapping.drop(*id);
 //
 // Note [Bytes in order]
 // A GPU's streams run behind the caller, who submits work that is to come: what must wait for a

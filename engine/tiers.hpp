@@ -3,7 +3,7 @@
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   Tiers tiers(config, claims, page_bytes, parts, &bell);     // throws StrataError
+//   Tiers tiers(config, home, std::move(parts), &bell);        // throws StrataError
 //   tiers.resize_device(frames);
 //   tiers.grow(claims_of_then);
 #pragma once

@@ -34,8 +34,7 @@ struct RunSize {
 // Invariants:
 //   1. bytes_ is the sum over runs_.
 //   2. Sums of runs_ do not overlap, and lie in a ring of sums_max_: those of the newest begin
-//   where
-//      the last ones end, or at 0.
+//      where the last ones end, or at 0.
 class UnderWay final {
  public:
   explicit UnderWay(std::size_t sums_max) : sums_max_(sums_max) {}

@@ -5,8 +5,8 @@
 // Threads: one caller at a time (the core's lock). Workers see only the spans of memory.
 //
 //   updates.note_landed(chunk, param);
-//   updates.release({.step = 1, .groups = groups, .scale_of = scales, .units =
-//   prefetcher.order()}); while (updates.busy()) { ...turn... }
+//   updates.release({.step = 1, .groups = groups, .scale_of = scales, .units = order});
+//   while (updates.busy()) { ...turn... }
 //
 // Note [Versions]. A chunk is at version v when the gradients of all steps up to v are in its
 // parameters. After step n a forward needs version n - max_staleness: only the parameter pages that

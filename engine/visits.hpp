@@ -2,8 +2,8 @@
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   visits.enter(lock, unit, {.backward = false, .visit = 7});   // returns when its parameters are
-//   there visits.leave(unit, stream, 7);
+//   visits.enter(lock, unit, {.backward = false, .visit = 7});   // its parameters are there
+//   visits.leave(unit, stream, 7);
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,9 @@
 //   { const Unlocked unlocked(lock); ...bytes... }      // held again behind it
 #pragma once
 
+#include <cstdint>
 #include <mutex>
+#include <vector>
 
 #if defined(__clang__)
 #define STRATA_THREAD_SAFETY(attribute) __attribute__((attribute))
@@ -28,25 +30,69 @@ namespace strata {
 class STRATA_THREAD_SAFETY(capability("core lock")) CoreLock final {};
 inline constexpr CoreLock core_lock;
 
+// How long the lock is held at a time, in the holder's processor time and by the wall clock. To
+// look at the clocks costs about as much as a short hold, so only a bench has one.
+class LockMeter final {
+ public:
+  struct Figures {
+    std::uint64_t holds = 0;
+    std::int64_t sum_ns = 0, longest_ns = 0;  // of processor time
+    std::vector<std::int64_t> wall_ns;        // by hold, the newest so many
+  };
+
+  // With the lock: it was taken; it is about to be given up.
+  void begin();
+  void end();
+  // With the lock: since the last call.
+  Figures take();
+
+ private:
+  Figures figures_;
+  std::int64_t began_ns_ = 0, wall_began_ns_ = 0;
+};
+
 class STRATA_THREAD_SAFETY(scoped_lockable) Lock final {
  public:
-  explicit Lock(std::mutex& mutex) STRATA_ACQUIRE(core_lock) : held_(mutex) {}
-  ~Lock() STRATA_RELEASE() = default;
+  // `meter` may be null.
+  explicit Lock(std::mutex& mutex, LockMeter* meter = nullptr) STRATA_ACQUIRE(core_lock)
+      : held_(mutex), meter_(meter) {
+    if (meter_ != nullptr) meter_->begin();
+  }
+  ~Lock() STRATA_RELEASE() {
+    if (meter_ != nullptr) meter_->end();
+  }
   Lock(const Lock&) = delete;
   Lock& operator=(const Lock&) = delete;
 
-  // For a condition variable, which gives it up and takes it again.
-  std::unique_lock<std::mutex>& native() { return held_; }
+  // Gives it up while `wait` runs on the native lock, as a condition variable does.
+  template <typename Wait>
+  auto give_up(Wait wait) {
+    if (meter_ != nullptr) meter_->end();
+    const auto result = wait(held_);
+    if (meter_ != nullptr) meter_->begin();
+    return result;
+  }
 
  private:
+  friend class Unlocked;
+  void unlock() {
+    if (meter_ != nullptr) meter_->end();
+    held_.unlock();
+  }
+  void relock() {
+    held_.lock();
+    if (meter_ != nullptr) meter_->begin();
+  }
+
   std::unique_lock<std::mutex> held_;
+  LockMeter* meter_;
 };
 
 // The lock is not held while this lives.
 class STRATA_THREAD_SAFETY(scoped_lockable) Unlocked final {
  public:
-  explicit Unlocked(Lock& lock) STRATA_RELEASE(core_lock) : lock_(lock) { lock_.native().unlock(); }
-  ~Unlocked() STRATA_RELEASE() { lock_.native().lock(); }  // ends what the constructor began
+  explicit Unlocked(Lock& lock) STRATA_RELEASE(core_lock) : lock_(lock) { lock_.unlock(); }
+  ~Unlocked() STRATA_RELEASE() { lock_.relock(); }  // ends what the constructor began
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
 

@@ -1,6 +1,6 @@
 // PageTable: for every page, where it rests (its Placement), what each tier holds of it (a Copy),
 // which contents are the newest, and who must not move. It knows nothing of how bytes travel:
-// Transfers tells it when they start and arrive, and nobody else changes the state of a copy.
+// Transfers tells it when they start and arrive.
 //
 // Threads: one caller at a time (the core's lock).
 //

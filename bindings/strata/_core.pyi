@@ -236,6 +236,10 @@ class Session:
         saw parameters 0, 1, ... steps old), "merged gradients" and "update waits". "driver": what a
         GPU's driver was asked to wait for and to map, in calls by strata ("event_not_ready": looks
         that found nothing); empty on the host."""
+    def lock_holds(self) -> dict[str, Any]:
+        """How long the core's lock was held since the last call, of which the first begins to
+        measure: "holds", and of the holder's processor time "sum_s" and "longest_s"; "wall_ns" by
+        the wall clock, hold by hold."""
     def adopt(
         self,
         on_device: list[bool] | None = None,

@@ -18,12 +18,23 @@ DeviceFrames::DeviceFrames(PageTable& table, Backend& backend,
       limit_(frame_count) {
   for (std::vector<PageId>& pages : units) {
     for (std::uint32_t i = 0; i < pages.size(); ++i) pages_[index(pages[i])].in_view = i;
-    std::byte* view = pages.empty() ? nullptr : backend_.reserve(pages.size() * page_bytes);
-    units_.push_back({std::move(pages), view});
+    units_.push_back({std::move(pages), nullptr});
+  }
+  try {
+    for (UnitView& unit : units_) {
+      if (!unit.pages.empty()) unit.view = backend_.reserve(unit.pages.size() * page_bytes);
+    }
+  } catch (...) {
+    release_views();
+    throw;
   }
 }
 
 DeviceFrames::~DeviceFrames() {
+  release_views();
+}
+
+void DeviceFrames::release_views() {
   for (const UnitView& unit : units_) {
     if (unit.view != nullptr) backend_.release(unit.view, unit.pages.size() * page_bytes_);
   }

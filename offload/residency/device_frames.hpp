@@ -4,9 +4,9 @@
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   if (!frames.take(page, frame)) ...frames.failure()...   // the page has it, and its view shows
-//   it frames.evict(page);                                      // drops the device's copy
-//   frames.plan(unit, planned); frames.show_planned(unit);   // ahead of its use: mapping is slow
+//   if (!frames.take(page, frame)) ...frames.failure()...   // the page has it, the view shows it
+//   frames.evict(page);                                      // drops the device's copy
+//   frames.plan(unit, planned);                              // ahead of its use: mapping is slow
 #pragma once
 
 #include <cstdint>
@@ -78,6 +78,7 @@ class DeviceFrames final {
   };
 
   std::optional<Error> show(UnitId unit, std::vector<ViewPage> pages);
+  void release_views();
 
   PageTable& table_;
   Backend& backend_;

@@ -70,13 +70,14 @@ bool Loads::start() {
 
 bool Loads::turn() {
   // From phase 3 to the end. What failed gives its frame back; the session ends, and says why.
-  for (const Completion& completion : transfers_.take(Requester::loads)) {
+  const std::vector<Completion> completions = transfers_.take(Requester::loads);
+  for (const Completion& completion : completions) {
     const Load* load = find(completion.page);
     STRATA_ASSERT(load != nullptr && load->phase == Phase::copying);
     if (completion.failed) frames_.vacate(load->frame);
     loads_.erase(loads_.begin() + (load - loads_.data()));
   }
-  return start();
+  return start() || !completions.empty();
 }
 
 }  // namespace strata

@@ -85,9 +85,9 @@ bool PageCache::settled(PageId page, Tier before) {
     return false;
   }
   for (const Tier old : {Tier::host, before}) {
-    const CopyState state = table_.copy(page, old).state;
-    if (state == CopyState::none) continue;
-    if (state != CopyState::valid) return false;
+    const Copy& copy = table_.copy(page, old);
+    if (copy.state == CopyState::none) continue;
+    if (copy.state != CopyState::valid || copy.pins != 0) return false;
     table_.drop(page, old);
     if (old == Tier::host) empty(*staged(page));
   }
@@ -309,13 +309,14 @@ void PageCache::flush() {
 
 bool PageCache::turn() {
   // 1. What was fetched and failed leaves its frame empty; the session ends, and says why.
-  for (const Completion& completion : transfers_.take(Requester::cache)) {
+  const std::vector<Completion> completions = transfers_.take(Requester::cache);
+  for (const Completion& completion : completions) {
     const bool fetched = row_of(completion.link).to == Tier::host;
     if (!fetched || !completion.failed) continue;
     if (Staged* place = staged(completion.page)) empty(*place);
   }
   // 2. Half of the staging stays clean, so that whoever needs a frame finds one without waiting.
-  bool moved = false;
+  bool moved = !completions.empty();
   std::size_t dirty_count = 0;
   for (Staged& place : staged_) {
     if (place.page == kNoPage || !is_dirty(place.page)) continue;

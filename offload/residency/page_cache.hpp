@@ -44,7 +44,8 @@ enum class WriteBack : std::uint8_t { later, now };
 
 class PageCache;
 
-// Move-only; an empty one is of no page.
+// Move-only; an empty one is of no page. One that was opened to change the page publishes it when
+// it goes, also on the way out of an exception: then the session has ended, and nobody looks.
 class [[nodiscard]] Pin final {
  public:
   Pin() = default;
@@ -53,10 +54,9 @@ class [[nodiscard]] Pin final {
   ~Pin() { close(); }
 
   explicit operator bool() const { return cache_ != nullptr; }
-  // REQUIRES of the three: not empty.
+  // REQUIRES of both: not empty.
   std::byte* bytes() const { return bytes_; }
   PageId page() const { return page_; }
-  Intent intent() const { return intent_; }
 
   // Empties the Pin. After modify and overwrite the page has a new version, and copies elsewhere
   // are stale. Of an empty Pin it does nothing.
@@ -112,7 +112,7 @@ class PageCache final {
   void retarget(PageId page, Placement to);
   // True once the page is where it rests, and neither host memory nor the tier that it rested in
   // before holds it; until then brings that nearer. A page of zeros is nowhere.
-  // REQUIRES: nobody has the page open; it rests outside host memory.
+  // REQUIRES: it rests outside host memory.
   bool settled(PageId page, Tier before);
   // The page rests in host memory from here on, in the staging frame that it was fetched into, and
   // the tier that it rested in holds nothing of it. False: not yet. REQUIRES: nobody has it open.

@@ -132,7 +132,7 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
       {transfer.link, transfer.page, transfer.tag, error.has_value()});
   if (!error || failure_) return;
   error->page = transfer.page;
-  error->tier = row.carrier == Carrier::copies ? Tier::device : Tier::ssd;
+  error->tier = row.from == Tier::host ? row.to : row.from;
   failure_ = {std::move(*error), transfer.unit, transfer.requester};
 }
 
@@ -188,18 +188,6 @@ std::uint64_t Transfers::bytes(Link link) const {
   std::uint64_t sum = 0;
   for (const std::uint64_t bytes : bytes_[static_cast<std::size_t>(link)]) sum += bytes;
   return sum;
-}
-
-std::uint32_t Transfers::in_flight(Requester requester) const {
-  std::size_t count = 0;
-  const auto mine = [requester](const Transfer& transfer) {
-    return transfer.in_flight && transfer.requester == requester;
-  };
-  for (const std::deque<Transfer>& lane : lanes_) {
-    count += static_cast<std::size_t>(std::count_if(lane.begin(), lane.end(), mine));
-  }
-  count += static_cast<std::size_t>(std::count_if(slots_.begin(), slots_.end(), mine));
-  return static_cast<std::uint32_t>(count);
 }
 
 PageId Transfers::oldest(Link link) const {

@@ -1,7 +1,8 @@
 // Transfers: the one owner of everything that is on its way between two tiers: pages, and bytes
-// that are no page (gradients, activations, reads from outside). Nobody else changes the state of a
-// page's copies. Whoever starts a transfer is named with it, and takes its completion; so nobody
-// has to find out whose an arrival is.
+// that are no page (gradients, activations, reads from outside). It alone begins and ends copies of
+// a page between tiers; PageCache and DeviceFrames drop copies, and PageCache publishes new
+// contents. Whoever starts a transfer is named with it, and takes its completion; so nobody has to
+// find out whose an arrival is.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -56,9 +57,8 @@ struct ByteCopy {
 };
 
 // Invariants:
-//   1. A page that is on its way has a copy that is draining at the one end, and one that is
-//   filling
-//      at the other; both end in the turn in which its completion is queued.
+//   1. A page that is on its way has a draining copy at the one end, and a filling one at the
+//      other; both end in the turn in which its completion is queued.
 //   2. pages_in_flight_ <= in_flight_max_.
 //   3. A lane's copies are in the order of their tickets.
 class Transfers final {
@@ -100,7 +100,6 @@ class Transfers final {
     return bytes_[static_cast<std::size_t>(link)][static_cast<std::size_t>(requester)];
   }
   std::uint32_t in_flight(Link link) const { return in_flight_[static_cast<std::size_t>(link)]; }
-  std::uint32_t in_flight(Requester requester) const;
   // The page that has been on its way over the link for longest; kNoPage where none is.
   PageId oldest(Link link) const;
 

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from small_models import adamw, assert_same, build, train
 from strata._config.units import find_units
-from strata._planning.fitting import advice
 from strata._runtime.wrapped import wrapped
 from strata.nn import TiledEmbedding, TiledLinear, chunk_loss
 from torch import nn
@@ -128,12 +127,12 @@ def test_a_budget_that_the_logits_would_break() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         except strata.StrataError as error:
-            return advice(model, str(error)) or str(error)
+            return str(error)
         assert wrapped(model).planning.plan is not None
         return "fits"
 
     assert "strata.nn.tile(model, 'lm_head', 8)" in steps("1536KiB", True)
-    assert steps("6MiB", False) == (
+    assert steps("6MiB", False).endswith(
         "; strata.nn.chunk_loss(model) makes the loss do without the logits"
     )
     assert steps("3MiB", True) == "fits"

@@ -1,0 +1,60 @@
+"""How long the core's lock is held in steady steps: nothing that grows with bytes is done under it.
+
+A Llama whose states rest on the SSD, and whose batch is small, so that pages, checksums and updates
+never pause. Beside it the store alone, with the checksums of pages that come from a fast disk.
+"""
+
+import json
+import statistics
+import subprocess
+from collections.abc import Iterator
+
+import torch
+
+from .common import ROOT, BenchError, Context, Figure
+from .models import llama, llama_166m, llama_config, tokens
+from .sides import Paged, state_on_ssd
+
+STORE = ROOT / "build/release/benchmarks/store_reads"
+TOKENS = 128
+STEPS = 10
+LONGEST_TARGET_S = 50e-6
+
+
+def run(context: Context) -> Iterator[Figure]:
+    """Yields the longest hold and the sum of a step in processor time, and wall-clock p99."""
+    model = llama(llama_config(128, 2), torch.bfloat16, context.seed)
+    if not context.quick:
+        model = llama_166m(context.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    longest, summed, wall = [], [], []
+    with context.scratch() as folder:
+        side = Paged(model, tokens(TOKENS, context.seed), state_on_ssd(parameters), folder)
+        try:
+            for _ in range(4):
+                side.step()  # records, plans and settles
+            side.session.lock_holds()
+            for _ in range(context.rounds):
+                for _ in range(STEPS):
+                    side.step()
+                holds = side.session.lock_holds()
+                longest.append(holds["longest_s"])
+                summed.append(holds["sum_s"] / STEPS)
+                wall.append(statistics.quantiles(holds["wall_ns"], n=100)[-1] * 1e-9)
+        finally:
+            side.close()
+    yield Figure(
+        "lock", "longest_hold", statistics.median(longest), "s of the holder", LONGEST_TARGET_S
+    )
+    yield Figure("lock", "holds_of_a_step", statistics.median(summed), "s of the holder")
+    yield Figure("lock", "wall_p99", statistics.median(wall), "s")
+    yield from _store()
+
+
+def _store() -> Iterator[Figure]:
+    if not STORE.exists():
+        raise BenchError(f"{STORE} is not built: run ./dev bench lock")
+    lines = subprocess.run([STORE, "1"], capture_output=True, text=True, check=True).stdout
+    for line in map(json.loads, lines.splitlines()):
+        name = line["what"].replace(" ", "_")
+        yield Figure("lock", f"{name}_bytes_s", line["bytes_s"], "B/s", better="higher")
