@@ -1,6 +1,6 @@
-// Links: the ways between two neighbouring tiers. All code that moves bytes asks this table what a
-// link joins and what carries it; none of it branches on tiers. A further tier (memory behind CXL,
-// say) is two rows here, the engine that carries them, and the conformance suites over it.
+// Links: the ways between two neighbouring tiers. Code that moves bytes asks this table what a link
+// joins and what carries it. A further tier (memory behind CXL, say) is two rows here and the
+// engine that carries them.
 //
 // Threads: constants.
 //

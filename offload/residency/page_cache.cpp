@@ -138,8 +138,12 @@ bool PageCache::is_dirty(PageId page) const {
 }
 
 void PageCache::fetch(PageId page, HostFrameId to) {
-  const Tier from = table_.is_current(page, Tier::ssd) ? Tier::ssd : Tier::device;
-  transfers_.move(page, from, to, Requester::cache);
+  for (const LinkRow& row : kLinks) {
+    if (row.to != Tier::host || !table_.is_current(page, row.from)) continue;
+    transfers_.move(page, row.from, to, Requester::cache);
+    return;
+  }
+  STRATA_ASSERT(false);  // what is not in host memory is elsewhere
 }
 
 PageCache::Staged* PageCache::staged(PageId page) {

@@ -70,7 +70,7 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
     submit(slot);
     return {};
   }
-  const bool up = to.tier == Tier::device;
+  const bool up = row.from == Tier::host;
   const Placement source = table_.at(page, from);
   transfer.ticket =
       up ? backend_.copy_in(to.device_frame(), host_bytes(page), host_.page_bytes())
@@ -85,7 +85,7 @@ CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester)
   Transfer transfer = begin(link, requester, what.bytes);
   transfer.unit = what.unit;
   transfer.tag = what.tag;
-  const bool up = row_of(link).to == Tier::device;
+  const bool up = row_of(link).from == Tier::host;
   transfer.ticket = up ? backend_.copy_to(what.device, what.host, what.bytes, what.after)
                        : backend_.copy_from(what.host, what.device, what.bytes, what.after);
   lanes_[static_cast<std::size_t>(up ? Lane::bytes_in : Lane::out)].push_back(transfer);
