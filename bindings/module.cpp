@@ -294,7 +294,7 @@ void bind_session(py::module_& module) {
              std::optional<std::size_t> param_bytes,
              std::optional<std::size_t> activation_host_bytes,
              std::optional<std::size_t> activation_ssd_bytes) {
-            s.adopt({on_device, param_bytes, activation_host_bytes, activation_ssd_bytes, {}});
+            s.adopt({on_device, param_bytes, activation_host_bytes, activation_ssd_bytes});
           },
           py::arg("on_device") = py::none(), py::arg("param_bytes") = py::none(),
           py::arg("activation_host_bytes") = py::none(),

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "memory/check.hpp"
-
 namespace strata {
 namespace {
 
@@ -12,12 +10,6 @@ std::vector<std::vector<PageId>> unit_pages(const Layout& layout) {
   std::vector<std::vector<PageId>> units;
   for (const UnitLayout& unit : layout.units) units.push_back(unit.pages);
   return units;
-}
-
-// The most frames that parameters can ever have.
-std::uint32_t param_frames_max(const Config& config, const Layout& layout) {
-  return static_cast<std::uint32_t>(
-      std::min(config.device_bytes / layout.page_bytes, layout.param_pages()));
 }
 
 int worker_count(const Config& config, const SessionParts& parts) {
@@ -55,7 +47,7 @@ TierParts tier_parts(SessionParts& parts) {
 Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
     : base(config, tier_parts(parts), gate, bell),
       frames(base.table, base.tiers.device(), unit_pages(base.layout), base.layout.page_bytes,
-             param_frames_max(config, base.layout)),
+             base.param_frames(config.device_bytes)),
       loads(base.table, base.transfers, base.cache, frames, share_staging(base.claims).fetches),
       prefetcher(base.table, base.cache, base.tiers.device(), frames, loads),
       planner(prefetcher, frames),

@@ -101,7 +101,7 @@ void Elements::visit_moments(Lock& lock, std::uint32_t param, Kind kind, const P
 void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,
                      std::span<const float> values) {
   if (kind == Kind::grad) refuse("gradients land, and are not written");
-  for (const Piece& piece : base_.pieces(param, offset, values.size())) {
+  for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
     updates_.wait_settled(lock, piece.chunk);
     const float* from = values.data() + (piece.in_param - offset);
     if (kind == Kind::master)
@@ -115,7 +115,7 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
 void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,
                     std::span<float> values) {
   STRATA_ASSERT(kind != Kind::grad);
-  for (const Piece& piece : base_.pieces(param, offset, values.size())) {
+  for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
     updates_.wait_settled(lock, piece.chunk);
     float* to = values.data() + (piece.in_param - offset);
     if (kind == Kind::master)
@@ -129,7 +129,7 @@ void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offs
 void Elements::set_step(Lock& lock, std::uint32_t param, std::int64_t step) {
   base_.check_param(param);
   if (step < 0) refuse("a parameter cannot have made " + std::to_string(step) + " steps");
-  for (const Piece& piece : base_.pieces(param)) updates_.wait_settled(lock, piece.chunk);
+  for (const Piece& piece : base_.layout.pieces(param)) updates_.wait_settled(lock, piece.chunk);
   updates_.set_step(param, step);
 }
 

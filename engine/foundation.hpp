@@ -9,6 +9,7 @@
 //   Pin pin = base.open(lock, page, Intent::read);                  // waits
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -61,12 +62,9 @@ struct Foundation final {
   std::size_t byte_in_page(const Chunk& chunk, Role role, std::size_t element) const {
     return layout.spot(chunk, role, element).byte;
   }
-  // Runs of a parameter's elements that lie within one page of every role.
-  std::vector<Piece> pieces(std::uint32_t param, std::size_t offset, std::size_t count) const {
-    return layout.pieces(param, offset, count, layout.page_bytes / sizeof(float));
-  }
-  std::vector<Piece> pieces(std::uint32_t param) const {
-    return pieces(param, 0, layout.numel[param]);
+  // So many bytes of the device in frames, as far as parameters can need them.
+  std::uint32_t param_frames(std::size_t bytes) const {
+    return static_cast<std::uint32_t>(std::min(bytes / layout.page_bytes, layout.param_pages()));
   }
 
   // Waits until the page is open.

@@ -25,7 +25,6 @@
 #include <utility>
 
 #include "memory/core_lock.hpp"
-#include "memory/doorbell.hpp"
 #include "memory/result.hpp"
 #include "memory/units.hpp"
 

@@ -41,7 +41,7 @@ bool Gradients::fits(Lock& lock, std::uint32_t param) {
   base_.check_param(param);
   if (!base_.gradient_frames) return true;
   std::vector<std::uint32_t> chunks;
-  for (const Piece& piece : base_.pieces(param)) {
+  for (const Piece& piece : base_.layout.pieces(param)) {
     if (chunks.empty() || chunks.back() != piece.chunk) chunks.push_back(piece.chunk);
   }
   base_.gate.wait(lock, [&] {
@@ -56,7 +56,7 @@ void Gradients::read(Lock& lock, std::uint32_t param, std::size_t offset, std::s
     refuse("no gradient of " + base_.config.params[param].name +
            " has landed since the last step or zero_grad");
   }
-  for (const Piece& piece : base_.pieces(param, offset, values.size())) {
+  for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
     read_piece(lock, param, piece, values.data() + (piece.in_param - offset));
   }
 }
@@ -89,7 +89,7 @@ std::vector<bool> Gradients::touched_chunks() const {
   std::vector<bool> touched(base_.layout.chunks.size(), false);
   for (std::uint32_t param = 0; param < landed_.size(); ++param) {
     if (landed_[param] == 0) continue;
-    for (const Piece& piece : base_.pieces(param)) touched[piece.chunk] = true;
+    for (const Piece& piece : base_.layout.pieces(param)) touched[piece.chunk] = true;
   }
   return touched;
 }
@@ -139,14 +139,13 @@ double Gradients::norm() const {
   return std::sqrt(total);
 }
 
-double Gradients::norm(UnitId unit) const {
-  double total = 0.0;
+std::vector<double> Gradients::unit_norms() const {
+  std::vector<double> norms(base_.config.units.size(), 0.0);
   for (std::size_t param = 0; param < landed_.size(); ++param) {
-    if (landed_[param] != 0 && base_.config.params[param].unit == unit) {
-      total += sum_squares_[param];
-    }
+    if (landed_[param] != 0) norms[index(base_.config.params[param].unit)] += sum_squares_[param];
   }
-  return std::sqrt(total);
+  for (double& norm : norms) norm = std::sqrt(norm);
+  return norms;
 }
 
 bool Gradients::use(UnitId unit) {

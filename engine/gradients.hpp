@@ -42,10 +42,10 @@ class Gradients final {
   // Gradients of the parameter that landed since the last step.
   std::uint32_t count(std::uint32_t param) const { return landed_[param]; }
   bool any() const;
-  // Of all of them, or of one unit's: parameters in order, so that the sum does not depend on the
+  // Of all of them, and of each unit's: parameters in order, so that the sums do not depend on the
   // order of arrival.
   double norm() const;
-  double norm(UnitId unit) const;
+  std::vector<double> unit_norms() const;
   // The step that the gradients that land now belong to; the first is 1.
   std::int64_t step() const { return step_; }
   // Every one of the unit is used: its update begins. False: there is none that was not.

@@ -12,7 +12,7 @@ class InPlaceWrites::WrittenChunks final {
  public:
   WrittenChunks(InPlaceWrites& writes, Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock)
       : writes_(writes) {
-    for (const Piece& piece : writes.base_.pieces(param)) {
+    for (const Piece& piece : writes.base_.layout.pieces(param)) {
       if (!chunks_.empty() && chunks_.back() == piece.chunk) continue;
       writes.base_.gate.wait(lock, [&] { return !writes.updates_.is_open(piece.chunk); });
       writes.updates_.begin_write(piece.chunk);
@@ -42,7 +42,7 @@ void InPlaceWrites::take(Lock& lock, std::uint32_t param, Stream stream) {
   updates_.keep_exact(unit);
   const WrittenChunks written(*this, lock, param);
   for (const std::uint32_t chunk : written.chunks()) check_newest(param, chunk);
-  const std::vector<Piece> pieces = base_.pieces(param);
+  const std::vector<Piece> pieces = base_.layout.pieces(param);
   for (const std::uint32_t chunk : written.chunks()) {
     const auto begin = std::ranges::lower_bound(pieces, chunk, {}, &Piece::chunk);
     const auto end = std::ranges::upper_bound(pieces, chunk, {}, &Piece::chunk);

@@ -113,6 +113,11 @@ struct Layout {
   // `grain` elements of its segment. REQUIRES: grain divides the elements of a full chunk.
   std::vector<Piece> pieces(std::uint32_t param, std::size_t first, std::size_t count,
                             std::size_t grain) const;
+  // The same, cut so that each piece lies within one page of every role.
+  std::vector<Piece> pieces(std::uint32_t param, std::size_t first, std::size_t count) const {
+    return pieces(param, first, count, page_bytes / sizeof(float));
+  }
+  std::vector<Piece> pieces(std::uint32_t param) const { return pieces(param, 0, numel[param]); }
   Spot spot(const Chunk& chunk, Role role, std::size_t element) const;
   // Elements of `role` that one page holds, or one frame of gradients.
   std::size_t elements_per_page(const Chunk& chunk, Role role) const;

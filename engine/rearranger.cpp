@@ -17,13 +17,9 @@ bool same(const Room& a, const Room& b) {
 }  // namespace
 
 Rearranger::Rearranger(const Parts& parts)
-    : parts_(parts), base_(parts.base), param_frames_(frames_of(base_.config.device_bytes)) {}
-
-// So many bytes, in frames that parameters may need at most.
-std::uint32_t Rearranger::frames_of(std::size_t param_bytes) const {
-  return static_cast<std::uint32_t>(
-      std::min(param_bytes / base_.layout.page_bytes, base_.layout.param_pages()));
-}
+    : parts_(parts),
+      base_(parts.base),
+      param_frames_(base_.param_frames(base_.config.device_bytes)) {}
 
 // What there is now.
 Room Rearranger::room() const {
@@ -60,12 +56,12 @@ void Rearranger::check(const Room& wanted) const {
 }
 
 // Throws StrataError (config) where parameters cannot do with what `then` leaves them.
-void Rearranger::check_frames(const Trace& uses, const Residence& then) const {
+void Rearranger::check_frames(const Residence& then) const {
   const std::size_t page = base_.layout.page_bytes;
   const std::uint32_t frames = frames_left(then);
   const bool too_many = then.rest_frames > base_.config.device_bytes / page;
   const bool enough = !too_many && frames >= then.device_frames_min &&
-                      parts_.planner.enough(uses, frames, then.on_device);
+                      parts_.planner.enough(frames, then.on_device);
   if (enough) return;
   Error error;
   error.fault = Fault::config;
@@ -94,9 +90,9 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
     stay.on_device[u] = wanted.on_device[u] && now.on_device[u];
   }
   const std::uint32_t before = param_frames_;
-  if (adoption.param_bytes) param_frames_ = frames_of(*adoption.param_bytes);
+  if (adoption.param_bytes) param_frames_ = base_.param_frames(*adoption.param_bytes);
   try {
-    carry_out(lock, wanted, stay, adoption.uses);
+    carry_out(lock, wanted, stay);
   } catch (...) {
     if (base_.gate.failure() || base_.gate.closed()) throw;
     param_frames_ = before;
@@ -110,14 +106,14 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
   base_.bell.ring();
 }
 
-void Rearranger::carry_out(Lock& lock, const Room& wanted, const Room& stay, const Trace& uses) {
+void Rearranger::carry_out(Lock& lock, const Room& wanted, const Room& stay) {
   const bool leaves = stay.on_device != base_.units_on_device();
   // 1. Refused before anything changes.
   Residence then = base_.residence();
   if (leaves) then = rearrange(base_.config, base_.layout, then, stay);
   if (!same(wanted, room())) then = rearrange(base_.config, base_.layout, then, wanted);
   base_.tiers.check_resting(then);
-  check_frames(uses, then);
+  check_frames(then);
   const std::uint32_t frames = frames_left(then);
   // 2. Units leave; those that move get their frames, or give them up; units come behind these.
   wait_until_still(lock);
@@ -126,7 +122,7 @@ void Rearranger::carry_out(Lock& lock, const Room& wanted, const Room& stay, con
   follow_limit(frames);
   if (!same(wanted, room())) arrange(lock, wanted);
   // 3. The frames of those that move are planned for what there is.
-  parts_.planner.replan(uses);
+  parts_.planner.replan();
 }
 
 void Rearranger::wait_until_still(Lock& lock) {

@@ -35,8 +35,6 @@ struct Adoption {
   std::optional<std::size_t> param_bytes;      // of the device, for parameters that come and go
   std::optional<std::size_t> activation_host_bytes;  // in whole pages
   std::optional<std::size_t> activation_ssd_bytes;   // likewise
-  // The uses of a step, to plan their frames for; where there are none, those of the last step.
-  Trace uses = {};
 };
 
 class Rearranger final {
@@ -69,13 +67,11 @@ class Rearranger final {
     Tier to;
   };
 
-  std::uint32_t frames_of(std::size_t param_bytes) const;
   Room room() const;
   Room wanted_room(const Adoption& wanted) const;
   void check(const Room& wanted) const;
-  void check_frames(const Trace& uses, const Residence& then) const;
-  void carry_out(Lock& lock, const Room& wanted, const Room& stay, const Trace& uses)
-      STRATA_REQUIRES(core_lock);
+  void check_frames(const Residence& then) const;
+  void carry_out(Lock& lock, const Room& wanted, const Room& stay) STRATA_REQUIRES(core_lock);
   void wait_until_still(Lock& lock) STRATA_REQUIRES(core_lock);
   void wait_until_moved(Lock& lock) STRATA_REQUIRES(core_lock);
   std::uint32_t frames_left(const Residence& home) const;

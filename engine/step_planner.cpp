@@ -18,26 +18,22 @@ std::vector<bool> StepPlanner::resting() const {
   return units;
 }
 
-FramePlan StepPlanner::plan(const Trace& trace, std::uint32_t frames,
-                            const std::vector<bool>& resting) const {
+FramePlan StepPlanner::plan(std::uint32_t frames, const std::vector<bool>& resting) const {
   std::vector<std::uint32_t> sizes;
   for (std::uint32_t u = 0; u < resting.size(); ++u) {
     const std::size_t pages = frames_.pages(UnitId{u}).size();
     sizes.push_back(resting[u] ? 0 : static_cast<std::uint32_t>(pages));
   }
-  return make_frame_plan(trace, sizes, frames);
+  return make_frame_plan(last_trace_, sizes, frames);
 }
 
-bool StepPlanner::enough(const Trace& uses, std::uint32_t frames,
-                         const std::vector<bool>& resting) const {
-  const Trace& trace = uses.uses.empty() ? last_trace_ : uses;
-  return trace.uses.empty() || plan(trace, frames, resting).feasible;
+bool StepPlanner::enough(std::uint32_t frames, const std::vector<bool>& resting) const {
+  return last_trace_.uses.empty() || plan(frames, resting).feasible;
 }
 
-void StepPlanner::replan(const Trace& uses) {
-  if (!uses.uses.empty()) last_trace_ = uses;
+void StepPlanner::replan() {
   if (last_trace_.uses.empty()) return;
-  FramePlan plan = this->plan(last_trace_, frames_.limit(), resting());
+  FramePlan plan = this->plan(frames_.limit(), resting());
   if (plan.feasible) prefetcher_.adopt(std::move(plan));
 }
 

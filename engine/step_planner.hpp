@@ -5,7 +5,7 @@
 // Threads: one caller at a time (the core's lock).
 //
 //   planner.end_step();                        // the step is over
-//   if (planner.enough({}, frames, resting)) { ...fewer frames...; planner.replan(); }
+//   if (planner.enough(frames, resting)) { ...fewer frames...; planner.replan(); }
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,13 @@ class StepPlanner final {
       : prefetcher_(prefetcher), frames_(frames) {}
 
   void end_step();
-  // A step of these uses, or where there are none the last step, can be done with so many frames
-  // where these units, by index, rest on the device.
-  bool enough(const Trace& uses, std::uint32_t frames, const std::vector<bool>& resting) const;
-  // Plans such a step, for the frames that there are and what rests on the device now.
-  void replan(const Trace& uses = {});
+  // The last step can be done with so many frames where these units, by index, rest on the device.
+  bool enough(std::uint32_t frames, const std::vector<bool>& resting) const;
+  // Frames, or what rests on the device, have changed: plans the last step anew.
+  void replan();
 
  private:
-  FramePlan plan(const Trace& trace, std::uint32_t frames, const std::vector<bool>& resting) const;
+  FramePlan plan(std::uint32_t frames, const std::vector<bool>& resting) const;
   std::vector<bool> resting() const;
 
   Prefetcher& prefetcher_;

@@ -45,7 +45,8 @@ void Steps::complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups,
   const Gradients& gradients = parts_.gradients;
   if (!parts_.gradients.use(unit)) return;
   std::vector<float> scale_of(config.units.size(), 1.0f);
-  scale_of[index(unit)] = static_cast<float>(clip(gradients.norm(unit), max_unit_norm));
+  scale_of[index(unit)] =
+      static_cast<float>(clip(gradients.unit_norms()[index(unit)], max_unit_norm));
   parts_.updates.release({gradients.step(), groups, scale_of, std::array{unit}});
   parts_.base.bell.ring();
 }
@@ -53,11 +54,11 @@ void Steps::complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups,
 // By unit: what its gradients are multiplied with.
 std::vector<float> Steps::scales(double norm, const StepOptions& options) const {
   std::vector<float> scale_of;
+  const std::vector<double> norms = parts_.gradients.unit_norms();
   for (std::uint32_t unit = 0; unit < parts_.base.config.units.size(); ++unit) {
     double scale = clip(norm, options.max_norm) / options.grad_divisor;
     if (options.max_unit_norm > 0.0) {
-      const double unit_norm = parts_.gradients.norm(UnitId{unit}) / options.grad_divisor;
-      scale *= clip(unit_norm, options.max_unit_norm);
+      scale *= clip(norms[unit] / options.grad_divisor, options.max_unit_norm);
     }
     scale_of.push_back(static_cast<float>(scale));
   }

@@ -28,8 +28,7 @@ Updates::Updates(Parts parts, std::uint32_t frames_max)
   for (const Segment& segment : layout_.segments) {
     if (!segment.trainable) continue;
     for (const std::uint32_t param : segment.params) {
-      const std::size_t grain = layout_.page_bytes / sizeof(float);
-      for (const Piece& piece : layout_.pieces(param, 0, layout_.numel[param], grain)) {
+      for (const Piece& piece : layout_.pieces(param)) {
         chunks_[piece.chunk].pieces.push_back({.param = param,
                                                .in_chunk = piece.in_chunk,
                                                .in_param = piece.in_param,
@@ -269,8 +268,7 @@ void Updates::fail(UnitId unit, const std::string& what) {
 
 std::int64_t Updates::step_of(std::uint32_t param) const {
   std::int64_t most = 0;
-  for (const Piece& piece :
-       layout_.pieces(param, 0, layout_.numel[param], layout_.page_bytes / sizeof(float))) {
+  for (const Piece& piece : layout_.pieces(param)) {
     for (const ChunkPiece& mine : chunks_[piece.chunk].pieces) {
       if (mine.param == param) most = std::max(most, mine.step);
     }
@@ -279,8 +277,7 @@ std::int64_t Updates::step_of(std::uint32_t param) const {
 }
 
 void Updates::set_step(std::uint32_t param, std::int64_t step) {
-  for (const Piece& piece :
-       layout_.pieces(param, 0, layout_.numel[param], layout_.page_bytes / sizeof(float))) {
+  for (const Piece& piece : layout_.pieces(param)) {
     for (ChunkPiece& mine : chunks_[piece.chunk].pieces) {
       if (mine.param == param) mine.step = step;
     }

@@ -42,6 +42,10 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   }
   prefetcher_.begin_use(unit, options.stream);
   entered_.push_back({options.visit, unit, std::this_thread::get_id(), options.recorded});
+  wake_pump();
+}
+
+void Visits::wake_pump() {
   if (prefetcher_.wants_work()) base_.bell.ring();
 }
 
@@ -85,7 +89,7 @@ void Visits::end_entry(const Entry& entry, Stream stream) {
   prefetcher_.end_use(entry.unit, stream);
   if (prefetcher_.in_use(entry.unit)) return;
   writes_.end_visit(entry.unit);
-  if (prefetcher_.wants_work()) base_.bell.ring();  // perhaps for who waited until it was left
+  wake_pump();  // perhaps for who waited until it was left
 }
 
 std::size_t Visits::leave_all_but(const std::vector<Visit>& live, Visit bound, Stream stream) {
@@ -102,7 +106,7 @@ std::size_t Visits::leave_all_but(const std::vector<Visit>& live, Visit bound, S
   }
   std::erase_if(entered_, is_over);
   if (of_step) prefetcher_.restart_step();
-  if (prefetcher_.wants_work()) base_.bell.ring();
+  wake_pump();
   return left;
 }
 

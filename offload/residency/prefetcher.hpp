@@ -18,7 +18,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <vector>
 
 #include "memory/backend.hpp"
