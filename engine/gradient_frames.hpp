@@ -55,6 +55,8 @@ class GradientFrames final {
   // Empty: the chunk has no frames, and none are free.
   Writer open(std::uint32_t chunk);
   bool is_open(std::uint32_t chunk) const { return held_[chunk].writers != 0; }
+  // Those of the chunk; none where it holds none.
+  std::span<const HostFrameId> frames(std::uint32_t chunk) const { return held_[chunk].frames; }
   // open() would succeed for all of these chunks.
   bool room_for(std::span<const std::uint32_t> chunks) const;
 

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -25,13 +26,17 @@ namespace strata {
 struct IncomingGradient {
   std::uint32_t param = 0;
   UnitId unit = kNoUnit;
-  const std::byte* from = nullptr;  // written by work submitted so far on `stream`
+  // Written by work submitted so far on `stream`; lent where it owns the memory.
+  std::shared_ptr<const std::byte> from = {};
   Dtype dtype = Dtype::bfloat16;
   Stream stream = nullptr;
   bool adds = false;      // where gradients have pages: to what is there
   std::int64_t step = 0;  // that it belongs to
 
-  const std::byte* at(const Piece& piece) const { return from + piece.in_param * size_of(dtype); }
+  bool lent() const { return from.use_count() != 0; }
+  const std::byte* at(const Piece& piece) const {
+    return from.get() + piece.in_param * size_of(dtype);
+  }
 };
 
 // Runs of pieces that land as one: of a page, or of a chunk whose gradient has none, and of no more

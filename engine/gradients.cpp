@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "memory/check.hpp"
 
@@ -16,8 +17,8 @@ Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates)
       sum_squares_(base.config.params.size(), 0.0),
       used_(base.config.params.size(), false) {}
 
-void Gradients::land(Lock& lock, std::uint32_t param, const void* from, Dtype dtype,
-                     Stream stream) {
+void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from,
+                     Dtype dtype, Stream stream) {
   const ParamSpec& spec = base_.config.params[param];
   if (!spec.trainable) refuse(spec.name + " is not trained, so there is no room for its gradient");
   if (dtype != spec.dtype && !base_.layout.accumulate) {
@@ -29,7 +30,7 @@ void Gradients::land(Lock& lock, std::uint32_t param, const void* from, Dtype dt
   const BetweenSteps::StepCall call(between_, lock);
   sum_squares_[param] = landing_.land(lock, {.param = param,
                                              .unit = spec.unit,
-                                             .from = static_cast<const std::byte*>(from),
+                                             .from = std::move(from),
                                              .dtype = dtype,
                                              .stream = stream,
                                              .adds = landed_[param] != 0 && base_.layout.accumulate,
@@ -67,6 +68,9 @@ void Gradients::read_piece(Lock& lock, std::uint32_t param, const Piece& piece, 
   const auto copy = [&](const std::byte* from) {
     base_.kernels.land_gradient(values, Dtype::float32, from, dtype, piece.count, GradMode::copy);
   };
+  if (const std::byte* lent = updates_.lent_gradient(piece.chunk, param)) {
+    return copy(lent + piece.in_param * size_of(dtype));
+  }
   if (base_.gradient_frames) {
     if (!updates_.holds_gradient(piece.chunk, param)) {
       refuse("the gradient was used by its update already");

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -24,9 +25,10 @@ class Gradients final {
   Gradients(Foundation& base, BetweenSteps& between, Updates& updates);
 
   // Takes numel contiguous elements of the device's memory, which work submitted so far on `stream`
-  // wrote; `from` may be reused on return.
-  void land(Lock& lock, std::uint32_t param, const void* from, Dtype dtype, Stream stream)
-      STRATA_REQUIRES(core_lock);
+  // wrote. Where `from` owns them they are lent, and may be kept until they have been used; else
+  // they may be reused on return.
+  void land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,
+            Stream stream) STRATA_REQUIRES(core_lock);
   // Waits until there is room for the gradient. False: there is none, and no update will make any,
   // so that Steps::complete() has to be called for other units first.
   bool fits(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);

@@ -104,6 +104,7 @@ class Landing::Course::Buffers final {
 };
 
 double Landing::land(Lock& lock, const IncomingGradient& gradient) {
+  if (lent_.takes(gradient)) return lent_.land(lock, gradient);
   return Course(*this, gradient).land_all(lock);
 }
 
@@ -308,13 +309,14 @@ void Landing::Course::land_there(GradientPlace to, RunSize size) {
   std::vector<LandSpan> landings;
   double* sums = sums_of(run.sums_at);
   for (const Piece& piece : run.to.run()) {
-    landings.push_back({.to = run.to.on_device() ? run.to.at(piece) : nullptr,
+    const bool stays = !run.to.on_device();
+    landings.push_back({.to = stays ? nullptr : run.to.at(piece),
                         .from = gradient_.at(piece),
                         .sums = sums,
                         .count = piece.count,
                         .to_dtype = run.to.dtype(),
                         .from_dtype = gradient_.dtype,
-                        .mode = run.to.mode()});
+                        .mode = stays ? GradMode::stay : run.to.mode()});
     sums += norm_blocks(piece.count);
   }
   STRATA_ASSERT(sums == sums_of(run.sums_at) + size.sums);

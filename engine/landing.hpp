@@ -8,7 +8,8 @@
 //   double sum_squares = landing.land(lock, {.param = 3, .unit = unit, .from = data, ...});
 //
 // Note [Ways to land]
-// A run lands in one of four ways. What lands, how it meets what was there, and the sum of the
+// A gradient that is lent stays where it is, if it may (lent_gradients.hpp). Any other lands run by
+// run, each in one of four ways. What lands, how it meets what was there, and the sum of the
 // squares, added up in the promised order, are the same bits in each of them.
 //   1. The processor reaches the device's memory: it lands the run itself.
 //   2. Its page is on the GPU: a kernel lands it there.
@@ -41,14 +42,17 @@
 #include <cstdint>
 
 #include "engine/gradient_place.hpp"
+#include "engine/lent_gradients.hpp"
 
 namespace strata {
 
 class Landing final {
  public:
-  Landing(Foundation& base, Updates& updates) : base_(base), updates_(updates) {}
+  Landing(Foundation& base, Updates& updates)
+      : base_(base), updates_(updates), lent_(base, updates) {}
 
-  // Returns the sum of the squares of what the destination then holds. `from` may be reused.
+  // Returns the sum of the squares of what the destination then holds. `from` may be reused, where
+  // it is not lent.
   double land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
 
   // Takes note of copies that are over. Part of every turn.
@@ -59,6 +63,7 @@ class Landing final {
 
   Foundation& base_;
   Updates& updates_;
+  LentGradients lent_;
   bool buffers_taken_ = false;  // a gradient has the bounce buffers
   std::uint64_t copies_ = 0;    // asked for since the start; they end in this order
   std::uint64_t copies_done_ = 0;

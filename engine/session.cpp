@@ -62,11 +62,12 @@ void Session::read(std::uint32_t param, Kind kind, std::size_t offset, float* va
     core_->elements.read(in.lock(), param, kind, offset, {values, count});
 }
 
-void Session::land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream) {
+void Session::lend_gradient(std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,
+                            Stream stream) {
   Gate::Call in(gate_);
   core_->base.check_param(param);
-  core_->elements.check(param, Kind::grad, 0, from, config_.params[param].numel);
-  core_->gradients.land(in.lock(), param, from, dtype, stream);
+  core_->elements.check(param, Kind::grad, 0, from.get(), config_.params[param].numel);
+  core_->gradients.land(in.lock(), param, std::move(from), dtype, stream);
 }
 
 }  // namespace strata

@@ -118,7 +118,14 @@ class Session final {
   }
 
   // gradients.hpp.
-  void land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream = nullptr);
+  void land_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream = nullptr) {
+    lend_gradient(param, {std::shared_ptr<void>(), static_cast<const std::byte*>(from)}, dtype,
+                  stream);
+  }
+  // `from` may be kept until the gradient has been used, and is given back by whatever thread comes
+  // to it.
+  void lend_gradient(std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,
+                     Stream stream = nullptr);
   bool gradient_fits(std::uint32_t param) {
     Gate::Call in(gate_);
     return core_->gradients.fits(in.lock(), param);

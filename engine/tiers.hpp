@@ -48,6 +48,9 @@ class Tiers final {
   const CountedDriver* driver() const { return opened_.driver.get(); }
   Pool& host() { return host_; }
   const Slab& slab() const { return slab_; }
+  // The frame's bytes are lost, and its memory is the system's until somebody writes there.
+  // REQUIRES: reachable(): what a device reaches by itself is locked.
+  void give_back_memory(HostFrameId frame) { slab_.give_back({host_.address(frame), page_bytes_}); }
   // Null: nothing rests on the SSD yet.
   Store* store() const { return store_.get(); }
   const std::string& io_engine_why() const { return io_engine_why_; }

@@ -35,9 +35,10 @@ void Updates::open_slot(Slot& slot, std::uint32_t id) {
   ++open_;
   // 1. The gradient: what lands from here on is the next one.
   if (gradients_ != nullptr) slot.gradient = gradients_->take(id);
-  slot.pieces.clear();
   for (ChunkPiece& piece : chunk.pieces) {
-    if (std::exchange(piece.waiting, false)) slot.pieces.push_back(piece);
+    if (!std::exchange(piece.waiting, false)) continue;
+    slot.pieces.push_back(piece);
+    piece.lent.reset();
   }
   chunk.oldest_open = chunk.oldest;
   chunk.open = true;
@@ -50,10 +51,19 @@ void Updates::open_slot(Slot& slot, std::uint32_t id) {
     const auto role = static_cast<Role>(r);
     const bool only_read = role == Role::grad || (role == Role::param && writes_beside(id));
     for (std::uint32_t i = 0; i < run.count; ++i) {
-      slot.pages.push_back({.page = PageId{index(run.first) + i},
-                            .intent = only_read ? Intent::read : Intent::modify});
+      const PageId page{index(run.first) + i};
+      if (role == Role::grad && !is_read(slot, page)) continue;
+      slot.pages.push_back({.page = page, .intent = only_read ? Intent::read : Intent::modify});
     }
   }
+}
+
+// Whether one of the gradients to be used lies in the page.
+bool Updates::is_read(const Slot& slot, PageId page) const {
+  const Chunk& chunk = layout_.chunks[slot.chunk];
+  return std::ranges::any_of(slot.pieces, [&](const ChunkPiece& piece) {
+    return piece.lent == nullptr && layout_.spot(chunk, Role::grad, piece.in_chunk).page == page;
+  });
 }
 
 // Opens the page where it rests. False: not yet.
@@ -138,7 +148,8 @@ void Updates::make_spans(Slot& slot) const {
     span.moment2 = at(slot, Role::moment2, piece.in_chunk);
     span.scales1 = scales_at(chunk, Role::moment1, piece.in_chunk);
     span.scales2 = scales_at(chunk, Role::moment2, piece.in_chunk);
-    span.grad = at(slot, Role::grad, piece.in_chunk);
+    span.grad = piece.lent != nullptr ? piece.lent.get() + piece.in_param * size_of(span.grad_dtype)
+                                      : at(slot, Role::grad, piece.in_chunk);
     span.hyper = &released_groups_.of(piece.release, config_.params[piece.param].group);
     span.step = piece.step;
     span.grad_scale = piece.scale;
@@ -169,6 +180,7 @@ bool Updates::publish(Slot& slot) {
 void Updates::finish(Slot& slot) {
   ChunkState& chunk = chunks_[slot.chunk];
   for (const ChunkPiece& piece : slot.pieces) released_groups_.drop(piece.release);
+  slot.pieces.clear();  // with what was lent
   if (gradients_ != nullptr) gradients_->give_back(std::exchange(slot.gradient, {}));
   frames_held_ -= chunk.staging_need;
   chunk.open = false;

@@ -72,22 +72,35 @@ void Updates::begin_write(std::uint32_t chunk) {
   chunks_[chunk].written = true;
 }
 
-void Updates::note_landed(std::uint32_t chunk, std::uint32_t param) {
+void Updates::note_landed(std::uint32_t chunk, std::uint32_t param,
+                          const std::shared_ptr<const std::byte>& lent) {
   for (ChunkPiece& piece : chunks_[chunk].pieces) {
-    if (piece.param == param) piece.landed = true;
+    if (piece.param != param) continue;
+    STRATA_ASSERT(!lent || !piece.waiting);
+    piece.landed = true;
+    piece.lent = lent;
   }
+}
+
+const std::byte* Updates::lent_gradient(std::uint32_t chunk, std::uint32_t param) const {
+  for (const ChunkPiece& piece : chunks_[chunk].pieces) {
+    if (piece.param == param) return piece.lent.get();
+  }
+  return nullptr;
 }
 
 bool Updates::holds_gradient(std::uint32_t chunk, std::uint32_t param) const {
   const auto& pieces = chunks_[chunk].pieces;
   return std::any_of(pieces.begin(), pieces.end(), [param](const ChunkPiece& piece) {
-    return piece.param == param && (piece.landed || piece.waiting);
+    return piece.param == param && piece.has_gradient();
   });
 }
 
 void Updates::forget_landed(std::uint32_t chunk) {
   STRATA_ASSERT(!merged(chunk));
-  for (ChunkPiece& piece : chunks_[chunk].pieces) piece.landed = false;
+  for (ChunkPiece& piece : chunks_[chunk].pieces) {
+    if (std::exchange(piece.landed, false)) piece.lent.reset();
+  }
   if (gradients_ != nullptr && !chunks_[chunk].queued) gradients_->drop(chunk);
 }
 
@@ -97,6 +110,7 @@ void Updates::forget_merged() {
     ChunkState& chunk = chunks_[id];
     for (ChunkPiece& piece : chunk.pieces) {
       piece.landed = false;
+      piece.lent.reset();
       if (std::exchange(piece.waiting, false)) released_groups_.drop(piece.release);
     }
     chunk.queued = false;

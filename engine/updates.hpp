@@ -93,8 +93,12 @@ class Updates final {
   // Pages have come to rest elsewhere, and the staging area is another. REQUIRES: !busy().
   void set_staging(std::uint32_t frames_max);
 
-  // A gradient of the parameter has landed in the chunk; release() lets it go.
-  void note_landed(std::uint32_t chunk, std::uint32_t param);
+  // A gradient of the parameter has landed in the chunk; release() lets it go. `lent`: all of the
+  // parameter's, where it stays where it is; kept until the update has read it.
+  void note_landed(std::uint32_t chunk, std::uint32_t param,
+                   const std::shared_ptr<const std::byte>& lent = {});
+  // What was lent of it and not used yet; null: nothing.
+  const std::byte* lent_gradient(std::uint32_t chunk, std::uint32_t param) const;
   // The next gradient of the parameter has to be added to what the chunk holds of it.
   bool holds_gradient(std::uint32_t chunk, std::uint32_t param) const;
   // A gradient of this step has to wait before it lands: the chunk's last one still waits, is of an
@@ -157,6 +161,9 @@ class Updates final {
     float scale = 1.0f;              // ... and what it is multiplied with
     bool landed = false;             // since the last release
     bool waiting = false;            // released, and not taken yet
+    std::shared_ptr<const std::byte> lent = {};  // the parameter's gradient, where it stays
+
+    bool has_gradient() const { return landed || waiting; }
   };
   struct ChunkState {
     std::vector<ChunkPiece> pieces;
@@ -194,6 +201,7 @@ class Updates final {
   bool admit();
   void open_slot(Slot& slot, std::uint32_t chunk);
   bool load(Slot& slot);
+  bool is_read(const Slot& slot, PageId page) const;
   bool open(OpenPage& page);
   void close(OpenPage& page);
   void make_spans(Slot& slot) const;

@@ -79,4 +79,17 @@ void Slab::resize(std::size_t bytes) {
   bytes_ = {bytes_.data(), bytes};
 }
 
+void Slab::give_back(std::span<std::byte> range) {
+  STRATA_ASSERT(range.data() >= bytes_.data());
+  STRATA_ASSERT(range.data() + range.size() <= bytes_.data() + bytes_.size());
+  // 1. As it is, where the kernel takes locked memory too (since 5.18): what is touched later is
+  // locked again.
+  constexpr int kDontNeedLocked = 24;  // MADV_DONTNEED_LOCKED, which older headers do not name
+  if (::madvise(range.data(), range.size(), kDontNeedLocked) == 0) return;
+  // 2. Else it stays unlocked.
+  ::munlock(range.data(), range.size());
+  const int failed = ::madvise(range.data(), range.size(), MADV_DONTNEED);
+  STRATA_ASSERT(failed == 0);
+}
+
 }  // namespace strata

@@ -1,6 +1,6 @@
-// Slab: one mapping that holds the host budget. What is claimed is there from then on: no later
-// touch can fault, fail or grow the process. Addresses may be kept free behind it, so that more can
-// be claimed later without moving anything.
+// Slab: one mapping that holds the host budget. What is claimed is there from then on, but
+// for what is given back: no other touch can fault, fail or grow the process. Addresses may be kept
+// free behind it, so that more can be claimed later without moving anything.
 //
 // Threads: the bytes belong to whoever is handed them; one caller at a time resizes. A forked
 // child does not have them.
@@ -31,6 +31,11 @@ class Slab final {
   // Claims more bytes behind the others, or gives the last ones back. Throws StrataError (memory),
   // and changes nothing, when refused. REQUIRES: a positive multiple of 4096; <= bytes_max().
   void resize(std::size_t bytes);
+
+  // The range reads as zero from here on, and its memory is the system's until somebody writes
+  // there: that touch may fault, and find no memory. REQUIRES: whole pages of 4096
+  // bytes.
+  void give_back(std::span<std::byte> range);
 
   std::span<std::byte> bytes() const { return bytes_; }
   std::size_t bytes_max() const { return bytes_max_; }

@@ -21,11 +21,10 @@
 
 namespace strata {
 
-// A gradient that lands: what Kernels::land_gradient does, with the sum left in pieces. Without
-// `to` nothing is written, and the sums are those of a copy: for bytes that get there by other
-// means.
+// A gradient that lands: what Kernels::land_gradient does, with the sum left in pieces. One that
+// stays may also get to its place by other means.
 struct LandSpan {
-  void* to = nullptr;
+  void* to = nullptr;  // null: it stays
   const void* from = nullptr;
   double* sums = nullptr;  // one for each kNormBlock elements; where device and host reach it
   std::size_t count = 0;

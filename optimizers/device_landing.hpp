@@ -22,18 +22,6 @@ struct LandingShared {
   double lanes[kNormLanes];
 };
 
-// A copy that leaves its sums only: see LandSpan.
-template <Dtype kFrom>
-struct Summed {
-  void* to;
-  Gradient<Vec1, kFrom> from;
-
-  STRATA_DEVICE_CODE float read(std::size_t at, Vec1::All lanes) const {
-    return from.load(at, lanes);
-  }
-  STRATA_DEVICE_CODE void write(std::size_t, float, Vec1::All) const {}
-};
-
 // Note [Phases]. The sums of the lanes are chains of additions, whose order is promised: sixteen
 // threads at a time are at work there, on values that are near.
 template <class Form, class Group>

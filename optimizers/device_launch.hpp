@@ -87,16 +87,8 @@ struct LandingKernel {
   using Form = Landing<Vec1, kTo, kFrom, kMode>;
 
   static bool takes(const LandSpan& span) {
-    return span.to != nullptr && span.to_dtype == kTo && span.from_dtype == kFrom &&
-           span.mode == kMode;
+    return span.to_dtype == kTo && span.from_dtype == kFrom && span.mode == kMode;
   }
-};
-
-template <Dtype kFrom>
-struct SumKernel {
-  using Form = Summed<kFrom>;
-
-  static bool takes(const LandSpan& span) { return span.to == nullptr && span.from_dtype == kFrom; }
 };
 
 template <class Math, Dtype kDtype, Dtype kGradDtype, class Visit>
@@ -130,7 +122,7 @@ void visit_updates(Visit visit) {
 
 template <Dtype kFrom, class Visit>
 void visit_landings_of(Visit& visit) {
-  visit(SumKernel<kFrom>());
+  visit(LandingKernel<kFrom, kFrom, GradMode::stay>());
   visit(LandingKernel<kFrom, kFrom, GradMode::copy>());
   visit(LandingKernel<Dtype::float32, kFrom, GradMode::add>());
   if constexpr (kFrom != Dtype::float32) {

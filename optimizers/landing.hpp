@@ -89,12 +89,14 @@ struct Landing {
   template <class Lanes>
   STRATA_DEVICE_CODE F read(std::size_t at, Lanes lanes) const {
     const F value = from.load(at, lanes);
-    if constexpr (kMode == GradMode::copy) return value;
+    if constexpr (kMode != GradMode::add) return value;
     return V::one_nan(V::add(V::load(static_cast<const float*>(to) + at, lanes), value));
   }
   template <class Lanes>
   STRATA_DEVICE_CODE void write(std::size_t at, F value, Lanes lanes) const {
-    if constexpr (kTo == Dtype::float32) {
+    if constexpr (kMode == GradMode::stay) {
+      return;
+    } else if constexpr (kTo == Dtype::float32) {
       V::store(static_cast<float*>(to) + at, value, lanes);
     } else {
       const auto* const halves = static_cast<const std::uint16_t*>(from.from) + at;
@@ -105,6 +107,9 @@ struct Landing {
 
 template <class V, Dtype kFrom>
 double land_with(void* to, Dtype to_dtype, const void* from, std::size_t count, GradMode mode) {
+  if (mode == GradMode::stay) {
+    return Landing<V, kFrom, kFrom, GradMode::stay>{nullptr, {from}}.run(count);
+  }
   if (mode == GradMode::add) {
     return Landing<V, Dtype::float32, kFrom, GradMode::add>{to, {from}}.run(count);
   }

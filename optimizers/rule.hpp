@@ -102,8 +102,9 @@ struct UpdateSpan {
   std::size_t first = 0;
 };
 
-// How gradients land in a page: `copy` overwrites, `add` accumulates into float32.
-enum class GradMode : std::uint8_t { copy, add };
+// How gradients land in a page: `copy` overwrites, `add` accumulates into float32, `stay` writes
+// nothing: the gradient is used where it lies, and only its squares are added up.
+enum class GradMode : std::uint8_t { copy, add, stay };
 
 enum class Isa : std::uint8_t { scalar, avx2, avx512 };
 
@@ -111,7 +112,8 @@ struct Kernels {
   void (*update)(const UpdateSpan& span);
   // Copies (same dtype, or to float32) or adds `count` elements and returns the sum of squares of
   // what the destination then holds, in double, summed in blocks of kNormBlock elements in order.
-  // Infinite or NaN elements make the sum non-finite; finite ones never do.
+  // Infinite or NaN elements make the sum non-finite; finite ones never do. GradMode::stay has no
+  // destination (null, of the same dtype): it returns what a copy would.
   double (*land_gradient)(void* to, Dtype to_dtype, const void* from, Dtype from_dtype,
                           std::size_t count, GradMode mode);
   // float32 values into the stored form (param + master) and back. The pair is exact; a NaN becomes

@@ -202,21 +202,21 @@ inline Streams any_span(const Form& form, std::size_t count, Bytes& bytes,
 // Offsets of one landing's streams.
 struct LandingAt {
   std::size_t to = 0, from = 0, sums = 0;
-  bool only_sums = false;
   LandSpan span;
 
   LandSpan in(std::byte* memory) const {
     LandSpan out = span;
-    out.to = only_sums ? nullptr : memory + to;
+    out.to = place(memory);
     out.from = memory + from;
     out.sums = reinterpret_cast<double*>(memory + sums);
     return out;
   }
   double by_cpu(std::byte* memory, Isa isa) const {
-    std::vector<float> nowhere(only_sums ? span.count : 0);
-    void* const there = only_sums ? static_cast<void*>(nowhere.data()) : memory + to;
-    return kernels(isa).land_gradient(there, span.to_dtype, memory + from, span.from_dtype,
+    return kernels(isa).land_gradient(place(memory), span.to_dtype, memory + from, span.from_dtype,
                                       span.count, span.mode);
+  }
+  std::byte* place(std::byte* memory) const {
+    return span.mode == GradMode::stay ? nullptr : memory + to;
   }
 };
 
@@ -225,9 +225,9 @@ inline LandingAt any_landing(std::size_t count, bool wild, Bytes& bytes, std::mt
   LandSpan& span = at.span;
   span.count = count;
   span.from_dtype = kDtypes[random() % 3];
-  at.only_sums = random() % 3 == 0;
-  span.mode = !at.only_sums && random() % 2 == 0 ? GradMode::add : GradMode::copy;
-  const bool widens = span.mode == GradMode::add || random() % 2 == 0;
+  span.mode = static_cast<GradMode>(random() % 3);
+  const bool widens =
+      span.mode == GradMode::add || (span.mode == GradMode::copy && random() % 2 == 0);
   span.to_dtype = widens ? Dtype::float32 : span.from_dtype;
   at.from = bytes.take(count * size_of(span.from_dtype), size_of(span.from_dtype));
   at.to = bytes.take(count * size_of(span.to_dtype), size_of(span.to_dtype));

@@ -238,10 +238,24 @@ class Simulation final {
       std::vector<std::byte> from(spec.numel * size_of(spec.dtype));
       std::vector<std::byte> rest(spec.numel * 4);
       kernels(Isa::scalar).split(wide.data(), spec.numel, spec.dtype, from.data(), rest.data());
-      gradient_ = std::make_unique<DeviceTensor>(device_, from);
-      session_->land_gradient(p, gradient_->data(), spec.dtype);
+      if (below(2) == 0) {
+        session_->lend_gradient(p, lent(from), spec.dtype);
+      } else {
+        gradient_ = std::make_unique<DeviceTensor>(device_, from);
+        session_->land_gradient(p, gradient_->data(), spec.dtype);
+      }
       plain_[p].land(from);
     }
+  }
+
+  // Memory whose bytes are others as soon as it is given back.
+  std::shared_ptr<const std::byte> lent(const std::vector<std::byte>& gradient) {
+    auto tensor = std::make_shared<DeviceTensor>(device_, gradient);
+    const std::byte* const data = tensor->data();
+    return {data, [this, tensor](const std::byte*) {
+              if (device_.where() != TestedOn::host) return;
+              std::memset(tensor->data(), 0x7f, tensor->size());
+            }};
   }
 
   void visit(UnitId unit, bool backward, bool recorded) {
