@@ -10,6 +10,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include "bindings/lent_memory.hpp"
 #include "bindings/python.hpp"
 #include "optimizers/foreign.hpp"
 
@@ -29,8 +30,11 @@ struct ReleaseGilAndDelete {
   template <class T>
   void operator()(T* object) const {
     if (getpid() != owner) return;
-    const py::gil_scoped_release release;
-    delete object;
+    {
+      const py::gil_scoped_release release;
+      delete object;
+    }
+    drop_given_back();
   }
 };
 

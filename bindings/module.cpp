@@ -2,6 +2,7 @@
 // each name means is written in bindings/strata/_core.pyi. Methods that may wait release the GIL.
 #include "bindings/dlpack.hpp"
 #include "bindings/foreign_call.hpp"
+#include "bindings/lent_memory.hpp"
 #include "bindings/parse.hpp"
 #include "bindings/python.hpp"
 #include "bindings/to_dict.hpp"
@@ -64,9 +65,13 @@ void set_python_error(const py::object& type, const Error& error) {
   PyErr_SetObject(type.ptr(), raised.ptr());
 }
 
-// Without the GIL: whoever has the core's lock may wait for it.
+// Without the GIL: whoever has the core's lock may wait for it. With it again, what the core has
+// given back meanwhile goes.
 template <typename Verb>
 auto unlocked(Verb verb) {
+  struct Behind {
+    ~Behind() { drop_given_back(); }
+  } behind;
   const py::gil_scoped_release release;
   return verb();
 }
@@ -102,14 +107,12 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
   if (whole && session.config().update == UpdateMode::in_backward) {
     throw py::value_error("in_backward has updated before all gradients are known");
   }
-  StepResult result;
-  {
-    const py::gil_scoped_release release;
-    result = session.step(hypers, {.max_norm = max_norm,
-                                   .max_unit_norm = max_unit_norm,
-                                   .grad_divisor = grad_divisor,
-                                   .skip_nonfinite = skip_nonfinite});
-  }
+  const StepResult result = unlocked([&] {
+    return session.step(hypers, {.max_norm = max_norm,
+                                 .max_unit_norm = max_unit_norm,
+                                 .grad_divisor = grad_divisor,
+                                 .skip_nonfinite = skip_nonfinite});
+  });
   py::dict out;
   out["norm"] = result.norm;
   out["finite"] = result.finite;
@@ -189,14 +192,14 @@ void bind_updates(SessionClass& session) {
       .def(
           "land_gradient",
           [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
-             std::uintptr_t stream) {
+             std::uintptr_t stream, const py::object& owner) {
+            auto from = lend(owner, address);
             const Dtype parsed = parse_dtype(dtype);
-            const py::gil_scoped_release release;
-            s.land_gradient(param, pointer<const void>(address), parsed, stream_of(stream));
+            unlocked([&] { s.lend_gradient(param, std::move(from), parsed, stream_of(stream)); });
           },
-          py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
-      .def(
-          "drop_gradients", [](Session& s) { s.drop_gradients(); }, Release())
+          py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0,
+          py::arg("owner") = py::none())
+      .def("drop_gradients", [](Session& s) { unlocked([&] { s.drop_gradients(); }); })
       .def("gradient_count", &Session::gradient_count, Release())
       .def("gradient_fits", &Session::gradient_fits, Release())
       .def("complete",
@@ -211,10 +214,10 @@ void bind_updates(SessionClass& session) {
       .def("in_half_step", &Session::in_half_step, Release())
       .def("forget_step", &Session::forget_step, Release())
       .def("steps", &Session::steps, Release())
-      .def("drain", &Session::drain, Release())
+      .def("drain", [](Session& s) { unlocked([&] { s.drain(); }); })
       .def("param_step", &Session::step_of, Release())
       .def("set_param_step", &Session::set_step, Release())
-      .def("synchronize", &Session::synchronize, Release())
+      .def("synchronize", [](Session& s) { unlocked([&] { s.synchronize(); }); })
       .def("stats", [](Session& s) { return stats_dict(unlocked([&] { return s.stats(); })); })
       .def("timeline",
            [](Session& s) { return timeline_list(unlocked([&] { return s.timeline(); })); })
@@ -228,7 +231,7 @@ void bind_updates(SessionClass& session) {
              out["wall_ns"] = figures.wall_ns;
              return out;
            })
-      .def("close", &Session::close, Release());
+      .def("close", [](Session& s) { unlocked([&] { s.close(); }); });
 }
 
 void bind_session(py::module_& module) {
@@ -267,9 +270,11 @@ void bind_session(py::module_& module) {
       .def(
           "enter",
           [](Session& s, std::uint32_t unit, bool backward, bool recorded, std::uintptr_t stream,
-             Visit visit) { s.enter(UnitId{unit}, backward, recorded, stream_of(stream), visit); },
+             Visit visit) {
+            unlocked([&] { s.enter(UnitId{unit}, backward, recorded, stream_of(stream), visit); });
+          },
           py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
-          py::arg("visit") = 0, Release())
+          py::arg("visit") = 0)
       .def(
           "leave",
           [](Session& s, std::uint32_t unit, std::uintptr_t stream, Visit visit) {

@@ -44,6 +44,8 @@ template <class V, Dtype kTo, Dtype kFrom, GradMode kMode>
 struct Landing {
   using F = typename V::F;
   static constexpr std::size_t kVectors = kNormLanes / V::kLanes;
+  static constexpr std::size_t kPrefetched = 32;  // elements, at a time
+  static constexpr std::size_t kAhead = 1024;
 
   void* to;
   Gradient<V, kFrom> from;
@@ -61,6 +63,7 @@ struct Landing {
     typename V::Sums sums[kVectors] = {};
     std::size_t at = begin;
     while (at + kNormLanes <= end) {
+      if (at % kPrefetched == 0) from.template prefetch<kPrefetched>(at + kAhead);
       for (std::size_t k = 0; k < kVectors; ++k, at += V::kLanes) {
         V::add_squares(sums[k], land_lanes(at, typename V::All{}));
       }

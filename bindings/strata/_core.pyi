@@ -190,10 +190,14 @@ class Session:
         entered."""
     def expect_write(self, param: int) -> None:
         """The next visit of the parameter's unit may change its device view."""
-    def land_gradient(self, param: int, address: int, dtype: DtypeName, stream: int = 0) -> None:
+    def land_gradient(
+        self, param: int, address: int, dtype: DtypeName, stream: int = 0, owner: object = None
+    ) -> None:
         """Takes the gradient of a whole parameter (numel contiguous elements, on the device).
         Returns when it has landed and the memory at `address` may be reused: on a GPU it waits for
-        what was submitted so far, so it is best called by a thread of its own."""
+        what was submitted so far, so it is best called by a thread of its own. With an `owner` of
+        that memory it may stay there, until it was used: the owner is kept, and nobody may write to
+        it."""
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step. Raises StrataError where that was used:
         in_backward, and lock_free where it was added to older gradients."""

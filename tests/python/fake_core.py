@@ -139,7 +139,9 @@ class Session(Saves):
     def expect_write(self, param: int) -> None:
         self._open()
 
-    def land_gradient(self, param: int, address: int, dtype: str, *, stream: int) -> None:
+    def land_gradient(
+        self, param: int, address: int, dtype: str, *, stream: int, owner: object = None
+    ) -> None:
         self._open()
         self._note_stream(stream)
         p = self.params[param]

@@ -13,7 +13,7 @@ import torch
 
 from .._config.managed import DTYPE_NAMES
 from .._runtime.streams import owned_by_graph
-from .._torch_compat import DisableTorchFunction
+from .._torch_compat import DisableTorchFunction, tensors_over
 
 if TYPE_CHECKING:
     from .hooks import Hooks
@@ -106,7 +106,22 @@ class LandHook(Uncopied):
         session = hooks.state.session
         if self.in_backward and not session.gradient_fits(self.index):
             hooks.pins.make_way(self.unit)
-        session.land_gradient(self.index, grad.data_ptr(), self.dtype_name, stream=stream)
+        session.land_gradient(
+            self.index,
+            grad.data_ptr(),
+            self.dtype_name,
+            stream=stream,
+            owner=grad if owns_memory(grad) else None,
+        )
+
+
+def owns_memory(grad: torch.Tensor) -> bool:
+    """Whether nobody else can write to the memory of the tensor, or keeps it: so it may be lent.
+
+    What a custom backward returns may be a view of something that is written again."""
+    storage = grad.untyped_storage()
+    own = storage.resizable() and storage.nbytes() == grad.nbytes
+    return own and tensors_over(storage._cdata) == 2  # the gradient's and `storage`
 
 
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
