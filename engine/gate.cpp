@@ -69,9 +69,12 @@ void Gate::take_turn() {
   throw_if_failed();
 }
 
-void Gate::take_turns() {
+void Gate::take_turns(Lock& lock) {
   bool moved = false;
-  while (!failure_ && turn()) moved = true;
+  while (!closed_ && !failure_ && turn()) {
+    moved = true;
+    const Unlocked unlocked(lock);  // who waits for the lock waits for one turn at most
+  }
   if (moved || failure_) notify();
 }
 

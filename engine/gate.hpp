@@ -93,8 +93,8 @@ class Gate final {
   // yes: it may act when it succeeds. Throws StrataError when the session has failed or is closed.
   void wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited = {})
       STRATA_REQUIRES(core_lock);
-  // Takes turns until nothing moves, for the pump.
-  void take_turns() STRATA_REQUIRES(core_lock);
+  // Takes turns until nothing moves, for the pump, and gives the lock up between them.
+  void take_turns(Lock& lock) STRATA_REQUIRES(core_lock);
   // One turn, for who asks whether something has happened.
   void take_turn() STRATA_REQUIRES(core_lock);
   // Something has changed that others may wait for.

@@ -37,10 +37,10 @@ void Session::pump() {
   std::optional<Pace> pace;
   for (std::chrono::nanoseconds sleep = kPumpPeriod;;) {
     const bool rang = bell_.wait(sleep);
-    const Lock lock(gate_.mutex(), gate_.meter());
+    Lock lock(gate_.mutex(), gate_.meter());
     if (gate_.closed()) return;
     if (!pace) pace.emplace(core_->base.tiers.device());
-    if (pace->wakes(rang)) gate_.take_turns();
+    if (pace->wakes(rang)) gate_.take_turns(lock);
     sleep = pace->next();
   }
 }
