@@ -97,7 +97,7 @@ std::vector<TimelineSpan> Timeline::take() {
 }
 
 Waiting::Waiting(Timeline& timeline, UnitId unit, bool backward)
-    : timeline_(timeline), since_ns_(SteadyClock().now_ns()) {
+    : timeline_(timeline), since_ns_(now_ns()) {
   span_.track = Track::wait;
   span_.unit = unit;
   span_.backward = backward;
@@ -108,7 +108,7 @@ void Waiting::missing(Cause cause) {
   STRATA_ASSERT(cause != Cause::none);
   if (cause == span_.cause) return;
   if (span_.cause != Cause::none) {
-    span_.end_ns = SteadyClock().now_ns();
+    span_.end_ns = now_ns();
     timeline_.add(span_);
     span_.begin_ns = span_.end_ns;
   }
@@ -117,7 +117,7 @@ void Waiting::missing(Cause cause) {
 
 std::int64_t Waiting::over() {
   if (span_.cause == Cause::none) return 0;
-  span_.end_ns = SteadyClock().now_ns();
+  span_.end_ns = now_ns();
   timeline_.add(span_);
   span_.cause = Cause::none;
   return span_.end_ns - since_ns_;

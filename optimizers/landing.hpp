@@ -13,8 +13,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "optimizers/cpu/kernel.hpp"
 #include "optimizers/device_code.hpp"
-#include "optimizers/kernel.hpp"
 #include "optimizers/masters.hpp"
 #include "optimizers/moments.hpp"
 #include "optimizers/rule.hpp"
