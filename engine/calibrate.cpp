@@ -11,10 +11,6 @@ namespace {
 constexpr std::size_t kJobsPerWorker = 2;  // one at work, one waiting
 constexpr int kBellMs = 20;                // a lost ring costs no more than this
 
-std::size_t master_size(Dtype dtype) {
-  return dtype == Dtype::bfloat16 ? 2 : dtype == Dtype::float16 ? 4 : 0;
-}
-
 // Of everything that one parameter has: itself, its master, two moments and a gradient.
 std::size_t element_bytes(Dtype dtype) {
   return 2 * size_of(dtype) + master_size(dtype) + 2 * sizeof(float);

@@ -1,12 +1,10 @@
 #include "memory/host_device.hpp"
 
-#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <csignal>
 #include <cstring>
 #include <tuple>
 
@@ -15,58 +13,46 @@
 
 namespace strata {
 
-HostCopies::HostCopies(Doorbell* bell, CopyMode mode) : bell_(bell), mode_(mode) {
-  if (mode_ == CopyMode::threaded) worker_ = std::thread([this] { run_worker(); });
-}
+HostCopies::HostCopies(Doorbell* bell, CopyMode mode)
+    : bell_(bell),
+      crew_(mode == CopyMode::threaded ? 1 : 0, bell != nullptr ? bell : &unheard_,
+            {.name = "strata-copy", .run = [this](const Job& job, int) { return run(job); }}) {}
 
-HostCopies::~HostCopies() {
-  if (mode_ == CopyMode::polled) run_through(last_);
-  if (worker_.joinable()) {
-    {
-      const std::lock_guard lock(mutex_);
-      closing_ = true;
-    }
-    submitted_.notify_one();
-    worker_.join();
-  }
-  STRATA_ASSERT(done_ == last_);
+std::uint64_t HostCopies::run(const Job& job) {
+  STRATA_ASSERT(job.ticket == done_ + 1);
+  std::memcpy(job.request.to, job.request.from, job.request.bytes);
+  // The bytes first, then word of them.
+  done_.store(job.ticket, std::memory_order_release);
+  done_.notify_all();
+  return job.ticket;
 }
 
 CopyTicket HostCopies::copy(const CopyRequest& request) {
   STRATA_ASSERT(request.to != nullptr && request.from != nullptr);
   STRATA_ASSERT(done(request.after));
-  // 1. Room: the slot of the new ticket is that of the ticket kQueueMax before it.
-  if (last_ >= kQueueMax) wait(CopyTicket{last_ + 1 - kQueueMax});
-  // 2. Queue it.
-  {
-    const std::lock_guard lock(mutex_);
-    queue_[(last_ + 1) % kQueueMax] = request;
-    ++last_;
+  while (!crew_.submit({request, last_ + 1})) {
+    wait(CopyTicket{last_ + 1 - CopyCrew::kJobsMax});
+    for (std::uint64_t over = 0; crew_.collect(over) && crew_.thread_count() != 0;) continue;
   }
-  // 3. Wake who runs it: the thread, or the caller's loop, whose next done() does.
-  if (mode_ == CopyMode::threaded) {
-    submitted_.notify_one();
-  } else if (bell_ != nullptr) {
-    bell_->ring();
-  }
+  ++last_;
+  // Where nobody runs it by itself, the caller's loop does, by its next done().
+  if (crew_.thread_count() == 0 && bell_ != nullptr) bell_->ring();
   return CopyTicket{last_};
 }
 
 bool HostCopies::done(CopyTicket ticket) {
   const auto wanted = static_cast<std::uint64_t>(ticket);
   STRATA_ASSERT(wanted <= last_);
-  if (mode_ == CopyMode::polled) run_through(wanted);
+  // To collect is to run the next one, where there is no thread.
+  for (std::uint64_t over = 0; done_ < wanted && crew_.collect(over);) continue;
   return done_.load(std::memory_order_acquire) >= wanted;
 }
 
 std::optional<Error> HostCopies::wait(CopyTicket ticket) {
   const auto wanted = static_cast<std::uint64_t>(ticket);
-  STRATA_ASSERT(wanted <= last_);
-  if (mode_ == CopyMode::polled) run_through(wanted);
-  std::uint64_t seen = done_.load(std::memory_order_acquire);
-  while (seen < wanted) {
+  if (done(ticket)) return std::nullopt;
+  for (std::uint64_t seen = done_; seen < wanted; seen = done_.load(std::memory_order_acquire)) {
     done_.wait(seen, std::memory_order_acquire);
-    seen = done_.load(std::memory_order_acquire);
   }
   return std::nullopt;
 }
@@ -79,39 +65,6 @@ void HostCopies::stream_waits(Stream stream, CopyTicket ticket) {
 CopyTicket HostCopies::record(Stream stream) {
   STRATA_ASSERT(stream == nullptr);
   return CopyTicket{0};
-}
-
-void HostCopies::run_through(std::uint64_t ticket) {
-  for (std::uint64_t next = done_ + 1; next <= ticket; ++next) {
-    const CopyRequest& copy = queue_[next % kQueueMax];
-    std::memcpy(copy.to, copy.from, copy.bytes);
-    done_ = next;
-  }
-}
-
-void HostCopies::run_worker() {
-  ::pthread_setname_np(::pthread_self(), "strata-copy");
-  // Signals are for the caller's threads: a Ctrl-C delivered here would interrupt nobody's wait.
-  sigset_t all;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_BLOCK, &all, nullptr);
-
-  std::unique_lock lock(mutex_);
-  while (true) {
-    // 1. Sleep until there is a copy; leave when there is none and none will come.
-    submitted_.wait(lock, [this] { return last_ > done_ || closing_; });
-    const std::uint64_t ticket = done_ + 1;
-    if (ticket > last_) return;
-    const CopyRequest copy = queue_[ticket % kQueueMax];
-    // 2. Copy without the lock, so that submitting never waits for bytes.
-    lock.unlock();
-    std::memcpy(copy.to, copy.from, copy.bytes);
-    // 3. Publish the bytes, then tell everybody.
-    done_.store(ticket, std::memory_order_release);
-    done_.notify_all();
-    if (bell_ != nullptr) bell_->ring();
-    lock.lock();
-  }
 }
 
 HostFrames::~HostFrames() {

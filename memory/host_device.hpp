@@ -1,9 +1,9 @@
 // The host as a full device: memory in frames of its own, and a copy engine. It is the oracle of
 // the tests, and the device of a machine without a GPU.
 //
-// Threads: as the ports say; copies run on a thread of their own, "strata-copy", and ring the bell.
-// With CopyMode::polled there is no thread: a copy runs inside the first done() or wait() that asks
-// for it or for a later one, so a simulator decides when.
+// Threads: as the ports say; copies run on a thread of their own, "strata-copy-0", and ring the
+// bell. With CopyMode::polled there is no thread: a copy runs inside the first done() or wait()
+// that asks for it or for a later one, so a simulator decides when.
 //
 //   Device device = host_device(&bell);
 //   device.memory->claim(frame_count, page_bytes);
@@ -12,15 +12,12 @@
 //   device.copies->wait(device.copies->copy({.to = device.memory->address(FrameId{3}), ...}));
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <optional>
-#include <thread>
 
+#include "memory/crew.hpp"
 #include "memory/device.hpp"
 #include "memory/doorbell.hpp"
 
@@ -29,18 +26,14 @@ namespace strata {
 enum class CopyMode : bool { polled, threaded };
 
 // Invariants:
-//   1. done_ <= last_ <= done_ + kQueueMax: tickets in (done_, last_] are waiting or being copied.
-//   2. queue_[t % kQueueMax] is the copy of ticket t, for every t in (done_, last_].
-//   3. done_ only grows, and a copy's bytes are in place before done_ reaches its ticket.
+//   1. done_ <= last_ <= done_ + CopyCrew::kJobsMax: tickets in (done_, last_] are in flight.
+//   2. done_ only grows, and a copy's bytes are in place before done_ reaches its ticket.
 class HostCopies final : public CopyEngine {
  public:
+  // Finishes every copy before it goes.
   explicit HostCopies(Doorbell* bell, CopyMode mode = CopyMode::threaded);
-  // Finishes every copy first.
-  ~HostCopies() override;
-  HostCopies(const HostCopies&) = delete;
-  HostCopies& operator=(const HostCopies&) = delete;
 
-  // Waits for room when kQueueMax copies are in flight.
+  // Waits for room when as many copies are in flight as a crew may hold.
   CopyTicket copy(const CopyRequest& request) override;
   bool done(CopyTicket ticket) override;
   // Copies inside host memory cannot fail.
@@ -53,20 +46,19 @@ class HostCopies final : public CopyEngine {
   bool idle() { return done(CopyTicket{last_}); }
 
  private:
-  static constexpr std::size_t kQueueMax = 256;
+  struct Job {
+    CopyRequest request;
+    std::uint64_t ticket;
+  };
+  using CopyCrew = Crew<Job, std::uint64_t>;  // what becomes of a job is its ticket
 
-  void run_through(std::uint64_t ticket);  // polled: runs the copies up to `ticket` here
-  void run_worker();
+  std::uint64_t run(const Job& job);
 
   Doorbell* bell_;
-  CopyMode mode_;
-  std::array<CopyRequest, kQueueMax> queue_{};
+  Doorbell unheard_;                     // where there is no bell to ring
   std::atomic<std::uint64_t> done_ = 0;  // the last ticket whose copy is in place
-  std::uint64_t last_ = 0;               // the last ticket given; the caller writes it under mutex_
-  bool closing_ = false;                 // guarded by mutex_
-  std::mutex mutex_;
-  std::condition_variable submitted_;
-  std::thread worker_;  // last: starts when everything above is ready
+  std::uint64_t last_ = 0;               // the last ticket given
+  CopyCrew crew_;  // of one, or none where copies are polled; last: it goes before what it uses
 };
 
 // Note [Aliased frames]

@@ -20,42 +20,6 @@ bool same_work(const TimelineSpan& a, const TimelineSpan& b) {
 
 }  // namespace
 
-const char* name(Track track) {
-  switch (track) {
-    case Track::read:
-      return "read";
-    case Track::write:
-      return "write";
-    case Track::upload:
-      return "upload";
-    case Track::download:
-      return "download";
-    case Track::update:
-      return "update";
-    case Track::wait:
-      return "wait";
-  }
-  return "?";
-}
-
-const char* name(Cause cause) {
-  switch (cause) {
-    case Cause::none:
-      return "none";
-    case Cause::copy:
-      return "copy";
-    case Cause::ssd:
-      return "ssd";
-    case Cause::room:
-      return "room";
-    case Cause::frame:
-      return "frame";
-    case Cause::update:
-      return "update";
-  }
-  return "?";
-}
-
 Timeline::Timeline(std::size_t span_count) : ring_(span_count) {
   STRATA_ASSERT(span_count > 0);
 }

@@ -2,22 +2,22 @@
 
 namespace strata {
 
-template <auto kEntry, CountedDriver::Slot kSlot, typename Result, typename... Params>
+template <auto kEntry, CountedDriver::Count kCount, typename Result, typename... Params>
 void CountedDriver::forward_as(CudaDriver& table, Result (*CudaDriver::*)(void*, Params...)) {
   table.*kEntry = [](void* self, Params... params) -> Result {
     CountedDriver& counted = *static_cast<CountedDriver*>(self);
     const Result result = (counted.driver_.*kEntry)(counted.driver_.self, params...);
-    if constexpr (kSlot != Slot::none) counted.note(kSlot);
-    if constexpr (kSlot == Slot::event_query) {
-      if (result == kCudaNotReady) counted.note(Slot::event_not_ready);
+    if constexpr (kCount != nullptr) counted.add(kCount);
+    if constexpr (kCount == &DriverCounts::event_query) {
+      if (result == kCudaNotReady) counted.add(&DriverCounts::event_not_ready);
     }
     return result;
   };
 }
 
-template <auto kEntry, CountedDriver::Slot kSlot>
+template <auto kEntry, CountedDriver::Count kCount>
 void CountedDriver::forward(CudaDriver& table) {
-  forward_as<kEntry, kSlot>(table, kEntry);
+  forward_as<kEntry, kCount>(table, kEntry);
 }
 
 CudaDriver CountedDriver::table() {
@@ -36,34 +36,34 @@ CudaDriver CountedDriver::table() {
   forward<&CudaDriver::address_free>(table);
   forward<&CudaDriver::memory_create>(table);
   forward<&CudaDriver::memory_release>(table);
-  forward<&CudaDriver::map, Slot::map>(table);
-  forward<&CudaDriver::unmap, Slot::unmap>(table);
-  forward<&CudaDriver::set_access, Slot::set_access>(table);
+  forward<&CudaDriver::map, &DriverCounts::map>(table);
+  forward<&CudaDriver::unmap, &DriverCounts::unmap>(table);
+  forward<&CudaDriver::set_access, &DriverCounts::set_access>(table);
   forward<&CudaDriver::host_register>(table);
   forward<&CudaDriver::host_unregister>(table);
   forward<&CudaDriver::stream_create>(table);
   forward<&CudaDriver::stream_destroy>(table);
-  forward<&CudaDriver::stream_synchronize, Slot::stream_synchronize>(table);
-  forward<&CudaDriver::stream_wait, Slot::stream_wait>(table);
+  forward<&CudaDriver::stream_synchronize, &DriverCounts::stream_synchronize>(table);
+  forward<&CudaDriver::stream_wait, &DriverCounts::stream_wait>(table);
   forward<&CudaDriver::event_create>(table);
   forward<&CudaDriver::event_destroy>(table);
   forward<&CudaDriver::event_record>(table);
-  forward<&CudaDriver::event_query, Slot::event_query>(table);
-  forward<&CudaDriver::event_synchronize, Slot::event_synchronize>(table);
+  forward<&CudaDriver::event_query, &DriverCounts::event_query>(table);
+  forward<&CudaDriver::event_synchronize, &DriverCounts::event_synchronize>(table);
   forward<&CudaDriver::copy_in>(table);
   forward<&CudaDriver::copy_out>(table);
   return table;
 }
 
 DriverCounts CountedDriver::counts() const {
-  return {.stream_wait = calls(Slot::stream_wait),
-          .event_query = calls(Slot::event_query),
-          .event_not_ready = calls(Slot::event_not_ready),
-          .event_synchronize = calls(Slot::event_synchronize),
-          .stream_synchronize = calls(Slot::stream_synchronize),
-          .map = calls(Slot::map),
-          .unmap = calls(Slot::unmap),
-          .set_access = calls(Slot::set_access)};
+  using D = DriverCounts;
+  DriverCounts counts;
+  for (const Count count :
+       {&D::stream_wait, &D::event_query, &D::event_not_ready, &D::event_synchronize,
+        &D::stream_synchronize, &D::map, &D::unmap, &D::set_access}) {
+    counts.*count = std::atomic_ref(counts_.*count).load(kRelaxed);
+  }
+  return counts;
 }
 
 }  // namespace strata

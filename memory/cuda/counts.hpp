@@ -7,9 +7,7 @@
 //   counted.counts().stream_synchronize;
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 
 #include "memory/cuda/driver.hpp"
@@ -38,30 +36,18 @@ class CountedDriver final {
   DriverCounts counts() const;
 
  private:
-  enum class Slot : std::uint8_t {
-    none,
-    stream_wait,
-    event_query,
-    event_not_ready,
-    event_synchronize,
-    stream_synchronize,
-    map,
-    unmap,
-    set_access,
-    count
-  };
-  template <auto kEntry, Slot kSlot = Slot::none>
+  using Count = std::uint64_t DriverCounts::*;
+
+  // Makes the entry of the table call the driver's, and count where it says so.
+  template <auto kEntry, Count kCount = nullptr>
   static void forward(CudaDriver& table);
-  template <auto kEntry, Slot kSlot, typename Result, typename... Params>
+  template <auto kEntry, Count kCount, typename Result, typename... Params>
   static void forward_as(CudaDriver& table, Result (*CudaDriver::*)(void*, Params...));
-  void note(Slot slot) { calls_[static_cast<std::size_t>(slot)].fetch_add(1, kRelaxed); }
-  std::uint64_t calls(Slot slot) const {
-    return calls_[static_cast<std::size_t>(slot)].load(kRelaxed);
-  }
+  void add(Count count) { std::atomic_ref(counts_.*count).fetch_add(1, kRelaxed); }
 
   static constexpr auto kRelaxed = std::memory_order_relaxed;
   const CudaDriver driver_;
-  std::array<std::atomic<std::uint64_t>, static_cast<std::size_t>(Slot::count)> calls_{};
+  mutable DriverCounts counts_;
 };
 
 }  // namespace strata

@@ -90,13 +90,12 @@ std::string CudaDevice::name() const {
 const Error& CudaDevice::lose(const char* what, int result) {
   STRATA_ASSERT(result != kCudaSuccess);
   if (lost_) return *lost_;
-  Error error;
-  error.fault = Fault::io;
-  error.tier = Tier::device;
-  error.what = name() + " failed to " + what + ": " + result_text(driver_, result) +
-               "; it is lost to this process: start a new one, from the last checkpoint";
   lost_by_ = result;
-  return lost_.emplace(std::move(error));
+  return lost_.emplace(
+      Error{.fault = Fault::io,
+            .what = name() + " failed to " + what + ": " + result_text(driver_, result) +
+                    "; it is lost to this process: start a new one, from the last checkpoint",
+            .tier = Tier::device});
 }
 
 Error CudaDevice::refused(const char* what, int result, std::size_t bytes) {
@@ -107,13 +106,11 @@ Error CudaDevice::no_memory(const char* what, std::size_t bytes) {
   std::size_t free_bytes = 0;
   std::size_t total_bytes = facts_.total_bytes;
   static_cast<void>(call(&CudaDriver::memory_info, &free_bytes, &total_bytes));
-  Error error;
-  error.fault = Fault::memory;
-  error.tier = Tier::device;
-  error.what = name() + " has no memory to " + what + ": " + bytes_text(bytes) + " asked, " +
-               bytes_text(free_bytes) + " of " + bytes_text(total_bytes) +
-               " free; ask for a smaller device budget, or end other processes on it";
-  return error;
+  return {.fault = Fault::memory,
+          .what = name() + " has no memory to " + what + ": " + bytes_text(bytes) + " asked, " +
+                  bytes_text(free_bytes) + " of " + bytes_text(total_bytes) +
+                  " free; ask for a smaller device budget, or end other processes on it",
+          .tier = Tier::device};
 }
 
 CudaDevice::Current::Current(CudaDevice& device) : device_(device), relaxed_(device.driver_) {

@@ -3,6 +3,9 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <optional>
+#include <type_traits>
+
 #include "memory/cuda/contexts.hpp"
 #include "memory/cuda/driver.hpp"
 
@@ -25,111 +28,65 @@ static_assert(sizeof(CUdeviceptr) == sizeof(std::byte*));
 // The interface that is asked for, whatever the driver has beyond it.
 constexpr unsigned int kInterface = 12000;
 
-struct Entries {
-  decltype(&cuGetErrorString) error_string;
-  decltype(&cuInit) init;
-  decltype(&cuDeviceGetCount) device_count;
-  decltype(&cuDeviceGet) device;
-  decltype(&cuDeviceGetName) device_name;
-  decltype(&cuDeviceGetPCIBusId) device_pci;
-  decltype(&cuDeviceTotalMem) device_memory;
-  decltype(&cuDeviceGetAttribute) device_attribute;
-  decltype(&cuDevicePrimaryCtxRetain) context_retain;
-  decltype(&cuCtxPushCurrent) context_push;
-  decltype(&cuCtxPopCurrent) context_pop;
-  decltype(&cuThreadExchangeStreamCaptureMode) capture_mode;
-  decltype(&cuCtxGetStreamPriorityRange) priority_range;
-  decltype(&cuMemGetInfo) memory_info;
-  decltype(&cuMemGetAllocationGranularity) granularity;
-  decltype(&cuMemAddressReserve) address_reserve;
-  decltype(&cuMemAddressFree) address_free;
-  decltype(&cuMemCreate) memory_create;
-  decltype(&cuMemRelease) memory_release;
-  decltype(&cuMemMap) map;
-  decltype(&cuMemUnmap) unmap;
-  decltype(&cuMemSetAccess) set_access;
-  decltype(&cuMemHostRegister) host_register;
-  decltype(&cuMemHostUnregister) host_unregister;
-  decltype(&cuStreamCreateWithPriority) stream_create;
-  decltype(&cuStreamDestroy) stream_destroy;
-  decltype(&cuStreamSynchronize) stream_synchronize;
-  decltype(&cuStreamWaitEvent) stream_wait;
-  decltype(&cuEventCreate) event_create;
-  decltype(&cuEventDestroy) event_destroy;
-  decltype(&cuEventRecord) event_record;
-  decltype(&cuEventQuery) event_query;
-  decltype(&cuEventSynchronize) event_synchronize;
-  decltype(&cuMemcpyHtoDAsync) copy_in;
-  decltype(&cuMemcpyDtoHAsync) copy_out;
-};
-
-// Collects entry points, and the first reason why one cannot be had.
-class Finder final {
- public:
-  template <typename Entry>
-  void find(Entry& entry, const char* name) {
-    if (failed_ != cudaSuccess) return;
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status{};
+// An entry point by its name: of what the header declares, whichever version it means by it.
+template <typename Function>
+Function find(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult status{};
 #if CUDART_VERSION >= 12050
-    failed_ =
-        cudaGetDriverEntryPointByVersion(name, &found, kInterface, cudaEnableLegacyStream, &status);
+  cudaError_t failed =
+      cudaGetDriverEntryPointByVersion(name, &found, kInterface, cudaEnableLegacyStream, &status);
 #else
-    failed_ = cudaGetDriverEntryPoint(name, &found, cudaEnableLegacyStream, &status);
+  cudaError_t failed = cudaGetDriverEntryPoint(name, &found, cudaEnableLegacyStream, &status);
 #endif
-    if (failed_ == cudaSuccess && status != cudaDriverEntryPointSuccess) {
-      failed_ = cudaErrorInsufficientDriver;
-    }
-    entry = reinterpret_cast<Entry>(found);
+  if (failed == cudaSuccess && status != cudaDriverEntryPointSuccess) {
+    failed = cudaErrorInsufficientDriver;
   }
-
-  cudaError_t failed() const {
-    return failed_;
-  }
-
- private:
-  cudaError_t failed_ = cudaSuccess;
-};
-
-cudaError_t find_all(Entries& e) {
-  Finder finder;
-  finder.find(e.error_string, "cuGetErrorString");
-  finder.find(e.init, "cuInit");
-  finder.find(e.device_count, "cuDeviceGetCount");
-  finder.find(e.device, "cuDeviceGet");
-  finder.find(e.device_name, "cuDeviceGetName");
-  finder.find(e.device_pci, "cuDeviceGetPCIBusId");
-  finder.find(e.device_memory, "cuDeviceTotalMem");
-  finder.find(e.device_attribute, "cuDeviceGetAttribute");
-  finder.find(e.context_retain, "cuDevicePrimaryCtxRetain");
-  finder.find(e.context_push, "cuCtxPushCurrent");
-  finder.find(e.context_pop, "cuCtxPopCurrent");
-  finder.find(e.capture_mode, "cuThreadExchangeStreamCaptureMode");
-  finder.find(e.priority_range, "cuCtxGetStreamPriorityRange");
-  finder.find(e.memory_info, "cuMemGetInfo");
-  finder.find(e.granularity, "cuMemGetAllocationGranularity");
-  finder.find(e.address_reserve, "cuMemAddressReserve");
-  finder.find(e.address_free, "cuMemAddressFree");
-  finder.find(e.memory_create, "cuMemCreate");
-  finder.find(e.memory_release, "cuMemRelease");
-  finder.find(e.map, "cuMemMap");
-  finder.find(e.unmap, "cuMemUnmap");
-  finder.find(e.set_access, "cuMemSetAccess");
-  finder.find(e.host_register, "cuMemHostRegister");
-  finder.find(e.host_unregister, "cuMemHostUnregister");
-  finder.find(e.stream_create, "cuStreamCreateWithPriority");
-  finder.find(e.stream_destroy, "cuStreamDestroy");
-  finder.find(e.stream_synchronize, "cuStreamSynchronize");
-  finder.find(e.stream_wait, "cuStreamWaitEvent");
-  finder.find(e.event_create, "cuEventCreate");
-  finder.find(e.event_destroy, "cuEventDestroy");
-  finder.find(e.event_record, "cuEventRecord");
-  finder.find(e.event_query, "cuEventQuery");
-  finder.find(e.event_synchronize, "cuEventSynchronize");
-  finder.find(e.copy_in, "cuMemcpyHtoDAsync");
-  finder.find(e.copy_out, "cuMemcpyDtoHAsync");
-  return finder.failed();
+  if (failed != cudaSuccess) throw failed;
+  return reinterpret_cast<Function>(found);
 }
+#define STRATA_CUDA_ENTRY(entry, function) \
+  decltype(&function) entry = find<decltype(&function)>(#function)
+
+// Throws the cudaError_t of the first one that cannot be had.
+struct Entries {
+  STRATA_CUDA_ENTRY(error_string, cuGetErrorString);
+  STRATA_CUDA_ENTRY(init, cuInit);
+  STRATA_CUDA_ENTRY(device_count, cuDeviceGetCount);
+  STRATA_CUDA_ENTRY(device, cuDeviceGet);
+  STRATA_CUDA_ENTRY(device_name, cuDeviceGetName);
+  STRATA_CUDA_ENTRY(device_pci, cuDeviceGetPCIBusId);
+  STRATA_CUDA_ENTRY(device_memory, cuDeviceTotalMem);
+  STRATA_CUDA_ENTRY(device_attribute, cuDeviceGetAttribute);
+  STRATA_CUDA_ENTRY(context_retain, cuDevicePrimaryCtxRetain);
+  STRATA_CUDA_ENTRY(context_push, cuCtxPushCurrent);
+  STRATA_CUDA_ENTRY(context_pop, cuCtxPopCurrent);
+  STRATA_CUDA_ENTRY(capture_mode, cuThreadExchangeStreamCaptureMode);
+  STRATA_CUDA_ENTRY(priority_range, cuCtxGetStreamPriorityRange);
+  STRATA_CUDA_ENTRY(memory_info, cuMemGetInfo);
+  STRATA_CUDA_ENTRY(granularity, cuMemGetAllocationGranularity);
+  STRATA_CUDA_ENTRY(address_reserve, cuMemAddressReserve);
+  STRATA_CUDA_ENTRY(address_free, cuMemAddressFree);
+  STRATA_CUDA_ENTRY(memory_create, cuMemCreate);
+  STRATA_CUDA_ENTRY(memory_release, cuMemRelease);
+  STRATA_CUDA_ENTRY(map, cuMemMap);
+  STRATA_CUDA_ENTRY(unmap, cuMemUnmap);
+  STRATA_CUDA_ENTRY(set_access, cuMemSetAccess);
+  STRATA_CUDA_ENTRY(host_register, cuMemHostRegister);
+  STRATA_CUDA_ENTRY(host_unregister, cuMemHostUnregister);
+  STRATA_CUDA_ENTRY(stream_create, cuStreamCreateWithPriority);
+  STRATA_CUDA_ENTRY(stream_destroy, cuStreamDestroy);
+  STRATA_CUDA_ENTRY(stream_synchronize, cuStreamSynchronize);
+  STRATA_CUDA_ENTRY(stream_wait, cuStreamWaitEvent);
+  STRATA_CUDA_ENTRY(event_create, cuEventCreate);
+  STRATA_CUDA_ENTRY(event_destroy, cuEventDestroy);
+  STRATA_CUDA_ENTRY(event_record, cuEventRecord);
+  STRATA_CUDA_ENTRY(event_query, cuEventQuery);
+  STRATA_CUDA_ENTRY(event_synchronize, cuEventSynchronize);
+  STRATA_CUDA_ENTRY(copy_in, cuMemcpyHtoDAsync);
+  STRATA_CUDA_ENTRY(copy_out, cuMemcpyDtoHAsync);
+};
+#undef STRATA_CUDA_ENTRY
 
 const Entries& entries(void* self) {
   return *static_cast<const Entries*>(self);
@@ -137,6 +94,28 @@ const Entries& entries(void* self) {
 
 CUdeviceptr address(const std::byte* device) {
   return reinterpret_cast<CUdeviceptr>(device);
+}
+
+// What the table calls a handle or an address, as the driver's entry takes it.
+template <typename To, typename From>
+To as(From given) {
+  if constexpr (std::is_same_v<To, CUdeviceptr> && std::is_pointer_v<From>) {
+    return address(given);
+  } else {
+    return static_cast<To>(given);
+  }
+}
+
+// The table's entry for one that takes the same in the same order.
+template <auto kEntry, typename... Taken, typename... Given>
+void forward_as(int (*&slot)(void*, Given...), CUresult (*Entries::*)(Taken...)) {
+  slot = [](void* self, Given... given) -> int {
+    return (entries(self).*kEntry)(as<Taken>(given)...);
+  };
+}
+template <auto kEntry>
+void forward(auto& slot) {
+  forward_as<kEntry>(slot, kEntry);
 }
 
 CUmemAllocationProp memory_on(int ordinal) {
@@ -213,9 +192,7 @@ void fill_device(CudaDriver& driver) {
       return failed;
     });
   };
-  driver.context_push = [](void* self, CudaContext context) -> int {
-    return entries(self).context_push(static_cast<CUcontext>(context));
-  };
+  forward<&Entries::context_push>(driver.context_push);
   driver.context_pop = [](void* self) -> int {
     CUcontext popped = nullptr;
     return entries(self).context_pop(&popped);
@@ -226,9 +203,7 @@ void fill_device(CudaDriver& driver) {
     *mode = static_cast<CudaCaptureMode>(exchanged);
     return failed;
   };
-  driver.memory_info = [](void* self, std::size_t* free_bytes, std::size_t* total_bytes) -> int {
-    return entries(self).memory_info(free_bytes, total_bytes);
-  };
+  forward<&Entries::memory_info>(driver.memory_info);
 }
 
 void fill_memory(CudaDriver& driver) {
@@ -238,9 +213,7 @@ void fill_memory(CudaDriver& driver) {
     *range = reinterpret_cast<std::byte*>(reserved);
     return failed;
   };
-  driver.address_free = [](void* self, std::byte* range, std::size_t bytes) -> int {
-    return entries(self).address_free(address(range), bytes);
-  };
+  forward<&Entries::address_free>(driver.address_free);
   driver.memory_create = [](void* self, int ordinal, std::size_t bytes, CudaMemory* memory) -> int {
     const CUmemAllocationProp prop = memory_on(ordinal);
     CUmemGenericAllocationHandle handle = 0;
@@ -248,33 +221,23 @@ void fill_memory(CudaDriver& driver) {
     *memory = handle;
     return failed;
   };
-  driver.memory_release = [](void* self, CudaMemory memory) -> int {
-    return entries(self).memory_release(memory);
-  };
+  forward<&Entries::memory_release>(driver.memory_release);
   driver.map = [](void* self, std::byte* at, std::size_t bytes, CudaMemory memory) -> int {
     return entries(self).map(address(at), bytes, 0, memory, 0);
   };
-  driver.unmap = [](void* self, std::byte* at, std::size_t bytes) -> int {
-    return entries(self).unmap(address(at), bytes);
-  };
+  forward<&Entries::unmap>(driver.unmap);
   driver.set_access = set_access;
   driver.host_register = [](void* self, std::byte* memory, std::size_t bytes) -> int {
     const unsigned flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
     return entries(self).host_register(memory, bytes, flags);
   };
-  driver.host_unregister = [](void* self, std::byte* memory) -> int {
-    return entries(self).host_unregister(memory);
-  };
+  forward<&Entries::host_unregister>(driver.host_unregister);
 }
 
 void fill_streams(CudaDriver& driver) {
   driver.stream_create = stream_create;
-  driver.stream_destroy = [](void* self, CudaStream stream) -> int {
-    return entries(self).stream_destroy(static_cast<CUstream>(stream));
-  };
-  driver.stream_synchronize = [](void* self, CudaStream stream) -> int {
-    return entries(self).stream_synchronize(static_cast<CUstream>(stream));
-  };
+  forward<&Entries::stream_destroy>(driver.stream_destroy);
+  forward<&Entries::stream_synchronize>(driver.stream_synchronize);
   driver.stream_wait = [](void* self, CudaStream stream, CudaEvent event) -> int {
     return entries(self).stream_wait(static_cast<CUstream>(stream), static_cast<CUevent>(event), 0);
   };
@@ -285,40 +248,31 @@ void fill_streams(CudaDriver& driver) {
     *event = made;
     return failed;
   };
-  driver.event_destroy = [](void* self, CudaEvent event) -> int {
-    return entries(self).event_destroy(static_cast<CUevent>(event));
-  };
-  driver.event_record = [](void* self, CudaEvent event, CudaStream stream) -> int {
-    return entries(self).event_record(static_cast<CUevent>(event), static_cast<CUstream>(stream));
-  };
-  driver.event_query = [](void* self, CudaEvent event) -> int {
-    return entries(self).event_query(static_cast<CUevent>(event));
-  };
-  driver.event_synchronize = [](void* self, CudaEvent event) -> int {
-    return entries(self).event_synchronize(static_cast<CUevent>(event));
-  };
-  driver.copy_in = [](void* self, std::byte* device, const std::byte* host, std::size_t bytes,
-                      CudaStream stream) -> int {
-    return entries(self).copy_in(address(device), host, bytes, static_cast<CUstream>(stream));
-  };
-  driver.copy_out = [](void* self, std::byte* host, const std::byte* device, std::size_t bytes,
-                       CudaStream stream) -> int {
-    return entries(self).copy_out(host, address(device), bytes, static_cast<CUstream>(stream));
-  };
+  forward<&Entries::event_destroy>(driver.event_destroy);
+  forward<&Entries::event_record>(driver.event_record);
+  forward<&Entries::event_query>(driver.event_query);
+  forward<&Entries::event_synchronize>(driver.event_synchronize);
+  forward<&Entries::copy_in>(driver.copy_in);
+  forward<&Entries::copy_out>(driver.copy_out);
 }
 
 // What there is on this machine: looked up once, the same for whoever asks.
 struct Found {
-  Entries entries{};
+  std::optional<Entries> entries;
   int driver_version = 0;  // 0: there is no driver
-  cudaError_t failed = cudaErrorInsufficientDriver;
+  cudaError_t failed = cudaSuccess;
 };
 
 Found look_up() {
   Found found;
   const bool asked = cudaDriverGetVersion(&found.driver_version) == cudaSuccess;
   if (!asked) found.driver_version = 0;
-  if (found.driver_version != 0) found.failed = find_all(found.entries);
+  if (found.driver_version == 0) return found;
+  try {
+    found.entries.emplace();
+  } catch (const cudaError_t failed) {
+    found.failed = failed;
+  }
   return found;
 }
 
@@ -342,7 +296,7 @@ extern "C" __attribute__((visibility("default"))) strata::CudaStatus strata_cuda
   const strata::CudaStatus status = strata::status_of(found);
   if (status != strata::CudaStatus::ready) return status;
   *driver = {};
-  driver->self = &found.entries;
+  driver->self = &*found.entries;
   driver->capability_min = STRATA_CUDA_CAPABILITY_MIN;
   strata::fill_device(*driver);
   strata::fill_memory(*driver);

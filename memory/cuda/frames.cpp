@@ -22,13 +22,11 @@ std::optional<Error> CudaFrames::claim(std::size_t frame_count, std::size_t page
   const CudaDevice::Current current(device_);
   const std::size_t granularity = device_.facts().granularity;
   if (page_bytes % granularity != 0) {
-    Error error;
-    error.fault = Fault::config;
-    error.tier = Tier::device;
-    error.what = device_.name() + " maps memory in multiples of " + bytes_text(granularity) +
-                 ": pages of " + bytes_text(page_bytes) +
-                 " cannot be on it, the smallest page is " + bytes_text(granularity);
-    return error;
+    return Error{.fault = Fault::config,
+                 .what = device_.name() + " maps memory in multiples of " +
+                         bytes_text(granularity) + ": pages of " + bytes_text(page_bytes) +
+                         " cannot be on it, the smallest page is " + bytes_text(granularity),
+                 .tier = Tier::device};
   }
   page_bytes_ = page_bytes;
   base_bytes_ = round_up(device_.facts().total_bytes, page_bytes);
