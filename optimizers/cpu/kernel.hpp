@@ -104,22 +104,14 @@ struct Update {
 
 template <class V, class Math, template <class, class> class Moments>
 void update_with(const UpdateSpan& span) {
-  using Wide = Gradient<V, Dtype::float32>;
-  const bool wide = span.grad_dtype == Dtype::float32;
-  switch (span.dtype) {
-    case Dtype::float32:
-      return Update<V, Math, NoMaster<V>, Wide, Moments>(span).run(span.count);
-    case Dtype::float16: {
-      using Narrow = Gradient<V, Dtype::float16>;
-      if (wide) return Update<V, Math, FullMaster<V>, Wide, Moments>(span).run(span.count);
-      return Update<V, Math, FullMaster<V>, Narrow, Moments>(span).run(span.count);
-    }
-    case Dtype::bfloat16: {
-      using Narrow = Gradient<V, Dtype::bfloat16>;
-      if (wide) return Update<V, Math, SplitMaster<V>, Wide, Moments>(span).run(span.count);
-      return Update<V, Math, SplitMaster<V>, Narrow, Moments>(span).run(span.count);
-    }
-  }
+  with_dtype(span.dtype, [&]<Dtype kDtype>() {
+    using Master = typename MasterOf<V, kDtype>::Type;
+    const auto run = [&]<Dtype kGrad>() {
+      Update<V, Math, Master, Gradient<V, kGrad>, Moments>(span).run(span.count);
+    };
+    if (span.grad_dtype == kDtype) return run.template operator()<kDtype>();
+    run.template operator()<Dtype::float32>();
+  });
 }
 
 template <class V, class Math>

@@ -17,6 +17,7 @@
 #include <cstddef>
 
 #include "memory/copy_engine.hpp"
+#include "memory/units.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata {
@@ -36,7 +37,7 @@ struct LandSpan {
 
 // Sums that a landing of so many elements writes.
 constexpr std::size_t norm_blocks(std::size_t count) {
-  return (count + kNormBlock - 1) / kNormBlock;
+  return ceil_div(count, kNormBlock);
 }
 
 // What Kernels::land_gradient returns for the elements behind these sums: bit for bit, and not

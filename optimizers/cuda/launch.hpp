@@ -9,6 +9,7 @@
 #include <cstddef>
 
 #include "memory/check.hpp"
+#include "memory/units.hpp"
 #include "optimizers/adagrad.hpp"
 #include "optimizers/adam.hpp"
 #include "optimizers/cuda/landing.hpp"
@@ -54,38 +55,39 @@ std::size_t run_length(const Span* spans, std::size_t count, std::size_t count_m
 // the one that takes its span, and prepare() loads each of them. A kernel that prepare() forgot
 // would be loaded by its first launch, which may wait for the whole device in the middle of a step.
 
-template <Dtype>
-struct MasterOf;
-template <>
-struct MasterOf<Dtype::float32> {
-  using Type = NoMaster<Vec1>;
-};
-template <>
-struct MasterOf<Dtype::float16> {
-  using Type = FullMaster<Vec1>;
-};
-template <>
-struct MasterOf<Dtype::bfloat16> {
-  using Type = SplitMaster<Vec1>;
-};
-
 template <class Math_, Dtype kDtype, Dtype kGradDtype, MomentDtype kMomentDtype>
 struct UpdateKernel {
   using Math = Math_;
-  using Share = UpdateShare<
-      UpdateForm<Math, typename MasterOf<kDtype>::Type, Gradient<Vec1, kGradDtype>, kMomentDtype>>;
+  using Share = UpdateShare<UpdateForm<Math, typename MasterOf<Vec1, kDtype>::Type,
+                                       Gradient<Vec1, kGradDtype>, kMomentDtype>>;
 
   static bool takes(const UpdateSpan& span) {
     return span.hyper->rule == Math::kRule && moment_count(*span.hyper) == Math::kMoments &&
            span.dtype == kDtype && span.grad_dtype == kGradDtype &&
            (Math::kMoments == 0 || span.moment_dtype == kMomentDtype);
   }
+  using Task = typename Share::Task;
+  static Task task(const UpdateSpan& span) { return {Math(span), span, step_bits<Vec1>(span)}; }
+  // How wide a grid is for so many elements.
+  static std::size_t width(std::size_t count) { return ceil_div(count, kTileElements); }
+  static int launch(auto& device, const Batch<Task>& batch, std::size_t tiles, std::size_t rows) {
+    return device.template updates<Share>(batch, tiles, rows);
+  }
+};
+
+template <class Form_>
+struct LandKernel {
+  using Form = Form_;
+  using Task = LandSpan;
+  static Task task(const LandSpan& span) { return span; }
+  static std::size_t width(std::size_t count) { return norm_blocks(count); }
+  static int launch(auto& device, const Batch<Task>& batch, std::size_t blocks, std::size_t rows) {
+    return device.template landings<Form>(batch, blocks, rows);
+  }
 };
 
 template <Dtype kTo, Dtype kFrom, GradMode kMode>
-struct LandingKernel {
-  using Form = Landing<Vec1, kTo, kFrom, kMode>;
-
+struct LandingKernel : LandKernel<Landing<Vec1, kTo, kFrom, kMode>> {
   static bool takes(const LandSpan& span) {
     return span.to != nullptr && span.to_dtype == kTo && span.from_dtype == kFrom &&
            span.mode == kMode;
@@ -93,9 +95,7 @@ struct LandingKernel {
 };
 
 template <Dtype kFrom>
-struct SumKernel {
-  using Form = Summed<kFrom>;
-
+struct SumKernel : LandKernel<Summed<kFrom>> {
   static bool takes(const LandSpan& span) { return span.to == nullptr && span.from_dtype == kFrom; }
 };
 
@@ -147,68 +147,48 @@ void visit_landings(Visit visit) {
 }
 
 // Takes as many spans as fit from the front of (spans, count), and launches them.
-template <class Kernel, class Launch>
-int launch_run(const UpdateSpan*& spans, std::size_t& count, Launch& launch) {
-  using Share = typename Kernel::Share;
-  using Tasks = Batch<typename Share::Task>;
+template <class Kernel, class Span, class Launch>
+int launch_run(const Span*& spans, std::size_t& count, Launch& launch) {
+  using Tasks = Batch<typename Kernel::Task>;
   Tasks batch{};
   const std::size_t run = run_length(spans, count, Tasks::kTasksMax);
   std::size_t longest = 0;
   for (std::size_t i = 0; i < run; ++i) {
-    batch.tasks[i] = {typename Kernel::Math(spans[i]), spans[i], step_bits<Vec1>(spans[i])};
+    batch.tasks[i] = Kernel::task(spans[i]);
     longest = spans[i].count > longest ? spans[i].count : longest;
   }
   spans += run;
   count -= run;
-  const std::size_t tiles = (longest + kTileElements - 1) / kTileElements;
-  return tiles == 0 ? 0 : launch.template updates<Share>(batch, tiles, run);
+  const std::size_t width = Kernel::width(longest);
+  return width == 0 ? 0 : Kernel::launch(launch, batch, width, run);
 }
 
-template <class Kernel, class Launch>
-int launch_run(const LandSpan*& spans, std::size_t& count, Launch& launch) {
-  Batch<LandSpan> batch{};
-  const std::size_t run = run_length(spans, count, Batch<LandSpan>::kTasksMax);
-  std::size_t longest = 0;
-  for (std::size_t i = 0; i < run; ++i) {
-    batch.tasks[i] = spans[i];
-    longest = spans[i].count > longest ? spans[i].count : longest;
+// Launches spans in order, each by the one kernel of those that visit_kernels() shows that takes
+// it. Stops at the first error.
+template <class Span, class Launch>
+int launch_all(const Span* spans, std::size_t count, Launch& launch, auto visit_kernels) {
+  int error = 0;
+  while (error == 0 && count > 0) {
+    const std::size_t before = count;
+    visit_kernels([&]<class Kernel>(Kernel) {
+      if (error != 0 || count == 0 || !Kernel::takes(*spans)) return;
+      error = launch_run<Kernel>(spans, count, launch);
+    });
+    STRATA_ASSERT(count < before && "no kernel takes it: a foreign rule is not computed here");
   }
-  spans += run;
-  count -= run;
-  const std::size_t blocks = norm_blocks(longest);
-  return blocks == 0 ? 0 : launch.template landings<typename Kernel::Form>(batch, blocks, run);
+  return error;
 }
 
-// Stops at the first error.
 template <class Launch>
 int launch_updates(const UpdateSpan* spans, std::size_t count, Launch& launch) {
   for (std::size_t i = 0; i < count; ++i) check_update(spans[i]);
-  int error = 0;
-  while (error == 0 && count > 0) {
-    const std::size_t before = count;
-    visit_updates([&]<class Kernel>(Kernel) {
-      if (error != 0 || count == 0 || !Kernel::takes(*spans)) return;
-      error = launch_run<Kernel>(spans, count, launch);
-    });
-    STRATA_ASSERT(count < before && "a foreign rule is not computed here");
-  }
-  return error;
+  return launch_all(spans, count, launch, [](auto visit) { visit_updates(visit); });
 }
 
-// Likewise.
 template <class Launch>
 int launch_landings(const LandSpan* spans, std::size_t count, Launch& launch) {
   for (std::size_t i = 0; i < count; ++i) check_landing(spans[i]);
-  int error = 0;
-  while (error == 0 && count > 0) {
-    const std::size_t before = count;
-    visit_landings([&]<class Kernel>(Kernel) {
-      if (error != 0 || count == 0 || !Kernel::takes(*spans)) return;
-      error = launch_run<Kernel>(spans, count, launch);
-    });
-    STRATA_ASSERT(count < before && "a landing that no kernel takes");
-  }
-  return error;
+  return launch_all(spans, count, launch, [](auto visit) { visit_landings(visit); });
 }
 
 }  // namespace strata
