@@ -41,13 +41,16 @@ struct SplitMaster {
   }
   template <class Lanes>
   STRATA_DEVICE_CODE typename V::F load(std::size_t at, Lanes lanes) const {
-    return V::join_halves(V::load(param + at, lanes), V::load(residual + at, lanes));
+    const auto upper = V::bits(V::from_bfloat16(V::load(param + at, lanes)));
+    return V::of_bits(V::plus(upper, V::widen(V::load(residual + at, lanes))));
   }
   template <class Lanes>
   STRATA_DEVICE_CODE void store(std::size_t at, typename V::F value, Lanes lanes) const {
-    const typename V::F clean = V::one_nan(value);
-    V::store(new_param + at, V::upper_half_rounded(clean), lanes);
-    V::store(residual + at, V::lower_half(clean), lanes);
+    const auto bits = V::bits(V::one_nan(value));
+    const auto rounded = V::plus(bits, V::set_bits(0x8000));
+    V::store(new_param + at, V::narrow(V::template down<16>(rounded)), lanes);
+    // bits - (param << 16) as 16 bits: param << 16 has none there.
+    V::store(residual + at, V::narrow(V::both(bits, V::set_bits(0xffff))), lanes);
   }
 };
 

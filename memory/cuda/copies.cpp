@@ -42,19 +42,7 @@ CudaCopies::CudaCopies(const CudaDriver& driver, int ordinal, Doorbell* bell,
 
 CudaCopies::~CudaCopies() {
   const CudaDevice::Current current(device_);
-  // 1. Nothing runs.
-  for (const Lane& lane : lanes_) device_.give_back(&CudaDriver::stream_synchronize, lane.stream);
-  for (const Marked& one : marked_) {
-    if (one.marks.empty()) continue;
-    device_.give_back(&CudaDriver::event_synchronize, one.marks.back().event);
-  }
-  // 2. Nothing is left.
-  for (const Lane& lane : lanes_) {
-    for (const Copy& copy : lane.copies) retire(copy.event);
-  }
-  for (const Marked& one : marked_) {
-    for (const Mark& mark : one.marks) retire(mark.event);
-  }
+  end_all();
   for (CudaEvent event : spare_) device_.give_back(&CudaDriver::event_destroy, event);
   destroy_streams();
   for (const auto& piece : pinned_) {
@@ -295,9 +283,16 @@ void CudaCopies::settle() {
   if (!device_.lost() || lost_from_ != UINT64_MAX) return;
   const CudaDevice::Current current(device_);
   lost_from_ = last_ + 1;
+  for (const Lane& lane : lanes_) {
+    if (!lane.copies.empty()) lost_from_ = std::min(lost_from_, lane.copies.front().ticket);
+  }
+  end_all();
+}
+
+// Waits, in the driver, until nothing runs, whatever it says of that; then nothing is in flight.
+void CudaCopies::end_all() {
   for (Lane& lane : lanes_) {
     device_.give_back(&CudaDriver::stream_synchronize, lane.stream);
-    if (!lane.copies.empty()) lost_from_ = std::min(lost_from_, lane.copies.front().ticket);
     for (const Copy& copy : lane.copies) retire(copy.event);
     lane.copies.clear();
   }

@@ -115,6 +115,7 @@ class CudaCopies final : public CopyEngine {
   void wait_for(CudaEvent event);
   void lose_if(const char* what, int result);
   void settle();
+  void end_all();
   void retire(CudaEvent event);
   void destroy_streams();
 

@@ -85,7 +85,6 @@ struct Vec8 {
   static I set_bits(std::uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
   static I lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
   static I plus(I a, I b) { return _mm256_add_epi32(a, b); }
-  static I minus(I a, I b) { return _mm256_sub_epi32(a, b); }
   static I times(I a, I b) { return _mm256_mullo_epi32(a, b); }
   static I both(I a, I b) { return _mm256_and_si256(a, b); }
   static I differ(I a, I b) { return _mm256_xor_si256(a, b); }
@@ -112,6 +111,7 @@ struct Vec8 {
   static F of_int(I value) { return _mm256_cvtepi32_ps(value); }
   static I to_int(F value) { return _mm256_cvttps_epi32(value); }
 
+  static I widen(H value) { return _mm256_cvtepi16_epi32(value); }
   // REQUIRES: every lane fits in 16 bits; larger ones would saturate.
   static H narrow(I wide) {
     return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
@@ -128,18 +128,6 @@ struct Vec8 {
   static void store(std::uint8_t* to, I value) {
     const __m128i halves = narrow(value);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
-  }
-
-  static F join_halves(H param, H residual) {
-    const __m256i upper = _mm256_slli_epi32(_mm256_cvtepu16_epi32(param), 16);
-    return _mm256_castsi256_ps(_mm256_add_epi32(upper, _mm256_cvtepi16_epi32(residual)));
-  }
-  static H upper_half_rounded(F value) {
-    const __m256i half_way = _mm256_set1_epi32(0x8000);
-    return narrow(_mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(value), half_way), 16));
-  }
-  static H lower_half(F value) {
-    return narrow(_mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0xffff)));
   }
 
   static void add_squares(Sums& sums, F value) {

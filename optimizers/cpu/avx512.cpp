@@ -77,7 +77,6 @@ struct Vec16 {
     return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   }
   static I plus(I a, I b) { return _mm512_add_epi32(a, b); }
-  static I minus(I a, I b) { return _mm512_sub_epi32(a, b); }
   static I times(I a, I b) { return _mm512_mullo_epi32(a, b); }
   static I both(I a, I b) { return _mm512_and_si512(a, b); }
   static I differ(I a, I b) { return _mm512_xor_si512(a, b); }
@@ -100,6 +99,7 @@ struct Vec16 {
   static F of_int(I value) { return _mm512_cvtepi32_ps(value); }
   static I to_int(F value) { return _mm512_cvttps_epi32(value); }
 
+  static I widen(H value) { return _mm512_cvtepi16_epi32(value); }
   static H narrow(I value) { return _mm512_cvtepi32_epi16(value); }
   static I load(const std::uint32_t* from) { return _mm512_loadu_si512(from); }
   static void store(std::uint32_t* to, I value) { _mm512_storeu_si512(to, value); }
@@ -109,17 +109,6 @@ struct Vec16 {
   static void store(std::uint8_t* to, I value) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(value));
   }
-
-  static F join_halves(H param, H residual) {
-    const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(param), 16);
-    return _mm512_castsi512_ps(_mm512_add_epi32(upper, _mm512_cvtepi16_epi32(residual)));
-  }
-  static H upper_half_rounded(F value) {
-    const __m512i half_way = _mm512_set1_epi32(0x8000);
-    const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(value), half_way);
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
-  }
-  static H lower_half(F value) { return _mm512_cvtepi32_epi16(_mm512_castps_si512(value)); }
 
   static void add_squares(Sums& sums, F value) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(value));
