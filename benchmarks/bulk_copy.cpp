@@ -4,7 +4,7 @@
 #include <cstring>
 #include <optional>
 
-#include "memory/cuda_device.hpp"
+#include "memory/cuda/device.hpp"
 #include "memory/result.hpp"
 #include "memory/slab.hpp"
 #include "memory/units.hpp"

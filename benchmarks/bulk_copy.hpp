@@ -11,7 +11,7 @@
 #include <memory>
 #include <span>
 
-#include "memory/cuda_driver.hpp"
+#include "memory/cuda/driver.hpp"
 
 namespace strata {
 

@@ -1,5 +1,5 @@
-"""Bandwidth of single pages between host memory and the device, each way and both, through the port
-Backend; against one copy of everything, each way at once (on a GPU: of pinned memory).
+"""Bandwidth of single pages between host memory and the device, each way and both, through the
+port CopyEngine; against one copy of everything, each way at once (on a GPU: of pinned memory).
 """
 
 from collections.abc import Iterator

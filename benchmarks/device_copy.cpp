@@ -1,6 +1,6 @@
 // How fast pages move between host memory and a device, and what it costs to let a view show
-// another page. Copies of pages through the port Backend take turns with single copies of as many
-// bytes; medians are reported, one JSON object a line.
+// another page. Copies of pages through the port CopyEngine take turns with single copies of as
+// many bytes; medians are reported, one JSON object a line.
 //
 //   device_copy copy|map [--device host|cuda:N] [--page-bytes N] [--bytes N] [--turns N]
 #include <algorithm>
@@ -14,11 +14,11 @@
 #include <vector>
 
 #include "bulk_copy.hpp"
-#include "memory/cuda_backend.hpp"
-#include "memory/cuda_counts.hpp"
-#include "memory/cuda_library.hpp"
+#include "memory/cuda/counts.hpp"
+#include "memory/cuda/frames.hpp"
+#include "memory/cuda/library.hpp"
 #include "memory/doorbell.hpp"
-#include "memory/host_backend.hpp"
+#include "memory/host_device.hpp"
 #include "memory/result.hpp"
 #include "memory/slab.hpp"
 #include "memory/units.hpp"
@@ -120,17 +120,17 @@ void measure(const Options& options) {
   Doorbell bell;
   Slab slab(options.bytes);  // outlives the device, which has it pinned
   std::unique_ptr<CountedDriver> driver;
-  std::unique_ptr<Backend> device;
+  Device device;
   std::unique_ptr<BulkCopy> bulk;
   if (ordinal) {
     driver = std::make_unique<CountedDriver>(CudaLibrary(STRATA_CUDA_LIBRARY).driver());
-    device = std::make_unique<CudaBackend>(driver->table(), *ordinal, &bell);
+    device = cuda_device(driver->table(), *ordinal, &bell);
     bulk = open_cuda_bulk(driver->table(), *ordinal, options.bytes);
   } else {
-    device = std::make_unique<HostBackend>(&bell);
+    device = host_device(&bell);
     bulk = open_host_bulk(options.bytes);
   }
-  PageCopy pages(*device, slab.bytes(), options.page_bytes);
+  PageCopy pages(device, slab.bytes(), options.page_bytes);
   if (options.what == "copy") {
     measure_copies(options, pages, *bulk);
   } else {

@@ -15,15 +15,15 @@
 #include <vector>
 
 #include "memory/check.hpp"
-#include "memory/cuda_backend.hpp"
-#include "memory/cuda_library.hpp"
+#include "memory/cuda/frames.hpp"
+#include "memory/cuda/library.hpp"
 #include "memory/doorbell.hpp"
-#include "memory/host_backend.hpp"
+#include "memory/host_device.hpp"
 #include "memory/result.hpp"
 #include "memory/slab.hpp"
 #include "memory/units.hpp"
-#include "optimizers/device_compute.hpp"
-#include "optimizers/device_kernels.hpp"
+#include "optimizers/cuda/compute.hpp"
+#include "optimizers/cuda/kernels.hpp"
 
 namespace strata {
 namespace {
@@ -46,18 +46,18 @@ void check(std::optional<Error> error) {
 }
 
 // Frames of a device from end to end, all zero: frame i lies i pages behind the first.
-std::byte* claim_zeros(Backend& device, std::size_t bytes) {
+std::byte* claim_zeros(Device& device, std::size_t bytes) {
   const std::size_t pages = ceil_div(bytes, kPage);
-  check(device.claim(pages, kPage));
+  check(device.memory->claim(pages, kPage));
   const Slab zeros(kPage);
   for (std::size_t page = 0; page < pages; ++page) {
     const FrameId frame{static_cast<std::uint32_t>(page)};
-    STRATA_ASSERT(device.address(frame) == device.address(FrameId{0}) + page * kPage);
-    const CopyTicket copied = device.copy_in(frame, zeros.bytes().data(), kPage);
-    device.wait(copied);
-    check(device.take_error(copied));
+    std::byte* const at = device.memory->address(frame);
+    STRATA_ASSERT(at == device.memory->address(FrameId{0}) + page * kPage);
+    check(device.copies->wait(device.copies->copy(
+        {.to = at, .from = zeros.bytes().data(), .bytes = kPage, .lane = CopyLane::pages_in})));
   }
-  return device.address(FrameId{0});
+  return device.memory->address(FrameId{0});
 }
 
 std::vector<UpdateSpan> spans_over(std::byte* memory, std::size_t count, const Hyper& hyper) {
@@ -83,27 +83,26 @@ std::vector<UpdateSpan> spans_over(std::byte* memory, std::size_t count, const H
   return spans;
 }
 
-double seconds_of_update(Backend& device, const DeviceKernels& kernels,
+double seconds_of_update(CopyEngine& copies, const DeviceKernels& kernels,
                          const std::vector<UpdateSpan>& spans) {
   const auto begin = std::chrono::steady_clock::now();
   if (const int failed = kernels.update(spans.data(), spans.size(), nullptr)) {
     refuse(std::string("the update failed: ") + kernels.text(failed));
   }
-  const CopyTicket made = device.record(nullptr);
-  device.wait(made);
+  const std::optional<Error> failed = copies.wait(copies.record(nullptr));
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-  check(device.take_error(made));
+  check(failed);
   return took.count();
 }
 
 void measure(const Options& options) {
   Doorbell bell;
-  std::unique_ptr<Backend> device;
+  Device device;
   std::optional<CudaDevice> gpu;
   std::optional<CudaDevice::Current> current;  // kernels run on the thread's device
   const DeviceKernels* kernels = &host_device_kernels();
   if (options.ordinal) {
-    device = open_cuda_backend(*options.ordinal, &bell, STRATA_CUDA_LIBRARY);
+    device = open_cuda_device(*options.ordinal, &bell, STRATA_CUDA_LIBRARY);
     const CudaLibrary library(STRATA_CUDA_LIBRARY);
     gpu.emplace(library.driver(), *options.ordinal);
     current.emplace(*gpu);
@@ -112,15 +111,15 @@ void measure(const Options& options) {
     kernels = reinterpret_cast<FindDeviceKernels>(found)();
     load_kernels(*gpu, *kernels);
   } else {
-    device = std::make_unique<HostBackend>(&bell);
+    device = host_device(&bell);
   }
   const Hyper hyper{.lr = 1e-5, .weight_decay = 0.1};
-  std::byte* const memory = claim_zeros(*device, options.params * kHeld);
+  std::byte* const memory = claim_zeros(device, options.params * kHeld);
   const std::vector<UpdateSpan> spans = spans_over(memory, options.params, hyper);
-  seconds_of_update(*device, *kernels, spans);  // the first one touches everything
+  seconds_of_update(*device.copies, *kernels, spans);  // the first one touches everything
   std::vector<double> rates;
   for (std::size_t turn = 0; turn < options.turns; ++turn) {
-    const double seconds = seconds_of_update(*device, *kernels, spans);
+    const double seconds = seconds_of_update(*device.copies, *kernels, spans);
     rates.push_back(kMoved * static_cast<double>(options.params) / seconds * 1e-9);
   }
   std::sort(rates.begin(), rates.end());

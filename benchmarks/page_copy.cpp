@@ -22,17 +22,21 @@ FrameId frame(std::size_t number) {
 
 }  // namespace
 
-PageCopy::PageCopy(Backend& device, std::span<std::byte> host, std::size_t page_bytes)
-    : device_(device), host_(host), page_bytes_(page_bytes), pinned_bytes_(device.pin_host(host)) {
+PageCopy::PageCopy(Device& device, std::span<std::byte> host, std::size_t page_bytes)
+    : memory_(*device.memory),
+      copies_(*device.copies),
+      host_(host),
+      page_bytes_(page_bytes),
+      pinned_bytes_(copies_.pin_host(host)) {
   STRATA_ASSERT(host.size() % page_bytes == 0);
   STRATA_ASSERT(pages() >= 2);
-  check(device_.claim(pages(), page_bytes));
-  view_ = device_.reserve(host.size());
+  check(memory_.claim(pages(), page_bytes));
+  view_ = memory_.reserve(host.size());
   show(0);
 }
 
 PageCopy::~PageCopy() {
-  device_.release(view_, host_.size());
+  memory_.release(view_, host_.size());
 }
 
 double PageCopy::copy(Ways ways) {
@@ -42,23 +46,22 @@ double PageCopy::copy(Ways ways) {
   const Stopwatch watch;
   // In turns, so that neither way runs out of work while the other one is being told what to do.
   for (std::size_t page = 0; page < std::max(in, out); ++page) {
-    const std::size_t back = in + page;
-    if (page < in) {
-      last_in = device_.copy_in(frame(page), &host_[page * page_bytes_], page_bytes_);
-    }
-    if (page < out) {
-      last_out = device_.copy_out(&host_[back * page_bytes_], frame(back), page_bytes_);
-    }
+    if (page < in) last_in = copy_page(CopyLane::pages_in, page);
+    if (page < out) last_out = copy_page(CopyLane::out, in + page);
   }
   // The copies of one way are done in their order.
   for (const auto& last : {last_in, last_out}) {
-    if (last) device_.wait(*last);
+    if (last) check(copies_.wait(*last));
   }
-  const double seconds = watch.seconds();
-  for (const auto& last : {last_in, last_out}) {
-    if (last) check(device_.take_error(*last));
-  }
-  return seconds;
+  return watch.seconds();
+}
+
+CopyTicket PageCopy::copy_page(CopyLane lane, std::size_t page) {
+  std::byte* const here = &host_[page * page_bytes_];
+  std::byte* const there = memory_.address(frame(page));
+  const bool out = lane == CopyLane::out;
+  return copies_.copy(
+      {.to = out ? here : there, .from = out ? there : here, .bytes = page_bytes_, .lane = lane});
 }
 
 double PageCopy::remap() {
@@ -73,7 +76,7 @@ void PageCopy::show(std::size_t first) {
   for (std::size_t page = 0; page < pages(); ++page) {
     shown.push_back({page, frame((page + first) % pages())});
   }
-  check(device_.map_pages(view_, shown));
+  check(memory_.map_pages(view_, shown));
 }
 
 }  // namespace strata

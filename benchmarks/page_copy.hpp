@@ -1,9 +1,9 @@
-// PageCopy: pages that move between host memory and a device through the port Backend, and views
+// PageCopy: pages that move between host memory and a device through its copy engine, and views
 // that are made to show other pages: what strata does all the time, with nothing around it.
 //
 // Threads: one.
 //
-//   PageCopy pages(*device, slab.bytes(), 4 * kMiB);   // throws StrataError
+//   PageCopy pages(device, slab.bytes(), 4 * kMiB);   // throws StrataError
 //   double seconds = pages.copy(Ways::both);           // every page once
 //   double each = pages.remap();                       // of one page, which showed another before
 #pragma once
@@ -12,7 +12,7 @@
 #include <span>
 
 #include "bulk_copy.hpp"
-#include "memory/backend.hpp"
+#include "memory/device.hpp"
 
 namespace strata {
 
@@ -21,7 +21,7 @@ class PageCopy final {
  public:
   // Pins `host` and claims as many frames of the device.
   // REQUIRES: host.size() is a multiple of the page, two pages at least; the device has no frames.
-  PageCopy(Backend& device, std::span<std::byte> host, std::size_t page_bytes);
+  PageCopy(Device& device, std::span<std::byte> host, std::size_t page_bytes);
   ~PageCopy();
   PageCopy(const PageCopy&) = delete;
   PageCopy& operator=(const PageCopy&) = delete;
@@ -36,9 +36,11 @@ class PageCopy final {
   double remap();
 
  private:
+  CopyTicket copy_page(CopyLane lane, std::size_t page);
   void show(std::size_t first);  // by page 0; the others follow
 
-  Backend& device_;
+  DeviceMemory& memory_;
+  CopyEngine& copies_;
   const std::span<std::byte> host_;
   const std::size_t page_bytes_;
   std::size_t pinned_bytes_;

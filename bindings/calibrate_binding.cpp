@@ -76,7 +76,8 @@ void bind_calibration(py::module_& module) {
       .def(py::init([](std::size_t page_bytes, std::size_t bytes, const std::string& device) {
              check_probe(page_bytes, bytes);
              const py::gil_scoped_release release;
-             return std::make_unique<CopyProbe>(open_backend(device, nullptr), page_bytes, bytes);
+             return std::make_unique<CopyProbe>(open_bare_device(device, nullptr), page_bytes,
+                                                bytes);
            }),
            py::arg("page_bytes"), py::arg("bytes"), py::arg("device"))
       .def("run", &run_ways<CopyProbe>, py::arg("ways"), py::arg("seconds"))

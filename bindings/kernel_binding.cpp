@@ -4,7 +4,7 @@
 
 #include "bindings/parse.hpp"
 #include "bindings/python.hpp"
-#include "optimizers/kernel.hpp"
+#include "optimizers/cpu/kernel.hpp"
 
 namespace strata {
 namespace {

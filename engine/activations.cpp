@@ -18,12 +18,12 @@ constexpr std::uint64_t tag_of(SaveId id, std::uint32_t piece) {
 
 }  // namespace
 
-Activations::Activations(PageTable& table, PageCache& cache, Transfers& transfers, Backend& backend,
-                         std::size_t page_bytes)
+Activations::Activations(PageTable& table, PageCache& cache, Transfers& transfers,
+                         CopyEngine& copies, std::size_t page_bytes)
     : table_(table),
       cache_(cache),
       transfers_(transfers),
-      backend_(backend),
+      copies_(copies),
       page_bytes_(page_bytes) {}
 
 const Activations::Save& Activations::at(SaveId id) const {
@@ -143,7 +143,7 @@ void Activations::begin(SaveId id, Way way, std::byte* device, Stream stream) {
   Save& save = at(id);
   save.way = way;
   save.device = device;
-  save.after = backend_.record(stream);
+  save.after = copies_.record(stream);
   save.left = save.to_start = piece_count(save);
   save.started.assign(save.left, false);
   save.pins.resize(save.left);
@@ -161,7 +161,7 @@ void Activations::fetch(SaveId id, std::byte* device, Stream stream) {
 // Copies of one lane complete in the order of their tickets, so the last of them is all of them.
 void Activations::order(SaveId id, Stream stream) {
   STRATA_ASSERT(submitted(id));
-  if (at(id).in_flight != 0) backend_.stream_waits(stream, at(id).last_copy);
+  if (at(id).in_flight != 0) copies_.stream_waits(stream, at(id).last_copy);
 }
 
 void Activations::stage(SaveId id) {

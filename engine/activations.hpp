@@ -24,7 +24,7 @@
 #include <optional>
 #include <vector>
 
-#include "memory/backend.hpp"
+#include "memory/copy_engine.hpp"
 #include "memory/heap.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/page_cache.hpp"
@@ -58,7 +58,7 @@ struct ActivationRoom {
 //   5. A page in a copy, or in the heap, is pinned by its save or by the heap, for as long.
 class Activations final {
  public:
-  Activations(PageTable& table, PageCache& cache, Transfers& transfers, Backend& backend,
+  Activations(PageTable& table, PageCache& cache, Transfers& transfers, CopyEngine& copies,
               std::size_t page_bytes);
 
   // From here on these pages, and no others. REQUIRES: vacate() said yes, and nothing was saved
@@ -155,7 +155,7 @@ class Activations final {
   PageTable& table_;
   PageCache& cache_;
   Transfers& transfers_;
-  Backend& backend_;
+  CopyEngine& copies_;
   std::size_t page_bytes_;
   ActivationRoom room_;  // the pages that are free
   std::vector<Pin> heap_pages_;

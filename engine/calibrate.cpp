@@ -1,21 +1,15 @@
 #include "engine/calibrate.hpp"
 
 #include <algorithm>
-#include <chrono>
 
 #include "memory/check.hpp"
+#include "memory/clock.hpp"
 
 namespace strata {
 namespace {
 
-using WallClock = std::chrono::steady_clock;
-
 constexpr std::size_t kJobsPerWorker = 2;  // one at work, one waiting
 constexpr int kBellMs = 20;                // a lost ring costs no more than this
-
-std::size_t master_size(Dtype dtype) {
-  return dtype == Dtype::bfloat16 ? 2 : dtype == Dtype::float16 ? 4 : 0;
-}
 
 // Of everything that one parameter has: itself, its master, two moments and a gradient.
 std::size_t element_bytes(Dtype dtype) {
@@ -69,10 +63,8 @@ double UpdateProbe::run(double seconds) {
   std::vector<bool> busy(chunks_.size());
   std::uint64_t begun = 0;
   std::uint64_t done = 0;
-  const WallClock::time_point begin = WallClock::now();
-  const auto elapsed = [begin] {
-    return std::chrono::duration<double>(WallClock::now() - begin).count();
-  };
+  const std::int64_t begin_ns = now_ns();
+  const auto elapsed = [begin_ns] { return seconds_since(begin_ns); };
   while (elapsed() < seconds || done < begun) {
     // 1. Every worker has something to do until the time is over.
     for (; begun - done < in_flight_max && elapsed() < seconds; ++begun) {

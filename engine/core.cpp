@@ -38,7 +38,7 @@ std::unique_ptr<Workers> make_workers(Foundation& base, const WorkerPlacement& p
 
 TierParts tier_parts(SessionParts& parts) {
   parts.threads = !parts.idle;
-  return {std::move(parts.backend), std::move(parts.io_engine), std::move(parts.open_device),
+  return {std::move(parts.device), std::move(parts.io_engine), std::move(parts.open_device),
           parts.threads};
 }
 
@@ -49,7 +49,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       frames(base.table, base.tiers.device(), unit_pages(base.layout), base.layout.page_bytes,
              base.param_frames(config.device_bytes)),
       loads(base.table, base.transfers, base.cache, frames, share_staging(base.claims).fetches),
-      prefetcher(base.table, base.cache, base.tiers.device(), frames, loads),
+      prefetcher(base.table, base.cache, base.tiers.copies(), frames, loads),
       planner(prefetcher, frames),
       between(gate),
       worker_placement(place_workers(config, parts)),

@@ -4,9 +4,9 @@
 #include <string_view>
 #include <utility>
 
-#include "memory/cuda_backend.hpp"
-#include "memory/cuda_library.hpp"
-#include "memory/host_backend.hpp"
+#include "memory/cuda/frames.hpp"
+#include "memory/cuda/library.hpp"
+#include "memory/host_device.hpp"
 
 namespace strata {
 
@@ -54,21 +54,20 @@ std::string device_description(const std::string& device) {
   return opened.name() + ", driver for CUDA " + cuda_version_text(library.driver_version());
 }
 
-std::unique_ptr<Backend> open_backend(const std::string& device, Doorbell* bell) {
+Device open_bare_device(const std::string& device, Doorbell* bell) {
   const auto ordinal = cuda_ordinal(device);
-  if (!ordinal) return std::make_unique<HostBackend>(bell);
-  return open_cuda_backend(*ordinal, bell);
+  return ordinal ? open_cuda_device(*ordinal, bell) : host_device(bell);
 }
 
 OpenedDevice open_device(const std::string& device, Doorbell* bell, int threads) {
   const auto ordinal = cuda_ordinal(device);
-  if (!ordinal) return {nullptr, std::make_unique<HostBackend>(bell), nullptr};
+  if (!ordinal) return {nullptr, host_device(bell), nullptr};
   const CudaLibrary library;
   const DeviceKernels& kernels = kernels_of(library);
   auto driver = std::make_unique<CountedDriver>(library.driver());
-  auto backend = std::make_unique<CudaBackend>(driver->table(), *ordinal, bell);
+  Device opened = cuda_device(driver->table(), *ordinal, bell);
   auto compute = std::make_unique<DeviceCompute>(driver->table(), *ordinal, kernels, threads);
-  return {std::move(driver), std::move(backend), std::move(compute)};
+  return {std::move(driver), std::move(opened), std::move(compute)};
 }
 
 }  // namespace strata

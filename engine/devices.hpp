@@ -10,18 +10,18 @@
 #include <optional>
 #include <string>
 
-#include "memory/backend.hpp"
-#include "memory/cuda_counts.hpp"
+#include "memory/cuda/counts.hpp"
+#include "memory/device.hpp"
 #include "memory/doorbell.hpp"
-#include "optimizers/device_compute.hpp"
+#include "optimizers/cuda/compute.hpp"
 
 namespace strata {
 
 struct OpenedDevice {
   // What the others ask their driver through; null without one.
   std::unique_ptr<CountedDriver> driver;
-  std::unique_ptr<Backend> backend;
-  // What computes in the backend's memory where the processor cannot; else null.
+  Device device;
+  // What computes in the device's memory where the processor cannot; else null.
   std::unique_ptr<DeviceCompute> compute;
 };
 
@@ -35,8 +35,8 @@ std::string device_error(const std::string& device);
 // "GPU 0 (NVIDIA H200, 0000:17:00.0), driver for CUDA 13.0". Throws as open_device().
 std::string device_description(const std::string& device);
 
-// Its memory alone. Throws as open_device(). REQUIRES: bell outlives it.
-std::unique_ptr<Backend> open_backend(const std::string& device, Doorbell* bell);
+// Without what computes on it. Throws as open_device(). REQUIRES: bell outlives it.
+Device open_bare_device(const std::string& device, Doorbell* bell);
 
 // Throws StrataError (config) with what device_error() says. `threads`: that compute at a time.
 // REQUIRES: bell outlives it.

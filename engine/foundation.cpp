@@ -71,7 +71,7 @@ Foundation::Foundation(const Config& its_config, TierParts parts, Gate& its_gate
       table(make_table(home, tiers.store())),
       timeline(kTimelineSpans),
       names(config, layout, table),
-      transfers(table, tiers.device(), tiers.host(), timeline, kTransfersMax),
+      transfers(table, tiers.copies(), tiers.device(), tiers.host(), timeline, kTransfersMax),
       // What is set aside goes first: the cache takes all the rest.
       scales(set_aside(tiers.host(), claims.scale_frames)),
       landing(set_aside(tiers.host(), claims.landing_frames)),
@@ -119,13 +119,13 @@ Pin Foundation::open(Lock& lock, PageId page, Intent intent) {
 }
 
 void Foundation::wait_for(Lock& lock, CopyTicket ticket, UnitId unit) {
-  Backend& device = tiers.device();
-  if (!device.done(ticket)) {
+  CopyEngine& copies = tiers.copies();
+  if (!copies.done(ticket)) {
     awaited_.push_back(ticket);
     const auto over = [&] { return std::count(awaited_.begin(), awaited_.end(), ticket) == 0; };
     gate.wait(lock, over, {"computation on the device", unit});
   }
-  if (auto error = device.take_error(ticket)) {
+  if (auto error = copies.wait(ticket)) {
     error->unit = names.of(unit);
     gate.fail(std::move(*error));
     gate.throw_if_failed();
@@ -133,7 +133,7 @@ void Foundation::wait_for(Lock& lock, CopyTicket ticket, UnitId unit) {
 }
 
 bool Foundation::reap_awaited() {
-  return std::erase_if(awaited_, [this](CopyTicket t) { return tiers.device().done(t); }) != 0;
+  return std::erase_if(awaited_, [this](CopyTicket t) { return tiers.copies().done(t); }) != 0;
 }
 
 void Foundation::copy_out_now(std::byte* to, FrameId from, PageId page) {

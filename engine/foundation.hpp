@@ -24,7 +24,7 @@
 #include "memory/timeline.hpp"
 #include "offload/residency/page_cache.hpp"
 #include "offload/residency/transfers.hpp"
-#include "optimizers/kernel.hpp"
+#include "optimizers/cpu/kernel.hpp"
 
 namespace strata {
 

@@ -37,7 +37,7 @@ void InPlaceWrites::take(Lock& lock, std::uint32_t param, Stream stream) {
   base_.check_param(param);
   const UnitId unit = base_.config.params[param].unit;
   if (!prefetcher_.in_use(unit)) refuse(base_.names.of(unit) + " was written and is not entered");
-  base_.wait_for(lock, base_.tiers.device().record(stream), unit);
+  base_.wait_for(lock, base_.tiers.copies().record(stream), unit);
   written_[index(unit)] = true;
   updates_.keep_exact(unit);
   const WrittenChunks written(*this, lock, param);

@@ -33,7 +33,8 @@ class Landing::Course final {
   };
 
   const Layout& layout() const { return base_.layout; }
-  Backend& device() const { return base_.tiers.device(); }
+  const DeviceMemory& device() const { return base_.tiers.device(); }
+  CopyEngine& copies() const { return base_.tiers.copies(); }
   RunSize size_of_run(std::span<const Piece> run) const;
   std::byte* buffer(std::size_t which) const;
   double* sums_of(std::size_t sums_at) const;
@@ -92,7 +93,7 @@ class Landing::Course::Buffers final {
   ~Buffers() {
     // Done already, unless an exception is on its way. Copies end in order, and so do kernels.
     course_.base_.transfers.finish(course_.last_copied_);
-    course_.device().wait(course_.last_summed_);
+    course_.copies().wait(course_.last_summed_);
     course_.landing_.buffers_taken_ = false;
     course_.base_.gate.notify();
   }
@@ -189,8 +190,7 @@ void Landing::Course::land_by_processor(Lock& lock, GradientPlace to) {
     from = buffer(which);
   }
   // 2. It lands.
-  TimelineSpan span{
-      .track = Track::download, .unit = gradient_.unit, .begin_ns = SteadyClock().now_ns()};
+  TimelineSpan span{.track = Track::download, .unit = gradient_.unit, .begin_ns = now_ns()};
   {
     const Unlocked unlocked(lock);
     const std::size_t bytes = size_of(gradient_.dtype);
@@ -200,7 +200,7 @@ void Landing::Course::land_by_processor(Lock& lock, GradientPlace to) {
           to.at(piece), to.dtype(), from + (piece.in_param - to.run().front().in_param) * bytes,
           gradient_.dtype, piece.count, to.mode());
     }
-    span.end_ns = SteadyClock().now_ns();
+    span.end_ns = now_ns();
   }
   // 3. What stays on the device crosses no link, and what came through a buffer was counted there.
   if (to.on_device() || !device().reachable()) span.bytes = 0;
@@ -235,7 +235,7 @@ void Landing::Course::ask_ahead() {
 // See Note [Ways to land].
 void Landing::Course::land_from_device(Lock& lock) {
   const Buffers buffers(*this, lock);
-  made_ = device().record(gradient_.stream);
+  made_ = copies().record(gradient_.stream);
   // 1. As far as the device lands it, several runs at a time.
   std::optional<GradientPlace> left;
   const std::size_t end = device_may_land() ? runs_.size() : 0;
@@ -299,8 +299,7 @@ void Landing::Course::copy_there(const GradientPlace& to) {
 
 // Submits the landing of the next run, which is open, by the device.
 void Landing::Course::land_there(GradientPlace to, RunSize size) {
-  Run& run = under_way_.emplace_back(
-      Run{.to = std::move(to), .size = size, .begin_ns = SteadyClock().now_ns()});
+  Run& run = under_way_.emplace_back(Run{.to = std::move(to), .size = size, .begin_ns = now_ns()});
   run.sums_at = bytes_under_way_.begin(size);
   // 1. Bytes that go to host memory.
   if (!run.to.on_device()) copy_there(run.to);
@@ -321,7 +320,7 @@ void Landing::Course::land_there(GradientPlace to, RunSize size) {
   }
   STRATA_ASSERT(sums == sums_of(run.sums_at) + size.sums);
   std::string why = base_.tiers.compute()->land(landings, gradient_.stream);
-  last_summed_ = run.summed = device().record(gradient_.stream);
+  last_summed_ = run.summed = copies().record(gradient_.stream);
   ++asked_;
   if (why.empty()) return;
   Error error;
@@ -349,7 +348,7 @@ void Landing::Course::finish_oldest(Lock& lock) {
                          {.track = Track::download,
                           .unit = gradient_.unit,
                           .begin_ns = run.begin_ns,
-                          .end_ns = SteadyClock().now_ns()});
+                          .end_ns = now_ns()});
   }
   close(run.to);
 }

@@ -40,8 +40,7 @@ double LentGradients::land(Lock& lock, const IncomingGradient& gradient) {
 
 // In the order of every other way to land: see Note [Ways to land] in landing.hpp.
 double LentGradients::sum_squares(Lock& lock, const IncomingGradient& gradient) {
-  TimelineSpan span{
-      .track = Track::download, .unit = gradient.unit, .begin_ns = SteadyClock().now_ns()};
+  TimelineSpan span{.track = Track::download, .unit = gradient.unit, .begin_ns = now_ns()};
   double sum = 0.0;
   {
     const Unlocked unlocked(lock);
@@ -50,7 +49,7 @@ double LentGradients::sum_squares(Lock& lock, const IncomingGradient& gradient) 
       sum += base_.kernels.land_gradient(nullptr, gradient.dtype, gradient.at(piece),
                                          gradient.dtype, piece.count, GradMode::stay);
     }
-    span.end_ns = SteadyClock().now_ns();
+    span.end_ns = now_ns();
   }
   base_.transfers.note(Link::download, Requester::gradients, span);
   return sum;

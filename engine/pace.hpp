@@ -2,7 +2,7 @@
 //
 // Threads: next() and wakes() under the session's lock.
 //
-//   Pace pace(device);
+//   Pace pace(copies);
 //   for (auto sleep = pace.next();; sleep = pace.next()) {
 //     const bool rang = bell.wait(sleep);
 //     if (pace.wakes(rang)) ...turns...
@@ -11,7 +11,7 @@
 
 #include <chrono>
 
-#include "memory/backend.hpp"
+#include "memory/copy_engine.hpp"
 
 namespace strata {
 
@@ -32,16 +32,16 @@ static_assert(kPollPeriod < kLookPeriodMax);
 
 class Pace final {
  public:
-  explicit Pace(Backend& device) : device_(device) {}
+  explicit Pace(CopyEngine& copies) : copies_(copies) {}
 
   // How long to sleep from now on. REQUIRES: the turns that were to be taken are.
   std::chrono::nanoseconds next() {
-    sleep_ = device_.needs_polling() ? std::chrono::nanoseconds(kPollPeriod) : kPumpPeriod;
+    sleep_ = copies_.needs_polling() ? std::chrono::nanoseconds(kPollPeriod) : kPumpPeriod;
     return sleep_;
   }
   // Behind that sleep, which somebody's ring cut short or not: take turns.
   bool wakes(bool rang) {
-    const bool news = device_.needs_polling() && device_.poll();
+    const bool news = copies_.needs_polling() && copies_.poll();
     slept_ += sleep_;
     if (!rang && !news && slept_ < kPumpPeriod) return false;
     slept_ = {};
@@ -49,7 +49,7 @@ class Pace final {
   }
 
  private:
-  Backend& device_;
+  CopyEngine& copies_;
   std::chrono::nanoseconds sleep_{};
   std::chrono::nanoseconds slept_{};  // since turns were taken
 };

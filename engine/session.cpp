@@ -39,7 +39,7 @@ void Session::pump() {
     const bool rang = bell_.wait(sleep);
     Lock lock(gate_.mutex(), gate_.meter());
     if (gate_.closed()) return;
-    if (!pace) pace.emplace(core_->base.tiers.device());
+    if (!pace) pace.emplace(core_->base.tiers.copies());
     if (pace->wakes(rang)) gate_.take_turns(lock);
     sleep = pace->next();
   }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engine/updates.hpp"
-#include "memory/cuda_counts.hpp"
+#include "memory/cuda/counts.hpp"
 #include "offload/residency/links.hpp"
 
 namespace strata {

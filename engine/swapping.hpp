@@ -34,7 +34,7 @@ class Swapping final {
   Swapping(Foundation& base, BetweenSteps& between)
       : base_(base),
         between_(between),
-        saves_(base.table, base.cache, base.transfers, base.tiers.device(),
+        saves_(base.table, base.cache, base.transfers, base.tiers.copies(),
                base.layout.page_bytes) {}
 
   Activations& saves() { return saves_; }

@@ -18,7 +18,7 @@ std::size_t host_bytes_max(const Config& config, std::size_t page_bytes) {
 }
 
 OpenedDevice open(const Config& config, TierParts& parts, Doorbell* bell) {
-  if (parts.backend) return {nullptr, std::move(parts.backend), nullptr};
+  if (parts.device) return {nullptr, std::move(parts.device), nullptr};
   if (parts.open_device) return parts.open_device(bell);
   // Every worker, and a gradient that lands meanwhile.
   return open_device(config.device, bell, std::max(1, config.workers) + 1);
@@ -62,7 +62,7 @@ void Tiers::open_store(std::uint32_t slots) {
 
 // The first bytes of host memory, as many as the system lets.
 void Tiers::pin(std::size_t host_bytes) {
-  pinned_ = device().pin_host(slab_.bytes().first(host_bytes));
+  pinned_ = copies().pin_host(slab_.bytes().first(host_bytes));
 }
 
 bool Tiers::pinned(const std::byte* at, std::size_t bytes) const {

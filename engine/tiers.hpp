@@ -26,7 +26,7 @@ namespace strata {
 
 // What a test replaces. Left empty, the real thing is made.
 struct TierParts {
-  std::unique_ptr<Backend> backend;
+  Device device;
   std::unique_ptr<IoEngine> io_engine;
   // Makes the device over the session's own bell. Absent: the one that the configuration names.
   std::function<OpenedDevice(Doorbell*)> open_device;
@@ -41,8 +41,9 @@ class Tiers final {
   Tiers(const Tiers&) = delete;
   Tiers& operator=(const Tiers&) = delete;
 
-  Backend& device() { return *opened_.backend; }
-  const Backend& device() const { return *opened_.backend; }
+  DeviceMemory& device() { return *opened_.device.memory; }
+  const DeviceMemory& device() const { return *opened_.device.memory; }
+  CopyEngine& copies() { return *opened_.device.copies; }
   // What computes in the device's memory where the processor cannot; null where it can.
   DeviceCompute* compute() const { return opened_.compute.get(); }
   const CountedDriver* driver() const { return opened_.driver.get(); }

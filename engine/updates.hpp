@@ -78,7 +78,7 @@ class Updates final {
     Gate& gate;
     const PageTable& table;
     PageCache& cache;
-    const Backend& device;
+    const DeviceMemory& device;
     Prefetcher& prefetcher;
     Timeline& timeline;         // what workers did
     GradientFrames* gradients;  // null: they rest in pages
@@ -215,7 +215,7 @@ class Updates final {
   Gate& gate_;
   const PageTable& table_;
   PageCache& cache_;
-  const Backend& device_;
+  const DeviceMemory& device_;
   Prefetcher& prefetcher_;
   Timeline& timeline_;
   GradientFrames* gradients_;

@@ -1,5 +1,8 @@
-// Port: time. The real clock is monotonic; tests drive a virtual one by hand, so a run with delays
-// takes no time and replays from its seed.
+// The one clock of the core: monotonic, in nanoseconds. It says when things were, on timelines and
+// in measurements; no decision depends on it, so tests need no time of their own.
+//
+//   const std::int64_t begin_ns = now_ns();
+//   log(seconds_since(begin_ns));
 #pragma once
 
 #include <chrono>
@@ -7,28 +10,14 @@
 
 namespace strata {
 
-class Clock {
- public:
-  virtual ~Clock() = default;
-  virtual std::int64_t now_ns() const = 0;
-};
+inline std::int64_t now_ns() {
+  using std::chrono::nanoseconds;
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<nanoseconds>(now).count();
+}
 
-class SteadyClock final : public Clock {
- public:
-  std::int64_t now_ns() const override {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-  }
-};
-
-class VirtualClock final : public Clock {
- public:
-  std::int64_t now_ns() const override { return now_ns_; }
-  void advance(std::int64_t by_ns) { now_ns_ += by_ns; }
-
- private:
-  std::int64_t now_ns_ = 0;
-};
+inline double seconds_since(std::int64_t begin_ns) {
+  return static_cast<double>(now_ns() - begin_ns) * 1e-9;
+}
 
 }  // namespace strata

@@ -14,11 +14,7 @@
 namespace strata {
 
 Doorbell::Doorbell() : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (fd_ >= 0) return;
-  Error error;
-  error.what = "could not create an eventfd";
-  error.errno_value = errno;
-  throw StrataError(std::move(error));
+  if (fd_ < 0) throw StrataError({.what = "could not create an eventfd", .errno_value = errno});
 }
 
 Doorbell::~Doorbell() {

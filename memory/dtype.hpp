@@ -2,6 +2,7 @@
 // optimizer's moments are float32 (bfloat16 + residual reconstructs float32 bit for bit).
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -13,16 +14,15 @@ constexpr std::size_t size_of(Dtype dtype) {
   return dtype == Dtype::float32 ? 4 : 2;
 }
 
+// What rests beside a parameter of it: the residual of its master, or all of that, or nothing.
+constexpr std::size_t master_size(Dtype dtype) {
+  return dtype == Dtype::bfloat16 ? 2 : dtype == Dtype::float16 ? 4 : 0;
+}
+
+inline constexpr std::array kDtypeNames = {"float32", "float16", "bfloat16"};
+
 constexpr const char* name(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::float32:
-      return "float32";
-    case Dtype::float16:
-      return "float16";
-    case Dtype::bfloat16:
-      return "bfloat16";
-  }
-  return "?";
+  return kDtypeNames[static_cast<std::size_t>(dtype)];
 }
 
 }  // namespace strata

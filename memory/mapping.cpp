@@ -54,11 +54,8 @@ std::string read_text(const std::string& path) {
   if (fd >= 0) ::close(fd);
   if (length == 0) return text;
   if (failed != EMFILE && failed != ENFILE && failed != ENOMEM) return "";
-  Error error;
-  error.what = "could not read what memory there is";
-  error.errno_value = failed;
-  error.path = path;
-  throw StrataError(std::move(error));
+  throw StrataError(
+      {.what = "could not read what memory there is", .errno_value = failed, .path = path});
 }
 
 // The number in a file that holds one number; kUnlimited for "max" or no such file.
@@ -180,16 +177,15 @@ std::size_t host_bytes_available(const std::string& root) {
 }
 
 Error memory_error(const char* what, Tier tier, std::size_t bytes, int errno_value) {
-  Error error;
-  error.fault = Fault::memory;
-  error.what = std::string(what) + " of the " + name(tier) + " tier";
+  Error error{.fault = Fault::memory,
+              .what = std::string(what) + " of the " + name(tier) + " tier",
+              .errno_value = errno_value,
+              .tier = tier};
   // Of other things that run out, such as files, less memory would need as many.
   if (errno_value == ENOMEM) {
     error.what += ": " + std::to_string(bytes) + " bytes asked, " +
                   std::to_string(host_bytes_available()) + " available; ask for a smaller budget";
   }
-  error.errno_value = errno_value;
-  error.tier = tier;
   return error;
 }
 

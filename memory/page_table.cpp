@@ -21,35 +21,11 @@ constexpr bool readable(const Copy& copy) {
 
 }  // namespace
 
-const char* name(CopyState state) {
-  switch (state) {
-    case CopyState::none:
-      return "none";
-    case CopyState::filling:
-      return "filling";
-    case CopyState::valid:
-      return "valid";
-    case CopyState::draining:
-      return "draining";
-  }
-  return "?";
-}
-
 PageId PageTable::add(std::uint32_t count) {
   const std::uint32_t first = page_count();
   STRATA_ASSERT(count < strata::index(kNoPage) - first);
   pages_.resize(first + count);
   return PageId{first};
-}
-
-const Placement& PageTable::placement(PageId page) const {
-  STRATA_ASSERT(strata::index(page) < page_count());
-  return pages_[strata::index(page)].rest;
-}
-
-UnitId PageTable::unit(PageId page) const {
-  STRATA_ASSERT(strata::index(page) < page_count());
-  return pages_[strata::index(page)].unit;
 }
 
 void PageTable::place(PageId page, Placement rest) {
@@ -164,16 +140,6 @@ Placement PageTable::at(PageId page, Tier tier) const {
   return {tier, of.place};
 }
 
-const Copy& PageTable::copy(PageId page, Tier tier) const {
-  STRATA_ASSERT(strata::index(page) < page_count());
-  return pages_[strata::index(page)].copies[index(tier)];
-}
-
-std::uint64_t PageTable::newest(PageId page) const {
-  STRATA_ASSERT(strata::index(page) < page_count());
-  return pages_[strata::index(page)].newest;
-}
-
 bool PageTable::is_current(PageId page, Tier tier) const {
   const Copy& of = copy(page, tier);
   return readable(of) && of.version == newest(page);
@@ -239,11 +205,6 @@ std::string PageTable::broken_at(int invariant, PageId page, Tier tier, const ch
          ") on " + name(tier) + ": " + what + "; " + name(of.state) + ", place " +
          std::to_string(of.place) + ", version " + std::to_string(of.version) + ", pins " +
          std::to_string(of.pins) + ", drains " + std::to_string(of.drains);
-}
-
-PageTable::Entry& PageTable::entry(PageId page) {
-  STRATA_ASSERT(strata::index(page) < page_count());
-  return pages_[strata::index(page)];
 }
 
 Copy& PageTable::held(PageId page, Tier tier) {

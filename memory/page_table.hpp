@@ -33,7 +33,10 @@ namespace strata {
 // draining: somebody reads the bytes for a move, so they must not change and must not go.
 enum class CopyState : std::uint8_t { none, filling, valid, draining };
 
-const char* name(CopyState state);
+inline constexpr std::array kCopyStateNames = {"none", "filling", "valid", "draining"};
+constexpr const char* name(CopyState state) {
+  return kCopyStateNames[static_cast<std::size_t>(state)];
+}
 
 inline constexpr std::uint32_t kNoPlace = UINT32_MAX;
 
@@ -99,12 +102,12 @@ class PageTable final {
   PageId add(std::uint32_t count);
 
   // Where the page rests. Its copies lie where they are: whoever changes this moves them.
-  const Placement& placement(PageId page) const;
+  const Placement& placement(PageId page) const { return entry(page).rest; }
   Tier tier(PageId page) const { return placement(page).tier; }
   // REQUIRES: the tier holds nothing of the page, or holds it there.
   void place(PageId page, Placement rest);
   // The unit that the page belongs to, for reports; kNoUnit: none yet.
-  UnitId unit(PageId page) const;
+  UnitId unit(PageId page) const { return entry(page).unit; }
   void set_unit(PageId page, UnitId unit) { entry(page).unit = unit; }
 
   // A tier's place starts to receive the page. With version <= newest it is a move, with a newer
@@ -146,10 +149,12 @@ class PageTable final {
   // old one. Returns the old one, which is free. REQUIRES: valid, unpinned; nobody has `to`.
   Placement exchange(PageId page, Placement to);
 
-  const Copy& copy(PageId page, Tier tier) const;
+  const Copy& copy(PageId page, Tier tier) const {
+    return entry(page).copies[static_cast<std::size_t>(tier)];
+  }
   // The place of the tier's copy. REQUIRES: there is one.
   Placement at(PageId page, Tier tier) const;
-  std::uint64_t newest(PageId page) const;
+  std::uint64_t newest(PageId page) const { return entry(page).newest; }
   // The tier's copy can be read and is the newest.
   bool is_current(PageId page, Tier tier) const;
   std::uint32_t page_count() const { return static_cast<std::uint32_t>(pages_.size()); }
@@ -170,7 +175,14 @@ class PageTable final {
   };
   static_assert(sizeof(Entry) == 72);
 
-  Entry& entry(PageId page);
+  const Entry& entry(PageId page) const {
+    STRATA_ASSERT(index(page) < page_count());
+    return pages_[index(page)];
+  }
+  Entry& entry(PageId page) {
+    STRATA_ASSERT(index(page) < page_count());
+    return pages_[index(page)];
+  }
   Copy& held(PageId page, Tier tier);
   bool held_elsewhere(PageId page, Tier tier, std::uint64_t version) const;
   bool is_being_renewed(PageId page) const;

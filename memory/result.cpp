@@ -31,10 +31,7 @@ std::string bytes_text(std::uint64_t bytes) {
 }
 
 void refuse(std::string what) {
-  Error error;
-  error.fault = Fault::config;
-  error.what = std::move(what);
-  throw StrataError(std::move(error));
+  throw StrataError({.fault = Fault::config, .what = std::move(what)});
 }
 
 }  // namespace strata

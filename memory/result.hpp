@@ -27,16 +27,16 @@ enum class Fault : std::uint8_t {
 
 struct Error {
   Fault fault = Fault::io;
-  std::string what;     // one sentence: what was attempted and what to do
+  std::string what{};   // one sentence: what was attempted and what to do
   int errno_value = 0;  // 0 where the operating system said nothing
   PageId page = kNoPage;
   Tier tier = Tier::ssd;
-  std::string path;          // file concerned, empty where none
+  std::string path{};        // file concerned, empty where none
   std::uint64_t offset = 0;  // bytes into `path`
-  std::string unit;          // filled in by the layer that knows units
+  std::string unit{};        // filled in by the layer that knows units
   // Of a budget of `tier` that cannot work; see Refusal in offload/planner/refusal.hpp.
-  std::string moment;              // of the step
-  std::vector<std::string> units;  // those in use then
+  std::string moment{};              // of the step
+  std::vector<std::string> units{};  // those in use then
   std::uint64_t needed_bytes = 0;
   std::uint64_t budget_bytes = 0;
   std::uint64_t would_do_bytes = 0;  // 0: no budget of this tier would

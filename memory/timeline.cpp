@@ -20,42 +20,6 @@ bool same_work(const TimelineSpan& a, const TimelineSpan& b) {
 
 }  // namespace
 
-const char* name(Track track) {
-  switch (track) {
-    case Track::read:
-      return "read";
-    case Track::write:
-      return "write";
-    case Track::upload:
-      return "upload";
-    case Track::download:
-      return "download";
-    case Track::update:
-      return "update";
-    case Track::wait:
-      return "wait";
-  }
-  return "?";
-}
-
-const char* name(Cause cause) {
-  switch (cause) {
-    case Cause::none:
-      return "none";
-    case Cause::copy:
-      return "copy";
-    case Cause::ssd:
-      return "ssd";
-    case Cause::room:
-      return "room";
-    case Cause::frame:
-      return "frame";
-    case Cause::update:
-      return "update";
-  }
-  return "?";
-}
-
 Timeline::Timeline(std::size_t span_count) : ring_(span_count) {
   STRATA_ASSERT(span_count > 0);
 }
@@ -97,7 +61,7 @@ std::vector<TimelineSpan> Timeline::take() {
 }
 
 Waiting::Waiting(Timeline& timeline, UnitId unit, bool backward)
-    : timeline_(timeline), since_ns_(SteadyClock().now_ns()) {
+    : timeline_(timeline), since_ns_(now_ns()) {
   span_.track = Track::wait;
   span_.unit = unit;
   span_.backward = backward;
@@ -108,7 +72,7 @@ void Waiting::missing(Cause cause) {
   STRATA_ASSERT(cause != Cause::none);
   if (cause == span_.cause) return;
   if (span_.cause != Cause::none) {
-    span_.end_ns = SteadyClock().now_ns();
+    span_.end_ns = now_ns();
     timeline_.add(span_);
     span_.begin_ns = span_.end_ns;
   }
@@ -117,7 +81,7 @@ void Waiting::missing(Cause cause) {
 
 std::int64_t Waiting::over() {
   if (span_.cause == Cause::none) return 0;
-  span_.end_ns = SteadyClock().now_ns();
+  span_.end_ns = now_ns();
   timeline_.add(span_);
   span_.cause = Cause::none;
   return span_.end_ns - since_ns_;

@@ -8,6 +8,7 @@
 //   for (const TimelineSpan& span : timeline.take()) ...     // oldest first; empties the ring
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -24,13 +25,19 @@ enum class Track : std::uint8_t {
   update,    // one worker's chunk; `lane` says which worker
   wait,      // somebody waited in enter(); `cause` says for what
 };
-const char* name(Track track);
+inline constexpr std::array kTrackNames = {"read", "write", "upload", "download", "update", "wait"};
+constexpr const char* name(Track track) {
+  return kTrackNames[static_cast<std::size_t>(track)];
+}
 
 // What was missing during a wait. A page goes through these backwards: its update is published, a
 // frame of the device becomes free, then room in host memory; its bytes come from the SSD, and are
 // copied.
 enum class Cause : std::uint8_t { none, copy, ssd, room, frame, update };
-const char* name(Cause cause);
+inline constexpr std::array kCauseNames = {"none", "copy", "ssd", "room", "frame", "update"};
+constexpr const char* name(Cause cause) {
+  return kCauseNames[static_cast<std::size_t>(cause)];
+}
 
 struct TimelineSpan {
   Track track = Track::read;

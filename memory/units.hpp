@@ -2,6 +2,7 @@
 // frame number cannot be passed where a page number is meant.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -42,16 +43,11 @@ constexpr std::uint32_t index(Id id) {
   return static_cast<std::uint32_t>(id);
 }
 
+inline constexpr std::array kTierNames = {"device", "host", "ssd"};
+static_assert(kTierNames.size() == kTierCount);
+
 constexpr const char* name(Tier tier) {
-  switch (tier) {
-    case Tier::device:
-      return "device";
-    case Tier::host:
-      return "host";
-    case Tier::ssd:
-      return "ssd";
-  }
-  return "?";
+  return kTierNames[static_cast<std::size_t>(tier)];
 }
 
 constexpr std::size_t ceil_div(std::size_t value, std::size_t by) {

@@ -1,6 +1,6 @@
 // What every kernel asks of its spans, on this processor or on a device.
 #include "memory/check.hpp"
-#include "optimizers/device_kernels.hpp"
+#include "optimizers/cuda/kernels.hpp"
 #include "optimizers/tables.hpp"
 
 namespace strata {

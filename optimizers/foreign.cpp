@@ -9,10 +9,6 @@ namespace strata {
 
 namespace {
 
-std::size_t master_size(Dtype dtype) {
-  return dtype == Dtype::bfloat16 ? 2 : dtype == Dtype::float16 ? 4 : 0;
-}
-
 const void* ahead(const void* from, std::size_t bytes) {
   return from == nullptr ? nullptr : static_cast<const std::byte*>(from) + bytes;
 }

@@ -13,8 +13,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "optimizers/cpu/kernel.hpp"
 #include "optimizers/device_code.hpp"
-#include "optimizers/kernel.hpp"
 #include "optimizers/masters.hpp"
 #include "optimizers/moments.hpp"
 #include "optimizers/rule.hpp"
@@ -68,13 +68,9 @@ struct Landing {
         V::add_squares(sums[k], land_lanes(at, typename V::All{}));
       }
     }
-    for (std::size_t k = 0; at < end; ++k, at += V::kLanes) {
-      if (at + V::kLanes <= end) {
-        V::add_squares(sums[k], land_lanes(at, typename V::All{}));
-      } else {
-        V::add_squares(sums[k], land_lanes(at, typename V::Some{end - at}));
-      }
-    }
+    for_each_vector<V>(end - at, [&](std::size_t past, auto lanes) {
+      V::add_squares(sums[past / V::kLanes], land_lanes(at + past, lanes));
+    });
     double lanes[kNormLanes];
     for (std::size_t k = 0; k < kVectors; ++k) V::store(lanes + k * V::kLanes, sums[k]);
     return sum_of_lanes<V>(lanes);
@@ -108,33 +104,19 @@ struct Landing {
   }
 };
 
-template <class V, Dtype kFrom>
-double land_with(void* to, Dtype to_dtype, const void* from, std::size_t count, GradMode mode) {
-  if (mode == GradMode::stay) {
-    return Landing<V, kFrom, kFrom, GradMode::stay>{nullptr, {from}}.run(count);
-  }
-  if (mode == GradMode::add) {
-    return Landing<V, Dtype::float32, kFrom, GradMode::add>{to, {from}}.run(count);
-  }
-  if (to_dtype == Dtype::float32) {
-    return Landing<V, Dtype::float32, kFrom, GradMode::copy>{to, {from}}.run(count);
-  }
-  return Landing<V, kFrom, kFrom, GradMode::copy>{to, {from}}.run(count);
-}
-
 template <class V>
 double land_gradient(void* to, Dtype to_dtype, const void* from, Dtype from_dtype,
                      std::size_t count, GradMode mode) {
   check_landing(to_dtype, from_dtype, mode);
-  switch (from_dtype) {
-    case Dtype::float32:
-      return land_with<V, Dtype::float32>(to, to_dtype, from, count, mode);
-    case Dtype::float16:
-      return land_with<V, Dtype::float16>(to, to_dtype, from, count, mode);
-    case Dtype::bfloat16:
-      return land_with<V, Dtype::bfloat16>(to, to_dtype, from, count, mode);
-  }
-  return 0.0;
+  return with_dtype(from_dtype, [&]<Dtype kFrom>() {
+    const auto land = [&]<Dtype kTo, GradMode kMode>() {
+      return Landing<V, kTo, kFrom, kMode>{to, {from}}.run(count);
+    };
+    if (mode == GradMode::stay) return land.template operator()<kFrom, GradMode::stay>();
+    if (mode == GradMode::add) return land.template operator()<Dtype::float32, GradMode::add>();
+    if (to_dtype == kFrom) return land.template operator()<kFrom, GradMode::copy>();
+    return land.template operator()<Dtype::float32, GradMode::copy>();
+  });
 }
 
 template <class V>

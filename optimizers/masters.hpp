@@ -41,13 +41,16 @@ struct SplitMaster {
   }
   template <class Lanes>
   STRATA_DEVICE_CODE typename V::F load(std::size_t at, Lanes lanes) const {
-    return V::join_halves(V::load(param + at, lanes), V::load(residual + at, lanes));
+    const auto upper = V::bits(V::from_bfloat16(V::load(param + at, lanes)));
+    return V::of_bits(V::plus(upper, V::widen(V::load(residual + at, lanes))));
   }
   template <class Lanes>
   STRATA_DEVICE_CODE void store(std::size_t at, typename V::F value, Lanes lanes) const {
-    const typename V::F clean = V::one_nan(value);
-    V::store(new_param + at, V::upper_half_rounded(clean), lanes);
-    V::store(residual + at, V::lower_half(clean), lanes);
+    const auto bits = V::bits(V::one_nan(value));
+    const auto rounded = V::plus(bits, V::set_bits(0x8000));
+    V::store(new_param + at, V::narrow(V::template down<16>(rounded)), lanes);
+    // bits - (param << 16) as 16 bits: param << 16 has none there.
+    V::store(residual + at, V::narrow(V::both(bits, V::set_bits(0xffff))), lanes);
   }
 };
 
@@ -124,51 +127,62 @@ struct Gradient {
   }
 };
 
-template <class V, class Master>
-void split_with(const float* from, std::size_t count, void* param, void* master_memory) {
-  const Master master(param, param, master_memory);
-  std::size_t at = 0;
-  for (; at + V::kLanes <= count; at += V::kLanes) {
-    master.store(at, V::load(from + at, typename V::All{}), typename V::All{});
+template <class V, Dtype>
+struct MasterOf;
+template <class V>
+struct MasterOf<V, Dtype::float32> {
+  using Type = NoMaster<V>;
+};
+template <class V>
+struct MasterOf<V, Dtype::float16> {
+  using Type = FullMaster<V>;
+};
+template <class V>
+struct MasterOf<V, Dtype::bfloat16> {
+  using Type = SplitMaster<V>;
+};
+
+// Calls visit.operator()<dtype>(), with what is known at run time as a constant.
+template <class Visit>
+auto with_dtype(Dtype dtype, Visit visit) {
+  switch (dtype) {
+    case Dtype::float32:
+      return visit.template operator()<Dtype::float32>();
+    case Dtype::float16:
+      return visit.template operator()<Dtype::float16>();
+    case Dtype::bfloat16:
+      break;
   }
-  const typename V::Some rest{count - at};
-  if (at < count) master.store(at, V::load(from + at, rest), rest);
+  return visit.template operator()<Dtype::bfloat16>();
+}
+
+// Calls step(at, lanes) for every vector of `count` elements, the last of which may be partial.
+template <class V, class Step>
+void for_each_vector(std::size_t count, Step step) {
+  std::size_t at = 0;
+  for (; at + V::kLanes <= count; at += V::kLanes) step(at, typename V::All{});
+  if (at < count) step(at, typename V::Some{count - at});
 }
 
 template <class V>
 void split(const float* from, std::size_t count, Dtype dtype, void* param, void* master) {
-  switch (dtype) {
-    case Dtype::float32:
-      return split_with<V, NoMaster<V>>(from, count, param, master);
-    case Dtype::float16:
-      return split_with<V, FullMaster<V>>(from, count, param, master);
-    case Dtype::bfloat16:
-      return split_with<V, SplitMaster<V>>(from, count, param, master);
-  }
+  with_dtype(dtype, [&]<Dtype kDtype>() {
+    const typename MasterOf<V, kDtype>::Type stored(param, param, master);
+    for_each_vector<V>(count, [&](std::size_t at, auto lanes) {
+      stored.store(at, V::load(from + at, lanes), lanes);
+    });
+  });
 }
 
 // A master is only read here; the storage types hold it as they do for an update.
-template <class V, class Master>
-void join_with(const void* param, const void* master_memory, std::size_t count, float* to) {
-  const Master master(param, nullptr, const_cast<void*>(master_memory));
-  std::size_t at = 0;
-  for (; at + V::kLanes <= count; at += V::kLanes) {
-    V::store(to + at, master.load(at, typename V::All{}), typename V::All{});
-  }
-  const typename V::Some rest{count - at};
-  if (at < count) V::store(to + at, master.load(at, rest), rest);
-}
-
 template <class V>
 void join(const void* param, const void* master, std::size_t count, Dtype dtype, float* to) {
-  switch (dtype) {
-    case Dtype::float32:
-      return join_with<V, NoMaster<V>>(param, master, count, to);
-    case Dtype::float16:
-      return join_with<V, FullMaster<V>>(param, master, count, to);
-    case Dtype::bfloat16:
-      return join_with<V, SplitMaster<V>>(param, master, count, to);
-  }
+  with_dtype(dtype, [&]<Dtype kDtype>() {
+    const typename MasterOf<V, kDtype>::Type stored(param, nullptr, const_cast<void*>(master));
+    for_each_vector<V>(count, [&](std::size_t at, auto lanes) {
+      V::store(to + at, stored.load(at, lanes), lanes);
+    });
+  });
 }
 
 }  // namespace strata

@@ -17,18 +17,6 @@ Isa best_isa() {
 #endif
 }
 
-std::string_view name(Isa isa) {
-  switch (isa) {
-    case Isa::scalar:
-      return "scalar";
-    case Isa::avx2:
-      return "avx2";
-    case Isa::avx512:
-      return "avx512";
-  }
-  return "?";
-}
-
 const Kernels& kernels(Isa isa) {
   STRATA_ASSERT(isa <= best_isa());
 #if defined(STRATA_X86_KERNELS)

@@ -7,6 +7,7 @@
 //   kernels(best_isa()).update(span);
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
@@ -107,6 +108,10 @@ struct UpdateSpan {
 enum class GradMode : std::uint8_t { copy, add, stay };
 
 enum class Isa : std::uint8_t { scalar, avx2, avx512 };
+inline constexpr std::array<std::string_view, 3> kIsaNames = {"scalar", "avx2", "avx512"};
+constexpr std::string_view name(Isa isa) {
+  return kIsaNames[static_cast<std::size_t>(isa)];
+}
 
 struct Kernels {
   void (*update)(const UpdateSpan& span);
@@ -133,7 +138,6 @@ inline constexpr std::size_t kNormBlock = 4096;
 
 // The instruction sets this processor runs, best first.
 Isa best_isa();
-std::string_view name(Isa isa);
 const Kernels& kernels(Isa isa);
 
 }  // namespace strata

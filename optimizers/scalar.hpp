@@ -74,7 +74,6 @@ struct Vec1 {
   STRATA_DEVICE_CODE static I set_bits(std::uint32_t value) { return value; }
   STRATA_DEVICE_CODE static I lane_numbers() { return 0; }  // 0, 1, 2, …
   STRATA_DEVICE_CODE static I plus(I a, I b) { return a + b; }
-  STRATA_DEVICE_CODE static I minus(I a, I b) { return a - b; }
   STRATA_DEVICE_CODE static I times(I a, I b) { return a * b; }
   STRATA_DEVICE_CODE static I both(I a, I b) { return a & b; }
   STRATA_DEVICE_CODE static I differ(I a, I b) { return a ^ b; }
@@ -104,6 +103,9 @@ struct Vec1 {
     return static_cast<I>(static_cast<std::int32_t>(value));
   }  // cut off
 
+  STRATA_DEVICE_CODE static I widen(H value) {
+    return static_cast<I>(std::bit_cast<std::int16_t>(value));
+  }  // with its sign
   STRATA_DEVICE_CODE static H narrow(I value) {
     return static_cast<H>(value);
   }  // REQUIRES: every lane fits
@@ -113,19 +115,6 @@ struct Vec1 {
   STRATA_DEVICE_CODE static void store(std::uint8_t* to, I value) {
     *to = static_cast<std::uint8_t>(value);
   }  // same
-
-  // Note [Split master]
-  STRATA_DEVICE_CODE static F join_halves(H param, H residual) {
-    const auto signed_residual = static_cast<std::uint32_t>(std::bit_cast<std::int16_t>(residual));
-    return std::bit_cast<float>((std::uint32_t{param} << 16) + signed_residual);
-  }
-  STRATA_DEVICE_CODE static H upper_half_rounded(F value) {
-    return static_cast<H>((std::bit_cast<std::uint32_t>(value) + 0x8000u) >> 16);
-  }
-  // bits - (param << 16) as 16 bits: param << 16 has none there.
-  STRATA_DEVICE_CODE static H lower_half(F value) {
-    return static_cast<H>(std::bit_cast<std::uint32_t>(value));
-  }
 
   STRATA_DEVICE_CODE static void add_squares(Sums& sums, F value) {
     const double wide = value;

@@ -26,11 +26,10 @@ void update_here(std::span<const UpdateSpan> spans, const Tools& tools) {
 }
 
 UpdateDone run(const UpdateJob& job, const Tools& tools, int worker) {
-  const SteadyClock clock;
   UpdateDone done;
   done.tag = job.tag;
   done.worker = static_cast<std::uint8_t>(worker);  // beyond 256 some share a number: only shown
-  done.begin_ns = clock.now_ns();
+  done.begin_ns = now_ns();
   try {
     if (job.on_device && tools.device_update)
       done.error = tools.device_update(job.spans);
@@ -39,7 +38,7 @@ UpdateDone run(const UpdateJob& job, const Tools& tools, int worker) {
   } catch (const std::exception& thrown) {
     done.error = *thrown.what() != '\0' ? thrown.what() : "an exception without a message";
   }
-  done.end_ns = clock.now_ns();
+  done.end_ns = now_ns();
   return done;
 }
 

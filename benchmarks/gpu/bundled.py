@@ -179,9 +179,10 @@ def sources_digest(root: Path) -> str:
     """Of everything that the library for GPUs is made from."""
     digest = hashlib.sha256()
     for folder in ("memory", "optimizers"):
-        for path in sorted((root / folder).glob("*")):
+        for path in sorted((root / folder).rglob("*")):
             if path.suffix in (".hpp", ".cpp", ".cu"):
-                digest.update(f"{path.name}\n".encode() + path.read_bytes())
+                name = path.relative_to(root).as_posix()
+                digest.update(f"{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -13,9 +13,9 @@
 #include <span>
 #include <vector>
 
-#include "offload/planner/device_memory.hpp"
 #include "offload/planner/plan.hpp"
 #include "offload/planner/resting.hpp"
+#include "offload/planner/torch_memory.hpp"
 
 namespace strata {
 
@@ -46,7 +46,7 @@ class Problem final {
   const Budgets& budgets() const { return budgets_; }
   const Wishes& wishes() const { return wishes_; }
   const Lifetimes& lives() const { return lives_; }
-  const DeviceMemory& memory() const { return memory_; }
+  const TorchMemory& memory() const { return memory_; }
   const Resting& resting() const { return resting_; }
   // The modes that a unit may have, the cheapest first; never empty.
   const std::vector<UnitPlan>& options(std::size_t unit) const { return options_[unit]; }
@@ -78,7 +78,7 @@ class Problem final {
   const Budgets& budgets_;
   Wishes wishes_;
   Lifetimes lives_;
-  DeviceMemory memory_;
+  TorchMemory memory_;
   Resting resting_;
   std::vector<std::uint32_t> unit_pages_;  // that move
   std::uint32_t frames_max_ = 0;

@@ -1,6 +1,6 @@
 // PyTorch's memory under a plan, replayed tensor by tensor from each one's life under the traced
 // and under the planned modes: Note [Device memory of a plan] in plan.hpp once more, for
-// check_plan. Nothing of DeviceMemory is used here, so that an error of one is seen by the other.
+// check_plan. Nothing of TorchMemory is used here, so that an error of one is seen by the other.
 //
 // Threads: const; any number.
 //

@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "memory/check.hpp"
-#include "offload/planner/device_memory.hpp"
 #include "offload/planner/placement.hpp"
 #include "offload/planner/swapped_size.hpp"
+#include "offload/planner/torch_memory.hpp"
 
 namespace strata {
 namespace {

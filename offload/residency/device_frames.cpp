@@ -7,11 +7,11 @@
 
 namespace strata {
 
-DeviceFrames::DeviceFrames(PageTable& table, Backend& backend,
+DeviceFrames::DeviceFrames(PageTable& table, DeviceMemory& memory,
                            std::vector<std::vector<PageId>> units, std::size_t page_bytes,
                            std::uint32_t frame_count)
     : table_(table),
-      backend_(backend),
+      memory_(memory),
       page_bytes_(page_bytes),
       pages_(table.page_count()),
       occupant_(frame_count, kNoPage),
@@ -22,7 +22,7 @@ DeviceFrames::DeviceFrames(PageTable& table, Backend& backend,
   }
   try {
     for (UnitView& unit : units_) {
-      if (!unit.pages.empty()) unit.view = backend_.reserve(unit.pages.size() * page_bytes);
+      if (!unit.pages.empty()) unit.view = memory_.reserve(unit.pages.size() * page_bytes);
     }
   } catch (...) {
     release_views();
@@ -36,7 +36,7 @@ DeviceFrames::~DeviceFrames() {
 
 void DeviceFrames::release_views() {
   for (const UnitView& unit : units_) {
-    if (unit.view != nullptr) backend_.release(unit.view, unit.pages.size() * page_bytes_);
+    if (unit.view != nullptr) memory_.release(unit.view, unit.pages.size() * page_bytes_);
   }
 }
 
@@ -66,7 +66,7 @@ std::optional<Error> DeviceFrames::show(UnitId unit, std::vector<ViewPage> pages
   std::erase_if(pages, [&](const ViewPage& page) { return state(page).mapped == page.frame; });
   if (pages.empty()) return std::nullopt;
   for (const ViewPage& page : pages) state(page).mapped = kNoFrame;
-  if (auto error = backend_.map_pages(all.view, pages)) {
+  if (auto error = memory_.map_pages(all.view, pages)) {
     error->page = all.pages[pages.front().page_index];
     return error;
   }

@@ -14,7 +14,7 @@
 #include <span>
 #include <vector>
 
-#include "memory/backend.hpp"
+#include "memory/device_memory.hpp"
 #include "memory/page_table.hpp"
 
 namespace strata {
@@ -26,7 +26,7 @@ class DeviceFrames final {
  public:
   // `units`: the parameter pages of each, in the order of its view. Reserves the views, and
   // releases them in the end. Throws StrataError (memory) when the address space is exhausted.
-  DeviceFrames(PageTable& table, Backend& backend, std::vector<std::vector<PageId>> units,
+  DeviceFrames(PageTable& table, DeviceMemory& memory, std::vector<std::vector<PageId>> units,
                std::size_t page_bytes, std::uint32_t frame_count);
   ~DeviceFrames();
   DeviceFrames(const DeviceFrames&) = delete;
@@ -60,7 +60,7 @@ class DeviceFrames final {
   // Frames from here on are gone, or have other memory: views are mapped anew.
   void forget_mappings(FrameId first);
 
-  // A mapping that the backend refused; the session ends with it.
+  // A mapping that the device refused; the session ends with it.
   const std::optional<Error>& failure() const { return failure_; }
   std::uint64_t mappings() const { return mappings_; }  // view pages mapped since the start
   std::uint32_t used() const { return used_; }          // frames with an occupant
@@ -81,7 +81,7 @@ class DeviceFrames final {
   void release_views();
 
   PageTable& table_;
-  Backend& backend_;
+  DeviceMemory& memory_;
   std::size_t page_bytes_;
   std::vector<UnitView> units_;
   std::vector<PageState> pages_;  // by page

@@ -44,7 +44,7 @@ std::optional<HostFrameId> Pin::replace(HostFrameId fresh, WriteBack write_back)
   return old;
 }
 
-PageCache::PageCache(PageTable& table, Transfers& transfers, Pool& host, const Backend& device)
+PageCache::PageCache(PageTable& table, Transfers& transfers, Pool& host, const DeviceMemory& device)
     : table_(table), transfers_(transfers), host_(host), device_(device) {
   for (std::uint32_t page = 0; page < table_.page_count(); ++page) {
     if (table_.tier(PageId{page}) == Tier::host) promote(PageId{page});

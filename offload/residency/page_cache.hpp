@@ -87,7 +87,7 @@ class PageCache final {
  public:
   // Gives every page that rests in host memory its frame, which is where it rests from here on, and
   // what is left of the pool to the staging area.
-  PageCache(PageTable& table, Transfers& transfers, Pool& host, const Backend& device);
+  PageCache(PageTable& table, Transfers& transfers, Pool& host, const DeviceMemory& device);
   PageCache(const PageCache&) = delete;
   PageCache& operator=(const PageCache&) = delete;
 
@@ -153,7 +153,7 @@ class PageCache final {
   PageTable& table_;
   Transfers& transfers_;
   Pool& host_;
-  const Backend& device_;
+  const DeviceMemory& device_;
   std::vector<Staged> staged_;
   std::vector<bool> writing_;  // by page, as far as any was open to be changed
   std::uint64_t version_ = 0;  // the last one given to any page: versions are never used twice

@@ -14,11 +14,11 @@ bool contains(const std::vector<UnitId>& units, UnitId unit) {
 
 }  // namespace
 
-Prefetcher::Prefetcher(PageTable& table, PageCache& cache, Backend& backend, DeviceFrames& frames,
+Prefetcher::Prefetcher(PageTable& table, PageCache& cache, CopyEngine& copies, DeviceFrames& frames,
                        Loads& loads)
     : table_(table),
       cache_(cache),
-      backend_(backend),
+      copies_(copies),
       frames_(frames),
       loads_(loads),
       recorder_(frames.unit_count()),
@@ -90,7 +90,7 @@ Cause Prefetcher::missing(UnitId unit) const {
 void Prefetcher::begin_use(UnitId unit, Stream stream) {
   UnitState& state = state_[index(unit)];
   STRATA_ASSERT(state.users != 0 || ready(unit));
-  backend_.stream_waits(stream, loads_.last_copy(unit));
+  copies_.stream_waits(stream, loads_.last_copy(unit));
   if (state.users++ == 0) state.out_of_date = false;
   state.last_use = ++use_;
   if (state.out_of_date) return;  // somebody else may wait for newer pages
@@ -102,7 +102,7 @@ void Prefetcher::end_use(UnitId unit, Stream stream) {
   UnitState& state = state_[index(unit)];
   STRATA_ASSERT(state.users > 0);
   if (--state.users != 0) return;
-  state.released = backend_.record(stream);
+  state.released = copies_.record(stream);
   state.last_use = ++use_;
   recorder_.end(unit);
 }
@@ -207,7 +207,7 @@ std::optional<Error> Prefetcher::show_resting(UnitId unit) {
 
 bool Prefetcher::still() const {
   return loads_.empty() && std::all_of(state_.begin(), state_.end(), [this](const UnitState& unit) {
-           return backend_.done(unit.released);
+           return copies_.done(unit.released);
          });
 }
 

@@ -20,7 +20,7 @@
 #include <optional>
 #include <vector>
 
-#include "memory/backend.hpp"
+#include "memory/copy_engine.hpp"
 #include "memory/page_table.hpp"
 #include "memory/timeline.hpp"
 #include "offload/planner/frames.hpp"
@@ -38,7 +38,7 @@ namespace strata {
 //   3. demanded_ and wanted_ hold a unit at most once each.
 class Prefetcher final {
  public:
-  Prefetcher(PageTable& table, PageCache& cache, Backend& backend, DeviceFrames& frames,
+  Prefetcher(PageTable& table, PageCache& cache, CopyEngine& copies, DeviceFrames& frames,
              Loads& loads);
 
   // Pages under update: not loaded, and their unit is not ready, until unblocked.
@@ -61,7 +61,7 @@ class Prefetcher final {
   void end_use(UnitId unit, Stream stream);
   bool in_use(UnitId unit) const { return state_[index(unit)].users != 0; }
   // Computation that used the unit before its last end_use() is over.
-  bool passed(UnitId unit) const { return backend_.done(state_[index(unit)].released); }
+  bool passed(UnitId unit) const { return copies_.done(state_[index(unit)].released); }
   // The frame that holds the page. REQUIRES: its unit is in use.
   FrameId frame_of(PageId page) const { return table_.at(page, Tier::device).device_frame(); }
 
@@ -129,7 +129,7 @@ class Prefetcher final {
 
   PageTable& table_;
   PageCache& cache_;
-  Backend& backend_;
+  CopyEngine& copies_;
   DeviceFrames& frames_;
   Loads& loads_;
   UseRecorder recorder_;

@@ -8,10 +8,11 @@
 
 namespace strata {
 
-Transfers::Transfers(PageTable& table, Backend& backend, const Pool& host, Timeline& timeline,
-                     std::uint32_t in_flight_max)
+Transfers::Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& device,
+                     const Pool& host, Timeline& timeline, std::uint32_t in_flight_max)
     : table_(table),
-      backend_(backend),
+      copies_(copies),
+      device_(device),
       host_(host),
       timeline_(timeline),
       in_flight_max_(in_flight_max),
@@ -46,7 +47,7 @@ Transfers::Transfer Transfers::begin(Link link, Requester requester, std::uint64
   return {.link = link,
           .requester = requester,
           .bytes = bytes,
-          .begin_ns = SteadyClock().now_ns(),
+          .begin_ns = now_ns(),
           .in_flight = true};
 }
 
@@ -71,12 +72,12 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
     return {};
   }
   const bool up = row.from == Tier::host;
-  const Placement source = table_.at(page, from);
-  transfer.ticket =
-      up ? backend_.copy_in(to.device_frame(), host_bytes(page), host_.page_bytes())
-         : backend_.copy_out(host_bytes(page), source.device_frame(), host_.page_bytes());
-  lanes_[static_cast<std::size_t>(up ? Lane::pages_in : Lane::out)].push_back(transfer);
-  return transfer.ticket;
+  std::byte* const in_host = host_bytes(page);
+  std::byte* const on_device = device_.address(table_.at(page, Tier::device).device_frame());
+  return start(transfer, {.to = up ? on_device : in_host,
+                          .from = up ? in_host : on_device,
+                          .bytes = host_.page_bytes(),
+                          .lane = up ? CopyLane::pages_in : CopyLane::out});
 }
 
 CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester) {
@@ -86,9 +87,16 @@ CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester)
   transfer.unit = what.unit;
   transfer.tag = what.tag;
   const bool up = row_of(link).from == Tier::host;
-  transfer.ticket = up ? backend_.copy_to(what.device, what.host, what.bytes, what.after)
-                       : backend_.copy_from(what.host, what.device, what.bytes, what.after);
-  lanes_[static_cast<std::size_t>(up ? Lane::bytes_in : Lane::out)].push_back(transfer);
+  return start(transfer, {.to = up ? what.device : what.host,
+                          .from = up ? what.host : what.device,
+                          .bytes = what.bytes,
+                          .lane = up ? CopyLane::bytes_in : CopyLane::out,
+                          .after = what.after});
+}
+
+CopyTicket Transfers::start(Transfer transfer, const CopyRequest& request) {
+  transfer.ticket = copies_.copy(request);
+  lanes_[static_cast<std::size_t>(request.lane)].push_back(transfer);
   return transfer.ticket;
 }
 
@@ -126,7 +134,7 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
        {.track = row.track,
         .unit = transfer.unit,
         .begin_ns = transfer.begin_ns,
-        .end_ns = SteadyClock().now_ns(),
+        .end_ns = now_ns(),
         .bytes = error ? 0 : transfer.bytes});
   completions_[static_cast<std::size_t>(transfer.requester)].push_back(
       {transfer.link, transfer.page, transfer.tag, error.has_value()});
@@ -140,10 +148,10 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
 bool Transfers::reap_copies() {
   bool moved = false;
   for (std::deque<Transfer>& lane : lanes_) {
-    while (!lane.empty() && backend_.done(lane.front().ticket)) {
+    while (!lane.empty() && copies_.done(lane.front().ticket)) {
       const Transfer transfer = lane.front();
       lane.pop_front();
-      end(transfer, backend_.take_error(transfer.ticket));
+      end(transfer, copies_.wait(transfer.ticket));
       moved = true;
     }
   }
@@ -176,7 +184,7 @@ bool Transfers::turn() {
 }
 
 void Transfers::finish(CopyTicket ticket) {
-  backend_.wait(ticket);
+  copies_.wait(ticket);
   reap_copies();
 }
 

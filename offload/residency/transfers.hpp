@@ -6,7 +6,7 @@
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   Transfers transfers(table, backend, host_pool, timeline, 64);
+//   Transfers transfers(table, copies, device_memory, host_pool, timeline, 64);
 //   transfers.set_store(Tier::ssd, store);
 //   if (!transfers.full()) transfers.move(page, Tier::ssd, host_frame, Requester::cache);
 //   transfers.turn();
@@ -19,7 +19,8 @@
 #include <optional>
 #include <vector>
 
-#include "memory/backend.hpp"
+#include "memory/copy_engine.hpp"
+#include "memory/device_memory.hpp"
 #include "memory/page_table.hpp"
 #include "memory/pool.hpp"
 #include "memory/timeline.hpp"
@@ -63,8 +64,8 @@ struct ByteCopy {
 //   3. A lane's copies are in the order of their tickets.
 class Transfers final {
  public:
-  Transfers(PageTable& table, Backend& backend, const Pool& host, Timeline& timeline,
-            std::uint32_t in_flight_max);
+  Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& device, const Pool& host,
+            Timeline& timeline, std::uint32_t in_flight_max);
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
 
@@ -116,10 +117,8 @@ class Transfers final {
     bool in_flight = false;  // of a slot: in use
     bool queued = false;     // the store was full: it is asked again in the next turn
   };
-  // As the copy engine orders them: pages to the device, bytes to it, and everything from it.
-  enum class Lane : std::uint8_t { pages_in, bytes_in, out };
-  static constexpr std::size_t kLaneCount = 3;
 
+  CopyTicket start(Transfer transfer, const CopyRequest& request);
   Transfer begin(Link link, Requester requester, std::uint64_t bytes);
   Store& store_of(const LinkRow& row) const;
   bool submit(std::uint32_t slot);
@@ -129,14 +128,15 @@ class Transfers final {
   std::byte* host_bytes(PageId page) const;
 
   PageTable& table_;
-  Backend& backend_;
+  CopyEngine& copies_;
+  const DeviceMemory& device_;
   const Pool& host_;
   Timeline& timeline_;
   std::uint32_t in_flight_max_;
   std::array<Store*, kTierCount> stores_{};
   std::vector<Transfer> slots_;  // of what stores carry: its index is the store's tag
   std::vector<std::uint32_t> free_slots_;
-  std::array<std::deque<Transfer>, kLaneCount> lanes_;
+  std::array<std::deque<Transfer>, kCopyLaneCount> lanes_;  // by CopyLane
   std::uint32_t pages_in_flight_ = 0;
   std::vector<StoreCompletion> finished_;
   std::array<std::vector<Completion>, kRequesterCount> completions_;

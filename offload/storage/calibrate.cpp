@@ -2,18 +2,16 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstring>
 #include <deque>
 #include <optional>
 
 #include "memory/check.hpp"
+#include "memory/clock.hpp"
 #include "offload/storage/make_engine.hpp"
 
 namespace strata {
 namespace {
-
-using WallClock = std::chrono::steady_clock;
 
 constexpr std::size_t kInFlightBytes = 64 * kMiB;
 constexpr std::uint32_t kDepthMax = 64;        // as a session's I/O engine
@@ -22,10 +20,6 @@ constexpr double kFillSeconds = 0.7;           // a slow disk gets a smaller fil
 constexpr std::size_t kFramesMin = 4;
 constexpr std::size_t kCopiesInFlightMax = 64;  // as a session's mover
 constexpr int kBellMs = 20;                     // a lost ring costs no more than this
-
-double seconds_since(WallClock::time_point begin) {
-  return std::chrono::duration<double>(WallClock::now() - begin).count();
-}
 
 std::uint32_t depth_of(const SsdProbeOptions& options) {
   if (options.depth != 0) return options.depth;
@@ -83,10 +77,10 @@ void SsdProbe::fill() {
   while (const std::optional<SlotId> slot = store_.acquire()) slots_.push_back({.id = *slot});
   Stream all{.count = static_cast<std::uint32_t>(slots_.size()), .in_flight_max = depth_};
   Stream none;
-  const WallClock::time_point begin = WallClock::now();
+  const std::int64_t begin_ns = now_ns();
   const std::uint32_t enough = kSlotsPerRequest * depth_;
   std::uint32_t begun = 0;
-  while (begun < all.count && (begun < enough || seconds_since(begin) < kFillSeconds)) {
+  while (begun < all.count && (begun < enough || seconds_since(begin_ns) < kFillSeconds)) {
     while (begun < all.count && start(all, IoOp::write)) ++begun;
     reap(none, all);
   }
@@ -135,8 +129,8 @@ LinkSpeed SsdProbe::run(Ways ways, double seconds) {
   Stream writes{.first = half,
                 .count = static_cast<std::uint32_t>(slots_.size()) - half,
                 .in_flight_max = ways == Ways::in ? 0 : share};
-  const WallClock::time_point begin = WallClock::now();
-  while (seconds_since(begin) < seconds) {
+  const std::int64_t begin_ns = now_ns();
+  while (seconds_since(begin_ns) < seconds) {
     while (start(reads, IoOp::read)) {
     }
     while (start(writes, IoOp::write)) {
@@ -144,67 +138,72 @@ LinkSpeed SsdProbe::run(Ways ways, double seconds) {
     reap(reads, writes);
   }
   while (reads.in_flight + writes.in_flight > 0) reap(reads, writes);
-  const double took = seconds_since(begin);
+  const double took = seconds_since(begin_ns);
   return {.in_bytes_s = static_cast<double>(reads.bytes) / took,
           .out_bytes_s = static_cast<double>(writes.bytes) / took};
 }
 
-CopyProbe::CopyProbe(std::unique_ptr<Backend> device, std::size_t page_bytes, std::size_t bytes)
+CopyProbe::CopyProbe(Device device, std::size_t page_bytes, std::size_t bytes)
     : page_bytes_(page_bytes),
       frame_count_(std::max(kFramesMin, bytes / 4 / page_bytes)),
       page_count_(std::max(frame_count_, bytes / page_bytes)),
       in_flight_max_(std::min(frame_count_, kCopiesInFlightMax)),
       memory_(page_count_ * page_bytes),
       device_(std::move(device)) {
-  if (auto error = device_->claim(frame_count_, page_bytes)) throw StrataError(std::move(*error));
-  device_->pin_host(memory_.bytes());
+  if (auto error = device_.memory->claim(frame_count_, page_bytes)) {
+    throw StrataError(std::move(*error));
+  }
+  device_.copies->pin_host(memory_.bytes());
 }
 
 void CopyProbe::finish(CopyTicket copy) {
-  device_->wait(copy);
-  if (auto error = device_->take_error(copy)) throw StrataError(std::move(*error));
+  if (auto error = device_.copies->wait(copy)) throw StrataError(std::move(*error));
+}
+
+// The first bytes of a page, between the frame and the host memory whose turn it is.
+CopyTicket CopyProbe::submit(CopyLane lane, std::size_t turn, std::size_t bytes) {
+  const FrameId frame{static_cast<std::uint32_t>(turn % frame_count_)};
+  std::byte* const there = device_.memory->address(frame);
+  std::byte* const page = memory_.bytes().data() + turn % page_count_ * page_bytes_;
+  const bool out = lane == CopyLane::out;
+  return device_.copies->copy(
+      {.to = out ? page : there, .from = out ? there : page, .bytes = bytes, .lane = lane});
 }
 
 template <typename Submit, typename Enough>
 double CopyProbe::keep_busy(Submit submit, Enough enough) {
   std::deque<CopyTicket> in_flight;
-  const WallClock::time_point begin = WallClock::now();
-  for (std::size_t turn = 0; !enough(turn, seconds_since(begin)); ++turn) {
+  const std::int64_t begin_ns = now_ns();
+  for (std::size_t turn = 0; !enough(turn, seconds_since(begin_ns)); ++turn) {
     in_flight.push_back(submit(turn));
     if (in_flight.size() < in_flight_max_) continue;
     finish(in_flight.front());
     in_flight.pop_front();
   }
   for (const CopyTicket copy : in_flight) finish(copy);
-  return seconds_since(begin);
+  return seconds_since(begin_ns);
 }
 
 LinkSpeed CopyProbe::run(Ways ways, double seconds) {
   std::array<std::uint64_t, 2> bytes{};
-  const auto submit = [&](std::size_t turn) {
+  const auto next = [&](std::size_t turn) {
     const bool out = ways == Ways::out || (ways == Ways::both && turn % 2 == 1);
-    const FrameId frame{static_cast<std::uint32_t>(turn % frame_count_)};
-    std::byte* const page = memory_.bytes().data() + turn % page_count_ * page_bytes_;
     bytes[out ? 1 : 0] += page_bytes_;
-    return out ? device_->copy_out(page, frame, page_bytes_)
-               : device_->copy_in(frame, page, page_bytes_);
+    return submit(out ? CopyLane::out : CopyLane::pages_in, turn, page_bytes_);
   };
   const std::size_t least = ways == Ways::both ? 2 : 1;
-  const double took = keep_busy(submit, [&](std::size_t turns, double so_far) {
-    return turns >= least && so_far >= seconds;
-  });
+  const double took = keep_busy(
+      next, [&](std::size_t turns, double so_far) { return turns >= least && so_far >= seconds; });
   return {.in_bytes_s = static_cast<double>(bytes[0]) / took,
           .out_bytes_s = static_cast<double>(bytes[1]) / took};
 }
 
 double CopyProbe::transfer_seconds() {
   constexpr std::size_t kCopies = 500;
-  const auto submit = [&](std::size_t turn) {
-    const FrameId frame{static_cast<std::uint32_t>(turn % frame_count_)};
-    std::byte* const page = memory_.bytes().data() + turn % page_count_ * page_bytes_;
-    return device_->copy_in(frame, page, kIoAlignment);
+  const auto first = [&](std::size_t turn) {
+    return submit(CopyLane::pages_in, turn, kIoAlignment);
   };
-  const double took = keep_busy(submit, [](std::size_t turns, double) { return turns == kCopies; });
+  const double took = keep_busy(first, [](std::size_t turns, double) { return turns == kCopies; });
   return took / static_cast<double>(kCopies);
 }
 

@@ -8,7 +8,7 @@
 //   SsdProbe ssd({.paths = {"/mnt/nvme"}, .page_bytes = 4 * kMiB}, "auto");   // makes its file
 //   LinkSpeed alone = ssd.run(Ways::in, 0.2);          // reads only
 //   LinkSpeed mixed = ssd.run(Ways::both, 0.2);        // reads and writes taking turns
-//   CopyProbe copies(std::make_unique<HostBackend>(nullptr), 4 * kMiB, 64 * kMiB);
+//   CopyProbe copies(host_device(nullptr), 4 * kMiB, 64 * kMiB);
 //   LinkSpeed upload = copies.run(Ways::in, 0.2);
 #pragma once
 
@@ -18,7 +18,7 @@
 #include <string_view>
 #include <vector>
 
-#include "memory/backend.hpp"
+#include "memory/device.hpp"
 #include "memory/doorbell.hpp"
 #include "memory/slab.hpp"
 #include "offload/storage/store.hpp"
@@ -99,7 +99,7 @@ class CopyProbe final {
  public:
   // Claims `bytes` of host memory and a quarter of it as frames. Throws StrataError (memory, or
   // what the device says). REQUIRES: the device has no frames yet.
-  CopyProbe(std::unique_ptr<Backend> device, std::size_t page_bytes, std::size_t bytes);
+  CopyProbe(Device device, std::size_t page_bytes, std::size_t bytes);
   CopyProbe(const CopyProbe&) = delete;
   CopyProbe& operator=(const CopyProbe&) = delete;
 
@@ -112,6 +112,7 @@ class CopyProbe final {
   // Copies number 0, 1, 2 … until `enough` of them: seconds until all are done.
   template <typename Submit, typename Enough>
   double keep_busy(Submit submit, Enough enough);
+  CopyTicket submit(CopyLane lane, std::size_t turn, std::size_t bytes);
   void finish(CopyTicket copy);
 
   std::size_t page_bytes_;
@@ -119,7 +120,7 @@ class CopyProbe final {
   std::size_t page_count_;
   std::size_t in_flight_max_;
   Slab memory_;
-  std::unique_ptr<Backend> device_;  // after memory_: nothing is in flight once it is gone
+  Device device_;  // after memory_: nothing is in flight once it is gone
 };
 
 }  // namespace strata

@@ -26,7 +26,7 @@ struct RoomOptions {
   std::uint32_t ssd = 4;
   std::uint32_t staging = 3;
   std::uint32_t frames_max = 2;
-  BackendFaults backend = {};
+  DeviceFaults faults = {};
 };
 
 // A small core whose pages are all for activations.
@@ -36,8 +36,8 @@ class Room final {
   static constexpr UnitId kUnit{3};
 
   explicit Room(RoomOptions options = {})
-      : core(tiers(options), {.staging = options.staging, .backend = options.backend}),
-        activations(core.table, *core.cache, *core.transfers, *core.device, kPage),
+      : core(tiers(options), {.staging = options.staging, .faults = options.faults}),
+        activations(core.table, *core.cache, *core.transfers, *core.device.copies, kPage),
         options_(options) {
     reserve();
   }

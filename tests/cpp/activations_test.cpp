@@ -35,7 +35,7 @@ TEST(Activations, BytesComeBackFromEveryTier) {
 }
 
 TEST(Activations, ManyAreUnderWayAtOnce) {
-  Room room({.host = 30, .ssd = 60, .backend = {.polls_late_max = 6, .seed = 5}});
+  Room room({.host = 30, .ssd = 60, .faults = {.polls_late_max = 6, .seed = 5}});
   std::vector<std::vector<std::byte>> sent;
   std::vector<SaveId> ids;
   for (std::size_t i = 0; i < 30; ++i) sent.push_back(pattern(1 + i * kPage / 11, i));
@@ -110,7 +110,7 @@ TEST(Activations, AnEmptyHeapGivesItsPagesBack) {
 TEST(Activations, ADroppedOneTouchesNothing) {
   for (const Tier tier : {Tier::host, Tier::ssd}) {
     for (int turns = 0; turns < 12; ++turns) {
-      Room room({.backend = {.polls_late_max = 4, .seed = 9}});
+      Room room({.faults = {.polls_late_max = 4, .seed = 9}});
       auto gone = std::make_unique<std::vector<std::byte>>(pattern(2 * kPage + 300, 1));
       const auto first = room.save(*gone, tier);
       auto kept = pattern(kPage + 5, 2);
@@ -191,7 +191,7 @@ TEST(Activations, TheStagingAreaIsShared) {
 // What computation waits for goes ahead of what is fetched for later, and neither way keeps the
 // other one waiting.
 TEST(Activations, WhatIsDemandedIsSubmittedAtOnce) {
-  Room room({.host = 100, .ssd = 0, .backend = {.polls_late_max = 60, .seed = 4}});
+  Room room({.host = 100, .ssd = 0, .faults = {.polls_late_max = 60, .seed = 4}});
   std::vector<std::vector<std::byte>> sent, came;
   for (std::uint64_t i = 0; i < 3; ++i) sent.push_back(pattern(24 * kPage, i));
   came.assign(2, std::vector<std::byte>(24 * kPage));
@@ -250,7 +250,7 @@ TEST(Activations, WhatIsDemandedKeepsTheBoundOfFrames) {
 
 TEST(Activations, AFailedCopyNamesItsUnit) {
   for (std::uint64_t nth = 1; nth <= 3; ++nth) {
-    Room room({.backend = {.nth_copy = nth}});
+    Room room({.faults = {.nth_copy = nth}});
     auto sent = pattern(kPage + 10, 1);
     const auto id = room.save(sent, Tier::host);
     ASSERT_TRUE(id);
@@ -303,7 +303,7 @@ TEST(Activations, AgreeWithPlainMemory) {
                               .ssd = below(12),
                               .staging = 1 + below(4),
                               .frames_max = 1 + below(3),
-                              .backend = {.polls_late_max = below(6), .seed = seed}};
+                              .faults = {.polls_late_max = below(6), .seed = seed}};
     Room room(options);
     std::map<SaveId, std::vector<std::byte>> live;
     std::uint64_t seeds = seed * 1000;

@@ -9,8 +9,8 @@
 #include "doubles/recording_driver.hpp"
 #include "engine/calibrate.hpp"
 #include "io_fixtures.hpp"
-#include "memory/cuda_backend.hpp"
-#include "memory/host_backend.hpp"
+#include "memory/cuda/frames.hpp"
+#include "memory/host_device.hpp"
 
 namespace strata {
 namespace {
@@ -101,7 +101,7 @@ void expect_speeds(CopyProbe& probe) {
 }
 
 TEST(CopyProbe, TellsBothWaysOfTheHost) {
-  CopyProbe probe(std::make_unique<HostBackend>(nullptr), kPage, 16 * kPage);
+  CopyProbe probe(host_device(nullptr), kPage, 16 * kPage);
   expect_speeds(probe);
 }
 
@@ -110,7 +110,7 @@ TEST(CopyProbe, TellsBothWaysOfAGpu) {
   for (const bool late : {false, true}) {
     RecordingDriver driver({.hidden = true, .late = late});
     {
-      CopyProbe probe(std::make_unique<CudaBackend>(driver.table(), 0, nullptr), kPage, 16 * kPage);
+      CopyProbe probe(cuda_device(driver.table(), 0, nullptr), kPage, 16 * kPage);
       EXPECT_GT(driver.count("host_register"), 0U);
       driver.begin_steady();
       expect_speeds(probe);
@@ -124,8 +124,7 @@ TEST(CopyProbe, TellsBothWaysOfAGpu) {
 TEST(CopyProbe, AGpuThatIsFullIsRefusedWithItsFigures) {
   RecordingDriver driver({.device_bytes = 16 * kPage, .taken_bytes = 13 * kPage});
   try {
-    const CopyProbe probe(std::make_unique<CudaBackend>(driver.table(), 0, nullptr), kPage,
-                          16 * kPage);
+    const CopyProbe probe(cuda_device(driver.table(), 0, nullptr), kPage, 16 * kPage);
     FAIL() << "four pages fit into three";
   } catch (const StrataError& error) {
     EXPECT_EQ(error.error().fault, Fault::memory);
@@ -143,8 +142,7 @@ TEST(CopyProbe, EveryCallMayFail) {
     for (std::uint64_t nth = 1; fired; nth += 1 + nth / 16) {
       RecordingDriver driver({.late = true, .seed = nth, .nth = nth, .nth_result = result});
       try {
-        CopyProbe probe(std::make_unique<CudaBackend>(driver.table(), 0, nullptr), kPage,
-                        8 * kPage);
+        CopyProbe probe(cuda_device(driver.table(), 0, nullptr), kPage, 8 * kPage);
         EXPECT_GT(probe.run(Ways::both, 0.0).in_bytes_s, 0.0);
         EXPECT_GT(probe.transfer_seconds(), 0.0);
       } catch (const StrataError& error) {

@@ -17,11 +17,11 @@
 #include <utility>
 #include <vector>
 
-#include "doubles/faulty_backend.hpp"
+#include "doubles/faulty_device.hpp"
 #include "doubles/faulty_engine.hpp"
 #include "engine/step_planner.hpp"
 #include "io_fixtures.hpp"
-#include "memory/host_backend.hpp"
+#include "memory/host_device.hpp"
 #include "offload/residency/prefetcher.hpp"
 #include "offload/storage/memory_engine.hpp"
 #include "seeds.hpp"
@@ -34,7 +34,7 @@ struct SmallCoreOptions {
   std::uint32_t in_flight = 8;
   std::uint32_t spare_slots = 0;  // that no page has
   bool aside = false;             // one frame more, which the cache does not have
-  BackendFaults backend = {};
+  DeviceFaults faults = {};
 };
 
 class SmallCore final {
@@ -48,9 +48,8 @@ class SmallCore final {
         slots_(std::max(1U, count(tier, Tier::ssd) + options.spare_slots)) {
     const auto pages = static_cast<std::uint32_t>(tier.size());
     table.add(pages);
-    device = std::make_unique<FaultyBackend>(
-        std::make_unique<HostBackend>(nullptr, CopyEngine::polled), options.backend);
-    EXPECT_FALSE(device->claim(options.device_frames, kPage));
+    device = faulty(host_device(nullptr, CopyMode::polled), options.faults);
+    EXPECT_FALSE(device.memory->claim(options.device_frames, kPage));
     auto engine =
         std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64), FaultPlan{});
     disk = engine.get();
@@ -66,10 +65,11 @@ class SmallCore final {
       else
         table.place(PageId{page}, {tier[page], kNoPlace});
     }
-    transfers = std::make_unique<Transfers>(table, *device, *host_, timeline, options.in_flight);
+    transfers = std::make_unique<Transfers>(table, *device.copies, *device.memory, *host_, timeline,
+                                            options.in_flight);
     transfers->set_store(Tier::ssd, *store_);
     if (options.aside) aside = host_->acquire().value();
-    cache = std::make_unique<PageCache>(table, *transfers, *host_, *device);
+    cache = std::make_unique<PageCache>(table, *transfers, *host_, *device.memory);
   }
   SmallCore(const SmallCore&) = delete;
   SmallCore& operator=(const SmallCore&) = delete;
@@ -85,10 +85,10 @@ class SmallCore final {
         pages.push_back(PageId{next++});
       }
     }
-    frames = std::make_unique<DeviceFrames>(table, *device, std::move(units), kPage,
+    frames = std::make_unique<DeviceFrames>(table, *device.memory, std::move(units), kPage,
                                             options_.device_frames);
     loads = std::make_unique<Loads>(table, *transfers, *cache, *frames, loads_max);
-    prefetcher = std::make_unique<Prefetcher>(table, *cache, *device, *frames, *loads);
+    prefetcher = std::make_unique<Prefetcher>(table, *cache, *device.copies, *frames, *loads);
     planner = std::make_unique<StepPlanner>(*prefetcher, *frames);
   }
 
@@ -159,7 +159,7 @@ class SmallCore final {
  public:
   PageTable table;
   Timeline timeline{64};
-  std::unique_ptr<FaultyBackend> device;
+  Device device;
   FaultyEngine* disk = nullptr;  // of the store
   std::unique_ptr<Transfers> transfers;
   std::unique_ptr<PageCache> cache;

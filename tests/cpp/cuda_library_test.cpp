@@ -1,17 +1,16 @@
 // What is said where a GPU cannot be used, and what to do about it: by the library, by a driver's
 // double, and by the library that was built, on whatever machine this is.
-#include "memory/cuda_library.hpp"
-
 #include <gtest/gtest.h>
 
 #include <filesystem>
 #include <fstream>
 #include <vector>
 
-#include "backend_subjects.hpp"
-#include "memory/cuda_contexts.hpp"
-#include "memory/cuda_counts.hpp"
-#include "memory/cuda_device.hpp"
+#include "device_subjects.hpp"
+#include "memory/cuda/contexts.hpp"
+#include "memory/cuda/counts.hpp"
+#include "memory/cuda/device.hpp"
+#include "memory/cuda/library.hpp"
 
 namespace strata {
 namespace {
@@ -108,10 +107,10 @@ TEST(CudaDevice, ProbesAndWhatComesBehindThemHoldOneContext) {
   RecordingDriver driver({.device_count = 2});
   { const CudaDevice asked(driver.table(), 0); }
   EXPECT_EQ(driver.retained(), 1);
-  { const CudaBackend calibrated(driver.table(), 0, nullptr); }
+  { const Device calibrated = cuda_device(driver.table(), 0, nullptr); }
   {
-    CudaBackend device(driver.table(), 0, nullptr);
-    EXPECT_FALSE(device.claim(1, 64 * kKiB));
+    Device device = cuda_device(driver.table(), 0, nullptr);
+    EXPECT_FALSE(device.memory->claim(1, 64 * kKiB));
     const CudaDevice meanwhile(driver.table(), 0);
   }
   EXPECT_EQ(driver.retained(), 1);
@@ -141,13 +140,13 @@ TEST(CountedDriver, CountsWhatIsWaitedForAndForwardsEveryEntry) {
   const auto* const entries = reinterpret_cast<void* const*>(&table);
   for (std::size_t i = 2; i < sizeof table / sizeof(void*); ++i) EXPECT_NE(entries[i], nullptr);
   {
-    CudaBackend device(table, 0, nullptr);
-    ASSERT_FALSE(device.claim(2, 64 * kKiB));
+    Device device = cuda_device(table, 0, nullptr);
+    ASSERT_FALSE(device.memory->claim(2, 64 * kKiB));
     std::vector<std::byte> bytes(64 * kKiB);
-    device.copy_in(FrameId{0}, bytes.data(), bytes.size());
-    const CopyTicket out = device.copy_out(bytes.data(), FrameId{0}, bytes.size());
-    device.poll();
-    device.wait(out);
+    copy_in(device, FrameId{0}, bytes.data(), bytes.size());
+    const CopyTicket out = copy_out(device, bytes.data(), FrameId{0}, bytes.size());
+    device.copies->poll();
+    device.copies->wait(out);
   }
   const DriverCounts counts = counted.counts();
   EXPECT_EQ(counts.stream_wait, driver.count("stream_wait"));

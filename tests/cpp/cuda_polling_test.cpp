@@ -6,11 +6,10 @@
 #include <thread>
 #include <vector>
 
-#include "backend_subjects.hpp"
+#include "device_subjects.hpp"
+#include "doubles/virtual_clock.hpp"
 #include "engine/pace.hpp"
 #include "gpu_session.hpp"
-#include "memory/clock.hpp"
-#include "memory/cuda_backend.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {
@@ -46,20 +45,20 @@ class Streams final {
 TEST(CudaPolling, TheBellRingsWhenSomethingIsPutInFlightAndNotAgain) {
   Doorbell bell;
   Rig rig = make_cuda(&bell, {});
-  ASSERT_FALSE(rig.device->claim(2, kPage));
+  ASSERT_FALSE(rig.device.memory->claim(2, kPage));
   std::vector<std::byte> bytes(kPage);
-  EXPECT_FALSE(rig.device->needs_polling());
+  EXPECT_FALSE(rig.device.copies->needs_polling());
   EXPECT_FALSE(bell.wait(0));
   for (int turn = 0; turn < 2; ++turn) {
-    rig.device->copy_in(FrameId{0}, bytes.data(), kPage);
+    copy_in(rig.device, FrameId{0}, bytes.data(), kPage);
     EXPECT_TRUE(bell.wait(0)) << "who sleeps hears of nothing";
-    rig.device->copy_out(bytes.data(), FrameId{1}, kPage);
-    rig.device->record(nullptr);
+    copy_out(rig.device, bytes.data(), FrameId{1}, kPage);
+    rig.device.copies->record(nullptr);
     EXPECT_FALSE(bell.wait(0));
-    EXPECT_TRUE(rig.device->needs_polling());
-    EXPECT_TRUE(rig.device->poll());
-    EXPECT_FALSE(rig.device->needs_polling());
-    EXPECT_FALSE(rig.device->poll());
+    EXPECT_TRUE(rig.device.copies->needs_polling());
+    EXPECT_TRUE(rig.device.copies->poll());
+    EXPECT_FALSE(rig.device.copies->needs_polling());
+    EXPECT_FALSE(rig.device.copies->poll());
   }
   EXPECT_EQ(rig.close(), "");
 }
@@ -68,35 +67,35 @@ TEST(CudaPolling, TheBellRingsWhenSomethingIsPutInFlightAndNotAgain) {
 // all the same.
 TEST(CudaPolling, WhatOthersSawIsNews) {
   Rig rig = make_cuda(nullptr, {});
-  ASSERT_FALSE(rig.device->claim(2, kPage));
+  ASSERT_FALSE(rig.device.memory->claim(2, kPage));
   std::vector<std::byte> bytes(2 * kPage);
-  rig.device->copy_out(bytes.data(), FrameId{0}, kPage);
-  EXPECT_TRUE(rig.device->done(rig.device->copy_out(&bytes[kPage], FrameId{1}, kPage)));
-  EXPECT_TRUE(rig.device->needs_polling());
-  EXPECT_TRUE(rig.device->poll());
-  EXPECT_FALSE(rig.device->needs_polling());
+  copy_out(rig.device, bytes.data(), FrameId{0}, kPage);
+  EXPECT_TRUE(rig.device.copies->done(copy_out(rig.device, &bytes[kPage], FrameId{1}, kPage)));
+  EXPECT_TRUE(rig.device.copies->needs_polling());
+  EXPECT_TRUE(rig.device.copies->poll());
+  EXPECT_FALSE(rig.device.copies->needs_polling());
   EXPECT_EQ(rig.close(), "");
 }
 
 // A landing is over while kernels that were launched before it have yet to run.
 TEST(CudaPolling, AStreamThatComesAlongIsHeardOfAheadOfOneThatDoesNot) {
   Rig rig = make_cuda(nullptr, {});
-  ASSERT_FALSE(rig.device->claim(1, kPage));
+  ASSERT_FALSE(rig.device.memory->claim(1, kPage));
   {
     constexpr std::size_t kMany = 12;
     const Streams streams(*rig.driver, kMany);
     rig.driver->hold(streams[0]);
-    const CopyTicket late = rig.device->record(streams[0]);
-    EXPECT_FALSE(rig.device->poll());
+    const CopyTicket late = rig.device.copies->record(streams[0]);
+    EXPECT_FALSE(rig.device.copies->poll());
     for (std::size_t i = 1; i < kMany; ++i) {
-      const CopyTicket early = rig.device->record(streams[i]);
-      EXPECT_TRUE(rig.device->poll()) << "it waits for the other stream";
-      EXPECT_TRUE(rig.device->done(early));
+      const CopyTicket early = rig.device.copies->record(streams[i]);
+      EXPECT_TRUE(rig.device.copies->poll()) << "it waits for the other stream";
+      EXPECT_TRUE(rig.device.copies->done(early));
     }
-    EXPECT_FALSE(rig.device->done(late));
+    EXPECT_FALSE(rig.device.copies->done(late));
     rig.driver->let_go(streams[0]);
-    EXPECT_TRUE(rig.device->poll());
-    EXPECT_TRUE(rig.device->done(late));
+    EXPECT_TRUE(rig.device.copies->poll());
+    EXPECT_TRUE(rig.device.copies->done(late));
   }
   EXPECT_EQ(rig.close(), "");
 }
@@ -104,16 +103,16 @@ TEST(CudaPolling, AStreamThatComesAlongIsHeardOfAheadOfOneThatDoesNot) {
 // However many marks and copies are in flight: an event for each stream.
 TEST(CudaPolling, ALookAsksForOneEventOfEachStream) {
   Rig rig = make_cuda(nullptr, {});
-  ASSERT_FALSE(rig.device->claim(1, kPage));
+  ASSERT_FALSE(rig.device.memory->claim(1, kPage));
   {
     const Streams streams(*rig.driver, 2);
     std::vector<std::byte> bytes(kPage);
     for (std::size_t i = 0; i < 2; ++i) rig.driver->hold(streams[i]);
-    for (std::size_t i = 0; i < 20; ++i) rig.device->record(streams[i % 2]);
-    const CopyTicket after = rig.device->record(streams[0]);
-    for (int i = 0; i < 5; ++i) rig.device->copy_from(bytes.data(), bytes.data(), 0, after);
+    for (std::size_t i = 0; i < 20; ++i) rig.device.copies->record(streams[i % 2]);
+    const CopyTicket after = rig.device.copies->record(streams[0]);
+    for (int i = 0; i < 5; ++i) copy_from(*rig.device.copies, bytes.data(), bytes.data(), 0, after);
     const std::size_t before = rig.driver->count("event_query");
-    EXPECT_FALSE(rig.device->poll());
+    EXPECT_FALSE(rig.device.copies->poll());
     EXPECT_EQ(rig.driver->count("event_query") - before, 3U);
     for (std::size_t i = 0; i < 2; ++i) rig.driver->let_go(streams[i]);
   }
@@ -124,28 +123,28 @@ TEST(CudaPolling, ALookAsksForOneEventOfEachStream) {
 // it does not.
 TEST(CudaPolling, ParametersPassAnActivationThatWaits) {
   Rig rig = make_cuda(nullptr, {});
-  ASSERT_FALSE(rig.device->claim(4, kPage));
+  ASSERT_FALSE(rig.device.memory->claim(4, kPage));
   EXPECT_EQ(rig.driver->count("stream_create"), 3U) << "streams share a few queues";
   {
     const Streams streams(*rig.driver, 1);
     std::vector<std::byte> bytes(4 * kPage);
     rig.driver->hold(streams[0]);
-    const CopyTicket after = rig.device->record(streams[0]);
-    std::byte* const tensor = rig.device->address(FrameId{3});
-    const CopyTicket activation = rig.device->copy_to(tensor, bytes.data(), kPage, after);
+    const CopyTicket after = rig.device.copies->record(streams[0]);
+    std::byte* const tensor = rig.device.memory->address(FrameId{3});
+    const CopyTicket activation = copy_to(*rig.device.copies, tensor, bytes.data(), kPage, after);
     const std::size_t waits = rig.driver->count("stream_wait");
-    const CopyTicket up = rig.device->copy_in(FrameId{0}, &bytes[kPage], kPage);
-    const CopyTicket out = rig.device->copy_out(&bytes[2 * kPage], FrameId{1}, kPage);
+    const CopyTicket up = copy_in(rig.device, FrameId{0}, &bytes[kPage], kPage);
+    const CopyTicket out = copy_out(rig.device, &bytes[2 * kPage], FrameId{1}, kPage);
     EXPECT_EQ(rig.driver->count("stream_wait"), waits) << "a lane waits for another one's copy";
-    EXPECT_TRUE(rig.device->done(up));
-    EXPECT_TRUE(rig.device->done(out));
-    EXPECT_FALSE(rig.device->done(activation));
+    EXPECT_TRUE(rig.device.copies->done(up));
+    EXPECT_TRUE(rig.device.copies->done(out));
+    EXPECT_FALSE(rig.device.copies->done(activation));
     // What touches its bytes comes behind it.
-    const CopyTicket behind = rig.device->copy_out(&bytes[3 * kPage], FrameId{3}, kPage);
-    EXPECT_FALSE(rig.device->done(behind));
+    const CopyTicket behind = copy_out(rig.device, &bytes[3 * kPage], FrameId{3}, kPage);
+    EXPECT_FALSE(rig.device.copies->done(behind));
     rig.driver->let_go(streams[0]);
-    EXPECT_TRUE(rig.device->done(activation));
-    EXPECT_TRUE(rig.device->done(behind));
+    EXPECT_TRUE(rig.device.copies->done(activation));
+    EXPECT_TRUE(rig.device.copies->done(behind));
   }
   EXPECT_EQ(rig.close(), "");
 }
@@ -153,14 +152,14 @@ TEST(CudaPolling, ParametersPassAnActivationThatWaits) {
 // In a time of its own: whatever is over is known within the bound.
 TEST(Pace, ACompletionIsNoticedWithinTheBound) {
   Rig rig = make_cuda(nullptr, {});
-  ASSERT_FALSE(rig.device->claim(1, kPage));
+  ASSERT_FALSE(rig.device.memory->claim(1, kPage));
   {
     const Streams streams(*rig.driver, 1);
     VirtualClock clock;
-    Pace pace(*rig.device);
+    Pace pace(*rig.device.copies);
     for (int turn = 0; turn < 3; ++turn) {
       rig.driver->hold(streams[0]);
-      rig.device->record(streams[0]);
+      rig.device.copies->record(streams[0]);
       const std::int64_t over = clock.now_ns() + 1'000'000 + turn * 7'000;
       bool noticed = false;
       while (!noticed) {
@@ -179,12 +178,12 @@ TEST(Pace, ACompletionIsNoticedWithinTheBound) {
 
 TEST(Pace, TurnsAreTakenNowAndThenThoughNothingHappens) {
   Rig rig = make_cuda(nullptr, {});
-  ASSERT_FALSE(rig.device->claim(1, kPage));
+  ASSERT_FALSE(rig.device.memory->claim(1, kPage));
   {
     const Streams streams(*rig.driver, 1);
     rig.driver->hold(streams[0]);
-    rig.device->record(streams[0]);
-    Pace pace(*rig.device);
+    rig.device.copies->record(streams[0]);
+    Pace pace(*rig.device.copies);
     std::chrono::nanoseconds quiet{};
     do quiet += pace.next();
     while (!pace.wakes(false));

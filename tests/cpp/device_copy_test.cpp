@@ -8,8 +8,8 @@
 #include <memory>
 #include <span>
 
-#include "backend_subjects.hpp"
 #include "bulk_copy.hpp"
+#include "device_subjects.hpp"
 #include "memory/slab.hpp"
 #include "page_copy.hpp"
 
@@ -49,7 +49,7 @@ void expect_copies(std::span<std::byte> host, const std::function<double(Ways)>&
   EXPECT_TRUE(full_of(host, 3, 4));
 }
 
-TEST(DeviceCopyTest, PagesGoBothWaysOnEveryBackend) {
+TEST(DeviceCopyTest, PagesGoBothWaysOnEveryDevice) {
   for (const Subject& subject : subjects()) {
     if (subject.real_gpu) continue;
     SCOPED_TRACE(subject.name);
@@ -57,7 +57,7 @@ TEST(DeviceCopyTest, PagesGoBothWaysOnEveryBackend) {
     Slab slab(kBytes);
     Rig rig = subject.make(&bell);
     {
-      PageCopy pages(*rig.device, slab.bytes(), kPage);
+      PageCopy pages(rig.device, slab.bytes(), kPage);
       expect_copies(slab.bytes(), [&](Ways ways) { return pages.copy(ways); });
     }
     EXPECT_EQ(rig.close(), "");
@@ -69,7 +69,7 @@ TEST(DeviceCopyTest, EveryTurnMapsEveryPageAnew) {
   Slab slab(kBytes);
   Rig rig = make_cuda(&bell, {});
   {
-    PageCopy pages(*rig.device, slab.bytes(), kPage);
+    PageCopy pages(rig.device, slab.bytes(), kPage);
     const std::size_t before = rig.driver->count("map");
     for (std::size_t turn = 0; turn < kPages + 1; ++turn) EXPECT_GT(pages.remap(), 0.0);
     EXPECT_EQ(rig.driver->count("map"), before + (kPages + 1) * kPages);

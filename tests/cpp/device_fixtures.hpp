@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "memory/units.hpp"
-#include "optimizers/device_kernels.hpp"
+#include "optimizers/cuda/kernels.hpp"
 
 namespace strata {
 

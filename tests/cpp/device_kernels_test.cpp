@@ -2,8 +2,6 @@
 // sums of squares are theirs bit for bit. Runs over the host, over the twin, which is the bodies of
 // the CUDA kernels in loops, and with STRATA_TEST_DEVICE=cuda over the GPU. A failure prints its
 // seed.
-#include "optimizers/device_kernels.hpp"
-
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -17,13 +15,15 @@
 #include <string>
 #include <vector>
 
+#include "device_copies.hpp"
 #include "device_fixtures.hpp"
 #include "memory/check.hpp"
-#include "memory/cuda_backend.hpp"
-#include "memory/cuda_library.hpp"
+#include "memory/cuda/frames.hpp"
+#include "memory/cuda/library.hpp"
 #include "memory/doorbell.hpp"
-#include "memory/host_backend.hpp"
+#include "memory/host_device.hpp"
 #include "memory/units.hpp"
+#include "optimizers/cuda/kernels.hpp"
 
 #ifndef STRATA_CUDA_LIBRARY
 #define STRATA_CUDA_LIBRARY ""
@@ -39,14 +39,14 @@ constexpr std::size_t kFrameBytes = 4 * kMiB;
 struct Subject {
   const char* name;
   const DeviceKernels& (*kernels)();
-  std::unique_ptr<Backend> (*backend)(Doorbell*);
+  Device (*open)(Doorbell*);
 };
 
-std::unique_ptr<Backend> host_backend(Doorbell* bell) {
-  return std::make_unique<HostBackend>(bell, CopyEngine::polled);
+Device open_host(Doorbell* bell) {
+  return host_device(bell, CopyMode::polled);
 }
-std::unique_ptr<Backend> cuda_backend(Doorbell* bell) {
-  return open_cuda_backend(0, bell, STRATA_CUDA_LIBRARY);
+Device open_cuda(Doorbell* bell) {
+  return open_cuda_device(0, bell, STRATA_CUDA_LIBRARY);
 }
 const DeviceKernels& cuda_kernels() {
   const CudaLibrary library(STRATA_CUDA_LIBRARY);
@@ -55,9 +55,9 @@ const DeviceKernels& cuda_kernels() {
   return *reinterpret_cast<FindDeviceKernels>(found)();
 }
 
-const Subject kSubjects[] = {{"host", host_device_kernels, host_backend},
-                             {"twin", twin_device_kernels, host_backend},
-                             {"cuda", cuda_kernels, cuda_backend}};
+const Subject kSubjects[] = {{"host", host_device_kernels, open_host},
+                             {"twin", twin_device_kernels, open_host},
+                             {"cuda", cuda_kernels, open_cuda}};
 
 class DeviceKernelsTest : public testing::TestWithParam<Subject> {
  protected:
@@ -67,25 +67,25 @@ class DeviceKernelsTest : public testing::TestWithParam<Subject> {
     if (cuda && (asked == nullptr || std::string(asked) != "cuda")) {
       GTEST_SKIP() << "STRATA_TEST_DEVICE is not cuda";
     }
-    backend_ = GetParam().backend(&bell_);
+    opened_ = GetParam().open(&bell_);
     device_ = &GetParam().kernels();
-    const auto error = backend_->claim(1, kFrameBytes);
+    const auto error = opened_.memory->claim(1, kFrameBytes);
     ASSERT_FALSE(error) << error->text();
     const int failed = device_->prepare();
     ASSERT_EQ(failed, 0) << device_->text(failed);
   }
 
-  std::byte* memory() const { return backend_->address(kFrame); }
+  std::byte* memory() const { return opened_.memory->address(kFrame); }
   void to_device(Bytes& bytes) {
     ASSERT_LE(bytes.size(), kFrameBytes);
     if (bytes.size() == 0) return;
-    finish(backend_->copy_in(kFrame, bytes.data(), bytes.size()));
+    finish(copy_in(opened_, kFrame, bytes.data(), bytes.size()));
   }
   // As it is when all that was submitted is done.
   void from_device(Bytes& bytes) {
     if (bytes.size() == 0) return;
-    const CopyTicket ready = backend_->record(nullptr);
-    finish(backend_->copy_from(bytes.data(), memory(), bytes.size(), ready));
+    const CopyTicket ready = opened_.copies->record(nullptr);
+    finish(copy_from(*opened_.copies, bytes.data(), memory(), bytes.size(), ready));
   }
   void update(const std::vector<UpdateSpan>& spans) {
     const int error = device_->update(spans.data(), spans.size(), nullptr);
@@ -117,13 +117,12 @@ class DeviceKernelsTest : public testing::TestWithParam<Subject> {
 
  private:
   void finish(CopyTicket ticket) {
-    backend_->wait(ticket);
-    const auto error = backend_->take_error(ticket);
+    const auto error = opened_.copies->wait(ticket);
     ASSERT_FALSE(error) << error->text();
   }
 
   Doorbell bell_;
-  std::unique_ptr<Backend> backend_;
+  Device opened_;
   const DeviceKernels* device_ = nullptr;
 };
 

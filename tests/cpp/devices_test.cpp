@@ -24,9 +24,9 @@ TEST(Devices, HaveNames) {
 TEST(Devices, TheHostIsThere) {
   EXPECT_EQ(device_error("host"), "");
   const OpenedDevice host = open_device("host", nullptr, 1);
-  EXPECT_TRUE(host.backend->reachable());
+  EXPECT_TRUE(host.device.memory->reachable());
   EXPECT_EQ(host.compute, nullptr);
-  EXPECT_STREQ(open_backend("host", nullptr)->name(), "host");
+  EXPECT_STREQ(open_bare_device("host", nullptr).memory->name(), "host");
   EXPECT_EQ(device_description("host"), "host");
 }
 
@@ -43,7 +43,7 @@ TEST(Devices, WhatOpeningSaysIsWhatIsSaidBefore) {
     }
   };
   refused([] { open_device("cuda:4000", nullptr, 1); });
-  refused([] { open_backend("cuda:4000", nullptr); });
+  refused([] { open_bare_device("cuda:4000", nullptr); });
   refused([] { device_description("cuda:4000"); });
 }
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "engine/config.hpp"
-#include "optimizers/kernel.hpp"
+#include "optimizers/cpu/kernel.hpp"
 
 namespace strata {
 

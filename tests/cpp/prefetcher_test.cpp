@@ -45,7 +45,7 @@ TEST(Prefetcher, ASteadyStepMapsNothing) {
     Model model(sizes, tier,
                 {.staging = 5,
                  .device_frames = least + spare,
-                 .backend = {.polls_late_max = 3, .seed = seed}});
+                 .faults = {.polls_late_max = 3, .seed = seed}});
     for (int warm = 0; warm < 2; ++warm) model.run(step), model.end();
     const Model::Counters before = model.counters();
     if (!model.core.prefetcher->plan().feasible) return;  // first-fit found none: on demand
@@ -139,8 +139,7 @@ TEST(Prefetcher, BlockedPagesAreWaitedFor) {
 
 // Who is inside goes on with what he sees; who comes later waits until he has left.
 TEST(Prefetcher, AUnitIsOutOfDateForWhoComesLater) {
-  Model model({2}, on_host(2),
-              {.staging = 1, .device_frames = 2, .backend = {.polls_late_max = 3}});
+  Model model({2}, on_host(2), {.staging = 1, .device_frames = 2, .faults = {.polls_late_max = 3}});
   Prefetcher& prefetcher = *model.core.prefetcher;
   ASSERT_EQ(model.enter(kFirst, false), std::nullopt);
   EXPECT_TRUE(prefetcher.ready(kFirst));
@@ -274,7 +273,7 @@ TEST(Prefetcher, EverybodyIsServedInTheEnd) {
     }
     SmallCore core(tier, {.staging = static_cast<std::uint32_t>(1 + random() % 3),
                           .device_frames = largest + static_cast<std::uint32_t>(random() % 4),
-                          .backend = {.polls_late_max = 2, .seed = seed}});
+                          .faults = {.polls_late_max = 2, .seed = seed}});
     core.make_units(sizes, static_cast<std::uint32_t>(1 + random() % 3));
     std::vector<User> users(3);
     for (int turn = 0; turn < 1500; ++turn) {
@@ -322,7 +321,7 @@ TEST(Prefetcher, AfterALimitFramesBeyondItStayEmpty) {
 }
 
 TEST(Prefetcher, AMappingThatFailsIsTold) {
-  SmallCore core({Tier::host}, {.device_frames = 1, .backend = {.nth_map = 1}});
+  SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.nth_map = 1}});
   core.make_units({1});
   EXPECT_EQ(core.prefetcher->ask(kFirst, false, true), std::nullopt);
   core.turn();
@@ -331,7 +330,7 @@ TEST(Prefetcher, AMappingThatFailsIsTold) {
 }
 
 TEST(Prefetcher, AFailedUploadGivesTheFrameBack) {
-  SmallCore core({Tier::host}, {.device_frames = 1, .backend = {.nth_copy = 1}});
+  SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.nth_copy = 1}});
   core.make_units({1});
   core.write(PageId{0}, 4);
   EXPECT_EQ(core.prefetcher->ask(kFirst, false, true), std::nullopt);

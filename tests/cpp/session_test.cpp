@@ -57,7 +57,7 @@ TEST_P(Sessions, SmallBudgetsComputeTheSameBits) {
 TEST_P(Sessions, TheTimelineHoldsEveryByteAndEveryWait) {
   TempFolder folder;
   const Config config = small(folder.path());
-  const std::int64_t begin_ns = SteadyClock().now_ns();
+  const std::int64_t begin_ns = now_ns();
   Session session(config, device().parts());
   fill(session);
   train(session, 3);
@@ -70,7 +70,7 @@ TEST_P(Sessions, TheTimelineHoldsEveryByteAndEveryWait) {
     ++count.at(static_cast<std::size_t>(span.track));
     EXPECT_LE(begin_ns, span.begin_ns);
     EXPECT_LE(span.begin_ns, span.end_ns);
-    EXPECT_LE(span.end_ns, SteadyClock().now_ns());
+    EXPECT_LE(span.end_ns, now_ns());
     EXPECT_LT(span.lane, config.workers);
     EXPECT_EQ(span.cause != Cause::none, span.track == Track::wait);
     if (span.track == Track::wait) {

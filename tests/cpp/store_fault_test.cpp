@@ -16,7 +16,8 @@ struct FaultyStore {
   FaultyEngine* engine;
   Store store;
 
-  explicit FaultyStore(const FaultPlan& plan, const Clock* clock = nullptr, int hash_threads = 0)
+  explicit FaultyStore(const FaultPlan& plan, const VirtualClock* clock = nullptr,
+                       int hash_threads = 0)
       : FaultyStore(
             std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 4), plan, clock),
             hash_threads) {}

@@ -8,11 +8,10 @@
 #include <thread>
 
 #include "adoptions.hpp"
-#include "doubles/faulty_backend.hpp"
+#include "doubles/faulty_device.hpp"
 #include "doubles/faulty_engine.hpp"
 #include "io_fixtures.hpp"
-#include "memory/clock.hpp"
-#include "memory/host_backend.hpp"
+#include "memory/host_device.hpp"
 #include "memory/mapping.hpp"
 #include "offload/storage/make_engine.hpp"
 #include "offload/storage/memory_engine.hpp"
@@ -276,7 +275,7 @@ struct Deterministic {
         std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64), plan, &clock);
     disk = engine.get();
     SessionParts parts;
-    parts.backend = std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
+    parts.device = host_device(nullptr, CopyMode::polled);
     parts.io_engine = std::move(engine);
     parts.idle = [] {};
     session = std::make_unique<Session>(small_config("simulated"), std::move(parts));
@@ -311,8 +310,7 @@ TEST(Swapping, AFailingDiskNamesTheActivation) {
 TEST(Swapping, ACopyThatFailedDoesNotPassForOneThatIsDone) {
   for (std::uint64_t nth = 4; nth < 6; ++nth) {  // three go out, two come back
     SessionParts parts;
-    parts.backend = std::make_unique<FaultyBackend>(
-        std::make_unique<HostBackend>(nullptr, CopyEngine::polled), BackendFaults{.nth_copy = nth});
+    parts.device = faulty(host_device(nullptr, CopyMode::polled), {.nth_copy = nth});
     parts.io_engine = std::make_unique<MemoryEngine>(nullptr, 64);
     parts.idle = [] {};
     Session session(small_config("simulated"), std::move(parts));

@@ -6,14 +6,15 @@
 #include <thread>
 #include <utility>
 
+#include "device_copies.hpp"
 #include "doubles/gpu.hpp"
 #include "engine/devices.hpp"
 #include "engine/residence.hpp"
 #include "memory/check.hpp"
-#include "memory/cuda_backend.hpp"
-#include "memory/cuda_device.hpp"
-#include "memory/cuda_library.hpp"
-#include "memory/host_backend.hpp"
+#include "memory/cuda/device.hpp"
+#include "memory/cuda/frames.hpp"
+#include "memory/cuda/library.hpp"
+#include "memory/host_device.hpp"
 
 #ifndef STRATA_CUDA_LIBRARY
 #define STRATA_CUDA_LIBRARY ""
@@ -42,7 +43,7 @@ OpenedDevice open_gpu(Doorbell* bell, int threads) {
   void* const kernels = cuda.find(kFindDeviceKernelsName);
   STRATA_ASSERT(kernels != nullptr);
   const DeviceKernels& table = *reinterpret_cast<FindDeviceKernels>(kernels)();
-  return {nullptr, std::make_unique<CudaBackend>(cuda.driver(), kGpu, bell),
+  return {nullptr, cuda_device(cuda.driver(), kGpu, bell),
           std::make_unique<DeviceCompute>(cuda.driver(), kGpu, table, threads)};
 }
 
@@ -93,7 +94,7 @@ SessionParts TestDevice::parts(int threads) {
 
 SessionParts TestDevice::parts_without_pump(std::function<void()> time_passes) {
   SessionParts parts = this->parts(1);
-  if (where_ == TestedOn::host) parts.backend = open_backend();
+  if (where_ == TestedOn::host) parts.device = open_bare();
   parts.idle = std::move(time_passes);
   if (where_ == TestedOn::gpu) {
     parts.idle = [virtual_time = std::move(parts.idle)] {
@@ -104,44 +105,43 @@ SessionParts TestDevice::parts_without_pump(std::function<void()> time_passes) {
   return parts;
 }
 
-std::unique_ptr<Backend> TestDevice::open_backend() const {
-  if (where_ == TestedOn::gpu) return open_cuda_backend(kGpu, nullptr, STRATA_CUDA_LIBRARY);
-  if (driver_) return std::make_unique<CudaBackend>(driver_->table(), kGpu, nullptr);
-  return std::make_unique<HostBackend>(nullptr, CopyEngine::polled);
+Device TestDevice::open_bare() const {
+  if (where_ == TestedOn::gpu) return open_cuda_device(kGpu, nullptr, STRATA_CUDA_LIBRARY);
+  if (driver_) return cuda_device(driver_->table(), kGpu, nullptr);
+  return host_device(nullptr, CopyMode::polled);
 }
 
-Backend& TestDevice::caller() {
-  if (caller_) return *caller_;
-  auto backend = open_backend();
-  if (auto error = backend->claim(kFramesMore, page_bytes_)) throw StrataError(*error);
+Device& TestDevice::caller() {
+  if (caller_) return caller_;
+  Device device = open_bare();
+  if (auto error = device.memory->claim(kFramesMore, page_bytes_)) throw StrataError(*error);
   for (; frames_ < kFramesMore; ++frames_) free_.push_back(FrameId{frames_});
-  caller_ = std::move(backend);
-  return *caller_;
+  return caller_ = std::move(device);
 }
 
 void TestDevice::finish(CopyTicket ticket) {
-  caller_->wait(ticket);
-  if (auto error = caller_->take_error(ticket)) throw StrataError(*error);
+  if (auto error = caller_.copies->wait(ticket)) throw StrataError(*error);
 }
 
 void TestDevice::read(void* to, const std::byte* device, std::size_t bytes) {
   const std::scoped_lock lock(mutex_);
-  const CopyTicket so_far = caller().record(nullptr);
-  finish(caller().copy_from(static_cast<std::byte*>(to), device, bytes, so_far));
+  CopyEngine& copies = *caller().copies;
+  finish(copy_from(copies, static_cast<std::byte*>(to), device, bytes, copies.record(nullptr)));
 }
 
 void TestDevice::write(std::byte* device, const void* from, std::size_t bytes) {
   const std::scoped_lock lock(mutex_);
-  const CopyTicket so_far = caller().record(nullptr);
-  finish(caller().copy_to(device, static_cast<const std::byte*>(from), bytes, so_far));
+  CopyEngine& copies = *caller().copies;
+  finish(
+      copy_to(copies, device, static_cast<const std::byte*>(from), bytes, copies.record(nullptr)));
 }
 
 std::vector<FrameId> TestDevice::take_frames(std::size_t count) {
-  Backend& backend = caller();
+  DeviceMemory& memory = *caller().memory;
   if (free_.size() < count) {
     const auto missing = static_cast<std::uint32_t>(count - free_.size());
     const std::uint32_t end = frames_ + std::max(missing, kFramesMore);
-    if (auto error = backend.resize(end)) throw StrataError(*error);
+    if (auto error = memory.resize(end)) throw StrataError(*error);
     for (; frames_ < end; ++frames_) free_.push_back(FrameId{frames_});
   }
   const auto first = free_.end() - static_cast<std::ptrdiff_t>(count);
@@ -151,7 +151,7 @@ std::vector<FrameId> TestDevice::take_frames(std::size_t count) {
 }
 
 std::string TestDevice::close() {
-  caller_.reset();
+  caller_ = {};
   return driver_ ? driver_->complaint() + driver_->leaks() : "";
 }
 
@@ -160,12 +160,12 @@ DeviceTensor::DeviceTensor(TestDevice& device, std::size_t bytes) : device_(devi
   const std::scoped_lock lock(device_.mutex_);
   const std::size_t page = device_.page_bytes_;
   frames_ = device_.take_frames((bytes + page - 1) / page);
-  Backend& backend = device_.caller();
-  view_ = backend.reserve(frames_.size() * page);
+  DeviceMemory& memory = *device_.caller().memory;
+  view_ = memory.reserve(frames_.size() * page);
   for (std::size_t i = 0; i < frames_.size(); ++i) {
-    auto error = backend.map(view_, i, frames_[i]);
+    auto error = memory.map(view_, i, frames_[i]);
     if (!error) continue;
-    backend.release(view_, frames_.size() * page);
+    memory.release(view_, frames_.size() * page);
     throw StrataError(*error);
   }
 }
@@ -177,7 +177,7 @@ DeviceTensor::DeviceTensor(TestDevice& device, const std::vector<std::byte>& val
 
 DeviceTensor::~DeviceTensor() {
   const std::scoped_lock lock(device_.mutex_);
-  device_.caller_->release(view_, frames_.size() * device_.page_bytes_);
+  device_.caller_.memory->release(view_, frames_.size() * device_.page_bytes_);
   device_.free_.insert(device_.free_.end(), frames_.begin(), frames_.end());
 }
 

@@ -1,7 +1,7 @@
 // The devices that suites of sessions run over: the host, the double of a GPU, and, where
 // STRATA_TEST_DEVICE=cuda asks for it, the GPU of the machine. A test reaches device memory through
 // them only, as a caller's computation on the default stream would: behind the session's copies,
-// by a backend of its own. The double's memory is hidden, so a test that reaches into it crashes
+// by a device of its own. The double's memory is hidden, so a test that reaches into it crashes
 // here and not first where there is a GPU.
 //
 // Threads: any.
@@ -26,7 +26,7 @@
 
 #include "doubles/recording_driver.hpp"
 #include "engine/session.hpp"
-#include "memory/backend.hpp"
+#include "memory/device.hpp"
 
 namespace strata {
 
@@ -89,8 +89,8 @@ class TestDevice final {
 
  private:
   friend class DeviceTensor;
-  std::unique_ptr<Backend> open_backend() const;
-  Backend& caller();  // REQUIRES: mutex_ is held
+  Device open_bare() const;
+  Device& caller();  // REQUIRES: mutex_ is held
   void finish(CopyTicket ticket);
   std::vector<FrameId> take_frames(std::size_t count);
 
@@ -98,7 +98,7 @@ class TestDevice final {
   std::unique_ptr<RecordingDriver> driver_;  // of the double
   std::size_t page_bytes_;
   std::mutex mutex_;
-  std::unique_ptr<Backend> caller_;  // made when it is first used
+  Device caller_;  // made when it is first used
   std::uint32_t frames_ = 0;
   std::vector<FrameId> free_;
 };

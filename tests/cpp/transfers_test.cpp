@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core_fixtures.hpp"
+#include "device_copies.hpp"
 
 namespace strata {
 namespace {
@@ -30,7 +31,7 @@ TEST(Transfers, HaveABoundedNumberOfPages) {
 }
 
 TEST(Transfers, AStaleDeviceCopyIsReplacedInItsPlace) {
-  SmallCore core({Tier::host}, {.device_frames = 1, .backend = {.polls_late_max = 5, .seed = 3}});
+  SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.polls_late_max = 5, .seed = 3}});
   for (const int value : {1, 2}) {
     core.write(kA, value);
     EXPECT_FALSE(core.table.is_current(kA, Tier::device));
@@ -39,13 +40,13 @@ TEST(Transfers, AStaleDeviceCopyIsReplacedInItsPlace) {
     ASSERT_TRUE(core.until([&] { return core.transfers->idle(); }));
     EXPECT_TRUE(core.table.is_current(kA, Tier::device));
     AlignedBuffer seen(SmallCore::kPage);
-    core.device->wait(core.device->copy_out(seen.data(), FrameId{0}, SmallCore::kPage));
+    core.device.copies->wait(copy_out(core.device, seen.data(), FrameId{0}, SmallCore::kPage));
     EXPECT_TRUE(SmallCore::filled_with(seen.data(), value));
   }
 }
 
 TEST(Transfers, AFailedUploadLeavesNothingAndSaysWhere) {
-  SmallCore core({Tier::host}, {.device_frames = 1, .backend = {.nth_copy = 1}});
+  SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.nth_copy = 1}});
   core.write(kA, 1);
   core.transfers->move(kA, Tier::host, FrameId{0}, Requester::loads);
   ASSERT_TRUE(core.until([&] { return core.transfers->idle(); }));
@@ -64,10 +65,12 @@ TEST(Transfers, CompletionsGoBackToWhoAsked) {
   AlignedBuffer tensor(SmallCore::kPage);
   core.transfers->move(kA, Tier::host, FrameId{0}, Requester::loads);
   write_back(core, kB);
-  core.transfers->copy(
-      Link::download,
-      {.device = core.device->address(FrameId{1}), .host = tensor.data(), .bytes = 64, .tag = 7},
-      Requester::gradients);
+  core.transfers->copy(Link::download,
+                       {.device = core.device.memory->address(FrameId{1}),
+                        .host = tensor.data(),
+                        .bytes = 64,
+                        .tag = 7},
+                       Requester::gradients);
   while (!core.transfers->idle()) core.transfers->turn();
   const auto loads = core.transfers->take(Requester::loads);
   const auto cache = core.transfers->take(Requester::cache);

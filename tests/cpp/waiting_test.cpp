@@ -61,7 +61,8 @@ TEST(Waiting, AUnitSaysWhatItNeedsFirst) {
 TEST(Waiting, AnActivationSaysWhatItNeedsFirst) {
   constexpr std::size_t kBytes = 2 * SmallCore::kPage;
   SmallCore core({Tier::host, Tier::host, Tier::ssd, Tier::ssd}, {.staging = 3});
-  Activations activations(core.table, *core.cache, *core.transfers, *core.device, SmallCore::kPage);
+  Activations activations(core.table, *core.cache, *core.transfers, *core.device.copies,
+                          SmallCore::kPage);
   activations.reserve(
       {.host = {PageId{0}, PageId{1}}, .ssd = {PageId{2}, PageId{3}}, .frames_max = 2});
   std::vector<Cause> causes;

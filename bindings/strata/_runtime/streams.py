@@ -20,7 +20,7 @@ What lies inside of a unit may be captured, and torch.compile(model, mode="reduc
 so: hooks stay outside of what is compiled, parameters keep their address for life, and whatever
 refills the frames is ordered ahead of the replay on the stream that replays. What strata asks the
 driver meanwhile, on other threads, is let through: Note [Beside a capture] in
-memory/cuda_device.hpp.
+memory/cuda/device.hpp.
 
 Note [Memory of graphs]. Where torch.compile captures, results of a graph lie in a pool of the
 graph's. They are tensors like others, but for two things. A storage that a replay hands out belongs

@@ -39,7 +39,7 @@ double unit_interval(std::uint64_t bits) {
 }  // namespace
 
 FaultyEngine::FaultyEngine(std::unique_ptr<IoEngine> inner, const FaultPlan& plan,
-                           const Clock* clock, Doorbell* bell)
+                           const VirtualClock* clock, Doorbell* bell)
     : clock_(clock), bell_(bell), inner_(std::move(inner)) {
   STRATA_ASSERT(inner_ != nullptr);
   set_plan(plan);

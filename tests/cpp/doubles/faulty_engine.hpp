@@ -18,7 +18,7 @@
 #include <random>
 #include <vector>
 
-#include "memory/clock.hpp"
+#include "doubles/virtual_clock.hpp"
 #include "memory/doorbell.hpp"
 #include "offload/storage/io_engine.hpp"
 
@@ -56,8 +56,8 @@ struct FaultPlan {
 class FaultyEngine final : public IoEngine {
  public:
   // `clock` is needed for delays only; `bell` where somebody sleeps while a fault is to be seen.
-  FaultyEngine(std::unique_ptr<IoEngine> inner, const FaultPlan& plan, const Clock* clock = nullptr,
-               Doorbell* bell = nullptr);
+  FaultyEngine(std::unique_ptr<IoEngine> inner, const FaultPlan& plan,
+               const VirtualClock* clock = nullptr, Doorbell* bell = nullptr);
 
   // From here on; counts nth from here, and starts the seed anew.
   void set_plan(const FaultPlan& plan);
@@ -102,7 +102,7 @@ class FaultyEngine final : public IoEngine {
   std::int64_t now_ns() const { return clock_ == nullptr ? 0 : clock_->now_ns(); }
 
   FaultPlan plan_;
-  const Clock* clock_;
+  const VirtualClock* clock_;
   Doorbell* bell_;
   std::mt19937_64 random_;
   std::uint64_t requests_ = 0;  // since set_plan()

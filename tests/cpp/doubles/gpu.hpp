@@ -20,7 +20,7 @@
 #include "doubles/recording_driver.hpp"
 #include "engine/devices.hpp"
 #include "memory/check.hpp"
-#include "memory/cuda_backend.hpp"
+#include "memory/cuda/frames.hpp"
 
 namespace strata {
 
@@ -109,9 +109,9 @@ inline OpenedDevice gpu(RecordingDriver& driver, Doorbell* bell = nullptr,
   KernelsOfDouble::updates = KernelsOfDouble::landings = KernelsOfDouble::sums = 0;
   auto counted = std::make_unique<CountedDriver>(driver.table());
   const CudaDriver table = counted->table();
-  auto backend = std::make_unique<CudaBackend>(table, 0, bell, options.pinned_piece_bytes);
+  Device device = cuda_device(table, 0, bell, options.pinned_piece_bytes);
   auto compute = std::make_unique<DeviceCompute>(table, 0, KernelsOfDouble::table, options.threads);
-  return {std::move(counted), std::move(backend), std::move(compute)};
+  return {std::move(counted), std::move(device), std::move(compute)};
 }
 
 }  // namespace strata

@@ -10,7 +10,7 @@
 // Threads: any; calls take turns.
 //
 //   RecordingDriver driver({.late = true, .seed = seed});
-//   { CudaBackend device(driver.table(), 0, &bell); ... }
+//   { Device device = cuda_device(driver.table(), 0, &bell); ... }
 //   EXPECT_EQ(driver.complaint(), "");
 //   EXPECT_EQ(driver.leaks(), "");
 #pragma once
@@ -32,8 +32,8 @@
 #include <utility>
 #include <vector>
 
-#include "memory/cuda_contexts.hpp"
-#include "memory/cuda_driver.hpp"
+#include "memory/cuda/contexts.hpp"
+#include "memory/cuda/driver.hpp"
 #include "memory/units.hpp"
 
 namespace strata {

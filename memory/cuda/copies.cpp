@@ -1,0 +1,315 @@
+#include "memory/cuda/copies.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::size_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+std::byte* end_of(std::span<std::byte> memory) {
+  return memory.data() + memory.size();
+}
+
+// The one with this ticket, of some that are in the order of theirs.
+auto find(auto& some, std::uint64_t ticket) {
+  const auto found =
+      std::lower_bound(some.begin(), some.end(), ticket,
+                       [](const auto& one, std::uint64_t wanted) { return one.ticket < wanted; });
+  return found != some.end() && found->ticket == ticket ? found : some.end();
+}
+
+}  // namespace
+
+CudaCopies::CudaCopies(const CudaDriver& driver, int ordinal, Doorbell* bell,
+                       std::size_t pinned_piece_bytes)
+    : device_(driver, ordinal), bell_(bell), pinned_piece_bytes_(pinned_piece_bytes) {
+  const CudaDevice::Current current(device_);
+  for (Lane& lane : lanes_) {
+    if (const int failed = device_.call(&CudaDriver::stream_create, &lane.stream)) {
+      lane.stream = nullptr;
+      Error error = device_.refused("make a stream", failed, 0);
+      destroy_streams();
+      throw StrataError(std::move(error));
+    }
+  }
+}
+
+CudaCopies::~CudaCopies() {
+  const CudaDevice::Current current(device_);
+  end_all();
+  for (CudaEvent event : spare_) device_.give_back(&CudaDriver::event_destroy, event);
+  destroy_streams();
+  for (const auto& piece : pinned_) {
+    device_.give_back(&CudaDriver::host_unregister, piece.data());
+  }
+}
+
+void CudaCopies::destroy_streams() {
+  for (const Lane& lane : lanes_) {
+    if (lane.stream != nullptr) device_.give_back(&CudaDriver::stream_destroy, lane.stream);
+  }
+}
+
+std::size_t CudaCopies::pin_host(std::span<std::byte> memory) {
+  const CudaDevice::Current current(device_);
+  finish_all();
+  // 1. Pieces that do not lie within it any more, from the last.
+  std::byte* const end = end_of(memory);
+  while (!pinned_.empty() && end_of(pinned_.back()) > end) {
+    device_.give_back(&CudaDriver::host_unregister, pinned_.back().data());
+    pinned_.pop_back();
+  }
+  // 2. What is not pinned yet, until the system refuses: then the rest is copied unpinned.
+  STRATA_ASSERT(pinned_.empty() || pinned_.front().data() == memory.data());
+  std::byte* at = pinned_.empty() ? memory.data() : end_of(pinned_.back());
+  while (at < end) {
+    const auto left = static_cast<std::size_t>(end - at);
+    const std::size_t bytes = std::min(left, pinned_piece_bytes_);
+    if (device_.call(&CudaDriver::host_register, at, bytes) != kCudaSuccess) break;
+    pinned_.emplace_back(at, bytes);
+    at += bytes;
+  }
+  return static_cast<std::size_t>(at - memory.data());
+}
+
+CopyTicket CudaCopies::copy(const CopyRequest& request) {
+  STRATA_ASSERT(request.to != nullptr && request.from != nullptr);
+  STRATA_ASSERT(static_cast<std::uint64_t>(request.after) <= last_);
+  const CudaDevice::Current current(device_);
+  Lane& lane = lanes_[static_cast<std::size_t>(request.lane)];
+  // 1. Room.
+  if (lane.copies.size() >= kLaneMax) reap(lane.copies);
+  if (lane.copies.size() >= kLaneMax) {
+    wait_for(lane.copies.front().event);
+    reap(lane.copies);
+  }
+  // 2. In flight, or, with the device, lost.
+  settle();
+  const Copy copy{request.to, request.from, request.bytes, ++last_, nullptr};
+  if (device_.lost()) return CopyTicket{last_};
+  std::array<CudaEvent, kCopyLaneCount> before{};  // in the place of the lane itself: `after`
+  for (std::size_t i = 0; i < kCopyLaneCount; ++i) {
+    before[i] = &lanes_[i] == &lane ? pending(request.after) : conflict(lanes_[i], copy);
+  }
+  begin_flight();
+  lane.copies.push_back(copy);
+  lose_if("copy", enqueue(lane, request.lane, before));
+  return CopyTicket{last_};
+}
+
+// Puts the lane's last copy, after some events, on the device.
+int CudaCopies::enqueue(Lane& lane, CopyLane way, std::array<CudaEvent, kCopyLaneCount> after) {
+  Copy& copy = lane.copies.back();
+  for (CudaEvent event : after) {
+    if (event == nullptr) continue;
+    if (const int failed = device_.call(&CudaDriver::stream_wait, lane.stream, event))
+      return failed;
+  }
+  const int failed =
+      way == CopyLane::out
+          ? device_.call(&CudaDriver::copy_out, copy.to, copy.from, copy.bytes, lane.stream)
+          : device_.call(&CudaDriver::copy_in, copy.to, copy.from, copy.bytes, lane.stream);
+  return failed != kCudaSuccess ? failed : signal(lane.stream, copy.event);
+}
+
+// The last copy of the other lane that reads what this one writes, or writes what it touches.
+CudaEvent CudaCopies::conflict(const Lane& other, const Copy& copy) {
+  for (auto one = other.copies.rbegin(); one != other.copies.rend(); ++one) {
+    if (overlap(copy.to, copy.bytes, one->to, one->bytes) ||
+        overlap(copy.to, copy.bytes, one->from, one->bytes) ||
+        overlap(copy.from, copy.bytes, one->to, one->bytes)) {
+      return one->event;
+    }
+  }
+  return nullptr;
+}
+
+std::deque<CudaCopies::Mark>& CudaCopies::marks_of(Stream stream) {
+  const auto found = std::find_if(marked_.begin(), marked_.end(),
+                                  [stream](const Marked& one) { return one.stream == stream; });
+  if (found != marked_.end()) return found->marks;
+  std::erase_if(marked_, [](const Marked& one) { return one.marks.empty(); });
+  return marked_.emplace_back(Marked{stream, {}}).marks;
+}
+
+// `event`: what has been put on `stream` so far is done.
+int CudaCopies::signal(CudaStream stream, CudaEvent& event) {
+  if (spare_.empty()) {
+    CudaEvent made = nullptr;
+    if (const int failed = device_.call(&CudaDriver::event_create, &made)) return failed;
+    spare_.push_back(made);
+  }
+  event = spare_.back();
+  spare_.pop_back();
+  return device_.call(&CudaDriver::event_record, event, stream);
+}
+
+CudaEvent CudaCopies::pending(CopyTicket ticket) const {
+  const auto wanted = static_cast<std::uint64_t>(ticket);
+  for (const Lane& lane : lanes_) {
+    if (const auto copy = find(lane.copies, wanted); copy != lane.copies.end()) return copy->event;
+  }
+  for (const Marked& one : marked_) {
+    if (const auto mark = find(one.marks, wanted); mark != one.marks.end()) return mark->event;
+  }
+  return nullptr;
+}
+
+bool CudaCopies::in_flight() const {
+  return std::ranges::any_of(lanes_, [](const Lane& lane) { return !lane.copies.empty(); }) ||
+         std::ranges::any_of(marked_, [](const Marked& one) { return !one.marks.empty(); });
+}
+
+// Ahead of what is put in flight: who sleeps until the bell rings is to poll from now on.
+void CudaCopies::begin_flight() {
+  if (bell_ != nullptr && !needs_polling()) bell_->ring();
+}
+
+bool CudaCopies::done(CopyTicket ticket) {
+  const auto wanted = static_cast<std::uint64_t>(ticket);
+  STRATA_ASSERT(wanted <= last_);
+  settle();
+  if (pending(ticket) == nullptr) return true;
+  const CudaDevice::Current current(device_);
+  for (Lane& lane : lanes_) {
+    if (find(lane.copies, wanted) != lane.copies.end()) reap(lane.copies);
+  }
+  for (Marked& one : marked_) {
+    const auto mark = find(one.marks, wanted);
+    if (mark == one.marks.end() || !passed(mark->event)) continue;
+    retire(mark->event);
+    one.marks.erase(mark);
+  }
+  return pending(ticket) == nullptr;
+}
+
+bool CudaCopies::poll() {
+  settle();
+  if (in_flight()) {
+    const CudaDevice::Current current(device_);
+    for (Lane& lane : lanes_) reap(lane.copies);
+    for (Marked& one : marked_) reap(one.marks);
+  }
+  return std::exchange(news_, false);
+}
+
+std::optional<Error> CudaCopies::wait(CopyTicket ticket) {
+  STRATA_ASSERT(static_cast<std::uint64_t>(ticket) <= last_);
+  settle();
+  if (CudaEvent event = pending(ticket); event != nullptr) {
+    const CudaDevice::Current current(device_);
+    wait_for(event);
+    const bool over = done(ticket);
+    STRATA_ASSERT(over);
+  }
+  return static_cast<std::uint64_t>(ticket) >= lost_from_ ? device_.lost() : std::nullopt;
+}
+
+void CudaCopies::stream_waits(Stream stream, CopyTicket ticket) {
+  settle();
+  CudaEvent event = pending(ticket);
+  if (event == nullptr) return;
+  const CudaDevice::Current current(device_);
+  lose_if("order computation after a copy", device_.call(&CudaDriver::stream_wait, stream, event));
+}
+
+CopyTicket CudaCopies::record(Stream stream) {
+  const CudaDevice::Current current(device_);
+  // 1. Room: marks that nobody asks about go as well.
+  std::deque<Mark>& marks = marks_of(stream);
+  reap(marks);
+  if (marks.size() >= kMarksMax) wait_for(marks.front().event);
+  // 2. The mark.
+  settle();
+  ++last_;
+  int failed = kCudaSuccess;
+  if (!device_.lost()) {
+    begin_flight();
+    marks.push_back({last_, nullptr});
+    failed = signal(stream, marks.back().event);
+  }
+  // Without a mark there is nothing to wait for later: see settle().
+  const bool marked = !device_.lost() && failed == kCudaSuccess;
+  if (!marked) device_.give_back(&CudaDriver::stream_synchronize, stream);
+  lose_if("mark the end of computation", failed);
+  return CopyTicket{last_};
+}
+
+// Copies of a lane, or marks of a stream. A device that is lost meanwhile leaves none.
+void CudaCopies::reap(auto& in_order) {
+  while (!in_order.empty() && passed(in_order.front().event)) {
+    retire(in_order.front().event);
+    in_order.pop_front();
+  }
+}
+
+bool CudaCopies::passed(CudaEvent event) {
+  const int result = device_.call(&CudaDriver::event_query, event);
+  if (result == kCudaNotReady) return false;
+  lose_if("finish what it was given", result);
+  return result == kCudaSuccess;
+}
+
+void CudaCopies::wait_for(CudaEvent event) {
+  lose_if("finish what it was given", device_.call(&CudaDriver::event_synchronize, event));
+}
+
+void CudaCopies::finish_all() {
+  settle();
+  for (Lane& lane : lanes_) {
+    if (!lane.copies.empty()) wait_for(lane.copies.back().event);
+    reap(lane.copies);
+  }
+  for (Marked& one : marked_) {
+    while (!one.marks.empty()) wait(CopyTicket{one.marks.back().ticket});
+  }
+}
+
+void CudaCopies::lose_if(const char* what, int result) {
+  if (result != kCudaSuccess) device_.lose(what, result);
+  settle();
+}
+
+// Nothing that was in flight on a lost device counts as arrived. Some of it may be on its way all
+// the same, where only a call failed: it ends first, so that nobody's memory is used once it is
+// "done".
+void CudaCopies::settle() {
+  if (!device_.lost() || lost_from_ != UINT64_MAX) return;
+  const CudaDevice::Current current(device_);
+  lost_from_ = last_ + 1;
+  for (const Lane& lane : lanes_) {
+    if (!lane.copies.empty()) lost_from_ = std::min(lost_from_, lane.copies.front().ticket);
+  }
+  end_all();
+}
+
+// Waits, in the driver, until nothing runs, whatever it says of that; then nothing is in flight.
+void CudaCopies::end_all() {
+  for (Lane& lane : lanes_) {
+    device_.give_back(&CudaDriver::stream_synchronize, lane.stream);
+    for (const Copy& copy : lane.copies) retire(copy.event);
+    lane.copies.clear();
+  }
+  // The streams' entries stay: somebody may be going through them.
+  for (Marked& one : marked_) {
+    for (const Mark& mark : one.marks) {
+      if (mark.event == nullptr) continue;
+      device_.give_back(&CudaDriver::event_synchronize, mark.event);
+      retire(mark.event);
+    }
+    one.marks.clear();
+  }
+}
+
+void CudaCopies::retire(CudaEvent event) {
+  news_ = true;
+  if (event != nullptr) spare_.push_back(event);
+}
+
+}  // namespace strata

@@ -1,0 +1,236 @@
+#include "memory/cuda/frames.hpp"
+
+#include <utility>
+
+#include "memory/check.hpp"
+#include "memory/cuda/library.hpp"
+
+namespace strata {
+
+CudaFrames::~CudaFrames() {
+  const CudaDevice::Current current(device_);
+  copies_.finish_all();
+  while (!views_.empty()) forget(views_.begin());
+  drop_frames(0);
+  if (base_ != nullptr) device_.give_back(&CudaDriver::address_free, base_, base_bytes_);
+}
+
+std::optional<Error> CudaFrames::claim(std::size_t frame_count, std::size_t page_bytes) {
+  STRATA_ASSERT(base_ == nullptr);
+  STRATA_ASSERT(frame_count > 0);
+  STRATA_ASSERT(copies_.pinned_piece_bytes() % page_bytes == 0);
+  const CudaDevice::Current current(device_);
+  const std::size_t granularity = device_.facts().granularity;
+  if (page_bytes % granularity != 0) {
+    return Error{.fault = Fault::config,
+                 .what = device_.name() + " maps memory in multiples of " +
+                         bytes_text(granularity) + ": pages of " + bytes_text(page_bytes) +
+                         " cannot be on it, the smallest page is " + bytes_text(granularity),
+                 .tier = Tier::device};
+  }
+  page_bytes_ = page_bytes;
+  base_bytes_ = round_up(device_.facts().total_bytes, page_bytes);
+  if (const int failed = device_.call(&CudaDriver::address_reserve, base_bytes_, &base_)) {
+    base_ = nullptr;
+    return device_.refused("reserve addresses", failed, base_bytes_);
+  }
+  return set_count(frame_count);
+}
+
+std::optional<Error> CudaFrames::resize(std::size_t frame_count) {
+  STRATA_ASSERT(base_ != nullptr);
+  const CudaDevice::Current current(device_);
+  copies_.finish_all();
+  if (device_.lost()) return device_.lost();
+  return set_count(frame_count);
+}
+
+// An error changes nothing. Frames that come back are shown where they were.
+std::optional<Error> CudaFrames::set_count(std::size_t frame_count) {
+  const std::size_t before = frames_.size();
+  if (frame_count > before) {
+    auto error = grow(frame_count);
+    if (error) drop_frames(before);
+    return error;
+  }
+  // Memory that a view still maps is not given back.
+  for (const auto& view : views_) hide(view.first, shown_from(view, frame_count));
+  drop_frames(frame_count);
+  return device_.lost();
+}
+
+std::optional<Error> CudaFrames::grow(std::size_t frame_count) {
+  const std::size_t before = frames_.size();
+  const std::size_t more = (frame_count - before) * page_bytes_;
+  // 1. Ask before taking, so that a budget that cannot be had takes nothing from anybody.
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+  if (const int failed = device_.call(&CudaDriver::memory_info, &free_bytes, &total_bytes)) {
+    return device_.lose("tell its free memory", failed);
+  }
+  if (more > free_bytes || frame_count * page_bytes_ > base_bytes_) {
+    return device_.no_memory("hold the device budget", more);
+  }
+  // 2. Frames, each in its place; then access to all of them at once.
+  while (frames_.size() < frame_count) {
+    if (auto error = add_frame()) return error;
+  }
+  if (const int failed = device_.call(&CudaDriver::set_access, device_.ordinal(),
+                                      base_ + before * page_bytes_, more)) {
+    return device_.refused("open frames to the device", failed, more);
+  }
+  // 3. Views that showed them before show them again.
+  for (auto view = views_.begin(); view != views_.end(); ++view) {
+    auto error = show(view->first, shown_from(*view, before));
+    if (!error) continue;
+    while (view != views_.begin()) {
+      --view;
+      hide(view->first, shown_from(*view, before));
+    }
+    return error;
+  }
+  return std::nullopt;
+}
+
+std::vector<ViewPage> CudaFrames::shown_from(const Views::value_type& view,
+                                             std::size_t first) const {
+  std::vector<ViewPage> pages;
+  for (std::size_t page = 0; page < view.second.size(); ++page) {
+    const FrameId frame = view.second[page];
+    if (index(frame) >= first && exists(frame)) pages.push_back({page, frame});
+  }
+  return pages;
+}
+
+std::optional<Error> CudaFrames::add_frame() {
+  CudaMemory memory{};
+  if (const int failed =
+          device_.call(&CudaDriver::memory_create, device_.ordinal(), page_bytes_, &memory)) {
+    return device_.refused("hold the device budget", failed, page_bytes_);
+  }
+  std::byte* at = base_ + frames_.size() * page_bytes_;
+  if (const int failed = device_.call(&CudaDriver::map, at, page_bytes_, memory)) {
+    device_.give_back(&CudaDriver::memory_release, memory);
+    return device_.refused("map a frame", failed, page_bytes_);
+  }
+  frames_.push_back(memory);
+  return std::nullopt;
+}
+
+void CudaFrames::drop_frames(std::size_t frame_count) {
+  while (frames_.size() > frame_count) {
+    std::byte* at = base_ + (frames_.size() - 1) * page_bytes_;
+    device_.give_back(&CudaDriver::unmap, at, page_bytes_);
+    device_.give_back(&CudaDriver::memory_release, frames_.back());
+    frames_.pop_back();
+  }
+}
+
+std::byte* CudaFrames::address(FrameId frame) const {
+  STRATA_ASSERT(exists(frame));
+  return base_ + index(frame) * page_bytes_;
+}
+
+std::byte* CudaFrames::reserve(std::size_t bytes) {
+  STRATA_ASSERT(base_ != nullptr);
+  STRATA_ASSERT(bytes > 0 && bytes % page_bytes_ == 0);
+  const CudaDevice::Current current(device_);
+  std::byte* view = nullptr;
+  if (const int failed = device_.call(&CudaDriver::address_reserve, bytes, &view)) {
+    throw StrataError(device_.refused("reserve addresses", failed, bytes));
+  }
+  views_.emplace(view, std::vector<FrameId>(bytes / page_bytes_, kNoFrame));
+  return view;
+}
+
+void CudaFrames::release(std::byte* view, std::size_t bytes) {
+  const auto found = views_.find(view);
+  STRATA_ASSERT(found != views_.end());
+  STRATA_ASSERT(bytes == found->second.size() * page_bytes_);
+  const CudaDevice::Current current(device_);
+  copies_.finish_all();
+  forget(found);
+}
+
+void CudaFrames::forget(Views::iterator view) {
+  hide(view->first, shown_from(*view, 0));
+  device_.give_back(&CudaDriver::address_free, view->first, view->second.size() * page_bytes_);
+  views_.erase(view);
+}
+
+std::optional<Error> CudaFrames::map_pages(std::byte* view, std::span<const ViewPage> pages) {
+  const auto found = views_.find(view);
+  STRATA_ASSERT(found != views_.end());
+  const CudaDevice::Current current(device_);
+  if (device_.lost()) return device_.lost();
+  // 1. An address shows one thing at a time.
+  for (const ViewPage& page : pages) {
+    STRATA_ASSERT(exists(page.frame) && page.page_index < found->second.size());
+    FrameId& shown = found->second[page.page_index];
+    if (!exists(std::exchange(shown, kNoFrame))) continue;
+    std::byte* const at = view + page.page_index * page_bytes_;
+    if (const int failed = device_.call(&CudaDriver::unmap, at, page_bytes_)) {
+      return device_.lose("unmap a page of a view", failed);
+    }
+  }
+  // 2. Now these.
+  if (auto error = show(view, pages)) return error;
+  for (const ViewPage& page : pages) found->second[page.page_index] = page.frame;
+  return std::nullopt;
+}
+
+// An error leaves none of them mapped.
+std::optional<Error> CudaFrames::show(std::byte* view, std::span<const ViewPage> pages) {
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    std::byte* const at = view + pages[i].page_index * page_bytes_;
+    const CudaMemory memory = frames_[index(pages[i].frame)];
+    if (const int failed = device_.call(&CudaDriver::map, at, page_bytes_, memory)) {
+      hide(view, pages.first(i));
+      return device_.refused("map a page of a view", failed, page_bytes_);
+    }
+  }
+  auto error = open(view, pages);
+  if (error) hide(view, pages);
+  return error;
+}
+
+// See Note [Access]. A stretch ends where the next page is not mapped.
+std::optional<Error> CudaFrames::open(std::byte* view, std::span<const ViewPage> pages) {
+  const std::vector<FrameId>& shown = views_.at(view);
+  while (!pages.empty()) {
+    const std::size_t begin = pages.front().page_index;
+    std::size_t end = begin;
+    for (std::size_t page = begin; page < shown.size(); ++page) {
+      const bool asked = !pages.empty() && pages.front().page_index == page;
+      if (!asked && (pages.empty() || !exists(shown[page]))) break;
+      if (!asked) continue;
+      end = page + 1;
+      pages = pages.subspan(1);
+    }
+    const std::size_t bytes = (end - begin) * page_bytes_;
+    std::byte* const at = view + begin * page_bytes_;
+    if (const int failed = device_.call(&CudaDriver::set_access, device_.ordinal(), at, bytes)) {
+      return device_.refused("open pages of a view to the device", failed, bytes);
+    }
+  }
+  return std::nullopt;
+}
+
+void CudaFrames::hide(std::byte* view, std::span<const ViewPage> pages) {
+  for (const ViewPage& page : pages) {
+    device_.give_back(&CudaDriver::unmap, view + page.page_index * page_bytes_, page_bytes_);
+  }
+}
+
+Device cuda_device(const CudaDriver& driver, int ordinal, Doorbell* bell,
+                   std::size_t pinned_piece_bytes) {
+  auto copies = std::make_unique<CudaCopies>(driver, ordinal, bell, pinned_piece_bytes);
+  auto frames = std::make_unique<CudaFrames>(*copies);
+  return {std::move(copies), std::move(frames)};
+}
+
+Device open_cuda_device(int ordinal, Doorbell* bell, const std::string& library) {
+  return cuda_device(CudaLibrary(library).driver(), ordinal, bell);
+}
+
+}  // namespace strata

@@ -1,0 +1,64 @@
+// Port: the memory of a device. Its pages (frames), and addresses over them (views).
+//
+// Threads: claim() and reserve() at start; everything else under the core's lock.
+//
+//   memory.claim(frame_count, page_bytes);
+//   std::byte* view = memory.reserve(8 * page_bytes);           // an address for life
+//   memory.map(view, 0, FrameId{3});                            // its first page is frame 3
+//   memory.address(FrameId{3});                                 // for copies and computation
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "memory/result.hpp"
+#include "memory/units.hpp"
+
+namespace strata {
+
+// A page of a view, and the frame that it is to show.
+struct ViewPage {
+  std::size_t page_index;
+  FrameId frame;
+};
+
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+
+  virtual const char* name() const = 0;
+  // For people: which one of its kind.
+  virtual std::string description() const { return name(); }
+  // Whether the processor reaches the device's memory, by its address.
+  virtual bool reachable() const { return true; }
+
+  // Claims every frame at once. REQUIRES: called once, before anything else.
+  virtual std::optional<Error> claim(std::size_t frame_count, std::size_t page_bytes) = 0;
+
+  // There are so many frames from here on: more are claimed behind the others, or the last ones
+  // are given back. Views show frames that come back where they showed them before. An error
+  // changes nothing. REQUIRES: no copy is in flight; nobody uses the frames that go, through a
+  // view or by address.
+  virtual std::optional<Error> resize(std::size_t frame_count) = 0;
+
+  // Where the frame lies in the device's memory, until the next resize().
+  virtual std::byte* address(FrameId frame) const = 0;
+
+  // A range of addresses of `bytes` (a multiple of the page), reachable but not mapped. Throws
+  // StrataError (memory) when the address space is exhausted.
+  virtual std::byte* reserve(std::size_t bytes) = 0;
+  virtual void release(std::byte* view, std::size_t bytes) = 0;
+
+  // Makes pages of the view show frames. One frame may be shown by several views: aliasing; at most
+  // one of them may be in use at a time. Whole views at once cost less than page by page. What the
+  // pages show after an error is open. REQUIRES: `pages` in the order of the view, each once.
+  virtual std::optional<Error> map_pages(std::byte* view, std::span<const ViewPage> pages) = 0;
+  std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) {
+    const ViewPage page{page_index, frame};
+    return map_pages(view, {&page, 1});
+  }
+};
+
+}  // namespace strata
