@@ -25,6 +25,7 @@ void LockMeter::begin() {
 
 void LockMeter::end() {
   const std::int64_t held_ns = processor_ns() - began_ns_;
+  STRATA_ASSERT(held_ns >= 0);
   ++figures_.holds;
   figures_.sum_ns += held_ns;
   if (held_ns > figures_.longest_ns) figures_.longest_ns = held_ns;

@@ -13,6 +13,8 @@
 #include <mutex>
 #include <vector>
 
+#include "memory/check.hpp"
+
 #if defined(__clang__)
 #define STRATA_THREAD_SAFETY(attribute) __attribute__((attribute))
 #else
@@ -67,8 +69,10 @@ class STRATA_THREAD_SAFETY(scoped_lockable) Lock final {
   // Gives it up while `wait` runs on the native lock, as a condition variable does.
   template <typename Wait>
   auto give_up(Wait wait) {
+    STRATA_ASSERT(held_.owns_lock());
     if (meter_ != nullptr) meter_->end();
     const auto result = wait(held_);
+    STRATA_ASSERT(held_.owns_lock());
     if (meter_ != nullptr) meter_->begin();
     return result;
   }
@@ -76,10 +80,12 @@ class STRATA_THREAD_SAFETY(scoped_lockable) Lock final {
  private:
   friend class Unlocked;
   void unlock() {
+    STRATA_ASSERT(held_.owns_lock());
     if (meter_ != nullptr) meter_->end();
     held_.unlock();
   }
   void relock() {
+    STRATA_ASSERT(!held_.owns_lock());
     held_.lock();
     if (meter_ != nullptr) meter_->begin();
   }

@@ -62,6 +62,8 @@ class Crew final {
   Crew(int thread_count, Doorbell* bell, CrewWork<Job, Done> work) : work_(std::move(work)) {
     STRATA_ASSERT(thread_count >= 0);
     STRATA_ASSERT(thread_count == 0 || bell != nullptr);
+    STRATA_ASSERT(work_.run != nullptr);
+    STRATA_ASSERT(work_.begin != nullptr);
     const SignalsBlocked blocked;
     for (int i = 0; i < thread_count; ++i) {
       members_.push_back(std::make_unique<Member>(i, *bell, work_));

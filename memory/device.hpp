@@ -9,6 +9,7 @@
 #include <memory>
 #include <utility>
 
+#include "memory/check.hpp"
 #include "memory/copy_engine.hpp"
 #include "memory/device_memory.hpp"
 
@@ -18,7 +19,10 @@ namespace strata {
 struct Device final {
   Device() = default;
   Device(std::unique_ptr<CopyEngine> copy_engine, std::unique_ptr<DeviceMemory> device_memory)
-      : copies(std::move(copy_engine)), memory(std::move(device_memory)) {}
+      : copies(std::move(copy_engine)), memory(std::move(device_memory)) {
+    STRATA_ASSERT(copies != nullptr);
+    STRATA_ASSERT(memory != nullptr);
+  }
   Device(Device&&) = default;
   Device& operator=(Device&& other) noexcept {
     memory.reset();

@@ -8,6 +8,7 @@
 //   memory.address(FrameId{3});                                 // for copies and computation
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 #include <span>
@@ -23,6 +24,14 @@ struct ViewPage {
   std::size_t page_index;
   FrameId frame;
 };
+
+// Whether pages are as map_pages() wants them: in the order of the view, each once.
+inline bool in_order_of_view(std::span<const ViewPage> pages) {
+  const auto not_before = [](const ViewPage& a, const ViewPage& b) {
+    return a.page_index >= b.page_index;
+  };
+  return std::ranges::adjacent_find(pages, not_before) == pages.end();
+}
 
 class DeviceMemory {
  public:
@@ -53,7 +62,7 @@ class DeviceMemory {
 
   // Makes pages of the view show frames. One frame may be shown by several views: aliasing; at most
   // one of them may be in use at a time. Whole views at once cost less than page by page. What the
-  // pages show after an error is open. REQUIRES: `pages` in the order of the view, each once.
+  // pages show after an error is open. REQUIRES: in_order_of_view(pages).
   virtual std::optional<Error> map_pages(std::byte* view, std::span<const ViewPage> pages) = 0;
   std::optional<Error> map(std::byte* view, std::size_t page_index, FrameId frame) {
     const ViewPage page{page_index, frame};

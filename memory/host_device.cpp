@@ -28,7 +28,8 @@ std::uint64_t HostCopies::run(const Job& job) {
 }
 
 CopyTicket HostCopies::copy(const CopyRequest& request) {
-  STRATA_ASSERT(request.to != nullptr && request.from != nullptr);
+  STRATA_ASSERT(request.to != nullptr);
+  STRATA_ASSERT(request.from != nullptr);
   STRATA_ASSERT(done(request.after));
   while (!crew_.submit({request, last_ + 1})) {
     wait(CopyTicket{last_ + 1 - CopyCrew::kJobsMax});
@@ -141,6 +142,7 @@ void HostFrames::release(std::byte* view, std::size_t bytes) {
 
 std::optional<Error> HostFrames::map_pages(std::byte* view, std::span<const ViewPage> pages) {
   STRATA_ASSERT(view != nullptr);
+  STRATA_ASSERT(in_order_of_view(pages));
   for (const ViewPage& page : pages) {
     if (auto error = map_page(view + page.page_index * page_bytes_, page.frame)) return error;
   }

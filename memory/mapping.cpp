@@ -130,7 +130,9 @@ std::byte* reserve_addresses(std::size_t bytes) {
 }
 
 int populate(std::byte* range, std::size_t bytes, const PopulatePiece& piece) {
-  const std::size_t pieces = (bytes + kPopulatePieceBytes - 1) / kPopulatePieceBytes;
+  STRATA_ASSERT(range != nullptr || bytes == 0);
+  STRATA_ASSERT(piece != nullptr);
+  const std::size_t pieces = ceil_div(bytes, kPopulatePieceBytes);
   std::atomic<std::size_t> next{0};
   std::atomic<int> failed{0};
   const auto work = [&] {

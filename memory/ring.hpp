@@ -15,6 +15,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "memory/check.hpp"
+
 namespace strata {
 
 // Invariants:
@@ -34,7 +36,9 @@ class Ring final {
   [[nodiscard]] bool push(T value) {
     const std::size_t pushed = pushed_.load(std::memory_order_relaxed);
     // Acquire: the consumer has finished reading the slot before we write it again.
-    if (pushed - popped_.load(std::memory_order_acquire) == kCapacity) return false;
+    const std::size_t held = pushed - popped_.load(std::memory_order_acquire);
+    STRATA_ASSERT(held <= kCapacity);
+    if (held == kCapacity) return false;
     slots_[pushed % kCapacity] = std::move(value);
     pushed_.store(pushed + 1, std::memory_order_release);
     return true;
@@ -44,7 +48,9 @@ class Ring final {
   [[nodiscard]] bool pop(T& out) {
     const std::size_t popped = popped_.load(std::memory_order_relaxed);
     // Acquire: the producer has finished writing the slot before we read it.
-    if (pushed_.load(std::memory_order_acquire) == popped) return false;
+    const std::size_t held = pushed_.load(std::memory_order_acquire) - popped;
+    STRATA_ASSERT(held <= kCapacity);
+    if (held == 0) return false;
     out = std::move(slots_[popped % kCapacity]);
     popped_.store(popped + 1, std::memory_order_release);
     return true;

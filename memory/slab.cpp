@@ -61,7 +61,8 @@ Slab::~Slab() {
 }
 
 void Slab::resize(std::size_t bytes) {
-  STRATA_ASSERT(bytes > 0 && bytes % kKernelPageBytes == 0);
+  STRATA_ASSERT(bytes > 0);
+  STRATA_ASSERT(bytes % kKernelPageBytes == 0);
   STRATA_ASSERT(bytes <= bytes_max_);
   const std::size_t before = bytes_.size();
   if (bytes > before) {

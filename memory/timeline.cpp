@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "memory/check.hpp"
 #include "memory/clock.hpp"
 
 namespace strata {
@@ -50,6 +49,7 @@ void Timeline::add(const TimelineSpan& span) {
     ++count_;
   else
     ++lost_;
+  STRATA_ASSERT(next_ < ring_.size());
 }
 
 std::vector<TimelineSpan> Timeline::take() {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "memory/check.hpp"
 #include "memory/units.hpp"
 
 namespace strata {
@@ -64,6 +65,7 @@ class Timeline final {
  private:
   bool goes_on(const TimelineSpan& span);
   TimelineSpan& newest(std::size_t back) {
+    STRATA_ASSERT(back < count_);
     return ring_[(next_ + ring_.size() - 1 - back) % ring_.size()];
   }
 

@@ -117,6 +117,7 @@ std::vector<int> choose_cores(const Topology& machine, std::span<const int> allo
   for (const Threads& core : cores) usable += core.size();
   const auto needed = static_cast<std::size_t>(compute_threads);
   if (usable <= needed) return {};
+  STRATA_ASSERT(usable <= allowed.size());
   const std::size_t whole = cores.size() > needed ? cores.size() - needed : 0;
   std::vector<int> chosen;
   for (std::size_t i = 0; i < whole; ++i) chosen.push_back(cores[i].front());
@@ -135,6 +136,7 @@ WorkerPlacement choose_placement(const Topology& machine, std::span<const int> a
 }
 
 void place_this_thread(const WorkerPlacement& placement, int worker) {
+  STRATA_ASSERT(worker >= 0);
   if (!placement.cpus.empty()) {
     const int cpu = placement.cpus[static_cast<std::size_t>(worker) % placement.cpus.size()];
     cpu_set_t set;

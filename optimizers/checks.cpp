@@ -10,14 +10,19 @@ void check_update(const UpdateSpan& span) {
   STRATA_ASSERT(span.step >= 1 || !counts_as_step(*span.hyper));
   STRATA_ASSERT(span.grad_dtype == span.dtype || span.grad_dtype == Dtype::float32);
   if (span.count == 0) return;
-  STRATA_ASSERT(span.param != nullptr);
+  check_master(span.dtype, span.param, span.master);
+  STRATA_ASSERT(span.master == nullptr || master_size(span.dtype) != 0);
   STRATA_ASSERT(span.new_param != nullptr);
   STRATA_ASSERT(span.grad != nullptr);
-  STRATA_ASSERT((span.master != nullptr) == (span.dtype != Dtype::float32));
   const int moments = moment_count(span.hyper->rule, span.hyper->momentum);
   if (moments >= 1) check_moments(span.moment_dtype, span.moment1, span.scales1);
   if (moments >= 2) check_moments(span.moment_dtype, span.moment2, span.scales2);
   STRATA_ASSERT(span.moment_dtype == MomentDtype::float32 || span.first % kMomentBlock == 0);
+}
+
+void check_master(Dtype dtype, const void* param, const void* master) {
+  STRATA_ASSERT(param != nullptr);
+  STRATA_ASSERT(master != nullptr || master_size(dtype) == 0);
 }
 
 void check_moments(MomentDtype dtype, const void* moments, const std::uint16_t* scales) {
@@ -34,6 +39,8 @@ void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode) {
 void check_landing(const LandSpan& span) {
   check_landing(span.to_dtype, span.from_dtype, span.mode);
   STRATA_ASSERT((span.to == nullptr) == (span.mode == GradMode::stay));
+  STRATA_ASSERT(span.count == 0 || span.from != nullptr);
+  STRATA_ASSERT(span.count == 0 || span.sums != nullptr);
 }
 
 }  // namespace strata

@@ -22,6 +22,7 @@ void update_foreign(const UpdateSpan& span, const Kernels& kernels, const Foreig
   STRATA_ASSERT(span.hyper != nullptr);
   STRATA_ASSERT(span.hyper->rule == Rule::foreign);
   STRATA_ASSERT(span.moment_dtype == MomentDtype::float32);
+  STRATA_ASSERT(span.step >= 1);
   STRATA_ASSERT(foreign != nullptr);
   const std::size_t most = std::min(span.count, kForeignSlice);
   std::vector<float> param(most);

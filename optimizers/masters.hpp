@@ -12,6 +12,7 @@
 #include "optimizers/device_code.hpp"
 #include "optimizers/prefetch.hpp"
 #include "optimizers/rule.hpp"
+#include "optimizers/tables.hpp"
 
 namespace strata {
 
@@ -166,6 +167,7 @@ void for_each_vector(std::size_t count, Step step) {
 
 template <class V>
 void split(const float* from, std::size_t count, Dtype dtype, void* param, void* master) {
+  if (count != 0) check_master(dtype, param, master);
   with_dtype(dtype, [&]<Dtype kDtype>() {
     const typename MasterOf<V, kDtype>::Type stored(param, param, master);
     for_each_vector<V>(count, [&](std::size_t at, auto lanes) {
@@ -177,6 +179,7 @@ void split(const float* from, std::size_t count, Dtype dtype, void* param, void*
 // A master is only read here; the storage types hold it as they do for an update.
 template <class V>
 void join(const void* param, const void* master, std::size_t count, Dtype dtype, float* to) {
+  if (count != 0) check_master(dtype, param, master);
   with_dtype(dtype, [&]<Dtype kDtype>() {
     const typename MasterOf<V, kDtype>::Type stored(param, nullptr, const_cast<void*>(master));
     for_each_vector<V>(count, [&](std::size_t at, auto lanes) {

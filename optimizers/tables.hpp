@@ -13,6 +13,7 @@ namespace strata {
 // REQUIRES, stated as assertions: every pointer that the rule and the dtypes need is there.
 void check_update(const UpdateSpan& span);
 void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode);
+void check_master(Dtype dtype, const void* param, const void* master);
 void check_moments(MomentDtype dtype, const void* moments, const std::uint16_t* scales);
 
 const Kernels& scalar_kernels();

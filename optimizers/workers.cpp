@@ -3,6 +3,7 @@
 #include <exception>
 #include <utility>
 
+#include "memory/check.hpp"
 #include "memory/clock.hpp"
 
 namespace strata {
@@ -26,6 +27,7 @@ void update_here(std::span<const UpdateSpan> spans, const Tools& tools) {
 }
 
 UpdateDone run(const UpdateJob& job, const Tools& tools, int worker) {
+  STRATA_ASSERT(worker >= 0);
   UpdateDone done;
   done.tag = job.tag;
   done.worker = static_cast<std::uint8_t>(worker);  // beyond 256 some share a number: only shown
@@ -58,6 +60,7 @@ Workers::Workers(int thread_count, Doorbell* bell, WorkerOptions options)
 
 bool Workers::collect(UpdateDone& done) {
   if (!crew_.collect(done)) return false;
+  STRATA_ASSERT(done.end_ns >= done.begin_ns);
   busy_ns_ += static_cast<std::uint64_t>(done.end_ns - done.begin_ns);
   return true;
 }

@@ -12,6 +12,7 @@
 #include <map>
 #include <mutex>
 
+#include "memory/check.hpp"
 #include "memory/cuda/driver.hpp"
 
 namespace strata {
@@ -21,6 +22,7 @@ class CudaContexts final {
   // What `retain` answers; where it fails it is asked again the next time.
   template <typename Retain>
   int get(int ordinal, CudaContext* context, Retain retain) {
+    STRATA_ASSERT(ordinal >= 0);
     const std::lock_guard lock(mutex_);
     const auto found = held_.find(ordinal);
     if (found != held_.end()) {
@@ -28,6 +30,7 @@ class CudaContexts final {
       return kCudaSuccess;
     }
     const int failed = retain(ordinal, context);
+    STRATA_ASSERT(failed != kCudaSuccess || *context != nullptr);
     if (failed == kCudaSuccess) held_[ordinal] = *context;
     return failed;
   }

@@ -29,6 +29,7 @@ auto find(auto& some, std::uint64_t ticket) {
 CudaCopies::CudaCopies(const CudaDriver& driver, int ordinal, Doorbell* bell,
                        std::size_t pinned_piece_bytes)
     : device_(driver, ordinal), bell_(bell), pinned_piece_bytes_(pinned_piece_bytes) {
+  STRATA_ASSERT(pinned_piece_bytes > 0);
   const CudaDevice::Current current(device_);
   for (Lane& lane : lanes_) {
     if (const int failed = device_.call(&CudaDriver::stream_create, &lane.stream)) {
@@ -75,11 +76,13 @@ std::size_t CudaCopies::pin_host(std::span<std::byte> memory) {
     pinned_.emplace_back(at, bytes);
     at += bytes;
   }
+  STRATA_ASSERT(at <= end);
   return static_cast<std::size_t>(at - memory.data());
 }
 
 CopyTicket CudaCopies::copy(const CopyRequest& request) {
-  STRATA_ASSERT(request.to != nullptr && request.from != nullptr);
+  STRATA_ASSERT(request.to != nullptr);
+  STRATA_ASSERT(request.from != nullptr);
   STRATA_ASSERT(static_cast<std::uint64_t>(request.after) <= last_);
   const CudaDevice::Current current(device_);
   Lane& lane = lanes_[static_cast<std::size_t>(request.lane)];
@@ -89,6 +92,7 @@ CopyTicket CudaCopies::copy(const CopyRequest& request) {
     wait_for(lane.copies.front().event);
     reap(lane.copies);
   }
+  STRATA_ASSERT(lane.copies.size() < kLaneMax);
   // 2. In flight, or, with the device, lost.
   settle();
   const Copy copy{request.to, request.from, request.bytes, ++last_, nullptr};
@@ -106,6 +110,8 @@ CopyTicket CudaCopies::copy(const CopyRequest& request) {
 // Puts the lane's last copy, after some events, on the device.
 int CudaCopies::enqueue(Lane& lane, CopyLane way, std::array<CudaEvent, kCopyLaneCount> after) {
   Copy& copy = lane.copies.back();
+  STRATA_ASSERT(copy.ticket == last_);
+  STRATA_ASSERT(lane.stream != nullptr);
   for (CudaEvent event : after) {
     if (event == nullptr) continue;
     if (const int failed = device_.call(&CudaDriver::stream_wait, lane.stream, event))
@@ -140,6 +146,7 @@ std::deque<CudaCopies::Mark>& CudaCopies::marks_of(Stream stream) {
 
 // `event`: what has been put on `stream` so far is done.
 int CudaCopies::signal(CudaStream stream, CudaEvent& event) {
+  STRATA_ASSERT(event == nullptr);
   if (spare_.empty()) {
     CudaEvent made = nullptr;
     if (const int failed = device_.call(&CudaDriver::event_create, &made)) return failed;
@@ -212,6 +219,7 @@ std::optional<Error> CudaCopies::wait(CopyTicket ticket) {
 }
 
 void CudaCopies::stream_waits(Stream stream, CopyTicket ticket) {
+  STRATA_ASSERT(static_cast<std::uint64_t>(ticket) <= last_);
   settle();
   CudaEvent event = pending(ticket);
   if (event == nullptr) return;
@@ -250,6 +258,7 @@ void CudaCopies::reap(auto& in_order) {
 }
 
 bool CudaCopies::passed(CudaEvent event) {
+  STRATA_ASSERT(event != nullptr);
   const int result = device_.call(&CudaDriver::event_query, event);
   if (result == kCudaNotReady) return false;
   lose_if("finish what it was given", result);
@@ -257,6 +266,7 @@ bool CudaCopies::passed(CudaEvent event) {
 }
 
 void CudaCopies::wait_for(CudaEvent event) {
+  STRATA_ASSERT(event != nullptr);
   lose_if("finish what it was given", device_.call(&CudaDriver::event_synchronize, event));
 }
 
@@ -269,6 +279,7 @@ void CudaCopies::finish_all() {
   for (Marked& one : marked_) {
     while (!one.marks.empty()) wait(CopyTicket{one.marks.back().ticket});
   }
+  STRATA_ASSERT(!in_flight());
 }
 
 void CudaCopies::lose_if(const char* what, int result) {
@@ -305,6 +316,7 @@ void CudaCopies::end_all() {
     }
     one.marks.clear();
   }
+  STRATA_ASSERT(!in_flight());
 }
 
 void CudaCopies::retire(CudaEvent event) {

@@ -81,6 +81,7 @@ CudaDevice::CudaDevice(const CudaDriver& driver, int ordinal) : driver_(driver),
     refuse(name() + " cannot be used: " + result_text(driver_, failed) +
            "; nvidia-smi may tell more");
   }
+  STRATA_ASSERT(context_ != nullptr);
 }
 
 std::string CudaDevice::name() const {
@@ -99,6 +100,7 @@ const Error& CudaDevice::lose(const char* what, int result) {
 }
 
 Error CudaDevice::refused(const char* what, int result, std::size_t bytes) {
+  STRATA_ASSERT(result != kCudaSuccess);
   return result == kCudaOutOfMemory && !lost_ ? no_memory(what, bytes) : lose(what, result);
 }
 

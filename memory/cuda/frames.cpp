@@ -61,6 +61,7 @@ std::optional<Error> CudaFrames::set_count(std::size_t frame_count) {
 
 std::optional<Error> CudaFrames::grow(std::size_t frame_count) {
   const std::size_t before = frames_.size();
+  STRATA_ASSERT(frame_count > before);
   const std::size_t more = (frame_count - before) * page_bytes_;
   // 1. Ask before taking, so that a budget that cannot be had takes nothing from anybody.
   std::size_t free_bytes = 0;
@@ -103,6 +104,7 @@ std::vector<ViewPage> CudaFrames::shown_from(const Views::value_type& view,
 }
 
 std::optional<Error> CudaFrames::add_frame() {
+  STRATA_ASSERT((frames_.size() + 1) * page_bytes_ <= base_bytes_);
   CudaMemory memory{};
   if (const int failed =
           device_.call(&CudaDriver::memory_create, device_.ordinal(), page_bytes_, &memory)) {
@@ -118,6 +120,7 @@ std::optional<Error> CudaFrames::add_frame() {
 }
 
 void CudaFrames::drop_frames(std::size_t frame_count) {
+  STRATA_ASSERT(frames_.empty() || base_ != nullptr);
   while (frames_.size() > frame_count) {
     std::byte* at = base_ + (frames_.size() - 1) * page_bytes_;
     device_.give_back(&CudaDriver::unmap, at, page_bytes_);
@@ -133,7 +136,8 @@ std::byte* CudaFrames::address(FrameId frame) const {
 
 std::byte* CudaFrames::reserve(std::size_t bytes) {
   STRATA_ASSERT(base_ != nullptr);
-  STRATA_ASSERT(bytes > 0 && bytes % page_bytes_ == 0);
+  STRATA_ASSERT(bytes > 0);
+  STRATA_ASSERT(bytes % page_bytes_ == 0);
   const CudaDevice::Current current(device_);
   std::byte* view = nullptr;
   if (const int failed = device_.call(&CudaDriver::address_reserve, bytes, &view)) {
@@ -161,11 +165,13 @@ void CudaFrames::forget(Views::iterator view) {
 std::optional<Error> CudaFrames::map_pages(std::byte* view, std::span<const ViewPage> pages) {
   const auto found = views_.find(view);
   STRATA_ASSERT(found != views_.end());
+  STRATA_ASSERT(in_order_of_view(pages));
   const CudaDevice::Current current(device_);
   if (device_.lost()) return device_.lost();
   // 1. An address shows one thing at a time.
   for (const ViewPage& page : pages) {
-    STRATA_ASSERT(exists(page.frame) && page.page_index < found->second.size());
+    STRATA_ASSERT(exists(page.frame));
+    STRATA_ASSERT(page.page_index < found->second.size());
     FrameId& shown = found->second[page.page_index];
     if (!exists(std::exchange(shown, kNoFrame))) continue;
     std::byte* const at = view + page.page_index * page_bytes_;
@@ -207,6 +213,7 @@ std::optional<Error> CudaFrames::open(std::byte* view, std::span<const ViewPage>
       end = page + 1;
       pages = pages.subspan(1);
     }
+    STRATA_ASSERT(end > begin);
     const std::size_t bytes = (end - begin) * page_bytes_;
     std::byte* const at = view + begin * page_bytes_;
     if (const int failed = device_.call(&CudaDriver::set_access, device_.ordinal(), at, bytes)) {

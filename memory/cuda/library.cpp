@@ -73,6 +73,7 @@ CudaLibrary::CudaLibrary(const std::string& path) {
 }
 
 void* CudaLibrary::find(const char* symbol) const {
+  STRATA_ASSERT(symbol != nullptr);
   return ::dlsym(handle_, symbol);
 }
 

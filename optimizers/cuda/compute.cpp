@@ -38,6 +38,7 @@ class DeviceCompute::Turn final {
   }
   ~Turn() {
     const std::lock_guard lock(compute_.mutex_);
+    STRATA_ASSERT(compute_.free_.size() < compute_.lanes_.size());
     compute_.free_.push_back(lane_);
     compute_.came_back_.notify_one();
   }
@@ -74,6 +75,7 @@ DeviceCompute::~DeviceCompute() {
 
 // What a launch answers is told by the library that launched.
 std::string DeviceCompute::failed(const Lane& lane, const char* what, int result) const {
+  STRATA_ASSERT(result != 0);
   return lane.device.name() + " failed to " + what + ": " + kernels_.text(result);
 }
 

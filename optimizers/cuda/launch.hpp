@@ -142,6 +142,8 @@ int launch_run(const Span*& spans, std::size_t& count, Launch& launch) {
   using Tasks = Batch<typename Kernel::Task>;
   Tasks batch{};
   const std::size_t run = run_length(spans, count, Tasks::kTasksMax);
+  STRATA_ASSERT(run > 0);
+  STRATA_ASSERT(run <= Tasks::kTasksMax);
   std::size_t longest = 0;
   for (std::size_t i = 0; i < run; ++i) {
     batch.tasks[i] = Kernel::task(spans[i]);

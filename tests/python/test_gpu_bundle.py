@@ -203,3 +203,12 @@ def test_a_damaged_archive_of_jemalloc_is_refused(tmp_path):
     with pytest.raises(BundleError, match=r"jemalloc-5.3.0.tar.bz2, is not to be had"):
         bundle.take_jemalloc(part, tmp_path, [], tmp_path / "root", print)
     assert hashlib.sha256(b"half of it").hexdigest() == bundled.sha256(archive)
+
+
+def test_a_library_is_of_every_source_in_every_folder(tmp_path: Path) -> None:
+    source = tmp_path / "memory/cuda/device.cpp"
+    source.parent.mkdir(parents=True)
+    source.write_text("// one")
+    before = bundled.sources_digest(tmp_path)
+    source.write_text("// two")
+    assert bundled.sources_digest(tmp_path) != before
