@@ -62,8 +62,17 @@ CHOICES = {
 }
 AS_WRITTEN = ("SIZE", "NAME", "MODE")  # what finetune remembers as people wrote it
 SEVERAL = ("--ssd-path", "--data")
-ENDURANCE = "what the drives last for, all together (TBW on their data sheets), such as 600TB"
 MODEL = "DIR|CONFIG|SIZE"
+# What help says of an option, whichever command takes it.
+DEFAULT = "default: %(default)s"
+DEVICES = "auto, host, cuda or cuda:N (default: %(default)s, a GPU where one can be used)"
+ENDURANCE = "what the drives last for, all together (TBW on their data sheets), such as 600TB"
+STATE_DTYPE = f"of AdamW's moments; shorter ones lose bits ({DEFAULT})"
+UPDATE = (
+    "on_step; in_backward: as soon as a unit's gradients are there; lock-free:S: the model may "
+    f"compute with parameters up to S steps old ({DEFAULT})"
+)
+WORKERS = "threads that update parameters"
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,7 +98,7 @@ def adder(group: Any, written: bool = False) -> Callable[..., None]:
     """What adds options to a parser or a group of one: add(name, help, **more), as argparse takes
     more. `written`: sizes, devices and modes stay as people write them."""
 
-    def add(name: str, text: str, **more: Any) -> None:
+    def add(name: str, help: str, **more: Any) -> None:
         if name in CHOICES:
             more = {"choices": CHOICES[name], **more}
         elif name in KINDS:
@@ -98,6 +107,6 @@ def adder(group: Any, written: bool = False) -> Callable[..., None]:
             more = {"type": worded(parse), "metavar": metavar, **more}
         if name in SEVERAL:
             more["nargs"] = "+"
-        group.add_argument(name, help=text, **more)
+        group.add_argument(name, help=help, **more)
 
     return add

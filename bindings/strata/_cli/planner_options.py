@@ -8,13 +8,23 @@ budgets, wishes = budgets_of(options.memory, page_bytes), wishes_of("auto", None
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .. import _core
 from .._config.choices import check_split, worded
 from .._config.sizes import parse_budgets
-from .options import ENDURANCE, MODEL, Parser, adder
+from .options import (
+    DEFAULT,
+    DEVICES,
+    ENDURANCE,
+    MODEL,
+    STATE_DTYPE,
+    UPDATE,
+    WORKERS,
+    Parser,
+    adder,
+)
 
 if TYPE_CHECKING:
     from .._core import Budgets, Wishes
@@ -41,25 +51,20 @@ def add_machine(parser: Parser) -> None:
         metavar="device=SIZE,host=SIZE[,ssd=SIZE]",
         help="budgets, such as device=8GiB,host=24GiB,ssd=200GiB",
     )
-    _add_device(add, "whose figures are taken where none are told")
-    for tier, word in (("upload", "host to device"), ("download", "device to host")):
-        add(
-            f"--{tier}-speed",
-            f"of copies from {word}, such as 25GB/s (default: this machine's)",
-        )
+    add("--device", f"whose figures are taken where none are told: {DEVICES}", default="auto")
+    own = "(default: this machine's)"
+    add("--upload-speed", f"of copies from host to device, such as 25GB/s {own}")
+    add("--download-speed", f"of copies from device to host, such as 25GB/s {own}")
     for way in ("read", "write"):
         add(f"--ssd-{way}-speed", "of all disks together (default: measured at --ssd-path)")
     add("--ssd-path", "folders on the disks to measure", default=[])
     add("--ssd-endurance", ENDURANCE)
-    add(
-        "--update-speed",
-        "parameters the optimizer updates in a second, such as 2G (default: this machine's)",
-    )
-    add("--workers", "threads that update parameters")
-    add("--io-engine", "default: auto", default="auto")
+    add("--update-speed", f"parameters the optimizer updates in a second, such as 2G {own}")
+    add("--workers", WORKERS)
+    add("--io-engine", DEFAULT, default="auto")
     add = adder(parser.add_argument_group("what is asked of it"))
     add("--steps", "of the run, to say what it takes")
-    add("--activations", "default: auto", choices=ACTIVATIONS, default="auto")
+    add("--activations", DEFAULT, choices=ACTIVATIONS, default="auto")
     add("--split", "slices of the batch (default: auto)", metavar="K")
     add("--json", "print one JSON object", action="store_true")
 
@@ -89,23 +94,14 @@ def estimate_parser(description: str | None) -> Parser:
         required=True,
         metavar=MODEL,
     )
-    add("--batch", "sequences (default: 1)", default=1)
-    add("--sequence", "tokens of each (default: 2048)", default=2048)
-    add("--dtype", "default: bfloat16", default="bfloat16")
-    add(
-        "--update",
-        "on_step, in_backward or lock-free:S (default: on_step)",
-        default="on_step",
-    )
-    add("--state-dtype", "of AdamW's moments (default: float32)", default="float32")
-    add(
-        "--flops",
-        "FLOP/s that the device achieves, such as 400T (default: as --device is measured)",
-    )
-    add(
-        "--device-bandwidth",
-        "of the device's memory, such as 3TB/s (default: as --device is measured)",
-    )
+    measured = "(default: as --device is measured)"
+    add("--batch", f"sequences ({DEFAULT})", default=1)
+    add("--sequence", f"tokens of each ({DEFAULT})", default=2048)
+    add("--dtype", DEFAULT, default="bfloat16")
+    add("--update", UPDATE, default="on_step")
+    add("--state-dtype", STATE_DTYPE, default="float32")
+    add("--flops", f"FLOP/s that the device achieves, such as 400T {measured}")
+    add("--device-bandwidth", f"of the device's memory, such as 3TB/s {measured}")
     add("--page-size", "default: chosen")
     add_machine(parser)
     return parser
@@ -116,23 +112,11 @@ def io_tune_parser(description: str | None) -> Parser:
     parser = Parser(prog="strata io-tune", description=description)
     add = adder(parser)
     add("--ssd-path", "folders on disks", default=[])
-    add(
-        "--page-size",
-        "of the calibration that is remembered (default: 4MiB)",
-        default=4 << 20,
-    )
-    add("--io-engine", "default: auto", default="auto")
-    add("--workers", "threads that update parameters")
-    _add_device(add, "whose links are measured")
+    add("--page-size", "of the calibration that is remembered (default: 4MiB)", default=4 << 20)
+    add("--io-engine", DEFAULT, default="auto")
+    add("--workers", WORKERS)
+    add("--device", f"whose links are measured: {DEVICES}", default="auto")
     return parser
-
-
-def _add_device(add: Callable[..., None], what: str) -> None:
-    add(
-        "--device",
-        f"{what}: auto, host, cuda or cuda:N (default: auto, a GPU where one can be used)",
-        default="auto",
-    )
 
 
 def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
