@@ -186,10 +186,8 @@ class PlannedForward:
         recorder, parameters = self.hooks.state.recorder, self.parameters
         if parameters.known or not recorder.recording:
             return parameters.taken(parameters.rewritten)
-        begin = recorder.now()
-        before = parameters.taken(parameters.names)
-        recorder.ignore(begin, recorder.now())
-        return before
+        with recorder.paused(part_of_step=False):
+            return parameters.taken(parameters.names)
 
     def learn(self, before: Before) -> list[str]:
         """The parameters that a forward has changed in place since taken(). Which will be told to
@@ -238,9 +236,8 @@ class PlannedForward:
         wanted = state.recorder.recording or unit.slices > 1
         if not wanted or not state.may_split:
             return None
-        begin = state.recorder.now()
-        verdict = self._verdicts.find(arguments, trial=True)
-        state.recorder.ignore(begin, state.recorder.now())
+        with state.recorder.paused(part_of_step=False):
+            verdict = self._verdicts.find(arguments)
         if verdict is not None:
             self._note(verdict.reason, batch)
         return verdict

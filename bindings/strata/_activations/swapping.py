@@ -264,9 +264,8 @@ class Swapping:
         flight = next((f for f in self._coming.values() if f.record() is None), None)
         if flight is None:
             return False
-        begin = self._recorder.now()
-        self._session.activation_fetched(flight.save, True)
-        self._recorder.pause(begin, self._recorder.now())
+        with self._recorder.paused():
+            self._session.activation_fetched(flight.save, True)
         self._land(flight)
         return True
 
@@ -275,11 +274,10 @@ class Swapping:
         limit = self._use - USES_LEAVING
         late = [r for r in self._leaving if r.has_begun and r.use <= limit and not r.wanted]
         if late:
-            begin = self._recorder.now()
-            for record in late:
-                self._session.activation_saved(record.save, True)
-            self.poll()
-            self._recorder.pause(begin, self._recorder.now())
+            with self._recorder.paused():
+                for record in late:
+                    self._session.activation_saved(record.save, True)
+                self.poll()
 
     @staticmethod
     def _settle(record: Swapped) -> None:
@@ -374,9 +372,8 @@ class Swapping:
         assert storage is not None
         if record.state is State.COMING:
             flight = self._coming[record.save]
-            begin = self._recorder.now()
-            there = self._session.await_activation(record.save, stream=stream)
-            self._recorder.pause(begin, self._recorder.now())  # of the stream, on a GPU
+            with self._recorder.paused():  # on a GPU it is the stream that waits
+                there = self._session.await_activation(record.save, stream=stream)
             if there:
                 self._land(flight)
             elif stream == flight.stream:

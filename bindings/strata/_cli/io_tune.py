@@ -13,6 +13,7 @@ from rich.table import Table
 
 from .. import _core
 from .._config import configure, device, machine
+from .._config.choices import SPEED_OF
 from .._config.sizes import format_size
 from .._planning import budget_check
 from .._planning.budget_check import remove_leftovers
@@ -68,13 +69,10 @@ def lanes_table(found: Calibration, page_bytes: int) -> Table:
     """Every lane alone, and the share of its speed that it keeps beside each other one."""
     costs = found.costs
     speeds = {
-        "compute": f"{found.flops_s / 1e9:,.{0 if found.flops_s >= 1e11 else 1}f} GFLOP/s",
-        "upload": f"{costs.upload_bytes_s / 1e9:.2f} GB/s",
-        "download": f"{costs.download_bytes_s / 1e9:.2f} GB/s",
-        "read": f"{costs.read_bytes_s / 1e9:.2f} GB/s",
-        "write": f"{costs.write_bytes_s / 1e9:.2f} GB/s",
-        "update": f"{costs.update_elements_s / 1e9:.2f} G/s",
+        lane: f"{getattr(costs, name) / 1e9:.2f} {'G/s' if lane == 'update' else 'GB/s'}"
+        for lane, name in SPEED_OF.items()
     }
+    speeds["compute"] = f"{found.flops_s / 1e9:,.{0 if found.flops_s >= 1e11 else 1}f} GFLOP/s"
     without_disk = not (costs.read_bytes_s or costs.write_bytes_s)
     shown = [lane for lane in LANES if lane not in ("read", "write") or not without_disk]
     title = f"lanes with pages of {format_size(page_bytes)}: alone, and what is left beside others"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._config import configure, device
+from .._config.choices import SPEED_OF
 from .._config.configure import UNBOUNDED
 from .._config.sizes import format_duration, format_size, write_size
 from .._planning import budget_check
@@ -117,7 +118,6 @@ def machine_of(
     """
     paths = options.ssd_path
     remove_leftovers(paths)
-    given = {name: getattr(options, option) for option, name in SPEEDS.items()}
     ssd_given = options.ssd_read_speed is not None and options.ssd_write_speed is not None
     if options.memory["ssd"] and not paths and not ssd_given:
         raise ValueError(
@@ -126,6 +126,7 @@ def machine_of(
     workers = options.workers or configure.default_workers(options.device)
     setup = Setup(workers, page_bytes, paths, options.io_engine, dtype, options.device)
     found = calibration(setup)
+    given = {SPEED_OF[lane]: getattr(options, option) for option, lane in SPEEDS.items()}
     said: dict[str, Any] = {n: float(value) for n, value in given.items() if value is not None}
     if ssd_given and not paths:
         said["slow"] = _with_disk(found.costs.slow)

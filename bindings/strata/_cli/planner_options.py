@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .. import _core
-from .._config.choices import check_split, worded
+from .._config.choices import SPEED_OF, check_split, worded
 from .._config.sizes import parse_budgets
 from .options import (
     DEFAULT,
@@ -30,13 +30,9 @@ if TYPE_CHECKING:
     from .._core import Budgets, Wishes
 
 ACTIVATIONS = {"auto": None, "keep": "keep", "swap": "swap_host", "recompute": "recompute"}
-# What an option says, and the field of Costs that it stands for.
+# The options that give the speed of a lane.
 SPEEDS = {
-    "upload_speed": "upload_bytes_s",
-    "download_speed": "download_bytes_s",
-    "ssd_read_speed": "read_bytes_s",
-    "ssd_write_speed": "write_bytes_s",
-    "update_speed": "update_elements_s",
+    f"ssd_{lane}_speed" if lane in ("read", "write") else f"{lane}_speed": lane for lane in SPEED_OF
 }
 
 

@@ -33,6 +33,15 @@ DEVICES = ("auto", HOST, "cpu", "cuda")
 PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
 WORKERS_LIMIT = 1024  # of the core
 
+# The lanes that bytes and updates take, and where the planner's Costs have the speed of each.
+SPEED_OF = {
+    "upload": "upload_bytes_s",
+    "download": "download_bytes_s",
+    "read": "read_bytes_s",
+    "write": "write_bytes_s",
+    "update": "update_elements_s",
+}
+
 # Fresh models that have a name: hidden size, layers, heads, intermediate size.
 MODEL_SIZES = {
     "llama-10m": (256, 8, 4, 768),

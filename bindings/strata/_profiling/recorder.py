@@ -2,7 +2,7 @@
 tensors that autograd saves, by storage, and the memory that PyTorch takes.
 
     recorder.begin()                # from here on in detail
-    ...                             # hooks call enter, leave, pause, ignore, inputs, saved and used
+    ...                             # hooks call enter, leave, paused, inputs, saved and used
     step = recorder.take()          # at the end of every step
     recorder.close()                # when there will be no end
 
@@ -18,7 +18,8 @@ device's times when the step is over.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
@@ -122,14 +123,15 @@ class Recorder:
         while self._depth.get(unit, 0) > depth:
             self.leave(unit)
 
-    def pause(self, begin: float, end: float) -> None:
-        """From `begin` to `end` nothing was computed: somebody waited for bytes, or moved them."""
+    @contextmanager
+    def paused(self, part_of_step: bool = True) -> Iterator[None]:
+        """A context in which nothing is computed: somebody waits for bytes, or moves them. Where it
+        is no `part_of_step`, its memory does not count either."""
+        begin = self.now()
+        yield
+        end = self.now()
         self._note(Uses.pause, (), (begin, end))
-
-    def ignore(self, begin: float, end: float) -> None:
-        """As pause(), for what is no part of the step: its memory does not count either."""
-        self.pause(begin, end)
-        if self.recording:
+        if self.recording and not part_of_step:
             self._ignored.append((begin, end))
 
     def inputs(self, tensors: Iterable[torch.Tensor]) -> None:
