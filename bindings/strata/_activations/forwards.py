@@ -41,13 +41,13 @@ from .._runtime.wrapped import Unit
 from .._torch_compat import (
     captures_graphs,
     compiler,
+    graph_task,
     one_graph_each,
     set_compiler,
     top_hooks,
     untraced,
     untraced_itself,
 )
-from .._torch_compat import graph_task as _graph_task
 from .arguments import Arguments, layers_of, update_cache
 from .inputs import Before, Buffers, Found, Parameters
 from .slicing import SliceSums, Verdict, batch_size, cut, fits, merged
@@ -224,7 +224,7 @@ class PlannedForward:
 
     def _is_training(self) -> bool:
         """Whether a graph is recorded for a backward, and nobody else recomputes this module."""
-        if not torch.is_grad_enabled() or _graph_task() != -1 or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or graph_task() != -1 or torch.jit.is_tracing():
             return False
         if getattr(self.module, "gradient_checkpointing", False) and self.module.training:
             return False  # Transformers' own, which lies within this forward
@@ -328,7 +328,7 @@ class _Call:
     def _again(self, tensors: Sequence[torch.Tensor]) -> None:
         planned = self._planned
         hooks = planned.hooks
-        if _graph_task() != -1:
+        if graph_task() != -1:
             hooks.pins.pin(planned.unit)  # the nodes that come next read it as well
         planned.hook.before(backward=True)
         try:

@@ -35,8 +35,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._torch_compat import DisableTorchFunction, will_run
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import DisableTorchFunction, graph_task, will_run
 from .arguments import Arguments
 
 
@@ -153,7 +152,7 @@ class _Sum:
 
     def begin(self, nodes: Sequence[Any]) -> None:
         """A backward comes to the slices."""
-        task = _graph_task()
+        task = graph_task()
         if task in self._left:
             return
         for of_tasks in (self._left, self._early, self._totals):
@@ -163,7 +162,7 @@ class _Sum:
 
     def take(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """What goes on in the place of the gradient of one node."""
-        task = _graph_task()
+        task = graph_task()
         if not self._left.get(task):  # reached on another way than through the merged outputs
             self._early[task] = self._early.get(task, 0) + 1
             return grad

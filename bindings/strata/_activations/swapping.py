@@ -51,8 +51,7 @@ from .._config.choices import TO_SSD
 from .._errors import StrataError
 from .._runtime.streams import capturing, current_stream, keep_until_used, owned_by_graph
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import graph_task as _graph_task
-from .._torch_compat import storage_of_weak
+from .._torch_compat import graph_task, storage_of_weak
 from .swapped import Flight, State, Swapped, SwappedView, Visit, span
 
 BYTES_MIN = 4096  # smaller ones stay: together they are little, and each would cost a copy
@@ -96,7 +95,7 @@ class Swapping:
         """A module's forward begins; `unit`: its own."""
         if not torch.is_grad_enabled():
             return
-        if _graph_task() != -1:  # a recomputation
+        if graph_task() != -1:  # a recomputation
             self.arrive(unit)
             return
         self.poll()
@@ -290,7 +289,7 @@ class Swapping:
 
     def arrive(self, unit: Unit) -> None:
         """Backward comes to a unit: what is needed next begins to come back."""
-        if self._last is None or _graph_task() == -1:
+        if self._last is None or graph_task() == -1:
             return
         use = self._use_of.get(unit.index, _NOWHERE)
         if use < self._arrived:
@@ -302,7 +301,7 @@ class Swapping:
         view.check()
         record, visit = view.record, view.visit
         with self._lock:
-            if visit.use < self._arrived and _graph_task() != -1:
+            if visit.use < self._arrived and graph_task() != -1:
                 self._arrive(visit.use, visit)
             stream = current_stream(self._device)
             tensor = view.over(self._bring(record, stream), record.base)

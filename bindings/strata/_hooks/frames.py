@@ -25,7 +25,7 @@ from .._errors import StrataError
 from .._runtime.paged import PagedParameter
 from .._runtime.visits import Visit
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import graph_task
 
 if TYPE_CHECKING:
     from .hooks import ModuleHook
@@ -77,7 +77,7 @@ class Frames:
 
     def in_step(self) -> bool:
         """Whether a module of the model, or a backward, is running now on this thread."""
-        if _graph_task() != -1:
+        if graph_task() != -1:
             return True
         return bool(self.mine()) and _in_module()  # frames may be left from an exception
 

@@ -26,8 +26,7 @@ from .._activations.swapping import Swapping
 from .._runtime.streams import graphs_in_use, refuse_capture
 from .._runtime.visits import Change, Visit
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import graph_task as _graph_task
-from .._torch_compat import untraced
+from .._torch_compat import graph_task, untraced
 from .frames import Frame, Frames
 from .land_hook import LandHook, Uncopied, drop_grad
 from .pins import Pins, hold, references
@@ -92,7 +91,7 @@ class Hooks:
 
         Inside a backward nothing is stale: a forward there is a recomputation.
         """
-        if _graph_task() != -1:
+        if graph_task() != -1:
             return
         state = self.state
         bound, live = state.visits.sort_out()
@@ -140,13 +139,13 @@ class Hooks:
         state = self.state
         refuse_capture(state.device, "the model")
         self.reset()
-        if _graph_task() == -1:
+        if graph_task() == -1:
             self.let_land()
             state.refuse_half_step("a forward")
             if not torch.is_grad_enabled():
                 state.catch_up()
         planning = state.planning
-        if planning is not None and _graph_task() == -1:
+        if planning is not None and graph_task() == -1:
             planning.begin_forward(args, kwargs)
 
     def before_reading(self, *_: Any) -> None:
@@ -206,7 +205,7 @@ class ModuleHook:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Called by torch ahead of the module's forward; in a backward by a user's checkpoint."""
-        self.before(_graph_task() != -1)
+        self.before(graph_task() != -1)
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Called by torch behind the module's forward, also when that raised an Exception."""
@@ -250,7 +249,7 @@ class ModuleHook:
         replaced = views.copied_out(output)
         keeps, found = references(self.params) > frame.kept, views.found
         self.hooks.close(frame)
-        makes_graph = torch.is_grad_enabled() and _graph_task() == -1
+        makes_graph = torch.is_grad_enabled() and graph_task() == -1
         if makes_graph and (keeps or views.found > found):
             hold(replaced, self.hooks.pins, self.units)
         self.hooks.swapping.poll()

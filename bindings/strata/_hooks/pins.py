@@ -40,8 +40,7 @@ from .._errors import StrataError
 from .._runtime.optimizer import clips_units, complete_unit, current_groups
 from .._runtime.visits import Visit
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import DisableTorchFunction, current_node, use_count, will_run
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import DisableTorchFunction, current_node, graph_task, use_count, will_run
 
 if TYPE_CHECKING:
     from .._runtime.wrapped import Unit
@@ -162,7 +161,7 @@ class Pins:
 
     def _count_expected(self, unit: Unit) -> int:
         """Of how many parameters the backward now running will complete the gradient."""
-        if not self._state.visits.is_last(_graph_task()):
+        if not self._state.visits.is_last(graph_task()):
             return unit.trainable  # a backward within another one sees its own nodes only
         params = [self._state.params[i] for i in unit.params]
         with DisableTorchFunction():

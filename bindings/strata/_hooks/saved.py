@@ -40,8 +40,7 @@ from .._activations.swapping import Swapping
 from .._config.choices import SWAPS
 from .._profiling.recorder import NOT_RECORDED
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import conj_view, neg_view, pop_hooks, push_hooks, top_hooks
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import conj_view, graph_task, neg_view, pop_hooks, push_hooks, top_hooks
 from .frames import Frames
 from .pins import Pins
 
@@ -138,7 +137,7 @@ class SavedTensors:
         self.pop_to(0)
 
     def _mine(self) -> list[None]:
-        return self._stack.outside if _graph_task() == -1 else self._stack.in_backward
+        return self._stack.outside if graph_task() == -1 else self._stack.in_backward
 
     def _is_ours(self, pack: Any) -> bool:
         owner = getattr(pack, "__self__", None)
@@ -162,7 +161,7 @@ class SavedTensors:
         return _as_is(tensor)
 
     def _pack_activation(self, tensor: torch.Tensor, unit: Unit, frame: object) -> Any:
-        if _graph_task() != -1:  # a recomputation: backward wants it at once
+        if graph_task() != -1:  # a recomputation: backward wants it at once
             return _as_is(tensor)
         packed: Any = None
         if unit.activation in SWAPS:
@@ -182,7 +181,7 @@ class SavedTensors:
     def record(self, tensor: torch.Tensor, packed: Any) -> Any:
         """Tells the recorder of a tensor that is saved in a unit's forward."""
         recorder = self.state.recorder
-        if recorder.recording and (frames := self._frames.mine()) and _graph_task() == -1:
+        if recorder.recording and (frames := self._frames.mine()) and graph_task() == -1:
             number = recorder.saved(frames[-1].unit.index, tensor)
             if number != NOT_RECORDED:
                 return Recorded(packed, number)
@@ -204,7 +203,7 @@ class SavedTensors:
             raise changed(self.state.names[index], "it was updated by step() or in place")
         self._pins.pin(unit)
         self.state.check_old(index)
-        if torch.is_grad_enabled() and _graph_task() != -1:
+        if torch.is_grad_enabled() and graph_task() != -1:
             self.push()  # create_graph: the node saves tensors too. Autograd pops it with the node
         if type(kept) is Geometry:
             return kept.over(self.state.aliases[index])
@@ -222,7 +221,7 @@ class SavedTensors:
         top = top_hooks(True)
         if top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint":
             self.push()
-        elif _graph_task() != -1:
+        elif graph_task() != -1:
             self._pins.hold(unit)  # see Note [Checkpoint]
 
 

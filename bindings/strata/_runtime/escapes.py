@@ -32,8 +32,7 @@ import torch
 from torch import nn
 
 from .._errors import StrataError
-from .._torch_compat import DisableTorchFunction, held_by_torch, tensors_over
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import DisableTorchFunction, graph_task, held_by_torch, tensors_over
 from .paged import PagedTensor
 from .wrapped import Slot, Unit, Wrapped
 
@@ -153,7 +152,7 @@ class Views:
     def _take(self, tensor: torch.Tensor, failing: bool) -> None:
         """Makes a tensor one that may outlive the visit. See Note [Escapes]."""
         plain = type(tensor) is torch.Tensor
-        if plain and _graph_task() != -1 and held_by_torch(tensor):  # autograd
+        if plain and graph_task() != -1 and held_by_torch(tensor):  # autograd
             with torch.no_grad(), DisableTorchFunction():
                 tensor.data = tensor.detach().clone()
             return

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from torch.autograd import Variable
 
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import graph_task
 
 V = TypeVar("V", bound="Visit")
 
@@ -43,7 +43,7 @@ class Visit:
         self.handled = sys.exception()  # by the caller's own `except`: this visit may go well
         self.number = 0  # given by Visits.add()
         self.recorded = True  # it may be part of the training step
-        self.task = _graph_task()
+        self.task = graph_task()
         self.thread = threading.get_ident()
 
 
@@ -80,7 +80,7 @@ class Visits:
 
     def watch(self, end: Callable[[int], None]) -> None:
         """Has `end` called with the backward now running when that has run all its nodes, once."""
-        task = _graph_task()
+        task = graph_task()
         if task != -1 and task not in self._tasks:
             callback = partial(end, task)
             self._tasks[task] = (threading.get_ident(), weakref.ref(callback))
