@@ -128,9 +128,7 @@ def _sections(report: Report) -> Iterator[str]:
     if report.planned:
         yield _table(PLAN_HEAD, [[row.unit, *planned_cells(row)] for row in report.planned])
     else:
-        yield _none(
-            "there is none: activations are left to PyTorch, or no step was recorded yet"
-        )
+        yield _none("there is none: activations are left to PyTorch, or no step was recorded yet")
 
 
 def _tiles(report: Report) -> str:

@@ -184,20 +184,14 @@ class StrataOptimizer(torch.optim.Optimizer):
         self._wrapped.hooks.reset()
         self._wrapped.refuse_half_step("state_dict() of the optimizer")
         self._wrapped.synchronize()
-        index: dict[int, int] = {}
-        groups = []
-        for group in self.param_groups:
-            packed = {key: value for key, value in group.items() if key != "params"}
-            for parameter in group["params"]:
-                index.setdefault(id(parameter), len(index))
-            packed["params"] = [index[id(p)] for p in group["params"]]
-            groups.append(packed)
-        entries = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if entry := self._read_state(parameter, group):
-                    entries[index[id(parameter)]] = entry
-        return {"state": entries, "param_groups": groups}
+        try:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if entry := self._read_state(parameter, group):
+                        self.state[parameter] = entry
+            return super().state_dict()
+        finally:
+            self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict()` of this or of the plain torch optimizer returned. Raises

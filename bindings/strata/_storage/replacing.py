@@ -21,7 +21,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -29,9 +28,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .._config import machine
+
 MARKER_NAME = "strata-work.json"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-MOUNTS = Path("/proc/self/mountinfo")
 
 log = logging.getLogger("strata")
 
@@ -99,11 +99,9 @@ def is_mount_point(path: Path) -> bool:
     if os.path.ismount(path):
         return True
     try:
-        lines = MOUNTS.read_text().splitlines()
+        return str(path) in (there for there, _ in machine.mounts())
     except OSError:
         return False
-    points = (line.split()[4] for line in lines)
-    return str(path) in (re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), p) for p in points)
 
 
 def sync_folder(folder: Path) -> None:
