@@ -110,7 +110,11 @@ def wrap(
         accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights, seed,
         init_device, activations, split, device,
     )  # fmt: skip
-    return model, _open(model, optimizer, options).optimizer
+    state = _move_all(model, optimizer, options)
+    if state.planning is not None:
+        state.planning.allocator.give_reserve_back()  # what the model had before
+    _tell(state)
+    return model, state.optimizer
 
 
 def _tell(state: Wrapped) -> None:
@@ -206,14 +210,6 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError("this optimizer already belongs to a wrapped model")
     refuse_graphed(model)
     check_parameters(model)
-
-
-def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
-    state = _move_all(model, optimizer, options)
-    if state.planning is not None:
-        state.planning.allocator.give_reserve_back()  # what the model had before
-    _tell(state)
-    return state
 
 
 def _move_all(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:

@@ -1,8 +1,8 @@
 """Runs the forward of a unit as the plan says: as it is, recomputed in backward, or on slices.
 
-    handles = plan_forwards(hooks, by_module)            # in the place of each module.forward
+    planned = plan_forwards(hooks, by_module)            # in the place of each module.forward
     unit.activation, unit.slices = "recompute", 4        # obeyed from the next forward on
-    handles[0].remove()
+    planned[0].remove()
 
 The object stands in the instance's own `forward`; class and torch are left alone, and a copy or a
 pickle of the module has its plain forward. Use from the thread that trains; recomputations come
@@ -59,41 +59,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("strata")
 
 
-def plan_forwards(hooks: "Hooks", by_module: "dict[nn.Module, ModuleHook]") -> list["Handle"]:
+def plan_forwards(
+    hooks: "Hooks", by_module: "dict[nn.Module, ModuleHook]"
+) -> list["PlannedForward"]:
     """Takes over the forward of every module that alone reads a unit of its own."""
     root = hooks.state.model
-    handles = []
+    taken = []
     for module, hook in by_module.items():
         unit = hook.unit
         readers = sum(unit in other.units for other in by_module.values())
         nested = any(inner in by_module for inner in module.modules() if inner is not module)
         if module is not root and readers == 1 and not nested:
-            handles.append(Handle(PlannedForward(hooks, hook, module, unit)))
-            unit.may_recompute = not any(_renormalises(inner) for inner in module.modules())
-    return handles
-
-
-class Handle:
-    """Gives a module its own forward back."""
-
-    def __init__(self, planned: "PlannedForward") -> None:
-        self._planned = planned
-        planned.module.forward = planned
-
-    def remove(self) -> None:
-        """Undoes what the constructor did; where somebody wrapped our forward, it turns inert."""
-        planned = self._planned
-        planned.removed = True
-        own = planned.module.__dict__
-        if own.get("forward") is planned:
-            if planned.was_own:
-                planned.module.forward = planned.plain
-            else:
-                del own["forward"]
+            taken.append(PlannedForward(hooks, hook, module, unit))
+            # An embedding that renormalises changes its rows in place, in every forward.
+            inner_modules = module.modules()
+            unit.may_recompute = all(getattr(m, "max_norm", None) is None for m in inner_modules)
+    return taken
 
 
 class PlannedForward:
-    """The forward of one module, under the plan of its unit."""
+    """The forward of one module, under the plan of its unit: it takes the place of the module's."""
 
     def __init__(self, hooks: "Hooks", hook: "ModuleHook", module: nn.Module, unit: Unit) -> None:
         functools.update_wrapper(self, module.forward)  # inspect.signature() sees the plain one
@@ -110,6 +95,17 @@ class PlannedForward:
         self.compiler: Any = None  # of the forward that runs now
         self._layers = layers_of(module)
         self._logged_reason = ""
+        module.forward = self
+
+    def remove(self) -> None:
+        """Gives the module its own forward back; where somebody wrapped ours, ours turns inert."""
+        self.removed = True
+        own = self.module.__dict__
+        if own.get("forward") is self:
+            if self.was_own:
+                self.module.forward = self.plain
+            else:
+                del own["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch between the hooks of the module."""
@@ -359,11 +355,6 @@ class _Call:
                 for name in now.differing():
                     if name not in found:
                         planned.refuse_twice(name, "computed again")
-
-
-def _renormalises(module: nn.Module) -> bool:
-    """Whether it is an embedding that changes its rows in place, in every forward."""
-    return getattr(module, "max_norm", None) is not None
 
 
 def _naming(unpack: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:

@@ -2,7 +2,7 @@
 
     record = Swapped(owner, storage)
     record.saves.append(save)                        # the core has begun to copy its bytes
-    view = SwappedView(tensor, hollow, record, visit)
+    view = SwappedView(tensor, hollow, record, stretch)
     ...                                              # the tensor's memory may be gone
     view.check()
     tensor = view.over(restored, record.begin)       # the same tensor in other memory
@@ -23,6 +23,8 @@ from typing import Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._config.managed import reach
+
 
 class Owner(Protocol):
     """Who is told when nobody refers to a Swapped any more."""
@@ -39,12 +41,12 @@ class State(enum.Enum):
     HERE = enum.auto()  # in pages and in `storage`
 
 
-class Visit:
+class Stretch:
     """What one stretch of a module's forward saved."""
 
     __slots__ = ("previous", "records", "use")
 
-    def __init__(self, use: int, previous: "Visit | None") -> None:
+    def __init__(self, use: int, previous: "Stretch | None") -> None:
         self.use = use
         self.previous = previous
         self.records: list[weakref.ref[Swapped]] = []
@@ -73,10 +75,10 @@ class Swapped:
         "state",
         "storage",
         "stream",
+        "stretch",
         "to_ssd",
         "use",
         "version",
-        "visit",
         "wanted",
     )
 
@@ -95,7 +97,7 @@ class Swapped:
         self.staged = False
         self.wanted = False  # by the backward that runs now
         self.use = 0  # that saved it
-        self.visit: Visit | None = None  # the last one that lists it
+        self.stretch: Stretch | None = None  # the last one that lists it
 
     @property
     def save(self) -> int:
@@ -127,13 +129,13 @@ class Flight:
 class SwappedView:
     """What autograd gets to hold in a tensor's place: where it lies in a Swapped."""
 
-    __slots__ = ("dtype", "offset", "record", "shape", "stride", "version", "visit", "witness")
+    __slots__ = ("dtype", "offset", "record", "shape", "stretch", "stride", "version", "witness")
 
     def __init__(
-        self, tensor: torch.Tensor, hollow: torch.Tensor, record: Swapped, visit: Visit
+        self, tensor: torch.Tensor, hollow: torch.Tensor, record: Swapped, stretch: Stretch
     ) -> None:
         self.record = record
-        self.visit = visit
+        self.stretch = stretch
         self.witness = tensor.detach()  # see Note [Versions]
         self.witness.data = hollow
         self.version = tensor._version
@@ -162,8 +164,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     begin = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return begin, begin + int(tensor.nbytes)
-    last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * size
+    return begin, begin + reach(tensor) * size
 
 
 def changed(what: object, how: str) -> RuntimeError:

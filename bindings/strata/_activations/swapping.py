@@ -52,7 +52,7 @@ from .._errors import StrataError
 from .._runtime.streams import capturing, current_stream, keep_until_used, owned_by_graph
 from .._runtime.wrapped import Unit, Wrapped
 from .._torch_compat import graph_task, storage_of_weak
-from .swapped import Flight, State, Swapped, SwappedView, Visit, span
+from .swapped import Flight, State, Stretch, Swapped, SwappedView, span
 
 BYTES_MIN = 4096  # smaller ones stay: together they are little, and each would cost a copy
 ALIGNMENT = 256  # kernels choose by it, so a part of a storage keeps what the storage had
@@ -86,7 +86,7 @@ class Swapping:
         self._use = 0
         self._use_of: dict[int, int] = {}  # by unit: its last
         self._frame: Any = None  # the one that `_last` belongs to
-        self._last: Visit | None = None
+        self._last: Stretch | None = None
         self._arrived = _NOWHERE  # the use that backward has come to
 
     # Forward
@@ -133,9 +133,9 @@ class Swapping:
                 record.version = tensor._version
                 self._by_storage[storage._cdata] = record
             if self._last is None or frame is not self._frame:
-                self._frame, self._last = frame, Visit(self._use, self._last)
-            if record.visit is not self._last:
-                record.visit = self._last
+                self._frame, self._last = frame, Stretch(self._use, self._last)
+            if record.stretch is not self._last:
+                record.stretch = self._last
                 self._last.records.append(weakref.ref(record))
             return SwappedView(tensor, self._hollow, record, self._last)
 
@@ -214,7 +214,7 @@ class Swapping:
             return False
         if record.state is State.LEAVING:
             record.state = State.HERE
-        self._settle(record)
+        self._free_unwanted(record)
         return True
 
     def drain(self) -> int:
@@ -240,7 +240,7 @@ class Swapping:
         record = flight.record()
         if record is not None and record.state is State.COMING:
             record.state = State.HERE
-            self._settle(record)
+            self._free_unwanted(record)
         del self._coming[flight.save]
 
     def _drop_forgotten(self) -> None:
@@ -279,7 +279,7 @@ class Swapping:
                 self.poll()
 
     @staticmethod
-    def _settle(record: Swapped) -> None:
+    def _free_unwanted(record: Swapped) -> None:
         """Frees device memory that no backward wants now."""
         if record.state is State.HERE and not record.wanted:
             record.state = State.AWAY
@@ -299,10 +299,10 @@ class Swapping:
     def unpack(self, view: SwappedView) -> torch.Tensor:
         """The tensor again. What the current stream computes from here on sees its bytes."""
         view.check()
-        record, visit = view.record, view.visit
+        record, stretch = view.record, view.stretch
         with self._lock:
-            if visit.use < self._arrived and graph_task() != -1:
-                self._arrive(visit.use, visit)
+            if stretch.use < self._arrived and graph_task() != -1:
+                self._arrive(stretch.use, stretch)
             stream = current_stream(self._device)
             tensor = view.over(self._bring(record, stream), record.base)
             if record.stream not in (None, stream):
@@ -317,25 +317,25 @@ class Swapping:
                 record = wanted()
                 if record is not None:
                     record.wanted = False
-                    self._settle(record)
+                    self._free_unwanted(record)
             self._wanted.clear()
             self._cut()
 
-    def _arrive(self, use: int, visit: Visit | None) -> None:
+    def _arrive(self, use: int, stretch: Stretch | None) -> None:
         self._arrived = use
         self._use += 1
         nearest = use - self.lookahead
-        while visit is not None and visit.use >= nearest - 1:
-            for reference in reversed(visit.records):
+        while stretch is not None and stretch.use >= nearest - 1:
+            for reference in reversed(stretch.records):
                 record = reference()
-                if record is None or visit.use > use:
+                if record is None or stretch.use > use:
                     continue
-                if visit.use >= nearest:
+                if stretch.use >= nearest:
                     self._want(record)
                 elif record.to_ssd and record.state is State.AWAY and not record.staged:
                     record.staged = True
                     self._session.stage_activation(record.save)
-            visit = visit.previous
+            stretch = stretch.previous
         self.poll()
         self._wait_for_older()
 

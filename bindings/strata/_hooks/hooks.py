@@ -11,11 +11,11 @@ backward   SavedTensors.unpack  when an autograd node wants a saved tensor back:
            Hold                 ahead of the nodes of a unit whose memory somebody keeps (pins.py)
            LandHook             when the gradient of a parameter is complete
            Pins.end             when the whole backward is over
-state      Hooks.before_reading, before_loading   ahead of a module's state_dict() and
-                                load_state_dict()
+state      Hooks.start_clean    ahead of a module's state_dict() and load_state_dict()
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,8 +73,12 @@ class Hooks:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(land))
         for module in state.model.modules():
             self._handles += [
-                module.register_state_dict_pre_hook(Hook(self.before_reading)),
-                module.register_load_state_dict_pre_hook(Hook(self.before_loading)),
+                module.register_state_dict_pre_hook(
+                    Hook(partial(self.start_clean, "state_dict()"))
+                ),
+                module.register_load_state_dict_pre_hook(
+                    Hook(partial(self.start_clean, "load_state_dict()"))
+                ),
             ]
 
     def remove(self) -> None:
@@ -107,7 +111,7 @@ class Hooks:
             self.swapping.reset(backward_over=not state.visits.in_backward)
             others = state.visits.among(live)
             self._drop_record(visits, others)
-            if self._settle(visits, tasks, others):
+            if self._learn_outcome(visits, tasks, others):
                 state.visits.forget(visits, tasks)
             for unit in state.units:
                 if not state.session.entered(unit.index):
@@ -124,13 +128,13 @@ class Hooks:
         for unit in self.state.units:
             recorder.correct(unit.index, session.entered(unit.index))
 
-    def _settle(self, over: list[Visit], tasks: list[int], others: list[Visit]) -> bool:
+    def _learn_outcome(self, over: list[Visit], tasks: list[int], others: list[Visit]) -> bool:
         """Gradients, and the count of steps, are one for all threads: only a backward or a change
         that was given up leaves them in doubt. False: another thread is at them, so later."""
         if tasks or any(visit.task != -1 or isinstance(visit, Change) for visit in over):
             if self.state.visits.in_backward or any(isinstance(v, Change) for v in others):
                 return False
-            self.state.settle()
+            self.state.learn_outcome()
         return True
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -148,15 +152,9 @@ class Hooks:
         if planning is not None and graph_task() == -1:
             planning.begin_forward(args, kwargs)
 
-    def before_reading(self, *_: Any) -> None:
-        """Called by torch for every module in turn, ahead of its state_dict()."""
-        self._start_clean("state_dict()")
-
-    def before_loading(self, *_: Any) -> None:
-        """Called by torch for every module in turn, ahead of its load_state_dict()."""
-        self._start_clean("load_state_dict()")
-
-    def _start_clean(self, what: str) -> None:
+    def start_clean(self, what: str, *_: Any) -> None:
+        """Called by torch for every module in turn, ahead of its state_dict() or load_state_dict().
+        `what`: which of them."""
         if not self.frames.in_step():
             self.reset()
             self.state.refuse_half_step(what)

@@ -200,7 +200,7 @@ class Recorder:
             if self.recording:
                 self._measure(step, self._curve)
                 step.measured = True
-        device_times = self._clock.settle()
+        device_times = self._clock.take()
         if device_times:
             step.take_times(self._by(device_times, now))
         self._curve = None

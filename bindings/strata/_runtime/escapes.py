@@ -65,7 +65,7 @@ class Views:
         expected = self._expected
         for storage, index in self._of_unit[unit.index]:
             if tensors_over(storage) > expected[index]:
-                self._settle(storage, index, failing)
+                self._find_escaped(storage, index, failing)
 
     def mark(self, tensor: torch.Tensor, index: int) -> None:
         """Makes a view of parameter `index` a paged tensor, which counts for as long as it lives.
@@ -123,7 +123,7 @@ class Views:
             put(made, key, after)
         return made
 
-    def _settle(self, storage: int, index: int, failing: bool) -> None:
+    def _find_escaped(self, storage: int, index: int, failing: bool) -> None:
         """See Note [Escapes]."""
         for generation in GENERATIONS:
             for tensor in list(self._unknown(generation)):

@@ -327,7 +327,7 @@ class Wrapped:
         for unit in self.units:
             unit.completes = False
 
-    def settle(self) -> None:
+    def learn_outcome(self) -> None:
         """After an exception: learns from the core what happened. REQUIRES: no backward runs, and
         no other thread is in step() or zero_grad()."""
         self.landings.wait()
