@@ -110,11 +110,7 @@ def wrap(
         accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights, seed,
         init_device, activations, split, device,
     )  # fmt: skip
-    state = _move_all(model, optimizer, options)
-    if state.planning is not None:
-        state.planning.allocator.give_reserve_back()  # what the model had before
-    _tell(state)
-    return model, state.optimizer
+    return model, _open(model, optimizer, options).optimizer
 
 
 def _tell(state: Wrapped) -> None:
@@ -212,16 +208,21 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     check_parameters(model)
 
 
-def _move_all(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
+def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
     """Starts a session for the model and moves it there. Whatever ends it earlier, Ctrl-C too,
     leaves model and optimizer as they were."""
     _check(model, optimizer)
     undo = Undo(model, optimizer)
     try:
-        return _start(model, optimizer, options, undo)
+        state = _start(model, optimizer, options, undo)
     except BaseException:
         undo.run()
         raise
+    del undo  # and with it the memory that parameters had before
+    if state.planning is not None:
+        state.planning.allocator.give_reserve_back()
+    _tell(state)
+    return state
 
 
 def _start(

@@ -115,9 +115,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 def reach(tensor: torch.Tensor) -> int:
     """Elements from its first to behind its last one in memory."""
-    return 1 + sum(
-        (int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _begins(span: tuple[int, int, str, torch.Tensor]) -> tuple[int, int]:
@@ -130,7 +128,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     begin = min(a.data_ptr(), b.data_ptr())
     offsets = [(t.data_ptr() - begin) // t.element_size() for t in (a, b)]
-    reach = max(offset + reach(t) for offset, t in zip(offsets, (a, b), strict=True))
-    taken = torch.zeros(reach, dtype=torch.bool, device="cpu")
+    most = max(offset + reach(t) for offset, t in zip(offsets, (a, b), strict=True))
+    taken = torch.zeros(most, dtype=torch.bool, device="cpu")
     taken.as_strided(a.shape, a.stride(), offsets[0]).fill_(True)
     return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())
