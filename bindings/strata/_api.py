@@ -315,7 +315,6 @@ def _fill(state: Wrapped, options: Options) -> None:
         weights=None if options.weights == weight_files.INIT else options.weights,
         seed=options.seed,
         device=options.init_device,
-        names=state.names,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._config.choices import DTYPES
+from .._errors import listed
 from . import rng
 from .checkpoint_files import CheckpointError
 
@@ -181,7 +182,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _list(problems: list[str]) -> str:
-    """The first few, and how many more there are."""
-    shown = problems[:LISTED_MAX]
-    more = len(problems) - len(shown)
-    return "; ".join(shown + ([f"and {more} more"] if more else []))
+    return listed(problems, LISTED_MAX, "; ")

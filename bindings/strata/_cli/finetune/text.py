@@ -25,7 +25,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-LISTED_MAX = 8  # files spelled out in one error
+from ..._errors import listed
+
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "node_modules", "site-packages"})
 
 
@@ -72,9 +73,8 @@ def find_documents(
         else:
             refused.append(f"{file} ({problem})")
     if not documents:
-        found = ", ".join(refused[:LISTED_MAX]) or "no files"
-        more = f" and {len(refused) - LISTED_MAX} more" if len(refused) > LISTED_MAX else ""
-        raise DataError(f"no text in {', '.join(map(str, places))}; found {found}{more}")
+        found = listed(refused) or "no files"
+        raise DataError(f"no text in {', '.join(map(str, places))}; found {found}")
     return sorted(documents, key=lambda document: document.name)
 
 
