@@ -77,8 +77,8 @@ def check_values(model: nn.Module, weights: str | Path | None) -> None:
         )
     if weights is None and empty:
         raise ValueError(
-            f"{listed(empty)} {_are(empty)} on the meta device, without values, and the rest of the "
-            "model is not: give them values, or pass weights= with safetensors to read all from"
+            f"{listed(empty)} {_are(empty)} on the meta device, without values, and the rest of "
+            "the model is not: give them values, or pass weights= with safetensors to read all from"
         )
     if weights == INIT and real:
         raise ValueError(
