@@ -37,8 +37,8 @@ from ..nn.causal_lm import chunk_many, is_chunked
 from ..nn.replace import put_tiles
 from ..nn.tiles import Tiled
 from .models import build, choose, config_file
+from .options import budgets_of
 from .planner import machine_of, reply, show
-from .planner_options import budgets_of
 
 if TYPE_CHECKING:
     from .._core import Budgets, Plan, Trace, Wishes

@@ -30,7 +30,7 @@ IN_FLIGHT_MAX = 256 << 20  # bytes of host memory for buffers
 
 def run(options: argparse.Namespace) -> int:
     """0; what cannot be measured is said, and raises where it is the disk or the device that was
-    asked for. `options`: of planner_options.io_tune_parser()."""
+    asked for. `options`: of options.io_tune_parser()."""
     remove_leftovers(options.ssd_path)
     name = device.choose(options.device)
     console = Console()

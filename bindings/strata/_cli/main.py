@@ -81,7 +81,7 @@ def report(arguments: Sequence[str]) -> int:
 
 def plan(arguments: Sequence[str]) -> int:
     """Say how a recorded step would run on another machine, without running anything."""
-    from .planner_options import parse, plan_parser
+    from .options import parse, plan_parser
 
     options = parse(plan_parser(plan.__doc__), arguments)
     with importing():
@@ -91,7 +91,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 def estimate(arguments: Sequence[str]) -> int:
     """Say whether a model fits and how fast it would train, before its weights are there."""
-    from .planner_options import estimate_parser, parse
+    from .options import estimate_parser, parse
 
     options = parse(estimate_parser(estimate.__doc__), arguments)
     with importing():
@@ -101,7 +101,7 @@ def estimate(arguments: Sequence[str]) -> int:
 
 def io_tune(arguments: Sequence[str]) -> int:
     """Measure this machine's links and disks, and remember them for planning."""
-    from .planner_options import io_tune_parser
+    from .options import io_tune_parser
 
     options = io_tune_parser(io_tune.__doc__).parse_args(arguments)
     with importing():

@@ -25,7 +25,7 @@ from .._planning.forecast import Forecast, forecast
 from .._profiling.calibrate import Calibration, Setup, calibration
 from .._report.report_text import wear_lines
 from .._storage.trace_file import load
-from .planner_options import SPEEDS, budgets_of, wishes_of
+from .options import SPEEDS, budgets_of, wishes_of
 
 if TYPE_CHECKING:
     from .._core import Budgets, Costs, DtypeName, Trace, Wishes
@@ -182,7 +182,7 @@ def scaled(trace: Trace, factor: float) -> Trace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 where the step fits, 1 where it does not. `options`: of planner_options.plan_parser()."""
+    """0 where the step fits, 1 where it does not. `options`: of options.plan_parser()."""
     found = load(options.trace)
     trace = scaled(found.trace, options.tokens_scale)
     page_bytes = page_bytes_of(trace)

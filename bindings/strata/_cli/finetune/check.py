@@ -25,7 +25,7 @@ from ..._planning import budget_check
 from ..._planning.budget_check import remove_leftovers
 from ..._report.report_text import wear_lines
 from ..estimate import Step, rehearse
-from ..planner_options import wishes_of
+from ..options import wishes_of
 
 if TYPE_CHECKING:
     from ..._runtime.wrapped import Wrapped
