@@ -26,7 +26,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -248,24 +250,16 @@ def _typical(run: Run) -> float:
 
 def _pairs(
     runs: Mapping[LaneName, Run], copies: Any, ssd: Any
-) -> list[tuple[LaneName, LaneName, Callable[[], tuple[float, float]]]]:
+) -> Iterator[tuple[LaneName, LaneName, Callable[[], tuple[float, float]]]]:
     """Every two lanes that are measured together."""
-    pairs: list[tuple[LaneName, LaneName, Callable[[], tuple[float, float]]]] = []
-    if "upload" in runs:
-        pairs.append(("upload", "download", lambda: copies.run("both", TOGETHER_SECONDS)))
-    if "read" in runs and "write" in runs:
-        pairs.append(("read", "write", lambda: ssd.run("both", TOGETHER_SECONDS)))
-    own: list[LaneName] = [lane for lane in LANES if lane in runs and lane != "download"]
-    for i, first in enumerate(own):
-        for second in own[i + 1 :]:
-            if (first, second) == ("read", "write"):
-                continue
+    probes = {("upload", "download"): copies, ("read", "write"): ssd}
+    for first, second in combinations([lane for lane in LANES if lane in runs], 2):
+        if probe := probes.get((first, second)):  # both ways of one link
+            yield first, second, partial(probe.run, "both", TOGETHER_SECONDS)
+        elif "download" not in (first, second):
             # What computation loses decides most: it is measured more than once.
             rounds = ROUNDS if first == "compute" else 1
-            pairs.append(
-                (first, second, lambda a=runs[first], b=runs[second], n=rounds: together(a, b, n))  # type: ignore[misc]
-            )
-    return pairs
+            yield first, second, partial(together, runs[first], runs[second], rounds)
 
 
 def together(first: Run, second: Run, rounds: int = 1) -> tuple[float, float]:

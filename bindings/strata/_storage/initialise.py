@@ -49,8 +49,7 @@ def parameters(
         module._parameters.update(values)
         _seeded(seed, module_name, _initialisers(model, module_name), device)
         if any(_untouched(value) for value in values.values()):
-            own = _own_initialiser(module)
-            again = ([own] if own else []) + _initialisers(model, module_name)
+            again = [*_own_initialisers(module), *_initialisers(model, module_name)]
             _seeded(seed, module_name, again, device)
     finally:
         module._parameters.update(original)
@@ -96,8 +95,7 @@ def _initialise_buffers(model: nn.Module, module_name: str, wanted: list[str]) -
         module._buffers[name] = torch.full(
             meta.shape, _mark(meta.dtype), dtype=meta.dtype, device="cpu"
         )
-    own = _own_initialiser(module)
-    _seeded(0, module_name, ([own] if own else []) + _initialisers(model, module_name))
+    _seeded(0, module_name, [*_own_initialisers(module), *_initialisers(model, module_name)])
     left = [name for name in marked if _untouched(module._buffers[name])]
     module._buffers.update({name: original[name] for name in left})
     return [name for name in wanted if name not in marked or name in left]
@@ -156,17 +154,15 @@ def _initialisers(model: nn.Module, module_name: str) -> list[Initialiser]:
         nearest: Any = next(models, None)
         if nearest is not None:
             found.append(functools.partial(nearest._init_weights, module))
-        elif (own := _own_initialiser(module)) is not None:
-            found.append(own)
+        else:
+            found += _own_initialisers(module)
     return found
 
 
-def _own_initialiser(module: nn.Module) -> Initialiser | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        method: Initialiser | None = getattr(module, name, None)
-        if callable(method):
-            return method
-    return None
+def _own_initialisers(module: nn.Module) -> list[Initialiser]:
+    """One, or none."""
+    methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return [method for method in methods if callable(method)][:1]
 
 
 def _seeded(
