@@ -186,8 +186,8 @@ class PlannedForward:
             return parameters.taken(parameters.names)
 
     def learn(self, before: Before) -> list[str]:
-        """The parameters that a forward has changed in place since taken(). Which will be told to
-        the core from now on, and whether the unit may be computed again, is learnt from it."""
+        """The parameters that a forward has changed in place since taken(). Notes which of them
+        have to be told to the core, and whether the unit may be computed again."""
         state, rewritten = self.hooks.state, self.parameters.learn(before)
         if rewritten:
             self.unit.may_recompute = False
@@ -196,7 +196,7 @@ class PlannedForward:
         return rewritten
 
     def refuse_twice(self, name: str, why: str) -> None:
-        """Raises StrataError: a parameter is changed where once more is once too often."""
+        """Raises StrataError: the forward changes a parameter, and would do so more than once."""
         state, unit = self.hooks.state, self.unit
         unit.activation, unit.slices = "keep", 1
         full_name = state.names[state.index_of(self.parameters[name])]

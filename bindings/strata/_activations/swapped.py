@@ -110,7 +110,7 @@ class Swapped:
         return bool(self.saves) and self.saves[0] >= 0
 
     def __del__(self) -> None:
-        # On any thread and between any two lines of Swapping's, so it takes no part in its affairs.
+        # This runs on any thread and between any two lines of Swapping: so it only leaves a note.
         self.owner.forgotten.extend(self.saves)
 
 

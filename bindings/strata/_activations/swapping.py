@@ -30,11 +30,11 @@ Python goes on at once, unless they are still on the SSD, and may be far ahead o
       Where there is no room without them, pack() waits.
     - What leaves is kept until its copy has been seen done, so nobody can have it before.
 
-Note [Ends]. A record ends on any thread and at any point, also of the methods below, for Python's
-garbage collector may run there. So it leaves a note of its save and does no more. The notes are
-read where the lock is held and nothing is half done. An exception out of a signal handler may come
-between any two bytecodes, too. So a copy is written down before it begins, what the core answers is
-stored by the call that asks (_at_once), and drain() finds ends of which it heard nothing.
+Note [Ends]. Python's garbage collector may end a record on any thread and at any point, also within
+the methods below. So a record that ends only leaves a note of its save. The notes are read where
+the lock is held and nothing is half done. A signal handler may raise between any two bytecodes,
+too. So a copy is noted before it begins, the call that asks the core also stores its answer
+(_at_once), and drain() finds records that ended without a note.
 """
 
 import operator
@@ -380,7 +380,7 @@ class Swapping:
         return storage
 
     def _cut(self) -> None:
-        """What follows has nothing to do with the uses so far."""
+        """Begins a new row of uses: what follows does not depend on those so far."""
         self._arrived = _NOWHERE
         self._use_of.clear()
         self._frame = self._last = None

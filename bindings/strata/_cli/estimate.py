@@ -112,7 +112,7 @@ def _quiet(library: str) -> Iterator[None]:
 
 
 def changes(model: Any) -> list[str]:
-    """What was done to the model so that it trains in less memory, for people."""
+    """For people: what was changed in the model so that it trains in less memory."""
     tiled = [
         f"{name} is cut into {len(module.tiles)} tiles"
         for name, module in model.named_modules()

@@ -169,7 +169,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _discard_output() -> None:
-    """What is still to be written goes nowhere, also when Python ends."""
+    """Sends what is still buffered nowhere, also what Python flushes when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -110,10 +110,10 @@ CONTEXT_BYTES = 512 << 20
 def machine_of(
     options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16"
 ) -> Calibration:
-    """What --*-speed says, and for the rest this machine with --device, as remembered or measured
-    now. REQUIRES: options.device is what device.choose() made of it.
+    """This machine with --device, as remembered or measured now, but with the speeds that --*-speed
+    gives. REQUIRES: options.device is what device.choose() made of it.
 
-    Raises ValueError where an SSD is to be used and its speed is neither told nor to be measured,
+    Raises ValueError where an SSD is to be used and its speed is neither given nor to be measured,
     and StrataError where the device cannot be used.
     """
     paths = options.ssd_path
@@ -134,7 +134,7 @@ def machine_of(
 
 
 def remarks(options: argparse.Namespace) -> list[str]:
-    """What there is to say of the budgets on this machine, and of the folders of --ssd-path."""
+    """Notes for people on the budgets and on the folders of --ssd-path, on this machine."""
     said = budget_check.remarks(options.memory, options.device, options.ssd_path)
     wanted, free = options.memory["device"], device.free_bytes(options.device)
     if free is not None and wanted > free - CONTEXT_BYTES:

@@ -74,7 +74,7 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_options(name: str, group: dict[str, Any]) -> None:
-    """Raises ValueError where the group of an optimizer of this class asks for what is not done."""
+    """Raises ValueError where a group of this class has an option in use that is not supported."""
     for option in UNSUPPORTED:
         if group.get(option):
             _refuse(name, option, group[option])

@@ -121,7 +121,7 @@ def costs(setup: Setup, refresh: bool = False) -> Costs:
 
 
 def calibration(setup: Setup, refresh: bool = False) -> Calibration:
-    """As costs(), with what else was found."""
+    """As costs(), with everything else that was measured."""
     key = setup.key()
     text = json.dumps(key, sort_keys=True)
     file = cache_folder() / f"calibration-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

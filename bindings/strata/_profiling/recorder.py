@@ -12,9 +12,9 @@ memory are too. Use from the thread that trains; autograd's threads call it unde
 Note [Rounds]. Where several forwards and backwards make one step, each pair is a round. What take()
 returns is the last one: they are alike, and the plan is the same for each.
 
-Note [Two times]. Uses are put together as they happen, for what is recorded refers to them. On a
-GPU their times are not known yet; so what happened is noted, and put together once more by the
-device's times when the step is over.
+Note [Two times]. Uses are put together as they happen, because saved tensors refer to them. On a
+GPU their times are not known yet. So each call is noted, and all are replayed with the device's
+times when the step is over.
 """
 
 import logging
@@ -87,7 +87,7 @@ class Recorder:
             curve.stop()
 
     def abandon(self) -> None:
-        """What was recorded of the step so far does not count: it was given up."""
+        """Forgets the step so far: it was given up."""
         self.close()
         self._depth.clear()
         self._clear()
@@ -119,7 +119,7 @@ class Recorder:
             self._note(Uses.leave, (unit,), (self.now(),))
 
     def correct(self, unit: int, depth: int) -> None:
-        """The unit was left without a word: it is entered `depth` times."""
+        """Leaves the unit until it is entered `depth` times: an exception kept hooks from it."""
         while self._depth.get(unit, 0) > depth:
             self.leave(unit)
 
@@ -167,11 +167,11 @@ class Recorder:
         return len(self._uses.step.tensors)
 
     def saved_since(self, mark: int) -> int:
-        """Bytes that forwards have saved since then, those of inputs left out."""
+        """Bytes that forwards have saved since then, without those of inputs."""
         return sum(t.bytes for t in self._uses.step.tensors[mark:] if not t.input)
 
     def drop_to(self, mark: int) -> None:
-        """What was saved since then does not count: that forward runs again."""
+        """Forgets what was saved since then: that forward runs again."""
         del self._uses.step.tensors[mark:]
         self._numbers = {k: known for k, known in self._numbers.items() if known[1] < mark}
 

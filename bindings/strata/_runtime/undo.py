@@ -10,8 +10,8 @@
         raise
 
 Python can raise KeyboardInterrupt between any two lines of the main thread. So nothing here asks
-how far a change has come: all is put back as it was noted, and where another interrupt comes
-meanwhile, once more from the beginning.
+how far a change has come: everything is put back as it was noted. Where another interrupt comes
+meanwhile, this begins once more.
 
 Note [Memory]. The values that parameters had are kept alive until the Undo is dropped. wrap() holds
 them and the pages side by side in any case, when it copies the values.
@@ -50,7 +50,7 @@ class Undo:
         self._dicts += [(each, dict(each)) for each in dicts]
 
     def first(self, action: Callable[[], object]) -> None:
-        """Does it ahead of what was noted before. It has to bear being done twice."""
+        """Adds an action that run() does ahead of those added before. It may be done twice."""
         self._first.append(action)
 
     def run(self) -> None:

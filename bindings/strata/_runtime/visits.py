@@ -9,11 +9,11 @@
     session.leave_all_but(live, bound)
     visits.forget(*visits.over(bound, live))
 
-Note [Interrupts]. A signal handler may raise between any two bytecodes: behind a call of the core,
-and ahead of the line that notes it. So nothing is counted here. The core alone counts what is
-entered, by visit. A visit is known before it enters and until it has left, so what an exception
-leaves behind belongs to a visit that cannot go on, or to none; reset() has the core leave both.
-What else is noted for the time of a visit is such that doing, or undoing, it twice does no harm.
+Note [Interrupts]. A signal handler may raise between any two bytecodes, also between a call of the
+core and the line that notes it. So nothing is counted here: the core alone counts what is entered,
+by visit. A visit is known before it enters and until it has left. So what an exception leaves
+behind belongs to a visit that cannot go on, or to none, and reset() has the core leave both.
+Everything else that is noted during a visit may be done, or undone, twice without harm.
 
 Threads: any, under the GIL.
 """
@@ -35,7 +35,7 @@ V = TypeVar("V", bound="Visit")
 
 
 class Visit:
-    """Whose account units are entered on: a thread's, or a backward's where one is running."""
+    """A holder of entered units: a thread, or the backward that runs on it."""
 
     __slots__ = ("handled", "number", "recorded", "task", "thread")
 
@@ -123,7 +123,7 @@ class Visits:
         return visits, [task for task in list(self._tasks) if not self._is_running(task)]
 
     def forget(self, visits: list[Visit], tasks: list[int]) -> None:
-        """Drops what over() told: nothing is left to be done about it."""
+        """Drops what over() returned: nothing is left to be done about it."""
         for visit in visits:
             self.end(visit)
         for task in tasks:

@@ -205,7 +205,7 @@ class Wrapped:
         self.recorder.enter(unit.index, backward, asked, recorded)
 
     def leave(self, unit: Unit, visit: Visit) -> None:
-        """Undoes enter(), if that came to anything; and again does nothing. Raises StrataError
+        """Undoes enter() if that succeeded, and does nothing the second time. Raises StrataError
         where a view of a parameter would stay behind."""
         try:
             if self.views is not None and self.session.entered(unit.index) == 1:

@@ -168,7 +168,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _initialise(model: nn.Module, write: Write, seed: int, device: str | torch.device) -> None:
-    """Sends first values, module by module."""
+    """Writes first values, module by module."""
     # A tied parameter counts under its first name only.
     tensors = {tensor.name: tensor for tensor in stored_tensors(model)}
     for module_name in dict.fromkeys(name.rpartition(".")[0] for name in sorted(tensors)):
@@ -201,13 +201,13 @@ def _untiled(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def _write_parts(write: Write, tensor: StoredTensor, value: torch.Tensor) -> None:
-    """Sends a tensor to the parameters that it is made of."""
+    """Writes a tensor as the parameters that it is made of."""
     for name, part in tensor.split(value):
         write(name, part)
 
 
 def _read_parameters(model: nn.Module, source: WeightFiles, write: Write) -> frozenset[str]:
-    """Sends the parameters and sets the buffers that `source` holds. Returns the buffers' names."""
+    """Writes the parameters and sets the buffers that `source` has. Returns the names of those."""
     tensors = stored_tensors(model)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     alias_of = {tensor.name: tensor.names for tensor in tensors}
