@@ -63,11 +63,11 @@ class Buffer:
         return self.may_be_changed(now) and not torch.equal(now, self.value)
 
 
+@dataclass
 class Found:
     """The buffers of a module and all below it at one moment."""
 
-    def __init__(self, owners: list[tuple[Owner, dict[str, Buffer]]]) -> None:
-        self.owners = owners
+    owners: list[tuple[Owner, dict[str, Buffer]]]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -185,14 +185,12 @@ class _Sum:
         return rounded
 
 
+@dataclass(slots=True, eq=False)
 class _Take:
     """Called by autograd behind a node whose gradient number `place` is a parameter's."""
 
-    __slots__ = ("_place", "_sum")
-
-    def __init__(self, total: _Sum, place: int) -> None:
-        self._sum = total
-        self._place = place
+    _sum: _Sum
+    _place: int
 
     def __call__(self, grads: Grads, _: Grads) -> Grads | None:
         """What the node hands on; None: what it has."""

@@ -18,6 +18,7 @@ shares the counter too.
 import enum
 import weakref
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -41,17 +42,16 @@ class State(enum.Enum):
     HERE = enum.auto()  # in pages and in `storage`
 
 
+@dataclass(slots=True, eq=False)
 class Stretch:
     """What one stretch of a module's forward saved."""
 
-    __slots__ = ("previous", "records", "use")
-
-    def __init__(self, use: int, previous: "Stretch | None") -> None:
-        self.use = use
-        self.previous = previous
-        self.records: list[weakref.ref[Swapped]] = []
+    use: int
+    previous: "Stretch | None"
+    records: "list[weakref.ref[Swapped]]" = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Swapped:
     """Bytes [begin, end) of a storage that autograd saved.
 
@@ -63,41 +63,24 @@ class Swapped:
        is under way.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "base",
-        "begin",
-        "end",
-        "origin",
-        "owner",
-        "saves",
-        "staged",
-        "state",
-        "storage",
-        "stream",
-        "stretch",
-        "to_ssd",
-        "use",
-        "version",
-        "wanted",
-    )
+    owner: Owner
+    storage: torch.UntypedStorage | None
+    origin: StorageWeakRef = field(init=False)  # its key stays taken for as long as this lives
+    saves: list[int] = field(default_factory=list)  # the core's number, once there is one
+    stream: int | None = None  # that `storage` was allocated on, where that was for this
+    state: State = State.LEAVING
+    base: int = 0
+    begin: int = 0
+    end: int = 0
+    version: int = 0
+    to_ssd: bool = False
+    staged: bool = False
+    wanted: bool = False  # by the backward that runs now
+    use: int = 0  # that saved it
+    stretch: Stretch | None = None  # the last one that lists it
 
-    def __init__(self, owner: "Owner", storage: torch.UntypedStorage) -> None:
-        self.owner = owner
-        self.saves: list[int] = []  # the core's number, once there is one
-        self.storage: torch.UntypedStorage | None = storage
-        self.origin = StorageWeakRef(storage)  # its key stays taken for as long as this lives
-        self.stream: int | None = None  # that `storage` was allocated on, where that was for this
-        self.state = State.LEAVING
-        self.base = 0
-        self.begin = 0
-        self.end = 0
-        self.version = 0
-        self.to_ssd = False
-        self.staged = False
-        self.wanted = False  # by the backward that runs now
-        self.use = 0  # that saved it
-        self.stretch: Stretch | None = None  # the last one that lists it
+    def __post_init__(self) -> None:
+        self.origin = StorageWeakRef(self.storage)
 
     @property
     def save(self) -> int:

@@ -21,6 +21,7 @@ Use from the thread that trains.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,13 +42,13 @@ class _RefusedError(Exception):
     """A trial that ended early."""
 
 
+@dataclass(eq=False)
 class Verdicts:
     """Which kinds of arguments of one module's forward may be cut."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module = module
-        self._forward = forward
-        self._verdicts: dict[Any, Verdict] = {}
+    _module: nn.Module
+    _forward: Callable[..., Any]
+    _verdicts: dict[Any, Verdict] = field(default_factory=dict)
 
     def find(self, arguments: Arguments) -> Verdict | None:
         """Whether the batch in `arguments` may be cut: tried where that is not known. None where

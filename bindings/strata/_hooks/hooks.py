@@ -15,6 +15,7 @@ state      Hooks.start_clean    ahead of a module's state_dict() and load_state_
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -268,13 +269,11 @@ class ModuleHook:
                 )
 
 
+@dataclass(slots=True, eq=False)
 class Hook(Uncopied):
     """A method of ModuleHook or Hooks, as torch keeps it."""
 
-    __slots__ = ("method",)
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = method
+    method: Callable[..., Any]
 
     @untraced
     def __call__(self, *args: Any) -> Any:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -210,14 +211,12 @@ def references(params: Sequence[nn.Parameter]) -> int:
     return count
 
 
+@dataclass(slots=True, eq=False)
 class Hold:
     """Enters units for nodes that read their memory without asking."""
 
-    __slots__ = ("_pins", "_units")
-
-    def __init__(self, pins: Pins, units: Sequence[Unit]) -> None:
-        self._pins = pins
-        self._units = units
+    _pins: Pins
+    _units: Sequence[Unit]
 
     def __call__(self, grads: Any) -> None:
         """Called by autograd ahead of the node that made what a module returned."""

@@ -30,6 +30,7 @@ is dropped without a backward would never be freed.
 """
 
 import threading
+from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, cast
 
@@ -77,14 +78,12 @@ class Geometry:
             return neg_view(view) if self.neg else view
 
 
+@dataclass(slots=True, eq=False)
 class Recorded:
     """What pack() returns otherwise, and the recorder's number for it."""
 
-    __slots__ = ("number", "packed")
-
-    def __init__(self, packed: Any, number: int) -> None:
-        self.packed = packed
-        self.number = number
+    packed: Any
+    number: int
 
 
 class _Pushed(threading.local):
@@ -225,15 +224,13 @@ class SavedTensors:
             self._pins.hold(unit)  # see Note [Checkpoint]
 
 
+@dataclass(slots=True, eq=False)
 class _Above:
     """Our hooks above somebody else's, which still get every tensor that is not a parameter."""
 
-    __slots__ = ("ours", "outer_pack", "outer_unpack")
-
-    def __init__(self, ours: SavedTensors, outer_pack: Any, outer_unpack: Any) -> None:
-        self.ours = ours
-        self.outer_pack = outer_pack
-        self.outer_unpack = outer_unpack
+    ours: SavedTensors
+    outer_pack: Any
+    outer_unpack: Any
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """As SavedTensors.pack, which see."""

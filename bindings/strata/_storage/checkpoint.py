@@ -32,6 +32,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -149,13 +150,13 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     return extra
 
 
+@dataclass
 class _Meter:
     """Counts bytes on their way and tells whoever watches."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
+    _progress: Progress | None
+    _total: int
+    _done: int = 0
 
     def add(self, count: int) -> None:
         self._done += count
