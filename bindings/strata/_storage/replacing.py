@@ -104,13 +104,16 @@ def is_mount_point(path: Path) -> bool:
         return False
 
 
-def sync_folder(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk."""
-    sync_file(folder)
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file. Killed at any moment, there is the old one or the whole new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    sync(temporary)
+    os.replace(temporary, path)
 
 
-def sync_file(path: Path) -> None:
-    """Waits until what was written to `path` is on the disk."""
+def sync(path: Path) -> None:
+    """Waits until what was written to a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

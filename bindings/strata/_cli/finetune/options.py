@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from ..._config.choices import DTYPES, MODEL_SIZES, as_written, check_split, page_size, worded
 from ..._config.update_modes import LockFree, parse_update
+from ..._storage.replacing import write_whole
 from ..options import (
     DEFAULT,
     DEVICES,
@@ -154,10 +154,7 @@ class Options:
 
     def save(self, folder: Path) -> None:
         """Remembers the options, so that --resume needs none but --output."""
-        text = json.dumps(dataclasses.asdict(self), indent=2)
-        temporary = folder / f"{OPTIONS_NAME}.tmp"
-        temporary.write_text(text + "\n")
-        os.replace(temporary, folder / OPTIONS_NAME)  # killed in between, a run stays resumable
+        write_whole(folder / OPTIONS_NAME, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
 def add_arguments(parser: Parser) -> None:

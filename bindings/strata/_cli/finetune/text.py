@@ -171,16 +171,14 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
 def tokenize(tokenizer: Any, documents: list[Document], path: Path) -> np.ndarray[Any, Any]:
     """The tokens of all documents, each ended by the end-of-text token, as a file mapped at `path`.
 
-    The tokens rest in the file, so their memory is the page cache's. An existing file is replaced.
+    The tokens rest in the file, so their memory is the page cache's.
     """
     end = tokenizer.eos_token_id
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    with open(path, "wb") as file:
         for begin in range(0, len(documents), ENCODED_TOGETHER):
             texts = [d.text for d in documents[begin : begin + ENCODED_TOGETHER]]
             for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
                 np.array([*ids, *([] if end is None else [end])], dtype=np.uint32).tofile(file)
-    os.replace(temporary, path)
     return np.memmap(path, dtype=np.uint32, mode="r")
 
 
