@@ -81,9 +81,9 @@ def report(arguments: Sequence[str]) -> int:
 
 def plan(arguments: Sequence[str]) -> int:
     """Say how a recorded step would run on another machine, without running anything."""
-    from .options import parse, plan_parser
+    from .options import plan_parser
 
-    options = parse(plan_parser(plan.__doc__), arguments)
+    options = plan_parser(plan.__doc__).parse(arguments)
     with importing():
         from . import planner
     return planner.run(options)
@@ -91,9 +91,9 @@ def plan(arguments: Sequence[str]) -> int:
 
 def estimate(arguments: Sequence[str]) -> int:
     """Say whether a model fits and how fast it would train, before its weights are there."""
-    from .options import estimate_parser, parse
+    from .options import estimate_parser
 
-    options = parse(estimate_parser(estimate.__doc__), arguments)
+    options = estimate_parser(estimate.__doc__).parse(arguments)
     with importing():
         from . import estimate as counting
     return counting.run(options)
@@ -103,7 +103,7 @@ def io_tune(arguments: Sequence[str]) -> int:
     """Measure this machine's links and disks, and remember them for planning."""
     from .options import io_tune_parser
 
-    options = io_tune_parser(io_tune.__doc__).parse_args(arguments)
+    options = io_tune_parser(io_tune.__doc__).parse(arguments)
     with importing():
         from . import io_tune as tuning
     return tuning.run(options)

@@ -5,7 +5,7 @@
     add = adder(parser.add_argument_group("the step"))
     add("--batch", "sequences (default: 1)", default=1)
 
-    options = parse(plan_parser("..."), arguments)
+    options = plan_parser("...").parse(arguments)
     budgets, wishes = budgets_of(options.memory, page_bytes), wishes_of("auto", None)
 """
 
@@ -92,6 +92,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:
         """As argparse's."""
         super().__init__(**keywords, allow_abbrev=False)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """As parse_args(). Refuses options that contradict each other, too."""
+        options = self.parse_args(arguments)
+        try:
+            check_split(getattr(options, "split", None), getattr(options, "activations", None))
+        except ValueError as error:
+            self.error(str(error))
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for whatever cannot be parsed."""
@@ -207,16 +216,6 @@ def io_tune_parser(description: str | None) -> Parser:
     add("--workers", WORKERS)
     add("--device", f"whose links are measured: {DEVICES}", default="auto")
     return parser
-
-
-def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses, and refuses what cannot be asked of the planner together."""
-    options = parser.parse_args(arguments)
-    try:
-        check_split(options.split, options.activations)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
 
 
 def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = True) -> Budgets:

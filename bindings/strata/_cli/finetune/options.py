@@ -3,7 +3,6 @@
 options = parse(["--model", "llama-25m", "--data", "notes/", "--steps", "100"])
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..._config.choices import DTYPES, MODEL_SIZES, as_written, check_split, page_size, worded
+from ..._config.choices import DTYPES, MODEL_SIZES, as_written, page_size, worded
 from ..._config.update_modes import LockFree, parse_update
 from ..._storage.replacing import write_whole
 from ..options import (
@@ -167,10 +166,10 @@ def add_arguments(parser: Parser) -> None:
         add(f"--{option.name.replace('_', '-')}", **{**more, **option.metadata})
 
 
-def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options:
+def finish(parser: Parser, arguments: Sequence[str]) -> Options:
     """Parses; with --resume the options of the run to continue are the defaults."""
     names = {f.name for f in dataclasses.fields(Options)}
-    values = vars(parser.parse_args(arguments))
+    values = vars(parser.parse(arguments))
     if values["resume"]:
         remembered = Path(values["output"], OPTIONS_NAME)
         if not remembered.is_file():
@@ -178,7 +177,7 @@ def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
         saved: dict[str, Any] = json.loads(remembered.read_text())
         saved |= {"resume": True, "overwrite": False}
         parser.set_defaults(**{k: v for k, v in saved.items() if k in names})
-        values = vars(parser.parse_args(arguments))
+        values = vars(parser.parse(arguments))
     options = Options(**{k: v for k, v in values.items() if k in names})
     for name in ("model", "data"):
         if not getattr(options, name):
@@ -193,10 +192,6 @@ def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
             "--dtype float16 scales the loss and skips steps that overflow, which --update "
             f"{options.update} cannot: take bfloat16, or --update on_step"
         )
-    try:
-        check_split(options.split, options.activations)
-    except ValueError as error:
-        parser.error(str(error))
     if options.resume and options.overwrite:
         parser.error("--resume and --overwrite contradict each other")
     return options
