@@ -107,6 +107,14 @@ def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) ->
 CONTEXT_BYTES = 512 << 20
 
 
+def setup_of(options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16") -> Setup:
+    """What is measured. REQUIRES: options.device is what device.choose() made of it."""
+    remove_leftovers(options.ssd_path)
+    workers = options.workers or configure.default_workers(options.device)
+    engine = options.io_engine
+    return Setup(workers, page_bytes, options.ssd_path, engine, dtype, options.device)
+
+
 def machine_of(
     options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16"
 ) -> Calibration:
@@ -117,15 +125,12 @@ def machine_of(
     and StrataError where the device cannot be used.
     """
     paths = options.ssd_path
-    remove_leftovers(paths)
     ssd_given = options.ssd_read_speed is not None and options.ssd_write_speed is not None
     if options.memory["ssd"] and not paths and not ssd_given:
         raise ValueError(
             "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
         )
-    workers = options.workers or configure.default_workers(options.device)
-    setup = Setup(workers, page_bytes, paths, options.io_engine, dtype, options.device)
-    found = calibration(setup)
+    found = calibration(setup_of(options, page_bytes, dtype))
     given = {SPEED_OF[lane]: getattr(options, option) for option, lane in SPEEDS.items()}
     said: dict[str, Any] = {n: float(value) for n, value in given.items() if value is not None}
     if ssd_given and not paths:

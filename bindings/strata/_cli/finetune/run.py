@@ -43,7 +43,7 @@ from .files import CHECKPOINT_NAME, MODEL_NAME, Data, claim, prepare, remove_ear
 from .interrupt import Interrupt
 from .metrics import Metrics, draw
 from .options import Options
-from .view import StepRecord, View, make_view, opening, perplexity, plain_needs, summary
+from .view import StepFigures, View, make_view, opening, perplexity, plain_needs, summary
 
 if TYPE_CHECKING:
     from ..._core import DtypeName
@@ -207,7 +207,7 @@ class _Training:
             view.note(f"to continue: strata finetune --resume --output {self._output}")
             return False
 
-    def _train_step(self) -> StepRecord:
+    def _train_step(self) -> StepFigures:
         options = self._options
         began = time.perf_counter()
         self._model.train()
@@ -223,7 +223,7 @@ class _Training:
         self._seconds += took
         stats = self._state.session.stats()
         assert self._state.last_step is not None
-        record = StepRecord(
+        record = StepFigures(
             step=self._step,
             loss=total,
             lr=rate,
