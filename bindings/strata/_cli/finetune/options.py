@@ -28,7 +28,6 @@ from ..options import (
 )
 
 OPTIONS_NAME = "options.json"
-TIER_BUDGET = "budget of the tier, such as 256MiB"
 
 
 def _page_size(text: str) -> str:
@@ -38,6 +37,10 @@ def _page_size(text: str) -> str:
 def _option(default: Any, text: str, **more: Any) -> Any:
     """A field, and the help of its option; `more`: as argparse takes it."""
     return field(default=default, metadata={"help": text, **more})
+
+
+def _budget(tier: str, behind: str = " (default: from what is free)") -> Any:
+    return _option(None, f"budget of the {tier} tier, such as 256MiB{behind}")
 
 
 # The groups of help, by the first field of each.
@@ -63,19 +66,19 @@ class Options:
         default_factory=list,
         metadata={"help": "text files, or folders searched for them", "metavar": "PATH"},
     )
-    output: str = _option("runs/finetune", "where results go (default: %(default)s)", metavar="DIR")
+    output: str = _option("runs/finetune", f"where results go ({DEFAULT})", metavar="DIR")
     resume: bool = _option(False, "continue the run in --output; its other options are remembered")
     overwrite: bool = _option(False, "replace an earlier run in --output")
     vocabulary: int | None = _option(
         None, "tokens of the tokenizer trained for a fresh model (default: 8192, or its config's)"
     )
     data_limit: str | None = _option(None, "use so much of the text at most")
-    held_out: float = _option(0.05, "part of the text kept for evaluation (default: %(default)s)")
+    held_out: float = _option(0.05, f"part of the text kept for evaluation ({DEFAULT})")
 
     device: str = _option("auto", f"what computes: {DEVICES}")
-    device_memory: str | None = _option(None, f"{TIER_BUDGET} (default: from what is free)")
-    host_memory: str | None = _option(None, f"{TIER_BUDGET} (default: from what is free)")
-    ssd_memory: str | None = _option(None, f"{TIER_BUDGET}; needs --ssd-path")
+    device_memory: str | None = _budget("device")
+    host_memory: str | None = _budget("host")
+    ssd_memory: str | None = _budget("ssd", "; needs --ssd-path")
     ssd_path: list[str] | None = field(
         default=None, metadata={"help": "folders on one or several disks", "type": str}
     )
