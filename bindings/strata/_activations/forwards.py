@@ -13,8 +13,8 @@ autocast as they were. Our saved-tensor hooks lie above its own in both runs, so
 by unit (saved.py). All tensors go through checkpoint as positional arguments, so that the hooks
 below see each of them as a saved tensor. Buffers, caches and containers are in the second run as
 they were before the first, so nothing is counted twice. So are parameters that forwards are known
-to change in place (inputs.py). One that a forward changes for the first time, later than when
-it was recorded, has no older value: it must come out of the second run as it went in.
+to change in place (inputs.py). A parameter that a forward first changes after the recorded step has
+no older value: the second run must leave it as it was.
 
 Note [Compiled units]. torch.compile looks at each Python function as it is called. Ours and
 checkpoint's are not for it. So it is switched off ahead of them, and on again for the plain

@@ -16,9 +16,9 @@ Note [Sums of slices]. Autograd adds what several slices give a parameter in the
 and rounds after every slice: with 32 slices in bfloat16 the error is several times that of the
 whole batch. So nodes that hand a gradient to a parameter's accumulator are looked up in the graph
 of each slice. In a backward a hook behind each of them takes its gradient into a float32 sum and
-hands on nothing, but for the last one that runs, which hands on the sum, rounded. How many will run
-autograd tells when the backward comes to the merged outputs. The forward sees nothing of it, and
-neither do hooks of parameters. Parameters of 32 bits need no sum. Where a backward is itself
+hands on nothing, but for the last one that runs, which hands on the sum, rounded. Autograd tells
+how many will run when the backward comes to the merged outputs. Neither the forward nor hooks of
+parameters notice any of this. Parameters of 32 bits need no sum. Where a backward is itself
 recorded (create_graph), autograd adds.
 
 Nodes are referred to by hooks of nodes above them alone, as they are by the graph: a graph that is

@@ -14,7 +14,7 @@ is simply used again, without a fetch.
 Note [Uses]. Forwards of units are numbered as they begin. What use n saved may be on its way out
 until use n + 2 begins, which then waits: this bounds the memory beside what the plan keeps. When
 backward comes to use n, the tensors of the `lookahead` uses before it begin to come back, and those
-on the SSD of one more use are asked into host memory.
+of one more use begin to be read from the SSD into host memory.
 
 Note [Streams]. On a GPU bytes that come back are put in order before the stream that asks for them;
 Python goes on at once, unless they are still on the SSD, and may be far ahead of them.

@@ -152,8 +152,8 @@ def remarks(options: argparse.Namespace) -> list[str]:
 
 
 def _with_disk(slow: Any) -> Any:
-    """Disks that were not measured: each way keeps some of its speed beside the other, as most
-    drives do."""
+    """Adds disks that were not measured. Each way keeps some of its speed beside the other, as with
+    most drives."""
     mixed = 0.6
     result = {lane: dict(row) for lane, row in slow.items()}
     result.setdefault("read", {})["write"] = mixed

@@ -120,7 +120,7 @@ class Hooks:
         self.swapping.poll()
 
     def _drop_record(self, over: list[Visit], others: list[Visit]) -> None:
-        """What was recorded of a step that was given up, unless another thread goes on with it."""
+        """Forgets what was recorded of a step that was given up, unless another thread goes on."""
         recorder, session = self.state.recorder, self.state.session
         given_up = not over or any(visit.recorded for visit in over)
         if given_up and not any(visit.recorded for visit in others):

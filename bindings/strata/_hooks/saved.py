@@ -20,8 +20,8 @@ unpack() does. For parameters it also notices step(), which changes them without
 
 Note [Balance]. torch keeps one stack of hooks for everybody on a thread, and whoever leaves pops
 what lies on top. Where an exception kept us from popping, somebody further out (a checkpoint, a
-user's `with`) has popped ours in place of his own. So what has to go is not ours, but as many as we
-have pushed. Pushing and counting are one call of C, which no signal handler can come between. In a
+user's `with`) has popped ours in place of his own. So we pop as many as we have pushed, whoever's
+they are. Pushing and counting are one call of C, which no signal handler can come between. In a
 backward autograd puts the stack back by itself, behind every node.
 
 Note [Cycles]. A node may save its own output, which refers to the node. torch sees that for what it

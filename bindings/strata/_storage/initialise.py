@@ -10,9 +10,8 @@ got (GPT-2 rescales the projections inside its attention). Running that over the
 need the whole model in memory. Here only the parameters of one module are real while its own
 initialiser and those of its ancestors run, innermost first; everything else is on the meta device,
 where an initialiser is a no-op. The value of a parameter is thus the one the full pass would give
-it, drawn from a random stream of its own: it depends on the seed and the module's name and on
-nothing else. Limit: an initialiser that reads one parameter to set another is refused by the meta
-device.
+it, drawn from a random stream of its own: it depends on the seed and the module's name alone.
+Limit: the meta device refuses an initialiser that reads one parameter to set another.
 """
 
 import functools
