@@ -309,12 +309,12 @@ class _Training:
 
     def finish(self) -> None:
         """Saves the result and the report, draws the picture, generates, prints the summary."""
-        needs = plain_needs(self._choice, self._options.batch, self._options.sequence)
         make_report(self._state).save(self._output / "report.json")
         folder = self._output / MODEL_NAME
         export_safetensors(self._model, folder)
         self._data.tokenizer.save_pretrained(folder)
         draw(self._metrics, self._budgets, self._output / "progress.png", self._choice.name)
+        needs = plain_needs(self._choice, self._options.batch, self._options.sequence)
         summary(self._state, self._metrics, needs, self._budgets, self._output, self._choice.name)
         if self._options.generate:
             print(f"\nThe model continues a prompt:\n\n{self._generate()}")
