@@ -209,23 +209,20 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
-    state = _move_all(model, optimizer, options)
-    if state.planning is not None:
-        state.planning.allocator.give_reserve_back()  # what the model had before
-    _tell(state)
-    return state
-
-
-def _move_all(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
     """Starts a session for the model and moves it there. Whatever ends it earlier, Ctrl-C too,
     leaves model and optimizer as they were."""
     _check(model, optimizer)
     undo = Undo(model, optimizer)
     try:
-        return _start(model, optimizer, options, undo)
+        state = _start(model, optimizer, options, undo)
     except BaseException:
         undo.run()
         raise
+    del undo  # and with it the memory that parameters had before
+    if state.planning is not None:
+        state.planning.allocator.give_reserve_back()
+    _tell(state)
+    return state
 
 
 def _start(
@@ -318,7 +315,6 @@ def _fill(state: Wrapped, options: Options) -> None:
         weights=None if options.weights == weight_files.INIT else options.weights,
         seed=options.seed,
         device=options.init_device,
-        names=state.names,
     )
 
 

@@ -3,12 +3,12 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from ._core import StrataError
 
-__all__ = ["StrataError", "check_choice", "keywords_of", "names_nearest", "nearest"]
+__all__ = ["StrataError", "check_choice", "keywords_of", "listed", "names_nearest", "nearest"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,6 +22,12 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {folded[close[0]]!r}?"
     return "valid: " + ", ".join(repr(choice) for choice in choices)
+
+
+def listed(items: Sequence[str], most: int = 8, between: str = ", ") -> str:
+    """For an error message: the first few, and how many more there are."""
+    more = len(items) - most
+    return between.join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_choice(what: str, value: str, valid: Iterable[str]) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from strata._cli import main as cli
 from strata._cli.models import choose
+from strata._config.configure import Options
 from transformers import BertConfig, LlamaConfig
 
 BUDGET = "--memory=device=1GiB,host=1GiB"
@@ -90,7 +92,7 @@ def test_what_libraries_log_is_heard_again_afterwards() -> None:
     memory = {"device": 1 << 30, "host": 1 << 30, "ssd": 0}
     config = LlamaConfig(**{k: v for k, v in SMALL.items() if k != "model_type"})
     for batch in (1, 10**12):
-        step = estimate.Step(config, batch, 2048, "bfloat16", memory, "host")
+        step = estimate.Step(config, batch, 2048, memory, "host", Options(dtype=torch.bfloat16))
         if batch > 1:
             with pytest.raises(ValueError, match="cannot run on shapes"):
                 estimate.count(step)

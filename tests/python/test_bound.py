@@ -144,7 +144,7 @@ def test_no_window_beats_the_bound(seed: int) -> None:
     mode = rng.choice([None, "keep", "recompute"])
     paper = made_up_plan(rng.choice([70, 200]), rng.choice([100, 400]), activation=mode)
     costs = made_up_costs()
-    for name in (*windows.RATES.values(), "compute_scale"):
+    for name in (*windows.SPEED_OF.values(), "compute_scale"):
         setattr(costs, name, getattr(costs, name) * 10.0 ** rng.uniform(-3, 1))
     costs.slow = {a: {b: rng.uniform(0.05, 1.0) for b in LANES if b != a} for a in LANES}
     costs.landing_waits = rng.random() < 0.5

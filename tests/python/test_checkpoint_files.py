@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from killed import survives
+from strata._config import machine
 from strata._storage import checkpoint_files as files
 from strata._storage import replacing
 
@@ -198,7 +199,7 @@ def test_what_cannot_be_replaced_is_refused_at_once(
         path.mkdir()
         place = str(path).replace(" ", "\\040")
         (tmp_path / "mounts").write_text(f"36 35 98:0 /a {place} rw - ext4 /dev/root rw\n")
-        monkeypatch.setattr(replacing, "MOUNTS", tmp_path / "mounts")
+        monkeypatch.setattr(machine, "MOUNTS", tmp_path / "mounts")
     known = {"file": "is a file", "working directory": "the working directory"}
     message = known.get(what, f"mounted on.*such as {path / 'checkpoint'}")
     with (

@@ -13,8 +13,7 @@ import pytest
 import strata
 from strata._cli import main as cli
 from strata._cli.finetune import options as finetune_options
-from strata._cli.options import Parser
-from strata._cli.planner_options import estimate_parser, io_tune_parser, plan_parser
+from strata._cli.options import Parser, estimate_parser, io_tune_parser, plan_parser
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 COMMAND = [sys.executable, "-m", "strata"]

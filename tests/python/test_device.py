@@ -183,9 +183,8 @@ def test_times_are_the_devices(cuda: FakeCuda) -> None:
         compute(seconds)
         recorder.leave(unit)
         compute(0.5)
-    begin = recorder.now()
-    compute(8.0)
-    recorder.pause(begin, recorder.now())
+    with recorder.paused():
+        compute(8.0)
     step = recorder.take()
     assert [round(use.seconds, 6) for use in step.uses] == [1.0, 2.0, 4.0]
     assert [round(use.waited, 6) for use in step.uses] == [0.25, 0.25, 0.25]

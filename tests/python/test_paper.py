@@ -7,6 +7,7 @@ import pytest
 import torch
 from strata import _core
 from strata._cli import estimate
+from strata._config.configure import Options
 from strata._storage import trace_file
 from strata.nn.request import CHUNK_BYTES, COLUMNS_MIN
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,6 +23,10 @@ TOKENS = SEQUENCE * BATCH
 def auto(trace):
     """The planner chooses all, and nothing rests on the device."""
     return _core.Wishes(on_device=[False] * len(trace.units))
+
+
+def made_as(dtype):
+    return Options(dtype=getattr(torch, dtype))
 
 
 def config(sizes=SIZES):
@@ -72,7 +77,7 @@ def saved_by_units(dtype):
 
 def counted(dtype):
     room = dict.fromkeys(("device", "host", "ssd"), 1 << 50)
-    return estimate.count(estimate.Step(config(), BATCH, SEQUENCE, dtype, room, "host"))
+    return estimate.count(estimate.Step(config(), BATCH, SEQUENCE, room, "host", made_as(dtype)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -109,7 +114,9 @@ def test_a_loss_without_logits_agrees_with_the_counted_step():
     sizes = replace(SIZES, vocabulary=1 << 22)
     room = dict.fromkeys(("device", "host", "ssd"), 1 << 50)
     tokens = SEQUENCE * 64
-    _, step = estimate.count(estimate.Step(config(sizes), 64, SEQUENCE, "bfloat16", room, "host"))
+    _, step = estimate.count(
+        estimate.Step(config(sizes), 64, SEQUENCE, room, "host", made_as("bfloat16"))
+    )
     trace = llama_trace(sizes, tokens, SEQUENCE, 1.0, chunked_loss=True)
     assert paper.LOGITS_BYTES == CHUNK_BYTES
     assert COLUMNS_MIN["cuda"] == paper.LOGITS_COLUMNS

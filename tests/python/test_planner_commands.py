@@ -10,6 +10,7 @@ import torch
 from strata._cli import main as cli
 from strata._cli import planner
 from strata._config import choices, configure, device
+from strata._config.configure import Options
 from strata._profiling import probes
 from strata._profiling.calibrate import Calibration
 from strata._storage import trace_file
@@ -390,7 +391,9 @@ def test_nothing_of_a_large_model_takes_memory(capsys):
     from strata._cli import estimate as module
 
     memory = {"device": 1 << 50, "host": 1 << 50, "ssd": 0}
-    model, step = module.count(module.Step(large, 1, 2048, "bfloat16", memory, "host"))
+    model, step = module.count(
+        module.Step(large, 1, 2048, memory, "host", Options(dtype=torch.bfloat16))
+    )
     assert sum(p.numel() for p in model.parameters()) > 10**9
     assert max(use.peak_bytes for use in step.uses) > 2**30
     assert torch.get_default_dtype() == before

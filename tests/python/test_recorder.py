@@ -51,8 +51,8 @@ def test_computation_waits_and_gaps_are_told_apart(monkeypatch: pytest.MonkeyPat
     enter(2, 0.0)  # nested
     now[0] += 4.0
     recorder.leave(2)
-    recorder.pause(now[0], now[0] + 5.0)
-    now[0] += 5.0
+    with recorder.paused():
+        now[0] += 5.0
     recorder.leave(1)
     now[0] += 6.0
     step = recorder.take()
@@ -144,11 +144,11 @@ def test_what_is_ignored_takes_no_memory_and_no_time() -> None:
     start = time.perf_counter()
     recorder.enter(0, False, start, True)
     torch.ones(LARGE).sum()
-    begin = recorder.now()
-    torch.ones(4 * LARGE).sum()
-    time.sleep(0.02)
-    end = recorder.now()
-    recorder.ignore(begin, end)
+    with recorder.paused(part_of_step=False):
+        begin = time.perf_counter()
+        torch.ones(4 * LARGE).sum()
+        time.sleep(0.02)
+        end = time.perf_counter()
     torch.ones(2 * LARGE).sum()
     recorder.leave(0)
     elapsed = time.perf_counter() - start

@@ -144,7 +144,7 @@ def test_a_trial_refuses_and_puts_back(name: str) -> None:
     before = module.average.detach().clone()
     version = module.average._version
     verdicts = Verdicts(module, module.forward)
-    verdict = verdicts.find(Arguments(((torch.randn(6, 48),), {})), trial=True)
+    verdict = verdicts.find(Arguments(((torch.randn(6, 48),), {})))
     assert verdict is not None
     assert verdict.reason == "its forward changes the parameter 'average'"
     assert torch.equal(module.average, before)

@@ -179,8 +179,9 @@ def test_waits_of_the_stream_are_no_computation(
 ) -> None:
     state = one_unit()
     counts = Counts(state, monkeypatch)
-    pauses: list[tuple[float, float]] = []
-    monkeypatch.setattr(state.recorder, "pause", lambda *times: pauses.append(times))
+    pauses: list[object] = []
+    paused = state.recorder.paused
+    monkeypatch.setattr(state.recorder, "paused", lambda: pauses.append(None) or paused())
     view = away(state, torch.randn(SIZE))
     state.hooks.swapping.unpack(view)
     assert len(pauses) == 1

@@ -1,8 +1,8 @@
 """Runs the forward of a unit as the plan says: as it is, recomputed in backward, or on slices.
 
-    handles = plan_forwards(hooks, by_module)            # in the place of each module.forward
+    planned = plan_forwards(hooks, by_module)            # in the place of each module.forward
     unit.activation, unit.slices = "recompute", 4        # obeyed from the next forward on
-    handles[0].remove()
+    planned[0].remove()
 
 The object stands in the instance's own `forward`; class and torch are left alone, and a copy or a
 pickle of the module has its plain forward. Use from the thread that trains; recomputations come
@@ -13,8 +13,8 @@ autocast as they were. Our saved-tensor hooks lie above its own in both runs, so
 by unit (saved.py). All tensors go through checkpoint as positional arguments, so that the hooks
 below see each of them as a saved tensor. Buffers, caches and containers are in the second run as
 they were before the first, so nothing is counted twice. So are parameters that forwards are known
-to change in place (inputs.py). One that a forward changes for the first time, later than when
-it was recorded, has no older value: it must come out of the second run as it went in.
+to change in place (inputs.py). A parameter that a forward first changes after the recorded step has
+no older value: the second run must leave it as it was.
 
 Note [Compiled units]. torch.compile looks at each Python function as it is called. Ours and
 checkpoint's are not for it. So it is switched off ahead of them, and on again for the plain
@@ -41,13 +41,13 @@ from .._runtime.wrapped import Unit
 from .._torch_compat import (
     captures_graphs,
     compiler,
+    graph_task,
     one_graph_each,
     set_compiler,
     top_hooks,
     untraced,
     untraced_itself,
 )
-from .._torch_compat import graph_task as _graph_task
 from .arguments import Arguments, layers_of, update_cache
 from .inputs import Before, Buffers, Found, Parameters
 from .slicing import SliceSums, Verdict, batch_size, cut, fits, merged
@@ -59,41 +59,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("strata")
 
 
-def plan_forwards(hooks: "Hooks", by_module: "dict[nn.Module, ModuleHook]") -> list["Handle"]:
+def plan_forwards(
+    hooks: "Hooks", by_module: "dict[nn.Module, ModuleHook]"
+) -> list["PlannedForward"]:
     """Takes over the forward of every module that alone reads a unit of its own."""
     root = hooks.state.model
-    handles = []
+    taken = []
     for module, hook in by_module.items():
         unit = hook.unit
         readers = sum(unit in other.units for other in by_module.values())
         nested = any(inner in by_module for inner in module.modules() if inner is not module)
         if module is not root and readers == 1 and not nested:
-            handles.append(Handle(PlannedForward(hooks, hook, module, unit)))
-            unit.may_recompute = not any(_renormalises(inner) for inner in module.modules())
-    return handles
-
-
-class Handle:
-    """Gives a module its own forward back."""
-
-    def __init__(self, planned: "PlannedForward") -> None:
-        self._planned = planned
-        planned.module.forward = planned
-
-    def remove(self) -> None:
-        """Undoes what the constructor did; where somebody wrapped our forward, it turns inert."""
-        planned = self._planned
-        planned.removed = True
-        own = planned.module.__dict__
-        if own.get("forward") is planned:
-            if planned.was_own:
-                planned.module.forward = planned.plain
-            else:
-                del own["forward"]
+            taken.append(PlannedForward(hooks, hook, module, unit))
+            # An embedding that renormalises changes its rows in place, in every forward.
+            inner_modules = module.modules()
+            unit.may_recompute = all(getattr(m, "max_norm", None) is None for m in inner_modules)
+    return taken
 
 
 class PlannedForward:
-    """The forward of one module, under the plan of its unit."""
+    """The forward of one module, under the plan of its unit: it takes the place of the module's."""
 
     def __init__(self, hooks: "Hooks", hook: "ModuleHook", module: nn.Module, unit: Unit) -> None:
         functools.update_wrapper(self, module.forward)  # inspect.signature() sees the plain one
@@ -110,6 +95,17 @@ class PlannedForward:
         self.compiler: Any = None  # of the forward that runs now
         self._layers = layers_of(module)
         self._logged_reason = ""
+        module.forward = self
+
+    def remove(self) -> None:
+        """Gives the module its own forward back; where somebody wrapped ours, ours turns inert."""
+        self.removed = True
+        own = self.module.__dict__
+        if own.get("forward") is self:
+            if self.was_own:
+                self.module.forward = self.plain
+            else:
+                del own["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch between the hooks of the module."""
@@ -186,14 +182,12 @@ class PlannedForward:
         recorder, parameters = self.hooks.state.recorder, self.parameters
         if parameters.known or not recorder.recording:
             return parameters.taken(parameters.rewritten)
-        begin = recorder.now()
-        before = parameters.taken(parameters.names)
-        recorder.ignore(begin, recorder.now())
-        return before
+        with recorder.paused(part_of_step=False):
+            return parameters.taken(parameters.names)
 
     def learn(self, before: Before) -> list[str]:
-        """The parameters that a forward has changed in place since taken(). Which will be told to
-        the core from now on, and whether the unit may be computed again, is learnt from it."""
+        """The parameters that a forward has changed in place since taken(). Notes which of them
+        have to be told to the core, and whether the unit may be computed again."""
         state, rewritten = self.hooks.state, self.parameters.learn(before)
         if rewritten:
             self.unit.may_recompute = False
@@ -202,7 +196,7 @@ class PlannedForward:
         return rewritten
 
     def refuse_twice(self, name: str, why: str) -> None:
-        """Raises StrataError: a parameter is changed where once more is once too often."""
+        """Raises StrataError: the forward changes a parameter, and would do so more than once."""
         state, unit = self.hooks.state, self.unit
         unit.activation, unit.slices = "keep", 1
         full_name = state.names[state.index_of(self.parameters[name])]
@@ -226,7 +220,7 @@ class PlannedForward:
 
     def _is_training(self) -> bool:
         """Whether a graph is recorded for a backward, and nobody else recomputes this module."""
-        if not torch.is_grad_enabled() or _graph_task() != -1 or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or graph_task() != -1 or torch.jit.is_tracing():
             return False
         if getattr(self.module, "gradient_checkpointing", False) and self.module.training:
             return False  # Transformers' own, which lies within this forward
@@ -238,9 +232,8 @@ class PlannedForward:
         wanted = state.recorder.recording or unit.slices > 1
         if not wanted or not state.may_split:
             return None
-        begin = state.recorder.now()
-        verdict = self._verdicts.find(arguments, trial=True)
-        state.recorder.ignore(begin, state.recorder.now())
+        with state.recorder.paused(part_of_step=False):
+            verdict = self._verdicts.find(arguments)
         if verdict is not None:
             self._note(verdict.reason, batch)
         return verdict
@@ -331,7 +324,7 @@ class _Call:
     def _again(self, tensors: Sequence[torch.Tensor]) -> None:
         planned = self._planned
         hooks = planned.hooks
-        if _graph_task() != -1:
+        if graph_task() != -1:
             hooks.pins.pin(planned.unit)  # the nodes that come next read it as well
         planned.hook.before(backward=True)
         try:
@@ -362,11 +355,6 @@ class _Call:
                 for name in now.differing():
                     if name not in found:
                         planned.refuse_twice(name, "computed again")
-
-
-def _renormalises(module: nn.Module) -> bool:
-    """Whether it is an embedding that changes its rows in place, in every forward."""
-    return getattr(module, "max_norm", None) is not None
 
 
 def _naming(unpack: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:

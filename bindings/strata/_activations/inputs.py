@@ -16,17 +16,16 @@ Note [Copies of buffers]. Any forward may change any buffer, also one that was l
 thousand steps, and kernels of batch normalisation do so without telling the version counter of the
 tensor. So each buffer is copied ahead of every forward, but lazily: both share the memory until one
 is written to, through whichever kernel, and only then the writer gets memory of its own. A table
-that nobody changes costs two microseconds and no byte. What a forward has changed once it will
-change again: that is copied at once, so that its address stays. So is what cannot be shared: small
-parts of large storages, memory that is not an allocator's, and all of them where CUDA graphs, which
-know addresses only, may write.
+that nobody changes costs two microseconds and no byte. Some are copied at once. A buffer that a
+forward has changed before will change again, and its address has to stay. Small parts of large
+storages, and memory that is not an allocator's, cannot be shared. Where CUDA graphs may write to a
+buffer they know its address only, so there all are copied.
 
 Note [Copies of parameters]. A version counter tells of a change for free, but not of one through
 `p.data`, and not what the value was. That takes a copy, of all parameters: the first forward that
 is recorded makes one. What it changes it will change again: that alone is copied ahead of later
 forwards. A first change in a later forward is told by the version counter, or not at all. Copies
-lie in host memory that PyTorch did not allocate, so that what is measured of a forward is the
-forward's.
+lie in host memory that PyTorch did not allocate: measurements of a forward do not see them.
 """
 
 import contextlib
@@ -63,11 +62,11 @@ class Buffer:
         return self.may_be_changed(now) and not torch.equal(now, self.value)
 
 
+@dataclass
 class Found:
     """The buffers of a module and all below it at one moment."""
 
-    def __init__(self, owners: list[tuple[Owner, dict[str, Buffer]]]) -> None:
-        self.owners = owners
+    owners: list[tuple[Owner, dict[str, Buffer]]]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -16,9 +16,9 @@ Note [Sums of slices]. Autograd adds what several slices give a parameter in the
 and rounds after every slice: with 32 slices in bfloat16 the error is several times that of the
 whole batch. So nodes that hand a gradient to a parameter's accumulator are looked up in the graph
 of each slice. In a backward a hook behind each of them takes its gradient into a float32 sum and
-hands on nothing, but for the last one that runs, which hands on the sum, rounded. How many will run
-autograd tells when the backward comes to the merged outputs. The forward sees nothing of it, and
-neither do hooks of parameters. Parameters of 32 bits need no sum. Where a backward is itself
+hands on nothing, but for the last one that runs, which hands on the sum, rounded. Autograd tells
+how many will run when the backward comes to the merged outputs. Neither the forward nor hooks of
+parameters notice any of this. Parameters of 32 bits need no sum. Where a backward is itself
 recorded (create_graph), autograd adds.
 
 Nodes are referred to by hooks of nodes above them alone, as they are by the graph: a graph that is
@@ -35,8 +35,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._torch_compat import DisableTorchFunction, will_run
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import DisableTorchFunction, graph_task, will_run
 from .arguments import Arguments
 
 
@@ -153,7 +152,7 @@ class _Sum:
 
     def begin(self, nodes: Sequence[Any]) -> None:
         """A backward comes to the slices."""
-        task = _graph_task()
+        task = graph_task()
         if task in self._left:
             return
         for of_tasks in (self._left, self._early, self._totals):
@@ -163,7 +162,7 @@ class _Sum:
 
     def take(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """What goes on in the place of the gradient of one node."""
-        task = _graph_task()
+        task = graph_task()
         if not self._left.get(task):  # reached on another way than through the merged outputs
             self._early[task] = self._early.get(task, 0) + 1
             return grad
@@ -186,14 +185,12 @@ class _Sum:
         return rounded
 
 
+@dataclass(slots=True, eq=False)
 class _Take:
     """Called by autograd behind a node whose gradient number `place` is a parameter's."""
 
-    __slots__ = ("_place", "_sum")
-
-    def __init__(self, total: _Sum, place: int) -> None:
-        self._sum = total
-        self._place = place
+    _sum: _Sum
+    _place: int
 
     def __call__(self, grads: Grads, _: Grads) -> Grads | None:
         """What the node hands on; None: what it has."""

@@ -2,7 +2,7 @@
 
     record = Swapped(owner, storage)
     record.saves.append(save)                        # the core has begun to copy its bytes
-    view = SwappedView(tensor, hollow, record, visit)
+    view = SwappedView(tensor, hollow, record, stretch)
     ...                                              # the tensor's memory may be gone
     view.check()
     tensor = view.over(restored, record.begin)       # the same tensor in other memory
@@ -18,10 +18,13 @@ shares the counter too.
 import enum
 import weakref
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from .._config.managed import reach
 
 
 class Owner(Protocol):
@@ -39,17 +42,16 @@ class State(enum.Enum):
     HERE = enum.auto()  # in pages and in `storage`
 
 
-class Visit:
+@dataclass(slots=True, eq=False)
+class Stretch:
     """What one stretch of a module's forward saved."""
 
-    __slots__ = ("previous", "records", "use")
-
-    def __init__(self, use: int, previous: "Visit | None") -> None:
-        self.use = use
-        self.previous = previous
-        self.records: list[weakref.ref[Swapped]] = []
+    use: int
+    previous: "Stretch | None"
+    records: "list[weakref.ref[Swapped]]" = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Swapped:
     """Bytes [begin, end) of a storage that autograd saved.
 
@@ -61,41 +63,24 @@ class Swapped:
        is under way.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "base",
-        "begin",
-        "end",
-        "origin",
-        "owner",
-        "saves",
-        "staged",
-        "state",
-        "storage",
-        "stream",
-        "to_ssd",
-        "use",
-        "version",
-        "visit",
-        "wanted",
-    )
+    owner: Owner
+    storage: torch.UntypedStorage | None
+    origin: StorageWeakRef = field(init=False)  # its key stays taken for as long as this lives
+    saves: list[int] = field(default_factory=list)  # the core's number, once there is one
+    stream: int | None = None  # that `storage` was allocated on, where that was for this
+    state: State = State.LEAVING
+    base: int = 0
+    begin: int = 0
+    end: int = 0
+    version: int = 0
+    to_ssd: bool = False
+    staged: bool = False
+    wanted: bool = False  # by the backward that runs now
+    use: int = 0  # that saved it
+    stretch: Stretch | None = None  # the last one that lists it
 
-    def __init__(self, owner: "Owner", storage: torch.UntypedStorage) -> None:
-        self.owner = owner
-        self.saves: list[int] = []  # the core's number, once there is one
-        self.storage: torch.UntypedStorage | None = storage
-        self.origin = StorageWeakRef(storage)  # its key stays taken for as long as this lives
-        self.stream: int | None = None  # that `storage` was allocated on, where that was for this
-        self.state = State.LEAVING
-        self.base = 0
-        self.begin = 0
-        self.end = 0
-        self.version = 0
-        self.to_ssd = False
-        self.staged = False
-        self.wanted = False  # by the backward that runs now
-        self.use = 0  # that saved it
-        self.visit: Visit | None = None  # the last one that lists it
+    def __post_init__(self) -> None:
+        self.origin = StorageWeakRef(self.storage)
 
     @property
     def save(self) -> int:
@@ -108,7 +93,7 @@ class Swapped:
         return bool(self.saves) and self.saves[0] >= 0
 
     def __del__(self) -> None:
-        # On any thread and between any two lines of Swapping's, so it takes no part in its affairs.
+        # This runs on any thread and between any two lines of Swapping: so it only leaves a note.
         self.owner.forgotten.extend(self.saves)
 
 
@@ -127,13 +112,13 @@ class Flight:
 class SwappedView:
     """What autograd gets to hold in a tensor's place: where it lies in a Swapped."""
 
-    __slots__ = ("dtype", "offset", "record", "shape", "stride", "version", "visit", "witness")
+    __slots__ = ("dtype", "offset", "record", "shape", "stretch", "stride", "version", "witness")
 
     def __init__(
-        self, tensor: torch.Tensor, hollow: torch.Tensor, record: Swapped, visit: Visit
+        self, tensor: torch.Tensor, hollow: torch.Tensor, record: Swapped, stretch: Stretch
     ) -> None:
         self.record = record
-        self.visit = visit
+        self.stretch = stretch
         self.witness = tensor.detach()  # see Note [Versions]
         self.witness.data = hollow
         self.version = tensor._version
@@ -162,8 +147,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     begin = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return begin, begin + int(tensor.nbytes)
-    last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * size
+    return begin, begin + reach(tensor) * size
 
 
 def changed(what: object, how: str) -> RuntimeError:

@@ -14,7 +14,7 @@ is simply used again, without a fetch.
 Note [Uses]. Forwards of units are numbered as they begin. What use n saved may be on its way out
 until use n + 2 begins, which then waits: this bounds the memory beside what the plan keeps. When
 backward comes to use n, the tensors of the `lookahead` uses before it begin to come back, and those
-on the SSD of one more use are asked into host memory.
+of one more use begin to be read from the SSD into host memory.
 
 Note [Streams]. On a GPU bytes that come back are put in order before the stream that asks for them;
 Python goes on at once, unless they are still on the SSD, and may be far ahead of them.
@@ -30,11 +30,11 @@ Python goes on at once, unless they are still on the SSD, and may be far ahead o
       Where there is no room without them, pack() waits.
     - What leaves is kept until its copy has been seen done, so nobody can have it before.
 
-Note [Ends]. A record ends on any thread and at any point, also of the methods below, for Python's
-garbage collector may run there. So it leaves a note of its save and does no more. The notes are
-read where the lock is held and nothing is half done. An exception out of a signal handler may come
-between any two bytecodes, too. So a copy is written down before it begins, what the core answers is
-stored by the call that asks (_at_once), and drain() finds ends of which it heard nothing.
+Note [Ends]. Python's garbage collector may end a record on any thread and at any point, also within
+the methods below. So a record that ends only leaves a note of its save. The notes are read where
+the lock is held and nothing is half done. A signal handler may raise between any two bytecodes,
+too. So a copy is noted before it begins, the call that asks the core also stores its answer
+(_at_once), and drain() finds records that ended without a note.
 """
 
 import operator
@@ -51,9 +51,8 @@ from .._config.choices import TO_SSD
 from .._errors import StrataError
 from .._runtime.streams import capturing, current_stream, keep_until_used, owned_by_graph
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import graph_task as _graph_task
-from .._torch_compat import storage_of_weak
-from .swapped import Flight, State, Swapped, SwappedView, Visit, span
+from .._torch_compat import graph_task, storage_of_weak
+from .swapped import Flight, State, Stretch, Swapped, SwappedView, span
 
 BYTES_MIN = 4096  # smaller ones stay: together they are little, and each would cost a copy
 ALIGNMENT = 256  # kernels choose by it, so a part of a storage keeps what the storage had
@@ -87,7 +86,7 @@ class Swapping:
         self._use = 0
         self._use_of: dict[int, int] = {}  # by unit: its last
         self._frame: Any = None  # the one that `_last` belongs to
-        self._last: Visit | None = None
+        self._last: Stretch | None = None
         self._arrived = _NOWHERE  # the use that backward has come to
 
     # Forward
@@ -96,7 +95,7 @@ class Swapping:
         """A module's forward begins; `unit`: its own."""
         if not torch.is_grad_enabled():
             return
-        if _graph_task() != -1:  # a recomputation
+        if graph_task() != -1:  # a recomputation
             self.arrive(unit)
             return
         self.poll()
@@ -134,9 +133,9 @@ class Swapping:
                 record.version = tensor._version
                 self._by_storage[storage._cdata] = record
             if self._last is None or frame is not self._frame:
-                self._frame, self._last = frame, Visit(self._use, self._last)
-            if record.visit is not self._last:
-                record.visit = self._last
+                self._frame, self._last = frame, Stretch(self._use, self._last)
+            if record.stretch is not self._last:
+                record.stretch = self._last
                 self._last.records.append(weakref.ref(record))
             return SwappedView(tensor, self._hollow, record, self._last)
 
@@ -215,7 +214,7 @@ class Swapping:
             return False
         if record.state is State.LEAVING:
             record.state = State.HERE
-        self._settle(record)
+        self._free_unwanted(record)
         return True
 
     def drain(self) -> int:
@@ -241,7 +240,7 @@ class Swapping:
         record = flight.record()
         if record is not None and record.state is State.COMING:
             record.state = State.HERE
-            self._settle(record)
+            self._free_unwanted(record)
         del self._coming[flight.save]
 
     def _drop_forgotten(self) -> None:
@@ -264,9 +263,8 @@ class Swapping:
         flight = next((f for f in self._coming.values() if f.record() is None), None)
         if flight is None:
             return False
-        begin = self._recorder.now()
-        self._session.activation_fetched(flight.save, True)
-        self._recorder.pause(begin, self._recorder.now())
+        with self._recorder.paused():
+            self._session.activation_fetched(flight.save, True)
         self._land(flight)
         return True
 
@@ -275,14 +273,13 @@ class Swapping:
         limit = self._use - USES_LEAVING
         late = [r for r in self._leaving if r.has_begun and r.use <= limit and not r.wanted]
         if late:
-            begin = self._recorder.now()
-            for record in late:
-                self._session.activation_saved(record.save, True)
-            self.poll()
-            self._recorder.pause(begin, self._recorder.now())
+            with self._recorder.paused():
+                for record in late:
+                    self._session.activation_saved(record.save, True)
+                self.poll()
 
     @staticmethod
-    def _settle(record: Swapped) -> None:
+    def _free_unwanted(record: Swapped) -> None:
         """Frees device memory that no backward wants now."""
         if record.state is State.HERE and not record.wanted:
             record.state = State.AWAY
@@ -292,7 +289,7 @@ class Swapping:
 
     def arrive(self, unit: Unit) -> None:
         """Backward comes to a unit: what is needed next begins to come back."""
-        if self._last is None or _graph_task() == -1:
+        if self._last is None or graph_task() == -1:
             return
         use = self._use_of.get(unit.index, _NOWHERE)
         if use < self._arrived:
@@ -302,10 +299,10 @@ class Swapping:
     def unpack(self, view: SwappedView) -> torch.Tensor:
         """The tensor again. What the current stream computes from here on sees its bytes."""
         view.check()
-        record, visit = view.record, view.visit
+        record, stretch = view.record, view.stretch
         with self._lock:
-            if visit.use < self._arrived and _graph_task() != -1:
-                self._arrive(visit.use, visit)
+            if stretch.use < self._arrived and graph_task() != -1:
+                self._arrive(stretch.use, stretch)
             stream = current_stream(self._device)
             tensor = view.over(self._bring(record, stream), record.base)
             if record.stream not in (None, stream):
@@ -320,25 +317,25 @@ class Swapping:
                 record = wanted()
                 if record is not None:
                     record.wanted = False
-                    self._settle(record)
+                    self._free_unwanted(record)
             self._wanted.clear()
             self._cut()
 
-    def _arrive(self, use: int, visit: Visit | None) -> None:
+    def _arrive(self, use: int, stretch: Stretch | None) -> None:
         self._arrived = use
         self._use += 1
         nearest = use - self.lookahead
-        while visit is not None and visit.use >= nearest - 1:
-            for reference in reversed(visit.records):
+        while stretch is not None and stretch.use >= nearest - 1:
+            for reference in reversed(stretch.records):
                 record = reference()
-                if record is None or visit.use > use:
+                if record is None or stretch.use > use:
                     continue
-                if visit.use >= nearest:
+                if stretch.use >= nearest:
                     self._want(record)
                 elif record.to_ssd and record.state is State.AWAY and not record.staged:
                     record.staged = True
                     self._session.stage_activation(record.save)
-            visit = visit.previous
+            stretch = stretch.previous
         self.poll()
         self._wait_for_older()
 
@@ -374,9 +371,8 @@ class Swapping:
         assert storage is not None
         if record.state is State.COMING:
             flight = self._coming[record.save]
-            begin = self._recorder.now()
-            there = self._session.await_activation(record.save, stream=stream)
-            self._recorder.pause(begin, self._recorder.now())  # of the stream, on a GPU
+            with self._recorder.paused():  # on a GPU it is the stream that waits
+                there = self._session.await_activation(record.save, stream=stream)
             if there:
                 self._land(flight)
             elif stream == flight.stream:
@@ -384,7 +380,7 @@ class Swapping:
         return storage
 
     def _cut(self) -> None:
-        """What follows has nothing to do with the uses so far."""
+        """Begins a new row of uses: what follows does not depend on those so far."""
         self._arrived = _NOWHERE
         self._use_of.clear()
         self._frame = self._last = None

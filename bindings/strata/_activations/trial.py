@@ -1,7 +1,7 @@
 """Tries whether a forward may run on slices of the batch.
 
     verdicts = Verdicts(module, module.forward)
-    verdict = verdicts.find(Arguments((args, kwargs)), trial=True)
+    verdict = verdicts.find(Arguments((args, kwargs)))
     if verdict is not None and not verdict.reason:
         ...                                   # slicing.py says how
 
@@ -21,6 +21,7 @@ Use from the thread that trains.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,31 +42,27 @@ class _RefusedError(Exception):
     """A trial that ended early."""
 
 
+@dataclass(eq=False)
 class Verdicts:
     """Which kinds of arguments of one module's forward may be cut."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module = module
-        self._forward = forward
-        self._verdicts: dict[Any, Verdict] = {}
+    _module: nn.Module
+    _forward: Callable[..., Any]
+    _verdicts: dict[Any, Verdict] = field(default_factory=dict)
 
-    def find(self, arguments: Arguments, trial: bool) -> Verdict | None:
-        """Whether the batch in `arguments` may be cut. `trial`: find out where it is not known.
-
-        None where it is not known, and where these values could not tell.
-        """
+    def find(self, arguments: Arguments) -> Verdict | None:
+        """Whether the batch in `arguments` may be cut: tried where that is not known. None where
+        these values could not tell."""
         batch = batch_size(arguments.tensors)
         if batch < 2:
             return None
         kind = self._kind(arguments, batch)
         verdict = self._verdicts.get(kind)
-        if verdict is None and trial:
-            reason = self._obstacle(arguments)
-            verdict = (
-                Verdict(reason)
-                if reason
-                else try_slices(self._module, self._forward, arguments, batch)
-            )
+        if verdict is None:
+            if reason := self._obstacle(arguments):
+                verdict = Verdict(reason)
+            else:
+                verdict = try_slices(self._module, self._forward, arguments, batch)
             if verdict is not None:
                 self._verdicts[kind] = verdict
         return verdict

@@ -25,7 +25,6 @@ import torch
 from .. import _core
 from .._config import device
 from .._config.configure import UNBOUNDED, Options, config_of
-from .._config.update_modes import Update
 from .._errors import StrataError
 from .._optim.groups import group_spec
 from .._planning.fitting import tiles_wanted
@@ -38,11 +37,11 @@ from ..nn.causal_lm import chunk_many, is_chunked
 from ..nn.replace import put_tiles
 from ..nn.tiles import Tiled
 from .models import build, choose, config_file
+from .options import budgets_of
 from .planner import machine_of, reply, show
-from .planner_options import budgets_of
 
 if TYPE_CHECKING:
-    from .._core import Budgets, DtypeName, Plan, Trace, Wishes
+    from .._core import Budgets, Plan, Trace, Wishes
 
 MASKLESS = "strata_causal"  # a form of attention, as Transformers names them
 
@@ -54,37 +53,20 @@ class Step:
     config: Any  # of Transformers
     batch: int
     sequence: int
-    dtype: DtypeName
     memory: Mapping[str, int]  # bytes by tier
     device: str  # the core's name
-    update: Update = "on_step"
-    state_dtype: str = "float32"  # as the command line writes it
-    page_bytes: int = 0  # 0: chosen
-    accumulate: bool = False
-    max_unit_norm: float | None = None
+    options: Options  # as strata.wrap() would be called, with a dtype
 
     @property
     def tokens(self) -> int:
         """Of one backward."""
         return self.batch * self.sequence
 
-    def options(self) -> Options:
-        """As strata.wrap() would be called."""
-        return Options(
-            dtype=getattr(torch, self.dtype),
-            update=self.update,
-            state_dtype=getattr(torch, self.state_dtype, self.state_dtype),
-            max_unit_norm=self.max_unit_norm,
-            accumulation_steps=2 if self.accumulate else 1,
-            page_size=self.page_bytes or "auto",
-            workers=1,
-        )
-
     def budgets(self, sizes: Plan) -> Budgets:
         """As the planner takes them: buffers of gradients are no pages, and take host memory."""
         host = max(0, self.memory["host"] - sizes["buffer_bytes"])
         given = {**self.memory, "host": host}
-        return budgets_of(given, sizes["page_bytes"], grads_rest=self.update == "on_step")
+        return budgets_of(given, sizes["page_bytes"], grads_rest=self.options.update == "on_step")
 
 
 def count(step: Step) -> tuple[Any, CountedStep]:
@@ -101,11 +83,11 @@ def count(step: Step) -> tuple[Any, CountedStep]:
     config = copy.deepcopy(step.config)
     config.use_cache = False
     with FakeTensorMode(), _quiet(SHAPES_LOGGER):
-        dtype = getattr(torch, step.dtype)
-        model = build(config, dtype=dtype, attn_implementation=MASKLESS).train()
+        made_as = {"dtype": step.options.dtype, "attn_implementation": MASKLESS}
+        model = build(config, **made_as).train()
         try:
             chunk_many(model, step.tokens)
-            put_tiles(model, tiles_wanted(model, step.options(), step.memory["device"]))
+            put_tiles(model, tiles_wanted(model, step.options, step.memory["device"]))
             ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
             counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss)
         except (RuntimeError, NotImplementedError) as error:
@@ -130,7 +112,7 @@ def _quiet(library: str) -> Iterator[None]:
 
 
 def changes(model: Any) -> list[str]:
-    """What was done to the model so that it trains in less memory, for people."""
+    """For people: what was changed in the model so that it trains in less memory."""
     tiled = [
         f"{name} is cut into {len(module.tiles)} tiles"
         for name, module in model.named_modules()
@@ -161,7 +143,7 @@ def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
     config = config_of(
         model,
         optimizer,
-        step.options(),
+        step.options,
         counted.units,
         [group_spec(optimizer, 0, optimizer.param_groups[0])],
         step.device,
@@ -184,22 +166,22 @@ def run(options: argparse.Namespace) -> int:
     options.device = device.choose(options.device)  # its pages have sizes of their own
     folder = Path(options.model)
     name = str(config_file(folder)) if folder.is_dir() else options.model  # no weights needed
+    wrapped_with = Options(
+        dtype=getattr(torch, options.dtype),
+        update=options.update,
+        state_dtype=getattr(torch, options.state_dtype, options.state_dtype),
+        page_size=options.page_size or "auto",
+        workers=1,
+    )
+    config = choose(name, None, options.sequence).config
     step = Step(
-        choose(name, None, options.sequence).config,
-        options.batch,
-        options.sequence,
-        options.dtype,
-        options.memory,
-        options.device,
-        options.update,
-        options.state_dtype,
-        options.page_size or 0,
+        config, options.batch, options.sequence, options.memory, options.device, wrapped_with
     )
     with _quiet("transformers"):  # it advises on training this model, which nobody does here
         model, counted = count(step)
     sizes = page_sizes(model, counted, step)
     page_bytes = sizes["page_bytes"]
-    machine = machine_of(options, page_bytes, step.dtype)
+    machine = machine_of(options, page_bytes, options.dtype)
     flops_s, bytes_s = options.flops or machine.flops_s, options.device_bandwidth
     if bytes_s is None:  # another device is limited by its arithmetic
         bytes_s = machine.memory_bytes_s if options.flops is None else float("inf")

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import _core
-from .._config import configure, device, machine
+from .._config import device, machine
+from .._config.choices import SPEED_OF
 from .._config.sizes import format_size
 from .._planning import budget_check
-from .._planning.budget_check import remove_leftovers
 from .._planning.forecast import LANE_NAMES
-from .._profiling.calibrate import Calibration, Setup, calibration
+from .._profiling.calibrate import Calibration, calibration
 from .._profiling.probes import LANES
+from .planner import setup_of
 
 SWEEP_SECONDS = 0.15
 SWEEP_BYTES = 128 << 20
@@ -28,18 +29,16 @@ IN_FLIGHT_MAX = 256 << 20  # bytes of host memory for buffers
 
 
 def run(options: argparse.Namespace) -> int:
-    """0; what cannot be measured is said, and raises where it is the disk or the device that was
-    asked for. `options`: of planner_options.io_tune_parser()."""
-    remove_leftovers(options.ssd_path)
-    name = device.choose(options.device)
+    """Returns 0. Says what cannot be measured, and raises where that is a disk or a device that was
+    asked for. `options`: of options.io_tune_parser()."""
+    options.device = device.choose(options.device)
+    setup = setup_of(options, options.page_size)
     console = Console()
     for text in budget_check.file_systems(options.ssd_path):
         console.print(text)
     if options.ssd_path:
         console.print(sweep(options.ssd_path, options.io_engine))
-    workers = options.workers or configure.default_workers(name)
-    setup = Setup(workers, options.page_size, options.ssd_path, options.io_engine, device=name)
-    console.print(device.description(name) or machine.processor_name())
+    console.print(device.description(options.device) or machine.processor_name())
     console.print(lanes_table(calibration(setup, refresh=True), options.page_size))
     return 0
 
@@ -68,13 +67,10 @@ def lanes_table(found: Calibration, page_bytes: int) -> Table:
     """Every lane alone, and the share of its speed that it keeps beside each other one."""
     costs = found.costs
     speeds = {
-        "compute": f"{found.flops_s / 1e9:,.{0 if found.flops_s >= 1e11 else 1}f} GFLOP/s",
-        "upload": f"{costs.upload_bytes_s / 1e9:.2f} GB/s",
-        "download": f"{costs.download_bytes_s / 1e9:.2f} GB/s",
-        "read": f"{costs.read_bytes_s / 1e9:.2f} GB/s",
-        "write": f"{costs.write_bytes_s / 1e9:.2f} GB/s",
-        "update": f"{costs.update_elements_s / 1e9:.2f} G/s",
+        lane: f"{getattr(costs, name) / 1e9:.2f} {'G/s' if lane == 'update' else 'GB/s'}"
+        for lane, name in SPEED_OF.items()
     }
+    speeds["compute"] = f"{found.flops_s / 1e9:,.{0 if found.flops_s >= 1e11 else 1}f} GFLOP/s"
     without_disk = not (costs.read_bytes_s or costs.write_bytes_s)
     shown = [lane for lane in LANES if lane not in ("read", "write") or not without_disk]
     title = f"lanes with pages of {format_size(page_bytes)}: alone, and what is left beside others"

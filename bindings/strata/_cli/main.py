@@ -81,9 +81,9 @@ def report(arguments: Sequence[str]) -> int:
 
 def plan(arguments: Sequence[str]) -> int:
     """Say how a recorded step would run on another machine, without running anything."""
-    from .planner_options import parse, plan_parser
+    from .options import plan_parser
 
-    options = parse(plan_parser(plan.__doc__), arguments)
+    options = plan_parser(plan.__doc__).parse(arguments)
     with importing():
         from . import planner
     return planner.run(options)
@@ -91,9 +91,9 @@ def plan(arguments: Sequence[str]) -> int:
 
 def estimate(arguments: Sequence[str]) -> int:
     """Say whether a model fits and how fast it would train, before its weights are there."""
-    from .planner_options import estimate_parser, parse
+    from .options import estimate_parser
 
-    options = parse(estimate_parser(estimate.__doc__), arguments)
+    options = estimate_parser(estimate.__doc__).parse(arguments)
     with importing():
         from . import estimate as counting
     return counting.run(options)
@@ -101,9 +101,9 @@ def estimate(arguments: Sequence[str]) -> int:
 
 def io_tune(arguments: Sequence[str]) -> int:
     """Measure this machine's links and disks, and remember them for planning."""
-    from .planner_options import io_tune_parser
+    from .options import io_tune_parser
 
-    options = io_tune_parser(io_tune.__doc__).parse_args(arguments)
+    options = io_tune_parser(io_tune.__doc__).parse(arguments)
     with importing():
         from . import io_tune as tuning
     return tuning.run(options)
@@ -169,7 +169,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _discard_output() -> None:
-    """What is still to be written goes nowhere, also when Python ends."""
+    """Sends what is still buffered nowhere, also what Python flushes when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

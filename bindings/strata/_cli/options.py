@@ -1,23 +1,30 @@
-"""The command line's options: what several commands take is said once, and how it is parsed.
+"""The command line's options: how each is parsed, what several commands take, and the parsers of
+`strata plan`, `estimate` and `io-tune`: a machine, and what is asked of it. Needs no torch.
 
     parser = Parser(prog="strata plan", description="...")
     add = adder(parser.add_argument_group("the step"))
     add("--batch", "sequences (default: 1)", default=1)
 
-Needs no torch.
+    options = plan_parser("...").parse(arguments)
+    budgets, wishes = budgets_of(options.memory, page_bytes), wishes_of("auto", None)
 """
+
+from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from .. import _core
 from .._config.choices import (
     ACTIVATIONS,
     DTYPES,
     IO_ENGINES,
+    SPEED_OF,
     STATE_DTYPES,
     as_written,
+    check_split,
     count,
     folder,
     fraction,
@@ -30,8 +37,11 @@ from .._config.choices import (
     worded,
     workers,
 )
-from .._config.sizes import parse_size, parse_speed
+from .._config.sizes import parse_budgets, parse_size, parse_speed
 from .._config.update_modes import parse_update
+
+if TYPE_CHECKING:
+    from .._core import Budgets, Wishes
 
 # What options take, and how help calls that; all others take any text.
 _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
@@ -62,8 +72,17 @@ CHOICES = {
 }
 AS_WRITTEN = ("SIZE", "NAME", "MODE")  # what finetune remembers as people wrote it
 SEVERAL = ("--ssd-path", "--data")
-ENDURANCE = "what the drives last for, all together (TBW on their data sheets), such as 600TB"
 MODEL = "DIR|CONFIG|SIZE"
+# What help says of an option, whichever command takes it.
+DEFAULT = "default: %(default)s"
+DEVICES = "auto, host, cuda or cuda:N (default: %(default)s, a GPU where one can be used)"
+ENDURANCE = "what the drives last for, all together (TBW on their data sheets), such as 600TB"
+STATE_DTYPE = f"of AdamW's moments; shorter ones lose bits ({DEFAULT})"
+UPDATE = (
+    "on_step; in_backward: as soon as a unit's gradients are there; lock-free:S: the model may "
+    f"compute with parameters up to S steps old ({DEFAULT})"
+)
+WORKERS = "threads that update parameters"
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,6 +92,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:
         """As argparse's."""
         super().__init__(**keywords, allow_abbrev=False)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """As parse_args(). Refuses options that contradict each other, too."""
+        options = self.parse_args(arguments)
+        try:
+            check_split(getattr(options, "split", None), getattr(options, "activations", None))
+        except ValueError as error:
+            self.error(str(error))
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for whatever cannot be parsed."""
@@ -89,7 +117,7 @@ def adder(group: Any, written: bool = False) -> Callable[..., None]:
     """What adds options to a parser or a group of one: add(name, help, **more), as argparse takes
     more. `written`: sizes, devices and modes stay as people write them."""
 
-    def add(name: str, text: str, **more: Any) -> None:
+    def add(name: str, help: str, **more: Any) -> None:
         if name in CHOICES:
             more = {"choices": CHOICES[name], **more}
         elif name in KINDS:
@@ -98,6 +126,129 @@ def adder(group: Any, written: bool = False) -> Callable[..., None]:
             more = {"type": worded(parse), "metavar": metavar, **more}
         if name in SEVERAL:
             more["nargs"] = "+"
-        group.add_argument(name, help=text, **more)
+        group.add_argument(name, help=help, **more)
 
     return add
+
+
+# What --activations forces, by the planner's names.
+FORCED = {"auto": None, "keep": "keep", "swap": "swap_host", "recompute": "recompute"}
+# The options that give the speed of a lane.
+SPEEDS = {
+    f"ssd_{lane}_speed" if lane in ("read", "write") else f"{lane}_speed": lane for lane in SPEED_OF
+}
+
+
+def add_machine(parser: Parser) -> None:
+    """What the step would have, and what is wanted of the planner."""
+    group = parser.add_argument_group("what it would have")
+    add = adder(group)
+    group.add_argument(
+        "--memory",
+        required=True,
+        type=worded(_budgets),
+        metavar="device=SIZE,host=SIZE[,ssd=SIZE]",
+        help="budgets, such as device=8GiB,host=24GiB,ssd=200GiB",
+    )
+    add("--device", f"whose figures are taken where none are told: {DEVICES}", default="auto")
+    own = "(default: this machine's)"
+    add("--upload-speed", f"of copies from host to device, such as 25GB/s {own}")
+    add("--download-speed", f"of copies from device to host, such as 25GB/s {own}")
+    for way in ("read", "write"):
+        add(f"--ssd-{way}-speed", "of all disks together (default: measured at --ssd-path)")
+    add("--ssd-path", "folders on the disks to measure", default=[])
+    add("--ssd-endurance", ENDURANCE)
+    add("--update-speed", f"parameters the optimizer updates in a second, such as 2G {own}")
+    add("--workers", WORKERS)
+    add("--io-engine", DEFAULT, default="auto")
+    add = adder(parser.add_argument_group("what is asked of it"))
+    add("--steps", "of the run, to say what it takes")
+    add("--activations", DEFAULT, choices=FORCED, default="auto")
+    add("--split", "slices of the batch (default: auto)", metavar="K")
+    add("--json", "print one JSON object", action="store_true")
+
+
+def plan_parser(description: str | None) -> Parser:
+    """The options of `strata plan`."""
+    parser = Parser(prog="strata plan", description=description)
+    add = adder(parser.add_argument_group("the step"))
+    add("--trace", "a recorded step", required=True, metavar="FILE")
+    add("--tokens-scale", "plan for a batch so many times as large", default=1.0)
+    add_machine(parser)
+    adder(parser)(
+        "--compute-speed",
+        "of the device, in multiples of the one that the step was recorded on",
+        default=1.0,
+    )
+    return parser
+
+
+def estimate_parser(description: str | None) -> Parser:
+    """The options of `strata estimate`."""
+    parser = Parser(prog="strata estimate", description=description)
+    add = adder(parser.add_argument_group("the model and its step"))
+    add(
+        "--model",
+        "a Transformers folder or config.json (weights are not read), or a size such as llama-1b",
+        required=True,
+        metavar=MODEL,
+    )
+    measured = "(default: as --device is measured)"
+    add("--batch", f"sequences ({DEFAULT})", default=1)
+    add("--sequence", f"tokens of each ({DEFAULT})", default=2048)
+    add("--dtype", DEFAULT, default="bfloat16")
+    add("--update", UPDATE, default="on_step")
+    add("--state-dtype", STATE_DTYPE, default="float32")
+    add("--flops", f"FLOP/s that the device achieves, such as 400T {measured}")
+    add("--device-bandwidth", f"of the device's memory, such as 3TB/s {measured}")
+    add("--page-size", "default: chosen")
+    add_machine(parser)
+    return parser
+
+
+def io_tune_parser(description: str | None) -> Parser:
+    """The options of `strata io-tune`."""
+    parser = Parser(prog="strata io-tune", description=description)
+    add = adder(parser)
+    add("--ssd-path", "folders on disks", default=[])
+    add("--page-size", "of the calibration that is remembered (default: 4MiB)", default=4 << 20)
+    add("--io-engine", DEFAULT, default="auto")
+    add("--workers", WORKERS)
+    add("--device", f"whose links are measured: {DEVICES}", default="auto")
+    return parser
+
+
+def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = True) -> Budgets:
+    """Budgets by tier, as the planner takes them. `grads_rest`: in pages, until the step ends."""
+    on_ssd = bool(given["ssd"])
+    return _core.Budgets(
+        page_bytes=page_bytes,
+        device_bytes=given["device"],
+        host_bytes=given["host"],
+        ssd_bytes=given["ssd"],
+        staging_bytes=_core.staging_bytes(given["host"], page_bytes) if on_ssd else 0,
+        grads_rest=grads_rest,
+    )
+
+
+def wishes_of(activations: str, split: int | None) -> Wishes:
+    """What --activations and --split force."""
+    return _core.Wishes(
+        activation=FORCED[activations],  # type: ignore[arg-type]
+        slices=split or 0,
+        may_split=activations == "auto",
+    )
+
+
+def _budgets(text: str) -> dict[str, int]:
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        tier, equals, size = part.partition("=")
+        if not equals:
+            raise ValueError(f"{part!r} is not a budget such as device=8GiB")
+        given[tier.strip()] = size
+    budgets = {"ssd": 0, **parse_budgets(given)}
+    for tier in ("device", "host"):
+        if tier not in budgets:
+            raise ValueError(f"{text!r} has no {tier}= budget")
+    return budgets

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._config import configure, device
+from .._config.choices import SPEED_OF
 from .._config.configure import UNBOUNDED
 from .._config.sizes import format_duration, format_size, write_size
 from .._planning import budget_check
@@ -24,7 +25,7 @@ from .._planning.forecast import Forecast, forecast
 from .._profiling.calibrate import Calibration, Setup, calibration
 from .._report.report_text import wear_lines
 from .._storage.trace_file import load
-from .planner_options import SPEEDS, budgets_of, wishes_of
+from .options import SPEEDS, budgets_of, wishes_of
 
 if TYPE_CHECKING:
     from .._core import Budgets, Costs, DtypeName, Trace, Wishes
@@ -106,26 +107,31 @@ def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) ->
 CONTEXT_BYTES = 512 << 20
 
 
+def setup_of(options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16") -> Setup:
+    """What is measured. REQUIRES: options.device is what device.choose() made of it."""
+    remove_leftovers(options.ssd_path)
+    workers = options.workers or configure.default_workers(options.device)
+    engine = options.io_engine
+    return Setup(workers, page_bytes, options.ssd_path, engine, dtype, options.device)
+
+
 def machine_of(
     options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16"
 ) -> Calibration:
-    """What --*-speed says, and for the rest this machine with --device, as remembered or measured
-    now. REQUIRES: options.device is what device.choose() made of it.
+    """This machine with --device, as remembered or measured now, but with the speeds that --*-speed
+    gives. REQUIRES: options.device is what device.choose() made of it.
 
-    Raises ValueError where an SSD is to be used and its speed is neither told nor to be measured,
+    Raises ValueError where an SSD is to be used and its speed is neither given nor to be measured,
     and StrataError where the device cannot be used.
     """
     paths = options.ssd_path
-    remove_leftovers(paths)
-    given = {name: getattr(options, option) for option, name in SPEEDS.items()}
     ssd_given = options.ssd_read_speed is not None and options.ssd_write_speed is not None
     if options.memory["ssd"] and not paths and not ssd_given:
         raise ValueError(
             "an ssd budget needs --ssd-read-speed and --ssd-write-speed, or --ssd-path to measure"
         )
-    workers = options.workers or configure.default_workers(options.device)
-    setup = Setup(workers, page_bytes, paths, options.io_engine, dtype, options.device)
-    found = calibration(setup)
+    found = calibration(setup_of(options, page_bytes, dtype))
+    given = {SPEED_OF[lane]: getattr(options, option) for option, lane in SPEEDS.items()}
     said: dict[str, Any] = {n: float(value) for n, value in given.items() if value is not None}
     if ssd_given and not paths:
         said["slow"] = _with_disk(found.costs.slow)
@@ -133,7 +139,7 @@ def machine_of(
 
 
 def remarks(options: argparse.Namespace) -> list[str]:
-    """What there is to say of the budgets on this machine, and of the folders of --ssd-path."""
+    """Notes for people on the budgets and on the folders of --ssd-path, on this machine."""
     said = budget_check.remarks(options.memory, options.device, options.ssd_path)
     wanted, free = options.memory["device"], device.free_bytes(options.device)
     if free is not None and wanted > free - CONTEXT_BYTES:
@@ -146,8 +152,8 @@ def remarks(options: argparse.Namespace) -> list[str]:
 
 
 def _with_disk(slow: Any) -> Any:
-    """Disks that were not measured: each way keeps some of its speed beside the other, as most
-    drives do."""
+    """Adds disks that were not measured. Each way keeps some of its speed beside the other, as with
+    most drives."""
     mixed = 0.6
     result = {lane: dict(row) for lane, row in slow.items()}
     result.setdefault("read", {})["write"] = mixed
@@ -181,7 +187,7 @@ def scaled(trace: Trace, factor: float) -> Trace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 where the step fits, 1 where it does not. `options`: of planner_options.plan_parser()."""
+    """0 where the step fits, 1 where it does not. `options`: of options.plan_parser()."""
     found = load(options.trace)
     trace = scaled(found.trace, options.tokens_scale)
     page_bytes = page_bytes_of(trace)

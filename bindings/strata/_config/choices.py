@@ -33,6 +33,15 @@ DEVICES = ("auto", HOST, "cpu", "cuda")
 PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
 WORKERS_LIMIT = 1024  # of the core
 
+# The lanes that bytes and updates take, and where the planner's Costs have the speed of each.
+SPEED_OF = {
+    "upload": "upload_bytes_s",
+    "download": "download_bytes_s",
+    "read": "read_bytes_s",
+    "write": "write_bytes_s",
+    "update": "update_elements_s",
+}
+
 # Fresh models that have a name: hidden size, layers, heads, intermediate size.
 MODEL_SIZES = {
     "llama-10m": (256, 8, 4, 768),
@@ -120,10 +129,7 @@ def parse_count(text: str) -> float:
 
 def parse_factor(text: str) -> float:
     """ "2x" or "0.5": a positive number. Raises ValueError."""
-    try:
-        factor = float(text.strip().removesuffix("x"))
-    except ValueError:
-        factor = 0.0
+    factor = _float(text.strip().removesuffix("x"))
     if not 0 < factor < 1e6:
         raise ValueError(f"{text!r} is not a factor such as 2x or 0.5")
     return factor
@@ -189,13 +195,18 @@ def fraction(text: str) -> float:
 
 def number(text: str) -> float:
     """A number from 0 on. Raises ValueError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _float(text)
     if not 0 <= value < math.inf:
         raise ValueError(f"{text!r} is not a number of at least 0")
     return value
+
+
+def _float(text: str) -> float:
+    """NaN where it is no number: every comparison with that is false."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _bounded(text: str) -> int:

@@ -95,7 +95,7 @@ def free_bytes(name: str) -> int | None:
 
 
 def check_budget(name: str, byte_count: int, free: int, model: nn.Module) -> None:
-    """Raises StrataError where a GPU, which has `free` bytes free, has not so much."""
+    """Raises StrataError where a budget is more than the `free` bytes that a GPU has."""
     if byte_count <= free:
         return
     there = sum(p.nbytes for p in model.parameters() if p.is_cuda)
@@ -112,5 +112,5 @@ def check_budget(name: str, byte_count: int, free: int, model: nn.Module) -> Non
 
 
 def compute_threads(name: str) -> int:
-    """Processors that workers leave to what computes, or to what tells a GPU to."""
+    """Processors that workers leave free for computation, or for launching it on a GPU."""
     return torch.get_num_threads() if name == HOST else PROCESSORS_LEFT

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,16 +65,23 @@ def has_bfloat16(flags: Collection[str]) -> bool:
     return not BFLOAT16_FLAGS.isdisjoint(flags)
 
 
+def mounts() -> Iterator[tuple[str, str]]:
+    """Where file systems are mounted, bind mounts too, and their kinds; in order. Raises OSError
+    where Linux does not tell."""
+    for line in MOUNTS.read_text().splitlines():
+        before, _, behind = line.partition(" - ")
+        escaped = before.split()[4]
+        yield re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), escaped), behind.split()[0]
+
+
 def file_system(path: str | Path) -> FileSystem:
     """The one that a folder lies on. Raises OSError where there is no such folder."""
     place = Path(path).resolve(strict=True)
     kind, mount = "", "/"
-    for line in MOUNTS.read_text().splitlines():
-        before, _, behind = line.partition(" - ")
-        there = re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), before.split()[4])
+    for there, found in mounts():
         # Of mounts over each other the last one is seen.
         if place.is_relative_to(there) and len(there) >= len(mount):
-            kind, mount = behind.split()[0], there
+            kind, mount = found, there
     usage = shutil.disk_usage(place)
     return FileSystem(kind, mount, usage.total, usage.free)
 

@@ -110,10 +110,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.is_meta or tensor.numel() == 0:
         return 0, 0
-    return tensor.data_ptr(), tensor.data_ptr() + _reach(tensor) * tensor.element_size()
+    return tensor.data_ptr(), tensor.data_ptr() + reach(tensor) * tensor.element_size()
 
 
-def _reach(tensor: torch.Tensor) -> int:
+def reach(tensor: torch.Tensor) -> int:
     """Elements from its first to behind its last one in memory."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -128,7 +128,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     begin = min(a.data_ptr(), b.data_ptr())
     offsets = [(t.data_ptr() - begin) // t.element_size() for t in (a, b)]
-    reach = max(offset + _reach(t) for offset, t in zip(offsets, (a, b), strict=True))
-    taken = torch.zeros(reach, dtype=torch.bool, device="cpu")
+    most = max(offset + reach(t) for offset, t in zip(offsets, (a, b), strict=True))
+    taken = torch.zeros(most, dtype=torch.bool, device="cpu")
     taken.as_strided(a.shape, a.stride(), offsets[0]).fill_(True)
     return bool(taken.as_strided(b.shape, b.stride(), offsets[1]).any())

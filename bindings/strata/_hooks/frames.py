@@ -25,7 +25,7 @@ from .._errors import StrataError
 from .._runtime.paged import PagedParameter
 from .._runtime.visits import Visit
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import graph_task
 
 if TYPE_CHECKING:
     from .hooks import ModuleHook
@@ -60,7 +60,7 @@ class Frames:
         return frame
 
     def drop(self, frame: Frame) -> None:
-        """It does not run any more, if it did."""
+        """The module does not run any more."""
         for frames in list(self._by_thread.values()):
             if frame in frames:
                 frames.remove(frame)
@@ -77,7 +77,7 @@ class Frames:
 
     def in_step(self) -> bool:
         """Whether a module of the model, or a backward, is running now on this thread."""
-        if _graph_task() != -1:
+        if graph_task() != -1:
             return True
         return bool(self.mine()) and _in_module()  # frames may be left from an exception
 
@@ -88,8 +88,9 @@ class Frames:
                 self._state.params[i].__class__ = nn.Parameter
 
     def make_paged(self, gone: Iterable[Frame]) -> None:
-        """What was written in the parameters meanwhile counts. Again it does nothing. REQUIRES: the
-        units of the frames that are gone are entered still, or make_plain() was not called."""
+        """Makes parameters paged again, and tells the core which were written to meanwhile. The
+        second time it does nothing. REQUIRES: the units of these frames are still entered, or
+        make_plain() was not called."""
         gone = list(gone)
         rest = [frame.hook.units for frame in self.all() if frame not in gone]
         refused: StrataError | None = None

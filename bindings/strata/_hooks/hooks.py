@@ -11,11 +11,12 @@ backward   SavedTensors.unpack  when an autograd node wants a saved tensor back:
            Hold                 ahead of the nodes of a unit whose memory somebody keeps (pins.py)
            LandHook             when the gradient of a parameter is complete
            Pins.end             when the whole backward is over
-state      Hooks.before_reading, before_loading   ahead of a module's state_dict() and
-                                load_state_dict()
+state      Hooks.start_clean    ahead of a module's state_dict() and load_state_dict()
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from .._activations.swapping import Swapping
 from .._runtime.streams import graphs_in_use, refuse_capture
 from .._runtime.visits import Change, Visit
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import graph_task as _graph_task
-from .._torch_compat import untraced
+from .._torch_compat import graph_task, untraced
 from .frames import Frame, Frames
 from .land_hook import LandHook, Uncopied, drop_grad
 from .pins import Pins, hold, references
@@ -74,8 +74,12 @@ class Hooks:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(land))
         for module in state.model.modules():
             self._handles += [
-                module.register_state_dict_pre_hook(Hook(self.before_reading)),
-                module.register_load_state_dict_pre_hook(Hook(self.before_loading)),
+                module.register_state_dict_pre_hook(
+                    Hook(partial(self.start_clean, "state_dict()"))
+                ),
+                module.register_load_state_dict_pre_hook(
+                    Hook(partial(self.start_clean, "load_state_dict()"))
+                ),
             ]
 
     def remove(self) -> None:
@@ -92,7 +96,7 @@ class Hooks:
 
         Inside a backward nothing is stale: a forward there is a recomputation.
         """
-        if _graph_task() != -1:
+        if graph_task() != -1:
             return
         state = self.state
         bound, live = state.visits.sort_out()
@@ -108,7 +112,7 @@ class Hooks:
             self.swapping.reset(backward_over=not state.visits.in_backward)
             others = state.visits.among(live)
             self._drop_record(visits, others)
-            if self._settle(visits, tasks, others):
+            if self._learn_outcome(visits, tasks, others):
                 state.visits.forget(visits, tasks)
             for unit in state.units:
                 if not state.session.entered(unit.index):
@@ -116,7 +120,7 @@ class Hooks:
         self.swapping.poll()
 
     def _drop_record(self, over: list[Visit], others: list[Visit]) -> None:
-        """What was recorded of a step that was given up, unless another thread goes on with it."""
+        """Forgets what was recorded of a step that was given up, unless another thread goes on."""
         recorder, session = self.state.recorder, self.state.session
         given_up = not over or any(visit.recorded for visit in over)
         if given_up and not any(visit.recorded for visit in others):
@@ -125,13 +129,13 @@ class Hooks:
         for unit in self.state.units:
             recorder.correct(unit.index, session.entered(unit.index))
 
-    def _settle(self, over: list[Visit], tasks: list[int], others: list[Visit]) -> bool:
+    def _learn_outcome(self, over: list[Visit], tasks: list[int], others: list[Visit]) -> bool:
         """Gradients, and the count of steps, are one for all threads: only a backward or a change
         that was given up leaves them in doubt. False: another thread is at them, so later."""
         if tasks or any(visit.task != -1 or isinstance(visit, Change) for visit in over):
             if self.state.visits.in_backward or any(isinstance(v, Change) for v in others):
                 return False
-            self.state.settle()
+            self.state.learn_outcome()
         return True
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -140,24 +144,18 @@ class Hooks:
         state = self.state
         refuse_capture(state.device, "the model")
         self.reset()
-        if _graph_task() == -1:
+        if graph_task() == -1:
             self.let_land()
             state.refuse_half_step("a forward")
             if not torch.is_grad_enabled():
                 state.catch_up()
         planning = state.planning
-        if planning is not None and _graph_task() == -1:
+        if planning is not None and graph_task() == -1:
             planning.begin_forward(args, kwargs)
 
-    def before_reading(self, *_: Any) -> None:
-        """Called by torch for every module in turn, ahead of its state_dict()."""
-        self._start_clean("state_dict()")
-
-    def before_loading(self, *_: Any) -> None:
-        """Called by torch for every module in turn, ahead of its load_state_dict()."""
-        self._start_clean("load_state_dict()")
-
-    def _start_clean(self, what: str) -> None:
+    def start_clean(self, what: str, *_: Any) -> None:
+        """Called by torch for every module in turn, ahead of its state_dict() or load_state_dict().
+        `what`: which of them."""
         if not self.frames.in_step():
             self.reset()
             self.state.refuse_half_step(what)
@@ -206,7 +204,7 @@ class ModuleHook:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Called by torch ahead of the module's forward; in a backward by a user's checkpoint."""
-        self.before(_graph_task() != -1)
+        self.before(graph_task() != -1)
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Called by torch behind the module's forward, also when that raised an Exception."""
@@ -250,7 +248,7 @@ class ModuleHook:
         replaced = views.copied_out(output)
         keeps, found = references(self.params) > frame.kept, views.found
         self.hooks.close(frame)
-        makes_graph = torch.is_grad_enabled() and _graph_task() == -1
+        makes_graph = torch.is_grad_enabled() and graph_task() == -1
         if makes_graph and (keeps or views.found > found):
             hold(replaced, self.hooks.pins, self.units)
         self.hooks.swapping.poll()
@@ -271,13 +269,11 @@ class ModuleHook:
                 )
 
 
+@dataclass(slots=True, eq=False)
 class Hook(Uncopied):
     """A method of ModuleHook or Hooks, as torch keeps it."""
 
-    __slots__ = ("method",)
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = method
+    method: Callable[..., Any]
 
     @untraced
     def __call__(self, *args: Any) -> Any:

@@ -12,14 +12,14 @@ left goes at the end of the backward; after a backward that raised, at reset().
 With update="in_backward" a unit whose last gradient has landed is updated at once, and one of which
 some parameters got no gradient at the end of the backward.
 
-Note [Hooks within a unit]. Such hooks lie above ours, so autograd asks nobody but them, and torch
-tells nobody that they are there. They are given parameters, and views of them. What they keep of
-those as they are, not as copies, autograd later reads as raw memory: right for as long as the unit
-is entered. So a forward behind which somebody new refers to a parameter, or to its memory, has its
-unit entered from when backward comes to what the module returned until its gradients have landed.
-A reference that is there for another reason costs no more than that. Limits: hooks that keep a
-name, and look the parameter up in a table of their own; parts of the forward that backward reaches
-otherwise than through what the module returned.
+Note [Hooks within a unit]. A user's saved-tensor hooks within a unit lie above ours: autograd calls
+only those, and torch tells nobody of them. They are given parameters and views of parameters.
+Where they keep one without a copy, autograd later reads its raw memory, which is right only while
+the unit is entered. So where somebody new refers to a parameter, or to its memory, behind a
+forward, the unit is entered from when backward comes to what the module returned until its
+gradients have landed. A reference that is there for another reason costs no more than that. Limits:
+hooks that keep a name, and look the parameter up in a table of their own; parts of the forward that
+backward reaches otherwise than through what the module returned.
 
 Autograd's threads call this under the GIL.
 """
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +41,7 @@ from .._errors import StrataError
 from .._runtime.optimizer import clips_units, complete_unit, current_groups
 from .._runtime.visits import Visit
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import DisableTorchFunction, current_node, use_count, will_run
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import DisableTorchFunction, current_node, graph_task, use_count, will_run
 
 if TYPE_CHECKING:
     from .._runtime.wrapped import Unit
@@ -133,7 +133,7 @@ class Pins:
                 complete_unit(self._state, other)
 
     def watch(self) -> None:
-        """Asks to be told of the end of the backward now running, once."""
+        """Has end() called when the backward now running is over, once."""
         self._state.visits.watch(self.end)
 
     def end(self, task: int) -> None:
@@ -162,7 +162,7 @@ class Pins:
 
     def _count_expected(self, unit: Unit) -> int:
         """Of how many parameters the backward now running will complete the gradient."""
-        if not self._state.visits.is_last(_graph_task()):
+        if not self._state.visits.is_last(graph_task()):
             return unit.trainable  # a backward within another one sees its own nodes only
         params = [self._state.params[i] for i in unit.params]
         with DisableTorchFunction():
@@ -211,14 +211,12 @@ def references(params: Sequence[nn.Parameter]) -> int:
     return count
 
 
+@dataclass(slots=True, eq=False)
 class Hold:
     """Enters units for nodes that read their memory without asking."""
 
-    __slots__ = ("_pins", "_units")
-
-    def __init__(self, pins: Pins, units: Sequence[Unit]) -> None:
-        self._pins = pins
-        self._units = units
+    _pins: Pins
+    _units: Sequence[Unit]
 
     def __call__(self, grads: Any) -> None:
         """Called by autograd ahead of the node that made what a module returned."""

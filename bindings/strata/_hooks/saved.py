@@ -20,8 +20,8 @@ unpack() does. For parameters it also notices step(), which changes them without
 
 Note [Balance]. torch keeps one stack of hooks for everybody on a thread, and whoever leaves pops
 what lies on top. Where an exception kept us from popping, somebody further out (a checkpoint, a
-user's `with`) has popped ours in place of his own. So what has to go is not ours, but as many as we
-have pushed. Pushing and counting are one call of C, which no signal handler can come between. In a
+user's `with`) has popped ours in place of his own. So we pop as many as we have pushed, whoever's
+they are. Pushing and counting are one call of C, which no signal handler can come between. In a
 backward autograd puts the stack back by itself, behind every node.
 
 Note [Cycles]. A node may save its own output, which refers to the node. torch sees that for what it
@@ -30,6 +30,7 @@ is dropped without a backward would never be freed.
 """
 
 import threading
+from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, cast
 
@@ -40,8 +41,7 @@ from .._activations.swapping import Swapping
 from .._config.choices import SWAPS
 from .._profiling.recorder import NOT_RECORDED
 from .._runtime.wrapped import Unit, Wrapped
-from .._torch_compat import conj_view, neg_view, pop_hooks, push_hooks, top_hooks
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import conj_view, graph_task, neg_view, pop_hooks, push_hooks, top_hooks
 from .frames import Frames
 from .pins import Pins
 
@@ -78,14 +78,12 @@ class Geometry:
             return neg_view(view) if self.neg else view
 
 
+@dataclass(slots=True, eq=False)
 class Recorded:
     """What pack() returns otherwise, and the recorder's number for it."""
 
-    __slots__ = ("number", "packed")
-
-    def __init__(self, packed: Any, number: int) -> None:
-        self.packed = packed
-        self.number = number
+    packed: Any
+    number: int
 
 
 class _Pushed(threading.local):
@@ -138,7 +136,7 @@ class SavedTensors:
         self.pop_to(0)
 
     def _mine(self) -> list[None]:
-        return self._stack.outside if _graph_task() == -1 else self._stack.in_backward
+        return self._stack.outside if graph_task() == -1 else self._stack.in_backward
 
     def _is_ours(self, pack: Any) -> bool:
         owner = getattr(pack, "__self__", None)
@@ -162,7 +160,7 @@ class SavedTensors:
         return _as_is(tensor)
 
     def _pack_activation(self, tensor: torch.Tensor, unit: Unit, frame: object) -> Any:
-        if _graph_task() != -1:  # a recomputation: backward wants it at once
+        if graph_task() != -1:  # a recomputation: backward wants it at once
             return _as_is(tensor)
         packed: Any = None
         if unit.activation in SWAPS:
@@ -182,7 +180,7 @@ class SavedTensors:
     def record(self, tensor: torch.Tensor, packed: Any) -> Any:
         """Tells the recorder of a tensor that is saved in a unit's forward."""
         recorder = self.state.recorder
-        if recorder.recording and (frames := self._frames.mine()) and _graph_task() == -1:
+        if recorder.recording and (frames := self._frames.mine()) and graph_task() == -1:
             number = recorder.saved(frames[-1].unit.index, tensor)
             if number != NOT_RECORDED:
                 return Recorded(packed, number)
@@ -204,7 +202,7 @@ class SavedTensors:
             raise changed(self.state.names[index], "it was updated by step() or in place")
         self._pins.pin(unit)
         self.state.check_old(index)
-        if torch.is_grad_enabled() and _graph_task() != -1:
+        if torch.is_grad_enabled() and graph_task() != -1:
             self.push()  # create_graph: the node saves tensors too. Autograd pops it with the node
         if type(kept) is Geometry:
             return kept.over(self.state.aliases[index])
@@ -222,19 +220,17 @@ class SavedTensors:
         top = top_hooks(True)
         if top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint":
             self.push()
-        elif _graph_task() != -1:
+        elif graph_task() != -1:
             self._pins.hold(unit)  # see Note [Checkpoint]
 
 
+@dataclass(slots=True, eq=False)
 class _Above:
     """Our hooks above somebody else's, which still get every tensor that is not a parameter."""
 
-    __slots__ = ("ours", "outer_pack", "outer_unpack")
-
-    def __init__(self, ours: SavedTensors, outer_pack: Any, outer_unpack: Any) -> None:
-        self.ours = ours
-        self.outer_pack = outer_pack
-        self.outer_unpack = outer_unpack
+    ours: SavedTensors
+    outer_pack: Any
+    outer_unpack: Any
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """As SavedTensors.pack, which see."""

@@ -9,11 +9,11 @@ its step on tensors over that memory. Threads: workers call at the same time, un
 torch gives up inside its operations.
 
 Note [Scalars]. Beside moments a class may keep numbers, such as a count of steps. They follow from
-the step alone: probe() has seen to that. So they are kept by parameter and step, not by slice, for
-the slices of a parameter come in any order. Those of a step that is not known any more, for it was
-read from a checkpoint, are found by making as many steps on a few elements with the hyperparameters
-of today. Limit: numbers that depend on hyperparameters (`mu_product` of NAdam) then differ where
-those were changed on the way; load_state_dict() takes them from what was saved.
+the step alone: probe() has seen to that. They are kept by parameter and step, not by slice, for
+slices of a parameter come in any order. Where a step was read from a checkpoint, its numbers are
+not known. They are found by making as many steps on a few elements with today's hyperparameters.
+Limit: numbers that depend on hyperparameters (`mu_product` of NAdam) then differ where those were
+changed on the way; load_state_dict() takes them from what was saved.
 """
 
 from __future__ import annotations

@@ -37,45 +37,32 @@ MOMENT_NAMES: dict[str, list[tuple[Kind, str]]] = {
 COUNTED = ("adamw", "adam", "adagrad")  # their classes keep the number of a step
 
 
-class Numbers:
-    """The options of group `number` that are numbers. Raises ValueError, naming both."""
+def _number(number: int, option: str, value: Any) -> float:
+    """The value of an option of group `number`. Raises ValueError, naming both, for no number."""
+    where = f"parameter group {number} has {option}"
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):  # of None, lists and tensors of several
+        pass
+    except OverflowError as error:  # of whole numbers; hundreds of digits would be shown
+        raise ValueError(f"{where} larger than any float") from error
+    raise ValueError(f"{where}={value!r}, which is not a number")
 
-    def __init__(self, number: int, group: dict[str, Any]) -> None:
-        self._number = number
-        self._group = group
 
-    def __call__(self, option: str) -> float:
-        """0 where the class has none."""
-        return self._as_float(option, self._group.get(option, 0.0))
-
-    def needed(self, option: str) -> float:
-        """One that every class has."""
-        if option not in self._group:
-            raise ValueError(f"parameter group {self._number} has no {option!r}")
-        return self(option)
-
-    def pair(self, option: str) -> tuple[float, float]:
-        """Zeros where the class has none."""
-        value = self._group.get(option, (0.0, 0.0))
-        if not isinstance(value, tuple | list) or len(value) != 2:
-            raise ValueError(
-                f"parameter group {self._number} has {option}={value!r}, which must be two numbers"
-            )
-        return self._as_float(option, value[0]), self._as_float(option, value[1])
-
-    def _as_float(self, option: str, value: Any) -> float:
-        try:
-            if not isinstance(value, str):
-                return float(value)
-        except (TypeError, ValueError, RuntimeError):  # of None, lists and tensors of several
-            pass
-        except OverflowError as error:  # of whole numbers; hundreds of digits would be shown
-            raise ValueError(
-                f"parameter group {self._number} has {option} larger than any float"
-            ) from error
+def _pair(number: int, option: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(
-            f"parameter group {self._number} has {option}={value!r}, which is not a number"
+            f"parameter group {number} has {option}={value!r}, which must be two numbers"
         )
+    return _number(number, option, value[0]), _number(number, option, value[1])
+
+
+def _needed(number: int, option: str, group: dict[str, Any]) -> float:
+    """Of an option that every class has."""
+    if option not in group:
+        raise ValueError(f"parameter group {number} has no {option!r}")
+    return _number(number, option, group[option])
 
 
 def _check_class(optimizer: torch.optim.Optimizer) -> None:
@@ -87,7 +74,7 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_options(name: str, group: dict[str, Any]) -> None:
-    """Raises ValueError where the group of an optimizer of this class asks for what is not done."""
+    """Raises ValueError where a group of this class has an option in use that is not supported."""
     for option in UNSUPPORTED:
         if group.get(option):
             _refuse(name, option, group[option])
@@ -135,38 +122,38 @@ def group_spec(
 ) -> GroupSpec:
     """The hyperparameters of group `number`, now, as the core takes them. Raises ValueError, with
     group and option, for what is no number."""
-    option = Numbers(number, group)
+    lr = _needed(number, "lr", group)
     if foreign is not None:
-        return _foreign_spec(option, group, foreign)
-    beta1, beta2 = option.pair("betas")
+        # The core needs to know only how much is kept: the class takes its options from `foreign`.
+        return {
+            "rule": "foreign", "lr": lr, "beta1": 0.0, "beta2": 0.0, "eps": 0.0,
+            "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "lr_decay": 0.0,
+            "initial_accumulator": 0.0, "nesterov": False, "maximize": False,
+            "options": foreign.remember(group), "moments": len(foreign.kept(group).moments),
+        }  # fmt: skip
     rule = NATIVE[type(optimizer)]
     if rule in ("adam", "adamw"):  # AdamW is Adam with this option, which may be changed
         rule = "adamw" if group.get("decoupled_weight_decay", rule == "adamw") else "adam"
+
+    def option(name: str, options: dict[str, Any] = group) -> float:
+        return _number(number, name, options.get(name, 0.0))  # 0: the class has none
+
+    beta1, beta2 = _pair(number, "betas", group.get("betas", (0.0, 0.0)))
     return {
         "rule": rule,  # type: ignore[typeddict-item]
-        "lr": option.needed("lr"),
+        "lr": lr,
         "beta1": beta1,
         "beta2": beta2,
         "eps": option("eps"),
-        "weight_decay": option.needed("weight_decay"),
+        "weight_decay": _needed(number, "weight_decay", group),
         "momentum": option("momentum"),
         "dampening": option("dampening"),
         "lr_decay": option("lr_decay"),
         # Adagrad's sums begin with what it was built with, whatever its groups say.
-        "initial_accumulator": Numbers(number, optimizer.defaults)("initial_accumulator_value"),
+        "initial_accumulator": option("initial_accumulator_value", optimizer.defaults),
         "nesterov": bool(group.get("nesterov", False)),
         "maximize": bool(group.get("maximize", False)),
     }
-
-
-def _foreign_spec(option: Numbers, group: dict[str, Any], foreign: Foreign) -> GroupSpec:
-    """The core needs to know only how much is kept; the class takes its options from `foreign`."""
-    return {
-        "rule": "foreign", "lr": option.needed("lr"), "beta1": 0.0, "beta2": 0.0, "eps": 0.0,
-        "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "lr_decay": 0.0,
-        "initial_accumulator": 0.0, "nesterov": False, "maximize": False,
-        "options": foreign.remember(group), "moments": len(foreign.kept(group).moments),
-    }  # fmt: skip
 
 
 def moments_of(spec: GroupSpec) -> list[tuple[Kind, str]]:

@@ -6,14 +6,13 @@
 
 Use from one thread at a time.
 
-Note [What counts]. All that torch's allocator has given out, batch and buffers included: unlike on
-the host, nothing else of the process lies in the device's budget, but for the pages, which it does
-not know. What it keeps in reserve counts for the limit: where that would be passed, it gives the
-reserve back first.
+Note [What counts]. All that torch's allocator has given out, batch and buffers included. Only the
+pages, which it does not know, lie in the device's budget as well. What it keeps in reserve
+counts for the limit: where that would be passed, it gives the reserve back first.
 
 Note [Shared limit]. PyTorch has one limit for a device, and several wrapped models may share it. So
-each of them has a share, the limit is the sum of the shares, never above the one that the user had
-set, and behind the last model that one is set again. A limit that the user sets meanwhile stays.
+each of them has a share. The limit is the sum of the shares, and never above the user's own, which
+is set again behind the last model. A limit that the user sets meanwhile stays.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ import torch
 
 from .. import _core
 from .._config import device, machine
+from .._config.choices import SPEED_OF
 from .._config.device import compute_threads
 from .._errors import StrataError
 from .probes import LANES, Compute, matmul_flops, measure_lanes, memory_bandwidth, slice_seconds
@@ -100,16 +101,16 @@ class Calibration:
 
 def typical_costs() -> Costs:
     """Of a modest machine: for what does not depend on speeds."""
+    return _costs(TYPICAL, TYPICAL_TRANSFER_SECONDS, TYPICAL_COMPUTING[1], {})
+
+
+def _costs(
+    speeds: Mapping[LaneName, float], transfer: float, each_slice: float, slow: Any
+) -> Costs:
+    """`speeds` by lane, `transfer` and `each_slice` in seconds, `slow` as Costs has it."""
+    named: dict[str, Any] = {SPEED_OF[lane]: speeds[lane] for lane in LANES if lane in SPEED_OF}
     return _core.Costs(
-        compute_scale=1.0,
-        upload_bytes_s=TYPICAL["upload"],
-        download_bytes_s=TYPICAL["download"],
-        read_bytes_s=TYPICAL["read"],
-        write_bytes_s=TYPICAL["write"],
-        update_elements_s=TYPICAL["update"],
-        transfer_seconds=TYPICAL_TRANSFER_SECONDS,
-        slice_seconds=TYPICAL_COMPUTING[1],
-        slow={},
+        compute_scale=1.0, transfer_seconds=transfer, slice_seconds=each_slice, slow=slow, **named
     )
 
 
@@ -120,7 +121,7 @@ def costs(setup: Setup, refresh: bool = False) -> Costs:
 
 
 def calibration(setup: Setup, refresh: bool = False) -> Calibration:
-    """As costs(), with what else was found."""
+    """As costs(), with everything else that was measured."""
     key = setup.key()
     text = json.dumps(key, sort_keys=True)
     file = cache_folder() / f"calibration-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
@@ -159,26 +160,19 @@ def measure(setup: Setup) -> Calibration:
             return None
 
     compute = attempt(("compute",), lambda: Compute(setup.dtype, there))
+    paths, page = list(setup.ssd_paths), setup.page_bytes
+    left = compute_threads(setup.device)
     copies = attempt(
-        ("upload", "download"), lambda: _core.CopyProbe(setup.page_bytes, COPY_BYTES, setup.device)
+        ("upload", "download"), lambda: _core.CopyProbe(page, COPY_BYTES, setup.device)
     )
     update = attempt(
         ("update",),
-        lambda: _core.UpdateProbe(
-            setup.workers,
-            setup.dtype,
-            setup.page_bytes,
-            UPDATE_BYTES,
-            compute_threads(setup.device),
-        ),
+        lambda: _core.UpdateProbe(setup.workers, setup.dtype, page, UPDATE_BYTES, left),
     )
     ssd = None
-    if setup.ssd_paths:
+    if paths:
         ssd = attempt(
-            ("read", "write"),
-            lambda: _core.SsdProbe(
-                list(setup.ssd_paths), setup.page_bytes, setup.io_engine, SSD_BYTES
-            ),
+            ("read", "write"), lambda: _core.SsdProbe(paths, page, setup.io_engine, SSD_BYTES)
         )
     alone, slow = measure_lanes(compute, copies, update, ssd, attempt)
     transfer = attempt(("upload", "download"), copies.transfer_seconds) if copies else None
@@ -186,19 +180,10 @@ def measure(setup: Setup) -> Calibration:
     flops_s, each_slice, memory_bytes_s = (
         attempt(("compute",), lambda: _computing(setup.dtype, there)) or TYPICAL_COMPUTING
     )
-    speed = {**TYPICAL, **alone}
+    no_disk: dict[LaneName, float] = {} if setup.ssd_paths else {"read": 0.0, "write": 0.0}
+    speed = {**TYPICAL, **alone, **no_disk}
     return Calibration(
-        costs=_core.Costs(
-            compute_scale=1.0,
-            upload_bytes_s=speed["upload"],
-            download_bytes_s=speed["download"],
-            read_bytes_s=speed["read"] if setup.ssd_paths else 0.0,
-            write_bytes_s=speed["write"] if setup.ssd_paths else 0.0,
-            update_elements_s=speed["update"],
-            transfer_seconds=transfer or TYPICAL_TRANSFER_SECONDS,
-            slice_seconds=each_slice,
-            slow=slow,
-        ),
+        costs=_costs(speed, transfer or TYPICAL_TRANSFER_SECONDS, each_slice, slow),
         flops_s=flops_s,
         # The host's copies are inside the device's memory, and read and write it.
         memory_bytes_s=memory_bytes_s or 2 * speed["upload"],

@@ -3,14 +3,14 @@
     clock = make_clock(torch.device("cuda", 0))
     then = clock.now()                  # seconds of perf_counter()
     ...
-    device_times = clock.settle()       # {then: when the device came to it}; {}: it was right then
+    device_times = clock.take()      # {then: when the device came to it}; {}: it was right then
 
 On the host a reading says all. On a GPU Python launches kernels and goes on, so what passes between
 two readings is only how long launching took: each reading leaves an event on the current stream as
 well, and the events are read together, at the end of the step. By then the gradients have left the
 device, so that there is next to nothing to wait for, and the device as a whole is never waited for.
 
-Threads: any thread may read; settle() when nothing else is under way.
+Threads: any thread may read; take() when nothing else is under way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HostClock:
         """A reading."""
         return perf_counter()
 
-    def settle(self) -> dict[float, float]:
+    def take(self) -> dict[float, float]:
         """Forgets the readings. Returns when the device came to each, where that is not the same;
         both on the scale of perf_counter()."""
         return {}
@@ -56,7 +56,7 @@ class DeviceClock:
         self._last[stream.cuda_stream] = event
         return time
 
-    def settle(self) -> dict[float, float]:
+    def take(self) -> dict[float, float]:
         """Waits until the device has come to the last reading on each stream that was used."""
         marks, self._marks = self._marks, []
         others, self._last = self._last.values(), {}

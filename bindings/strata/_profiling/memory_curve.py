@@ -20,9 +20,9 @@ logs a warning to stderr: the first time, and every thousandth. Such tensors are
 batch and the loss of the step before), so warnings of PyTorch's C++ log are off while a curve
 records. What torch warns of in Python takes another way, and is heard.
 
-Note [Peaks]. The allocator tells the highest use since it was asked to begin anew, which note()
-does each time. So in a step that is measured, what torch.cuda.max_memory_allocated() tells the user
-is the peak of a part of it.
+Note [Peaks]. The allocator tells the highest use since its peak was last reset, and note() resets
+it each time. So in a step that is measured, torch.cuda.max_memory_allocated() tells the user the
+peak of a part of it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ _goes_on = ProfilerEnd(
 
 
 def counts_memory() -> bool:
-    """Whether PyTorch's allocator says how much it has given out: one of the user's does not."""
+    """Whether PyTorch's allocator counts what it has given out. One that the user plugged in does
+    not."""
     return torch.cuda.get_allocator_backend() != "pluggable"
 
 

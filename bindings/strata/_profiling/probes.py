@@ -11,11 +11,11 @@ Two lanes together run at the same time, each on a thread of its own: what is le
 speed is its entry in `slow`. Computation always is the caller's thread, and on a GPU the stream
 that is current there; copies are the core's, on streams of their own.
 
-Note [Time on a GPU]. Python tells a GPU what to do and goes on. Of work that repeats, some rounds
-are told ahead, so that what is measured is the work and not the telling. Each leaves an event on
-the caller's stream: by them the device tells its own time, and the caller waits for one before it
-says more. Nothing waits for the device as a whole. A round that is over sooner than the next one is
-told would measure the telling all the same, so rounds are made large enough for the device at hand.
+Note [Time on a GPU]. Python launches kernels and goes on. Work that repeats is launched some rounds
+ahead, so that the work is measured and not its launch. Each round leaves an event on the caller's
+stream: the events give the device's own time, and the caller waits for an older one before it
+launches more. Nothing waits for the device as a whole. A round that is shorter than its launch
+would measure the launch all the same, so rounds are made large enough for the device at hand.
 
 Note [Slow processors]. One without arithmetic for a 16-bit dtype takes seconds for what another one
 does in milliseconds. So rounds on the host begin small as well, and grow as long as they are short.
@@ -26,7 +26,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 
 SHORTEST_SECONDS = 0.1  # spent on looking for the shortest time
 ROUNDS_MIN = 4  # for that
-ROUNDS_AHEAD = 3  # that a GPU has been told of
-GPU_ROUND_SECONDS = 1.5e-3  # some times what it takes to tell it
+ROUNDS_AHEAD = 3  # that are launched on a GPU
+GPU_ROUND_SECONDS = 1.5e-3  # several times what its launch takes
 ROUND_SECONDS = 20e-3  # of the host: windows hold several of them
 COPIED_BYTES = 128 << 20  # more than any cache
 
@@ -127,7 +129,7 @@ def memory_bandwidth(device: torch.device) -> float:
 
 def slice_seconds(device: torch.device) -> float:
     """What a block costs beside its arithmetic: forward and backward of one with next to none. On a
-    GPU that is what it takes to tell it, for it has nothing else to do meanwhile."""
+    GPU that is the time of its launches."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         block = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, device="cpu")
         block = block.to(device)
@@ -141,7 +143,7 @@ def slice_seconds(device: torch.device) -> float:
 
 
 def repeat(work: Callable[[], object], device: torch.device, seconds: float) -> tuple[int, float]:
-    """Does it over and over for about `seconds`: how often, and how long that took the device."""
+    """Repeats `work` for about `seconds`. Returns how often, and how long that took the device."""
     begin = time.perf_counter()
     rounds = 0
     if device.type != "cuda":
@@ -164,7 +166,7 @@ def repeat(work: Callable[[], object], device: torch.device, seconds: float) -> 
 
 
 def _mark(device: torch.device) -> torch.cuda.Event:
-    """An event that whoever waits for sleeps: the processor has other work meanwhile."""
+    """An event. A thread that waits for it sleeps: the processor has other work meanwhile."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event
@@ -248,24 +250,16 @@ def _typical(run: Run) -> float:
 
 def _pairs(
     runs: Mapping[LaneName, Run], copies: Any, ssd: Any
-) -> list[tuple[LaneName, LaneName, Callable[[], tuple[float, float]]]]:
+) -> Iterator[tuple[LaneName, LaneName, Callable[[], tuple[float, float]]]]:
     """Every two lanes that are measured together."""
-    pairs: list[tuple[LaneName, LaneName, Callable[[], tuple[float, float]]]] = []
-    if "upload" in runs:
-        pairs.append(("upload", "download", lambda: copies.run("both", TOGETHER_SECONDS)))
-    if "read" in runs and "write" in runs:
-        pairs.append(("read", "write", lambda: ssd.run("both", TOGETHER_SECONDS)))
-    own: list[LaneName] = [lane for lane in LANES if lane in runs and lane != "download"]
-    for i, first in enumerate(own):
-        for second in own[i + 1 :]:
-            if (first, second) == ("read", "write"):
-                continue
+    probes = {("upload", "download"): copies, ("read", "write"): ssd}
+    for first, second in combinations([lane for lane in LANES if lane in runs], 2):
+        if probe := probes.get((first, second)):  # both ways of one link
+            yield first, second, partial(probe.run, "both", TOGETHER_SECONDS)
+        elif "download" not in (first, second):
             # What computation loses decides most: it is measured more than once.
             rounds = ROUNDS if first == "compute" else 1
-            pairs.append(
-                (first, second, lambda a=runs[first], b=runs[second], n=rounds: together(a, b, n))  # type: ignore[misc]
-            )
-    return pairs
+            yield first, second, partial(together, runs[first], runs[second], rounds)
 
 
 def together(first: Run, second: Run, rounds: int = 1) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 tensors that autograd saves, by storage, and the memory that PyTorch takes.
 
     recorder.begin()                # from here on in detail
-    ...                             # hooks call enter, leave, pause, ignore, inputs, saved and used
+    ...                             # hooks call enter, leave, paused, inputs, saved and used
     step = recorder.take()          # at the end of every step
     recorder.close()                # when there will be no end
 
@@ -12,13 +12,14 @@ memory are too. Use from the thread that trains; autograd's threads call it unde
 Note [Rounds]. Where several forwards and backwards make one step, each pair is a round. What take()
 returns is the last one: they are alike, and the plan is the same for each.
 
-Note [Two times]. Uses are put together as they happen, for what is recorded refers to them. On a
-GPU their times are not known yet; so what happened is noted, and put together once more by the
-device's times when the step is over.
+Note [Two times]. Uses are put together as they happen, because saved tensors refer to them. On a
+GPU their times are not known yet. So each call is noted, and all are replayed with the device's
+times when the step is over.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
@@ -86,7 +87,7 @@ class Recorder:
             curve.stop()
 
     def abandon(self) -> None:
-        """What was recorded of the step so far does not count: it was given up."""
+        """Forgets the step so far: it was given up."""
         self.close()
         self._depth.clear()
         self._clear()
@@ -118,18 +119,19 @@ class Recorder:
             self._note(Uses.leave, (unit,), (self.now(),))
 
     def correct(self, unit: int, depth: int) -> None:
-        """The unit was left without a word: it is entered `depth` times."""
+        """Leaves the unit until it is entered `depth` times: an exception kept hooks from it."""
         while self._depth.get(unit, 0) > depth:
             self.leave(unit)
 
-    def pause(self, begin: float, end: float) -> None:
-        """From `begin` to `end` nothing was computed: somebody waited for bytes, or moved them."""
+    @contextmanager
+    def paused(self, part_of_step: bool = True) -> Iterator[None]:
+        """A context in which nothing is computed: somebody waits for bytes, or moves them. Where it
+        is no `part_of_step`, its memory does not count either."""
+        begin = self.now()
+        yield
+        end = self.now()
         self._note(Uses.pause, (), (begin, end))
-
-    def ignore(self, begin: float, end: float) -> None:
-        """As pause(), for what is no part of the step: its memory does not count either."""
-        self.pause(begin, end)
-        if self.recording:
+        if self.recording and not part_of_step:
             self._ignored.append((begin, end))
 
     def inputs(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -165,11 +167,11 @@ class Recorder:
         return len(self._uses.step.tensors)
 
     def saved_since(self, mark: int) -> int:
-        """Bytes that forwards have saved since then, those of inputs left out."""
+        """Bytes that forwards have saved since then, without those of inputs."""
         return sum(t.bytes for t in self._uses.step.tensors[mark:] if not t.input)
 
     def drop_to(self, mark: int) -> None:
-        """What was saved since then does not count: that forward runs again."""
+        """Forgets what was saved since then: that forward runs again."""
         del self._uses.step.tensors[mark:]
         self._numbers = {k: known for k, known in self._numbers.items() if known[1] < mark}
 
@@ -198,7 +200,7 @@ class Recorder:
             if self.recording:
                 self._measure(step, self._curve)
                 step.measured = True
-        device_times = self._clock.settle()
+        device_times = self._clock.take()
         if device_times:
             step.take_times(self._by(device_times, now))
         self._curve = None

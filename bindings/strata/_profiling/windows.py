@@ -42,6 +42,8 @@ from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, cast
 
+from .._config.choices import SPEED_OF
+
 if TYPE_CHECKING:
     from .._core import Bound, Costs, PaperPlan
     from .timeline import StepRecord
@@ -51,15 +53,6 @@ WINDOW_SECONDS = 5.0
 WINDOW_STEPS = 3
 WINDOWS_KEPT = 12  # what was longer ago says little of now
 SAMPLES_MAX = 64  # steps of a window whose uses are remembered one by one
-
-# By lane, where Costs has its rate.
-RATES = {
-    "upload": "upload_bytes_s",
-    "download": "download_bytes_s",
-    "read": "read_bytes_s",
-    "write": "write_bytes_s",
-    "update": "update_elements_s",
-}
 
 Order = tuple[tuple[int, bool], ...]  # of uses: unit, backward
 
@@ -93,8 +86,8 @@ class Window:
     seconds: float = 0.0  # of them, without what lay between them
     compute_seconds: float = 0.0  # of these
     # By lane: seconds of these in which it did anything, and bytes.
-    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
-    moved: dict[str, float] = field(default_factory=lambda: dict.fromkeys(RATES, 0.0))
+    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPEED_OF, 0.0))
+    moved: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPEED_OF, 0.0))
     times: Times | None = None  # None: steps were of several kinds
 
     @property
@@ -133,7 +126,7 @@ class Windows:
         self.closed: deque[Window] = deque(maxlen=WINDOWS_KEPT)
         self._open = _Open()
         self._before: tuple[float, float] | None = None  # the step before, which counted
-        self._counted = dict.fromkeys(RATES, 0.0)  # by lane: until when busy time has been
+        self._counted = dict.fromkeys(SPEED_OF, 0.0)  # by lane: until when busy time has been
 
     def add(self, record: StepRecord, step: RecordedStep) -> Window | None:
         """Counts a step. Returns the window that it fills."""
@@ -229,7 +222,7 @@ def pace_of(window: Window, paper: PaperPlan) -> Pace:
     bound]."""
     work = cast(dict[str, float], paper.bound().lane_work)
     rates = {}
-    for lane, name in RATES.items():
+    for lane, name in SPEED_OF.items():
         least = window.steps * work[lane]
         amount = least if lane == "update" else max(window.moved[lane], least)
         if amount > 0 and window.busy[lane] > 0:
@@ -243,7 +236,9 @@ def pace_of(window: Window, paper: PaperPlan) -> Pace:
 
 def better(a: Pace, b: Pace) -> Pace:
     """The best of both."""
-    rates = {name: max(a.rates.get(name, 0.0), b.rates.get(name, 0.0)) for name in RATES.values()}
+    rates = {
+        name: max(a.rates.get(name, 0.0), b.rates.get(name, 0.0)) for name in SPEED_OF.values()
+    }
     return Pace(
         min(a.step_seconds, b.step_seconds), min(a.compute_seconds, b.compute_seconds), rates
     )

@@ -16,6 +16,7 @@ from .._profiling.timeline import LINKS
 from . import html_figures as figures
 from .html_figures import moments
 from .report_text import (
+    PLAN_HEAD,
     judged_over,
     lag_rows,
     like,
@@ -110,7 +111,8 @@ def _sections(report: Report) -> Iterator[str]:
         yield _figure(figures.residency(held, at, report.peaks), caption)
     else:
         yield _none("there is no plan")
-    yield _tiers(report)
+    head = ["tier", "budget", "used by pages", "their peak", "planned peak", "at"]
+    yield _table(head, list(tier_rows(report)))
     yield "<h2>Units over a step</h2>"
     names = [unit.name for unit in report.trace.units] if report.trace else []
     names = names or (record.units if record else [])
@@ -123,7 +125,10 @@ def _sections(report: Report) -> Iterator[str]:
     else:
         yield _none("no step was recorded")
     yield "<h2>The plan</h2>"
-    yield _plan(report)
+    if report.planned:
+        yield _table(PLAN_HEAD, [[row.unit, *planned_cells(row)] for row in report.planned])
+    else:
+        yield _none("there is none: activations are left to PyTorch, or no step was recorded yet")
 
 
 def _tiles(report: Report) -> str:
@@ -176,18 +181,6 @@ def _stalls(report: Report) -> Iterator[str]:
             ["waited for pages of", "since wrap()"],
             [[name, like(waited[0][1])(seconds)] for name, seconds in waited],
         )
-
-
-def _tiers(report: Report) -> str:
-    head = ["tier", "budget", "used by pages", "their peak", "planned peak", "at"]
-    return _table(head, list(tier_rows(report)))
-
-
-def _plan(report: Report) -> str:
-    if not report.planned:
-        return _none("there is none: activations are left to PyTorch, or no step was recorded yet")
-    head = ["unit", "activations", "slices", "parameters", "gradients", "state", "resident"]
-    return _table(head, [[row.unit, *planned_cells(row)] for row in report.planned])
 
 
 def _figure(svg: str, caption: str = "") -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LONG_SECONDS = 3600  # from here on, times are not told in seconds
 WAITS_SHOWN = 8  # those that were waited for longest
+PLAN_HEAD = ["unit", "activations", "slices", "parameters", "gradients", "state", "resident"]
 
 
 def plan_text(report: PlanReport) -> str:
@@ -129,7 +130,8 @@ def _paragraphs(report: Report) -> Iterator[str]:
         lags.sort(key=lambda row: -int(row[-1]))  # stable: in order where nothing was waited for
         yield table([titles, *lags[:WAITS_SHOWN], total])
     if report.planned:
-        yield table(_planned_runs(report.planned))
+        # Units in a row of which the plan says the same share a line.
+        yield table([PLAN_HEAD, *runs((row.unit, planned_cells(row)) for row in report.planned)])
 
 
 def speed_line(report: Report) -> str:
@@ -221,12 +223,6 @@ def lag_rows(lags: Sequence[Lag]) -> list[list[str]]:
         ["unit", *ages, "merged gradients", "update waits"],
         *([name, *map(str, row)] for name, row in zip(names, rows, strict=True)),
     ]
-
-
-def _planned_runs(rows: Sequence[PlannedRow]) -> list[list[str]]:
-    """Units in a row of which the plan says the same share a line."""
-    head = ["unit", "activations", "slices", "parameters", "gradients", "state", "resident"]
-    return [head, *runs((row.unit, planned_cells(row)) for row in rows)]
 
 
 def runs(rows: Iterable[tuple[str, list[str]]]) -> Iterator[list[str]]:

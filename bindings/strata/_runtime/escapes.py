@@ -32,8 +32,7 @@ import torch
 from torch import nn
 
 from .._errors import StrataError
-from .._torch_compat import DisableTorchFunction, held_by_torch, tensors_over
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import DisableTorchFunction, graph_task, held_by_torch, tensors_over
 from .paged import PagedTensor
 from .wrapped import Slot, Unit, Wrapped
 
@@ -66,7 +65,7 @@ class Views:
         expected = self._expected
         for storage, index in self._of_unit[unit.index]:
             if tensors_over(storage) > expected[index]:
-                self._settle(storage, index, failing)
+                self._find_escaped(storage, index, failing)
 
     def mark(self, tensor: torch.Tensor, index: int) -> None:
         """Makes a view of parameter `index` a paged tensor, which counts for as long as it lives.
@@ -124,7 +123,7 @@ class Views:
             put(made, key, after)
         return made
 
-    def _settle(self, storage: int, index: int, failing: bool) -> None:
+    def _find_escaped(self, storage: int, index: int, failing: bool) -> None:
         """See Note [Escapes]."""
         for generation in GENERATIONS:
             for tensor in list(self._unknown(generation)):
@@ -153,7 +152,7 @@ class Views:
     def _take(self, tensor: torch.Tensor, failing: bool) -> None:
         """Makes a tensor one that may outlive the visit. See Note [Escapes]."""
         plain = type(tensor) is torch.Tensor
-        if plain and _graph_task() != -1 and held_by_torch(tensor):  # autograd
+        if plain and graph_task() != -1 and held_by_torch(tensor):  # autograd
             with torch.no_grad(), DisableTorchFunction():
                 tensor.data = tensor.detach().clone()
             return

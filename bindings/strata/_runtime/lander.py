@@ -96,7 +96,7 @@ class Lander:
         self._thread.start()
 
     def put(self, landing: Landing, byte_count: int = 0) -> None:
-        """Has it done behind all that were put before. Waits while too many bytes are under way;
+        """Queues a landing behind those put before. Waits while too many bytes are under way;
         `byte_count`: what it holds until it is done. Raises what an earlier one raised, and
         StrataError where the current stream is captured."""
         while not self._closed and (oldest := self._in_the_way(byte_count)) is not None:
@@ -114,7 +114,7 @@ class Lander:
         self._under_way.append(under_way)
 
     def wait(self) -> None:
-        """Until all of them are done. Raises what one of them raised, once."""
+        """Waits until all of them are done. Raises what one of them raised, once."""
         if threading.current_thread() is self._thread:
             return
         done = threading.Lock()
@@ -132,7 +132,8 @@ class Lander:
             self._thread.join()
 
     def _in_the_way(self, byte_count: int) -> _UnderWay | None:
-        """What has to be done before so many bytes more may be under way."""
+        """The landing to wait for before so many more bytes may be under way; None: there is
+        none."""
         for one in self._under_way.copy():
             if not one.done:
                 break

@@ -184,42 +184,38 @@ class StrataOptimizer(torch.optim.Optimizer):
         self._wrapped.hooks.reset()
         self._wrapped.refuse_half_step("state_dict() of the optimizer")
         self._wrapped.synchronize()
-        index: dict[int, int] = {}
-        groups = []
-        for group in self.param_groups:
-            packed = {key: value for key, value in group.items() if key != "params"}
-            for parameter in group["params"]:
-                index.setdefault(id(parameter), len(index))
-            packed["params"] = [index[id(p)] for p in group["params"]]
-            groups.append(packed)
-        entries = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if entry := self._read_state(parameter, group):
-                    entries[index[id(parameter)]] = entry
-        return {"state": entries, "param_groups": groups}
+        try:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if entry := self._read_state(parameter, group):
+                        self.state[parameter] = entry
+            return super().state_dict()
+        finally:
+            self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict()` of this or of the plain torch optimizer returned. Raises
         ValueError, and changes nothing, where that is of another model or optimizer, is damaged, or
         has options that cannot be followed."""
-        self._wrapped.hooks.reset()
-        self._wrapped.refuse_half_step("load_state_dict()")
+        state = self._wrapped
+        state.hooks.reset()
+        state.refuse_half_step("load_state_dict()")
         groups = saved_groups(state_dict, self.param_groups)
         merged = [self._merged(g, new) for g, new in zip(self.param_groups, groups, strict=True)]
         specs = self.group_specs(merged)
         saved = saved_entries(state_dict, groups)
         entries = [
-            (parameter, g, saved.get(number, {}))
+            (state.index_of(parameter), g, saved.get(number, {}))
             for g, group in enumerate(self.param_groups)
             for parameter, number in zip(group["params"], groups[g]["params"], strict=True)
         ]
-        for parameter, g, entry in entries:
-            self._check_state(parameter, merged[g], specs[g], entry)
+        trained = [e for e in entries if state.config["params"][e[0]]["trainable"]]
+        for index, g, entry in trained:
+            self._check_state(index, merged[g], specs[g], entry)
         for group, new in zip(self.param_groups, merged, strict=True):
             group.update(new)
-        for parameter, g, entry in entries:
-            self._write_state(parameter, self.param_groups[g], entry)
+        for index, g, entry in trained:
+            self._write_state(index, self.param_groups[g], entry)
 
     def _merged(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """The group with the saved options in place of its own."""
@@ -252,18 +248,15 @@ class StrataOptimizer(torch.optim.Optimizer):
         return entry
 
     def _check_state(
-        self, parameter: torch.Tensor, group: dict[str, Any], spec: GroupSpec, entry: dict[str, Any]
+        self, index: int, group: dict[str, Any], spec: GroupSpec, entry: dict[str, Any]
     ) -> None:
         """Raises ValueError for what cannot be taken over. `group`, `spec`: as they are to be."""
         state = self._wrapped
-        index = state.index_of(parameter)
-        if not state.config["params"][index]["trainable"]:
-            return  # nothing is kept of it
         kept = self._foreign.kept(group) if self._foreign is not None else None
         check_entry(
             state.names[index],
             entry,
-            parameter.shape,
+            state.aliases[index].shape,
             moments=[name for _, name in self._kinds(index)],
             needed=kept.moments if kept else [name for _, name in moments_of(spec)],
             counted="step" in kept.scalars if kept else spec["rule"] in COUNTED,
@@ -276,17 +269,12 @@ class StrataOptimizer(torch.optim.Optimizer):
                 f"are not the {initial} that this Adagrad was built with"
             )
 
-    def _write_state(
-        self, parameter: torch.Tensor, group: dict[str, Any], entry: dict[str, Any]
-    ) -> None:
+    def _write_state(self, index: int, group: dict[str, Any], entry: dict[str, Any]) -> None:
         state = self._wrapped
-        index = state.index_of(parameter)
-        if not state.config["params"][index]["trainable"]:
-            return
         moments = [(kind, entry.get(name)) for kind, name in self._kinds(index)]
         for kind, value in moments:
             if value is None:
-                value = torch.zeros(parameter.shape, device="cpu")
+                value = torch.zeros(state.aliases[index].shape, device="cpu")
             state.write(index, value, kind)
         # torch's SGD keeps no step; a momentum buffer says that there was one.
         started = any(value is not None for _, value in moments)

@@ -32,17 +32,27 @@ from .wrapped import Slot, Wrapped
 Function = Callable[..., Any]
 
 
+def _call(
+    cls: type, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """Called by torch instead of any operation that has a paged tensor among its arguments."""
+    if func in _METADATA:
+        with DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+    if func in _REFUSED:
+        raise RuntimeError(
+            f"{_name(func)} would give away the raw memory of a parameter that strata moves "
+            "between tiers; use p.detach().clone(), strata.export_safetensors or strata.unwrap"
+        )
+    return _SPECIAL.get(func, _run)(func, args, kwargs or {})
+
+
 class PagedTensor(torch.Tensor):
     """A view of a paged parameter, as an operation outside its module returned it."""
 
     _strata: Slot
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Called by torch instead of any operation that has a paged tensor among its arguments."""
-        return _call(func, args, kwargs or {})
+    __torch_function__: Any = classmethod(_call)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain tensor in ordinary memory."""
@@ -58,12 +68,7 @@ class PagedParameter(nn.Parameter):
 
     _strata: Slot
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Called by torch instead of any operation that has a paged tensor among its arguments."""
-        return _call(func, args, kwargs or {})
+    __torch_function__: Any = classmethod(_call)
 
     @property
     def grad(self) -> None:
@@ -111,21 +116,6 @@ def _plain_copy(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
     copied.__class__ = torch.Tensor
     return copied
-
-
-def _call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _METADATA:
-        with DisableTorchFunction():
-            return func(*args, **kwargs)
-    if func in _REFUSED:
-        raise RuntimeError(
-            f"{_name(func)} would give away the raw memory of a parameter that strata moves "
-            "between tiers; use p.detach().clone(), strata.export_safetensors or strata.unwrap"
-        )
-    special = _SPECIAL.get(func)
-    if special is not None:
-        return special(func, args, kwargs)
-    return _run(func, args, kwargs)
 
 
 def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,16 +190,12 @@ def _copied_out(value: Any) -> Any:
     return value
 
 
-def _paged_in(value: Any) -> Iterator[PagedTensor | PagedParameter]:
+def _paged_in(value: Any) -> Iterator[Any]:
     """The paged tensors among arguments, nested ones too."""
-    if isinstance(value, torch.Tensor):
-        if type(value) is PagedParameter or type(value) is PagedTensor:
-            yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _paged_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    if _is_paged(value):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _paged_in(item)
 
 
@@ -309,12 +295,6 @@ def _gradients(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return func(outputs, edges, given.pop("grad_outputs", None), *rest, **given)
 
 
-def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reads no element. The units that the graph wants are entered when it comes to them."""
-    with DisableTorchFunction():
-        return func(*args, **kwargs)
-
-
 def _iterate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return iter(args[0].unbind(0))
 
@@ -355,9 +335,10 @@ def _functions(methods: str, properties: str = "") -> frozenset[Function]:
     return frozenset(found)
 
 
-# These read no element: they run without entering.
+# These read no element: they run without entering. backward() neither: the units that its graph
+# wants are entered when it comes to them.
 _METADATA = _functions(
-    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size "
+    "backward size dim ndimension numel nelement stride storage_offset is_contiguous element_size "
     "is_floating_point is_complex is_signed get_device __hash__ __len__ register_hook "
     "register_post_accumulate_grad_hook retain_grad is_inference is_pinned is_same_size is_shared",
     "shape dtype device layout requires_grad is_leaf grad_fn ndim _version output_nr is_cuda "
@@ -374,7 +355,6 @@ _SPECIAL: dict[Function, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad_: _set_requires_grad,
     torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
-    torch.Tensor.backward: _backward,
     torch.Tensor.__iter__: _iterate,
     torch.Tensor.__repr__: _represent,
     torch.Tensor.numpy: _to_numpy,

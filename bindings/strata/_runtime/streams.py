@@ -10,11 +10,10 @@ with care.
 Note [What may be captured]. A replay launches kernels and runs no Python. So a graph around a unit
 would bring no pages and take no gradients: it would compute with whatever the frames hold then, and
 nobody would be told. That holds for a unit which rests on the device as a whole, too. Its frames
-stay, but only for as long as the plan says so: a larger batch moves it away between two steps, and
-the hooks that would wait for its update are those that a replay leaves out. To pin it for good
-would take from the planner what only the planner can give back. So every capture that a hook
-notices is refused at once, before anything is submitted: what is recorded on a stream that is
-captured never happens.
+stay only for as long as the plan says so: a larger batch moves it away between two steps, and a
+replay leaves out the hooks that would wait for its update. Pinning it for good would take that
+memory from the planner for good. So every capture that a hook notices is refused at once, before
+anything is submitted: work on a captured stream is recorded and does not run.
 
 What lies inside of a unit may be captured, and torch.compile(model, mode="reduce-overhead") does
 so: hooks stay outside of what is compiled, parameters keep their address for life, and whatever
@@ -23,13 +22,12 @@ driver meanwhile, on other threads, is let through: Note [Beside a capture] in
 memory/cuda/device.hpp.
 
 Note [Memory of graphs]. Where torch.compile captures, results of a graph lie in a pool of the
-graph's. They are tensors like others, but for two things. A storage that a replay hands out belongs
-to no allocator: to let go of it frees nothing, and the compiler has noted which of them were alive
-at each graph, so that one which lives on for as long as a copy happens to take makes it capture
-anew, or fail. So such activations are kept, not swapped, and such gradients are copied by the
-stream that made them and let go. And with the next forward of the compiled model the whole pool is
-free, whoever still refers to something in it. So a forward waits for gradients that are on their
-way.
+graph's. They differ from other tensors in two ways. First, a storage that a replay hands out
+belongs to no allocator: letting go of it frees nothing. The compiler has noted which of them were
+alive at each graph, so one that lives on, for as long as a copy takes, makes it capture again or
+fail. So such activations are kept, not swapped, and such gradients are copied by the stream that
+made them and let go. Second, the next forward of the compiled model frees the whole pool, whoever
+still refers to something in it. So a forward waits for gradients that are on their way.
 """
 
 from __future__ import annotations

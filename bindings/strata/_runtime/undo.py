@@ -10,8 +10,8 @@
         raise
 
 Python can raise KeyboardInterrupt between any two lines of the main thread. So nothing here asks
-how far a change has come: all is put back as it was noted, and where another interrupt comes
-meanwhile, once more from the beginning.
+how far a change has come: everything is put back as it was noted. Where another interrupt comes
+meanwhile, this begins once more.
 
 Note [Memory]. The values that parameters had are kept alive until the Undo is dropped. wrap() holds
 them and the pages side by side in any case, when it copies the values.
@@ -35,14 +35,22 @@ class Undo:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """REQUIRES: strata.wrap() has nothing against the model."""
         self._first: list[Callable[[], object]] = []
-        self._kept: list[_Module | _Parameter | _Optimizer] = []
-        self._kept += map(_Module, model.modules())
-        self._kept += map(_Parameter, model.parameters())
+        # Dictionaries that wrap() may change, and what they held.
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._groups: tuple[list[Any], list[Any]] = [], []
+        for module in model.modules():
+            own = vars(module)
+            self._keep(*(own[name] for name in _CONTAINERS if name in own), own)
+        self._parameters = list(map(_Parameter, model.parameters()))
         if isinstance(optimizer, torch.optim.Optimizer):  # else it will be refused
-            self._kept.append(_Optimizer(optimizer))
+            self._groups = optimizer.param_groups, list(optimizer.param_groups)
+            self._keep(*optimizer.param_groups, optimizer.state, optimizer.defaults)
+
+    def _keep(self, *dicts: dict[Any, Any]) -> None:
+        self._dicts += [(each, dict(each)) for each in dicts]
 
     def first(self, action: Callable[[], object]) -> None:
-        """Does it ahead of what was noted before. It has to bear being done twice."""
+        """Adds an action that run() does ahead of those added before. It may be done twice."""
         self._first.append(action)
 
     def run(self) -> None:
@@ -57,22 +65,12 @@ class Undo:
     def _run(self) -> None:
         for action in reversed(self._first):
             action()
-        for kept in self._kept:
-            kept.restore()
-
-
-class _Module:
-    """The attributes of one module, and what torch keeps in its containers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._own = dict(vars(module))
-        self._kept = [(self._own[n], dict(self._own[n])) for n in _CONTAINERS if n in self._own]
-
-    def restore(self) -> None:
-        for container, kept in self._kept:
+        for container, kept in self._dicts:
             _refill(container, kept)
-        _refill(vars(self._module), self._own)
+        for parameter in self._parameters:
+            parameter.restore()
+        groups, kept_groups = self._groups
+        groups[:] = kept_groups
 
 
 class _Parameter:
@@ -99,20 +97,6 @@ class _Parameter:
             parameter.data = data
         _refill(vars(parameter), self._own)
         _refill(_hooks(parameter), self._hooks)
-
-
-class _Optimizer:
-    """The groups, options and state of an optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
-        self._kept = [(d, dict(d)) for d in (optimizer.state, optimizer.defaults)]
-
-    def restore(self) -> None:
-        self._optimizer.param_groups[:] = [group for group, _ in self._groups]
-        for container, kept in (*self._groups, *self._kept):
-            _refill(container, kept)
 
 
 def _hooks(parameter: nn.Parameter) -> dict[int, Any]:

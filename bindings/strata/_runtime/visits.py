@@ -9,11 +9,11 @@
     session.leave_all_but(live, bound)
     visits.forget(*visits.over(bound, live))
 
-Note [Interrupts]. A signal handler may raise between any two bytecodes: behind a call of the core,
-and ahead of the line that notes it. So nothing is counted here. The core alone counts what is
-entered, by visit. A visit is known before it enters and until it has left, so what an exception
-leaves behind belongs to a visit that cannot go on, or to none; reset() has the core leave both.
-What else is noted for the time of a visit is such that doing, or undoing, it twice does no harm.
+Note [Interrupts]. A signal handler may raise between any two bytecodes, also between a call of the
+core and the line that notes it. So nothing is counted here: the core alone counts what is entered,
+by visit. A visit is known before it enters and until it has left. So what an exception leaves
+behind belongs to a visit that cannot go on, or to none, and reset() has the core leave both.
+Everything else that is noted during a visit may be done, or undone, twice without harm.
 
 Threads: any, under the GIL.
 """
@@ -29,13 +29,13 @@ from typing import TypeVar
 
 from torch.autograd import Variable
 
-from .._torch_compat import graph_task as _graph_task
+from .._torch_compat import graph_task
 
 V = TypeVar("V", bound="Visit")
 
 
 class Visit:
-    """Whose account units are entered on: a thread's, or a backward's where one is running."""
+    """A holder of entered units: a thread, or the backward that runs on it."""
 
     __slots__ = ("handled", "number", "recorded", "task", "thread")
 
@@ -43,7 +43,7 @@ class Visit:
         self.handled = sys.exception()  # by the caller's own `except`: this visit may go well
         self.number = 0  # given by Visits.add()
         self.recorded = True  # it may be part of the training step
-        self.task = _graph_task()
+        self.task = graph_task()
         self.thread = threading.get_ident()
 
 
@@ -80,7 +80,7 @@ class Visits:
 
     def watch(self, end: Callable[[int], None]) -> None:
         """Has `end` called with the backward now running when that has run all its nodes, once."""
-        task = _graph_task()
+        task = graph_task()
         if task != -1 and task not in self._tasks:
             callback = partial(end, task)
             self._tasks[task] = (threading.get_ident(), weakref.ref(callback))
@@ -123,7 +123,7 @@ class Visits:
         return visits, [task for task in list(self._tasks) if not self._is_running(task)]
 
     def forget(self, visits: list[Visit], tasks: list[int]) -> None:
-        """Drops what over() told: nothing is left to be done about it."""
+        """Drops what over() returned: nothing is left to be done about it."""
         for visit in visits:
             self.end(visit)
         for task in tasks:

@@ -14,6 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,52 +41,37 @@ _grad: Any = torch.Tensor.grad
 KDLCPU = 1  # dlpack.h
 
 
+@dataclass(slots=True, eq=False)
 class Unit:
     """A unit at run time."""
 
-    __slots__ = (
-        "activation",
-        "completes",
-        "expected",
-        "index",
-        "landed",
-        "may_recompute",
-        "may_swap",
-        "name",
-        "params",
-        "slices",
-        "slices_max",
-        "trainable",
-        "unsplit_reason",
-    )
+    index: int
+    name: str
+    params: list[int]
+    trainable: int  # how many of them train
+    landed: int = 0  # gradients of this backward
+    expected: int = field(init=False)  # of them: how many there will be
+    completes: bool = False  # in_backward: its update begins as soon as they are in their pages
+    # What the plan says of its activations; changed between steps only.
+    activation: ActivationName = "keep"
+    slices: int = 1
+    # What could be said of them: found when the model is wrapped, and by trying.
+    may_swap: bool = True
+    may_recompute: bool = False
+    slices_max: int = 1
+    unsplit_reason: str = ""  # why it is 1, where that was tried
 
-    def __init__(self, index: int, name: str, params: list[int], trainable: int) -> None:
-        self.index = index
-        self.name = name
-        self.params = params
-        self.trainable = trainable  # how many of them train
-        self.landed = 0  # gradients of this backward
-        self.expected = trainable  # of them: how many there will be
-        self.completes = False  # in_backward: its update begins as soon as they are in their pages
-        # What the plan says of its activations; changed between steps only.
-        self.activation: ActivationName = "keep"
-        self.slices = 1
-        # What could be said of them: found when the model is wrapped, and by trying.
-        self.may_swap = True
-        self.may_recompute = False
-        self.slices_max = 1
-        self.unsplit_reason = ""  # why it is 1, where that was tried
+    def __post_init__(self) -> None:
+        self.expected = self.trainable
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """What a paged parameter, or an alias of one, knows: whose it is, and its place there."""
 
-    __slots__ = ("index", "state", "unit")
-
-    def __init__(self, state: Wrapped, index: int, unit: Unit) -> None:
-        self.state = state
-        self.index = index
-        self.unit = unit
+    state: Wrapped
+    index: int
+    unit: Unit
 
 
 class Wrapped:
@@ -205,7 +191,7 @@ class Wrapped:
         self.recorder.enter(unit.index, backward, asked, recorded)
 
     def leave(self, unit: Unit, visit: Visit) -> None:
-        """Undoes enter(), if that came to anything; and again does nothing. Raises StrataError
+        """Undoes enter() if that succeeded, and does nothing the second time. Raises StrataError
         where a view of a parameter would stay behind."""
         try:
             if self.views is not None and self.session.entered(unit.index) == 1:
@@ -327,7 +313,7 @@ class Wrapped:
         for unit in self.units:
             unit.completes = False
 
-    def settle(self) -> None:
+    def learn_outcome(self) -> None:
         """After an exception: learns from the core what happened. REQUIRES: no backward runs, and
         no other thread is in step() or zero_grad()."""
         self.landings.wait()

@@ -31,7 +31,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,7 +54,7 @@ from .checkpoint_files import (
     replace_folder,
     write_manifest,
 )
-from .checkpoint_manifest import Wanted, WantedTensor, check, merged
+from .checkpoint_manifest import check, merged
 from .stored import StoredTensor, stored_tensors
 from .weights import persistent_buffers
 
@@ -89,33 +90,21 @@ def save(
     json.dumps(context)  # raises now, not when all tensors are written
     _check_buffers(model)
     buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
-    meter = _Meter(progress, _total_bytes(state))
-    params, buffers = [], []
+    manifest = _layout(state)
+    meter = _Meter(progress, manifest["bytes"])
     with replace_folder(Path(path)) as folder:
         with TensorWriter(folder / STATE_NAME) as file:
-            for tensor in stored_tensors(model):
-                spec = state.config["params"][tensor.parts[0]]
-                params.append(
-                    {
-                        "name": tensor.name,
-                        "shape": list(tensor.shape),
-                        "dtype": spec["dtype"],
-                        "trainable": spec["trainable"],
-                        "step": state.session.param_step(tensor.parts[0]),
-                        "tensors": [
-                            file.append(
-                                kind, dtype, meter(_stored(state, tensor, kind, dtype, buffer))
-                            )
-                            for kind, dtype in _kinds(state, spec)
-                        ],
-                    }
-                )
-            for name, value in persistent_buffers(model).items():
+            for tensor, entry in zip(stored_tensors(model), manifest["params"], strict=True):
+                entry["step"] = state.session.param_step(tensor.parts[0])
+                entry["tensors"] = [
+                    file.append(r["kind"], r["dtype"], meter(_stored(state, tensor, r, buffer)))
+                    for r in entry["tensors"]
+                ]
+            values = persistent_buffers(model).values()
+            for value, entry in zip(values, manifest["buffers"], strict=True):
                 record = file.append("buffer", _name(value.dtype), meter(_raw(value)))
-                buffers.append({"name": name, "shape": list(value.shape), "tensors": [record]})
-        write_manifest(
-            folder, {"bytes": file.bytes, "params": params, "buffers": buffers, **context}
-        )
+                entry["tensors"] = [record]
+        write_manifest(folder, manifest | context)
 
 
 def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -132,7 +121,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         raise CheckpointError(f"no complete checkpoint at {path}")
     with TensorReader(folder) as file:
         manifest = file.manifest
-        check(manifest, _wanted(state, model), str(folder))
+        check(manifest, _layout(state) | {"groups": _plain_groups(state)}, str(folder))
         groups = _merged_groups(state, manifest["groups"], folder)
         meter = _Meter(progress, 2 * manifest["bytes"])
         entries = [*manifest["params"], *manifest["buffers"]]
@@ -161,13 +150,13 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     return extra
 
 
+@dataclass
 class _Meter:
     """Counts bytes on their way and tells whoever watches."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
+    _progress: Progress | None
+    _total: int
+    _done: int = 0
 
     def add(self, count: int) -> None:
         self._done += count
@@ -190,15 +179,15 @@ def _kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
 
 
 def _stored(
-    state: Wrapped, tensor: StoredTensor, kind: Kind, dtype: str, buffer: torch.Tensor
+    state: Wrapped, tensor: StoredTensor, record: Record, buffer: torch.Tensor
 ) -> Iterator[memoryview]:
     """One tensor, from the pages of its parameters, in its dtype on disk."""
     for param in tensor.parts:
         numel = state.config["params"][param]["numel"]
         for begin in range(0, numel, buffer.numel()):
             values = buffer[: numel - begin]
-            state.session.read(param, kind, begin, values.data_ptr(), values.numel())
-            yield from _raw(values.to(getattr(torch, dtype)))
+            state.session.read(param, record["kind"], begin, values.data_ptr(), values.numel())
+            yield from _raw(values.to(getattr(torch, record["dtype"])))
 
 
 def _restore(
@@ -280,26 +269,42 @@ def _merged_groups(
     return groups
 
 
-def _total_bytes(state: Wrapped) -> int:
-    return sum(
-        spec["numel"] * getattr(torch, dtype).itemsize
-        for spec in state.config["params"]
-        for _, dtype in _kinds(state, spec)
-    ) + sum(value.nbytes for value in persistent_buffers(state.model).values())
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _wanted(state: Wrapped, model: nn.Module) -> Wanted:
-    """What a checkpoint of the model, as it is now, would say."""
+def _layout(state: Wrapped) -> dict[str, Any]:
+    """What state.bin holds of the model as it is now: the manifest's "params", "buffers" and
+    "bytes", without steps and checksums."""
+    end = 0
+
+    def records(kinds: Sequence[tuple[str, str]], numel: int) -> list[Record]:
+        nonlocal end
+        found = []
+        for kind, dtype in kinds:
+            size = numel * getattr(torch, dtype).itemsize
+            found.append({"kind": kind, "dtype": dtype, "offset": end, "bytes": size})
+            end += size
+        return found
+
     params = []
-    for tensor in stored_tensors(model):
+    for tensor in stored_tensors(state.model):
         spec = state.config["params"][tensor.parts[0]]
-        params.append(WantedTensor(tensor.name, list(tensor.shape), _kinds(state, spec)))
+        params.append(
+            {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "dtype": spec["dtype"],
+                "trainable": spec["trainable"],
+                "tensors": records(_kinds(state, spec), tensor.numel),
+            }
+        )
     buffers = [
-        WantedTensor(name, list(value.shape), [("buffer", _name(value.dtype))])
-        for name, value in persistent_buffers(model).items()
+        {
+            "name": name,
+            "shape": list(value.shape),
+            "tensors": records([("buffer", _name(value.dtype))], value.numel()),
+        }
+        for name, value in persistent_buffers(state.model).items()
     ]
-    return Wanted(params, buffers, _plain_groups(state))
+    return {"params": params, "buffers": buffers, "bytes": end}

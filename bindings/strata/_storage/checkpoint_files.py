@@ -21,7 +21,15 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from .replacing import WorkFolder, dead_folders, is_mount_point, remove, sync_folder, work_folders
+from .replacing import (
+    WorkFolder,
+    dead_folders,
+    is_mount_point,
+    remove,
+    sync,
+    work_folders,
+    write_whole,
+)
 
 VERSION = 1
 BUFFER_BYTES = 4 << 20
@@ -132,13 +140,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the manifest of a folder whose other files are on the disk. It appears whole."""
     manifest = json.loads(json.dumps({"version": VERSION} | manifest))  # as a reader will see it
     manifest["checksum"] = _checksum(manifest)
-    temporary = folder / f"{MANIFEST_NAME}.tmp"
-    with open(temporary, "w") as file:
-        json.dump(manifest, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, folder / MANIFEST_NAME)
-    sync_folder(folder)
+    write_whole(folder / MANIFEST_NAME, json.dumps(manifest))
+    sync(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(path, work.path / OLD_NAME)
             os.rename(new, path)
-            sync_folder(path.parent)
+            sync(path.parent)
         finally:
             _clear(work.path, path)
     for left in dead_folders(path.parent, path.name):

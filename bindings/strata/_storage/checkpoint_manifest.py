@@ -6,15 +6,13 @@ format, the file of tensors and the model, in one place.
 A manifest with a right checksum may still be another program's, or that of a bug. Pure functions.
 """
 
-import math
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from .._config.choices import DTYPES
+from .._errors import listed
 from . import rng
 from .checkpoint_files import CheckpointError
 
@@ -28,30 +26,16 @@ SCHEDULER_KEYS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class WantedTensor:
-    """A parameter or buffer of the model, as a checkpoint of it would say."""
-
-    name: str
-    shape: list[int]
-    kinds: Sequence[tuple[str, str]]  # what is stored of it, in which dtype
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a checkpoint of the model holds."""
-
-    params: list[WantedTensor]
-    buffers: list[WantedTensor]
-    groups: list[dict[str, Any]]  # of the optimizer, without their parameters
-
-
-def check(manifest: dict[str, Any], wanted: Wanted, where: str) -> None:
-    """Raises CheckpointError unless the manifest can be loaded into the model, to the last byte."""
+def check(manifest: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    """Raises CheckpointError unless the manifest can be loaded into the model, to the last byte.
+    `wanted`: the manifest of the model as it is now, without steps, checksums, "rng" and "extra".
+    """
     if problems := _unsound(manifest):
         raise CheckpointError(f"{where} is a damaged checkpoint: {_list(problems)}")
     if problems := _misfits(manifest, wanted):
         raise CheckpointError(f"{where} is a checkpoint of another model: {_list(problems)}")
+    if problem := _misplaced(manifest, wanted):
+        raise CheckpointError(f"{where} is a damaged checkpoint: {problem}")
 
 
 def merged(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
@@ -75,8 +59,6 @@ def _unsound(manifest: dict[str, Any]) -> list[str]:
         for i, entry in enumerate(manifest[section]):
             found = _unsound_entry(entry, trained=section == "params")
             problems += [f"{section}[{i}]: {problem}" for problem in found]
-    if not problems:
-        problems += _unsound_records([*manifest["params"], *manifest["buffers"]], manifest["bytes"])
     problems += [
         f"groups[{i}] is no object"
         for i, group in enumerate(manifest["groups"])
@@ -92,11 +74,13 @@ def _unsound_entry(entry: Any, trained: bool) -> list[str]:
     checks: dict[str, Callable[[Any], bool]] = {
         "name": lambda value: isinstance(value, str),
         "shape": lambda value: isinstance(value, list) and all(map(_is_count, value)),
-        "tensors": lambda value: isinstance(value, list) and bool(value),
+        "tensors": lambda value: (
+            isinstance(value, list) and bool(value) and all(isinstance(r, dict) for r in value)
+        ),
     }
     if trained:
         checks |= {
-            "dtype": lambda value: _dtype(value) is not None,
+            "dtype": lambda value: value in DTYPES,
             "trainable": lambda value: isinstance(value, bool),
             "step": lambda value: _is_count(value) and value <= STEPS_MAX,
         }
@@ -107,62 +91,54 @@ def _unsound_entry(entry: Any, trained: bool) -> list[str]:
     ]
 
 
-def _unsound_records(entries: list[dict[str, Any]], file_bytes: Any) -> list[str]:
-    """Where the tensors do not lie one behind the other, each as long as its shape and dtype say.
-
-    The first problem only: what comes behind it lies elsewhere, too.
-    """
-    offset = 0
-    for entry in entries:
-        for record in entry["tensors"]:
-            what = f"a tensor of {entry['name']!r}"
-            if not isinstance(record, dict):
-                return [f"{what} is no object"]
-            dtype, digest = _dtype(record.get("dtype")), record.get("xxh3_64")
-            if not isinstance(record.get("kind"), str) or dtype is None:
-                return [f"{what} is {record.get('kind')!r:.60} as {record.get('dtype')!r:.60}"]
-            if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-                return [f"{what} has the checksum {digest!r:.60}"]
-            expected = {"offset": offset, "bytes": math.prod(entry["shape"]) * dtype.itemsize}
-            for key, value in expected.items():
-                if not _is_count(record.get(key)) or record[key] != value:
-                    found = f"{record.get(key)!r:.60}"
-                    return [
-                        f"{key!r} of {record['kind']} of {entry['name']!r} is {found}, not {value}"
-                    ]
-            offset += expected["bytes"]
-    if not _is_count(file_bytes) or file_bytes != offset:
-        return [f"its tensors have {offset} bytes, 'bytes' is {file_bytes!r:.60}"]
-    return []
-
-
-def _misfits(manifest: dict[str, Any], wanted: Wanted) -> list[str]:
+def _misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """How a sound manifest differs from that of the model."""
-    ours = {w.name: w for w in [*wanted.params, *wanted.buffers]}
-    entries = [*manifest["params"], *manifest["buffers"]]
-    theirs = {entry["name"]: entry for entry in entries}
+    ours, theirs = (
+        {entry["name"]: entry for entry in [*each["params"], *each["buffers"]]}
+        for each in (wanted, manifest)
+    )
     problems = []
     for name in (n for n in ours if n in theirs):
         shape, kinds = theirs[name]["shape"], _kinds(theirs[name])
-        if shape != ours[name].shape:
-            problems.append(f"{name!r} has shape {shape}, the model's has {ours[name].shape}")
-        elif kinds != ours[name].kinds:
-            problems.append(f"{name!r} is stored as {kinds}, the model needs {ours[name].kinds}")
+        if shape != ours[name]["shape"]:
+            problems.append(f"{name!r} has shape {shape}, the model's has {ours[name]['shape']}")
+        elif kinds != (needed := _kinds(ours[name])):
+            problems.append(f"{name!r} is stored as {kinds}, the model needs {needed}")
     problems += [f"{name!r} is not in the checkpoint" for name in ours if name not in theirs]
     problems += [f"{name!r} is not in the model" for name in theirs if name not in ours]
-    order = [[w.name for w in wanted.params], [w.name for w in wanted.buffers]]
-    found = [[entry["name"] for entry in manifest[key]] for key in ("params", "buffers")]
+    order, found = (
+        [[entry["name"] for entry in each[key]] for key in ("params", "buffers")]
+        for each in (wanted, manifest)
+    )
     if not problems and found != order:
         problems.append("its parameters are in another order, or there twice")
-    if len(manifest["groups"]) != len(wanted.groups):
+    if len(manifest["groups"]) != len(wanted["groups"]):
         problems.append(
             f"it has {len(manifest['groups'])} parameter groups, the optimizer has "
-            f"{len(wanted.groups)}"
+            f"{len(wanted['groups'])}"
         )
         return problems
-    for i, (group, saved) in enumerate(zip(wanted.groups, manifest["groups"], strict=True)):
+    for i, (group, saved) in enumerate(zip(wanted["groups"], manifest["groups"], strict=True)):
         problems += [f"groups[{i}]: {problem}" for problem in _misfits_of_group(group, saved)]
     return problems
+
+
+def _misplaced(manifest: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The first tensor that does not lie where one of its shape and dtype does; "": there is none.
+    REQUIRES: the manifest fits the model."""
+    for section in ("params", "buffers"):
+        for entry, needed in zip(manifest[section], wanted[section], strict=True):
+            for record, ours in zip(entry["tensors"], needed["tensors"], strict=True):
+                what = f"{record['kind']} of {entry['name']!r}"
+                for key in ("offset", "bytes"):
+                    if not _is_count(record.get(key)) or record[key] != ours[key]:
+                        return f"{key!r} of {what} is {record.get(key)!r:.60}, not {ours[key]}"
+                digest = record.get("xxh3_64")
+                if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+                    return f"{what} has the checksum {digest!r:.60}"
+    if not _is_count(manifest["bytes"]) or manifest["bytes"] != wanted["bytes"]:
+        return f"its tensors have {wanted['bytes']} bytes, 'bytes' is {manifest['bytes']!r:.60}"
+    return ""
 
 
 def _misfits_of_group(group: dict[str, Any], saved: dict[str, Any]) -> list[str]:
@@ -197,13 +173,8 @@ def _fits(saved: Any, ours: Any) -> bool:
     return type(saved) is type(ours)
 
 
-def _kinds(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(record["kind"], record["dtype"]) for record in entry["tensors"]]
-
-
-def _dtype(name: Any) -> torch.dtype | None:
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    return found if isinstance(found, torch.dtype) else None
+def _kinds(entry: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [(record.get("kind"), record.get("dtype")) for record in entry["tensors"]]
 
 
 def _is_count(value: Any) -> bool:
@@ -211,7 +182,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _list(problems: list[str]) -> str:
-    """The first few, and how many more there are."""
-    shown = problems[:LISTED_MAX]
-    more = len(problems) - len(shown)
-    return "; ".join(shown + ([f"and {more} more"] if more else []))
+    return listed(problems, LISTED_MAX, "; ")

@@ -47,9 +47,9 @@ from .replacing import (
     WorkFolder,
     dead_folders,
     remove,
-    sync_file,
-    sync_folder,
+    sync,
     work_folders,
+    write_whole,
 )
 from .stored import stored_tensors
 from .weights import INDEX_NAME, persistent_buffers
@@ -206,16 +206,13 @@ def replace_export(path: Path) -> Iterator[Path]:
 def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Writes a file of tensors, with our mark, and waits until it is on the disk."""
     save_file(tensors, path, metadata={"format": "pt", MARK: "1"})
-    sync_file(path)
+    sync(path)
 
 
 def write_index(folder: Path, files: dict[str, str], size: int) -> None:
     """Names the shard of every tensor."""
     content = {"metadata": {"total_size": size, MARK: "1"}, "weight_map": files}
-    temporary = folder / f"{INDEX_NAME}.tmp"
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    sync_file(temporary)
-    os.replace(temporary, folder / INDEX_NAME)
+    write_whole(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
 
 
 def _place(work: Path, path: Path) -> None:
@@ -230,7 +227,7 @@ def _place(work: Path, path: Path) -> None:
     if index is None:
         os.replace(work / SINGLE_NAME, path / SINGLE_NAME)
         _move(others, path)
-        sync_folder(path)
+        sync(path)
         (path / INDEX_NAME).unlink(missing_ok=True)
         _remove_shards(path, keep=SINGLE_NAME)
         return
@@ -241,7 +238,7 @@ def _place(work: Path, path: Path) -> None:
     write_index(staged, inside, index["metadata"]["total_size"])
     os.replace(staged / INDEX_NAME, path / INDEX_NAME)
     _move(others, path)
-    sync_folder(path)
+    sync(path)
     # 2. The old shards go.
     _remove_shards(path)
     # 3. Final names.
@@ -254,10 +251,10 @@ def _place(work: Path, path: Path) -> None:
         (path / INDEX_NAME).unlink()  # no hard links here
         for file in shards:
             os.replace(work / file, path / file)
-    sync_folder(path)
+    sync(path)
     # 4. The final index.
     os.replace(work / INDEX_NAME, path / INDEX_NAME)
-    sync_folder(path)
+    sync(path)
 
 
 def _move(files: Iterable[Path], folder: Path) -> None:

@@ -10,9 +10,8 @@ got (GPT-2 rescales the projections inside its attention). Running that over the
 need the whole model in memory. Here only the parameters of one module are real while its own
 initialiser and those of its ancestors run, innermost first; everything else is on the meta device,
 where an initialiser is a no-op. The value of a parameter is thus the one the full pass would give
-it, drawn from a random stream of its own: it depends on the seed and the module's name and on
-nothing else. Limit: an initialiser that reads one parameter to set another is refused by the meta
-device.
+it, drawn from a random stream of its own: it depends on the seed and the module's name alone.
+Limit: the meta device refuses an initialiser that reads one parameter to set another.
 """
 
 import functools
@@ -49,8 +48,7 @@ def parameters(
         module._parameters.update(values)
         _seeded(seed, module_name, _initialisers(model, module_name), device)
         if any(_untouched(value) for value in values.values()):
-            own = _own_initialiser(module)
-            again = ([own] if own else []) + _initialisers(model, module_name)
+            again = [*_own_initialisers(module), *_initialisers(model, module_name)]
             _seeded(seed, module_name, again, device)
     finally:
         module._parameters.update(original)
@@ -96,8 +94,7 @@ def _initialise_buffers(model: nn.Module, module_name: str, wanted: list[str]) -
         module._buffers[name] = torch.full(
             meta.shape, _mark(meta.dtype), dtype=meta.dtype, device="cpu"
         )
-    own = _own_initialiser(module)
-    _seeded(0, module_name, ([own] if own else []) + _initialisers(model, module_name))
+    _seeded(0, module_name, [*_own_initialisers(module), *_initialisers(model, module_name)])
     left = [name for name in marked if _untouched(module._buffers[name])]
     module._buffers.update({name: original[name] for name in left})
     return [name for name in wanted if name not in marked or name in left]
@@ -156,17 +153,15 @@ def _initialisers(model: nn.Module, module_name: str) -> list[Initialiser]:
         nearest: Any = next(models, None)
         if nearest is not None:
             found.append(functools.partial(nearest._init_weights, module))
-        elif (own := _own_initialiser(module)) is not None:
-            found.append(own)
+        else:
+            found += _own_initialisers(module)
     return found
 
 
-def _own_initialiser(module: nn.Module) -> Initialiser | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        method: Initialiser | None = getattr(module, name, None)
-        if callable(method):
-            return method
-    return None
+def _own_initialisers(module: nn.Module) -> list[Initialiser]:
+    """One, or none."""
+    methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return [method for method in methods if callable(method)][:1]
 
 
 def _seeded(

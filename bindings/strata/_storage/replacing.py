@@ -21,7 +21,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -29,9 +28,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .._config import machine
+
 MARKER_NAME = "strata-work.json"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-MOUNTS = Path("/proc/self/mountinfo")
 
 log = logging.getLogger("strata")
 
@@ -99,20 +99,21 @@ def is_mount_point(path: Path) -> bool:
     if os.path.ismount(path):
         return True
     try:
-        lines = MOUNTS.read_text().splitlines()
+        return str(path) in (there for there, _ in machine.mounts())
     except OSError:
         return False
-    points = (line.split()[4] for line in lines)
-    return str(path) in (re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), p) for p in points)
 
 
-def sync_folder(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk."""
-    sync_file(folder)
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file. Killed at any moment, there is the old one or the whole new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    sync(temporary)
+    os.replace(temporary, path)
 
 
-def sync_file(path: Path) -> None:
-    """Waits until what was written to `path` is on the disk."""
+def sync(path: Path) -> None:
+    """Waits until what was written to a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from .._errors import listed
 from . import initialise
 from .stored import StoredTensor, stored_tensors, tiled_modules
 
@@ -28,7 +29,6 @@ INDEX_NAME = "model.safetensors.index.json"
 INIT = (
     "init"  # in the place of a path: the modules' own initialisers; a folder of that name: ./init
 )
-LISTED_MAX = 8  # names spelled out in one error
 
 
 def load(
@@ -37,33 +37,24 @@ def load(
     *,
     weights: str | Path | None = None,
     seed: int = 0,
-    names: Collection[str] | None = None,
     device: str | torch.device = "cpu",
 ) -> None:
     """Calls `write(name, tensor)` once for every parameter, with a contiguous float32 CPU tensor.
 
     `weights` is a safetensors file, or a folder of them (with the index that Transformers writes or
-    without); None lets the modules initialise themselves from `seed`, on `device`. `names` limits
-    the parameters to those given, as in `model.named_parameters()`; default: those on the meta
-    device. A tied parameter is written once, under its first name. A layer that is cut into tiles
-    is read, and initialised, as a whole: the values are those of the plain model.
+    without); None lets the modules initialise themselves from `seed`, on `device`. A tied parameter
+    is written once, under its first name. A layer that is cut into tiles is read, and initialised,
+    as a whole: the values are those of the plain model.
 
     Raises ValueError where the weights lack a tensor, hold one too many, or one of another shape.
     """
-    wanted = {
-        name
-        for name, parameter in model.named_parameters()
-        if (parameter.is_meta if names is None else name in names)
-    }
-    if names is not None and (unknown := set(names) - wanted):
-        raise ValueError(f"the model has no parameter named {_list([repr(n) for n in unknown])}")
     if weights is None:
-        _initialise(model, write, seed, wanted, device)
+        _initialise(model, write, seed, device)
         initialise.buffers(model)
         return
     source = WeightFiles(weights)
     try:
-        taken = _read_parameters(model, source, write, wanted)
+        taken = _read_parameters(model, source, write)
         initialise.buffers(model, skip=taken)
     finally:
         source.close()
@@ -77,8 +68,8 @@ def check_values(model: nn.Module, weights: str | Path | None) -> None:
     if weights not in (None, INIT) or not isinstance(model, nn.Module):
         return
     named = [*model.named_parameters(), *model.named_buffers()]
-    empty = [repr(name) for name, tensor in named if tensor.is_meta]
-    real = [repr(name) for name, tensor in model.named_parameters() if not tensor.is_meta]
+    empty = sorted(repr(name) for name, tensor in named if tensor.is_meta)
+    real = sorted(repr(name) for name, p in model.named_parameters() if not p.is_meta)
     if weights is None and empty and not real:
         raise ValueError(
             "the model is on the meta device and has no values: pass weights= with safetensors to "
@@ -86,12 +77,12 @@ def check_values(model: nn.Module, weights: str | Path | None) -> None:
         )
     if weights is None and empty:
         raise ValueError(
-            f"{_list(empty)} {_are(empty)} on the meta device, without values, and the rest of the "
-            "model is not: give them values, or pass weights= with safetensors to read all from"
+            f"{listed(empty)} {_are(empty)} on the meta device, without values, and the rest of "
+            "the model is not: give them values, or pass weights= with safetensors to read all from"
         )
     if weights == INIT and real:
         raise ValueError(
-            f'weights="{INIT}" is for a model on the meta device, and {_list(real)} {_are(real)} '
+            f'weights="{INIT}" is for a model on the meta device, and {listed(real)} {_are(real)} '
             'not there: leave it out to keep their values, or pass weights="./init" for a folder '
             "of that name"
         )
@@ -176,12 +167,10 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
-def _initialise(
-    model: nn.Module, write: Write, seed: int, wanted: set[str], device: str | torch.device
-) -> None:
-    """Sends first values, module by module."""
+def _initialise(model: nn.Module, write: Write, seed: int, device: str | torch.device) -> None:
+    """Writes first values, module by module."""
     # A tied parameter counts under its first name only.
-    tensors = {t.name: t for t in stored_tensors(model) if not wanted.isdisjoint(t.part_names)}
+    tensors = {tensor.name: tensor for tensor in stored_tensors(model)}
     for module_name in dict.fromkeys(name.rpartition(".")[0] for name in sorted(tensors)):
         with _untiled(model, module_name):
             values = initialise.parameters(model, module_name, seed, device)
@@ -189,7 +178,7 @@ def _initialise(
             name, value = values.popitem()
             tensor = tensors.get(f"{module_name}.{name}" if module_name else name)
             if tensor is not None:
-                _write_parts(write, tensor, value, wanted)
+                _write_parts(write, tensor, value)
             del value  # before the next module needs its memory
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # the first step has other sizes
@@ -211,17 +200,14 @@ def _untiled(model: nn.Module, name: str) -> Iterator[None]:
         modules[leaf] = tiled
 
 
-def _write_parts(write: Write, tensor: StoredTensor, value: torch.Tensor, wanted: set[str]) -> None:
-    """Sends a tensor to the parameters that it is made of."""
+def _write_parts(write: Write, tensor: StoredTensor, value: torch.Tensor) -> None:
+    """Writes a tensor as the parameters that it is made of."""
     for name, part in tensor.split(value):
-        if name in wanted:
-            write(name, part)
+        write(name, part)
 
 
-def _read_parameters(
-    model: nn.Module, source: WeightFiles, write: Write, wanted: set[str]
-) -> frozenset[str]:
-    """Sends the parameters and sets the buffers that `source` holds. Returns the buffers' names."""
+def _read_parameters(model: nn.Module, source: WeightFiles, write: Write) -> frozenset[str]:
+    """Writes the parameters and sets the buffers that `source` has. Returns the names of those."""
     tensors = stored_tensors(model)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     alias_of = {tensor.name: tensor.names for tensor in tensors}
@@ -236,9 +222,9 @@ def _read_parameters(
         found[name] = [name] if name in stored else []
     _check(model, source, stored, found, known, expected)
 
-    for tensor in (t for t in tensors if not wanted.isdisjoint(t.part_names)):
+    for tensor in tensors:
         value = _read_tied(source, found[tensor.name], stored).to(torch.float32).contiguous()
-        _write_parts(write, tensor, value, wanted)
+        _write_parts(write, tensor, value)
     for name in persistent:
         if buffers[name].is_meta:
             value = source.read(stored[name]).to(buffers[name].dtype).clone()
@@ -305,11 +291,11 @@ def _check(
     ]
     problems = []
     if missing:
-        problems.append(f"missing: {_list(missing)}")
+        problems.append(f"missing: {listed(sorted(missing))}")
     if extra:
-        problems.append(f"not in the model: {_list(extra)}")
+        problems.append(f"not in the model: {listed(sorted(extra))}")
     if shaped:
-        problems.append(f"of another shape: {_list(shaped)}")
+        problems.append(f"of another shape: {listed(sorted(shaped))}")
     if problems:
         raise ValueError(
             f"the tensors of {source.path} do not fit the model; " + "; ".join(problems)
@@ -318,10 +304,3 @@ def _check(
 
 def _are(names: Collection[str]) -> str:
     return "is" if len(names) == 1 else "are"
-
-
-def _list(names: Collection[str]) -> str:
-    """The first few names, and how many more there are."""
-    shown = sorted(names)[:LISTED_MAX]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")

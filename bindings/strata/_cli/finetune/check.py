@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
+
+import torch
 
 from ..._config import machine
 from ..._config.configure import DISK_SHARE, FREE_SHARE, UNBOUNDED
+from ..._config.configure import Options as WrapOptions
 from ..._config.sizes import format_size, parse_budgets, parse_size, write_size
-from ..._config.update_modes import parse_update
 from ..._errors import StrataError
 from ..._planning import budget_check
 from ..._planning.budget_check import remove_leftovers
 from ..._report.report_text import wear_lines
 from ..estimate import Step, rehearse
-from ..planner_options import wishes_of
+from ..options import wishes_of
 
 if TYPE_CHECKING:
-    from ..._core import DtypeName
     from ..._runtime.wrapped import Wrapped
     from ..models import Choice
     from .options import Options
@@ -81,20 +82,13 @@ def check(choice: Choice, options: Options, device: str) -> Wear:
         "ssd": int(machine.free_disk_bytes(options.ssd_path or []) * DISK_SHARE),
         **given,
     }
-    update = parse_update(options.update)
-    step = Step(
-        choice.config,
-        options.batch,
-        options.sequence,
-        cast("DtypeName", options.dtype),
-        budgets,
-        device,
-        update,
-        options.state_dtype,
-        0 if options.page_size == "auto" else parse_size(options.page_size),
-        accumulate=options.accumulation > 1,
-        max_unit_norm=options.updates().get("max_unit_norm"),
+    wrapped_with = WrapOptions(
+        dtype=getattr(torch, options.dtype),
+        page_size=options.page_size,
+        workers=1,
+        **options.updates(),
     )
+    step = Step(choice.config, options.batch, options.sequence, budgets, device, wrapped_with)
     try:
         found = rehearse(step, wishes_of(options.activations, options.split))
     except ValueError as error:

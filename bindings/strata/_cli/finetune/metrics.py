@@ -6,7 +6,7 @@ over time.
     metrics.add_evaluation(step=10, seconds=63.0, loss=5.1)
     draw(metrics, budgets, Path("run/progress.png"), title="llama-110m")
 
-A line with `loss` is a step (the fields of StepRecord), one with `held_out_loss` an evaluation.
+A line with `loss` is a step (the fields of StepFigures), one with `held_out_loss` an evaluation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from matplotlib.ticker import ScalarFormatter
 from ..._report.html_figures import TIER_COLOURS
 
 if TYPE_CHECKING:
-    from .view import StepRecord
+    from .view import StepFigures
 
 Record = dict[str, Any]
 
@@ -48,7 +48,7 @@ class Metrics:
         """One record per evaluation, oldest first."""
         return [record for record in self._records if "held_out_loss" in record]
 
-    def add_step(self, record: StepRecord) -> None:
+    def add_step(self, record: StepFigures) -> None:
         """Appends a step."""
         self._append(dataclasses.asdict(record))
 

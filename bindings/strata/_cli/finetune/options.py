@@ -3,65 +3,125 @@
 options = parse(["--model", "llama-25m", "--data", "notes/", "--steps", "100"])
 """
 
-import argparse
 import dataclasses
 import json
 import math
-import os
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..._config.choices import DTYPES, MODEL_SIZES, as_written, check_split, page_size, worded
+from ..._config.choices import DTYPES, MODEL_SIZES, as_written, page_size, worded
 from ..._config.update_modes import LockFree, parse_update
-from ..options import ENDURANCE, MODEL, Parser, adder
+from ..._storage.replacing import write_whole
+from ..options import (
+    DEFAULT,
+    DEVICES,
+    ENDURANCE,
+    MODEL,
+    STATE_DTYPE,
+    UPDATE,
+    WORKERS,
+    Parser,
+    adder,
+)
 
 OPTIONS_NAME = "options.json"
+
+
+def _page_size(text: str) -> str:
+    return text if text == "auto" else as_written(page_size)(text)
+
+
+def _option(default: Any, text: str, **more: Any) -> Any:
+    """A field, and the help of its option; `more`: as argparse takes it."""
+    return field(default=default, metadata={"help": text, **more})
+
+
+def _budget(tier: str, behind: str = " (default: from what is free)") -> Any:
+    return _option(None, f"budget of the {tier} tier, such as 256MiB{behind}")
+
+
+# The groups of help, by the first field of each.
+GROUPS = {
+    "model": "what to train",
+    "device": "where it lives",
+    "steps": "how to train",
+    "eval_every": "what to show and keep",
+}
 
 
 @dataclass
 class Options:
     """One field per option of the command line; sizes as people write them."""
 
-    model: str = ""
-    data: list[str] = field(default_factory=list)
-    output: str = "runs/finetune"
-    device_memory: str | None = None
-    host_memory: str | None = None
-    ssd_memory: str | None = None
-    ssd_path: list[str] | None = None
-    ssd_endurance: str | None = None
-    steps: int = 100
-    batch: int = 1
-    sequence: int = 512
-    accumulation: int = 1
-    lr: float | None = None
-    warmup: int | None = None
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    eval_every: int | None = None
-    eval_windows: int = 16
-    held_out: float = 0.05
-    save_every: int = 0
-    resume: bool = False
-    overwrite: bool = False
-    seed: int = 0
-    dtype: str = "auto"
-    update: str = "on_step"
-    state_dtype: str = "float32"
-    page_size: str = "auto"
-    io_engine: str = "auto"
-    workers: int | None = None
-    activations: str = "auto"
-    split: int | None = None
-    device: str = "auto"
-    vocabulary: int | None = None
-    data_limit: str | None = None
-    prompt: str | None = None
-    generate: int = 64
-    no_progress: bool = False
+    model: str = _option(
+        "",
+        "a save_pretrained folder, a config.json, or a fresh model of a size: "
+        + ", ".join(MODEL_SIZES),
+        metavar=MODEL,
+    )
+    data: list[str] = field(
+        default_factory=list,
+        metadata={"help": "text files, or folders searched for them", "metavar": "PATH"},
+    )
+    output: str = _option("runs/finetune", f"where results go ({DEFAULT})", metavar="DIR")
+    resume: bool = _option(False, "continue the run in --output; its other options are remembered")
+    overwrite: bool = _option(False, "replace an earlier run in --output")
+    vocabulary: int | None = _option(
+        None, "tokens of the tokenizer trained for a fresh model (default: 8192, or its config's)"
+    )
+    data_limit: str | None = _option(None, "use so much of the text at most")
+    held_out: float = _option(0.05, f"part of the text kept for evaluation ({DEFAULT})")
+
+    device: str = _option("auto", f"what computes: {DEVICES}")
+    device_memory: str | None = _budget("device")
+    host_memory: str | None = _budget("host")
+    ssd_memory: str | None = _budget("ssd", "; needs --ssd-path")
+    ssd_path: list[str] | None = field(
+        default=None, metadata={"help": "folders on one or several disks", "type": str}
+    )
+    ssd_endurance: str | None = _option(None, ENDURANCE)
+    dtype: str = _option(
+        "auto",
+        "of the computation (default: auto, which is bfloat16, or float32 on a processor that has "
+        "no arithmetic for it)",
+        choices=("auto", *DTYPES),
+    )
+    state_dtype: str = _option("float32", STATE_DTYPE)
+    page_size: str = _option("auto", DEFAULT, type=worded(_page_size))
+    io_engine: str = _option("auto", DEFAULT)
+    workers: int | None = _option(None, WORKERS)
+    activations: str = _option(
+        "auto",
+        f"what becomes of what backward needs: as planned, or so wherever it can be ({DEFAULT})",
+    )
+    split: int | None = _option(None, "compute units on slices of the batch")
+
+    steps: int = _option(100, DEFAULT)
+    batch: int = _option(1, f"sequences ({DEFAULT})")
+    sequence: int = _option(512, f"tokens ({DEFAULT})")
+    accumulation: int = _option(1, f"backward calls per step ({DEFAULT})")
+    lr: float | None = _option(None, "peak (default: 6e-4 if fresh, 2e-5 if saved)")
+    warmup: int | None = _option(None, "steps (default: a tenth, at most 100)")
+    update: str = _option("on_step", UPDATE)
+    weight_decay: float = _option(0.1, DEFAULT)
+    max_grad_norm: float = _option(
+        1.0,
+        "gradients are scaled down to it, with --update in_backward those of every unit by "
+        f"themselves; 0: never ({DEFAULT})",
+    )
+    seed: int = _option(0, DEFAULT)
+
+    eval_every: int | None = _option(
+        None, "steps between evaluations; 0: first and last only (default: a fifth of --steps)"
+    )
+    eval_windows: int = _option(16, f"held-out sequences per evaluation ({DEFAULT})")
+    save_every: int = _option(0, "steps between checkpoints (default: none)")
+    prompt: str | None = _option(None, "what the model continues at the end", metavar="TEXT")
+    generate: int = _option(64, f"tokens to generate at the end; 0: none ({DEFAULT})")
+    no_progress: bool = _option(False, "log lines in place of a progress bar")
 
     def memory(self) -> dict[str, str]:
         """The budgets that were given, by tier, as strata.wrap takes them."""
@@ -96,119 +156,23 @@ class Options:
 
     def save(self, folder: Path) -> None:
         """Remembers the options, so that --resume needs none but --output."""
-        text = json.dumps(dataclasses.asdict(self), indent=2)
-        temporary = folder / f"{OPTIONS_NAME}.tmp"
-        temporary.write_text(text + "\n")
-        os.replace(temporary, folder / OPTIONS_NAME)  # killed in between, a run stays resumable
+        write_whole(folder / OPTIONS_NAME, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
 def add_arguments(parser: Parser) -> None:
-    """The options of `finetune`, in groups."""
-    default = Options()
-    for title, fill in (
-        ("what to train", _add_model),
-        ("where it lives", _add_places),
-        ("how to train", _add_training),
-        ("what to show and keep", _add_results),
-    ):
-        fill(adder(parser.add_argument_group(title), written=True), default)
-    parser.set_defaults(**dataclasses.asdict(default))
+    """The options of `finetune`, in groups: one for each field of Options."""
+    for option in dataclasses.fields(Options):
+        if title := GROUPS.get(option.name):
+            add = adder(parser.add_argument_group(title), written=True)
+        default = [] if option.default is dataclasses.MISSING else option.default
+        more = {"action": "store_true"} if default is False else {"default": default}
+        add(f"--{option.name.replace('_', '-')}", **{**more, **option.metadata})
 
 
-def _add_model(add: Callable[..., None], default: Options) -> None:
-    sizes = ", ".join(MODEL_SIZES)
-    add(
-        "--model",
-        f"a save_pretrained folder, a config.json, or a fresh model of a size: {sizes}",
-        metavar=MODEL,
-    )
-    add("--data", "text files, or folders searched for them", metavar="PATH")
-    add("--output", f"where results go (default: {default.output})", metavar="DIR")
-    add(
-        "--resume",
-        "continue the run in --output; its other options are remembered",
-        action="store_true",
-    )
-    add("--overwrite", "replace an earlier run in --output", action="store_true")
-    add(
-        "--vocabulary",
-        "tokens of the tokenizer trained for a fresh model (default: 8192, or its config's)",
-    )
-    add("--data-limit", "use so much of the text at most")
-    add("--held-out", f"part of the text kept for evaluation (default: {default.held_out})")
-
-
-def _add_places(add: Callable[..., None], default: Options) -> None:
-    add("--device", f"what computes: auto, host, cuda or cuda:N (default: {default.device})")
-    for tier in ("device", "host", "ssd"):
-        rest = " (default: from what is free)" if tier != "ssd" else "; needs --ssd-path"
-        add(f"--{tier}-memory", f"budget of the {tier} tier, such as 256MiB{rest}")
-    add("--ssd-path", "folders on one or several disks", type=str)
-    add("--ssd-endurance", ENDURANCE)
-    add(
-        "--dtype",
-        "of the computation (default: auto, which is bfloat16, or float32 on a processor that has "
-        "no arithmetic for it)",
-        choices=("auto", *DTYPES),
-    )
-    add(
-        "--state-dtype",
-        f"of AdamW's moments; shorter ones lose bits (default: {default.state_dtype})",
-    )
-    add("--page-size", "default: auto", type=worded(_page_size))
-    add("--io-engine", "default: auto")
-    add("--workers", "threads that update parameters")
-    add(
-        "--activations",
-        "what becomes of what backward needs: as planned, or so wherever it can be "
-        f"(default: {default.activations})",
-    )
-    add("--split", "compute units on slices of the batch")
-
-
-def _add_training(add: Callable[..., None], default: Options) -> None:
-    add("--steps", f"default: {default.steps}")
-    add("--batch", f"sequences (default: {default.batch})")
-    add("--sequence", f"tokens (default: {default.sequence})")
-    add("--accumulation", "backward calls per step (default: 1)")
-    add("--lr", "peak (default: 6e-4 if fresh, 2e-5 if saved)")
-    add("--warmup", "steps (default: a tenth, at most 100)")
-    add(
-        "--update",
-        "on_step; in_backward: as soon as a unit's gradients are there; lock-free:S: the model may "
-        f"compute with parameters up to S steps old (default: {default.update})",
-    )
-    add("--weight-decay", f"default: {default.weight_decay}")
-    add(
-        "--max-grad-norm",
-        "gradients are scaled down to it, with --update in_backward those of every unit by "
-        f"themselves; 0: never (default: {default.max_grad_norm})",
-    )
-    add("--seed", f"default: {default.seed}")
-
-
-def _add_results(add: Callable[..., None], default: Options) -> None:
-    add(
-        "--eval-every",
-        "steps between evaluations; 0: first and last only (default: a fifth of --steps)",
-    )
-    add(
-        "--eval-windows",
-        f"held-out sequences per evaluation (default: {default.eval_windows})",
-    )
-    add("--save-every", "steps between checkpoints (default: none)")
-    add("--prompt", "what the model continues at the end", metavar="TEXT")
-    add(
-        "--generate",
-        f"tokens to generate at the end; 0: none (default: {default.generate})",
-    )
-    add("--no-progress", "log lines in place of a progress bar", action="store_true")
-
-
-def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options:
+def finish(parser: Parser, arguments: Sequence[str]) -> Options:
     """Parses; with --resume the options of the run to continue are the defaults."""
     names = {f.name for f in dataclasses.fields(Options)}
-    values = vars(parser.parse_args(arguments))
+    values = vars(parser.parse(arguments))
     if values["resume"]:
         remembered = Path(values["output"], OPTIONS_NAME)
         if not remembered.is_file():
@@ -216,7 +180,7 @@ def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
         saved: dict[str, Any] = json.loads(remembered.read_text())
         saved |= {"resume": True, "overwrite": False}
         parser.set_defaults(**{k: v for k, v in saved.items() if k in names})
-        values = vars(parser.parse_args(arguments))
+        values = vars(parser.parse(arguments))
     options = Options(**{k: v for k, v in values.items() if k in names})
     for name in ("model", "data"):
         if not getattr(options, name):
@@ -231,17 +195,9 @@ def finish(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
             "--dtype float16 scales the loss and skips steps that overflow, which --update "
             f"{options.update} cannot: take bfloat16, or --update on_step"
         )
-    try:
-        check_split(options.split, options.activations)
-    except ValueError as error:
-        parser.error(str(error))
     if options.resume and options.overwrite:
         parser.error("--resume and --overwrite contradict each other")
     return options
-
-
-def _page_size(text: str) -> str:
-    return text if text == "auto" else as_written(page_size)(text)
 
 
 DEMO = """`strata demo`: a fixed run of `strata finetune` that needs nothing but this machine.

@@ -17,7 +17,7 @@ import logging
 import random
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ from .files import CHECKPOINT_NAME, MODEL_NAME, Data, claim, prepare, remove_ear
 from .interrupt import Interrupt
 from .metrics import Metrics, draw
 from .options import Options
-from .view import PlainNeeds, StepRecord, View, make_view, opening, perplexity, plain_needs, summary
+from .view import StepFigures, View, make_view, opening, perplexity, plain_needs, summary
 
 if TYPE_CHECKING:
     from ..._core import DtypeName
@@ -71,34 +71,25 @@ def run(options: Options) -> int:
     for sentence in wear.counted():
         log.info("%s", sentence)
     with prepare(options, choice, output) as data:
-        return _train(choice, options, device, data, output, wear)
-
-
-def _train(
-    choice: Choice, options: Options, device: str, data: Data, output: Path, wear: Wear
-) -> int:
-    choice.adopt(data.tokenizer)
-    for seeded in (torch.manual_seed, random.seed, np.random.seed):
-        seeded(options.seed)
-    model = choice.build()
-    chunk_many(model, options.batch * options.sequence)
-    needs = plain_needs(choice, options.batch, options.sequence)
-    model, optimizer = _wrap(model, choice, options, device)
-    try:
-        # No sooner: a call that was refused is not a run to continue, and takes none away.
-        if not options.resume:
-            remove_earlier(output)
-        training = _Training(model, optimizer, choice, options, data, output, wear)
-        if options.resume:
-            training.resume()
-        data.keep()
-        options.save(output)
-        if not training.go():
-            return INTERRUPTED
-        training.finish(needs)
-        return 0
-    finally:
-        wrapped(model).close()
+        choice.adopt(data.tokenizer)
+        for seeded in (torch.manual_seed, random.seed, np.random.seed):
+            seeded(options.seed)
+        model, optimizer = _wrap(choice, options, device)
+        try:
+            # No sooner: a call that was refused is not a run to continue, and takes none away.
+            if not options.resume:
+                remove_earlier(output)
+            training = _Training(model, optimizer, choice, options, data, output, wear)
+            if options.resume:
+                training.resume()
+            data.keep()
+            options.save(output)
+            if not training.go():
+                return INTERRUPTED
+            training.finish()
+            return 0
+        finally:
+            wrapped(model).close()
 
 
 def usual_dtype(device: str, flags: Collection[str]) -> DtypeName:
@@ -113,9 +104,9 @@ def usual_dtype(device: str, flags: Collection[str]) -> DtypeName:
     return "float32"
 
 
-def _wrap(
-    model: nn.Module, choice: Choice, options: Options, device: str
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _wrap(choice: Choice, options: Options, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = choice.build()
+    chunk_many(model, options.batch * options.sequence)
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
@@ -141,34 +132,27 @@ def _wrap(
     )
 
 
+@dataclass
 class _Training:
-    """The loop, and where it stands. `position` counts the windows drawn so far."""
+    """The loop, and where it stands."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        choice: Choice,
-        options: Options,
-        data: Data,
-        output: Path,
-        wear: Wear,
-    ) -> None:
-        self._model: Any = model
-        self._optimizer = optimizer
-        self._choice = choice
-        self._options = options
-        self._data = data
-        self._output = output
-        self._wear = wear
-        self._state = wrapped(model)
-        self._scaler = GradScaler(enabled=options.dtype == "float16")
+    _model: Any
+    _optimizer: torch.optim.Optimizer
+    _choice: Choice
+    _options: Options
+    _data: Data
+    _output: Path
+    _wear: Wear
+    _position: int = 0  # windows drawn so far
+    _step: int = 0
+    _seconds: float = 0.0  # of training, without evaluation and saving
+
+    def __post_init__(self) -> None:
+        self._state = wrapped(self._model)
+        self._scaler = GradScaler(enabled=self._options.dtype == "float16")
         self._budgets = tier_budgets(self._state.config)
-        self._peak_rate = float(optimizer.param_groups[0]["lr"])
-        self._metrics = Metrics(output / "metrics.jsonl", keep=options.resume)
-        self._position = 0
-        self._step = 0
-        self._seconds = 0.0  # of training, without evaluation and saving
+        self._peak_rate = float(self._optimizer.param_groups[0]["lr"])
+        self._metrics = Metrics(self._output / "metrics.jsonl", keep=self._options.resume)
 
     def resume(self) -> None:
         """Continues where the checkpoint stands. Raises where it is of another run."""
@@ -223,7 +207,7 @@ class _Training:
             view.note(f"to continue: strata finetune --resume --output {self._output}")
             return False
 
-    def _train_step(self) -> StepRecord:
+    def _train_step(self) -> StepFigures:
         options = self._options
         began = time.perf_counter()
         self._model.train()
@@ -239,7 +223,7 @@ class _Training:
         self._seconds += took
         stats = self._state.session.stats()
         assert self._state.last_step is not None
-        record = StepRecord(
+        record = StepFigures(
             step=self._step,
             loss=total,
             lr=rate,
@@ -323,13 +307,14 @@ class _Training:
             "text": self._data.fingerprint
         }
 
-    def finish(self, needs: PlainNeeds) -> None:
+    def finish(self) -> None:
         """Saves the result and the report, draws the picture, generates, prints the summary."""
         make_report(self._state).save(self._output / "report.json")
         folder = self._output / MODEL_NAME
         export_safetensors(self._model, folder)
         self._data.tokenizer.save_pretrained(folder)
         draw(self._metrics, self._budgets, self._output / "progress.png", self._choice.name)
+        needs = plain_needs(self._choice, self._options.batch, self._options.sequence)
         summary(self._state, self._metrics, needs, self._budgets, self._output, self._choice.name)
         if self._options.generate:
             print(f"\nThe model continues a prompt:\n\n{self._generate()}")

@@ -25,7 +25,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-LISTED_MAX = 8  # files spelled out in one error
+from ..._errors import listed
+
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "node_modules", "site-packages"})
 
 
@@ -72,9 +73,8 @@ def find_documents(
         else:
             refused.append(f"{file} ({problem})")
     if not documents:
-        found = ", ".join(refused[:LISTED_MAX]) or "no files"
-        more = f" and {len(refused) - LISTED_MAX} more" if len(refused) > LISTED_MAX else ""
-        raise DataError(f"no text in {', '.join(map(str, places))}; found {found}{more}")
+        found = listed(refused) or "no files"
+        raise DataError(f"no text in {', '.join(map(str, places))}; found {found}")
     return sorted(documents, key=lambda document: document.name)
 
 
@@ -171,16 +171,14 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
 def tokenize(tokenizer: Any, documents: list[Document], path: Path) -> np.ndarray[Any, Any]:
     """The tokens of all documents, each ended by the end-of-text token, as a file mapped at `path`.
 
-    The tokens rest in the file, so their memory is the page cache's. An existing file is replaced.
+    The tokens rest in the file, so their memory is the page cache's.
     """
     end = tokenizer.eos_token_id
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    with open(path, "wb") as file:
         for begin in range(0, len(documents), ENCODED_TOGETHER):
             texts = [d.text for d in documents[begin : begin + ENCODED_TOGETHER]]
             for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
                 np.array([*ids, *([] if end is None else [end])], dtype=np.uint32).tofile(file)
-    os.replace(temporary, path)
     return np.memmap(path, dtype=np.uint32, mode="r")
 
 

@@ -3,7 +3,7 @@ beginning and at its end, beside what plain PyTorch would have needed.
 
 with make_view(steps=100, start=0, plain=False) as view:
     view.note(opening(state, choice, data))
-    view.step(StepRecord(...))
+    view.step(StepFigures(...))
 summary(state, metrics, needs, tiers, output, "llama-110m")
 """
 
@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..._config.configure import tier_budgets
-from ..._config.sizes import format_duration, format_number, format_size
+from ..._config.sizes import UNITS, format_duration, format_number, format_size
 from ..._report.reports import make_report
 from ..._runtime.wrapped import Wrapped
 from ..._torch_compat import FakeTensorMode
@@ -40,7 +40,7 @@ LONG_SECONDS = 86400  # from here on, nobody counts minutes
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class StepFigures:
     """One optimizer step, as metrics.jsonl has it. `seconds`: of training so far, all runs."""
 
     step: int
@@ -65,7 +65,7 @@ class LogView(AbstractContextManager["LogView"]):
         self._began = time.monotonic()
         self._logged = float("-inf")
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepFigures) -> None:
         """Prints a line every now and then."""
         now = time.monotonic()
         ends = record.step in (self._start + 1, self._steps)
@@ -115,7 +115,7 @@ class BarView(AbstractContextManager["BarView"]):
         )
         self._task = self._progress.add_task("steps", total=steps, completed=start, figures="")
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepFigures) -> None:
         """Moves the bar."""
         self._progress.tiers = tiers_text(record, self._budgets)
         speed = format_number(record.tokens_per_second)
@@ -154,29 +154,17 @@ def _left(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def tiers_text(record: StepRecord, budgets: dict[str, int]) -> str:
+def tiers_text(record: StepFigures, budgets: dict[str, int]) -> str:
     """What each tier holds, of its budget, in the unit of the budget: device 48/64 MiB."""
     used = {"device": record.device_bytes, "host": record.host_bytes, "ssd": record.ssd_bytes}
     parts = []
     for tier, budget in budgets.items():
         if budget:
             number, unit = format_size(budget).split()
-            scale = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[unit]
-            digits = 1 if scale > 2**20 else 0
-            parts.append(
-                f"{tier} {used[tier] / scale:.{digits}f}/{float(number):.{digits}f} {unit}"
-            )
+            digits = 1 if UNITS[unit] > 2**20 else 0
+            held = used[tier] / UNITS[unit]
+            parts.append(f"{tier} {held:.{digits}f}/{float(number):.{digits}f} {unit}")
     return "  ".join(parts)
-
-
-def print_table(title: str, rows: list[tuple[str, str]]) -> None:
-    """The summary at the end of a run."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    Console(highlight=False).print(table, markup=False)
 
 
 # float32 parameter 4, gradient 4, and the two moments of AdamW 4 + 4
@@ -297,4 +285,9 @@ def summary(
         ("picture", str(output / "progress.png")),
         ("report", f"strata report --html report.html {output / 'report.json'}"),
     ]
-    print_table(name, rows)
+    table = Table(title=name, title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table, markup=False)
