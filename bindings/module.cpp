@@ -4,6 +4,7 @@
 #include "bindings/foreign_call.hpp"
 #include "bindings/parse.hpp"
 #include "bindings/python.hpp"
+#include "bindings/schema.hpp"
 #include "bindings/to_dict.hpp"
 #include "engine/checks.hpp"
 #include "engine/devices.hpp"
@@ -293,12 +294,13 @@ void bind_session(py::module_& module) {
           [](Session& s, const std::optional<std::vector<bool>>& on_device,
              std::optional<std::size_t> param_bytes,
              std::optional<std::size_t> activation_host_bytes,
-             std::optional<std::size_t> activation_ssd_bytes) {
-            s.adopt({on_device, param_bytes, activation_host_bytes, activation_ssd_bytes});
+             std::optional<std::size_t> activation_ssd_bytes,
+             const std::optional<std::vector<Use>>& uses) {
+            s.adopt({on_device, param_bytes, activation_host_bytes, activation_ssd_bytes, uses});
           },
           py::arg("on_device") = py::none(), py::arg("param_bytes") = py::none(),
           py::arg("activation_host_bytes") = py::none(),
-          py::arg("activation_ssd_bytes") = py::none(), Release())
+          py::arg("activation_ssd_bytes") = py::none(), py::arg("uses") = py::none(), Release())
       .def(
           "device_written",
           [](Session& s, std::uint32_t param, std::uintptr_t stream) {

@@ -309,6 +309,7 @@ void bind_planner(py::module_& module) {
         return choose_staging(kChunkPages, host_bytes / page_bytes) * page_bytes;
       },
       py::arg("host_bytes"), py::arg("page_bytes"));
+  module.def("check_trace", &check_trace, py::arg("trace"));
   py::class_<PaperPlan>(module, "PaperPlan")
       .def(py::init(&make_paper_plan), py::arg("trace"), py::arg("costs"), py::arg("budgets"),
            py::arg("wishes"))

@@ -6,7 +6,7 @@ from the start of the parameter. Methods that may wait release the GIL. Every fa
 failure the session is closed for business and repeats that error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
 from ._planner import ActivationName as ActivationName
@@ -246,18 +246,23 @@ class Session:
         param_bytes: int | None = None,
         activation_host_bytes: int | None = None,
         activation_ssd_bytes: int | None = None,
+        uses: Sequence[Use] | None = None,
     ) -> None:
-        """Takes over from a plan what rests where, from the next step on. What is None stays.
+        """Takes over from a plan what rests where and in which order parameters are fetched, from
+        the next step on. What is None stays.
 
         on_device: these units, by index, rest on the device whole, and are updated there.
         param_bytes: parameters of the others use at most these bytes of it, in whole frames.
         activation_*_bytes: room for swapped activations: memory that was claimed and not used, and
         where that is not enough, pages whose residence saves least go to rest on the SSD.
+        uses: of a whole step, in order of enter; each unit's parameters are fetched ahead of its
+        use. Where two steps in a row differ, the order of the last one takes its place.
 
         All or nothing: raises StrataError, and changes nothing, where there is no room, where the
-        last step needs more frames, and with fault "busy" where a thread is in the middle of a
-        step. Waits for pending updates. REQUIRES: no activation is saved (but where param_bytes
-        changes alone), and no gradient has landed where on_device changes."""
+        planned step needs more frames, where no step of these units has these uses, and with fault
+        "busy" where a thread is in the middle of a step. Waits for pending updates, unless the uses
+        alone are named. REQUIRES: no activation is saved where on_device or activation_*_bytes
+        change, and no gradient has landed where on_device changes."""
     def save_activation(
         self, address: int, byte_count: int, to_ssd: bool, unit: int, stream: int = 0
     ) -> int:
@@ -294,6 +299,10 @@ class TimelineSpan(TypedDict):
     begin_ns: int  # of time.perf_counter_ns()
     end_ns: int
     bytes: int
+
+def check_trace(trace: Trace) -> str:
+    """Why the trace cannot be planned: the first thing in it that contradicts itself; "" where
+    nothing does."""
 
 def staging_bytes(host_bytes: int, page_bytes: int) -> int:
     """Of host memory, for pages that pass between SSD and device: what a session with chunks of

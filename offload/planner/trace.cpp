@@ -140,17 +140,15 @@ bool is_time(double seconds) {
   return std::isfinite(seconds) && seconds >= 0.0;
 }
 
-std::string check_use(const Trace& trace, std::size_t i) {
-  const Use& use = trace.uses[i];
-  const std::string here = at("use", i);
-  if (index(use.unit) >= trace.units.size()) return here + "there is no such unit";
-  if (use.leave >= trace.moments) return here + "it is left after the last moment";
-  if (use.leave <= use.enter) return here + "it is left before it is entered";
-  if (i > 0 && use.enter <= trace.uses[i - 1].enter) return here + "it is not in order of enter";
+// `before`: the use before it; null: it is the first.
+std::string check_use(const Use& use, const Use* before, std::uint32_t moments) {
+  if (use.leave >= moments) return "it is left after the last moment";
+  if (use.leave <= use.enter) return "it is left before it is entered";
+  if (before != nullptr && use.enter <= before->enter) return "it is not in order of enter";
   if (!is_time(use.seconds) || !is_time(use.gap_seconds)) {
-    return here + "its time is negative or not a number";
+    return "its time is negative or not a number";
   }
-  if (use.peak_bytes < use.live_bytes) return here + "its peak is below what it began with";
+  if (use.peak_bytes < use.live_bytes) return "its peak is below what it began with";
   return {};
 }
 
@@ -170,12 +168,26 @@ std::string check_tensor(const Trace& trace, std::size_t i) {
 
 }  // namespace
 
-std::string check_trace(const Trace& trace) {
-  if (trace.uses.empty()) return "the trace has no uses";
-  if (trace.units.empty()) return "the trace says nothing of its units";
-  for (std::size_t i = 0; i < trace.uses.size(); ++i) {
-    if (std::string why = check_use(trace, i); !why.empty()) return why;
+std::string check_uses(std::span<const Use> uses, std::uint32_t moments,
+                       std::span<const std::string> names) {
+  if (uses.empty()) return "the trace has no uses";
+  std::vector<std::uint32_t> left(names.size(), 0);  // by unit: when it was last
+  for (std::size_t i = 0; i < uses.size(); ++i) {
+    const std::uint32_t unit = index(uses[i].unit);
+    if (unit >= names.size()) return at("use", i) + "there is no such unit";
+    std::string why = check_use(uses[i], i == 0 ? nullptr : &uses[i - 1], moments);
+    if (why.empty() && uses[i].enter < left[unit]) why = "the unit is in use already";
+    if (!why.empty()) return at("use", i) + why + " (" + names[unit] + ")";
+    left[unit] = uses[i].leave;
   }
+  return {};
+}
+
+std::string check_trace(const Trace& trace) {
+  if (trace.units.empty()) return "the trace says nothing of its units";
+  std::vector<std::string> names;
+  for (const TracedUnit& unit : trace.units) names.push_back(unit.name);
+  if (std::string why = check_uses(trace.uses, trace.moments, names); !why.empty()) return why;
   for (std::size_t i = 0; i < trace.units.size(); ++i) {
     const TracedUnit& unit = trace.units[i];
     if (unit.slices_max == 0) return at("unit", i) + "it has no slices";

@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -126,5 +127,8 @@ Lifetimes lifetimes(const Trace& trace);
 
 // Why the trace cannot be planned (an index out of range, a leave before its enter); empty: it can.
 std::string check_trace(const Trace& trace);
+// Likewise for the uses alone, of units with these names.
+std::string check_uses(std::span<const Use> uses, std::uint32_t moments,
+                       std::span<const std::string> names);
 
 }  // namespace strata

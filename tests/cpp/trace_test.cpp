@@ -74,6 +74,12 @@ TEST(CheckTrace, SaysWhatContradictsItself) {
   };
   refused([](Trace& t) { t.uses.clear(); }, "no uses");
   refused([](Trace& t) { t.units.clear(); }, "nothing of its units");
+  refused(
+      [](Trace& t) {
+        t.units[2].name = "head", t.uses[2] = {UnitId{2}, false, 5, 5};
+      },
+      "it is entered (head)");
+  refused([](Trace& t) { t.uses[1].leave = 5; }, "use 2: the unit is in use already");
   refused([](Trace& t) { t.uses[2].unit = UnitId{3}; }, "use 2: there is no such unit");
   refused([](Trace& t) { t.uses[2].leave = 12; }, "use 2: it is left after the last moment");
   refused([](Trace& t) { t.uses[2].leave = 4; }, "use 2: it is left before it is entered");

@@ -58,6 +58,7 @@ class ShapeClass:
     shape: Shape
     trace: Trace | None = None  # None: to be recorded
     timed: int = 0  # steps
+    rounds: int = 1  # of its last step
     paper: _core.PaperPlan | None = None  # None: to be timed
     plan: StepPlan | None = None  # of `paper`, which makes it anew each time it is asked
     device_peak: int = 0  # frames and PyTorch's memory, as measured under the plan; 0: not yet

@@ -2,11 +2,12 @@
 
 trace = make_trace(step, state)
 note_times(trace, later_step, first=True)    # times of a step that nothing was recorded in
+uses_of(trace, rounds=2)                     # of a step of two rounds, as the core adopts them
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -15,7 +16,7 @@ from .._storage.trace_file import SINGLE, TENSOR_FIELDS, USE_FIELDS
 from .recording import recorded_as
 
 if TYPE_CHECKING:
-    from .._core import Trace, TracedUnit, UnitPlan
+    from .._core import Trace, TracedUnit, UnitPlan, Use
     from .._runtime.wrapped import Wrapped
     from .meta_trace import CountedStep
 
@@ -63,6 +64,18 @@ def trace_from(step: RecordedStep | CountedStep, units: list[TracedUnit]) -> Tra
 
 def _fields(row: object, fields: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(row, name) for name in fields}
+
+
+def uses_of(trace: Trace, rounds: int) -> Sequence[Use]:
+    """Of a step that repeats the traced round so often, in order of enter."""
+    if rounds == 1:
+        return trace.uses
+    begins = [r * trace.moments for r in range(rounds)]
+    return [
+        use.replace(enter=begin + use.enter, leave=begin + use.leave)
+        for begin in begins
+        for use in trace.uses
+    ]
 
 
 def note_times(trace: Trace, step: RecordedStep, first: bool) -> None:
