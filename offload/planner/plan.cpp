@@ -190,29 +190,4 @@ Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
   return plan;
 }
 
-Plan plan_in_order(const Trace& trace, std::span<const std::uint32_t> unit_pages,
-                   const std::vector<bool>& on_device, std::uint32_t frame_count,
-                   std::uint64_t page_bytes) {
-  STRATA_ASSERT(!trace.uses.empty());
-  STRATA_ASSERT(on_device.size() == unit_pages.size());
-  std::vector<std::uint32_t> moving(unit_pages.begin(), unit_pages.end());
-  Plan plan;
-  plan.units.resize(moving.size());
-  for (std::size_t u = 0; u < moving.size(); ++u) {
-    plan.units[u].on_device = on_device[u];
-    if (on_device[u]) moving[u] = 0;
-  }
-  plan.frames = make_frame_plan(trace, moving, frame_count);
-  plan.feasible = plan.frames.feasible;
-  plan.param_device_bytes = frame_count * page_bytes;
-  if (plan.feasible) return plan;
-  const std::uint64_t least = frame_count_min(trace, moving, 0) * page_bytes;
-  plan.refusal = {.tier = Tier::device,
-                  .purpose = "for parameters of units that are in use together",
-                  .needed_bytes = least,
-                  .budget_bytes = frame_count * page_bytes,
-                  .would_do_bytes = least};
-  return plan;
-}
-
 }  // namespace strata

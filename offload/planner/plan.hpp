@@ -128,14 +128,6 @@ struct Plan {
 Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes);
 
-// A plan from the order of uses alone, for a session that nobody has planned for: frames for the
-// parameters of units that do not rest on the device. Everything else stays as it is without a
-// plan. `unit_pages`: of each unit's parameters, also of those that rest there.
-// REQUIRES: the trace has uses, on_device and unit_pages an entry for every unit that it names.
-Plan plan_in_order(const Trace& trace, std::span<const std::uint32_t> unit_pages,
-                   const std::vector<bool>& on_device, std::uint32_t frame_count,
-                   std::uint64_t page_bytes);
-
 // The first promise that the plan does not keep, replayed on paper moment by moment; empty: it
 // keeps them all. Checks every tier at every use, alias sets, that units' modes are possible, and
 // of the wishes which units rest on the device.

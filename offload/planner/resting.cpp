@@ -4,9 +4,8 @@
 #include <utility>
 
 #include "memory/check.hpp"
-#include "offload/planner/device_memory.hpp"
-#include "offload/planner/placement.hpp"
 #include "offload/planner/swapped_size.hpp"
+#include "offload/planner/use_spans.hpp"
 
 namespace strata {
 namespace {
@@ -39,26 +38,19 @@ Swapped swapped_peak(const Trace& trace, std::span<const UnitPlan> units,
     // The heap rounds up to size classes, four for each doubling.
     stay.heap_bytes += size.heap_bytes + size.heap_bytes / 4;
   }
-  std::vector<std::uint64_t> host(trace.uses.size() + 1, 0), ssd(trace.uses.size() + 1, 0);
+  UseSpans in_host(trace.uses.size()), on_ssd(trace.uses.size());
   for (std::size_t u = 0; u < units.size(); ++u) {
     const Stay& stay = stays[u];
     if (stay.born == UINT32_MAX) continue;
     const bool to_ssd = swaps_to_ssd(units[u].activation);
-    std::uint64_t in_host = round_up(stay.heap_bytes, page_bytes);
-    if (!to_ssd) in_host += stay.pages * page_bytes;
-    const std::uint64_t on_ssd = to_ssd ? stay.pages * page_bytes : 0;
-    host[stay.born] += in_host;
-    ssd[stay.born] += on_ssd;
-    host[stay.last_used + 1] -= in_host;  // wraps, and wraps back in the sum
-    ssd[stay.last_used + 1] -= on_ssd;
+    in_host.add(stay.born, stay.last_used, round_up(stay.heap_bytes, page_bytes));
+    (to_ssd ? on_ssd : in_host).add(stay.born, stay.last_used, stay.pages * page_bytes);
   }
+  const std::vector<std::uint64_t> host = in_host.sums(), ssd = on_ssd.sums();
   Swapped peak;
-  std::uint64_t host_now = 0, ssd_now = 0;
   for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
-    host_now += host[i];
-    ssd_now += ssd[i];
-    if (host_now > peak.host_bytes) peak.host_bytes = host_now, peak.host_use = i;
-    if (ssd_now > peak.ssd_bytes) peak.ssd_bytes = ssd_now, peak.ssd_use = i;
+    if (host[i] > peak.host_bytes) peak.host_bytes = host[i], peak.host_use = i;
+    if (ssd[i] > peak.ssd_bytes) peak.ssd_bytes = ssd[i], peak.ssd_use = i;
   }
   return peak;
 }

@@ -17,14 +17,10 @@ static_assert(2 * kRowsMax <= UINT16_MAX);
 
 StackModel::StackModel(const Problem& problem) : problem_(problem), uses_of_(problem.units()) {
   const Trace& trace = problem.trace();
-  std::vector<bool> listed(problem.units(), false);
   for (std::size_t i = 0; i < trace.uses.size(); ++i) {
-    const std::size_t unit = index(trace.uses[i].unit);
-    uses_of_[unit].push_back(i);
-    if (trace.uses[i].backward || listed[unit]) continue;
-    listed[unit] = true;
-    order_.push_back(unit);
+    uses_of_[index(trace.uses[i].unit)].push_back(i);
   }
+  order_ = units_in_order(trace, [](const Use& use) { return !use.backward; });
   for (const std::size_t unit : order_) {
     std::vector<Option>& options = options_.emplace_back();
     for (const UnitPlan& plan : problem.options(unit)) options.push_back(option_of(unit, plan));

@@ -82,7 +82,7 @@ class StackModel final {
 
   const Problem& problem_;
   std::vector<std::vector<std::size_t>> uses_of_;  // by unit
-  std::vector<std::size_t> order_;                 // units, by first forward use
+  std::vector<std::uint32_t> order_;               // units, by first forward use
   std::vector<std::vector<Option>> options_;       // by place in order_
   std::size_t rows_ = 0;                           // how finely held bytes are told apart
 };

@@ -150,9 +150,8 @@ void Builder::gradients() {
 // In the order in which they begin: that of the next forward, or that in which gradients land.
 std::vector<UnitId> Builder::update_order() const {
   std::vector<UnitId> order;
-  for (std::uint32_t i = 0; i < trace_.uses.size(); ++i) {
-    const UnitId unit = trace_.uses[i].unit;
-    if (first_use_[index(unit)] == i && trained(unit)) order.push_back(unit);
+  for (const std::uint32_t u : units_in_order(trace_, [](const Use&) { return true; })) {
+    if (trained(UnitId{u})) order.push_back(UnitId{u});
   }
   if (plan_.updates_early) {
     std::stable_sort(order.begin(), order.end(), [this](UnitId a, UnitId b) {

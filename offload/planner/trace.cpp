@@ -5,22 +5,10 @@
 #include <cstdint>
 
 #include "memory/check.hpp"
+#include "offload/planner/use_spans.hpp"
 
 namespace strata {
 namespace {
-
-// Adds `bytes` at every use from `first` to `last`, both included; sums are taken at the end.
-void add_span(std::vector<std::uint64_t>& steps, std::size_t first, std::size_t last,
-              std::uint64_t bytes) {
-  if (first > last) return;
-  steps[first] += bytes;
-  steps[last + 1] -= bytes;  // wraps, and wraps back when the sums are taken
-}
-
-void sum_up(std::vector<std::uint64_t>& steps) {
-  for (std::size_t i = 1; i < steps.size(); ++i) steps[i] += steps[i - 1];
-  steps.pop_back();
-}
 
 // What a unit's forwards saved, one call of it after the other.
 struct Call {
@@ -71,22 +59,6 @@ std::size_t held_from(const Trace& trace, const Lifetimes& lives, std::size_t t)
   return std::size_t{lives.recomputed[t]} + 1;
 }
 
-void find_held(const Trace& trace, const std::vector<std::vector<std::size_t>>& tensors,
-               Lifetimes& lives) {
-  std::vector<std::uint64_t> all(trace.uses.size() + 1, 0);
-  for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
-    add_span(all, held_from(trace, lives, t), trace.tensors[t].last_used, trace.tensors[t].bytes);
-  }
-  sum_up(all);
-  for (std::size_t i = 0; i < trace.uses.size(); ++i) {
-    for (const std::size_t t : tensors[index(trace.uses[i].unit)]) {
-      const bool held = held_from(trace, lives, t) <= i && i <= trace.tensors[t].last_used;
-      if (held) all[i] -= trace.tensors[t].bytes;
-    }
-  }
-  lives.held_bytes = std::move(all);
-}
-
 }  // namespace
 
 Lifetimes lifetimes(const Trace& trace) {
@@ -119,7 +91,11 @@ Lifetimes lifetimes(const Trace& trace) {
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     find_recomputed(trace, tensors[u], backward_uses[u], lives.recomputed);
   }
-  find_held(trace, tensors, lives);
+  UseSpans held(trace.uses.size());
+  for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
+    held.add(held_from(trace, lives, t), trace.tensors[t].last_used, trace.tensors[t].bytes);
+  }
+  lives.held_bytes = held.sums();
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     // Where it was recorded with recomputation, its backward held that too.
     UnitLife& life = lives.units[u];
@@ -128,6 +104,18 @@ Lifetimes lifetimes(const Trace& trace) {
     }
   }
   return lives;
+}
+
+std::vector<double> backward_shares(const Trace& trace, const Lifetimes& lives) {
+  std::vector<double> recorded(trace.units.size(), 0.0);
+  for (const Use& use : trace.uses) {
+    if (use.backward) recorded[index(use.unit)] += use.seconds;
+  }
+  std::vector<double> shares(trace.units.size(), 1.0);
+  for (std::size_t u = 0; u < shares.size(); ++u) {
+    if (recorded[u] > 0.0) shares[u] = lives.units[u].backward_seconds / recorded[u];
+  }
+  return shares;
 }
 
 namespace {

@@ -103,7 +103,7 @@ METHODS = {
     "adopt": lambda: (pick.choice([None, [True] * 3, [False] * 3, [True, False, False], []]),
                       pick.choice([None, 0, 1 << 16, 4 << 16, 8 << 16, 2**50]),
                       pick.choice([None, 0, 1 << 16, 2**50]), pick.choice([None, 0, 0, 1 << 16]),
-                      pick.choice([None, None, uses(number()), uses(0, 1, 2), uses(0, 0), []])),
+                      pick.choice([None, None, uses(pick.choice([0, 2, 7, -1])), uses(0, 1, 2), uses(0, 0), []])),
     "save_activation": lambda: (place(), pick.choice([0, 100, 1 << 17, 2**50]), pick.random() < 0.3,
                                 number()),
     "activation_saved": lambda: (number(), True),
