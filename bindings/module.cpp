@@ -1,5 +1,7 @@
 // The Python module strata._core: the session, with dictionaries in and dictionaries out. What
 // each name means is written in bindings/strata/_core.pyi. Methods that may wait release the GIL.
+#include <array>
+
 #include "bindings/dlpack.hpp"
 #include "bindings/foreign_call.hpp"
 #include "bindings/parse.hpp"
@@ -15,37 +17,19 @@ namespace strata {
 namespace {
 
 Kind parse_kind(const std::string& text) {
-  if (text == "master") return Kind::master;
-  if (text == "moment1") return Kind::moment1;
-  if (text == "moment2") return Kind::moment2;
-  if (text == "grad") return Kind::grad;
-  throw py::value_error("unknown kind " + text);
+  return parse_one_of<Kind>(text, "kind",
+                            {{"master", Kind::master},
+                             {"moment1", Kind::moment1},
+                             {"moment2", Kind::moment2},
+                             {"grad", Kind::grad}});
 }
 
-const char* fault_name(Fault fault) {
-  switch (fault) {
-    case Fault::io:
-      return "io";
-    case Fault::short_read:
-      return "short_read";
-    case Fault::corrupt:
-      return "corrupt";
-    case Fault::no_space:
-      return "no_space";
-    case Fault::memory:
-      return "memory";
-    case Fault::config:
-      return "config";
-    case Fault::cancelled:
-      return "cancelled";
-    case Fault::busy:
-      return "busy";
-  }
-  return "io";
-}
+constexpr std::array kFaultNames = {"io",     "short_read", "corrupt",   "no_space",
+                                    "memory", "config",     "cancelled", "busy"};
+static_assert(kFaultNames.size() == static_cast<std::size_t>(Fault::busy) + 1);
 
 void set_attributes(const py::object& of, const Error& error) {
-  of.attr("fault") = fault_name(error.fault);
+  of.attr("fault") = kFaultNames[static_cast<std::size_t>(error.fault)];
   of.attr("errno") = error.errno_value;
   of.attr("unit") = error.unit;
   of.attr("page") = error.page == kNoPage ? -1 : static_cast<long>(index(error.page));

@@ -304,11 +304,14 @@ void bind_planner(py::module_& module) {
   bind_plan(module);
   bind_answers(module);
   module.def(
-      "staging_bytes",
-      [](std::uint64_t host_bytes, std::uint64_t page_bytes) {
-        return choose_staging(kChunkPages, host_bytes / page_bytes) * page_bytes;
+      "paper_budgets",
+      [](std::uint64_t page_bytes, std::uint64_t device_bytes, std::uint64_t host_bytes,
+         std::uint64_t ssd_bytes, bool grads_rest) {
+        check(Budgets{.page_bytes = page_bytes});
+        return paper_budgets(page_bytes, device_bytes, host_bytes, ssd_bytes, grads_rest);
       },
-      py::arg("host_bytes"), py::arg("page_bytes"));
+      py::arg("page_bytes"), py::arg("device_bytes"), py::arg("host_bytes"), py::arg("ssd_bytes"),
+      py::arg("grads_rest") = true);
   module.def("check_trace", &check_trace, py::arg("trace"));
   py::class_<PaperPlan>(module, "PaperPlan")
       .def(py::init(&make_paper_plan), py::arg("trace"), py::arg("costs"), py::arg("budgets"),

@@ -304,9 +304,11 @@ def check_trace(trace: Trace) -> str:
     """Why the trace cannot be planned: the first thing in it that contradicts itself; "" where
     nothing does."""
 
-def staging_bytes(host_bytes: int, page_bytes: int) -> int:
-    """Of host memory, for pages that pass between SSD and device: what a session with chunks of
-    16-bit parameters takes."""
+def paper_budgets(
+    page_bytes: int, device_bytes: int, host_bytes: int, ssd_bytes: int, grads_rest: bool = True
+) -> Budgets:
+    """What a plan may use beside what a session with these budgets takes for staging. Raises
+    ValueError for pages of no bytes."""
 
 # The planner: pure functions; their dictionaries are described in _planner.pyi.
 

@@ -177,6 +177,18 @@ Plan plan_once(const Trace& trace, const Costs& costs, const Budgets& budgets,
 
 }  // namespace
 
+Budgets paper_budgets(std::uint64_t page_bytes, std::uint64_t device_bytes,
+                      std::uint64_t host_bytes, std::uint64_t ssd_bytes, bool grads_rest) {
+  STRATA_ASSERT(page_bytes > 0);
+  const std::uint64_t staging = choose_staging(kChunkPages, host_bytes / page_bytes) * page_bytes;
+  return {.page_bytes = page_bytes,
+          .device_bytes = device_bytes,
+          .host_bytes = host_bytes,
+          .ssd_bytes = ssd_bytes,
+          .staging_bytes = ssd_bytes == 0 ? 0 : staging,
+          .grads_rest = grads_rest};
+}
+
 Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes) {
   STRATA_ASSERT(check_trace(trace).empty());

@@ -121,7 +121,15 @@ struct Plan {
   std::uint64_t resting_ssd_bytes = 0;
   std::vector<std::uint64_t> device_curve;  // by use: bytes of the device, frames included
   std::array<Peak, kTierCount> peaks;       // by tier
+
+  Peak& peak(Tier tier) { return peaks[static_cast<std::size_t>(tier)]; }
+  const Peak& peak(Tier tier) const { return peaks[static_cast<std::size_t>(tier)]; }
 };
+
+// What a plan may use on paper: a session with these budgets takes so much for staging.
+// REQUIRES: page_bytes > 0.
+Budgets paper_budgets(std::uint64_t page_bytes, std::uint64_t device_bytes,
+                      std::uint64_t host_bytes, std::uint64_t ssd_bytes, bool grads_rest);
 
 // REQUIRES: check_trace(trace) is empty; budgets.page_bytes > 0; wishes.on_device, if any, has an
 // entry for every unit.

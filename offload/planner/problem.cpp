@@ -163,15 +163,14 @@ void Problem::fill_peaks(const Choice& choice, const Swapped& swapped, Plan& pla
   for (std::uint64_t& bytes : plan.device_curve) {
     bytes += plan.param_device_bytes + plan.resting_device_bytes;
   }
-  plan.peaks[static_cast<std::size_t>(Tier::device)] = {
-      *top, budgets_.device_bytes, static_cast<std::uint32_t>(top - plan.device_curve.begin())};
+  plan.peak(Tier::device) = {*top, budgets_.device_bytes,
+                             static_cast<std::uint32_t>(top - plan.device_curve.begin())};
   const bool stages = plan.resting_ssd_bytes + swapped.ssd_bytes != 0;
-  plan.peaks[static_cast<std::size_t>(Tier::host)] = {
-      plan.resting_host_bytes + swapped.host_bytes +
-          (stages ? round_up(budgets_.staging_bytes, budgets_.page_bytes) : 0),
-      budgets_.host_bytes, swapped.host_use};
-  plan.peaks[static_cast<std::size_t>(Tier::ssd)] = {plan.resting_ssd_bytes + swapped.ssd_bytes,
-                                                     budgets_.ssd_bytes, swapped.ssd_use};
+  plan.peak(Tier::host) = {plan.resting_host_bytes + swapped.host_bytes +
+                               (stages ? round_up(budgets_.staging_bytes, budgets_.page_bytes) : 0),
+                           budgets_.host_bytes, swapped.host_use};
+  plan.peak(Tier::ssd) = {plan.resting_ssd_bytes + swapped.ssd_bytes, budgets_.ssd_bytes,
+                          swapped.ssd_use};
 }
 
 }  // namespace strata

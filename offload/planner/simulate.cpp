@@ -105,7 +105,7 @@ Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs, De
   const JobId last = step.compute.back();
   double begin = 0.0, end = 0.0;
   std::uint32_t number = 0;
-  std::array<double, kLaneCount> busy{};
+  PerLane<double> busy{};
   for (bool enough = false; !enough; ++number) {
     busy = lanes.busy_seconds();
     lanes.play(number, last);
@@ -123,7 +123,7 @@ Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs, De
     run.lanes[lane].busy_seconds = lanes.busy_seconds()[lane] - busy[lane];
   }
   for (JobId job = 0; job < step.notes.size(); ++job) {
-    run.lanes[static_cast<std::size_t>(step.graph.lane(job))].bytes += step.notes[job].bytes;
+    run.lanes[index(step.graph.lane(job))].bytes += step.notes[job].bytes;
   }
   run.stalls = stalls_of(lanes, step, number);
   add_computation(lanes, step, number, trace.uses.size(), run);

@@ -60,7 +60,7 @@ struct Stall {
 
 struct Simulation {
   double step_seconds = 0.0;
-  std::array<LaneUse, kLaneCount> lanes;
+  PerLane<LaneUse> lanes;
   std::vector<Stall> stalls;
   // Of computation, beside whatever else was busy: by use, recomputation included; by use, of what
   // comes before it outside any unit; and of what comes after the last one.
@@ -84,13 +84,13 @@ Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs,
 // longer.
 struct Bound {
   double seconds = 0.0;
-  double compute_seconds = 0.0;  // and what the other lanes cannot help taking away from it
-  double update_seconds = 0.0;   // likewise
-  std::array<double, kLaneCount> lane_seconds{};  // by lane, alone
-  std::array<double, kLaneCount> lane_work{};     // what of it must be done: bytes; elements of the
-                                                  // optimizer; seconds of the trace's computation
-  double ssd_seconds = 0.0;  // reads and writes together, where they slow each other down
-  std::string what;          // the largest part: compute, update, ssd, upload or download
+  double compute_seconds = 0.0;    // and what the other lanes cannot help taking away from it
+  double update_seconds = 0.0;     // likewise
+  PerLane<double> lane_seconds{};  // by lane, alone
+  PerLane<double> lane_work{};     // what of it must be done: bytes; elements of the optimizer;
+                                   // seconds of the trace's computation
+  double ssd_seconds = 0.0;        // reads and writes together, where they slow each other down
+  std::string what;                // the largest part: compute, update, ssd, upload or download
 };
 
 // REQUIRES: as for simulate().
