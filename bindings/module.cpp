@@ -251,14 +251,14 @@ void bind_session(py::module_& module) {
            })
       .def(
           "enter",
-          [](Session& s, std::uint32_t unit, bool backward, bool recorded, std::uintptr_t stream,
-             Visit visit) { s.enter(UnitId{unit}, backward, recorded, stream_of(stream), visit); },
+          [](Session& s, UnitId unit, bool backward, bool recorded, std::uintptr_t stream,
+             Visit visit) { s.enter(unit, backward, recorded, stream_of(stream), visit); },
           py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
           py::arg("visit") = 0, Release())
       .def(
           "leave",
-          [](Session& s, std::uint32_t unit, std::uintptr_t stream, Visit visit) {
-            return s.leave(UnitId{unit}, stream_of(stream), visit);
+          [](Session& s, UnitId unit, std::uintptr_t stream, Visit visit) {
+            return s.leave(unit, stream_of(stream), visit);
           },
           py::arg("unit"), py::arg("stream") = 0, py::arg("visit") = 0, Release())
       .def(
@@ -267,12 +267,8 @@ void bind_session(py::module_& module) {
             return s.leave_all_but(live, bound, stream_of(stream));
           },
           py::arg("live"), py::arg("bound"), py::arg("stream") = 0, Release())
-      .def(
-          "entered", [](Session& s, std::uint32_t unit) { return s.entered(UnitId{unit}); },
-          Release())
-      .def(
-          "resident", [](Session& s, std::uint32_t unit) { return s.resident(UnitId{unit}); },
-          Release())
+      .def("entered", &Session::entered, Release())
+      .def("resident", &Session::resident, Release())
       .def(
           "adopt",
           [](Session& s, const std::optional<std::vector<bool>>& on_device,

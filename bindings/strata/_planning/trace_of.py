@@ -7,16 +7,16 @@ uses_of(trace, rounds=2)                     # of a step of two rounds, as the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._profiling.uses import RecordedStep
-from .._storage.trace_file import SINGLE, TENSOR_FIELDS, USE_FIELDS
+from .._storage.trace_file import SINGLE
 from .recording import recorded_as
 
 if TYPE_CHECKING:
-    from .._core import Trace, TracedUnit, UnitPlan, Use
+    from .._core import SavedTensor, Trace, TracedUnit, UnitPlan, Use
     from .._runtime.wrapped import Wrapped
     from .meta_trace import CountedStep
 
@@ -57,13 +57,13 @@ def traced_unit(
 def trace_from(step: RecordedStep | CountedStep, units: list[TracedUnit]) -> Trace:
     """What happened in a step, as the planner takes it."""
     single: dict[str, Any] = {name: getattr(step, name) for name in SINGLE}
-    uses = [_core.Use(**_fields(use, USE_FIELDS)) for use in step.uses]
-    tensors = [_core.SavedTensor(**_fields(tensor, TENSOR_FIELDS)) for tensor in step.tensors]
+    uses = [_core.Use(**_fields(use, _core.Use)) for use in step.uses]
+    tensors = [_core.SavedTensor(**_fields(t, _core.SavedTensor)) for t in step.tensors]
     return _core.Trace(uses=uses, tensors=tensors, units=units, **single)
 
 
-def _fields(row: object, fields: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in fields}
+def _fields(row: object, struct: type[Use] | type[SavedTensor]) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in struct.fields}
 
 
 def uses_of(trace: Trace, rounds: int) -> Sequence[Use]:

@@ -45,40 +45,12 @@ FORMAT = "strata trace"
 VERSION = 2
 COUNT_MAX = 1 << 60
 
-# What each field holds. The first one of a table that does not is named.
-UNIT_FIELDS: dict[str, type] = {
-    "name": str,
-    "elements": int,
-    "param_bytes": int,
-    "grad_bytes": int,
-    "state_bytes": int,
-    "chunks": int,
-    "slices_max": int,
-    "may_swap": bool,
-    "may_recompute": bool,
-    "traced": str,
-    "slices_traced": int,
+TABLES: dict[str, dict[str, type]] = {
+    "units": _core.TracedUnit.fields,
+    "uses": _core.Use.fields,
+    "tensors": _core.SavedTensor.fields,
 }
-USE_FIELDS: dict[str, type] = {
-    "unit": int,
-    "backward": bool,
-    "enter": int,
-    "leave": int,
-    "seconds": float,
-    "gap_seconds": float,
-    "live_bytes": int,
-    "peak_bytes": int,
-    "gap_peak_bytes": int,
-}
-TENSOR_FIELDS: dict[str, type] = {
-    "unit": int,
-    "bytes": int,
-    "born": int,
-    "last_used": int,
-    "input": bool,
-}
-TABLES = {"units": UNIT_FIELDS, "uses": USE_FIELDS, "tensors": TENSOR_FIELDS}
-SINGLE: dict[str, type] = {"moments": int, "tail_seconds": float, "tail_peak_bytes": int}
+SINGLE = {name: kind for name, kind in _core.Trace.fields.items() if kind is not object}
 
 
 @dataclass(frozen=True)
