@@ -301,8 +301,7 @@ class TimelineSpan(TypedDict):
     bytes: int
 
 def check_trace(trace: Trace) -> str:
-    """Why the trace cannot be planned: the first thing in it that contradicts itself; "" where
-    nothing does."""
+    """The first thing in it that contradicts itself, so that it cannot be planned; or ""."""
 
 def paper_budgets(
     page_bytes: int, device_bytes: int, host_bytes: int, ssd_bytes: int, grads_rest: bool = True
