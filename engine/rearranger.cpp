@@ -153,6 +153,9 @@ void Rearranger::make_room(Lock& lock, const Change& change) {
     base_.gate.wait(lock, [&] { return parts_.swapping.saves().vacate(); },
                     {"room that activations had"});
   }
+  STRATA_ASSERT(!change.rearranges() || parts_.swapping.saves().empty());
+  STRATA_ASSERT(change.claims.host_frames >= base_.claims.host_frames);
+  STRATA_ASSERT(change.claims.slots >= base_.claims.slots);
   const std::uint32_t frames = base_.tiers.device_frames();
   const bool had_store = base_.tiers.store() != nullptr;
   base_.tiers.grow(change.claims, std::max(frames, change.frames + change.claims.rest_frames));
@@ -219,6 +222,8 @@ void Rearranger::give_back_frames() {
 
 // REQUIRES: make_room() for it.
 void Rearranger::arrange(Lock& lock, const Residence& then) {
+  STRATA_ASSERT(then.host_frames <= base_.tiers.host().capacity());
+  STRATA_ASSERT(then.slots == 0 || base_.tiers.store() != nullptr);
   forget_activation_pages();
   move_pages(lock, then);
   parts_.swapping.saves().reserve(take_activation_pages());
@@ -288,6 +293,7 @@ void Rearranger::begin_resting(UnitId unit, std::vector<Move>& moves) {
     if (base_.table.unit(PageId{i}) == unit) pages.push_back(PageId{i});
   }
   const std::vector<FrameId> frames = free_frames(pages.size());
+  STRATA_ASSERT(frames.size() == pages.size());
   parts_.prefetcher.evict(unit);
   for (std::size_t i = 0; i < pages.size(); ++i) {
     const Placement from = base_.table.placement(pages[i]);
@@ -318,6 +324,8 @@ bool Rearranger::begin_move(const Move& move) {
 
 // True once the page is where it rests; what it had before is free.
 bool Rearranger::end_move(const Move& move) {
+  STRATA_ASSERT(move.from.somewhere());
+  STRATA_ASSERT(move.from.tier != move.to);
   const bool there = move.to == Tier::host ? base_.cache.adopt(move.page)
                                            : base_.cache.settled(move.page, move.from.tier);
   if (there && move.from.tier == Tier::ssd) base_.tiers.store()->release(move.from.slot());

@@ -108,6 +108,7 @@ std::size_t DeviceMemory::fetched_from(std::size_t unit, std::uint32_t lookahead
 std::uint64_t DeviceMemory::sliced(std::uint64_t bytes, std::size_t use,
                                    const UnitPlan& plan) const {
   const Moment& moment = moments_[use];
+  STRATA_ASSERT(plan.slices > 0);
   if (moment.inner_end > use + 1) return bytes;
   if (plan.slices <= moment.slices) return ceil_div(bytes, plan.slices);
   const std::uint64_t inputs = lives_.units[index(trace_.uses[use].unit)].input_bytes;
@@ -118,6 +119,7 @@ std::uint64_t DeviceMemory::sliced(std::uint64_t bytes, std::size_t use,
 }
 
 std::uint64_t DeviceMemory::need(std::size_t use, const UnitPlan& plan) const {
+  STRATA_ASSERT(use < moments_.size());
   return std::max(inside_need(use, plan), gap_need(use, plan));
 }
 

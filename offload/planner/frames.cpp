@@ -79,6 +79,7 @@ std::uint64_t frames_min(const std::vector<Event>& events, std::span<const std::
   }
   for (const Event& event : events) {
     if (resident[event.unit]) continue;
+    STRATA_ASSERT(!event.ends || now >= pages[event.unit]);
     now = event.ends ? now - pages[event.unit] : now + pages[event.unit];
     most = std::max(most, now);
   }
@@ -197,6 +198,7 @@ FramePlan make_frame_plan(const Trace& trace, std::span<const std::uint32_t> uni
     for (const FrameId frame : frames)
       plan.frames_used = std::max(plan.frames_used, index(frame) + 1);
   }
+  STRATA_ASSERT(plan.frames_used <= frame_count);
   return plan;
 }
 

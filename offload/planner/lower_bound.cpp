@@ -29,6 +29,7 @@
 #include <cmath>
 #include <utility>
 
+#include "memory/check.hpp"
 #include "offload/planner/resting.hpp"
 #include "offload/planner/sharing.hpp"
 #include "offload/planner/simulate.hpp"
@@ -125,8 +126,11 @@ MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wis
   }
   const std::uint64_t host = budgets.host_bytes;
   may_rest = std::min(may_rest, device);
-  moves.down -= down.most(may_rest);
-  moves.up = trained - up.most(may_rest) + beyond(frozen, device) + beyond(both, device);
+  const std::uint64_t down_spared = down.most(may_rest), up_spared = up.most(may_rest);
+  STRATA_ASSERT(down_spared <= moves.down);
+  STRATA_ASSERT(up_spared <= trained);
+  moves.down -= down_spared;
+  moves.up = trained - up_spared + beyond(frozen, device) + beyond(both, device);
   const std::uint64_t rests = std::min(may_rest, changing);
   moves.read =
       beyond(changing - rests + beyond(frozen, device - rests), host) + beyond(both, device + host);
@@ -199,6 +203,8 @@ void find_largest(Bound& bound) {
 
 Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budgets,
                   const Wishes& wishes) {
+  STRATA_ASSERT(budgets.page_bytes > 0);
+  STRATA_ASSERT(!wishes.on_device || wishes.on_device->size() == trace.units.size());
   const Costs costs = machine.landing_waits ? in_turns(machine) : machine;
   const MustMove moves = must_move(trace, budgets, wishes);
   Bound bound;

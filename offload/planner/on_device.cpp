@@ -217,12 +217,14 @@ class Placing final {
     const std::uint32_t most = (left_ + 3) / 4;
     Contest contest(problem, most);
     offers(contest);
+    STRATA_ASSERT(contest.left() <= most);
     left_ -= most - contest.left();
     return contest.any() &&
            adopt(problem.resting().on_device(), contest, (1 - kShorter) * seconds_);
   }
 
   bool adopt(const std::vector<bool>& on_device, const Contest& contest, double seconds_max) {
+    STRATA_ASSERT(contest.any());
     if (contest.best_seconds() > seconds_max) return false;
     const Choice& choice = contest.best();
     best_ = {on_device, choice};

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "memory/check.hpp"
+
 namespace strata {
 namespace {
 
@@ -90,6 +92,7 @@ bool frames_help(const Problem& problem, Contest& contest) {
 }  // namespace
 
 void refine(const Problem& problem, Contest& contest) {
+  STRATA_ASSERT(contest.any());
   const std::vector<UnitPlan> kinds = kinds_of(problem);
   bool helped = true;
   while (helped && !contest.spent()) {

@@ -123,10 +123,12 @@ std::uint64_t Resting::place(const Swapped& swapped, std::span<UnitPlan> units) 
   STRATA_ASSERT(!shortage(swapped));
   std::uint64_t room = total_;
   if (!all_in_host(swapped)) {
+    STRATA_ASSERT(budgets_.host_bytes >= budgets_.staging_bytes + swapped.host_bytes);
     room = std::min(room, budgets_.host_bytes - budgets_.staging_bytes - swapped.host_bytes);
   }
   std::uint64_t on_ssd = 0;
   const std::vector<Sizes> there = spread(sizes_, on_device_, room);
+  STRATA_ASSERT(units.size() == sizes_.size());
   for (std::size_t u = 0; u < units.size(); ++u) {
     units[u].on_device = on_device_[u];
     units[u].param_ssd_bytes = there[u].params;

@@ -28,6 +28,7 @@ void add_stalls(const Lanes& lanes, const StepJobs& step, std::uint32_t number, 
   const Done* kept = &lanes.done(number, job);
   while (kept->begin > since) {
     const JobId last = kept->last;
+    STRATA_ASSERT(last != kNoJob);  // what did not begin at once waited for something
     const Done& done = lanes.done(kept->last_step, last);
     const Lane lane = step.graph.lane(last);
     const Purpose purpose = step.notes[last].purpose;
@@ -46,6 +47,7 @@ void add_stalls(const Lanes& lanes, const StepJobs& step, std::uint32_t number, 
 
 std::vector<Stall> stalls_of(const Lanes& lanes, const StepJobs& step, std::uint32_t number) {
   std::vector<Stall> stalls;
+  STRATA_ASSERT(number > 0);
   double since = lanes.done(number - 1, step.compute.back()).end;
   for (const JobId job : step.compute) {
     const Done& done = lanes.done(number, job);

@@ -143,6 +143,8 @@ std::optional<Modes> StackModel::least_memory(const Without& without) const {
 void StackModel::advance(const std::vector<Cell>& from, std::size_t place, std::uint64_t bytes,
                          std::uint32_t lookahead, const Prices& prices, std::vector<Cell>& to,
                          std::span<Step> steps) const {
+  STRATA_ASSERT(from.size() == 2 * rows_);
+  STRATA_ASSERT(steps.size() == 2 * rows_);
   to.assign(2 * rows_, Cell{});
   const double scale = static_cast<double>(rows_) / (static_cast<double>(bytes) + 1);
   const std::vector<Option>& options = options_[place];
@@ -162,6 +164,7 @@ void StackModel::advance(const std::vector<Cell>& from, std::size_t place, std::
       const std::uint64_t held = cell.held + option.held;
       if (held > bytes) continue;
       const auto row = static_cast<std::size_t>(static_cast<double>(held) * scale);
+      STRATA_ASSERT(row < rows_);
       const std::size_t place_to = 2 * row + (option.leaving != 0 ? 1 : 0);
       Cell& best = to[place_to];
       const double cost = cell.cost + costs[o];

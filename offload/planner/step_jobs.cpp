@@ -84,6 +84,7 @@ class Builder final {
   }
 
   void wait_for_enter(JobId job, std::uint32_t use) {
+    STRATA_ASSERT(use < uses_.size());
     if (uses_[use].before == kNoJob) return out_.graph.wait_across(job, end_);
     out_.graph.wait(job, uses_[use].before);
   }
@@ -120,6 +121,7 @@ class Builder final {
 
   Piece update_piece(UnitId unit, Share share, JobId opened) {
     const UnitPlan& plan = plan_of(unit);
+    STRATA_ASSERT(share.piece < share.count);
     const double transfers = transfers_of(unit, share.count);
     const std::uint64_t kept = share.of(plan.state_ssd_bytes) + share.of(plan.param_ssd_bytes);
     const std::uint64_t read_bytes = kept + share.of(plan.grad_ssd_bytes);
@@ -229,6 +231,7 @@ class Builder final {
       }
       if (frames_left != kNoJob) out_.graph.wait(start, frames_left);
       if (!first || updated.empty()) continue;
+      STRATA_ASSERT(p < updated.size());
       const Piece& piece = updated[p];
       out_.graph.wait_across(start,
                              piece.written != kNoJob && on_ssd != 0 ? piece.written : piece.update);

@@ -69,6 +69,7 @@ Lifetimes lifetimes(const Trace& trace) {
   for (UnitLife& life : lives.units) life.forward_leave = life.backward_enter = UINT32_MAX;
   for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
     const Use& use = trace.uses[i];
+    STRATA_ASSERT(index(use.unit) < lives.units.size());
     UnitLife& life = lives.units[index(use.unit)];
     if (use.backward) {
       backward_uses[index(use.unit)].push_back(i);
@@ -83,6 +84,8 @@ Lifetimes lifetimes(const Trace& trace) {
   std::vector<std::vector<std::size_t>> tensors(trace.units.size());
   for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
     const SavedTensor& tensor = trace.tensors[t];
+    STRATA_ASSERT(tensor.born <= tensor.last_used);
+    STRATA_ASSERT(tensor.last_used < trace.uses.size());
     UnitLife& life = lives.units[index(tensor.unit)];
     life.saved_bytes += tensor.bytes;
     if (tensor.input) life.input_bytes += tensor.bytes;

@@ -47,6 +47,7 @@ class AioEngine final : public IoEngine {
     if (bell_ != nullptr) io_set_eventfd(block, bell_->fd());
     block->data = reinterpret_cast<void*>(static_cast<std::uintptr_t>(request.tag));
     queued_.push_back(block);
+    STRATA_ASSERT(queued_.size() + free_.size() <= control_.size());
     return true;
   }
 

@@ -50,6 +50,7 @@ class ThreadEngine final : public IoEngine {
 
   [[nodiscard]] bool submit(const IoRequest& request) override {
     STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());
+    STRATA_ASSERT(in_flight_ <= depth_);
     if (in_flight_ == depth_) return false;
     staged_.push_back({request, files_[static_cast<std::size_t>(request.file)]});
     ++in_flight_;
@@ -68,6 +69,7 @@ class ThreadEngine final : public IoEngine {
 
   std::size_t reap(std::span<IoCompletion> out) override {
     std::lock_guard lock(mutex_);
+    STRATA_ASSERT(staged_.size() + queue_.size() + done_.size() <= in_flight_);
     const std::size_t count = std::min(out.size(), done_.size());
     std::copy_n(done_.begin(), count, out.begin());
     done_.erase(done_.begin(), done_.begin() + static_cast<std::ptrdiff_t>(count));
