@@ -317,6 +317,8 @@ class PaperPlan:
     def __init__(self, trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) -> None:
         """Raises ValueError where the trace contradicts itself. An infeasible plan is no error."""
     @property
+    def trace(self) -> Trace: ...
+    @property
     def plan(self) -> StepPlan: ...
     def check(self) -> str:
         """The first promise that the plan does not keep, replayed on paper; empty: none."""
@@ -329,9 +331,6 @@ class PaperPlan:
         """The same plan, with times of the trace changed by as much as those `measured` under this
         plan differ from the simulated ones, on a machine as it is known by now. Raises ValueError
         where they are of another step."""
-    @property
-    def times(self) -> tuple[list[float], list[float], float]:
-        """Seconds of computation in the trace: by use, of the gaps before uses, of the tail."""
 
 class StepResult(TypedDict):
     norm: float  # of the gradients before clipping, after division; 0.0 if none landed

@@ -67,7 +67,7 @@ std::size_t place_pages(const Holding& holding, Allotment& allotment, std::size_
   return pages_of(allotment.on_ssd);
 }
 
-// A allotment that is being made, and why it cannot be.
+// An allotment that is being made, or why it cannot be.
 struct Attempt {
   const Holding& holding;
   const TierBudgets& budgets;

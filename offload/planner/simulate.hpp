@@ -1,6 +1,6 @@
-// A step on paper: every computation, transfer and update of a plan as jobs on lanes, played with
-// the speeds of a machine. Steps follow each other as in training, so that the updates of one run
-// into the forward of the next; what is told is a steady one.
+// A step on paper: every computation, transfer and update of a plan is a job on a lane, played with
+// the speeds of a machine. Steps follow each other as in training: the updates of one run into the
+// forward of the next. The result describes a steady step.
 //
 //   Simulation run = simulate(trace, plan, costs);
 //   run.step_seconds, run.lanes[1].busy_seconds, run.stalls[0].seconds
@@ -48,9 +48,9 @@ struct LaneUse {
   std::uint64_t bytes = 0;
 };
 
-// The computation of a use waited: for whom, and on which lane. Where one thing waited for another
-// (an upload for its read, a read for those before it in its lane), each has its part of the time,
-// what came last first.
+// The computation of a use waited, for this purpose, on this lane. Where one job waited for another
+// (an upload for its read, a read for those before it in its lane), each has its part of the time.
+// The last one comes first.
 struct Stall {
   std::uint32_t use = 0;
   Lane lane = Lane::upload;
@@ -72,8 +72,7 @@ struct Simulation {
 enum class Detail : bool { figures, spans };
 
 // REQUIRES: plan.feasible, made for this trace; every entry of costs.slow is above 0 and at most 1.
-// On a lane without speed that has something to do a step takes infinitely long, and nothing else
-// is told.
+// A step takes infinitely long where a lane without speed has work; then nothing else is filled in.
 Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs,
                     Detail detail = Detail::figures);
 

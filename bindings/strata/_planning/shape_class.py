@@ -171,7 +171,7 @@ class Following:
         if measured is None:
             return
         found.paper = paper.followed(self.known(), measured)
-        found.trace = _with_times(trace, found.paper)
+        found.trace = found.paper.trace
         found.predicted_seconds = found.paper.simulate().step_seconds
 
     def differs(self, found: ShapeClass) -> bool:
@@ -194,12 +194,3 @@ class Following:
         if found.windows.begun is not None:
             pace = better(pace, pace_of(found.windows.begun, found.paper))
         return lower_bound(found.paper, self.costs, pace)
-
-
-def _with_times(trace: Trace, paper: PaperPlan) -> Trace:
-    seconds, gaps, tail = paper.times
-    uses = [
-        use.replace(seconds=mine, gap_seconds=gap)
-        for use, mine, gap in zip(trace.uses, seconds, gaps, strict=True)
-    ]
-    return trace.replace(uses=uses, tail_seconds=tail)
