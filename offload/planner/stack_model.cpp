@@ -67,8 +67,7 @@ bool StackModel::left_out(const Option& option, const Without& without) const {
 }
 
 double StackModel::cost_of(const Option& option, const Prices& prices) const {
-  return prices.compute * option.compute_seconds +
-         prices.swap * (option.swap_seconds + option.ssd_seconds);
+  return option.compute_seconds + prices.swap * (option.swap_seconds + option.ssd_seconds);
 }
 
 // Units that have no forward keep what their options say first.
