@@ -337,12 +337,11 @@ class PaperMachine:
 
     def budgets(self, page_bytes: int = PAGE_BYTES) -> Budgets:
         """A tenth of host memory is the operating system's and Python's."""
-        return _core.Budgets(
-            page_bytes=page_bytes,
+        return _core.paper_budgets(
+            page_bytes,
             device_bytes=int(self.device_bytes * self.device_share),
             host_bytes=int(self.host_bytes * 0.9),
             ssd_bytes=self.ssds * self.ssd_bytes,
-            staging_bytes=_core.staging_bytes(int(self.host_bytes * 0.9), page_bytes),
         )
 
 

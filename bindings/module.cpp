@@ -1,10 +1,13 @@
 // The Python module strata._core: the session, with dictionaries in and dictionaries out. What
 // each name means is written in bindings/strata/_core.pyi. Methods that may wait release the GIL.
+#include <array>
+
 #include "bindings/dlpack.hpp"
 #include "bindings/foreign_call.hpp"
 #include "bindings/lent_memory.hpp"
 #include "bindings/parse.hpp"
 #include "bindings/python.hpp"
+#include "bindings/schema.hpp"
 #include "bindings/to_dict.hpp"
 #include "engine/checks.hpp"
 #include "engine/devices.hpp"
@@ -15,37 +18,19 @@ namespace strata {
 namespace {
 
 Kind parse_kind(const std::string& text) {
-  if (text == "master") return Kind::master;
-  if (text == "moment1") return Kind::moment1;
-  if (text == "moment2") return Kind::moment2;
-  if (text == "grad") return Kind::grad;
-  throw py::value_error("unknown kind " + text);
+  return parse_one_of<Kind>(text, "kind",
+                            {{"master", Kind::master},
+                             {"moment1", Kind::moment1},
+                             {"moment2", Kind::moment2},
+                             {"grad", Kind::grad}});
 }
 
-const char* fault_name(Fault fault) {
-  switch (fault) {
-    case Fault::io:
-      return "io";
-    case Fault::short_read:
-      return "short_read";
-    case Fault::corrupt:
-      return "corrupt";
-    case Fault::no_space:
-      return "no_space";
-    case Fault::memory:
-      return "memory";
-    case Fault::config:
-      return "config";
-    case Fault::cancelled:
-      return "cancelled";
-    case Fault::busy:
-      return "busy";
-  }
-  return "io";
-}
+constexpr std::array kFaultNames = {"io",     "short_read", "corrupt",   "no_space",
+                                    "memory", "config",     "cancelled", "busy"};
+static_assert(kFaultNames.size() == static_cast<std::size_t>(Fault::busy) + 1);
 
 void set_attributes(const py::object& of, const Error& error) {
-  of.attr("fault") = fault_name(error.fault);
+  of.attr("fault") = kFaultNames[static_cast<std::size_t>(error.fault)];
   of.attr("errno") = error.errno_value;
   of.attr("unit") = error.unit;
   of.attr("page") = error.page == kNoPage ? -1 : static_cast<long>(index(error.page));
@@ -269,16 +254,16 @@ void bind_session(py::module_& module) {
            })
       .def(
           "enter",
-          [](Session& s, std::uint32_t unit, bool backward, bool recorded, std::uintptr_t stream,
+          [](Session& s, UnitId unit, bool backward, bool recorded, std::uintptr_t stream,
              Visit visit) {
-            unlocked([&] { s.enter(UnitId{unit}, backward, recorded, stream_of(stream), visit); });
+            unlocked([&] { s.enter(unit, backward, recorded, stream_of(stream), visit); });
           },
           py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
           py::arg("visit") = 0)
       .def(
           "leave",
-          [](Session& s, std::uint32_t unit, std::uintptr_t stream, Visit visit) {
-            return s.leave(UnitId{unit}, stream_of(stream), visit);
+          [](Session& s, UnitId unit, std::uintptr_t stream, Visit visit) {
+            return s.leave(unit, stream_of(stream), visit);
           },
           py::arg("unit"), py::arg("stream") = 0, py::arg("visit") = 0, Release())
       .def(
@@ -287,23 +272,20 @@ void bind_session(py::module_& module) {
             return s.leave_all_but(live, bound, stream_of(stream));
           },
           py::arg("live"), py::arg("bound"), py::arg("stream") = 0, Release())
-      .def(
-          "entered", [](Session& s, std::uint32_t unit) { return s.entered(UnitId{unit}); },
-          Release())
-      .def(
-          "resident", [](Session& s, std::uint32_t unit) { return s.resident(UnitId{unit}); },
-          Release())
+      .def("entered", &Session::entered, Release())
+      .def("resident", &Session::resident, Release())
       .def(
           "adopt",
           [](Session& s, const std::optional<std::vector<bool>>& on_device,
              std::optional<std::size_t> param_bytes,
              std::optional<std::size_t> activation_host_bytes,
-             std::optional<std::size_t> activation_ssd_bytes) {
-            s.adopt({on_device, param_bytes, activation_host_bytes, activation_ssd_bytes});
+             std::optional<std::size_t> activation_ssd_bytes,
+             const std::optional<std::vector<Use>>& uses) {
+            s.adopt({on_device, param_bytes, activation_host_bytes, activation_ssd_bytes, uses});
           },
           py::arg("on_device") = py::none(), py::arg("param_bytes") = py::none(),
           py::arg("activation_host_bytes") = py::none(),
-          py::arg("activation_ssd_bytes") = py::none(), Release())
+          py::arg("activation_ssd_bytes") = py::none(), py::arg("uses") = py::none(), Release())
       .def(
           "device_written",
           [](Session& s, std::uint32_t param, std::uintptr_t stream) {

@@ -4,29 +4,29 @@ namespace strata {
 namespace {
 
 Rule parse_rule(const std::string& text) {
-  if (text == "adamw") return Rule::adamw;
-  if (text == "adam") return Rule::adam;
-  if (text == "sgd") return Rule::sgd;
-  if (text == "lion") return Rule::lion;
-  if (text == "adagrad") return Rule::adagrad;
-  if (text == "foreign") return Rule::foreign;
-  throw py::value_error("unknown rule " + text);
+  return parse_one_of<Rule>(text, "rule",
+                            {{"adamw", Rule::adamw},
+                             {"adam", Rule::adam},
+                             {"sgd", Rule::sgd},
+                             {"lion", Rule::lion},
+                             {"adagrad", Rule::adagrad},
+                             {"foreign", Rule::foreign}});
 }
 
 UpdateMode parse_update(const std::string& text) {
-  if (text == "on_step") return UpdateMode::on_step;
-  if (text == "in_backward") return UpdateMode::in_backward;
-  if (text == "lock_free") return UpdateMode::lock_free;
-  throw py::value_error("unknown update mode " + text);
+  return parse_one_of<UpdateMode>(text, "update mode",
+                                  {{"on_step", UpdateMode::on_step},
+                                   {"in_backward", UpdateMode::in_backward},
+                                   {"lock_free", UpdateMode::lock_free}});
 }
 
 }  // namespace
 
 MomentDtype parse_moment_dtype(const std::string& text) {
-  if (text == "float32") return MomentDtype::float32;
-  if (text == "bfloat16") return MomentDtype::bfloat16;
-  if (text == "block8") return MomentDtype::block8;
-  throw py::value_error("unknown moment dtype " + text);
+  return parse_one_of<MomentDtype>(text, "moment dtype",
+                                   {{"float32", MomentDtype::float32},
+                                    {"bfloat16", MomentDtype::bfloat16},
+                                    {"block8", MomentDtype::block8}});
 }
 
 Hyper parse_group(const py::dict& group) {

@@ -272,15 +272,6 @@ PaperPlan followed_paper(const PaperPlan& paper, const Costs& costs, const Times
   return then;
 }
 
-Times times_of(const PaperPlan& paper) {
-  std::vector<double> uses, gaps;
-  for (const Use& use : paper.trace.uses) {
-    uses.push_back(use.seconds);
-    gaps.push_back(use.gap_seconds);
-  }
-  return {std::move(uses), std::move(gaps), paper.trace.tail_seconds};
-}
-
 }  // namespace
 
 py::object plain(const py::handle& value) {
@@ -304,14 +295,19 @@ void bind_planner(py::module_& module) {
   bind_plan(module);
   bind_answers(module);
   module.def(
-      "staging_bytes",
-      [](std::uint64_t host_bytes, std::uint64_t page_bytes) {
-        return choose_staging(kChunkPages, host_bytes / page_bytes) * page_bytes;
+      "paper_budgets",
+      [](std::uint64_t page_bytes, std::uint64_t device_bytes, std::uint64_t host_bytes,
+         std::uint64_t ssd_bytes, bool grads_rest) {
+        check(Budgets{.page_bytes = page_bytes});
+        return paper_budgets(page_bytes, device_bytes, host_bytes, ssd_bytes, grads_rest);
       },
-      py::arg("host_bytes"), py::arg("page_bytes"));
+      py::arg("page_bytes"), py::arg("device_bytes"), py::arg("host_bytes"), py::arg("ssd_bytes"),
+      py::arg("grads_rest") = true);
+  module.def("check_trace", &check_trace, py::arg("trace"));
   py::class_<PaperPlan>(module, "PaperPlan")
       .def(py::init(&make_paper_plan), py::arg("trace"), py::arg("costs"), py::arg("budgets"),
            py::arg("wishes"))
+      .def_readonly("trace", &PaperPlan::trace)
       .def_readonly("plan", &PaperPlan::plan)
       .def(
           "check",
@@ -321,8 +317,7 @@ void bind_planner(py::module_& module) {
           py::call_guard<py::gil_scoped_release>())
       .def("simulate", &simulate_paper, py::arg("costs") = py::none(), py::arg("spans") = false)
       .def("bound", &bound_paper, py::arg("costs") = py::none())
-      .def("followed", &followed_paper, py::arg("costs"), py::arg("measured"))
-      .def_property_readonly("times", &times_of);
+      .def("followed", &followed_paper, py::arg("costs"), py::arg("measured"));
 }
 
 }  // namespace strata

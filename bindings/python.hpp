@@ -9,7 +9,9 @@
 #include <pybind11/stl_bind.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "memory/dtype.hpp"
 
@@ -28,11 +30,20 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);  // tensor.data_ptr() on the Python side
 }
 
-inline Dtype parse_dtype(const std::string& text) {
-  for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
-    if (text == name(dtype)) return dtype;
+// One of a few values by its name. `what` it is goes into the ValueError for another name.
+template <typename Value>
+Value parse_one_of(const std::string& text, const char* what,
+                   std::initializer_list<std::pair<const char*, Value>> names) {
+  for (const auto& [known, value] : names) {
+    if (text == known) return value;
   }
-  throw py::value_error("unknown dtype " + text);
+  throw py::value_error(std::string("unknown ") + what + " " + text);
+}
+
+inline Dtype parse_dtype(const std::string& text) {
+  return parse_one_of<Dtype>(
+      text, "dtype",
+      {{"float32", Dtype::float32}, {"float16", Dtype::float16}, {"bfloat16", Dtype::bfloat16}});
 }
 
 void bind_calibration(py::module_& module);  // calibrate_binding.cpp

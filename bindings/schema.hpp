@@ -1,6 +1,7 @@
 // How a struct of the core crosses to Python: a class with the struct's own fields, listed once.
 // Its constructor takes them as keywords, to_dict() gives plain values (for JSON), replace() a copy
-// with other values, and two are equal where all fields are.
+// with other values, and two are equal where all fields are. `fields` are their names and Python
+// types, in order.
 //
 //   Schema<Peak>(module, "Peak")
 //       .field("bytes", &Peak::bytes)
@@ -44,6 +45,20 @@ py::object to_object(Value value) {
     return py::cast(std::move(value));
 }
 
+// What a value of this type is in Python.
+template <class Value>
+py::handle python_type() {
+  if constexpr (std::is_same_v<Value, bool>) return reinterpret_cast<PyObject*>(&PyBool_Type);
+  if constexpr (std::is_floating_point_v<Value>) return reinterpret_cast<PyObject*>(&PyFloat_Type);
+  if constexpr (std::is_integral_v<Value> || std::is_same_v<Value, UnitId>) {
+    return reinterpret_cast<PyObject*>(&PyLong_Type);
+  }
+  if constexpr (std::is_same_v<Value, std::string> || std::is_enum_v<Value>) {
+    return reinterpret_cast<PyObject*>(&PyUnicode_Type);
+  }
+  return reinterpret_cast<PyObject*>(&PyBaseObject_Type);
+}
+
 // Fields, lists and dictionaries as plain values.
 py::object plain(const py::handle& value);
 
@@ -80,11 +95,13 @@ class Schema final {
       return name + std::string(py::str(dict_of(*fields, from)));
     });
     class_.attr("__hash__") = py::none();
+    class_.attr("fields") = py::dict();
   }
 
   template <class Member>
   Schema& field(const char* name, Member T::*member, bool required = true) {
     class_.def_readwrite(name, member);
+    class_.attr("fields")[name] = python_type<Member>();
     fields_->push_back(
         {name, required, [member](const T& from) { return py::cast(from.*member); },
          [member](T& to, const py::handle& value) { to.*member = value.cast<Member>(); }});

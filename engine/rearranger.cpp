@@ -55,18 +55,18 @@ void Rearranger::check(const Room& wanted) const {
   }
 }
 
-// Throws StrataError (config) where parameters cannot do with what `then` leaves them.
-void Rearranger::check_frames(const Residence& then) const {
+// Throws StrataError (config) where parameters cannot do with what `change` leaves them.
+void Rearranger::check_frames(const Change& change, const Residence& then) const {
   const std::size_t page = base_.layout.page_bytes;
-  const std::uint32_t frames = frames_left(then);
   const bool too_many = then.rest_frames > base_.config.device_bytes / page;
-  const bool enough = !too_many && frames >= then.device_frames_min &&
-                      parts_.planner.enough(frames, then.on_device);
+  const Trace& step = change.step ? *change.step : parts_.planner.planned();
+  const bool enough = !too_many && change.frames >= then.device_frames_min &&
+                      parts_.planner.enough(step, change.frames, then.on_device);
   if (enough) return;
   Error error;
   error.fault = Fault::config;
   error.tier = Tier::device;
-  error.what = "infeasible: parameters cannot do with " + bytes_text(param_frames_ * page) +
+  error.what = "infeasible: parameters cannot do with " + bytes_text(change.param_frames * page) +
                " of the device budget";
   if (then.rest_frames != 0) {
     error.what += ", which is " + bytes_text(base_.config.device_bytes) + ", beside " +
@@ -76,10 +76,8 @@ void Rearranger::check_frames(const Residence& then) const {
   throw StrataError(std::move(error));
 }
 
-void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
-  parts_.between.wait_until_arranged(lock);
-  parts_.visits.check_nobody_inside("what rests where changes between two steps only");
-  const BetweenSteps::Rearrangement moving(parts_.between);
+// Throws StrataError (config) for what cannot be, or not now. Changes nothing.
+Rearranger::Change Rearranger::change_of(const Adoption& adoption) const {
   const Room wanted = wanted_room(adoption), now = room();
   check(wanted);
   // Units leave the device first, with no more room for activations than there is.
@@ -89,40 +87,82 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
   for (std::size_t u = 0; u < now.on_device.size(); ++u) {
     stay.on_device[u] = wanted.on_device[u] && now.on_device[u];
   }
-  const std::uint32_t before = param_frames_;
-  if (adoption.param_bytes) param_frames_ = base_.param_frames(*adoption.param_bytes);
+  const bool leaves = stay.on_device != now.on_device;
+  Change change;
+  Residence then = base_.residence();
+  if (leaves) change.without = then = rearrange(base_.config, base_.layout, then, stay);
+  if (!same(wanted, leaves ? stay : now)) {
+    change.then = then = rearrange(base_.config, base_.layout, then, wanted);
+  }
+  if (adoption.uses) change.step = step_of(*adoption.uses);
+  change.param_frames =
+      adoption.param_bytes ? base_.param_frames(*adoption.param_bytes) : param_frames_;
+  change.frames = adoption.moves_nothing() ? parts_.prefetcher.frame_limit()
+                                           : frames_left(then, change.param_frames);
+  change.claims = then;
+  base_.tiers.check_resting(then);
+  check_frames(change, then);
+  return change;
+}
+
+// Throws StrataError (config) where they are not of a step of these units.
+Trace Rearranger::step_of(const std::vector<Use>& uses) const {
+  Trace step;
+  step.uses = uses;
+  for (const Use& use : uses) step.moments = std::max(step.moments, use.leave + 1);
+  const std::string why = check_uses(step.uses, step.moments, base_.config.units);
+  if (!why.empty()) refuse("no step has these uses: " + why);
+  return step;
+}
+
+void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
+  parts_.between.wait_until_arranged(lock);
+  parts_.visits.check_nobody_inside("what rests where changes between two steps only");
+  const BetweenSteps::Rearrangement moving(parts_.between);
+  // 1. Refused before anything changes.
+  Change change = change_of(adoption);
+  // 2. Room: nothing moves, and all is claimed that the machine may refuse.
+  const bool moves = !adoption.moves_nothing();
   try {
-    carry_out(lock, wanted, stay);
+    if (moves) make_room(lock, change);
   } catch (...) {
-    if (base_.gate.failure() || base_.gate.closed()) throw;
-    param_frames_ = before;
-    wait_until_moved(lock);
-    follow_limit(frames_left(base_.residence()));
-    parts_.planner.replan();
-    parts_.prefetcher.begin_step();
+    parts_.prefetcher.begin_step();  // what it wanted is forgotten
     throw;
   }
+  // 3. The rest is not refused. Units leave; those that move get their frames, or give them up;
+  // units come behind these.
+  param_frames_ = change.param_frames;
+  if (moves) {
+    if (change.without) arrange(lock, *change.without);
+    wait_until_moved(lock);
+    parts_.prefetcher.limit_frames(change.frames);
+    if (change.then) arrange(lock, *change.then);
+    give_back_frames();
+  }
+  // 4. The frames of those that move are planned for what there is.
+  if (change.step) parts_.planner.follow(std::move(*change.step));
+  parts_.planner.replan();
   parts_.prefetcher.begin_step();
   base_.bell.ring();
 }
 
-void Rearranger::carry_out(Lock& lock, const Room& wanted, const Room& stay) {
-  const bool leaves = stay.on_device != base_.units_on_device();
-  // 1. Refused before anything changes.
-  Residence then = base_.residence();
-  if (leaves) then = rearrange(base_.config, base_.layout, then, stay);
-  if (!same(wanted, room())) then = rearrange(base_.config, base_.layout, then, wanted);
-  base_.tiers.check_resting(then);
-  check_frames(then);
-  const std::uint32_t frames = frames_left(then);
-  // 2. Units leave; those that move get their frames, or give them up; units come behind these.
+// Throws StrataError, and changes nothing, where the machine has less than the budgets.
+void Rearranger::make_room(Lock& lock, const Change& change) {
   wait_until_still(lock);
-  if (leaves) arrange(lock, stay);
-  wait_until_moved(lock);
-  follow_limit(frames);
-  if (!same(wanted, room())) arrange(lock, wanted);
-  // 3. The frames of those that move are planned for what there is.
-  parts_.planner.replan();
+  if (change.rearranges()) {
+    base_.gate.wait(lock, [&] { return parts_.swapping.saves().vacate(); },
+                    {"room that activations had"});
+  }
+  STRATA_ASSERT(!change.rearranges() || parts_.swapping.saves().empty());
+  STRATA_ASSERT(change.claims.host_frames >= base_.claims.host_frames);
+  STRATA_ASSERT(change.claims.slots >= base_.claims.slots);
+  const std::uint32_t frames = base_.tiers.device_frames();
+  const bool had_store = base_.tiers.store() != nullptr;
+  base_.tiers.grow(change.claims, std::max(frames, change.frames + change.claims.rest_frames));
+  parts_.frames.forget_mappings(FrameId{frames});
+  if (!had_store && base_.tiers.store() != nullptr) {
+    base_.transfers.set_store(Tier::ssd, *base_.tiers.store());
+  }
 }
 
 void Rearranger::wait_until_still(Lock& lock) {
@@ -137,11 +177,11 @@ void Rearranger::wait_until_still(Lock& lock) {
 }
 
 // Frames that parameters may have before the first one in which a page stays that rests on the
-// device, of those that were asked for and that the budget has.
-std::uint32_t Rearranger::frames_left(const Residence& home) const {
+// device, of those that are asked for and that the budget has.
+std::uint32_t Rearranger::frames_left(const Residence& home, std::uint32_t asked) const {
   const std::size_t budget = base_.config.device_bytes / base_.layout.page_bytes;
   const std::size_t resting = std::min<std::size_t>(budget, home.rest_frames);
-  std::size_t frames = std::min<std::size_t>(param_frames_, budget - resting);
+  std::size_t frames = std::min<std::size_t>(asked, budget - resting);
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
     const Placement& now = base_.table.placement(PageId{i});
     if (home.tier[i] != Tier::device || now.tier != Tier::device) continue;
@@ -166,44 +206,28 @@ void Rearranger::wait_until_moved(Lock& lock) {
       lock, [&] { return parts_.prefetcher.still() && base_.transfers.idle(); }, kMoves);
 }
 
-// Parameters that come and go get so many frames. REQUIRES: nothing moves, and nothing rests there.
-void Rearranger::follow_limit(std::uint32_t frames) {
-  resize_device(std::max(frames, base_.tiers.device_frames()));
-  parts_.prefetcher.limit_frames(frames);
-  resize_device(frames_needed());
-}
-
-// Throws StrataError, and changes nothing, where the device has not so many.
-void Rearranger::resize_device(std::uint32_t frames) {
-  const std::uint32_t before = base_.tiers.device_frames();
-  if (frames == before) return;
-  base_.tiers.resize_device(frames);
-  parts_.frames.forget_mappings(FrameId{std::min(frames, before)});
-}
-
-void Rearranger::arrange(Lock& lock, const Room& room) {
-  // 1. Refused before anything changes.
-  const Residence then = rearrange(base_.config, base_.layout, base_.claims, room);
-  // 2. Nothing moves.
-  wait_until_still(lock);
-  base_.gate.wait(lock, [&] { return parts_.swapping.saves().vacate(); },
-                  {"room that activations had"});
-  // 3. All that may be refused by the machine.
-  const std::uint32_t frames = base_.tiers.device_frames();
-  const bool more = then.rest_frames > base_.claims.rest_frames;
-  const std::uint32_t wanted = parts_.prefetcher.frame_limit() + then.rest_frames;
-  const bool had_store = base_.tiers.store() != nullptr;
-  base_.tiers.grow(then, more ? std::max(frames, wanted) : frames);
-  parts_.frames.forget_mappings(FrameId{frames});
-  if (!had_store && base_.tiers.store() != nullptr) {
-    base_.transfers.set_store(Tier::ssd, *base_.tiers.store());
+// Frames behind the last one in use go back. The session ends where the device keeps them: what is
+// adopted can no longer be refused.
+void Rearranger::give_back_frames() {
+  const std::uint32_t before = base_.tiers.device_frames(), needed = frames_needed();
+  STRATA_ASSERT(needed <= before);
+  try {
+    base_.tiers.resize_device(needed);
+  } catch (const StrataError& error) {
+    base_.gate.fail(error.error());
+    throw;
   }
-  // 4. The rest cannot be.
+  if (needed != before) parts_.frames.forget_mappings(FrameId{needed});
+}
+
+// REQUIRES: make_room() for it.
+void Rearranger::arrange(Lock& lock, const Residence& then) {
+  STRATA_ASSERT(then.host_frames <= base_.tiers.host().capacity());
+  STRATA_ASSERT(then.slots == 0 || base_.tiers.store() != nullptr);
   forget_activation_pages();
   move_pages(lock, then);
   parts_.swapping.saves().reserve(take_activation_pages());
   wait_until_moved(lock);
-  resize_device(frames_needed());
   base_.gate.notify();
 }
 
@@ -269,6 +293,7 @@ void Rearranger::begin_resting(UnitId unit, std::vector<Move>& moves) {
     if (base_.table.unit(PageId{i}) == unit) pages.push_back(PageId{i});
   }
   const std::vector<FrameId> frames = free_frames(pages.size());
+  STRATA_ASSERT(frames.size() == pages.size());
   parts_.prefetcher.evict(unit);
   for (std::size_t i = 0; i < pages.size(); ++i) {
     const Placement from = base_.table.placement(pages[i]);
@@ -299,6 +324,8 @@ bool Rearranger::begin_move(const Move& move) {
 
 // True once the page is where it rests; what it had before is free.
 bool Rearranger::end_move(const Move& move) {
+  STRATA_ASSERT(move.from.somewhere());
+  STRATA_ASSERT(move.from.tier != move.to);
   const bool there = move.to == Tier::host ? base_.cache.adopt(move.page)
                                            : base_.cache.settled(move.page, move.from.tier);
   if (there && move.from.tier == Tier::ssd) base_.tiers.store()->release(move.from.slot());

@@ -3,15 +3,16 @@
 //
 // Threads: one caller at a time (the core's lock), which is given up while pages move.
 //
-//   rearranger.adopt(lock, {.on_device = units, .param_bytes = bytes});
+//   rearranger.adopt(lock, {.on_device = units, .param_bytes = bytes, .uses = trace.uses});
 //
 // Note [Making room]
 // Between two steps pages change their resting places, in an order in which no budget is ever
-// exceeded: first what activations had is free again, then what is claimed grows (memory and files,
-// all or nothing), then pages move. A page that leaves host memory keeps its frame, which joins the
-// staging area, until the page is where it rests; only then is the frame free for somebody else. A
-// page that comes keeps the staging frame that it came into. Units leave the device before others
-// come to it. Other threads may use the pages all the while: they are where the page table says.
+// exceeded: first what is claimed grows (memory, files and frames of the device, all or nothing),
+// then what activations had is free again, then pages move. A page that leaves host memory keeps
+// its frame, which joins the staging area, until the page is where it rests; only then is the frame
+// free for somebody else. A page that comes keeps the staging frame that it came into. Units leave
+// the device before others come to it; frames of the device that are not used then go back last.
+// Other threads may use the pages all the while: they are where the page table says.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +36,12 @@ struct Adoption {
   std::optional<std::size_t> param_bytes;      // of the device, for parameters that come and go
   std::optional<std::size_t> activation_host_bytes;  // in whole pages
   std::optional<std::size_t> activation_ssd_bytes;   // likewise
+  // Of a whole step, in order of enter: parameters are fetched in this order, until steps differ.
+  std::optional<std::vector<Use>> uses;
+
+  bool moves_nothing() const {
+    return !on_device && !param_bytes && !activation_host_bytes && !activation_ssd_bytes;
+  }
 };
 
 class Rearranger final {
@@ -54,8 +61,9 @@ class Rearranger final {
   explicit Rearranger(const Parts& parts);
 
   // All of it or nothing: throws StrataError, and changes nothing, where there is no room, where
-  // the last step needs more frames, and (busy) where another thread is in the middle of a step:
-  // try again later. Units rest elsewhere only when no gradient has landed; they, and the room for
+  // the planned step needs more frames, where no step has these uses, and (busy) where another
+  // thread is in the middle of a step: try again later. Where the uses alone are named, it waits
+  // for nobody. Units rest elsewhere only when no gradient has landed; they, and the room for
   // activations, change only when none is saved. Units that rest on the device get frames of their
   // own, and are updated there: on a GPU its kernels must reach the host memory that they need.
   void adopt(Lock& lock, const Adoption& wanted) STRATA_REQUIRES(core_lock);
@@ -67,18 +75,31 @@ class Rearranger final {
     Tier to;
   };
 
+  // What an adoption comes to, checked before anything changes.
+  struct Change {
+    std::optional<Residence> without;  // where pages rest once units have left the device
+    std::optional<Residence> then;     // in the end, where that is not the same
+    Claims claims;                     // in the end: claims only grow, so these are the most
+    std::uint32_t param_frames = 0;    // that are asked for
+    std::uint32_t frames = 0;          // that parameters get of them
+    std::optional<Trace> step;         // to plan; none: as before
+
+    bool rearranges() const { return without || then; }
+  };
+
   Room room() const;
   Room wanted_room(const Adoption& wanted) const;
   void check(const Room& wanted) const;
-  void check_frames(const Residence& then) const;
-  void carry_out(Lock& lock, const Room& wanted, const Room& stay) STRATA_REQUIRES(core_lock);
+  void check_frames(const Change& change, const Residence& then) const;
+  Change change_of(const Adoption& adoption) const;
+  Trace step_of(const std::vector<Use>& uses) const;
+  void make_room(Lock& lock, const Change& change) STRATA_REQUIRES(core_lock);
   void wait_until_still(Lock& lock) STRATA_REQUIRES(core_lock);
   void wait_until_moved(Lock& lock) STRATA_REQUIRES(core_lock);
-  std::uint32_t frames_left(const Residence& home) const;
+  std::uint32_t frames_left(const Residence& home, std::uint32_t asked) const;
   std::uint32_t frames_needed() const;
-  void follow_limit(std::uint32_t frames);
-  void resize_device(std::uint32_t frames);
-  void arrange(Lock& lock, const Room& room) STRATA_REQUIRES(core_lock);
+  void give_back_frames();
+  void arrange(Lock& lock, const Residence& then) STRATA_REQUIRES(core_lock);
   void forget_activation_pages();
   ActivationRoom take_activation_pages();
   std::vector<FrameId> free_frames(std::size_t count) const;

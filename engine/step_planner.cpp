@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "memory/check.hpp"
+
 namespace strata {
 namespace {
 
@@ -18,33 +20,46 @@ std::vector<bool> StepPlanner::resting() const {
   return units;
 }
 
-FramePlan StepPlanner::plan(std::uint32_t frames, const std::vector<bool>& resting) const {
+FramePlan StepPlanner::plan(const Trace& step, std::uint32_t frames,
+                            const std::vector<bool>& resting) const {
+  STRATA_ASSERT(resting.size() == frames_.unit_count());
   std::vector<std::uint32_t> sizes;
   for (std::uint32_t u = 0; u < resting.size(); ++u) {
     const std::size_t pages = frames_.pages(UnitId{u}).size();
     sizes.push_back(resting[u] ? 0 : static_cast<std::uint32_t>(pages));
   }
-  return make_frame_plan(last_trace_, sizes, frames);
+  return make_frame_plan(step, sizes, frames);
 }
 
-bool StepPlanner::enough(std::uint32_t frames, const std::vector<bool>& resting) const {
-  return last_trace_.uses.empty() || plan(frames, resting).feasible;
+bool StepPlanner::enough(const Trace& step, std::uint32_t frames,
+                         const std::vector<bool>& resting) const {
+  return step.uses.empty() || plan(step, frames, resting).feasible;
+}
+
+void StepPlanner::follow(Trace step) {
+  STRATA_ASSERT(!step.uses.empty());
+  planned_ = std::move(step);
+  adopted_ = true;
+  strange_steps_ = 0;
 }
 
 void StepPlanner::replan() {
-  if (last_trace_.uses.empty()) return;
-  FramePlan plan = this->plan(frames_.limit(), resting());
+  if (planned_.uses.empty()) return;
+  FramePlan plan = this->plan(planned_, frames_.limit(), resting());
   if (plan.feasible) prefetcher_.adopt(std::move(plan));
 }
 
 void StepPlanner::end_step() {
   const bool planned = prefetcher_.plan().feasible;
   const bool strange = planned && prefetcher_.step_deviations() != 0;
-  Trace trace = prefetcher_.end_step();
-  if (trace.uses.empty()) return;
-  last_trace_ = std::move(trace);
+  Trace step = prefetcher_.end_step();
+  if (step.uses.empty()) return;
   strange_steps_ = strange ? strange_steps_ + 1 : 0;
-  if (planned && strange_steps_ < kStrangeStepsMax) return;
+  const bool follows = planned && strange_steps_ < kStrangeStepsMax;
+  if (follows && adopted_) return;
+  planned_ = std::move(step);
+  if (follows) return;
+  adopted_ = false;
   strange_steps_ = 0;
   replan();
 }

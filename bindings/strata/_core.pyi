@@ -6,7 +6,7 @@ from the start of the parameter. Methods that may wait release the GIL. Every fa
 failure the session is closed for business and repeats that error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
 from ._planner import ActivationName as ActivationName
@@ -250,18 +250,23 @@ class Session:
         param_bytes: int | None = None,
         activation_host_bytes: int | None = None,
         activation_ssd_bytes: int | None = None,
+        uses: Sequence[Use] | None = None,
     ) -> None:
-        """Takes over from a plan what rests where, from the next step on. What is None stays.
+        """Takes over from a plan what rests where and in which order parameters are fetched, from
+        the next step on. What is None stays.
 
         on_device: these units, by index, rest on the device whole, and are updated there.
         param_bytes: parameters of the others use at most these bytes of it, in whole frames.
         activation_*_bytes: room for swapped activations: memory that was claimed and not used, and
         where that is not enough, pages whose residence saves least go to rest on the SSD.
+        uses: of a whole step, in order of enter; each unit's parameters are fetched ahead of its
+        use. Where two steps in a row differ, the order of the last one takes its place.
 
         All or nothing: raises StrataError, and changes nothing, where there is no room, where the
-        last step needs more frames, and with fault "busy" where a thread is in the middle of a
-        step. Waits for pending updates. REQUIRES: no activation is saved (but where param_bytes
-        changes alone), and no gradient has landed where on_device changes."""
+        planned step needs more frames, where no step of these units has these uses, and with fault
+        "busy" where a thread is in the middle of a step. Waits for pending updates, unless the uses
+        alone are named. REQUIRES: no activation is saved where on_device or activation_*_bytes
+        change, and no gradient has landed where on_device changes."""
     def save_activation(
         self, address: int, byte_count: int, to_ssd: bool, unit: int, stream: int = 0
     ) -> int:
@@ -299,9 +304,14 @@ class TimelineSpan(TypedDict):
     end_ns: int
     bytes: int
 
-def staging_bytes(host_bytes: int, page_bytes: int) -> int:
-    """Of host memory, for pages that pass between SSD and device: what a session with chunks of
-    16-bit parameters takes."""
+def check_trace(trace: Trace) -> str:
+    """The first thing in it that contradicts itself, so that it cannot be planned; or ""."""
+
+def paper_budgets(
+    page_bytes: int, device_bytes: int, host_bytes: int, ssd_bytes: int, grads_rest: bool = True
+) -> Budgets:
+    """What a plan may use beside what a session with these budgets takes for staging. Raises
+    ValueError for pages of no bytes."""
 
 # The planner: pure functions; their dictionaries are described in _planner.pyi.
 
@@ -310,6 +320,8 @@ class PaperPlan:
 
     def __init__(self, trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) -> None:
         """Raises ValueError where the trace contradicts itself. An infeasible plan is no error."""
+    @property
+    def trace(self) -> Trace: ...
     @property
     def plan(self) -> StepPlan: ...
     def check(self) -> str:
@@ -323,9 +335,6 @@ class PaperPlan:
         """The same plan, with times of the trace changed by as much as those `measured` under this
         plan differ from the simulated ones, on a machine as it is known by now. Raises ValueError
         where they are of another step."""
-    @property
-    def times(self) -> tuple[list[float], list[float], float]:
-        """Seconds of computation in the trace: by use, of the gaps before uses, of the tail."""
 
 class StepResult(TypedDict):
     norm: float  # of the gradients before clipping, after division; 0.0 if none landed

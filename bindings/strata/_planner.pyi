@@ -3,7 +3,7 @@ which it answers. Names and units are those of offload/planner/{trace,costs,plan
 type checkers only: import these from _core.
 """
 
-from typing import Any, Literal, Self, dataclass_transform
+from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 ActivationName = Literal[
     "keep", "swap_host", "swap_ssd", "recompute", "recompute_host", "recompute_ssd"
@@ -14,6 +14,7 @@ LaneName = Literal["compute", "upload", "download", "read", "write", "update"]
 class _Struct:
     """A struct of the core. Equal to another one where all fields are."""
 
+    fields: ClassVar[dict[str, type]]  # that are values of their own, in order
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
     def replace(self, **changes: Any) -> Self:

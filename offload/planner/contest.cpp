@@ -33,6 +33,7 @@ Contest::Contest(const Problem& problem, std::uint32_t simulations)
 
 bool Contest::offer(const Choice& choice) {
   STRATA_ASSERT(!spent());
+  STRATA_ASSERT(choice.modes.size() == problem_.units());
   std::vector<std::uint32_t> key{choice.frames, choice.lookahead};
   for (const UnitPlan& mode : choice.modes) {
     key.push_back(mode.slices);
@@ -72,6 +73,7 @@ bool Contest::offer_filled(const Choice& choice) {
 }
 
 void Contest::fill_best() {
+  STRATA_ASSERT(any());
   const std::optional<Choice> more = filled(best_);
   if (!more || more->frames == best_.frames || !problem_.fits(*more)) return;
   const double seconds = step_seconds(*more);

@@ -13,6 +13,7 @@
 #include <set>
 #include <vector>
 
+#include "memory/check.hpp"
 #include "offload/planner/problem.hpp"
 
 namespace strata {
@@ -36,7 +37,10 @@ class Contest final {
   std::uint32_t left() const { return left_; }  // simulations
   bool any() const { return !best_.modes.empty(); }
   // REQUIRES: some offer was the best so far.
-  const Choice& best() const { return best_; }
+  const Choice& best() const {
+    STRATA_ASSERT(any());
+    return best_;
+  }
   double best_seconds() const { return best_seconds_; }
 
  private:

@@ -1,7 +1,8 @@
 // What a machine can do: the measured speed of every lane alone, and how much lanes slow each other
 // down when they run together. Plain values, from calibration or made up for a paper machine.
 //
-//   costs.together(Lane::compute, Lane::update)   // 0.8: computation runs at 80 % beside an update
+//   costs.slow[index(Lane::compute)][index(Lane::update)]   // 0.8: computation runs at 80 % beside
+//   an update
 #pragma once
 
 #include <array>
@@ -15,9 +16,14 @@ enum class Lane : std::uint8_t { compute, upload, download, read, write, update 
 inline constexpr std::array kLaneNames = {"compute", "upload", "download",
                                           "read",    "write",  "update"};
 inline constexpr std::size_t kLaneCount = kLaneNames.size();
-constexpr const char* name(Lane lane) {
-  return kLaneNames[static_cast<std::size_t>(lane)];
+constexpr std::size_t index(Lane lane) {
+  return static_cast<std::size_t>(lane);
 }
+constexpr const char* name(Lane lane) {
+  return kLaneNames[index(lane)];
+}
+template <typename T>
+using PerLane = std::array<T, kLaneCount>;
 
 struct Costs {
   double compute_scale = 1.0;      // seconds of computation here per second in the trace
@@ -32,13 +38,10 @@ struct Costs {
                                    // its own thread copies it
   // [a][b]: the speed of lane a, of what it does alone, while lane b is busy; 1 where they share
   // nothing. Of several busy lanes the one that hurts most decides: they share what they take.
-  std::array<std::array<double, kLaneCount>, kLaneCount> slow = unhindered();
+  PerLane<PerLane<double>> slow = unhindered();
 
-  double together(Lane a, Lane b) const {
-    return slow[static_cast<std::size_t>(a)][static_cast<std::size_t>(b)];
-  }
-  static constexpr std::array<std::array<double, kLaneCount>, kLaneCount> unhindered() {
-    std::array<std::array<double, kLaneCount>, kLaneCount> all{};
+  static constexpr PerLane<PerLane<double>> unhindered() {
+    PerLane<PerLane<double>> all{};
     for (auto& row : all) row.fill(1.0);
     return all;
   }

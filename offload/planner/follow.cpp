@@ -30,19 +30,6 @@ std::vector<double> forward_ratios(const Trace& before, const Trace& after) {
   return old;
 }
 
-// By unit: how much of what was traced as backward was the forward again.
-std::vector<double> recomputed_shares(const Trace& trace) {
-  const Lifetimes lives = lifetimes(trace);
-  std::vector<double> shares(trace.units.size(), 0.0);
-  for (const Use& use : trace.uses) {
-    if (use.backward) shares[index(use.unit)] += use.seconds;
-  }
-  for (std::size_t u = 0; u < shares.size(); ++u) {
-    shares[u] = shares[u] > 0.0 ? 1.0 - lives.units[u].backward_seconds / shares[u] : 0.0;
-  }
-  return shares;
-}
-
 }  // namespace
 
 Trace follow(const Trace& trace, const Simulation& predicted, const StepTimes& measured) {
@@ -59,10 +46,10 @@ Trace follow(const Trace& trace, const Simulation& predicted, const StepTimes& m
   // A traced backward that held a recomputation holds the forward as it is now, whatever the plan
   // does: what is left of it is the backward itself.
   const std::vector<double> forwards = forward_ratios(trace, after);
-  const std::vector<double> shares = recomputed_shares(trace);
+  const std::vector<double> shares = backward_shares(trace, lifetimes(trace));
   for (std::size_t i = 0; i < count; ++i) {
     Use& use = after.uses[i];
-    const double share = use.backward ? shares[index(use.unit)] : 0.0;
+    const double share = use.backward ? 1.0 - shares[index(use.unit)] : 0.0;
     use.seconds =
         (1.0 - share) * use.seconds + share * trace.uses[i].seconds * forwards[index(use.unit)];
   }

@@ -79,6 +79,7 @@ std::uint64_t frames_min(const std::vector<Event>& events, std::span<const std::
   }
   for (const Event& event : events) {
     if (resident[event.unit]) continue;
+    STRATA_ASSERT(!event.ends || now >= pages[event.unit]);
     now = event.ends ? now - pages[event.unit] : now + pages[event.unit];
     most = std::max(most, now);
   }
@@ -118,15 +119,12 @@ std::optional<std::vector<std::vector<FrameId>>> assign(const Overlaps& overlaps
 // Gives frames of its own to every unit that still fits so: what stays need not move. Units are
 // tried in the order of their first use, because what forward uses last backward uses at once;
 // those that the step does not use come last.
-class Settling final {
- public:
-  Settling(const std::vector<Event>& events, const Overlaps& overlaps,
-           std::span<const std::uint32_t> pages, std::uint32_t frame_count, FramePlan& plan)
-      : events_(events),
-        overlaps_(overlaps),
-        pages_(pages),
-        frame_count_(frame_count),
-        plan_(plan) {}
+struct Settling {
+  const std::vector<Event>& events;
+  const Overlaps& overlaps;
+  std::span<const std::uint32_t> pages;
+  std::uint32_t frame_count;
+  FramePlan& plan;
 
   void settle() {
     const std::vector<std::uint32_t> order = in_order_of_use();
@@ -144,37 +142,30 @@ class Settling final {
     for (std::size_t i = low; i < order.size(); ++i) stay(std::span(order).subspan(i, 1));
   }
 
- private:
   std::vector<std::uint32_t> in_order_of_use() const {
     std::vector<std::uint32_t> order;
-    std::vector<bool> listed(pages_.size(), false);
+    std::vector<bool> listed(pages.size(), false);
     const auto list = [&](std::uint32_t unit) {
-      if (!listed[unit] && pages_[unit] != 0) order.push_back(unit);
+      if (!listed[unit] && pages[unit] != 0) order.push_back(unit);
       listed[unit] = true;
     };
-    for (const UnitId unit : plan_.uses) list(index(unit));
-    for (std::uint32_t unit = 0; unit < pages_.size(); ++unit) list(unit);
+    for (const UnitId unit : plan.uses) list(index(unit));
+    for (std::uint32_t unit = 0; unit < pages.size(); ++unit) list(unit);
     return order;
   }
 
   // All of these, or none.
   bool stay(std::span<const std::uint32_t> units) {
-    for (const std::uint32_t unit : units) plan_.resident[unit] = true;
-    if (frames_min(events_, pages_, plan_.resident) <= frame_count_) {
-      if (auto frames = assign(overlaps_, pages_, plan_.resident, frame_count_)) {
-        plan_.frames = std::move(*frames);
+    for (const std::uint32_t unit : units) plan.resident[unit] = true;
+    if (frames_min(events, pages, plan.resident) <= frame_count) {
+      if (auto frames = assign(overlaps, pages, plan.resident, frame_count)) {
+        plan.frames = std::move(*frames);
         return true;
       }
     }
-    for (const std::uint32_t unit : units) plan_.resident[unit] = false;
+    for (const std::uint32_t unit : units) plan.resident[unit] = false;
     return false;
   }
-
-  const std::vector<Event>& events_;
-  const Overlaps& overlaps_;
-  std::span<const std::uint32_t> pages_;
-  std::uint32_t frame_count_;
-  FramePlan& plan_;
 };
 
 }  // namespace
@@ -200,13 +191,14 @@ FramePlan make_frame_plan(const Trace& trace, std::span<const std::uint32_t> uni
     plan.feasible = true;
     plan.lookahead = lookahead;
     plan.frames = std::move(*frames);
-    Settling(events, overlaps, unit_pages, frame_count, plan).settle();
+    Settling{events, overlaps, unit_pages, frame_count, plan}.settle();
     break;
   }
   for (const auto& frames : plan.frames) {
     for (const FrameId frame : frames)
       plan.frames_used = std::max(plan.frames_used, index(frame) + 1);
   }
+  STRATA_ASSERT(plan.frames_used <= frame_count);
   return plan;
 }
 

@@ -15,9 +15,8 @@ constexpr double kTogether = 1e-12;
 
 }  // namespace
 
-std::array<std::array<double, kLaneCount>, std::size_t{1} << kLaneCount> speeds(
-    const Costs& costs) {
-  std::array<std::array<double, kLaneCount>, std::size_t{1} << kLaneCount> speed;
+Speeds speeds(const Costs& costs) {
+  Speeds speed;
   for (std::size_t busy = 0; busy < speed.size(); ++busy) {
     for (std::size_t lane = 0; lane < kLaneCount; ++lane) {
       speed[busy][lane] = 1.0;
@@ -75,7 +74,7 @@ void Lanes::play(std::uint32_t step, JobId job) {
 }
 
 void Lanes::enqueue(Instance instance) {
-  const auto lane = static_cast<std::size_t>(graph_.jobs_[instance % job_count_].lane);
+  const std::size_t lane = index(graph_.jobs_[instance % job_count_].lane);
   Running& queue = lanes_[lane];
   if (queue.head != kNone) {
     next_[queue.tail] = instance;

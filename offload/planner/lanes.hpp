@@ -61,6 +61,10 @@ struct Done {
   std::uint32_t last_step = 0;  // ... of this number
 };
 
+// [busy][lane]: how fast a lane runs while the lanes of the bits in `busy` do.
+using Speeds = std::array<PerLane<double>, std::size_t{1} << kLaneCount>;
+Speeds speeds(const Costs& costs);
+
 // Invariants:
 //   1. A job waits (waiting_ > 0), is queued in its lane, runs, or is done, in this order.
 //   2. A lane with queued jobs runs one.
@@ -75,7 +79,7 @@ class Lanes final {
   void play(std::uint32_t step, JobId job);
 
   // By lane, until now.
-  const std::array<double, kLaneCount>& busy_seconds() const { return busy_seconds_; }
+  const PerLane<double>& busy_seconds() const { return busy_seconds_; }
   const Done& done(std::uint32_t step, JobId job) const { return done_[at(step, job)]; }
   bool is_done(std::uint32_t step, JobId job) const { return waiting_[at(step, job)] == kPast; }
 
@@ -101,9 +105,9 @@ class Lanes final {
   std::uint32_t steps_ = 0;  // begun: their jobs have entries below
   double now_ = 0.0;
   std::uint32_t busy_ = 0;  // a bit for each lane
-  std::array<double, kLaneCount> busy_seconds_{};
-  std::array<Running, kLaneCount> lanes_;
-  std::array<std::array<double, kLaneCount>, std::size_t{1} << kLaneCount> speed_;  // [busy][lane]
+  PerLane<double> busy_seconds_{};
+  PerLane<Running> lanes_;
+  Speeds speed_;
   // What waits for a job: from first_[job] to first_[job + 1]; twice the job, plus 1 across steps.
   std::vector<std::uint32_t> first_;
   std::vector<std::uint32_t> waiters_;
@@ -113,8 +117,5 @@ class Lanes final {
   std::vector<Instance> next_;          // by instance: in its lane's queue
   std::vector<Done> done_;              // by instance
 };
-
-// [busy][lane]: how fast a lane runs while the lanes of the bits in `busy` do.
-std::array<std::array<double, kLaneCount>, std::size_t{1} << kLaneCount> speeds(const Costs& costs);
 
 }  // namespace strata

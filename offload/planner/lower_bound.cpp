@@ -29,6 +29,7 @@
 #include <cmath>
 #include <utility>
 
+#include "memory/check.hpp"
 #include "offload/planner/resting.hpp"
 #include "offload/planner/sharing.hpp"
 #include "offload/planner/simulate.hpp"
@@ -125,8 +126,11 @@ MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wis
   }
   const std::uint64_t host = budgets.host_bytes;
   may_rest = std::min(may_rest, device);
-  moves.down -= down.most(may_rest);
-  moves.up = trained - up.most(may_rest) + beyond(frozen, device) + beyond(both, device);
+  const std::uint64_t down_spared = down.most(may_rest), up_spared = up.most(may_rest);
+  STRATA_ASSERT(down_spared <= moves.down);
+  STRATA_ASSERT(up_spared <= trained);
+  moves.down -= down_spared;
+  moves.up = trained - up_spared + beyond(frozen, device) + beyond(both, device);
   const std::uint64_t rests = std::min(may_rest, changing);
   moves.read =
       beyond(changing - rests + beyond(frozen, device - rests), host) + beyond(both, device + host);
@@ -172,8 +176,8 @@ double seconds_for(std::uint64_t amount, double speed) {
 
 // Where two lanes take each half of the other's speed, neither gains by running beside the other.
 Costs in_turns(Costs costs) {
-  constexpr auto kCompute = static_cast<std::size_t>(Lane::compute);
-  constexpr auto kDownload = static_cast<std::size_t>(Lane::download);
+  constexpr auto kCompute = index(Lane::compute);
+  constexpr auto kDownload = index(Lane::download);
   for (double* share : {&costs.slow[kCompute][kDownload], &costs.slow[kDownload][kCompute]}) {
     *share = std::min(*share, 0.5);
   }
@@ -182,7 +186,7 @@ Costs in_turns(Costs costs) {
 
 void find_largest(Bound& bound) {
   bound.what = "compute";
-  const auto alone = [&](Lane lane) { return bound.lane_seconds[static_cast<std::size_t>(lane)]; };
+  const auto alone = [&](Lane lane) { return bound.lane_seconds[index(lane)]; };
   const std::pair<double, const char*> parts[] = {
       {bound.compute_seconds, "compute"},  {bound.update_seconds, "update"},
       {bound.ssd_seconds, "ssd"},          {alone(Lane::upload), "upload"},
@@ -199,30 +203,32 @@ void find_largest(Bound& bound) {
 
 Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budgets,
                   const Wishes& wishes) {
+  STRATA_ASSERT(budgets.page_bytes > 0);
+  STRATA_ASSERT(!wishes.on_device || wishes.on_device->size() == trace.units.size());
   const Costs costs = machine.landing_waits ? in_turns(machine) : machine;
   const MustMove moves = must_move(trace, budgets, wishes);
   Bound bound;
-  LaneSeconds& work = bound.lane_seconds;
+  PerLane<double>& work = bound.lane_seconds;
   const auto set = [&](Lane lane, std::uint64_t amount, double speed) {
-    bound.lane_work[static_cast<std::size_t>(lane)] = static_cast<double>(amount);
-    work[static_cast<std::size_t>(lane)] = seconds_for(amount, speed);
+    bound.lane_work[index(lane)] = static_cast<double>(amount);
+    work[index(lane)] = seconds_for(amount, speed);
   };
   const double traced = compute_seconds(trace) + forced_seconds(trace, wishes);
   const double computed = traced * costs.compute_scale;
-  bound.lane_work[static_cast<std::size_t>(Lane::compute)] = traced;
-  work[static_cast<std::size_t>(Lane::compute)] = computed;
+  bound.lane_work[index(Lane::compute)] = traced;
+  work[index(Lane::compute)] = computed;
   set(Lane::upload, moves.up, costs.upload_bytes_s);
   set(Lane::download, moves.down, costs.download_bytes_s);
   set(Lane::read, moves.read, costs.read_bytes_s);
   set(Lane::write, moves.written, costs.write_bytes_s);
   set(Lane::update, moves.elements, costs.update_elements_s);
-  const double read = work[static_cast<std::size_t>(Lane::read)];
-  const double write = work[static_cast<std::size_t>(Lane::write)];
+  const double read = work[index(Lane::read)];
+  const double write = work[index(Lane::write)];
   const double longest = *std::max_element(work.begin(), work.end());
   if (!std::isfinite(longest)) {  // it waits for what never comes
     bound.seconds = longest;
-    bound.compute_seconds = work[static_cast<std::size_t>(Lane::compute)];
-    bound.update_seconds = work[static_cast<std::size_t>(Lane::update)];
+    bound.compute_seconds = work[index(Lane::compute)];
+    bound.update_seconds = work[index(Lane::update)];
     bound.ssd_seconds = read + write;
   } else {
     bound.seconds = share_lanes(costs, work);
@@ -231,12 +237,12 @@ Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budge
     bound.ssd_seconds = share_lanes(costs, {0.0, 0.0, 0.0, read, write, 0.0});
     // See Note [Two parts of a step].
     const double forward = std::min(forward_seconds(trace) * costs.compute_scale, computed);
-    const LaneSeconds first{forward,
-                            0.0,
-                            0.0,
-                            seconds_for(moves.forward_read, costs.read_bytes_s),
-                            seconds_for(moves.forward_written, costs.write_bytes_s),
-                            seconds_for(moves.forward_elements, costs.update_elements_s)};
+    const PerLane<double> first{forward,
+                                0.0,
+                                0.0,
+                                seconds_for(moves.forward_read, costs.read_bytes_s),
+                                seconds_for(moves.forward_written, costs.write_bytes_s),
+                                seconds_for(moves.forward_elements, costs.update_elements_s)};
     const double in_parts = share_lanes(costs, first) + computed - forward;
     if (budgets.grads_rest) bound.seconds = std::max(bound.seconds, in_parts);
   }

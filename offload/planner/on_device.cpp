@@ -30,17 +30,14 @@ constexpr std::size_t kSums = 100'000;     // that are told apart
 
 // Units, by the seconds that they would spare the links for a byte of the device. Those that spare
 // nothing are left out.
-std::vector<std::size_t> in_order_of_worth(const Problem& problem, const Plan& plan) {
+std::vector<std::uint32_t> in_order_of_worth(const Problem& problem, const Plan& plan) {
   const Trace& trace = problem.trace();
   const Costs& costs = problem.costs();
   std::vector<double> worth(problem.units(), 0.0);
-  std::vector<std::size_t> order;
+  std::vector<std::uint32_t> order = units_in_order(trace, [](const Use&) { return true; });
   std::vector<bool> used(problem.units(), false);
-  for (const Use& use : trace.uses) {
-    if (!used[index(use.unit)]) order.push_back(index(use.unit));
-    used[index(use.unit)] = true;
-  }
-  for (std::size_t u = 0; u < problem.units(); ++u) {
+  for (const std::uint32_t u : order) used[u] = true;
+  for (std::uint32_t u = 0; u < problem.units(); ++u) {
     const TracedUnit& unit = trace.units[u];
     if (!used[u]) order.push_back(u);
     const bool resident = plan.frames.resident[u];
@@ -59,9 +56,9 @@ std::vector<std::size_t> in_order_of_worth(const Problem& problem, const Plan& p
     const std::uint64_t takes = bytes > frames ? bytes - frames : 1;
     worth[u] = bytes == 0 ? 0.0 : spared / static_cast<double>(takes);
   }
-  std::erase_if(order, [&](std::size_t u) { return worth[u] == 0.0; });
+  std::erase_if(order, [&](std::uint32_t u) { return worth[u] == 0.0; });
   std::stable_sort(order.begin(), order.end(),
-                   [&](std::size_t a, std::size_t b) { return worth[a] > worth[b]; });
+                   [&](std::uint32_t a, std::uint32_t b) { return worth[a] > worth[b]; });
   return order;
 }
 
@@ -220,12 +217,14 @@ class Placing final {
     const std::uint32_t most = (left_ + 3) / 4;
     Contest contest(problem, most);
     offers(contest);
+    STRATA_ASSERT(contest.left() <= most);
     left_ -= most - contest.left();
     return contest.any() &&
            adopt(problem.resting().on_device(), contest, (1 - kShorter) * seconds_);
   }
 
   bool adopt(const std::vector<bool>& on_device, const Contest& contest, double seconds_max) {
+    STRATA_ASSERT(contest.any());
     if (contest.best_seconds() > seconds_max) return false;
     const Choice& choice = contest.best();
     best_ = {on_device, choice};
@@ -239,7 +238,7 @@ class Placing final {
   Placed best_;
   double seconds_ = 0.0;                // of its step
   std::uint64_t activation_bytes_ = 0;  // of its modes
-  std::vector<std::size_t> order_;      // units that may rest on the device
+  std::vector<std::uint32_t> order_;    // units that may rest on the device
   std::set<std::vector<bool>> tried_;   // beside the best modes
   std::uint32_t left_ = 0;              // simulations
 };

@@ -16,8 +16,8 @@
 //   2. It asks the stack's program for modes beside a share of the units, from an eighth of the
 //      device to all of it: for what keeping less would buy.
 //   3. It betters the modes beside the units that were found, and begins again.
-//   4. It removes runs of units without which the step is as good: what rests there for nothing
-//      would only have to be moved there. What is left of the gain has to be worth the moving.
+//   4. It removes runs of units without which the step is as good: moving them there would gain
+//      nothing. The gain that remains must be worth the moving.
 #pragma once
 
 #include <cstdint>

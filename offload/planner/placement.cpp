@@ -67,7 +67,7 @@ std::size_t place_pages(const Holding& holding, Allotment& allotment, std::size_
   return pages_of(allotment.on_ssd);
 }
 
-// A allotment that is being made, and why it cannot be.
+// An allotment that is being made, or why it cannot be.
 struct Attempt {
   const Holding& holding;
   const TierBudgets& budgets;
@@ -155,12 +155,28 @@ void Attempt::choose_host() {
   refuse_tier(Lack::slots, Tier::ssd, allotment.slots, budgets.ssd_bytes);
 }
 
+// The invariants of an Allotment: see placement.hpp.
+void check(const Holding& holding, const Allotment& made) {
+  std::size_t on_device = 0, below = 0;
+  for (std::size_t u = 0; u < holding.units.size(); ++u) {
+    (made.on_device[u] ? on_device : below) += holding.units[u].total();
+  }
+  const std::size_t on_ssd = pages_of(made.on_ssd);
+  STRATA_ASSERT(on_ssd <= below);
+  STRATA_ASSERT(below - on_ssd + made.staging_frames + made.activation_frames + set_aside(made) <=
+                made.host_frames);
+  STRATA_ASSERT(on_ssd + made.activation_slots <= made.slots);
+  STRATA_ASSERT(made.rest_frames == on_device);
+  STRATA_ASSERT(made.staging_frames != 0 || (made.rest_frames == 0 && made.slots == 0));
+}
+
 Attempt attempt(const Holding& holding, const TierBudgets& budgets, std::vector<bool> on_device) {
   Attempt attempt{.holding = holding, .budgets = budgets};
   attempt.allotment.on_device = std::move(on_device);
   count_device(holding, attempt.allotment);
   attempt.choose_device();
   if (!attempt.refusal) attempt.choose_host();
+  if (!attempt.refusal) check(holding, attempt.allotment);
   return attempt;
 }
 
@@ -348,6 +364,7 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
   then.activation_frames = static_cast<std::uint32_t>(room.host_pages);
   then.activation_slots = static_cast<std::uint32_t>(room.ssd_pages);
   STRATA_ASSERT(then.host_frames <= budget);
+  check(holding, then);
   return allotted;
 }
 

@@ -2,9 +2,8 @@
 // is to hold and the budgets. Parameters rest in host memory first (each is read twice a step),
 // then gradients, then the optimizer state of the units that the next forward uses first; what is
 // left rests on the SSD and passes through a bounded staging area. Where that is not enough either,
-// whole units rest on the device, those that are used last, as many as have room there beside the
-// frames that the others pass through. What must always be in host memory is set aside before
-// anything rests there.
+// whole units rest on the device: the ones used last, as many as fit beside the frames that the
+// others pass through. What must always be in host memory is set aside first.
 //
 // Threads: pure functions.
 //

@@ -177,6 +177,18 @@ Plan plan_once(const Trace& trace, const Costs& costs, const Budgets& budgets,
 
 }  // namespace
 
+Budgets paper_budgets(std::uint64_t page_bytes, std::uint64_t device_bytes,
+                      std::uint64_t host_bytes, std::uint64_t ssd_bytes, bool grads_rest) {
+  STRATA_ASSERT(page_bytes > 0);
+  const std::uint64_t staging = choose_staging(kChunkPages, host_bytes / page_bytes) * page_bytes;
+  return {.page_bytes = page_bytes,
+          .device_bytes = device_bytes,
+          .host_bytes = host_bytes,
+          .ssd_bytes = ssd_bytes,
+          .staging_bytes = ssd_bytes == 0 ? 0 : staging,
+          .grads_rest = grads_rest};
+}
+
 Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes) {
   STRATA_ASSERT(check_trace(trace).empty());
@@ -187,31 +199,6 @@ Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
     plan = plan_once(trace, costs, budgets, once);
     if (plan.feasible) break;
   }
-  return plan;
-}
-
-Plan plan_in_order(const Trace& trace, std::span<const std::uint32_t> unit_pages,
-                   const std::vector<bool>& on_device, std::uint32_t frame_count,
-                   std::uint64_t page_bytes) {
-  STRATA_ASSERT(!trace.uses.empty());
-  STRATA_ASSERT(on_device.size() == unit_pages.size());
-  std::vector<std::uint32_t> moving(unit_pages.begin(), unit_pages.end());
-  Plan plan;
-  plan.units.resize(moving.size());
-  for (std::size_t u = 0; u < moving.size(); ++u) {
-    plan.units[u].on_device = on_device[u];
-    if (on_device[u]) moving[u] = 0;
-  }
-  plan.frames = make_frame_plan(trace, moving, frame_count);
-  plan.feasible = plan.frames.feasible;
-  plan.param_device_bytes = frame_count * page_bytes;
-  if (plan.feasible) return plan;
-  const std::uint64_t least = frame_count_min(trace, moving, 0) * page_bytes;
-  plan.refusal = {.tier = Tier::device,
-                  .purpose = "for parameters of units that are in use together",
-                  .needed_bytes = least,
-                  .budget_bytes = frame_count * page_bytes,
-                  .would_do_bytes = least};
   return plan;
 }
 

@@ -121,20 +121,20 @@ struct Plan {
   std::uint64_t resting_ssd_bytes = 0;
   std::vector<std::uint64_t> device_curve;  // by use: bytes of the device, frames included
   std::array<Peak, kTierCount> peaks;       // by tier
+
+  Peak& peak(Tier tier) { return peaks[static_cast<std::size_t>(tier)]; }
+  const Peak& peak(Tier tier) const { return peaks[static_cast<std::size_t>(tier)]; }
 };
+
+// What a plan may use on paper: a session with these budgets takes so much for staging.
+// REQUIRES: page_bytes > 0.
+Budgets paper_budgets(std::uint64_t page_bytes, std::uint64_t device_bytes,
+                      std::uint64_t host_bytes, std::uint64_t ssd_bytes, bool grads_rest);
 
 // REQUIRES: check_trace(trace) is empty; budgets.page_bytes > 0; wishes.on_device, if any, has an
 // entry for every unit.
 Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes);
-
-// A plan from the order of uses alone, for a session that nobody has planned for: frames for the
-// parameters of units that do not rest on the device. Everything else stays as it is without a
-// plan. `unit_pages`: of each unit's parameters, also of those that rest there.
-// REQUIRES: the trace has uses, on_device and unit_pages an entry for every unit that it names.
-Plan plan_in_order(const Trace& trace, std::span<const std::uint32_t> unit_pages,
-                   const std::vector<bool>& on_device, std::uint32_t frame_count,
-                   std::uint64_t page_bytes);
 
 // The first promise that the plan does not keep, replayed on paper moment by moment; empty: it
 // keeps them all. Checks every tier at every use, alias sets, that units' modes are possible, and

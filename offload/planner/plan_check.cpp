@@ -231,7 +231,7 @@ std::string check_plan(const Trace& trace, const Budgets& budgets, const Plan& p
     }
   }
   const std::uint64_t most = *std::max_element(plan.device_curve.begin(), plan.device_curve.end());
-  if (plan.peaks[static_cast<std::size_t>(Tier::device)].bytes != most) {
+  if (plan.peak(Tier::device).bytes != most) {
     return "the peak of the device is not that of its curve";
   }
   return {};

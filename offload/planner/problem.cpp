@@ -33,6 +33,7 @@ Problem::Problem(const Trace& trace, const Costs& costs, const Budgets& budgets,
       memory_(trace, lives_),
       resting_(trace, budgets, on_device) {
   STRATA_ASSERT(budgets.page_bytes > 0);
+  STRATA_ASSERT(on_device.size() == trace.units.size());
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     const std::size_t pages =
         on_device[u] ? 0 : ceil_div(trace.units[u].param_bytes, budgets.page_bytes);
@@ -136,6 +137,8 @@ bool Problem::fits(const Choice& choice) const {
 }
 
 Plan Problem::plan_of(const Choice& choice) const {
+  STRATA_ASSERT(choice.modes.size() == units());
+  STRATA_ASSERT(frame_plan(choice.frames).feasible);
   Plan plan;
   plan.updates_early = !budgets_.grads_rest;
   plan.feasible = true;
@@ -148,6 +151,7 @@ Plan Problem::plan_of(const Choice& choice) const {
   plan.activation_host_bytes = swapped.host_bytes;
   plan.activation_ssd_bytes = swapped.ssd_bytes;
   plan.resting_ssd_bytes = resting_.place(swapped, plan.units);
+  STRATA_ASSERT(plan.resting_ssd_bytes <= resting_.total_bytes());
   plan.resting_host_bytes = resting_.total_bytes() - plan.resting_ssd_bytes;
   fill_peaks(choice, swapped, plan);
   return plan;
@@ -163,15 +167,14 @@ void Problem::fill_peaks(const Choice& choice, const Swapped& swapped, Plan& pla
   for (std::uint64_t& bytes : plan.device_curve) {
     bytes += plan.param_device_bytes + plan.resting_device_bytes;
   }
-  plan.peaks[static_cast<std::size_t>(Tier::device)] = {
-      *top, budgets_.device_bytes, static_cast<std::uint32_t>(top - plan.device_curve.begin())};
+  plan.peak(Tier::device) = {*top, budgets_.device_bytes,
+                             static_cast<std::uint32_t>(top - plan.device_curve.begin())};
   const bool stages = plan.resting_ssd_bytes + swapped.ssd_bytes != 0;
-  plan.peaks[static_cast<std::size_t>(Tier::host)] = {
-      plan.resting_host_bytes + swapped.host_bytes +
-          (stages ? round_up(budgets_.staging_bytes, budgets_.page_bytes) : 0),
-      budgets_.host_bytes, swapped.host_use};
-  plan.peaks[static_cast<std::size_t>(Tier::ssd)] = {plan.resting_ssd_bytes + swapped.ssd_bytes,
-                                                     budgets_.ssd_bytes, swapped.ssd_use};
+  plan.peak(Tier::host) = {plan.resting_host_bytes + swapped.host_bytes +
+                               (stages ? round_up(budgets_.staging_bytes, budgets_.page_bytes) : 0),
+                           budgets_.host_bytes, swapped.host_use};
+  plan.peak(Tier::ssd) = {plan.resting_ssd_bytes + swapped.ssd_bytes, budgets_.ssd_bytes,
+                          swapped.ssd_use};
 }
 
 }  // namespace strata

@@ -1,5 +1,5 @@
-// What the planner searches over, where it is settled which units rest on the device: which modes
-// each unit may have, how many frames parameters may get, and whether a choice keeps within every
+// What the planner searches over once the units on the device are fixed: the modes that each unit
+// may have, the numbers of frames that parameters may get, and whether a choice keeps within every
 // budget. A Choice becomes a Plan here and nowhere else.
 //
 // Threads: one; frame plans are remembered.

@@ -3,30 +3,28 @@
 #include <algorithm>
 #include <vector>
 
+#include "memory/check.hpp"
+
 namespace strata {
 namespace {
+
+bool same_mode(const UnitPlan& a, const UnitPlan& b) {
+  return a.activation == b.activation && a.slices == b.slices;
+}
+
+bool holds(const Modes& modes, const UnitPlan& mode) {
+  return std::ranges::any_of(modes, [&](const UnitPlan& one) { return same_mode(one, mode); });
+}
 
 // Modes that some unit may have, each once.
 std::vector<UnitPlan> kinds_of(const Problem& problem) {
   std::vector<UnitPlan> kinds;
-  const auto listed = [&](const UnitPlan& plan) {
-    return std::any_of(kinds.begin(), kinds.end(), [&](const UnitPlan& kind) {
-      return kind.activation == plan.activation && kind.slices == plan.slices;
-    });
-  };
   for (std::size_t u = 0; u < problem.units(); ++u) {
     for (const UnitPlan& option : problem.options(u)) {
-      if (!listed(option)) kinds.push_back(option);
+      if (!holds(kinds, option)) kinds.push_back(option);
     }
   }
   return kinds;
-}
-
-bool may(const Problem& problem, std::size_t unit, const UnitPlan& kind) {
-  const std::vector<UnitPlan>& options = problem.options(unit);
-  return std::any_of(options.begin(), options.end(), [&](const UnitPlan& option) {
-    return kind.activation == option.activation && kind.slices == option.slices;
-  });
 }
 
 // Frames that the modes left over, or that they no longer find, follow the modes.
@@ -46,8 +44,7 @@ bool offer_run(const Problem& problem, std::size_t first, std::size_t count, con
   bool changed = false;
   for (std::size_t u = first; u < std::min(first + count, problem.units()); ++u) {
     UnitPlan& mode = choice.modes[u];
-    if (!may(problem, u, kind)) continue;
-    if (mode.activation == kind.activation && mode.slices == kind.slices) continue;
+    if (same_mode(mode, kind) || !holds(problem.options(u), kind)) continue;
     mode = kind;
     changed = true;
   }
@@ -95,6 +92,7 @@ bool frames_help(const Problem& problem, Contest& contest) {
 }  // namespace
 
 void refine(const Problem& problem, Contest& contest) {
+  STRATA_ASSERT(contest.any());
   const std::vector<UnitPlan> kinds = kinds_of(problem);
   bool helped = true;
   while (helped && !contest.spent()) {

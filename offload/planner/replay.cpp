@@ -14,6 +14,7 @@ Replay::Replay(const Trace& trace, const Lifetimes& lives, const Plan& plan)
       planned_(trace.uses.size() + 1, 0),
       leaving_(trace.uses.size() + 1, 0),
       tensors_(trace.units.size()) {
+  STRATA_ASSERT(plan.units.size() == trace.units.size());
   for (const Use& use : trace.uses) {
     const std::uint32_t unit = index(use.unit);
     const bool listed = std::find(backwards_.begin(), backwards_.end(), unit) != backwards_.end();
@@ -26,10 +27,12 @@ Replay::Replay(const Trace& trace, const Lifetimes& lives, const Plan& plan)
 }
 
 std::uint64_t Replay::bytes_at(std::size_t i) const {
+  STRATA_ASSERT(i < trace_.uses.size());
   std::uint64_t most = inside(i);
   const Use& use = trace_.uses[i];
   if (use.gap_peak_bytes != 0) {
     const Own own = own_at(i);
+    STRATA_ASSERT(traced_[i] >= own.returned);
     const std::uint64_t traced = traced_[i] - own.returned;
     const std::uint64_t beside = use.gap_peak_bytes - std::min(use.gap_peak_bytes, traced);
     const bool again = recomputes(plan_.units[index(use.unit)].activation);
@@ -114,6 +117,8 @@ std::uint64_t Replay::inside(std::size_t i) const {
     if (again && !was_again) works = grown - std::min(grown, own.born);
     if (!again && was_again) works = grown + own.born;
   } else {
+    STRATA_ASSERT(others >= own.others);
+    STRATA_ASSERT(own.others >= own.computed);
     others -= own.others;
     works =
         was_again ? std::max(grown, own.computed) + own.others - own.computed : grown + own.others;
@@ -127,6 +132,7 @@ std::uint64_t Replay::inside(std::size_t i) const {
 std::uint64_t Replay::on_slices(std::uint64_t works, std::size_t unit, bool backward) const {
   const TracedUnit& of = trace_.units[unit];
   const std::uint64_t slices = plan_.units[unit].slices;
+  STRATA_ASSERT(slices > 0 && of.slices_traced > 0);
   if (slices <= of.slices_traced) return ceil_div(works, slices);
   const std::uint64_t grads = backward ? of.grad_bytes : 0;
   const std::uint64_t shared = 3 * grads + 2 * lives_.units[unit].input_bytes;

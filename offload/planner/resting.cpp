@@ -4,9 +4,8 @@
 #include <utility>
 
 #include "memory/check.hpp"
-#include "offload/planner/placement.hpp"
 #include "offload/planner/swapped_size.hpp"
-#include "offload/planner/torch_memory.hpp"
+#include "offload/planner/use_spans.hpp"
 
 namespace strata {
 namespace {
@@ -39,26 +38,19 @@ Swapped swapped_peak(const Trace& trace, std::span<const UnitPlan> units,
     // The heap rounds up to size classes, four for each doubling.
     stay.heap_bytes += size.heap_bytes + size.heap_bytes / 4;
   }
-  std::vector<std::uint64_t> host(trace.uses.size() + 1, 0), ssd(trace.uses.size() + 1, 0);
+  UseSpans in_host(trace.uses.size()), on_ssd(trace.uses.size());
   for (std::size_t u = 0; u < units.size(); ++u) {
     const Stay& stay = stays[u];
     if (stay.born == UINT32_MAX) continue;
     const bool to_ssd = swaps_to_ssd(units[u].activation);
-    std::uint64_t in_host = round_up(stay.heap_bytes, page_bytes);
-    if (!to_ssd) in_host += stay.pages * page_bytes;
-    const std::uint64_t on_ssd = to_ssd ? stay.pages * page_bytes : 0;
-    host[stay.born] += in_host;
-    ssd[stay.born] += on_ssd;
-    host[stay.last_used + 1] -= in_host;  // wraps, and wraps back in the sum
-    ssd[stay.last_used + 1] -= on_ssd;
+    in_host.add(stay.born, stay.last_used, round_up(stay.heap_bytes, page_bytes));
+    (to_ssd ? on_ssd : in_host).add(stay.born, stay.last_used, stay.pages * page_bytes);
   }
+  const std::vector<std::uint64_t> host = in_host.sums(), ssd = on_ssd.sums();
   Swapped peak;
-  std::uint64_t host_now = 0, ssd_now = 0;
   for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
-    host_now += host[i];
-    ssd_now += ssd[i];
-    if (host_now > peak.host_bytes) peak.host_bytes = host_now, peak.host_use = i;
-    if (ssd_now > peak.ssd_bytes) peak.ssd_bytes = ssd_now, peak.ssd_use = i;
+    if (host[i] > peak.host_bytes) peak.host_bytes = host[i], peak.host_use = i;
+    if (ssd[i] > peak.ssd_bytes) peak.ssd_bytes = ssd[i], peak.ssd_use = i;
   }
   return peak;
 }
@@ -131,10 +123,12 @@ std::uint64_t Resting::place(const Swapped& swapped, std::span<UnitPlan> units) 
   STRATA_ASSERT(!shortage(swapped));
   std::uint64_t room = total_;
   if (!all_in_host(swapped)) {
+    STRATA_ASSERT(budgets_.host_bytes >= budgets_.staging_bytes + swapped.host_bytes);
     room = std::min(room, budgets_.host_bytes - budgets_.staging_bytes - swapped.host_bytes);
   }
   std::uint64_t on_ssd = 0;
   const std::vector<Sizes> there = spread(sizes_, on_device_, room);
+  STRATA_ASSERT(units.size() == sizes_.size());
   for (std::size_t u = 0; u < units.size(); ++u) {
     units[u].on_device = on_device_[u];
     units[u].param_ssd_bytes = there[u].params;

@@ -28,7 +28,7 @@ struct Swapped {
 };
 Swapped swapped_peak(const Trace& trace, std::span<const UnitPlan> units, std::uint64_t page_bytes);
 
-// A tier that is too small, and the smallest size of it that would do beside the others' budgets;
+// A tier that is too small. `enough`: its smallest size that would do beside the others' budgets;
 // 0: none would.
 struct Shortage {
   Tier tier = Tier::host;

@@ -21,7 +21,7 @@ class Simplex final {
  public:
   using Row = std::array<double, kLaneCount + 1>;
 
-  explicit Simplex(const LaneSeconds& gain) {
+  explicit Simplex(const PerLane<double>& gain) {
     for (std::size_t a = 0; a < kLaneCount; ++a) gain_[a] = -gain[a], column_[a] = a;
     gain_[kLaneCount] = 0.0;
   }
@@ -80,10 +80,10 @@ class Simplex final {
 
 // Every set of lanes is a row.
 template <typename Limit>
-double solve(const Costs& costs, const LaneSeconds& gain, const Limit& limit) {
+double solve(const Costs& costs, const PerLane<double>& gain, const Limit& limit) {
   const double most = *std::max_element(gain.begin(), gain.end());
   if (most <= 0.0) return 0.0;
-  LaneSeconds scaled = gain;
+  PerLane<double> scaled = gain;
   for (double& seconds : scaled) seconds /= most;
   const auto speed = speeds(costs);
   Simplex simplex(scaled);
@@ -100,13 +100,13 @@ double solve(const Costs& costs, const LaneSeconds& gain, const Limit& limit) {
 
 }  // namespace
 
-double share_lanes(const Costs& costs, const LaneSeconds& work) {
+double share_lanes(const Costs& costs, const PerLane<double>& work) {
   return solve(costs, work, [](const Simplex::Row&) { return 1.0; });
 }
 
-double share_lane(const Costs& costs, const LaneSeconds& work, Lane whole) {
-  const auto fixed = static_cast<std::size_t>(whole);
-  LaneSeconds others = work;
+double share_lane(const Costs& costs, const PerLane<double>& work, Lane whole) {
+  const auto fixed = index(whole);
+  PerLane<double> others = work;
   others[fixed] = 0.0;
   // What is left of each second beside y(whole) = 1.
   const double more = solve(costs, others, [fixed](Simplex::Row& row) {

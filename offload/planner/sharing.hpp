@@ -19,13 +19,11 @@
 
 namespace strata {
 
-using LaneSeconds = std::array<double, kLaneCount>;
-
 // The least time, in seconds, for so much work in seconds of each lane alone.
-double share_lanes(const Costs& costs, const LaneSeconds& work);
+double share_lanes(const Costs& costs, const PerLane<double>& work);
 
 // The same, if every second of lane `whole` counts fully: its own time, and what the others cannot
 // help taking away from it. Never more than share_lanes().
-double share_lane(const Costs& costs, const LaneSeconds& work, Lane whole);
+double share_lane(const Costs& costs, const PerLane<double>& work, Lane whole);
 
 }  // namespace strata

@@ -28,6 +28,7 @@ void add_stalls(const Lanes& lanes, const StepJobs& step, std::uint32_t number, 
   const Done* kept = &lanes.done(number, job);
   while (kept->begin > since) {
     const JobId last = kept->last;
+    STRATA_ASSERT(last != kNoJob);  // what did not begin at once waited for something
     const Done& done = lanes.done(kept->last_step, last);
     const Lane lane = step.graph.lane(last);
     const Purpose purpose = step.notes[last].purpose;
@@ -46,6 +47,7 @@ void add_stalls(const Lanes& lanes, const StepJobs& step, std::uint32_t number, 
 
 std::vector<Stall> stalls_of(const Lanes& lanes, const StepJobs& step, std::uint32_t number) {
   std::vector<Stall> stalls;
+  STRATA_ASSERT(number > 0);
   double since = lanes.done(number - 1, step.compute.back()).end;
   for (const JobId job : step.compute) {
     const Done& done = lanes.done(number, job);
@@ -105,7 +107,7 @@ Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs, De
   const JobId last = step.compute.back();
   double begin = 0.0, end = 0.0;
   std::uint32_t number = 0;
-  std::array<double, kLaneCount> busy{};
+  PerLane<double> busy{};
   for (bool enough = false; !enough; ++number) {
     busy = lanes.busy_seconds();
     lanes.play(number, last);
@@ -123,7 +125,7 @@ Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs, De
     run.lanes[lane].busy_seconds = lanes.busy_seconds()[lane] - busy[lane];
   }
   for (JobId job = 0; job < step.notes.size(); ++job) {
-    run.lanes[static_cast<std::size_t>(step.graph.lane(job))].bytes += step.notes[job].bytes;
+    run.lanes[index(step.graph.lane(job))].bytes += step.notes[job].bytes;
   }
   run.stalls = stalls_of(lanes, step, number);
   add_computation(lanes, step, number, trace.uses.size(), run);

@@ -1,6 +1,6 @@
-// A step on paper: every computation, transfer and update of a plan as jobs on lanes, played with
-// the speeds of a machine. Steps follow each other as in training, so that the updates of one run
-// into the forward of the next; what is told is a steady one.
+// A step on paper: every computation, transfer and update of a plan is a job on a lane, played with
+// the speeds of a machine. Steps follow each other as in training: the updates of one run into the
+// forward of the next. The result describes a steady step.
 //
 //   Simulation run = simulate(trace, plan, costs);
 //   run.step_seconds, run.lanes[1].busy_seconds, run.stalls[0].seconds
@@ -48,9 +48,9 @@ struct LaneUse {
   std::uint64_t bytes = 0;
 };
 
-// The computation of a use waited: for whom, and on which lane. Where one thing waited for another
-// (an upload for its read, a read for those before it in its lane), each has its part of the time,
-// what came last first.
+// The computation of a use waited, for this purpose, on this lane. Where one job waited for another
+// (an upload for its read, a read for those before it in its lane), each has its part of the time.
+// The last one comes first.
 struct Stall {
   std::uint32_t use = 0;
   Lane lane = Lane::upload;
@@ -60,7 +60,7 @@ struct Stall {
 
 struct Simulation {
   double step_seconds = 0.0;
-  std::array<LaneUse, kLaneCount> lanes;
+  PerLane<LaneUse> lanes;
   std::vector<Stall> stalls;
   // Of computation, beside whatever else was busy: by use, recomputation included; by use, of what
   // comes before it outside any unit; and of what comes after the last one.
@@ -72,8 +72,7 @@ struct Simulation {
 enum class Detail : bool { figures, spans };
 
 // REQUIRES: plan.feasible, made for this trace; every entry of costs.slow is above 0 and at most 1.
-// On a lane without speed that has something to do a step takes infinitely long, and nothing else
-// is told.
+// A step takes infinitely long where a lane without speed has work; then nothing else is filled in.
 Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs,
                     Detail detail = Detail::figures);
 
@@ -84,13 +83,13 @@ Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs,
 // longer.
 struct Bound {
   double seconds = 0.0;
-  double compute_seconds = 0.0;  // and what the other lanes cannot help taking away from it
-  double update_seconds = 0.0;   // likewise
-  std::array<double, kLaneCount> lane_seconds{};  // by lane, alone
-  std::array<double, kLaneCount> lane_work{};     // what of it must be done: bytes; elements of the
-                                                  // optimizer; seconds of the trace's computation
-  double ssd_seconds = 0.0;  // reads and writes together, where they slow each other down
-  std::string what;          // the largest part: compute, update, ssd, upload or download
+  double compute_seconds = 0.0;    // and what the other lanes cannot help taking away from it
+  double update_seconds = 0.0;     // likewise
+  PerLane<double> lane_seconds{};  // by lane, alone
+  PerLane<double> lane_work{};     // what of it must be done: bytes; elements of the optimizer;
+                                   // seconds of the trace's computation
+  double ssd_seconds = 0.0;        // reads and writes together, where they slow each other down
+  std::string what;                // the largest part: compute, update, ssd, upload or download
 };
 
 // REQUIRES: as for simulate().

@@ -17,14 +17,10 @@ static_assert(2 * kRowsMax <= UINT16_MAX);
 
 StackModel::StackModel(const Problem& problem) : problem_(problem), uses_of_(problem.units()) {
   const Trace& trace = problem.trace();
-  std::vector<bool> listed(problem.units(), false);
   for (std::size_t i = 0; i < trace.uses.size(); ++i) {
-    const std::size_t unit = index(trace.uses[i].unit);
-    uses_of_[unit].push_back(i);
-    if (trace.uses[i].backward || listed[unit]) continue;
-    listed[unit] = true;
-    order_.push_back(unit);
+    uses_of_[index(trace.uses[i].unit)].push_back(i);
   }
+  order_ = units_in_order(trace, [](const Use& use) { return !use.backward; });
   for (const std::size_t unit : order_) {
     std::vector<Option>& options = options_.emplace_back();
     for (const UnitPlan& plan : problem.options(unit)) options.push_back(option_of(unit, plan));
@@ -71,8 +67,7 @@ bool StackModel::left_out(const Option& option, const Without& without) const {
 }
 
 double StackModel::cost_of(const Option& option, const Prices& prices) const {
-  return prices.compute * option.compute_seconds +
-         prices.swap * (option.swap_seconds + option.ssd_seconds);
+  return option.compute_seconds + prices.swap * (option.swap_seconds + option.ssd_seconds);
 }
 
 // Units that have no forward keep what their options say first.
@@ -147,6 +142,8 @@ std::optional<Modes> StackModel::least_memory(const Without& without) const {
 void StackModel::advance(const std::vector<Cell>& from, std::size_t place, std::uint64_t bytes,
                          std::uint32_t lookahead, const Prices& prices, std::vector<Cell>& to,
                          std::span<Step> steps) const {
+  STRATA_ASSERT(from.size() == 2 * rows_);
+  STRATA_ASSERT(steps.size() == 2 * rows_);
   to.assign(2 * rows_, Cell{});
   const double scale = static_cast<double>(rows_) / (static_cast<double>(bytes) + 1);
   const std::vector<Option>& options = options_[place];
@@ -166,6 +163,7 @@ void StackModel::advance(const std::vector<Cell>& from, std::size_t place, std::
       const std::uint64_t held = cell.held + option.held;
       if (held > bytes) continue;
       const auto row = static_cast<std::size_t>(static_cast<double>(held) * scale);
+      STRATA_ASSERT(row < rows_);
       const std::size_t place_to = 2 * row + (option.leaving != 0 ? 1 : 0);
       Cell& best = to[place_to];
       const double cost = cell.cost + costs[o];

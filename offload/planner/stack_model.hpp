@@ -26,10 +26,10 @@ struct Without {
   bool swap_ssd = false;
 };
 
-// What a second counts: links hide a part of their seconds behind computation.
+// What a second counts beside one of recomputing or slicing: links hide a part of their seconds
+// behind computation.
 struct Prices {
-  double swap = 1.0;     // on the links between host memory and the device, and those of the SSD
-  double compute = 1.0;  // recomputing and slicing
+  double swap = 1.0;  // on the links between host memory and the device, and those of the SSD
   Without without;
 };
 
@@ -82,7 +82,7 @@ class StackModel final {
 
   const Problem& problem_;
   std::vector<std::vector<std::size_t>> uses_of_;  // by unit
-  std::vector<std::size_t> order_;                 // units, by first forward use
+  std::vector<std::uint32_t> order_;               // units, by first forward use
   std::vector<std::vector<Option>> options_;       // by place in order_
   std::size_t rows_ = 0;                           // how finely held bytes are told apart
 };

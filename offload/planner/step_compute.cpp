@@ -32,19 +32,6 @@ std::vector<double> recomputations(const Trace& trace) {
   return seconds;
 }
 
-// By unit: how much of what was recorded as backward was not recomputation.
-std::vector<double> backward_shares(const Trace& trace, const Lifetimes& lives) {
-  std::vector<double> recorded(trace.units.size(), 0.0);
-  for (const Use& use : trace.uses) {
-    if (use.backward) recorded[index(use.unit)] += use.seconds;
-  }
-  std::vector<double> shares(trace.units.size(), 1.0);
-  for (std::size_t u = 0; u < shares.size(); ++u) {
-    if (recorded[u] > 0.0) shares[u] = lives.units[u].backward_seconds / recorded[u];
-  }
-  return shares;
-}
-
 JobId chain(StepJobs& out, double seconds, const JobNote& note) {
   const JobId job = out.add(Lane::compute, seconds, note);
   if (!out.compute.empty()) out.graph.wait(job, out.compute.back());

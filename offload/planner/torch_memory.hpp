@@ -2,7 +2,7 @@
 // traced ones: Note [Device memory of a plan] in plan.hpp, in numbers. make_plan uses it;
 // check_plan computes the same in another way, so that an error of one is seen by the other.
 //
-// Threads: const; any number.
+// Threads: const; any number. The trace and its lifetimes outlive it.
 //
 //   TorchMemory memory(trace, lives);
 //   std::vector<std::uint64_t> curve = memory.curve(unit_plans, 1);   // by use, frames left out
@@ -63,25 +63,21 @@ class TorchMemory final {
     std::uint64_t inner_peak = 0;  // of the traced step, where nested uses do not explain it
   };
 
-  void add_groups(const Trace& trace);
-  std::vector<std::uint64_t> traced_held(const Trace& trace) const;
-  void take_apart(const Trace& trace, const std::vector<std::uint64_t>& held);
-  void find_nested(const Trace& trace);
+  void add_groups();
+  void take_apart();
+  void find_nested();
   std::vector<std::uint64_t> held_under(std::span<const UnitPlan> units, std::uint32_t lookahead,
                                         std::vector<std::uint64_t>& leaving) const;
   std::uint64_t inside_need(std::size_t use, const UnitPlan& plan) const;
   std::uint64_t gap_need(std::size_t use, const UnitPlan& plan) const;
   std::uint64_t sliced(std::uint64_t bytes, std::size_t use, const UnitPlan& plan) const;
 
+  const Trace& trace_;
   const Lifetimes& lives_;
-  std::vector<UnitId> unit_of_;              // by use
-  std::vector<bool> backward_;               // by use
-  std::vector<std::vector<Group>> groups_;   // by unit
-  std::vector<std::size_t> backward_order_;  // units, in order of their first backward use
-  std::vector<std::size_t> backward_place_;  // by unit, into backward_order_; SIZE_MAX: none
-  std::vector<Moment> moments_;              // by use
-  std::vector<std::uint64_t> traced_held_;   // by use, all units
-  std::uint64_t tail_bytes_ = 0;
+  std::vector<std::vector<Group>> groups_;     // by unit
+  std::vector<std::uint32_t> backward_order_;  // units, in order of their first backward use
+  std::vector<std::size_t> backward_place_;    // by unit, into backward_order_; SIZE_MAX: none
+  std::vector<Moment> moments_;                // by use
 };
 
 }  // namespace strata

@@ -5,22 +5,10 @@
 #include <cstdint>
 
 #include "memory/check.hpp"
+#include "offload/planner/use_spans.hpp"
 
 namespace strata {
 namespace {
-
-// Adds `bytes` at every use from `first` to `last`, both included; sums are taken at the end.
-void add_span(std::vector<std::uint64_t>& steps, std::size_t first, std::size_t last,
-              std::uint64_t bytes) {
-  if (first > last) return;
-  steps[first] += bytes;
-  steps[last + 1] -= bytes;  // wraps, and wraps back when the sums are taken
-}
-
-void sum_up(std::vector<std::uint64_t>& steps) {
-  for (std::size_t i = 1; i < steps.size(); ++i) steps[i] += steps[i - 1];
-  steps.pop_back();
-}
 
 // What a unit's forwards saved, one call of it after the other.
 struct Call {
@@ -71,22 +59,6 @@ std::size_t held_from(const Trace& trace, const Lifetimes& lives, std::size_t t)
   return std::size_t{lives.recomputed[t]} + 1;
 }
 
-void find_held(const Trace& trace, const std::vector<std::vector<std::size_t>>& tensors,
-               Lifetimes& lives) {
-  std::vector<std::uint64_t> all(trace.uses.size() + 1, 0);
-  for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
-    add_span(all, held_from(trace, lives, t), trace.tensors[t].last_used, trace.tensors[t].bytes);
-  }
-  sum_up(all);
-  for (std::size_t i = 0; i < trace.uses.size(); ++i) {
-    for (const std::size_t t : tensors[index(trace.uses[i].unit)]) {
-      const bool held = held_from(trace, lives, t) <= i && i <= trace.tensors[t].last_used;
-      if (held) all[i] -= trace.tensors[t].bytes;
-    }
-  }
-  lives.held_bytes = std::move(all);
-}
-
 }  // namespace
 
 Lifetimes lifetimes(const Trace& trace) {
@@ -97,6 +69,7 @@ Lifetimes lifetimes(const Trace& trace) {
   for (UnitLife& life : lives.units) life.forward_leave = life.backward_enter = UINT32_MAX;
   for (std::uint32_t i = 0; i < trace.uses.size(); ++i) {
     const Use& use = trace.uses[i];
+    STRATA_ASSERT(index(use.unit) < lives.units.size());
     UnitLife& life = lives.units[index(use.unit)];
     if (use.backward) {
       backward_uses[index(use.unit)].push_back(i);
@@ -111,6 +84,8 @@ Lifetimes lifetimes(const Trace& trace) {
   std::vector<std::vector<std::size_t>> tensors(trace.units.size());
   for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
     const SavedTensor& tensor = trace.tensors[t];
+    STRATA_ASSERT(tensor.born <= tensor.last_used);
+    STRATA_ASSERT(tensor.last_used < trace.uses.size());
     UnitLife& life = lives.units[index(tensor.unit)];
     life.saved_bytes += tensor.bytes;
     if (tensor.input) life.input_bytes += tensor.bytes;
@@ -119,7 +94,11 @@ Lifetimes lifetimes(const Trace& trace) {
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     find_recomputed(trace, tensors[u], backward_uses[u], lives.recomputed);
   }
-  find_held(trace, tensors, lives);
+  UseSpans held(trace.uses.size());
+  for (std::size_t t = 0; t < trace.tensors.size(); ++t) {
+    held.add(held_from(trace, lives, t), trace.tensors[t].last_used, trace.tensors[t].bytes);
+  }
+  lives.held_bytes = held.sums();
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     // Where it was recorded with recomputation, its backward held that too.
     UnitLife& life = lives.units[u];
@@ -128,6 +107,18 @@ Lifetimes lifetimes(const Trace& trace) {
     }
   }
   return lives;
+}
+
+std::vector<double> backward_shares(const Trace& trace, const Lifetimes& lives) {
+  std::vector<double> recorded(trace.units.size(), 0.0);
+  for (const Use& use : trace.uses) {
+    if (use.backward) recorded[index(use.unit)] += use.seconds;
+  }
+  std::vector<double> shares(trace.units.size(), 1.0);
+  for (std::size_t u = 0; u < shares.size(); ++u) {
+    if (recorded[u] > 0.0) shares[u] = lives.units[u].backward_seconds / recorded[u];
+  }
+  return shares;
 }
 
 namespace {
@@ -140,17 +131,15 @@ bool is_time(double seconds) {
   return std::isfinite(seconds) && seconds >= 0.0;
 }
 
-std::string check_use(const Trace& trace, std::size_t i) {
-  const Use& use = trace.uses[i];
-  const std::string here = at("use", i);
-  if (index(use.unit) >= trace.units.size()) return here + "there is no such unit";
-  if (use.leave >= trace.moments) return here + "it is left after the last moment";
-  if (use.leave <= use.enter) return here + "it is left before it is entered";
-  if (i > 0 && use.enter <= trace.uses[i - 1].enter) return here + "it is not in order of enter";
+// `before`: the use before it; null: it is the first.
+std::string check_use(const Use& use, const Use* before, std::uint32_t moments) {
+  if (use.leave >= moments) return "it is left after the last moment";
+  if (use.leave <= use.enter) return "it is left before it is entered";
+  if (before != nullptr && use.enter <= before->enter) return "it is not in order of enter";
   if (!is_time(use.seconds) || !is_time(use.gap_seconds)) {
-    return here + "its time is negative or not a number";
+    return "its time is negative or not a number";
   }
-  if (use.peak_bytes < use.live_bytes) return here + "its peak is below what it began with";
+  if (use.peak_bytes < use.live_bytes) return "its peak is below what it began with";
   return {};
 }
 
@@ -170,12 +159,26 @@ std::string check_tensor(const Trace& trace, std::size_t i) {
 
 }  // namespace
 
-std::string check_trace(const Trace& trace) {
-  if (trace.uses.empty()) return "the trace has no uses";
-  if (trace.units.empty()) return "the trace says nothing of its units";
-  for (std::size_t i = 0; i < trace.uses.size(); ++i) {
-    if (std::string why = check_use(trace, i); !why.empty()) return why;
+std::string check_uses(std::span<const Use> uses, std::uint32_t moments,
+                       std::span<const std::string> names) {
+  if (uses.empty()) return "the trace has no uses";
+  std::vector<std::uint32_t> left(names.size(), 0);  // by unit: when it was last
+  for (std::size_t i = 0; i < uses.size(); ++i) {
+    const std::uint32_t unit = index(uses[i].unit);
+    if (unit >= names.size()) return at("use", i) + "there is no such unit";
+    std::string why = check_use(uses[i], i == 0 ? nullptr : &uses[i - 1], moments);
+    if (why.empty() && uses[i].enter < left[unit]) why = "the unit is in use already";
+    if (!why.empty()) return at("use", i) + why + " (" + names[unit] + ")";
+    left[unit] = uses[i].leave;
   }
+  return {};
+}
+
+std::string check_trace(const Trace& trace) {
+  if (trace.units.empty()) return "the trace says nothing of its units";
+  std::vector<std::string> names;
+  for (const TracedUnit& unit : trace.units) names.push_back(unit.name);
+  if (std::string why = check_uses(trace.uses, trace.moments, names); !why.empty()) return why;
   for (std::size_t i = 0; i < trace.units.size(); ++i) {
     const TracedUnit& unit = trace.units[i];
     if (unit.slices_max == 0) return at("unit", i) + "it has no slices";

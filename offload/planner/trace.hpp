@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -115,7 +116,8 @@ struct UnitLife {
 
 struct Lifetimes {
   std::vector<UnitLife> units;
-  std::vector<std::uint64_t> held_bytes;  // by use: what the traced step held for other units then
+  // By use: what the traced step held at its enter; and one more for what follows the last.
+  std::vector<std::uint64_t> held_bytes;
   // By saved tensor: the use in whose course recomputing its unit brings it back; UINT32_MAX: its
   // unit has no backward behind it.
   std::vector<std::uint32_t> recomputed;
@@ -124,7 +126,26 @@ struct Lifetimes {
 // REQUIRES: trace.units is filled in, and every index is in range (see check_trace).
 Lifetimes lifetimes(const Trace& trace);
 
+// By unit: how much of what was traced as its backward was not the forward again.
+std::vector<double> backward_shares(const Trace& trace, const Lifetimes& lives);
+
+// Units that have a use of this kind, in the order of their first one.
+template <typename Kind>
+std::vector<std::uint32_t> units_in_order(const Trace& trace, Kind kind) {
+  std::vector<std::uint32_t> order;
+  std::vector<bool> listed(trace.units.size(), false);
+  for (const Use& use : trace.uses) {
+    if (listed[index(use.unit)] || !kind(use)) continue;
+    listed[index(use.unit)] = true;
+    order.push_back(index(use.unit));
+  }
+  return order;
+}
+
 // Why the trace cannot be planned (an index out of range, a leave before its enter); empty: it can.
 std::string check_trace(const Trace& trace);
+// Likewise for the uses alone, of units with these names.
+std::string check_uses(std::span<const Use> uses, std::uint32_t moments,
+                       std::span<const std::string> names);
 
 }  // namespace strata

@@ -19,6 +19,7 @@ int MemoryEngine::attach(int, std::uint64_t file_bytes) {
 
 void MemoryEngine::grew(int file, std::uint64_t file_bytes) {
   STRATA_ASSERT(queue_.empty());
+  STRATA_ASSERT(file >= 0 && static_cast<std::size_t>(file) < files_.size());
   files_[static_cast<std::size_t>(file)].resize(file_bytes);
 }
 
@@ -31,6 +32,7 @@ bool MemoryEngine::submit(const IoRequest& request) {
 
 void MemoryEngine::flush() {
   if (flushed_ < queue_.size() && bell_ != nullptr) bell_->ring();
+  STRATA_ASSERT(flushed_ <= queue_.size());
   flushed_ = queue_.size();
 }
 

@@ -60,6 +60,7 @@ PageFile::PageFile(const std::string& folder, std::uint64_t bytes, Naming naming
   STRATA_ASSERT(bytes > 0);
   warnings_ = lock_.removed();
   if (naming == Naming::named || !make_nameless()) make_named();
+  STRATA_ASSERT(fd_ >= 0);
   try {
     struct statfs filesystem {};
     if (fstatfs(fd_, &filesystem) == 0 && filesystem.f_type == TMPFS_MAGIC) {
@@ -122,6 +123,8 @@ void PageFile::warn_of_cache() {
 }
 
 void PageFile::preallocate(std::uint64_t from, std::uint64_t to) {
+  STRATA_ASSERT(fd_ >= 0);
+  STRATA_ASSERT(from < to);
   struct statvfs filesystem {};
   if (fstatvfs(fd_, &filesystem) != 0) {
     fail(Fault::io, "the free space of the SSD path cannot be read", folder_, errno);

@@ -173,6 +173,7 @@ bool Store::hash(Completions& out) {
 }
 
 bool Store::submit_waiting(Completions& out) {
+  STRATA_ASSERT(idle_.size() + unhashed_.size() + waiting_.size() <= transfers_.size());
   bool moved = false;
   for (; !waiting_.empty(); waiting_.pop_front(), moved = true) {
     const std::uint32_t which = waiting_.front();
@@ -212,6 +213,8 @@ bool Store::reap(Completions& out) {
 // One answer of the engine: what it means for the transfer.
 void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) {
   Transfer& transfer = transfers_[which];
+  STRATA_ASSERT(at(transfer.slot).busy);
+  STRATA_ASSERT(transfer.moved_bytes < slot_bytes());
   const std::uint32_t left = slot_bytes() - transfer.moved_bytes;
 
   // 1. The sign.

@@ -23,23 +23,88 @@ constexpr std::uint32_t kWorkersMax = 4;
 // Invariant: in_flight_ == |staged_| + |queue_| + (requests inside a worker) + |done_| <= depth_.
 class ThreadEngine final : public IoEngine {
  public:
-  ThreadEngine(Doorbell* bell, std::uint32_t depth);
-  ~ThreadEngine() override;
+  ThreadEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {
+    STRATA_ASSERT(depth > 0);
+    for (std::uint32_t i = 0; i < std::min(depth, kWorkersMax); ++i) {
+      workers_.emplace_back([this] { work(); });
+    }
+  }
+
+  ~ThreadEngine() override {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
   ThreadEngine(const ThreadEngine&) = delete;
   ThreadEngine& operator=(const ThreadEngine&) = delete;
 
   const char* name() const override { return "threads"; }
-  int attach(int fd, std::uint64_t file_bytes) override;
-  [[nodiscard]] bool submit(const IoRequest& request) override;
-  void flush() override;
-  std::size_t reap(std::span<IoCompletion> out) override;
+  int attach(int fd, std::uint64_t) override {
+    files_.push_back(fd);
+    return static_cast<int>(files_.size()) - 1;
+  }
+
+  [[nodiscard]] bool submit(const IoRequest& request) override {
+    STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());
+    STRATA_ASSERT(in_flight_ <= depth_);
+    if (in_flight_ == depth_) return false;
+    staged_.push_back({request, files_[static_cast<std::size_t>(request.file)]});
+    ++in_flight_;
+    return true;
+  }
+
+  void flush() override {
+    if (staged_.empty()) return;
+    {
+      std::lock_guard lock(mutex_);
+      queue_.insert(queue_.end(), staged_.begin(), staged_.end());
+    }
+    staged_.clear();
+    wake_.notify_all();
+  }
+
+  std::size_t reap(std::span<IoCompletion> out) override {
+    std::lock_guard lock(mutex_);
+    STRATA_ASSERT(staged_.size() + queue_.size() + done_.size() <= in_flight_);
+    const std::size_t count = std::min(out.size(), done_.size());
+    std::copy_n(done_.begin(), count, out.begin());
+    done_.erase(done_.begin(), done_.begin() + static_cast<std::ptrdiff_t>(count));
+    STRATA_ASSERT(count <= in_flight_);
+    in_flight_ -= static_cast<std::uint32_t>(count);
+    return count;
+  }
 
  private:
   struct Job {
     IoRequest request;
     int fd;
   };
-  void work();
+  void work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
+      if (stop_) return;
+      const Job job = queue_.front();
+      queue_.pop_front();
+      lock.unlock();
+
+      const IoRequest& request = job.request;
+      const auto offset = static_cast<off_t>(request.offset);
+      const ssize_t moved = request.op == IoOp::read
+                                ? pread(job.fd, request.buffer, request.bytes, offset)
+                                : pwrite(job.fd, request.buffer, request.bytes, offset);
+      const IoCompletion seen{.tag = request.tag, .result = moved >= 0 ? moved : -errno};
+
+      lock.lock();
+      done_.push_back(seen);
+      // Rung under the mutex: the engine, and with it the bell, cannot be destroyed in between.
+      if (bell_ != nullptr) bell_->ring();
+    }
+  }
 
   // Caller's side.
   Doorbell* bell_;
@@ -57,78 +122,6 @@ class ThreadEngine final : public IoEngine {
 
   std::vector<std::thread> workers_;
 };
-
-ThreadEngine::ThreadEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {
-  STRATA_ASSERT(depth > 0);
-  for (std::uint32_t i = 0; i < std::min(depth, kWorkersMax); ++i) {
-    workers_.emplace_back([this] { work(); });
-  }
-}
-
-ThreadEngine::~ThreadEngine() {
-  {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
-  }
-  wake_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
-}
-
-int ThreadEngine::attach(int fd, std::uint64_t) {
-  files_.push_back(fd);
-  return static_cast<int>(files_.size()) - 1;
-}
-
-bool ThreadEngine::submit(const IoRequest& request) {
-  STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());
-  if (in_flight_ == depth_) return false;
-  staged_.push_back({request, files_[static_cast<std::size_t>(request.file)]});
-  ++in_flight_;
-  return true;
-}
-
-void ThreadEngine::flush() {
-  if (staged_.empty()) return;
-  {
-    std::lock_guard lock(mutex_);
-    queue_.insert(queue_.end(), staged_.begin(), staged_.end());
-  }
-  staged_.clear();
-  wake_.notify_all();
-}
-
-std::size_t ThreadEngine::reap(std::span<IoCompletion> out) {
-  std::lock_guard lock(mutex_);
-  const std::size_t count = std::min(out.size(), done_.size());
-  std::copy_n(done_.begin(), count, out.begin());
-  done_.erase(done_.begin(), done_.begin() + static_cast<std::ptrdiff_t>(count));
-  STRATA_ASSERT(count <= in_flight_);
-  in_flight_ -= static_cast<std::uint32_t>(count);
-  return count;
-}
-
-void ThreadEngine::work() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
-    if (stop_) return;
-    const Job job = queue_.front();
-    queue_.pop_front();
-    lock.unlock();
-
-    const IoRequest& request = job.request;
-    const auto offset = static_cast<off_t>(request.offset);
-    const ssize_t moved = request.op == IoOp::read
-                              ? pread(job.fd, request.buffer, request.bytes, offset)
-                              : pwrite(job.fd, request.buffer, request.bytes, offset);
-    const IoCompletion seen{.tag = request.tag, .result = moved >= 0 ? moved : -errno};
-
-    lock.lock();
-    done_.push_back(seen);
-    // Rung under the mutex: the engine, and with it the bell, cannot be destroyed in between.
-    if (bell_ != nullptr) bell_->ring();
-  }
-}
 
 }  // namespace
 

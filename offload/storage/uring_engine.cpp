@@ -47,23 +47,154 @@ constexpr std::uint32_t kHandedOverBytes = 256 * 1024;
 class UringEngine final : public IoEngine {
  public:
   UringEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {}
-  ~UringEngine() override;
+  ~UringEngine() override {
+    if (!live_) return;
+    // 1. What was queued but never handed over is handed over too: the ring offers no way to drop
+    // it.
+    // 2. The kernel owns the buffers until each completion is seen.
+    while (in_flight_ > 0) {
+      const int result = io_uring_submit_and_wait(&ring_, 1);
+      STRATA_ASSERT(result >= 0 || transient(result));
+      std::array<IoCompletion, 32> seen;
+      while (reap(seen) > 0) continue;
+    }
+    io_uring_queue_exit(&ring_);
+    forget_slices();
+  }
+
   UringEngine(const UringEngine&) = delete;
   UringEngine& operator=(const UringEngine&) = delete;
 
-  int set_up();
+  int set_up() {
+    int result = io_uring_queue_init(depth_, &ring_, 0);
+    if (result < 0) return result;
+    live_ = true;
+    if (bell_ != nullptr) {
+      result = io_uring_register_eventfd(&ring_, bell_->fd());
+      if (result < 0) return result;
+    }
+    // An empty table now; attach() fills it. Without one (old kernels) descriptors are used as they
+    // are.
+    std::array<int, kRegisteredFilesMax> none;
+    none.fill(-1);
+    files_registered_ = io_uring_register_files(&ring_, none.data(), kRegisteredFilesMax) == 0;
+    return 0;
+  }
+
   const char* name() const override { return "io_uring"; }
-  int attach(int fd, std::uint64_t file_bytes) override;
-  [[nodiscard]] bool submit(const IoRequest& request) override;
-  void flush() override;
-  std::size_t reap(std::span<IoCompletion> out) override;
-  std::optional<Error> register_memory(std::span<std::byte> memory) override;
+  int attach(int fd, std::uint64_t) override {
+    const auto file = static_cast<unsigned>(files_.size());
+    files_.push_back(fd);
+    if (!files_registered_) return static_cast<int>(file);
+    const bool fits = file < kRegisteredFilesMax;
+    if (!fits || io_uring_register_files_update(&ring_, file, &fd, 1) != 1) {
+      STRATA_ASSERT(in_flight_ == 0);
+      io_uring_unregister_files(&ring_);
+      files_registered_ = false;
+    }
+    return static_cast<int>(file);
+  }
+
+  [[nodiscard]] bool submit(const IoRequest& request) override {
+    STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());
+    if (in_flight_ == depth_) return false;
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    STRATA_ASSERT(sqe != nullptr);  // the ring has depth_ entries, and fewer are in flight
+    prepare(sqe, request);
+    ++in_flight_;
+    return true;
+  }
+
+  void flush() override {
+    while (io_uring_sq_ready(&ring_) > 0) {
+      const int result = io_uring_submit(&ring_);
+      if (result >= 0 || result == -EINTR) continue;
+      STRATA_ASSERT(transient(result));
+      // They stay queued, and the bell brings us back.
+      if (bell_ != nullptr) bell_->ring();
+      return;
+    }
+  }
+
+  std::size_t reap(std::span<IoCompletion> out) override {
+    std::size_t count = 0;
+    io_uring_cqe* cqe = nullptr;
+    while (count < out.size() && io_uring_peek_cqe(&ring_, &cqe) == 0) {
+      out[count++] = {.tag = io_uring_cqe_get_data64(cqe), .result = cqe->res};
+      io_uring_cqe_seen(&ring_, cqe);
+    }
+    STRATA_ASSERT(count <= in_flight_);
+    in_flight_ -= static_cast<std::uint32_t>(count);
+    return count;
+  }
+
+  std::optional<Error> register_memory(std::span<std::byte> memory) override {
+    STRATA_ASSERT(in_flight_ == 0);
+    STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(memory.data()) % kIoAlignment == 0);
+    const std::size_t before = slices_.size();
+    for (std::size_t at = 0; at < memory.size(); at += kSliceBytesMax) {
+      slices_.push_back({memory.data() + at, std::min(kSliceBytesMax, memory.size() - at)});
+    }
+    // One table for all the memory announced so far: every kernel with io_uring can replace it
+    // whole.
+    if (before > 0) io_uring_unregister_buffers(&ring_);
+    const int result = register_slices();
+    if (result == 0) {
+      inherit(memory, false);
+      return std::nullopt;
+    }
+    // What was registered before stays so, if it still can be.
+    slices_.resize(before);
+    if (before > 0 && register_slices() != 0) forget_slices();
+    return ring_error(
+        result == -ENOMEM
+            ? "io_uring could not pin the memory of pages (see ulimit -l); plain "
+              "buffers are used"
+            : "io_uring could not register the memory of pages; plain buffers are used",
+        result);
+  }
 
  private:
-  int register_slices();
-  void forget_slices();
-  int registered_slice(const std::byte* buffer, std::uint32_t bytes) const;
-  void prepare(io_uring_sqe* sqe, const IoRequest& request) const;
+  int register_slices() {
+    return io_uring_register_buffers(&ring_, slices_.data(), static_cast<unsigned>(slices_.size()));
+  }
+
+  void forget_slices() {
+    for (const iovec& slice : slices_) {
+      inherit({static_cast<std::byte*>(slice.iov_base), slice.iov_len}, true);
+    }
+    slices_.clear();
+  }
+
+  // The index of the registered slice that holds the whole buffer, or -1.
+  int registered_slice(const std::byte* buffer, std::uint32_t bytes) const {
+    for (std::size_t i = 0; i < slices_.size(); ++i) {
+      const auto* begin = static_cast<const std::byte*>(slices_[i].iov_base);
+      if (buffer >= begin && buffer + bytes <= begin + slices_[i].iov_len) {
+        return static_cast<int>(i);
+      }
+    }
+    return -1;
+  }
+
+  void prepare(io_uring_sqe* sqe, const IoRequest& request) const {
+    const int slice = registered_slice(request.buffer, request.bytes);
+    const int fd =
+        files_registered_ ? request.file : files_[static_cast<std::size_t>(request.file)];
+    if (request.op == IoOp::read && slice >= 0) {
+      io_uring_prep_read_fixed(sqe, fd, request.buffer, request.bytes, request.offset, slice);
+    } else if (request.op == IoOp::read) {
+      io_uring_prep_read(sqe, fd, request.buffer, request.bytes, request.offset);
+    } else if (slice >= 0) {
+      io_uring_prep_write_fixed(sqe, fd, request.buffer, request.bytes, request.offset, slice);
+    } else {
+      io_uring_prep_write(sqe, fd, request.buffer, request.bytes, request.offset);
+    }
+    unsigned flags = files_registered_ ? IOSQE_FIXED_FILE : 0;
+    if (request.bytes >= kHandedOverBytes) flags |= IOSQE_ASYNC;
+    io_uring_sqe_set_flags(sqe, flags);
+    io_uring_sqe_set_data64(sqe, request.tag);
+  }
 
   Doorbell* bell_;
   std::uint32_t depth_;
@@ -75,146 +206,6 @@ class UringEngine final : public IoEngine {
   std::vector<int> files_;     // descriptors, by file number
   std::vector<iovec> slices_;  // registered memory, by buffer index
 };
-
-int UringEngine::set_up() {
-  int result = io_uring_queue_init(depth_, &ring_, 0);
-  if (result < 0) return result;
-  live_ = true;
-  if (bell_ != nullptr) {
-    result = io_uring_register_eventfd(&ring_, bell_->fd());
-    if (result < 0) return result;
-  }
-  // An empty table now; attach() fills it. Without one (old kernels) descriptors are used as they
-  // are.
-  std::array<int, kRegisteredFilesMax> none;
-  none.fill(-1);
-  files_registered_ = io_uring_register_files(&ring_, none.data(), kRegisteredFilesMax) == 0;
-  return 0;
-}
-
-UringEngine::~UringEngine() {
-  if (!live_) return;
-  // 1. What was queued but never handed over is handed over too: the ring offers no way to drop it.
-  // 2. The kernel owns the buffers until each completion is seen.
-  while (in_flight_ > 0) {
-    const int result = io_uring_submit_and_wait(&ring_, 1);
-    STRATA_ASSERT(result >= 0 || transient(result));
-    std::array<IoCompletion, 32> seen;
-    while (reap(seen) > 0) continue;
-  }
-  io_uring_queue_exit(&ring_);
-  forget_slices();
-}
-
-int UringEngine::attach(int fd, std::uint64_t) {
-  const auto file = static_cast<unsigned>(files_.size());
-  files_.push_back(fd);
-  if (!files_registered_) return static_cast<int>(file);
-  const bool fits = file < kRegisteredFilesMax;
-  if (!fits || io_uring_register_files_update(&ring_, file, &fd, 1) != 1) {
-    STRATA_ASSERT(in_flight_ == 0);
-    io_uring_unregister_files(&ring_);
-    files_registered_ = false;
-  }
-  return static_cast<int>(file);
-}
-
-std::optional<Error> UringEngine::register_memory(std::span<std::byte> memory) {
-  STRATA_ASSERT(in_flight_ == 0);
-  STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(memory.data()) % kIoAlignment == 0);
-  const std::size_t before = slices_.size();
-  for (std::size_t at = 0; at < memory.size(); at += kSliceBytesMax) {
-    slices_.push_back({memory.data() + at, std::min(kSliceBytesMax, memory.size() - at)});
-  }
-  // One table for all the memory announced so far: every kernel with io_uring can replace it whole.
-  if (before > 0) io_uring_unregister_buffers(&ring_);
-  const int result = register_slices();
-  if (result == 0) {
-    inherit(memory, false);
-    return std::nullopt;
-  }
-  // What was registered before stays so, if it still can be.
-  slices_.resize(before);
-  if (before > 0 && register_slices() != 0) forget_slices();
-  return ring_error(result == -ENOMEM
-                        ? "io_uring could not pin the memory of pages (see ulimit -l); plain "
-                          "buffers are used"
-                        : "io_uring could not register the memory of pages; plain buffers are used",
-                    result);
-}
-
-void UringEngine::forget_slices() {
-  for (const iovec& slice : slices_) {
-    inherit({static_cast<std::byte*>(slice.iov_base), slice.iov_len}, true);
-  }
-  slices_.clear();
-}
-
-int UringEngine::register_slices() {
-  return io_uring_register_buffers(&ring_, slices_.data(), static_cast<unsigned>(slices_.size()));
-}
-
-// The index of the registered slice that holds the whole buffer, or -1.
-int UringEngine::registered_slice(const std::byte* buffer, std::uint32_t bytes) const {
-  for (std::size_t i = 0; i < slices_.size(); ++i) {
-    const auto* begin = static_cast<const std::byte*>(slices_[i].iov_base);
-    if (buffer >= begin && buffer + bytes <= begin + slices_[i].iov_len) {
-      return static_cast<int>(i);
-    }
-  }
-  return -1;
-}
-
-void UringEngine::prepare(io_uring_sqe* sqe, const IoRequest& request) const {
-  const int slice = registered_slice(request.buffer, request.bytes);
-  const int fd = files_registered_ ? request.file : files_[static_cast<std::size_t>(request.file)];
-  if (request.op == IoOp::read && slice >= 0) {
-    io_uring_prep_read_fixed(sqe, fd, request.buffer, request.bytes, request.offset, slice);
-  } else if (request.op == IoOp::read) {
-    io_uring_prep_read(sqe, fd, request.buffer, request.bytes, request.offset);
-  } else if (slice >= 0) {
-    io_uring_prep_write_fixed(sqe, fd, request.buffer, request.bytes, request.offset, slice);
-  } else {
-    io_uring_prep_write(sqe, fd, request.buffer, request.bytes, request.offset);
-  }
-  unsigned flags = files_registered_ ? IOSQE_FIXED_FILE : 0;
-  if (request.bytes >= kHandedOverBytes) flags |= IOSQE_ASYNC;
-  io_uring_sqe_set_flags(sqe, flags);
-  io_uring_sqe_set_data64(sqe, request.tag);
-}
-
-bool UringEngine::submit(const IoRequest& request) {
-  STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());
-  if (in_flight_ == depth_) return false;
-  io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-  STRATA_ASSERT(sqe != nullptr);  // the ring has depth_ entries, and fewer are in flight
-  prepare(sqe, request);
-  ++in_flight_;
-  return true;
-}
-
-void UringEngine::flush() {
-  while (io_uring_sq_ready(&ring_) > 0) {
-    const int result = io_uring_submit(&ring_);
-    if (result >= 0 || result == -EINTR) continue;
-    STRATA_ASSERT(transient(result));
-    // They stay queued, and the bell brings us back.
-    if (bell_ != nullptr) bell_->ring();
-    return;
-  }
-}
-
-std::size_t UringEngine::reap(std::span<IoCompletion> out) {
-  std::size_t count = 0;
-  io_uring_cqe* cqe = nullptr;
-  while (count < out.size() && io_uring_peek_cqe(&ring_, &cqe) == 0) {
-    out[count++] = {.tag = io_uring_cqe_get_data64(cqe), .result = cqe->res};
-    io_uring_cqe_seen(&ring_, cqe);
-  }
-  STRATA_ASSERT(count <= in_flight_);
-  in_flight_ -= static_cast<std::uint32_t>(count);
-  return count;
-}
 
 }  // namespace
 

@@ -186,30 +186,25 @@ TEST(FramePlan, MoreFramesMoreLookahead) {
   EXPECT_GT(make_frame_plan(trace, sizes, 6).lookahead, 0U);
 }
 
-// What a session without a plan runs on: units that rest on the device need no frames.
-TEST(PlanInOrder, HasFramesForWhatMovesOrSaysHowManyWouldDo) {
+// What a session runs on: units that rest on the device need no frames.
+TEST(FramePlan, HasFramesForWhatMovesOrThereAreTooFew) {
   int refused = 0;
   for_seeds(100, [&](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     const Case of = random_case(random);
-    std::vector<bool> on_device(of.sizes.size(), false);
-    on_device[random() % on_device.size()] = true;
-    const auto frames = static_cast<std::uint32_t>(random() % (of.total + 1));
-    Plan plan = plan_in_order(of.trace, of.sizes, on_device, frames, kMiB);
+    std::vector<std::uint32_t> moving = of.sizes;
+    moving[random() % moving.size()] = 0;
+    auto frames = static_cast<std::uint32_t>(random() % (of.total + 1));
+    FramePlan plan = make_frame_plan(of.trace, moving, frames);
     if (!plan.feasible) {
       ++refused;
-      EXPECT_GT(plan.refusal.would_do_bytes, frames * kMiB);
-      const auto enough = static_cast<std::uint32_t>(plan.refusal.would_do_bytes / kMiB);
-      plan = plan_in_order(of.trace, of.sizes, on_device, enough, kMiB);
+      const std::uint32_t enough = frame_count_min(of.trace, moving, 0);
+      EXPECT_GT(enough, frames);
+      frames = enough;
+      plan = make_frame_plan(of.trace, moving, frames);
     }
-    ASSERT_TRUE(plan.feasible) << text(plan.refusal);
-    std::vector<std::uint32_t> moving = of.sizes;
-    for (std::size_t unit = 0; unit < moving.size(); ++unit) {
-      EXPECT_EQ(plan.units[unit].on_device, on_device[unit]);
-      if (on_device[unit]) moving[unit] = 0;
-    }
-    check_plan(plan.frames, of.trace, moving,
-               static_cast<std::uint32_t>(plan.param_device_bytes / kMiB));
+    ASSERT_TRUE(plan.feasible) << frames;
+    check_plan(plan, of.trace, moving, frames);
   });
   EXPECT_GT(refused, 10);
 }

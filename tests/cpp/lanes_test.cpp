@@ -85,7 +85,7 @@ TEST(Sharing, WhatTwoLanesTakeAwayTogetherCountsOnce) {
   Costs costs;
   set_slow(costs, Lane::compute, Lane::upload, 0.5);
   set_slow(costs, Lane::compute, Lane::download, 0.5);
-  const LaneSeconds work{10.0, 4.0, 4.0, 0.0, 0.0, 0.0};
+  const PerLane<double> work{10.0, 4.0, 4.0, 0.0, 0.0, 0.0};
   EXPECT_NEAR(share_lanes(costs, work), 12.0, 1e-8);
   EXPECT_NEAR(share_lane(costs, work, Lane::compute), 12.0, 1e-8);
   EXPECT_NEAR(share_lane(costs, work, Lane::upload), 4.0, 1e-8);  // nobody slows it down
@@ -96,7 +96,7 @@ TEST(Sharing, NoOrderOfJobsIsFaster) {
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
     std::mt19937_64 random(seed);
     const Costs costs = random_paper_case(random).costs;
-    LaneSeconds work{};
+    PerLane<double> work{};
     StepGraph graph;
     for (int i = 0; i < 30; ++i) {
       const std::size_t a = random() % kLaneCount;

@@ -303,7 +303,7 @@ TEST(Prefetcher, AfterALimitFramesBeyondItStayEmpty) {
     SCOPED_TRACE(limit);
     prefetcher.want_nothing();
     ASSERT_TRUE(model.core.until([&] { return model.core.loads->empty(); }));
-    ASSERT_TRUE(planner.enough(limit, none_rests));
+    ASSERT_TRUE(planner.enough(planner.planned(), limit, none_rests));
     prefetcher.limit_frames(limit);
     planner.replan();
     EXPECT_LE(model.core.frames->used(), limit);
@@ -316,7 +316,8 @@ TEST(Prefetcher, AfterALimitFramesBeyondItStayEmpty) {
   }
   prefetcher.want_nothing();
   ASSERT_TRUE(model.core.until([&] { return model.core.loads->empty(); }));
-  EXPECT_FALSE(planner.enough(2, none_rests)) << "the largest unit has three pages";
+  EXPECT_FALSE(planner.enough(planner.planned(), 2, none_rests))
+      << "the largest unit has three pages";
   model.run(step);
 }
 

@@ -41,8 +41,7 @@ TEST(Lifetimes, CountEachTensorFromItsBirthToItsLastUse) {
   EXPECT_EQ(lives.units[1].backward_enter, 3U);
   EXPECT_EQ(lives.units[2].forward_leave, kNone);
   EXPECT_EQ(lives.units[2].backward_enter, kNone);
-  // For units other than the use's own.
-  EXPECT_EQ(lives.held_bytes, (std::vector<std::uint64_t>{0, 1, 1, 1, 1, 0}));
+  EXPECT_EQ(lives.held_bytes, (std::vector<std::uint64_t>{0, 1, 111, 1111, 111, 1, 0}));
 }
 
 // Backward goes through the calls of a unit the other way round, and computes each when it is due.
@@ -52,13 +51,13 @@ TEST(Lifetimes, EachCallIsComputedAgainInItsTurn) {
   EXPECT_EQ(lives.units[1].backward_seconds, 8.0);  // the traced step computed forward again
 }
 
-// For others than its own unit an input that was away was not there.
+// An input that was away is there from the use that computed with it again.
 TEST(Lifetimes, InputsThatWereAwayAreHeldInTheirOwnBackward) {
   Trace trace = twice_called(Activation::recompute);
   trace.tensors.front().input = true;  // of unit 0, around unit 1
-  EXPECT_EQ(lifetimes(trace).held_bytes, (std::vector<std::uint64_t>{0, 1, 1, 1, 1, 0}));
+  EXPECT_EQ(lifetimes(trace).held_bytes, (std::vector<std::uint64_t>{0, 1, 101, 101, 101, 1, 0}));
   trace.units[0].traced = Activation::recompute_host;
-  EXPECT_EQ(lifetimes(trace).held_bytes, (std::vector<std::uint64_t>{0, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(lifetimes(trace).held_bytes, (std::vector<std::uint64_t>{0, 0, 100, 100, 100, 1, 0}));
 }
 
 TEST(CheckTrace, AcceptsWhatCanBePlanned) {
@@ -74,6 +73,12 @@ TEST(CheckTrace, SaysWhatContradictsItself) {
   };
   refused([](Trace& t) { t.uses.clear(); }, "no uses");
   refused([](Trace& t) { t.units.clear(); }, "nothing of its units");
+  refused(
+      [](Trace& t) {
+        t.units[2].name = "head", t.uses[2] = {UnitId{2}, false, 5, 5};
+      },
+      "it is entered (head)");
+  refused([](Trace& t) { t.uses[1].leave = 5; }, "use 2: the unit is in use already");
   refused([](Trace& t) { t.uses[2].unit = UnitId{3}; }, "use 2: there is no such unit");
   refused([](Trace& t) { t.uses[2].leave = 12; }, "use 2: it is left after the last moment");
   refused([](Trace& t) { t.uses[2].leave = 4; }, "use 2: it is left before it is entered");

@@ -5,6 +5,7 @@ hold all units, a unit's memory is filled with NaN as soon as nobody has it ente
 torch's own, on float32 tensors. fake_saves.py has its activations.
 """
 
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -117,7 +118,9 @@ class Session(Saves):
         param_bytes: int | None = None,
         activation_host_bytes: int | None = None,
         activation_ssd_bytes: int | None = None,
+        uses: Sequence[Any] | None = None,
     ) -> None:
+        assert uses is None or {use.unit for use in uses} <= set(range(len(self.members)))
         self._make_room(activation_host_bytes, activation_ssd_bytes)
         if on_device is not None:
             assert not any(p.landed for p in self.params)

@@ -64,6 +64,11 @@ def groups():
 def number(*good):
     return pick.choice([*good, *good, 0, 1, 2, 3, 99, 2**32 - 1, 2**40, -1])
 
+def uses(*units):
+    return [_core.Use(unit=unit, backward=False, enter=2 * i, leave=2 * i + pick.choice([1, 1, 3]),
+                      seconds=0.0, gap_seconds=0.0, live_bytes=0, peak_bytes=0, gap_peak_bytes=0)
+            for i, unit in enumerate(units)]
+
 def amount():
     return pick.choice([0.0, 0.0, 1.0, 1.0, NAN, INF, -1.0])
 
@@ -97,7 +102,9 @@ METHODS = {
     "timeline": lambda: (),
     "adopt": lambda: (pick.choice([None, [True] * 3, [False] * 3, [True, False, False], []]),
                       pick.choice([None, 0, 1 << 16, 4 << 16, 8 << 16, 2**50]),
-                      pick.choice([None, 0, 1 << 16, 2**50]), pick.choice([None, 0, 0, 1 << 16])),
+                      pick.choice([None, 0, 1 << 16, 2**50]), pick.choice([None, 0, 0, 1 << 16]),
+                      pick.choice([None, None, uses(pick.choice([0, 2, 7, -1])), uses(0, 1, 2),
+                                   uses(0, 0), []])),
     "save_activation": lambda: (place(), pick.choice([0, 100, 1 << 17, 2**50]), pick.random() < 0.3,
                                 number()),
     "activation_saved": lambda: (number(), True),

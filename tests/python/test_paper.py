@@ -8,7 +8,6 @@ import torch
 from strata import _core
 from strata._cli import estimate
 from strata._config.configure import Options
-from strata._storage import trace_file
 from strata.nn.request import CHUNK_BYTES, COLUMNS_MIN
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -151,7 +150,7 @@ def test_parameters_are_those_of_the_model():
 
 def test_a_trace_on_paper_holds_together():
     trace = llama_trace(SIZES, TOKENS, SEQUENCE, 1e9)
-    assert trace_file.contradiction(trace) == ""
+    assert _core.check_trace(trace) == ""
     assert trace.units[1].slices_max == BATCH
     with pytest.raises(ValueError, match="65 tokens are not a number of sequences of 32"):
         llama_trace(SIZES, 65, SEQUENCE, 1e9)

@@ -144,6 +144,31 @@ class Counted:
         return getattr(self._session, name)
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_parameters_come_in_the_plans_order(rounds: int) -> None:
+    """On the real core, which counts the uses that its plan did not foresee."""
+    memory = {"device": "1MiB", "host": "64MiB"}
+    # As in the recorded step: units that are kept have uses less in their backward.
+    chosen = {"activations": "recompute", "accumulation_steps": rounds}
+    model, optimizer = planned("llama", memory=memory, **chosen)
+    session = wrapped(model).session
+
+    def step() -> tuple[int, int]:
+        for _ in range(rounds):
+            model(**batch(model)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return session.stats()["plans"], session.stats()["deviations"]
+
+    before = [step() for _ in range(3)][-1]  # one recorded, two timed, and then the plan
+    order = planning(model).claims._order
+    assert [use[:2] for use in order] == rounds * [
+        (use.unit, use.backward) for use in planning(model).trace.uses
+    ]
+    assert [step() for _ in range(3)][-1] == before, "from the first step under the plan on"
+    strata.unwrap(model)
+
+
 def test_evaluation_between_planned_steps(core: ModuleType) -> None:
     results = []
     for mode in (None, "recompute", "swap"):

@@ -108,18 +108,24 @@ def damaged(file, change):
         (lambda c: c.update(moments="8"), "moments is '8', not of type int"),
         (lambda c: c.update(tail_seconds=-1.0), "tail_seconds is -1.0, which cannot be"),
         (lambda c: c.update(tail_seconds=float("nan")), "tail_seconds is nan"),
-        (lambda c: c.update(moments=7), "use 3 lasts from moment 6 to 7 of 7"),
+        (lambda c: c.update(moments=7), "use 3: it is left after the last moment (layers.0)"),
         (lambda c: c.update(parameters=1), "it names 1 parameters, its units have 2070"),
         (lambda c: c["units"]["rows"][0].__setitem__(0, "x"), "not those that it was written with"),
         (lambda c: c["units"]["rows"][0].__setitem__(9, "burn"), "unknown activation burn"),
-        (lambda c: c["uses"]["rows"][1].__setitem__(0, 2), "use 1 is of unit 2 of 2"),
+        (lambda c: c["uses"]["rows"][1].__setitem__(0, 2), "use 1: there is no such unit"),
         (lambda c: c["uses"]["rows"][1].__setitem__(0, True), "unit of row 1 of uses is True"),
         (lambda c: c["uses"]["rows"][1].pop(), "row 1 of uses has not 9 values"),
-        (lambda c: c["uses"]["rows"].reverse(), "use 1 is entered at moment 4, before use 0"),
+        (lambda c: c["uses"]["rows"].reverse(), "use 1: it is not in order of enter (head)"),
         (lambda c: c["uses"]["fields"].pop(), "uses has the fields"),
         (lambda c: c["uses"].pop("rows"), "uses is not a table"),
-        (lambda c: c["tensors"]["rows"][0].__setitem__(3, 4), "last used in use 4"),
-        (lambda c: c["tensors"]["rows"][0].__setitem__(2, 1), "not born in a forward use"),
+        (
+            lambda c: c["tensors"]["rows"][0].__setitem__(3, 4),
+            "saved tensor 0: the use that read it does not exist",
+        ),
+        (
+            lambda c: c["tensors"]["rows"][0].__setitem__(2, 1),
+            "it was not saved by a forward of its unit",
+        ),
         (lambda c: c.update(origin={}), "origin is {}"),
     ],
 )
@@ -143,7 +149,7 @@ def test_fields_may_stand_in_any_order(file):
 def test_a_contradicting_trace_is_not_written(tmp_path):
     broken = copy.deepcopy(TRACE)
     broken.uses[2].leave = 99
-    with pytest.raises(ValueError, match="use 2 lasts from moment 4 to 99"):
+    with pytest.raises(ValueError, match="use 2: it is left after the last moment"):
         save(tmp_path / "x", broken)
     assert list(tmp_path.iterdir()) == []
 

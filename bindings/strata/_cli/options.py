@@ -220,15 +220,7 @@ def io_tune_parser(description: str | None) -> Parser:
 
 def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = True) -> Budgets:
     """Budgets by tier, as the planner takes them. `grads_rest`: in pages, until the step ends."""
-    on_ssd = bool(given["ssd"])
-    return _core.Budgets(
-        page_bytes=page_bytes,
-        device_bytes=given["device"],
-        host_bytes=given["host"],
-        ssd_bytes=given["ssd"],
-        staging_bytes=_core.staging_bytes(given["host"], page_bytes) if on_ssd else 0,
-        grads_rest=grads_rest,
-    )
+    return _core.paper_budgets(page_bytes, given["device"], given["host"], given["ssd"], grads_rest)
 
 
 def wishes_of(activations: str, split: int | None) -> Wishes:

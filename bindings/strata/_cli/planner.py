@@ -96,8 +96,9 @@ def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) ->
     helps."""
     if budgets.ssd_bytes:
         return 0
-    staging = _core.staging_bytes(budgets.host_bytes, budgets.page_bytes)
-    with_ssd = budgets.replace(ssd_bytes=UNBOUNDED, staging_bytes=staging)
+    with_ssd = _core.paper_budgets(
+        budgets.page_bytes, budgets.device_bytes, budgets.host_bytes, UNBOUNDED, budgets.grads_rest
+    )
     plan = _core.PaperPlan(trace, costs, with_ssd, wishes).plan
     return plan.peaks["ssd"].bytes if plan.feasible else 0
 

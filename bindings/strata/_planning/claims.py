@@ -1,8 +1,8 @@
-"""What the plans of a wrapped model claim of the core: device memory for parameters that come and
-go, units that rest on the device, room for swapped tensors.
+"""What the core adopts of the plans of a wrapped model: device memory for parameters that come and
+go, units that rest on the device, room for swapped tensors, and the order of uses.
 
     claims = Claims(state, allocator, param_bytes)
-    if claims.take(units, param_bytes, host_bytes, ssd_bytes): ...    # False: not now
+    if claims.take(units, param_bytes, host_bytes, ssd_bytes, trace.uses): ...    # False: not now
 
 The core lets pages come to rest elsewhere only while no thread is in a forward or backward of the
 model, and refuses it otherwise. Then what is claimed stays as it is, and may be asked for again.
@@ -12,6 +12,7 @@ Use from the thread that trains, between two rounds.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .._errors import StrataError
@@ -19,9 +20,11 @@ from .._profiling.allocator import Allocator
 from .shape_class import device_pages
 
 if TYPE_CHECKING:
+    from .._core import Use
     from .._runtime.wrapped import Wrapped
 
 Room = tuple[int, int]  # for swapped tensors: bytes of host memory and SSD
+Order = list[tuple[int, bool, int, int]]  # of uses: unit, backward, enter, leave
 
 log = logging.getLogger("strata")
 
@@ -35,14 +38,23 @@ class Claims:
         self._param_bytes = param_bytes  # of the device: what the session was given first
         self._room: Room = (0, 0)
         self._room_wanted: Room = (0, 0)  # what was asked for last, there or not
+        self._order: Order = []  # the uses that were adopted; none: the core's own
 
     @property
     def resting(self) -> list[bool]:
         """Units that rest on the device, by index."""
         return [unit["on_device"] for unit in self._state.session.plan["units"]]
 
-    def take(self, units: list[bool], param_bytes: int, host_bytes: int, ssd_bytes: int) -> bool:
-        """Claims as much. What the core has no room for stays as it is, and the log tells.
+    def take(
+        self,
+        units: list[bool],
+        param_bytes: int,
+        host_bytes: int,
+        ssd_bytes: int,
+        uses: Sequence[Use] = (),
+    ) -> bool:
+        """Claims as much, for steps with these uses; none: as before. What the core has no room for
+        stays as it is, and the log tells.
 
         False: not now. Raises StrataError where parameters need more than `param_bytes`.
         """
@@ -55,7 +67,7 @@ class Claims:
         else:
             self._room_wanted = (host_bytes, ssd_bytes)
         try:
-            self._adopt_what_fits(units, param_bytes, room)
+            self._adopt_what_fits(units, param_bytes, room, uses)
         except StrataError as error:
             if error.fault != "busy":
                 raise
@@ -74,13 +86,15 @@ class Claims:
         self.take(self.resting, self._param_bytes, *room)
         return self._room_wanted
 
-    def _adopt_what_fits(self, units: list[bool], param_bytes: int, room: Room) -> None:
+    def _adopt_what_fits(
+        self, units: list[bool], param_bytes: int, room: Room, uses: Sequence[Use]
+    ) -> None:
         """All of it; where that is refused, without the room, without the units, without both."""
         now, kept = self.resting, self._room
         refused = ""
         for there, larger in ((units, room), (units, kept), (now, room), (now, kept)):
             try:
-                self._adopt(there, param_bytes, larger)
+                self._adopt(there, param_bytes, larger, uses)
             except StrataError as error:
                 if error.fault == "busy" or (there, larger) == (now, kept):
                     raise
@@ -92,22 +106,27 @@ class Claims:
                 log.info("units rest where they are: %s", refused)
             return
 
-    def _adopt(self, units: list[bool], param_bytes: int, room: Room) -> None:
+    def _adopt(self, units: list[bool], param_bytes: int, room: Room, uses: Sequence[Use]) -> None:
         session, now = self._state.session, self.resting
-        if (units, param_bytes, room) == (now, self._param_bytes, self._room):
+        order: Order = [(u.unit, u.backward, u.enter, u.leave) for u in uses] or self._order
+        wanted = units, param_bytes, room, order
+        if wanted == (now, self._param_bytes, self._room, self._order):
             return
         before = self._allocator.page_bytes
         after = device_pages(session.plan, units, param_bytes)
         self._allocator.give_pages(max(before, after))
         try:
             # What stays is not named: room and units change only while nothing is saved.
+            host_bytes, ssd_bytes = room if room != self._room else (None, None)
             session.adopt(
                 units if units != now else None,
-                param_bytes,
-                *(room if room != self._room else (None, None)),
+                param_bytes if param_bytes != self._param_bytes else None,
+                host_bytes,
+                ssd_bytes,
+                uses if order != self._order else None,
             )
         except StrataError:
             self._allocator.give_pages(before)
             raise
         self._allocator.give_pages(after)
-        self._param_bytes, self._room = param_bytes, room
+        self._param_bytes, self._room, self._order = param_bytes, room, order

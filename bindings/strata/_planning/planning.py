@@ -52,7 +52,7 @@ from .fitting import advice
 from .limits import Setting, limiting_sentence
 from .recording import Recording
 from .shape_class import Following, Goal, Shape, ShapeClass, find_class, on_device
-from .trace_of import make_trace, note_times
+from .trace_of import make_trace, note_times, uses_of
 
 if TYPE_CHECKING:
     from .._core import Bound, Costs, Simulation, StepPlan, Trace
@@ -156,6 +156,7 @@ class Planning:
         self._mixed = False
         if current is None or not step.uses or not step.uses[-1].backward:
             return
+        current.rounds = step.rounds
         if current.trace is None:
             if step.detailed:
                 self.recording.end()
@@ -277,6 +278,7 @@ class Planning:
         False: not now, see Note [Other threads].
         """
         assert found.plan is not None
+        assert found.trace is not None
         self._in_use = None
         self.state.landings.wait()
         plans = [c.plan for c in self.classes if c.plan is not None]
@@ -285,6 +287,7 @@ class Planning:
             min(plan.param_device_bytes for plan in plans),
             max(plan.activation_host_bytes for plan in plans),
             max(plan.activation_ssd_bytes for plan in plans),
+            uses_of(found.trace, found.rounds),
         ):
             return False
         for unit, planned in zip(self.state.units, found.plan.units, strict=True):

@@ -58,6 +58,7 @@ class ShapeClass:
     shape: Shape
     trace: Trace | None = None  # None: to be recorded
     timed: int = 0  # steps
+    rounds: int = 1  # of its last step
     paper: _core.PaperPlan | None = None  # None: to be timed
     plan: StepPlan | None = None  # of `paper`, which makes it anew each time it is asked
     device_peak: int = 0  # frames and PyTorch's memory, as measured under the plan; 0: not yet
@@ -170,7 +171,7 @@ class Following:
         if measured is None:
             return
         found.paper = paper.followed(self.known(), measured)
-        found.trace = _with_times(trace, found.paper)
+        found.trace = found.paper.trace
         found.predicted_seconds = found.paper.simulate().step_seconds
 
     def differs(self, found: ShapeClass) -> bool:
@@ -193,12 +194,3 @@ class Following:
         if found.windows.begun is not None:
             pace = better(pace, pace_of(found.windows.begun, found.paper))
         return lower_bound(found.paper, self.costs, pace)
-
-
-def _with_times(trace: Trace, paper: PaperPlan) -> Trace:
-    seconds, gaps, tail = paper.times
-    uses = [
-        use.replace(seconds=mine, gap_seconds=gap)
-        for use, mine, gap in zip(trace.uses, seconds, gaps, strict=True)
-    ]
-    return trace.replace(uses=uses, tail_seconds=tail)

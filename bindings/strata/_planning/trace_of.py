@@ -2,20 +2,21 @@
 
 trace = make_trace(step, state)
 note_times(trace, later_step, first=True)    # times of a step that nothing was recorded in
+uses_of(trace, rounds=2)                     # of a step of two rounds, as the core adopts them
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._profiling.uses import RecordedStep
-from .._storage.trace_file import SINGLE, TENSOR_FIELDS, USE_FIELDS
+from .._storage.trace_file import SINGLE
 from .recording import recorded_as
 
 if TYPE_CHECKING:
-    from .._core import Trace, TracedUnit, UnitPlan
+    from .._core import SavedTensor, Trace, TracedUnit, UnitPlan, Use
     from .._runtime.wrapped import Wrapped
     from .meta_trace import CountedStep
 
@@ -56,13 +57,25 @@ def traced_unit(
 def trace_from(step: RecordedStep | CountedStep, units: list[TracedUnit]) -> Trace:
     """What happened in a step, as the planner takes it."""
     single: dict[str, Any] = {name: getattr(step, name) for name in SINGLE}
-    uses = [_core.Use(**_fields(use, USE_FIELDS)) for use in step.uses]
-    tensors = [_core.SavedTensor(**_fields(tensor, TENSOR_FIELDS)) for tensor in step.tensors]
+    uses = [_core.Use(**_fields(use, _core.Use)) for use in step.uses]
+    tensors = [_core.SavedTensor(**_fields(t, _core.SavedTensor)) for t in step.tensors]
     return _core.Trace(uses=uses, tensors=tensors, units=units, **single)
 
 
-def _fields(row: object, fields: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in fields}
+def _fields(row: object, struct: type[Use] | type[SavedTensor]) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in struct.fields}
+
+
+def uses_of(trace: Trace, rounds: int) -> Sequence[Use]:
+    """Of a step that repeats the traced round so often, in order of enter."""
+    if rounds == 1:
+        return trace.uses
+    begins = [r * trace.moments for r in range(rounds)]
+    return [
+        use.replace(enter=begin + use.enter, leave=begin + use.leave)
+        for begin in begins
+        for use in trace.uses
+    ]
 
 
 def note_times(trace: Trace, step: RecordedStep, first: bool) -> None:

@@ -36,7 +36,6 @@ from torch import nn
 
 from .. import _core
 from .._config import device, machine
-from .._config.choices import RECOMPUTES
 from .._runtime.wrapped import wrapped
 
 if TYPE_CHECKING:
@@ -44,43 +43,14 @@ if TYPE_CHECKING:
 
 FORMAT = "strata trace"
 VERSION = 2
-TRACED = frozenset(("keep", *RECOMPUTES))  # how a step can have been recorded
 COUNT_MAX = 1 << 60
 
-# What each field holds. The first one of a table that does not is named.
-UNIT_FIELDS: dict[str, type] = {
-    "name": str,
-    "elements": int,
-    "param_bytes": int,
-    "grad_bytes": int,
-    "state_bytes": int,
-    "chunks": int,
-    "slices_max": int,
-    "may_swap": bool,
-    "may_recompute": bool,
-    "traced": str,
-    "slices_traced": int,
+TABLES: dict[str, dict[str, type]] = {
+    "units": _core.TracedUnit.fields,
+    "uses": _core.Use.fields,
+    "tensors": _core.SavedTensor.fields,
 }
-USE_FIELDS: dict[str, type] = {
-    "unit": int,
-    "backward": bool,
-    "enter": int,
-    "leave": int,
-    "seconds": float,
-    "gap_seconds": float,
-    "live_bytes": int,
-    "peak_bytes": int,
-    "gap_peak_bytes": int,
-}
-TENSOR_FIELDS: dict[str, type] = {
-    "unit": int,
-    "bytes": int,
-    "born": int,
-    "last_used": int,
-    "input": bool,
-}
-TABLES = {"units": UNIT_FIELDS, "uses": USE_FIELDS, "tensors": TENSOR_FIELDS}
-SINGLE: dict[str, type] = {"moments": int, "tail_seconds": float, "tail_peak_bytes": int}
+SINGLE = {name: kind for name, kind in _core.Trace.fields.items() if kind is not object}
 
 
 @dataclass(frozen=True)
@@ -104,8 +74,7 @@ class TraceFile:
 def save(path: str | Path, trace: Trace, origin: Origin | None = None) -> None:
     """Writes the file, complete or not at all. Raises ValueError for a trace that contradicts
     itself."""
-    if problem := contradiction(trace):
-        raise ValueError(f"this trace contradicts itself: {problem}")
+    _check(trace)
     content = trace.to_dict()
     head = {
         "format": FORMAT,
@@ -184,8 +153,7 @@ def _parse(content: dict[str, Any]) -> TraceFile:
     for name, fields in TABLES.items():
         values[name] = _rows(content[name], fields, name)
     trace = _made(values)
-    if problem := contradiction(trace):
-        raise ValueError(f"the trace contradicts itself: {problem}")
+    _check(trace)
     elements = sum(unit.elements for unit in trace.units)
     if content["parameters"] != elements:
         raise ValueError(f"it names {content['parameters']} parameters, its units have {elements}")
@@ -248,36 +216,10 @@ def _origin(content: Any) -> Origin:
     return Origin(**content)
 
 
-def contradiction(trace: Trace) -> str:
-    """The first thing in a trace that cannot be; "" where there is none."""
-    units, uses, moments = trace.units, trace.uses, trace.moments
-    for unit in units:
-        if unit.traced not in TRACED:
-            return f"unit {unit.name} was traced with activations {unit.traced!r}"
-        if unit.slices_max < 1:
-            return f"unit {unit.name} has no slices"
-        if not 1 <= unit.slices_traced <= unit.slices_max:
-            return f"unit {unit.name} was traced on {unit.slices_traced} slices"
-        if unit.slices_traced > 1 and unit.traced == "keep":
-            return f"unit {unit.name} was traced on slices and not recomputed"
-    before = -1
-    for i, use in enumerate(uses):
-        if use.unit >= len(units):
-            return f"use {i} is of unit {use.unit} of {len(units)}"
-        if not use.enter < use.leave < moments:
-            return f"use {i} lasts from moment {use.enter} to {use.leave} of {moments}"
-        if use.enter <= before:
-            return f"use {i} is entered at moment {use.enter}, before use {i - 1}"
-        if use.peak_bytes < use.live_bytes:
-            return f"use {i} has a peak of {use.peak_bytes} bytes, below what was there"
-        before = use.enter
-    for i, tensor in enumerate(trace.tensors):
-        born, last = tensor.born, tensor.last_used
-        if not born <= last < len(uses):
-            return f"saved tensor {i} is born in use {born} and last used in use {last}"
-        if tensor.unit != uses[born].unit or uses[born].backward:
-            return f"saved tensor {i} is not born in a forward use of its unit"
-    return ""
+def _check(trace: Trace) -> None:
+    """As the planner does, which refuses the same traces."""
+    if problem := _core.check_trace(trace):
+        raise ValueError(f"the trace contradicts itself: {problem}")
 
 
 def units_of(trace: Trace) -> list[tuple[str, int]]:

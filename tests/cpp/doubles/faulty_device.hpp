@@ -22,10 +22,12 @@
 
 namespace strata {
 
-// Counted from 1; 0: never.
+// What is the nth is counted from 1; 0: never.
 struct DeviceFaults {
   // For a session that goes on without its device memory, or leaks what it claimed before.
   std::uint64_t nth_claim = 0;
+  // For a session that moves pages before it knows whether the machine has the memory for it.
+  std::size_t frames_max = SIZE_MAX;
   // For a view whose pages are believed to be mapped when the kernel is out of mappings.
   std::uint64_t nth_map = 0;
   // For a mover that takes a ticket that is done for bytes that arrived. The copy's bytes stay
@@ -59,6 +61,7 @@ class FaultyMemory final : public DeviceMemory {
   }
   std::optional<Error> resize(std::size_t frame_count) override {
     if (++claims_ == faults_.nth_claim) return injected_fault("resize", Fault::memory);
+    if (frame_count > faults_.frames_max) return injected_fault("resize", Fault::memory);
     return inner_->resize(frame_count);
   }
   std::byte* address(FrameId frame) const override { return inner_->address(frame); }
