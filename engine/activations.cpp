@@ -260,7 +260,7 @@ bool Activations::start_copies() {
   return moved;
 }
 
-// Pages of saves that will be fetched: opened, so that they are read, and closed as they come.
+// Pages of saves that will be fetched.
 bool Activations::stage_ahead() {
   bool moved = false;
   std::uint32_t frames = room_.frames_max - std::min(room_.frames_max, staged_);
@@ -270,7 +270,7 @@ bool Activations::stage_ahead() {
     for (std::size_t i = save.staged; i < save.pages.size(); ++i) {
       if (frames == 0) return moved;
       --frames;
-      in_order &= static_cast<bool>(cache_.open(save.pages[i], Intent::read));
+      in_order &= cache_.stage(save.pages[i]);
       if (!in_order) continue;  // asked for; counted when it is its turn
       ++save.staged;
       ++staged_;

@@ -154,9 +154,8 @@ class Session:
     def plan(self) -> Plan: ...
     def step_budgets(self, device_bytes: int) -> Budgets:
         """What plans of steps may use beside what the session sets aside for itself."""
-    # What touches the device's memory takes the stream on which the caller works, a cudaStream_t as
-    # an integer: it comes after what was submitted there so far, or before what comes later. The
-    # host has none.
+    # `stream`: the caller's cudaStream_t as an integer; 0 on the host. What touches the device's
+    # memory comes after what was submitted there so far, or before what comes later.
     @property
     def device(self) -> tuple[int, int]:
         """DLPack's type and id of the device: (1, 0) is the host, (2, N) is GPU N."""
@@ -193,11 +192,9 @@ class Session:
     def land_gradient(
         self, param: int, address: int, dtype: DtypeName, stream: int = 0, owner: object = None
     ) -> None:
-        """Takes the gradient of a whole parameter (numel contiguous elements, on the device).
-        Returns when it has landed and the memory at `address` may be reused: on a GPU it waits for
-        what was submitted so far, so it is best called by a thread of its own. With an `owner` of
-        that memory it may stay there, until it was used: the owner is kept, and nobody may write to
-        it."""
+        """Takes the gradient of a whole parameter (numel contiguous elements, on the device). On a
+        GPU it waits for what was submitted so far: call it on a thread of its own. Without `owner`
+        the memory may be reused on return; else the owner is kept until the gradient is used."""
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step. Raises StrataError where that was used:
         in_backward, and lock_free where it was added to older gradients."""

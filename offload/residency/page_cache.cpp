@@ -177,28 +177,38 @@ PageCache::Staged* PageCache::make_room() {
   return oldest;
 }
 
+// True: host memory has the page's bytes. Else they come, or will when there is room.
+bool PageCache::bring(PageId page, bool promised) {
+  if (table_.copy(page, Tier::host).state == CopyState::none) {
+    STRATA_ASSERT(table_.tier(page) != Tier::host);
+    const bool fresh = table_.newest(page) == 0;
+    if (!fresh && transfers_.full()) return false;
+    Staged* place = make_room();
+    if (place == nullptr) return false;
+    *place = {.frame = place->frame, .page = page, .last_use = ++use_, .promised = promised};
+    if (!fresh) {
+      fetch(page, place->frame);
+      return false;
+    }
+    table_.begin_fill(page, place->frame, 0);
+    table_.finish_fill(page, Tier::host);
+  }
+  return table_.copy(page, Tier::host).state != CopyState::filling;
+}
+
+bool PageCache::stage(PageId page) {
+  STRATA_ASSERT(table_.tier(page) == Tier::ssd && table_.newest(page) != 0);
+  return bring(page, false);
+}
+
 Pin PageCache::open(PageId page, Intent intent) {
   if (index(page) >= writing_.size()) writing_.resize(table_.page_count(), false);
   if (writing_[index(page)]) return {};
   STRATA_ASSERT(intent != Intent::overwrite || table_.newest(page) == 0);
   // 1. Bring the bytes to host memory.
-  if (table_.copy(page, Tier::host).state == CopyState::none) {
-    STRATA_ASSERT(table_.tier(page) != Tier::host);
-    const bool fresh = table_.newest(page) == 0;
-    if (!fresh && transfers_.full()) return {};
-    Staged* place = make_room();
-    if (place == nullptr) return {};
-    *place = {.frame = place->frame, .page = page, .last_use = ++use_, .promised = true};
-    if (!fresh) {
-      fetch(page, place->frame);
-      return {};
-    }
-    table_.begin_fill(page, place->frame, 0);
-    table_.finish_fill(page, Tier::host);
-  }
+  if (!bring(page, true)) return {};
   // 2. Hand them out, if nobody is in the way.
   const Copy& copy = table_.copy(page, Tier::host);
-  if (copy.state == CopyState::filling) return {};
   if (intent != Intent::read) {
     if (copy.pins != 0 || copy.state == CopyState::draining) return {};
     writing_[index(page)] = true;

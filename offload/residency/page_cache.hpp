@@ -20,8 +20,8 @@
 // (uploads, landing gradients, copies of activations), except the two below, for which room is set
 // aside: chunks under update (admitted by the sum of their pages, Updates) and the session's own
 // reads and writes (two pages). A page that is read because somebody opened it is promised to him:
-// it is not evicted before he comes back for it. Who asks ahead of a need that another one decides
-// on (activations that are staged) closes the page as soon as it came: it may be evicted again.
+// it is not evicted before he comes back for it. A page that is staged is promised to nobody: when
+// it is needed is decided by others, who may first need what has no frame.
 #pragma once
 
 #include <cstdint>
@@ -93,6 +93,9 @@ class PageCache final {
 
   // The page where host memory has it; empty: not yet.
   Pin open(PageId page, Intent intent);
+  // Reads a page of the SSD ahead of its need. True: it is in host memory, until somebody else
+  // needs the frame.
+  bool stage(PageId page);
   // The page where it rests on the device; empty: not yet. To change it, host memory must hold
   // nothing of it. REQUIRES: it rests there; Intent::modify.
   Pin open_on_device(PageId page);
@@ -142,6 +145,7 @@ class PageCache final {
   };
   static void empty(Staged& place) { place = {.frame = place.frame}; }
 
+  bool bring(PageId page, bool promised);
   bool is_dirty(PageId page) const;
   void fetch(PageId page, HostFrameId to);
   Staged* staged(PageId page);

@@ -248,6 +248,27 @@ TEST(Activations, WhatIsDemandedKeepsTheBoundOfFrames) {
   }
 }
 
+// What is fetched first has no frame, what was staged behind it has the only one: it gives way.
+TEST(Activations, WhatIsStagedHoldsNoFrameThatOthersNeed) {
+  Room room({.host = 0, .ssd = 6, .staging = 2, .frames_max = 1});
+  std::vector<SaveId> ids;
+  for (std::uint64_t i = 0; i < 5; ++i) ids.push_back(*room.send(pattern(kPage, i), Tier::ssd));
+  room.settle();
+  Pin other;  // as of a chunk under update, which waits for those who wait for activations
+  ASSERT_TRUE(room.until([&] {
+    other = room.core.cache->open(PageId{1}, Intent::read);
+    return static_cast<bool>(other);
+  }));
+  room.activations.stage(ids[1]);
+  room.activations.turn();
+  std::vector<std::vector<std::byte>> to(2, std::vector<std::byte>(kPage));
+  for (std::size_t i = 0; i < 2; ++i) room.activations.fetch(ids[i], to[i].data());
+  for (std::size_t i = 0; i < 2; ++i) {
+    ASSERT_TRUE(room.until([&] { return room.activations.fetched(ids[i]); })) << i;
+    EXPECT_EQ(to[i], pattern(kPage, i));
+  }
+}
+
 TEST(Activations, AFailedCopyNamesItsUnit) {
   for (std::uint64_t nth = 1; nth <= 3; ++nth) {
     Room room({.faults = {.nth_copy = nth}});
