@@ -53,6 +53,33 @@ class Plain:
         """Garbage collection does it."""
 
 
+class OnePass:
+    """Plain PyTorch's forward and backward, and one pass of strata's AdamW over as many bytes as
+    the update of the parameters reads and writes, by all threads."""
+
+    def __init__(self, model: nn.Module, batch: torch.Tensor) -> None:
+        from .adam import strata_side
+
+        self.model = model
+        self.batch = batch
+        count = sum(p.numel() for p in model.parameters())
+        self.update = strata_side(count, torch.get_num_threads())
+
+    def step(self) -> float:
+        """Forward, backward, update of other memory. Returns the loss."""
+        loss = self.model(input_ids=self.batch, labels=self.batch).loss
+        loss.backward()
+        self.update()
+        self.model.zero_grad()
+        return float(loss.detach())
+
+    def synchronize(self) -> None:
+        """Nothing is left running."""
+
+    def close(self) -> None:
+        """Garbage collection does it."""
+
+
 class Paged:
     """The same model under strata, inside the given budgets."""
 
