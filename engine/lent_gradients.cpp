@@ -8,7 +8,7 @@
 namespace strata {
 
 bool LentGradients::takes(const IncomingGradient& gradient) const {
-  if (!gradient.lent() || !base_.tiers.device().reachable()) return false;
+  if (!gradient.lent() || !base_.tiers.may_give_back_memory()) return false;
   const Layout& layout = base_.layout;
   const Segment& segment = layout.segments[layout.places[gradient.param].segment];
   if (gradient.dtype != layout.grad_dtype(segment) || layout.accumulate) return false;

@@ -10,7 +10,9 @@
 // Host memory was claimed for every gradient, in pages or in frames that are set aside. One that is
 // lent leaves its place there empty, and the memory behind the place goes back to the system, until
 // somebody writes there: so the process holds a gradient once, as the budget says. That needs a
-// place in host memory: a gradient whose pages rest on the SSD or on the device is copied.
+// place in host memory: a gradient whose pages rest on the device is copied. So is every gradient
+// of a session with an SSD: its engine may have registered host memory with the kernel, which then
+// goes on to read and write the memory that was given back, and not what came in its place.
 #pragma once
 
 #include "engine/gradient_place.hpp"

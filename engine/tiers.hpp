@@ -49,11 +49,16 @@ class Tiers final {
   const CountedDriver* driver() const { return opened_.driver.get(); }
   Pool& host() { return host_; }
   const Slab& slab() const { return slab_; }
-  // The frame's bytes are lost, and its memory is the system's until somebody writes there.
-  // REQUIRES: reachable(): what a device reaches by itself is locked.
-  void give_back_memory(HostFrameId frame) { slab_.give_back({host_.address(frame), page_bytes_}); }
   // Null: nothing rests on the SSD yet.
   Store* store() const { return store_.get(); }
+  // Nobody but the processor uses host memory: neither a device nor an engine by itself.
+  bool may_give_back_memory() const { return device().reachable() && store() == nullptr; }
+  // The frame's bytes are lost, and its memory is the system's until somebody writes there.
+  // REQUIRES: may_give_back_memory().
+  void give_back_memory(HostFrameId frame) {
+    STRATA_ASSERT(may_give_back_memory());
+    slab_.give_back({host_.address(frame), page_bytes_});
+  }
   const std::string& io_engine_why() const { return io_engine_why_; }
   std::uint32_t device_frames() const { return device_frames_; }
   std::size_t pinned_bytes() const { return pinned_; }

@@ -131,7 +131,8 @@ TEST_F(Lending, ShareAPageWithCopiedOnes) {
   }
 }
 
-TEST_F(Lending, AreCopiedWhereTheyAddUpOrLeaveHostMemory) {
+// Beside an SSD host memory may be registered with the kernel, and has to stay.
+TEST_F(Lending, AreCopiedWhereTheyAddUpAndBesideAnSsd) {
   Config adds = roomy_config();
   adds.accumulate = true;
   TempFolder folder;
@@ -146,10 +147,7 @@ TEST_F(Lending, AreCopiedWhereTheyAddUpOrLeaveHostMemory) {
       copied += lent_.back()->given_back();
       session.leave(UnitId{u});
     }
-    if (config.accumulate)
-      EXPECT_EQ(copied, kUnits);
-    else
-      EXPECT_GT(copied, 0U) << "of a session whose gradients rest on the SSD";
+    EXPECT_EQ(copied, kUnits);
     session.step(config.groups, {});
   }
   EXPECT_TRUE(all_given_back());

@@ -102,7 +102,7 @@ class LandHook(Uncopied):
 
     def _land(self, hooks: "Hooks", grad: torch.Tensor, stream: int) -> None:
         """In its turn among the landings of the model."""
-        session = hooks.state.session
+        state, session = hooks.state, hooks.state.session
         if self.in_backward and not session.gradient_fits(self.index):
             hooks.pins.make_way(self.unit)
         session.land_gradient(
@@ -110,7 +110,8 @@ class LandHook(Uncopied):
             grad.data_ptr(),
             self.dtype_name,
             stream=stream,
-            owner=grad if owns_memory(grad) else None,
+            # What is lent would count as memory of the computation, in a step that is measured.
+            owner=grad if not state.recorder.measuring and owns_memory(grad) else None,
         )
 
 

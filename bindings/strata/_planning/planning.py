@@ -140,6 +140,7 @@ class Planning:
         elif found is not self._in_use:
             self._follow(found)
         if found.to_check:
+            self._give_back_gradients()
             self.state.recorder.measure()
 
     def end_step(self) -> None:
@@ -187,6 +188,12 @@ class Planning:
     def _may_try_slices(self) -> bool:
         return self.goal.activations == "auto" and not self._tried_slices
 
+    def _give_back_gradients(self) -> None:
+        """Waits for updates that read gradients where PyTorch left them: what is freed in a step
+        that is measured would seem to be room there."""
+        if not self.state.config["accumulate"]:
+            self.state.session.drain()
+
     def _observe(self, found: ShapeClass, batch: list[torch.Tensor]) -> None:
         """Lets the step that begins be recorded, in as little memory as works, or timed as it was
         recorded."""
@@ -205,6 +212,7 @@ class Planning:
             return
         self.recording.begin(*self.claims.take_room(*self.recording.room(batch)))
         self._tried_slices = self.state.may_split
+        self._give_back_gradients()
         self.state.recorder.begin()
         log.info("recording a step with a batch of %s", " ".join(map(str, found.shape)))
 

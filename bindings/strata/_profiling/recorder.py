@@ -78,6 +78,11 @@ class Recorder:
         if self._curve is None:
             self._curve = start_curve(self._device)
 
+    @property
+    def measuring(self) -> bool:
+        """Whether what PyTorch holds is counted now."""
+        return self._curve is not None
+
     def close(self) -> None:
         """Ends a recording in the middle: PyTorch's profiler would go on for ever. Idempotent; on
         the thread that began it."""
