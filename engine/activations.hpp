@@ -54,7 +54,7 @@ struct ActivationRoom {
 //   3. Of each way at most kCopiesMax copies are in flight, or kDemandedMax where the last ones are
 //      of saves that somebody waits for; and at most frames_max pages that rest on the SSD are open
 //      for copies or asked for.
-//   4. Nothing holds a page that was staged: it was closed when it came.
+//   4. Nothing holds a page that was staged, or is promised it.
 //   5. A page in a copy, or in the heap, is pinned by its save or by the heap, for as long.
 class Activations final {
  public:

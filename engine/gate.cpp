@@ -70,12 +70,11 @@ void Gate::take_turn() {
 }
 
 void Gate::take_turns(Lock& lock) {
-  bool moved = false;
   while (!closed_ && !failure_ && turn()) {
-    moved = true;
-    const Unlocked unlocked(lock);  // who waits for the lock waits for one turn at most
+    notify();
+    const Unlocked unlocked(lock);  // others may come in
   }
-  if (moved || failure_) notify();
+  if (failure_) notify();
 }
 
 void Gate::wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited) {

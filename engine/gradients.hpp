@@ -1,5 +1,6 @@
-// Gradients: what has landed since the last step, and its norms. They rest in pages, or, where they
-// have none, in frames of host memory that are set aside (gradient_frames.hpp).
+// Gradients: what has landed since the last step, and its norms. They stay where autograd left them
+// (lent_gradients.hpp), or rest in pages, or, where they have none, in frames of host memory that
+// are set aside (gradient_frames.hpp).
 //
 // Threads: one caller at a time (the core's lock), which is given up while bytes are moved.
 //

@@ -127,6 +127,7 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
     if (moves) make_room(lock, change);
   } catch (...) {
     parts_.prefetcher.begin_step();  // what it wanted is forgotten
+    base_.bell.ring();
     throw;
   }
   // 3. The rest is not refused. Units leave; those that move get their frames, or give them up;

@@ -10,9 +10,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
-#include <span>
-#include <string>
 #include <vector>
 
 #include "offload/planner/frames.hpp"
@@ -22,8 +19,8 @@
 namespace strata {
 
 // Invariants:
-//   1. The prefetcher's plan, where it has one, was made from planned_ or from a step that had no
-//      more deviations than kStrangeStepsMax allows.
+//   1. The prefetcher's plan, where it has one, was made from planned_; not more than
+//      kStrangeStepsMax steps in a row have differed from it.
 //   2. adopted_ only where planned_ has uses.
 class StepPlanner final {
  public:

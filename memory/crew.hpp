@@ -52,12 +52,10 @@ struct CrewWork {
   std::function<void(int)> begin = [](int) {};  // once, on the thread itself
 };
 
-template <class Job, class Done>
+// `kJobsMax`: jobs that one thread may hold, done and uncollected ones included.
+template <class Job, class Done, std::size_t kJobsMax = 64>
 class Crew final {
  public:
-  // Jobs that one thread may hold, done and uncollected ones included.
-  static constexpr std::size_t kJobsMax = 64;
-
   // REQUIRES: bell outlives this, or thread_count is 0 (then bell may be null).
   Crew(int thread_count, Doorbell* bell, CrewWork<Job, Done> work) : work_(std::move(work)) {
     STRATA_ASSERT(thread_count >= 0);

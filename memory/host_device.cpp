@@ -32,7 +32,7 @@ CopyTicket HostCopies::copy(const CopyRequest& request) {
   STRATA_ASSERT(request.from != nullptr);
   STRATA_ASSERT(done(request.after));
   while (!crew_.submit({request, last_ + 1})) {
-    wait(CopyTicket{last_ + 1 - CopyCrew::kJobsMax});
+    wait(CopyTicket{last_ + 1 - kCopiesMax});
     for (std::uint64_t over = 0; crew_.collect(over) && crew_.thread_count() != 0;) continue;
   }
   ++last_;

@@ -3,7 +3,7 @@
 //
 // Threads: as the ports say; copies run on a thread of their own, "strata-copy-0", and ring the
 // bell. With CopyMode::polled there is no thread: a copy runs inside the first done() or wait()
-// that asks for it or for a later one, so a simulator decides when.
+// that asks for it or for a later one, or when too many are in flight, so a simulator decides when.
 //
 //   Device device = host_device(&bell);
 //   device.memory->claim(frame_count, page_bytes);
@@ -26,7 +26,7 @@ namespace strata {
 enum class CopyMode : bool { polled, threaded };
 
 // Invariants:
-//   1. done_ <= last_ <= done_ + CopyCrew::kJobsMax: tickets in (done_, last_] are in flight.
+//   1. done_ <= last_ <= done_ + kCopiesMax: tickets in (done_, last_] are in flight.
 //   2. done_ only grows, and a copy's bytes are in place before done_ reaches its ticket.
 class HostCopies final : public CopyEngine {
  public:
@@ -50,7 +50,8 @@ class HostCopies final : public CopyEngine {
     CopyRequest request;
     std::uint64_t ticket;
   };
-  using CopyCrew = Crew<Job, std::uint64_t>;  // what becomes of a job is its ticket
+  static constexpr std::size_t kCopiesMax = 256;
+  using CopyCrew = Crew<Job, std::uint64_t, kCopiesMax>;  // what becomes of a job is its ticket
 
   std::uint64_t run(const Job& job);
 

@@ -193,7 +193,9 @@ bool PageCache::bring(PageId page, bool promised) {
     table_.begin_fill(page, place->frame, 0);
     table_.finish_fill(page, Tier::host);
   }
-  return table_.copy(page, Tier::host).state != CopyState::filling;
+  if (table_.copy(page, Tier::host).state != CopyState::filling) return true;
+  if (promised) staged(page)->promised = true;  // it was staged, and somebody has come for it
+  return false;
 }
 
 bool PageCache::stage(PageId page) {

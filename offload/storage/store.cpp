@@ -218,7 +218,9 @@ void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) 
   const std::uint32_t left = slot_bytes() - transfer.moved_bytes;
 
   // 1. The sign.
-  if (result == -EINTR || result == -EAGAIN) return retry(which, static_cast<int>(-result), out);
+  // A request that the kernel handed to a thread of its own is cancelled when its caller's ends.
+  if (result == -EINTR || result == -EAGAIN || result == -ECANCELED)
+    return retry(which, static_cast<int>(-result), out);
   if (result < 0) {
     const int errno_value = static_cast<int>(-result);
     const bool full = errno_value == ENOSPC || errno_value == EDQUOT;

@@ -38,12 +38,12 @@ Error ring_error(const char* what, int result) {
   return error;
 }
 
-// Threads: as IoEngine.
 // Whoever submits a request of direct I/O builds it: every 4 KiB of its buffer are looked up, some
 // 60 µs for 4 MiB. He has the core's lock, so for larger ones a thread of the kernel's does it,
 // which takes some 10 µs to wake.
 constexpr std::uint32_t kHandedOverBytes = 256 * 1024;
 
+// Threads: as IoEngine.
 class UringEngine final : public IoEngine {
  public:
   UringEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {}

@@ -9,6 +9,7 @@ import pytest
 import strata
 import torch
 from small_models import assert_same
+from strata._hooks.land_hook import owns_memory
 from torch import nn
 from torch.optim import SGD
 
@@ -70,7 +71,9 @@ def test_a_gradient_in_memory_of_others_is_copied(
     plain[0].w.register_hook(torch.clone)
     train(plain, SGD(plain.parameters(), lr=0.1))
     inner = built()
-    model, optimizer = strata.wrap(inner, SGD(inner.parameters(), lr=0.1), memory=ROOMY)
+    model, optimizer = strata.wrap(
+        inner, SGD(inner.parameters(), lr=0.1), memory=ROOMY, activations=None
+    )
     train(model, optimizer)
     assert_same(model, plain, 1e-6)
 
@@ -90,7 +93,7 @@ def test_lent_gradients_come_back(update: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(land_hook, "owns_memory", noted)
     inner = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model, optimizer = strata.wrap(
-        inner, SGD(inner.parameters(), lr=0.1), memory=ROOMY, update=update
+        inner, SGD(inner.parameters(), lr=0.1), memory=ROOMY, update=update, activations=None
     )
     model(torch.randn(8, 64)).square().mean().backward()
     gc.collect()
@@ -102,3 +105,14 @@ def test_lent_gradients_come_back(update: Any, monkeypatch: pytest.MonkeyPatch) 
     gc.collect()
     assert len(lent) == 4
     assert all(grad() is None for grad in lent)
+
+
+def test_who_keeps_the_memory_is_noticed() -> None:
+    """A tensor, an array, or PyTorch's own object for the memory."""
+    assert owns_memory(torch.zeros(64))
+    for keep in (torch.Tensor.detach, torch.Tensor.numpy, torch.Tensor.untyped_storage):
+        tensor = torch.zeros(64)
+        kept = keep(tensor)
+        assert not owns_memory(tensor)
+        del kept
+    assert not owns_memory(torch.zeros(64)[:32])

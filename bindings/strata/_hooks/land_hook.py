@@ -5,6 +5,7 @@
 As all hooks of strata it belongs to one model: in a copy or a pickle nothing of it is left.
 """
 
+import sys
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -121,7 +122,16 @@ def owns_memory(grad: torch.Tensor) -> bool:
     What a custom backward returns may be a view of something that is written again."""
     storage = grad.untyped_storage()
     own = storage.resizable() and storage.nbytes() == grad.nbytes
-    return own and tensors_over(storage._cdata) == 2  # the gradient's and `storage`
+    # The gradient and `storage` use it, which is the one object for it that Python has.
+    return own and tensors_over(storage._cdata) == 2 and sys.getrefcount(storage) == _REFERENCES
+
+
+def _references(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_REFERENCES = _references(torch.empty(1))  # to a storage that nobody else has
 
 
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
