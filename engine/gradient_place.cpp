@@ -41,15 +41,13 @@ GradientPlace::GradientPlace(Foundation& base, std::span<const Piece> run)
 }
 
 Cause GradientPlace::try_open(const Updates& updates, const IncomingGradient& gradient) {
+  if (!updates.may_land(chunk_, gradient.step)) return Cause::update;
   if (page_ == kNoPage) {
-    if (updates.must_settle(chunk_, gradient.step)) return Cause::update;
     writer_ = base_->gradient_frames->open(chunk_);
     if (!writer_) return Cause::update;
     mode_ = updates.holds_gradient(chunk_, gradient.param) ? GradMode::add : GradMode::copy;
     return Cause::none;
   }
-  // The chunk's last update has read what its gradient pages held.
-  if (!updates.settled(chunk_)) return Cause::update;
   mode_ = gradient.adds ? GradMode::add : GradMode::copy;
   if (on_device_) {
     bytes_ = base_->tiers.device().address(base_->table.placement(page_).device_frame());

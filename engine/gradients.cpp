@@ -41,10 +41,7 @@ void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std:
 bool Gradients::fits(Lock& lock, std::uint32_t param) {
   base_.check_param(param);
   if (!base_.gradient_frames) return true;
-  std::vector<std::uint32_t> chunks;
-  for (const Piece& piece : base_.layout.pieces(param)) {
-    if (chunks.empty() || chunks.back() != piece.chunk) chunks.push_back(piece.chunk);
-  }
+  const std::vector<std::uint32_t> chunks = base_.layout.chunks_of(param);
   base_.gate.wait(lock, [&] {
     return base_.gradient_frames->room_for(chunks) || !updates_.busy() ||
            updates_.waits_for_release();

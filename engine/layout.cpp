@@ -174,6 +174,14 @@ std::size_t Layout::elements_per_page(const Chunk& chunk, Role role) const {
   return shares_pages(*this, role) ? elements / 2 : elements;
 }
 
+std::vector<std::uint32_t> Layout::chunks_of(std::uint32_t param) const {
+  std::vector<std::uint32_t> chunks;
+  for (const Piece& piece : pieces(param)) {
+    if (chunks.empty() || chunks.back() != piece.chunk) chunks.push_back(piece.chunk);
+  }
+  return chunks;
+}
+
 Spot Layout::spot(const Chunk& chunk, Role role, std::size_t element) const {
   STRATA_ASSERT(element < chunk.elements);
   const bool second = role == Role::moment2 && shares_pages(*this, role);

@@ -118,6 +118,8 @@ struct Layout {
     return pieces(param, first, count, page_bytes / sizeof(float));
   }
   std::vector<Piece> pieces(std::uint32_t param) const { return pieces(param, 0, numel[param]); }
+  // Those that hold elements of the parameter, in order.
+  std::vector<std::uint32_t> chunks_of(std::uint32_t param) const;
   Spot spot(const Chunk& chunk, Role role, std::size_t element) const;
   // Elements of `role` that one page holds, or one frame of gradients.
   std::size_t elements_per_page(const Chunk& chunk, Role role) const;

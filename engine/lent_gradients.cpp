@@ -1,7 +1,5 @@
 #include "engine/lent_gradients.hpp"
 
-#include <algorithm>
-
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
 
@@ -12,28 +10,22 @@ bool LentGradients::takes(const IncomingGradient& gradient) const {
   const Layout& layout = base_.layout;
   const Segment& segment = layout.segments[layout.places[gradient.param].segment];
   if (gradient.dtype != layout.grad_dtype(segment) || layout.accumulate) return false;
-  if (base_.gradient_frames) return true;
-  return std::ranges::all_of(layout.pieces(gradient.param), [&](const Piece& piece) {
-    const Chunk& chunk = layout.chunks[piece.chunk];
-    return base_.table.tier(base_.page_of(chunk, Role::grad, piece.in_chunk)) == Tier::host;
-  });
+  // Without an SSD gradients rest in host memory, or on the device with all of their unit.
+  return base_.gradient_frames || !base_.on_device(gradient.unit);
 }
 
 double LentGradients::land(Lock& lock, const IncomingGradient& gradient) {
   STRATA_ASSERT(takes(gradient));
   const double sum = sum_squares(lock, gradient);
-  std::uint32_t last = UINT32_MAX;
-  for (const Piece& piece : base_.layout.pieces(gradient.param)) {
-    if (piece.chunk == last) continue;
-    last = piece.chunk;
+  for (const std::uint32_t chunk : base_.layout.chunks_of(gradient.param)) {
     Waiting waiting(base_.timeline, gradient.unit, true);
     base_.gate.wait(lock, [&] {
-      if (leave_place(gradient, piece.chunk)) return true;
+      if (leave_place(gradient, chunk)) return true;
       waiting.missing(Cause::update);
       return false;
     });
     waiting.over();
-    updates_.note_landed(piece.chunk, gradient.param, gradient.from);
+    updates_.note_landed(chunk, gradient.param, gradient.from);
   }
   return sum;
 }
@@ -58,8 +50,8 @@ double LentGradients::sum_squares(Lock& lock, const IncomingGradient& gradient) 
 // Takes what the chunk's gradient may have of host memory, and leaves it empty: see Note [Within
 // the budget]. False: its last gradient is not used up, or no frames are free.
 bool LentGradients::leave_place(const IncomingGradient& gradient, std::uint32_t chunk) {
+  if (!updates_.may_land(chunk, gradient.step)) return false;
   if (base_.gradient_frames) {
-    if (updates_.must_settle(chunk, gradient.step)) return false;
     const bool empty = base_.gradient_frames->frames(chunk).empty();
     if (!base_.gradient_frames->open(chunk)) return false;
     if (!empty) return true;
@@ -68,7 +60,6 @@ bool LentGradients::leave_place(const IncomingGradient& gradient, std::uint32_t 
     }
     return true;
   }
-  if (!updates_.settled(chunk)) return false;
   const PageRun& run = base_.layout.chunks[chunk].run(Role::grad);
   for (std::uint32_t i = 0; i < run.count; ++i) {
     const PageId page{index(run.first) + i};

@@ -63,8 +63,9 @@ std::int64_t Updates::staleness_of(std::uint32_t chunk) const {
   return on_device(chunk) || exact_[index(unit)] ? 0 : config_.max_staleness;
 }
 
-bool Updates::must_settle(std::uint32_t chunk, std::int64_t step) const {
-  return staleness_of(chunk) == 0 && chunks_[chunk].queued && chunks_[chunk].oldest < step;
+bool Updates::may_land(std::uint32_t chunk, std::int64_t step) const {
+  if (gradients_ == nullptr) return settled(chunk);
+  return staleness_of(chunk) != 0 || !chunks_[chunk].queued || chunks_[chunk].oldest >= step;
 }
 
 void Updates::begin_write(std::uint32_t chunk) {

@@ -29,7 +29,7 @@
 // So it is by parameter, also where a chunk holds several.
 //
 // Note [Held]. Where readers may lag, a gradient that lands on a chunk whose last one still waits
-// is added to it; elsewhere it lands when that has been taken: must_settle(). From then on the
+// is added to it; elsewhere it lands when that has been taken: may_land(). From then on the
 // chunk waits for release(): the norm of what is applied, and whether it is applied at all, is
 // known only then. A chunk that is open has taken its gradient; what lands then is the next one's.
 #pragma once
@@ -101,9 +101,10 @@ class Updates final {
   const std::byte* lent_gradient(std::uint32_t chunk, std::uint32_t param) const;
   // The next gradient of the parameter has to be added to what the chunk holds of it.
   bool holds_gradient(std::uint32_t chunk, std::uint32_t param) const;
-  // A gradient of this step has to wait before it lands: the chunk's last one still waits, is of an
-  // older step, and the chunk's readers may not lag, so each gets an update of its own.
-  bool must_settle(std::uint32_t chunk, std::int64_t step) const;
+  // A gradient of this step may land in the chunk. Not where its pages hold one that an update has
+  // still to read. Nor, where gradients have no pages, while the last one waits, is of an older
+  // step, and the chunk's readers may not lag: so each gets an update of its own.
+  bool may_land(std::uint32_t chunk, std::int64_t step) const;
   // A released gradient of the chunk was added to, so the two cannot be told apart.
   bool merged(std::uint32_t chunk) const { return chunks_[chunk].queued && is_held(chunk); }
   // Forgets what has landed in the chunk since the last release. REQUIRES: !merged(chunk).

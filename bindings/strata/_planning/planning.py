@@ -191,7 +191,7 @@ class Planning:
     def _give_back_gradients(self) -> None:
         """Waits for updates that read gradients where PyTorch left them: what is freed in a step
         that is measured would seem to be room there."""
-        if not self.state.config["accumulate"]:
+        if self.state.device.type == "cpu" and not self.state.config["accumulate"]:
             self.state.session.drain()
 
     def _observe(self, found: ShapeClass, batch: list[torch.Tensor]) -> None:
