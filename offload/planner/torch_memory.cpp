@@ -106,7 +106,7 @@ std::size_t TorchMemory::fetched_from(std::size_t unit, std::uint32_t lookahead)
 
 // See 3. of the note: `shared` does not shrink with the slices.
 std::uint64_t TorchMemory::sliced(std::uint64_t bytes, std::size_t use,
-                                   const UnitPlan& plan) const {
+                                  const UnitPlan& plan) const {
   const Moment& moment = moments_[use];
   STRATA_ASSERT(plan.slices > 0);
   if (moment.inner_end > use + 1) return bytes;
@@ -144,8 +144,8 @@ std::uint64_t TorchMemory::gap_need(std::size_t use, const UnitPlan& plan) const
 // By use: the bytes of all saved tensors on the device at its enter. `leaving`: what is still on
 // its way out in the gap before.
 std::vector<std::uint64_t> TorchMemory::held_under(std::span<const UnitPlan> units,
-                                                    std::uint32_t lookahead,
-                                                    std::vector<std::uint64_t>& leaving) const {
+                                                   std::uint32_t lookahead,
+                                                   std::vector<std::uint64_t>& leaving) const {
   const std::size_t uses = moments_.size();
   UseSpans spans(uses);
   leaving.assign(uses, 0);
@@ -173,7 +173,7 @@ std::vector<std::uint64_t> TorchMemory::held_under(std::span<const UnitPlan> uni
 }
 
 std::vector<std::uint64_t> TorchMemory::curve(std::span<const UnitPlan> units,
-                                               std::uint32_t lookahead) const {
+                                              std::uint32_t lookahead) const {
   STRATA_ASSERT(units.size() == groups_.size());
   std::vector<std::uint64_t> leaving;
   const std::vector<std::uint64_t> held = held_under(units, lookahead, leaving);
