@@ -175,11 +175,11 @@ std::size_t Layout::elements_per_page(const Chunk& chunk, Role role) const {
 }
 
 std::vector<std::uint32_t> Layout::chunks_of(std::uint32_t param) const {
-  std::vector<std::uint32_t> chunks;
+  std::vector<std::uint32_t> ids;
   for (const Piece& piece : pieces(param)) {
-    if (chunks.empty() || chunks.back() != piece.chunk) chunks.push_back(piece.chunk);
+    if (ids.empty() || ids.back() != piece.chunk) ids.push_back(piece.chunk);
   }
-  return chunks;
+  return ids;
 }
 
 Spot Layout::spot(const Chunk& chunk, Role role, std::size_t element) const {
