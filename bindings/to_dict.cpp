@@ -94,8 +94,10 @@ py::dict driver_dict(const std::optional<DriverCounts>& counts) {
 
 py::dict stats_dict(const SessionStats& stats) {
   py::dict out;
-  for (std::size_t link = 0; link < kLinkCount; ++link) {
-    out[py::str(std::string(name(static_cast<Link>(link))) + " bytes")] = stats.link_bytes[link];
+  for (const LinkRow& row : kLinks) {
+    const std::uint64_t bytes = stats.link_bytes[static_cast<std::size_t>(row.link)];
+    const bool rare = row.from == Tier::far || row.to == Tier::far;  // few sessions have it
+    if (bytes != 0 || !rare) out[py::str(std::string(row.name) + " bytes")] = bytes;
   }
   out["waited_s"] = stats.waited_s;
   out["device_bytes"] = stats.device_bytes;

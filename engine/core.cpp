@@ -38,8 +38,7 @@ std::unique_ptr<Workers> make_workers(Foundation& base, const WorkerPlacement& p
 
 TierParts tier_parts(SessionParts& parts) {
   parts.threads = !parts.idle;
-  return {std::move(parts.device), std::move(parts.io_engine), std::move(parts.open_device),
-          parts.threads};
+  return std::move(static_cast<TierParts&>(parts));
 }
 
 }  // namespace
@@ -122,6 +121,7 @@ Error Core::stuck(const Awaited& awaited, const std::string& looks) const {
   if (awaited.unit != kNoUnit) error.what += " of " + base.names.of(awaited.unit);
   error.what += "; in flight:";
   for (const LinkRow& row : kLinks) {
+    if (!base.transfers.carries(row)) continue;
     error.what += " " + std::to_string(base.transfers.in_flight(row.link)) + " " + row.name;
     if (const PageId oldest = base.transfers.oldest(row.link); oldest != kNoPage) {
       error.what += " (the oldest: page " + std::to_string(index(oldest)) + " of " +
@@ -196,7 +196,7 @@ SessionStats Core::stats() const {
   stats.backend = base.tiers.device().name();
   stats.device = base.tiers.device().description();
   stats.isa = name(best_isa());
-  if (const Store* store = base.tiers.store()) {
+  if (const Store* store = base.tiers.store(Tier::ssd)) {
     stats.io_retries = store->counters().retries;
     stats.io_engine = store->engine_name();
     stats.io_engine_why = base.tiers.io_engine_why();

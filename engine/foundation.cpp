@@ -16,7 +16,7 @@ constexpr std::size_t kTimelineSpans = 1 << 14;
 // The page table of a session that begins: every page rests where `home` has it. Frames of host
 // memory come later, from the page cache; units that rest on the device lie behind the frames of
 // parameters that come and go.
-PageTable make_table(const Residence& home, Store* store) {
+PageTable make_table(const Residence& home, Tiers& tiers) {
   PageTable table;
   table.add(home.layout.page_count);
   std::uint32_t next_frame = home.device_frames;
@@ -24,16 +24,12 @@ PageTable make_table(const Residence& home, Store* store) {
     const PageId page{i};
     const Chunk& chunk = home.layout.chunks[home.layout.chunk_of[i]];
     table.set_unit(page, home.layout.segments[chunk.segment].unit);
-    switch (home.tier[i]) {
-      case Tier::device:
-        table.place(page, FrameId{next_frame++});
-        break;
-      case Tier::host:
-        table.place(page, {Tier::host, kNoPlace});
-        break;
-      case Tier::ssd:
-        table.place(page, store->acquire().value());
-        break;
+    if (has_slots(home.tier[i])) {
+      table.place(page, tiers.acquire_slot().value());
+    } else if (home.tier[i] == Tier::device) {
+      table.place(page, FrameId{next_frame++});
+    } else {
+      table.place(page, {Tier::host, kNoPlace});
     }
   }
   STRATA_ASSERT(next_frame == home.device_frames + home.rest_frames);
@@ -68,7 +64,7 @@ Foundation::Foundation(const Config& its_config, TierParts parts, Gate& its_gate
       layout(home.layout),
       claims(home),
       tiers(config, home, std::move(parts), &bell),
-      table(make_table(home, tiers.store())),
+      table(make_table(home, tiers)),
       timeline(kTimelineSpans),
       names(config, layout, table),
       transfers(table, tiers.copies(), tiers.device(), tiers.host(), timeline, kTransfersMax),
@@ -80,8 +76,14 @@ Foundation::Foundation(const Config& its_config, TierParts parts, Gate& its_gate
                           : std::optional<GradientFrames>(std::in_place, layout, tiers.host(),
                                                           claims.buffer_frames)),
       cache(table, transfers, tiers.host(), tiers.device()) {
-  if (tiers.store() != nullptr) transfers.set_store(Tier::ssd, *tiers.store());
+  connect_stores();
   if (scales != nullptr) std::memset(scales, 0, claims.scale_frames * layout.page_bytes);
+}
+
+void Foundation::connect_stores() {
+  for (const Tier tier : kTiers) {
+    if (Store* store = tiers.store(tier)) transfers.set_store(tier, *store);
+  }
 }
 
 Residence Foundation::residence() const {
@@ -89,7 +91,7 @@ Residence Foundation::residence() const {
   static_cast<Claims&>(home) = claims;
   home.layout = layout;
   for (std::uint32_t i = 0; i < layout.page_count; ++i) {
-    home.tier.push_back(table.tier(PageId{i}));
+    home.tier.push_back(planned_as(table.tier(PageId{i})));
   }
   home.on_device = units_on_device();
   return home;

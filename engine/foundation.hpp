@@ -50,6 +50,8 @@ struct Foundation final {
   std::optional<GradientFrames> gradient_frames;  // none: gradients have pages
   PageCache cache;
 
+  // Transfers reach what tiers have opened.
+  void connect_stores();
   // Where everything rests now.
   Residence residence() const;
   bool on_device(UnitId unit) const;

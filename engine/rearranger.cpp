@@ -158,12 +158,9 @@ void Rearranger::make_room(Lock& lock, const Change& change) {
   STRATA_ASSERT(change.claims.host_frames >= base_.claims.host_frames);
   STRATA_ASSERT(change.claims.slots >= base_.claims.slots);
   const std::uint32_t frames = base_.tiers.device_frames();
-  const bool had_store = base_.tiers.store() != nullptr;
   base_.tiers.grow(change.claims, std::max(frames, change.frames + change.claims.rest_frames));
   parts_.frames.forget_mappings(FrameId{frames});
-  if (!had_store && base_.tiers.store() != nullptr) {
-    base_.transfers.set_store(Tier::ssd, *base_.tiers.store());
-  }
+  base_.connect_stores();
 }
 
 void Rearranger::wait_until_still(Lock& lock) {
@@ -224,7 +221,7 @@ void Rearranger::give_back_frames() {
 // REQUIRES: make_room() for it.
 void Rearranger::arrange(Lock& lock, const Residence& then) {
   STRATA_ASSERT(then.host_frames <= base_.tiers.host().capacity());
-  STRATA_ASSERT(then.slots == 0 || base_.tiers.store() != nullptr);
+  STRATA_ASSERT(then.slots == 0 || base_.tiers.store(Tier::ssd) != nullptr);
   forget_activation_pages();
   move_pages(lock, then);
   parts_.swapping.saves().reserve(take_activation_pages());
@@ -242,7 +239,7 @@ void Rearranger::forget_activation_pages() {
       const bool given = base_.cache.give_back(page);
       STRATA_ASSERT(given);  // nothing was ever written to it, or it was discarded
     } else if (rest.somewhere()) {
-      base_.tiers.store()->release(rest.slot());
+      base_.tiers.release_slot(rest);
       base_.table.place(page, {});
     }
   }
@@ -266,7 +263,7 @@ ActivationRoom Rearranger::take_activation_pages() {
     if (i < in_host)
       base_.cache.promote(page);
     else
-      base_.table.place(page, base_.tiers.store()->acquire().value());
+      base_.table.place(page, base_.tiers.acquire_slot().value());
     (i < in_host ? room.host : room.ssd).push_back(page);
   }
   return room;
@@ -314,7 +311,7 @@ void Rearranger::begin_resting(UnitId unit, std::vector<Move>& moves) {
 bool Rearranger::begin_move(const Move& move) {
   if (move.to == Tier::host) return true;  // adopted when it is there
   STRATA_ASSERT(move.to == Tier::ssd);
-  const auto slot = base_.tiers.store()->acquire();
+  const auto slot = base_.tiers.acquire_slot();
   if (!slot) return false;
   if (move.from.tier == Tier::host)
     base_.cache.demote(move.page, *slot);
@@ -329,7 +326,7 @@ bool Rearranger::end_move(const Move& move) {
   STRATA_ASSERT(move.from.tier != move.to);
   const bool there = move.to == Tier::host ? base_.cache.adopt(move.page)
                                            : base_.cache.settled(move.page, move.from.tier);
-  if (there && move.from.tier == Tier::ssd) base_.tiers.store()->release(move.from.slot());
+  if (there && has_slots(move.from.tier)) base_.tiers.release_slot(move.from);
   return there;
 }
 
@@ -338,7 +335,7 @@ void Rearranger::move_pages(Lock& lock, const Residence& then) {
   // 1. Everybody knows where pages rest, and how large the staging area will be.
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
     const Placement& from = base_.table.placement(PageId{i});
-    if (from.tier == then.tier[i] || then.tier[i] == Tier::device) continue;
+    if (planned_as(from.tier) == then.tier[i] || then.tier[i] == Tier::device) continue;
     const Move move{PageId{i}, from, then.tier[i]};
     (begin_move(move) ? moves : late).push_back(move);
   }

@@ -32,8 +32,13 @@ namespace strata {
 // A page rests on the device exactly where its unit does.
 struct Residence : Allotment {
   Layout layout;
-  std::vector<Tier> tier;  // by page of the layout
+  std::vector<Tier> tier;  // by page of the layout, as planned_as() has them
 };
+
+// Plans know one tier of slots.
+constexpr Tier planned_as(Tier tier) {
+  return has_slots(tier) ? Tier::ssd : tier;
+}
 
 // One is filled while the processor reads the other.
 inline constexpr std::uint32_t kLandingFrames = 2;

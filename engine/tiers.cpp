@@ -44,20 +44,38 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
   check_resting(home);
   check_pinned(home);
   if (home.slots != 0) open_store(home.slots);
+  if (parts.far.slots == 0) return;
+  stores_[static_cast<std::size_t>(Tier::far)] =
+      make_store(std::move(parts.far.engine), {"far memory"}, parts.far.slots);
 }
 
 void Tiers::open_store(std::uint32_t slots) {
   auto engine = std::move(io_engine_);
   if (!engine) engine = make_io_engine(config_.io_engine, bell_, kIoDepth, &io_engine_why_);
+  stores_[static_cast<std::size_t>(Tier::ssd)] =
+      make_store(std::move(engine), config_.ssd_paths, slots);
+  slots_ = slots;
+}
+
+std::unique_ptr<Store> Tiers::make_store(std::unique_ptr<IoEngine> engine,
+                                         std::vector<std::string> paths, std::uint32_t slots) {
   StoreOptions options;
-  options.paths = config_.ssd_paths;
+  options.paths = std::move(paths);
   options.slot_bytes = page_bytes_;
   options.slot_count = slots;
   options.in_flight_max = kIoDepth;
   options.hash_threads = threads_ ? hash_threads_here() : 0;
-  store_ = std::make_unique<Store>(options, std::move(engine), bell_);
-  store_->register_memory(slab_.bytes());
-  slots_ = slots;
+  auto store = std::make_unique<Store>(options, std::move(engine), bell_);
+  store->register_memory(slab_.bytes());
+  return store;
+}
+
+std::optional<Placement> Tiers::acquire_slot() {
+  for (const Tier tier : {Tier::far, Tier::ssd}) {
+    if (store(tier) == nullptr) continue;
+    if (const auto slot = store(tier)->acquire()) return Placement{tier, index(*slot)};
+  }
+  return std::nullopt;
 }
 
 // The first bytes of host memory, as many as the system lets.
@@ -83,14 +101,15 @@ void Tiers::grow(const Claims& then, std::uint32_t device_frames) {
     pin(slab_.bytes().size());
     check_pinned(then);
     resize_device(device_frames);
-    if (store_ && then.slots > slots_) {
-      store_->extend(then.slots - slots_);
+    Store* const ssd = store(Tier::ssd);
+    if (ssd == nullptr && then.slots != 0) open_store(then.slots);
+    if (ssd != nullptr && then.slots > slots_) {
+      ssd->extend(then.slots - slots_);
       slots_ = then.slots;
     }
-    if (!store_ && then.slots != 0) {
-      open_store(then.slots);
-    } else if (store_ && slab_.bytes().size() > before) {
-      store_->register_memory(slab_.bytes().subspan(before));
+    for (Store* const had : {ssd, store(Tier::far)}) {
+      const std::span<std::byte> more = slab_.bytes().subspan(before);
+      if (had != nullptr && !more.empty()) had->register_memory(more);
     }
   } catch (...) {
     resize_device(device_before);

@@ -8,15 +8,20 @@
 //   tiers.grow(claims_of_then);
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "engine/config.hpp"
 #include "engine/devices.hpp"
 #include "engine/residence.hpp"
 #include "memory/doorbell.hpp"
+#include "memory/page_table.hpp"
 #include "memory/pool.hpp"
 #include "memory/slab.hpp"
 #include "offload/storage/io_engine.hpp"
@@ -24,10 +29,17 @@
 
 namespace strata {
 
+// So many slots of the far tier, behind an engine; none: there is no such tier.
+struct FarTier {
+  std::unique_ptr<IoEngine> engine;
+  std::uint32_t slots = 0;
+};
+
 // What a test replaces. Left empty, the real thing is made.
 struct TierParts {
   Device device;
   std::unique_ptr<IoEngine> io_engine;
+  FarTier far;
   // Makes the device over the session's own bell. Absent: the one that the configuration names.
   std::function<OpenedDevice(Doorbell*)> open_device;
   // False: nothing runs beside the caller, so a run replays from its seed.
@@ -49,10 +61,16 @@ class Tiers final {
   const CountedDriver* driver() const { return opened_.driver.get(); }
   Pool& host() { return host_; }
   const Slab& slab() const { return slab_; }
-  // Null: nothing rests on the SSD yet.
-  Store* store() const { return store_.get(); }
+  // Of a tier of slots; null: nothing rests there yet.
+  Store* store(Tier tier) const { return stores_[static_cast<std::size_t>(tier)].get(); }
+  // A slot of the far tier, then of the SSD; nullopt: every one is taken.
+  std::optional<Placement> acquire_slot();
+  void release_slot(Placement slot) { store(slot.tier)->release(slot.slot()); }
   // Nobody but the processor uses host memory: neither a device nor an engine by itself.
-  bool may_give_back_memory() const { return device().reachable() && store() == nullptr; }
+  bool may_give_back_memory() const {
+    return device().reachable() &&
+           std::ranges::none_of(kTiers, [this](Tier t) { return store(t); });
+  }
   // The frame's bytes are lost, and its memory is the system's until somebody writes there.
   // REQUIRES: may_give_back_memory().
   void give_back_memory(HostFrameId frame) {
@@ -78,6 +96,8 @@ class Tiers final {
   void pin(std::size_t host_bytes);
   void check_pinned(const Claims& then) const;
   void open_store(std::uint32_t slots);
+  std::unique_ptr<Store> make_store(std::unique_ptr<IoEngine> engine,
+                                    std::vector<std::string> paths, std::uint32_t slots);
 
   const Config& config_;
   std::size_t page_bytes_;
@@ -91,8 +111,8 @@ class Tiers final {
   bool threads_;
   std::unique_ptr<IoEngine> io_engine_;  // given, and not needed yet
   std::string io_engine_why_;
-  std::uint32_t slots_ = 0;
-  std::unique_ptr<Store> store_;
+  std::uint32_t slots_ = 0;  // of the SSD
+  std::array<std::unique_ptr<Store>, kTierCount> stores_;
 };
 
 }  // namespace strata

@@ -49,7 +49,7 @@ void Updates::set_staging(std::uint32_t frames_max) {
   frames_max_ = frames_max;
   for (ChunkState& chunk : chunks_) chunk.staging_need = 0;
   for (std::uint32_t page = 0; page < layout_.page_count; ++page) {
-    if (table_.tier(PageId{page}) == Tier::ssd) ++chunks_[layout_.chunk_of[page]].staging_need;
+    if (has_slots(table_.tier(PageId{page}))) ++chunks_[layout_.chunk_of[page]].staging_need;
   }
 }
 

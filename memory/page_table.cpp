@@ -8,8 +8,6 @@
 namespace strata {
 namespace {
 
-constexpr std::array<Tier, kTierCount> kTiers{Tier::device, Tier::host, Tier::ssd};
-
 constexpr std::size_t index(Tier tier) {
   return static_cast<std::size_t>(tier);
 }

@@ -41,9 +41,9 @@ constexpr const char* name(CopyState state) {
 inline constexpr std::uint32_t kNoPlace = UINT32_MAX;
 
 // A place in a tier, `place` being the index of a FrameId (device), HostFrameId (host) or SlotId
-// (ssd). Where a page rests is said by one of these, in the page table. There will be two more
-// kinds of rest: remote, where another rank holds the page, and shared, where a snapshot holds the
-// slot as well.
+// (a tier of slots; a SlotId alone is one of the SSD). Where a page rests is said by one of these,
+// in the page table. There will be two more kinds of rest: remote, where another rank holds the
+// page, and shared, where a snapshot holds the slot as well.
 struct Placement {
   Tier tier = Tier::ssd;
   std::uint32_t place = kNoPlace;
@@ -59,7 +59,10 @@ struct Placement {
   // REQUIRES of the three: it is a place of that tier.
   FrameId device_frame() const { return of<FrameId>(Tier::device); }
   HostFrameId host_frame() const { return of<HostFrameId>(Tier::host); }
-  SlotId slot() const { return of<SlotId>(Tier::ssd); }
+  SlotId slot() const {
+    STRATA_ASSERT(has_slots(tier));
+    return SlotId{place};
+  }
   friend constexpr bool operator==(const Placement&, const Placement&) = default;
 
  private:
@@ -78,7 +81,7 @@ struct Copy {
   std::uint32_t place = kNoPlace;
   std::uint64_t version = 0;
 };
-static_assert(sizeof(Copy) == 16, "a page costs 72 bytes: keep it so");
+static_assert(sizeof(Copy) == 16, "a page costs 88 bytes: keep it so");
 
 // Proof that the newest contents of a page may be lost, and the reason, for a person to read.
 struct Discard {
@@ -173,7 +176,7 @@ class PageTable final {
     Placement rest;
     UnitId unit = kNoUnit;
   };
-  static_assert(sizeof(Entry) == 72);
+  static_assert(sizeof(Entry) == 88);
 
   const Entry& entry(PageId page) const {
     STRATA_ASSERT(index(page) < page_count());

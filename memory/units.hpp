@@ -16,8 +16,9 @@ inline constexpr std::size_t kGiB = std::size_t{1} << 30;
 inline constexpr std::size_t kPageBytesMin = 64 * kKiB;
 inline constexpr std::size_t kPageBytesMax = 64 * kMiB;
 
-enum class Tier : std::uint8_t { device, host, ssd };
-inline constexpr std::size_t kTierCount = 3;
+// far: whatever else holds pages in slots of its own, such as memory behind CXL. A session has it
+// where its maker gives an engine for it (engine/tiers.hpp); plans count its pages as the SSD's.
+enum class Tier : std::uint8_t { device, host, ssd, far };
 
 // The unit of identity, movement and accounting. A page's id never changes.
 enum class PageId : std::uint32_t {};
@@ -25,7 +26,7 @@ enum class PageId : std::uint32_t {};
 enum class FrameId : std::uint32_t {};
 // A page-sized place in host memory.
 enum class HostFrameId : std::uint32_t {};
-// A page-sized place in the SSD files.
+// A page-sized place in the files of a tier of slots.
 enum class SlotId : std::uint32_t {};
 // The parameters that are gathered, moved and updated together.
 enum class UnitId : std::uint32_t {};
@@ -43,11 +44,37 @@ constexpr std::uint32_t index(Id id) {
   return static_cast<std::uint32_t>(id);
 }
 
-inline constexpr std::array kTierNames = {"device", "host", "ssd"};
-static_assert(kTierNames.size() == kTierCount);
+// What a tier's places are: frames of memory, or slots behind a Store, whose pages pass through
+// host memory.
+enum class Places : std::uint8_t { frames, slots };
+
+struct TierRow {
+  Tier tier;
+  const char* name;
+  Places places;
+};
+
+inline constexpr std::array kTierRows = {
+    TierRow{Tier::device, "device", Places::frames},
+    TierRow{Tier::host, "host", Places::frames},
+    TierRow{Tier::ssd, "ssd", Places::slots},
+    TierRow{Tier::far, "far", Places::slots},
+};
+inline constexpr std::size_t kTierCount = kTierRows.size();
+
+// The first so many are those that budgets and plans know.
+inline constexpr std::size_t kPlannedTiers = 3;
+inline constexpr auto kTiers = [] {
+  std::array<Tier, kTierCount> tiers{};
+  for (std::size_t i = 0; i < kTierCount; ++i) tiers[i] = kTierRows[i].tier;
+  return tiers;
+}();
 
 constexpr const char* name(Tier tier) {
-  return kTierNames[static_cast<std::size_t>(tier)];
+  return kTierRows[static_cast<std::size_t>(tier)].name;
+}
+constexpr bool has_slots(Tier tier) {
+  return kTierRows[static_cast<std::size_t>(tier)].places == Places::slots;
 }
 
 constexpr std::size_t ceil_div(std::size_t value, std::size_t by) {

@@ -120,7 +120,7 @@ struct Plan {
   std::uint64_t resting_host_bytes = 0;    // of parameters, gradients and states
   std::uint64_t resting_ssd_bytes = 0;
   std::vector<std::uint64_t> device_curve;  // by use: bytes of the device, frames included
-  std::array<Peak, kTierCount> peaks;       // by tier
+  std::array<Peak, kPlannedTiers> peaks;    // by tier
 
   Peak& peak(Tier tier) { return peaks[static_cast<std::size_t>(tier)]; }
   const Peak& peak(Tier tier) const { return peaks[static_cast<std::size_t>(tier)]; }

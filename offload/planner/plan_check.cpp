@@ -225,7 +225,7 @@ std::string check_plan(const Trace& trace, const Budgets& budgets, const Plan& p
   if (std::string why = check_tiers(trace, budgets, plan); !why.empty()) return why;
   if (std::string why = check_frames(trace, budgets, plan); !why.empty()) return why;
   if (std::string why = check_device(trace, lives, budgets, plan); !why.empty()) return why;
-  for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+  for (std::size_t tier = 0; tier < kPlannedTiers; ++tier) {
     if (plan.peaks[tier].bytes > plan.peaks[tier].budget) {
       return std::string("the peak of ") + name(static_cast<Tier>(tier)) + " is over its budget";
     }

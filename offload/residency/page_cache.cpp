@@ -199,7 +199,7 @@ bool PageCache::bring(PageId page, bool promised) {
 }
 
 bool PageCache::stage(PageId page) {
-  STRATA_ASSERT(table_.tier(page) == Tier::ssd && table_.newest(page) != 0);
+  STRATA_ASSERT(has_slots(table_.tier(page)) && table_.newest(page) != 0);
   return bring(page, false);
 }
 
@@ -284,22 +284,21 @@ Pin PageCache::open_on_device(PageId page) {
 bool PageCache::discard(PageId page) {
   if (index(page) < writing_.size() && writing_[index(page)]) return false;
   if (table_.newest(page) == 0) return true;
-  for (const Tier tier : {Tier::host, Tier::ssd}) {
+  for (const Tier tier : kTiers) {
     const Copy& copy = table_.copy(page, tier);
+    STRATA_ASSERT(tier != Tier::device || copy.state == CopyState::none);
     if (copy.state == CopyState::filling || copy.state == CopyState::draining) return false;
     if (copy.pins != 0) return false;
   }
-  const Discard proof("the contents were used up or dropped");
-  const bool on_ssd = table_.copy(page, Tier::ssd).state == CopyState::valid;
   const bool in_host = table_.copy(page, Tier::host).state == CopyState::valid;
-  Placement frame;
-  // What is not the newest copy, or not the only one, goes first.
-  if (on_ssd && (!in_host || table_.is_current(page, Tier::ssd))) {
-    if (in_host) frame = table_.drop(page, Tier::host);
-    table_.drop(page, Tier::ssd, proof);
-  } else {
-    if (on_ssd) table_.drop(page, Tier::ssd);
-    frame = table_.drop(page, Tier::host, proof);
+  const Placement frame = in_host ? table_.at(page, Tier::host) : Placement{};
+  // What is not the newest copy goes first.
+  for (const bool newest : {false, true}) {
+    for (const Tier tier : kTiers) {
+      if (table_.copy(page, tier).state == CopyState::none) continue;
+      if (table_.is_current(page, tier) != newest) continue;
+      table_.drop(page, tier, Discard("the contents were used up or dropped"));
+    }
   }
   // A staging frame is for the next one; a page that rests in host memory keeps its own.
   if (Staged* place = staged(page)) {

@@ -1,6 +1,6 @@
 // PageCache: the one way to a page's bytes. What opens a page is a Pin: while it lives the page
 // stays where it was opened, for the intent that it was opened with. Pages that rest in host memory
-// keep their frame until they are demoted; pages that rest elsewhere, on the SSD or on the device,
+// keep their frame until they are demoted; pages that rest elsewhere, in slots or on the device,
 // pass through a bounded set of staging frames: fetched when they are opened, written back when
 // they have changed, and evicted least recently used first. Gradients that land, parameters on
 // their way to the device and chunks under update all come here, so there is one place that can run
@@ -93,8 +93,8 @@ class PageCache final {
 
   // The page where host memory has it; empty: not yet.
   Pin open(PageId page, Intent intent);
-  // Reads a page of the SSD ahead of its need. True: it is in host memory, until somebody else
-  // needs the frame.
+  // Reads a page that rests in a slot ahead of its need. True: it is in host memory, until somebody
+  // else needs the frame.
   bool stage(PageId page);
   // The page where it rests on the device; empty: not yet. To change it, host memory must hold
   // nothing of it. REQUIRES: it rests there; Intent::modify.
@@ -108,10 +108,10 @@ class PageCache final {
   // The page rests in host memory from here on. REQUIRES: nothing of it is held anywhere; the pool
   // has a frame.
   void promote(PageId page);
-  // The page rests at `to` from here on, on the device or the SSD. Its frame in host memory joins
+  // The page rests at `to` from here on, on the device or in a slot. Its frame in host memory joins
   // the staging area, with the page in it. REQUIRES: it rests in host memory.
   void demote(PageId page, Placement to);
-  // The page, which rests on the device or the SSD, rests in the other one from here on.
+  // The page, which rests on the device or in a slot, rests in the other one from here on.
   void retarget(PageId page, Placement to);
   // True once the page is where it rests, and neither host memory nor the tier that it rested in
   // before holds it; until then brings that nearer. A page of zeros is nowhere.

@@ -22,8 +22,9 @@ Transfers::Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& d
 }
 
 void Transfers::set_store(Tier tier, Store& store) {
-  STRATA_ASSERT(stores_[static_cast<std::size_t>(tier)] == nullptr);
-  stores_[static_cast<std::size_t>(tier)] = &store;
+  Store*& there = stores_[static_cast<std::size_t>(tier)];
+  STRATA_ASSERT(has_slots(tier) && (there == nullptr || there == &store));
+  there = &store;
 }
 
 bool Transfers::idle() const {
@@ -34,10 +35,9 @@ std::byte* Transfers::host_bytes(PageId page) const {
   return host_.address(table_.at(page, Tier::host).host_frame());
 }
 
-// The end of the link that is not host memory holds slots.
 Store& Transfers::store_of(const LinkRow& row) const {
   STRATA_ASSERT(row.carrier == Carrier::store);
-  Store* store = stores_[static_cast<std::size_t>(row.from == Tier::host ? row.to : row.from)];
+  Store* store = stores_[slots_of(row)];
   STRATA_ASSERT(store != nullptr);
   return *store;
 }

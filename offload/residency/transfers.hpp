@@ -69,8 +69,13 @@ class Transfers final {
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
 
-  // What holds the slots of a tier, for a session that has one. REQUIRES: there was none.
+  // What holds the slots of a tier, for a session that has one. REQUIRES: there was no other.
   void set_store(Tier tier, Store& store);
+
+  // Whether anything can move over the link: it needs no store, or there is one.
+  bool carries(const LinkRow& row) const {
+    return row.carrier == Carrier::copies || stores_[slots_of(row)] != nullptr;
+  }
 
   // Too many pages are on their way: try again after a turn.
   bool full() const { return pages_in_flight_ == in_flight_max_; }
@@ -120,6 +125,10 @@ class Transfers final {
 
   CopyTicket start(Transfer transfer, const CopyRequest& request);
   Transfer begin(Link link, Requester requester, std::uint64_t bytes);
+  // The end of a store's link that is not host memory.
+  static std::size_t slots_of(const LinkRow& row) {
+    return static_cast<std::size_t>(row.from == Tier::host ? row.to : row.from);
+  }
   Store& store_of(const LinkRow& row) const;
   bool submit(std::uint32_t slot);
   bool reap_copies();

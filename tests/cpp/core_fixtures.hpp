@@ -45,7 +45,8 @@ class SmallCore final {
       : options_(options),
         host_frames_(count(tier, Tier::host) + options.staging + (options.aside ? 1U : 0U)),
         memory_(host_frames_ * kPage),
-        slots_(std::max(1U, count(tier, Tier::ssd) + options.spare_slots)) {
+        slots_(std::max(1U, count(tier, Tier::ssd) + options.spare_slots)),
+        far_slots_(count(tier, Tier::far)) {
     const auto pages = static_cast<std::uint32_t>(tier.size());
     table.add(pages);
     device = faulty(host_device(nullptr, CopyMode::polled), options.faults);
@@ -53,21 +54,21 @@ class SmallCore final {
     auto engine =
         std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64), FaultPlan{});
     disk = engine.get();
-    StoreOptions store;
-    store.paths = {"memory"};
-    store.slot_bytes = kPage;
-    store.slot_count = slots_;
-    store_ = std::make_unique<Store>(store, std::move(engine));
+    store_ = make_store(std::move(engine), slots_);
+    if (far_slots_ != 0) {
+      far_store_ = make_store(std::make_unique<MemoryEngine>(nullptr, 64), far_slots_);
+    }
     host_ = std::make_unique<Pool>(host_frames_, kPage, memory_.data());
     for (std::uint32_t page = 0; page < pages; ++page) {
-      if (tier[page] == Tier::ssd)
-        table.place(PageId{page}, store_->acquire().value());
+      if (has_slots(tier[page]))
+        table.place(PageId{page}, slot_of(tier[page]));
       else
         table.place(PageId{page}, {tier[page], kNoPlace});
     }
     transfers = std::make_unique<Transfers>(table, *device.copies, *device.memory, *host_, timeline,
                                             options.in_flight);
     transfers->set_store(Tier::ssd, *store_);
+    if (far_store_) transfers->set_store(Tier::far, *far_store_);
     if (options.aside) aside = host_->acquire().value();
     cache = std::make_unique<PageCache>(table, *transfers, *host_, *device.memory);
   }
@@ -97,7 +98,8 @@ class SmallCore final {
     moved |= cache->turn();
     if (prefetcher) moved |= prefetcher->turn();
     if (transfers->failure() && errors.empty()) errors.push_back(transfers->failure()->error);
-    const auto wrong = table.check_invariants({options_.device_frames, host_frames_, slots_});
+    const auto wrong =
+        table.check_invariants({options_.device_frames, host_frames_, slots_, far_slots_});
     EXPECT_FALSE(wrong) << *wrong;
     return moved;
   }
@@ -148,12 +150,23 @@ class SmallCore final {
   static std::uint32_t count(const std::vector<Tier>& tiers, Tier tier) {
     return static_cast<std::uint32_t>(std::count(tiers.begin(), tiers.end(), tier));
   }
+  static std::unique_ptr<Store> make_store(std::unique_ptr<IoEngine> engine, std::uint32_t slots) {
+    StoreOptions options;
+    options.paths = {"memory"};
+    options.slot_bytes = kPage;
+    options.slot_count = slots;
+    return std::make_unique<Store>(options, std::move(engine));
+  }
+  Placement slot_of(Tier tier) {
+    Store& store = tier == Tier::far ? *far_store_ : *store_;
+    return {tier, index(store.acquire().value())};
+  }
 
   SmallCoreOptions options_;
   std::uint32_t host_frames_;
   AlignedBuffer memory_;
-  std::uint32_t slots_;
-  std::unique_ptr<Store> store_;
+  std::uint32_t slots_, far_slots_;
+  std::unique_ptr<Store> store_, far_store_;
   std::unique_ptr<Pool> host_;
 
  public:

@@ -13,8 +13,7 @@
 namespace strata {
 namespace {
 
-constexpr std::array<Tier, kTierCount> kTiers{Tier::device, Tier::host, Tier::ssd};
-constexpr std::array<std::uint32_t, kTierCount> kCapacity{4, 9, 40};
+constexpr std::array<std::uint32_t, kTierCount> kCapacity{4, 9, 40, 7};
 
 std::string broken(const PageTable& pages) {
   return pages.check_invariants(kCapacity).value_or("");
@@ -305,9 +304,9 @@ class RandomUse {
 
   std::mt19937_64 random_;
   PageTable pages_;
-  std::array<Pool, kTierCount> pools_{Pool(kCapacity[0], kPageBytesMin),
-                                      Pool(kCapacity[1], kPageBytesMin),
-                                      Pool(kCapacity[2], kPageBytesMin)};
+  std::array<Pool, kTierCount> pools_{
+      Pool(kCapacity[0], kPageBytesMin), Pool(kCapacity[1], kPageBytesMin),
+      Pool(kCapacity[2], kPageBytesMin), Pool(kCapacity[3], kPageBytesMin)};
   std::vector<std::uint64_t> truth_;  // page → its newest version
 };
 

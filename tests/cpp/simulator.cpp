@@ -32,21 +32,21 @@ struct Tensor {
 
 class Simulation final {
  public:
-  Simulation(TestDevice& device, std::uint64_t seed, FaultPlan faults)
-      : device_(device), page_(device.page_bytes()), random_(seed) {
+  Simulation(TestDevice& device, std::uint64_t seed, FaultPlan faults, std::uint32_t far_slots)
+      : device_(device), page_(device.page_bytes()), random_(seed), far_slots_(far_slots) {
     config_ = device.fit(random_session(random_, page_));
     if (!feasible(config_)) config_.ssd_bytes = kPlenty * page_;  // landing frames were too much
-    auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
-                                                 faults, &clock_);
     SessionParts parts = device.parts_without_pump([this] { clock_.advance(10'000); });
     parts.turned = [this](const PageTable& table, const Claims& claims) { check(table, claims); };
     const int pace = 1 + below(20);  // updates of one step may still wait when the next one begins
     parts.worker_is_done = [this, pace] { return below(pace) == 0; };
     groups_ = config_.groups;
-    engine_ = engine.get();
-    parts.io_engine = std::move(engine);
+    parts.io_engine = disk(faults);
+    if (far_slots != 0) parts.far = {.engine = disk(faults), .slots = far_slots};
     session_ = std::make_unique<Session>(config_, std::move(parts));
   }
+
+  std::uint64_t far_bytes = 0;  // after run()
 
   void run() {
     fill();
@@ -68,6 +68,7 @@ class Simulation final {
     }
     session_->synchronize();
     compare();
+    far_bytes = session_->stats().link_bytes[static_cast<std::size_t>(Link::write_far)];
     session_->close();
   }
 
@@ -83,15 +84,24 @@ class Simulation final {
   std::uint64_t requests() const { return faults() + injected_[0]; }
 
  private:
+  std::unique_ptr<FaultyEngine> disk(const FaultPlan& faults) {
+    auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
+                                                 faults, &clock_);
+    disks_.push_back(engine.get());
+    return engine;
+  }
+
   int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
 
   void check(const PageTable& table, const Claims& claims) {
     ++turns_;
     for (std::size_t f = 0; f < kIoFaultCount; ++f) {
-      injected_[f] = engine_->injected(static_cast<IoFault>(f));
+      injected_[f] = 0;
+      for (const auto* disk : disks_) injected_[f] += disk->injected(static_cast<IoFault>(f));
     }
     const auto device_frames = static_cast<std::uint32_t>(config_.device_bytes / page_);
-    const auto wrong = table.check_invariants({device_frames, claims.host_frames, claims.slots});
+    const auto wrong =
+        table.check_invariants({device_frames, claims.host_frames, claims.slots, far_slots_});
     promise(!wrong, wrong.value_or(""));
     promise(claims.host_frames * page_ <= config_.host_bytes, "the host budget");
     promise(claims.slots * page_ <= config_.ssd_bytes, "the SSD budget");
@@ -339,7 +349,8 @@ class Simulation final {
   Config config_;
   std::vector<Hyper> groups_;  // as they are in this step
   std::vector<bool> used_;     // by unit: in this step
-  FaultyEngine* engine_ = nullptr;
+  std::uint32_t far_slots_;
+  std::vector<const FaultyEngine*> disks_;  // of the tiers of slots
   // These outlive the session, whose copies may go on where it failed.
   std::vector<Tensor> tensors_;             // saved, the oldest first
   std::unique_ptr<DeviceTensor> gradient_;  // that landed last
@@ -352,9 +363,10 @@ class Simulation final {
   std::uint64_t settled_ = 0;
 };
 
-SimulationResult simulate(TestDevice& device, std::uint64_t seed, const FaultPlan& faults) {
+SimulationResult simulate(TestDevice& device, std::uint64_t seed, const FaultPlan& faults,
+                          std::uint32_t far_slots) {
   SimulationResult result;
-  Simulation simulation(device, seed, faults);
+  Simulation simulation(device, seed, faults, far_slots);
   try {
     simulation.run();
   } catch (const Broken& broken) {
@@ -368,17 +380,18 @@ SimulationResult simulate(TestDevice& device, std::uint64_t seed, const FaultPla
   result.settled = simulation.settled();
   result.faults = simulation.faults();
   result.requests = simulation.requests();
+  result.far_bytes = simulation.far_bytes;
   return result;
 }
 
 }  // namespace
 
 SimulationResult simulate(TestedOn where, std::uint64_t seed, FaultPlan faults,
-                          RecordingOptions driver) {
+                          RecordingOptions driver, std::uint32_t far_slots) {
   faults.seed = driver.seed = seed;
   driver.late = true;
   TestDevice device(where, driver);
-  SimulationResult result = simulate(device, seed, faults);
+  SimulationResult result = simulate(device, seed, faults, far_slots);
   const std::string left = device.close();
   if (result.broken.empty()) result.broken = left;
   return result;

@@ -27,10 +27,12 @@ struct SimulationResult {
   std::uint64_t came_back = 0;  // activations that were saved and fetched
   std::uint64_t demotions = 0;  // times that pages came to rest on the SSD for their sake
   std::uint64_t settled = 0;    // units that came to rest on the device, or left it
+  std::uint64_t far_bytes = 0;  // that went to the far tier, where there is one
 };
 
-// `driver`: of the double, where that is the device.
+// `driver`: of the double, where that is the device. With `far_slots` there is a fourth tier of so
+// many, whose engine has faults of its own by the same plan.
 SimulationResult simulate(TestedOn where, std::uint64_t seed, FaultPlan faults,
-                          RecordingOptions driver = {});
+                          RecordingOptions driver = {}, std::uint32_t far_slots = 0);
 
 }  // namespace strata
