@@ -206,7 +206,7 @@ TEST(StoreTest, RingsForEverythingThatTurnLeftUnderWay) {
   std::string why;
   Store store(options, make_io_engine("memory", &bell, 3, &why), &bell);
   AlignedBuffer pages(100 * kSlot);
-  for (const std::uint64_t version : {1, 2}) {
+  for (const std::uint64_t version : {std::uint64_t{1}, std::uint64_t{2}}) {
     for (std::uint32_t i = 0; i < 100; ++i) {
       std::byte* const page = pages.data() + i * kSlot;
       const SlotId slot = version == 1 ? store.acquire().value() : SlotId{i};
