@@ -37,6 +37,7 @@ from ._runtime.streams import refuse_graphed
 from ._runtime.undo import Undo
 from ._runtime.wrapped import Slot, Wrapped, wrapped
 from ._storage import weights as weight_files
+from ._storage.saved_file import stream_paged
 from .nn.replace import release_originals, remove_tiles
 
 log = logging.getLogger("strata")
@@ -258,6 +259,7 @@ def _start(
     )
     model.__dict__["_strata"] = state
     watch(state)
+    stream_paged()
     if options.activations is not None:
         _start_planning(state, options, whole["device_bytes"], undo)
     return state

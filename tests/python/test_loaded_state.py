@@ -172,3 +172,23 @@ def test_what_torch_saves_of_parameters_that_made_no_step_is_taken() -> None:
     optimizer.load_state_dict(saved)
     made = [float(entry["step"]) for entry in optimizer.state_dict()["state"].values()]
     assert made == [2, 2, 2**53, 2, 2, 2]
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad])
+def test_the_state_of_no_step_moves_nothing_when_it_is_loaded(kind: Any) -> None:
+    """Accelerate loads what it has just read when it is given an optimizer."""
+    inner = build(make)
+    model, optimizer = tight(inner, kind(inner.parameters(), lr=1e-3))
+    session = model.__dict__["_strata"].session
+    before = {name: count for name, count in session.stats().items() if name.endswith("bytes")}
+    optimizer.load_state_dict(optimizer.state_dict())
+    after = session.stats()
+    assert {name: after[name] for name in before} == before
+    steps(model, optimizer)
+    plain = build(make)
+    again = kind(plain.parameters(), lr=1e-3)
+    steps(plain, again)
+    fresh = copy.deepcopy(optimizer.state_dict())
+    fresh["state"] = {}
+    optimizer.load_state_dict(fresh)
+    assert optimizer.state_dict()["state"] == {}

@@ -115,8 +115,8 @@ def test_writes_reach_the_parameter(model: nn.Module, name: str) -> None:
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
-    "data_ptr": lambda p: p.data_ptr(),
-    "storage": lambda p: p.untyped_storage(),
+    "bytes of its storage": lambda p: p.untyped_storage()[0],
+    "typed storage": lambda p: p.storage().tolist(),
     "dlpack": lambda p: torch.from_dlpack(p.detach()),
     "share_memory_": lambda p: p.share_memory_(),
     "other shape": lambda p: setattr(p, "data", torch.ones(3)),

@@ -215,7 +215,8 @@ class StrataOptimizer(torch.optim.Optimizer):
         for group, new in zip(self.param_groups, merged, strict=True):
             group.update(new)
         for index, g, entry in trained:
-            self._write_state(index, self.param_groups[g], entry)
+            if entry or state.session.param_step(index) != 0:  # as it began, it is nowhere
+                self._write_state(index, self.param_groups[g], entry)
 
     def _merged(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """The group with the saved options in place of its own."""

@@ -7,7 +7,8 @@ is a PagedTensor, which does the same; so does a view that a module's forward le
 escapes.py finds.
 
 Note [Aliases]. A view shares the parameter's address range; that is how it is recognised, whatever
-operation made it. Operations that would give a raw address away (`data_ptr`, `__dlpack__`) raise.
+operation made it. Operations that would give raw memory away (`__dlpack__`, elements of a storage)
+raise, and `data_ptr` gives an address for comparing, which nobody can follow (paged_storage.py).
 Limits: `torch.tensor(p)`, `torch.as_tensor(p)` and `other.data = p.data` go past a tensor's class,
 so nothing can be done for them here; what they see is true only while the unit is on the device.
 
@@ -26,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StrataError
 from .._torch_compat import DisableTorchFunction, graph_task
+from .paged_storage import RAW_MEMORY, PagedStorage, address_of
 from .visits import Visit
 from .wrapped import Slot, Wrapped
 
@@ -40,10 +42,7 @@ def _call(
         with DisableTorchFunction():
             return func(*args, **(kwargs or {}))
     if func in _REFUSED:
-        raise RuntimeError(
-            f"{_name(func)} would give away the raw memory of a parameter that strata moves "
-            "between tiers; use p.detach().clone(), strata.export_safetensors or strata.unwrap"
-        )
+        raise RuntimeError(f"{_name(func)} {RAW_MEMORY}")
     return _SPECIAL.get(func, _run)(func, args, kwargs or {})
 
 
@@ -181,7 +180,7 @@ def _writes(func: Function, kwargs: dict[str, Any]) -> bool:
 
 def _copied_out(value: Any) -> Any:
     """Arguments with every paged tensor replaced by a copy in ordinary memory."""
-    if _is_paged(value):
+    if is_paged(value):
         return value.clone()
     if type(value) is tuple or type(value) is list:
         return type(value)(_copied_out(item) for item in value)
@@ -192,7 +191,7 @@ def _copied_out(value: Any) -> Any:
 
 def _paged_in(value: Any) -> Iterator[Any]:
     """The paged tensors among arguments, nested ones too."""
-    if _is_paged(value):
+    if is_paged(value):
         yield value
     elif isinstance(value, tuple | list | dict):
         for item in value.values() if isinstance(value, dict) else value:
@@ -220,7 +219,7 @@ def _copy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """copy_ into a contiguous range: exact float32 values to the master. See Note [Writes]."""
     target = args[0]
     source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
-    if not _is_paged(target) or not isinstance(source, torch.Tensor):
+    if not is_paged(target) or not isinstance(source, torch.Tensor):
         return _run(func, args, kwargs)
     with DisableTorchFunction():
         tracked = torch.is_grad_enabled() and (target.requires_grad or source.requires_grad)
@@ -232,7 +231,7 @@ def _copy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if slot.state.session.entered(slot.unit.index):  # who has it sees the device
         return _run(func, args, kwargs)
     value = source.detach().expand(target.shape)
-    if _is_paged(value):
+    if is_paged(value):
         value = value.clone()
     with DisableTorchFunction():
         offset = target.storage_offset() - slot.state.aliases[slot.index].storage_offset()
@@ -245,7 +244,7 @@ def _copy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`p.data = value`: takes the values over. `model.half()` and `.cuda()` end here too."""
     target, value = args
-    if not _is_paged(target):  # an ordinary tensor is to share the memory of a paged one
+    if not is_paged(target):  # an ordinary tensor is to share the memory of a paged one
         raise RuntimeError("a tensor cannot take the memory of a paged parameter: use p.clone()")
     if type(target) is PagedTensor or value is target:
         return None
@@ -289,8 +288,8 @@ def _gradients(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     outputs = given.pop("outputs")
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     with DisableTorchFunction():
-        edges = [get_gradient_edge(t) if _is_paged(t) else t for t in inputs]
-    if any(_is_paged(t) for t in outputs):
+        edges = [get_gradient_edge(t) if is_paged(t) else t for t in inputs]
+    if any(is_paged(t) for t in outputs):
         raise RuntimeError("torch.autograd.grad of a parameter itself is not supported by strata")
     return func(outputs, edges, given.pop("grad_outputs", None), *rest, **given)
 
@@ -315,12 +314,32 @@ def _to_numpy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return array
 
 
+def _contiguous(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor itself, where it is: libraries ask so ahead of saving."""
+    with DisableTorchFunction():
+        same = args[0].is_contiguous(**kwargs)
+    return args[0] if same else _run(func, args, kwargs)
+
+
+def _address(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    with DisableTorchFunction():
+        return address_of(args[0])
+
+
+def _storage(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedStorage:
+    """What tells the memory of parameters apart, and no more."""
+    slot: Slot = args[0]._strata
+    alias = slot.state.aliases[slot.index]
+    return PagedStorage(alias, 1 if func is torch.Tensor.untyped_storage else alias.itemsize)
+
+
 def _label(tensor: Any) -> str:
     slot: Slot = tensor._strata
     return repr(slot.state.names[slot.index])
 
 
-def _is_paged(value: Any) -> bool:
+def is_paged(value: Any) -> bool:
+    """Whether it is a parameter outside its module, or a view of one."""
     return type(value) is PagedParameter or type(value) is PagedTensor
 
 
@@ -346,8 +365,7 @@ _METADATA = _functions(
     "itemsize nbytes _backward_hooks _post_accumulate_grad_hooks",
 )
 _REFUSED = _functions(
-    "data_ptr untyped_storage storage _typed_storage __dlpack__ share_memory_ resize_ "
-    "resize_as_ detach_",
+    "__dlpack__ share_memory_ resize_ resize_as_ detach_",
     "__cuda_array_interface__",
 )
 _SPECIAL: dict[Function, Callable[..., Any]] = {
@@ -355,6 +373,11 @@ _SPECIAL: dict[Function, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad_: _set_requires_grad,
     torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.data_ptr: _address,
+    torch.Tensor.untyped_storage: _storage,
+    torch.Tensor.storage: _storage,
+    torch.Tensor._typed_storage: _storage,
     torch.Tensor.__iter__: _iterate,
     torch.Tensor.__repr__: _represent,
     torch.Tensor.numpy: _to_numpy,

@@ -1,0 +1,125 @@
+"""Writes a safetensors file, one tensor in memory at a time.
+
+    stream_file(tensors, "model.safetensors", {"format": "pt"})
+    stream_paged()                      # once: safetensors.torch.save_file does so as well
+
+The file is, byte for byte, the one that safetensors.torch.save_file writes of the same values:
+eight bytes with the length of the header, little-endian; the header, JSON, padded with spaces to a
+multiple of eight; the tensors, wider elements first, then by name. It appears complete or not at
+all.
+
+Note [Everybody's saving]. `save_pretrained` of Transformers and PEFT, Accelerate and
+huggingface_hub all end in safetensors.torch.save_file, which wants the addresses of all tensors of
+a file at once. Many have taken the function under a name of their own long before a model is
+wrapped. So what is changed is its code: where any of the tensors is paged they are streamed, and
+all else goes where it always went.
+"""
+
+import json
+import os
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from .._runtime.paged import is_paged
+
+# Names of dtypes, in the order in which files have their tensors.
+_DTYPES = {
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
+_BUFFER_BYTES = 1 << 20
+plain_save_file: Callable[..., None] | None = None  # safetensors' own, once it streams
+
+
+def stream_file(
+    tensors: Mapping[str, torch.Tensor],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes the tensors, of which any may be paged. Raises ValueError, as safetensors does, for
+    what its files cannot hold, RuntimeError for two names of one parameter, and OSError."""
+    _check(tensors)
+    names = sorted(tensors, key=lambda name: (_PLACES[tensors[name].dtype], name))
+    path = Path(filename)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb", buffering=_BUFFER_BYTES) as file:
+            file.write(_header(tensors, names, metadata))
+            for name in names:
+                plain = tensors[name].detach().to("cpu", copy=True)
+                file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+    firsts: dict[int, str] = {}  # by the address of a whole paged parameter
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        if tensor.layout != torch.strided or tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{name!r} is {tensor.dtype} of layout {tensor.layout}, which safetensors lacks"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name!r} is not contiguous: save a copy of it (.contiguous())")
+        storage = tensor.untyped_storage()
+        if not is_paged(tensor) or storage.nbytes() != tensor.nbytes:
+            continue
+        first = firsts.setdefault(storage.data_ptr(), name)
+        if first != name:
+            raise RuntimeError(
+                f"{first!r} and {name!r} are one tied parameter: leave one of them out, or use "
+                "strata.export_safetensors"
+            )
+
+
+def _header(
+    tensors: Mapping[str, torch.Tensor], names: list[str], metadata: Mapping[str, str] | None
+) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": shape,
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def stream_paged() -> None:
+    """From now on safetensors.torch.save_file streams paged tensors. See Note [Everybody's
+    saving]."""
+    global plain_save_file
+    save_file = safetensors.torch.save_file
+    if plain_save_file is None:
+        plain_save_file = types.FunctionType(
+            save_file.__code__, save_file.__globals__, argdefs=save_file.__defaults__
+        )
+        save_file.__code__ = _save_file.__code__
+
+
+def _save_file(tensors, filename, metadata=None):  # type: ignore[no-untyped-def]
+    # The globals are those of safetensors.torch.
+    from strata._storage import saved_file
+
+    if isinstance(tensors, dict) and any(map(saved_file.is_paged, tensors.values())):
+        return saved_file.stream_file(tensors, filename, metadata)
+    return saved_file.plain_save_file(tensors, filename, metadata)
