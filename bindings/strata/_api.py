@@ -19,7 +19,7 @@ from torch import nn
 
 from . import _core
 from ._config.configure import Options, device_goal, tier_budgets
-from ._config.managed import check_parameters
+from ._config.managed import check_parameters, check_ranks
 from ._config.sizes import Size, format_size
 from ._config.units import Chosen
 from ._config.update_modes import Update
@@ -205,6 +205,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
     if isinstance(optimizer, StrataOptimizer):
         raise ValueError("this optimizer already belongs to a wrapped model")
+    check_ranks()
     refuse_graphed(model)
     check_parameters(model)
 

@@ -123,3 +123,50 @@ def test_what_only_looks_like_it_is_not(core: ModuleType, change: Callable[[Any]
     model, optimizer = tight(model_of(change))
     assert steps(model, optimizer) == pytest.approx(expected, rel=1e-6)
     assert_same(model, plain, 1e-5)
+
+
+def test_more_than_one_rank_is_refused() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model = nn.Linear(4, 4)
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ValueError, match="2 ranks"):
+            tight(model)
+    finally:
+        torch.distributed.destroy_process_group()
+    tight(model)
+
+
+class Adapted(nn.Module):
+    """A layer as PEFT makes them: adapters by name."""
+
+    __module__ = "peft.tuners.made_up"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(8, 8)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 8)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_A["default"](x)  # type: ignore[no-any-return]
+
+
+def test_adapters_that_come_after_wrapping_are_refused(core: ModuleType) -> None:
+    import strata
+
+    model = nn.Sequential(Adapted(), nn.Linear(8, 8))
+    tight(model)
+    for add in (
+        lambda: model[0].lora_A.update({"second": nn.Linear(8, 8)}),
+        lambda: setattr(model[0], "lora_B", nn.Linear(8, 8)),
+        lambda: model.append(Adapted()),
+    ):
+        with pytest.raises(RuntimeError, match=r"ahead of strata.wrap\(\)"):
+            add()
+    model[0].lora_A["default"].load_state_dict(nn.Linear(8, 8).state_dict())  # fills it
+    model[0].lora_A["again"] = model[0].lora_A["default"]
+    del model[0].lora_A["again"]
+    model.append(nn.ReLU())
+    model(torch.ones(2, 8)).sum().backward()
+    strata.unwrap(model)[0].lora_A["second"] = nn.Linear(8, 8)

@@ -28,6 +28,7 @@ from .._runtime.streams import graphs_in_use, refuse_capture
 from .._runtime.visits import Change, Visit
 from .._runtime.wrapped import Unit, Wrapped
 from .._torch_compat import graph_task, untraced
+from .adapters import refuse_new_adapters
 from .frames import Frame, Frames
 from .land_hook import LandHook, Uncopied, drop_grad
 from .pins import Pins, hold, references
@@ -65,6 +66,8 @@ class Hooks:
             Hook(self.before_model), prepend=True, with_kwargs=True
         )
         self._handles.append(root)
+        if (adapters := refuse_new_adapters(state.model)) is not None:
+            self._handles.append(adapters)
         self._handles += plan_forwards(self, by_module)
         for i, (parameter, spec) in enumerate(
             zip(state.params, state.config["params"], strict=True)
