@@ -116,9 +116,9 @@ MEMINFO = "MemTotal:  100000 kB\nMemAvailable:  80000 kB\n"
 
 def test_control_groups_limit_what_there_is_in_all(tmp_path: Path) -> None:
     for version, (line, limit, used) in {
-        "2": ("0::/a", "a/memory.max", "a/memory.current"),
+        "2": ("0::/a/b", "a/memory.max", "a/memory.current"),
         "1": (
-            "4:memory:/a",
+            "4:memory:/a/b",
             "memory/a/memory.limit_in_bytes",
             "memory/a/memory.usage_in_bytes",
         ),
@@ -128,6 +128,8 @@ def test_control_groups_limit_what_there_is_in_all(tmp_path: Path) -> None:
             "proc/self/cgroup": f"{line}\n",
             f"sys/fs/cgroup/{limit}": "50000000\n",
             f"sys/fs/cgroup/{used}": "20000000\n",
+            "sys/fs/cgroup/a/b/memory.max": "max\n",
+            "sys/fs/cgroup/a/b/memory.current": "20000000\n",
         }
         root = made_root(tmp_path / version, files)
         assert machine.host_bytes(root) == 50_000_000

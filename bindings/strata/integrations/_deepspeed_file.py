@@ -14,6 +14,7 @@ from typing import Any
 
 from .._errors import nearest
 from ._deepspeed_keys import FORMER, KEYS, NOT_NEEDED, SECTIONS, known
+from ._deepspeed_optim import STEPS
 
 AUTO = "auto"
 # What Transformers' Trainer fills in for "auto", by key: from which of its arguments.
@@ -33,7 +34,7 @@ PARAMS_FROM_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "scheduler.params": {"warmup_max_lr": ("learning_rate",)},
 }
-STEPS, WARMUP_STEPS = "total_num_steps", "warmup_num_steps"  # known when the run's length is
+WARMUP_STEPS = "warmup_num_steps"  # known, as STEPS, when the length of the run is
 
 
 def values(config: str | Path | Mapping[str, Any], args: Any | None) -> dict[str, Any]:

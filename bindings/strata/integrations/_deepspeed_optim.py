@@ -103,23 +103,25 @@ def _torch_class(name: str) -> type[torch.optim.Optimizer]:
     return found[name]
 
 
-# Arguments of DeepSpeed's schedules with their defaults. None: there is none.
+# Arguments of DeepSpeed's schedules with their defaults. None: the optimizer's own rate, and of
+# STEPS: there is no default.
+STEPS = "total_num_steps"
 SCHEDULES: dict[str, dict[str, Any]] = {
     "WarmupLR": {
         "warmup_min_lr": 0.0,
-        "warmup_max_lr": "the optimizer's",
+        "warmup_max_lr": None,
         "warmup_num_steps": 1000,
         "warmup_type": "log",
     },
     "WarmupDecayLR": {
-        "total_num_steps": None,
+        STEPS: None,
         "warmup_min_lr": 0.0,
         "warmup_max_lr": 0.001,
         "warmup_num_steps": 1000,
         "warmup_type": "log",
     },
     "WarmupCosineLR": {
-        "total_num_steps": None,
+        STEPS: None,
         "warmup_min_ratio": 0.0,
         "warmup_num_steps": 1000,
         "cos_min_ratio": 0.0001,
@@ -174,22 +176,16 @@ class Warmup(LRScheduler):
     ) -> None:
         """`name` and `arguments` as in the file. Raises ValueError for a missing one."""
         values = {**SCHEDULES[name], **arguments}
-        if missing := [word for word, value in values.items() if value is None]:
-            raise ValueError(f"{name} needs {missing[0]}")
+        if STEPS in values and values[STEPS] is None:
+            raise ValueError(f"{name} needs {STEPS}")
         self.decay = {"WarmupLR": "none", "WarmupDecayLR": "line"}.get(name, "cosine")
         self.linear = values["warmup_type"] == "linear"
         self.warmup_steps = max(2, int(values["warmup_num_steps"]))
-        self.total_steps = int(values.get("total_num_steps", 0))
-        if self.decay == "cosine":
-            self.least, self.final = (
-                float(values["warmup_min_ratio"]),
-                float(values["cos_min_ratio"]),
-            )
-            self.most: float | None = None
-        else:
-            self.least, self.final = float(values["warmup_min_lr"]), 0.0
-            most = values["warmup_max_lr"]
-            self.most = None if isinstance(most, str) else float(most)
+        self.total_steps = int(values.get(STEPS, 0))
+        # Of the rate, or with a cosine of its ratio to the optimizer's own.
+        self.least = float(values.get("warmup_min_lr", values.get("warmup_min_ratio", 0.0)))
+        self.final = float(values.get("cos_min_ratio", 0.0))
+        self.most = values.get("warmup_max_lr")
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:

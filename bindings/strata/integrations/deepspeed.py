@@ -19,9 +19,9 @@ import torch
 
 from .._errors import nearest
 from ..optim import GradScaler
-from ._deepspeed_file import AUTO, STEPS, WARMUP_STEPS, values
+from ._deepspeed_file import AUTO, WARMUP_STEPS, values
 from ._deepspeed_keys import HONOURED, KEYS, NOT_NEEDED, REFUSED, VERDICTS
-from ._deepspeed_optim import SCHEDULES, check_schedule, optimizer_of, scheduler_of
+from ._deepspeed_optim import SCHEDULES, STEPS, check_schedule, optimizer_of, scheduler_of
 
 ACCUMULATION = "accumulation_steps"  # strata's keyword for several backward() calls a step
 CLIPPING_DEFAULT = 1.0  # where a file says nothing, DeepSpeed clips

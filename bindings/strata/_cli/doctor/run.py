@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..._config import machine
 from ..._config.machine import ROOT
-from ..._config.sizes import TIERS, format_rate, format_size, write_size
+from ..._config.sizes import format_rate, format_size
 from ..._planning.budget_check import KINDS
 from ..._report.report_text import wear_lines
 from .facts import BAD, WARNING, Fact, facts
 
 if TYPE_CHECKING:
+    from ..._profiling.calibrate import Calibration
     from .capacity import Largest
 
 COLUMNS = 100
+WRITES_ANEW = ("btrfs", "zfs")  # file systems with a word of their own that lie on drives
 GAIN_MIN = 0.05  # a change that brings less is not worth a line
 
 
@@ -54,7 +56,7 @@ class Diagnosis:
     def why_not(self) -> list[str]:
         """Why training would not work; empty where it would."""
         found = [f"{fact.name}: {fact.says}" for fact in self.facts if fact.verdict == BAD]
-        if self.budgets is not None and self.largest is None:
+        if self.budgets is not None and self.largest is None and not self.why_no_capacity:
             found.append("not even a model of 10 M parameters fits into the budgets")
         return found
 
@@ -89,12 +91,12 @@ class Diagnosis:
         )
 
     def _capacity(self) -> Iterator[str]:
-        if self.budgets is None:
-            yield from _wrapped(f"budgets and models are not known: {self.why_no_capacity}", 4)
-            return
-        told = {tier: write_size(self.budgets[tier]) for tier in TIERS if self.budgets[tier]}
-        written = ", ".join(f"{tier!r}: {size!r}" for tier, size in told.items())
-        yield f"budgets it would choose: memory={{{written}}}"
+        if self.budgets is not None:
+            told = {tier: _written(size) for tier, size in self.budgets.items() if size}
+            yield f"budgets it would choose: memory={told}"
+        if self.why_no_capacity:
+            what = "models are" if self.budgets else "budgets and models are"
+            yield from _wrapped(f"{what} not known: {self.why_no_capacity}", 4)
         if self.largest is None:
             return
         found = self.largest
@@ -131,10 +133,12 @@ def diagnose(options: argparse.Namespace, root: Path = ROOT) -> Diagnosis:
             changes += _look_ahead(found, options, by_name)
         except (ImportError, OSError, ValueError, RuntimeError) as error:
             found.why_no_capacity = " ".join(str(error).split())
-    known = sorted((c for c in changes if (c.gain or 0) >= GAIN_MIN), key=lambda c: -(c.gain or 0))
     found.changes = [
         *(Change(fact.change) for fact in found.facts if fact.verdict == BAD and fact.change),
-        *known,
+        *sorted(
+            (change for change in changes if change.gain is None or change.gain >= GAIN_MIN),
+            key=lambda change: -(change.gain or 0.0),
+        ),
         *(Change(fact.change) for fact in found.facts if fact.verdict == WARNING and fact.change),
     ]
     return found
@@ -165,32 +169,36 @@ def _look_ahead(
         )
         for limit in capacity.slow_parts(found.largest, speeds.costs, options, device_name)
     ]
-    if not paths and (there := _disk_here()) is not None:
-        folder, free = there
-        more = capacity.largest(
-            {**room, "ssd": int(free * capacity.DISK_SHARE)},
-            capacity.with_typical_disk(speeds),
-            options,
-            device_name,
-        )
-        if more is not None:
-            changes.append(
-                Change(
-                    f"give it an SSD: with what {folder} has free ({format_size(free)}), "
-                    f"--ssd-path would make it {_billions(more.parameters)} parameters",
-                    more.parameters / found.largest.parameters - 1,
-                )
-            )
+    if not paths:
+        changes.append(_with_ssd(found.largest, room, speeds, options, device_name))
     return changes
 
 
-def _disk_here() -> tuple[str, int] | None:
-    """The current folder and what it has free, where it is on a drive of its own."""
-    try:
-        found = machine.file_system(".")
-    except OSError:
-        return None
-    return None if found.kind in KINDS else (str(Path.cwd()), found.free_bytes)
+def _with_ssd(
+    now: Largest,
+    room: dict[str, int],
+    speeds: Calibration,
+    options: argparse.Namespace,
+    device_name: str,
+) -> Change:
+    """What an SSD would bring: that of the current folder, where it is on one."""
+    from . import capacity
+
+    here = machine.file_system(".")
+    if here.kind in KINDS and here.kind not in WRITES_ANEW:
+        return Change("give it an SSD (--ssd-path): parameters and states then rest there")
+    more = capacity.largest(
+        {**room, "ssd": int(here.free_bytes * capacity.DISK_SHARE)},
+        capacity.with_typical_disk(speeds),
+        options,
+        device_name,
+    )
+    size = more.parameters if more else 0
+    return Change(
+        f"give it an SSD: with what {Path.cwd()} has free ({format_size(here.free_bytes)}), "
+        f"--ssd-path would make it {_billions(size)} parameters",
+        size / now.parameters - 1,
+    )
 
 
 def _endurance(found: Sequence[Fact]) -> int | None:
@@ -199,6 +207,11 @@ def _endurance(found: Sequence[Fact]) -> int | None:
     if not told or not all(figures.get("used_percent") for figures in told):
         return None
     return sum(100 * f["written_bytes"] // f["used_percent"] for f in told)
+
+
+def _written(size: int) -> str:
+    """As strata.wrap() takes it, and no more."""
+    return f"{size >> 30}GiB" if size >= 10 << 30 else f"{size >> 20}MiB"
 
 
 def _billions(count: int) -> str:
