@@ -17,6 +17,7 @@ from ._deepspeed_keys import FORMER, KEYS, NOT_NEEDED, SECTIONS, known
 from ._deepspeed_optim import STEPS
 
 AUTO = "auto"
+NAMES_MAX = 20  # of a section: more are not listed in a message
 # What Transformers' Trainer fills in for "auto", by key: from which of its arguments.
 FROM_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size",),
@@ -93,7 +94,9 @@ def _nearest(name: str, section: str) -> str:
     homes = [path.rpartition(".")[0] for path in KEYS if path.rpartition(".")[2] == name]
     if homes:
         return f"it belongs in {' or '.join(repr(home) for home in homes if home) or 'no section'}"
-    return nearest(name, known(section))
+    names = known(section)
+    said = nearest(name, names)
+    return "none is like it" if said.startswith("valid: ") and len(names) > NAMES_MAX else said
 
 
 def _resolve(given: dict[str, Any], args: Any | None) -> None:

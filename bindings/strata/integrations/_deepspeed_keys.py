@@ -23,13 +23,15 @@ class Key(NamedTuple):
 
     verdict: str
     why: str = ""
-    switch: str = ""  # of a refused section: the key in it without which it is off
+    switch: str = ""  # of a refused section: what turns it on, or the parts of it
     off: float = 0  # of a refused number: up to here it asks for nothing
 
     def asks(self, value: Any) -> bool:
         """Whether a refused key asks for anything with this value."""
         if isinstance(value, dict) and self.switch:
-            value = value.get(self.switch)
+            if self.switch not in value:
+                return any(self.asks(part) for part in value.values() if isinstance(part, dict))
+            value = value[self.switch]
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value > self.off
         return bool(value) and value != "none"
@@ -178,9 +180,9 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("", "graph_harvesting", REFUSED, 'torch.compile(model, mode="reduce-overhead")'),
     ("", "compile", REFUSED, "torch.compile(model)", "deepcompile"),
     ("", "hybrid_engine", REFUSED, "model.generate() works on a wrapped model", "enabled"),
-    ("", "sparse_attention compression_training weight_quantization", REFUSED, _CHANGES_MODEL),
-    ("", "quantize_training eigenvalue progressive_layer_drop", REFUSED, _CHANGES_MODEL,
-     "enabled"),
+    ("", "sparse_attention weight_quantization", REFUSED, _CHANGES_MODEL),
+    ("", "compression_training quantize_training eigenvalue progressive_layer_drop", REFUSED,
+     _CHANGES_MODEL, "enabled"),
     ("", "data_efficiency curriculum_learning", REFUSED, _CHANGES_DATA, "enabled"),
     ("", "autotuning", REFUSED, "`strata estimate` says what a batch would take", "enabled"),
 )  # fmt: skip

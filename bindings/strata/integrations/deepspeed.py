@@ -31,6 +31,7 @@ BATCH_KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
 )
 TABLE_COLUMNS = 100
+VALUE_COLUMNS = 60
 
 
 class Row(NamedTuple):
@@ -40,6 +41,11 @@ class Row(NamedTuple):
     value: Any
     verdict: str  # one of VERDICTS
     says: str
+
+    @property
+    def given(self) -> str:
+        """The value, in short."""
+        return textwrap.shorten(repr(self.value), VALUE_COLUMNS, placeholder=" ...")
 
 
 class WrapKeywords(dict[str, Any]):
@@ -97,7 +103,7 @@ class WrapKeywords(dict[str, Any]):
             for row in self.rows:
                 if row.verdict == verdict:
                     section, dot, name = row.key.rpartition(".")
-                    shown = name if verdict == NOT_NEEDED else f"{name} = {row.value!r}"
+                    shown = name if verdict == NOT_NEEDED else f"{name} = {row.given}"
                     groups.setdefault((section + dot, row.says), []).append(shown)
             if groups:
                 lines.append(verdict if verdict != NOT_NEEDED else f"{verdict} here")
@@ -134,7 +140,7 @@ def from_deepspeed(config: str | Path | Mapping[str, Any], args: Any | None = No
     print(found.table())
     refused = [row for row in found.rows if row.verdict == REFUSED]
     if refused:
-        lines = [f"  {row.key} = {row.value!r}: {row.says}" for row in refused]
+        lines = [f"  {row.key} = {row.given}: {row.says}" for row in refused]
         raise ValueError("\n".join(["strata cannot do all that the file asks for:", *lines]))
     return found
 
