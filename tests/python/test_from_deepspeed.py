@@ -1,5 +1,4 @@
-"""What becomes of a DeepSpeed configuration: keywords, an optimizer and a schedule that do the
-same; and nothing that is dropped in silence."""
+"""A DeepSpeed file becomes keywords, an optimizer and a schedule; nothing is dropped in silence."""
 
 import dataclasses
 import inspect
@@ -222,7 +221,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         {"zero_optimization": {"offload_param": None, "zenflow": None, "stage": 0}},
         {"zero_optimization": True},
         {"compression_training": {"pruning": {"shared": {"enabled": False}, "groups": {"a": 1}}}},
-        {"bf16": None, "scheduler": {}},
+        {"bf16": None, "scheduler": {}, "data_types": {"param_dtype": None}},
         {"fp16": {"enabled": False, "loss_scale": 128, "auto_cast": True}},
     ],
 )
@@ -230,6 +229,7 @@ def test_what_is_off_is_not_refused(config: dict[str, Any]) -> None:
     keywords = strata.from_deepspeed(config)
     assert keywords == {"max_grad_norm": 1.0}  # DeepSpeed's default
     assert HONOURED not in {v for k, v in verdicts(keywords).items() if k != "gradient_clipping"}
+    assert all(row.says for row in keywords.rows)
 
 
 @pytest.mark.parametrize(

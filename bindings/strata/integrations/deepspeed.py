@@ -27,9 +27,7 @@ ACCUMULATION = "accumulation_steps"  # strata's keyword for several backward() c
 CLIPPING_DEFAULT = 1.0  # where a file says nothing, DeepSpeed clips
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICES = ("none", "cpu", "nvme")  # of offload_param and offload_optimizer
-BATCH_KEYS = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-)
+BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 TABLE_COLUMNS = 100
 VALUE_COLUMNS = 60
 
@@ -286,6 +284,8 @@ class _Reading:
             if name not in DTYPES:
                 raise ValueError(f"unknown {path} {name!r}: {nearest(str(name), DTYPES)}")
             self._honour(path, "dtype", DTYPES[name])
+        elif path in self.given:
+            self._tell(path, None, NOT_NEEDED, "bf16 and fp16 say it")
         path = "data_types.grad_accum_dtype"
         if path in self.given:
             says = "gradients of several backward() calls add up in float32"
