@@ -32,7 +32,7 @@ PACKAGE = "bindings/strata"
 PACKAGE_ORDER = (
     *("_core", "_torch_compat", "_errors", "nn", "_optim", "_config", "_profiling", "_runtime"),
     *("_storage", "_activations", "_hooks", "_report", "_planning", "_api", "optim", "checkpoint"),
-    *("_cli", "__main__"),
+    *("integrations", "_cli", "__main__"),
 )
 CPP = {".cpp", ".hpp", ".h", ".cu"}
 FILE_LINES_MAX = 400

@@ -10,7 +10,7 @@ Modules whose names begin with an underscore are private.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import checkpoint, nn, optim
+    from . import checkpoint, integrations, nn, optim
     from ._api import gather_grad, plan, report, synchronize, unwrap, wrap
     from ._config.update_modes import LockFree
     from ._core import __version__
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from ._report.reports import PlanReport, Report
     from ._storage.trace_file import save_trace
     from .checkpoint import CheckpointError, export_safetensors, load, save
+    from .integrations.deepspeed import from_deepspeed
     from .optim import GradScaler, Lion
 else:
     # Public names, by the module that has them; "": they are modules themselves.
     _HOMES = {
-        "": ("checkpoint", "nn", "optim"),
+        "": ("checkpoint", "integrations", "nn", "optim"),
         "_api": ("gather_grad", "plan", "report", "synchronize", "unwrap", "wrap"),
         "_config.update_modes": ("LockFree",),  # needs no torch
         "_core": ("__version__",),
@@ -30,6 +31,7 @@ else:
         "_report.reports": ("PlanReport", "Report"),
         "_storage.trace_file": ("save_trace",),
         "checkpoint": ("CheckpointError", "export_safetensors", "load", "save"),
+        "integrations.deepspeed": ("from_deepspeed",),
         "optim": ("GradScaler", "Lion"),
     }
 
@@ -60,7 +62,9 @@ __all__ = [
     "__version__",
     "checkpoint",
     "export_safetensors",
+    "from_deepspeed",
     "gather_grad",
+    "integrations",
     "load",
     "nn",
     "optim",

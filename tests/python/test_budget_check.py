@@ -85,12 +85,11 @@ def test_other_file_systems_get_a_word(disk: list[FileSystem], kind: str, says: 
     assert bool(said) == bool(says)
 
 
-def test_the_mount_that_is_seen_is_the_last_and_longest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mount_that_is_seen_is_the_last_and_longest(tmp_path: Path) -> None:
     folder = tmp_path / "a b"
     folder.mkdir()
-    mounts = tmp_path / "mountinfo"
+    mounts = tmp_path / "proc" / "self" / "mountinfo"
+    mounts.parent.mkdir(parents=True)
     escaped = str(folder).replace(" ", r"\040")
     mounts.write_text(
         "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
@@ -98,26 +97,58 @@ def test_the_mount_that_is_seen_is_the_last_and_longest(
         f"31 27 0:45 / {escaped} rw - btrfs /dev/sda rw\n"
         f"32 27 0:46 / {escaped}c rw - zfs pool rw\n"
     )
-    monkeypatch.setattr(machine, "MOUNTS", mounts)
-    found = machine.file_system(folder)
+    found = machine.file_system(folder, tmp_path)
     assert (found.kind, found.mount) == ("btrfs", str(folder))
     assert 0 < found.free_bytes <= found.total_bytes
-    assert machine.file_system(tmp_path).kind == "ext4"
+    assert machine.file_system(tmp_path, tmp_path).kind == "ext4"
 
 
-def test_control_groups_limit_what_there_is_in_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for version, (line, name) in {
-        "2": ("0::/a", "a/memory.max"),
-        "1": ("4:memory:/a", "memory/a/memory.limit_in_bytes"),
+def made_root(folder: Path, files: dict[str, str]) -> Path:
+    """A folder that stands for / where /proc and /sys are read."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+MEMINFO = "MemTotal:  100000 kB\nMemAvailable:  80000 kB\n"
+
+
+def test_control_groups_limit_what_there_is_in_all(tmp_path: Path) -> None:
+    for version, (line, limit, used) in {
+        "2": ("0::/a/b", "a/memory.max", "a/memory.current"),
+        "1": (
+            "4:memory:/a/b",
+            "memory/a/memory.limit_in_bytes",
+            "memory/a/memory.usage_in_bytes",
+        ),
     }.items():
-        root = tmp_path / version
-        (root / name).parent.mkdir(parents=True)
-        (root / name).write_text("50000000\n")
-        monkeypatch.setattr(machine, "CGROUPS", root)
-        monkeypatch.setattr(machine, "_groups", lambda line=line: [line])
-        assert machine.host_bytes() == 50_000_000
+        files = {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": f"{line}\n",
+            f"sys/fs/cgroup/{limit}": "50000000\n",
+            f"sys/fs/cgroup/{used}": "20000000\n",
+            "sys/fs/cgroup/a/b/memory.max": "max\n",
+            "sys/fs/cgroup/a/b/memory.current": "20000000\n",
+        }
+        root = made_root(tmp_path / version, files)
+        assert machine.host_bytes(root) == 50_000_000
+        assert machine.free_host_bytes(root) == 30_000_000
+    root = made_root(tmp_path / "none", {"proc/meminfo": MEMINFO})
+    assert (machine.host_bytes(root), machine.free_host_bytes(root)) == (102400000, 81920000)
+
+
+def test_control_groups_limit_processor_time(tmp_path: Path) -> None:
+    group = {"proc/self/cgroup": "0::/a/b\n"}
+    second = {"sys/fs/cgroup/a/cpu.max": "150000 100000\n", "sys/fs/cgroup/a/b/cpu.max": "max 9\n"}
+    assert machine.processor_quota(made_root(tmp_path / "2", group | second)) == 1.5
+    first = {
+        "proc/self/cgroup": "7:cpu,cpuacct:/\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    assert machine.processor_quota(made_root(tmp_path / "1", first)) is None
+    assert machine.processor_quota(tmp_path / "nowhere") is None
 
 
 def test_wrap_refuses_at_once_and_leaves_the_model(tmp_path: Path) -> None:
@@ -224,15 +255,17 @@ def test_the_dtype_is_decided_by_what_the_processor_has(flags: set[str], dtype: 
     assert finetune.usual_dtype("cuda:0", flags) == "bfloat16"
 
 
-def test_flags_are_those_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
-    assert machine.processor_flags() == set()
-    (tmp_path / "cpuinfo").write_text(
-        "model name\t: X\nflags\t\t: fpu avx512_bf16\n\nflags\t: fpu\n"
+def test_flags_are_those_of_linux(tmp_path: Path) -> None:
+    assert machine.processor_flags(tmp_path) == set()
+    text = "model name\t: X\nflags\t\t: fpu avx512_bf16\n\nflags\t: fpu\n"
+    assert machine.processor_flags(made_root(tmp_path, {"proc/cpuinfo": text})) == {
+        "fpu",
+        "avx512_bf16",
+    }
+    text = "Features\t: fp asimd bf16\nCPU part\t: 0xd40\n"
+    assert machine.has_bfloat16(
+        machine.processor_flags(made_root(tmp_path, {"proc/cpuinfo": text}))
     )
-    assert machine.processor_flags() == {"fpu", "avx512_bf16"}
-    (tmp_path / "cpuinfo").write_text("Features\t: fp asimd bf16\nCPU part\t: 0xd40\n")
-    assert machine.has_bfloat16(machine.processor_flags())
 
 
 # What commands say --------------------------------------------------------------------------------

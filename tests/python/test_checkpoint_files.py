@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -198,8 +199,10 @@ def test_what_cannot_be_replaced_is_refused_at_once(
     else:
         path.mkdir()
         place = str(path).replace(" ", "\\040")
-        (tmp_path / "mounts").write_text(f"36 35 98:0 /a {place} rw - ext4 /dev/root rw\n")
-        monkeypatch.setattr(machine, "MOUNTS", tmp_path / "mounts")
+        (tmp_path / "proc" / "self").mkdir(parents=True)
+        mounts = tmp_path / "proc" / "self" / "mountinfo"
+        mounts.write_text(f"36 35 98:0 /a {place} rw - ext4 /dev/root rw\n")
+        monkeypatch.setattr(machine, "mounts", partial(machine.mounts, tmp_path))
     known = {"file": "is a file", "working directory": "the working directory"}
     message = known.get(what, f"mounted on.*such as {path / 'checkpoint'}")
     with (

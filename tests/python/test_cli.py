@@ -72,7 +72,8 @@ assert "torch" not in sys.modules and set(strata.__all__) <= set(dir(strata))
 import strata.nn
 for name in strata.__all__:
     public = getattr(strata, name)
-    assert name in ("checkpoint", "nn", "optim", "__version__") or callable(public), name
+    modules = ("checkpoint", "integrations", "nn", "optim", "__version__")
+    assert name in modules or callable(public), name
 try:
     strata.warp
 except AttributeError as error:
@@ -81,7 +82,7 @@ except AttributeError as error:
     subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
     folder = Path(strata.__file__).parent
     public = [path for path in folder.glob("[!_]*") if path.suffix in ("", ".py")]
-    assert {path.stem for path in public} == {"checkpoint", "nn", "optim"}
+    assert {path.stem for path in public} == {"checkpoint", "integrations", "nn", "optim"}
 
 
 def test_the_version_is_the_one_that_was_built() -> None:

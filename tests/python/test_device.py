@@ -14,7 +14,7 @@ import strata._runtime.wrapped as wrapped_module
 import torch
 from fake_cuda import FakeCuda, Stream
 from small_models import adamw, batch, build, llama
-from strata._config import device
+from strata._config import device, kernel
 from strata._profiling import clock
 from strata._profiling.allocator import Allocator
 from strata._profiling.memory_curve import CudaMemoryCurve, start_curve
@@ -96,7 +96,7 @@ def test_auto_says_why_it_takes_the_host_only_where_there_is_a_gpu(
     shown = tmp_path / "nvidiactl"
     if there:
         shown.touch()
-    monkeypatch.setattr(device, "DRIVER_FILES", (shown,))
+    monkeypatch.setattr(kernel, "DRIVER_FILES", (shown,))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "_core", fake_core)
     monkeypatch.setattr(fake_core, "device_error", lambda name: "the NVIDIA driver is too old")

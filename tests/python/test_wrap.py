@@ -275,18 +275,6 @@ def test_memory_of_the_machine() -> None:
     assert machine.free_disk_bytes(["/", "/"]) == machine.free_disk_bytes(["/"])
 
 
-def test_control_groups_limit_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    group = tmp_path / "a" / "b"
-    group.mkdir(parents=True)
-    (tmp_path / "a" / "memory.max").write_text("50000000\n")
-    (tmp_path / "a" / "memory.current").write_text("20000000\n")
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("20000000\n")
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "_groups", lambda: ["0::/a/b"])
-    assert machine.free_host_bytes() == 30_000_000
-
-
 def test_collected_with_the_model(core: ModuleType) -> None:
     model, optimizer = tight(build(llama))
     train(model, optimizer, 1)

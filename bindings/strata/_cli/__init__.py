@@ -1,5 +1,5 @@
-"""The command line: `strata finetune`, `demo`, `report`, `plan`, `estimate`, `io-tune`.
+"""The command line: `strata finetune`, `demo`, `report`, `plan`, `estimate`, `io-tune`, `doctor`.
 
 Knows everything else of the package; nothing else knows it. In reading order: main, options,
-planner, estimate, io_tune; models, finetune/.
+planner, estimate, io_tune, doctor/; models, finetune/.
 """

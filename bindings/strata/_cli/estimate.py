@@ -42,6 +42,7 @@ from .planner import machine_of, reply, show
 
 if TYPE_CHECKING:
     from .._core import Budgets, Plan, Trace, Wishes
+    from .._profiling.calibrate import Calibration
 
 MASKLESS = "strata_causal"  # a form of attention, as Transformers names them
 
@@ -82,7 +83,7 @@ def count(step: Step) -> tuple[Any, CountedStep]:
     AttentionMaskInterface.register(MASKLESS, lambda *_args, **_kwargs: None)
     config = copy.deepcopy(step.config)
     config.use_cache = False
-    with FakeTensorMode(), _quiet(SHAPES_LOGGER):
+    with FakeTensorMode(), quiet(SHAPES_LOGGER):
         made_as = {"dtype": step.options.dtype, "attn_implementation": MASKLESS}
         model = build(config, **made_as).train()
         try:
@@ -99,7 +100,7 @@ def count(step: Step) -> tuple[Any, CountedStep]:
 
 
 @contextmanager
-def _quiet(library: str) -> Iterator[None]:
+def quiet(library: str) -> Iterator[None]:
     """Keeps a library from logging anything. What it logs ahead of an exception, with traceback,
     would stand above the refusal that the exception becomes."""
     logger = logging.getLogger(library)
@@ -177,7 +178,7 @@ def run(options: argparse.Namespace) -> int:
     step = Step(
         config, options.batch, options.sequence, options.memory, options.device, wrapped_with
     )
-    with _quiet("transformers"):  # it advises on training this model, which nobody does here
+    with quiet("transformers"):  # it advises on training this model, which nobody does here
         model, counted = count(step)
     sizes = page_sizes(model, counted, step)
     page_bytes = sizes["page_bytes"]
@@ -190,11 +191,14 @@ def run(options: argparse.Namespace) -> int:
     return show(answer, options.json)
 
 
-def rehearse(step: Step, wishes: Wishes) -> Forecast:
-    """The step on paper, on a machine of typical speeds: what it needs and moves, and not how long
-    it takes. Raises ValueError for a model that cannot run on shapes alone."""
+def rehearse(step: Step, wishes: Wishes, machine: Calibration | None = None) -> Forecast:
+    """The step on paper. Without a machine on one of typical speeds: what the step needs and moves,
+    and not how long it takes. Raises ValueError for a model that cannot run on shapes alone."""
     model, counted = count(step)
     sizes = page_sizes(model, counted, step)
-    trace = make_trace(counted, sizes, step.batch, TYPICAL_COMPUTING[0], float("inf"))
-    budgets = step.budgets(sizes)
-    return forecast(trace, typical_costs(), budgets, wishes, step.tokens)
+    flops_s, bytes_s = TYPICAL_COMPUTING[0], float("inf")
+    if machine is not None:
+        flops_s, bytes_s = machine.flops_s, machine.memory_bytes_s
+    trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
+    costs = typical_costs() if machine is None else machine.costs
+    return forecast(trace, costs, step.budgets(sizes), wishes, step.tokens)

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from .. import _core
 from .._config import device, machine
 from .._config.choices import SPEED_OF
 from .._config.sizes import format_size
 from .._planning import budget_check
 from .._planning.forecast import LANE_NAMES
 from .._profiling.calibrate import Calibration, calibration
+from .._profiling.disk_speed import disk_speeds
 from .._profiling.probes import LANES
 from .planner import setup_of
 
-SWEEP_SECONDS = 0.15
-SWEEP_BYTES = 128 << 20
 SWEEP_PAGES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 SWEEP_DEPTHS = (4, 16, 64)
 IN_FLIGHT_MAX = 256 << 20  # bytes of host memory for buffers
@@ -52,15 +50,9 @@ def sweep(paths: Sequence[str], io_engine: str) -> Table:
         for depth in SWEEP_DEPTHS:
             if page * depth > IN_FLIGHT_MAX:
                 continue
-            speeds = _disk_speeds(_core.SsdProbe(list(paths), page, io_engine, SWEEP_BYTES, depth))
+            speeds = disk_speeds(paths, page, io_engine, depth)
             table.add_row(format_size(page), str(depth), *(f"{s / 1e9:.2f}" for s in speeds))
     return table
-
-
-def _disk_speeds(probe: _core.SsdProbe) -> list[float]:
-    """Read alone, write alone, and both together."""
-    alone = [probe.run("in", SWEEP_SECONDS)[0], probe.run("out", SWEEP_SECONDS)[1]]
-    return [*alone, *probe.run("both", SWEEP_SECONDS)]
 
 
 def lanes_table(found: Calibration, page_bytes: int) -> Table:

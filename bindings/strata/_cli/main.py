@@ -109,6 +109,16 @@ def io_tune(arguments: Sequence[str]) -> int:
     return tuning.run(options)
 
 
+def doctor(arguments: Sequence[str]) -> int:
+    """Say whether training would work on this machine, and what to change first."""
+    from .options import doctor_parser
+
+    options = doctor_parser(doctor.__doc__).parse(arguments)
+    with importing():
+        from .doctor import run
+    return run.run(options)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "finetune": finetune,
     "demo": demo,
@@ -116,6 +126,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "estimate": estimate,
     "io-tune": io_tune,
+    "doctor": doctor,
 }
 
 

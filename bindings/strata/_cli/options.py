@@ -1,5 +1,5 @@
 """The command line's options: how each is parsed, what several commands take, and the parsers of
-`strata plan`, `estimate` and `io-tune`: a machine, and what is asked of it. Needs no torch.
+`strata plan`, `estimate`, `io-tune` and `doctor`: a machine, and what is asked of it. No torch.
 
     parser = Parser(prog="strata plan", description="...")
     add = adder(parser.add_argument_group("the step"))
@@ -215,6 +215,25 @@ def io_tune_parser(description: str | None) -> Parser:
     add("--io-engine", DEFAULT, default="auto")
     add("--workers", WORKERS)
     add("--device", f"whose links are measured: {DEVICES}", default="auto")
+    return parser
+
+
+def doctor_parser(description: str | None) -> Parser:
+    """The options of `strata doctor`."""
+    parser = Parser(prog="strata doctor", description=description)
+    add = adder(parser)
+    # Not KINDS: a folder that is not there is what the command is to tell.
+    parser.add_argument(
+        "--ssd-path", nargs="+", default=[], metavar="DIR", help="folders on drives, to look at"
+    )
+    add("--ssd-endurance", ENDURANCE)
+    add("--device", DEVICES, default="auto")
+    add("--batch", f"sequences in a step of the largest model ({DEFAULT})", default=1)
+    add("--sequence", f"tokens of each ({DEFAULT})", default=2048)
+    add("--dtype", DEFAULT, default="bfloat16")
+    add("--io-engine", DEFAULT, default="auto")
+    add("--workers", WORKERS)
+    add("--json", "print one JSON object", action="store_true")
     return parser
 
 

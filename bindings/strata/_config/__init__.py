@@ -2,5 +2,6 @@
 
 Knows words, sizes, the machine, and what of a model can be managed. Must not know sessions.
 In reading order: sizes, choices and update_modes (words; none needs torch, so the command line
-answers at once), machine and device, managed and units, configure.
+answers at once), machine, kernel and drives (without torch, too), device, managed and units,
+configure.
 """

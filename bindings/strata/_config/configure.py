@@ -284,21 +284,7 @@ def _choose_budgets(
     free = int(machine.free_host_bytes() * FREE_SHARE)
     if "device" not in given or "host" not in given:
         needs = make_plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
-        wanted, host = needs["device_bytes"], needs["host_bytes"]
-        taken = min(given.get("device", 0), wanted) + min(given.get("host", 0), host)
-        left = max(0, free - taken)
-        if gpu is not None:
-            given.setdefault("device", min(wanted, int(gpu * FREE_SHARE)))
-            given.setdefault("host", min(host, free))
-        elif "host" in given:
-            given["device"] = min(wanted, left)
-        elif "device" in given:
-            given["host"] = min(host, left)
-        elif wanted + host <= left:
-            given.update(device=wanted, host=host)
-        else:
-            given["device"] = min(wanted, int(left * DEVICE_SHARE))
-            given["host"] = min(host, left - given["device"])
+        given.update(shares(given, needs["device_bytes"], needs["host_bytes"], free, gpu))
     config["device_bytes"], config["host_bytes"] = given["device"], given["host"]
     log.info(
         "budgets: device (%s) %s, host %s, ssd %s; memory free: %s",
@@ -308,6 +294,23 @@ def _choose_budgets(
         format_size(config["ssd_bytes"]),
         format_size(free),
     )
+
+
+def shares(
+    given: Mapping[str, int], device_wanted: int, host_wanted: int, free: int, gpu: int | None
+) -> dict[str, int]:
+    """`given` with budgets of device and host, in bytes: what is wanted, where that is there.
+    `free`: of host memory, which a device without memory of its own (`gpu` None) shares."""
+    if gpu is not None:
+        device_bytes, host_bytes = min(device_wanted, int(gpu * FREE_SHARE)), min(host_wanted, free)
+        return {"device": device_bytes, "host": host_bytes, **given}
+    taken = min(given.get("device", 0), device_wanted) + min(given.get("host", 0), host_wanted)
+    left = max(0, free - taken)
+    device_bytes, host_bytes = min(device_wanted, left), min(host_wanted, left)
+    if not {"device", "host"} & given.keys() and device_wanted + host_wanted > left:
+        device_bytes = min(device_wanted, int(left * DEVICE_SHARE))
+        host_bytes = min(host_wanted, left - device_bytes)
+    return {"device": device_bytes, "host": host_bytes, **given}
 
 
 def _default_ssd_bytes(config: Config) -> int:

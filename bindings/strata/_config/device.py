@@ -8,18 +8,15 @@ free_bytes(name)                      # of a GPU; None on the host, which shares
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from .. import _core
 from .._errors import StrataError
+from . import kernel
 from .choices import HOST, parse_device
 from .sizes import format_size
-
-# What a driver shows of itself to processes that may use its GPUs; the second one under WSL.
-DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 PROCESSORS_LEFT = 2  # for Python, autograd and the thread that moves pages
 
@@ -41,7 +38,8 @@ def choose(wanted: str | torch.device, model: nn.Module | None = None) -> str:
             return str(there)
         if not (reason := why_not("cuda:0")):
             return "cuda:0"
-        if _shows_gpus():  # elsewhere nobody wants to hear of drivers
+        # Elsewhere nobody wants to hear of drivers.
+        if kernel.shows_gpus() or torch.cuda.is_available():
             log.warning("device='auto' is the host: %s", reason)
         return HOST
     name = parse(wanted)
@@ -73,11 +71,6 @@ def description(name: str) -> str:
     """Which GPU it is, and what drives it; "" for the host. Raises StrataError where it cannot be
     used."""
     return "" if name == HOST else _core.device_description(name)
-
-
-def _shows_gpus() -> bool:
-    """Whether this machine seems to have a GPU, whoever cannot use it."""
-    return any(file.exists() for file in DRIVER_FILES) or torch.cuda.is_available()
 
 
 def torch_device(name: str) -> torch.device:

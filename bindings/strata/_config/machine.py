@@ -1,5 +1,8 @@
 """What this machine has: host memory (control groups respected), processors and what they can, disk
-space and file systems. Asks Linux, and needs no torch.
+space and file systems. Asks Linux, and needs no torch. What the kernel lets a process do is in
+kernel.py, and what there is to know of drives in drives.py.
+
+Functions that read /proc or /sys take the `root` that these lie under: tests give a folder.
 """
 
 import os
@@ -10,9 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-MOUNTS = Path("/proc/self/mountinfo")
-CPUINFO = Path("/proc/cpuinfo")
+ROOT = Path("/")
 # What Linux calls arithmetic in bfloat16, on x86 and on Arm.
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
@@ -27,19 +28,28 @@ class FileSystem:
     free_bytes: int
 
 
-def host_bytes() -> int:
+def host_bytes(root: Path = ROOT) -> int:
     """Memory that this process can have at most: what the machine has, or its control group."""
-    limits = [limit for limit, _ in _cgroup_files() if limit is not None]
-    return min([_meminfo("MemTotal"), *limits])
+    limits = [limit for limit, _ in _memory_groups(root) if limit is not None]
+    return min([memory_info("MemTotal", root), *limits])
 
 
-def free_host_bytes() -> int:
+def free_host_bytes(root: Path = ROOT) -> int:
     """Memory that this process may still take: what the machine has, or its control group."""
-    free = _meminfo("MemAvailable")
-    for limit, used in _cgroup_files():
+    free = memory_info("MemAvailable", root)
+    for limit, used in _memory_groups(root):
         if limit is not None and used is not None:
             free = min(free, max(0, limit - used))
     return free
+
+
+def memory_info(key: str, root: Path = ROOT) -> int:
+    """Bytes that /proc/meminfo tells by this name. Raises OSError where it does not."""
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == key:
+            return int(rest.split()[0]) * 1024
+    raise OSError(f"/proc/meminfo has no {key}")
 
 
 def processors() -> int:
@@ -47,15 +57,28 @@ def processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def processor_name() -> str:
+def processor_quota(root: Path = ROOT) -> float | None:
+    """Processors' worth of time that control groups grant at most; None where they grant all."""
+    quotas = []
+    for group in _groups("cpu", root):
+        words = read_text(group / "cpu.max").split()
+        if not words:  # version 1 has a file for each
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            words = [read_text(group / name).strip() for name in files]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None) if quotas else None
+
+
+def processor_name(root: Path = ROOT) -> str:
     """What this machine calls its processor."""
-    names = re.findall(r"(?m)^model name\s*:\s*(.*)$", _cpuinfo())
+    names = re.findall(r"(?m)^model name\s*:\s*(.*)$", _cpuinfo(root))
     return names[0].strip() if names else platform.processor() or platform.machine()
 
 
-def processor_flags() -> set[str]:
+def processor_flags(root: Path = ROOT) -> set[str]:
     """What the processors can do, as Linux names it."""
-    found = re.findall(r"(?m)^(?:flags|Features)\s*:(.*)$", _cpuinfo())
+    found = re.findall(r"(?m)^(?:flags|Features)\s*:(.*)$", _cpuinfo(root))
     return set(" ".join(found).split())
 
 
@@ -65,20 +88,20 @@ def has_bfloat16(flags: Collection[str]) -> bool:
     return not BFLOAT16_FLAGS.isdisjoint(flags)
 
 
-def mounts() -> Iterator[tuple[str, str]]:
+def mounts(root: Path = ROOT) -> Iterator[tuple[str, str]]:
     """Where file systems are mounted, bind mounts too, and their kinds; in order. Raises OSError
     where Linux does not tell."""
-    for line in MOUNTS.read_text().splitlines():
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
         before, _, behind = line.partition(" - ")
         escaped = before.split()[4]
         yield re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), escaped), behind.split()[0]
 
 
-def file_system(path: str | Path) -> FileSystem:
+def file_system(path: str | Path, root: Path = ROOT) -> FileSystem:
     """The one that a folder lies on. Raises OSError where there is no such folder."""
     place = Path(path).resolve(strict=True)
     kind, mount = "", "/"
-    for there, found in mounts():
+    for there, found in mounts(root):
         # Of mounts over each other the last one is seen.
         if place.is_relative_to(there) and len(there) >= len(mount):
             kind, mount = found, there
@@ -94,45 +117,46 @@ def free_disk_bytes(paths: Iterable[str]) -> int:
     return sum(devices.values())
 
 
-def _cpuinfo() -> str:
-    return CPUINFO.read_text() if CPUINFO.exists() else ""
+def read_text(file: Path) -> str:
+    """A file of /proc or /sys; "" where it cannot be read."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
-def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == key:
-            return int(rest.split()[0]) * 1024
-    raise OSError(f"/proc/meminfo has no {key}")
+def _cpuinfo(root: Path) -> str:
+    return read_text(root / "proc/cpuinfo")
 
 
-def _cgroup_files() -> list[tuple[int | None, int | None]]:
+def _memory_groups(root: Path) -> Iterator[tuple[int | None, int | None]]:
     """(limit, use) of the control groups of this process and all above it, versions 2 and 1."""
-    result = []
-    for line in _groups():
+    for group in _groups("memory", root):
+        for names in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            yield _number(group / names[0]), _number(group / names[1])
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups that have a controller, and of all above."""
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
-            root, names = CGROUPS, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            top = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / controller
         else:
             continue
-        folder = root / group.lstrip("/")
+        folder = top / group.lstrip("/")
         # In a container the group is often mounted as the root itself.
         for place in [folder, *folder.parents]:
-            if not place.is_relative_to(root):
+            if not place.is_relative_to(top):
                 break
-            result.append((_number(place / names[0]), _number(place / names[1])))
-    return result
-
-
-def _groups() -> list[str]:
-    return Path("/proc/self/cgroup").read_text().splitlines()
+            yield place
 
 
 def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = read_text(file).strip()
     return int(text) if text.isdigit() else None  # "max": no limit

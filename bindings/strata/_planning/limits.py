@@ -3,6 +3,7 @@
     limiting_sentence(paper, Setting(ssd=True, state="float32"))
     # "limited by the optimizer (twice as fast it would save 31 % of a step): state_dtype='8bit' or
     #  two more workers would help; a faster SSD would not"
+    limits(paper, costs, setting)[0].saves     # 0.31
 
 A resource limits a step where the step, simulated with that resource twice as fast, is shorter by
 GAIN_MIN. What is a lane's busy time says less: most of it may be hidden behind something else.
@@ -62,28 +63,50 @@ class Setting:
         )
 
 
-def limiting_sentence(paper: PaperPlan, costs: Costs, setting: Setting) -> str:
-    """What limits the planned step on this machine. Empty where the step never ends."""
+@dataclass(frozen=True)
+class Limit:
+    """A resource, and what it has to do with the length of a step."""
+
+    resource: str  # a key of FASTER
+    saves: float  # of a step, where it is twice as fast
+    advice: list[str]  # what to change, the cheapest first
+
+
+def limits(paper: PaperPlan, costs: Costs, setting: Setting) -> list[Limit]:
+    """All resources, those that save most first. Empty where the step never ends."""
     run = paper.simulate(costs)
     if not isfinite(run.step_seconds):
-        return ""
-    gains = {
-        name: 1 - paper.simulate(_faster(costs, name)).step_seconds / run.step_seconds
+        return []
+    found = [
+        Limit(
+            name,
+            1 - paper.simulate(_faster(costs, name)).step_seconds / run.step_seconds,
+            _advice(name, run, paper, setting),
+        )
         for name in FASTER
         if name != "the SSD" or setting.ssd
-    }
-    limiting = sorted((n for n in gains if gains[n] >= GAIN_MIN), key=lambda n: -gains[n])
+    ]
+    return sorted(found, key=lambda limit: -limit.saves)
+
+
+def limiting_sentence(paper: PaperPlan, costs: Costs, setting: Setting) -> str:
+    """What limits the planned step on this machine. Empty where the step never ends."""
+    found = limits(paper, costs, setting)
+    if not found:
+        return ""
+    limiting = [limit for limit in found if limit.saves >= GAIN_MIN]
     if not limiting:
         return (
             f"limited by nothing alone: twice the speed of any one resource would save less than "
             f"{GAIN_MIN:.0%} of a step"
         )
     parts = [
-        f"{name} (twice as fast it would save {gains[name]:.0%} of a step)" for name in limiting
+        f"{limit.resource} (twice as fast it would save {limit.saves:.0%} of a step)"
+        for limit in limiting
     ]
-    advice = _advice(limiting[0], run, paper, setting)
-    useless = [MORE[name] for name in gains if gains[name] < GAIN_MIN]
-    sentence = f"limited by {_joined(parts, 'and')}: {_joined(advice, 'or')} would help"
+    less = {limit.resource for limit in found[len(limiting) :]}
+    useless = [MORE[name] for name in FASTER if name in less]
+    sentence = f"limited by {_joined(parts, 'and')}: {_joined(limiting[0].advice, 'or')} would help"
     return sentence + (f"; {_joined(useless, 'or')} would not" if useless else "")
 
 

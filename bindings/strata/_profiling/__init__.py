@@ -2,5 +2,5 @@
 
 Knows clocks, PyTorch's allocators and the probes of the core. Must not know the hooks that feed it.
 In reading order: uses, recorder, clock, memory_curve (one recorded step); timeline, windows (all
-others); allocator; probes, calibrate (the machine).
+others); allocator; disk_speed, probes, calibrate (the machine).
 """

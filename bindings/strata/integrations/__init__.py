@@ -1,0 +1,5 @@
+"""strata beside other libraries: what others write, turned into what strata.wrap() takes.
+
+Knows the public functions, and the other libraries' words. Must not import those libraries.
+In reading order: deepspeed; _deepspeed_keys, _deepspeed_optim.
+"""
