@@ -2,11 +2,13 @@
 // A failure prints the seed or the bits that replay it.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -206,7 +208,9 @@ TEST(LandGradient, LandsAndSumsInTheSameOrderEverywhere) {
     }
     for (const Isa isa : isas()) {
       std::vector<std::byte> to(count * size_of(one.to) + 1, std::byte{0x5a});
-      if (one.to == Dtype::float32) std::memcpy(to.data(), before.data(), count * 4);
+      if (one.to == Dtype::float32) {
+        std::ranges::copy(std::as_bytes(std::span(before)), to.begin());
+      }
       const bool stays = one.mode == GradMode::stay;
       const double sum = kernels(isa).land_gradient(stays ? nullptr : to.data(), one.to,
                                                     from.data(), one.from, count, one.mode);
