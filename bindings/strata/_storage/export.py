@@ -32,7 +32,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,7 +40,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from .._runtime.visits import Visit
-from .._runtime.wrapped import wrapped
+from .._runtime.wrapped import Wrapped, wrapped
 from .checkpoint_files import BUFFER_BYTES
 from .replacing import (
     MARKER_NAME,
@@ -64,7 +64,8 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the newest parameters of `model` into the folder `path`.
+    """Writes the newest parameters of `model` into the folder `path`. Of a model with adapters of
+    PEFT, the adapters' files: merge_and_unload() behind strata.unwrap() gives the model without.
 
     `dtype` of the file: default that of the computation. Memory used: one shard of at most
     `shard_bytes`, or the largest parameter where that is more. An earlier export in `path` is
@@ -72,7 +73,13 @@ def export_safetensors(
     Raises FileExistsError where `path` holds weights, or config files, that strata did not export,
     and OSError where it cannot be written.
     """
-    source = _Source(model, dtype)
+    state = _settled(model)
+    if has_adapters(model):
+        if dtype is not None:
+            raise ValueError(f"adapters are written as they are computed with, not as {dtype}")
+        cast(Any, model).save_pretrained(str(path))
+        return
+    source = _Source(state, dtype)
     shards = list(_shards(source.sizes, shard_bytes))
     files: dict[str, str] = {}
     with replace_export(Path(path)) as folder:
@@ -86,15 +93,27 @@ def export_safetensors(
             write_index(folder, files, sum(source.sizes.values()))
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT made it what it is: its own save_pretrained() writes the adapters alone."""
+    made = type(model).__module__.split(".")[0] == "peft" and hasattr(model, "peft_config")
+    return made or getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _settled(model: nn.Module) -> Wrapped:
+    """The state of a wrapped model whose parameters can be read."""
+    state = wrapped(model)
+    state.check_parameters()
+    state.hooks.reset()
+    state.refuse_half_step("export_safetensors()")
+    state.synchronize()
+    return state
+
+
 class _Source:
     """The tensors to write, by name, read from their pages one at a time."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        state = wrapped(model)
-        state.check_parameters()
-        state.hooks.reset()
-        state.refuse_half_step("export_safetensors()")
-        state.synchronize()
+    def __init__(self, state: Wrapped, dtype: torch.dtype | None) -> None:
+        model = state.model
         self._state = state
         specs = state.config["params"]
         self._tensors = {tensor.name: tensor for tensor in stored_tensors(model)}
