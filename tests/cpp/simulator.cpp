@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "adoptions.hpp"
+#include "gradient_changes.hpp"
 #include "offload/storage/memory_engine.hpp"
 #include "plain_param.hpp"
 #include "random_session.hpp"
@@ -57,8 +58,12 @@ class Simulation final {
       if (below(6) == 0) limit();
       if (below(4) == 0) pass(false, false);
       begin_step();
-      const int backwards = config_.accumulate ? 1 + below(3) : 1;
-      for (int b = 0; b < backwards; ++b) train();
+      const bool adds = config_.accumulate || config_.update == UpdateMode::on_step;
+      const int backwards = adds ? 1 + below(3) : 1;
+      for (int b = 0; b < backwards; ++b) {
+        train();
+        if (config_.update == UpdateMode::on_step && below(3) == 0) change_gradients();
+      }
       if (below(8) == 0 && config_.update != UpdateMode::in_backward)
         forget();
       else
@@ -233,7 +238,7 @@ class Simulation final {
       std::vector<float> wide(spec.numel);
       kernels(Isa::scalar)
           .land_gradient(wide.data(), Dtype::float32, shown(p).data(), spec.dtype, spec.numel,
-                         GradMode::copy);
+                         GradMode::copy, {});
       for (float& value : wide) value = value * 0.25f + 0.01f * static_cast<float>(below(5));
       std::vector<std::byte> from(spec.numel * size_of(spec.dtype));
       std::vector<std::byte> rest(spec.numel * 4);
@@ -245,6 +250,14 @@ class Simulation final {
         session_->land_gradient(p, gradient_->data(), spec.dtype);
       }
       plain_[p].land(from);
+    }
+  }
+
+  void change_gradients() {
+    for (std::uint32_t p = 0; p < plain_.size(); ++p) {
+      if (!plain_[p].has_gradient()) continue;
+      promise(change_gradient(*session_, device_, p, plain_[p], random_),
+              "the gradient of " + config_.params[p].name + " is another");
     }
   }
 
