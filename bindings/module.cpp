@@ -184,6 +184,20 @@ void bind_updates(SessionClass& session) {
           },
           py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0,
           py::arg("owner") = py::none())
+      .def(
+          "replace_gradient",
+          [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
+             std::uintptr_t stream) {
+            const Dtype parsed = parse_dtype(dtype);
+            unlocked([&] {
+              s.replace_gradient(param, pointer<const void>(address), parsed, stream_of(stream));
+            });
+          },
+          py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
+      .def("scale_gradient", &Session::scale_gradient, Release())
+      .def("gradient_squares", &Session::gradient_squares, Release())
+      .def("drop_gradient",
+           [](Session& s, std::uint32_t param) { unlocked([&] { s.drop_gradient(param); }); })
       .def("drop_gradients", [](Session& s) { unlocked([&] { s.drop_gradients(); }); })
       .def("gradient_count", &Session::gradient_count, Release())
       .def("gradient_fits", &Session::gradient_fits, Release())

@@ -23,7 +23,8 @@ struct ParamSpec {
 };
 
 // When updates begin, and who waits for them.
-//   on_step      at step(); the next forward of a unit waits for its own. Gradients rest in pages
+//   on_step      at step(); the next forward of a unit waits for its own. Gradients rest in pages,
+//                where they add up, and may be scaled, replaced and dropped
 //   in_backward  when a unit's gradient is complete. Gradients pass through a few frames
 //   lock_free    at step(); a forward waits only for updates more than max_staleness steps old.
 //                Gradients add up, in float32, while their update lags

@@ -65,7 +65,8 @@ void Elements::read_master(Lock& lock, const Piece& piece, float* values) {
       base_.open(lock, base_.page_of(chunk, Role::param, piece.in_chunk), Intent::read);
   const std::byte* from = param.bytes() + base_.byte_in_page(chunk, Role::param, piece.in_chunk);
   if (chunk.run(Role::master).count == 0) {
-    base_.kernels.land_gradient(values, Dtype::float32, from, dtype, piece.count, GradMode::copy);
+    base_.kernels.land_gradient(values, Dtype::float32, from, dtype, piece.count, GradMode::copy,
+                                {});
     return;
   }
   const Pin master =

@@ -49,6 +49,8 @@ Cause GradientPlace::try_open(const Updates& updates, const IncomingGradient& gr
     return Cause::none;
   }
   mode_ = gradient.adds ? GradMode::add : GradMode::copy;
+  lent_ = updates.lent_gradient(chunk_, gradient.param);
+  if (lent_) return Cause::none;
   if (on_device_) {
     bytes_ = base_->tiers.device().address(base_->table.placement(page_).device_frame());
     return Cause::none;
@@ -62,6 +64,8 @@ Cause GradientPlace::try_open(const Updates& updates, const IncomingGradient& gr
 }
 
 std::byte* GradientPlace::at(const Piece& piece) const {
+  // What was lent is nobody else's, and ours to change until it is given back.
+  if (lent_) return const_cast<std::byte*>(lent_.get()) + piece.in_param * size_of(dtype_);
   if (page_ == kNoPage) return base_->gradient_frames->at(chunk_, piece.in_chunk);
   return bytes_ + base_->byte_in_page(base_->layout.chunks[chunk_], Role::grad, piece.in_chunk);
 }

@@ -1,5 +1,6 @@
 // GradientPlace: where a run of a gradient lands: a page in host memory, a page that rests on the
-// device, or the frames of a chunk whose gradient has no pages. Once it is open it is ours alone,
+// device, the frames of a chunk whose gradient has no pages, or the memory of an older one that was
+// lent. Once it is open it is ours alone,
 // until it goes.
 //
 // Threads: one caller at a time (the core's lock); the bytes of an open one may be written without
@@ -30,8 +31,9 @@ struct IncomingGradient {
   std::shared_ptr<const std::byte> from = {};
   Dtype dtype = Dtype::bfloat16;
   Stream stream = nullptr;
-  bool adds = false;      // where gradients have pages: to what is there
-  std::int64_t step = 0;  // that it belongs to
+  bool adds = false;          // where gradients have pages: to what is there ...
+  GradScaling of_older = {};  // ... which this was asked of
+  std::int64_t step = 0;      // that it belongs to
 
   bool lent() const { return from.use_count() != 0; }
   const std::byte* at(const Piece& piece) const {
@@ -59,6 +61,7 @@ class GradientPlace final {
   // REQUIRES of these: open. How what lands meets what is there, and where a piece goes.
   GradMode mode() const { return mode_; }
   std::byte* at(const Piece& piece) const;
+  const std::shared_ptr<const std::byte>& lent() const { return lent_; }  // null: it is elsewhere
   // Whether a GPU's copy engine reaches all of it.
   bool pinned() const;
 
@@ -70,9 +73,10 @@ class GradientPlace final {
   bool on_device_ = false;
   Dtype dtype_;
   GradMode mode_ = GradMode::copy;
-  std::byte* bytes_ = nullptr;     // of the page
-  Pin pin_;                        // of a page in host memory
-  GradientFrames::Writer writer_;  // of a chunk's frames
+  std::byte* bytes_ = nullptr;             // of the page
+  Pin pin_;                                // of a page in host memory
+  std::shared_ptr<const std::byte> lent_;  // the parameter's gradient, where it stays
+  GradientFrames::Writer writer_;          // of a chunk's frames
 };
 
 }  // namespace strata

@@ -15,6 +15,7 @@ Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates)
       landing_(base, updates),
       landed_(base.config.params.size(), 0),
       sum_squares_(base.config.params.size(), 0.0),
+      scalings_(base.config.params.size()),
       used_(base.config.params.size(), false) {}
 
 void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from,
@@ -27,15 +28,50 @@ void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std:
   if (base_.gradient_frames && landed_[param] != 0 && !base_.layout.accumulate) {
     refuse("a second gradient of " + spec.name + " before step(), and gradients do not add up");
   }
+  land_now(lock, {.param = param,
+                  .unit = spec.unit,
+                  .from = std::move(from),
+                  .dtype = dtype,
+                  .stream = stream,
+                  .adds = landed_[param] != 0,
+                  .of_older = scalings_[param],
+                  .step = step_});
+}
+
+void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   const BetweenSteps::StepCall call(between_, lock);
-  sum_squares_[param] = landing_.land(lock, {.param = param,
-                                             .unit = spec.unit,
-                                             .from = std::move(from),
-                                             .dtype = dtype,
-                                             .stream = stream,
-                                             .adds = landed_[param] != 0 && base_.layout.accumulate,
-                                             .step = step_});
-  ++landed_[param];
+  sum_squares_[gradient.param] = landing_.land(lock, gradient);
+  scalings_[gradient.param] = {};
+  ++landed_[gradient.param];
+}
+
+void Gradients::replace(Lock& lock, std::uint32_t param, const std::byte* from, Dtype dtype,
+                        Stream stream) {
+  const ParamSpec& spec = base_.config.params[param];
+  refuse_without_pages(param, "replaced");
+  STRATA_ASSERT(spec.trainable && (dtype == spec.dtype || base_.layout.accumulate));
+  land_now(lock, {.param = param,
+                  .unit = spec.unit,
+                  .from = {std::shared_ptr<void>(), from},
+                  .dtype = dtype,
+                  .stream = stream,
+                  .step = step_});
+}
+
+bool Gradients::scale(std::uint32_t param, float factor, bool divides) {
+  refuse_without_pages(param, "scaled");
+  STRATA_ASSERT(landed_[param] != 0);
+  STRATA_ASSERT(!divides || factor != 0.0f);
+  if (!scalings_[param].add(factor, divides)) return false;
+  const double by = divides ? 1.0 / double{factor} : double{factor};
+  sum_squares_[param] *= by * by;
+  return true;
+}
+
+void Gradients::refuse_without_pages(std::uint32_t param, const char* what) const {
+  if (!base_.gradient_frames) return;
+  refuse("the gradient of " + base_.config.params[param].name + " cannot be " + what +
+         ": its update may begin at any time");
 }
 
 bool Gradients::fits(Lock& lock, std::uint32_t param) {
@@ -63,10 +99,10 @@ void Gradients::read_piece(Lock& lock, std::uint32_t param, const Piece& piece, 
   const Chunk& chunk = base_.layout.chunks[piece.chunk];
   const Dtype dtype = base_.layout.grad_dtype(base_.layout.segments[chunk.segment]);
   const auto copy = [&](const std::byte* from) {
-    base_.kernels.land_gradient(values, Dtype::float32, from, dtype, piece.count, GradMode::copy);
+    base_.kernels.read_gradient(from, dtype, scalings_[param], piece.count, values);
   };
-  if (const std::byte* lent = updates_.lent_gradient(piece.chunk, param)) {
-    return copy(lent + piece.in_param * size_of(dtype));
+  if (const auto lent = updates_.lent_gradient(piece.chunk, param)) {
+    return copy(lent.get() + piece.in_param * size_of(dtype));
   }
   if (base_.gradient_frames) {
     if (!updates_.holds_gradient(piece.chunk, param)) {
@@ -113,19 +149,34 @@ void Gradients::drop(Lock& lock) {
   forget(lock);
 }
 
+void Gradients::drop(Lock& lock, std::uint32_t param) {
+  refuse_without_pages(param, "dropped alone");
+  const BetweenSteps::StepCall call(between_, lock);
+  if (std::exchange(landed_[param], 0) == 0) return;
+  scalings_[param] = {};
+  for (const std::uint32_t id : base_.layout.chunks_of(param)) {
+    if (updates_.forget_landed(id, param)) discard_pages(lock, id);
+  }
+}
+
 void Gradients::forget(Lock& lock) {
   const std::vector<bool> touched = touched_chunks();
   for (std::uint32_t id = 0; id < touched.size(); ++id) {
     if (!touched[id]) continue;
-    const PageRun& run = base_.layout.chunks[id].run(Role::grad);
-    // Those on the device are no contents of a page: what lands next takes their place.
-    for (std::uint32_t i = 0; i < run.count; ++i) {
-      const PageId page{index(run.first) + i};
-      base_.gate.wait(lock, [&] { return base_.cache.discard(page); });
-    }
+    discard_pages(lock, id);
     updates_.forget_landed(id);
   }
   std::fill(landed_.begin(), landed_.end(), 0U);
+  std::fill(scalings_.begin(), scalings_.end(), GradScaling{});
+}
+
+// Those on the device are no contents of a page: what lands next takes their place.
+void Gradients::discard_pages(Lock& lock, std::uint32_t chunk) {
+  const PageRun& run = base_.layout.chunks[chunk].run(Role::grad);
+  for (std::uint32_t i = 0; i < run.count; ++i) {
+    const PageId page{index(run.first) + i};
+    base_.gate.wait(lock, [&] { return base_.cache.discard(page); });
+  }
 }
 
 bool Gradients::any() const {
@@ -169,6 +220,7 @@ void Gradients::forget_used() {
 
 void Gradients::end_step() {
   std::fill(landed_.begin(), landed_.end(), 0U);
+  std::fill(scalings_.begin(), scalings_.end(), GradScaling{});
   ++step_;
 }
 

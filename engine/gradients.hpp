@@ -30,6 +30,15 @@ class Gradients final {
   // they may be reused on return.
   void land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,
             Stream stream) STRATA_REQUIRES(core_lock);
+  // The same in the place of what has landed of the parameter, to which nothing is added. Throws
+  // StrataError (config) where gradients have no pages.
+  void replace(Lock& lock, std::uint32_t param, const std::byte* from, Dtype dtype, Stream stream)
+      STRATA_REQUIRES(core_lock);
+  // Multiplies the parameter's gradient with a factor, or divides it, and rounds it to its dtype:
+  // by what is read, added to or used of it from here on. No page moves. False, and nothing done:
+  // no more of that can be kept. REQUIRES: the factor is finite or NaN, no division is by zero, and
+  // no finite element becomes infinite.
+  bool scale(std::uint32_t param, float factor, bool divides);
   // Waits until there is room for the gradient. False: there is none, and no update will make any,
   // so that Steps::complete() has to be called for other units first.
   bool fits(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
@@ -39,12 +48,19 @@ class Gradients final {
   // Throws StrataError (config) where they were used already: by an update that began in the
   // backward, or added to older ones.
   void drop(Lock& lock) STRATA_REQUIRES(core_lock);
-  // The same, whatever was used. REQUIRES: none of them was added to one that waits for its update.
+  // Forgets the parameter's gradient alone. Throws where gradients have no pages.
+  void drop(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
+  // All of them, whatever was used. REQUIRES: none was added to one that waits for its update.
   void forget(Lock& lock) STRATA_REQUIRES(core_lock);
 
   // Gradients of the parameter that landed since the last step.
   std::uint32_t count(std::uint32_t param) const { return landed_[param]; }
   bool any() const;
+  // Of the squares of the parameter's newest gradient, also where a step has used it. Where it was
+  // scaled, as if nothing had been rounded.
+  double sum_squares(std::uint32_t param) const { return sum_squares_[param]; }
+  const GradScaling& scaling(std::uint32_t param) const { return scalings_[param]; }
+  std::span<const GradScaling> scalings() const { return scalings_; }
   // Of all of them, and of each unit's: parameters in order, so that the sums do not depend on the
   // order of arrival.
   double norm() const;
@@ -65,6 +81,9 @@ class Gradients final {
   bool turn() { return landing_.turn(); }
 
  private:
+  void land_now(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
+  void refuse_without_pages(std::uint32_t param, const char* what) const;
+  void discard_pages(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
   std::vector<bool> touched_chunks() const;
   void read_piece(Lock& lock, std::uint32_t param, const Piece& piece, float* values)
       STRATA_REQUIRES(core_lock);
@@ -75,6 +94,7 @@ class Gradients final {
   Landing landing_;
   std::vector<std::uint32_t> landed_;  // by parameter: since the last step
   std::vector<double> sum_squares_;    // by parameter: of what landed
+  std::vector<GradScaling> scalings_;  // by parameter: what was asked of it since
   std::vector<bool> used_;             // by parameter
   std::int64_t step_ = 1;
 };

@@ -110,7 +110,7 @@ void InPlaceWrites::keep_masters(Lock& lock, const Piece& piece, const std::byte
     std::vector<std::uint16_t> old(piece.count);
     auto* const masters = reinterpret_cast<float*>(rest);
     base_.kernels.land_gradient(values.data(), Dtype::float32, now, dtype, piece.count,
-                                GradMode::copy);
+                                GradMode::copy, {});
     base_.kernels.split(masters, piece.count, dtype, old.data(), clean.data());
     for (std::size_t i = 0; i < piece.count; ++i) {
       if (now[i] != old[i]) masters[i] = values[i];

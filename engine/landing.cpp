@@ -160,7 +160,7 @@ void Landing::Course::close(const GradientPlace& to) {
   base_.gate.notify();  // for whoever waits for this page
   const bool last = ++at_ == runs_.size();
   if (last || runs_[at_].front().chunk != to.chunk()) {
-    landing_.updates_.note_landed(to.chunk(), gradient_.param);
+    landing_.updates_.note_landed(to.chunk(), gradient_.param, to.lent());
   }
 }
 
@@ -198,7 +198,7 @@ void Landing::Course::land_by_processor(Lock& lock, GradientPlace to) {
       span.bytes += piece.count * bytes;
       sum_ += base_.kernels.land_gradient(
           to.at(piece), to.dtype(), from + (piece.in_param - to.run().front().in_param) * bytes,
-          gradient_.dtype, piece.count, to.mode());
+          gradient_.dtype, piece.count, to.mode(), gradient_.of_older);
     }
     span.end_ns = now_ns();
   }
@@ -315,7 +315,8 @@ void Landing::Course::land_there(GradientPlace to, RunSize size) {
                         .count = piece.count,
                         .to_dtype = run.to.dtype(),
                         .from_dtype = gradient_.dtype,
-                        .mode = stays ? GradMode::stay : run.to.mode()});
+                        .mode = stays ? GradMode::stay : run.to.mode(),
+                        .of_older = stays ? GradScaling{} : gradient_.of_older});
     sums += norm_blocks(piece.count);
   }
   STRATA_ASSERT(sums == sums_of(run.sums_at) + size.sums);

@@ -6,7 +6,7 @@
 namespace strata {
 
 bool LentGradients::takes(const IncomingGradient& gradient) const {
-  if (!gradient.lent() || !base_.tiers.may_give_back_memory()) return false;
+  if (!gradient.lent() || gradient.adds || !base_.tiers.may_give_back_memory()) return false;
   const Layout& layout = base_.layout;
   const Segment& segment = layout.segments[layout.places[gradient.param].segment];
   if (gradient.dtype != layout.grad_dtype(segment) || layout.accumulate) return false;
@@ -39,7 +39,7 @@ double LentGradients::sum_squares(Lock& lock, const IncomingGradient& gradient) 
     const std::size_t numel = base_.layout.numel[gradient.param];
     for (const Piece& piece : base_.layout.pieces(gradient.param, 0, numel, kGrain)) {
       sum += base_.kernels.land_gradient(nullptr, gradient.dtype, gradient.at(piece),
-                                         gradient.dtype, piece.count, GradMode::stay);
+                                         gradient.dtype, piece.count, GradMode::stay, {});
     }
     span.end_ns = now_ns();
   }

@@ -1,6 +1,7 @@
 // LentGradients: gradients that stay where autograd left them. Their memory is lent until the
 // update has read it; nothing is copied, and only the squares are added up. Where the update runs
-// on the processor, which reaches that memory, this is the shortest way there is.
+// on the processor, which reaches that memory, this is the shortest way there is. A later gradient
+// of the same step lands there, on top of it (gradient_place.hpp).
 //
 // Threads: one caller at a time (the core's lock), which is given up while squares are added up.
 //

@@ -70,4 +70,11 @@ void Session::lend_gradient(std::uint32_t param, std::shared_ptr<const std::byte
   core_->gradients.land(in.lock(), param, std::move(from), dtype, stream);
 }
 
+void Session::replace_gradient(std::uint32_t param, const void* from, Dtype dtype, Stream stream) {
+  Gate::Call in(gate_);
+  core_->base.check_param(param);
+  core_->elements.check(param, Kind::grad, 0, from, config_.params[param].numel);
+  core_->gradients.replace(in.lock(), param, static_cast<const std::byte*>(from), dtype, stream);
+}
+
 }  // namespace strata

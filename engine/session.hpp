@@ -19,6 +19,7 @@
 #include <memory>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/core.hpp"
@@ -126,6 +127,25 @@ class Session final {
   // to it.
   void lend_gradient(std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,
                      Stream stream = nullptr);
+  // `from`: numel elements of the device's memory, which may be reused on return.
+  void replace_gradient(std::uint32_t param, const void* from, Dtype dtype,
+                        Stream stream = nullptr);
+  bool scale_gradient(std::uint32_t param, float factor, bool divides) {
+    Gate::Call in(gate_);
+    core_->base.check_param(param);
+    return core_->gradients.scale(param, factor, divides);
+  }
+  void drop_gradient(std::uint32_t param) {
+    Gate::Call in(gate_);
+    core_->base.check_param(param);
+    core_->gradients.drop(in.lock(), param);
+  }
+  // The sum of its squares, and whether it was scaled since it landed.
+  std::pair<double, bool> gradient_squares(std::uint32_t param) {
+    Gate::Call in(gate_);
+    core_->base.check_param(param);
+    return {core_->gradients.sum_squares(param), !core_->gradients.scaling(param).empty()};
+  }
   bool gradient_fits(std::uint32_t param) {
     Gate::Call in(gate_);
     return core_->gradients.fits(in.lock(), param);

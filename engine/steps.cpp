@@ -47,7 +47,8 @@ void Steps::complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups,
   std::vector<float> scale_of(config.units.size(), 1.0f);
   scale_of[index(unit)] =
       static_cast<float>(clip(gradients.unit_norms()[index(unit)], max_unit_norm));
-  parts_.updates.release({gradients.step(), groups, scale_of, std::array{unit}});
+  parts_.updates.release(
+      {gradients.step(), groups, scale_of, gradients.scalings(), std::array{unit}});
   parts_.base.bell.ring();
 }
 
@@ -88,7 +89,9 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
     result.skipped = true;
   } else if (any) {
     const std::vector<UnitId> order = parts_.prefetcher.order();
-    parts_.updates.release({parts_.gradients.step(), groups, scales(result.norm, options), order});
+    const Gradients& gradients = parts_.gradients;
+    parts_.updates.release(
+        {gradients.step(), groups, scales(result.norm, options), gradients.scalings(), order});
     parts_.gradients.end_step();
     ++count_;
     base.bell.ring();

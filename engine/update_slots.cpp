@@ -152,6 +152,7 @@ void Updates::make_spans(Slot& slot) const {
                                       : at(slot, Role::grad, piece.in_chunk);
     span.hyper = &released_groups_.of(piece.release, config_.params[piece.param].group);
     span.step = piece.step;
+    span.scaling = piece.scaling;
     span.grad_scale = piece.scale;
     span.param_id = piece.param;
     span.first = piece.in_param;

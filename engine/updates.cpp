@@ -83,9 +83,10 @@ void Updates::note_landed(std::uint32_t chunk, std::uint32_t param,
   }
 }
 
-const std::byte* Updates::lent_gradient(std::uint32_t chunk, std::uint32_t param) const {
+std::shared_ptr<const std::byte> Updates::lent_gradient(std::uint32_t chunk,
+                                                        std::uint32_t param) const {
   for (const ChunkPiece& piece : chunks_[chunk].pieces) {
-    if (piece.param == param) return piece.lent.get();
+    if (piece.param == param) return piece.lent;
   }
   return nullptr;
 }
@@ -103,6 +104,16 @@ void Updates::forget_landed(std::uint32_t chunk) {
     if (std::exchange(piece.landed, false)) piece.lent.reset();
   }
   if (gradients_ != nullptr && !chunks_[chunk].queued) gradients_->drop(chunk);
+}
+
+bool Updates::forget_landed(std::uint32_t chunk, std::uint32_t param) {
+  STRATA_ASSERT(gradients_ == nullptr);
+  bool left = false;
+  for (ChunkPiece& piece : chunks_[chunk].pieces) {
+    if (piece.param == param && std::exchange(piece.landed, false)) piece.lent.reset();
+    left |= piece.landed;
+  }
+  return !left;
 }
 
 void Updates::forget_merged() {
@@ -128,16 +139,18 @@ bool Updates::is_held(std::uint32_t chunk) const {
 }
 
 // See Note [Hyperparameters].
-void Updates::release_piece(ChunkPiece& piece, ReleaseId release, float scale) {
-  const std::uint32_t group = config_.params[piece.param].group;
+void Updates::release_piece(ChunkPiece& piece, const Release& release, ReleaseId kept) {
+  const ParamSpec& spec = config_.params[piece.param];
+  const std::uint32_t group = spec.group;
   if (piece.waiting) {
     piece.step -= counts_as_step(released_groups_.of(piece.release, group)) ? 1 : 0;
     released_groups_.drop(piece.release);
   }
-  piece.step += counts_as_step(released_groups_.of(release, group)) ? 1 : 0;
-  released_groups_.hold(release);
-  piece.release = release;
-  piece.scale = scale;
+  piece.step += counts_as_step(released_groups_.of(kept, group)) ? 1 : 0;
+  released_groups_.hold(kept);
+  piece.release = kept;
+  piece.scale = release.scale_of[index(spec.unit)];
+  piece.scaling = release.scalings[piece.param];
   piece.landed = false;
   piece.waiting = true;
 }
@@ -158,7 +171,7 @@ void Updates::release(const Release& release) {
         if (!piece.landed) continue;
         touched = true;
         merges |= piece.waiting;
-        release_piece(piece, kept, release.scale_of[index(unit)]);
+        release_piece(piece, release, kept);
       }
       if (!touched) continue;
       staleness_.merged[index(unit)] += merges;

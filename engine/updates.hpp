@@ -53,10 +53,11 @@
 namespace strata {
 
 struct Release {
-  std::int64_t step = 0;            // whose gradients these are; the first is 1
-  std::span<const Hyper> groups;    // by parameter group
-  std::span<const float> scale_of;  // by unit: what gradients are multiplied with
-  std::span<const UnitId> units;    // whose gradients; in the order of their next use
+  std::int64_t step = 0;                  // whose gradients these are; the first is 1
+  std::span<const Hyper> groups;          // by parameter group
+  std::span<const float> scale_of;        // by unit: what gradients are multiplied with, behind ...
+  std::span<const GradScaling> scalings;  // ... by parameter: what was asked of each
+  std::span<const UnitId> units;          // whose gradients; in the order of their next use
 };
 
 // Counters by unit.
@@ -98,7 +99,7 @@ class Updates final {
   void note_landed(std::uint32_t chunk, std::uint32_t param,
                    const std::shared_ptr<const std::byte>& lent = {});
   // What was lent of it and not used yet; null: nothing.
-  const std::byte* lent_gradient(std::uint32_t chunk, std::uint32_t param) const;
+  std::shared_ptr<const std::byte> lent_gradient(std::uint32_t chunk, std::uint32_t param) const;
   // The next gradient of the parameter has to be added to what the chunk holds of it.
   bool holds_gradient(std::uint32_t chunk, std::uint32_t param) const;
   // A gradient of this step may land in the chunk. Not where its pages hold one that an update has
@@ -107,8 +108,10 @@ class Updates final {
   bool may_land(std::uint32_t chunk, std::int64_t step) const;
   // A released gradient of the chunk was added to, so the two cannot be told apart.
   bool merged(std::uint32_t chunk) const { return chunks_[chunk].queued && is_held(chunk); }
-  // Forgets what has landed in the chunk since the last release. REQUIRES: !merged(chunk).
+  // Forgets what has landed in the chunk since the last release; or just the parameter's, where
+  // gradients have pages, and tells whether nothing is left. REQUIRES: !merged(chunk).
   void forget_landed(std::uint32_t chunk);
+  bool forget_landed(std::uint32_t chunk, std::uint32_t param);
   // Forgets everything that is queued, with what was added to it. REQUIRES: nothing is open, no
   // gradient is landing.
   void forget_merged();
@@ -159,7 +162,8 @@ class Updates final {
     std::size_t count = 0;
     std::int64_t step = 0;           // updates released so far that count
     ReleaseId release = kNoRelease;  // of the newest gradient that is released and not applied
-    float scale = 1.0f;              // ... and what it is multiplied with
+    float scale = 1.0f;              // ... and what it is multiplied with, behind ...
+    GradScaling scaling = {};        // ... what was asked of it
     bool landed = false;             // since the last release
     bool waiting = false;            // released, and not taken yet
     std::shared_ptr<const std::byte> lent = {};  // the parameter's gradient, where it stays
@@ -197,7 +201,7 @@ class Updates final {
   std::int64_t staleness_of(std::uint32_t chunk) const;
   bool writes_beside(std::uint32_t chunk) const { return staleness_of(chunk) != 0; }
   bool is_held(std::uint32_t chunk) const;
-  void release_piece(ChunkPiece& piece, ReleaseId release, float scale);
+  void release_piece(ChunkPiece& piece, const Release& release, ReleaseId kept);
   void block_or_not(std::uint32_t chunk);
   bool admit();
   void open_slot(Slot& slot, std::uint32_t chunk);

@@ -32,13 +32,13 @@ void check_moments(MomentDtype dtype, const void* moments, const std::uint16_t* 
 
 void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode) {
   STRATA_ASSERT(to_dtype == from_dtype || to_dtype == Dtype::float32);
-  STRATA_ASSERT(mode != GradMode::add || to_dtype == Dtype::float32);
   STRATA_ASSERT(mode != GradMode::stay || to_dtype == from_dtype);
 }
 
 void check_landing(const LandSpan& span) {
   check_landing(span.to_dtype, span.from_dtype, span.mode);
   STRATA_ASSERT((span.to == nullptr) == (span.mode == GradMode::stay));
+  STRATA_ASSERT(span.of_older.empty() || span.mode == GradMode::add);
   STRATA_ASSERT(span.count == 0 || span.from != nullptr);
   STRATA_ASSERT(span.count == 0 || span.sums != nullptr);
 }

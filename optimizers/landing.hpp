@@ -40,7 +40,8 @@ STRATA_DEVICE_CODE double sum_of_lanes(double* lanes) {
   return lanes[0];
 }
 
-template <class V, Dtype kTo, Dtype kFrom, GradMode kMode>
+// `Older`: how what is added to is read.
+template <class V, Dtype kTo, Dtype kFrom, GradMode kMode, class Older = Gradient<V, kTo>>
 struct Landing {
   using F = typename V::F;
   static constexpr std::size_t kVectors = kNormLanes / V::kLanes;
@@ -49,6 +50,7 @@ struct Landing {
 
   void* to;
   Gradient<V, kFrom> from;
+  Older older;  // of `to`
 
   double run(std::size_t count) const {
     double total = 0.0;
@@ -89,7 +91,7 @@ struct Landing {
   STRATA_DEVICE_CODE F read(std::size_t at, Lanes lanes) const {
     const F value = from.load(at, lanes);
     if constexpr (kMode != GradMode::add) return value;
-    return V::one_nan(V::add(V::load(static_cast<const float*>(to) + at, lanes), value));
+    return rounded_to<V, kTo>(V::one_nan(V::add(older.load(at, lanes), value)));
   }
   template <class Lanes>
   STRATA_DEVICE_CODE void write(std::size_t at, F value, Lanes lanes) const {
@@ -97,6 +99,13 @@ struct Landing {
       return;
     } else if constexpr (kTo == Dtype::float32) {
       V::store(static_cast<float*>(to) + at, value, lanes);
+    } else if constexpr (kMode == GradMode::add) {
+      auto* const halves = static_cast<std::uint16_t*>(to) + at;
+      if constexpr (kTo == Dtype::float16) {
+        V::store(halves, V::to_float16(value), lanes);
+      } else {
+        V::store(halves, V::narrow(V::template down<16>(V::bits(value))), lanes);
+      }
     } else {
       const auto* const halves = static_cast<const std::uint16_t*>(from.from) + at;
       V::store(static_cast<std::uint16_t*>(to) + at, V::load(halves, lanes), lanes);
@@ -106,15 +115,23 @@ struct Landing {
 
 template <class V>
 double land_gradient(void* to, Dtype to_dtype, const void* from, Dtype from_dtype,
-                     std::size_t count, GradMode mode) {
+                     std::size_t count, GradMode mode, const GradScaling& of_older) {
   check_landing(to_dtype, from_dtype, mode);
   return with_dtype(from_dtype, [&]<Dtype kFrom>() {
     const auto land = [&]<Dtype kTo, GradMode kMode>() {
-      return Landing<V, kTo, kFrom, kMode>{to, {from}}.run(count);
+      return Landing<V, kTo, kFrom, kMode>{to, {from}, {to}}.run(count);
+    };
+    const auto add = [&]<Dtype kTo>() {
+      if (of_older.empty()) return land.template operator()<kTo, GradMode::add>();
+      using Older = ScaledGradient<V, kTo>;
+      return Landing<V, kTo, kFrom, GradMode::add, Older>{to, {from}, {{to}, of_older}}.run(count);
     };
     if (mode == GradMode::stay) return land.template operator()<kFrom, GradMode::stay>();
-    if (mode == GradMode::add) return land.template operator()<Dtype::float32, GradMode::add>();
-    if (to_dtype == kFrom) return land.template operator()<kFrom, GradMode::copy>();
+    if (to_dtype == kFrom) {
+      if (mode == GradMode::add) return add.template operator()<kFrom>();
+      return land.template operator()<kFrom, GradMode::copy>();
+    }
+    if (mode == GradMode::add) return add.template operator()<Dtype::float32>();
     return land.template operator()<Dtype::float32, GradMode::copy>();
   });
 }
@@ -123,6 +140,7 @@ template <class V>
 constexpr Kernels make_kernels() {
   return {.update = update<V>,
           .land_gradient = land_gradient<V>,
+          .read_gradient = read_gradient<V>,
           .split = split<V>,
           .join = join<V>,
           .load_moments = load_moments<V>,

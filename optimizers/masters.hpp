@@ -104,6 +104,22 @@ struct NoMaster {
   }
 };
 
+// What a float32 value becomes where it is stored as `dtype`, to nearest with ties to even, as
+// float32 again.
+template <class V, Dtype dtype>
+STRATA_DEVICE_CODE typename V::F rounded_to(typename V::F value) {
+  if constexpr (dtype == Dtype::float32) {
+    return value;
+  } else if constexpr (dtype == Dtype::float16) {
+    return V::from_float16(V::to_float16(value));
+  } else {
+    const auto bits = V::bits(V::one_nan(value));
+    const auto odd = V::both(V::template down<16>(bits), V::set_bits(1));
+    const auto rounded = V::plus(bits, V::plus(odd, V::set_bits(0x7fff)));
+    return V::of_bits(V::both(rounded, V::set_bits(0xffff0000)));
+  }
+}
+
 // Reads a gradient of any dtype as float32.
 template <class V, Dtype dtype>
 struct Gradient {
@@ -125,6 +141,24 @@ struct Gradient {
       const typename V::H half = V::load(static_cast<const std::uint16_t*>(from) + at, lanes);
       return dtype == Dtype::bfloat16 ? V::from_bfloat16(half) : V::from_float16(half);
     }
+  }
+};
+
+// The same of one that was scaled since it landed.
+template <class V, Dtype dtype>
+struct ScaledGradient {
+  Gradient<V, dtype> stored;
+  GradScaling scaling;
+
+  template <class Lanes>
+  STRATA_DEVICE_CODE typename V::F load(std::size_t at, Lanes lanes) const {
+    typename V::F value = stored.load(at, lanes);
+    STRATA_SELDOM for (int i = 0; i < scaling.count; ++i) {
+      const typename V::F factor = V::set(scaling.factors[i]);
+      const bool divides = (scaling.divisions >> i & 1) != 0;
+      value = rounded_to<V, dtype>(divides ? V::div(value, factor) : V::mul(value, factor));
+    }
+    return value;
   }
 };
 
@@ -172,6 +206,17 @@ void split(const float* from, std::size_t count, Dtype dtype, void* param, void*
     const typename MasterOf<V, kDtype>::Type stored(param, param, master);
     for_each_vector<V>(count, [&](std::size_t at, auto lanes) {
       stored.store(at, V::load(from + at, lanes), lanes);
+    });
+  });
+}
+
+template <class V>
+void read_gradient(const void* from, Dtype dtype, const GradScaling& scaling, std::size_t count,
+                   float* to) {
+  with_dtype(dtype, [&]<Dtype kDtype>() {
+    const ScaledGradient<V, kDtype> gradient{{from}, scaling};
+    for_each_vector<V>(count, [&](std::size_t at, auto lanes) {
+      V::store(to + at, gradient.load(at, lanes), lanes);
     });
   });
 }

@@ -78,6 +78,25 @@ constexpr MomentKind moment_kind(Rule rule, int number) {
   return square ? MomentKind::square : MomentKind::mean;
 }
 
+// What a gradient is multiplied with or divided by before anything else is done with it: what was
+// asked of it since it landed, in order. Each result is rounded to the gradient's dtype, as if it
+// had been written back. At most kStepsMax: they travel with every span.
+struct GradScaling {
+  static constexpr int kStepsMax = 3;
+  float factors[kStepsMax] = {};
+  std::uint8_t count = 0;
+  std::uint8_t divisions = 0;  // bit i: step i divides
+
+  constexpr bool empty() const { return count == 0; }
+  // False: there is no room for another step.
+  constexpr bool add(float factor, bool divides) {
+    if (count == kStepsMax) return false;
+    if (divides) divisions = static_cast<std::uint8_t>(divisions | (1u << count));
+    factors[count++] = factor;
+    return true;
+  }
+};
+
 // One run of elements of one parameter, all with the same hyperparameters and step.
 struct UpdateSpan {
   Dtype dtype = Dtype::bfloat16;       // of param
@@ -92,6 +111,7 @@ struct UpdateSpan {
   std::uint16_t* scales1 = nullptr;  // block8: bfloat16, one for each kMomentBlock elements
   std::uint16_t* scales2 = nullptr;
   const void* grad = nullptr;
+  GradScaling scaling = {};  // of grad, before grad_scale
   const Hyper* hyper = nullptr;
   std::int64_t step = 1;    // of this parameter: its updates so far that count, with this one
   float grad_scale = 1.0f;  // multiplies the gradient first (clipping, averaging)
@@ -103,8 +123,13 @@ struct UpdateSpan {
   std::size_t first = 0;
 };
 
-// How gradients land in a page: `copy` overwrites, `add` accumulates into float32, `stay` writes
-// nothing: the gradient is used where it lies, and only its squares are added up.
+// Elements [at, at + count) of a span, or as many of them as there are. REQUIRES: at is before its
+// end, and where moments rest in a short form it begins a block.
+UpdateSpan slice_of(const UpdateSpan& span, std::size_t at, std::size_t count);
+
+// How gradients land in a page: `copy` overwrites, `add` adds to what is there, rounded once to its
+// dtype; `stay` writes nothing: the gradient is used where it lies, and only its squares are added
+// up.
 enum class GradMode : std::uint8_t { copy, add, stay };
 
 enum class Isa : std::uint8_t { scalar, avx2, avx512 };
@@ -115,12 +140,16 @@ constexpr std::string_view name(Isa isa) {
 
 struct Kernels {
   void (*update)(const UpdateSpan& span);
-  // Copies (same dtype, or to float32) or adds `count` elements and returns the sum of squares of
+  // Copies or adds `count` elements (same dtype, or to float32) and returns the sum of squares of
   // what the destination then holds, in double, summed in blocks of kNormBlock elements in order.
   // Infinite or NaN elements make the sum non-finite; finite ones never do. GradMode::stay has no
-  // destination (null, of the same dtype): it returns what a copy would.
+  // destination (null, of the same dtype): it returns what a copy would. `of_older`: what was
+  // asked of what is added to.
   double (*land_gradient)(void* to, Dtype to_dtype, const void* from, Dtype from_dtype,
-                          std::size_t count, GradMode mode);
+                          std::size_t count, GradMode mode, const GradScaling& of_older);
+  // A gradient at rest, and what was asked of it, as float32.
+  void (*read_gradient)(const void* from, Dtype dtype, const GradScaling& scaling,
+                        std::size_t count, float* to);
   // float32 values into the stored form (param + master) and back. The pair is exact; a NaN becomes
   // the one quiet NaN.
   void (*split)(const float* from, std::size_t count, Dtype dtype, void* param, void* master);

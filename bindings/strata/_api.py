@@ -55,7 +55,7 @@ def wrap(
     state_dtype: torch.dtype | str = torch.float32,
     max_grad_norm: float | None = None,
     max_unit_norm: float | None = None,
-    accumulation_steps: int = 1,
+    gradient_accumulation_steps: int = 1,
     skip_nonfinite: bool = False,
     units: Chosen | None = None,
     page_size: Size = "auto",
@@ -82,8 +82,9 @@ def wrap(
         stochastically) and "8bit" (codes with scales) lose bits, for half or a quarter of them.
     max_grad_norm: clips the norm of all gradients together; takes the place of clip_grad_norm_.
     max_unit_norm: clips the norm of each unit's gradients by itself; works in every mode.
-    accumulation_steps: more than 1 where several backward() calls precede one step(). Gradients
-        then add up in float32; they are not averaged.
+    gradient_accumulation_steps: more than 1: so many backward() calls precede a step(), or fewer,
+        and their gradients add up in float32. Without it they do as in plain PyTorch, in their own
+        dtype, however many there are. They are not averaged.
     skip_nonfinite: leaves out steps whose gradients hold infinities or NaN.
     units: more units than are found: modules, their names, or a predicate(name, module).
     page_size: bytes in a page, a power of two; "auto" chooses by model and budgets.
@@ -108,8 +109,8 @@ def wrap(
     """
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
-        accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights, seed,
-        init_device, activations, split, device,
+        gradient_accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights,
+        seed, init_device, activations, split, device,
     )  # fmt: skip
     return model, _open(model, optimizer, options).optimizer
 
@@ -178,12 +179,14 @@ def report(model: nn.Module) -> Report:
 
 def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient of a paged parameter, as a new float32 tensor on the device of the parameter;
-    None where none has landed."""
+    None where none has landed. `p.grad` is it in its own dtype, and can be changed."""
     slot = getattr(parameter, "_strata", None)
     if slot is None:
         raise ValueError("gather_grad() takes a parameter of a wrapped model")
-    state = slot.state
-    return state.read(slot.index, "grad").to(state.device) if state.landed[slot.index] else None
+    state, index = slot.state, slot.index
+    if state.gradients.on_step:
+        return state.gradients.gather(index)
+    return state.read(index, "grad").to(state.device) if state.landed[index] else None
 
 
 def synchronize(model: nn.Module) -> None:
@@ -258,6 +261,7 @@ def _start(
         skip_nonfinite=options.skip_nonfinite,
         foreign=foreign,
     )
+    undo.first(state.optimizer.give_back)
     model.__dict__["_strata"] = state
     watch(state)
     stream_paged()

@@ -26,6 +26,10 @@ from ._planner import Trace as Trace
 from ._planner import TracedUnit as TracedUnit
 from ._planner import Use as Use
 from ._planner import Wishes as Wishes
+from ._probes import CopyProbe as CopyProbe
+from ._probes import SsdProbe as SsdProbe
+from ._probes import UpdateProbe as UpdateProbe
+from ._probes import update_span as update_span
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -85,7 +89,7 @@ class Config(TypedDict):
     ssd_paths: list[str]
     io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"]
     workers: int
-    accumulate: bool  # gradients rest in float32 and several backward calls add up
+    accumulate: bool  # gradients rest, and several backward calls add up, in float32
     update: Literal["on_step", "in_backward", "lock_free"]
     max_staleness: int  # lock_free: steps that a parameter may lag behind; else 0
     moment_dtype: Literal["float32", "bfloat16", "block8"]
@@ -194,7 +198,20 @@ class Session:
     ) -> None:
         """Takes the gradient of a whole parameter (numel contiguous elements, on the device). On a
         GPU it waits for what was submitted so far: call it on a thread of its own. Without `owner`
-        the memory may be reused on return; else the owner is kept until the gradient is used."""
+        the memory may be reused on return; else the owner is kept until the gradient is used. A
+        second one of a step is added to the first, in the dtype in which gradients rest."""
+    # These four: of update "on_step" alone.
+    def replace_gradient(self, param: int, address: int, dtype: DtypeName, stream: int = 0) -> None:
+        """Takes it in the place of what has landed. The memory may be reused on return."""
+    def scale_gradient(self, param: int, factor: float, divides: bool) -> bool:
+        """Has it multiplied with a factor, or divided by one, and rounded, by whatever reads or
+        uses it from here on. False: it can note no more, and did nothing. REQUIRES: it has landed;
+        the factor is no infinity, nor zero where it divides; no element overflows."""
+    def gradient_squares(self, param: int) -> tuple[float, bool]:
+        """The sum of squares of the newest gradient, also of one that was used; whether it was
+        scaled since it landed, so that the sum knows nothing of its rounding."""
+    def drop_gradient(self, param: int) -> None:
+        """Forgets the parameter's."""
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step. Raises StrataError where that was used:
         in_backward, and lock_free where it was added to older gradients."""
@@ -337,64 +354,3 @@ class StepResult(TypedDict):
     norm: float  # of the gradients before clipping, after division; 0.0 if none landed
     finite: bool
     skipped: bool  # nothing was updated because the gradients were not finite
-
-# Probes keep a link at work for a while, see offload/storage/calibrate.hpp. `run` releases the GIL
-# and returns what went through per second, so several threads can run several probes at once.
-
-Ways = Literal["in", "out", "both"]  # towards the computation, away from it
-
-class SsdProbe:
-    """Files on SSD, striped over `paths` as a session's are; removed with the object. `depth`:
-    requests in flight, 0: chosen."""
-
-    def __init__(
-        self, paths: list[str], page_bytes: int, io_engine: str, file_bytes: int, depth: int = 0
-    ) -> None: ...
-    def run(self, ways: Ways, seconds: float) -> tuple[float, float]:
-        """(bytes read, bytes written) per second."""
-    @property
-    def io_engine(self) -> str: ...
-    @property
-    def depth(self) -> int: ...
-
-class CopyProbe:
-    """The copy engine between host memory (`bytes` of it, pinned if the system lets) and frames of
-    the device, "host" or "cuda:N"."""
-
-    def __init__(self, page_bytes: int, bytes: int, device: str) -> None:
-        """Raises StrataError where the device cannot be used, or has no room."""
-    def run(self, ways: Ways, seconds: float) -> tuple[float, float]:
-        """(bytes uploaded, bytes downloaded) per second."""
-    def transfer_seconds(self) -> float:
-        """What one of many copies takes beside its bytes."""
-
-class UpdateProbe:
-    """The workers on chunks of AdamW, placed as a session would `beside` so many threads
-    of computation; None: wherever the system puts them."""
-
-    def __init__(
-        self, workers: int, dtype: DtypeName, page_bytes: int, bytes: int, beside: int | None = None
-    ) -> None: ...
-    def run(self, seconds: float) -> float:
-        """Elements per second, all workers together."""
-
-def update_span(
-    group: GroupSpec,
-    dtype: DtypeName,
-    grad_dtype: DtypeName,
-    count: int,
-    param: int,
-    master: int,
-    moment1: int,
-    moment2: int,
-    grad: int,
-    step: int,
-    grad_scale: float,
-    threads: int,
-    isa: str,
-    moment_dtype: Literal["float32", "bfloat16", "block8"] = "float32",
-    scales1: int = 0,
-    scales2: int = 0,
-) -> None:
-    """Runs a kernel on plain memory, for tests and benchmarks. Addresses: 0 where absent. isa:
-    "best", "scalar", "avx2", "avx512". Scales: of "block8", bfloat16, one for every 64 elements."""

@@ -57,6 +57,17 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = _private("_neg_view")
 conj_view: Callable[[torch.Tensor], torch.Tensor] = _private("_conj")
 assert_async: Callable[[torch.Tensor, str], None] = _private("_assert_async")
 
+# Operations on lists of tensors, and tensors without memory.
+foreach_norm: Callable[..., Any] = _private("_foreach_norm")
+foreach_mul: Callable[..., Any] = _private("_foreach_mul_")
+foreach_div: Callable[..., Any] = _private("_foreach_div_")
+foreach_zero: Callable[..., Any] = _private("_foreach_zero_")
+check_and_unscale: Callable[..., Any] = _private("_amp_foreach_non_finite_check_and_unscale_")
+make_wrapper: Callable[..., Any] = _private("Tensor._make_wrapper_subclass")
+
+# What Tensor.to() was asked for: device, dtype, whether to wait, memory format.
+parse_to: Callable[..., tuple[Any, ...]] = _private("_C._nn._parse_to")
+
 # What torch's functions do for a block of code: nothing of subclasses; nothing of torch.compile,
 # neither in it nor in what it calls, or just not in it.
 DisableTorchFunction: Any = _private("_C.DisableTorchFunctionSubclass")

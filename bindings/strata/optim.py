@@ -60,6 +60,8 @@ class GradScaler(torch.amp.GradScaler):
         record = self._per_optimizer_states[id(optimizer)]
         if record["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
+        if record["stage"] is OptState.UNSCALED:
+            return super().step(optimizer)
         optimizer.step(loss_scale=self.get_scale())
         # update() reads it there.
         found = torch.full((), float(not optimizer.last_finite), device=scale.device)
@@ -67,12 +69,15 @@ class GradScaler(torch.amp.GradScaler):
         record["stage"] = OptState.STEPPED
         return None
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As torch's; raises RuntimeError for a wrapped optimizer, whose gradients are in pages."""
-        if self._enabled and isinstance(optimizer, StrataOptimizer):
-            raise RuntimeError(
-                "unscale_() cannot change gradients that rest in strata's pages; step() divides "
-                "them: pass max_grad_norm= to strata.wrap(), which clips divided gradients, and "
-                "divide what strata.gather_grad(p) returns by scaler.get_scale() to look at one"
-            )
-        super().unscale_(optimizer)
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Called by torch's unscale_(), which refuses gradients in float16 otherwise."""
+        if isinstance(optimizer, StrataOptimizer):
+            optimizer.check_loss_scale()
+            allow_fp16 = True
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

@@ -125,8 +125,12 @@ void update_by(const UpdateSpan& span) {
 }
 
 template <class V>
+void update_scaled(const UpdateSpan& span);
+
+template <class V>
 void update(const UpdateSpan& span) {
   check_update(span);
+  if (!span.scaling.empty()) return update_scaled<V>(span);
   switch (span.hyper->rule) {
     case Rule::adamw:
       return update_by<V, AdamMath<V, true>>(span);
@@ -141,6 +145,23 @@ void update(const UpdateSpan& span) {
       return update_by<V, AdagradMath<V>>(span);
     case Rule::foreign:
       STRATA_ASSERT(false && "a foreign rule is not computed here");
+  }
+}
+
+// Slice by slice, whose gradient is scaled on the stack: a gradient that was not scaled costs
+// nothing more.
+template <class V>
+void update_scaled(const UpdateSpan& span) {
+  constexpr std::size_t kSlice = 1024;
+  static_assert(kSlice % kMomentBlock == 0);
+  float grad[kSlice];
+  for (std::size_t at = 0; at < span.count; at += kSlice) {
+    UpdateSpan slice = slice_of(span, at, kSlice);
+    read_gradient<V>(slice.grad, slice.grad_dtype, slice.scaling, slice.count, grad);
+    slice.grad = grad;
+    slice.grad_dtype = Dtype::float32;
+    slice.scaling = {};
+    update<V>(slice);
   }
 }
 

@@ -28,7 +28,7 @@ int land_spans(const LandSpan* spans, std::size_t count, Stream) {
       span->sums[begin / kNormBlock] = best.land_gradient(
           to, span->to_dtype,
           static_cast<const std::byte*>(span->from) + begin * size_of(span->from_dtype),
-          span->from_dtype, left < kNormBlock ? left : kNormBlock, span->mode);
+          span->from_dtype, left < kNormBlock ? left : kNormBlock, span->mode, span->of_older);
     }
   }
   return 0;

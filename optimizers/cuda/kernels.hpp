@@ -32,6 +32,7 @@ struct LandSpan {
   Dtype to_dtype = Dtype::bfloat16;
   Dtype from_dtype = Dtype::bfloat16;
   GradMode mode = GradMode::copy;
+  GradScaling of_older = {};  // of what it is added to
 };
 
 // Sums that a landing of so many elements writes.

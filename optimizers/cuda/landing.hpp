@@ -3,7 +3,7 @@
 //
 // Threads: pure functions of the memory they are given.
 //
-//   run_landing<Landing<Vec1, Dtype::float32, Dtype::bfloat16, GradMode::add>>(span, block, group);
+//   run_landing<LandingForm<Dtype::float32, Dtype::bfloat16, GradMode::add>>(span, block, group);
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,10 @@
 #include "optimizers/scalar.hpp"
 
 namespace strata {
+
+// One kernel for gradients that were scaled and those that were not.
+template <Dtype kTo, Dtype kFrom, GradMode kMode>
+using LandingForm = Landing<Vec1, kTo, kFrom, kMode, ScaledGradient<Vec1, kTo>>;
 
 // What the threads of a group share.
 struct LandingShared {
@@ -34,7 +38,7 @@ STRATA_DEVICE_CODE void run_landing(const LandSpan& span, std::size_t block, Gro
   constexpr std::size_t kRows = 8;
   // 1. Land, some rows of threads at a time: nothing is written before all of them are read.
   group.each([&](std::size_t thread) {
-    const Form landing{span.to, {span.from}};
+    const Form landing{span.to, {span.from}, {{span.to}, span.of_older}};
     for (std::size_t row = thread; row < count; row += kRows * kTileThreads) {
       float values[kRows] = {};
       for (std::size_t k = 0; k < kRows; ++k) {

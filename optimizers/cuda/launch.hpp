@@ -31,7 +31,7 @@ struct Batch {
   static constexpr std::size_t kTasksMax = kArgumentBytesMax / sizeof(Task);
   Task tasks[kTasksMax];
 };
-static_assert(Batch<UpdateTask<AdamMath<Vec1, true>>>::kTasksMax >= 24, "few launches");
+static_assert(Batch<UpdateTask<AdamMath<Vec1, true>>>::kTasksMax >= 22, "few launches");
 
 inline bool same_kernel(const UpdateSpan& a, const UpdateSpan& b) {
   return a.dtype == b.dtype && a.grad_dtype == b.grad_dtype && a.moment_dtype == b.moment_dtype &&
@@ -59,7 +59,7 @@ template <class Math_, Dtype kDtype, Dtype kGradDtype, MomentDtype kMomentDtype>
 struct UpdateKernel {
   using Math = Math_;
   using Share = UpdateShare<UpdateForm<Math, typename MasterOf<Vec1, kDtype>::Type,
-                                       Gradient<Vec1, kGradDtype>, kMomentDtype>>;
+                                       ScaledGradient<Vec1, kGradDtype>, kMomentDtype>>;
 
   static bool takes(const UpdateSpan& span) {
     return span.hyper->rule == Math::kRule && moment_count(*span.hyper) == Math::kMoments &&
@@ -77,7 +77,7 @@ struct UpdateKernel {
 
 template <Dtype kTo, Dtype kFrom, GradMode kMode>
 struct LandingKernel {
-  using Form = Landing<Vec1, kTo, kFrom, kMode>;
+  using Form = LandingForm<kTo, kFrom, kMode>;
   static bool takes(const LandSpan& span) {
     return span.to_dtype == kTo && span.from_dtype == kFrom && span.mode == kMode;
   }
@@ -124,6 +124,7 @@ void visit_landings_of(Visit& visit) {
   visit(LandingKernel<kFrom, kFrom, GradMode::copy>());
   visit(LandingKernel<Dtype::float32, kFrom, GradMode::add>());
   if constexpr (kFrom != Dtype::float32) {
+    visit(LandingKernel<kFrom, kFrom, GradMode::add>());
     visit(LandingKernel<Dtype::float32, kFrom, GradMode::copy>());
   }
 }

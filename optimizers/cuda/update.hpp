@@ -61,7 +61,7 @@ class UpdateShare {
   // Phase 1: reads every stream and computes.
   STRATA_DEVICE_CODE void compute(const Task& task, std::size_t block, std::size_t lane) {
     const typename Form::Master master(task.span.param, task.span.new_param, task.span.master);
-    const typename Form::Grad grad{task.span.grad};
+    const typename Form::Grad grad{{task.span.grad}, task.span.scaling};
     // All loads come before any of the arithmetic, to be under way together.
     float grads[kElements] = {};
     for (std::size_t k = 0; k < kElements; ++k) {

@@ -117,6 +117,14 @@ inline Hyper any_hyper(std::mt19937_64& random) {
           .maximize = random() % 2 == 0};
 }
 
+inline GradScaling any_scaling(std::mt19937_64& random) {
+  GradScaling scaling;
+  for (std::uint64_t steps = random() % 4; steps > 0; --steps) {
+    scaling.add(0.1f + static_cast<float>(random() % 100), random() % 2 == 0);
+  }
+  return scaling;
+}
+
 // Few elements, whole tiles and the ones around their edges, and now and then many.
 inline std::size_t any_count(std::mt19937_64& random) {
   switch (random() % 8) {
@@ -191,6 +199,7 @@ inline Streams any_span(const Form& form, std::size_t count, Bytes& bytes,
              .grad_dtype = form.grad_dtype,
              .count = count,
              .moment_dtype = form.moment_dtype,
+             .scaling = any_scaling(random),
              .hyper = &form.hyper,
              .step = static_cast<std::int64_t>(1 + random() % 3),
              .grad_scale = random() % 2 == 0 ? 1.0f : 0.37f,
@@ -213,7 +222,7 @@ struct LandingAt {
   }
   double by_cpu(std::byte* memory, Isa isa) const {
     return kernels(isa).land_gradient(place(memory), span.to_dtype, memory + from, span.from_dtype,
-                                      span.count, span.mode);
+                                      span.count, span.mode, span.of_older);
   }
   std::byte* place(std::byte* memory) const {
     return span.mode == GradMode::stay ? nullptr : memory + to;
@@ -226,8 +235,8 @@ inline LandingAt any_landing(std::size_t count, bool wild, Bytes& bytes, std::mt
   span.count = count;
   span.from_dtype = kDtypes[random() % 3];
   span.mode = static_cast<GradMode>(random() % 3);
-  const bool widens =
-      span.mode == GradMode::add || (span.mode == GradMode::copy && random() % 2 == 0);
+  const bool widens = span.mode != GradMode::stay && random() % 2 == 0;
+  if (span.mode == GradMode::add) span.of_older = any_scaling(random);
   span.to_dtype = widens ? Dtype::float32 : span.from_dtype;
   at.from = bytes.take(count * size_of(span.from_dtype), size_of(span.from_dtype));
   at.to = bytes.take(count * size_of(span.to_dtype), size_of(span.to_dtype));

@@ -291,9 +291,16 @@ TEST_P(DeviceKernelsTest, WhatTheCpuRefusesIsRefused) {
   EXPECT_DEATH(update({span}), "foreign");
   LandSpan landing;
   landing.count = 1;
-  landing.mode = GradMode::add;
-  EXPECT_DEATH(land({landing}), "float32");
+  landing.to_dtype = Dtype::float16;
+  EXPECT_DEATH(land({landing}), "float32") << "only sums are of another dtype";
   landing.to_dtype = Dtype::float32;
+  landing.of_older.add(2.0f, false);
+  EXPECT_DEATH(land({landing}), "nullptr");
+  std::byte older[4] = {};
+  landing.to = older;
+  EXPECT_DEATH(land({landing}), "of_older") << "it is of what is added to";
+  landing.to = nullptr;
+  landing.mode = GradMode::add;
   EXPECT_DEATH(land({landing}), "nullptr") << "there is nothing to add to";
 }
 

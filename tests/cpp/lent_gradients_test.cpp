@@ -96,7 +96,7 @@ TEST_F(Lending, AreReadAndDroppedAsOthers) {
   for (const std::uint32_t param : {0U, 2U, 3U}) {
     kernels(Isa::scalar)
         .land_gradient(expected.data(), Dtype::float32, session.device_address(param),
-                       Dtype::bfloat16, kNumel, GradMode::copy);
+                       Dtype::bfloat16, kNumel, GradMode::copy, {});
     session.read(param, Kind::grad, 0, read.data(), kNumel);
     EXPECT_EQ(read, expected) << param;
   }

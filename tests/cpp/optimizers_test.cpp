@@ -93,8 +93,8 @@ struct Streams {
   std::vector<float> grads() {
     std::vector<float> values(count);
     kernels(Isa::scalar)
-        .land_gradient(values.data(), Dtype::float32, grad_at(0), grad_dtype, count,
-                       GradMode::copy);
+        .land_gradient(values.data(), Dtype::float32, grad_at(0), grad_dtype, count, GradMode::copy,
+                       {});
     return values;
   }
 
@@ -157,7 +157,7 @@ TEST(Update, EveryInstructionSetGivesTheSameBits) {
     std::mt19937_64 random(seed);
     const Dtype dtype = kDtypes[random() % 3];
     const Dtype grad_dtype = random() % 2 == 0 ? dtype : Dtype::float32;
-    const std::size_t count = random() % 4 == 0 ? random() % 2000 : random() % 70;
+    const std::size_t count = random() % 4 == 0 ? random() % 3000 : random() % 70;
     const Hyper hyper = any_hyper(random);
     SCOPED_TRACE("seed " + std::to_string(seed) + " " + name(dtype) + " grad " + name(grad_dtype) +
                  " count " + std::to_string(count) + " " + text(hyper));
@@ -171,11 +171,14 @@ TEST(Update, EveryInstructionSetGivesTheSameBits) {
     }
     const auto step = static_cast<std::int64_t>(1 + random() % 3);
     const float grad_scale = random() % 2 == 0 ? 1.0f : 0.37f;
+    GradScaling scaling;
+    if (random() % 2 == 0) scaling.add(0.3f, random() % 2 == 0);
     const std::size_t cut = count == 0 ? 0 : random() % count;
 
     Streams expected = start;
     UpdateSpan span = expected.span(hyper, step);
     span.grad_scale = grad_scale;
+    span.scaling = scaling;
     kernels(Isa::scalar).update(span);
     for (const Isa isa : isas()) {
       Streams actual = start;
@@ -183,6 +186,7 @@ TEST(Update, EveryInstructionSetGivesTheSameBits) {
       for (UpdateSpan piece :
            {actual.span(hyper, step, 0, cut), actual.span(hyper, step, cut, count)}) {
         piece.grad_scale = grad_scale;
+        piece.scaling = scaling;
         kernels(isa).update(piece);
       }
       ASSERT_TRUE(actual.same_bits(expected)) << name(isa);

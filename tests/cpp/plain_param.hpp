@@ -10,18 +10,21 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "engine/config.hpp"
 #include "optimizers/cpu/kernel.hpp"
+#include "optimizers/half.hpp"
 
 namespace strata {
 
 class PlainParam final {
  public:
-  // `accumulate`: gradients rest in float32 and add up.
+  // `accumulate`: gradients rest, and add up, in float32.
   PlainParam(const ParamSpec& spec, bool accumulate, const std::vector<float>& initial)
       : numel_(spec.numel),
         dtype_(spec.dtype),
@@ -47,7 +50,7 @@ class PlainParam final {
     } else {
       kernels(Isa::scalar)
           .land_gradient(values.data(), Dtype::float32, param_.data(), dtype_, numel_,
-                         GradMode::copy);
+                         GradMode::copy, {});
     }
     return values;
   }
@@ -58,10 +61,33 @@ class PlainParam final {
   }
 
   void land(const std::vector<std::byte>& gradient) {
-    const bool adds = landed_++ != 0 && accumulate_;
+    const bool adds = landed_++ != 0;
     kernels(Isa::scalar)
-        .land_gradient(grad_.data(), accumulate_ ? Dtype::float32 : dtype_, gradient.data(), dtype_,
-                       numel_, adds ? GradMode::add : GradMode::copy);
+        .land_gradient(grad_.data(), grad_dtype(), gradient.data(), dtype_, numel_,
+                       adds ? GradMode::add : GradMode::copy, {});
+  }
+  bool has_gradient() const { return landed_ != 0; }
+  std::vector<float> gradient() const {
+    std::vector<float> values(numel_);
+    kernels(Isa::scalar).read_gradient(grad_.data(), grad_dtype(), {}, numel_, values.data());
+    return values;
+  }
+  // Right away, and not when the gradient is used.
+  void scale_gradient(float factor, bool divides) {
+    GradScaling scaling;
+    scaling.add(factor, divides);
+    std::vector<float> values(numel_);
+    kernels(Isa::scalar).read_gradient(grad_.data(), grad_dtype(), scaling, numel_, values.data());
+    for (std::size_t i = 0; i < numel_; ++i) {
+      const std::uint32_t bits = std::bit_cast<std::uint32_t>(values[i]);
+      const std::uint16_t half = grad_dtype() == Dtype::float16
+                                     ? float16_bits(values[i])
+                                     : static_cast<std::uint16_t>(bits >> 16);
+      if (grad_dtype() == Dtype::float32)
+        std::memcpy(grad_.data() + i * 4, &bits, 4);
+      else
+        std::memcpy(grad_.data() + i * 2, &half, 2);
+    }
   }
   void forget_gradient() { landed_ = 0; }
 
@@ -71,7 +97,7 @@ class PlainParam final {
     landed_ = 0;
     UpdateSpan span;
     span.dtype = dtype_;
-    span.grad_dtype = accumulate_ ? Dtype::float32 : dtype_;
+    span.grad_dtype = grad_dtype();
     span.count = numel_;
     span.param = param_.data();
     span.new_param = param_.data();
@@ -85,6 +111,8 @@ class PlainParam final {
   }
 
  private:
+  Dtype grad_dtype() const { return accumulate_ ? Dtype::float32 : dtype_; }
+
   std::size_t numel_;
   Dtype dtype_;
   bool trainable_, accumulate_;

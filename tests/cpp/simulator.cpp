@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "adoptions.hpp"
+#include "gradient_changes.hpp"
 #include "offload/storage/memory_engine.hpp"
 #include "plain_param.hpp"
 #include "random_session.hpp"
@@ -46,7 +47,7 @@ class Simulation final {
     session_ = std::make_unique<Session>(config_, std::move(parts));
   }
 
-  std::uint64_t far_bytes = 0;  // after run()
+  SimulationResult told;  // but for how it ended
 
   void run() {
     fill();
@@ -57,8 +58,12 @@ class Simulation final {
       if (below(6) == 0) limit();
       if (below(4) == 0) pass(false, false);
       begin_step();
-      const int backwards = config_.accumulate ? 1 + below(3) : 1;
-      for (int b = 0; b < backwards; ++b) train();
+      const bool adds = config_.accumulate || config_.update == UpdateMode::on_step;
+      const int backwards = adds ? 1 + below(3) : 1;
+      for (int b = 0; b < backwards; ++b) {
+        train();
+        if (config_.update == UpdateMode::on_step && below(3) == 0) change_gradients();
+      }
       if (below(8) == 0 && config_.update != UpdateMode::in_backward)
         forget();
       else
@@ -68,20 +73,9 @@ class Simulation final {
     }
     session_->synchronize();
     compare();
-    far_bytes = session_->stats().link_bytes[static_cast<std::size_t>(Link::write_far)];
+    told.far_bytes = session_->stats().link_bytes[static_cast<std::size_t>(Link::write_far)];
     session_->close();
   }
-
-  std::uint64_t turns() const { return turns_; }
-  std::uint64_t came_back() const { return came_back_; }
-  std::uint64_t demotions() const { return demoted_; }
-  std::uint64_t settled() const { return settled_; }
-  std::uint64_t faults() const {
-    std::uint64_t sum = 0;
-    for (std::size_t f = 1; f < kIoFaultCount; ++f) sum += injected_[f];
-    return sum;
-  }
-  std::uint64_t requests() const { return faults() + injected_[0]; }
 
  private:
   std::unique_ptr<FaultyEngine> disk(const FaultPlan& faults) {
@@ -94,10 +88,14 @@ class Simulation final {
   int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
 
   void check(const PageTable& table, const Claims& claims) {
-    ++turns_;
-    for (std::size_t f = 0; f < kIoFaultCount; ++f) {
-      injected_[f] = 0;
-      for (const auto* disk : disks_) injected_[f] += disk->injected(static_cast<IoFault>(f));
+    ++told.turns;
+    told.faults = told.requests = 0;
+    for (const FaultyEngine* disk : disks_) {
+      for (std::size_t f = 0; f < kIoFaultCount; ++f) {
+        const std::uint64_t count = disk->injected(static_cast<IoFault>(f));
+        told.requests += count;
+        if (f != 0) told.faults += count;
+      }
     }
     const auto device_frames = static_cast<std::uint32_t>(config_.device_bytes / page_);
     const auto wrong =
@@ -128,7 +126,7 @@ class Simulation final {
     const std::vector<Tier> before = session_->residence().tier;
     try {
       reserve_activations(*session_, host, ssd);
-      demoted_ += session_->residence().tier != before ? 1 : 0;
+      told.demotions += session_->residence().tier != before ? 1 : 0;
     } catch (const StrataError& error) {
       if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
     }
@@ -143,7 +141,7 @@ class Simulation final {
     try {
       const auto pages = static_cast<int>(config_.device_bytes / page_);
       rest_on_device(*session_, units, static_cast<std::size_t>(below(pages + 1)) * page_);
-      for (std::size_t u = 0; u < units.size(); ++u) settled_ += units[u] != before[u] ? 1 : 0;
+      for (std::size_t u = 0; u < units.size(); ++u) told.settled += units[u] != before[u] ? 1 : 0;
     } catch (const StrataError& error) {
       if (error.error().page != kNoPage || error.error().fault != Fault::config) throw;
     }
@@ -203,7 +201,7 @@ class Simulation final {
         session_->activation_fetched(saved.id, true);
         promise(saved.tensor->values() == saved.expected,
                 "an activation came back with other bytes");
-        ++came_back_;
+        ++told.came_back;
       }
       drop(i);
     }
@@ -243,7 +241,7 @@ class Simulation final {
       std::vector<float> wide(spec.numel);
       kernels(Isa::scalar)
           .land_gradient(wide.data(), Dtype::float32, shown(p).data(), spec.dtype, spec.numel,
-                         GradMode::copy);
+                         GradMode::copy, {});
       for (float& value : wide) value = value * 0.25f + 0.01f * static_cast<float>(below(5));
       std::vector<std::byte> from(spec.numel * size_of(spec.dtype));
       std::vector<std::byte> rest(spec.numel * 4);
@@ -255,6 +253,14 @@ class Simulation final {
         session_->land_gradient(p, gradient_->data(), spec.dtype);
       }
       plain_[p].land(from);
+    }
+  }
+
+  void change_gradients() {
+    for (std::uint32_t p = 0; p < plain_.size(); ++p) {
+      if (!plain_[p].has_gradient()) continue;
+      promise(change_gradient(*session_, device_, p, plain_[p], random_),
+              "the gradient of " + config_.params[p].name + " is another");
     }
   }
 
@@ -356,32 +362,20 @@ class Simulation final {
   std::unique_ptr<DeviceTensor> gradient_;  // that landed last
   std::unique_ptr<Session> session_;
   std::vector<PlainParam> plain_;
-  std::array<std::uint64_t, kIoFaultCount> injected_{};
-  std::uint64_t turns_ = 0;
-  std::uint64_t came_back_ = 0;
-  std::uint64_t demoted_ = 0;
-  std::uint64_t settled_ = 0;
 };
 
 SimulationResult simulate(TestDevice& device, std::uint64_t seed, const FaultPlan& faults,
                           std::uint32_t far_slots) {
-  SimulationResult result;
   Simulation simulation(device, seed, faults, far_slots);
+  SimulationResult& told = simulation.told;
   try {
     simulation.run();
   } catch (const Broken& broken) {
-    result.broken = broken.what;
+    told.broken = broken.what;
   } catch (const StrataError& error) {
-    result.error = error.error();
+    told.error = error.error();
   }
-  result.turns = simulation.turns();
-  result.came_back = simulation.came_back();
-  result.demotions = simulation.demotions();
-  result.settled = simulation.settled();
-  result.faults = simulation.faults();
-  result.requests = simulation.requests();
-  result.far_bytes = simulation.far_bytes;
-  return result;
+  return told;
 }
 
 }  // namespace

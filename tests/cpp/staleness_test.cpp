@@ -137,7 +137,7 @@ class Training final {
     std::vector<float> values(spec.numel);
     kernels(Isa::scalar)
         .land_gradient(values.data(), Dtype::float32, shown.data(), spec.dtype, spec.numel,
-                       GradMode::copy);
+                       GradMode::copy, {});
     const std::size_t per_page = page_ / size_of(spec.dtype);
     float oldest = values[0];
     for (std::size_t first = 0; first < values.size(); first += per_page) {

@@ -166,6 +166,8 @@ constexpr LandingCase kLandings[] = {
     {Dtype::float32, Dtype::bfloat16, GradMode::add},
     {Dtype::float16, Dtype::float16, GradMode::copy},
     {Dtype::bfloat16, Dtype::bfloat16, GradMode::copy},
+    {Dtype::float16, Dtype::float16, GradMode::add},
+    {Dtype::bfloat16, Dtype::bfloat16, GradMode::add},
     {Dtype::float32, Dtype::float32, GradMode::stay},
     {Dtype::float16, Dtype::float16, GradMode::stay},
     {Dtype::bfloat16, Dtype::bfloat16, GradMode::stay},
@@ -186,6 +188,18 @@ std::vector<float> as_floats(const std::byte* from, Dtype dtype, std::size_t cou
   return values;
 }
 
+// To the nearest of the numbers on both sides, found without the kernels' bit tricks.
+float rounded(float value, Dtype dtype) {
+  if (dtype == Dtype::float32) return value;
+  if (dtype == Dtype::float16) return float_of_float16(float16_bits(value));
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value) & 0xffff0000u;
+  const float below = std::bit_cast<float>(bits), above = std::bit_cast<float>(bits + 0x10000u);
+  const double to_below = std::fabs(double{value} - below),
+               to_above = std::fabs(above - double{value});
+  if (to_below != to_above) return to_below < to_above ? below : above;
+  return (bits >> 16) % 2 == 0 ? below : above;
+}
+
 TEST(LandGradient, LandsAndSumsInTheSameOrderEverywhere) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
     std::mt19937_64 random(seed);
@@ -202,18 +216,29 @@ TEST(LandGradient, LandsAndSumsInTheSameOrderEverywhere) {
     kernels(Isa::scalar).split(values.data(), count, one.from, from.data(), residual);
     values = as_floats(from.data(), one.from, count);
 
+    // What was there has been scaled, one rounding for each step.
+    GradScaling scaling;
+    const bool adds = one.mode == GradMode::add;
+    if (adds && random() % 2 == 0) scaling.add(0.3f, false);
+    if (adds && random() % 2 == 0) scaling.add(0.7f, true);
+    if (adds && random() % 4 == 0) scaling.add(1e-3f, false);
+    std::vector<std::byte> start(count * size_of(one.to) + 1, std::byte{0x5a});
+    kernels(Isa::scalar).split(before.data(), count, one.to, start.data(), master.data());
+    before = as_floats(start.data(), one.to, count);
     std::vector<float> expected = values;
-    if (one.mode == GradMode::add) {
-      for (std::size_t i = 0; i < count; ++i) expected[i] = before[i] + values[i];
+    for (std::size_t i = 0; adds && i < count; ++i) {
+      for (int k = 0; k < scaling.count; ++k) {
+        const float factor = scaling.factors[k];
+        const bool divides = (scaling.divisions >> k & 1) != 0;
+        before[i] = rounded(divides ? before[i] / factor : before[i] * factor, one.to);
+      }
+      expected[i] = rounded(before[i] + values[i], one.to);
     }
     for (const Isa isa : isas()) {
-      std::vector<std::byte> to(count * size_of(one.to) + 1, std::byte{0x5a});
-      if (one.to == Dtype::float32) {
-        std::ranges::copy(std::as_bytes(std::span(before)), to.begin());
-      }
+      std::vector<std::byte> to = start;
       const bool stays = one.mode == GradMode::stay;
-      const double sum = kernels(isa).land_gradient(stays ? nullptr : to.data(), one.to,
-                                                    from.data(), one.from, count, one.mode);
+      const double sum = kernels(isa).land_gradient(
+          stays ? nullptr : to.data(), one.to, from.data(), one.from, count, one.mode, scaling);
       if (!stays) {
         EXPECT_EQ(as_floats(to.data(), one.to, count), expected) << name(isa);
       }
@@ -225,12 +250,35 @@ TEST(LandGradient, LandsAndSumsInTheSameOrderEverywhere) {
   }
 }
 
+TEST(ReadGradient, ReadsWhatWasScaled) {
+  std::mt19937_64 random(7);
+  GradScaling scaling;
+  for (const bool divides : {false, true, false}) EXPECT_TRUE(scaling.add(0.3f, divides));
+  EXPECT_FALSE(scaling.add(0.3f, false));
+  for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) {
+    std::vector<float> values(1000), read(values.size());
+    for (float& value : values) value = std::normal_distribution<float>(0.0f, 1.0f)(random);
+    std::vector<std::byte> from(values.size() * 4), master(values.size() * 4);
+    kernels(Isa::scalar).split(values.data(), values.size(), dtype, from.data(), master.data());
+    values = as_floats(from.data(), dtype, values.size());
+    for (float& value : values) {
+      value = rounded(value * 0.3f, dtype);
+      value = rounded(value / 0.3f, dtype);
+      value = rounded(value * 0.3f, dtype);
+    }
+    for (const Isa isa : isas()) {
+      kernels(isa).read_gradient(from.data(), dtype, scaling, read.size(), read.data());
+      EXPECT_EQ(read, values) << name(isa) << ' ' << name(dtype);
+    }
+  }
+}
+
 TEST(LandGradient, OnlyNonFiniteElementsMakeTheSumNonFinite) {
   for (const Isa isa : isas()) {
     std::vector<float> from(5000, std::numeric_limits<float>::max()), to(5000);
     const auto land = [&] {
       return kernels(isa).land_gradient(to.data(), Dtype::float32, from.data(), Dtype::float32,
-                                        from.size(), GradMode::copy);
+                                        from.size(), GradMode::copy, {});
     };
     EXPECT_TRUE(std::isfinite(land())) << name(isa);
     for (const std::size_t at : {std::size_t{0}, std::size_t{4095}, std::size_t{4999}}) {
@@ -252,7 +300,7 @@ TEST(StoredForms, EmptySpansTouchNothing) {
     kernels(isa).load_moments(nullptr, nullptr, MomentDtype::block8, MomentKind::mean, 0, nullptr);
     kernels(isa).store_moments(nullptr, 0, MomentDtype::block8, MomentKind::mean, nullptr, nullptr);
     EXPECT_EQ(kernels(isa).land_gradient(nullptr, Dtype::float32, nullptr, Dtype::float32, 0,
-                                         GradMode::add),
+                                         GradMode::add, {}),
               0.0);
   }
 }

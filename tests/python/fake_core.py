@@ -149,13 +149,43 @@ class Session(Saves):
         self._note_stream(stream)
         p = self.params[param]
         assert p.spec["trainable"]
-        assert p.spec["dtype"] == dtype
-        assert self.config["accumulate"] or not p.landed
+        assert dtype in (p.spec["dtype"], "float32" if self.config["accumulate"] else "")
+        assert self.config["accumulate"] or self.config["update"] == "on_step" or not p.landed
         begin = perf_counter_ns()
-        value = borrow(address, p.spec["numel"], DTYPES[dtype]).float()
-        p.grad = value.clone() if p.grad is None else p.grad + value
+        value = borrow(address, p.spec["numel"], DTYPES[dtype]).to(self._grad_dtype(p))
+        sums = value.clone() if p.grad is None else p.grad.to(value.dtype) + value
+        p.grad = sums.float()
         p.landed += 1
         self._span("download", p.spec["unit"], True, begin, p.device.nbytes)
+
+    def _grad_dtype(self, p: Param) -> torch.dtype:
+        wide = self.config["accumulate"] or self.config["update"] == "lock_free"
+        return torch.float32 if wide else DTYPES[p.spec["dtype"]]
+
+    def replace_gradient(self, param: int, address: int, dtype: str, *, stream: int) -> None:
+        assert self.config["update"] == "on_step"
+        p = self.params[param]
+        p.grad, p.landed = None, max(p.landed - 1, 0)
+        self.land_gradient(param, address, dtype, stream=stream)
+
+    def scale_gradient(self, param: int, factor: float, divides: bool) -> bool:
+        assert self.config["update"] == "on_step"
+        p = self.params[param]
+        assert p.landed
+        grad = p.array("grad").to(self._grad_dtype(p))
+        p.grad = (grad.div_(factor) if divides else grad.mul_(factor)).float()
+        return True
+
+    def gradient_squares(self, param: int) -> tuple[float, bool]:
+        p = self.params[param]
+        if p.grad is not None:
+            p.squares = p.grad.double().square().sum().item()
+        return p.squares, False
+
+    def drop_gradient(self, param: int) -> None:
+        assert self.config["update"] == "on_step"
+        p = self.params[param]
+        p.grad, p.landed = None, 0
 
     def drop_gradients(self) -> None:
         if self.in_half_step():
@@ -166,6 +196,8 @@ class Session(Saves):
 
     def _forget(self) -> None:
         for p in self.params:
+            if p.grad is not None:
+                self.gradient_squares(p.index)  # they are still known
             p.grad, p.landed, p.updated = None, 0, False
 
     def gradient_count(self, param: int) -> int:

@@ -20,6 +20,7 @@ class Param:
         self.moments = [torch.zeros(n), torch.zeros(n)]
         self.grad: torch.Tensor | None = None
         self.landed = 0
+        self.squares = 0.0  # of the newest gradient, also when it is gone
         self.updated = False  # with what has landed
         self.step = 0
 

@@ -268,7 +268,7 @@ def test_the_second_ctrl_c_stops_at_once_and_the_handler_comes_back() -> None:
         ({"data": None}, "--data is needed"),
         ({"update": "in-backward"}, "did you mean 'in_backward'"),
         ({"update": "lock-free:x"}, "a number of steps"),
-        ({"update": "in_backward"}, "update='on_step' with accumulation_steps"),
+        ({"update": "in_backward"}, "update='on_step' with gradient_accumulation_steps"),
         ({"update": "lock-free:1", "dtype": "float16"}, "take bfloat16, or --update on_step"),
         (
             {"update": "lock-free:99999999999"},

@@ -85,7 +85,7 @@ def test_a_run_that_is_refused_leaves_the_earlier_one(
         ({"device": "cuda:99"}, "cuda"),
         ({"data": "/nowhere"}, "no data"),
         ({"sequence": 100_000, "device-memory": None}, "less than one sequence"),
-        ({"update": "in_backward"}, "update='on_step' with accumulation_steps"),  # by wrap()
+        ({"update": "in_backward"}, "'on_step' with gradient_accumulation_steps"),  # by wrap()
     ):
         said = wrong(capsys, [*arguments(place, **(other | change)), "--overwrite"])
         assert expected in said

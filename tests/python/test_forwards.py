@@ -108,7 +108,7 @@ def test_two_backwards_through_one_graph(core: ModuleType) -> None:
     def make() -> nn.Module:
         return nn.Sequential(*[Residual(16) for _ in range(3)])
 
-    compare(make, loop, accumulation_steps=2)
+    compare(make, loop, gradient_accumulation_steps=2)
 
 
 def test_the_cache_of_keys_is_that_of_plain_pytorch(core: ModuleType) -> None:

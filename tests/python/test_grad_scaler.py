@@ -93,11 +93,11 @@ def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return [state.read(i, kind) for i in range(len(state.params)) for kind in kinds]
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
 def test_an_overflow_in_one_unit_skips_the_step_in_all(
-    core: ModuleType, accumulation_steps: int
+    core: ModuleType, gradient_accumulation_steps: int
 ) -> None:
-    model, optimizer = tight(branches(), accumulation_steps=accumulation_steps)
+    model, optimizer = tight(branches(), gradient_accumulation_steps=gradient_accumulation_steps)
     scaler = strata.GradScaler("cpu", init_scale=2.0**10)
     scaled_step(model, optimizer, scaler, data(0))
     before, entries = everything(model, optimizer), optimizer.state_dict()["state"]
@@ -170,8 +170,6 @@ def test_what_it_cannot_do_is_refused(core: ModuleType) -> None:
     model, optimizer = tight(branches())
     scaler = strata.GradScaler("cpu")
     scaler.scale(model(data(0), loudness=1e-3)).backward()
-    with pytest.raises(RuntimeError, match="max_grad_norm="):
-        scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="closure"):
         scaler.step(optimizer, closure=lambda: None)
     scaler.step(optimizer)
@@ -179,12 +177,12 @@ def test_what_it_cannot_do_is_refused(core: ModuleType) -> None:
         scaler.step(optimizer)
 
 
-def test_the_one_of_torch_is_refused(core: ModuleType) -> None:
+def test_the_one_of_torch_refuses_float16_as_ever(core: ModuleType) -> None:
     model, optimizer = tight(branches())
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale(model(data(0))).backward()
     for call in (scaler.step, scaler.unscale_):
-        with pytest.raises(RuntimeError, match=r"strata\.GradScaler"):
+        with pytest.raises(ValueError, match="FP16 gradients"):
             call(optimizer)
 
 

@@ -209,7 +209,7 @@ def test_gradients_in_a_graphs_memory_land_as_they_were(
             # A copy protects what a replay hands out, and nobody has to wait.
             monkeypatch.setattr(strata._hooks.hooks, "graphs_in_use", lambda: not owned)
         model = build(lambda: nn.Sequential(*(GraphedLinear(owned) for _ in range(3))))
-        model, optimizer = tight(model, accumulation_steps=3)
+        model, optimizer = tight(model, gradient_accumulation_steps=3)
         state = wrapped(model)
         if aside:
             state.session = Slow(state.session)  # type: ignore[assignment]
@@ -269,7 +269,7 @@ def test_a_model_that_is_compiled_with_graphs_trains_alike(
         counters.clear()
         model = build(lambda: Blocks(count=2))
         memory = {"device": "64MiB"}
-        options: dict[str, Any] = {**COMPILED[name], "accumulation_steps": backwards}
+        options: dict[str, Any] = {**COMPILED[name], "gradient_accumulation_steps": backwards}
         model, optimizer = strata.wrap(model, adamw(model), memory=memory, **options)
         run: Any = torch.compile(model, mode=mode)
         results.append((steps(run, optimizer, 8, backwards), strata.unwrap(model)))

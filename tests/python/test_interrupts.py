@@ -29,6 +29,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("swap_host", "None", "on_step"),
     ("recompute", "None", "on_step"),
     ("checkpoint", "None", "on_step"),
+    ("keep", "changed", "on_step"),
     ("keep", "None", "in_backward"),
     ("keep", "aside", "in_backward"),
     ("recompute", "None", "in_backward"),
@@ -84,6 +85,7 @@ class Race:
         self.state = wrapped(self.model)
         if activations == "aside":  # gradients land on a thread of their own, as on a GPU
             self.state.landings = Lander(torch.device("cpu"))
+        self.changes = activations == "changed"  # between a backward and a step
         self.batches = 0
         self.last = Interrupt(None)
         self.model.checkpoints = activation == "checkpoint"
@@ -105,15 +107,34 @@ class Race:
         """All that is interrupted: a step and what people do around it."""
         x = self.batch()
         self.model(x).backward()
+        self.change(self.model, x)
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():
             self.model(x)
         self.model.last.weight.sum()
 
+    def change(self, model: Any, x: torch.Tensor) -> None:
+        """What people do to gradients."""
+        if not self.changes:
+            return
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        model(x * norm.isfinite()).backward()
+        first, last = model.first.weight, model.last.weight
+        first.grad.mul_(0.3).clamp_(-1e-2, 1e-2)
+        row = last.grad[3]
+        row.zero_()
+        model.blocks[0].inner.bias.grad = None
+        model.blocks[0].inner.bias.grad = torch.ones(WIDTH)
+        model.blocks[1].inner.weight.grad.zero_()
+        kept = first.grad
+        first.grad = None
+        first.grad = kept * 0.5
+
     def step_plain(self, moved: Callable[[int], bool] = lambda i: True) -> None:
         """`moved`: which parameters take part."""
         self.plain(self.batch()).backward()
+        self.change(self.plain, self.batch())
         for i, parameter in enumerate(self.plain.parameters()):
             if not moved(i):
                 parameter.grad = None
@@ -125,6 +146,7 @@ class Race:
         """One that nobody interrupts, on both sides."""
         loss = self.model(self.batch())
         loss.backward()
+        self.change(self.model, self.batch())
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_plain()

@@ -161,11 +161,11 @@ def test_a_gradient_is_held_until_it_has_landed_and_no_longer(lander: Lander) ->
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "accumulation and clipping": {"accumulation_steps": 2, "max_grad_norm": 0.1},
+    "accumulation and clipping": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
     "units clipped": {"max_unit_norm": 0.05},
     "in_backward": {"update": "in_backward"},
     "in_backward, units clipped": {"update": "in_backward", "max_unit_norm": 0.05},
-    "lock-free": {"update": strata.LockFree(0), "accumulation_steps": 2},
+    "lock-free": {"update": strata.LockFree(0), "gradient_accumulation_steps": 2},
 }
 
 
@@ -175,7 +175,7 @@ def trained(options: dict[str, Any]) -> Any:
     torch.manual_seed(2)
     norms = []
     for _ in range(3):
-        for _ in range(options.get("accumulation_steps", 1)):
+        for _ in range(options.get("gradient_accumulation_steps", 1)):
             model(**batch(model)).loss.backward()
         optimizer.step()
         norms.append(wrapped(model).last_step["norm"])

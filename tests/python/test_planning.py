@@ -144,12 +144,12 @@ class Counted:
         return getattr(self._session, name)
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_parameters_come_in_the_plans_order(rounds: int) -> None:
+@pytest.mark.parametrize(("rounds", "declared"), [(1, 1), (2, 2), (2, 1)])
+def test_parameters_come_in_the_plans_order(rounds: int, declared: int) -> None:
     """On the real core, which counts the uses that its plan did not foresee."""
     memory = {"device": "1MiB", "host": "64MiB"}
     # As in the recorded step: units that are kept have uses less in their backward.
-    chosen = {"activations": "recompute", "accumulation_steps": rounds}
+    chosen = {"activations": "recompute", "gradient_accumulation_steps": declared}
     model, optimizer = planned("llama", memory=memory, **chosen)
     session = wrapped(model).session
 
@@ -217,10 +217,12 @@ def test_no_tensor_waits_for_the_garbage_collector(core: ModuleType, name: str, 
         gc.enable()
 
 
-def test_several_backwards_per_step(core: ModuleType) -> None:
+@pytest.mark.parametrize("declared", [1, 2])
+def test_several_backwards_per_step(core: ModuleType, declared: int) -> None:
     results = []
     for mode in (None, "auto", "swap", "recompute"):
-        model, optimizer = planned("llama", activations=mode, accumulation_steps=2)
+        chosen = {"activations": mode, "gradient_accumulation_steps": declared}
+        model, optimizer = planned("llama", **chosen)
         torch.manual_seed(4)
         losses = []
         for _ in range(STEPS):

@@ -72,7 +72,8 @@ def test_buffers_that_change_late(
 
     found = []
     for wrap in (tight, recomputed_by(slices)):
-        model, optimizer = wrap(build(with_block(lambda: Late(change, 3))), accumulation_steps=2)
+        late = build(with_block(lambda: Late(change, 3)))
+        model, optimizer = wrap(late, gradient_accumulation_steps=2)
         losses = loop(model, optimizer)
         found.append((losses, {name: b.clone() for name, b in model.named_buffers()}))
     assert found[0][0] == pytest.approx(found[1][0], rel=0 if slices == 1 else 1e-6)

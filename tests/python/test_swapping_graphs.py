@@ -77,7 +77,7 @@ def test_a_storage_saved_before_and_after_a_change(core: ModuleType) -> None:
 
 
 def test_backward_twice(core: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _, state = make_swapping(build(Blocks), accumulation_steps=2)
+    model, _, state = make_swapping(build(Blocks), gradient_accumulation_steps=2)
     plain = build(Blocks)
     counts = Counts(state, monkeypatch)
     x = torch.randn(3, 48, requires_grad=True)

@@ -27,7 +27,7 @@ def trained(name: str, **more: Any) -> tuple[list[float], nn.Module]:
 
 def accumulated(update: Any, **more: Any) -> nn.Module:
     """Three steps of two backward calls each."""
-    model, optimizer = tight(build(llama), update=update, accumulation_steps=2, **more)
+    model, optimizer = tight(build(llama), update=update, gradient_accumulation_steps=2, **more)
     torch.manual_seed(3)
     for _ in range(3):
         for _ in range(2):
@@ -211,7 +211,7 @@ def test_lossy_moments_learn_nearly_the_same(
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**IN_BACKWARD, "max_grad_norm": 1.0}, "max_grad_norm needs: pass max_unit_norm="),
-    ({**IN_BACKWARD, "accumulation_steps": 2}, "2 backward.. calls could add up: pass update='on"),
+    ({**IN_BACKWARD, "gradient_accumulation_steps": 2}, "2 backward.. calls could add up: pass"),
     ({**IN_BACKWARD, "skip_nonfinite": True}, "skip_nonfinite needs: pass update='on_step'"),
     ({"update": strata.LockFree(1), "skip_nonfinite": True}, r"pass LockFree\(max_staleness=0\)"),
     ({"max_grad_norm": 1.0, "max_unit_norm": 1.0}, "pass one of them"),

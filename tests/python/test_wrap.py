@@ -43,7 +43,7 @@ def test_same_objects_come_back(core: ModuleType) -> None:
         ({"update": "in_bakward"}, r"update 'in_bakward'.*'in_backward'"),
         ({"io_engine": "uring"}, r"io_engine 'uring'.*'io_uring'"),
         ({"dtype": torch.float64}, r"float64.*bfloat16"),
-        ({"accumulation_steps": 0}, "accumulation_steps"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),
         ({"workers": 0}, "workers"),
         (
@@ -57,7 +57,7 @@ def test_same_objects_come_back(core: ModuleType) -> None:
         ({"page_size": 100_000}, "power of two"),
         ({"memory": "8GiB"}, "memory must be a dictionary"),
         ({"memory": {"host": "9999999TiB"}}, "more than any machine"),
-        ({"accumulation_steps": 2.5}, "accumulation_steps must be a whole number"),
+        ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps must be a whole num"),
         ({"max_grad_norm": "1"}, "max_grad_norm must be a number"),
         ({"workers": "2"}, "workers must be a whole number"),
         ({"seed": "a"}, "seed must be a whole number"),

@@ -58,7 +58,7 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
     ("state_dtype", (torch.dtype, str), "torch.float32, torch.bfloat16 or '8bit'"),
     ("max_grad_norm", (float, int, NoneType), "a number or None"),
     ("max_unit_norm", (float, int, NoneType), "a number or None"),
-    ("accumulation_steps", int, "a whole number"),
+    ("gradient_accumulation_steps", int, "a whole number"),
     ("skip_nonfinite", bool, "True or False"),
     ("workers", (int, NoneType), "a whole number or None"),
     ("seed", int, "a whole number"),
@@ -80,7 +80,7 @@ class Options:
     state_dtype: torch.dtype | str = torch.float32
     max_grad_norm: float | None = None
     max_unit_norm: float | None = None
-    accumulation_steps: int = 1
+    gradient_accumulation_steps: int = 1
     skip_nonfinite: bool = False
     units: Chosen | None = None
     page_size: Size = "auto"
@@ -108,9 +108,10 @@ class Options:
         check_split(self.split, self.activations)
         if self.page_size != "auto":
             check_page_size(parse_size(self.page_size))
-        if self.accumulation_steps < 1:
+        if self.gradient_accumulation_steps < 1:
             raise ValueError(
-                f"accumulation_steps must be at least 1, not {self.accumulation_steps}"
+                "gradient_accumulation_steps must be at least 1, not "
+                f"{self.gradient_accumulation_steps}"
             )
         for name in ("max_grad_norm", "max_unit_norm"):
             norm = getattr(self, name)
@@ -195,7 +196,7 @@ def config_of(
             {
                 "name": name,
                 "numel": parameter.numel(),
-                "dtype": DTYPE_NAMES[options.dtype or parameter.dtype],  # type: ignore[typeddict-item]
+                "dtype": DTYPE_NAMES[options.dtype or parameter.dtype],
                 "trainable": trainable,
                 "unit": unit_of[i],
                 "group": group_of[id(parameter)] if trainable else 0,
@@ -213,7 +214,7 @@ def config_of(
         "ssd_paths": options.ssd_paths(),
         "io_engine": options.io_engine,  # type: ignore[typeddict-item]
         "workers": options.workers or default_workers(device_name),
-        "accumulate": options.accumulation_steps > 1,
+        "accumulate": options.gradient_accumulation_steps > 1,
         "update": update,
         "max_staleness": max_staleness,
         "moment_dtype": STATE_DTYPES[str(options.state_dtype)],

@@ -9,12 +9,18 @@ would stay behind there, and never see an update. Looked at is what belongs to t
 parameters, buffers, and tensors among the attributes of its modules.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-DTYPE_NAMES = {
+if TYPE_CHECKING:
+    from .._core import DtypeName
+
+DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",

@@ -104,10 +104,11 @@ def _check_in_backward(options: Options) -> None:
             f"{begun}the norm of all gradients is known, which max_grad_norm needs: pass "
             "max_unit_norm=..., which clips every unit by itself, or update='on_step'"
         )
-    if options.accumulation_steps > 1:
+    if options.gradient_accumulation_steps > 1:
         raise ValueError(
-            f"{begun}the gradients of {options.accumulation_steps} backward() calls could add up: "
-            "pass update='on_step' with accumulation_steps, or larger batches, which split= slices"
+            f"{begun}the gradients of {options.gradient_accumulation_steps} backward() calls could "
+            "add up: pass update='on_step' with gradient_accumulation_steps, or larger batches, "
+            "which split= slices"
         )
     if options.skip_nonfinite:
         raise ValueError(

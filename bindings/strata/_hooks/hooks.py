@@ -49,6 +49,7 @@ class Hooks:
         self.pins = Pins(state, self.swapping)
         self.saved = SavedTensors(state, self.pins, self.swapping, self.frames)
         self._handles: list[Any] = []
+        self._land_hooks: dict[int, LandHook] = {}
 
     def install(self, hooked: dict[nn.Module, list[int]]) -> None:
         """Registers everything. `hooked`: the units that each module's forward reads."""
@@ -73,7 +74,9 @@ class Hooks:
             zip(state.params, state.config["params"], strict=True)
         ):
             if parameter.requires_grad:
-                land = LandHook(self, i) if spec["trainable"] else drop_grad
+                land: Any = drop_grad
+                if spec["trainable"]:
+                    land = self._land_hooks[i] = LandHook(self, i)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(land))
         for module in state.model.modules():
             self._handles += [
@@ -92,6 +95,10 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def land(self, index: int) -> None:
+        """Takes the gradient that autograd has just completed, ahead of its hook."""
+        self._land_hooks[index](self.state.params[index])
 
     def reset(self) -> None:
         """Drops what an exception has left behind, wherever it came: see visits.py. Call it ahead

@@ -5,7 +5,6 @@
 As all hooks of strata it belongs to one model: in a copy or a pickle nothing of it is left.
 """
 
-import sys
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._config.managed import DTYPE_NAMES
+from .._runtime.ownership import owns_memory
 from .._runtime.streams import owned_by_graph
-from .._torch_compat import DisableTorchFunction, tensors_over
+from .._torch_compat import DisableTorchFunction
 
 if TYPE_CHECKING:
     from .hooks import Hooks
@@ -52,13 +52,13 @@ class LandHook(Uncopied):
     model, parameter and hook would never be found.
     """
 
-    __slots__ = ("accumulate", "dtype_name", "hooks", "in_backward", "index", "unit")
+    __slots__ = ("adds", "dtype_name", "hooks", "in_backward", "index", "unit")
 
     def __init__(self, hooks: "Hooks", index: int) -> None:
         self.hooks = weakref.ref(hooks)
         self.index = index
         self.unit = hooks.state.unit_of[index]
-        self.accumulate = hooks.state.config["accumulate"]
+        self.adds = hooks.state.config["accumulate"] or hooks.state.config["update"] == "on_step"
         self.in_backward = hooks.state.config["update"] == "in_backward"
         self.dtype_name = hooks.state.config["params"][index]["dtype"]
 
@@ -74,21 +74,14 @@ class LandHook(Uncopied):
                 f"the gradient of {state.names[index]!r} is sparse, which strata does not support: "
                 "build the embedding with sparse=False"
             )
-        if state.dirty:
+        if state.gradients.land(index, grad):
+            hooks.pins.land(self.unit)
+            return
+        if state.landed[index] and not self.adds:
             raise RuntimeError(
-                "backward() after step() without zero_grad(): plain PyTorch would add to the old "
-                "gradients, which strata has already used up; call optimizer.zero_grad()"
-            )
-        if state.landed[index] and not self.accumulate:
-            why = (
-                "update='in_backward' has used the first one already; wrap with update='on_step' "
-                "and accumulation_steps=N"
-                if self.in_backward
-                else "pass accumulation_steps=N to strata.wrap()"
-            )
-            raise RuntimeError(
-                f"a second gradient of {state.names[index]!r} before step(): {why} for several "
-                "backward calls per step"
+                f"a second gradient of {state.names[index]!r} before step(): "
+                f"update={state.config['update']!r} has used the first one already, or may have; "
+                "wrap with update='on_step' for several backward calls per step"
             )
         grad = grad.detach().contiguous()
         if DTYPE_NAMES.get(grad.dtype) != self.dtype_name:
@@ -114,24 +107,6 @@ class LandHook(Uncopied):
             # What is lent would count as memory of the computation, in a step that is measured.
             owner=grad if not state.recorder.measuring and owns_memory(grad) else None,
         )
-
-
-def owns_memory(grad: torch.Tensor) -> bool:
-    """Whether nobody else can write to the memory of the tensor, or keeps it: so it may be lent.
-
-    What a custom backward returns may be a view of something that is written again."""
-    storage = grad.untyped_storage()
-    own = storage.resizable() and storage.nbytes() == grad.nbytes
-    # The gradient and `storage` use it, which is the one object for it that Python has.
-    return own and tensors_over(storage._cdata) == 2 and sys.getrefcount(storage) == _REFERENCES
-
-
-def _references(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(storage)
-
-
-_REFERENCES = _references(torch.empty(1))  # to a storage that nobody else has
 
 
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:

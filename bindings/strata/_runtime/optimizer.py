@@ -71,6 +71,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         )
         inner.state.clear()  # Adagrad's sums rest in pages now
         self._inner = inner
+        self._guard = inner.register_step_pre_hook(_refuse_step)
         self._foreign = foreign
         # What was laid out for each group.
         self._kept = [foreign.kept(g) for g in inner.param_groups] if foreign is not None else []
@@ -82,6 +83,7 @@ class StrataOptimizer(torch.optim.Optimizer):
     def give_back(self) -> None:
         """Lets the optimizer that came in step on its own again, with state that begins anew. Most
         classes make it in their first step; Adagrad, before torch 2.13, when it is constructed."""
+        self._guard.remove()
         inner = self._inner
         if isinstance(inner, torch.optim.Adagrad) and not inner.state:
             groups = [dict(group) for group in inner.param_groups]
@@ -97,7 +99,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         divided by it, and nothing is updated where one of them is infinite or NaN.
         """
         if loss_scale is not None:
-            check_loss_scale(self._wrapped.config)
+            self.check_loss_scale()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -108,6 +110,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         change = state.visits.add(Change())
         state.refuse_visits()
         state.landings.wait()
+        state.gradients.settle()
         groups = self.group_specs()
         _check_unchanged(state.groups_used, groups)
         result = state.session.step(
@@ -127,8 +130,12 @@ class StrataOptimizer(torch.optim.Optimizer):
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
 
+    def check_loss_scale(self) -> None:
+        """Raises RuntimeError where steps of dynamic loss scaling cannot be skipped."""
+        check_loss_scale(self._wrapped.config)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients that have landed since the last step().
+        """Forgets the gradients that have landed since the last step(), or makes them zero.
 
         Raises RuntimeError where they were used before step(): with update="in_backward", and with
         LockFree where they were added to gradients that still waited for their update.
@@ -139,7 +146,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         advice = "call optimizer.step() ahead of zero_grad(), or wrap with update='on_step'"
         change = state.visits.add(Change())
         try:
-            state.drop_gradients()
+            state.gradients.drop_all(zeros=not set_to_none)
         except StrataError as error:
             if getattr(error, "fault", "") != "config":
                 raise
@@ -283,6 +290,14 @@ class StrataOptimizer(torch.optim.Optimizer):
         state.session.set_param_step(index, step)
         if self._foreign is not None:
             self._foreign.set_scalars(index, step, entry, group)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Called by torch ahead of a step of the optimizer that was given to wrap()."""
+    raise RuntimeError(
+        f"this {type(optimizer).__name__} was given to strata.wrap(): call step() of the optimizer "
+        "that wrap() returned"
+    )
 
 
 def _check_unchanged(used: list[GroupSpec] | None, now: list[GroupSpec]) -> None:

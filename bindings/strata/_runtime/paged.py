@@ -27,22 +27,32 @@ from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StrataError
 from .._torch_compat import DisableTorchFunction, graph_task
+from .grad_tensor import PagedGradient
 from .paged_storage import RAW_MEMORY, PagedStorage, address_of
+from .tensor_functions import (
+    CONVERSIONS,
+    METADATA,
+    Function,
+    changes_nothing,
+    compatible,
+    functions,
+    name_of,
+)
 from .visits import Visit
 from .wrapped import Slot, Wrapped
-
-Function = Callable[..., Any]
 
 
 def _call(
     cls: type, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     """Called by torch instead of any operation that has a paged tensor among its arguments."""
-    if func in _METADATA:
+    if PagedGradient in types:  # its turn comes first
+        return NotImplemented
+    if func in METADATA:
         with DisableTorchFunction():
             return func(*args, **(kwargs or {}))
     if func in _REFUSED:
-        raise RuntimeError(f"{_name(func)} {RAW_MEMORY}")
+        raise RuntimeError(f"{name_of(func)} {RAW_MEMORY}")
     return _SPECIAL.get(func, _run)(func, args, kwargs or {})
 
 
@@ -70,30 +80,15 @@ class PagedParameter(nn.Parameter):
     __torch_function__: Any = classmethod(_call)
 
     @property
-    def grad(self) -> None:
-        """None where no gradient has landed. Raises otherwise: the gradient rests in pages."""
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, as gradients.py says."""
         slot = self._strata
-        if slot.state.gradient_landed():
-            name = slot.state.names[slot.index]
-            raise RuntimeError(
-                f"the gradient of {name!r} rests in strata's pages, so p.grad cannot be read: use "
-                "strata.gather_grad(p) to look at it, strata.wrap(max_grad_norm=...) instead of "
-                "clip_grad_norm_, strata.GradScaler instead of torch.amp.GradScaler, and the "
-                "zero_grad() and step() of the optimizer that strata.wrap() returned"
-            )
+        return slot.state.gradients.show(slot.index)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         slot = self._strata
-        name = slot.state.names[slot.index]
-        if value is not None:
-            raise RuntimeError(
-                f"the gradient of {name!r} rests in strata's pages: it cannot be set"
-            )
-        if slot.state.gradient_landed():
-            raise RuntimeError(
-                f"the gradient of {name!r} cannot be dropped alone: call optimizer.zero_grad()"
-            )
+        slot.state.gradients.put(slot.index, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter in ordinary memory."""
@@ -163,14 +158,14 @@ def _in_step(state: Wrapped, func: Function) -> bool:
     in_step = state.hooks.frames.in_step()
     if not in_step:
         state.hooks.reset()
-        state.refuse_half_step(f"{_name(func)} of a parameter")
+        state.refuse_half_step(f"{name_of(func)} of a parameter")
         state.catch_up()
     return in_step
 
 
 def _writes(func: Function, kwargs: dict[str, Any]) -> bool:
     """Whether an operation may change its arguments, going by torch's names."""
-    name = _name(func)
+    name = name_of(func)
     return (
         "out" in kwargs
         or name in ("__set__", "__setitem__")
@@ -314,11 +309,14 @@ def _to_numpy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return array
 
 
-def _contiguous(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor itself, where it is: libraries ask so ahead of saving."""
-    with DisableTorchFunction():
-        same = args[0].is_contiguous(**kwargs)
-    return args[0] if same else _run(func, args, kwargs)
+def _converted(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor itself, without entering its unit, where it has that dtype and is there."""
+    known = is_paged(args[0]) and changes_nothing(func, *args, **kwargs)
+    return args[0] if known else _run(func, args, kwargs)
+
+
+def _compatible(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] is args[1] or _run(func, args, kwargs)
 
 
 def _address(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -343,28 +341,7 @@ def is_paged(value: Any) -> bool:
     return type(value) is PagedParameter or type(value) is PagedTensor
 
 
-def _name(func: Function) -> str:
-    return getattr(func, "__name__", repr(func))
-
-
-def _functions(methods: str, properties: str = "") -> frozenset[Function]:
-    """Tensor's methods, and the getters of its properties, as torch passes them."""
-    found = [getattr(torch.Tensor, name) for name in methods.split()]
-    found += [getattr(torch.Tensor, name).__get__ for name in properties.split()]
-    return frozenset(found)
-
-
-# These read no element: they run without entering. backward() neither: the units that its graph
-# wants are entered when it comes to them.
-_METADATA = _functions(
-    "backward size dim ndimension numel nelement stride storage_offset is_contiguous element_size "
-    "is_floating_point is_complex is_signed get_device __hash__ __len__ register_hook "
-    "register_post_accumulate_grad_hook retain_grad is_inference is_pinned is_same_size is_shared",
-    "shape dtype device layout requires_grad is_leaf grad_fn ndim _version output_nr is_cuda "
-    "is_cpu is_sparse is_sparse_csr is_meta is_quantized is_nested is_mkldnn is_xpu is_mps "
-    "itemsize nbytes _backward_hooks _post_accumulate_grad_hooks",
-)
-_REFUSED = _functions(
+_REFUSED = functions(
     "__dlpack__ share_memory_ resize_ resize_as_ detach_",
     "__cuda_array_interface__",
 )
@@ -373,7 +350,8 @@ _SPECIAL: dict[Function, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad_: _set_requires_grad,
     torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
-    torch.Tensor.contiguous: _contiguous,
+    **dict.fromkeys(CONVERSIONS, _converted),
+    compatible: _compatible,
     torch.Tensor.data_ptr: _address,
     torch.Tensor.untyped_storage: _storage,
     torch.Tensor.storage: _storage,

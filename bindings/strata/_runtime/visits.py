@@ -63,6 +63,11 @@ class Visits:
         # Backwards: the thread that told of each, and what autograd drops with it.
         self._tasks: dict[int, tuple[int, weakref.ref[partial[None]]]] = {}
 
+    @property
+    def idle(self) -> bool:
+        """Whether there are none, and no backward."""
+        return not self._open and not self._tasks
+
     def renew_lock(self) -> None:
         """In a forked child: another thread of the parent's may have had it."""
         self._lock = threading.Lock()

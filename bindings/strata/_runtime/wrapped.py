@@ -25,6 +25,7 @@ from .._profiling.recorder import Recorder
 from .._profiling.timeline import StepLog, UseSpan
 from .._profiling.uses import RecordedStep
 from .._torch_compat import DisableTorchFunction
+from .gradients import Gradients
 from .lander import Inline, Lander, Landings
 from .streams import current_stream
 from .visits import Visit, Visits
@@ -109,9 +110,9 @@ class Wrapped:
         self.written = [0] * len(self.params)
         # Parameters that forwards write to through `p.data`, past their version counters.
         self.silent: set[int] = set()
-        self.landed = [0] * len(self.params)  # gradients since the last step() or zero_grad()
+        self.landed = [0] * len(self.params)  # gradients that the core has, of this step
+        self.gradients = Gradients(self)
         self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
-        self.dirty = False  # step() has run and zero_grad() has not
         self.half_loaded = False  # strata.load() has begun to write, and has not ended
         # in_backward: what the updates of this backward use; None where none has begun.
         self.groups_used: list[GroupSpec] | None = None
@@ -297,7 +298,7 @@ class Wrapped:
     def _note_step(self, changes: bool) -> None:
         if changes:
             self._note_change([i for i, count in enumerate(self.landed) if count])
-        self.dirty = self.dirty or any(self.landed)
+        self.gradients.end_step()
         self._note_no_gradients()
         self.steps = self.session.steps()
 
@@ -333,7 +334,7 @@ class Wrapped:
         self.session.forget_step()
         self._note_change(list(range(len(self.params))))
         self._note_no_gradients()
-        self.dirty = False
+        self.gradients.forget()
 
     def end_step(self, predicted_seconds: float | None = None, plan: int = 0) -> RecordedStep:
         """What was recorded of the step that has ended. The log keeps of it what reports tell."""
@@ -351,17 +352,12 @@ class Wrapped:
         self._drop_real_gradients()
         self.session.drop_gradients()
         self.landed = [0] * len(self.params)
-        self.dirty = False
 
     def _drop_real_gradients(self) -> None:
         """Those that autograd completed, and no hook took to the core: an exception came first."""
         with DisableTorchFunction():
             for parameter in self.params:
                 _grad.__set__(parameter, None)
-
-    def gradient_landed(self) -> bool:
-        """Whether plain PyTorch would now show gradients in `p.grad`."""
-        return self.dirty or any(self.landed)
 
 
 def _close(session: Session, landings: Landings, recorder: Recorder, owner: int) -> None:

@@ -23,7 +23,7 @@ from ._deepspeed_file import AUTO, WARMUP_STEPS, values
 from ._deepspeed_keys import HONOURED, KEYS, NOT_NEEDED, REFUSED, VERDICTS
 from ._deepspeed_optim import SCHEDULES, STEPS, check_schedule, optimizer_of, scheduler_of
 
-ACCUMULATION = "accumulation_steps"  # strata's keyword for several backward() calls a step
+ACCUMULATION = "gradient_accumulation_steps"  # strata's keyword for several backward() calls a step
 CLIPPING_DEFAULT = 1.0  # where a file says nothing, DeepSpeed clips
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICES = ("none", "cpu", "nvme")  # of offload_param and offload_optimizer

@@ -138,7 +138,7 @@ class Options:
             "update": update,
             "state_dtype": getattr(torch, self.state_dtype, self.state_dtype),
             clipped: self.max_grad_norm or None,
-            "accumulation_steps": self.accumulation,
+            "gradient_accumulation_steps": self.accumulation,
             "skip_nonfinite": self.may_skip(),
         }
 

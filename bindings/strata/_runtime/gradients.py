@@ -1,0 +1,349 @@
+"""The gradients of one wrapped model, as `p.grad` shows them.
+
+    state.gradients.show(index)           # p.grad: a PagedGradient, the user's own tensor, or None
+    state.gradients.put(index, tensor)    # p.grad = tensor
+    state.gradients.drop(index)           # p.grad = None
+    state.gradients.settle()              # ahead of step(): the core has all of them
+
+Note [Where a gradient is]. What a backward leaves lies in the core, which counts it in
+`state.landed`. There it rests until step(), unless somebody has a tensor that shares its memory:
+one that was assigned to `p.grad`, or a view of what p.grad was read as. Then it is *held*: that
+tensor is the gradient, whatever the core has (held_gradients.py). Zeros are
+noted, and take no memory before step(). What step() has used is gone; its sum of squares stays.
+
+Threads: the one that trains; hooks of autograd, under the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._config.managed import DTYPE_NAMES
+from .._torch_compat import DisableTorchFunction, graph_task
+from .grad_shown import Shown
+from .grad_tensor import PagedGradient, tensor_of
+from .held_gradients import HeldGradients
+from .ownership import is_shared
+from .visits import Change
+
+if TYPE_CHECKING:
+    from .wrapped import Wrapped
+
+_grad: Any = torch.Tensor.grad
+
+
+class Gradients:
+    """See Note [Where a gradient is].
+
+    Invariant: a gradient that is held, zero or used is shown as such, in this order; any other is
+    in the core, or there is none.
+    """
+
+    def __init__(self, state: Wrapped) -> None:
+        self._state = state
+        self.on_step = state.config["update"] == "on_step"
+        sums = state.config["accumulate"]
+        self._dtypes = [torch.float32 if sums else alias.dtype for alias in state.aliases]
+        self._shown: dict[int, weakref.ref[Shown]] = {}
+        self._held = HeldGradients(self._replace)
+        self._zero: set[int] = set()
+        self.used: set[int] = set()  # by step(), and neither dropped nor replaced since
+
+    # What p.grad does -----------------------------------------------------------------------------
+
+    def show(self, index: int) -> torch.Tensor | None:
+        """The value of p.grad."""
+        state = self._state
+        self._sort_out()
+        if graph_task() != -1 and (real := real_grad(state.params[index])) is not None:
+            # A hook of the user's that autograd calls ahead of ours.
+            if not self._there(index):
+                return real
+            state.hooks.land(index)
+        if not self._there(index):
+            return None
+        if (given := self._held.given(index)) is not None:
+            return given
+        ref = self._shown.get(index)
+        shown = ref() if ref is not None else None
+        if shown is None:
+            shown = Shown(self, index)
+            self._shown[index] = weakref.ref(shown)
+        return tensor_of(shown)
+
+    def put(self, index: int, value: torch.Tensor | None) -> None:
+        """Sets p.grad. Raises as torch does for a tensor that cannot be the gradient."""
+        if value is None:
+            self.drop(index)
+            return
+        if type(value) is PagedGradient and value.shows(self, index):
+            return
+        self._sort_out()
+        self.refuse_mode(index, "p.grad cannot be set")
+        state = self._state
+        if isinstance(value, PagedGradient) or hasattr(value, "_strata"):  # of another parameter
+            value = value.detach().clone()
+        self._check(index, value)
+        state.landings.wait()
+        self._leave_values(index)
+        _drop_real(state.params[index])
+        self.used.discard(index)
+        self._held.give(index, value.to(self._dtypes[index]))
+
+    def _check(self, index: int, value: torch.Tensor) -> None:
+        state = self._state
+        if not state.config["params"][index]["trainable"]:
+            raise RuntimeError(f"{self.name(index)} is not trained: no room for a gradient")
+        summed = isinstance(value, torch.Tensor) and value.dtype == self._dtypes[index]
+        # torch's own check of everything, in its own words, on what nobody asks for a gradient.
+        alias = state.aliases[index]
+        alias.grad = value.to(alias.dtype) if summed else value
+        alias.grad = None
+        if value.layout is not torch.strided:
+            raise RuntimeError(f"a sparse gradient of {self.name(index)}: strata takes dense ones")
+
+    def drop(self, index: int) -> None:
+        """p.grad = None. Whoever has what p.grad was keeps its values."""
+        self._sort_out()
+        state = self._state
+        state.landings.wait()
+        if not self.on_step and state.landed[index]:
+            raise RuntimeError(
+                f"the gradient of {state.names[index]!r} cannot be dropped alone with "
+                f"update={state.config['update']!r}: call optimizer.zero_grad()"
+            )
+        self._leave_values(index)
+        with self._change():
+            _drop_real(state.params[index])
+            self._held.drop(index)
+            self._zero.discard(index)
+            self.used.discard(index)
+            self._drop_landed(index)
+
+    def _drop_landed(self, index: int) -> None:
+        if self._state.landed[index]:
+            self._state.session.drop_gradient(index)
+            self._state.landed[index] = 0
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        """Where an exception comes between the core and what is noted of it here, reset() learns
+        from the core what happened."""
+        change = self._state.visits.add(Change())
+        yield
+        self._state.visits.end(change)
+
+    def zero(self, index: int) -> None:
+        """p.grad.zero_(), also of one that step() has used."""
+        self.refuse_mode(index, "it cannot be zeroed")
+        if index in self._held:
+            self._held.tensor(index).detach().zero_()
+            return
+        self._state.landings.wait()
+        with self._change():
+            self._zero.add(index)
+            self.used.discard(index)
+            self._drop_landed(index)
+
+    def drop_all(self, zeros: bool = False) -> None:
+        """Forgets all of them; `zeros`: those that there are become zero instead."""
+        there = {i for i in range(len(self._state.params)) if self._there(i)}
+        if zeros and self.on_step:
+            for index in there & self._held.indices():
+                self._held.tensor(index).detach().zero_()
+        else:
+            for index in list(self._shown):
+                self._leave_values(index)
+        self._state.drop_gradients()
+        self.used.clear()
+        if not zeros or not self.on_step:
+            self.forget()
+        else:
+            self._zero |= there
+
+    def _sort_out(self) -> None:
+        """What an exception has left behind is cleared up before gradients are looked at."""
+        state = self._state
+        if not state.visits.idle and not state.hooks.frames.in_step():
+            state.hooks.reset()
+
+    def _there(self, index: int) -> bool:
+        return bool(
+            self._state.landed[index]
+            or index in self._held
+            or index in self._zero
+            or index in self.used
+        )
+
+    def gather(self, index: int) -> torch.Tensor | None:
+        """A float32 copy; None where there is none, or step() has used it."""
+        lost = index in self.used and index not in self._held
+        shown = None if lost else self.show(index)
+        return None if shown is None else shown.detach().clone().float()
+
+    # What PagedGradient asks ----------------------------------------------------------------------
+
+    def shape(self, index: int) -> torch.Size:
+        """Of the gradient."""
+        return self._state.aliases[index].shape
+
+    def dtype(self, index: int) -> torch.dtype:
+        """Of the gradient: float32 where sums are."""
+        return self._dtypes[index]
+
+    @property
+    def device(self) -> torch.device:
+        """That p.grad is on."""
+        return self._state.device
+
+    def like(self, index: int) -> torch.Tensor | None:
+        """A tensor that differs from the gradient in its values alone."""
+        alias = self._state.aliases[index]
+        return alias if alias.dtype == self._dtypes[index] else None
+
+    def name(self, index: int) -> str:
+        """Of the parameter."""
+        return repr(self._state.names[index])
+
+    def refuse_mode(self, index: int, what: str) -> None:
+        """Raises RuntimeError where gradients are used up before anybody can look at them."""
+        if not self.on_step:
+            raise RuntimeError(
+                f"the gradient of {self.name(index)} rests in strata's pages, and {what}: "
+                f"update={self._state.config['update']!r} may begin its update at any time. Wrap "
+                "with update='on_step', or use max_unit_norm= instead of clip_grad_norm_, "
+                "strata.gather_grad(p) to look at it, and strata.GradScaler instead of "
+                "torch.amp.GradScaler"
+            )
+
+    def squares(self, index: int) -> tuple[float, bool] | None:
+        """The sum of its squares, and whether it was scaled and not rounded since that was taken.
+        None: only its values tell."""
+        self.refuse_mode(index, "its norm cannot be asked for")
+        if index in self._held:
+            return None
+        if index in self._zero and not self._state.landed[index]:
+            return 0.0, False
+        self._state.landings.wait()
+        return self._state.session.gradient_squares(index)
+
+    def scale(self, index: int, factor: float, divides: bool) -> bool:
+        """Notes that it is multiplied with, or divided by, a factor, for which REQUIRES of
+        Gradients::scale in engine/gradients.hpp hold. False, and nothing done: it has to be done on
+        its values."""
+        if index in self._held:
+            return False
+        if not self._state.landed[index]:
+            return index in self._zero and not math.isnan(factor)
+        self._state.landings.wait()
+        return self._state.session.scale_gradient(index, factor, divides)
+
+    def open(self, index: int) -> torch.Tensor:
+        """Its true values: the tensor that it is held in, or a new one. close() comes next."""
+        self.refuse_mode(index, "its values cannot be read")
+        if index in self._held:
+            return self._held.tensor(index)
+        self._refuse_used(index)
+        # Not one of a user's inference mode: its version tells whether it was changed.
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._state.landed[index]:
+                if index not in self._zero:
+                    raise RuntimeError(f"there is no gradient of {self.name(index)} any more")
+                return torch.zeros(self.shape(index), dtype=self._dtypes[index], device=self.device)
+            return self._state.read(index, "grad").to(self.device, self._dtypes[index])
+
+    def close(self, index: int, values: torch.Tensor, changed: bool) -> None:
+        """Something was done with what open() returned. REQUIRES: it is still the gradient."""
+        if index in self._held:
+            return
+        if is_shared(values):
+            self._held.share(index, values, changed)
+        elif changed:
+            self._replace(index, values)
+
+    def _refuse_used(self, index: int) -> None:
+        if index in self.used and not self._state.landed[index]:
+            raise RuntimeError(
+                f"the gradient of {self.name(index)} was used by optimizer.step(), and its memory "
+                "with it: only its norm is known. Read it ahead of step()"
+            )
+
+    def _replace(self, index: int, values: torch.Tensor) -> None:
+        """Has the core take these values for the gradient."""
+        state = self._state
+        source = values.detach().to(state.device, self._dtypes[index]).contiguous()
+        state.landings.wait()
+        dtype = DTYPE_NAMES[source.dtype]
+        with self._change():
+            state.session.replace_gradient(index, source.data_ptr(), dtype, stream=state.stream())
+            state.landed[index] = max(state.landed[index], 1)
+        self._zero.discard(index)
+        self.used.discard(index)
+
+    def _leave_values(self, index: int) -> None:
+        """The gradient is about to go: whoever has what p.grad showed keeps its values."""
+        ref = self._shown.pop(index, None)
+        shown = ref() if ref is not None else None
+        if shown is None:
+            return
+        there = self._state.landed[index] or index in self._held or index in self._zero
+        shown.leave(self.open(index) if there and self.on_step else None)
+
+    # A step ---------------------------------------------------------------------------------------
+
+    def land(self, index: int, grad: torch.Tensor) -> bool:
+        """A backward adds to the gradient. True: to one that is held, so nothing is left to do.
+        Raises RuntimeError where what it would be added to is gone."""
+        if index in self._held:
+            with torch.no_grad():
+                self._held.tensor(index).add_(grad)
+            return True
+        if index in self.used:
+            raise RuntimeError(
+                f"backward() after step() without zero_grad(): plain PyTorch would add to the old "
+                f"gradient of {self.name(index)}, which strata has already used up; call "
+                "optimizer.zero_grad()"
+            )
+        self._zero.discard(index)
+        return False
+
+    def settle(self) -> None:
+        """Ahead of a step: the core gets what is held, and zeros."""
+        self._held.land_all()
+        for index in [i for i in self._zero if not self._state.landed[i]]:
+            self._replace(index, self.open(index))
+            self._zero.add(index)  # as p.grad will show
+
+    def end_step(self) -> None:
+        """Of what has landed only that is left which is held, or zero."""
+        landed = {i for i, count in enumerate(self._state.landed) if count}
+        self._held.end_step()
+        self.used |= landed - self._held.indices() - self._zero
+
+    def forget(self) -> None:
+        """There are no gradients, nor what they were."""
+        for ref in self._shown.values():
+            if (shown := ref()) is not None:
+                shown.leave(None)
+        self._shown.clear()
+        self._held.clear()
+        self._zero.clear()
+        self.used.clear()
+
+
+def real_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What autograd left in the real `grad` of a parameter."""
+    with DisableTorchFunction():
+        grad: torch.Tensor | None = _grad.__get__(parameter)
+    return grad
+
+
+def _drop_real(parameter: torch.Tensor) -> None:
+    with DisableTorchFunction():
+        _grad.__set__(parameter, None)

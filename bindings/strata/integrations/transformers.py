@@ -1,0 +1,246 @@
+"""strata under the Trainer of Transformers, and under whatever is built on it (TRL's, for example).
+
+    trainer.train(resume_from_checkpoint=True)
+
+A class of trainers has TrainerMixin as its first base, ahead of Trainer or SFTTrainer, and is given
+strata={"memory": {"device": "8GiB", "host": "24GiB"}}. The mixin calls strata.wrap() where the Trainer makes its optimizer, with the keywords in `strata=`;
+so the model may be larger than memory, and may be on the meta device (`weights=`). It leaves the
+model where it is until then. Checkpoints hold the training state as strata.save() writes it, beside
+the model as save_pretrained() writes it, and neither is in memory as a whole.
+
+Note [A checkpoint is whole or not chosen]. The Trainer writes trainer_state.json behind everything
+else, and removes older checkpoints behind that. So a checkpoint without a readable one is of a run
+that was killed while it wrote; resume_from_checkpoint=True takes the newest that has one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .._api import report, wrap
+from .._errors import nearest
+from .._runtime.optimizer import StrataOptimizer
+from .._storage.checkpoint import load, save
+from ..optim import Lion
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+STATE_FOLDER = "strata"  # of a checkpoint
+_KEYWORDS = [
+    p.name
+    for p in inspect.signature(wrap).parameters.values()
+    if p.kind is inspect.Parameter.KEYWORD_ONLY
+]
+# Names of `TrainingArguments.optim`, and what trains so here: a class, and keywords for wrap().
+_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw_torch": ("adamw", {}),
+    "adamw_torch_fused": ("adamw", {}),
+    "paged_adamw_32bit": ("adamw", {}),
+    "adamw_8bit": ("adamw", {"state_dtype": "8bit"}),
+    "adamw_bnb_8bit": ("adamw", {"state_dtype": "8bit"}),
+    "adamw_torch_8bit": ("adamw", {"state_dtype": "8bit"}),
+    "paged_adamw_8bit": ("adamw", {"state_dtype": "8bit"}),
+    "lion_32bit": ("lion", {}),
+    "paged_lion_32bit": ("lion", {}),
+    "lion_8bit": ("lion", {"state_dtype": "8bit"}),
+    "paged_lion_8bit": ("lion", {"state_dtype": "8bit"}),
+    "sgd": ("torch", {}),
+    "adagrad": ("torch", {}),
+    "rmsprop": ("torch", {}),
+}
+
+
+class TrainerMixin(_Base):
+    """Stands before a Trainer among the bases of a class."""
+
+    def __init__(self, *args: Any, strata: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """strata: keywords of strata.wrap(); default: those in `args.strata`, where the training
+        arguments have such an attribute, or none. Everything else is the Trainer's.
+
+        Raises TypeError for an unknown keyword, and ValueError for training arguments that cannot
+        be followed, with what to use in their place.
+        """
+        given = _training_arguments(args, kwargs)
+        keywords = strata if strata is not None else getattr(given, "strata", None)
+        self._strata_keywords = _checked(dict(keywords or {}))
+        if given is not None:
+            check_arguments(given)
+        super().__init__(*args, **kwargs)
+
+    # Where the model is ---------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves it where it is: wrap() puts it into pages."""
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Makes the Trainer's optimizer, and wraps the model with it, unless it is wrapped."""
+        optimizer = super().create_optimizer(model)
+        target = self.model if model is None else model
+        if isinstance(_inner(optimizer), StrataOptimizer):
+            return optimizer
+        keywords = {**_of_arguments(self.args, optimizer), **self._strata_keywords}
+        _, self.optimizer = wrap(target, optimizer, **keywords)
+        self._strata_used = keywords
+        return self.optimizer
+
+    def get_optimizer_cls_and_kwargs(
+        self, args: Any, model: nn.Module | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Of `args.optim`, or of what does the same here. Raises ValueError for others."""
+        name = str(getattr(args.optim, "value", args.optim))
+        kind, _ = _OPTIMIZERS[name]
+        if kind == "lion":
+            return Lion, {
+                "lr": args.learning_rate,
+                "betas": (args.adam_beta1, args.adam_beta2),
+            }
+        plain = copy.copy(args)
+        if kind == "adamw":
+            plain.optim = type(args.optim)("adamw_torch")
+        return super().get_optimizer_cls_and_kwargs(plain, model)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        """Evaluation without training needs the model in its place, too."""
+        if not training and model is self.model:
+            self.create_optimizer()
+        return super()._wrap_model(model, training=training, dataloader=dataloader)
+
+    # Checkpoints ----------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Trains. True: goes on from the newest complete checkpoint in `args.output_dir`. Raises
+        ValueError where there is none, or where the one that is named is not complete."""
+        if resume_from_checkpoint is True:
+            folder = newest_checkpoint(self.args.output_dir)
+            if folder is None:
+                raise ValueError(f"no complete checkpoint in {self.args.output_dir}")
+            resume_from_checkpoint = str(folder)
+        elif resume_from_checkpoint and not is_complete(Path(resume_from_checkpoint)):
+            raise ValueError(
+                f"{resume_from_checkpoint} is no complete checkpoint: trainer_state.json, which is "
+                "written last, is missing or cut"
+            )
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(self.model, Path(output_dir) / STATE_FOLDER)
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Of a checkpoint of ours all is read at once, behind the optimizer's making."""
+        if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
+            self.create_optimizer()
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / STATE_FOLDER).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load(self.model, Path(checkpoint) / STATE_FOLDER)
+        state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    # Logs -----------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds to those of training what the tiers hold, what the plan is, and how near the step
+        is to what no plan could be faster than."""
+        if "loss" in logs and self.model.__dict__.get("_strata") is not None:
+            logs.update(figures(self.model))
+        super().log(logs, *args, **kwargs)
+
+
+def figures(model: nn.Module) -> dict[str, float]:
+    """Numbers for a tracker, of a wrapped model as it is now. Sizes are in GiB."""
+    now = report(model)
+    numbers = {f"strata_{tier}_gib": use.used / 2**30 for tier, use in now.tiers.items()}
+    speed = {
+        "strata_step_seconds": now.measured_seconds,
+        "strata_planned_seconds": now.predicted_seconds,
+        "strata_percent_of_bound": now.percent_of_bound,
+    }
+    numbers |= {name: value for name, value in speed.items() if value is not None}
+    for way in {row.activation for row in now.planned} - {"keep"}:
+        numbers[f"strata_units_{way}"] = sum(row.activation == way for row in now.planned)
+    return numbers
+
+
+def newest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The folder of the newest complete checkpoint of a Trainer; None: there is none."""
+    numbered = [
+        (int(match.group(1)), path)
+        for path in Path(output_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and is_complete(path)
+    ]
+    return max(numbered)[1] if numbered else None
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether the Trainer came to the end of writing it."""
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(state, dict) and "global_step" in state
+
+
+def check_arguments(args: Any) -> None:
+    """Raises ValueError for training arguments that cannot be followed."""
+    refused = [
+        (args.deepspeed, "deepspeed=", "leave it out; strata.from_deepspeed() translates its file"),
+        (args.fsdp, "fsdp=", "leave it out: strata partitions and offloads by itself"),
+        (args.torch_compile, "torch_compile=", "compile units of the model ahead of wrapping"),
+        (args.world_size > 1, f"{args.world_size} processes", "start one: ranks are not there yet"),
+        (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process", "set CUDA_VISIBLE_DEVICES to one"),
+        (args.auto_find_batch_size, "auto_find_batch_size=", "leave it out: steps are planned"),
+        (args.bf16_full_eval, "bf16_full_eval=", "give strata={'dtype': torch.bfloat16}"),
+        (args.fp16_full_eval, "fp16_full_eval=", "give strata={'dtype': torch.float16}"),
+    ]
+    for asked, what, instead in refused:
+        if asked:
+            raise ValueError(f"strata cannot train with {what}: {instead}")
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in _OPTIMIZERS:
+        raise ValueError(
+            f"optim={name!r} has no equivalent in strata: {nearest(name, _OPTIMIZERS)} Or build "
+            "any torch optimizer and pass optimizers=(optimizer, None)"
+        )
+
+
+def _of_arguments(args: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Keywords for wrap() that follow from the training arguments."""
+    keywords: dict[str, Any] = {}
+    if args.gradient_accumulation_steps > 1:
+        keywords["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    if isinstance(optimizer, torch.optim.AdamW | Lion):
+        keywords |= _OPTIMIZERS[str(getattr(args.optim, "value", args.optim))][1]
+    return keywords
+
+
+def _training_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Those of a Trainer's constructor, second by place; None: the Trainer makes its own."""
+    return kwargs.get("args", args[1] if len(args) > 1 else None)
+
+
+def _checked(keywords: dict[str, Any]) -> dict[str, Any]:
+    for word in keywords:
+        if word not in _KEYWORDS:
+            raise TypeError(f"strata= has an unknown keyword {word!r}: {nearest(word, _KEYWORDS)}")
+    return keywords
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What Accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,128 @@
+"""Loops and test cases that others have published, with strata under them.
+
+Accelerate's own tests come from its source archive and run as they are, in a process of their own
+(over_prepare.py wraps what Accelerator.prepare is given); those of its package are called. TRL's
+programs are called with its trainers over the mixin. Each says how many models were wrapped.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import over_prepare
+import pytest
+import trl
+from accelerate.test_utils.scripts import test_script, test_sync
+from made_up import LETTERS, folder_of_model, over_strata, same
+
+SOURCES = Path(os.environ["STRATA_LOOPS"])  # unpacked source archives: ./dev sets it
+CASES = {
+    "checkpoints of Accelerate": ("accelerate", "test_state_checkpointing.py", 15),
+    "Accelerator": ("accelerate", "test_accelerator.py", 8),
+}
+
+
+@pytest.mark.representative
+@pytest.mark.parametrize("what", CASES)
+def test_cases_of_a_source_archive(what: str) -> None:
+    package, file, least = CASES[what]
+    (folder,) = SOURCES.glob(f"{package}-*/tests")
+    here = str(Path(__file__).parent)
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "over_prepare",
+            "-p",
+            "no:cacheprovider",
+            file,
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ["PYTHONPATH"]])},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    wrapped = int(run.stdout.split("wrapped models: ")[1].split()[0])
+    assert wrapped >= least
+
+
+LOOPS: dict[str, Any] = {
+    "accumulation": test_sync.test_gradient_accumulation_with_opt_and_scheduler,
+    "accumulation, each batch synchronised": lambda: (
+        test_sync.test_gradient_accumulation_with_opt_and_scheduler(sync_each_batch=True)
+    ),
+    "training in several precisions": test_script.training_check,
+    "training with a seedable sampler": lambda: test_script.training_check(True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_scripts_of_accelerate(name: str) -> None:
+    with over_prepare.installed() as count:
+        LOOPS[name]()
+        assert count() > 0
+
+
+LORA = ["--use_peft", "--lora_r=4", "--lora_target_modules", "q_proj", "v_proj"]
+PROGRAMS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "sft": ("SFTTrainer", [{"text": "the quick brown fox jumps over the lazy dog."}]),
+    "dpo": (
+        "DPOTrainer",
+        [{"prompt": "the sky is ", "chosen": "blue and wide.", "rejected": "a kind of fish."}],
+    ),
+    "reward": ("RewardTrainer", [{"chosen": "blue and wide.", "rejected": "a kind of fish."}]),
+    "kto": (
+        "KTOTrainer",
+        [
+            {"prompt": "the sky is ", "completion": "blue and wide.", "label": True},
+            {"prompt": "the sky is ", "completion": "a kind of fish.", "label": False},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_of_trl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, lora: bool
+) -> None:
+    module: Any = __import__(f"trl.scripts.{name}", fromlist=["main"])
+    class_name, data = PROGRAMS[name]
+    model = folder_of_model(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps(row) for row in data * 16]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))
+    assert all(c in LETTERS for row in data for v in row.values() if isinstance(v, str) for c in v)
+    losses = {}
+    for over in (False, True):
+        made: list[Any] = []
+        base = over_strata(getattr(trl, class_name)) if over else getattr(trl, class_name)
+
+        class Kept(base):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                made.append(self)  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trl, class_name, Kept)
+            arguments = [
+                f"--model_name_or_path={model}", f"--dataset_name={tmp_path / 'data'}",
+                f"--output_dir={tmp_path / f'out-{over}'}", "--max_steps=4", "--logging_steps=1",
+                "--per_device_train_batch_size=2", "--report_to=none", "--use_cpu", "--bf16=False",
+                "--disable_tqdm=True", "--save_steps=2", "--max_length=64", "--dtype=float32",
+                *(LORA if lora else []),
+                *(["--lora_task_type=SEQ_CLS"] if name == "reward" else []),
+            ]  # fmt: skip
+            module.main(*module.make_parser().parse_args_and_config(arguments)[:4])
+        history = made[0].state.log_history
+        losses[over] = [row["loss"] for row in history if "loss" in row]
+        names = {p.name for p in (tmp_path / f"out-{over}").iterdir()}
+        assert ("adapter_model.safetensors" if lora else "model.safetensors") in names
+    assert same(losses[False], losses[True], 1e-4)

@@ -1,0 +1,180 @@
+"""Trainer of Transformers over a wrapped model, with the mixin and without: as over a plain one."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strata
+import torch
+from made_up import MEMORY, SMALL, folder_of_model, llama, rows, same, wrapped
+from safetensors.torch import load_file
+from strata.integrations.transformers import TrainerMixin, newest_checkpoint
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+DATA = rows()
+
+
+class Mixed(TrainerMixin, Trainer):
+    pass
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 4, "max_steps": 8, "logging_steps": 2, "save_steps": 4,
+        "eval_strategy": "steps", "eval_steps": 4, "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "learning_rate": 1e-3,
+    }  # fmt: skip
+    return TrainingArguments(output_dir=str(folder), **{**given, **more})
+
+
+def losses(trainer: Trainer) -> list[float]:
+    history = trainer.state.log_history
+    return [row.get("loss", row.get("eval_loss")) for row in history if "train_loss" not in row]
+
+
+def plain(folder: Path, **more: Any) -> Trainer:
+    trainer = Trainer(llama(), arguments(folder, **more), train_dataset=DATA, eval_dataset=DATA[:8])
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    return trainer
+
+
+def unchanged(folder: Path, **more: Any) -> Trainer:
+    """The plain Trainer, which is given a wrapped model and the optimizer that came with it."""
+    model = llama()
+    args = arguments(folder, **more)
+    model, optimizer = wrapped(model, Trainer(model, args, eval_dataset=DATA).create_optimizer())
+    trainer = Trainer(
+        model, args, train_dataset=DATA, eval_dataset=DATA[:8], optimizers=(optimizer, None)
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    return trainer
+
+
+def mixed(folder: Path, resume: Any = None, **more: Any) -> Trainer:
+    trainer = mixed_trainer(folder, **more)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(folder / "final"))
+    return trainer
+
+
+def mixed_trainer(folder: Path, model: Any = None, keywords: Any = None, **more: Any) -> Trainer:
+    return Mixed(
+        model or llama(),
+        arguments(folder, **more),
+        train_dataset=DATA,
+        eval_dataset=DATA[:8],
+        strata={"memory": SMALL, **(keywords or {})},
+    )
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "default clipping": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "no clipping": {"max_grad_norm": 0.0},
+    "strong clipping": {"max_grad_norm": 1e-2},
+    "best model": {"load_best_model_at_end": True},
+    "sgd": {"optim": "sgd"},
+    "checkpointing of activations": {"gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.representative
+@pytest.mark.parametrize("train", [unchanged, mixed])
+def test_training_is_that_of_the_plain_model(tmp_path: Path, train: Any, way: str) -> None:
+    one = plain(tmp_path / "plain", **WAYS[way])
+    other = train(tmp_path / "strata", **WAYS[way])
+    assert same(losses(one), losses(other))
+    norms = [[r["grad_norm"] for r in t.state.log_history if "loss" in r] for t in (one, other)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    for folder in ("final", "checkpoint-8"):
+        names = [{p.name for p in (tmp_path / w / folder).iterdir()} for w in ("plain", "strata")]
+        assert names[0] - names[1] <= {"optimizer.pt"}
+        files = [
+            load_file(tmp_path / w / folder / "model.safetensors") for w in ("plain", "strata")
+        ]
+        assert files[0].keys() == files[1].keys()
+        for name, tensor in files[0].items():
+            torch.testing.assert_close(files[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_16_bit_arguments_train_as_they_do_without(tmp_path: Path) -> None:
+    one, other = (train(tmp_path / train.__name__, bf16=True) for train in (plain, unchanged))
+    assert same(losses(one), losses(other), 1e-4)
+
+
+@pytest.mark.representative
+def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole = mixed(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    (tmp_path / "checkpoint-6").mkdir()  # cut while it was written
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    again = mixed(tmp_path, resume=True)
+    assert losses(again) == losses(whole)
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one.detach().clone(), other.detach().clone())
+    (tmp_path / "checkpoint-8" / "trainer_state.json").write_text('{"global_st')
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        mixed(tmp_path, resume=str(tmp_path / "checkpoint-8"))
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        mixed(tmp_path / "none", resume=True)
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> None:
+    one = plain(tmp_path / "plain")
+    other = mixed(tmp_path / "strata", resume=str(tmp_path / "plain" / "checkpoint-4"))
+    assert same(losses(one), losses(other))
+
+
+def test_a_model_without_values_is_read_into_pages(tmp_path: Path) -> None:
+    source = folder_of_model(tmp_path / "source")
+    one = mixed(tmp_path / "one")
+    meta = llama(meta=True)
+    trainer = mixed_trainer(tmp_path / "other", meta, {"weights": source})
+    assert all(p.is_meta for p in meta.parameters()), "nothing is made before the optimizer is"
+    trainer.train()
+    assert losses(one) == losses(trainer)
+    trainer.save_model(str(tmp_path / "out"))
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for p, q in zip(back.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(p, q.detach().clone())
+
+
+def test_evaluation_alone_wraps_the_model(tmp_path: Path) -> None:
+    expected = Trainer(llama(), arguments(tmp_path), eval_dataset=DATA[:8]).evaluate()
+    found = mixed_trainer(tmp_path).evaluate()
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+
+
+def test_logs_say_where_the_run_stands(tmp_path: Path) -> None:
+    trainer = mixed(tmp_path)
+    last = [row for row in trainer.state.log_history if "loss" in row][-1]
+    assert 0 < last["strata_host_gib"] <= 16 / 1024
+    assert 0 < last["strata_percent_of_bound"] <= 100
+    json.dumps(last)  # trackers take numbers
+
+
+def test_optimizers_by_name_are_ours_or_refused(tmp_path: Path) -> None:
+    trainer = mixed_trainer(tmp_path, optim="adamw_bnb_8bit")
+    trainer.create_optimizer()
+    config = trainer.model.__dict__["_strata"].config
+    assert config["moment_dtype"] == "block8"
+    trainer = mixed_trainer(tmp_path, optim="lion_32bit")
+    assert type(trainer.create_optimizer()._inner) is strata.Lion
+    with pytest.raises(ValueError, match="'adafactor' has no equivalent"):
+        mixed_trainer(tmp_path, optim="adafactor")
+
+
+@pytest.mark.parametrize("given", ["torch_compile", "auto_find_batch_size", "bf16_full_eval"])
+def test_arguments_that_cannot_hold_are_refused(tmp_path: Path, given: str) -> None:
+    with pytest.raises(ValueError, match=f"strata cannot train with {given}="):
+        mixed_trainer(tmp_path, **{given: True})
+
+
+def test_unknown_keywords_name_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="did you mean 'memory'"):
+        Mixed(llama(), arguments(tmp_path), eval_dataset=DATA, strata={"memry": MEMORY})
