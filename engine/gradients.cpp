@@ -60,7 +60,7 @@ void Gradients::replace(Lock& lock, std::uint32_t param, const std::byte* from, 
 
 bool Gradients::scale(std::uint32_t param, float factor, bool divides) {
   refuse_without_pages(param, "scaled");
-  STRATA_ASSERT(landed_[param] != 0);
+  refuse_where_none_landed(param);
   STRATA_ASSERT(!divides || factor != 0.0f);
   if (!scalings_[param].add(factor, divides)) return false;
   const double by = divides ? 1.0 / double{factor} : double{factor};
@@ -72,6 +72,12 @@ void Gradients::refuse_without_pages(std::uint32_t param, const char* what) cons
   if (!base_.gradient_frames) return;
   refuse("the gradient of " + base_.config.params[param].name + " cannot be " + what +
          ": its update may begin at any time");
+}
+
+void Gradients::refuse_where_none_landed(std::uint32_t param) const {
+  if (landed_[param] != 0) return;
+  refuse("no gradient of " + base_.config.params[param].name +
+         " has landed since the last step or zero_grad");
 }
 
 bool Gradients::fits(Lock& lock, std::uint32_t param) {
@@ -86,10 +92,7 @@ bool Gradients::fits(Lock& lock, std::uint32_t param) {
 }
 
 void Gradients::read(Lock& lock, std::uint32_t param, std::size_t offset, std::span<float> values) {
-  if (landed_[param] == 0) {
-    refuse("no gradient of " + base_.config.params[param].name +
-           " has landed since the last step or zero_grad");
-  }
+  refuse_where_none_landed(param);
   for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
     read_piece(lock, param, piece, values.data() + (piece.in_param - offset));
   }

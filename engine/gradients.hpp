@@ -36,8 +36,8 @@ class Gradients final {
       STRATA_REQUIRES(core_lock);
   // Multiplies the parameter's gradient with a factor, or divides it, and rounds it to its dtype:
   // by what is read, added to or used of it from here on. No page moves. False, and nothing done:
-  // no more of that can be kept. REQUIRES: the factor is finite or NaN, no division is by zero, and
-  // no finite element becomes infinite.
+  // no more of that can be kept. Throws StrataError (config) where none has landed. REQUIRES: the
+  // factor is finite or NaN, no division is by zero, and no finite element becomes infinite.
   bool scale(std::uint32_t param, float factor, bool divides);
   // Waits until there is room for the gradient. False: there is none, and no update will make any,
   // so that Steps::complete() has to be called for other units first.
@@ -83,6 +83,7 @@ class Gradients final {
  private:
   void land_now(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
   void refuse_without_pages(std::uint32_t param, const char* what) const;
+  void refuse_where_none_landed(std::uint32_t param) const;
   void discard_pages(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
   std::vector<bool> touched_chunks() const;
   void read_piece(Lock& lock, std::uint32_t param, const Piece& piece, float* values)

@@ -273,3 +273,69 @@ def test_a_forward_may_look_at_gradients(core: ModuleType) -> None:
         assert a[0] == pytest.approx(b[0], rel=1e-6)
         assert torch.equal(a[1], b[1])
     same_gradients(model, plain)
+
+
+def sharpness_aware(model: Any, optimizer: Any, step: int) -> None:
+    """Gradients at a place nearby, applied here."""
+    backward(model, step)
+    with torch.no_grad():
+        norm = torch.stack([g.norm(2) for g in grads(model)]).norm(2)
+        there = []
+        for p in model.parameters():
+            if p.grad is not None:
+                there.append((p, p.detach().clone()))
+                p.add_(p.grad * (0.05 / (norm + 1e-12)))
+    optimizer.zero_grad()
+    backward(model, step)
+    for p, here in there:
+        p.data = here
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def noisy(model: Any, optimizer: Any, step: int) -> None:
+    torch.manual_seed(step)
+    backward(model, step)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.add_(torch.randn_like(p.grad), alpha=1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def amplified(model: Any, optimizer: Any, step: int) -> None:
+    """Slow gradients are made stronger: a mean over steps, which is kept as copies."""
+    backward(model, step)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            before = means.get((id(model), name), p.grad.detach().clone())
+            means[id(model), name] = before * 0.9 + p.grad.data.detach() * 0.1
+            p.grad.data = p.grad.data + means[id(model), name] * 2
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def surgery(model: Any, optimizer: Any, step: int) -> None:
+    """Of two losses: what is against the other is taken out."""
+    both: list[list[torch.Tensor]] = []
+    for seed in (step, step + 100):
+        optimizer.zero_grad()
+        backward(model, seed)
+        both.append([g.clone() for g in grads(model)])
+    for p, a, b in zip([p for p in model.parameters() if p.grad is not None], *both, strict=True):
+        along = (a * b).sum()
+        p.grad = a + b if along > 0 else a + b - along / b.square().sum().clamp(min=1e-12) * b
+    optimizer.step()
+
+
+means: dict[tuple[int, str], torch.Tensor] = {}
+
+
+@pytest.mark.parametrize("loop", [sharpness_aware, noisy, amplified, surgery])
+def test_published_tricks(core: ModuleType, loop: Callable[[Any, Any, int], None]) -> None:
+    plain, inner = plain_net(), plain_net()
+    model, optimizer = tight(inner, sgd(inner))
+    for m, o in ((model, optimizer), (plain, sgd(plain))):
+        for step in range(4):
+            loop(m, o, step)
+    assert_same(model, plain, 1e-6)

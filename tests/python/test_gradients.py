@@ -143,6 +143,8 @@ def test_what_was_scaled_is_what_torch_makes_of_it(
     for factor in factors:
         both(lambda m, c=factor: torch._foreach_mul_(grads(m), c), model, plain)  # type: ignore[misc]
         both(lambda m, c=factor: torch._foreach_div_(grads(m), c), model, plain)  # type: ignore[misc]
+        each = [factor] * len(grads(model))
+        both(lambda m, c=each: torch._foreach_mul_(grads(m), c), model, plain)  # type: ignore[misc]
     both(lambda m: backward(m, 2), model, plain)
 
     def in_place(m: nn.Module) -> None:

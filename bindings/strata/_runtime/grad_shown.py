@@ -50,12 +50,13 @@ class Shown:
 
     def open(self) -> torch.Tensor:
         """The true values. close() comes next."""
+        self.gradients.sort_out()
         if not self.left:
             return self.gradients.open(self.index)
         if self.values is None:
             raise RuntimeError(
                 f"this was a gradient of {self.gradients.name(self.index)}, and was used by its "
-                "update or forgotten: read it ahead of optimizer.step()"
+                "update or forgotten: read or copy it (p.grad.clone()) ahead of optimizer.step()"
             )
         return self.values
 

@@ -60,7 +60,7 @@ class Gradients:
     def show(self, index: int) -> torch.Tensor | None:
         """The value of p.grad."""
         state = self._state
-        self._sort_out()
+        self.sort_out()
         if graph_task() != -1 and (real := real_grad(state.params[index])) is not None:
             # A hook of the user's that autograd calls ahead of ours.
             if not self._there(index):
@@ -84,7 +84,7 @@ class Gradients:
             return
         if type(value) is PagedGradient and value.shows(self, index):
             return
-        self._sort_out()
+        self.sort_out()
         self.refuse_mode(index, "p.grad cannot be set")
         state = self._state
         if isinstance(value, PagedGradient) or hasattr(value, "_strata"):  # of another parameter
@@ -110,7 +110,7 @@ class Gradients:
 
     def drop(self, index: int) -> None:
         """p.grad = None. Whoever has what p.grad was keeps its values."""
-        self._sort_out()
+        self.sort_out()
         state = self._state
         state.landings.wait()
         if not self.on_step and state.landed[index]:
@@ -167,7 +167,7 @@ class Gradients:
         else:
             self._zero |= there
 
-    def _sort_out(self) -> None:
+    def sort_out(self) -> None:
         """What an exception has left behind is cleared up before gradients are looked at."""
         state = self._state
         if not state.visits.idle and not state.hooks.frames.in_step():
@@ -225,6 +225,7 @@ class Gradients:
     def squares(self, index: int) -> tuple[float, bool] | None:
         """The sum of its squares, and whether it was scaled and not rounded since that was taken.
         None: only its values tell."""
+        self.sort_out()
         self.refuse_mode(index, "its norm cannot be asked for")
         if index in self._held:
             return None
@@ -271,7 +272,7 @@ class Gradients:
         if index in self.used and not self._state.landed[index]:
             raise RuntimeError(
                 f"the gradient of {self.name(index)} was used by optimizer.step(), and its memory "
-                "with it: only its norm is known. Read it ahead of step()"
+                "with it: only its norm is known. Read or copy it (p.grad.clone()) ahead of step()"
             )
 
     def _replace(self, index: int, values: torch.Tensor) -> None:
