@@ -129,6 +129,7 @@ class Reader final {
 template <class Once>
 Measured median(Once once) {
   std::vector<Measured> rounds;
+  rounds.reserve(kRounds);
   for (int i = 0; i < kRounds; ++i) rounds.push_back(once());
   const auto middle = rounds.begin() + kRounds / 2;
   std::nth_element(rounds.begin(), middle, rounds.end(),

@@ -3,10 +3,11 @@
     trainer.train(resume_from_checkpoint=True)
 
 A class of trainers has TrainerMixin as its first base, ahead of Trainer or SFTTrainer, and is given
-strata={"memory": {"device": "8GiB", "host": "24GiB"}}. The mixin calls strata.wrap() where the Trainer makes its optimizer, with the keywords in `strata=`;
-so the model may be larger than memory, and may be on the meta device (`weights=`). It leaves the
-model where it is until then. Checkpoints hold the training state as strata.save() writes it, beside
-the model as save_pretrained() writes it, and neither is in memory as a whole.
+strata={"memory": {"device": "8GiB", "host": "24GiB"}}. The mixin calls strata.wrap() where the
+Trainer makes its optimizer, with these keywords; so the model may be larger than memory, and may be
+on the meta device (`weights=`). It leaves the model where it is until then. Checkpoints hold the
+training state as strata.save() writes it, beside the model as save_pretrained() writes it, and
+neither is in memory as a whole.
 
 Note [A checkpoint is whole or not chosen]. The Trainer writes trainer_state.json behind everything
 else, and removes older checkpoints behind that. So a checkpoint without a readable one is of a run
