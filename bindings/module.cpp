@@ -233,6 +233,33 @@ void bind_updates(SessionClass& session) {
       .def("close", [](Session& s) { unlocked([&] { s.close(); }); });
 }
 
+void bind_visits(SessionClass& session) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  session
+      .def(
+          "enter",
+          [](Session& s, UnitId unit, bool backward, bool recorded, std::uintptr_t stream,
+             Visit visit) {
+            unlocked([&] { s.enter(unit, backward, recorded, stream_of(stream), visit); });
+          },
+          py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
+          py::arg("visit") = 0)
+      .def(
+          "leave",
+          [](Session& s, UnitId unit, std::uintptr_t stream, Visit visit) {
+            return s.leave(unit, stream_of(stream), visit);
+          },
+          py::arg("unit"), py::arg("stream") = 0, py::arg("visit") = 0, Release())
+      .def(
+          "leave_all_but",
+          [](Session& s, const std::vector<Visit>& live, Visit bound, std::uintptr_t stream) {
+            return s.leave_all_but(live, bound, stream_of(stream));
+          },
+          py::arg("live"), py::arg("bound"), py::arg("stream") = 0, Release())
+      .def("entered", &Session::entered, Release())
+      .def("resident", &Session::resident, Release());
+}
+
 void bind_session(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   SessionClass session(module, "Session");
@@ -267,28 +294,6 @@ void bind_session(py::module_& module) {
              s.read(param, parsed, offset, pointer<float>(address), count);
            })
       .def(
-          "enter",
-          [](Session& s, UnitId unit, bool backward, bool recorded, std::uintptr_t stream,
-             Visit visit) {
-            unlocked([&] { s.enter(unit, backward, recorded, stream_of(stream), visit); });
-          },
-          py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
-          py::arg("visit") = 0)
-      .def(
-          "leave",
-          [](Session& s, UnitId unit, std::uintptr_t stream, Visit visit) {
-            return s.leave(unit, stream_of(stream), visit);
-          },
-          py::arg("unit"), py::arg("stream") = 0, py::arg("visit") = 0, Release())
-      .def(
-          "leave_all_but",
-          [](Session& s, const std::vector<Visit>& live, Visit bound, std::uintptr_t stream) {
-            return s.leave_all_but(live, bound, stream_of(stream));
-          },
-          py::arg("live"), py::arg("bound"), py::arg("stream") = 0, Release())
-      .def("entered", &Session::entered, Release())
-      .def("resident", &Session::resident, Release())
-      .def(
           "adopt",
           [](Session& s, const std::optional<std::vector<bool>>& on_device,
              std::optional<std::size_t> param_bytes,
@@ -307,6 +312,7 @@ void bind_session(py::module_& module) {
           },
           py::arg("param"), py::arg("stream") = 0, Release())
       .def("expect_write", &Session::expect_write, Release());
+  bind_visits(session);
   bind_updates(session);
   bind_activations(session);
 }

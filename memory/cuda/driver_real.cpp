@@ -45,8 +45,10 @@ Function find(const char* name) {
   if (failed != cudaSuccess) throw failed;
   return reinterpret_cast<Function>(found);
 }
+// NOLINTBEGIN(bugprone-macro-parentheses): they are names
 #define STRATA_CUDA_ENTRY(entry, function) \
   decltype(&function) entry = find<decltype(&function)>(#function)
+// NOLINTEND(bugprone-macro-parentheses)
 
 // Throws the cudaError_t of the first one that cannot be had.
 struct Entries {

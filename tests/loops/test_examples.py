@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_up import folder_of_model
+from toys import folder_of_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

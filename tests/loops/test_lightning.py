@@ -6,8 +6,8 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from made_up import same, wrapped
 from torch import nn
+from toys import same, wrapped
 
 FEATURES = 64
 BATCHES = torch.utils.data.TensorDataset(

@@ -16,7 +16,7 @@ import over_prepare
 import pytest
 import trl
 from accelerate.test_utils.scripts import test_script, test_sync
-from made_up import LETTERS, folder_of_model, over_strata, same
+from toys import LETTERS, folder_of_model, over_strata, same, some
 
 SOURCES = Path(os.environ["STRATA_LOOPS"])  # unpacked source archives: ./dev sets it
 CASES = {
@@ -25,8 +25,7 @@ CASES = {
 }
 
 
-@pytest.mark.representative
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", some(CASES, "Accelerator"))
 def test_cases_of_a_source_archive(what: str) -> None:
     package, file, least = CASES[what]
     (folder,) = SOURCES.glob(f"{package}-*/tests")
@@ -63,7 +62,7 @@ LOOPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", some(LOOPS, "accumulation"))
 def test_scripts_of_accelerate(name: str) -> None:
     with over_prepare.installed() as count:
         LOOPS[name]()
@@ -89,7 +88,7 @@ PROGRAMS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", some(PROGRAMS, "sft"))
 def test_programs_of_trl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, lora: bool
 ) -> None:

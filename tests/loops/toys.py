@@ -1,9 +1,10 @@
 """Small models, text and tokenizers for the loops, all made here, and the budgets they get."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import strata
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -57,6 +58,12 @@ def rows(count: int = 64, length: int = 16) -> list[dict[str, torch.Tensor]]:
         for i in range(count)
     ]
     return [{"input_ids": tokens, "labels": tokens} for tokens in drawn]
+
+
+def some(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Parameters of a test, of which the chosen ones run in every run of the tests."""
+    marks = {True: [pytest.mark.representative], False: []}
+    return [pytest.param(name, marks=marks[name in chosen]) for name in names]
 
 
 def same(left: Any, right: Any, within: float = 1e-6) -> bool:
