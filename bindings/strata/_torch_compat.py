@@ -65,6 +65,12 @@ foreach_zero: Callable[..., Any] = _private("_foreach_zero_")
 check_and_unscale: Callable[..., Any] = _private("_amp_foreach_non_finite_check_and_unscale_")
 make_wrapper: Callable[..., Any] = _private("Tensor._make_wrapper_subclass")
 
+# Whether a tensor can take another's data: nn.Module.to() and the like ask.
+compatible: Callable[..., bool] = _private("_has_compatible_shallow_copy_type")
+
+# The storage that the deprecated Tensor.storage() returns.
+typed_storage: Callable[..., Any] = _private("Tensor._typed_storage")
+
 # What Tensor.to() was asked for: device, dtype, whether to wait, memory format.
 parse_to: Callable[..., tuple[Any, ...]] = _private("_C._nn._parse_to")
 

@@ -325,3 +325,28 @@ def test_views_are_paged_too(model: nn.Module) -> None:
     assert type(p.detach()) is PagedTensor
     assert type(p.detach().view(-1)) is PagedTensor
     assert type(p + 1) is torch.Tensor
+
+
+def test_moving_a_model_to_where_it_is_moves_nothing(core: ModuleType) -> None:
+    """Whoever does not know where a model is says model.to(device)."""
+    model, optimizer = tight(build(llama))
+    train(model, optimizer, steps=1)
+    model(torch.arange(6).view(1, -1), labels=torch.arange(6).view(1, -1)).loss.backward()
+    session = model.__dict__["_strata"].session
+    session.synchronize()
+    parameter, before = next(model.parameters()), session.stats()
+    for move in (
+        lambda: model.to("cpu"),
+        lambda: model.cpu(),
+        lambda: model.float(),
+        lambda: model.to(dtype=torch.float32),
+    ):
+        assert move() is model
+        assert next(model.parameters()) is parameter
+    assert parameter.to("cpu") is parameter
+    after = session.stats()
+    assert {n: c for n, c in after.items() if " to " in n} == {
+        n: c for n, c in before.items() if " to " in n
+    }
+    assert parameter.to(torch.float32, copy=True) is not parameter
+    optimizer.step()

@@ -21,13 +21,14 @@ import torch
 from .._torch_compat import (
     DisableTorchFunction,
     check_and_unscale,
+    compatible,
     foreach_div,
     foreach_mul,
     foreach_norm,
     foreach_zero,
 )
 from .grad_shown import Shown, shown_by
-from .tensor_functions import CONVERSIONS, Function, changes_nothing, compatible
+from .tensor_functions import CONVERSIONS, Function, changes_nothing
 
 Answer = Callable[..., Any]
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StrataError
-from .._torch_compat import DisableTorchFunction, graph_task
+from .._torch_compat import DisableTorchFunction, compatible, graph_task, typed_storage
 from .grad_tensor import PagedGradient
 from .paged_storage import RAW_MEMORY, PagedStorage, address_of
 from .tensor_functions import (
@@ -34,7 +34,6 @@ from .tensor_functions import (
     METADATA,
     Function,
     changes_nothing,
-    compatible,
     functions,
     name_of,
 )
@@ -355,7 +354,7 @@ _SPECIAL: dict[Function, Callable[..., Any]] = {
     torch.Tensor.data_ptr: _address,
     torch.Tensor.untyped_storage: _storage,
     torch.Tensor.storage: _storage,
-    torch.Tensor._typed_storage: _storage,
+    typed_storage: _storage,
     torch.Tensor.__iter__: _iterate,
     torch.Tensor.__repr__: _represent,
     torch.Tensor.numpy: _to_numpy,

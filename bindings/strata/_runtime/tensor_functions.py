@@ -71,5 +71,3 @@ CONVERSIONS: tuple[Function, ...] = (
     *(torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.contiguous),
     *_TO_DTYPE,
 )
-# nn.Module._apply asks so whether a parameter can take another's data.
-compatible: Function = torch._has_compatible_shallow_copy_type
