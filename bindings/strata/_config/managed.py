@@ -70,6 +70,11 @@ def check_ranks() -> None:
         )
 
 
+def is_of_peft(module: nn.Module | None) -> bool:
+    """Whether its class is PEFT's, which need not be installed."""
+    return type(module).__module__.split(".")[0] == "peft"
+
+
 def dtype_names() -> str:
     """The dtypes that parameters may have."""
     return ", ".join(str(dtype) for dtype in DTYPE_NAMES)

@@ -14,17 +14,19 @@ from weakref import WeakSet
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from .._config.managed import is_of_peft
+
 
 def refuse_new_adapters(model: nn.Module) -> Any:
     """From now on PEFT can add no adapter to the model. Returns a handle with remove()."""
-    layers = [module for module in model.modules() if _of_peft(module)]
+    layers = [module for module in model.modules() if is_of_peft(module)]
     if not layers:
         return None
     inside = WeakSet(model.modules())
     holders = WeakSet([m for layer in layers for m in (layer, *layer.children())])
 
     def refuse(module: nn.Module, name: str, added: nn.Module | None) -> None:
-        if module not in inside or not (module in holders or _of_peft(added)):
+        if module not in inside or not (module in holders or is_of_peft(added)):
             return
         new = [p for p in added.parameters() if not hasattr(p, "_strata")] if added else []
         if new:
@@ -35,7 +37,3 @@ def refuse_new_adapters(model: nn.Module) -> Any:
             )
 
     return register_module_module_registration_hook(refuse)
-
-
-def _of_peft(module: nn.Module | None) -> bool:
-    return type(module).__module__.split(".")[0] == "peft"

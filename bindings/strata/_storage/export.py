@@ -39,6 +39,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from .._config.managed import is_of_peft
 from .._runtime.visits import Visit
 from .._runtime.wrapped import Wrapped, wrapped
 from .checkpoint_files import BUFFER_BYTES
@@ -95,7 +96,7 @@ def export_safetensors(
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether PEFT made it what it is: its own save_pretrained() writes the adapters alone."""
-    made = type(model).__module__.split(".")[0] == "peft" and hasattr(model, "peft_config")
+    made = is_of_peft(model) and hasattr(model, "peft_config")
     return made or getattr(model, "_hf_peft_config_loaded", False)
 
 

@@ -93,15 +93,13 @@ class TrainerMixin(_Base):
             return optimizer
         keywords = {**_of_arguments(self.args, optimizer), **self._strata_keywords}
         _, self.optimizer = wrap(target, optimizer, **keywords)
-        self._strata_used = keywords
         return self.optimizer
 
     def get_optimizer_cls_and_kwargs(
         self, args: Any, model: nn.Module | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Of `args.optim`, or of what does the same here. Raises ValueError for others."""
-        name = str(getattr(args.optim, "value", args.optim))
-        kind, _ = _OPTIMIZERS[name]
+        kind, _ = _OPTIMIZERS[_optimizer_name(args)]
         if kind == "lion":
             return Lion, {
                 "lr": args.learning_rate,
@@ -212,7 +210,7 @@ def check_arguments(args: Any) -> None:
     for asked, what, instead in refused:
         if asked:
             raise ValueError(f"strata cannot train with {what}: {instead}")
-    name = str(getattr(args.optim, "value", args.optim))
+    name = _optimizer_name(args)
     if name not in _OPTIMIZERS:
         raise ValueError(
             f"optim={name!r} has no equivalent in strata: {nearest(name, _OPTIMIZERS)} Or build "
@@ -226,8 +224,12 @@ def _of_arguments(args: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     if args.gradient_accumulation_steps > 1:
         keywords["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     if isinstance(optimizer, torch.optim.AdamW | Lion):
-        keywords |= _OPTIMIZERS[str(getattr(args.optim, "value", args.optim))][1]
+        keywords |= _OPTIMIZERS[_optimizer_name(args)][1]
     return keywords
+
+
+def _optimizer_name(args: Any) -> str:
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _training_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
