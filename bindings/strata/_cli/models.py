@@ -62,7 +62,9 @@ def choose(name: str, vocabulary: int | None, positions: int) -> Choice:
     """
     path = Path(name)
     if name in MODEL_SIZES:
-        return Choice(name, _llama(name, vocabulary or VOCABULARY, positions), None, None)
+        shape = MODEL_SIZES[name]
+        config = llama_config(shape, vocabulary or VOCABULARY, max(2048, positions))
+        return Choice(name, config, None, None)
     if path.is_file():
         config = _config(path)
         if vocabulary is not None:
@@ -138,8 +140,9 @@ def _tokenizer_in(folder: Path) -> Path | None:
     return folder if any((folder / name).is_file() for name in names) else None
 
 
-def _llama(name: str, vocabulary: int, positions: int) -> LlamaConfig:
-    hidden, layers, heads, intermediate = MODEL_SIZES[name]
+def llama_config(shape: tuple[int, int, int, int], vocabulary: int, positions: int) -> LlamaConfig:
+    """Of a Llama of these sizes (hidden, layers, heads, intermediate), with a head of its own."""
+    hidden, layers, heads, intermediate = shape
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -147,6 +150,6 @@ def _llama(name: str, vocabulary: int, positions: int) -> LlamaConfig:
         num_attention_heads=heads,
         num_key_value_heads=heads,
         intermediate_size=intermediate,
-        max_position_embeddings=max(2048, positions),
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
     )

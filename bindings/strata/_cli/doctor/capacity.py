@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaConfig
 
 from ... import _core
 from ..._config import device, machine
@@ -36,6 +35,7 @@ from ..._planning.forecast import Forecast
 from ..._planning.limits import GAIN_MIN, Limit, Setting, limits
 from ..._profiling.calibrate import TYPICAL, Calibration, calibration
 from ..estimate import Step, quiet, rehearse
+from ..models import llama_config
 from ..options import wishes_of
 from ..planner import setup_of
 from .facts import PAGE_BYTES
@@ -160,17 +160,7 @@ def _planned(
     options: argparse.Namespace,
     device_name: str,
 ) -> Forecast:
-    hidden, layers, heads, intermediate = shape
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        intermediate_size=intermediate,
-        max_position_embeddings=options.sequence,
-        tie_word_embeddings=False,
-    )
+    config = llama_config(shape, VOCABULARY, options.sequence)
     dtype: DtypeName = options.dtype
     wrapped_with = Options(dtype=getattr(torch, dtype), workers=1)
     step = Step(config, options.batch, options.sequence, room, device_name, wrapped_with)
