@@ -79,23 +79,17 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
     if (!base.on_device(UnitId{u})) continue;
     if (auto error = prefetcher.show_resting(UnitId{u})) throw StrataError(std::move(*error));
   }
-  gate.set_duties({.turn = [this]() STRATA_REQUIRES(core_lock) { return turn(); },
+  gate.set_duties({.turn = [this](int part)
+                               STRATA_REQUIRES(core_lock) { return turn(static_cast<Part>(part)); },
+                   .parts = kParts,
                    .runs_foreign = [this] { return runs_foreign(); },
                    .stuck = [this](const Awaited& awaited,
                                    const std::string& looks) { return stuck(awaited, looks); }});
 }
 
-bool Core::turn() {
-  bool moved = base.transfers.turn();
-  base.heed_failure();
-  if (!base.gate.failure()) {
-    moved |= base.cache.turn();
-    moved |= updates.turn();
-    moved |= gradients.turn();
-    moved |= prefetcher.turn();
-    moved |= swapping.saves().turn();
-    moved |= base.reap_awaited();
-  }
+bool Core::turn(Part part) {
+  // What is in flight comes to its end, whatever has failed.
+  const bool moved = (part == Part::transfers || !base.gate.failure()) && advance(part);
   if (frames.failure()) {
     Error error = *frames.failure();
     if (error.page != kNoPage) error.unit = base.names.of(error.page);
@@ -105,6 +99,27 @@ bool Core::turn() {
   base.heed_failure();
   if (turned_) turned_(base.table, base.claims);
   return moved;
+}
+
+bool Core::advance(Part part) {
+  switch (part) {
+    case Part::transfers:
+      return base.transfers.turn();
+    case Part::cache:
+      return base.cache.turn();
+    case Part::updates:
+      return updates.turn();
+    case Part::gradients:
+      return gradients.turn();
+    case Part::prefetcher:
+      return prefetcher.turn();
+    case Part::activations:
+      return swapping.saves().turn();
+    case Part::awaited:
+      return base.reap_awaited();
+  }
+  STRATA_ASSERT(false);
+  return false;
 }
 
 bool Core::runs_foreign() const {

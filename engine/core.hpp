@@ -68,7 +68,20 @@ class Core final {
   SessionStats stats() const;
 
  private:
-  bool turn() STRATA_REQUIRES(core_lock);
+  // The parts of a turn, in their order: what arrived is told ahead of those who may wait for it.
+  enum class Part : std::uint8_t {
+    transfers,
+    cache,
+    updates,
+    gradients,
+    prefetcher,
+    activations,
+    awaited
+  };
+  static constexpr int kParts = 7;
+
+  bool turn(Part part) STRATA_REQUIRES(core_lock);
+  bool advance(Part part) STRATA_REQUIRES(core_lock);
   bool runs_foreign() const;
   Error stuck(const Awaited& awaited, const std::string& looks) const;
   void tell_memory(SessionStats& stats) const;

@@ -58,9 +58,15 @@ void Gate::throw_if_closed() const {
   throw StrataError(std::move(error));
 }
 
-bool Gate::turn() {
-  const bool moved = duties_.turn();
+bool Gate::turn(int part) {
+  const bool moved = duties_.turn(part);
   if (moved) ++progress_;
+  return moved;
+}
+
+bool Gate::turn() {
+  bool moved = false;
+  for (int part = 0; part < duties_.parts; ++part) moved |= turn(part);
   return moved;
 }
 
@@ -70,9 +76,15 @@ void Gate::take_turn() {
 }
 
 void Gate::take_turns(Lock& lock) {
-  while (!closed_ && !failure_ && turn()) {
-    notify();
-    const Unlocked unlocked(lock);  // others may come in
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (int part = 0; part < duties_.parts && !closed_ && !failure_; ++part) {
+      if (turn(part)) {
+        moved = true;
+        notify();
+      }
+      const Unlocked unlocked(lock);  // others may come in
+    }
   }
   if (failure_) notify();
 }

@@ -47,8 +47,10 @@ struct GateOptions {
 
 // What the gate asks of those behind it.
 struct GateDuties {
-  // Advances everything that is under way. True when anything moved. Never blocks.
-  std::function<bool()> turn;
+  // Advances one of the `parts` of what is under way. True when anything moved. Never blocks. All
+  // of them, in order, are a turn.
+  std::function<bool(int part)> turn;
+  int parts = 1;
   // Somebody else's code runs, for as long as it likes.
   std::function<bool()> runs_foreign;
   // What is in flight, for a person to read; `looks`: how often nothing had moved.
@@ -93,7 +95,7 @@ class Gate final {
   // yes: it may act when it succeeds. Throws StrataError when the session has failed or is closed.
   void wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited = {})
       STRATA_REQUIRES(core_lock);
-  // Takes turns until nothing moves, for the pump, and gives the lock up between them.
+  // Takes turns until nothing moves, for the pump, and gives the lock up between their parts.
   void take_turns(Lock& lock) STRATA_REQUIRES(core_lock);
   // One turn, for who asks whether something has happened.
   void take_turn() STRATA_REQUIRES(core_lock);
@@ -117,6 +119,7 @@ class Gate final {
  private:
   void throw_if_closed() const;
   bool turn() STRATA_REQUIRES(core_lock);
+  bool turn(int part) STRATA_REQUIRES(core_lock);
 
   GateOptions options_;
   GateDuties duties_;
@@ -125,7 +128,7 @@ class Gate final {
   LockMeter meter_ STRATA_GUARDED_BY(core_lock);
   std::condition_variable moved_;
   std::optional<Error> failure_ STRATA_GUARDED_BY(core_lock);
-  std::uint64_t progress_ STRATA_GUARDED_BY(core_lock) = 0;  // turns that moved something
+  std::uint64_t progress_ STRATA_GUARDED_BY(core_lock) = 0;  // parts of turns that moved something
   std::uint32_t inside_ STRATA_GUARDED_BY(core_lock) = 0;
   bool closed_ = false;
 };
