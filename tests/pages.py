@@ -2,11 +2,11 @@
 
     for page in pages.all_pages(): ...
     output = pages.run(page, folder)             # raises AssertionError where a block fails
-    missing = pages.unprinted(page, output)      # lines that the page shows, and nobody printed
+    missing = pages.unprinted(page, output)      # what the page shows, and nobody printed
 
 A page's blocks of Python run one after the other in one process, as a reader would who types them
-in. Blocks of "text" on such a page are what they print, numbers aside; "..." stands for lines that
-are left out. `python tests/pages.py PAGE` is the process.
+in. Blocks of "text" on such a page are what they print, numbers aside; "..." is something left out.
+`python tests/pages.py PAGE` is the process.
 """
 
 import os
@@ -45,7 +45,7 @@ def needs_loops(page: Path) -> bool:
 
 
 def run(page: Path, folder: Path) -> str:
-    """Runs a page in a folder. Returns what it printed and logged."""
+    """Runs a page in a folder. Returns what it printed and logged, the folder's name left out."""
     done = subprocess.run(
         [sys.executable, __file__, str(page)],
         cwd=folder,
@@ -56,22 +56,19 @@ def run(page: Path, folder: Path) -> str:
         timeout=280,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+    return done.stdout.replace(f"{folder}/", "")
 
 
 def unprinted(page: Path, output: str) -> list[str]:
-    """Lines that the page says are printed, and are not in `output`, numbers and spaces aside."""
-    printed = {_bare(line) for line in output.splitlines()}
-    return [
-        line
-        for _, shown in blocks(page, "text")
-        for line in shown.splitlines()
-        if line.strip() not in ("", "...") and _bare(line) not in printed
-    ]
+    """What the page says is printed, and is not in `output`. Numbers may differ, and so may where
+    lines are broken."""
+    printed = _bare(output)
+    shown = [text for _, text in blocks(page, "text")]
+    return [part for text in shown for part in text.split("...") if _bare(part) not in printed]
 
 
-def _bare(line: str) -> str:
-    return " ".join(NUMBER.sub("#", line).split())
+def _bare(text: str) -> str:
+    return NUMBER.sub("#", " ".join(text.split()))
 
 
 def main() -> None:
