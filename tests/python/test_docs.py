@@ -113,6 +113,39 @@ def test_pictures_are_what_their_program_draws() -> None:
         assert (folder / f"{name}.svg").read_text(encoding="utf-8") == str(draw()), name
 
 
+def test_what_is_not_printed_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nprint('took 3 ms,', 'and so on')\n```\n"
+        "```text\ntook 12 s,\n    and ...\n```\n```text\ntook 3 hours\n```\n"
+    )
+    output = pages.run(page, tmp_path)
+    assert pages.unprinted(page, output) == ["took 3 hours\n"]
+    page.write_text("```python\n1 / 0\n```\n")
+    with pytest.raises(AssertionError, match=r"page.md\", line 2"):
+        pages.run(page, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("html", "breach"),
+    [
+        ('<a href="other.html#there">', ""),
+        ('<a href="https://example.org/">', ""),
+        ('<a href="missing.html">', "leads nowhere"),
+        ('<a href="other.html#gone">', "no such place"),
+        ('<a href="#gone">', "no such place"),
+        ('<script src="https://example.org/a.js">', "from elsewhere"),
+        ('<link href="//example.org/a.css">', "from elsewhere"),
+    ],
+)
+def test_built_pages_are_checked(tmp_path: Path, html: str, breach: str) -> None:
+    built = runpy.run_path(str(pages.ROOT / "docs" / "built.py"))
+    (tmp_path / "page.html").write_text(html)
+    (tmp_path / "other.html").write_text('<p id="there">')
+    found = list(built["breaches"](tmp_path))
+    assert [breach in one for one in found] == [True] * bool(breach), found
+
+
 def members(name: str) -> list[Any]:
     """A public object and, of a class, what of it is public and documented there."""
     thing = functools.reduce(getattr, name.split(".")[1:], strata)
