@@ -49,7 +49,12 @@ def run(page: Path, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, __file__, str(page)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        # Budgets on the pages are for the host as a device.
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
