@@ -16,7 +16,10 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = ("memory", "offload", "optimizers", "engine", "bindings", "benchmarks", "tests")
+FOLDERS = (
+    *("memory", "offload", "optimizers", "engine", "bindings", "benchmarks", "tests", "docs"),
+    "examples",
+)
 SUFFIXES = {".cpp", ".hpp", ".cu", ".py", ".pyi", ".md"}
 FILE = re.compile(r"(?<![\w./*<{}-])((?:[\w-]+/)*\w[\w-]*\.(?:cpp|hpp|cu|pyi?|md))(?![\w/])")
 

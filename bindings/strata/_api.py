@@ -68,44 +68,70 @@ def wrap(
     split: int | None = None,
     device: str | torch.device = "auto",
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Moves the training state of a model into pages. Returns the same model, and its optimizer.
+    """Moves the training state of a model into pages. The loop around it stays as it is.
 
-    memory: budgets by tier, {"device": "8GiB", "host": "24GiB", "ssd": "200GiB"}; hard limits.
-        Default: what is free; no SSD without `ssd_path`: a folder, or some on different drives.
-    dtype: float32, bfloat16 or float16, of parameters and gradients in the computation; the master
-        copy is always float32-exact. Default: the dtype that each parameter has.
-    update: "on_step": updates start at optimizer.step(), as in plain PyTorch. "in_backward": as
-        soon as a unit's gradients are complete, which then need no memory; the same, bit for bit.
-        strata.LockFree(max_staleness=S): a forward waits for updates only where its parameters
-        would be more than S steps old.
-    state_dtype: of the optimizer's moments. torch.float32 is exact; torch.bfloat16 (rounded
-        stochastically) and "8bit" (codes with scales) lose bits, for half or a quarter of them.
-    max_grad_norm: clips the norm of all gradients together; takes the place of clip_grad_norm_.
-    max_unit_norm: clips the norm of each unit's gradients by itself; works in every mode.
-    gradient_accumulation_steps: more than 1: so many backward() calls precede a step(), or fewer,
-        and their gradients add up in float32. Without it they do as in plain PyTorch, in their own
-        dtype, however many there are. They are not averaged.
-    skip_nonfinite: leaves out steps whose gradients hold infinities or NaN.
-    units: more units than are found: modules, their names, or a predicate(name, module).
-    page_size: bytes in a page, a power of two; "auto" chooses by model and budgets.
-    io_engine: "io_uring", "libaio", "threads" or "memory"; "auto" takes the first that works.
-    workers: threads of the optimizer.
-    weights: safetensors to read the parameters from. "init": the modules of a model that was built
-        under torch.device("meta"), which has no values of its own, begin with those of `seed`.
-    init_device: where "init" draws them. A GPU is faster, and its values are others than "cpu"'s.
-    activations: what becomes of the tensors that autograd saves between forward and backward.
-        "auto": planned for every unit; "keep", "swap" (to host memory and SSD) or "recompute": so
-        for every unit that can. The device budget covers parameters, activations and PyTorch's own
-        memory together, as measured in the first step. None: it covers parameters alone.
-    split: computes units on so many slices of the batch in turn. Default: as planned.
-    device: "cuda" or "cuda:1": a GPU, to which the caller moves inputs; "host": a region of host
-        memory; "auto": the GPU that the model is on, or one that can be used, or the host.
+    Args:
+        model: any module. A model on the meta device needs `weights`. Layers that are too large for
+            the device are cut into tiles (strata.nn), of which no file knows.
+        optimizer: of torch.optim, over the model's parameters, without state. Parameters that no
+            group holds get no update and show no gradient.
+        memory: budgets by tier, `{"device": "8GiB", "host": "24GiB", "ssd": "200GiB"}`, in bytes or
+            words; hard limits. Default: from what is free; no SSD without `ssd_path`.
+        ssd_path: a folder on the drive to use, or some on different drives.
+        dtype: float32, bfloat16 or float16, of parameters and gradients in the computation; the
+            master copy is always float32-exact. Default: the dtype that each parameter has.
+        update: `"on_step"`: updates start at optimizer.step(), as in plain PyTorch.
+            `"in_backward"`: as soon as a unit's gradients are complete, which then need no memory;
+            the same, bit for bit. `strata.LockFree(max_staleness=S)`: a forward waits for updates
+            only where its parameters would be more than S steps old.
+        state_dtype: of the optimizer's moments. torch.float32 is exact; torch.bfloat16 (rounded
+            stochastically) and `"8bit"` (codes with scales) lose bits, for half or a quarter of
+            the bytes.
+        max_grad_norm: clips the norm of all gradients together, as clip_grad_norm_() does.
+        max_unit_norm: clips the norm of each unit's gradients by itself; works in every mode.
+        gradient_accumulation_steps: more than 1: so many backward() calls precede a step(), or
+            fewer, and their gradients add up in float32. Without it they add up in their own
+            dtype, as in plain PyTorch, however many there are. They are not averaged.
+        skip_nonfinite: leaves out steps whose gradients hold infinities or NaN.
+        units: more units than are found: modules, their names, or a predicate(name, module).
+        page_size: bytes in a page, a power of two from 64 KiB to 64 MiB; `"auto"` chooses.
+        io_engine: `"io_uring"`, `"libaio"`, `"threads"` or `"memory"`; `"auto"` takes the first
+            that works.
+        workers: threads of the optimizer. Default: by the number of processors.
+        weights: a safetensors file, or a folder of them, to read the parameters from. `"init"`:
+            the modules of a model on the meta device begin with the values that `seed` draws.
+        seed: of `weights="init"`.
+        init_device: where those are drawn. A GPU is faster, and draws others than `"cpu"`.
+        activations: what becomes of the tensors that autograd saves between forward and backward.
+            `"auto"`: planned for every unit; `"keep"`, `"swap"` (to host memory and SSD) or
+            `"recompute"`: so for every unit that can. The device budget covers parameters,
+            activations and PyTorch's own memory together, as measured in the first step. None: it
+            covers parameters alone.
+        split: computes units on so many slices of the batch in turn. Default: as planned.
+        device: `"cuda"` or `"cuda:1"`: a GPU, to which the caller moves inputs; `"host"`: a region
+            of host memory; `"auto"`: the GPU that the model is on, or one that can be used, or the
+            host.
 
-    Trainable parameters that no parameter group holds get no update and show no gradient. Layers
-    that are too large for the device are cut into tiles (strata.nn), of which no file knows.
+    Returns:
+        The same model, and the optimizer that takes the place of the one that was given.
 
-    Raises StrataError where the budgets cannot work, with the smallest that would, or the device,
-    with the reason; ValueError and TypeError for arguments that make no sense.
+    Raises:
+        StrataError: the budgets cannot work, with the smallest that would; the device cannot be
+            used, with the reason; or a disk failed.
+        ValueError: an argument, the model or the optimizer is nothing that strata can train.
+        TypeError: an unknown keyword, with the nearest, or an argument of another type.
+        FileNotFoundError: there is no folder at `ssd_path`.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+        >>> model, optimizer = strata.wrap(
+        ...     model,
+        ...     torch.optim.AdamW(model.parameters(), lr=1e-3),
+        ...     memory={"device": "1MiB", "host": "8MiB"},
+        ... )
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
     """
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
@@ -133,7 +159,21 @@ def _tell(state: Wrapped) -> None:
 
 @keywords_of(wrap)
 def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> PlanReport:
-    """A dry run of wrap() with the same keywords: says what would go where. Allocates nothing."""
+    """A dry run of wrap() with the same arguments. Allocates nothing, and leaves the model alone.
+
+    Returns:
+        What would go where; print it.
+
+    Raises:
+        StrataError: as wrap() would, and so do ValueError and TypeError.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> plan = strata.plan(model, optimizer, memory={"device": "1MiB", "host": "8MiB"})
+        >>> plan.budgets["host"]
+        8388608
+    """
     _check(model, optimizer)
     undo = Undo(model, optimizer)
     try:
@@ -146,8 +186,24 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
 def unwrap(model: nn.Module) -> nn.Module:
     """Gives the plain model back: parameters in CPU memory, hooks removed, session closed.
 
-    Parameters get the dtype that they had before wrap(), with the values of the master copy. Where
-    an exception ends it half-way, Ctrl-C too, it can be called again and finishes.
+    Parameters get the dtype that they had before wrap(), with the values of the master copy. The
+    memory for all of them is needed at once. Where an exception ends it half-way, Ctrl-C too, it
+    can be called again and finishes.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model is not wrapped.
+        RuntimeError: between backward() and step() of update="in_backward".
+        StrataError: a page could not be read.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, _ = strata.wrap(model, torch.optim.AdamW(model.parameters()))
+        >>> model = strata.unwrap(model)
+        >>> type(model.weight)
+        <class 'torch.nn.parameter.Parameter'>
     """
     state = wrapped(model)
     state.hooks.reset()
@@ -173,13 +229,37 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def report(model: nn.Module) -> Report:
-    """Where the time and the bytes went so far."""
+    """Where the time and the bytes went so far. Print it, or save() it for `strata report`.
+
+    Raises:
+        ValueError: the model is not wrapped.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, _ = strata.wrap(model, torch.optim.AdamW(model.parameters()))
+        >>> strata.report(model).steps
+        0
+    """
     return make_report(wrapped(model))
 
 
 def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a paged parameter, as a new float32 tensor on the device of the parameter;
-    None where none has landed. `p.grad` is it in its own dtype, and can be changed."""
+    """The gradient of a parameter of a wrapped model, in every mode of updates. Under "on_step"
+    `p.grad` is the same in its own dtype, and can be changed.
+
+    Returns:
+        A new float32 tensor of the parameter's shape, on its device; None where none has landed.
+
+    Raises:
+        ValueError: `parameter` is of no wrapped model.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, _ = strata.wrap(model, torch.optim.AdamW(model.parameters()))
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> strata.gather_grad(model.bias).sum()
+        tensor(64.)
+    """
     slot = getattr(parameter, "_strata", None)
     if slot is None:
         raise ValueError("gather_grad() takes a parameter of a wrapped model")
@@ -190,9 +270,19 @@ def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Waits until every update and every write of the model has finished.
+    """Waits until every update and every write of the model has finished. Behind it parameters are
+    the newest ones in every mode, also those that LockFree lets lag.
 
-    Behind it parameters are the newest ones in every mode, also those that LockFree lets lag.
+    Raises:
+        ValueError: the model is not wrapped.
+        StrataError: an update or a write failed.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, optimizer = strata.wrap(model, torch.optim.AdamW(model.parameters()))
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> strata.synchronize(model)
     """
     wrapped(model).synchronize()
 

@@ -26,10 +26,29 @@ __all__ = ["GradScaler", "Lion", "LockFree"]
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for wrapped models: same growth, backoff, state and defaults. Whether a
     gradient overflowed is known from the sums of squares that are taken while gradients land: no
-    pass over them is made, and the whole step is skipped and counts for nothing.
+    pass over them is made, and the whole step is skipped and counts for nothing. An optimizer that
+    strata did not wrap is treated as torch would.
 
-    An optimizer that strata did not wrap is treated as torch would. Raises RuntimeError at step()
-    where updates cannot wait for the check: update="in_backward" and LockFree(max_staleness > 0).
+    Args:
+        device: "cpu" or "cuda", where losses are. Default: CUDA where there is any.
+        init_scale: what losses are multiplied by at first.
+        growth_factor: what the scale is multiplied by after `growth_interval` good steps.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: steps.
+        enabled: False: does nothing.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, optimizer = strata.wrap(
+        ...     model, torch.optim.AdamW(model.parameters()), dtype=torch.float16
+        ... )
+        >>> scaler = strata.GradScaler("cpu")
+        >>> loss = model(torch.ones(1, 64, dtype=torch.float16)).float().mean()
+        >>> scaler.scale(loss).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.get_scale()
+        65536.0
     """
 
     def __init__(
@@ -41,7 +60,6 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        """`device`: "cpu" or "cuda", where losses are; default: CUDA where there is any."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
@@ -51,6 +69,10 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the gradients by the scale and updates, or skips the step where one overflowed.
 
         With max_grad_norm= or max_unit_norm= it is the divided gradients that are clipped.
+
+        Raises:
+            RuntimeError: updates cannot wait for the check (update="in_backward", and LockFree with
+                a staleness); a closure was given; or update() was not called since the last step().
         """
         if not self._enabled or not isinstance(optimizer, StrataOptimizer):
             return super().step(optimizer, *args, **kwargs)

@@ -34,11 +34,26 @@ STATE_DTYPES: dict[str, Literal["float32", "bfloat16", "block8"]] = {
 
 @dataclass(frozen=True)
 class LockFree:
-    """Updates that computation does not wait for: `strata.wrap(update=strata.LockFree(1))`.
+    """Updates that computation does not wait for: a value of `update=` for strata.wrap().
 
-    A forward may see parameters up to `max_staleness` steps old; it waits only where they would be
-    older. Gradients whose update lags add up and are applied together. With 0 every forward waits
-    for its updates, and the result is bit for bit that of update="on_step".
+    Gradients whose update lags add up and are applied together, with the options of the newest.
+
+    Args:
+        max_staleness: by how many steps the parameters may lag that a forward sees, from 0 to
+            65,536. It waits only where they would be older. With 0 every forward waits for its
+            updates, and the result is bit for bit that of update="on_step".
+
+    Raises:
+        TypeError: `max_staleness` is no whole number.
+        ValueError: it is out of range.
+
+    Example:
+        >>> strata.LockFree(max_staleness=2)
+        LockFree(max_staleness=2)
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, optimizer = strata.wrap(
+        ...     model, torch.optim.AdamW(model.parameters()), update=strata.LockFree(1)
+        ... )
     """
 
     max_staleness: int = 1

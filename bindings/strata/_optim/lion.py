@@ -9,7 +9,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """EvoLved Sign Momentum (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023).
+    """EvoLved Sign Momentum (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)::
 
         update  = sign(beta1 exp_avg + (1 - beta1) grad)
         param   = (1 - lr weight_decay) param - lr update
@@ -18,6 +18,19 @@ class Lion(torch.optim.Optimizer):
     Learning rates are three to ten times smaller than AdamW's, and weight decay as much larger.
     Works on its own in plain PyTorch; strata.wrap() runs it in one pass, with half of the state of
     AdamW.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the learning rate, 0 or more.
+        betas: two numbers, at least 0 and below 1.
+        weight_decay: 0 or more.
+
+    Raises:
+        ValueError: a hyperparameter makes no sense.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, optimizer = strata.wrap(model, strata.Lion(model.parameters(), lr=1e-4))
     """
 
     def __init__(
@@ -27,7 +40,6 @@ class Lion(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        """Raises ValueError for hyperparameters that make no sense."""
         if not lr >= 0.0:
             raise ValueError(f"lr must not be negative, not {lr}")
         if not all(0.0 <= beta < 1.0 for beta in betas):

@@ -120,37 +120,37 @@ class Report:
     """
 
     steps: int
-    steps_nonfinite: int  # gradients held infinities or NaN ...
-    steps_skipped: int  # ... and nothing was updated (skip_nonfinite=True)
-    grad_norm: float | None  # of the last step, before clipping
+    steps_nonfinite: int  #: gradients held infinities or NaN ...
+    steps_skipped: int  #: ... and nothing was updated (skip_nonfinite=True)
+    grad_norm: float | None  #: of the last step, before clipping
     tiers: dict[str, TierUse]
-    link_bytes: dict[str, int]  # moved, by "<from> to <to>"
-    waited_seconds: dict[str, float]  # for pages, by unit
+    link_bytes: dict[str, int]  #: moved, by "<from> to <to>"
+    waited_seconds: dict[str, float]  #: for pages, by unit
     page_bytes: int
-    io_engine: str  # "" where nothing is on the SSD
+    io_engine: str  #: "" where nothing is on the SSD
     backend: str
-    stats: dict[str, Any]  # all counters of the core
-    measured_seconds: float | None = None  # of a step, the median
+    stats: dict[str, Any]  #: all counters of the core
+    measured_seconds: float | None = None  #: of a step, the median
     predicted_seconds: float | None = None
-    bound_seconds: float | None = None  # no plan could be faster
-    bound_what: str = ""  # what the bound comes from
-    percent_of_bound: float | None = None  # 100: as fast as any plan could be; never more
-    judged: Judged | None = None  # what that, and measured_seconds, come from
-    limited: str = ""  # what limits a step, and what would help, in a sentence
-    model: str = ""  # its class, and how large it is
-    command: str = ""  # that trained it
+    bound_seconds: float | None = None  #: no plan could be faster
+    bound_what: str = ""  #: what the bound comes from
+    percent_of_bound: float | None = None  #: 100: as fast as any plan could be; never more
+    judged: Judged | None = None  #: what that, and measured_seconds, come from
+    limited: str = ""  #: what limits a step, and what would help, in a sentence
+    model: str = ""  #: its class, and how large it is
+    command: str = ""  #: that trained it
     machine: str = ""
-    stalls: dict[str, dict[str, float]] = field(default_factory=dict)  # by cause, unit: per step
+    stalls: dict[str, dict[str, float]] = field(default_factory=dict)  #: by cause, unit: per step
     link_bytes_per_step: dict[str, float] = field(default_factory=dict)
     ssd_written_per_step: float | None = None
-    wear: Wear | None = None  # None: nothing is written
-    peaks: dict[str, PlannedPeak] = field(default_factory=dict)  # by tier
+    wear: Wear | None = None  #: None: nothing is written
+    peaks: dict[str, PlannedPeak] = field(default_factory=dict)  #: by tier
     planned: list[PlannedRow] = field(default_factory=list)
-    lags: list[Lag] = field(default_factory=list)  # by unit; empty where no update may lag
+    lags: list[Lag] = field(default_factory=list)  #: by unit; empty where no update may lag
     plan: StepPlan | None = None
-    trace: Trace | None = None  # what the plan was made from
-    simulation: Simulation | None = None  # the step as the plan predicts it
-    records: list[StepRecord] = field(default_factory=list)  # oldest first
+    trace: Trace | None = None  #: what the plan was made from
+    simulation: Simulation | None = None  #: the step as the plan predicts it
+    records: list[StepRecord] = field(default_factory=list)  #: oldest first
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""

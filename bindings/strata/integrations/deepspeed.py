@@ -59,8 +59,11 @@ class WrapKeywords(dict[str, Any]):
         self._scaler: dict[str, Any] | None = None
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """A new optimizer over `params`, parameters or groups of them, for strata.wrap(). Raises
-        ValueError where the file has no "optimizer"."""
+        """A new optimizer over `params`, parameters or groups of them, for strata.wrap().
+
+        Raises:
+            ValueError: the file has no "optimizer".
+        """
         if self._optimizer is None:
             raise ValueError('the file has no "optimizer": construct one of torch.optim')
         kind, arguments = self._optimizer
@@ -71,8 +74,12 @@ class WrapKeywords(dict[str, Any]):
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """A new schedule for what strata.wrap() returned; step() it behind every optimizer.step().
 
-        steps: of the whole run, for "auto". Raises ValueError where the file has no "scheduler",
-        and where the steps are not known.
+        Args:
+            optimizer: what strata.wrap() returned.
+            steps: of the whole run, for "auto".
+
+        Raises:
+            ValueError: the file has no "scheduler", or the steps are not known.
         """
         if self._schedule is None:
             raise ValueError('the file has no "scheduler": construct one of torch.optim')
@@ -119,20 +126,39 @@ class WrapKeywords(dict[str, Any]):
 
 
 def from_deepspeed(config: str | Path | Mapping[str, Any], args: Any | None = None) -> WrapKeywords:
-    """Keywords for strata.wrap() that make of it what DeepSpeed makes of `config`. Prints what
-    becomes of every key: honoured, not needed here and why, or refused.
-
-    config: the path of a JSON file, or a dictionary.
-    args: transformers.TrainingArguments, whose values stand for "auto".
+    """Reads a DeepSpeed configuration. Prints what becomes of every key: honoured, not needed here
+    and why, or refused.
 
     DeepSpeed's files have no budgets: add memory={"device": ..., "host": ..., "ssd": ...} where
     strata shall not take what is free. Gradients of several backward() calls add up: divide the
     loss by their number, as in plain PyTorch (DeepSpeed's backward does it; so does Trainer).
 
-    Returns a dict whose optimizer(params), scheduler(optimizer) and scaler() make what the file
-    describes. Raises ValueError for a key that DeepSpeed does not have, with the nearest one; for
-    "auto" without `args`, or against `args`; and, once the table is printed, for what strata cannot
-    do, with what to use instead. TypeError and OSError for what is no configuration.
+    Args:
+        config: the path of a JSON file, or a dictionary.
+        args: transformers.TrainingArguments, whose values stand for "auto".
+
+    Returns:
+        Keywords for strata.wrap(): a dict, whose optimizer(params), scheduler(optimizer) and
+        scaler() make what the file describes.
+
+    Raises:
+        ValueError: a key that DeepSpeed does not have, with the nearest one; "auto" without `args`,
+            or against `args`; and, once the table is printed, what strata cannot do, with what to
+            use instead.
+        TypeError: what is no configuration.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> keywords = strata.from_deepspeed(
+        ...     {"optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}, "gradient_clipping": 1.0}
+        ... )  # doctest: +ELLIPSIS
+        honoured
+          gradient_clipping = 1.0: max_grad_norm=1.0
+        ...
+        >>> model, optimizer = strata.wrap(
+        ...     model, keywords.optimizer(model.parameters()), **keywords
+        ... )
     """
     found = _Reading(values(config, args), args).read()
     print(found.table())

@@ -33,12 +33,30 @@ log = logging.getLogger("strata")
 
 
 def chunk_loss(model: nn.Module, *, chunk_bytes: int | None = None) -> None:
-    """From now on `model(..., labels=...)` makes no logits; `logits` of its output raises if used.
+    """From now on `model(..., labels=...)` makes no logits; those of its output raise if used.
 
-    `chunk_bytes`: of logits in float32 that exist at a time, as in ChunkedCrossEntropy.
+    The loss is the same number but for the order of sums, and costs a fourth matrix product of the
+    head beside three. Call it before or after strata.wrap(), or without.
 
-    Call it before or after strata.wrap(). Raises ValueError, saying why, for models whose loss is
-    not the cross-entropy of their head's outputs as they are.
+    Args:
+        model: a causal language model of Transformers.
+        chunk_bytes: bytes of logits in float32 that exist at a time. Default: what suits the
+            device, as in ChunkedCrossEntropy.
+
+    Raises:
+        ValueError: the model's loss is not the cross-entropy of its head's outputs as they are; the
+            message says why.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = LlamaForCausalLM(config)
+        >>> strata.nn.chunk_loss(model)
+        >>> ids = torch.zeros(1, 8, dtype=torch.long)
+        >>> model(input_ids=ids, labels=ids).loss.shape
+        torch.Size([])
     """
     if is_chunked(model):
         return
@@ -48,7 +66,11 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int | None = None) -> None:
 
 
 def unchunk_loss(model: nn.Module) -> None:
-    """Undoes chunk_loss(); nothing where there is nothing to undo."""
+    """Undoes chunk_loss(); nothing where there is nothing to undo.
+
+    Example:
+        >>> strata.nn.unchunk_loss(torch.nn.Linear(2, 2))
+    """
     loss = getattr(model, "_loss_function", None)
     if isinstance(loss, ChunkedLoss):
         loss.remove(model)

@@ -19,7 +19,29 @@ REDUCTIONS = ("mean", "sum")
 
 
 class ChunkedCrossEntropy(nn.Module):
-    """Head and loss in one. The head is an argument, as it belongs to the model."""
+    """Cross-entropy of a linear layer's outputs that are never all in memory: head and loss in one.
+
+    The head is an argument, as it belongs to the model. The result is that of
+    `F.cross_entropy(head(hidden).flatten(0, -2), targets.flatten())` but for the order of sums.
+
+    Args:
+        ignore_index: targets of this value count for nothing.
+        label_smoothing: from 0 to 1, as of nn.CrossEntropyLoss.
+        reduction: "mean" over the targets that count, or "sum".
+        chunk_bytes: bytes of logits in float32 that exist at a time. Default: 32 MiB, on a GPU no
+            fewer than 1,024 columns.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> head = torch.nn.Linear(16, 1000)
+        >>> hidden, targets = torch.randn(2, 8, 16), torch.randint(1000, (2, 8))
+        >>> loss = strata.nn.ChunkedCrossEntropy()(hidden, head, targets)
+        >>> plain = torch.nn.functional.cross_entropy(head(hidden).flatten(0, 1), targets.flatten())
+        >>> torch.allclose(loss, plain)
+        True
+    """
 
     def __init__(
         self,
@@ -29,9 +51,6 @@ class ChunkedCrossEntropy(nn.Module):
         reduction: str = "mean",
         chunk_bytes: int | None = None,
     ) -> None:
-        """As nn.CrossEntropyLoss. `chunk_bytes`: of logits in float32 that exist at a time; None:
-        what suits the device, see Note [Columns] in request.py.
-        """
         super().__init__()
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must be from 0 to 1, not {label_smoothing}")
@@ -45,10 +64,20 @@ class ChunkedCrossEntropy(nn.Module):
         self.chunk_bytes = chunk_bytes
 
     def forward(self, hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor) -> torch.Tensor:
-        """The loss, a scalar of float32 (float64 for such hidden states).
+        """The loss.
 
-        hidden: (..., features), targets: (...), whole numbers. Raises ValueError or TypeError for
-        what does not go together, IndexError for targets that are no output of the head.
+        Args:
+            hidden: (..., features), of the head's dtype.
+            head: nn.Linear or TiledLinear of (features, classes).
+            targets: (...), whole numbers from 0 to classes - 1, or `ignore_index`.
+
+        Returns:
+            A scalar of float32 (float64 for such hidden states), which can be differentiated.
+
+        Raises:
+            ValueError: shapes do not go together.
+            TypeError: dtypes do not, or the head is another layer.
+            IndexError: a target is no output of the head.
         """
         request = self.request(hidden, head, targets)
         return self.loss(head(request), request.targets, columns_of(head))

@@ -18,13 +18,27 @@ from .tiles import Tiled, TiledEmbedding, TiledLinear, cut_parameters, why_not
 def tile(
     model: nn.Module, name: str, tiles: int, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Replaces the linear layer or embedding `name` of a model by one that is cut into tiles.
+    """Replaces a linear layer or an embedding of a model by one that is cut into tiles of rows.
 
-    Every module with the same weight is cut alike, so tied weights stay tied. Give the optimizer
-    where it is built already: it then gets the tiles for the parameters they take the place of.
+    Every module with the same weight is cut alike, so tied weights stay tied. Call it before
+    strata.wrap(), which does so by itself where a layer is too large for the device.
 
-    Raises ValueError where there is no such module, where it or one tied to it cannot be cut, and
-    where the model is wrapped.
+    Args:
+        model: the model that has it.
+        name: of the layer, such as "lm_head".
+        tiles: how many, from 1 to the rows of its weight.
+        optimizer: where it is built already: it gets the tiles for the parameters that they take
+            the place of.
+
+    Raises:
+        ValueError: there is no such module (with the nearest name), it or one tied to it cannot be
+            cut, or the model is wrapped.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(1000, 16), torch.nn.Linear(16, 1000))
+        >>> strata.nn.tile(model, "1", 4)
+        >>> sorted(model.state_dict())
+        ['0.weight', '1.bias', '1.weight']
     """
     if model.__dict__.get("_strata") is not None:
         raise ValueError("this model is wrapped: call strata.nn.tile() before strata.wrap()")

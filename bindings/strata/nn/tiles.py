@@ -68,7 +68,16 @@ class Tiled(nn.Module):
 
 
 class TiledLinear(Tiled):
-    """y = x Wᵀ + b, with W and b cut into tiles of outputs."""
+    """y = x Wᵀ + b, with W and b cut into tiles of outputs. from_linear() makes one.
+
+    It has `in_features`, `out_features` and `tiles`; state_dict() knows "weight" and "bias", those
+    of the layer before it was cut.
+
+    Example:
+        >>> head = strata.nn.TiledLinear.from_linear(torch.nn.Linear(16, 1000), tiles=8)
+        >>> head(torch.randn(2, 16)).shape
+        torch.Size([2, 1000])
+    """
 
     def __init__(self, tiles: Sequence["LinearTile"]) -> None:
         super().__init__(tiles)
@@ -82,8 +91,9 @@ class TiledLinear(Tiled):
         The layer must not be used any more. Where other modules have the same weight, as a tied
         embedding has, use tile(), which cuts it for all of them.
 
-        Raises TypeError for other classes, which may compute something else, and ValueError where
-        there are fewer outputs than tiles.
+        Raises:
+            TypeError: a layer of another class, which may compute something else.
+            ValueError: there are fewer outputs than tiles, or its parameters have hooks.
         """
         _check_plain(linear, nn.Linear)
         return cls.of_parts(linear, cut_parameters(linear, tiles))
@@ -97,7 +107,7 @@ class TiledLinear(Tiled):
         return _dressed_as(tiled, linear)
 
     def forward(self, input: torch.Tensor) -> Any:
-        """All outputs; of a Request what it asks for."""
+        """All outputs, (..., out_features) of `input`, (..., in_features)."""
         if isinstance(input, Request):
             return input.gathered(cast(Any, self.tiles))
         wide = input
@@ -161,7 +171,16 @@ class _WideLinear(torch.autograd.Function):
 
 
 class TiledEmbedding(Tiled):
-    """An embedding table that is cut into tiles of entries."""
+    """An embedding table that is cut into tiles of entries. from_embedding() makes one.
+
+    It has `num_embeddings`, `embedding_dim`, `padding_idx` and `tiles`; state_dict() knows
+    "weight", that of the table before it was cut.
+
+    Example:
+        >>> table = strata.nn.TiledEmbedding.from_embedding(torch.nn.Embedding(1000, 16), tiles=8)
+        >>> table(torch.tensor([[1, 999]])).shape
+        torch.Size([1, 2, 16])
+    """
 
     def __init__(self, tiles: Sequence["EmbeddingTile"], padding_idx: int | None = None) -> None:
         super().__init__(tiles)
@@ -171,8 +190,12 @@ class TiledEmbedding(Tiled):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, tiles: int) -> "TiledEmbedding":
-        """As TiledLinear.from_linear. ValueError also for max_norm=, sparse= and
-        scale_grad_by_freq=, which need the whole table or all indices at once.
+        """Cuts a table as TiledLinear.from_linear() cuts a layer.
+
+        Raises:
+            TypeError: a layer of another class.
+            ValueError: there are fewer entries than tiles, or it has max_norm=, sparse= or
+                scale_grad_by_freq=, which need the whole table or all indices at once.
         """
         _check_plain(embedding, nn.Embedding)
         return cls.of_parts(embedding, cut_parameters(embedding, tiles))
@@ -190,7 +213,11 @@ class TiledEmbedding(Tiled):
         return _dressed_as(cls(tiles, padding), embedding)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The entries at the indices `input`. Raises IndexError for those that are out of range."""
+        """The entries at the indices `input`, (...) whole numbers: (..., embedding_dim).
+
+        Raises:
+            IndexError: an index is out of range.
+        """
         check_range(input, self.num_embeddings, "an index of the embedding")
         found = None
         for tile in self.tiles:
