@@ -1,13 +1,23 @@
 """LoRA by PEFT over a wrapped model: trained, saved, filled, merged, exported."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import strata
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    VeraConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file, save_file
+from strata._storage import weights
 from toys import SMALL, llama, over_strata, rows, same, some, wrapped
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -109,6 +119,98 @@ def test_an_export_is_adapter_files(tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(again), expected, rtol=1e-4, atol=1e-5)
+
+
+# A model without values -----------------------------------------------------------------------
+
+
+FIRST = KINDS | {
+    "all layers": LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+    "gaussian": LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="gaussian"),
+    "ranks": LoraConfig(
+        r=4, target_modules=["v_proj"], rank_pattern={"layers.1.self_attn.v_proj": 2}
+    ),
+    "embedding": LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
+    "LoHa": LoHaConfig(r=4, target_modules=["q_proj"]),
+    "OFT": OFTConfig(oft_block_size=4, r=0, target_modules=["q_proj"]),
+}
+
+
+def read(model: Any, path: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+    written: dict[str, torch.Tensor] = {}
+
+    def write(name: str, value: torch.Tensor) -> None:
+        assert name not in written
+        written[name] = value.clone()
+
+    weights.load(model, write, weights=path, seed=seed)
+    return written
+
+
+@pytest.mark.parametrize("kind", some(FIRST, "LoRA", "all layers", "modules to save"))
+def test_the_base_is_read_and_adapters_begin_as_in_peft(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(3)
+    base = llama()
+    base.save_pretrained(tmp_path)
+    expected = dict(get_peft_model(base, FIRST[kind]).named_parameters())
+    config = FIRST[kind]
+    model = get_peft_model(llama(meta=True), config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PEFT has said what there is to say
+        values = read(model, tmp_path)
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        assert values[name].shape == value.shape
+        drawn = value.unique().numel() > value.numel() // 2 and "magnitude" not in name
+        if drawn and not any(part in name for part in ("base_layer", "modules_to_save")):
+            if any(part in name for part in ("lora_", "hada_", "ia3_", "oft_")):
+                assert 0.4 < values[name].std() / value.detach().std() < 2.5
+                continue
+        assert torch.equal(values[name], value), name
+    again = read(get_peft_model(llama(meta=True), config), tmp_path)
+    assert all(torch.equal(again[name], value) for name, value in values.items())
+
+
+def test_a_model_without_values_trains_with_adapters(tmp_path: Path) -> None:
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    trained_on: list[list[float]] = []
+    for source in (tmp_path / "base", "init"):
+        model: Any = get_peft_model(llama(meta=True), KINDS["LoRA"])
+        optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+        model, optimizer = wrapped(model, optimizer, weights=source)
+        before = logits(model)
+        if source != "init":
+            assert torch.equal(before, logits(base))
+        losses = []
+        for _ in range(3):
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        trained_on.append(losses)
+    assert not same(trained_on[0], trained_on[1], 1e-5)
+
+
+def test_what_peft_cannot_begin_with_one_layer_is_named(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    vera = VeraConfig(r=4, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"'default' of .*layers.0.self_attn.q_proj.*on the CPU"):
+        read(get_peft_model(llama(meta=True), vera), tmp_path)
+    tokens = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2])
+    with pytest.raises(ValueError, match=r"embed_tokens.*build the base model on the CPU"):
+        read(get_peft_model(llama(meta=True), tokens), tmp_path)
+
+
+def test_files_that_do_not_fit_are_told_in_names_of_the_base(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: 'model.layers.0.self_attn.q_proj.weight'"):
+        read(get_peft_model(llama(meta=True), KINDS["LoRA"]), tmp_path)
 
 
 def test_trainers_go_on_with_adapters(tmp_path: Path) -> None:
