@@ -2,6 +2,6 @@
 
 Knows wrapped models. Must not know hooks, plans or reports.
 In reading order: stored, weights, matching, conversion, initialise, adapters (values that come in);
-replacing, checkpoint, checkpoint_files, checkpoint_manifest, rng, export, exported (files that take
-the place of others); saved_file (the files of others); trace_file.
+replacing, checkpoint, checkpoint_files, checkpoint_manifest, rng, export, exported, parameters,
+merged (files that take the place of others); saved_file (the files of others); trace_file.
 """

@@ -106,16 +106,18 @@ class AdapterLayers:
         for name, value in values.items():
             meta = self._model.get_parameter(name)
             memo[id(meta)] = nn.Parameter(value.to(meta.dtype), meta.requires_grad)
-        root, path = nn.Module(), str(base_name(self._model, f"{layer}.base_layer.x")).split(".")
+        root = nn.Module()
         base = base_model(self._model)
         if hasattr(base, "config"):
             root.config = base.config
+        path = base_name(self._model, layer) or layer
+        *parents, leaf = path.split(".")
         parent = root
-        for part in path[:-2]:
+        for part in parents:
             child = nn.Module()
             parent.add_module(part, child)
             parent = child
-        parent.add_module(path[-2], copy.deepcopy(inside, memo))
+        parent.add_module(leaf, copy.deepcopy(inside, memo))
         configs: dict[str, Any] = self._model.peft_config  # type: ignore[assignment]
 
         def inject() -> None:
@@ -135,7 +137,7 @@ class AdapterLayers:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the whole model were given before
             initialise.seeded(self._seed, layer, [inject])
-        return root.get_submodule(".".join(path[:-1]))
+        return root.get_submodule(path)
 
     def _write_parts(self, tensor: StoredTensor, value: torch.Tensor) -> None:
         """Writes a tensor as the parameters that it is made of."""

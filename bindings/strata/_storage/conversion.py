@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -159,13 +159,13 @@ def as_in_files(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[s
     if mapping is None:
         return dict(tensors)
     found: dict[str, torch.Tensor] = {}
-    outputs = _Outputs(lambda name: tensors[name].detach().to("cpu", copy=True))
+    outputs = Outputs(lambda name: tensors[name].detach().to("cpu", copy=True))
     for conversion in mapping.to_files(tensors):
         if conversion.transform is None:
             found[conversion.target] = tensors[conversion.sources[0]]
             continue
         for name, like in conversion.run(lambda source: on_meta(tensors[source])).items():
-            found[name] = make(StandIn, _Made(outputs, conversion, name, like))
+            found[name] = make(StandIn, Made(outputs, conversion, name, like))
     return found
 
 
@@ -174,41 +174,45 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-class _Outputs:
-    """Runs conversions, and keeps what nobody has looked at yet: of the last few, for files have
-    their tensors in another order than models."""
+class Makes(Protocol):
+    """Tensors that are made together."""
 
-    KEPT = 3  # conversions whose outputs alternate in a file
+    def run(self, read: Read) -> dict[str, torch.Tensor]: ...
+
+
+class Outputs:
+    """Runs conversions and the like, and keeps what nobody has looked at yet: of the last few, for
+    files have their tensors in another order than models."""
+
+    KEPT = 3  # of which the outputs alternate in a file
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._kept: dict[int, dict[str, torch.Tensor]] = {}  # the newest last
 
-    def take(self, conversion: Conversion, name: str) -> torch.Tensor:
+    def take(self, maker: Makes, name: str) -> torch.Tensor:
         """One output, which is forgotten here."""
-        outputs = self._kept.pop(id(conversion), None)
+        outputs = self._kept.pop(id(maker), None)
         if outputs is None or name not in outputs:
             while len(self._kept) >= self.KEPT:
                 del self._kept[next(iter(self._kept))]
-            outputs = conversion.run(self._read)
+            outputs = maker.run(self._read)
         value = outputs.pop(name)
         if outputs:
-            self._kept[id(conversion)] = outputs
+            self._kept[id(maker)] = outputs
         return value
 
 
-class _Made:
-    """One tensor of a file: what a conversion gives."""
+class Made:
+    """One tensor that is made with others; see Values of stand_in.py."""
 
-    def __init__(
-        self, outputs: _Outputs, conversion: Conversion, name: str, like: torch.Tensor
-    ) -> None:
+    def __init__(self, outputs: Outputs, maker: Makes, name: str, like: torch.Tensor) -> None:
         self.shape, self.dtype = like.shape, like.dtype
         self.device = torch.device("cpu")
-        self._outputs, self._conversion, self._name = outputs, conversion, name
+        self._outputs, self._maker, self._name = outputs, maker, name
 
     def open(self) -> torch.Tensor:
-        return self._outputs.take(self._conversion, self._name)
+        return self._outputs.take(self._maker, self._name)
 
     def close(self, values: torch.Tensor, changed: bool) -> None:
         """A change would be lost: whoever wants one copies."""

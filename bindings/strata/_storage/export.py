@@ -29,7 +29,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,6 +50,7 @@ from .replacing import (
     write_whole,
 )
 from .saved_file import stream_file
+from .stored import base_model
 from .weights import INDEX_NAME
 
 SHARD_BYTES = 256 << 20
@@ -61,24 +62,30 @@ def export_safetensors(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    merge: bool = False,
 ) -> None:
     """Writes the newest parameters of `model` into the folder `path`. Of a model with adapters of
-    PEFT, the adapters' files: merge_and_unload() behind strata.unwrap() gives the model without.
+    PEFT, the adapters' files, or with `merge` the model inside with the adapters merged into it,
+    as merge_and_unload() gives it. The model stays as it is.
 
-    `dtype` of the file: default that of the computation. `shard_bytes`: of a file at most, unless a
-    tensor has more. Memory used: that of the largest parameter; twice that where the file has it in
-    parts. An earlier export in `path` is replaced, and loads until the new one does, so the disk
-    holds both for a while. Others stay.
+    `dtype` of the file: default that of the computation; adapters are merged in it. `shard_bytes`:
+    of a file at most, unless a tensor has more. Memory used: that of the largest parameter, twice
+    that where the file has it in parts; with `merge` some times the layer with most parameters. An
+    earlier export in `path` is replaced, and loads until the new one does, so the disk holds both
+    for a while. Others stay.
     Raises FileExistsError where `path` holds weights, or config files, that strata did not export,
-    and OSError where it cannot be written.
+    OSError where it cannot be written, and ValueError for adapters that PEFT cannot merge, or where
+    there are none.
     """
     state = _settled(model)
-    if has_adapters(model):
+    if merge and not has_adapters(model):
+        raise ValueError(f"this {type(model).__name__} has no adapters of PEFT to merge")
+    if has_adapters(model) and not merge:
         if dtype is not None:
             raise ValueError(f"adapters are written as they are computed with, not as {dtype}")
         cast(Any, model).save_pretrained(str(path))
         return
-    tensors = exported(state, dtype)
+    tensors = exported(state, dtype, merge)
     shards = list(_shards({name: t.nbytes for name, t in tensors.items()}, shard_bytes))
     files: dict[str, str] = {}
     with replace_export(Path(path)) as folder:
@@ -87,7 +94,7 @@ def export_safetensors(
             file = SINGLE_NAME if len(shards) == 1 else file
             save_shard({name: tensors[name] for name in names}, folder / file)
             files |= dict.fromkeys(names, file)
-        _save_configs(model, folder, _common_dtype(tensors.values()))
+        _save_configs(base_model(model), folder, tensors)
         if len(shards) > 1:
             write_index(folder, files, sum(t.nbytes for t in tensors.values()))
 
@@ -131,13 +138,15 @@ def _common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
     return max(bytes_of, key=lambda dtype: bytes_of[dtype])
 
 
-def _save_configs(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
+def _save_configs(model: nn.Module, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """What Transformers needs to build the model again; nothing for other models."""
     config = copy.deepcopy(getattr(model, "config", None))
     if config is None or not hasattr(config, "save_pretrained"):
         return
     config.architectures = [type(model).__name__]
-    config.dtype = dtype
+    config.dtype = _common_dtype(tensors.values())
+    if any(name in tensors for name in getattr(model, "all_tied_weights_keys", None) or ()):
+        config.tie_word_embeddings = False  # PEFT has trained one of the two
     config.save_pretrained(path)
     generation = getattr(model, "generation_config", None)
     if generation is not None:

@@ -9,7 +9,8 @@ functions.
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -107,6 +108,13 @@ def base_name(model: nn.Module, name: str) -> str | None:
 
 # Where modules of PEFT have what they wrap.
 _INSIDE = ("base_model", "model", "base_layer", "original_module", "token_adapter")
+
+
+def kept_name(model: nn.Module, names: Sequence[str]) -> str:
+    """Of the names of a tied parameter, the one that files have. REQUIRES: there is one."""
+    tied = [re.compile(p) for p in getattr(model, "all_tied_weights_keys", None) or ()]
+    kept = (name for name in names if not any(pattern.search(name) for pattern in tied))
+    return next(kept, names[0])
 
 
 def tiled_modules(model: nn.Module) -> dict[str, Tiled]:
