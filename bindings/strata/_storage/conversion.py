@@ -62,23 +62,20 @@ class FileMapping:
     def __init__(self, model: Any, loading: Any, transforms: list[Any]) -> None:
         self.model = model
         self._loading = loading  # the module of Transformers that applies them
+        self._rename = loading.rename_source_key
         self._transforms = transforms
 
     def to_model(self, names: Iterable[str], known: Collection[str]) -> list[Conversion]:
         """From tensors of files, called `names`, to those that a model has; `known` are its names.
         What belongs to no tensor of the model becomes one that is not in `known`."""
         there = dict.fromkeys(known, True)
-        rename = partial(
-            self._loading.rename_source_key,
-            base_model_prefix=self.model.base_model_prefix,
-            meta_state_dict=there,
-        )
+        prefix = self.model.base_model_prefix
         renamings, converters = self._kinds(self._transforms)
 
         def place(name: str) -> tuple[str, str | None]:
-            target, pattern = rename(name, renamings, converters)
+            target, pattern = self._rename(name, renamings, converters, prefix, there)
             if target not in there and name in there:
-                target, pattern = rename(name, [], [])
+                target, pattern = self._rename(name, [], [], prefix, there)
             return target, pattern if target in there else None
 
         return self._grouped(names, place, converters)
@@ -87,10 +84,12 @@ class FileMapping:
         """From tensors of the model to those of files, as save_pretrained() writes them."""
         reverse = [transform.reverse_transform() for transform in reversed(self._transforms)]
         renamings, converters = self._kinds(reverse)
-        renamed = partial(self._loading.apply_renamings, weight_renamings=renamings)
+
+        def renamed(name: str) -> str:
+            return str(self._rename(name, renamings, [])[0])
 
         def place(name: str) -> tuple[str, str | None]:
-            target, pattern = self._loading.apply_converters(name, converters)
+            target, pattern = self._rename(name, [], converters)
             return (renamed(name), None) if pattern is None else (target, pattern)
 
         return self._grouped(names, place, converters, renamed)
@@ -136,6 +135,8 @@ def mapping_of(model: nn.Module, saving: bool = False) -> FileMapping | None:
     loading = sys.modules.get("transformers.core_model_loading")
     models = sys.modules.get("transformers.modeling_utils")
     if loading is None or models is None or not isinstance(model, models.PreTrainedModel):
+        return None
+    if not hasattr(loading, "PrefixChange"):  # the first versions 5 do it otherwise
         return None
     from transformers.conversion_mapping import get_model_conversion_mapping
 

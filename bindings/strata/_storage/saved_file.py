@@ -114,7 +114,7 @@ def stream_paged() -> None:
     makes of them ahead of it. See Note [Everybody's saving]."""
     _exchange(safetensors.torch.save_file, _save_file)
     loading: Any = sys.modules.get("transformers.core_model_loading")
-    if hasattr(loading, "revert_weight_conversion"):
+    if hasattr(loading, "PrefixChange"):  # see conversion.py
         _exchange(loading.revert_weight_conversion, _revert_weight_conversion)
 
 
