@@ -91,7 +91,7 @@ class Match:
         """Notes what a conversion gives; whether it gives anything of what there is."""
         try:
             made = conversion.run(self._source.like)
-        except (RuntimeError, ValueError, IndexError):  # parts that do not go together
+        except Exception:  # parts that do not go together; which, _find_wrong() tells
             return False
         for name, like in made.items():
             if name in self._made:
@@ -140,14 +140,20 @@ class Match:
         shape = self._source.shape
         parts = self._parts(wanted)
         if parts.keys() & sources or (parts and not sources):
-            wrong.missing.update(f"{n!r} {s}" for n, s in parts.items() if n not in sources)
-            wrong.extra.update(f"{n!r} {shape(n)}" for n in sources if n not in parts)
-            wrong.shaped.update(
-                f"{n!r} is {shape(n)}, and {s} is needed"
-                for n, s in parts.items()
-                if n in sources and shape(n) != s
+            found = _Wrong(
+                {f"{n!r} {s}" for n, s in parts.items() if n not in sources},
+                {f"{n!r} {shape(n)}" for n in sources if n not in parts},
+                {
+                    f"{n!r} is {shape(n)}, and {s} is needed"
+                    for n, s in parts.items()
+                    if n in sources and shape(n) != s
+                },
             )
-        elif sources:
+            for all_of_it, here in zip(wrong, found, strict=True):
+                all_of_it |= here
+            if any(found):
+                return
+        if sources:
             first = min(sources)
             others = f" and {len(sources) - 1} others" if len(sources) > 1 else ""
             wrong.shaped.add(
