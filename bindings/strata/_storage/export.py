@@ -69,10 +69,10 @@ def export_safetensors(
     as merge_and_unload() gives it. The model stays as it is.
 
     `dtype` of the file: default that of the computation; adapters are merged in it. `shard_bytes`:
-    of a file at most, unless a tensor has more. Memory used: that of the largest parameter, twice
-    that where the file has it in parts; with `merge` some times the layer with most parameters. An
-    earlier export in `path` is replaced, and loads until the new one does, so the disk holds both
-    for a while. Others stay.
+    of a file at most, unless a tensor has more. Memory used: that of the largest parameter;
+    some times that where the file has it in parts (the experts of a layer), and with `merge` some
+    times the layer with most parameters. An earlier export in `path` is replaced, and loads until
+    the new one does, so the disk holds both for a while. Others stay.
     Raises FileExistsError where `path` holds weights, or config files, that strata did not export,
     OSError where it cannot be written, and ValueError for adapters that PEFT cannot merge, or where
     there are none.
