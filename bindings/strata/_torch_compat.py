@@ -71,6 +71,10 @@ compatible: Callable[..., bool] = _private("_has_compatible_shallow_copy_type")
 # The storage that the deprecated Tensor.storage() returns.
 typed_storage: Callable[..., Any] = _private("Tensor._typed_storage")
 
+# What plain tensors and parameters pickle as.
+rebuild_tensor: Callable[..., Any] = _private("_utils._rebuild_tensor_v2")
+rebuild_parameter: Callable[..., Any] = _private("_utils._rebuild_parameter")
+
 # What Tensor.to() was asked for: device, dtype, whether to wait, memory format.
 parse_to: Callable[..., tuple[Any, ...]] = _private("_C._nn._parse_to")
 

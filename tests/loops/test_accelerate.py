@@ -1,5 +1,6 @@
 """Loops written for Accelerate, over a wrapped model and over a plain one."""
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from safetensors.torch import load_file
+from strata._runtime.wrapped import Wrapped
 from toys import llama, rows, same, some, wrapped
+from transformers import Trainer, TrainingArguments
 
 TOKENS = torch.stack([row["input_ids"] for row in rows(16)])
 
@@ -84,3 +87,49 @@ def test_states_are_saved_and_gone_on_from(tmp_path: Path) -> None:
     assert same(crossed, again[0], 1e-5)
     models = [load_file(folder / "model" / "model.safetensors") for folder in folders]
     assert models[0].keys() == models[1].keys()
+
+
+def accelerate_saves(model: Any, optimizer: Any, folder: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loss = model(input_ids=TOKENS[:2], labels=TOKENS[:2]).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    accelerator.prepare(optimizer.optimizer)  # it moves the state to its device and loads it
+    accelerator.save_state(str(folder))
+
+
+def trainer_saves(model: Any, optimizer: Any, folder: Path) -> None:
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, max_steps=2, save_steps=2, report_to=[],
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    Trainer(model, args, train_dataset=rows(8), optimizers=(optimizer, None)).train()
+
+
+@pytest.mark.parametrize("saves", [accelerate_saves, trainer_saves])
+def test_states_are_saved_one_tensor_at_a_time(
+    saves: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    read = Wrapped.read
+
+    def counted(state: Wrapped, index: int, kind: Any = "master") -> torch.Tensor:
+        value = read(state, index, kind)
+        made.append(weakref.ref(value))
+        alive.append(sum(one() is not None for one in made))
+        return value
+
+    model = llama()
+    model, optimizer = wrapped(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    monkeypatch.setattr(Wrapped, "read", counted)
+    saves(model, optimizer, tmp_path)
+    assert max(alive) <= 2  # the last one, and the next
+    monkeypatch.undo()
+    files = [*tmp_path.rglob("optimizer*.pt"), *tmp_path.rglob("optimizer*.bin")]
+    moments = 2 * len(list(model.parameters()))
+    assert len(made) == moments * len(files)  # Accelerate writes what it was given twice twice
+    saved = torch.load(files[0], weights_only=True)["state"]
+    for number, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(saved[number][name], value) for name, value in entry.items())

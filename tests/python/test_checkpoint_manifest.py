@@ -15,7 +15,7 @@ import torch
 from strata._runtime.wrapped import wrapped
 from strata._storage import checkpoint_files as files
 from strata._storage import rng
-from strata._storage.weights import persistent_buffers
+from strata._storage.stored import persistent_buffers
 from torch import nn
 
 MEMORY = {"device": "1MiB", "host": "8MiB"}

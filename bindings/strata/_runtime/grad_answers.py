@@ -21,13 +21,13 @@ import torch
 from .._torch_compat import (
     DisableTorchFunction,
     check_and_unscale,
-    compatible,
     foreach_div,
     foreach_mul,
     foreach_norm,
     foreach_zero,
 )
 from .grad_shown import Shown, shown_by
+from .stand_in import StandIn, with_func
 from .tensor_functions import CONVERSIONS, Function, changes_nothing
 
 Answer = Callable[..., Any]
@@ -154,7 +154,7 @@ def _factor(shown: Shown, value: Any, divides: bool, rounds: bool) -> float | No
         return None
     is_number = isinstance(value, bool | int | float)
     if isinstance(value, torch.Tensor):
-        if hasattr(value, "_strata_gradient") or value.dim() != 0 or value.is_complex():
+        if isinstance(value, StandIn) or value.dim() != 0 or value.is_complex():
             return None
         if value.requires_grad and torch.is_grad_enabled():
             return None
@@ -199,8 +199,8 @@ def _unscale(self: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> Non
     """What torch's GradScaler does to all gradients at once."""
     factor = ctypes.c_float(inv_scale.item()).value
     for tensor in self:
-        shown: Shown | None = getattr(tensor, "_strata_gradient", None)
-        if shown is None:
+        shown = getattr(tensor, "_strata_values", None)
+        if not isinstance(shown, Shown):
             check_and_unscale([tensor], found_inf, inv_scale)
             continue
         finite = None if shown.left else _is_finite(shown)
@@ -228,18 +228,9 @@ def _foreach_zero(self: Any) -> Any:
 # What changes nothing -----------------------------------------------------------------------------
 
 
-def _itself(self: Any, *args: Any) -> Any:
-    """detach, data: it has no graph."""
-    return NotImplemented if args else self
-
-
 def _converted(func: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     known = shown_by(self) is not None and changes_nothing(func, self, *args, **kwargs)
     return self if known else NotImplemented
-
-
-def _compatible(self: Any, other: Any) -> Any:
-    return True if other is self else NotImplemented
 
 
 def _set_data(self: Any, value: torch.Tensor) -> Any:
@@ -268,32 +259,14 @@ def _like(func: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
         return func(stand_in, *args, **kwargs)
 
 
-def _represent(self: Any, **kwargs: Any) -> Any:
-    try:
-        values = self._strata_gradient.open()
-    except RuntimeError as gone:
-        return f"<{gone}>"
-    return values.__repr__(**kwargs)
-
-
-def _to_numpy(func: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A copy, which refuses to be written to: writes could not reach the gradient."""
-    array = func(self.clone(), *args, **kwargs)
-    array.flags.writeable = False
-    return array
-
-
 def _methods(names: Iterable[str], answer: Answer) -> dict[Function, Answer]:
     return {getattr(torch.Tensor, name): answer for name in names}
-
-
-def _with_func(found: Iterable[Function], answer: Answer) -> dict[Function, Answer]:
-    return {func: partial(answer, func) for func in found}
 
 
 _LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
 _NEW = "new_zeros new_ones new_empty new_full new_empty_strided new_tensor"
 ANSWERED: dict[Function, Answer] = {
+    **StandIn.answered,
     # From the sums that were taken while gradients landed.
     torch.linalg.vector_norm: _vector_norm,
     torch.linalg.norm: _matrix_or_vector_norm,
@@ -312,19 +285,11 @@ ANSWERED: dict[Function, Answer] = {
     torch.Tensor.zero_: _zero,
     torch.zero_: _zero,
     foreach_zero: _foreach_zero,
-    # Itself.
-    **_methods(("detach", "detach_"), _itself),
-    torch.Tensor.data.__get__: _itself,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    **_with_func(CONVERSIONS, _converted),
-    compatible: _compatible,
+    **with_func(CONVERSIONS, _converted),
     torch.Tensor.requires_grad_: _requires_grad,
     torch.Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
     # Shape, dtype and device only.
-    **_with_func((getattr(torch, name) for name in _LIKE.split()), _like),
-    **_with_func((getattr(torch.Tensor, name) for name in _NEW.split()), _like),
-    # Not for subclasses, torch says.
-    torch.Tensor.__repr__: _represent,
-    torch.Tensor.tolist: lambda self: self._strata_gradient.open().tolist(),
-    **_with_func((torch.Tensor.numpy, torch.Tensor.__array__), _to_numpy),
+    **with_func((getattr(torch, name) for name in _LIKE.split()), _like),
+    **with_func((getattr(torch.Tensor, name) for name in _NEW.split()), _like),
 }

@@ -68,5 +68,5 @@ class Shown:
 
 def shown_by(tensor: Any) -> Shown | None:
     """The gradient that a tensor stands for, where it still is the parameter's."""
-    shown: Shown | None = getattr(tensor, "_strata_gradient", None)
-    return None if shown is None or shown.left else shown
+    shown = getattr(tensor, "_strata_values", None)
+    return shown if isinstance(shown, Shown) and not shown.left else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +23,8 @@ from .._errors import StrataError
 from .._optim.foreign import Foreign
 from .._optim.groups import COUNTED, check_options, group_spec, moments_of
 from .loaded_state import check_entry, saved_entries, saved_groups
+from .optimizer_state import Kept, StateTensor, is_there, settle, without_others
+from .stand_in import make
 from .visits import Change
 from .wrapped import Unit, Wrapped
 
@@ -187,14 +190,15 @@ class StrataOptimizer(torch.optim.Optimizer):
         raise RuntimeError("parameter groups cannot be added after strata.wrap()")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: moments and steps, all in memory at once; strata.save streams them."""
-        self._wrapped.hooks.reset()
-        self._wrapped.refuse_half_step("state_dict() of the optimizer")
-        self._wrapped.synchronize()
+        """As torch's: moments and steps as they are when they are looked at, whenever that is; a
+        copy of now is copy.deepcopy(optimizer.state_dict()). They rest in pages and are read one at
+        a time, by torch.save too. Moments are float32, on the CPU. One that is changed in place
+        becomes a copy, which load_state_dict() takes over."""
+        settle(self._wrapped)
         try:
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if entry := self._read_state(parameter, group):
+                    if entry := self._shown_state(parameter, group):
                         self.state[parameter] = entry
             return super().state_dict()
         finally:
@@ -212,7 +216,11 @@ class StrataOptimizer(torch.optim.Optimizer):
         specs = self.group_specs(merged)
         saved = saved_entries(state_dict, groups)
         entries = [
-            (state.index_of(parameter), g, saved.get(number, {}))
+            (
+                index := state.index_of(parameter),
+                g,
+                without_others(saved.get(number, {}), state, index),
+            )
             for g, group in enumerate(self.param_groups)
             for parameter, number in zip(group["params"], groups[g]["params"], strict=True)
         ]
@@ -242,18 +250,35 @@ class StrataOptimizer(torch.optim.Optimizer):
         names = self._kept[group].moments
         return [(kind, name) for (kind, _), name in zip(kinds, names, strict=True)]
 
-    def _read_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _shown_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """What state_dict() has of a parameter: nothing ahead of its first step."""
         state = self._wrapped
         index = state.index_of(parameter)
-        step = state.session.param_step(index)
-        if step == 0 or not state.config["params"][index]["trainable"]:
+        if state.session.param_step(index) == 0 or not state.config["params"][index]["trainable"]:
             return {}
-        entry: dict[str, Any] = {"step": torch.tensor(float(step), device="cpu")}
+        shape = state.aliases[index].shape
+        numbers = self._numbers(index, group)
+        shown = [
+            Kept(
+                state, index, name, now.shape, now.dtype, partial(self._number, index, group, name)
+            )
+            for name, now in numbers.items()
+            if torch.is_tensor(now)
+        ] + [
+            Kept(state, index, name, shape, torch.float32, partial(state.read, index, kind))
+            for kind, name in self._kinds(index)
+        ]
+        return numbers | {kept.name: make(StateTensor, kept) for kept in shown}
+
+    def _numbers(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
+        """What is kept of a parameter beside its moments, as it is now."""
+        step = self._wrapped.session.param_step(index)
         if self._foreign is not None:
-            entry = self._foreign.scalars(index, step, group)
-        for kind, name in self._kinds(index):
-            entry[name] = state.read(index, kind)
-        return entry
+            return self._foreign.scalars(index, step, group)
+        return {"step": torch.tensor(float(step), device="cpu")}
+
+    def _number(self, index: int, group: dict[str, Any], name: str) -> torch.Tensor:
+        return cast(torch.Tensor, self._numbers(index, group)[name])
 
     def _check_state(
         self, index: int, group: dict[str, Any], spec: GroupSpec, entry: dict[str, Any]
@@ -279,13 +304,16 @@ class StrataOptimizer(torch.optim.Optimizer):
 
     def _write_state(self, index: int, group: dict[str, Any], entry: dict[str, Any]) -> None:
         state = self._wrapped
-        moments = [(kind, entry.get(name)) for kind, name in self._kinds(index)]
-        for kind, value in moments:
+        kinds = self._kinds(index)
+        for kind, name in kinds:
+            value = entry.get(name)
+            if is_there(value, state, index, name):
+                continue
             if value is None:
                 value = torch.zeros(state.aliases[index].shape, device="cpu")
             state.write(index, value, kind)
         # torch's SGD keeps no step; a momentum buffer says that there was one.
-        started = any(value is not None for _, value in moments)
+        started = any(entry.get(name) is not None for _, name in kinds)
         step = int(entry.get("step", started))
         state.session.set_param_step(index, step)
         if self._foreign is not None:

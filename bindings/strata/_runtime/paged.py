@@ -18,6 +18,8 @@ for the parameter's value in all tiers. A `copy_` into a contiguous range goes t
 instead, so that a float32 source is kept exactly.
 """
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -26,9 +28,15 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from .._errors import StrataError
-from .._torch_compat import DisableTorchFunction, compatible, graph_task, typed_storage
-from .grad_tensor import PagedGradient
-from .paged_storage import RAW_MEMORY, PagedStorage, address_of
+from .._torch_compat import (
+    DisableTorchFunction,
+    compatible,
+    graph_task,
+    rebuild_parameter,
+    typed_storage,
+)
+from .paged_storage import RAW_MEMORY, PagedStorage, address_of, saved_tensor
+from .stand_in import StandIn
 from .tensor_functions import (
     CONVERSIONS,
     METADATA,
@@ -45,7 +53,7 @@ def _call(
     cls: type, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     """Called by torch instead of any operation that has a paged tensor among its arguments."""
-    if PagedGradient in types:  # its turn comes first
+    if any(issubclass(t, StandIn) for t in types):  # its turn comes first
         return NotImplemented
     if func in METADATA:
         with DisableTorchFunction():
@@ -62,13 +70,17 @@ class PagedTensor(torch.Tensor):
 
     __torch_function__: Any = classmethod(_call)
 
+    def __copy__(self) -> torch.Tensor:
+        """A plain tensor in ordinary memory."""
+        return _plain_copy(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain tensor in ordinary memory."""
         return memo.setdefault(id(self), _plain_copy(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor; `torch.save` comes here."""
-        return _plain_copy(self).__reduce_ex__(protocol)
+        return _saved(self, protocol)
 
 
 class PagedParameter(nn.Parameter):
@@ -89,15 +101,19 @@ class PagedParameter(nn.Parameter):
         slot = self._strata
         slot.state.gradients.put(slot.index, value)
 
+    def __copy__(self) -> nn.Parameter:
+        """A plain parameter in ordinary memory."""
+        return nn.Parameter(_plain_copy(self), self.requires_grad)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter in ordinary memory."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(_plain_copy(self), self.requires_grad)
+            memo[id(self)] = copy.copy(self)
         return cast(nn.Parameter, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter."""
-        return nn.Parameter(_plain_copy(self), self.requires_grad).__reduce_ex__(protocol)
+        return rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())
 
 
 def make_paged(parameter: nn.Parameter) -> None:
@@ -109,6 +125,19 @@ def _plain_copy(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().clone()
     copied.__class__ = torch.Tensor
     return copied
+
+
+def _saved(tensor: PagedTensor, protocol: Any) -> Any:
+    """See Note [torch.save] of paged_storage.py. Views of a parameter share its storage there."""
+    state, index = tensor._strata.state, tensor._strata.index
+    alias = state.aliases[index]
+    with DisableTorchFunction():
+        simple = tensor.dtype == alias.dtype and not tensor.is_neg()
+        offset = int(tensor.storage_offset() - alias.storage_offset())
+    if not simple:
+        return _plain_copy(tensor).__reduce_ex__(protocol)
+    whole = state.params[index]
+    return saved_tensor(tensor, address_of(alias), lambda: _plain_copy(whole), offset, alias.nbytes)
 
 
 def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -327,7 +356,8 @@ def _storage(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
     """What tells the memory of parameters apart, and no more."""
     slot: Slot = args[0]._strata
     alias = slot.state.aliases[slot.index]
-    return PagedStorage(alias, 1 if func is torch.Tensor.untyped_storage else alias.itemsize)
+    itemsize = 1 if func is torch.Tensor.untyped_storage else alias.itemsize
+    return PagedStorage(address_of(alias), alias.nbytes, alias.device, itemsize)
 
 
 def _label(tensor: Any) -> str:

@@ -1,7 +1,7 @@
 """Files: weights, checkpoints, exports and traces, complete or absent.
 
 Knows wrapped models. Must not know hooks, plans or reports.
-In reading order: stored, weights, initialise (values that come in); replacing, checkpoint,
-checkpoint_files, checkpoint_manifest, rng, export (files that take the place of others);
-trace_file.
+In reading order: stored, weights, matching, conversion, initialise, adapters (values that come in);
+replacing, checkpoint, checkpoint_files, checkpoint_manifest, rng, export, exported, parameters,
+merged (files that take the place of others); saved_file (the files of others); trace_file.
 """

@@ -55,8 +55,7 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .checkpoint_manifest import check, merged
-from .stored import StoredTensor, stored_tensors
-from .weights import persistent_buffers
+from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 if TYPE_CHECKING:
     from .._core import Kind, ParamSpec, Session  # types only: the stub's, not the core's

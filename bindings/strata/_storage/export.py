@@ -1,12 +1,11 @@
-"""Writes a wrapped model in the layout of `save_pretrained`, one shard in memory at a time.
+"""Writes a wrapped model in the layout of `save_pretrained`, one tensor in memory at a time.
 
     strata.export_safetensors(model, "out/")
     AutoModelForCausalLM.from_pretrained("out/")
 
 Files: model.safetensors, or model-00001-of-000NN.safetensors with model.safetensors.index.json as
-Transformers reads them; config.json and generation_config.json where the model has them. A tied
-parameter is stored once, under its first name, and the tiles of a layer as the tensor they are cut
-from.
+Transformers reads them; config.json and generation_config.json where the model has them. What is in
+them: exported.py.
 
 Note [One index at a time]. Shards of the old and the new export often have the same names, and
 whoever loads the folder believes its index. So the new files are written into a work folder inside
@@ -27,22 +26,20 @@ import contextlib
 import copy
 import errno
 import json
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
-from .._config.managed import is_of_peft
-from .._runtime.visits import Visit
+from .._config.managed import DTYPE_NAMES, is_of_peft
 from .._runtime.wrapped import Wrapped, wrapped
-from .checkpoint_files import BUFFER_BYTES
+from .exported import exported
 from .replacing import (
     MARKER_NAME,
     WorkFolder,
@@ -52,8 +49,9 @@ from .replacing import (
     work_folders,
     write_whole,
 )
-from .stored import stored_tensors
-from .weights import INDEX_NAME, persistent_buffers
+from .saved_file import stream_file
+from .stored import base_model
+from .weights import INDEX_NAME
 
 SHARD_BYTES = 256 << 20
 
@@ -64,34 +62,41 @@ def export_safetensors(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    merge: bool = False,
 ) -> None:
     """Writes the newest parameters of `model` into the folder `path`. Of a model with adapters of
-    PEFT, the adapters' files: merge_and_unload() behind strata.unwrap() gives the model without.
+    PEFT, the adapters' files, or with `merge` the model inside with the adapters merged into it,
+    as merge_and_unload() gives it. The model stays as it is.
 
-    `dtype` of the file: default that of the computation. Memory used: one shard of at most
-    `shard_bytes`, or the largest parameter where that is more. An earlier export in `path` is
-    replaced, and loads until the new one does, so the disk holds both for a while. Others stay.
+    `dtype` of the file: default that of the computation; adapters are merged in it. `shard_bytes`:
+    of a file at most, unless a tensor has more. Memory used: that of the largest parameter;
+    some times that where the file has it in parts (the experts of a layer), and with `merge` some
+    times the layer with most parameters. An earlier export in `path` is replaced, and loads until
+    the new one does, so the disk holds both for a while. Others stay.
     Raises FileExistsError where `path` holds weights, or config files, that strata did not export,
-    and OSError where it cannot be written.
+    OSError where it cannot be written, and ValueError for adapters that PEFT cannot merge, or where
+    there are none.
     """
     state = _settled(model)
-    if has_adapters(model):
+    if merge and not has_adapters(model):
+        raise ValueError(f"this {type(model).__name__} has no adapters of PEFT to merge")
+    if has_adapters(model) and not merge:
         if dtype is not None:
             raise ValueError(f"adapters are written as they are computed with, not as {dtype}")
         cast(Any, model).save_pretrained(str(path))
         return
-    source = _Source(state, dtype)
-    shards = list(_shards(source.sizes, shard_bytes))
+    tensors = exported(state, dtype, merge)
+    shards = list(_shards({name: t.nbytes for name, t in tensors.items()}, shard_bytes))
     files: dict[str, str] = {}
     with replace_export(Path(path)) as folder:
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             file = SINGLE_NAME if len(shards) == 1 else file
-            save_shard({name: source.tensor(name) for name in names}, folder / file)
+            save_shard({name: tensors[name] for name in names}, folder / file)
             files |= dict.fromkeys(names, file)
-        _save_configs(model, folder, source.common_dtype())
+        _save_configs(base_model(model), folder, tensors)
         if len(shards) > 1:
-            write_index(folder, files, sum(source.sizes.values()))
+            write_index(folder, files, sum(t.nbytes for t in tensors.values()))
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -110,66 +115,6 @@ def _settled(model: nn.Module) -> Wrapped:
     return state
 
 
-class _Source:
-    """The tensors to write, by name, read from their pages one at a time."""
-
-    def __init__(self, state: Wrapped, dtype: torch.dtype | None) -> None:
-        model = state.model
-        self._state = state
-        specs = state.config["params"]
-        self._tensors = {tensor.name: tensor for tensor in stored_tensors(model)}
-        self._dtypes: dict[str, torch.dtype] = {
-            name: dtype or getattr(torch, specs[tensor.parts[0]]["dtype"])
-            for name, tensor in self._tensors.items()
-        }
-        self._buffers = persistent_buffers(model)
-        self.sizes = {
-            name: tensor.numel * self._dtypes[name].itemsize
-            for name, tensor in self._tensors.items()
-        } | {name: value.nbytes for name, value in self._buffers.items()}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A parameter or buffer, in memory of its own."""
-        if name in self._buffers:
-            return self._buffers[name].detach().cpu().clone().contiguous()
-        tensor = self._tensors[name]
-        result = torch.empty(tensor.shape, dtype=self._dtypes[name], device="cpu")
-        rows = result.reshape(-1).split([math.prod(shape) for shape in tensor.part_shapes])
-        for param, part in zip(tensor.parts, rows, strict=True):
-            self._read(param, part)
-        return result
-
-    def _read(self, param: int, result: torch.Tensor) -> None:
-        """Fills `result`, which is flat, with a parameter."""
-        if result.dtype == self._state.aliases[param].dtype:
-            self._read_computed(param, result)
-            return
-        count = min(result.numel(), BUFFER_BYTES // 4)
-        staging = torch.empty(count, dtype=torch.float32, device="cpu")
-        for begin in range(0, result.numel(), max(1, staging.numel())):
-            values = staging[: result.numel() - begin]
-            self._state.session.read(param, "master", begin, values.data_ptr(), values.numel())
-            result[begin : begin + values.numel()] = values
-
-    def _read_computed(self, param: int, result: torch.Tensor) -> None:
-        """A parameter as the device computes with it; rounding its master may give a neighbour."""
-        unit = self._state.unit_of[param]
-        visit = self._state.visits.add(Visit())
-        try:
-            self._state.enter(unit, visit)
-            result.copy_(self._state.aliases[param].detach().reshape(-1))
-        finally:
-            self._state.leave(unit, visit)
-            self._state.visits.end(visit)
-
-    def common_dtype(self) -> torch.dtype:
-        """The dtype of most bytes: what config.json says of the whole."""
-        bytes_of = dict.fromkeys(self._dtypes.values(), 0)
-        for name, dtype in self._dtypes.items():
-            bytes_of[dtype] += self.sizes[name]
-        return max(bytes_of, key=lambda dtype: bytes_of[dtype])
-
-
 def _shards(sizes: dict[str, int], shard_bytes: int) -> Iterator[list[str]]:
     """The names in their order, cut where a shard would become too large."""
     names: list[str] = []
@@ -184,13 +129,24 @@ def _shards(sizes: dict[str, int], shard_bytes: int) -> Iterator[list[str]]:
         yield names
 
 
-def _save_configs(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
+def _common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The dtype of most bytes of parameters: what config.json says of the whole."""
+    bytes_of: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in DTYPE_NAMES:
+            bytes_of[tensor.dtype] += tensor.nbytes
+    return max(bytes_of, key=lambda dtype: bytes_of[dtype])
+
+
+def _save_configs(model: nn.Module, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """What Transformers needs to build the model again; nothing for other models."""
     config = copy.deepcopy(getattr(model, "config", None))
     if config is None or not hasattr(config, "save_pretrained"):
         return
     config.architectures = [type(model).__name__]
-    config.dtype = dtype
+    config.dtype = _common_dtype(tensors.values())
+    if any(name in tensors for name in getattr(model, "all_tied_weights_keys", None) or ()):
+        config.tie_word_embeddings = False  # PEFT has trained one of the two
     config.save_pretrained(path)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
@@ -225,7 +181,7 @@ def replace_export(path: Path) -> Iterator[Path]:
 
 def save_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Writes a file of tensors, with our mark, and waits until it is on the disk."""
-    save_file(tensors, path, metadata={"format": "pt", MARK: "1"})
+    stream_file(tensors, path, {"format": "pt", MARK: "1"})
     sync(path)
 
 

@@ -46,10 +46,10 @@ def parameters(
     }
     try:
         module._parameters.update(values)
-        _seeded(seed, module_name, _initialisers(model, module_name), device)
+        seeded(seed, module_name, _initialisers(model, module_name), device)
         if any(_untouched(value) for value in values.values()):
             again = [*_own_initialisers(module), *_initialisers(model, module_name)]
-            _seeded(seed, module_name, again, device)
+            seeded(seed, module_name, again, device)
     finally:
         module._parameters.update(original)
     for name, value in values.items():
@@ -94,7 +94,7 @@ def _initialise_buffers(model: nn.Module, module_name: str, wanted: list[str]) -
         module._buffers[name] = torch.full(
             meta.shape, _mark(meta.dtype), dtype=meta.dtype, device="cpu"
         )
-    _seeded(0, module_name, [*_own_initialisers(module), *_initialisers(model, module_name)])
+    seeded(0, module_name, [*_own_initialisers(module), *_initialisers(model, module_name)])
     left = [name for name in marked if _untouched(module._buffers[name])]
     module._buffers.update({name: original[name] for name in left})
     return [name for name in wanted if name not in marked or name in left]
@@ -164,7 +164,7 @@ def _own_initialisers(module: nn.Module) -> list[Initialiser]:
     return [method for method in methods if callable(method)][:1]
 
 
-def _seeded(
+def seeded(
     seed: int,
     name: str,
     initialisers: list[Initialiser],

@@ -1,7 +1,7 @@
 """Writes a safetensors file, one tensor in memory at a time.
 
     stream_file(tensors, "model.safetensors", {"format": "pt"})
-    stream_paged()                      # once: safetensors.torch.save_file does so as well
+    stream_paged()                      # safetensors.torch.save_file does so as well
 
 The file is, byte for byte, the one that safetensors.torch.save_file writes of the same values:
 eight bytes with the length of the header, little-endian; the header, JSON, padded with spaces to a
@@ -10,13 +10,15 @@ all.
 
 Note [Everybody's saving]. `save_pretrained` of Transformers and PEFT, Accelerate and
 huggingface_hub all end in safetensors.torch.save_file, which wants the addresses of all tensors of
-a file at once. Many have taken the function under a name of their own long before a model is
-wrapped. So what is changed is its code: where any of the tensors is paged they are streamed, and
-all else goes where it always went.
+a file at once. Transformers gives them their names in files before that, and cuts them, all in
+memory. Many have taken these functions under names of their own long before a model is wrapped. So
+what is changed is their code: where any of the tensors is paged they are streamed, and all else
+goes where it always went.
 """
 
 import json
 import os
+import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +28,7 @@ import safetensors.torch
 import torch
 
 from .._runtime.paged import is_paged
+from .._runtime.stand_in import StandIn
 
 # Names of dtypes, in the order in which files have their tensors.
 _DTYPES = {
@@ -38,7 +41,8 @@ _DTYPES = {
 }  # fmt: skip
 _PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
 _BUFFER_BYTES = 1 << 20
-plain_save_file: Callable[..., None] | None = None  # safetensors' own, once it streams
+# Of others, as they are for tensors in memory, by name.
+plain: dict[str, Callable[..., Any]] = {}
 
 
 def stream_file(
@@ -46,8 +50,9 @@ def stream_file(
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes the tensors, of which any may be paged. Raises ValueError, as safetensors does, for
-    what its files cannot hold, RuntimeError for two names of one parameter, and OSError."""
+    """Writes the tensors; any may be paged, or a stand-in. Raises ValueError, as safetensors
+    does, for what its files cannot hold, RuntimeError for two names of one parameter, and OSError.
+    """
     _check(tensors)
     names = sorted(tensors, key=lambda name: (_PLACES[tensors[name].dtype], name))
     path = Path(filename)
@@ -75,7 +80,7 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
         if not tensor.is_contiguous():
             raise ValueError(f"{name!r} is not contiguous: save a copy of it (.contiguous())")
         storage = tensor.untyped_storage()
-        if not is_paged(tensor) or storage.nbytes() != tensor.nbytes:
+        if not rests(tensor) or storage.nbytes() != tensor.nbytes:
             continue
         first = firsts.setdefault(storage.data_ptr(), name)
         if first != name:
@@ -105,21 +110,41 @@ def _header(
 
 
 def stream_paged() -> None:
-    """From now on safetensors.torch.save_file streams paged tensors. See Note [Everybody's
-    saving]."""
-    global plain_save_file
-    save_file = safetensors.torch.save_file
-    if plain_save_file is None:
-        plain_save_file = types.FunctionType(
-            save_file.__code__, save_file.__globals__, argdefs=save_file.__defaults__
+    """From now on safetensors.torch.save_file streams paged tensors, and so does what Transformers
+    makes of them ahead of it. See Note [Everybody's saving]."""
+    _exchange(safetensors.torch.save_file, _save_file)
+    loading: Any = sys.modules.get("transformers.core_model_loading")
+    if hasattr(loading, "PrefixChange"):  # see conversion.py
+        _exchange(loading.revert_weight_conversion, _revert_weight_conversion)
+
+
+def rests(tensor: Any) -> bool:
+    """Whether its values are elsewhere than in its memory."""
+    return is_paged(tensor) or isinstance(tensor, StandIn)
+
+
+def _exchange(theirs: Any, ours: Any) -> None:
+    """Gives a function the code of ours, once."""
+    if theirs.__name__ not in plain:
+        plain[theirs.__name__] = types.FunctionType(
+            theirs.__code__, theirs.__globals__, argdefs=theirs.__defaults__
         )
-        save_file.__code__ = _save_file.__code__
+        theirs.__code__ = ours.__code__
 
 
 def _save_file(tensors, filename, metadata=None):  # type: ignore[no-untyped-def]
     # The globals are those of safetensors.torch.
     from strata._storage import saved_file
 
-    if isinstance(tensors, dict) and any(map(saved_file.is_paged, tensors.values())):
+    if isinstance(tensors, dict) and any(map(saved_file.rests, tensors.values())):
         return saved_file.stream_file(tensors, filename, metadata)
-    return saved_file.plain_save_file(tensors, filename, metadata)
+    return saved_file.plain["save_file"](tensors, filename, metadata)
+
+
+def _revert_weight_conversion(model, state_dict):  # type: ignore[no-untyped-def]
+    # The globals are those of transformers.core_model_loading.
+    from strata._storage import conversion, saved_file
+
+    if any(map(saved_file.rests, state_dict.values())):
+        return conversion.as_in_files(model, state_dict)
+    return saved_file.plain["revert_weight_conversion"](model, state_dict)

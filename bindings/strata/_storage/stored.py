@@ -9,12 +9,15 @@ functions.
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
+from .._config.managed import is_of_peft
 from ..nn.tiles import Tiled
 
 Shape = tuple[int, ...]
@@ -63,6 +66,55 @@ def stored_tensors(model: nn.Module) -> list[StoredTensor]:
         whole = shapes[0] if len(parts) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
         result.append(StoredTensor(tuple(names[id(parts[0])]), whole, places, part_names, shapes))
     return result
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to a saved model: those that `state_dict` would hold."""
+    result: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, value in module._buffers.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                result[f"{prefix}.{name}" if prefix else name] = value
+    return result
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model that PEFT has put adapters into; the model itself, where it has not."""
+    inside = getattr(model, "get_base_model", None)
+    return cast(nn.Module, inside()) if is_of_peft(model) and inside is not None else model
+
+
+def base_name(model: nn.Module, name: str) -> str | None:
+    """What a parameter or buffer of `model` is called in the model that PEFT has put adapters into;
+    None: it is an adapter's. The copy that PEFT trains of a module has the name of the original."""
+    module: nn.Module | None = model
+    parts = name.split(".")
+    found: list[str] = []
+    copied = False
+    for part in parts[:-1]:
+        ours = module is not None and is_of_peft(module)
+        if copied:  # this is the adapter's name
+            copied = False
+        elif not ours:
+            found.append(part)
+        elif part == "modules_to_save":
+            copied = True
+        elif part not in _INSIDE:
+            return None
+        module = module._modules.get(part) if module is not None else None
+    adapter = module is not None and is_of_peft(module)
+    return None if adapter else ".".join([*found, parts[-1]])
+
+
+# Where modules of PEFT have what they wrap.
+_INSIDE = ("base_model", "model", "base_layer", "original_module", "token_adapter")
+
+
+def kept_name(model: nn.Module, names: Sequence[str]) -> str:
+    """Of the names of a tied parameter, the one that files have. REQUIRES: there is one."""
+    tied = [re.compile(p) for p in getattr(model, "all_tied_weights_keys", None) or ()]
+    kept = (name for name in names if not any(pattern.search(name) for pattern in tied))
+    return next(kept, names[0])
 
 
 def tiled_modules(model: nn.Module) -> dict[str, Tiled]:

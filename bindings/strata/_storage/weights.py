@@ -9,8 +9,7 @@ memory used beside the model is that of one module. Buffers become real in place
 """
 
 import json
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from torch import nn
 
 from .._errors import listed
 from . import initialise
-from .stored import StoredTensor, stored_tensors, tiled_modules
-
-Write = Callable[[str, torch.Tensor], None]
+from .adapters import AdapterLayers, Write
+from .matching import Match
+from .stored import base_name, stored_tensors, tiled_modules
 
 INDEX_NAME = "model.safetensors.index.json"
 INIT = (
@@ -44,18 +43,29 @@ def load(
     `weights` is a safetensors file, or a folder of them (with the index that Transformers writes or
     without); None lets the modules initialise themselves from `seed`, on `device`. A tied parameter
     is written once, under its first name. A layer that is cut into tiles is read, and initialised,
-    as a whole: the values are those of the plain model.
+    as a whole: the values are those of the plain model. Files of a model of Transformers are as
+    its save_pretrained() writes them; those of a model with adapters of PEFT, of the model inside:
+    PEFT initialises the adapters then, from `seed`.
 
     Raises ValueError where the weights lack a tensor, hold one too many, or one of another shape.
     """
+    layers = AdapterLayers(model, write, seed)
     if weights is None:
-        _initialise(model, write, seed, device)
+        _initialise(model, layers, seed, device)
+        layers.finish()
         initialise.buffers(model)
         return
     source = WeightFiles(weights)
+    taken = set()
     try:
-        taken = _read_parameters(model, source, write)
-        initialise.buffers(model, skip=taken)
+        for wanted, value in Match(model, source).read():
+            if wanted.tensor is not None:
+                layers.put(wanted.tensor, value)
+                continue
+            taken.add(wanted.name)
+            _set_buffer(model, wanted.name, value)
+        layers.finish()
+        initialise.buffers(model, skip=frozenset(taken))
     finally:
         source.close()
 
@@ -88,16 +98,6 @@ def check_values(model: nn.Module, weights: str | Path | None) -> None:
         )
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to a saved model: those that `state_dict` would hold."""
-    result: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, value in module._buffers.items():
-            if value is not None and name not in module._non_persistent_buffers_set:
-                result[f"{prefix}.{name}" if prefix else name] = value
-    return result
-
-
 class WeightFiles:
     """The tensors of a safetensors file, or of a folder of them, by name. Reads one at a time.
 
@@ -127,6 +127,10 @@ class WeightFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, without reading it."""
         return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
+
+    def like(self, name: str) -> torch.Tensor:
+        """One of the same shape, on the meta device."""
+        return torch.empty(self.shape(name), device="meta")
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in the dtype of the file."""
@@ -167,10 +171,21 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
-def _initialise(model: nn.Module, write: Write, seed: int, device: str | torch.device) -> None:
-    """Writes first values, module by module."""
+def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Gives a buffer on the meta device its values."""
+    owner, _, leaf = name.rpartition(".")
+    buffers = model.get_submodule(owner)._buffers
+    buffer = buffers[leaf]
+    if buffer is not None and buffer.is_meta:
+        buffers[leaf] = value.to(buffer.dtype).clone()
+
+
+def _initialise(
+    model: nn.Module, layers: AdapterLayers, seed: int, device: str | torch.device
+) -> None:
+    """Puts first values, module by module; not those of adapters."""
     # A tied parameter counts under its first name only.
-    tensors = {tensor.name: tensor for tensor in stored_tensors(model)}
+    tensors = {t.name: t for t in stored_tensors(model) if base_name(model, t.name) is not None}
     for module_name in dict.fromkeys(name.rpartition(".")[0] for name in sorted(tensors)):
         with _untiled(model, module_name):
             values = initialise.parameters(model, module_name, seed, device)
@@ -178,7 +193,7 @@ def _initialise(model: nn.Module, write: Write, seed: int, device: str | torch.d
             name, value = values.popitem()
             tensor = tensors.get(f"{module_name}.{name}" if module_name else name)
             if tensor is not None:
-                _write_parts(write, tensor, value)
+                layers.put(tensor, value)
             del value  # before the next module needs its memory
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # the first step has other sizes
@@ -198,108 +213,6 @@ def _untiled(model: nn.Module, name: str) -> Iterator[None]:
         yield
     finally:
         modules[leaf] = tiled
-
-
-def _write_parts(write: Write, tensor: StoredTensor, value: torch.Tensor) -> None:
-    """Writes a tensor as the parameters that it is made of."""
-    for name, part in tensor.split(value):
-        write(name, part)
-
-
-def _read_parameters(model: nn.Module, source: WeightFiles, write: Write) -> frozenset[str]:
-    """Writes the parameters and sets the buffers that `source` has. Returns the names of those."""
-    tensors = stored_tensors(model)
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    alias_of = {tensor.name: tensor.names for tensor in tensors}
-    buffers = dict(model.named_buffers())
-    persistent = set(persistent_buffers(model)) & set(buffers)
-
-    known = {alias for names in alias_of.values() for alias in names} | set(buffers)
-    stored = _translate(model, source.names(), known)
-    found = {name: [a for a in alias_of[name] if a in stored] for name in shapes}
-    expected = shapes | {name: tuple(b.shape) for name, b in buffers.items() if name in persistent}
-    for name in persistent:
-        found[name] = [name] if name in stored else []
-    _check(model, source, stored, found, known, expected)
-
-    for tensor in tensors:
-        value = _read_tied(source, found[tensor.name], stored).to(torch.float32).contiguous()
-        _write_parts(write, tensor, value)
-    for name in persistent:
-        if buffers[name].is_meta:
-            value = source.read(stored[name]).to(buffers[name].dtype).clone()
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = value
-    return frozenset(persistent)
-
-
-def _read_tied(source: WeightFiles, aliases: list[str], stored: dict[str, str]) -> torch.Tensor:
-    """A parameter that is stored under one or several of its names."""
-    value = source.read(stored[aliases[0]])
-    for other in aliases[1:]:
-        if not torch.equal(value, source.read(stored[other])):
-            raise ValueError(
-                f"{aliases[0]!r} and {other!r} are one tied parameter of the model, but their "
-                f"tensors in {source.path} differ"
-            )
-    return value
-
-
-def _translate(model: nn.Module, stored: set[str], names: set[str]) -> dict[str, str]:
-    """The model's name of each stored tensor → the stored name.
-
-    A folder may hold the tensors of a base model that this one wraps under `base_model_prefix`, or
-    the other way round.
-    """
-    prefix = getattr(model, "base_model_prefix", "")
-    result: dict[str, str] = {}
-    for name in sorted(stored):
-        candidates = [name]
-        if prefix:
-            candidates += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
-        known = next((c for c in candidates if c in names), name)
-        if known in result:
-            raise ValueError(f"both {result[known]!r} and {name!r} stand for {known!r}")
-        result[known] = name
-    return result
-
-
-def _check(
-    model: nn.Module,
-    source: WeightFiles,
-    stored: dict[str, str],
-    found: dict[str, list[str]],
-    known: set[str],
-    expected: dict[str, tuple[int, ...]],
-) -> None:
-    """Raises one ValueError for everything that does not fit."""
-    ignored = [
-        re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ]
-    missing = [f"{name!r} {shape}" for name, shape in expected.items() if not found[name]]
-    extra = [
-        f"{stored[name]!r} {source.shape(stored[name])}"
-        for name in stored
-        if name not in known and not any(p.search(stored[name]) for p in ignored)
-    ]
-    shaped = [
-        f"{stored[alias]!r} is {source.shape(stored[alias])}, "
-        f"the model's {name!r} is {expected[name]}"
-        for name, aliases in found.items()
-        for alias in aliases
-        if source.shape(stored[alias]) != expected[name]
-    ]
-    problems = []
-    if missing:
-        problems.append(f"missing: {listed(sorted(missing))}")
-    if extra:
-        problems.append(f"not in the model: {listed(sorted(extra))}")
-    if shaped:
-        problems.append(f"of another shape: {listed(sorted(shaped))}")
-    if problems:
-        raise ValueError(
-            f"the tensors of {source.path} do not fit the model; " + "; ".join(problems)
-        )
 
 
 def _are(names: Collection[str]) -> str:
