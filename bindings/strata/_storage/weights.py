@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from .._config.managed import is_of_peft
 from .._errors import listed
 from . import initialise
 from .stored import StoredTensor, stored_tensors, tiled_modules
@@ -209,19 +210,23 @@ def _write_parts(write: Write, tensor: StoredTensor, value: torch.Tensor) -> Non
 def _read_parameters(model: nn.Module, source: WeightFiles, write: Write) -> frozenset[str]:
     """Writes the parameters and sets the buffers that `source` has. Returns the names of those."""
     tensors = stored_tensors(model)
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
     alias_of = {tensor.name: tensor.names for tensor in tensors}
     buffers = dict(model.named_buffers())
     persistent = set(persistent_buffers(model)) & set(buffers)
 
     known = {alias for names in alias_of.values() for alias in names} | set(buffers)
     stored = _translate(model, source.names(), known)
+    kept = _values_of_adapters(model).keys() - stored.keys()
+    tensors = [tensor for tensor in tensors if tensor.name not in kept]
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
     found = {name: [a for a in alias_of[name] if a in stored] for name in shapes}
     expected = shapes | {name: tuple(b.shape) for name, b in buffers.items() if name in persistent}
     for name in persistent:
         found[name] = [name] if name in stored else []
     _check(model, source, stored, found, known, expected)
 
+    for name in kept:
+        write(name, model.get_parameter(name).detach().to(torch.float32).contiguous())
     for tensor in tensors:
         value = _read_tied(source, found[tensor.name], stored).to(torch.float32).contiguous()
         _write_parts(write, tensor, value)
@@ -249,19 +254,41 @@ def _translate(model: nn.Module, stored: set[str], names: set[str]) -> dict[str,
     """The model's name of each stored tensor → the stored name.
 
     A folder may hold the tensors of a base model that this one wraps under `base_model_prefix`, or
-    the other way round.
+    the other way round; or those of a model that had no adapters yet.
     """
     prefix = getattr(model, "base_model_prefix", "")
+    adapted = _names_without_adapters(model, names)
     result: dict[str, str] = {}
     for name in sorted(stored):
         candidates = [name]
         if prefix:
             candidates += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+        candidates += [adapted[c] for c in candidates if c in adapted]
         known = next((c for c in candidates if c in names), name)
         if known in result:
             raise ValueError(f"both {result[known]!r} and {name!r} stand for {known!r}")
         result[known] = name
     return result
+
+
+def _names_without_adapters(model: nn.Module, names: set[str]) -> dict[str, str]:
+    """The name of a tensor before PEFT wrapped the model or the layer → its name now."""
+    if not any(is_of_peft(module) for module in model.modules()):
+        return {}
+    root = "base_model.model." if is_of_peft(model) else ""
+    now = {name: name.removeprefix(root).replace(".base_layer.", ".") for name in names}
+    return {before: name for name, before in now.items() if before != name}
+
+
+def _values_of_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that PEFT has added, as far as they have values."""
+    added: dict[str, nn.Parameter] = {}
+    for path, layer in model.named_modules():
+        if is_of_peft(layer) and hasattr(layer, "base_layer"):
+            for name, parameter in layer.named_parameters(prefix=path):
+                if not name.startswith(f"{path}.base_layer.") and not parameter.is_meta:
+                    added[name] = parameter
+    return added
 
 
 def _check(
