@@ -269,7 +269,7 @@ def test_the_second_ctrl_c_stops_at_once_and_the_handler_comes_back() -> None:
     [
         ({"model": "llama-111m"}, "did you mean 'llama-110m'"),
         ({"device-memory": "64MiBB"}, "unknown unit 'MiBB'"),
-        ({"device-memroy": "64MiB", "device-memory": None}, "Perhaps you meant: --device-memory"),
+        ({"device-memroy": "64MiB"}, "did you mean '--device-memory'"),
         ({"dtype": "int8"}, "invalid choice 'int8'"),
         ({"ssd-path": "/nowhere"}, "/nowhere is not a folder"),
         ({"ssd-path": None}, "--ssd-memory needs --ssd-path"),

@@ -49,6 +49,7 @@ def encoded(rows: Dataset, tokenizer: Any, cache_file: Path) -> Dataset:
         remove_columns=rows.column_names,
         features=COLUMNS,
         cache_file_name=str(cache_file),
+        load_from_cache_file=False,
         new_fingerprint=cache_file.stem,
     )
 
@@ -61,6 +62,7 @@ def packed(tokens: Dataset, sequence: int, cache_file: Path) -> Dataset:
         batch_size=ROWS_TOGETHER,
         features=COLUMNS,
         cache_file_name=str(cache_file),
+        load_from_cache_file=False,
         new_fingerprint=cache_file.stem,
     )
 

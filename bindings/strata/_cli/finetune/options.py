@@ -292,6 +292,11 @@ def parse(
         if not (output / OPTIONS_NAME).is_file():
             _refuse(f"--resume: there is no run in {output}")
         remembered = read(output / OPTIONS_NAME)
+    for word in arguments:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name not in {*Options().flat(), "help"}:
+            flags = ["--" + known.replace("_", "-") for known in Options().flat()]
+            _refuse(f"unknown option {word.partition('=')[0]!r}: {nearest(word, flags)}")
     options = tyro.cli(
         Options,
         args=[*as_arguments({**remembered, **given} if remembered else given), *arguments],
