@@ -8,7 +8,8 @@ import strata
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from toys import SMALL, llama, over_strata, rows, same, some, wrapped
+from strata.integrations.transformers import give_adapters_values
+from toys import SMALL, folder_of_model, llama, over_strata, rows, same, some, wrapped
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 TOKENS = torch.stack([row["input_ids"] for row in rows(4)])
@@ -68,6 +69,35 @@ def test_adapters_are_trained_and_saved(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(files[1][name], tensor, rtol=1e-3, atol=1e-5)
     back = PeftModel.from_pretrained(llama(), tmp_path / "strata")
     torch.testing.assert_close(logits(back), logits(model))
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_adapters_of_a_model_without_values_are_trained(tmp_path: Path, outside: bool) -> None:
+    """Put in by Transformers, or around the model by PEFT."""
+
+    def losses(meta: bool) -> list[float]:
+        model: Any = llama(meta)
+        if outside:
+            model = get_peft_model(model, KINDS["LoRA"])
+        else:
+            model.add_adapter(KINDS["LoRA"])
+        give_adapters_values(model, seed=3)
+        optimizer: Any = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=1e-2
+        )
+        if meta:
+            model, optimizer = wrapped(model, optimizer, weights=tmp_path)
+        found = []
+        for _ in range(3):
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    folder_of_model(tmp_path)
+    assert same(losses(False), losses(True), 1e-5)
 
 
 def test_an_adapter_that_was_there_is_filled_and_a_new_one_refused(tmp_path: Path) -> None:

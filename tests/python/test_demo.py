@@ -28,6 +28,7 @@ def test_the_demo_is_a_large_model_in_little_memory(
     # The moments of AdamW alone are more than the host may hold: they rest on the disk.
     assert parse_size(memory.host_memory) < count * 8
     assert parse_size(memory.ssd_memory) > count * 8
+    demo.write_tales()
     tales = [json.loads(line)["text"] for line in Path(*start.data).read_text().splitlines()]
     assert len(set(tales)) == demo.TALES
 

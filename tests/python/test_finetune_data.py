@@ -160,12 +160,16 @@ def test_records_are_read_with_the_fields_of_others(tmp_path: Path) -> None:
     (rows,) = rows_of(tmp_path, tmp_path / "a.jsonl")
     tokens = encoded(rows, tokenizer(ADDING), tmp_path / "tokens.arrow")
     assert tokens[0]["input_ids"] == tokens[1]["input_ids"]
+    mixed = Dataset.from_list([{"text": "the cat"}, {"messages": TURNS[:2]}])
+    tokens = encoded(mixed, tokenizer(ADDING), tmp_path / "mixed.arrow")
+    assert tokens[0]["labels"] == tokens[0]["input_ids"]
+    assert tokens[1]["labels"][0] == IGNORED
 
 
 @pytest.mark.parametrize(
     ("row", "template", "says"),
     [
-        ({"question": "x", "reply": "y"}, None, "records with question, reply are not understood"),
+        ({"question": "x", "reply": "y"}, None, "a record with question, reply is not understood"),
         ({"messages": TURNS}, None, "the model's tokenizer has no chat template"),
         ({"messages": TURNS}, "{{ raise_exception('roles!') }}", "refuses a chat: roles!"),
         ({"prompt": "x"}, None, "has no completion"),

@@ -46,7 +46,9 @@ def demo(arguments: Sequence[str]) -> int:
     """Train a Llama of over 100 M parameters, in far less memory than it needs."""
     from .finetune import demo, options
 
-    return _train(options.parse(arguments, demo.__doc__, demo.preset()))
+    told = options.parse(arguments, demo.__doc__, demo.preset())
+    demo.write_tales()
+    return _train(told)
 
 
 def _train(options: Any) -> int:

@@ -86,13 +86,17 @@ def tell(ways: dict[str, list[str]], draw: random.Random) -> str:
     return re.sub(r"{(\w+)}", follow, "{tale}")
 
 
-def preset() -> dict[str, Any]:
-    """The options of the run; any may be given to change it. Writes the tales."""
-    SSD_PATH.mkdir(parents=True, exist_ok=True)
-    TALES_PATH.parent.mkdir(parents=True, exist_ok=True)
+def write_tales() -> None:
+    """Those that the run reads; always the same."""
     draw, ways = random.Random(0), rules()
+    TALES_PATH.parent.mkdir(parents=True, exist_ok=True)
     with open(TALES_PATH, "w") as file:
         file.writelines(json.dumps({"text": tell(ways, draw)}) + "\n" for _ in range(TALES))
+
+
+def preset() -> dict[str, Any]:
+    """The options of the run; any may be given to change it."""
+    SSD_PATH.mkdir(parents=True, exist_ok=True)
     return {
         "model": "llama-110m",
         "vocabulary": 1024,

@@ -15,7 +15,7 @@ the turns of the assistant, as far as the template writes them alike whatever fo
 templates, which shorten earlier turns, teach the last one alone. Windows go across records.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from .files import DataError
 IGNORED = -100  # of labels, in Transformers
 COLUMNS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 ROWS_TOGETHER = 256
-KINDS = ("messages", "prompt", "instruction", "text")  # what a record is told by
 PLAIN = "### Instruction:\n{}\n\n### Response:\n"  # for tokenizers without a template
 
 Tokens = tuple[list[int], list[int]]  # and their labels
@@ -35,13 +34,7 @@ Columns = dict[str, list[Any]]
 
 def encoded(rows: Dataset, tokenizer: Any, cache_file: Path) -> Dataset:
     """The tokens of every row. Raises DataError for records of another kind."""
-    kind = next((kind for kind in KINDS if kind in rows.column_names), None)
-    if kind is None:
-        raise DataError(
-            f"records with {', '.join(rows.column_names)} are not understood: they need messages, "
-            "prompt and completion, instruction and output, or text"
-        )
-    encode = _texts if kind == "text" else _records(_ENCODE[kind])
+    encode = _texts if "ends" in rows.column_names else _records
     return rows.map(
         lambda columns: encode(tokenizer, columns),
         batched=True,
@@ -88,22 +81,34 @@ class _Packer:
 
 
 def _texts(tokenizer: Any, columns: Columns) -> Columns:
-    """`ends`: whether the text ends a document; without it all do."""
-    texts = columns["text"]
-    found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    ends = columns.get("ends", [True] * len(texts))
-    ids = [i + _end(tokenizer) if last else i for i, last in zip(found, ends, strict=True)]
+    """Of pieces of documents."""
+    found = tokenizer(columns["text"], add_special_tokens=False, verbose=False)["input_ids"]
+    pairs = zip(found, columns["ends"], strict=True)
+    ids = [tokens + _end(tokenizer) if last else tokens for tokens, last in pairs]
     return {"input_ids": ids, "labels": ids}
 
 
-def _records(encode: Callable[[Any, dict[str, Any]], Tokens]) -> Callable[[Any, Columns], Columns]:
-    def encode_all(tokenizer: Any, columns: Columns) -> Columns:
-        names = list(columns)
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        pairs = [encode(tokenizer, row) for row in rows]
-        return {"input_ids": [ids for ids, _ in pairs], "labels": [labels for _, labels in pairs]}
+def _records(tokenizer: Any, columns: Columns) -> Columns:
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    pairs = [_record(tokenizer, row) for row in rows]
+    return {"input_ids": [ids for ids, _ in pairs], "labels": [labels for _, labels in pairs]}
 
-    return encode_all
+
+def _record(tokenizer: Any, row: dict[str, Any]) -> Tokens:
+    given = {name: value for name, value in row.items() if value is not None}
+    for kind, encode in _ENCODE.items():
+        if kind in given:
+            return encode(tokenizer, given)
+    raise DataError(
+        f"a record with {', '.join(given) or 'nothing'} is not understood: it needs messages, "
+        "prompt and completion, instruction and output, or text"
+    )
+
+
+def _text(tokenizer: Any, row: dict[str, Any]) -> Tokens:
+    ids = tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]
+    ids += _end(tokenizer)
+    return ids, list(ids)
 
 
 def _chat(tokenizer: Any, row: dict[str, Any]) -> Tokens:
@@ -130,7 +135,8 @@ def _instruction(tokenizer: Any, row: dict[str, Any]) -> Tokens:
     return _messages(tokenizer, turns)
 
 
-_ENCODE = {"messages": _chat, "prompt": _completion, "instruction": _instruction}
+# What a record is told by.
+_ENCODE = {"messages": _chat, "prompt": _completion, "instruction": _instruction, "text": _text}
 
 
 def _answer(tokenizer: Any, prompt: str, answer: str) -> Tokens:

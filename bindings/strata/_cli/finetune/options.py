@@ -283,23 +283,21 @@ def parse(
     first.add_argument("--output")
     first.add_argument("--resume", action="store_true")
     found = first.parse_known_args(arguments)[0]
-    given = dict(preset or {})
-    if found.config:
-        given |= read(found.config)
+    in_file = read(found.config) if found.config else {}
+    given = dict(preset or {}) | in_file
     output = Path(found.output or given.get("output", Results.output))
-    remembered: dict[str, Any] = {}
     if found.resume:
         if not (output / OPTIONS_NAME).is_file():
             _refuse(f"--resume: there is no run in {output}")
         remembered = read(output / OPTIONS_NAME)
-    for word in arguments:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name not in {*Options().flat(), "help"}:
-            flags = ["--" + known.replace("_", "-") for known in Options().flat()]
-            _refuse(f"unknown option {word.partition('=')[0]!r}: {nearest(word, flags)}")
+        given = remembered | {"output": str(output)} | in_file
+    flags = ["--help", *(f"--{name.replace('_', '-')}" for name in Options().flat())]
+    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        if flag not in flags:
+            _refuse(f"unknown option {flag!r}: {nearest(flag, flags)}")
     options = tyro.cli(
         Options,
-        args=[*as_arguments({**remembered, **given} if remembered else given), *arguments],
+        args=[*as_arguments(given), *arguments],
         prog="strata finetune" if preset is None else "strata demo",
         description=description,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
