@@ -160,8 +160,10 @@ def test_records_are_read_with_the_fields_of_others(tmp_path: Path) -> None:
     (rows,) = rows_of(tmp_path, tmp_path / "a.jsonl")
     tokens = encoded(rows, tokenizer(ADDING), tmp_path / "tokens.arrow")
     assert tokens[0]["input_ids"] == tokens[1]["input_ids"]
-    mixed = Dataset.from_list([{"text": "the cat"}, {"messages": TURNS[:2]}])
-    tokens = encoded(mixed, tokenizer(ADDING), tmp_path / "mixed.arrow")
+    lines = [{"text": "the cat"}, {"messages": TURNS[:2]}]
+    write(tmp_path, **{"b.jsonl": "".join(json.dumps(line) + "\n" for line in lines)})
+    (rows,) = rows_of(tmp_path, tmp_path / "b.jsonl")
+    tokens = encoded(rows, tokenizer(ADDING), tmp_path / "mixed.arrow")
     assert tokens[0]["labels"] == tokens[0]["input_ids"]
     assert tokens[1]["labels"][0] == IGNORED
 

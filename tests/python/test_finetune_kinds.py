@@ -1,4 +1,4 @@
-"""What is trained and on what: adapters, chats, models with code of their own; and how runs that end
+"""What is trained and on what: adapters, chats, models with code of their own. How runs that end
 early go on."""
 
 import json
@@ -74,7 +74,8 @@ def test_adapters_of_a_saved_model_learn_chats(
 def test_adapters_go_on_to_the_same_bits(
     place: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"model": saved, "data": place / "chats.jsonl", "lora": LORA, "save-every": 2}
+    told: dict[str, Any] = {"model": saved, "data": place / "chats.jsonl", "save-every": 2}
+    told |= {"lora": LORA, "device-memory": "2MiB", "host-memory": "2MiB"}  # not in slices
     assert cli.main(arguments(place, "whole", **told)) == 0
     with monkeypatch.context() as patched:
         ends_at(patched, 3)

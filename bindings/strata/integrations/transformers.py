@@ -172,6 +172,13 @@ class TrainerMixin(_Base):
                 f"batch, a larger device budget{other} would help"
             ) from error
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Accelerate divides gradients by the scale of the loss under its own autocast alone."""
+        scaler = self.accelerator.scaler
+        if isinstance(scaler, GradScaler):
+            scaler.unscale_(_inner(self.optimizer))
+        return super()._clip_grad_norm(model)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Where nothing was clipped, the update finds the norm; log() tells it."""
         return grad_norm
