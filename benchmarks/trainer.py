@@ -84,7 +84,7 @@ def make_trainer(
 ) -> Any:
     """A Trainer that has `begins`: when its steps began."""
     from strata.integrations.transformers import TrainerMixin
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     class Timed(TrainerMixin, Trainer):
         """The mixin as users take it."""
@@ -116,5 +116,6 @@ def make_trainer(
         callbacks=[Clock()],
         strata={"memory": budgets, "device": "host", "activations": None},
     )
+    trainer.remove_callback(PrinterCallback)  # standard output is for figures
     trainer.begins = begins
     return trainer

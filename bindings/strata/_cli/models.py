@@ -5,7 +5,6 @@ model = choice.build()                       # on the meta device
 strata.wrap(model, ..., weights=choice.weights or "init")
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,14 +133,13 @@ def _saved(path: Path, vocabulary: int | None, trusted: bool) -> Choice:
 
 
 def _config(file: Path, trusted: bool) -> Any:
-    with _plain_refusals(f"{file} does not describe a model of Transformers"):
-        own_code = "auto_map" in json.loads(file.read_text())
+    own_code = '"auto_map"' in file.read_text(errors="replace")
     if own_code and not trusted:
         raise ValueError(
             f"{file} describes a model with code of its own: --trust-remote-code runs it"
         )
+    place = file.parent if own_code else file  # code lies beside it
     with _plain_refusals(f"{file} does not describe a model of Transformers"):
-        place = file.parent if file.name == "config.json" else file  # code lies beside it
         config = AutoConfig.from_pretrained(place, trust_remote_code=trusted)
     if not own_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{file}: {config.model_type!r} is not a causal language model")

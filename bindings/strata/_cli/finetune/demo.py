@@ -49,12 +49,12 @@ ending: From that day on {name1} and {name2} were the best of friends.
 
 one: a little | a brave | a shy | a clever | a sleepy | a merry
 mood: kind | curious | proud | lonely | quick | gentle
-beast: fox | owl | hare | bear | mouse | heron | badger | otter | cat | hedgehog
-name: Lina | Mira | Tilda | Pip | Rosa | Nell | Fern | Ida | Wren | Olive | Juno | Ada
+beast: fox | owl | hare | bear | mouse | heron | badger | otter
+name: Lina | Mira | Tilda | Pip | Rosa | Nell | Fern | Olive
 place: by the river | under the old oak | at the edge of the forest | behind the mill | by the sea
 time: morning | evening | rainy day | winter night | day in spring
 where: under a leaf | between two stones | beside the pond | in the tall grass
-thing: lantern | bell | key | button | feather | spoon | mirror | kite | ring | whistle
+thing: lantern | bell | key | feather | spoon | mirror | kite | ring
 look: beautiful | strange | tiny | golden | shiny
 doing: baking bread | mending the roof | counting the clouds | picking apples
 food: tea | honey cake | berry soup | warm bread | plum jam
@@ -108,12 +108,13 @@ def preset() -> dict[str, Any]:
         "host_memory": "384MiB",
         "ssd_memory": "2GiB",
         "ssd_path": [SSD_PATH],
-        "steps": 120,
+        "update": "in_backward",
+        "steps": 140,
         "batch": 4,
         "sequence": 256,
         "lr": 1e-3,
         "warmup": 10,
-        "eval_every": 40,
+        "eval_every": 70,
         "eval_windows": 16,
         "prompt": "Once upon a time there was",
         "generate": 200,
