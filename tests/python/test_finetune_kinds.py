@@ -103,22 +103,33 @@ def ends_at(patched: pytest.MonkeyPatch, step: int, signals: int = 0) -> None:
     patched.setattr(Finetuner, "training_step", interrupted)
 
 
+@pytest.mark.parametrize(
+    ("more", "step"),
+    [
+        ({"steps": 5, "accumulation": 1}, 1),
+        # 13 batches are an epoch, whose last step has one: it ends with step 7.
+        ({"steps": 9, "sequence": 96, "device-memory": "2MiB", "host-memory": "4MiB"}, 6),
+    ],
+)
 def test_ctrl_c_ends_after_the_step_and_the_run_goes_on_to_the_same_bits(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: dict[str, Any],
+    step: int,
 ) -> None:
-    more = {"steps": 5, "accumulation": 1}
     assert cli.main(arguments(place, "whole", **more)) == 0
     with monkeypatch.context() as patched:
-        ends_at(patched, 1, signals=1)
+        ends_at(patched, step, signals=1)
         assert cli.main(arguments(place, "cut", **more)) == 130
     said = capsys.readouterr().out
     assert "stopping in a moment" in said
-    assert "checkpoint of step 2" in said
+    assert f"checkpoint of step {step + 1}" in said
     assert cli.main(["finetune", "--resume", f"--output={place / 'cut'}"]) == 0
     whole, cut = tensors(place / "whole" / "model"), tensors(place / "cut" / "model")
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     steps = [r["step"] for r in lines(place / "cut") if "loss" in r]
-    assert steps == [1, 2, 3, 4, 5]
+    assert steps == list(range(1, more["steps"] + 1))
 
 
 def test_a_run_that_ended_between_its_last_step_and_its_result_is_finished(

@@ -5,7 +5,7 @@ strata estimate --model DIR --memory device=8GiB,host=24GiB --batch 4 --sequence
 The model is built without memory, its step is counted (meta_trace.py), and arithmetic and traffic
 become seconds by what --device achieves here, or by --flops and --device-bandwidth for another one.
 What `strata finetune` does by itself is done here, too: a loss without logits where these are many,
-and tiles of layers that are larger than the device. finetune asks smallest_device() before it reads
+and tiles of layers that are larger than the device. finetune asks rehearse() before it reads
 anything.
 """
 

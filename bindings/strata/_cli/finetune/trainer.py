@@ -74,7 +74,7 @@ def training_arguments(options: Options, device: str, rate: float) -> TrainingAr
         disable_tqdm=True,
         include_num_input_tokens_seen="all",
     )
-    arguments._n_gpu = min(1, arguments.n_gpu)
+    arguments._n_gpu = min(1, arguments.n_gpu)  # of several, the first trains
     return arguments
 
 
