@@ -45,6 +45,7 @@ else:
     _Base = object
 
 STATE_FOLDER = "strata"  # of a checkpoint
+TIERS = ("device", "host", "ssd")
 _KEYWORDS = [
     p.name
     for p in inspect.signature(wrap).parameters.values()
@@ -225,24 +226,35 @@ class TrainerMixin(_Base):
         """Adds to those of training what the tiers hold, what the plan is, and how near the step
         is to what no plan could be faster than."""
         if "loss" in logs and self.model.__dict__.get("_strata") is not None:
-            logs.update({**figures(self.model), **logs})
+            logs.update({**self.figures(), **logs})
         super().log(logs, *args, **kwargs)
+
+    def figures(self) -> dict[str, float]:
+        """What log() adds."""
+        return figures(self.model)
 
 
 def figures(model: nn.Module) -> dict[str, float]:
     """Numbers for a tracker, of a wrapped model as it is now. Sizes are in GiB."""
     now = report(model)
-    numbers = {f"strata_{tier}_gib": use.used / 2**30 for tier, use in now.tiers.items()}
+    numbers = held(model)
     speed = {
         "strata_step_seconds": now.measured_seconds,
         "strata_planned_seconds": now.predicted_seconds,
         "strata_percent_of_bound": now.percent_of_bound,
     }
-    speed["grad_norm"] = now.grad_norm
     numbers |= {name: value for name, value in speed.items() if value is not None}
     for way in {row.activation for row in now.planned} - {"keep"}:
         numbers[f"strata_units_{way}"] = sum(row.activation == way for row in now.planned)
     return numbers
+
+
+def held(model: nn.Module) -> dict[str, float]:
+    """The figures that cost nothing: what the tiers hold, and the norm of the last gradients."""
+    state = wrapped(model)
+    stats = state.session.stats()
+    numbers = {f"strata_{tier}_gib": stats[f"{tier}_bytes"] / 2**30 for tier in TIERS}
+    return numbers | ({"grad_norm": state.last_step["norm"]} if state.last_step else {})
 
 
 def give_adapters_values(model: nn.Module, seed: int = 0) -> None:

@@ -29,7 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..._config.choices import HOST
 from ..._runtime.wrapped import wrapped
 from ..._storage.checkpoint import load
-from ...integrations.transformers import STATE_FOLDER, TrainerMixin
+from ...integrations.transformers import STATE_FOLDER, TrainerMixin, held
 from .view import perplexity
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .view import View
 
 METRICS_NAME = "metrics.jsonl"
+FIGURES_SECONDS = 1.0  # for which those that are costly stand
 
 
 def training_arguments(options: Options, device: str, rate: float) -> TrainingArguments:
@@ -86,6 +87,8 @@ class Finetuner(TrainerMixin, Trainer):
     def __init__(self, model: Any, args: TrainingArguments, **more: Any) -> None:
         """`more`: as Trainer and TrainerMixin take it."""
         super().__init__(model, args, data_collator=default_data_collator, **more)
+        self._figured: dict[str, float] = {}
+        self._figured_until = 0.0
         self.remove_callback(PrinterCallback)
 
     def follow(self, follower: Follower) -> None:
@@ -114,6 +117,13 @@ class Finetuner(TrainerMixin, Trainer):
         if "loss" in logs:
             logs["tokens_per_second"] = self._follower.tokens_per_second
         super().log(logs, *args, **kwargs)
+
+    def figures(self) -> dict[str, float]:
+        """What tiers hold at every step; the rest, which takes milliseconds, every second."""
+        if time.monotonic() >= self._figured_until:
+            self._figured = super().figures()
+            self._figured_until = time.monotonic() + FIGURES_SECONDS
+        return {**self._figured, **held(self.model)}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Into checkpoints nothing: the training state has all parameters."""
