@@ -26,6 +26,7 @@ BENCHES = {
     "give-way": "computation beside a worker on the same cores, under each way to step back",
     "capacity": "the largest Llama that trains within 2 GiB of memory and 20 GB of SSD",
     "lock": "how long the core's lock is held in steady steps; checksums of a fast disk's pages",
+    "trainer": "a step of Trainer with the mixin, over the same step of a loop",
     "grad": "clip_grad_norm_ on a wrapped model: time, and bytes that move",
     "wrap": "what a wrapped module costs when its parameters are there already",
     "plan-error": "predicted against measured step time, in six settings",

@@ -57,7 +57,7 @@ QUICK = Shape(64, 2, 512, 32, 4, 2, 200_000)
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to learn from, and tokens to be judged by."""
+    """Windows of tokens to learn from, and such to be judged by."""
 
     training: np.ndarray[Any, Any]
     held_out: np.ndarray[Any, Any]
@@ -84,24 +84,27 @@ class Outcome:
 
 
 def prepare(shape: Shape, folder: Path) -> Text:
-    """Finds the text and turns it into tokens, as files in `folder`."""
-    from strata._cli.finetune.text import find_documents, split, tokenize, train_tokenizer
+    """Finds the text and turns it into windows of tokens, with files in `folder`."""
+    from strata._cli.finetune.data import limited, split, train_tokenizer
+    from strata._cli.finetune.encode import encoded, packed
+    from strata._cli.finetune.files import find_sources, read_sources
 
-    documents = find_documents([sysconfig.get_path("stdlib")], shape.text_bytes, TEXT_SEED)
-    training, held_out = split(documents, HELD_OUT, TEXT_SEED)
-    tokenizer = train_tokenizer((d.text for d in training), shape.vocabulary)
-    return Text(
-        tokenize(tokenizer, training, folder / "training.bin"),
-        tokenize(tokenizer, held_out, folder / "held_out.bin"),
-    )
+    found = read_sources(find_sources([sysconfig.get_path("stdlib")]), HELD_OUT, folder)
+    (rows,) = limited(list(found), shape.text_bytes, TEXT_SEED)
+    parts = split(rows, HELD_OUT, TEXT_SEED)
+    tokenizer = train_tokenizer((row["text"] for row in parts[0]), shape.vocabulary)
+    windows = []
+    for name, part in zip(("training", "held_out"), parts, strict=True):
+        tokens = encoded(part, tokenizer, folder / f"{name}-tokens.arrow")
+        taken = packed(tokens, shape.sequence, folder / f"{name}.arrow")
+        windows.append(np.array(taken["input_ids"][:], dtype=np.int64))
+    return Text(*windows)
 
 
 def train(mode: Mode, seed: int, shape: Shape, text: Text, folder: Path) -> Outcome:
     """Trains from the beginning. The same seed sees the same weights and the same text."""
-    from strata._cli.finetune.text import Windows
-
     begin = time.perf_counter()
-    windows = Windows(text.training, shape.sequence, seed)
+    order = np.random.default_rng(seed).permutation(len(text.training))
     side = open_side(mode, seed, shape, folder)
     try:
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -109,12 +112,13 @@ def train(mode: Mode, seed: int, shape: Shape, text: Text, folder: Path) -> Outc
         )
         losses = []
         for step in range(shape.steps):
-            side.batch = windows.batch(step, 1)
+            window = order[step % len(order)]
+            side.batch = torch.from_numpy(text.training[window : window + 1])
             losses.append(side.step())
             schedule.step()
         stats = side.session.stats()  # before evaluation, whose forwards would count too
         side.synchronize()
-        held_out = evaluate(side.model, Windows(text.held_out, shape.sequence, TEXT_SEED), shape)
+        held_out = evaluate(side.model, text.held_out[: shape.held_out_windows])
         return Outcome(
             mode.name,
             seed,
@@ -146,12 +150,12 @@ def rate(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, windows: Any, shape: Shape) -> float:
-    """The mean loss of the first held-out windows."""
+def evaluate(model: torch.nn.Module, windows: np.ndarray[Any, Any]) -> float:
+    """The mean loss of windows."""
     model.eval()
     losses = []
-    for window in range(min(shape.held_out_windows, windows.count)):
-        batch = windows.batch(window, 1)
+    for window in windows:
+        batch = torch.from_numpy(window[None])
         losses.append(float(model(input_ids=batch, labels=batch).loss))
     return sum(losses) / len(losses)
 

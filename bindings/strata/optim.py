@@ -76,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled or not isinstance(optimizer, StrataOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        if args or kwargs:
+        if any(given is not None for given in (*args, *kwargs.values())):  # Accelerate gives None
             raise RuntimeError("GradScaler.step() of a wrapped optimizer takes no closure")
         scale, _ = self._check_scale_growth_tracker("step")
         record = self._per_optimizer_states[id(optimizer)]

@@ -1,6 +1,7 @@
 """Trainer of Transformers over a wrapped model, with the mixin and without: as over a plain one."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,63 @@ def test_a_model_without_values_is_read_into_pages(tmp_path: Path) -> None:
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for p, q in zip(back.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(p, q.detach().clone())
+
+
+def test_updates_that_take_gradients_as_they_come_tell_their_norm(tmp_path: Path) -> None:
+    trainer = mixed_trainer(tmp_path, keywords={"update": "in_backward"}, max_grad_norm=0.0)
+    trainer.train()
+    expected = plain(tmp_path / "plain", max_grad_norm=0.0)
+    assert same(losses(expected), losses(trainer))
+    norms = [
+        [r["grad_norm"] for r in t.state.log_history if "loss" in r] for t in (expected, trainer)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_losses_of_float16_are_scaled(tmp_path: Path) -> None:
+    trainer = mixed_trainer(tmp_path, keywords={"dtype": torch.float16})
+    trainer.train()
+    assert trainer.accelerator.scaler.get_scale() > 1
+    expected = plain(tmp_path / "plain")
+    assert same(losses(expected), losses(trainer), 1e-2)
+    histories = (expected.state.log_history, trainer.state.log_history)
+    norms = [[row["grad_norm"] for row in history if "loss" in row] for history in histories]
+    finite = [pair for pair in zip(*norms, strict=True) if math.isfinite(pair[1])]
+    assert len(finite) >= 2
+    for one, other in finite:
+        assert other == pytest.approx(one, rel=0.1)
+    again = mixed_trainer(tmp_path, keywords={"dtype": torch.float16})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert losses(again) == losses(trainer)
+
+
+@pytest.mark.representative
+@pytest.mark.parametrize("update", ["on_step", "in_backward"])
+def test_a_recorded_step_without_memory_is_run_again_with_all_its_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    more = {"gradient_accumulation_steps": 2} if update == "on_step" else {"max_grad_norm": 0.0}
+    seen: list[torch.Tensor] = []
+    compute = Trainer.compute_loss
+
+    def failing(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = compute(self, model, inputs, *args, **kwargs)
+        if model.training:
+            seen.append(inputs["input_ids"])
+            if len(seen) == 2:
+                raise torch.OutOfMemoryError("no room")
+        return loss
+
+    expected = plain(tmp_path / "plain", **more)
+    trainer = mixed_trainer(tmp_path, keywords={"update": update}, **more)
+    monkeypatch.setattr(Mixed, "compute_loss", failing)
+    if update == "in_backward":
+        with pytest.raises(strata.StrataError, match="step 2 ran out of device memory: no room"):
+            trainer.train()
+        return
+    trainer.train()
+    assert [torch.equal(seen[i], seen[i + 2]) for i in (0, 1)] == [True, True]
+    assert same(losses(expected), losses(trainer), 1e-4)
 
 
 def test_evaluation_alone_wraps_the_model(tmp_path: Path) -> None:

@@ -60,4 +60,5 @@ def wrong(capsys: pytest.CaptureFixture[str], told: list[str]) -> str:
     except SystemExit as exit_:
         status = exit_.code  # type: ignore[assignment]
     assert status in (1, 2)
-    return capsys.readouterr().err
+    # As one line: refusals of options stand in a box.
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -1,6 +1,5 @@
 """The main job, end to end on a tiny model: train, stop, continue, save, and refuse nonsense."""
 
-import json
 import re
 import signal
 import subprocess
@@ -11,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from finetune_runs import ENVIRONMENT, LINES, arguments, lines, tensors, wrong
 from strata._cli import main as cli
 from strata._cli.finetune import run as finetune
 from strata._cli.finetune.interrupt import Interrupt
-from strata._cli.finetune.metrics import Metrics
-from strata._cli.finetune.options import Options, add_arguments, finish
-from strata._cli.options import Parser
+from strata._cli.finetune.options import Options, parse
+from strata._cli.finetune.trainer import Finetuner
 from strata._config import machine
 from strata._profiling import probes
 from strata.nn import causal_lm
@@ -33,8 +32,8 @@ def test_a_run_learns_and_leaves_a_model_that_transformers_loads(
     said = capsys.readouterr().out
     for expected in ("step 20/20", "held-out loss", "tokens/s", "plain PyTorch", "perplexity"):
         assert expected in said
-    assert lines(out)[-2]["ssd_bytes"] > 0
-    evaluations = [r["held_out_loss"] for r in lines(out) if "held_out_loss" in r]
+    assert lines(out)[-2]["strata_ssd_gib"] > 0
+    evaluations = [r["eval_loss"] for r in lines(out) if "eval_loss" in r]
     assert evaluations[-1] < evaluations[0] - 0.5
     assert [r["step"] for r in lines(out) if "loss" in r] == list(range(1, 21))
     assert (out / "progress.png").read_bytes()[:4] == b"\x89PNG"
@@ -58,12 +57,12 @@ def test_a_resumed_run_is_bitwise_equal_to_one_that_went_through(place: Path) ->
     saving = arguments(place, "cut", steps=6, **{"save-every": 2, "eval-every": 0})
     script = (
         "import sys, os; from strata._cli import main as cli\n"
-        "from strata._cli.finetune import run as finetune\n"
-        "train = finetune._Training._train_step\n"
-        "def dying(self):\n"
-        "    if self._step == 3: os._exit(9)\n"
-        "    return train(self)\n"
-        "finetune._Training._train_step = dying\n"
+        "from strata._cli.finetune.trainer import Finetuner\n"
+        "train = Finetuner.training_step\n"
+        "def dying(self, *batch):\n"
+        "    if self.state.global_step == 3: os._exit(9)\n"
+        "    return train(self, *batch)\n"
+        "Finetuner.training_step = dying\n"
         "cli.main(sys.argv[1:])\n"
     )
     assert (
@@ -96,11 +95,11 @@ def test_the_same_command_computes_in_the_same_dtype_however_busy_the_machine(
     more: dict[str, Any] = {"device-memory": "2MiB", "host-memory": "4MiB", "save-every": 1}
     for name in ("one", "two"):
         assert cli.main(arguments(place, name, steps=1, dtype=None, **more)) == 0
-        assert json.loads((place / name / "options.json").read_text())["dtype"] == dtype
+        assert yaml.safe_load((place / name / "options.yaml").read_text())["dtype"] == dtype
     # A run keeps what it began with.
     monkeypatch.setattr(machine, "processor_flags", lambda: {"avx512_bf16"} - flags)
     assert cli.main(["finetune", "--resume", f"--output={place / 'one'}", "--steps=2"]) == 0
-    assert json.loads((place / "one" / "options.json").read_text())["dtype"] == dtype
+    assert yaml.safe_load((place / "one" / "options.yaml").read_text())["dtype"] == dtype
 
 
 def test_a_device_that_is_too_small_is_refused_before_anything_is_read(
@@ -116,7 +115,7 @@ def test_a_device_that_is_too_small_is_refused_before_anything_is_read(
     assert "MiB would do" in said
     said = wrong(capsys, arguments(place, **{"host-memory": "900TiB"}))
     assert "this machine has" in said
-    assert not (place / "out" / "options.json").exists()
+    assert not (place / "out" / "options.yaml").exists()
 
 
 def test_what_killed_processes_left_goes_before_free_space_is_looked_at(
@@ -186,10 +185,10 @@ def test_a_loss_is_chunked_only_where_the_model_leaves_its_logits_alone() -> Non
 
 def test_a_saved_model_is_trained_further(place: Path) -> None:
     assert cli.main(arguments(place, "first", steps=10)) == 0
-    before = lines(place / "first")[-1]["held_out_loss"]
+    before = lines(place / "first")[-1]["eval_loss"]
     again = arguments(place, "second", steps=1, model=place / "first" / "model", lr=None)
     assert cli.main(again) == 0
-    first = lines(place / "second")[0]["held_out_loss"]
+    first = lines(place / "second")[0]["eval_loss"]
     assert first == pytest.approx(before, abs=0.02)
     assert (place / "second" / "model" / "tokenizer.json").exists()
 
@@ -203,20 +202,32 @@ def test_a_saved_model_is_trained_further(place: Path) -> None:
 )
 def test_other_updates_learn_too(place: Path, more: dict[str, Any]) -> None:
     assert cli.main(arguments(place, steps=12, **more)) == 0
-    losses = [r["held_out_loss"] for r in lines(place / "out") if "held_out_loss" in r]
+    losses = [r["eval_loss"] for r in lines(place / "out") if "eval_loss" in r]
     assert losses[-1] < losses[0] - 0.2
 
 
 def test_float16_scales_its_loss_and_goes_on_with_the_same_scale(place: Path) -> None:
-    common = {"dtype": "float16", "save-every": 2, "eval-every": 0}
-    assert cli.main(arguments(place, steps=2, **common)) == 0
-    saved = json.loads((place / "out" / "checkpoint" / "manifest.json").read_text())["extra"]
-    assert saved["scaler"]["scale"] > 1
-    output = f"--output={place / 'out'}"
-    assert cli.main(["finetune", "--resume", output, "--steps=4"]) == 0
-    after = json.loads((place / "out" / "checkpoint" / "manifest.json").read_text())["extra"]
-    kept = after["scaler"]["_growth_tracker"] - saved["scaler"]["_growth_tracker"]
-    assert kept == 2 or after["scaler"]["scale"] < saved["scaler"]["scale"]
+    common = {"dtype": "float16", "save-every": 2, "eval-every": 0, "steps": 4}
+
+    def scaler(step: int) -> dict[str, Any]:
+        file = place / "out" / f"checkpoint-{step}" / "scaler.pt"
+        return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+
+    def save_and_stop(self: Any, *batch: Any) -> Any:
+        if self.state.global_step == 2:
+            raise KeyboardInterrupt
+        return train(self, *batch)
+
+    train = Finetuner.training_step
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Finetuner, "training_step", save_and_stop)
+        assert cli.main(arguments(place, **common)) == 130
+    saved = scaler(2)
+    assert saved["scale"] > 1
+    assert cli.main(["finetune", "--resume", f"--output={place / 'out'}"]) == 0
+    after = scaler(4)
+    kept = after["_growth_tracker"] - saved["_growth_tracker"]
+    assert kept == 2 or after["scale"] < saved["scale"]
 
 
 def test_ctrl_c_saves_says_how_to_continue_and_leaves_nothing(place: Path) -> None:
@@ -259,11 +270,11 @@ def test_the_second_ctrl_c_stops_at_once_and_the_handler_comes_back() -> None:
         ({"model": "llama-111m"}, "did you mean 'llama-110m'"),
         ({"device-memory": "64MiBB"}, "unknown unit 'MiBB'"),
         ({"device-memroy": "64MiB"}, "did you mean '--device-memory'"),
-        ({"dtype": "int8"}, "invalid choice: 'int8'"),
+        ({"dtype": "int8"}, "invalid choice 'int8'"),
         ({"ssd-path": "/nowhere"}, "/nowhere is not a folder"),
         ({"ssd-path": None}, "--ssd-memory needs --ssd-path"),
         ({"data": "/nowhere"}, "no data at /nowhere"),
-        ({"sequence": 100_000, "device-memory": None}, "less than one sequence"),
+        ({"sequence": 100_000, "device-memory": None}, "less than a batch"),
         ({"device-memory": "8KiB"}, "device"),
         ({"data": None}, "--data is needed"),
         ({"update": "in-backward"}, "did you mean 'in_backward'"),
@@ -276,7 +287,7 @@ def test_the_second_ctrl_c_stops_at_once_and_the_handler_comes_back() -> None:
         ),
         ({"workers": 100_000}, "--workers: workers must be from 1 to 1024, not 100000"),
         ({"seed": 2**64}, "--seed: 18446744073709551616 is more than can be counted"),
-        ({"state-dtype": "4bit"}, "invalid choice: '4bit'"),
+        ({"state-dtype": "4bit"}, "invalid choice '4bit'"),
         ({"steps": "abc"}, "--steps: 'abc' is not a positive whole number"),
         ({"batch": 0}, "--batch: '0' is not a positive whole number"),
         ({"seed": "x"}, "--seed: 'x' is not a whole number of at least 0"),
@@ -291,9 +302,7 @@ def test_a_wrong_call_is_refused_in_words(
     assert expected in wrong(capsys, arguments(place, **change))
 
 
-def test_an_earlier_run_is_not_overwritten(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_run_is_not_overwritten(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no data" in wrong(capsys, arguments(place, data="/nowhere"))  # that was not a run
     assert cli.main(arguments(place, steps=1)) == 0
     output = f"--output={place / 'out'}"
@@ -303,11 +312,6 @@ def test_an_earlier_run_is_not_overwritten(
     assert "holds an earlier run" in wrong(capsys, arguments(place))
     assert "seed was 0" in wrong(capsys, ["finetune", "--resume", output, "--seed=5"])
     assert "there is no run" in wrong(capsys, ["finetune", "--resume", "--output=/nowhere"])
-    with monkeypatch.context() as patched:  # a checkpoint that a loop of the user's wrote there
-        patched.setattr(finetune.checkpoint, "load", lambda *_: {"step": 1})
-        said = wrong(capsys, ["finetune", "--resume", output])
-    assert f"{place / 'out' / 'checkpoint'} was not written by strata finetune" in said
-    assert "its extra has no 'identity', 'position'" in said
     assert cli.main([*arguments(place, steps=1), "--overwrite"]) == 0
 
 
@@ -321,37 +325,42 @@ def test_commands_are_listed_and_the_nearest_is_named(capsys: pytest.CaptureFixt
     assert "llama-1b" in capsys.readouterr().out
 
 
-def test_every_option_has_a_flag_and_a_default() -> None:
-    parser = Parser()
-    add_arguments(parser)
-    options = finish(parser, ["--model", "llama-10m", "--data", "a", "b"])
-    assert options == Options(model="llama-10m", data=["a", "b"])
-    updates = finish(parser, ["--model", "a", "--data", "b", "--max-grad-norm=0"]).updates()
+def test_every_option_has_a_flag_and_a_default(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ["--model=a", "--data", "b", "c"]
+    options = parse(told, None)
+    given = {"model": "a", "data": ("b", "c")}
+    assert options == Options().replaced("start", **given)
+    with pytest.raises(SystemExit):
+        parse(["--help"], None)
+    shown = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in shown for name in options.flat())
+    updates = parse([*told, "--max-grad-norm=0"], None).updates()
     assert updates["max_grad_norm"] is None
     assert updates["state_dtype"] is torch.float32
-    told = ["--model", "a", "--data", "b", "--update=in_backward", "--state-dtype=8bit"]
-    updates = finish(parser, told).updates()
+    updates = parse([*told, "--update=in_backward", "--state-dtype=8bit"], None).updates()
     assert (updates["max_unit_norm"], updates["skip_nonfinite"]) == (1.0, False)
     assert updates["state_dtype"] == "8bit"
-    assert finish(parser, [*told[:4], "--update=lock-free:0"]).updates()["skip_nonfinite"]
+    assert parse([*told, "--update=lock-free:0"], None).updates()["skip_nonfinite"]
 
 
-def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
-    options = Options(steps=100, warmup=10)
-    rates = [options.rate(step, 1.0) for step in range(100)]
-    assert rates[0] == pytest.approx(1 / 11)
-    assert max(rates) == rates[10] == 1.0
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(0.1, abs=0.01)
-
-
-def test_metrics_survive_a_line_that_was_cut_short(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    Metrics(path, keep=False).add_evaluation(0, 0.0, 9.0)
-    with open(path, "a") as file:
-        file.write('{"step": 1, "lo')
-    metrics = Metrics(path, keep=True)
-    metrics.add_evaluation(2, 1.0, 8.0)
-    assert [record["step"] for record in lines(tmp_path)] == [0, 2]
-    metrics.forget_after(1)
-    assert [record["step"] for record in Metrics(path, keep=True).evaluations] == [0]
+def test_options_come_from_a_file_and_the_command_line_wins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: a\ndata: [b, c]\nlr: 1e-4\ndevice-memory: 256MiB\noverwrite: true\n")
+    options = parse(["--lr=0.5", f"--config={file}", "--data", "d"], None)
+    assert options.start.data == ("d",)
+    assert (options.training.lr, options.memory.device_memory) == (0.5, "256MiB")
+    assert options.results.overwrite
+    options.save(tmp_path)
+    again = parse([f"--config={tmp_path / 'options.yaml'}"], None)
+    run_alone = {"config": None, "overwrite": False}
+    assert again.flat() | run_alone == options.flat() | run_alone
+    for text, expected in (
+        ("modle: a", "unknown option 'modle': did you mean 'model'"),
+        ("device_memory: 256", "'256' has no unit"),
+        ("- a", "holds no options"),
+        ("a: [", "is not YAML"),
+    ):
+        file.write_text(text)
+        assert expected in wrong(capsys, ["finetune", f"--config={file}"])

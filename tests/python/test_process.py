@@ -240,7 +240,7 @@ torch.ones(2, 2, requires_grad=True).sum().backward()
 before = state()
 import strata
 from strata._profiling import calibrate
-from strata._cli.finetune import metrics
+from strata._cli.finetune import picture
 from strata._report import html_report
 
 speeds = {f"{lane}_bytes_s": 1e9 for lane in ("upload", "download", "read", "write")}
@@ -258,11 +258,9 @@ for _ in range(4):
     optimizer.step()
     optimizer.zero_grad()
 assert "svg" in html_report.page(strata.report(model))
-step = {"seconds": 1.0, "loss": 1.0, "host_bytes": 1}
+step = {"seconds": 1.0, "loss": 1.0, "strata_host_gib": 1.0}
 from pathlib import Path
-figures = metrics.Metrics(Path(sys.argv[1]) / "metrics.jsonl", keep=False)
-figures._append(step)
-metrics.draw(figures, {"host": 1}, Path(sys.argv[1]) / "chart.png", "")
+picture.draw([step], {"host": 1}, Path(sys.argv[1]) / "chart.png", "")
 strata.unwrap(model)
 assert (found := changed(before, state())) == {}, found
 """

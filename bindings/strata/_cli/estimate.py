@@ -5,7 +5,7 @@ strata estimate --model DIR --memory device=8GiB,host=24GiB --batch 4 --sequence
 The model is built without memory, its step is counted (meta_trace.py), and arithmetic and traffic
 become seconds by what --device achieves here, or by --flops and --device-bandwidth for another one.
 What `strata finetune` does by itself is done here, too: a loss without logits where these are many,
-and tiles of layers that are larger than the device. finetune asks smallest_device() before it reads
+and tiles of layers that are larger than the device. finetune asks rehearse() before it reads
 anything.
 """
 
@@ -36,6 +36,7 @@ from .._torch_compat import SHAPES_LOGGER, FakeTensorMode
 from ..nn.causal_lm import chunk_many, is_chunked
 from ..nn.replace import put_tiles
 from ..nn.tiles import Tiled
+from .lora import add_adapters
 from .models import build, choose, config_file
 from .options import budgets_of
 from .planner import machine_of, reply, show
@@ -57,6 +58,7 @@ class Step:
     memory: Mapping[str, int]  # bytes by tier
     device: str  # the core's name
     options: Options  # as strata.wrap() would be called, with a dtype
+    lora: str | None = None  # adapters, as lora.py reads them
 
     @property
     def tokens(self) -> int:
@@ -88,6 +90,8 @@ def count(step: Step) -> tuple[Any, CountedStep]:
         model = build(config, **made_as).train()
         try:
             chunk_many(model, step.tokens)
+            if step.lora:
+                add_adapters(model, step.lora)
             put_tiles(model, tiles_wanted(model, step.options, step.memory["device"]))
             ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
             counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss)

@@ -43,10 +43,12 @@ def finetune(arguments: Sequence[str]) -> int:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Train a 112 M-parameter Llama on Python's own library, in far less memory than it needs."""
-    from .finetune import options
+    """Train a Llama of over 100 M parameters, in far less memory than it needs."""
+    from .finetune import demo, options
 
-    return _train(options.parse_demo(arguments))
+    told = options.parse(arguments, demo.__doc__, demo.preset())
+    demo.write_tales()
+    return _train(told)
 
 
 def _train(options: Any) -> int:
@@ -58,7 +60,7 @@ def _train(options: Any) -> int:
 def report(arguments: Sequence[str]) -> int:
     """Show a saved report: as text, as a page with charts, as a trace for ui.perfetto.dev."""
     from .._report.reports import Report
-    from .finetune.options import Parser
+    from .options import Parser
 
     parser = Parser(prog="strata report", description=report.__doc__)
     parser.add_argument("report", metavar="REPORT.json", help="what Report.save() wrote")
@@ -166,7 +168,7 @@ def _run(arguments: list[str]) -> int:
     from .._storage.checkpoint_files import CheckpointError
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for library in ("httpx", "matplotlib", "transformers"):
+    for library in ("accelerate", "datasets", "httpx", "matplotlib", "peft", "transformers"):
         logging.getLogger(library).setLevel(logging.WARNING)
     try:
         return command(arguments[1:])

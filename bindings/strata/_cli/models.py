@@ -29,11 +29,12 @@ class Choice:
     config: Any
     weights: Path | None
     tokenizer: Path | None
+    trusted: bool = False  # code that comes with it may run
 
     def build(self, device: str = "meta") -> nn.Module:
         """The model, on the meta device unless asked otherwise: no parameter has memory yet."""
         with torch.device(device):
-            return build(self.config, dtype=torch.float32)
+            return build(self.config, dtype=torch.float32, trust_remote_code=self.trusted)
 
     def adopt(self, tokenizer: Any) -> None:
         """Makes the special tokens of a fresh model those of its tokenizer.
@@ -51,11 +52,12 @@ class Choice:
         if self.tokenizer is None:
             return None
         with _plain_refusals(f"the tokenizer in {self.tokenizer} cannot be read"):
-            return AutoTokenizer.from_pretrained(self.tokenizer)
+            return AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trusted)
 
 
-def choose(name: str, vocabulary: int | None, positions: int) -> Choice:
+def choose(name: str, vocabulary: int | None, positions: int, trusted: bool = False) -> Choice:
     """Finds the model. `positions`: the longest sequence that a fresh named one will see.
+    `trusted`: code that comes with the model may run.
 
     Raises ValueError, naming the nearest valid name, for what is neither a folder, a file nor a
     size, and for a folder or file that holds no causal language model.
@@ -66,12 +68,13 @@ def choose(name: str, vocabulary: int | None, positions: int) -> Choice:
         config = llama_config(shape, vocabulary or VOCABULARY, max(2048, positions))
         return Choice(name, config, None, None)
     if path.is_file():
-        config = _config(path)
+        config = _config(path, trusted)
         if vocabulary is not None:
             config.vocab_size = vocabulary
-        return Choice(path.parent.name or name, config, None, _tokenizer_in(path.parent))
+        tokenizer = _tokenizer_in(path.parent)
+        return Choice(path.parent.name or name, config, None, tokenizer, trusted)
     if path.is_dir():
-        return _saved(path, vocabulary)
+        return _saved(path, vocabulary, trusted)
     raise ValueError(
         f"--model {name!r} is neither a folder, nor a config.json, nor a size: "
         + nearest(name, MODEL_SIZES)
@@ -113,7 +116,7 @@ def _plain_refusals(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {why}") from error
 
 
-def _saved(path: Path, vocabulary: int | None) -> Choice:
+def _saved(path: Path, vocabulary: int | None, trusted: bool) -> Choice:
     config = config_file(path)
     if not any(path.glob("*.safetensors")):
         raise ValueError(
@@ -124,13 +127,21 @@ def _saved(path: Path, vocabulary: int | None) -> Choice:
     tokenizer = _tokenizer_in(path)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer beside its weights")
-    return Choice(path.resolve().name, _config(config), path, tokenizer)
+    found = _config(config, trusted)
+    found.name_or_path = str(path)  # what adapters remember as their base
+    return Choice(path.resolve().name, found, path, tokenizer, trusted)
 
 
-def _config(file: Path) -> Any:
+def _config(file: Path, trusted: bool) -> Any:
+    own_code = '"auto_map"' in file.read_text(errors="replace")
+    if own_code and not trusted:
+        raise ValueError(
+            f"{file} describes a model with code of its own: --trust-remote-code runs it"
+        )
+    place = file.parent if own_code else file  # code lies beside it
     with _plain_refusals(f"{file} does not describe a model of Transformers"):
-        config = AutoConfig.from_pretrained(file)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trusted)
+    if not own_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{file}: {config.model_type!r} is not a causal language model")
     return config
 

@@ -23,12 +23,8 @@ from .._config.choices import (
     IO_ENGINES,
     SPEED_OF,
     STATE_DTYPES,
-    as_written,
     check_split,
-    count,
     folder,
-    fraction,
-    number,
     page_size,
     parse_count,
     parse_device,
@@ -45,15 +41,9 @@ if TYPE_CHECKING:
 
 # What options take, and how help calls that; all others take any text.
 _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
-    (positive, "N", ("--steps", "--batch", "--sequence", "--accumulation", "--split")),
-    (positive, "N", ("--vocabulary", "--eval-windows")),
-    (count, "N", ("--warmup", "--seed", "--eval-every", "--save-every", "--generate")),
+    (positive, "N", ("--steps", "--batch", "--sequence", "--split")),
     (workers, "N", ("--workers",)),
-    (number, "RATE", ("--lr", "--weight-decay")),
-    (number, "NORM", ("--max-grad-norm",)),
-    (fraction, "PART", ("--held-out",)),
-    (parse_size, "SIZE", ("--device-memory", "--host-memory", "--ssd-memory")),
-    (parse_size, "SIZE", ("--data-limit", "--ssd-endurance")),
+    (parse_size, "SIZE", ("--ssd-endurance",)),
     (page_size, "SIZE", ("--page-size",)),
     (parse_speed, "SPEED", ("--upload-speed", "--download-speed", "--device-bandwidth")),
     (parse_speed, "SPEED", ("--ssd-read-speed", "--ssd-write-speed")),
@@ -70,8 +60,7 @@ CHOICES = {
     "--io-engine": IO_ENGINES,
     "--state-dtype": STATE_DTYPES,
 }
-AS_WRITTEN = ("SIZE", "NAME", "MODE")  # what finetune remembers as people wrote it
-SEVERAL = ("--ssd-path", "--data")
+SEVERAL = ("--ssd-path",)
 MODEL = "DIR|CONFIG|SIZE"
 # What help says of an option, whichever command takes it.
 DEFAULT = "default: %(default)s"
@@ -113,16 +102,15 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def adder(group: Any, written: bool = False) -> Callable[..., None]:
+def adder(group: Any) -> Callable[..., None]:
     """What adds options to a parser or a group of one: add(name, help, **more), as argparse takes
-    more. `written`: sizes, devices and modes stay as people write them."""
+    more."""
 
     def add(name: str, help: str, **more: Any) -> None:
         if name in CHOICES:
             more = {"choices": CHOICES[name], **more}
         elif name in KINDS:
             parse, metavar = KINDS[name]
-            parse = as_written(parse) if written and metavar in AS_WRITTEN else parse
             more = {"type": worded(parse), "metavar": metavar, **more}
         if name in SEVERAL:
             more["nargs"] = "+"

@@ -12,6 +12,10 @@ neither is in memory as a whole.
 Note [A checkpoint is whole or not chosen]. The Trainer writes trainer_state.json behind everything
 else, and removes older checkpoints behind that. So a checkpoint without a readable one is of a run
 that was killed while it wrote; resume_from_checkpoint=True takes the newest that has one.
+
+Note [A step that is tried again]. The first step of each shape is recorded, and may run out of
+device memory. Then its gradients are dropped and all its batches run again, which takes less, from
+the random state that the step began with: the bits are those of a step that had enough.
 """
 
 from __future__ import annotations
@@ -28,10 +32,11 @@ import torch
 from torch import nn
 
 from .._api import report, wrap
-from .._errors import nearest
+from .._errors import StrataError, nearest
 from .._runtime.optimizer import StrataOptimizer
+from .._runtime.wrapped import wrapped
 from .._storage.checkpoint import load, save
-from ..optim import Lion
+from ..optim import GradScaler, Lion
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -39,6 +44,7 @@ else:
     _Base = object
 
 STATE_FOLDER = "strata"  # of a checkpoint
+TIERS = ("device", "host", "ssd")
 _KEYWORDS = [
     p.name
     for p in inspect.signature(wrap).parameters.values()
@@ -78,7 +84,11 @@ class TrainerMixin(_Base):
         self._strata_keywords = _checked(dict(keywords or {}))
         if given is not None:
             check_arguments(given)
+        self._window: list[tuple[Any, Any]] = []  # batches of the step so far, and their items
+        self._window_rng: list[torch.Tensor] = []
         super().__init__(*args, **kwargs)
+        if self._strata_keywords.get("dtype") is torch.float16:
+            self.accelerator.scaler = GradScaler()  # autocast, which has one, is not in use
 
     # Where the model is ---------------------------------------------------------------------------
 
@@ -116,6 +126,63 @@ class TrainerMixin(_Base):
             self.create_optimizer()
         return super()._wrap_model(model, training=training, dataloader=dataloader)
 
+    # The step -------------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Forward and backward of a batch. See Note [A step that is tried again]. Raises
+        StrataError where memory runs out and the step cannot take less."""
+        if not self._window:
+            self._window_rng = _rng_states()
+        self._window.append((inputs, num_items_in_batch))
+        try:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        except torch.OutOfMemoryError as error:
+            self._refuse_second_try(error)
+            loss = None
+        while loss is None:  # out of the handler, and so without the graph
+            loss = self._try_again(model)
+        if self.accelerator.sync_gradients:
+            self._window.clear()
+        return loss
+
+    def _try_again(self, model: nn.Module) -> torch.Tensor | None:
+        """The loss of the last batch. None: there was no room for the step again."""
+        model.zero_grad()
+        _set_rng_states(self._window_rng)
+        try:
+            for inputs, items in self._window:
+                loss = super().training_step(model, inputs, items)
+        except torch.OutOfMemoryError as error:
+            self._refuse_second_try(error)
+            return None
+        return loss
+
+    def _refuse_second_try(self, error: torch.OutOfMemoryError) -> None:
+        """Raises where another try would need as much, or gradients are used already."""
+        state = wrapped(self.model)
+        used = state.config["update"] == "in_backward"
+        if used or state.planning is None or not state.planning.recording.may_try_smaller:
+            self._window.clear()
+            why = "; ".join((str(error), *getattr(error, "__notes__", ())))
+            other = ", or update='on_step', whose first steps may try again with less," * used
+            raise StrataError(
+                f"step {self.state.global_step + 1} ran out of device memory: {why}; a smaller "
+                f"batch, a larger device budget{other} would help"
+            ) from error
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Accelerate divides gradients by the scale of the loss under its own autocast alone."""
+        scaler = self.accelerator.scaler
+        if isinstance(scaler, GradScaler):
+            scaler.unscale_(_inner(self.optimizer))
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Where nothing was clipped, the update finds the norm; log() tells it."""
+        return grad_norm
+
     # Checkpoints ----------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -131,6 +198,7 @@ class TrainerMixin(_Base):
                 f"{resume_from_checkpoint} is no complete checkpoint: trainer_state.json, which is "
                 "written last, is missing or cut"
             )
+        self._window.clear()  # of a training that was interrupted
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -157,14 +225,18 @@ class TrainerMixin(_Base):
         """Adds to those of training what the tiers hold, what the plan is, and how near the step
         is to what no plan could be faster than."""
         if "loss" in logs and self.model.__dict__.get("_strata") is not None:
-            logs.update(figures(self.model))
+            logs.update({**self.figures(), **logs})
         super().log(logs, *args, **kwargs)
+
+    def figures(self) -> dict[str, float]:
+        """What log() adds."""
+        return figures(self.model)
 
 
 def figures(model: nn.Module) -> dict[str, float]:
     """Numbers for a tracker, of a wrapped model as it is now. Sizes are in GiB."""
     now = report(model)
-    numbers = {f"strata_{tier}_gib": use.used / 2**30 for tier, use in now.tiers.items()}
+    numbers = held(model)
     speed = {
         "strata_step_seconds": now.measured_seconds,
         "strata_planned_seconds": now.predicted_seconds,
@@ -174,6 +246,14 @@ def figures(model: nn.Module) -> dict[str, float]:
     for way in {row.activation for row in now.planned} - {"keep"}:
         numbers[f"strata_units_{way}"] = sum(row.activation == way for row in now.planned)
     return numbers
+
+
+def held(model: nn.Module) -> dict[str, float]:
+    """The figures that cost nothing: what the tiers hold, and the norm of the last gradients."""
+    state = wrapped(model)
+    stats = state.session.stats()
+    numbers = {f"strata_{tier}_gib": stats[f"{tier}_bytes"] / 2**30 for tier in TIERS}
+    return numbers | ({"grad_norm": state.last_step["norm"]} if state.last_step else {})
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
@@ -242,6 +322,18 @@ def _checked(keywords: dict[str, Any]) -> dict[str, Any]:
         if word not in _KEYWORDS:
             raise TypeError(f"strata= has an unknown keyword {word!r}: {nearest(word, _KEYWORDS)}")
     return keywords
+
+
+def _rng_states() -> list[torch.Tensor]:
+    """Of the CPU, and of the GPU where there is one in use."""
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def _set_rng_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

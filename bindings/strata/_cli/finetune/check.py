@@ -71,26 +71,29 @@ def check(choice: Choice, options: Options, device: str) -> Wear:
     Raises StrataError for budgets larger than the machine, and for a device budget that the step
     does not fit into, with the numbers.
     """
-    endurance = parse_size(options.ssd_endurance) if options.ssd_endurance else None
-    wear = Wear(options.steps, endurance)
-    remove_leftovers(options.ssd_path or [])
-    given = parse_budgets(options.memory())
-    budget_check.check(given, device, options.ssd_path or [])
+    start, memory, training = options.start, options.memory, options.training
+    endurance = parse_size(memory.ssd_endurance) if memory.ssd_endurance else None
+    wear = Wear(training.steps, endurance)
+    remove_leftovers(memory.ssd_path)
+    given = parse_budgets(memory.budgets())
+    budget_check.check(given, device, memory.ssd_path)
     budgets = {
         "device": UNBOUNDED,
         "host": int(machine.free_host_bytes() * FREE_SHARE),
-        "ssd": int(machine.free_disk_bytes(options.ssd_path or []) * DISK_SHARE),
+        "ssd": int(machine.free_disk_bytes(memory.ssd_path) * DISK_SHARE),
         **given,
     }
     wrapped_with = WrapOptions(
-        dtype=getattr(torch, options.dtype),
-        page_size=options.page_size,
+        dtype=getattr(torch, memory.dtype),
+        page_size=memory.page_size,
         workers=1,
         **options.updates(),
     )
-    step = Step(choice.config, options.batch, options.sequence, budgets, device, wrapped_with)
+    step = Step(
+        choice.config, training.batch, start.sequence, budgets, device, wrapped_with, start.lora
+    )
     try:
-        found = rehearse(step, wishes_of(options.activations, options.split))
+        found = rehearse(step, wishes_of(memory.activations, memory.split))
     except ValueError as error:
         log.debug("nothing is known before the first step: %s", error)
         return wear
@@ -98,7 +101,7 @@ def check(choice: Choice, options: Options, device: str) -> Wear:
     if SURE_SHARE * least > budgets["device"]:
         raise StrataError(
             f"infeasible: the device budget is {format_size(budgets['device'])}, and a step of "
-            f"{options.batch} by {options.sequence} tokens needs about {format_size(least)}: "
+            f"{training.batch} by {start.sequence} tokens needs about {format_size(least)}: "
             f"--device-memory {write_size(least)} would do, or a smaller --batch or --sequence"
         )
     wear.bytes_per_step = found.written_bytes

@@ -1,199 +1,129 @@
-"""Files of a run: the tokens that it reads, and what an earlier run left in the output folder.
+"""What `strata finetune` reads: text files, and files of records, as rows of the datasets library.
 
-    claim(output, options)         # refuses, and removes nothing
-    with prepare(options, choice, output) as data:
-        remove_earlier(output)     # the new run is accepted
-        batch = data.training.batch(position=0, count=4)
-        data.keep()
+    sources = find_sources(["notes/", "chats.jsonl"])
+    for rows in read_sources(sources, piece_share=0.05, cache=work):     # datasets.Dataset
+        rows[0]["text"]
 
-The tokens and a trained tokenizer rest in the output folder; a resumed run takes them from there,
-so that it sees the very same text. Until keep() they are in a work folder (replacing.py), so that
-a run which is refused takes nothing away from an earlier one. Only files that a run writes are
-removed: by their names, and where they carry a mark, by that.
+A file that ends in .jsonl or .parquet holds records. Everything else that reads as UTF-8 is text:
+a document. Folders are searched recursively; hidden files and what is not text are passed over.
+Documents are cut into pieces at ends of lines, so that none of them is in memory as a whole, and so
+that a part of a single one can be held out.
 """
 
-import contextlib
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import xxhash
-from transformers import AutoTokenizer
+import datasets
+from datasets import Dataset, Features, Value
 
-from ..._config.sizes import parse_size
-from ..._storage.checkpoint_files import check_replaceable, foreign_files, remove_checkpoint
-from ..._storage.export import refuse_others, remove_export
-from ..._storage.replacing import WorkFolder, dead_folders, remove
-from ..models import Choice
-from .options import OPTIONS_NAME, Options
-from .text import Document, Windows, find_documents, split, tokenize, train_tokenizer
+from ..._errors import listed
 
-DATA_NAME, TOKENIZER_NAME = "data", "tokenizer"  # folders in the output
-READY_NAME = "ready.json"  # written last: the folder is then complete
-TOKEN_NAMES = ("training.bin", "held_out.bin")
-TOKENIZER_FILES = (  # as save_pretrained calls them
-    "added_tokens.json",
-    "chat_template.jinja",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
-TARGET = "tokens"
-PROMPT_CHARACTERS = 200
+SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "node_modules", "site-packages"})
+RECORDS = {".jsonl": "json", ".parquet": "parquet"}  # what the library calls their formats
+PIECE_CHARACTERS = 16_384
+TEXT = Features({"text": Value("large_string"), "ends": Value("bool")})
+
+
+class DataError(ValueError):
+    """The data cannot be used. The message names the files."""
 
 
 @dataclass(frozen=True)
-class Data:
-    """What a run reads. `prompt` is the beginning of a held-out document. keep() gives its files
-    their places in the output."""
+class Sources:
+    """Files in the order of their names."""
 
-    tokenizer: Any
-    training: Windows
-    held_out: Windows
-    fingerprint: str
-    prompt: str
-    documents: int
-    keep: Callable[[], None]
+    texts: list[Path]
+    records: list[Path]
 
 
-@contextlib.contextmanager
-def prepare(options: Options, choice: Choice, output: Path) -> Iterator[Data]:
-    """Finds the text and turns it into tokens. Raises DataError where there is too little of it."""
-    folder = output / DATA_NAME
-    if options.resume and (folder / READY_NAME).is_file():
-        yield _read(options, choice, folder, output / TOKENIZER_NAME, lambda: None)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in dead_folders(folder, TARGET):
-        remove(left)
-    with WorkFolder(folder, TARGET) as work:
-        try:
-            tokenizer = work.path / TOKENIZER_NAME
-            _tokenize_all(options, choice, tokenizer, work.path)
-            yield _read(options, choice, work.path, tokenizer, lambda: _place(work.path, output))
-        finally:
-            remove(work.path)
-            with contextlib.suppress(OSError):  # of a run that was refused
-                folder.rmdir()
+def find_sources(paths: Iterable[str | Path]) -> Sources:
+    """The files under `paths`.
 
-
-def _place(work: Path, output: Path) -> None:
-    """Moves tokens, and copies a tokenizer, whose folder may be on another disk."""
-    folder, tokenizer = output / DATA_NAME, output / TOKENIZER_NAME
-    (folder / READY_NAME).unlink(missing_ok=True)
-    if (work / TOKENIZER_NAME).is_dir():
-        tokenizer.mkdir(exist_ok=True)
-        for file in (work / TOKENIZER_NAME).iterdir():
-            shutil.copyfile(file, tokenizer / file.name)
-    for name in (*TOKEN_NAMES, READY_NAME):
-        os.replace(work / name, folder / name)
-    remove(work)
-
-
-def _read(
-    options: Options, choice: Choice, folder: Path, tokenizer: Path, keep: Callable[[], None]
-) -> Data:
-    ready = json.loads((folder / READY_NAME).read_text())
-    training, held_out = (_windows(folder / name, options) for name in TOKEN_NAMES)
-    return Data(
-        tokenizer=choice.load_tokenizer() or AutoTokenizer.from_pretrained(tokenizer),
-        training=training,
-        held_out=held_out,
-        fingerprint=ready["fingerprint"],
-        prompt=ready["prompt"],
-        documents=ready["documents"],
-        keep=keep,
-    )
-
-
-def _tokenize_all(options: Options, choice: Choice, trained: Path, folder: Path) -> None:
-    """`trained`: where a tokenizer goes that has to be trained."""
-    limit = None if options.data_limit is None else parse_size(options.data_limit)
-    documents = find_documents(options.data, limit, options.seed)
-    training, held_out = split(documents, options.held_out, options.seed)
-    tokenizer = choice.load_tokenizer()
-    if tokenizer is None:
-        tokenizer = train_tokenizer((d.text for d in training), choice.config.vocab_size)
-        tokenizer.save_pretrained(trained)
-    if len(tokenizer) > choice.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {choice.tokenizer} has {len(tokenizer)} tokens, the model's "
-            f"vocabulary {choice.config.vocab_size}"
-        )
-    digest = xxhash.xxh3_64()
-    for name, part in zip(TOKEN_NAMES, (training, held_out), strict=True):
-        digest.update(tokenize(tokenizer, part, folder / name).data)
-    ready = {
-        "fingerprint": digest.hexdigest(),
-        "documents": len(documents),
-        "prompt": _prompt(held_out[0]),
-    }
-    (folder / READY_NAME).write_text(json.dumps(ready))
-
-
-def _windows(path: Path, options: Options) -> Windows:
-    return Windows(np.memmap(path, dtype=np.uint32, mode="r"), options.sequence, options.seed)
-
-
-def _prompt(document: Document) -> str:
-    """The first lines of a document, up to the end of a word."""
-    text = document.text.lstrip()[:PROMPT_CHARACTERS]
-    end = max(text.rfind("\n"), text.rfind(" "))
-    return text[:end] if end > 0 else text
-
-
-CHECKPOINT_NAME, MODEL_NAME = "checkpoint", "model"
-RUN_FOLDERS = (CHECKPOINT_NAME, DATA_NAME, TOKENIZER_NAME, MODEL_NAME)
-
-
-def claim(output: Path, options: Options) -> None:
-    """Makes the output folder. Raises ValueError, FileExistsError or CheckpointError where the run
-    would take the place of an earlier one unasked, or of files that no run wrote."""
-    if not options.resume:
-        if (output / OPTIONS_NAME).exists():
-            _check_overwriting(output, options)
-        else:
-            check_replaceable(output / CHECKPOINT_NAME)
-    refuse_others(output / MODEL_NAME, TOKENIZER_FILES)  # at the end it would be too late
-    output.mkdir(parents=True, exist_ok=True)
-
-
-def remove_earlier(output: Path) -> None:
-    """Removes what an earlier run wrote and the new one would not replace before its end.
-
-    The checkpoint goes first: killed in between, nothing can be resumed with the wrong text. The
-    options stay, as the mark of a run, until those of the new one take their place; so do the
-    tokens.
+    Raises FileNotFoundError for a path that is not there, and DataError where a file that was named
+    itself is not text or where nothing remains.
     """
-    if not (output / OPTIONS_NAME).exists():
-        return
-    remove_checkpoint(output / CHECKPOINT_NAME)
-    remove_export(output / MODEL_NAME, TOKENIZER_FILES)
-    for name in TOKENIZER_FILES:
-        (output / TOKENIZER_NAME / name).unlink(missing_ok=True)
+    places = [Path(path) for path in paths]
+    for place in places:
+        if not place.exists():
+            raise FileNotFoundError(f"no data at {place}")
+    texts, records, refused = [], [], []
+    for file in sorted({file for place in places for file in _files(place)}):
+        if file.suffix in RECORDS:
+            records.append(file)
+        elif not (problem := _problem(file)):
+            texts.append(file)
+        elif file in places:
+            raise DataError(f"{file} {problem}")
+        else:
+            refused.append(f"{file} ({problem})")
+    if not texts and not records:
+        found = listed(refused) or "no files"
+        raise DataError(f"no text in {', '.join(map(str, places))}; found {found}")
+    return Sources(texts, records)
 
 
-def _check_overwriting(output: Path, options: Options) -> None:
-    if not options.overwrite:
-        raise ValueError(
-            f"{output} holds an earlier run: --resume continues it, --overwrite replaces it"
+def read_sources(sources: Sources, piece_share: float, cache: Path) -> Iterator[Dataset]:
+    """Rows of all texts, with `text` and whether it `ends` a document, then those of each file of
+    records; mapped from files in `cache`. A piece of text is no more than `piece_share` of all."""
+    datasets.disable_progress_bars()
+    if sources.texts:
+        total = sum(file.stat().st_size for file in sources.texts)
+        size = max(1, min(PIECE_CHARACTERS, int(piece_share * total)))
+        arguments = {"files": list(map(str, sources.texts)), "size": size}
+        yield Dataset.from_generator(
+            _pieces, features=TEXT, gen_kwargs=arguments, cache_dir=str(cache), split="train"
         )
-    folders = [(output / name).resolve() for name in RUN_FOLDERS]
-    for read in (options.model, *options.data):
-        if any(Path(read).resolve().is_relative_to(folder) for folder in folders):
-            raise ValueError(
-                f"--overwrite would remove {read}, which the new run reads: give another --output"
+    for file in sources.records:
+        try:
+            yield datasets.load_dataset(
+                RECORDS[file.suffix], data_files=str(file), split="train", cache_dir=str(cache)
             )
-    if foreign := foreign_files(output / CHECKPOINT_NAME):  # a checkpoint takes the folder's place
-        raise ValueError(
-            f"{foreign[0]} is not a file of the earlier run: move it away, or give another --output"
-        )
+        except Exception as error:  # the library raises whatever its parsers do
+            why = " ".join(str(error.__cause__ or error).split())
+            raise DataError(f"{file} cannot be read as records: {why}") from error
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for folder, subfolders, names in os.walk(path):
+        subfolders[:] = [n for n in subfolders if n not in SKIPPED_FOLDERS and n[0] != "."]
+        for name in names:
+            file = Path(folder, name)
+            if name[0] != "." and file.is_file():
+                yield file
+
+
+def _problem(file: Path) -> str:
+    """Why there is no text in a file, or ""."""
+    blank = True
+    try:
+        for text in _read(file, PIECE_CHARACTERS):
+            if "\0" in text:
+                return "is not text"
+            blank = blank and not text.strip()
+    except UnicodeDecodeError:
+        return "is not text in UTF-8"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return "is empty" if blank else ""
+
+
+def _pieces(files: list[str], size: int) -> Iterator[dict[str, object]]:
+    for file in files:
+        pieces = _read(Path(file), size)
+        text = next(pieces)
+        for following in pieces:
+            yield {"text": text, "ends": False}
+            text = following
+        yield {"text": text, "ends": True}
+
+
+def _read(file: Path, size: int) -> Iterator[str]:
+    """The text in pieces of about so many characters, each up to the end of a line."""
+    with open(file, encoding="utf-8-sig", newline="") as opened:
+        while text := opened.read(size):
+            yield text + ("" if text.endswith("\n") else opened.readline(size))

@@ -1,247 +1,351 @@
-"""What `strata finetune` can be told, and what follows from it; `strata demo` is a fixed run of it.
+"""What `strata finetune` can be told: on the command line, in a YAML file, and by an earlier run.
 
-options = parse(["--model", "llama-25m", "--data", "notes/", "--steps", "100"])
+options = parse(["--model", "llama-25m", "--data", "notes/", "--steps", "100"], "...")
+options.training.steps, options.memory.budgets()
+
+A field is an option, its docstring the help. tyro makes the parser of them. A file of options is
+put in front of the command line, so that both are read alike, and what comes last wins.
 """
 
+from __future__ import annotations
+
+import argparse
 import dataclasses
-import json
-import math
-import sysconfig
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NoReturn
 
-from ..._config.choices import DTYPES, MODEL_SIZES, as_written, page_size, worded
-from ..._config.update_modes import LockFree, parse_update
-from ..._storage.replacing import write_whole
-from ..options import (
-    DEFAULT,
-    DEVICES,
-    ENDURANCE,
-    MODEL,
-    STATE_DTYPE,
-    UPDATE,
-    WORKERS,
-    Parser,
-    adder,
+import tyro
+import yaml
+from tyro.constructors import PrimitiveConstructorSpec
+
+from ..._config.choices import (
+    as_written,
+    check_split,
+    count,
+    folder,
+    fraction,
+    number,
+    page_size,
+    parse_device,
+    positive,
+    workers,
 )
+from ..._config.sizes import parse_size
+from ..._config.update_modes import LockFree, parse_update
+from ..._errors import nearest
+from ..._storage.replacing import write_whole
+from ..lora import parse_lora
 
-OPTIONS_NAME = "options.json"
+OPTIONS_NAME = "options.yaml"
+NOT_KEPT = ("config", "resume", "overwrite")
+
+
+def _given(parse: Callable[[str], Any], metavar: str) -> Any:
+    """How an option is read, and how help calls it."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: parse(words[0]),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _several(parse: Callable[[str], str], metavar: str) -> Any:
+    """As _given(), for options that take any number of words."""
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=metavar,
+        instance_from_str=lambda words: tuple(map(parse, words)),
+        is_instance=lambda value: True,
+        str_from_instance=list,
+    )
 
 
 def _page_size(text: str) -> str:
     return text if text == "auto" else as_written(page_size)(text)
 
 
-def _option(default: Any, text: str, **more: Any) -> Any:
-    """A field, and the help of its option; `more`: as argparse takes it."""
-    return field(default=default, metadata={"help": text, **more})
+# Sizes, devices and modes stay as people write them.
+Text = Annotated[str | None, _given(str, "TEXT")]
+Name = Annotated[str | None, _given(str, "PATH")]
+Size = Annotated[str | None, _given(as_written(parse_size), "SIZE")]
+Positive = Annotated[int, _given(positive, "N")]
+Count = Annotated[int, _given(count, "N")]
+Some = Annotated[int | None, _given(positive, "N")]
+Possible = Annotated[int | None, _given(count, "N")]
+Number = Annotated[float, _given(number, "NUMBER")]
 
 
-def _budget(tier: str, behind: str = " (default: from what is free)") -> Any:
-    return _option(None, f"budget of the {tier} tier, such as 256MiB{behind}")
+@dataclass(frozen=True)
+class Start:
+    """What is trained, and on what."""
+
+    config: Name = None
+    """a YAML file of options, under their names; the command line wins"""
+    model: Annotated[str, _given(str, "DIR|CONFIG|SIZE")] = ""
+    """a save_pretrained folder, a config.json, or a fresh model of a size: llama-10m, llama-25m,
+    llama-110m, llama-350m, llama-1b"""
+    data: Annotated[tuple[str, ...], _several(str, "PATH ...")] = ()
+    """text, .jsonl and .parquet files, or folders searched for them. Records have messages, prompt
+    and completion, instruction and output, or text; questions are read, and only answers learned"""
+    data_limit: Size = None
+    """use so much of the data at most"""
+    held_out: Annotated[float, _given(fraction, "PART")] = 0.05
+    """part of the data kept for evaluation"""
+    sequence: Positive = 512
+    """tokens of a window; documents and records are packed into windows"""
+    vocabulary: Some = None
+    """tokens of the tokenizer trained for a fresh model; without it 8192, or its config's"""
+    lora: Annotated[str | None, _given(as_written(parse_lora), "r=N[,...]")] = None
+    """train adapters of a saved model: r=8, or r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj"""
+    trust_remote_code: bool = False
+    """run the code that comes with the model"""
 
 
-# The groups of help, by the first field of each.
-GROUPS = {
-    "model": "what to train",
-    "device": "where it lives",
-    "steps": "how to train",
-    "eval_every": "what to show and keep",
-}
+@dataclass(frozen=True)
+class Memory:
+    """Where it lives."""
 
+    device: Annotated[str, _given(as_written(parse_device), "NAME")] = "auto"
+    """what computes: auto, host, cuda or cuda:0"""
+    device_memory: Size = None
+    """budget of the device tier, such as 256MiB; without it, from what is free"""
+    host_memory: Size = None
+    """budget of the host tier; without it, from what is free"""
+    ssd_memory: Size = None
+    """budget of the ssd tier; needs --ssd-path"""
+    ssd_path: Annotated[tuple[str, ...], _several(folder, "DIR ...")] = ()
+    """folders on one or several disks"""
+    ssd_endurance: Size = None
+    """what the drives last for, all together (TBW on their data sheets), such as 600TB"""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """of the computation; auto: bfloat16, or float32 on a processor without arithmetic for it"""
+    state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """of AdamW's moments; shorter ones lose bits"""
+    page_size: Annotated[str, _given(_page_size, "SIZE")] = "auto"
+    """of pages, a power of two"""
+    io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"] = "auto"
+    """how the SSD is read and written"""
+    workers: Annotated[int | None, _given(workers, "N")] = None
+    """threads that update parameters"""
+    activations: Literal["auto", "keep", "swap", "recompute"] = "auto"
+    """what becomes of what backward needs: as planned, or so wherever it can be"""
+    split: Some = None
+    """compute units on so many slices of the batch"""
 
-@dataclass
-class Options:
-    """One field per option of the command line; sizes as people write them."""
-
-    model: str = _option(
-        "",
-        "a save_pretrained folder, a config.json, or a fresh model of a size: "
-        + ", ".join(MODEL_SIZES),
-        metavar=MODEL,
-    )
-    data: list[str] = field(
-        default_factory=list,
-        metadata={"help": "text files, or folders searched for them", "metavar": "PATH"},
-    )
-    output: str = _option("runs/finetune", f"where results go ({DEFAULT})", metavar="DIR")
-    resume: bool = _option(False, "continue the run in --output; its other options are remembered")
-    overwrite: bool = _option(False, "replace an earlier run in --output")
-    vocabulary: int | None = _option(
-        None, "tokens of the tokenizer trained for a fresh model (default: 8192, or its config's)"
-    )
-    data_limit: str | None = _option(None, "use so much of the text at most")
-    held_out: float = _option(0.05, f"part of the text kept for evaluation ({DEFAULT})")
-
-    device: str = _option("auto", f"what computes: {DEVICES}")
-    device_memory: str | None = _budget("device")
-    host_memory: str | None = _budget("host")
-    ssd_memory: str | None = _budget("ssd", "; needs --ssd-path")
-    ssd_path: list[str] | None = field(
-        default=None, metadata={"help": "folders on one or several disks", "type": str}
-    )
-    ssd_endurance: str | None = _option(None, ENDURANCE)
-    dtype: str = _option(
-        "auto",
-        "of the computation (default: auto, which is bfloat16, or float32 on a processor that has "
-        "no arithmetic for it)",
-        choices=("auto", *DTYPES),
-    )
-    state_dtype: str = _option("float32", STATE_DTYPE)
-    page_size: str = _option("auto", DEFAULT, type=worded(_page_size))
-    io_engine: str = _option("auto", DEFAULT)
-    workers: int | None = _option(None, WORKERS)
-    activations: str = _option(
-        "auto",
-        f"what becomes of what backward needs: as planned, or so wherever it can be ({DEFAULT})",
-    )
-    split: int | None = _option(None, "compute units on slices of the batch")
-
-    steps: int = _option(100, DEFAULT)
-    batch: int = _option(1, f"sequences ({DEFAULT})")
-    sequence: int = _option(512, f"tokens ({DEFAULT})")
-    accumulation: int = _option(1, f"backward calls per step ({DEFAULT})")
-    lr: float | None = _option(None, "peak (default: 6e-4 if fresh, 2e-5 if saved)")
-    warmup: int | None = _option(None, "steps (default: a tenth, at most 100)")
-    update: str = _option("on_step", UPDATE)
-    weight_decay: float = _option(0.1, DEFAULT)
-    max_grad_norm: float = _option(
-        1.0,
-        "gradients are scaled down to it, with --update in_backward those of every unit by "
-        f"themselves; 0: never ({DEFAULT})",
-    )
-    seed: int = _option(0, DEFAULT)
-
-    eval_every: int | None = _option(
-        None, "steps between evaluations; 0: first and last only (default: a fifth of --steps)"
-    )
-    eval_windows: int = _option(16, f"held-out sequences per evaluation ({DEFAULT})")
-    save_every: int = _option(0, "steps between checkpoints (default: none)")
-    prompt: str | None = _option(None, "what the model continues at the end", metavar="TEXT")
-    generate: int = _option(64, f"tokens to generate at the end; 0: none ({DEFAULT})")
-    no_progress: bool = _option(False, "log lines in place of a progress bar")
-
-    def memory(self) -> dict[str, str]:
-        """The budgets that were given, by tier, as strata.wrap takes them."""
+    def budgets(self) -> dict[str, str]:
+        """Those that were given, by tier, as strata.wrap takes them."""
         given = {"device": self.device_memory, "host": self.host_memory, "ssd": self.ssd_memory}
         return {tier: size for tier, size in given.items() if size is not None}
 
-    def updates(self) -> dict[str, Any]:
-        """When and with what parameters are updated, as strata.wrap takes it."""
-        import torch  # parsing options needs none of it
 
-        update = parse_update(self.update)
-        clipped = "max_unit_norm" if update == "in_backward" else "max_grad_norm"
-        return {
-            "update": update,
-            "state_dtype": getattr(torch, self.state_dtype, self.state_dtype),
-            clipped: self.max_grad_norm or None,
-            "gradient_accumulation_steps": self.accumulation,
-            "skip_nonfinite": self.may_skip(),
-        }
+@dataclass(frozen=True)
+class Training:
+    """How to train."""
+
+    steps: Positive = 100
+    """of the optimizer"""
+    batch: Positive = 1
+    """windows"""
+    accumulation: Positive = 1
+    """backward calls per step"""
+    lr: Annotated[float | None, _given(number, "RATE")] = None
+    """peak; without it 6e-4 for a fresh model, 2e-4 with --lora, 2e-5 otherwise"""
+    warmup: Possible = None
+    """steps; without it a tenth, at most 100"""
+    update: Annotated[str, _given(as_written(parse_update), "MODE")] = "on_step"
+    """on_step; in_backward: as soon as a unit's gradients are there; lock-free:S: the model may
+    compute with parameters up to S steps old"""
+    weight_decay: Number = 0.1
+    """of matrices; of norms and biases none"""
+    max_grad_norm: Number = 1.0
+    """gradients are scaled down to it, with --update in_backward those of every unit by themselves;
+    0: never"""
+    seed: Count = 0
+    """of first values, dropout and the order of windows"""
 
     def may_skip(self) -> bool:
         """Whether a step whose gradients are not finite can be left out."""
         return parse_update(self.update) in ("on_step", LockFree(0))
 
-    def rate(self, step: int, peak: float) -> float:
-        """Learning rate of step `step` (from 0): linear warm-up, then a cosine to a tenth of it."""
-        warmup = self.warmup if self.warmup is not None else min(100, self.steps // 10)
-        if step < warmup:
-            return peak * (step + 1) / (warmup + 1)
-        part = (step - warmup) / max(1, self.steps - warmup)
-        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, part))))
+    def warmup_steps(self) -> int:
+        """In which the learning rate rises."""
+        return min(100, self.steps // 10) if self.warmup is None else self.warmup
+
+
+@dataclass(frozen=True)
+class Results:
+    """What to show and keep."""
+
+    output: Annotated[str, _given(str, "DIR")] = "runs/finetune"
+    """where results go"""
+    resume: bool = False
+    """continue the run in --output; its other options are remembered"""
+    overwrite: bool = False
+    """replace an earlier run in --output"""
+    eval_every: Possible = None
+    """steps between evaluations; 0: first and last only; without it a fifth of --steps"""
+    eval_windows: Positive = 16
+    """held-out windows per evaluation"""
+    save_every: Count = 0
+    """steps between checkpoints; 0: none"""
+    report_to: Annotated[tuple[str, ...], _several(str, "NAME ...")] = ()
+    """trackers that the Trainer of Transformers knows, such as tensorboard or wandb"""
+    prompt: Text = None
+    """what the model continues at the end; without it the beginning of held-out data"""
+    generate: Count = 64
+    """tokens to generate at the end; 0: none"""
+    no_progress: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """log lines in place of a progress bar"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """All of it, in the groups of help."""
+
+    start: Start = field(default_factory=Start)
+    memory: Memory = field(default_factory=Memory)
+    training: Training = field(default_factory=Training)
+    results: Results = field(default_factory=Results)
+
+    def flat(self) -> dict[str, Any]:
+        """By name, without groups."""
+        return {k: v for group in dataclasses.asdict(self).values() for k, v in group.items()}
+
+    def replaced(self, group: str, **values: Any) -> Options:
+        """With other values in one group."""
+        changed = dataclasses.replace(getattr(self, group), **values)
+        return dataclasses.replace(self, **{group: changed})
+
+    def updates(self) -> dict[str, Any]:
+        """When and with what parameters are updated, as strata.wrap takes it."""
+        import torch  # parsing options needs none of it
+
+        training = self.training
+        update = parse_update(training.update)
+        clipped = "max_unit_norm" if update == "in_backward" else "max_grad_norm"
+        state_dtype = self.memory.state_dtype
+        return {
+            "update": update,
+            "state_dtype": getattr(torch, state_dtype, state_dtype),
+            clipped: training.max_grad_norm or None,
+            "gradient_accumulation_steps": training.accumulation,
+            "skip_nonfinite": training.may_skip(),
+        }
 
     def save(self, folder: Path) -> None:
-        """Remembers the options, so that --resume needs none but --output."""
-        write_whole(folder / OPTIONS_NAME, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        """Remembers the options: --resume needs none but --output, and --config repeats the run."""
+        kept = {k: v for k, v in self.flat().items() if k not in NOT_KEPT and v not in (None, ())}
+        lists = {k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()}
+        write_whole(folder / OPTIONS_NAME, yaml.safe_dump(lists, sort_keys=False))
 
 
-def add_arguments(parser: Parser) -> None:
-    """The options of `finetune`, in groups: one for each field of Options."""
-    for option in dataclasses.fields(Options):
-        if title := GROUPS.get(option.name):
-            add = adder(parser.add_argument_group(title), written=True)
-        default = [] if option.default is dataclasses.MISSING else option.default
-        more = {"action": "store_true"} if default is False else {"default": default}
-        add(f"--{option.name.replace('_', '-')}", **{**more, **option.metadata})
+def read(file: Path) -> dict[str, Any]:
+    """The options in a YAML file. Raises ValueError for what is none, with the nearest name."""
+    try:
+        values = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} holds no options such as 'steps: 100'")
+    known = Options().flat()
+    given = {str(name).replace("-", "_"): value for name, value in values.items()}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{file}: unknown option {name!r}: {nearest(name, known)}")
+    return given
 
 
-def finish(parser: Parser, arguments: Sequence[str]) -> Options:
-    """Parses; with --resume the options of the run to continue are the defaults."""
-    names = {f.name for f in dataclasses.fields(Options)}
-    values = vars(parser.parse(arguments))
-    if values["resume"]:
-        remembered = Path(values["output"], OPTIONS_NAME)
-        if not remembered.is_file():
-            parser.error(f"--resume: there is no run in {values['output']}")
-        saved: dict[str, Any] = json.loads(remembered.read_text())
-        saved |= {"resume": True, "overwrite": False}
-        parser.set_defaults(**{k: v for k, v in saved.items() if k in names})
-        values = vars(parser.parse(arguments))
-    options = Options(**{k: v for k, v in values.items() if k in names})
-    for name in ("model", "data"):
-        if not getattr(options, name):
-            parser.error(f"--{name} is needed")
-    if options.ssd_memory and not options.ssd_path:
-        parser.error("--ssd-memory needs --ssd-path, a folder on the disk to use")
-    for path in options.ssd_path or []:
-        if not Path(path).is_dir():
-            parser.error(f"--ssd-path {path} is not a folder")
-    if options.dtype == "float16" and not options.may_skip():
-        parser.error(
-            "--dtype float16 scales the loss and skips steps that overflow, which --update "
-            f"{options.update} cannot: take bfloat16, or --update on_step"
-        )
-    if options.resume and options.overwrite:
-        parser.error("--resume and --overwrite contradict each other")
+def as_arguments(values: Mapping[str, Any]) -> list[str]:
+    """Options as they would be written on the command line."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [f"--{flag}"] if value else []
+        elif isinstance(value, list | tuple):
+            words += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            words.append(f"--{flag}={value}")
+    return words
+
+
+def parse(
+    arguments: Sequence[str], description: str | None, preset: Mapping[str, Any] | None = None
+) -> Options:
+    """Of `strata finetune`; of a fixed run of it, where `preset` gives its options."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    first.add_argument("--output")
+    first.add_argument("--resume", action="store_true")
+    found = first.parse_known_args(arguments)[0]
+    in_file = read(found.config) if found.config else {}
+    given = dict(preset or {}) | in_file
+    output = Path(found.output or given.get("output", Results.output))
+    if found.resume:
+        if not (output / OPTIONS_NAME).is_file():
+            _refuse(f"--resume: there is no run in {output}")
+        remembered = read(output / OPTIONS_NAME)
+        given = remembered | {"output": str(output)} | in_file
+    flags = ["--help", *(f"--{name.replace('_', '-')}" for name in Options().flat())]
+    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        if flag not in flags:
+            _refuse(f"unknown option {flag!r}: {nearest(flag, flags)}")
+    options = tyro.cli(
+        Options,
+        args=[*as_arguments(given), *arguments],
+        prog="strata finetune" if preset is None else "strata demo",
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+    )
+    _check(options)
+    if found.resume:
+        _check_same(options, remembered, output)
     return options
 
 
-DEMO = """`strata demo`: a fixed run of `strata finetune` that needs nothing but this machine.
-
-A Llama of 112 M parameters learns Python from the standard library's own sources. Its parameters
-alone take 213 MiB in 16 bits, its whole training state 1.5 GiB; the device may hold 192 MiB, for
-parameters, activations and PyTorch's own memory together, and the optimizer's state rests on the
-disk.
-"""
-SSD_PATH = "runs/demo-ssd"
-
-PRESET: dict[str, Any] = {
-    "model": "llama-110m",
-    "data": [sysconfig.get_path("stdlib")],
-    "data_limit": "8MB",
-    "output": "runs/demo",
-    "overwrite": True,
-    "device_memory": "192MiB",
-    "host_memory": "384MiB",
-    "ssd_memory": "2GiB",
-    "ssd_path": [SSD_PATH],
-    "steps": 100,
-    "batch": 4,
-    "sequence": 256,
-    "lr": 6e-4,
-    "warmup": 10,
-    "eval_every": 20,
-    "eval_windows": 16,
-    "prompt": "def read_lines(path):\n",
-    "generate": 64,
-}
+def _check(options: Options) -> None:
+    """Refuses options that are missing or contradict each other."""
+    start, memory, results = options.start, options.memory, options.results
+    for name in ("model", "data"):
+        if not getattr(start, name):
+            _refuse(f"--{name} is needed")
+    if memory.ssd_memory and not memory.ssd_path:
+        _refuse("--ssd-memory needs --ssd-path, a folder on the disk to use")
+    if memory.dtype == "float16" and not options.training.may_skip():
+        _refuse(
+            "--dtype float16 scales the loss and skips steps that overflow, which --update "
+            f"{options.training.update} cannot: take bfloat16, or --update on_step"
+        )
+    if results.resume and results.overwrite:
+        _refuse("--resume and --overwrite contradict each other")
+    try:
+        check_split(memory.split, memory.activations)
+    except ValueError as error:
+        _refuse(str(error))
 
 
-def parse(arguments: Sequence[str], description: str | None) -> Options:
-    """Of `strata finetune`."""
-    parser = Parser(prog="strata finetune", description=description)
-    add_arguments(parser)
-    return finish(parser, arguments)
+# What must stay as it was for a resumed run to be the run that it continues.
+IDENTITY = (
+    *("model", "lora", "seed", "batch", "sequence", "accumulation", "dtype", "lr", "weight_decay"),
+)
 
 
-def parse_demo(arguments: Sequence[str]) -> Options:
-    """The demo; any option of finetune may be given to change it."""
-    parser = Parser(prog="strata demo", description=DEMO)
-    add_arguments(parser)
-    parser.set_defaults(**PRESET)
-    Path(SSD_PATH).mkdir(parents=True, exist_ok=True)
-    return finish(parser, arguments)
+def _check_same(options: Options, remembered: Mapping[str, Any], output: Path) -> None:
+    defaults, now = Options().flat(), options.flat()
+    for name in IDENTITY:
+        before = remembered.get(name, defaults[name])
+        if now[name] != before:
+            _refuse(
+                f"cannot resume: {name} was {before!r} in the run that {output} holds, and is "
+                f"{now[name]!r} now"
+            )
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"strata finetune: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -3,8 +3,8 @@ beginning and at its end, beside what plain PyTorch would have needed.
 
 with make_view(steps=100, start=0, plain=False) as view:
     view.note(opening(state, choice, data))
-    view.step(StepFigures(...))
-summary(state, metrics, needs, tiers, output, "llama-110m")
+    view.step({"step": 1, "loss": 5.1, ...})
+summary(state, history, needs, tiers, output, "llama-110m")
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console, RenderableType
@@ -29,29 +29,19 @@ from ..._config.sizes import UNITS, format_duration, format_number, format_size
 from ..._report.reports import make_report
 from ..._runtime.wrapped import Wrapped
 from ..._torch_compat import FakeTensorMode
+from ..lora import add_adapters
 
 if TYPE_CHECKING:
     from ..models import Choice
-    from .files import Data
-    from .metrics import Metrics
+    from .data import Data
+    from .options import Options
 
 LOG_SECONDS = 10.0  # between log lines, but for the first and the last step
 LONG_SECONDS = 86400  # from here on, nobody counts minutes
 
 
-@dataclass(frozen=True)
-class StepFigures:
-    """One optimizer step, as metrics.jsonl has it. `seconds`: of training so far, all runs."""
-
-    step: int
-    loss: float
-    lr: float
-    norm: float
-    tokens_per_second: float
-    seconds: float
-    device_bytes: int
-    host_bytes: int
-    ssd_bytes: int
+Record = dict[str, Any]
+"""Of a step: what the Trainer logs, with what the mixin and trainer.py add."""
 
 
 class LogView(AbstractContextManager["LogView"]):
@@ -65,18 +55,17 @@ class LogView(AbstractContextManager["LogView"]):
         self._began = time.monotonic()
         self._logged = float("-inf")
 
-    def step(self, record: StepFigures) -> None:
+    def step(self, record: Record) -> None:
         """Prints a line every now and then."""
-        now = time.monotonic()
-        ends = record.step in (self._start + 1, self._steps)
+        now, step = time.monotonic(), record["step"]
+        ends = step in (self._start + 1, self._steps)
         if not ends and now - self._logged < LOG_SECONDS:
             return
         self._logged = now
-        each = (now - self._began) / (record.step - self._start)
-        left = each * (self._steps - record.step)
+        left = (now - self._began) / (step - self._start) * (self._steps - step)
         print(
-            f"step {record.step}/{self._steps}  loss {record.loss:.4f}  lr {record.lr:.1e}  "
-            f"{format_number(record.tokens_per_second)} tokens/s  "
+            f"step {step}/{self._steps}  loss {record['loss']:.4f}  "
+            f"lr {record['learning_rate']:.1e}  {_speed(record)}  "
             f"{tiers_text(record, self._budgets)}  {_left(left)} left",
             flush=True,
         )
@@ -115,12 +104,11 @@ class BarView(AbstractContextManager["BarView"]):
         )
         self._task = self._progress.add_task("steps", total=steps, completed=start, figures="")
 
-    def step(self, record: StepFigures) -> None:
+    def step(self, record: Record) -> None:
         """Moves the bar."""
         self._progress.tiers = tiers_text(record, self._budgets)
-        speed = format_number(record.tokens_per_second)
-        figures = f"loss [bold]{record.loss:.4f}[/]  {speed} tokens/s"
-        self._progress.update(self._task, completed=record.step, figures=figures)
+        figures = f"loss [bold]{record['loss']:.4f}[/]  {_speed(record)}"
+        self._progress.update(self._task, completed=record["step"], figures=figures)
 
     def note(self, text: str) -> None:
         """Prints it above the bar."""
@@ -154,21 +142,27 @@ def _left(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def tiers_text(record: StepFigures, budgets: dict[str, int]) -> str:
+def _speed(record: Record) -> str:
+    """Tokens a second, and how near that is to what no plan could be faster than."""
+    share = record.get("strata_percent_of_bound")
+    bound = "" if share is None else f" ({share:.0f} % of the bound)"
+    return f"{format_number(record['tokens_per_second'])} tokens/s{bound}"
+
+
+def tiers_text(record: Record, budgets: dict[str, int]) -> str:
     """What each tier holds, of its budget, in the unit of the budget: device 48/64 MiB."""
-    used = {"device": record.device_bytes, "host": record.host_bytes, "ssd": record.ssd_bytes}
     parts = []
     for tier, budget in budgets.items():
         if budget:
             number, unit = format_size(budget).split()
             digits = 1 if UNITS[unit] > 2**20 else 0
-            held = used[tier] / UNITS[unit]
+            held = record[f"strata_{tier}_gib"] * 2**30 / UNITS[unit]
             parts.append(f"{tier} {held:.{digits}f}/{float(number):.{digits}f} {unit}")
     return "  ".join(parts)
 
 
-# float32 parameter 4, gradient 4, and the two moments of AdamW 4 + 4
-PLAIN_BYTES_PER_PARAMETER = 16
+# float32 parameter 4; where it trains, gradient 4, and the two moments of AdamW 4 + 4
+PLAIN_BYTES, TRAINED_BYTES = 4, 12
 
 
 @dataclass(frozen=True)
@@ -176,19 +170,16 @@ class PlainNeeds:
     """The memory of a plain PyTorch step. `activation_bytes`: saved for backward, in float32."""
 
     parameters: int
+    trained: int
     activation_bytes: int | None
-
-    @property
-    def state_bytes(self) -> int:
-        """Parameters, gradients and moments."""
-        return self.parameters * PLAIN_BYTES_PER_PARAMETER
 
     def __str__(self) -> str:
         """The sum, and what it is made of."""
-        total = format_size(self.state_bytes + (self.activation_bytes or 0))
+        state_bytes = PLAIN_BYTES * self.parameters + TRAINED_BYTES * self.trained
+        total = format_size(state_bytes + (self.activation_bytes or 0))
         state = (
-            f"{PLAIN_BYTES_PER_PARAMETER} bytes a parameter (float32 weight, gradient, two "
-            f"moments) = {format_size(self.state_bytes)}"
+            f"{PLAIN_BYTES} bytes a float32 parameter, and {TRAINED_BYTES} for gradient and two "
+            f"moments of a trained one = {format_size(state_bytes)}"
         )
         if self.activation_bytes is None:
             return f"{total} in one memory, without activations: {state}"
@@ -196,10 +187,12 @@ class PlainNeeds:
         return f"{total} in one memory: {state}, and {saved} of float32 activations for one batch"
 
 
-def plain_needs(choice: Choice, batch: int, sequence: int) -> PlainNeeds:
+def plain_needs(choice: Choice, options: Options) -> PlainNeeds:
     """Counted in a forward pass over fake tensors, which have shapes and no values."""
     with FakeTensorMode():
-        model = choice.build("cpu")
+        model: Any = choice.build("cpu")
+        if options.start.lora:
+            add_adapters(model, options.start.lora)
         parameters = list(model.parameters())
         known = {p.untyped_storage()._cdata for p in parameters}
         saved: dict[int, int] = {}
@@ -210,16 +203,17 @@ def plain_needs(choice: Choice, batch: int, sequence: int) -> PlainNeeds:
                 saved[storage._cdata] = storage.nbytes()
             return tensor
 
-        tokens = torch.zeros((batch, sequence), dtype=torch.int64)
+        tokens = torch.zeros((options.training.batch, options.start.sequence), dtype=torch.int64)
         count = sum(p.numel() for p in parameters)
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
         try:
             # The graph keeps every saved storage alive, so that no address counts twice.
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 graph = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         except (RuntimeError, NotImplementedError):  # the forward pass asks for a value
-            return PlainNeeds(count, None)
+            return PlainNeeds(count, trained, None)
         del graph
-        return PlainNeeds(count, sum(saved.values()))
+        return PlainNeeds(count, trained, sum(saved.values()))
 
 
 def perplexity(loss: float) -> str:
@@ -234,11 +228,12 @@ def opening(state: Wrapped, choice: Choice, data: Data) -> str:
     tiers = ", ".join(
         f"{tier} {format_size(size)}" for tier, size in tier_budgets(state.config).items() if size
     )
-    tokens = (data.training.count + data.held_out.count) * data.training.sequence
+    windows = len(data.training) + len(data.held_out)
+    tokens = windows * len(data.training[0]["input_ids"])
     return (
         f"{choice.name}: {count / 1e6:.1f} M parameters "
         f"({'from ' + str(choice.weights) if choice.weights else 'fresh'}), "
-        f"{data.documents} documents, {tokens / 1e6:.2f} M tokens; {tiers}; "
+        f"{data.count} documents or records, {tokens / 1e6:.2f} M tokens; {tiers}; "
         f"page {format_size(state.session.plan['page_bytes'])}"
         + (f", {stats['io_engine']} I/O" if stats["io_engine"] else "")
     )
@@ -246,36 +241,38 @@ def opening(state: Wrapped, choice: Choice, data: Data) -> str:
 
 def summary(
     state: Wrapped,
-    metrics: Metrics,
+    history: list[Record],
     needs: PlainNeeds,
     tiers: dict[str, int],
     output: Path,
     name: str,
 ) -> None:
-    """Prints the table at the end of a run."""
-    steps, evaluations = metrics.steps, metrics.evaluations
-    first, last = evaluations[0], evaluations[-1]
+    """Prints the table at the end of a run. `history`: the Trainer's logs."""
+    steps = [record for record in history if "loss" in record]
+    losses = [record["eval_loss"] for record in history if "eval_loss" in record]
     rates = [record["tokens_per_second"] for record in steps]
-    stats = state.session.stats()
-    peaks = {tier: max(record[f"{tier}_bytes"] for record in steps) for tier in tiers}
-    peaks["device"] = max(peaks["device"], stats["device_bytes_peak"])
+    used = make_report(state).tiers
     size = needs.parameters * getattr(torch, state.config["params"][0]["dtype"]).itemsize
+    trained = "" if needs.trained == needs.parameters else f", {needs.trained / 1e6:.2f} M trained"
     rows = [
         (
             "held-out loss",
-            f"{first['held_out_loss']:.4f} → {last['held_out_loss']:.4f} (perplexity "
-            f"{perplexity(first['held_out_loss'])} → {perplexity(last['held_out_loss'])})",
+            f"{losses[0]:.4f} → {losses[-1]:.4f} (perplexity {perplexity(losses[0])} → "
+            f"{perplexity(losses[-1])})",
         ),
         ("steps", f"{len(steps)} in {format_duration(steps[-1]['seconds'])}"),
         ("speed", f"{format_number(sorted(rates)[len(rates) // 2])} tokens/s (median step)"),
-        ("parameters", f"{needs.parameters / 1e6:.1f} M, {format_size(size)} as computed with"),
+        (
+            "parameters",
+            f"{needs.parameters / 1e6:.1f} M, {format_size(size)} as computed with{trained}",
+        ),
     ]
     if limited := make_report(state).limited:
         rows.append(("speed is", limited))
     if state.steps_skipped:
         rows.append(("skipped steps", f"{state.steps_skipped}, their gradients were not finite"))
     rows += [
-        (f"{tier} memory", f"{format_size(peaks[tier])} of {format_size(budget)}")
+        (f"{tier} memory", f"{format_size(used[tier].peak)} of {format_size(budget)}")
         for tier, budget in tiers.items()
         if budget
     ]
