@@ -27,6 +27,7 @@ BENCHES = {
     "capacity": "the largest Llama that trains within 2 GiB of memory and 20 GB of SSD",
     "lock": "how long the core's lock is held in steady steps; checksums of a fast disk's pages",
     "grad": "clip_grad_norm_ on a wrapped model: time, and bytes that move",
+    "import": "what `import strata` adds to `import torch`",
     "wrap": "what a wrapped module costs when its parameters are there already",
     "plan-error": "predicted against measured step time, in six settings",
     "bound": "measured step time against the lower bound, in the same settings",
