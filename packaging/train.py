@@ -1,5 +1,6 @@
 """Trains a small model of plain torch over three tiers and prints the losses, bit for bit: those of
-a wheel have to be those of the tree. Also what the library for GPUs says where there is none."""
+a wheel have to be those of the tree. Also the instructions that its kernels use, and what the
+library for GPUs says where there is none."""
 
 import tempfile
 
@@ -26,6 +27,6 @@ with tempfile.TemporaryDirectory() as folder:
         optimizer.zero_grad()
         print(loss.item().hex())
     print(f"strata: {strata.__file__}")
-    print(_core.device_error("cuda:0"))
+    print(_core.best_isa(), _core.device_error("cuda:0"), sep="\n")
     strata.save(model, f"{folder}/checkpoint")
     strata.load(model, f"{folder}/checkpoint")

@@ -31,6 +31,7 @@ from ._planner import Wishes as Wishes
 from ._probes import CopyProbe as CopyProbe
 from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
+from ._probes import best_isa as best_isa
 from ._probes import update_span as update_span
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
