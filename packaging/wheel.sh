@@ -59,7 +59,7 @@ take_libraries() {
   phase "fetching xxHash's sources" fetch_source xxhash "$libraries/xxhash"
   phase "compiling xxHash" compile_xxhash
   for name in liburing libxxhash; do
-    sed "s|^\(prefix\|libdir\|includedir\)=.*|\1=$libraries|" \
+    sed -E "s#^(libdir|includedir)=.*#\1=$libraries#" \
       "$(env -u PKG_CONFIG_LIBDIR pkg-config --variable=pcfiledir $name)/$name.pc" \
       >"$libraries/$name.pc"
   done
@@ -109,7 +109,7 @@ title() { printf '\n\n==== %s\n\n' "$1"; }
 # The library for GPUs is the same for every Python.
 make_cuda_library() {
   phase "configuring the library for NVIDIA GPUs" "$venv/bin/meson" setup "$made/cuda" "$source" \
-    --native-file "$made/zig.ini" --buildtype release -Dunity=on -Dcuda=enabled
+    --native-file "$made/zig.ini" --buildtype release -Dcuda=enabled
   phase "compiling it" ninja -C "$made/cuda" bindings/libstrata_cuda.so
 }
 
@@ -144,6 +144,8 @@ try_wheel() {
   phase "making an environment for the wheel" "$venv/bin/python" -m venv --clear "$env"
   "$venv/bin/python" -c "$site" >"$("$env/bin/python" -c "$site")/venv.pth" # for torch
   phase "installing the wheel" "$env/bin/python" -m pip install --no-deps "$(newest_wheel)"
+  [ "$(cd "$env"/lib/python*/site-packages/strata.libs && ls | sed 's/-.*//')" = libaio ] ||
+    fail "strata: the wheel has other libraries beside it than libaio"
   (cd "$made" && env -i PATH="$env/bin" python "$root/packaging/train.py") >"$made/wheel.txt"
   python "$root/packaging/train.py" >"$made/tree.txt"
   grep -F "strata: $env/" "$made/wheel.txt"
