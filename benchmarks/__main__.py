@@ -28,6 +28,7 @@ BENCHES = {
     "lock": "how long the core's lock is held in steady steps; checksums of a fast disk's pages",
     "trainer": "a step of Trainer with the mixin, over the same step of a loop",
     "grad": "clip_grad_norm_ on a wrapped model: time, and bytes that move",
+    "import": "what `import strata` adds to `import torch`",
     "wrap": "what a wrapped module costs when its parameters are there already",
     "plan-error": "predicted against measured step time, in six settings",
     "bound": "measured step time against the lower bound, in the same settings",

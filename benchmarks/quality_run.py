@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from .common import MIB
 from .models import llama, llama_config, parameter_count
@@ -169,10 +168,11 @@ def total(stats: Mapping[str, Any]) -> list[int]:
 
 def digest(model: torch.nn.Module) -> str:
     """Of every bit of the float32 parameters."""
+    from strata._core import Hasher
     from strata._runtime.wrapped import wrapped
 
     state = wrapped(model)
-    hashed = xxhash.xxh3_128()
+    hashed = Hasher()
     for index in range(len(state.params)):
         hashed.update(state.read(index).numpy().data)
     return hashed.hexdigest()

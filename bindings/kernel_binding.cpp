@@ -74,6 +74,7 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
 }  // namespace
 
 void bind_update_span(py::module_& module) {
+  module.def("best_isa", [] { return name(best_isa()); });
   module.def(
       "update_span",
       [](const py::dict& group, const std::string& dtype, const std::string& grad_dtype,

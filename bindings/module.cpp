@@ -340,6 +340,7 @@ PYBIND11_MODULE(_core, module) {
   shut_door_at_exit();
   bind_session(module);
   bind_calibration(module);
+  bind_hasher(module);
   bind_planner(module);
   module.def("device_error", &device_error, py::arg("device"),
              py::call_guard<py::gil_scoped_release>());

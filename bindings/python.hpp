@@ -47,6 +47,7 @@ inline Dtype parse_dtype(const std::string& text) {
 }
 
 void bind_calibration(py::module_& module);  // calibrate_binding.cpp
+void bind_hasher(py::module_& module);       // hash_binding.cpp
 void bind_planner(py::module_& module);      // planner_binding.cpp
 void bind_update_span(py::module_& module);  // kernel_binding.cpp
 

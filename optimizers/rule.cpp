@@ -34,18 +34,6 @@ UpdateSpan slice_of(const UpdateSpan& span, std::size_t at, std::size_t count) {
   return slice;
 }
 
-Isa best_isa() {
-#if defined(STRATA_X86_KERNELS)
-  // F16C came with AVX, before AVX2; FMA can be masked separately by a hypervisor.
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::scalar;
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  return avx512 ? Isa::avx512 : Isa::avx2;
-#else
-  return Isa::scalar;
-#endif
-}
-
 const Kernels& kernels(Isa isa) {
   STRATA_ASSERT(isa <= best_isa());
 #if defined(STRATA_X86_KERNELS)

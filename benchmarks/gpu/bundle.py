@@ -29,7 +29,7 @@ TAKEN = re.compile(
 )
 # As requirements.txt pins them. torch, transformers and numpy are too large: the machine has them.
 WHEELS = (
-    *("xxhash", "pybind11", "meson", "ninja"),
+    *("pybind11", "meson", "ninja"),
     *("pytest", "pytest-timeout", "pytest-xdist", "execnet", "iniconfig", "pluggy", "packaging"),
     *("rich", "markdown-it-py", "mdurl", "pygments"),
     *("matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pillow", "pyparsing"),

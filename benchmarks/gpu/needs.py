@@ -18,7 +18,7 @@ NVCC_MIN = (12, 4)
 PYTHON_MIN, PYTHON_MAX = [3, 11], [3, 14]
 # As they are imported.
 PACKAGES = (
-    *("torch", "transformers", "safetensors", "tokenizers", "numpy", "xxhash", "rich"),
+    *("torch", "transformers", "safetensors", "tokenizers", "numpy", "rich"),
     *("matplotlib", "pybind11"),
 )
 TEST_PACKAGES = ("pytest", "pytest_timeout")

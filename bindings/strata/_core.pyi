@@ -9,6 +9,8 @@ failure the session is closed for business and repeats that error.
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NotRequired, TypedDict
 
+from typing_extensions import Buffer
+
 from ._planner import ActivationName as ActivationName
 from ._planner import Bound as Bound
 from ._planner import Budgets as Budgets
@@ -29,6 +31,7 @@ from ._planner import Wishes as Wishes
 from ._probes import CopyProbe as CopyProbe
 from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
+from ._probes import best_isa as best_isa
 from ._probes import update_span as update_span
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
@@ -317,6 +320,15 @@ class TimelineSpan(TypedDict):
     begin_ns: int  # of time.perf_counter_ns()
     end_ns: int
     bytes: int
+
+class Hasher:
+    """XXH3-64, without a seed, of bytes that come in pieces. Use from one thread at a time."""
+
+    def __init__(self) -> None: ...
+    def update(self, buffer: Buffer) -> None:
+        """Without the GIL. BufferError where the bytes are not in one piece."""
+    def hexdigest(self) -> str:
+        """Of all bytes so far: 16 digits, the highest first."""
 
 def check_trace(trace: Trace) -> str:
     """The first thing in it that contradicts itself, so that it cannot be planned; or ""."""

@@ -8,7 +8,26 @@ from typing import Any, ParamSpec, TypeVar
 
 from ._core import StrataError
 
-__all__ = ["StrataError", "check_choice", "keywords_of", "listed", "names_nearest", "nearest"]
+__all__ = [
+    "EXTRAS",
+    "StrataError",
+    "check_choice",
+    "import_failure",
+    "keywords_of",
+    "listed",
+    "names_nearest",
+    "nearest",
+]
+
+# What parts of the package import beside torch, numpy and safetensors, by the extra of
+# pyproject.toml that brings it; the smallest first.
+EXTRAS = {
+    "plots": ("matplotlib",),
+    "finetune": (
+        *("accelerate", "datasets", "matplotlib", "peft", "rich", "tokenizers", "transformers"),
+        *("tyro", "yaml"),
+    ),
+}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,6 +41,16 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {folded[close[0]]!r}?"
     return "valid: " + ", ".join(repr(choice) for choice in choices)
+
+
+def import_failure(error: ImportError) -> str:
+    """What an import that failed says to a user: how to install what is missing, where it is of an
+    extra."""
+    missing = (error.name or "").partition(".")[0]
+    for extra, packages in EXTRAS.items():
+        if isinstance(error, ModuleNotFoundError) and missing in packages:
+            return f"{missing} is not installed, and this needs it: pip install 'strata[{extra}]'"
+    return " ".join(str(error).split())
 
 
 def listed(items: Sequence[str], most: int = 8, between: str = ", ") -> str:

@@ -44,6 +44,9 @@ class UpdateProbe:
     def run(self, seconds: float) -> float:
         """Elements per second, all workers together."""
 
+def best_isa() -> str:
+    """The instructions that kernels use on this processor: "scalar", "avx2" or "avx512"."""
+
 def update_span(
     group: GroupSpec,
     dtype: DtypeName,

@@ -8,6 +8,8 @@
 #include <xxhash.h>
 #endif
 
+#include <new>
+
 namespace strata {
 namespace {
 
@@ -19,10 +21,31 @@ constexpr std::uint64_t mix(std::uint64_t slot, std::uint64_t version) {
   return z ^ (z >> 31);
 }
 
+XXH3_state_t* state_of(void* state) {
+  return static_cast<XXH3_state_t*>(state);
+}
+
 }  // namespace
 
 std::uint64_t checksum(std::span<const std::byte> bytes, SlotId slot, std::uint64_t version) {
   return XXH3_64bits_withSeed(bytes.data(), bytes.size(), mix(index(slot), version));
+}
+
+Hasher::Hasher() : state_(XXH3_createState()) {
+  if (state_ == nullptr) throw std::bad_alloc();
+  XXH3_64bits_reset(state_of(state_.get()));
+}
+
+void Hasher::Free::operator()(void* state) const {
+  XXH3_freeState(state_of(state));
+}
+
+void Hasher::update(std::span<const std::byte> bytes) {
+  XXH3_64bits_update(state_of(state_.get()), bytes.data(), bytes.size());
+}
+
+std::uint64_t Hasher::digest() const {
+  return XXH3_64bits_digest(state_of(state_.get()));
 }
 
 }  // namespace strata

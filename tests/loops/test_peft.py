@@ -20,7 +20,7 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from strata._storage import merged, weights
-from toys import MEMORY, SMALL, folder_of_model, llama, over_strata, rows, same, some, wrapped
+from toys import MEMORY, SMALL, llama, over_strata, rows, same, some, wrapped
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -86,30 +86,6 @@ def test_adapters_are_trained_and_saved(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(files[1][name], tensor, rtol=1e-3, atol=1e-5)
     back = PeftModel.from_pretrained(llama(), tmp_path / "strata")
     torch.testing.assert_close(logits(back), logits(model))
-
-
-@pytest.mark.parametrize("outside", [False, True])
-def test_adapters_of_a_model_without_values_are_trained(tmp_path: Path, outside: bool) -> None:
-    """Put in by Transformers, or around the model by PEFT. At first they change nothing."""
-    folder_of_model(tmp_path)
-    plain = llama()(input_ids=TOKENS, labels=TOKENS).loss.item()
-    model: Any = llama(True)
-    with torch.device("meta"):
-        if outside:
-            model = get_peft_model(model, KINDS["LoRA"])
-        else:
-            model.add_adapter(KINDS["LoRA"])
-    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer = wrapped(model, optimizer, weights=tmp_path)
-    losses = []
-    for _ in range(3):
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert same([plain], losses[:1], 1e-6)
-    assert losses[0] > losses[1] > losses[2]
 
 
 def test_an_adapter_that_was_there_is_filled_and_a_new_one_refused(tmp_path: Path) -> None:
@@ -353,12 +329,18 @@ def test_fused_experts_are_read_beside_their_adapters(tmp_path: Path) -> None:
         assert torch.equal(values[name], value) or "lora_A" in name
 
 
-def test_a_model_without_values_trains_with_adapters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_model_without_values_trains_with_adapters(tmp_path: Path, outside: bool) -> None:
+    """Around the model by PEFT, or put in by Transformers."""
     base = llama()
     base.save_pretrained(tmp_path / "base")
     trained_on: list[list[float]] = []
     for source in (tmp_path / "base", "init"):
-        model: Any = get_peft_model(llama(meta=True), KINDS["LoRA"])
+        model: Any = llama(meta=True)
+        if outside:
+            model = get_peft_model(model, KINDS["LoRA"])
+        else:
+            model.add_adapter(KINDS["LoRA"])
         optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
         model, optimizer = wrapped(model, optimizer, weights=source)
         before = logits(model)

@@ -237,3 +237,16 @@ def test_moments_keep_what_was_read(moments: str) -> None:
         session.read(0, kind, 0, again.data_ptr(), values.numel())
         assert torch.equal(again, stored)
     session.close()
+
+
+def test_kernels_use_the_instructions_that_the_processor_has() -> None:
+    line = next(
+        (x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags")), ""
+    )
+    flags = set(line.split())
+    expected = "scalar"
+    if {"avx2", "fma", "f16c"} <= flags:
+        expected = "avx2"
+        if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
+            expected = "avx512"
+    assert _core.best_isa() == expected

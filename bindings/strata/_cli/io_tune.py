@@ -8,9 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from .._config import device, machine
 from .._config.choices import SPEED_OF
 from .._config.sizes import format_size
@@ -19,6 +16,7 @@ from .._planning.forecast import LANE_NAMES
 from .._profiling.calibrate import Calibration, calibration
 from .._profiling.disk_speed import disk_speeds
 from .._profiling.probes import LANES
+from .._report.report_text import table
 from .planner import setup_of
 
 SWEEP_PAGES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -31,31 +29,33 @@ def run(options: argparse.Namespace) -> int:
     asked for. `options`: of options.io_tune_parser()."""
     options.device = device.choose(options.device)
     setup = setup_of(options, options.page_size)
-    console = Console()
     for text in budget_check.file_systems(options.ssd_path):
-        console.print(text)
+        print(text)
     if options.ssd_path:
-        console.print(sweep(options.ssd_path, options.io_engine))
-    console.print(device.description(options.device) or machine.processor_name())
-    console.print(lanes_table(calibration(setup, refresh=True), options.page_size))
+        print("\ndisks: GB/s by page size and requests in flight")
+        print(f"{sweep(options.ssd_path, options.io_engine)}\n")
+    print(device.description(options.device) or machine.processor_name())
+    print(
+        f"lanes with pages of {format_size(options.page_size)}: alone, and what is left beside "
+        "others"
+    )
+    print(lanes_table(calibration(setup, refresh=True)))
     return 0
 
 
-def sweep(paths: Sequence[str], io_engine: str) -> Table:
+def sweep(paths: Sequence[str], io_engine: str) -> str:
     """Bandwidth of the disks by page size and requests in flight."""
-    table = Table(title="disks: GB/s by page size and requests in flight", title_justify="left")
-    for heading in ("page", "in flight", "read", "write", "read beside write", "write beside read"):
-        table.add_column(heading, justify="right")
+    rows = [["page", "in flight", "read", "write", "read beside write", "write beside read"]]
     for page in SWEEP_PAGES:
         for depth in SWEEP_DEPTHS:
             if page * depth > IN_FLIGHT_MAX:
                 continue
             speeds = disk_speeds(paths, page, io_engine, depth)
-            table.add_row(format_size(page), str(depth), *(f"{s / 1e9:.2f}" for s in speeds))
-    return table
+            rows.append([format_size(page), str(depth), *(f"{s / 1e9:.2f}" for s in speeds)])
+    return table(rows)
 
 
-def lanes_table(found: Calibration, page_bytes: int) -> Table:
+def lanes_table(found: Calibration) -> str:
     """Every lane alone, and the share of its speed that it keeps beside each other one."""
     costs = found.costs
     speeds = {
@@ -65,12 +65,7 @@ def lanes_table(found: Calibration, page_bytes: int) -> Table:
     speeds["compute"] = f"{found.flops_s / 1e9:,.{0 if found.flops_s >= 1e11 else 1}f} GFLOP/s"
     without_disk = not (costs.read_bytes_s or costs.write_bytes_s)
     shown = [lane for lane in LANES if lane not in ("read", "write") or not without_disk]
-    title = f"lanes with pages of {format_size(page_bytes)}: alone, and what is left beside others"
-    table = Table(title=title, title_justify="left")
-    table.add_column("lane")
-    table.add_column("alone", justify="right")
-    for lane in shown:
-        table.add_column(lane, justify="right")
+    rows = [["lane", "alone", *shown]]
     for lane in shown:
         cells = [
             ""
@@ -79,5 +74,5 @@ def lanes_table(found: Calibration, page_bytes: int) -> Table:
             for other in shown
         ]
         typical = " (typical)" if lane in found.typical else ""
-        table.add_row(LANE_NAMES[lane], speeds[lane] + typical, *cells)
-    return table
+        rows.append([LANE_NAMES[lane], speeds[lane] + typical, *cells])
+    return table(rows)

@@ -156,7 +156,7 @@ def _run(arguments: list[str]) -> int:
 
         print(f"strata {__version__}")
         return 0
-    from .._errors import StrataError, nearest
+    from .._errors import StrataError, import_failure, nearest
 
     command = COMMANDS.get(arguments[0])
     if command is None:
@@ -174,10 +174,11 @@ def _run(arguments: list[str]) -> int:
         return command(arguments[1:])
     except BrokenPipeError:
         raise
-    except (StrataError, CheckpointError, ValueError, OSError) as error:
+    except (StrataError, CheckpointError, ValueError, OSError, ImportError) as error:
         if os.environ.get("STRATA_TRACEBACK"):
             raise
-        print(f"strata: {error}", file=sys.stderr)
+        says = import_failure(error) if isinstance(error, ImportError) else error
+        print(f"strata: {says}", file=sys.stderr)
         return 1
 
 

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import xxhash
-
+from .._core import Hasher
 from .replacing import (
     WorkFolder,
     dead_folders,
@@ -58,7 +57,7 @@ class TensorWriter(contextlib.AbstractContextManager["TensorWriter"]):
 
     def append(self, kind: str, dtype: str, chunks: Iterable[memoryview]) -> Record:
         """Writes one tensor, piece by piece, and returns what the manifest says about it."""
-        offset, digest = self.bytes, xxhash.xxh3_64()
+        offset, digest = self.bytes, Hasher()
         for chunk in chunks:
             digest.update(chunk)
             written = 0
@@ -120,7 +119,7 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
     def verify(self, records: Iterable[tuple[str, Record]], done: Callable[[int], None]) -> None:
         """Compares every checksum. `records` are tensors with a name for the error."""
         for name, record in records:
-            digest = xxhash.xxh3_64()
+            digest = Hasher()
             for chunk in self.chunks(record):
                 digest.update(chunk)
                 done(len(chunk))
@@ -163,7 +162,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
-    return xxhash.xxh3_64(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    digest = Hasher()
+    digest.update(json.dumps(manifest, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def is_checkpoint(folder: Path) -> bool:

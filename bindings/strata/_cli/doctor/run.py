@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..._config import machine
 from ..._config.machine import ROOT
 from ..._config.sizes import format_rate, format_size
+from ..._errors import import_failure
 from ..._planning.budget_check import KINDS
 from ..._report.report_text import wear_lines
 from .facts import BAD, WARNING, Fact, facts
@@ -131,7 +132,9 @@ def diagnose(options: argparse.Namespace, root: Path = ROOT) -> Diagnosis:
     else:
         try:
             changes += _look_ahead(found, options, by_name)
-        except (ImportError, OSError, ValueError, RuntimeError) as error:
+        except ImportError as error:
+            found.why_no_capacity = import_failure(error)
+        except (OSError, ValueError, RuntimeError) as error:
             found.why_no_capacity = " ".join(str(error).split())
     found.changes = [
         *(Change(fact.change) for fact in found.facts if fact.verdict == BAD and fact.change),
