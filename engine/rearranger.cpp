@@ -324,9 +324,12 @@ bool Rearranger::begin_move(const Move& move) {
 bool Rearranger::end_move(const Move& move) {
   STRATA_ASSERT(move.from.somewhere());
   STRATA_ASSERT(move.from.tier != move.to);
+  // Until it is adopted it rests where it did, and was perhaps written back: to another slot, where
+  // a snapshot holds the first one.
+  const Placement before = move.to == Tier::host ? base_.table.placement(move.page) : move.from;
   const bool there = move.to == Tier::host ? base_.cache.adopt(move.page)
                                            : base_.cache.settled(move.page, move.from.tier);
-  if (there && has_slots(move.from.tier)) base_.tiers.release_slot(move.from);
+  if (there && has_slots(before.tier)) base_.tiers.release_slot(before);
   return there;
 }
 

@@ -1,5 +1,8 @@
 #include "offload/storage/store.hpp"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -23,6 +26,14 @@ int hash_threads_here() {
 }
 
 Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, Doorbell* bell)
+    : Store(options, std::move(engine), nullptr, bell) {}
+
+Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles& saved,
+             Doorbell* bell)
+    : Store(options, std::move(engine), &saved, bell) {}
+
+Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles* saved,
+             Doorbell* bell)
     : options_(options),
       transfers_(options.in_flight_max),
       hashes_(options.hash_threads, bell,
@@ -37,30 +48,91 @@ Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, Door
   STRATA_ASSERT(options.slot_bytes <= kPageBytesMax);
   STRATA_ASSERT(options.in_flight_max > 0);
   if (options.slot_count == 0) refuse("a store on SSD needs room for at least one page");
-  make_files();  // first: a budget beyond the disk is refused before memory is taken for its slots
-  add_slots(options.slot_count);
+  check_paths();
+  // First: a budget beyond the disk is refused before memory is taken for its slots.
+  saved == nullptr ? make_files() : open_files(*saved);
+  add_slots(options_.slot_count);
+  if (saved != nullptr) take_contents(*saved);
   for (std::uint32_t i = options.in_flight_max; i-- > 0;) idle_.push_back(i);
 }
 
-void Store::make_files() {
-  const bool on_disk = engine_->needs_files();
-  if (on_disk && options_.paths.empty()) refuse("a store on SSD needs a path");
+void Store::check_paths() const {
+  if (engine_->needs_files() && options_.paths.empty()) refuse("a store on SSD needs a path");
   for (auto path = options_.paths.begin(); path != options_.paths.end(); ++path) {
     if (std::find(options_.paths.begin(), path, *path) == path) continue;
     refuse("the SSD path " + *path + " is given twice");
   }
-  const std::size_t stripes = std::max<std::size_t>(options_.paths.size(), 1);
+}
+
+void Store::make_files() {
   const std::uint64_t bytes = stripe_bytes(options_.slot_count);
-  for (std::size_t i = 0; i < stripes; ++i) {
-    int fd = -1;
-    if (on_disk) {
-      files_.push_back(std::make_unique<PageFile>(options_.paths[i], bytes, options_.naming));
-      fd = files_.back()->fd();
-      const std::vector<std::string>& warnings = files_.back()->warnings();
-      warnings_.insert(warnings_.end(), warnings.begin(), warnings.end());
+  if (engine_->needs_files()) {
+    for (const std::string& path : options_.paths) {
+      files_.push_back(std::make_unique<PageFile>(path, bytes, options_.naming));
     }
-    numbers_.push_back(engine_->attach(fd, bytes));
   }
+  attach_files(bytes);
+}
+
+// As many slots as the shortest file has, or as were asked for.
+void Store::open_files(const SavedFiles& saved) {
+  STRATA_ASSERT(engine_->needs_files());
+  if (saved.names.size() != options_.paths.size()) refuse("each SSD path has one file");
+  std::uint64_t rows = UINT64_MAX;
+  for (std::size_t i = 0; i < saved.names.size(); ++i) {
+    files_.push_back(std::make_unique<PageFile>(options_.paths[i], saved.names[i], saved.use));
+    rows = std::min(rows, files_.back()->bytes() / options_.slot_bytes);
+  }
+  const std::uint64_t there = rows * files_.size();
+  if (there >= index(kNoSlot)) refuse("these files have more slots than there are numbers");
+  if (saved.use == Existing::to_read || there > options_.slot_count) {
+    options_.slot_count = static_cast<std::uint32_t>(there);
+  }
+  const std::uint64_t bytes = stripe_bytes(options_.slot_count);
+  for (const auto& file : files_) {
+    if (file->bytes() < bytes) file->resize(bytes);
+  }
+  attach_files(bytes);
+}
+
+void Store::attach_files(std::uint64_t bytes) {
+  const std::size_t stripes = std::max<std::size_t>(options_.paths.size(), 1);
+  for (std::size_t i = 0; i < stripes; ++i) {
+    numbers_.push_back(engine_->attach(files_.empty() ? -1 : files_[i]->fd(), bytes));
+  }
+  for (const auto& file : files_) {
+    warnings_.insert(warnings_.end(), file->warnings().begin(), file->warnings().end());
+  }
+}
+
+void Store::take_contents(const SavedFiles& saved) {
+  for (const SavedFiles::Slot& kept : saved.slots) {
+    if (index(kept.slot) >= slots_.size()) {
+      refuse("slot " + std::to_string(index(kept.slot)) + " lies beyond the end of the files");
+    }
+    Slot& slot = at(kept.slot);
+    STRATA_ASSERT(slot.holders == 0 && kept.holders != 0);
+    slot.sealed = true;
+    slot.holders = kept.holders;
+    slot.version = kept.contents.version;
+    slot.checksum = kept.contents.checksum;
+  }
+  std::erase_if(free_slots_,
+                [&](SlotId slot) { return held(slot) || saved.use == Existing::to_read; });
+}
+
+std::vector<int> Store::duplicate_files() const {
+  std::vector<int> copies;
+  for (const auto& file : files_) {
+    const int copy = fcntl(file->fd(), F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) {
+      const int failed = errno;
+      for (const int made : copies) close(made);
+      throw StrataError({.what = "a swap file cannot be opened again", .errno_value = failed});
+    }
+    copies.push_back(copy);
+  }
+  return copies;
 }
 
 std::uint64_t Store::stripe_bytes(std::size_t slots) const {
@@ -89,7 +161,12 @@ void Store::extend(std::uint32_t count) {
   add_slots(count);
 }
 
-Store::Slot& Store::at(SlotId slot) {
+bool Store::keep_linkable() {
+  return !files_.empty() &&
+         std::ranges::all_of(files_, [](const auto& file) { return file->keep_linkable(); });
+}
+
+const Store::Slot& Store::look(SlotId slot) const {
   STRATA_ASSERT(index(slot) < slots_.size());
   return slots_[index(slot)];
 }
@@ -98,8 +175,9 @@ std::optional<SlotId> Store::acquire() {
   if (free_slots_.empty()) return std::nullopt;
   const SlotId slot = free_slots_.back();
   free_slots_.pop_back();
-  STRATA_ASSERT(!at(slot).acquired && !at(slot).busy);
+  STRATA_ASSERT(!at(slot).acquired && !at(slot).busy && at(slot).holders == 0);
   at(slot) = Slot{.acquired = true};
+  ++acquired_;
   return slot;
 }
 
@@ -107,12 +185,53 @@ void Store::release(SlotId slot) {
   STRATA_ASSERT(at(slot).acquired);
   STRATA_ASSERT(!at(slot).busy);
   at(slot).acquired = false;
-  free_slots_.push_back(slot);
+  --acquired_;
+  if (held(slot))
+    --both_;
+  else
+    free_slots_.push_back(slot);
+}
+
+bool Store::hold(SlotId slot) {
+  Slot& of = at(slot);
+  STRATA_ASSERT(of.sealed && (of.acquired || of.holders != 0));
+  const bool first = of.acquired && of.holders == 0;
+  if (first && spare_slots() == 0) return false;
+  both_ += first ? 1 : 0;
+  ++of.holders;
+  return true;
+}
+
+void Store::unhold(SlotId slot) {
+  Slot& of = at(slot);
+  STRATA_ASSERT(of.sealed && of.holders != 0);
+  if (--of.holders != 0) return;
+  if (of.acquired) {
+    --both_;
+  } else {
+    STRATA_ASSERT(!of.busy);
+    free_slots_.push_back(slot);
+  }
+}
+
+void Store::keep(SlotId slot) {
+  Slot& of = at(slot);
+  STRATA_ASSERT(of.sealed && of.acquired && !of.busy && of.holders == 0);
+  of.acquired = false;
+  --acquired_;
+  of.holders = 1;
+}
+
+std::optional<SlotContents> Store::contents(SlotId slot) const {
+  const Slot& of = look(slot);
+  if (!of.sealed) return std::nullopt;
+  return SlotContents{of.version, of.checksum};
 }
 
 bool Store::start(const Transfer& transfer) {
   Slot& slot = at(transfer.slot);
-  STRATA_ASSERT(slot.acquired);
+  STRATA_ASSERT(slot.acquired || (slot.holders != 0 && transfer.op == IoOp::read));
+  STRATA_ASSERT(slot.holders == 0 || transfer.op == IoOp::read);
   STRATA_ASSERT(!slot.busy);
   STRATA_ASSERT(transfer.buffer != nullptr);
   STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(transfer.buffer) % kIoAlignment == 0);
