@@ -11,11 +11,13 @@
 #include <string>
 
 #include "engine/between_steps.hpp"
+#include "engine/captures.hpp"
 #include "engine/elements.hpp"
 #include "engine/foundation.hpp"
 #include "engine/gradients.hpp"
 #include "engine/in_place_writes.hpp"
 #include "engine/rearranger.hpp"
+#include "engine/snapshots.hpp"
 #include "engine/stats.hpp"
 #include "engine/step_planner.hpp"
 #include "engine/steps.hpp"
@@ -53,6 +55,7 @@ class Core final {
   Prefetcher prefetcher;
   StepPlanner planner;
   BetweenSteps between;
+  Captures captures;
   const WorkerPlacement worker_placement;
   Updates updates;
   Swapping swapping;
@@ -62,6 +65,7 @@ class Core final {
   Gradients gradients;
   Steps steps;
   Rearranger rearranger;
+  Snapshots snapshots;
 
   // Where the parameter lies on the device, for life.
   std::byte* device_address(std::uint32_t param) const;

@@ -203,6 +203,30 @@ class Session final {
     core_->elements.set_step(in.lock(), param, step);
   }
 
+  // snapshots.hpp, rearranger.hpp. `keep`: complete ones beside the one that begins.
+  void reserve_snapshots(std::uint32_t keep) {
+    Gate::Call in(gate_);
+    core_->rearranger.keep_slots(in.lock(), core_->snapshots.slots_for(keep));
+  }
+  std::uint64_t begin_snapshot() {
+    Gate::Call in(gate_);
+    return core_->snapshots.begin();
+  }
+  bool snapshot_complete(std::uint64_t id) {
+    Gate::Call in(gate_);
+    return core_->snapshots.complete(id);
+  }
+  // Waits until it is complete.
+  Snapshot snapshot(std::uint64_t id) {
+    Gate::Call in(gate_);
+    core_->snapshots.wait(in.lock(), id);
+    return core_->snapshots.of(id);
+  }
+  void drop_snapshot(std::uint64_t id) {
+    Gate::Call in(gate_);
+    core_->snapshots.drop(id);
+  }
+
   // stats.hpp. Both work on a failed session too, to see how far it came.
   SessionStats stats() {
     const Gate::Call in(gate_, Gate::Enters::failed_too);
