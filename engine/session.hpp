@@ -222,6 +222,17 @@ class Session final {
     core_->snapshots.wait(in.lock(), id);
     return core_->snapshots.of(id);
   }
+  // Descriptors of the files of the SSD, which the caller closes; what takes long goes by them.
+  std::vector<int> page_files() {
+    Gate::Call in(gate_);
+    const Store* store = core_->base.tiers.store(Tier::ssd);
+    return store == nullptr ? std::vector<int>() : store->duplicate_files();
+  }
+  bool keep_pages_linkable() {
+    Gate::Call in(gate_);
+    Store* store = core_->base.tiers.store(Tier::ssd);
+    return store != nullptr && store->keep_linkable();
+  }
   void drop_snapshot(std::uint64_t id) {
     Gate::Call in(gate_);
     core_->snapshots.drop(id);

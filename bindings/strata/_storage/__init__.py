@@ -3,5 +3,5 @@
 Knows wrapped models. Must not know hooks, plans or reports.
 In reading order: stored, weights, initialise (values that come in); replacing, checkpoint,
 checkpoint_files, checkpoint_manifest, rng, export (files that take the place of others);
-trace_file.
+snapshot, snapshot_files, snapshot_load (what is kept while training goes on); trace_file.
 """
