@@ -45,7 +45,6 @@ Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, cons
   STRATA_ASSERT(options.slot_bytes <= kPageBytesMax);
   STRATA_ASSERT(options.in_flight_max > 0);
   if (options.slot_count == 0) refuse("a store on SSD needs room for at least one page");
-  check_paths();
   // First: a budget beyond the disk is refused before memory is taken for its slots.
   saved == nullptr ? make_files() : open_files(*saved);
   add_slots(options_.slot_count);

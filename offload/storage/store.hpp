@@ -192,7 +192,6 @@ class Store final {
 
   Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles* saved,
         Doorbell* bell);
-  void check_paths() const;
   void make_files();
   void open_files(const SavedFiles& saved);
   void attach_files(std::uint64_t bytes);

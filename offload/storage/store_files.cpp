@@ -10,15 +10,12 @@
 
 namespace strata {
 
-void Store::check_paths() const {
+void Store::make_files() {
   if (engine_->needs_files() && options_.paths.empty()) refuse("a store on SSD needs a path");
   for (auto path = options_.paths.begin(); path != options_.paths.end(); ++path) {
     if (std::find(options_.paths.begin(), path, *path) == path) continue;
     refuse("the SSD path " + *path + " is given twice");
   }
-}
-
-void Store::make_files() {
   const std::uint64_t bytes = stripe_bytes(options_.slot_count);
   if (engine_->needs_files()) {
     for (const std::string& path : options_.paths) {
@@ -31,7 +28,9 @@ void Store::make_files() {
 // As many slots as the shortest file has, or as were asked for.
 void Store::open_files(const SavedFiles& saved) {
   STRATA_ASSERT(engine_->needs_files());
-  if (saved.names.size() != options_.paths.size()) refuse("each SSD path has one file");
+  if (saved.names.empty() || saved.names.size() != options_.paths.size()) {
+    refuse("each SSD path has one file");
+  }
   std::uint64_t rows = UINT64_MAX;
   for (std::size_t i = 0; i < saved.names.size(); ++i) {
     files_.push_back(std::make_unique<PageFile>(options_.paths[i], saved.names[i], saved.use));

@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 import strata
 import torch
+from strata._cli import main as cli
+from strata._storage import snapshot_files
 from strata._storage.checkpoint_files import CheckpointError, read_manifest
-from strata._storage.snapshot_files import LINKS, copy_snapshot, remove_snapshot, snapshots_of
+from strata._storage.snapshot_files import (
+    LINKS,
+    Links,
+    copy_snapshot,
+    remove_snapshot,
+    snapshots_of,
+)
 from test_checkpoint import Case, llama
 
 SSD = {"device": "512KiB", "host": "4MiB", "ssd": "256MiB"}
@@ -186,6 +194,26 @@ def test_copies_need_no_drive(tmp_path: Path, disk: Path) -> None:
     again.close()
 
 
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    folder = strata.snapshot(case.model, tmp_path / "run").wait()
+    case.close()
+    complete = links(disk)
+    begun = Links([str(disk)], tmp_path / "run" / "step-000009")
+    for name in (begun.paths[0], disk / LINKS / f"{'0' * 16}.json.tmp", disk / LINKS / "letter"):
+        Path(name).write_text("")
+    (disk / LINKS / f"{'1' * 16}.json").write_text('{"of": "somebody else"}')
+    snapshot_files._under_way.clear()  # as in a new process
+    again = Case(disk, SSD, llama())
+    strata.snapshot(again.model, tmp_path / "other").wait()
+    again.close()
+    left = set(links(disk)) - {e for e in links(disk) if (disk / LINKS / e).stat().st_nlink > 1}
+    assert set(complete) <= set(links(disk))
+    assert {"letter", f"{'1' * 16}.json"} <= left
+    assert not any(begun.id in name or name.endswith(".tmp") for name in left)
+    assert folder.is_dir()
+
+
 def test_without_hard_links_pages_are_copied(
     tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,4 +280,28 @@ def test_a_killed_run_goes_on_from_the_newest_complete_one(tmp_path: Path, secon
     strata.snapshot(again.model, tmp_path / "run", keep=1).wait()
     assert len(snapshots_of(tmp_path / "run")) == 1
     assert len(links(disk)) == 2, "the killed process left links"
+    again.close()
+
+
+def test_the_command_line_looks_after_all_drives(
+    tmp_path: Path, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = drive(tmp_path, "second")
+    model, _ = strata.wrap(
+        model := llama(), torch.optim.AdamW(model.parameters()), memory=SSD, ssd_path=[disk, other]
+    )
+    run = tmp_path / "run"
+    folder = strata.snapshot(model, run).wait()
+    strata.unwrap(model)
+    assert cli.main(["snapshots", "ls", str(run)]) == 0
+    assert "step-000000" in (shown := capsys.readouterr().out)
+    assert str(disk) in shown
+    assert cli.main(["snapshots", "copy", str(folder), str(tmp_path / "copy")]) == 0
+    assert cli.main(["snapshots", "rm", str(folder)]) == 0
+    assert links(disk) == links(other) == []
+    assert cli.main(["snapshots", "ls", str(run)]) == 1
+    assert cli.main(["snapshots", "rm", str(folder)]) == 1
+    assert "cannot read" in capsys.readouterr().out
+    again = Case(disk, HOST, llama())
+    strata.load(again.model, tmp_path / "copy")
     again.close()

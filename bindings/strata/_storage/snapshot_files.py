@@ -135,7 +135,13 @@ def clean_up(drives: list[str]) -> None:
     drives' lock is ours, so who left them is dead."""
     for drive in drives:
         folder = Path(drive) / LINKS
-        for entry in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        if not folder.is_dir():
+            continue
+        for half in folder.glob("*.json.tmp"):  # of an owner that was being written
+            identity = half.name.split(".")[0]
+            if ID.fullmatch(identity) and identity not in _under_way:
+                half.unlink(missing_ok=True)
+        for entry in sorted(folder.glob("*.json")):
             owner = _owner(entry)
             if owner is None or not owner["pending"] or entry.stem in _under_way:
                 continue
@@ -190,7 +196,11 @@ def copy_pages(files: list[int], slots: Iterable[int], page_bytes: int, folder: 
     targets = [os.open(folder / n, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for n in names]
     try:
         with mmap.mmap(-1, page_bytes) as page:  # aligned, for files that are read directly
-            for slot in sorted(slots):
+            places = sorted(slots)
+            rows = places[-1] // len(files) + 1 if places else 1
+            for target in targets:
+                os.ftruncate(target, rows * page_bytes)
+            for slot in places:
                 offset = slot // len(files) * page_bytes
                 if os.preadv(files[slot % len(files)], [page], offset) != page_bytes:
                     raise CheckpointError(f"a page file ends before slot {slot}")
