@@ -1,9 +1,12 @@
 """strata.snapshot keeps the state behind a step while training goes on; strata.load continues from
 it bit for bit, whatever the budgets, also after a SIGKILL."""
 
+import json
 import os
+import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import strata
 import torch
 from strata._cli import main as cli
 from strata._storage import snapshot_files
-from strata._storage.checkpoint_files import CheckpointError, read_manifest
+from strata._storage.checkpoint_files import CheckpointError, read_manifest, write_manifest
 from strata._storage.snapshot_files import (
     LINKS,
     Links,
@@ -212,6 +215,64 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path, 
     assert {"letter", f"{'1' * 16}.json"} <= left
     assert not any(begun.id in name or name.endswith(".tmp") for name in left)
     assert folder.is_dir()
+
+
+def test_damaged_manifests_change_nothing(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    case.train(1)
+    folder = strata.snapshot(case.model, tmp_path / "run").wait()
+    before = case.masters()
+    whole = read_manifest(folder)
+    random.seed(1)
+    faults: set[str] = set()
+    for _ in range(150):
+        broken = json.loads(json.dumps(whole))
+        damage(broken)
+        if broken == whole:
+            continue
+        write_manifest(folder, broken)
+        try:
+            strata.load(case.model, tmp_path / "run")
+        except CheckpointError:
+            assert all(map(torch.equal, case.masters(), before))
+        except strata.StrataError as error:  # of a page, which is seen when it is read
+            faults.add(error.fault)
+    assert faults <= {"corrupt"}
+    write_manifest(folder, whole)
+    strata.load(case.model, tmp_path / "run")
+    assert all(map(torch.equal, case.masters(), before))
+    case.close()
+
+
+def damage(manifest: dict[str, Any]) -> None:
+    """Changes one value of it, somewhere below what says where pages lie."""
+    place: Any = manifest
+    keys: list[Any] = ["chunks", "parts", "drives", "params", "page_bytes", "moment_dtype", "id"]
+    key = random.choice(keys)
+    while isinstance(place[key], dict | list) and place[key]:
+        place = place[key]
+        key = (
+            random.choice(list(place)) if isinstance(place, dict) else random.randrange(len(place))
+        )
+    place[key] = random.choice([None, -1, 1 << 70, "../x", [], 3, 0.5, {}])
+
+
+def test_a_run_that_ends_completes_what_it_began(tmp_path: Path, disk: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        program = (
+            "import strata, torch; from test_checkpoint import Case, llama; "
+            "from pathlib import Path; from test_snapshot import SSD; "
+            f"case = Case(Path({str(disk)!r}), SSD, llama()); case.train(1); "
+            f"strata.snapshot(case.model, {str(tmp_path / 'run')!r})"
+        )
+        os.chdir(Path(__file__).parent)
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    assert os.waitpid(child, 0)[1] == 0
+    assert [f.name for f in snapshots_of(tmp_path / "run")] == ["step-000001"]
+    again = Case(disk, SSD, llama())
+    strata.load(again.model, tmp_path / "run")
+    again.close()
 
 
 def test_without_hard_links_pages_are_copied(

@@ -156,7 +156,11 @@ class Taker:
         self.finish()  # the slots of the last one are among those that are set aside
         number = self._session.begin_snapshot()
         folder = step_folder(series, context.manifest["step"])
-        future = self._pool.submit(self._write, number, folder, keep, context)
+        try:
+            future = self._pool.submit(self._write, number, folder, keep, context)
+        except BaseException:  # the interpreter ends, or Ctrl-C
+            self._session.drop_snapshot(number)
+            raise
         self._last = SnapshotHandle(folder, future)
         return self._last
 

@@ -181,16 +181,11 @@ class _Source:
                 if min(part, first, at, tensor, begin) < 0 or count <= 0:
                     self._fail("a run has a negative number")
                 covered[tensor].append((begin + first, count))
+            end = max((at + count for _, _, count, at in chunk["runs"]), default=0)
             for role in ROLES:
-                for page in chunk[role][2] if chunk[role] else []:
-                    if page is None:
-                        continue
-                    if len(page) != 3 or not all(type(n) is int and n >= 0 for n in page):
-                        self._fail("a page has no slot, version and checksum")
-                    if page[0] in slots:
-                        self._fail(f"slot {page[0]} is there twice")
-                    mine.add(page[0])  # 8-bit moments share theirs
-            slots |= mine
+                if chunk[role]:
+                    mine |= self._check_role(chunk[role], end, slots)
+            slots |= mine  # 8-bit moments share theirs
         for tensor_, runs in zip(self.tensors, covered, strict=True):
             end = 0
             for first, count in sorted(runs):
@@ -204,6 +199,26 @@ class _Source:
                 self._fail(f"{entry['name']!r} has an unknown rule or dtype")
             if type(entry["step"]) is not int or not 0 <= entry["step"] < 1 << 53:
                 self._fail(f"{entry['name']!r} made {entry['step']!r:.20} steps")
+
+    def _check_role(self, role: list[Any], end: int, slots: set[int]) -> set[int]:
+        """The slots of a role of a chunk, which has elements up to `end`."""
+        per_page, begin, pages = role
+        size = self.manifest["page_bytes"]
+        sound = all(type(n) is int for n in (per_page, begin, size))
+        if not sound or not 0 < per_page <= size or not 0 <= begin < size:
+            self._fail("pages of no size, or with places beyond it")
+        if end > per_page * len(pages):
+            self._fail("a chunk has elements without pages")
+        found = set()
+        for page in pages:
+            if page is None:
+                continue
+            if len(page) != 3 or not all(type(n) is int and n >= 0 for n in page):
+                self._fail("a page has no slot, version and checksum")
+            if page[0] in slots or page[0] in found:
+                self._fail(f"slot {page[0]} is there twice")
+            found.add(page[0])
+        return found
 
     def restore(self, state: Wrapped, meter: Meter) -> None:
         """Writes everything to the session. The next chunk is read meanwhile."""
@@ -286,7 +301,7 @@ class _Source:
         stored = self._bytes(chunk, pages, role, at, count, size)
         scales = 0
         if dtype == "block8":
-            first = chunk["scales"][number - 1] + at // MOMENT_BLOCK * 2
+            first = max(chunk["scales"][number - 1], 0) + at // MOMENT_BLOCK * 2
             blocks = -(-count // MOMENT_BLOCK)
             part = self._scales[first : first + 2 * blocks]
             if at % MOMENT_BLOCK or part.numel() != 2 * blocks:
