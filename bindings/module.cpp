@@ -8,6 +8,7 @@
 #include "bindings/parse.hpp"
 #include "bindings/python.hpp"
 #include "bindings/schema.hpp"
+#include "bindings/snapshot_binding.hpp"
 #include "bindings/to_dict.hpp"
 #include "engine/checks.hpp"
 #include "engine/devices.hpp"
@@ -104,10 +105,6 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
   out["skipped"] = result.skipped;
   return out;
 }
-
-// Its last reference may go at any time, with a worker in the middle of a call into Python.
-using SessionHolder = std::unique_ptr<Session, ReleaseGilAndDelete>;
-using SessionClass = py::class_<Session, SessionHolder>;
 
 SessionHolder make_session(const py::dict& dict, const py::object& foreign) {
   const Config config = parse_config(dict);
@@ -315,6 +312,7 @@ void bind_session(py::module_& module) {
   bind_visits(session);
   bind_updates(session);
   bind_activations(session);
+  bind_snapshots(module, session);
 }
 
 }  // namespace

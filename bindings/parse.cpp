@@ -1,8 +1,6 @@
 #include "bindings/parse.hpp"
 
 namespace strata {
-namespace {
-
 Rule parse_rule(const std::string& text) {
   return parse_one_of<Rule>(text, "rule",
                             {{"adamw", Rule::adamw},
@@ -12,6 +10,8 @@ Rule parse_rule(const std::string& text) {
                              {"adagrad", Rule::adagrad},
                              {"foreign", Rule::foreign}});
 }
+
+namespace {
 
 UpdateMode parse_update(const std::string& text) {
   return parse_one_of<UpdateMode>(text, "update mode",

@@ -15,6 +15,7 @@
 
 namespace strata {
 
+Rule parse_rule(const std::string& text);
 MomentDtype parse_moment_dtype(const std::string& text);
 Hyper parse_group(const py::dict& group);
 std::vector<Hyper> parse_groups(const py::list& groups);

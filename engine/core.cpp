@@ -51,10 +51,12 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       prefetcher(base.table, base.cache, base.tiers.copies(), frames, loads),
       planner(prefetcher, frames),
       between(gate),
+      captures(base.layout.chunks.size()),
       worker_placement(place_workers(config, parts)),
       updates({.layout = base.layout,
                .config = config,
                .gate = gate,
+               .captures = captures,
                .table = base.table,
                .cache = base.cache,
                .device = base.tiers.device(),
@@ -66,13 +68,14 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
                .worker_is_done = std::move(parts.worker_is_done)},
               share_staging(base.claims).chunks),
       swapping(base, between),
-      writes(base, prefetcher, updates),
+      writes(base, prefetcher, updates, captures),
       elements(base, updates, writes),
       visits(base, between, prefetcher, updates, writes),
       gradients(base, between, updates),
       steps({base, between, prefetcher, planner, updates, writes, gradients}),
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
                   visits}),
+      snapshots(base, captures, updates, gradients),
       turned_(std::move(parts.turned)) {
   prefetcher.limit_frames(base.claims.device_frames);
   for (std::uint32_t u = 0; u < base.layout.units.size(); ++u) {
@@ -90,6 +93,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
 bool Core::turn(Part part) {
   // What is in flight comes to its end, whatever has failed.
   const bool moved = (part == Part::transfers || !base.gate.failure()) && advance(part);
+  others_moved_ |= moved && part != Part::snapshots;
   if (frames.failure()) {
     Error error = *frames.failure();
     if (error.page != kNoPage) error.unit = base.names.of(error.page);
@@ -117,6 +121,8 @@ bool Core::advance(Part part) {
       return swapping.saves().turn();
     case Part::awaited:
       return base.reap_awaited();
+    case Part::snapshots:
+      return snapshots.turn(std::exchange(others_moved_, false));
   }
   STRATA_ASSERT(false);
   return false;
@@ -168,7 +174,7 @@ void Core::tell_memory(SessionStats& stats) const {
   stats.device_bytes_budget = (claims.device_frames + claims.rest_frames) * page;
   stats.host_bytes = claims.host_frames * page;
   stats.staging_bytes = claims.staging_frames * page;
-  stats.ssd_bytes = claims.slots * page;
+  stats.ssd_bytes = (claims.slots + claims.kept_slots) * page;
   stats.activation_host_bytes = claims.activation_frames * page;
   stats.activation_ssd_bytes = claims.activation_slots * page;
   const Slab& slab = base.tiers.slab();
@@ -192,6 +198,7 @@ SessionStats Core::stats() const {
   }
   stats.activation_saved_bytes = base.transfers.bytes(Link::download, Requester::activations);
   stats.activation_fetched_bytes = base.transfers.bytes(Link::upload, Requester::activations);
+  stats.snapshot_bytes = base.transfers.bytes(Link::write, Requester::snapshots);
   stats.staleness = updates.staleness();
   stats.update_waits = visits.update_waits();
   for (const std::int64_t ns : visits.waited_ns()) {

@@ -11,11 +11,13 @@
 #include <string>
 
 #include "engine/between_steps.hpp"
+#include "engine/captures.hpp"
 #include "engine/elements.hpp"
 #include "engine/foundation.hpp"
 #include "engine/gradients.hpp"
 #include "engine/in_place_writes.hpp"
 #include "engine/rearranger.hpp"
+#include "engine/snapshots.hpp"
 #include "engine/stats.hpp"
 #include "engine/step_planner.hpp"
 #include "engine/steps.hpp"
@@ -53,6 +55,7 @@ class Core final {
   Prefetcher prefetcher;
   StepPlanner planner;
   BetweenSteps between;
+  Captures captures;
   const WorkerPlacement worker_placement;
   Updates updates;
   Swapping swapping;
@@ -62,6 +65,7 @@ class Core final {
   Gradients gradients;
   Steps steps;
   Rearranger rearranger;
+  Snapshots snapshots;
 
   // Where the parameter lies on the device, for life.
   std::byte* device_address(std::uint32_t param) const;
@@ -76,9 +80,10 @@ class Core final {
     gradients,
     prefetcher,
     activations,
-    awaited
+    awaited,
+    snapshots
   };
-  static constexpr int kParts = 7;
+  static constexpr int kParts = 8;
 
   bool turn(Part part) STRATA_REQUIRES(core_lock);
   bool advance(Part part) STRATA_REQUIRES(core_lock);
@@ -86,6 +91,7 @@ class Core final {
   Error stuck(const Awaited& awaited, const std::string& looks) const;
   void tell_memory(SessionStats& stats) const;
 
+  bool others_moved_ = false;  // since snapshots had their turn
   std::function<void(const PageTable&, const Claims&)> turned_;
 };
 

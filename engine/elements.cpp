@@ -103,7 +103,7 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
                      std::span<const float> values) {
   if (kind == Kind::grad) refuse("gradients land, and are not written");
   for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
-    updates_.wait_settled(lock, piece.chunk);
+    updates_.wait_writable(lock, piece.chunk);
     const float* from = values.data() + (piece.in_param - offset);
     if (kind == Kind::master)
       write_master(lock, piece, from);
@@ -130,7 +130,7 @@ void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offs
 void Elements::set_step(Lock& lock, std::uint32_t param, std::int64_t step) {
   base_.check_param(param);
   if (step < 0) refuse("a parameter cannot have made " + std::to_string(step) + " steps");
-  for (const Piece& piece : base_.layout.pieces(param)) updates_.wait_settled(lock, piece.chunk);
+  for (const Piece& piece : base_.layout.pieces(param)) updates_.wait_writable(lock, piece.chunk);
   updates_.set_step(param, step);
 }
 

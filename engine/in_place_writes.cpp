@@ -14,7 +14,9 @@ class InPlaceWrites::WrittenChunks final {
       : writes_(writes) {
     for (const Piece& piece : writes.base_.layout.pieces(param)) {
       if (!chunks_.empty() && chunks_.back() == piece.chunk) continue;
-      writes.base_.gate.wait(lock, [&] { return !writes.updates_.is_open(piece.chunk); });
+      writes.base_.gate.wait(lock, [&] {
+        return !writes.updates_.is_open(piece.chunk) && writes.may_change(piece.chunk);
+      });
       writes.updates_.begin_write(piece.chunk);
       chunks_.push_back(piece.chunk);
     }
@@ -130,9 +132,34 @@ void InPlaceWrites::expect(std::uint32_t param) {
   written_[index(base_.config.params[param].unit)] = true;
 }
 
+// What rests on the device is changed by now, elsewhere it is not.
+bool InPlaceWrites::may_change(std::uint32_t chunk) {
+  if (updates_.behind(chunk, captures_.step())) return true;
+  if (!base_.on_device(base_.layout.chunks[chunk])) return captures_.may_change(chunk);
+  if (captures_.owed(chunk)) {
+    captures_.spoil("parameters of " +
+                    base_.names.of(base_.layout.segments[base_.layout.chunks[chunk].segment].unit) +
+                    " were written in place, for the first time, before they were captured");
+  }
+  return true;
+}
+
+void InPlaceWrites::await_captured(Lock& lock, UnitId unit) {
+  if (!captures_.active() || !base_.on_device(unit) || !may_write(unit)) return;
+  base_.gate.wait(lock,
+                  [&] {
+                    bool all = true;
+                    for (const std::uint32_t chunk : base_.layout.units[index(unit)].chunks) {
+                      all &= captures_.may_change(chunk);
+                    }
+                    return all;
+                  },
+                  {"a snapshot of", unit});
+}
+
 void InPlaceWrites::begin_visit(UnitId unit) {
   if (!base_.on_device(unit)) return;
-  if (!written_[index(unit)] && !first_step_) return;
+  if (!may_write(unit)) return;
   for (const std::uint32_t id : base_.layout.units[index(unit)].chunks) {
     const Chunk& chunk = base_.layout.chunks[id];
     const Segment& segment = base_.layout.segments[chunk.segment];

@@ -23,6 +23,9 @@
 //     that may write begins with a copy of them: every visit of the first step, and those of a unit
 //     that was ever written or announced by expect(). Limit: a forward that never wrote before
 //     rounds what rests there, the bfloat16 parameter, to 16 bits, once.
+//   - No snapshot needs the old ones: the visit of a unit that rests on the device and may be
+//     written begins when they are captured. Limit: where a forward that never wrote before writes
+//     there, there will be no snapshot, and who waits for it is told.
 #pragma once
 
 #include <cstdint>
@@ -38,12 +41,15 @@ namespace strata {
 
 class InPlaceWrites final {
  public:
-  InPlaceWrites(Foundation& base, Prefetcher& prefetcher, Updates& updates)
+  InPlaceWrites(Foundation& base, Prefetcher& prefetcher, Updates& updates, Captures& captures)
       : base_(base),
         prefetcher_(prefetcher),
         updates_(updates),
+        captures_(captures),
         written_(base.config.units.size(), false) {}
 
+  // Waits until no snapshot needs what a visit of the unit may write.
+  void await_captured(Lock& lock, UnitId unit) STRATA_REQUIRES(core_lock);
   // The first user of the unit comes; the last one has left.
   void begin_visit(UnitId unit) STRATA_REQUIRES(core_lock);
   void end_visit(UnitId unit);
@@ -62,6 +68,8 @@ class InPlaceWrites final {
  private:
   class WrittenChunks;
 
+  bool may_write(UnitId unit) const { return written_[index(unit)] || first_step_; }
+  bool may_change(std::uint32_t chunk);
   void check_newest(std::uint32_t param, std::uint32_t chunk) const;
   void take_chunk(Lock& lock, std::uint32_t chunk, std::span<const Piece> pieces)
       STRATA_REQUIRES(core_lock);
@@ -71,6 +79,7 @@ class InPlaceWrites final {
   Foundation& base_;
   Prefetcher& prefetcher_;
   Updates& updates_;
+  Captures& captures_;
   bool first_step_ = true;
   std::vector<bool> written_;  // by unit: by the user, or that is announced
   // By parameter page: the version that take() gave it last; and its bytes when the visit began,

@@ -123,13 +123,7 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
   Change change = change_of(adoption);
   // 2. Room: nothing moves, and all is claimed that the machine may refuse.
   const bool moves = !adoption.moves_nothing();
-  try {
-    if (moves) make_room(lock, change);
-  } catch (...) {
-    parts_.prefetcher.begin_step();  // what it wanted is forgotten
-    base_.bell.ring();
-    throw;
-  }
+  if (moves) make_room_or_go_on(lock, change);
   // 3. The rest is not refused. Units leave; those that move get their frames, or give them up;
   // units come behind these.
   param_frames_ = change.param_frames;
@@ -143,8 +137,37 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
   // 4. The frames of those that move are planned for what there is.
   if (change.step) parts_.planner.follow(std::move(*change.step));
   parts_.planner.replan();
+  go_on();
+}
+
+// What the prefetcher wanted is forgotten: it begins anew.
+void Rearranger::go_on() {
   parts_.prefetcher.begin_step();
   base_.bell.ring();
+}
+
+void Rearranger::make_room_or_go_on(Lock& lock, const Change& change) {
+  try {
+    make_room(lock, change);
+  } catch (...) {
+    go_on();
+    throw;
+  }
+}
+
+void Rearranger::keep_slots(Lock& lock, std::uint64_t slots) {
+  if (slots <= base_.claims.kept_slots) return;
+  parts_.between.wait_until_arranged(lock);
+  parts_.visits.check_nobody_inside("room for snapshots is made between two steps only");
+  base_.tiers.check_kept(base_.claims, slots);
+  const BetweenSteps::Rearrangement moving(parts_.between);
+  Change change;
+  change.claims = base_.claims;
+  change.claims.kept_slots = static_cast<std::uint32_t>(slots);
+  change.frames = parts_.prefetcher.frame_limit();
+  make_room_or_go_on(lock, change);
+  base_.claims.kept_slots = change.claims.kept_slots;
+  go_on();
 }
 
 // Throws StrataError, and changes nothing, where the machine has less than the budgets.
@@ -222,6 +245,7 @@ void Rearranger::give_back_frames() {
 void Rearranger::arrange(Lock& lock, const Residence& then) {
   STRATA_ASSERT(then.host_frames <= base_.tiers.host().capacity());
   STRATA_ASSERT(then.slots == 0 || base_.tiers.store(Tier::ssd) != nullptr);
+  STRATA_ASSERT(then.kept_slots == base_.claims.kept_slots);
   forget_activation_pages();
   move_pages(lock, then);
   parts_.swapping.saves().reserve(take_activation_pages());
@@ -324,9 +348,12 @@ bool Rearranger::begin_move(const Move& move) {
 bool Rearranger::end_move(const Move& move) {
   STRATA_ASSERT(move.from.somewhere());
   STRATA_ASSERT(move.from.tier != move.to);
+  // Until it is adopted it rests where it did, and was perhaps written back: to another slot, where
+  // a snapshot holds the first one.
+  const Placement before = move.to == Tier::host ? base_.table.placement(move.page) : move.from;
   const bool there = move.to == Tier::host ? base_.cache.adopt(move.page)
                                            : base_.cache.settled(move.page, move.from.tier);
-  if (there && has_slots(move.from.tier)) base_.tiers.release_slot(move.from);
+  if (there && has_slots(before.tier)) base_.tiers.release_slot(before);
   return there;
 }
 

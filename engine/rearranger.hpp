@@ -68,6 +68,10 @@ class Rearranger final {
   // own, and are updated there: on a GPU its kernels must reach the host memory that they need.
   void adopt(Lock& lock, const Adoption& wanted) STRATA_REQUIRES(core_lock);
 
+  // Room on the SSD for snapshots, beside what rests there; there is never less again. Throws as
+  // adopt() does, and says what would do.
+  void keep_slots(Lock& lock, std::uint64_t slots) STRATA_REQUIRES(core_lock);
+
  private:
   struct Move {
     PageId page;
@@ -93,6 +97,8 @@ class Rearranger final {
   void check_frames(const Change& change, const Residence& then) const;
   Change change_of(const Adoption& adoption) const;
   Trace step_of(const std::vector<Use>& uses) const;
+  void go_on();
+  void make_room_or_go_on(Lock& lock, const Change& change) STRATA_REQUIRES(core_lock);
   void make_room(Lock& lock, const Change& change) STRATA_REQUIRES(core_lock);
   void wait_until_still(Lock& lock) STRATA_REQUIRES(core_lock);
   void wait_until_moved(Lock& lock) STRATA_REQUIRES(core_lock);

@@ -203,6 +203,41 @@ class Session final {
     core_->elements.set_step(in.lock(), param, step);
   }
 
+  // snapshots.hpp, rearranger.hpp. `keep`: complete ones beside the one that begins.
+  void reserve_snapshots(std::uint32_t keep) {
+    Gate::Call in(gate_);
+    core_->rearranger.keep_slots(in.lock(), core_->snapshots.slots_for(keep));
+  }
+  std::uint64_t begin_snapshot() {
+    Gate::Call in(gate_);
+    return core_->snapshots.begin();
+  }
+  bool snapshot_complete(std::uint64_t id) {
+    Gate::Call in(gate_);
+    return core_->snapshots.complete(id);
+  }
+  // Waits until it is complete.
+  Snapshot snapshot(std::uint64_t id) {
+    Gate::Call in(gate_);
+    core_->snapshots.wait(in.lock(), id);
+    return core_->snapshots.of(id);
+  }
+  // Descriptors of the files of the SSD, which the caller closes; what takes long goes by them.
+  std::vector<int> page_files() {
+    Gate::Call in(gate_);
+    const Store* store = core_->base.tiers.store(Tier::ssd);
+    return store == nullptr ? std::vector<int>() : store->duplicate_files();
+  }
+  bool keep_pages_linkable() {
+    Gate::Call in(gate_);
+    Store* store = core_->base.tiers.store(Tier::ssd);
+    return store != nullptr && store->keep_linkable();
+  }
+  void drop_snapshot(std::uint64_t id) {
+    Gate::Call in(gate_);
+    core_->snapshots.drop(id);
+  }
+
   // stats.hpp. Both work on a failed session too, to see how far it came.
   SessionStats stats() {
     const Gate::Call in(gate_, Gate::Enters::failed_too);

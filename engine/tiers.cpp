@@ -102,10 +102,11 @@ void Tiers::grow(const Claims& then, std::uint32_t device_frames) {
     check_pinned(then);
     resize_device(device_frames);
     Store* const ssd = store(Tier::ssd);
-    if (ssd == nullptr && then.slots != 0) open_store(then.slots);
-    if (ssd != nullptr && then.slots > slots_) {
-      ssd->extend(then.slots - slots_);
-      slots_ = then.slots;
+    const std::uint32_t slots = then.slots + then.kept_slots;
+    if (ssd == nullptr && slots != 0) open_store(slots);
+    if (ssd != nullptr && slots > slots_) {
+      ssd->extend(slots - slots_);
+      slots_ = slots;
     }
     for (Store* const had : {ssd, store(Tier::far)}) {
       const std::span<std::byte> more = slab_.bytes().subspan(before);
@@ -118,6 +119,17 @@ void Tiers::grow(const Claims& then, std::uint32_t device_frames) {
     throw;
   }
   host_.grow(then.host_frames - host_.capacity());
+}
+
+void Tiers::check_kept(const Claims& now, std::uint64_t slots) const {
+  const std::uint64_t budget = config_.ssd_paths.empty() ? 0 : config_.ssd_bytes;
+  const std::uint64_t needed = (now.slots + slots) * page_bytes_;
+  if (needed <= budget) return;
+  refuse("infeasible: snapshots need " + bytes_text(slots * page_bytes_) + " of the SSD beside " +
+         bytes_text(now.slots * page_bytes_) + " for what rests there, and ssd= is " +
+         bytes_text(budget) + "; ssd=\"" + std::to_string(ceil_div(needed, kMiB)) +
+         "MiB\" would do, or a smaller keep=" +
+         (config_.ssd_paths.empty() ? ", and ssd_path= is needed" : ""));
 }
 
 void Tiers::check_resting(const Residence& then) const {

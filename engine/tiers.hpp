@@ -91,6 +91,8 @@ class Tiers final {
   void grow(const Claims& then, std::uint32_t device_frames);
   // Throws StrataError (config) where a unit would rest on a device that cannot update it.
   void check_resting(const Residence& then) const;
+  // Throws StrataError (config) where the SSD's budget has no room for so many slots more.
+  void check_kept(const Claims& now, std::uint64_t slots) const;
 
  private:
   void pin(std::size_t host_bytes);

@@ -12,9 +12,8 @@ bool Updates::admit() {
   bool moved = false;
   for (Slot& slot : slots_) {
     if (slot.stage != Stage::free) continue;
-    const auto next = std::find_if(queue_.begin(), queue_.end(), [this](std::uint32_t id) {
-      return !chunks_[id].open && !chunks_[id].written && !is_held(id);
-    });
+    const auto next = std::find_if(queue_.begin(), queue_.end(),
+                                   [this](std::uint32_t id) { return may_open(id); });
     if (next == queue_.end()) break;
     const std::uint32_t need = chunks_[*next].staging_need;
     STRATA_ASSERT(need <= frames_max_);
@@ -25,6 +24,12 @@ bool Updates::admit() {
     moved = true;
   }
   return moved;
+}
+
+bool Updates::may_open(std::uint32_t id) {
+  const ChunkState& chunk = chunks_[id];
+  if (chunk.open || chunk.written || is_held(id)) return false;
+  return chunk.oldest <= captures_.step() || captures_.may_change(id);
 }
 
 void Updates::open_slot(Slot& slot, std::uint32_t id) {

@@ -13,6 +13,7 @@ Updates::Updates(Parts parts, std::uint32_t frames_max)
     : layout_(parts.layout),
       config_(parts.config),
       gate_(parts.gate),
+      captures_(parts.captures),
       table_(parts.table),
       cache_(parts.cache),
       device_(parts.device),
@@ -65,6 +66,9 @@ std::int64_t Updates::staleness_of(std::uint32_t chunk) const {
 
 bool Updates::may_land(std::uint32_t chunk, std::int64_t step) const {
   if (gradients_ == nullptr) return settled(chunk);
+  // See captures.hpp, Note [Snapshots and updates].
+  if (captures_.owed(chunk) && behind(chunk, captures_.step()) && chunks_[chunk].queued)
+    return false;
   return staleness_of(chunk) != 0 || !chunks_[chunk].queued || chunks_[chunk].oldest >= step;
 }
 
@@ -221,6 +225,20 @@ bool Updates::settled(std::uint32_t chunk) const {
                       [&](PageId page) { return layout_.chunk_of[index(page)] == chunk; });
 }
 
+bool Updates::behind(std::uint32_t id, std::int64_t step) const {
+  const ChunkState& chunk = chunks_[id];
+  return (chunk.queued && chunk.oldest <= step) || (chunk.open && chunk.oldest_open <= step);
+}
+
+void Updates::note_steps(std::uint32_t id, std::vector<std::int64_t>& steps) const {
+  STRATA_ASSERT(!chunks_[id].open);
+  for (const ChunkPiece& piece : chunks_[id].pieces) {
+    const std::uint32_t group = config_.params[piece.param].group;
+    const bool counted = piece.waiting && counts_as_step(released_groups_.of(piece.release, group));
+    steps[piece.param] = std::max(steps[piece.param], piece.step - (counted ? 1 : 0));
+  }
+}
+
 bool Updates::waits_for_release() const {
   return open_ == 0 && spent_.empty() && !queue_.empty() &&
          std::all_of(queue_.begin(), queue_.end(), [this](std::uint32_t c) { return is_held(c); });
@@ -237,6 +255,13 @@ void Updates::wait_settled(Lock& lock, std::uint32_t chunk) {
   gate_.wait(lock, [&] {
     if (merged(chunk)) refuse_if_merged();
     return settled(chunk);
+  });
+}
+
+void Updates::wait_writable(Lock& lock, std::uint32_t chunk) {
+  gate_.wait(lock, [&] {
+    if (merged(chunk)) refuse_if_merged();
+    return settled(chunk) && captures_.may_change(chunk);
   });
 }
 

@@ -42,6 +42,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/captures.hpp"
 #include "engine/gate.hpp"
 #include "engine/gradient_frames.hpp"
 #include "engine/layout.hpp"
@@ -77,6 +78,7 @@ class Updates final {
     const Layout& layout;
     const Config& config;
     Gate& gate;
+    Captures& captures;
     const PageTable& table;
     PageCache& cache;
     const DeviceMemory& device;
@@ -135,10 +137,17 @@ class Updates final {
   bool busy() const { return !queue_.empty() || open_ != 0 || !spent_.empty(); }
   // Nothing goes on, and what is queued waits for release(): see Note [Held].
   bool waits_for_release() const;
-  // Wait until the chunk is settled; until nothing is busy, for a step that begins; and until
-  // everything is published. The first and the last throw StrataError where gradients have been
-  // added to older ones since the last release: both wait for the next.
+  // The chunk's updates of steps up to this one are not all published.
+  bool behind(std::uint32_t chunk, std::int64_t step) const;
+  // Adds what of the chunk is published to the numbers of updates, by parameter: the most counts.
+  // REQUIRES: !is_open(chunk).
+  void note_steps(std::uint32_t chunk, std::vector<std::int64_t>& steps) const;
+
+  // Wait until the chunk is settled; until it may be written as well; until nothing is busy, for a
+  // step that begins; and until everything is published. All but the third throw StrataError where
+  // gradients have been added to older ones since the last release: both wait for the next.
   void wait_settled(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
+  void wait_writable(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
   void wait_idle(Lock& lock) STRATA_REQUIRES(core_lock);
   void wait_done(Lock& lock) STRATA_REQUIRES(core_lock);
   void refuse_if_merged() const;
@@ -201,6 +210,7 @@ class Updates final {
   std::int64_t staleness_of(std::uint32_t chunk) const;
   bool writes_beside(std::uint32_t chunk) const { return staleness_of(chunk) != 0; }
   bool is_held(std::uint32_t chunk) const;
+  bool may_open(std::uint32_t chunk);
   void release_piece(ChunkPiece& piece, const Release& release, ReleaseId kept);
   void block_or_not(std::uint32_t chunk);
   bool admit();
@@ -218,6 +228,7 @@ class Updates final {
   const Layout& layout_;
   const Config& config_;
   Gate& gate_;
+  Captures& captures_;
   const PageTable& table_;
   PageCache& cache_;
   const DeviceMemory& device_;

@@ -33,6 +33,7 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   // 2. They come. A backward may run on other threads than who waits for it, and needs what its
   // forward saw.
   const bool was_in_use = prefetcher_.in_use(unit);
+  if (!was_in_use) writes_.await_captured(lock, unit);
   const bool shares = was_in_use && (options.backward || is_inside(unit, options.visit));
   if (!shares) await_unit(lock, unit, options.backward);
   // 3. They stay until leave().

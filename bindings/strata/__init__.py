@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ._errors import StrataError
     from ._report.reports import PlanReport, Report
     from ._storage.trace_file import save_trace
-    from .checkpoint import CheckpointError, export_safetensors, load, save
+    from .checkpoint import CheckpointError, export_safetensors, load, save, snapshot
     from .integrations.deepspeed import from_deepspeed
     from .optim import GradScaler, Lion
 else:
@@ -30,7 +30,7 @@ else:
         "_errors": ("StrataError",),
         "_report.reports": ("PlanReport", "Report"),
         "_storage.trace_file": ("save_trace",),
-        "checkpoint": ("CheckpointError", "export_safetensors", "load", "save"),
+        "checkpoint": ("CheckpointError", "export_safetensors", "load", "save", "snapshot"),
         "integrations.deepspeed": ("from_deepspeed",),
         "optim": ("GradScaler", "Lion"),
     }
@@ -72,6 +72,7 @@ __all__ = [
     "report",
     "save",
     "save_trace",
+    "snapshot",
     "synchronize",
     "unwrap",
     "wrap",

@@ -223,6 +223,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         state.optimizer.give_back()
     if state.planning is not None:
         state.planning.allocator.close()
+    if state.snapshots is not None:
+        state.snapshots.finish()
     del model.__dict__["_strata"]
     state.close()
     return model

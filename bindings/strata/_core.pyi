@@ -33,6 +33,9 @@ from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
 from ._probes import best_isa as best_isa
 from ._probes import update_span as update_span
+from ._saved_pages import SavedPages as SavedPages
+from ._saved_pages import join_master as join_master
+from ._saved_pages import load_moments as load_moments
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -305,6 +308,26 @@ class Session:
     def drop_activation(self, save: int) -> None:
         """Forgets it, whatever is under way; afterwards no copy touches the caller's memory: waits
         for one that is in flight, and for nothing else. Never raises on a closed session."""
+    def reserve_snapshots(self, keep: int) -> None:
+        """Makes room on the SSD for so many complete snapshots beside one that begins; there is
+        never less again. Raises StrataError, with what would do, and changes nothing."""
+    def begin_snapshot(self) -> int:
+        """The state behind the last step is kept from here on, whatever comes; its number. Raises
+        StrataError with fault "busy" where gradients have landed since, or the last one is not
+        captured."""
+    def snapshot_complete(self, number: int) -> bool:
+        """Whether all of it is in slots. Raises StrataError where nothing came of it."""
+    def snapshot(self, number: int) -> dict[str, Any]:
+        """Waits until it is complete: "page_bytes", "param_steps" by parameter, "scales" of 8-bit
+        moments, and "chunks", as _storage/snapshot_files.py describes them."""
+    def drop_snapshot(self, number: int) -> None:
+        """Its slots may be used again. Complete or not."""
+    def make_pages_durable(self) -> None:
+        """What was written is on the disks when this returns."""
+    def link_pages(self, paths: list[str]) -> bool:
+        """Gives the page file of each SSD path one more name. False: a file system has no links."""
+    def page_files(self) -> list[int]:
+        """Descriptors of the page files, by SSD path, for the caller to close."""
     def timeline(self) -> list[TimelineSpan]:
         """What was busy since the last call, oldest first; a bounded number of the newest."""
     def close(self) -> None:

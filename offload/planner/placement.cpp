@@ -349,12 +349,13 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
   const std::size_t on_ssd = place_pages(holding, then, left);
   // 2. The SSD.
   const std::size_t slots = on_ssd + room.ssd_pages;
-  if (slots > budgets.ssd_bytes / page) {
+  const std::size_t with_kept = slots + before.kept_slots;
+  if (with_kept > budgets.ssd_bytes / page) {
     allotted.refusal = Refusal{.lack = Lack::activation_slots,
                                .tier = Tier::ssd,
-                               .needed_bytes = slots * page,
+                               .needed_bytes = with_kept * page,
                                .budget_bytes = budgets.ssd_bytes,
-                               .would_do_bytes = slots * page,
+                               .would_do_bytes = with_kept * page,
                                .has_ssd = budgets.has_ssd};
     return allotted;
   }

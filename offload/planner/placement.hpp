@@ -79,6 +79,7 @@ struct Claims {
   std::uint32_t host_frames = 0;        // for all that follows
   std::uint32_t staging_frames = 0;     // part of host_frames; 0 when nothing rests on the SSD
   std::uint32_t slots = 0;              // SSD slots
+  std::uint32_t kept_slots = 0;         // beside them, for what snapshots hold
   std::uint32_t chunk_frames_max = 0;   // staging frames that the update of one chunk pins at once
   std::uint32_t device_frames_min = 0;  // the largest unit that comes and goes
   std::uint32_t nested_frames = 0;      // the most that is entered at one moment of a forward

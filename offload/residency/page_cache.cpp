@@ -137,11 +137,16 @@ bool PageCache::is_dirty(PageId page) const {
          !table_.is_current(page, table_.tier(page));
 }
 
+// From a slot, if one has it: what the device shows of a page that rests elsewhere may have been
+// written in place, and nobody has said so yet.
 void PageCache::fetch(PageId page, HostFrameId to) {
-  for (const LinkRow& row : kLinks) {
-    if (row.to != Tier::host || !table_.is_current(page, row.from)) continue;
-    transfers_.move(page, row.from, to, Requester::cache);
-    return;
+  for (const Carrier carrier : {Carrier::store, Carrier::copies}) {
+    for (const LinkRow& row : kLinks) {
+      if (row.carrier != carrier || row.to != Tier::host) continue;
+      if (!table_.is_current(page, row.from)) continue;
+      transfers_.move(page, row.from, to, Requester::cache);
+      return;
+    }
   }
   STRATA_ASSERT(false);  // what is not in host memory is elsewhere
 }
@@ -258,6 +263,12 @@ void PageCache::write_back(PageId page) {
   } else if (Staged* place = staged(page); place != nullptr && is_dirty(page)) {
     place->write_now = true;
   }
+}
+
+void PageCache::write_soon(PageId page) {
+  STRATA_ASSERT(has_slots(table_.tier(page)));
+  if (table_.copy(page, Tier::host).state != CopyState::valid || !is_dirty(page)) return;
+  staged(page)->write_now = true;
 }
 
 Pin PageCache::open_on_device(PageId page) {

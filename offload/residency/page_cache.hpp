@@ -104,6 +104,9 @@ class PageCache final {
   // Brings nearer that the device has the newest of the page, which rests there.
   void write_back(PageId page);
 
+  // Brings nearer that the slot has the newest of the page, which rests there.
+  void write_soon(PageId page);
+
   // What moves pages between resting places: see Rearranger.
   // The page rests in host memory from here on. REQUIRES: nothing of it is held anywhere; the pool
   // has a frame.

@@ -55,6 +55,7 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
   STRATA_ASSERT(!full());
   STRATA_ASSERT(table_.is_current(page, from));
   const LinkRow& row = row_of(link_between(from, to.tier));
+  if (row.carrier == Carrier::store && from == Tier::host) to = unheld(page, to);
   // 1. Both ends say that it is on its way.
   if (table_.copy(page, to.tier).state == CopyState::valid) table_.drop(page, to.tier);
   table_.begin_drain(page, from);
@@ -65,10 +66,7 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
   ++pages_in_flight_;
   // 2. Its carrier has it.
   if (row.carrier == Carrier::store) {
-    const std::uint32_t slot = free_slots_.back();
-    free_slots_.pop_back();
-    slots_[slot] = transfer;
-    submit(slot);
+    start_by_store(transfer);
     return {};
   }
   const bool up = row.from == Tier::host;
@@ -78,6 +76,38 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
                           .from = up ? in_host : on_device,
                           .bytes = host_.page_bytes(),
                           .lane = up ? CopyLane::pages_in : CopyLane::out});
+}
+
+// What a snapshot holds stays as it is: the page gets a fresh slot in the place of that one.
+Placement Transfers::unheld(PageId page, Placement slot) {
+  Store& store = *stores_[static_cast<std::size_t>(slot.tier)];
+  if (!store.held(slot.slot())) return slot;
+  STRATA_ASSERT(table_.placement(page) == slot);
+  if (table_.copy(page, slot.tier).state == CopyState::valid) table_.drop(page, slot.tier);
+  const Placement fresh{slot.tier, index(store.acquire().value())};  // there is one: Store::hold()
+  store.release(slot.slot());
+  table_.place(page, fresh);
+  return fresh;
+}
+
+void Transfers::save(PageId page, SlotId to, Requester requester) {
+  STRATA_ASSERT(!full());
+  STRATA_ASSERT(table_.is_current(page, Tier::host));
+  STRATA_ASSERT(table_.placement(page) != Placement{to});
+  table_.begin_drain(page, Tier::host);
+  Transfer transfer = begin(Link::write, requester, host_.page_bytes());
+  transfer.page = page;
+  transfer.unit = table_.unit(page);
+  transfer.saved_to = to;
+  ++pages_in_flight_;
+  start_by_store(transfer);
+}
+
+void Transfers::start_by_store(const Transfer& transfer) {
+  const std::uint32_t slot = free_slots_.back();
+  free_slots_.pop_back();
+  slots_[slot] = transfer;
+  submit(slot);
 }
 
 CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester) {
@@ -110,7 +140,9 @@ bool Transfers::submit(std::uint32_t slot) {
   Transfer& transfer = slots_[slot];
   const LinkRow& row = row_of(transfer.link);
   const bool reads = row.to == Tier::host;
-  const SlotId place = table_.at(transfer.page, reads ? row.from : row.to).slot();
+  const SlotId place = transfer.saved_to != kNoSlot
+                           ? transfer.saved_to
+                           : table_.at(transfer.page, reads ? row.from : row.to).slot();
   const std::uint64_t version = table_.newest(transfer.page);
   Store& store = store_of(row);
   transfer.queued = reads ? !store.read(place, host_bytes(transfer.page), version, slot)
@@ -125,10 +157,12 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
   if (transfer.page != kNoPage) {
     --pages_in_flight_;
     table_.finish_drain(transfer.page, row.from);
-    if (error)
-      table_.abandon_fill(transfer.page, row.to);
-    else
-      table_.finish_fill(transfer.page, row.to);
+    if (transfer.saved_to == kNoSlot) {
+      if (error)
+        table_.abandon_fill(transfer.page, row.to);
+      else
+        table_.finish_fill(transfer.page, row.to);
+    }
   }
   note(transfer.link, transfer.requester,
        {.track = row.track,

@@ -30,8 +30,8 @@
 namespace strata {
 
 // Who started a transfer, and is told when it is over.
-enum class Requester : std::uint8_t { cache, loads, activations, gradients, elements };
-inline constexpr std::size_t kRequesterCount = 5;
+enum class Requester : std::uint8_t { cache, loads, activations, gradients, elements, snapshots };
+inline constexpr std::size_t kRequesterCount = 6;
 
 struct Completion {
   Link link = Link::read;
@@ -62,6 +62,7 @@ struct ByteCopy {
 //      other; both end in the turn in which its completion is queued.
 //   2. pages_in_flight_ <= in_flight_max_.
 //   3. A lane's copies are in the order of their tickets.
+//   4. No slot that is held is written: a page whose slot is held gets another one as it moves.
 class Transfers final {
  public:
   Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& device, const Pool& host,
@@ -84,8 +85,12 @@ class Transfers final {
   // Copies the newest contents of a page. A stale copy at the other end goes first, with its place,
   // which is `to` or belongs to the page anyway. The ticket is that of the copy engine; of a link
   // that a store carries it means nothing.
+  // Where `to` is a slot that is held, the page rests in a fresh one from here on.
   // REQUIRES: !full(); the tier `from` holds the newest; a link joins the tiers.
   CopyTicket move(PageId page, Tier from, Placement to, Requester requester);
+  // Writes the page as host memory has it to a slot of the SSD that is not the page's own.
+  // REQUIRES: !full(); host memory holds the newest; the slot is acquired, and not held.
+  void save(PageId page, SlotId to, Requester requester);
   // REQUIRES: the link is one that the copy engine carries.
   CopyTicket copy(Link link, const ByteCopy& what, Requester requester);
   // Bytes that the processor itself has moved over a link: for the counters and the timeline.
@@ -118,6 +123,7 @@ class Transfers final {
     std::uint64_t tag = 0;
     std::uint64_t bytes = 0;
     CopyTicket ticket{};
+    SlotId saved_to = kNoSlot;  // of save(): the other end, of which the page table knows nothing
     std::int64_t begin_ns = 0;
     bool in_flight = false;  // of a slot: in use
     bool queued = false;     // the store was full: it is asked again in the next turn
@@ -130,6 +136,8 @@ class Transfers final {
     return static_cast<std::size_t>(row.from == Tier::host ? row.to : row.from);
   }
   Store& store_of(const LinkRow& row) const;
+  Placement unheld(PageId page, Placement slot);
+  void start_by_store(const Transfer& transfer);
   bool submit(std::uint32_t slot);
   bool reap_copies();
   bool reap_stores();

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/statvfs.h>
@@ -44,11 +45,11 @@ const std::string& checked(const std::string& folder) {
 // As open() does, with O_DIRECT where the file system has it. `direct` says whether it has.
 int open_direct(const std::string& path, int flags, bool& direct) {
   direct = true;
-  int fd = open(path.c_str(), flags | O_RDWR | O_CLOEXEC | O_DIRECT, 0600);
+  int fd = open(path.c_str(), flags | O_CLOEXEC | O_DIRECT, 0600);
   if (fd < 0 && errno == EINVAL) {
     direct = false;
     if ((flags & O_CREAT) != 0) unlink(path.c_str());  // some make the file before they refuse
-    fd = open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
+    fd = open(path.c_str(), flags | O_CLOEXEC, 0600);
   }
   return fd;
 }
@@ -58,9 +59,10 @@ int open_direct(const std::string& path, int flags, bool& direct) {
 PageFile::PageFile(const std::string& folder, std::uint64_t bytes, Naming naming)
     : folder_(folder), place_("the swap file in " + folder), lock_(checked(folder)) {
   STRATA_ASSERT(bytes > 0);
-  warnings_ = lock_.removed();
+  warnings_ = lock_->removed();
   if (naming == Naming::named || !make_nameless()) make_named();
   STRATA_ASSERT(fd_ >= 0);
+  have_alone();
   try {
     struct statfs filesystem {};
     if (fstatfs(fd_, &filesystem) == 0 && filesystem.f_type == TMPFS_MAGIC) {
@@ -71,6 +73,27 @@ PageFile::PageFile(const std::string& folder, std::uint64_t bytes, Naming naming
     remove();
     throw;
   }
+}
+
+PageFile::PageFile(const std::string& folder, const std::string& name, Existing use)
+    : folder_(folder), place_(folder + "/" + name) {
+  const bool writes = use == Existing::to_write;
+  if (writes) lock_.emplace(checked(folder));
+  bool direct = true;
+  fd_ = open_direct(place_, (writes ? O_RDWR : O_RDONLY) | O_NOFOLLOW | O_NONBLOCK, direct);
+  if (fd_ < 0) fail(Fault::config, "the page file of a snapshot cannot be opened", place_, errno);
+  try {
+    struct stat status {};
+    if (fstat(fd_, &status) != 0 || !S_ISREG(status.st_mode)) {
+      fail(Fault::config, "this is no page file", place_, errno);
+    }
+    bytes_ = static_cast<std::uint64_t>(status.st_size);
+    if (writes) have_alone();
+  } catch (...) {
+    close(fd_);
+    throw;
+  }
+  if (!direct) warn_of_cache();
 }
 
 PageFile::~PageFile() {
@@ -102,19 +125,36 @@ void PageFile::resize(std::uint64_t bytes) {
 // Whatever the reason is that a file system has none, the named file meets the real one again.
 bool PageFile::make_nameless() {
   bool direct = true;
-  fd_ = open_direct(folder_, O_TMPFILE, direct);
+  fd_ = open_direct(folder_, O_RDWR | O_TMPFILE, direct);
   if (fd_ >= 0 && !direct) warn_of_cache();
   return fd_ >= 0;
 }
 
 void PageFile::make_named() {
   const std::string name = DirectoryLock::make_name();
-  lock_.list(name);
+  lock_->list(name);
   path_ = place_ = folder_ + "/" + name;
   bool direct = true;
-  fd_ = open_direct(path_, O_CREAT | O_EXCL, direct);
+  fd_ = open_direct(path_, O_RDWR | O_CREAT | O_EXCL, direct);
   if (fd_ < 0) fail(Fault::config, "the swap file cannot be made", path_, errno);
   if (!direct) warn_of_cache();
+}
+
+bool PageFile::keep_linkable() {
+  if (!path_.empty()) return true;
+  STRATA_ASSERT(lock_.has_value());
+  const std::string name = DirectoryLock::make_name();
+  lock_->list(name);
+  if (!link_file(fd_, folder_ + "/" + name)) return false;
+  path_ = folder_ + "/" + name;
+  return true;
+}
+
+// Its lock is the file's own, so that two sessions never write to one file by two of its names.
+// Where the file system has no locks, the folder's lock was refused before.
+void PageFile::have_alone() {
+  if (flock(fd_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+  fail(Fault::busy, "another session writes to this page file", place_, 0);
 }
 
 void PageFile::warn_of_cache() {
@@ -154,6 +194,26 @@ void PageFile::preallocate(std::uint64_t from, std::uint64_t to) {
     fail(Fault::no_space, sizes + ", but they could not be claimed", place_, failed);
   }
   if (failed != 0) fail(Fault::io, "the swap file cannot be preallocated", place_, failed);
+}
+
+void make_durable(int fd) {
+  int failed = 0;
+  do {
+    failed = fdatasync(fd) == 0 ? 0 : errno;
+  } while (failed == EINTR);
+  if (failed != 0) fail(Fault::io, "pages cannot be made durable", "", failed);
+}
+
+bool link_file(int fd, const std::string& path) {
+  const std::string from = "/proc/self/fd/" + std::to_string(fd);
+  if (linkat(AT_FDCWD, from.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) == 0) return true;
+  const bool full = errno == ENOSPC || errno == EDQUOT;
+  // One that never had a name has no way to /proc where that is not mounted: as good as no links.
+  if (errno == EPERM || errno == EXDEV || errno == EOPNOTSUPP || errno == EMLINK ||
+      errno == ENOSYS || errno == ENOENT) {
+    return false;
+  }
+  fail(full ? Fault::no_space : Fault::io, "a page file cannot be linked", path, errno);
 }
 
 }  // namespace strata

@@ -23,6 +23,14 @@ int hash_threads_here() {
 }
 
 Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, Doorbell* bell)
+    : Store(options, std::move(engine), nullptr, bell) {}
+
+Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles& saved,
+             Doorbell* bell)
+    : Store(options, std::move(engine), &saved, bell) {}
+
+Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles* saved,
+             Doorbell* bell)
     : options_(options),
       transfers_(options.in_flight_max),
       hashes_(options.hash_threads, bell,
@@ -37,59 +45,14 @@ Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, Door
   STRATA_ASSERT(options.slot_bytes <= kPageBytesMax);
   STRATA_ASSERT(options.in_flight_max > 0);
   if (options.slot_count == 0) refuse("a store on SSD needs room for at least one page");
-  make_files();  // first: a budget beyond the disk is refused before memory is taken for its slots
-  add_slots(options.slot_count);
+  // First: a budget beyond the disk is refused before memory is taken for its slots.
+  saved == nullptr ? make_files() : open_files(*saved);
+  add_slots(options_.slot_count);
+  if (saved != nullptr) take_contents(*saved);
   for (std::uint32_t i = options.in_flight_max; i-- > 0;) idle_.push_back(i);
 }
 
-void Store::make_files() {
-  const bool on_disk = engine_->needs_files();
-  if (on_disk && options_.paths.empty()) refuse("a store on SSD needs a path");
-  for (auto path = options_.paths.begin(); path != options_.paths.end(); ++path) {
-    if (std::find(options_.paths.begin(), path, *path) == path) continue;
-    refuse("the SSD path " + *path + " is given twice");
-  }
-  const std::size_t stripes = std::max<std::size_t>(options_.paths.size(), 1);
-  const std::uint64_t bytes = stripe_bytes(options_.slot_count);
-  for (std::size_t i = 0; i < stripes; ++i) {
-    int fd = -1;
-    if (on_disk) {
-      files_.push_back(std::make_unique<PageFile>(options_.paths[i], bytes, options_.naming));
-      fd = files_.back()->fd();
-      const std::vector<std::string>& warnings = files_.back()->warnings();
-      warnings_.insert(warnings_.end(), warnings.begin(), warnings.end());
-    }
-    numbers_.push_back(engine_->attach(fd, bytes));
-  }
-}
-
-std::uint64_t Store::stripe_bytes(std::size_t slots) const {
-  return ceil_div(slots, std::max<std::size_t>(options_.paths.size(), 1)) * options_.slot_bytes;
-}
-
-void Store::add_slots(std::uint32_t count) {
-  STRATA_ASSERT(count < index(kNoSlot) - slots_.size());
-  const auto end = static_cast<std::uint32_t>(slots_.size()) + count;
-  for (std::uint32_t i = end; i-- > slots_.size();) free_slots_.push_back(SlotId{i});
-  slots_.resize(end);
-}
-
-void Store::extend(std::uint32_t count) {
-  STRATA_ASSERT(in_flight() == 0);
-  const std::uint64_t before = stripe_bytes(slots_.size());
-  const std::uint64_t after = stripe_bytes(slots_.size() + count);
-  std::size_t longer = 0;
-  try {
-    for (; longer < files_.size(); ++longer) files_[longer]->resize(after);
-  } catch (...) {
-    while (longer-- > 0) files_[longer]->resize(before);  // all of them or none
-    throw;
-  }
-  for (const int number : numbers_) engine_->grew(number, after);
-  add_slots(count);
-}
-
-Store::Slot& Store::at(SlotId slot) {
+const Store::Slot& Store::look(SlotId slot) const {
   STRATA_ASSERT(index(slot) < slots_.size());
   return slots_[index(slot)];
 }
@@ -98,8 +61,9 @@ std::optional<SlotId> Store::acquire() {
   if (free_slots_.empty()) return std::nullopt;
   const SlotId slot = free_slots_.back();
   free_slots_.pop_back();
-  STRATA_ASSERT(!at(slot).acquired && !at(slot).busy);
+  STRATA_ASSERT(!at(slot).acquired && !at(slot).busy && at(slot).holders == 0);
   at(slot) = Slot{.acquired = true};
+  ++acquired_;
   return slot;
 }
 
@@ -107,12 +71,53 @@ void Store::release(SlotId slot) {
   STRATA_ASSERT(at(slot).acquired);
   STRATA_ASSERT(!at(slot).busy);
   at(slot).acquired = false;
-  free_slots_.push_back(slot);
+  --acquired_;
+  if (held(slot))
+    --both_;
+  else
+    free_slots_.push_back(slot);
+}
+
+bool Store::hold(SlotId slot) {
+  Slot& of = at(slot);
+  STRATA_ASSERT(of.sealed && (of.acquired || of.holders != 0));
+  const bool first = of.acquired && of.holders == 0;
+  if (first && spare_slots() == 0) return false;
+  both_ += first ? 1 : 0;
+  ++of.holders;
+  return true;
+}
+
+void Store::unhold(SlotId slot) {
+  Slot& of = at(slot);
+  STRATA_ASSERT(of.sealed && of.holders != 0);
+  if (--of.holders != 0) return;
+  if (of.acquired) {
+    --both_;
+  } else {
+    STRATA_ASSERT(!of.busy);
+    free_slots_.push_back(slot);
+  }
+}
+
+void Store::keep(SlotId slot) {
+  Slot& of = at(slot);
+  STRATA_ASSERT(of.sealed && of.acquired && !of.busy && of.holders == 0);
+  of.acquired = false;
+  --acquired_;
+  of.holders = 1;
+}
+
+std::optional<SlotContents> Store::contents(SlotId slot) const {
+  const Slot& of = look(slot);
+  if (!of.sealed) return std::nullopt;
+  return SlotContents{of.version, of.checksum};
 }
 
 bool Store::start(const Transfer& transfer) {
   Slot& slot = at(transfer.slot);
-  STRATA_ASSERT(slot.acquired);
+  STRATA_ASSERT(slot.acquired || (slot.holders != 0 && transfer.op == IoOp::read));
+  STRATA_ASSERT(slot.holders == 0 || transfer.op == IoOp::read);
   STRATA_ASSERT(!slot.busy);
   STRATA_ASSERT(transfer.buffer != nullptr);
   STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(transfer.buffer) % kIoAlignment == 0);

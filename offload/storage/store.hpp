@@ -2,7 +2,8 @@
 // s % paths, at byte (s / paths) * slot_bytes. It owns what a disk can do wrong: short transfers
 // are continued, EINTR and EAGAIN retried, lengths and signs checked, and every slot's contents
 // carry an XXH3 checksum seeded with (slot, version), so a lost, stale, corrupt or misdirected page
-// is seen. The checksums are kept in memory: the files mean nothing once their session is over.
+// is seen. The checksums are kept in memory: without them the files mean nothing. What a snapshot
+// holds is written down by its owner, with the files' links.
 //
 // Threads: one caller at a time (the core's lock). Never blocks, except while it is made
 // and destroyed. Its own threads ("strata-hash") compute the checksums, so that the caller spends
@@ -12,6 +13,12 @@
 //   SlotId slot = store.acquire();
 //   store.write(slot, frame, version, tag);              // false: too many in flight, try later
 //   store.turn(completions);                             // appends what finished
+//
+// Note [Held slots]
+// A slot may be held, any number of times, beside being acquired: what it holds then stays as it
+// is, whoever has acquired it. So a snapshot holds slots, and who wants to write a page whose slot
+// is held acquires another one for it and releases the old one. That must never fail: hold() counts
+// a spare slot for each one that is both acquired and held, and refuses where there is none.
 #pragma once
 
 #include <cstddef>
@@ -48,6 +55,24 @@ struct StoreCompletion {
   std::optional<Error> error;  // page is left kNoPage: the caller knows it
 };
 
+// What a slot that can be read holds.
+struct SlotContents {
+  std::uint64_t version = 0;
+  std::uint64_t checksum = 0;
+};
+
+// Files of another session, one for each path, with what some of their slots hold.
+struct SavedFiles {
+  struct Slot {
+    SlotId slot = kNoSlot;
+    SlotContents contents = {};
+    std::uint32_t holders = 1;
+  };
+  std::vector<std::string> names;  // by path: of the file, relative to it
+  std::vector<Slot> slots;         // none twice
+  Existing use = Existing::to_read;
+};
+
 struct StoreCounters {
   std::uint64_t read_bytes = 0;
   std::uint64_t written_bytes = 0;
@@ -63,13 +88,20 @@ int hash_threads_here();
 //   1. |idle_| + |unhashed_| + (in hashes_) + |waiting_| + (in the engine) == in_flight_max: each
 //      transfer is in one of them.
 //   2. A slot is busy exactly while one transfer that is not idle names it.
-//   3. |free_slots_| slots are not acquired; those are not busy.
+//   3. |free_slots_| slots are neither acquired nor held; those are not busy.
 //   4. A slot whose write is under way or has failed is not sealed.
+//   5. A slot that is held is sealed, and no write names it.
+//   6. both_ slots are acquired and held, and both_ <= |free_slots_|: see Note [Held slots].
 class Store final {
  public:
   // Throws StrataError (config, no_space, io) before any byte is written.
   // REQUIRES: bell outlives this, or there are no hash threads (then it may be null).
   Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, Doorbell* bell = nullptr);
+  // Over files that are there, whose other slots are free. With Existing::to_write they grow to
+  // `slot_count` slots where they have fewer; with to_read nothing may be acquired or written.
+  // Throws as above, and (busy) where another session has a file to write.
+  Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles& saved,
+        Doorbell* bell = nullptr);
   // Waits for what is in flight, then removes its files: the order of the members does both.
   ~Store() = default;
   Store(const Store&) = delete;
@@ -77,6 +109,19 @@ class Store final {
 
   std::optional<SlotId> acquire();  // nullopt: every slot is taken
   void release(SlotId slot);
+  // What the slot holds stays until unhold(), as often as that was asked for. False: no slot is
+  // spare, and nothing has changed. REQUIRES: it is sealed, and acquired or held.
+  [[nodiscard]] bool hold(SlotId slot);
+  void unhold(SlotId slot);
+  // Whoever has acquired the slot gives it up, and holds it. REQUIRES: sealed, acquired, not held.
+  void keep(SlotId slot);
+  bool held(SlotId slot) const { return look(slot).holders != 0; }
+  // Of a slot that can be read; nullopt: nothing can be read there.
+  std::optional<SlotContents> contents(SlotId slot) const;
+  // Slots that may still be acquired, or held, beyond those that writes of held pages will need.
+  std::uint32_t spare_slots() const { return free_slots() - both_; }
+  std::uint32_t acquired_slots() const { return acquired_; }
+  std::uint32_t slot_count() const { return static_cast<std::uint32_t>(slots_.size()); }
   std::uint32_t free_slots() const { return static_cast<std::uint32_t>(free_slots_.size()); }
   // So many slots more, in longer files. Throws StrataError (no_space, io), and changes nothing,
   // where they do not fit. REQUIRES: nothing in flight.
@@ -98,6 +143,12 @@ class Store final {
   std::uint32_t in_flight() const {
     return static_cast<std::uint32_t>(transfers_.size() - idle_.size());
   }
+  // Descriptors of the files, in the order of the stripes, for what takes long: to make what was
+  // written durable, and to link the files. The caller closes them.
+  std::vector<int> duplicate_files() const;
+  // False: a file of it can have no further names. From the first time on they have one of ours.
+  [[nodiscard]] bool keep_linkable();
+
   // Announces the memory that buffers come from. REQUIRES: nothing in flight.
   void register_memory(std::span<std::byte> memory);
   // Sentences for the log: what works, but not as well as it could (no O_DIRECT, tmpfs, plain
@@ -114,6 +165,7 @@ class Store final {
     bool acquired = false;
     bool busy = false;    // a transfer that is not idle names it
     bool sealed = false;  // holds the contents that version and checksum describe
+    std::uint32_t holders = 0;
     std::uint64_t version = 0;
     std::uint64_t checksum = 0;
   };
@@ -138,7 +190,12 @@ class Store final {
     std::uint32_t transfer = 0;
   };
 
+  Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles* saved,
+        Doorbell* bell);
   void make_files();
+  void open_files(const SavedFiles& saved);
+  void attach_files(std::uint64_t bytes);
+  void take_contents(const SavedFiles& saved);
   void add_slots(std::uint32_t count);
   [[nodiscard]] bool start(const Transfer& transfer);
   bool hash(Completions& out);
@@ -152,7 +209,8 @@ class Store final {
   Error failure(const Transfer& transfer, Fault fault, const std::string& why,
                 int errno_value) const;
 
-  Slot& at(SlotId slot);
+  const Slot& look(SlotId slot) const;
+  Slot& at(SlotId slot) { return const_cast<Slot&>(look(slot)); }
   std::size_t stripe_of(SlotId slot) const { return index(slot) % numbers_.size(); }
   std::uint64_t offset_of(SlotId slot) const {
     return std::uint64_t{index(slot) / numbers_.size()} * options_.slot_bytes;
@@ -161,11 +219,13 @@ class Store final {
   std::uint64_t stripe_bytes(std::size_t slots) const;
   std::uint32_t slot_bytes() const { return static_cast<std::uint32_t>(options_.slot_bytes); }
 
-  const StoreOptions options_;
+  StoreOptions options_;
   std::vector<std::string> warnings_;
   StoreCounters counters_;
   std::vector<Slot> slots_;
   std::vector<SlotId> free_slots_;  // a stack, the lowest slot on top at first
+  std::uint32_t acquired_ = 0;
+  std::uint32_t both_ = 0;  // acquired and held
   std::vector<Transfer> transfers_;
   std::vector<std::uint32_t> idle_;               // indices into transfers_
   std::deque<std::uint32_t> unhashed_;            // likewise: to be hashed, in order

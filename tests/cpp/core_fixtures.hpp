@@ -142,6 +142,7 @@ class SmallCore final {
     EXPECT_TRUE(until([this] { return !cache->dirty() && transfers->idle(); }));
   }
   SlotId acquire_slot() { return store_->acquire().value(); }
+  Store& store() { return *store_; }
   const Pool& host() const { return *host_; }
   CopyState state(PageId page, Tier tier) const { return table.copy(page, tier).state; }
   std::uint64_t moved_pages(Link link) const { return transfers->bytes(link) / kPage; }

@@ -325,5 +325,49 @@ TEST(PageCache, AgreesWithPlainMemory) {
   });
 }
 
+// What the slot holds now, whoever rests there.
+bool slot_holds(SmallCore& core, SlotId slot, int value) {
+  AlignedBuffer bytes(SmallCore::kPage);
+  const std::uint64_t version = core.store().contents(slot).value().version;
+  EXPECT_TRUE(core.store().read(slot, bytes.data(), version, 0));
+  std::vector<StoreCompletion> done;
+  while (done.empty()) core.store().turn(done);
+  EXPECT_FALSE(done[0].error);
+  return SmallCore::filled_with(bytes.data(), value);
+}
+
+TEST(PageCache, APageWhoseSlotIsHeldIsWrittenToAnotherOne) {
+  SmallCore core(on_ssd(2), {.staging = 2, .spare_slots = 1});
+  core.write(kA, 1);
+  core.flush();
+  const SlotId first = core.table.placement(kA).slot();
+  ASSERT_TRUE(core.store().hold(first));
+  for (const int value : {2, 3}) {
+    core.write(kA, value);
+    core.flush();
+    EXPECT_NE(core.table.placement(kA).slot(), first);
+    EXPECT_TRUE(slot_holds(core, first, 1));
+    EXPECT_TRUE(core.holds(kA, value));
+  }
+  core.store().unhold(first);
+  EXPECT_EQ(core.store().free_slots(), 1U);
+}
+
+TEST(PageCache, ASavedPageStaysWhereItIs) {
+  SmallCore core({Tier::host, Tier::ssd}, {.staging = 1, .spare_slots = 1});
+  core.write(kA, 7);
+  const SlotId slot = core.acquire_slot();
+  core.transfers->save(kA, slot, Requester::snapshots);
+  EXPECT_FALSE(core.cache->open(kA, Intent::modify)) << "it would change while it is written";
+  core.settle();
+  const auto saved = core.transfers->take(Requester::snapshots);
+  ASSERT_EQ(saved.size(), 1U);
+  EXPECT_EQ(saved[0].page, kA);
+  core.store().keep(slot);
+  core.write(kA, 8);
+  EXPECT_TRUE(slot_holds(core, slot, 7));
+  EXPECT_EQ(core.table.placement(kA).tier, Tier::host);
+}
+
 }  // namespace
 }  // namespace strata

@@ -41,6 +41,9 @@ class PlainParam final {
   // As the device shows it.
   const std::vector<std::byte>& bytes() const { return param_; }
   std::int64_t steps() const { return steps_; }
+  // As pages hold them.
+  const std::vector<std::byte>& master_bytes() const { return master_; }
+  const std::vector<float>& moment(int number) const { return number == 1 ? moment1_ : moment2_; }
 
   // What is read from outside: the master where there is one.
   std::vector<float> master() const {

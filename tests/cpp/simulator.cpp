@@ -11,6 +11,7 @@
 #include "offload/storage/memory_engine.hpp"
 #include "plain_param.hpp"
 #include "random_session.hpp"
+#include "taken_snapshots.hpp"
 
 namespace strata {
 namespace {
@@ -68,10 +69,15 @@ class Simulation final {
         forget();
       else
         update();
+      taken_.look(*session_, *memory_, false);
+      if (below(2) == 0) taken_.take(*session_, plain_);
       if (below(3) == 0) session_->synchronize();
       if (below(4) == 0) poke();
     }
     session_->synchronize();
+    taken_.look(*session_, *memory_, true);
+    told.snapshots = taken_.looked_at();
+    promise(taken_.wrong().empty(), taken_.wrong());
     compare();
     told.far_bytes = session_->stats().link_bytes[static_cast<std::size_t>(Link::write_far)];
     session_->close();
@@ -79,10 +85,11 @@ class Simulation final {
 
  private:
   std::unique_ptr<FaultyEngine> disk(const FaultPlan& faults) {
-    auto engine = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64),
-                                                 faults, &clock_);
-    disks_.push_back(engine.get());
-    return engine;
+    auto memory = std::make_unique<MemoryEngine>(nullptr, 64);
+    if (disks_.empty()) memory_ = memory.get();
+    disks_.push_back(new FaultyEngine(std::move(memory), faults, &clock_));
+    taken_.may_be_damaged = faults.damages();
+    return std::unique_ptr<FaultyEngine>(disks_.back());
   }
 
   int below(int end) { return static_cast<int>(random_() % static_cast<std::uint64_t>(end)); }
@@ -91,18 +98,15 @@ class Simulation final {
     ++told.turns;
     told.faults = told.requests = 0;
     for (const FaultyEngine* disk : disks_) {
-      for (std::size_t f = 0; f < kIoFaultCount; ++f) {
-        const std::uint64_t count = disk->injected(static_cast<IoFault>(f));
-        told.requests += count;
-        if (f != 0) told.faults += count;
-      }
+      told.requests += disk->requests();
+      told.faults += disk->requests() - disk->injected(IoFault::none);
     }
-    const auto device_frames = static_cast<std::uint32_t>(config_.device_bytes / page_);
-    const auto wrong =
-        table.check_invariants({device_frames, claims.host_frames, claims.slots, far_slots_});
+    const auto frames = static_cast<std::uint32_t>(config_.device_bytes / page_);
+    const std::uint32_t slots = claims.slots + claims.kept_slots;
+    const auto wrong = table.check_invariants({frames, claims.host_frames, slots, far_slots_});
     promise(!wrong, wrong.value_or(""));
     promise(claims.host_frames * page_ <= config_.host_bytes, "the host budget");
-    promise(claims.slots * page_ <= config_.ssd_bytes, "the SSD budget");
+    promise(slots * page_ <= config_.ssd_bytes, "the SSD budget");
   }
 
   // A schedule changes hyperparameters, and the task of this step uses some of the units only.
@@ -328,10 +332,10 @@ class Simulation final {
   void poke() {
     const auto p = static_cast<std::uint32_t>(below(static_cast<int>(plain_.size())));
     const UnitId unit = config_.params[p].unit;
+    taken_.wrote_frozen |= !config_.params[p].trainable;
     session_->enter(unit, false, false);
     plain_[p].set_to_zero();
-    const auto& zeros = plain_[p].bytes();
-    device_.write(session_->device_address(p), zeros.data(), zeros.size());
+    device_.write(session_->device_address(p), plain_[p].bytes().data(), plain_[p].bytes().size());
     session_->device_written(p);
     session_->leave(unit);
   }
@@ -356,7 +360,9 @@ class Simulation final {
   std::vector<Hyper> groups_;  // as they are in this step
   std::vector<bool> used_;     // by unit: in this step
   std::uint32_t far_slots_;
-  std::vector<const FaultyEngine*> disks_;  // of the tiers of slots
+  std::vector<FaultyEngine*> disks_;  // of the tiers of slots
+  MemoryEngine* memory_ = nullptr;    // behind the SSD's
+  TakenSnapshots taken_;
   // These outlive the session, whose copies may go on where it failed.
   std::vector<Tensor> tensors_;             // saved, the oldest first
   std::unique_ptr<DeviceTensor> gradient_;  // that landed last

@@ -41,6 +41,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
   std::uint64_t came_back = 0;
   std::uint64_t demotions = 0;
   std::uint64_t settled = 0;
+  std::uint64_t snapshots = 0;
   const Seeds seeds{.host = 120, .gpu_double = 80, .large_pages = 3, .gpu = 10};
   for_seeds(seeds.on(GetParam()), [&](std::uint64_t seed) {
     const SimulationResult result = simulate(GetParam(), seed, nuisances());
@@ -48,6 +49,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
     came_back += result.came_back;
     demotions += result.demotions;
     settled += result.settled;
+    snapshots += result.snapshots;
     EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
     EXPECT_FALSE(result.error) << result.error->text() << "; replay with STRATA_SEED=" << seed;
   });
@@ -55,6 +57,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
   if (number("STRATA_SEED", 0) != 0) return;
   EXPECT_GT(came_back, 0U) << "no activation was swapped";
   EXPECT_GT(demotions, 0U) << "room was never short";
+  EXPECT_GE(snapshots, seeds.on(GetParam()) / 2) << "hardly any snapshot was complete";
   EXPECT_GE(settled, seeds.on(GetParam()) / 4) << "hardly any unit rested on the device";
 }
 

@@ -121,6 +121,14 @@ def doctor(arguments: Sequence[str]) -> int:
     return run.run(options)
 
 
+def snapshots(arguments: Sequence[str]) -> int:
+    """List, copy and remove the snapshots of a run, with what they have on every drive."""
+    from . import snapshots as looking_after
+    from .options import snapshots_parser
+
+    return looking_after.run(snapshots_parser(snapshots.__doc__).parse_args(arguments))
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "finetune": finetune,
     "demo": demo,
@@ -129,6 +137,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "estimate": estimate,
     "io-tune": io_tune,
     "doctor": doctor,
+    "snapshots": snapshots,
 }
 
 

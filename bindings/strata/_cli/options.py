@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import _core
@@ -203,6 +204,20 @@ def io_tune_parser(description: str | None) -> Parser:
     add("--io-engine", DEFAULT, default="auto")
     add("--workers", WORKERS)
     add("--device", f"whose links are measured: {DEVICES}", default="auto")
+    return parser
+
+
+def snapshots_parser(description: str | None) -> Parser:
+    """The options of `strata snapshots`."""
+    parser = Parser(prog="strata snapshots", description=description)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|copy|rm")
+    shown = actions.add_parser("ls", help="the complete ones of a series, the oldest first")
+    shown.add_argument("series", type=Path, help="what strata.snapshot() was given")
+    copied = actions.add_parser("copy", help="make one that needs no drive but its own folder's")
+    copied.add_argument("snapshot", type=Path, help="the folder of a step")
+    copied.add_argument("to", type=Path, help="a folder that does not exist")
+    removed = actions.add_parser("rm", help="remove some; other files in their folders stay")
+    removed.add_argument("snapshots", type=Path, nargs="+", help="folders of steps")
     return parser
 
 

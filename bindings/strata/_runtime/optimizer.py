@@ -110,6 +110,8 @@ class StrataOptimizer(torch.optim.Optimizer):
         state = self._wrapped
         state.hooks.reset()
         state.refuse_half_load("step()")
+        if state.snapshots is not None:
+            state.snapshots.raise_failure()
         change = state.visits.add(Change())
         state.refuse_visits()
         state.landings.wait()

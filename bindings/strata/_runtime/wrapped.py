@@ -113,6 +113,8 @@ class Wrapped:
         self.landed = [0] * len(self.params)  # gradients that the core has, of this step
         self.gradients = Gradients(self)
         self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
+        self.snapshots: Any = None  # snapshot.Taker, once there is one
+        self.steps_before = 0  # of the run, when it was loaded from a snapshot
         self.half_loaded = False  # strata.load() has begun to write, and has not ended
         # in_backward: what the updates of this backward use; None where none has begun.
         self.groups_used: list[GroupSpec] | None = None

@@ -83,14 +83,14 @@ def save(
     state.hooks.reset()
     state.refuse_half_step("save()")
     state.synchronize()
-    context = {"groups": _plain_groups(state), "rng": rng.capture(), "extra": extra or {}}
+    context = {"groups": plain_groups(state), "rng": rng.capture(), "extra": extra or {}}
     if not isinstance(context["extra"], dict):
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
     json.dumps(context)  # raises now, not when all tensors are written
-    _check_buffers(model)
+    check_buffers(model)
     buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
-    manifest = _layout(state)
-    meter = _Meter(progress, manifest["bytes"])
+    manifest = model_layout(state)
+    meter = Meter(progress, manifest["bytes"])
     with replace_folder(Path(path)) as folder:
         with TensorWriter(folder / STATE_NAME) as file:
             for tensor, entry in zip(stored_tensors(model), manifest["params"], strict=True):
@@ -101,7 +101,7 @@ def save(
                 ]
             values = persistent_buffers(model).values()
             for value, entry in zip(values, manifest["buffers"], strict=True):
-                record = file.append("buffer", _name(value.dtype), meter(_raw(value)))
+                record = file.append("buffer", dtype_name(value.dtype), meter(raw_bytes(value)))
                 entry["tensors"] = [record]
         write_manifest(folder, manifest | context)
 
@@ -120,9 +120,9 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         raise CheckpointError(f"no complete checkpoint at {path}")
     with TensorReader(folder) as file:
         manifest = file.manifest
-        check(manifest, _layout(state) | {"groups": _plain_groups(state)}, str(folder))
-        groups = _merged_groups(state, manifest["groups"], folder)
-        meter = _Meter(progress, 2 * manifest["bytes"])
+        check(manifest, model_layout(state) | {"groups": plain_groups(state)}, str(folder))
+        groups = merged_groups(state, manifest["groups"], folder)
+        meter = Meter(progress, 2 * manifest["bytes"])
         entries = [*manifest["params"], *manifest["buffers"]]
         file.verify(((e["name"], r) for e in entries for r in e["tensors"]), meter.add)
         state.hooks.reset()
@@ -136,7 +136,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         buffers = persistent_buffers(model)
         for entry in manifest["buffers"]:
             raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
-            _set_buffer(buffers[entry["name"]], raw)
+            set_buffer(buffers[entry["name"]], raw)
     for group, new in zip(state.optimizer.param_groups, groups, strict=True):
         for key, value in new.items():
             if isinstance(group.get(key), torch.Tensor):
@@ -150,7 +150,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
 
 
 @dataclass
-class _Meter:
+class Meter:
     """Counts bytes on their way and tells whoever watches."""
 
     _progress: Progress | None
@@ -168,7 +168,7 @@ class _Meter:
             self.add(len(chunk))
 
 
-def _kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
+def stored_kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
     """What is stored of a parameter, and as which dtype."""
     if not spec["trainable"]:
         return [("master", spec["dtype"])]
@@ -186,7 +186,7 @@ def _stored(
         for begin in range(0, numel, buffer.numel()):
             values = buffer[: numel - begin]
             state.session.read(param, record["kind"], begin, values.data_ptr(), values.numel())
-            yield from _raw(values.to(getattr(torch, record["dtype"])))
+            yield from raw_bytes(values.to(getattr(torch, record["dtype"])))
 
 
 def _restore(
@@ -205,7 +205,7 @@ def _restore(
                 part, offset = part + 1, 0
 
 
-def _raw(value: torch.Tensor) -> Iterator[memoryview]:
+def raw_bytes(value: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in memory."""
     if value.numel():
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -213,7 +213,7 @@ def _raw(value: torch.Tensor) -> Iterator[memoryview]:
 
 
 @torch.no_grad()
-def _set_buffer(target: torch.Tensor, raw: bytes) -> None:
+def set_buffer(target: torch.Tensor, raw: bytes) -> None:
     if not raw:
         return
     value = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(target.dtype)
@@ -225,7 +225,7 @@ def _set_buffer(target: torch.Tensor, raw: bytes) -> None:
     target.copy_(value)
 
 
-def _check_buffers(model: nn.Module) -> None:
+def check_buffers(model: nn.Module) -> None:
     """Raises CheckpointError for a buffer whose bytes are not its values."""
     for name, value in persistent_buffers(model).items():
         if value.layout != torch.strided or value.is_quantized:
@@ -235,7 +235,7 @@ def _check_buffers(model: nn.Module) -> None:
             )
 
 
-def _plain_groups(state: Wrapped) -> list[dict[str, Any]]:
+def plain_groups(state: Wrapped) -> list[dict[str, Any]]:
     """The parameter groups without their parameters, as JSON values."""
 
     def plain(value: Any) -> Any:
@@ -249,12 +249,12 @@ def _plain_groups(state: Wrapped) -> list[dict[str, Any]]:
     ]
 
 
-def _merged_groups(
+def merged_groups(
     state: Wrapped, saved: list[dict[str, Any]], folder: Path
 ) -> list[dict[str, Any]]:
     """The hyperparameters to go on with. Raises CheckpointError where they need other moments."""
     optimizer = cast(StrataOptimizer, state.optimizer)
-    groups = [merged(g, s) for g, s in zip(_plain_groups(state), saved, strict=True)]
+    groups = [merged(g, s) for g, s in zip(plain_groups(state), saved, strict=True)]
     try:
         specs = optimizer.group_specs(groups)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -268,11 +268,11 @@ def _merged_groups(
     return groups
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layout(state: Wrapped) -> dict[str, Any]:
+def model_layout(state: Wrapped) -> dict[str, Any]:
     """What state.bin holds of the model as it is now: the manifest's "params", "buffers" and
     "bytes", without steps and checksums."""
     end = 0
@@ -295,14 +295,14 @@ def _layout(state: Wrapped) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "dtype": spec["dtype"],
                 "trainable": spec["trainable"],
-                "tensors": records(_kinds(state, spec), tensor.numel),
+                "tensors": records(stored_kinds(state, spec), tensor.numel),
             }
         )
     buffers = [
         {
             "name": name,
             "shape": list(value.shape),
-            "tensors": records([("buffer", _name(value.dtype))], value.numel()),
+            "tensors": records([("buffer", dtype_name(value.dtype))], value.numel()),
         }
         for name, value in persistent_buffers(state.model).items()
     ]

@@ -32,7 +32,7 @@ def check(manifest: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
     """
     if problems := _unsound(manifest):
         raise CheckpointError(f"{where} is a damaged checkpoint: {_list(problems)}")
-    if problems := _misfits(manifest, wanted):
+    if problems := misfits(manifest, wanted):
         raise CheckpointError(f"{where} is a checkpoint of another model: {_list(problems)}")
     if problem := _misplaced(manifest, wanted):
         raise CheckpointError(f"{where} is a damaged checkpoint: {problem}")
@@ -91,7 +91,7 @@ def _unsound_entry(entry: Any, trained: bool) -> list[str]:
     ]
 
 
-def _misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """How a sound manifest differs from that of the model."""
     ours, theirs = (
         {entry["name"]: entry for entry in [*each["params"], *each["buffers"]]}

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <vector>
@@ -51,6 +52,14 @@ struct FaultPlan {
   std::int64_t delay_ns_max = 0;
 
   double& chance_of(IoFault fault) { return chance[static_cast<std::size_t>(fault)]; }
+  // What is written may not be what is there then.
+  bool damages() const {
+    for (const IoFault fault : {IoFault::corrupt, IoFault::misdirected, IoFault::lost_write}) {
+      if (chance[static_cast<std::size_t>(fault)] > 0 || (nth != 0 && nth_fault == fault))
+        return true;
+    }
+    return false;
+  }
 };
 
 class FaultyEngine final : public IoEngine {
@@ -63,6 +72,9 @@ class FaultyEngine final : public IoEngine {
   void set_plan(const FaultPlan& plan);
   // How often a fault happened, all plans together; `none` counts requests left alone.
   std::uint64_t injected(IoFault fault) const { return injected_[static_cast<std::size_t>(fault)]; }
+  std::uint64_t requests() const {
+    return std::accumulate(injected_.begin(), injected_.end(), std::uint64_t{0});
+  }
   // When the earliest completion held back is due; nullopt when none is held back.
   std::optional<std::int64_t> next_due_ns() const;
 

@@ -1,0 +1,35 @@
+"""Reading the pages of a snapshot (offload/storage/saved_pages.hpp), and what they hold as float32.
+For type checkers only: import these from _core.
+"""
+
+from typing import Literal
+
+from ._core import DtypeName
+
+class SavedPages:
+    """Pages in the files of another session, which may be running: `slots` are slot, version and
+    checksum, none twice. Raises StrataError where a file cannot be opened or is too short."""
+
+    def __init__(
+        self,
+        paths: list[str],
+        names: list[str],
+        page_bytes: int,
+        slots: list[tuple[int, int, int]],
+        io_engine: str = "auto",
+    ) -> None: ...
+    def read(self, slots: list[int], address: int) -> None:
+        """Reads the pages, one behind the other, to memory that is aligned to 4096, and verifies
+        them. Raises StrataError with fault "corrupt", "io" or "short_read"."""
+
+# A parameter of a page and what its residual adds (0: none), as float32; and moments likewise.
+def join_master(dtype: DtypeName, param: int, residual: int, count: int, to: int) -> None: ...
+def load_moments(
+    dtype: Literal["float32", "bfloat16", "block8"],
+    rule: str,
+    number: int,
+    stored: int,
+    scales: int,
+    count: int,
+    to: int,
+) -> None: ...

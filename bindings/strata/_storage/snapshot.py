@@ -1,0 +1,291 @@
+"""Snapshots: the state behind a step, kept while training goes on.
+
+    handle = strata.snapshot(model, "runs/llama")      # behind optimizer.step(); returns at once
+    handle.wait()                                      # "runs/llama/step-000500" is complete
+    strata.load(model, "runs/llama")                   # goes on from the newest complete one
+
+What rests on the SSD is not copied: its slots are held, and later writes go elsewhere
+(engine/snapshots.hpp). A thread then waits for what is still to be written, makes it durable, links
+the page files, and writes the manifest last. The format is described in snapshot_files.py.
+
+Use from the thread that trains. The background thread knows the session and plain values only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._optim.groups import moments_of
+from .._runtime.wrapped import Wrapped, wrapped
+from . import rng
+from .checkpoint import check_buffers, dtype_name, model_layout, plain_groups, raw_bytes
+from .checkpoint_files import STATE_NAME, Record, TensorWriter, replace_folder, write_manifest
+from .snapshot_files import (
+    FORMAT,
+    Links,
+    clean_up,
+    copy_pages,
+    links_at,
+    remove_links,
+    remove_snapshot,
+    slots_of,
+    snapshots_of,
+    step_folder,
+)
+from .stored import stored_tensors
+from .weights import persistent_buffers
+
+TENSOR_KEY = "strata.tensor"
+
+log = logging.getLogger("strata")
+
+
+class SnapshotHandle:
+    """A snapshot that is being taken."""
+
+    def __init__(self, path: Path, future: Future[None]) -> None:
+        """strata.snapshot() makes it."""
+        self.path = path
+        self._future = future
+        self._told = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is on the disk, whole."""
+        return self._future.done() and self._future.exception() is None
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Returns the snapshot's folder when it is complete. Raises what it failed with, and
+        TimeoutError after so many seconds."""
+        try:
+            self._future.result(timeout)
+        except BaseException:
+            self._told |= self._future.done()
+            raise
+        return self.path
+
+    def raise_failure(self) -> None:
+        """Raises what it failed with, unless somebody was told."""
+        if self._future.done() and not self._told:
+            self.wait()
+
+
+def snapshot(
+    model: nn.Module, path: str | Path, *, keep: int = 2, extra: dict[str, Any] | None = None
+) -> SnapshotHandle:
+    """Keeps the state behind the last optimizer.step() while training goes on.
+
+    The snapshot becomes the folder `path`/step-000500, with the number of the step; it counts from
+    the moment that its manifest is there. Then older ones than the newest `keep` are removed.
+    `extra` is a dictionary of JSON values and tensors, which `load` gives back. The page files of
+    `ssd_path` are linked, so they outlive the run; where the file system has no links, pages are
+    copied into the folder.
+
+    Room on the SSD: `keep` + 1 times the state of what is trained, and once that of what is frozen,
+    beside what rests there; it is set aside by the first call, which may take longer. Raises
+    StrataError, with what would do, where the budget has no such room; where there is no SSD; and
+    in the middle of an accumulation. Raises what the last snapshot failed with. RuntimeError where
+    parameters are of two states.
+    """
+    state = wrapped(model)
+    state.check_parameters()
+    state.hooks.reset()
+    state.refuse_half_step("snapshot()")
+    state.landings.wait()
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, not {keep}")
+    if not isinstance(extra, dict | None):
+        raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
+    taker = state.snapshots or Taker(state)
+    state.snapshots = taker
+    taker.raise_failure()
+    return taker.take(state, Path(os.path.realpath(path)), keep, extra or {})
+
+
+@dataclass
+class _Context:
+    """What is in no page, as it was when the snapshot was asked for."""
+
+    manifest: dict[str, Any]
+    buffers: list[torch.Tensor]
+    tensors: list[torch.Tensor]
+
+
+class Taker:
+    """Takes the snapshots of one wrapped model, one behind the other."""
+
+    def __init__(self, state: Wrapped) -> None:
+        """Removes what killed processes left on the drives."""
+        self._session = state.session
+        self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
+        self._ids: dict[Path, int] = {}  # the core's, of those that are complete or on their way
+        self._last: SnapshotHandle | None = None
+        # Its thread ends what was begun before the interpreter goes.
+        self._pool = ThreadPoolExecutor(1, "strata-snapshot")
+        clean_up(self._drives)
+
+    def raise_failure(self) -> None:
+        """Raises what the last one failed with, once."""
+        if self._last is not None:
+            self._last.raise_failure()
+
+    def finish(self) -> None:
+        """Waits for the last one. Raises nothing: what is not complete is not there."""
+        if self._last is not None:
+            with contextlib.suppress(Exception):
+                self._last.wait()
+
+    def take(
+        self, state: Wrapped, series: Path, keep: int, extra: dict[str, Any]
+    ) -> SnapshotHandle:
+        """Begins one."""
+        context = _context(state, extra)
+        self._session.reserve_snapshots(keep)
+        self.finish()  # the slots of the last one are among those that are set aside
+        number = self._session.begin_snapshot()
+        folder = step_folder(series, context.manifest["step"])
+        try:
+            future = self._pool.submit(self._write, number, folder, keep, context)
+        except BaseException:  # the interpreter ends, or Ctrl-C
+            self._session.drop_snapshot(number)
+            raise
+        self._last = SnapshotHandle(folder, future)
+        return self._last
+
+    def _write(self, number: int, folder: Path, keep: int, context: _Context) -> None:
+        """On the thread."""
+        session = self._session
+        try:
+            pages = session.snapshot(number)  # waits
+            session.make_pages_durable()
+            links = Links(self._drives, folder)
+            try:
+                self._write_folder(folder, links, pages, context)
+                links.finish()
+            except BaseException:
+                links.remove()
+                raise
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the session may have ended
+                session.drop_snapshot(number)
+            raise
+        replaced = self._ids.pop(folder, None)
+        self._ids[folder] = number
+        if replaced is not None:
+            session.drop_snapshot(replaced)
+        for old in snapshots_of(folder.parent)[:-keep]:
+            remove_snapshot(old)
+            if old in self._ids:
+                session.drop_snapshot(self._ids.pop(old))
+
+    def _write_folder(
+        self, folder: Path, links: Links, pages: dict[str, Any], context: _Context
+    ) -> None:
+        manifest = context.manifest | {"id": links.id, "page_bytes": pages["page_bytes"]}
+        manifest["chunks"] = pages["chunks"]
+        for place, step in enumerate(pages["param_steps"]):
+            entry = manifest["params"][manifest["parts"][place][0]]
+            entry["step"] = max(entry["step"], step)
+        replaced = links_at(folder)  # of another run that came by this step
+        linked = self._session.link_pages(links.paths)
+        if linked:
+            links.sync()
+        with replace_folder(folder) as new:
+            manifest["drives"] = links.drive_entries() if linked else self._copy(pages, new)
+            with TensorWriter(new / STATE_NAME) as file:
+                _write_state(file, manifest, pages["scales"], context)
+                manifest["bytes"] = file.bytes
+            write_manifest(new, manifest)
+        if replaced is not None:
+            remove_links(*replaced)
+
+    def _copy(self, pages: dict[str, Any], folder: Path) -> list[dict[str, str]]:
+        log.warning(
+            "the file systems of %s have no hard links: snapshots are copied to %s, page by page",
+            ", ".join(self._drives),
+            folder.parent.parent,
+        )
+        files = self._session.page_files()
+        try:
+            names = copy_pages(files, slots_of(pages), pages["page_bytes"], folder)
+        finally:
+            for file in files:
+                os.close(file)
+        return [{"folder": "", "file": name} for name in names]
+
+
+def _context(state: Wrapped, extra: dict[str, Any]) -> _Context:
+    """Takes what is in no page. Its time does not depend on the parameters' sizes."""
+    check_buffers(state.model)
+    tensors: list[torch.Tensor] = []
+    layout = model_layout(state)
+    buffers = persistent_buffers(state.model)
+    manifest: dict[str, Any] = {
+        "snapshot": FORMAT,
+        "step": state.steps_before + state.session.steps(),
+        "time": time.time_ns(),
+        "moment_dtype": state.config["moment_dtype"],
+        "params": layout["params"],
+        "parts": _parts(state),
+        "buffers": layout["buffers"],
+        "groups": plain_groups(state),
+        "rng": rng.capture(),
+        "extra": _taken_out(extra, tensors),
+    }
+    for tensor, entry in zip(stored_tensors(state.model), manifest["params"], strict=True):
+        group = state.config["groups"][state.config["params"][tensor.parts[0]]["group"]]
+        entry |= {"step": 0, "rule": group["rule"] if moments_of(group) else "sgd"}
+    json.dumps(manifest)  # raises now, and not on the thread
+    values = [value.detach().to("cpu", copy=True) for value in buffers.values()]
+    return _Context(manifest, values, tensors)
+
+
+def _parts(state: Wrapped) -> list[list[int]]:
+    """By parameter: its tensor, and its first element there."""
+    parts: list[list[int]] = [[] for _ in state.config["params"]]
+    for place, tensor in enumerate(stored_tensors(state.model)):
+        first = 0
+        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+            parts[part] = [place, first]
+            first += math.prod(shape)
+    return parts
+
+
+def _taken_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value with numbers in the place of its tensors, which go to the list as they are now."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach().to("cpu", copy=True))
+        return {TENSOR_KEY: len(tensors) - 1}
+    if isinstance(value, dict):
+        if TENSOR_KEY in value:
+            raise TypeError(f"extra has a key {TENSOR_KEY!r}, which stands for tensors")
+        return {key: _taken_out(each, tensors) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_taken_out(each, tensors) for each in value]
+    return value
+
+
+def _write_state(
+    file: TensorWriter, manifest: dict[str, Any], scales: bytes, context: _Context
+) -> None:
+    def append(kind: str, value: torch.Tensor) -> Record:
+        return file.append(kind, dtype_name(value.dtype), raw_bytes(value))
+
+    for entry, value in zip(manifest["buffers"], context.buffers, strict=True):
+        entry["tensors"] = [append("buffer", value)]
+    manifest["tensors"] = [
+        append("extra", value) | {"shape": list(value.shape)} for value in context.tensors
+    ]
+    manifest["scales"] = file.append("scales", "uint8", [memoryview(scales)]) if scales else None

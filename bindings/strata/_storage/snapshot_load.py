@@ -1,0 +1,368 @@
+"""Loading snapshots: pages are read, verified, and written to wherever the model has them now.
+
+    extra = load(model, "runs/llama")                # a series, one of its folders, or a checkpoint
+
+Budgets, page size, drives, tiles, the form of moments and the mode of updates may be others than in
+the run that took the snapshot. The format is described in snapshot_files.py: everything in the
+manifest is held against it, and against the model, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .._config.choices import DTYPES
+from .._core import SavedPages, join_master, load_moments
+from .._errors import StrataError
+from .._optim.groups import moments_of
+from .._runtime.wrapped import Wrapped, wrapped
+from . import checkpoint, rng
+from .checkpoint import Meter, Progress
+from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
+from .checkpoint_manifest import misfits
+from .snapshot import TENSOR_KEY
+from .snapshot_files import FORMAT, ROLES, check_drives, is_snapshot, pages_of, snapshots_of
+from .stored import StoredTensor, stored_tensors
+from .weights import persistent_buffers
+
+if TYPE_CHECKING:
+    from .._core import Kind
+
+ALIGNMENT = 4096
+MOMENT_BLOCK = 64  # elements that share a scale
+RULES = ("adamw", "adam", "sgd", "lion", "adagrad", "foreign")
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}
+
+
+def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Continues from a snapshot or a checkpoint: weights, moments, steps, hyperparameters, buffers,
+    randomness.
+
+    `path` is what strata.save() wrote, a folder of strata.snapshot(), or the series that it is in:
+    then the newest complete one. Budgets, page size and disks may differ from those of the run that
+    saved it. Returns `extra`. Raises CheckpointError, before anything is changed, where there is
+    none that is complete, where it is damaged, or of another model. Where an exception ends it
+    later, Ctrl-C too, and where a page of a snapshot is damaged, everything else is refused until a
+    load has come to its end.
+    """
+    folder = find(path)
+    if folder is None:
+        newest = snapshots_of(Path(os.path.realpath(path)))
+        folder = newest[-1] if newest else None
+    if folder is None or not is_snapshot(read_manifest(folder)):
+        return checkpoint.load(model, path, progress=progress)
+    return _load_snapshot(wrapped(model), folder, progress)
+
+
+def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> dict[str, Any]:
+    with TensorReader(folder) as file:
+        manifest = file.manifest
+        source = _Source(manifest, folder, state, file)
+        groups = checkpoint.merged_groups(state, manifest["groups"], folder)
+        buffers = persistent_buffers(state.model)
+        records = [(e["name"], e["tensors"][0]) for e in manifest["buffers"]]
+        records += [("extra", record) for record in manifest["tensors"]]
+        meter = Meter(progress, source.bytes)
+        file.verify(records, lambda _: None)
+        tensors = [_tensor(file, record) for record in manifest["tensors"]]
+        extra = _put_back(manifest["extra"], tensors)
+        state.hooks.reset()
+        state.half_loaded = True
+        state.forget_step()
+        source.restore(state, meter)
+        for tensor, entry in zip(source.tensors, manifest["params"], strict=True):
+            for place in tensor.parts:
+                state.session.set_param_step(place, entry["step"])
+        for entry in manifest["buffers"]:
+            raw = b"".join(bytes(chunk) for chunk in file.chunks(entry["tensors"][0]))
+            checkpoint.set_buffer(buffers[entry["name"]], raw)
+    for group, new in zip(state.optimizer.param_groups, groups, strict=True):
+        for key, value in new.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+    rng.restore(manifest["rng"])
+    state.steps_before = manifest["step"] - state.session.steps()
+    state.half_loaded = False
+    return extra
+
+
+@dataclass
+class _Run:
+    """Elements of a tensor that lie behind each other in a chunk."""
+
+    part: int
+    first: int  # in the part
+    count: int
+    at: int  # in the chunk
+
+
+class _Source:
+    """A snapshot's pages, as a manifest that fits the model names them."""
+
+    def __init__(
+        self, manifest: dict[str, Any], folder: Path, state: Wrapped, file: TensorReader
+    ) -> None:
+        """Raises CheckpointError where the manifest contradicts its format or the model."""
+        self.manifest = manifest
+        self.tensors = stored_tensors(state.model)
+        self._where = str(folder)
+        self._check(state)
+        self._chunks = manifest["chunks"]
+        self._page_bytes = manifest["page_bytes"]
+        slots = {page[0]: page for page in pages_of(manifest)}
+        self.bytes = len(slots) * self._page_bytes
+        self._scales = torch.empty(0, dtype=torch.uint8)
+        if manifest["scales"] is not None:
+            file.verify([("scales", manifest["scales"])], lambda _: None)
+            self._scales = _tensor(file, manifest["scales"] | {"shape": [-1]})
+        folders = [drive["folder"] or str(folder) for drive in manifest["drives"]]
+        names = [drive["file"] for drive in manifest["drives"]]
+        pages = [(slot, version, checksum) for slot, version, checksum in slots.values()]
+        try:
+            self._pages = SavedPages(
+                folders, names, self._page_bytes, pages, state.config["io_engine"]
+            )
+        except (StrataError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the pages of {folder} cannot be read: {error}") from error
+        self._values = torch.empty(self._page_bytes, dtype=torch.float32)
+
+    def _fail(self, why: str) -> None:
+        raise CheckpointError(f"{self._where} is a damaged snapshot: {why}")
+
+    def _check(self, state: Wrapped) -> None:
+        manifest = self.manifest
+        if manifest["snapshot"] != FORMAT:
+            raise CheckpointError(
+                f"{self._where} is a snapshot of version {manifest['snapshot']!r:.20}; this strata "
+                f"reads {FORMAT}"
+            )
+        check_drives(manifest, Path(self._where))
+        kinds = {
+            **dict.fromkeys(("params", "parts", "chunks", "buffers", "groups", "tensors"), list),
+            **dict.fromkeys(("rng", "extra"), dict),
+            **dict.fromkeys(("step", "page_bytes"), int),
+        }
+        for key, kind in kinds.items():
+            if not isinstance(manifest.get(key), kind):
+                self._fail(f"{key!r} is missing, or of another type")
+        try:
+            wanted = checkpoint.model_layout(state) | {"groups": checkpoint.plain_groups(state)}
+            problems = misfits(manifest, wanted) + rng.problems(manifest["rng"])
+            if not problems:
+                self._check_chunks()
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
+        if problems:
+            raise CheckpointError(
+                f"{self._where} is a snapshot of another model: {'; '.join(problems[:4])}"
+            )
+
+    def _check_chunks(self) -> None:
+        """Every element of every tensor is there once, in pages that no other chunk has."""
+        manifest = self.manifest
+        covered: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
+        slots: set[int] = set()
+        if manifest["moment_dtype"] not in ELEMENT_BYTES:
+            self._fail(f"its moments are {manifest['moment_dtype']!r:.20}")
+        for chunk in manifest["chunks"]:
+            mine: set[int] = set()
+            for part, first, count, at in chunk["runs"]:
+                tensor, begin = manifest["parts"][part]
+                if min(part, first, at, tensor, begin) < 0 or count <= 0:
+                    self._fail("a run has a negative number")
+                covered[tensor].append((begin + first, count))
+            end = max((at + count for _, _, count, at in chunk["runs"]), default=0)
+            for role in ROLES:
+                if chunk[role]:
+                    mine |= self._check_role(chunk[role], end, slots)
+            slots |= mine  # 8-bit moments share theirs
+        for tensor_, runs in zip(self.tensors, covered, strict=True):
+            end = 0
+            for first, count in sorted(runs):
+                if first != end:
+                    self._fail(f"elements of {tensor_.name!r} are missing, or there twice")
+                end += count
+            if end != tensor_.numel:
+                self._fail(f"{tensor_.name!r} has {end} elements of {tensor_.numel}")
+        for entry in manifest["params"]:
+            if entry["rule"] not in RULES or entry["dtype"] not in DTYPES:
+                self._fail(f"{entry['name']!r} has an unknown rule or dtype")
+            if type(entry["step"]) is not int or not 0 <= entry["step"] < 1 << 53:
+                self._fail(f"{entry['name']!r} made {entry['step']!r:.20} steps")
+
+    def _check_role(self, role: list[Any], end: int, slots: set[int]) -> set[int]:
+        """The slots of a role of a chunk, which has elements up to `end`."""
+        per_page, begin, pages = role
+        size = self.manifest["page_bytes"]
+        sound = all(type(n) is int for n in (per_page, begin, size))
+        if not sound or not 0 < per_page <= size or not 0 <= begin < size:
+            self._fail("pages of no size, or with places beyond it")
+        if end > per_page * len(pages):
+            self._fail("a chunk has elements without pages")
+        found = set()
+        for page in pages:
+            if page is None:
+                continue
+            if len(page) != 3 or not all(type(n) is int and n >= 0 for n in page):
+                self._fail("a page has no slot, version and checksum")
+            if page[0] in slots or page[0] in found:
+                self._fail(f"slot {page[0]} is there twice")
+            found.add(page[0])
+        return found
+
+    def restore(self, state: Wrapped, meter: Meter) -> None:
+        """Writes everything to the session. The next chunk is read meanwhile."""
+        kinds = [moments_of(group) for group in state.config["groups"]]
+        with ThreadPoolExecutor(1, "strata-load") as pool:
+            ahead = [pool.submit(self._read, chunk) for chunk in self._chunks[:1]]
+            for i, chunk in enumerate(self._chunks):
+                pages = ahead.pop().result()
+                if i + 1 < len(self._chunks):
+                    ahead.append(pool.submit(self._read, self._chunks[i + 1]))
+                for run in chunk["runs"]:
+                    self._restore_run(state, chunk, pages, _Run(*run), kinds)
+                meter.add(sum(len(p) for p in pages.values()))
+
+    def _read(self, chunk: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """The chunk's pages, by slot."""
+        slots = [p[0] for role in ROLES if chunk[role] for p in chunk[role][2] if p is not None]
+        slots = list(dict.fromkeys(slots))
+        size = self._page_bytes
+        memory = torch.empty(len(slots) * size + ALIGNMENT, dtype=torch.uint8)
+        skip = -memory.data_ptr() % ALIGNMENT
+        self._pages.read(slots, memory.data_ptr() + skip)
+        return {s: memory[skip + i * size :][:size] for i, s in enumerate(slots)}
+
+    def _restore_run(
+        self,
+        state: Wrapped,
+        chunk: dict[str, Any],
+        pages: dict[int, torch.Tensor],
+        run: _Run,
+        kinds: list[Any],
+    ) -> None:
+        entry = self.manifest["params"][self.manifest["parts"][run.part][0]]
+        group = state.config["params"][self.tensors[self.manifest["parts"][run.part][0]].parts[0]]
+        moments = len(kinds[group["group"]]) if entry["trainable"] else 0
+        step = min(chunk[role][0] for role in ROLES if chunk[role])
+        done = 0
+        while done < run.count:
+            at = run.at + done
+            count = min(run.count - done, step - at % step)
+            values = self._values[:count]
+            for number in range(moments + 1):
+                if number == 0:
+                    self._join(chunk, pages, entry, at, values)
+                else:
+                    self._moments(chunk, pages, entry["rule"], number, at, values)
+                self._write(state, run, done, number, values)
+            done += count
+
+    def _join(
+        self,
+        chunk: dict[str, Any],
+        pages: dict[int, torch.Tensor],
+        entry: dict[str, Any],
+        at: int,
+        values: torch.Tensor,
+    ) -> None:
+        dtype, count = entry["dtype"], values.numel()
+        param = self._bytes(chunk, pages, "param", at, count, 4 if dtype == "float32" else 2)
+        size = 2 if dtype == "bfloat16" else 4
+        master = chunk["residual"] and self._bytes(chunk, pages, "residual", at, count, size)
+        address = master.data_ptr() if master is not None else 0
+        join_master(dtype, param.data_ptr(), address, count, values.data_ptr())
+
+    def _moments(
+        self,
+        chunk: dict[str, Any],
+        pages: dict[int, torch.Tensor],
+        rule: str,
+        number: int,
+        at: int,
+        values: torch.Tensor,
+    ) -> None:
+        dtype, count = self.manifest["moment_dtype"], values.numel()
+        role = ROLES[1 + number]
+        if chunk[role] is None:
+            values.zero_()
+            return
+        size = ELEMENT_BYTES[dtype]
+        stored = self._bytes(chunk, pages, role, at, count, size)
+        scales = 0
+        if dtype == "block8":
+            first = max(chunk["scales"][number - 1], 0) + at // MOMENT_BLOCK * 2
+            blocks = -(-count // MOMENT_BLOCK)
+            part = self._scales[first : first + 2 * blocks]
+            if at % MOMENT_BLOCK or part.numel() != 2 * blocks:
+                self._fail("scales are missing")
+            scales = part.data_ptr()
+        load_moments(dtype, rule, number, stored.data_ptr(), scales, count, values.data_ptr())
+
+    def _bytes(
+        self,
+        chunk: dict[str, Any],
+        pages: dict[int, torch.Tensor],
+        role: str,
+        at: int,
+        count: int,
+        size: int,
+    ) -> torch.Tensor:
+        """Of elements of a role, which lie in one page."""
+        per_page, begin, found = chunk[role]
+        page = found[at // per_page]
+        if page is None:
+            return torch.zeros(count * size, dtype=torch.uint8)
+        first = begin + at % per_page * size
+        result = pages[page[0]][first : first + count * size]
+        if result.numel() != count * size:
+            self._fail(f"a {role} reaches beyond its page")
+        return result
+
+    def _write(
+        self, state: Wrapped, run: _Run, done: int, number: int, values: torch.Tensor
+    ) -> None:
+        place, begin = self.manifest["parts"][run.part]
+        kinds: tuple[Kind, Kind, Kind] = ("master", "moment1", "moment2")
+        for part, offset, piece in _split(self.tensors[place], begin + run.first + done, values):
+            state.session.write(part, kinds[number], offset, piece.data_ptr(), piece.numel())
+
+
+def _split(
+    tensor: StoredTensor, first: int, values: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Parameters, first elements in them, and values, of elements of a tensor from `first` on."""
+    for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+        numel = torch.Size(shape).numel()
+        if first < numel and values.numel():
+            yield part, first, values[: numel - first]
+            values = values[numel - first :]
+            first = numel
+        first -= numel
+
+
+def _tensor(file: TensorReader, record: Record) -> torch.Tensor:
+    raw = bytearray().join(bytes(chunk) for chunk in file.chunks(record))
+    dtype = getattr(torch, record["dtype"])
+    if not raw:
+        return torch.empty(record["shape"], dtype=dtype)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(record["shape"])
+
+
+def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The inverse of snapshot.py's _taken_out()."""
+    if isinstance(value, dict):
+        if value.keys() == {TENSOR_KEY}:
+            return tensors[value[TENSOR_KEY]]
+        return {key: _put_back(each, tensors) for key, each in value.items()}
+    return [_put_back(each, tensors) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,64 @@
+#include "offload/storage/saved_pages.hpp"
+
+#include <chrono>
+#include <utility>
+
+#include "memory/check.hpp"
+#include "offload/storage/make_engine.hpp"
+
+namespace strata {
+namespace {
+
+constexpr std::uint32_t kDepth = 64;
+// Against a ring that was lost on the way.
+constexpr std::chrono::milliseconds kLook{10};
+
+StoreOptions options_of(std::vector<std::string> paths, std::size_t page_bytes) {
+  StoreOptions options;
+  options.paths = std::move(paths);
+  options.slot_bytes = page_bytes;
+  options.slot_count = 1;
+  options.in_flight_max = kDepth;
+  options.hash_threads = hash_threads_here();
+  return options;
+}
+
+std::unique_ptr<IoEngine> engine_of(const std::string& name, Doorbell* bell) {
+  std::string why;
+  return make_io_engine(name, bell, kDepth, &why);
+}
+
+}  // namespace
+
+SavedPages::SavedPages(std::vector<std::string> paths, const SavedFiles& saved,
+                       std::size_t page_bytes, const std::string& io_engine)
+    : page_bytes_(page_bytes),
+      store_(options_of(std::move(paths), page_bytes), engine_of(io_engine, &bell_), saved,
+             &bell_) {}
+
+void SavedPages::read(std::span<const SlotId> slots, std::byte* to) {
+  std::vector<StoreCompletion> done;
+  std::size_t asked = 0, left = slots.size();
+  std::optional<Error> error;
+  while (left > 0) {
+    while (asked < slots.size()) {
+      const SlotId slot = slots[asked];
+      if (slot >= SlotId{store_.slot_count()} || !store_.held(slot)) {
+        refuse("slot " + std::to_string(index(slot)) + " is not one of the saved");
+      }
+      const std::uint64_t version = store_.contents(slot).value().version;
+      if (!store_.read(slot, to + asked * page_bytes_, version, asked)) break;
+      ++asked;
+    }
+    const bool moved = store_.turn(done);
+    for (StoreCompletion& completion : done) {
+      --left;
+      if (completion.error && !error) error = std::move(completion.error);
+    }
+    done.clear();
+    if (!moved) bell_.wait(kLook);
+  }
+  if (error) throw StrataError(std::move(*error));
+}
+
+}  // namespace strata

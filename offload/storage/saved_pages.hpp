@@ -1,0 +1,37 @@
+// SavedPages: what slots of another session's files hold, read and verified. Nobody waits for it
+// but its caller; the session that wrote them may go on meanwhile.
+//
+// Threads: one caller at a time.
+//
+//   SavedPages pages({"/mnt/nvme"}, {.names = {"links/a.pages"}, .slots = slots}, 4 * kMiB,
+//   "auto"); pages.read(slots_of_a_chunk, buffer);                 // throws StrataError: corrupt,
+//   io
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "memory/doorbell.hpp"
+#include "offload/storage/store.hpp"
+
+namespace strata {
+
+class SavedPages final {
+ public:
+  // Throws StrataError where a file cannot be opened, or is too short for the slots.
+  SavedPages(std::vector<std::string> paths, const SavedFiles& saved, std::size_t page_bytes,
+             const std::string& io_engine);
+
+  std::size_t page_bytes() const { return page_bytes_; }
+  // The pages, one behind the other. `to` is aligned to 4096.
+  void read(std::span<const SlotId> slots, std::byte* to);
+
+ private:
+  std::size_t page_bytes_;
+  Doorbell bell_;
+  Store store_;
+};
+
+}  // namespace strata

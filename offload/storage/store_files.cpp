@@ -1,0 +1,122 @@
+// The files of a Store: made, or found where another session left them, and made longer.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "memory/check.hpp"
+#include "offload/storage/store.hpp"
+
+namespace strata {
+
+void Store::make_files() {
+  if (engine_->needs_files() && options_.paths.empty()) refuse("a store on SSD needs a path");
+  for (auto path = options_.paths.begin(); path != options_.paths.end(); ++path) {
+    if (std::find(options_.paths.begin(), path, *path) == path) continue;
+    refuse("the SSD path " + *path + " is given twice");
+  }
+  const std::uint64_t bytes = stripe_bytes(options_.slot_count);
+  if (engine_->needs_files()) {
+    for (const std::string& path : options_.paths) {
+      files_.push_back(std::make_unique<PageFile>(path, bytes, options_.naming));
+    }
+  }
+  attach_files(bytes);
+}
+
+// As many slots as the shortest file has, or as were asked for.
+void Store::open_files(const SavedFiles& saved) {
+  STRATA_ASSERT(engine_->needs_files());
+  if (saved.names.empty() || saved.names.size() != options_.paths.size()) {
+    refuse("each SSD path has one file");
+  }
+  std::uint64_t rows = UINT64_MAX;
+  for (std::size_t i = 0; i < saved.names.size(); ++i) {
+    files_.push_back(std::make_unique<PageFile>(options_.paths[i], saved.names[i], saved.use));
+    rows = std::min(rows, files_.back()->bytes() / options_.slot_bytes);
+  }
+  const std::uint64_t there = rows * files_.size();
+  if (there >= index(kNoSlot)) refuse("these files have more slots than there are numbers");
+  if (saved.use == Existing::to_read || there > options_.slot_count) {
+    options_.slot_count = static_cast<std::uint32_t>(there);
+  }
+  const std::uint64_t bytes = stripe_bytes(options_.slot_count);
+  for (const auto& file : files_) {
+    if (file->bytes() < bytes) file->resize(bytes);
+  }
+  attach_files(bytes);
+}
+
+void Store::attach_files(std::uint64_t bytes) {
+  const std::size_t stripes = std::max<std::size_t>(options_.paths.size(), 1);
+  for (std::size_t i = 0; i < stripes; ++i) {
+    numbers_.push_back(engine_->attach(files_.empty() ? -1 : files_[i]->fd(), bytes));
+  }
+  for (const auto& file : files_) {
+    warnings_.insert(warnings_.end(), file->warnings().begin(), file->warnings().end());
+  }
+}
+
+void Store::take_contents(const SavedFiles& saved) {
+  for (const SavedFiles::Slot& kept : saved.slots) {
+    if (index(kept.slot) >= slots_.size()) {
+      refuse("slot " + std::to_string(index(kept.slot)) + " lies beyond the end of the files");
+    }
+    Slot& slot = at(kept.slot);
+    STRATA_ASSERT(slot.holders == 0 && kept.holders != 0);
+    slot.sealed = true;
+    slot.holders = kept.holders;
+    slot.version = kept.contents.version;
+    slot.checksum = kept.contents.checksum;
+  }
+  std::erase_if(free_slots_,
+                [&](SlotId slot) { return held(slot) || saved.use == Existing::to_read; });
+}
+
+std::vector<int> Store::duplicate_files() const {
+  std::vector<int> copies;
+  for (const auto& file : files_) {
+    const int copy = fcntl(file->fd(), F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) {
+      const int failed = errno;
+      for (const int made : copies) close(made);
+      throw StrataError({.what = "a swap file cannot be opened again", .errno_value = failed});
+    }
+    copies.push_back(copy);
+  }
+  return copies;
+}
+
+std::uint64_t Store::stripe_bytes(std::size_t slots) const {
+  return ceil_div(slots, std::max<std::size_t>(options_.paths.size(), 1)) * options_.slot_bytes;
+}
+
+void Store::add_slots(std::uint32_t count) {
+  STRATA_ASSERT(count < index(kNoSlot) - slots_.size());
+  const auto end = static_cast<std::uint32_t>(slots_.size()) + count;
+  for (std::uint32_t i = end; i-- > slots_.size();) free_slots_.push_back(SlotId{i});
+  slots_.resize(end);
+}
+
+void Store::extend(std::uint32_t count) {
+  STRATA_ASSERT(in_flight() == 0);
+  const std::uint64_t before = stripe_bytes(slots_.size());
+  const std::uint64_t after = stripe_bytes(slots_.size() + count);
+  std::size_t longer = 0;
+  try {
+    for (; longer < files_.size(); ++longer) files_[longer]->resize(after);
+  } catch (...) {
+    while (longer-- > 0) files_[longer]->resize(before);  // all of them or none
+    throw;
+  }
+  for (const int number : numbers_) engine_->grew(number, after);
+  add_slots(count);
+}
+
+bool Store::keep_linkable() {
+  return !files_.empty() &&
+         std::ranges::all_of(files_, [](const auto& file) { return file->keep_linkable(); });
+}
+
+}  // namespace strata

@@ -1,0 +1,174 @@
+// Snapshots: what they cost, what they wait for, and what is refused. That they hold what was so
+// behind their step is the simulator's to show; here, where readers lag behind updates, too.
+#include "engine/snapshots.hpp"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "io_fixtures.hpp"
+#include "session_fixtures.hpp"
+
+namespace strata {
+namespace {
+
+std::uint64_t written(Session& session) {
+  return session.stats().snapshot_bytes;
+}
+
+// All state on the SSD.
+Config ssd_config(const std::string& folder) {
+  Config config = small_config(folder);
+  config.host_bytes = 16 * kPage;
+  return config;
+}
+
+TEST(Snapshots, OfWhatRestsOnTheSsdWriteNothing) {
+  TempFolder folder;
+  Session session(ssd_config(folder.path()));
+  fill(session);
+  session.reserve_snapshots(1);
+  const auto in_host =
+      static_cast<std::size_t>(std::ranges::count(session.residence().tier, Tier::host));
+  EXPECT_LT(in_host, session.residence().layout.page_count / 4);
+  std::uint64_t last = 0;
+  for (int step = 1; step <= 5; ++step) {
+    train(session, 1);
+    const std::uint64_t id = session.begin_snapshot();
+    EXPECT_EQ(session.snapshot(id).step, step);
+    if (last != 0) session.drop_snapshot(last);
+    last = id;
+  }
+  EXPECT_LE(written(session), 5 * in_host * kPage) << "more than what is owed";
+  EXPECT_EQ(contents(session), expected(5));
+}
+
+TEST(Snapshots, OfFrozenParametersShareTheirSlots) {
+  TempFolder folder;
+  Config config = small_config(folder.path());
+  for (ParamSpec& spec : config.params) spec.trainable = spec.unit == UnitId{0};
+  config.host_bytes = 64 * kPage;  // all of it: owed
+  Session session(config);
+  fill(session);
+  session.reserve_snapshots(2);
+  session.snapshot(session.begin_snapshot());
+  const std::uint64_t first = written(session);
+  const Snapshot second = session.snapshot(session.begin_snapshot());
+  EXPECT_GT(first, 0U);
+  EXPECT_EQ(written(session), first) << "what had not changed was written again";
+  EXPECT_GT(second.pages.size(), 0U);
+}
+
+TEST(Snapshots, AreRefusedWhereTheBudgetHasNoRoomAndSayWhatWouldDo) {
+  TempFolder folder;
+  Config config = ssd_config(folder.path());
+  config.ssd_bytes = 100 * kPage;
+  Session session(config);
+  fill(session);
+  try {
+    session.reserve_snapshots(2);
+    ADD_FAILURE() << "there is no room for them";
+  } catch (const StrataError& error) {
+    EXPECT_NE(std::string(error.what()).find("would do"), std::string::npos) << error.what();
+  }
+  train(session, 2);  // nothing has changed
+  EXPECT_EQ(contents(session), expected(2));
+  Session roomless(roomy_config());
+  EXPECT_THROW(roomless.reserve_snapshots(1), StrataError);
+}
+
+TEST(Snapshots, WaitForStepAndForEachOther) {
+  TempFolder folder;
+  Session session(small_config(folder.path()));
+  fill(session);
+  session.reserve_snapshots(1);
+  visit(session, 0, false);
+  visit(session, 0, true);
+  try {
+    session.begin_snapshot();
+    ADD_FAILURE() << "a gradient has landed";
+  } catch (const StrataError& error) {
+    EXPECT_EQ(error.error().fault, Fault::busy);
+  }
+  session.step(session.config().groups, {});
+  session.snapshot(session.begin_snapshot());
+}
+
+TEST(Snapshots, ThatWereGivenUpLeaveNothing) {
+  TempFolder folder;
+  Session session(small_config(folder.path()));
+  fill(session);
+  session.reserve_snapshots(1);
+  for (int i = 0; i < 20; ++i) {  // of which none is ever complete
+    train(session, 1);
+    session.drop_snapshot(session.begin_snapshot());
+  }
+  const std::uint64_t id = session.begin_snapshot();
+  EXPECT_GT(session.snapshot(id).pages.size(), 0U);
+  EXPECT_EQ(contents(session), expected(20));
+}
+
+// Readers lag behind updates, and gradients are added to older ones that wait; a snapshot has the
+// gradients of all steps up to its own, and of none behind it.
+TEST(Snapshots, OfLaggingUpdatesAreOfOneStep) {
+  for (const std::uint32_t staleness : {0U, 1U, 3U}) {
+    TempFolder folder;
+    Config config = small_config(folder.path());
+    config.update = UpdateMode::lock_free;
+    config.max_staleness = staleness;
+    config.host_bytes = 80 * kPage;
+    config.groups[0].rule = Rule::sgd;
+    config.groups[0].lr = 1.0;
+    Session session(config);
+    const auto expect_steps = [&](const Snapshot& snapshot, const Layout& layout, int steps) {
+      EXPECT_EQ(snapshot.step, steps);
+      const auto wide = std::bit_cast<std::uint32_t>(static_cast<float>(steps));
+      const int file = open(swap_files(folder.path()).at(0).c_str(), O_RDONLY | O_CLOEXEC);
+      for (const SavedPage& saved : snapshot.pages) {
+        if (layout.role_of[index(saved.page)] != Role::param) continue;
+        std::uint16_t first = 0;
+        EXPECT_EQ(pread(file, &first, sizeof first, static_cast<off_t>(index(saved.slot) * kPage)),
+                  static_cast<ssize_t>(sizeof first));
+        EXPECT_EQ(first, wide >> 16) << "staleness " << staleness;
+      }
+      close(file);
+    };
+    const std::vector<float> zeros(kNumel);
+    for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
+      session.write(p, Kind::master, 0, zeros.data(), kNumel);
+    }
+    session.reserve_snapshots(1);
+    std::vector<std::uint16_t> gradient(kNumel, 0xbf80);  // -1
+    std::vector<std::uint64_t> taken;
+    for (int step = 1; step <= 12; ++step) {
+      for (std::uint32_t u = 0; u < kUnits; ++u) {
+        session.enter(UnitId{u}, false);
+        session.leave(UnitId{u});
+      }
+      for (std::uint32_t u = kUnits; u-- > 0;) {
+        session.enter(UnitId{u}, true);
+        for (std::uint32_t p = u * kParamsEach; p < (u + 1) * kParamsEach; ++p) {
+          session.land_gradient(p, gradient.data(), Dtype::bfloat16);
+        }
+        session.leave(UnitId{u});
+      }
+      session.step(session.config().groups, {});
+      if (step % 3 == 0) taken.push_back(session.begin_snapshot());
+      if (step % 3 == 2 && !taken.empty()) {
+        expect_steps(session.snapshot(taken.back()), session.residence().layout, step - 2);
+        session.drop_snapshot(taken.back());
+      }
+    }
+    session.drain();
+    std::vector<float> values(kNumel);
+    for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
+      session.read(p, Kind::master, 0, values.data(), kNumel);
+      EXPECT_EQ(values[0], 12.0f);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace strata
