@@ -44,8 +44,7 @@ from .snapshot_files import (
     snapshots_of,
     step_folder,
 )
-from .stored import stored_tensors
-from .weights import persistent_buffers
+from .stored import persistent_buffers, stored_tensors
 
 TENSOR_KEY = "strata.tensor"
 

@@ -30,8 +30,7 @@ from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_
 from .checkpoint_manifest import misfits
 from .snapshot import TENSOR_KEY
 from .snapshot_files import FORMAT, ROLES, check_drives, is_snapshot, pages_of, snapshots_of
-from .stored import StoredTensor, stored_tensors
-from .weights import persistent_buffers
+from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 if TYPE_CHECKING:
     from .._core import Kind
