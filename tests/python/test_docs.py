@@ -21,6 +21,7 @@ import torch
 from strata._cli.main import COMMANDS
 
 PAGES = pages.all_pages()
+LONG = {"tutorial.md", "small-cases.md"}  # ./dev check runs them
 SHOWN = re.compile(r"^```(?:console|sh|)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PUBLIC = [
     *(f"strata.{name}" for name in strata.__all__ if callable(getattr(strata, name))),
@@ -58,8 +59,11 @@ def test_there_is_something_to_run() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [p for p in PAGES if pages.blocks(p, "python") and not pages.needs_loops(p)],
-    ids=pages.name_of,
+    [
+        pytest.param(p, id=pages.name_of(p), marks=[pytest.mark.thorough] * (p.name in LONG))
+        for p in PAGES
+        if pages.blocks(p, "python") and not pages.needs_loops(p)
+    ],
 )
 def test_programs_run_and_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     output = pages.run(page, tmp_path)

@@ -108,7 +108,11 @@ def ends_at(patched: pytest.MonkeyPatch, step: int, signals: int = 0) -> None:
     [
         ({"steps": 5, "accumulation": 1}, 1),
         # 13 batches are an epoch, whose last step has one: it ends with step 7.
-        ({"steps": 9, "sequence": 96, "device-memory": "2MiB", "host-memory": "4MiB"}, 6),
+        pytest.param(
+            {"steps": 9, "sequence": 96, "device-memory": "2MiB", "host-memory": "4MiB"},
+            6,
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_ctrl_c_ends_after_the_step_and_the_run_goes_on_to_the_same_bits(

@@ -197,7 +197,7 @@ def test_a_users_checkpointing_inside_planned_units(core: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "keep", "swap", "recompute", "split"])
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.thorough)])
 def test_no_tensor_waits_for_the_garbage_collector(core: ModuleType, name: str, mode: str) -> None:
     """Activations that lie in a reference cycle stay until Python looks for one."""
     model = build(MODELS[name])
@@ -217,7 +217,7 @@ def test_no_tensor_waits_for_the_garbage_collector(core: ModuleType, name: str, 
         gc.enable()
 
 
-@pytest.mark.parametrize("declared", [1, 2])
+@pytest.mark.parametrize("declared", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_several_backwards_per_step(core: ModuleType, declared: int) -> None:
     results = []
     for mode in (None, "auto", "swap", "recompute"):

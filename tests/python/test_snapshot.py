@@ -51,7 +51,9 @@ def disk(tmp_path: Path) -> Path:
     return drive(tmp_path, "drive")
 
 
-@pytest.mark.parametrize("memory", [SSD, HOST], ids=["ssd", "host"])
+@pytest.mark.parametrize(
+    "memory", [SSD, pytest.param(HOST, marks=pytest.mark.thorough)], ids=["ssd", "host"]
+)
 @pytest.mark.parametrize("mode", MODES, ids=["on_step", "in_backward", "lock_free", "8bit"])
 def test_a_snapshot_continues_bit_for_bit(
     tmp_path: Path, disk: Path, memory: dict[str, str], mode: dict[str, Any]
@@ -307,7 +309,10 @@ def test_without_hard_links_pages_are_copied(
     again.close()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.05, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize(
+    "seconds",
+    [0.05, 0.3, *(pytest.param(s, marks=pytest.mark.thorough) for s in (0.0, 0.02, 0.1, 0.6))],
+)
 def test_a_killed_run_goes_on_from_the_newest_complete_one(tmp_path: Path, seconds: float) -> None:
     disk = drive(tmp_path, "drive")
     begun, begins = os.pipe()

@@ -86,17 +86,25 @@ def snapshot(
 ) -> SnapshotHandle:
     """Keeps the state behind the last optimizer.step() while training goes on.
 
-    The snapshot becomes the folder `path`/step-000500, with the number of the step; it counts from
-    the moment that its manifest is there. Then older ones than the newest `keep` are removed.
-    `extra` is a dictionary of JSON values and tensors, which `load` gives back. The page files of
-    `ssd_path` are linked, so they outlive the run; where the file system has no links, pages are
-    copied into the folder.
+    The page files of `ssd_path` are linked, so they outlive the run; where the file system has no
+    links, pages are copied into the folder. The first call sets room on the SSD aside, and may take
+    longer: `keep` + 1 times the state of what is trained, and once that of what is frozen, beside
+    what rests there.
 
-    Room on the SSD: `keep` + 1 times the state of what is trained, and once that of what is frozen,
-    beside what rests there; it is set aside by the first call, which may take longer. Raises
-    StrataError, with what would do, where the budget has no such room; where there is no SSD; and
-    in the middle of an accumulation. Raises what the last snapshot failed with. RuntimeError where
-    parameters are of two states.
+    Args:
+        model: A wrapped model, behind optimizer.step().
+        path: The folder of the series. The snapshot becomes `path`/step-000500, with the number of
+            the step; it counts from the moment that its manifest is there.
+        keep: How many complete snapshots stay; older ones are removed once this one is complete.
+        extra: JSON values and tensors, which strata.load() gives back.
+
+    Returns:
+        A handle: `wait()` returns when the snapshot is complete, `complete` tells whether it is.
+
+    Raises:
+        StrataError: Where the budget of the SSD has no such room, with what would do; where there
+            is no SSD; in the middle of an accumulation; and what the last snapshot failed with.
+        RuntimeError: Where parameters are of two states.
     """
     state = wrapped(model)
     state.check_parameters()
