@@ -177,13 +177,15 @@ class _Source:
             mine: set[int] = set()
             for part, first, count, at in chunk["runs"]:
                 tensor, begin = manifest["parts"][part]
-                if min(part, first, at, tensor, begin) < 0 or count <= 0:
-                    self._fail("a run has a negative number")
+                numbers = (part, first, at, tensor, begin, count)
+                if not all(type(n) is int and n >= 0 for n in numbers) or count == 0:
+                    self._fail("a run has a number that is no place")
                 covered[tensor].append((begin + first, count))
             end = max((at + count for _, _, count, at in chunk["runs"]), default=0)
-            for role in ROLES:
-                if chunk[role]:
-                    mine |= self._check_role(chunk[role], end, slots)
+            if chunk["param"] is None:
+                self._fail("a chunk has no parameters")
+            for role in _roles(chunk):
+                mine |= self._check_role(chunk[role], end, slots)
             slots |= mine  # 8-bit moments share theirs
         for tensor_, runs in zip(self.tensors, covered, strict=True):
             end = 0
@@ -234,7 +236,7 @@ class _Source:
 
     def _read(self, chunk: dict[str, Any]) -> dict[int, torch.Tensor]:
         """The chunk's pages, by slot."""
-        slots = [p[0] for role in ROLES if chunk[role] for p in chunk[role][2] if p is not None]
+        slots = [p[0] for role in _roles(chunk) for p in chunk[role][2] if p is not None]
         slots = list(dict.fromkeys(slots))
         size = self._page_bytes
         memory = torch.empty(len(slots) * size + ALIGNMENT, dtype=torch.uint8)
@@ -253,7 +255,7 @@ class _Source:
         entry = self.manifest["params"][self.manifest["parts"][run.part][0]]
         group = state.config["params"][self.tensors[self.manifest["parts"][run.part][0]].parts[0]]
         moments = len(kinds[group["group"]]) if entry["trainable"] else 0
-        step = min(chunk[role][0] for role in ROLES if chunk[role])
+        step = min(chunk[role][0] for role in _roles(chunk))
         done = 0
         while done < run.count:
             at = run.at + done
@@ -278,8 +280,10 @@ class _Source:
         dtype, count = entry["dtype"], values.numel()
         param = self._bytes(chunk, pages, "param", at, count, 4 if dtype == "float32" else 2)
         size = 2 if dtype == "bfloat16" else 4
-        master = chunk["residual"] and self._bytes(chunk, pages, "residual", at, count, size)
-        address = master.data_ptr() if master is not None else 0
+        master = None
+        if chunk["residual"] is not None:
+            master = self._bytes(chunk, pages, "residual", at, count, size)
+        address = 0 if master is None else master.data_ptr()
         join_master(dtype, param.data_ptr(), address, count, values.data_ptr())
 
     def _moments(
@@ -335,6 +339,11 @@ class _Source:
         kinds: tuple[Kind, Kind, Kind] = ("master", "moment1", "moment2")
         for part, offset, piece in _split(self.tensors[place], begin + run.first + done, values):
             state.session.write(part, kinds[number], offset, piece.data_ptr(), piece.numel())
+
+
+def _roles(chunk: dict[str, Any]) -> list[str]:
+    """Those that the chunk has pages of."""
+    return [role for role in ROLES if chunk[role] is not None]
 
 
 def _split(
