@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <tuple>
 
 #include "bindings/foreign_call.hpp"
@@ -18,8 +17,6 @@ namespace strata {
 namespace {
 
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
-
-constexpr std::array kRoles = {Role::param, Role::master, Role::moment1, Role::moment2};
 
 // Descriptors that are closed in the end.
 class Files final {
@@ -83,7 +80,7 @@ py::dict chunk_dict(const Config& config, const Layout& layout, std::uint32_t id
   }
   py::dict out;
   out["runs"] = runs;
-  for (const Role role : kRoles) out[name(role)] = role_object(layout, chunk, role, snapshot);
+  for (const Role role : kSavedRoles) out[name(role)] = role_object(layout, chunk, role, snapshot);
   const bool scaled = layout.moment_dtype == MomentDtype::block8 && segment.trainable;
   py::list scales;
   for (int m = 1; scaled && m <= layout.moments; ++m) {

@@ -9,7 +9,6 @@
 namespace strata {
 namespace {
 
-constexpr std::array kSavedRoles = {Role::param, Role::master, Role::moment1, Role::moment2};
 // Pages in flight: as many as keep a disk at work beside a step, and those that somebody waits for.
 constexpr std::size_t kSavesAhead = 2;
 constexpr std::size_t kSavesAsked = 8;
@@ -82,16 +81,6 @@ void Snapshots::drop(std::uint64_t id) {
   for (const SavedPage& saved : found->second.pages) store().unhold(saved.slot);
   complete_.erase(found);
   base_.bell.ring();
-}
-
-std::uint64_t Snapshots::add(Snapshot snapshot) {
-  STRATA_ASSERT(!captures_.active());
-  slot_of_.resize(base_.layout.page_count, kNoSlot);
-  for (const SavedPage& saved : snapshot.pages) {
-    if (saved.page != kNoPage) slot_of_[index(saved.page)] = saved.slot;
-  }
-  complete_.emplace(++last_, std::move(snapshot));
-  return last_;
 }
 
 bool Snapshots::turn(bool others_moved) {

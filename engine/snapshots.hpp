@@ -19,6 +19,7 @@
 // model. Owed pages are written a few at a time; a few more for chunks that somebody waits for.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -31,6 +32,9 @@
 #include "engine/updates.hpp"
 
 namespace strata {
+
+// What a chunk's state is, role by role.
+inline constexpr std::array kSavedRoles = {Role::param, Role::master, Role::moment1, Role::moment2};
 
 struct SavedPage {
   PageId page = kNoPage;
@@ -61,8 +65,6 @@ class Snapshots final {
   const Snapshot& of(std::uint64_t id) const;
   // Complete or not.
   void drop(std::uint64_t id);
-  // Slots that hold something of an older session, which adopt() took over.
-  std::uint64_t add(Snapshot snapshot);
 
   // `others_moved`: something may be ready that was not.
   bool turn(bool others_moved);

@@ -137,16 +137,21 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         for entry in manifest["buffers"]:
             raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
             set_buffer(buffers[entry["name"]], raw)
+    finish_load(state, groups, manifest["rng"])
+    extra: dict[str, Any] = manifest["extra"]
+    return extra
+
+
+def finish_load(state: Wrapped, groups: list[dict[str, Any]], states: dict[str, Any]) -> None:
+    """The end of a load: hyperparameters, and random states as rng.capture() gave them."""
     for group, new in zip(state.optimizer.param_groups, groups, strict=True):
         for key, value in new.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = value
-    rng.restore(manifest["rng"])
+    rng.restore(states)
     state.half_loaded = False
-    extra: dict[str, Any] = manifest["extra"]
-    return extra
 
 
 @dataclass

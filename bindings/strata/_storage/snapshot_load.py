@@ -83,15 +83,8 @@ def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> d
         for entry in manifest["buffers"]:
             raw = b"".join(bytes(chunk) for chunk in file.chunks(entry["tensors"][0]))
             checkpoint.set_buffer(buffers[entry["name"]], raw)
-    for group, new in zip(state.optimizer.param_groups, groups, strict=True):
-        for key, value in new.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value
-    rng.restore(manifest["rng"])
     state.steps_before = manifest["step"] - state.session.steps()
-    state.half_loaded = False
+    checkpoint.finish_load(state, groups, manifest["rng"])
     return extra
 
 

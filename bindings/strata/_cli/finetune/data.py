@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import (
-    Dataset,
-    concatenate_datasets,
-)
+from datasets import Dataset, concatenate_datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
