@@ -108,6 +108,21 @@ def test_the_newest_ones_stay(tmp_path: Path, disk: Path) -> None:
     again.close()
 
 
+def test_each_series_has_room_and_what_others_remove_takes_none(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    session = case.state.session
+    for name in ("best", "latest", "other"):
+        for _ in range(3):
+            case.train(1)
+            strata.snapshot(case.model, tmp_path / name, keep=1).wait()
+    room = session.stats()["ssd_bytes"]
+    remove_snapshot(*snapshots_of(tmp_path / "best"))
+    case.train(1)
+    strata.snapshot(case.model, tmp_path / "fourth", keep=1).wait()
+    assert session.stats()["ssd_bytes"] == room
+    case.close()
+
+
 def test_tensors_are_among_the_extras(tmp_path: Path, disk: Path) -> None:
     case = Case(disk, SSD, llama())
     case.train(1)

@@ -31,7 +31,14 @@ from .._optim.groups import moments_of
 from .._runtime.wrapped import Wrapped, wrapped
 from . import rng
 from .checkpoint import check_buffers, dtype_name, model_layout, plain_groups, raw_bytes
-from .checkpoint_files import STATE_NAME, Record, TensorWriter, replace_folder, write_manifest
+from .checkpoint_files import (
+    MANIFEST_NAME,
+    STATE_NAME,
+    Record,
+    TensorWriter,
+    replace_folder,
+    write_manifest,
+)
 from .snapshot_files import (
     FORMAT,
     Links,
@@ -159,8 +166,10 @@ class Taker:
     ) -> SnapshotHandle:
         """Begins one."""
         context = _context(state, extra)
-        self._session.reserve_snapshots(keep)
         self.finish()  # the slots of the last one are among those that are set aside
+        self._drop_removed()
+        others = sum(folder.parent != series for folder in self._ids)
+        self._session.reserve_snapshots(keep + others)
         number = self._session.begin_snapshot()
         folder = step_folder(series, context.manifest["step"])
         try:
@@ -170,6 +179,11 @@ class Taker:
             raise
         self._last = SnapshotHandle(folder, future)
         return self._last
+
+    def _drop_removed(self) -> None:
+        """Gives up the slots of those that somebody else has removed."""
+        for folder in [f for f in self._ids if not (f / MANIFEST_NAME).exists()]:
+            self._session.drop_snapshot(self._ids.pop(folder))
 
     def _write(self, number: int, folder: Path, keep: int, context: _Context) -> None:
         """On the thread."""
