@@ -139,6 +139,7 @@ void bind_saved_pages(py::module_& module) {
           "read",
           [](SavedPages& pages, const std::vector<std::uint32_t>& slots, std::uintptr_t address) {
             std::vector<SlotId> ids;
+            ids.reserve(slots.size());
             for (const std::uint32_t slot : slots) ids.push_back(SlotId{slot});
             pages.read(ids, pointer<std::byte>(address));
           },
