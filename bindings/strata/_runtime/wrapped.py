@@ -25,6 +25,7 @@ from .._profiling.recorder import Recorder
 from .._profiling.timeline import StepLog, UseSpan
 from .._profiling.uses import RecordedStep
 from .._torch_compat import DisableTorchFunction
+from . import own_mapping
 from .gradients import Gradients
 from .lander import Inline, Lander, Landings
 from .streams import current_stream
@@ -274,7 +275,7 @@ class Wrapped:
     def read(self, index: int, kind: Kind = "master") -> torch.Tensor:
         """A parameter, moment or gradient, as a new float32 tensor of its shape on the CPU."""
         alias = self.aliases[index]
-        result = torch.empty(alias.shape, dtype=torch.float32, device="cpu")
+        result = own_mapping.empty(alias.shape, torch.float32)
         if alias.numel():
             self.landings.wait()
             self.session.read(index, kind, 0, result.data_ptr(), result.numel())

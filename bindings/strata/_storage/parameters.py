@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._runtime import own_mapping
 from .._runtime.visits import Visit
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import BUFFER_BYTES
@@ -29,7 +30,7 @@ class Parameter:
     def open(self) -> torch.Tensor:
         """The newest values, in memory of their own."""
         tensor = self._tensor
-        result = torch.empty(tensor.shape, dtype=self.dtype, device="cpu")
+        result = own_mapping.empty(self.shape, self.dtype)
         rows = result.reshape(-1).split([math.prod(shape) for shape in tensor.part_shapes])
         for param, part in zip(tensor.parts, rows, strict=True):
             self._read(param, part)
