@@ -1,6 +1,7 @@
-"""A training step against DeepSpeed's ZeRO-3 with CPU offload and with NVMe offload: the same
-Llama, weights and tokens, in bfloat16, nothing recomputed, the state on the same tier, as many
-threads. Every side is a process, so that its memory can be compared; they take turns.
+"""A training step against DeepSpeed's ZeRO-3 with CPU offload and with NVMe offload, and against
+FSDP2 in host memory: the same Llama, weights and tokens, in bfloat16, nothing recomputed, the state
+on the same tier, as many threads. Every side is a process, so that its memory can be compared; they
+take turns.
 """
 
 import math
@@ -20,8 +21,10 @@ from .peers.child import Child
 
 # Both are exact.
 UPDATES = ("on_step",)
+# By the tier of the state; the first is what the targets are over.
+PEERS = {"host": ("deepspeed", "fsdp2"), "ssd": ("deepspeed",)}
 WARM_UP_STEPS = 2
-# What the losses of the two may differ by, relatively: they round at different places.
+# What the losses of two sides may differ by, relatively: they round at different places.
 LOSS_MARGIN = 0.01
 SPEED_TARGETS = {
     ("host", 128): 2.5,
@@ -33,10 +36,10 @@ MEMORY_TARGET = 1 / 3
 
 
 class Setting:
-    """One tier and batch: DeepSpeed, and strata in each exact mode, as children."""
+    """One tier and batch: the peers, and strata in each exact mode, as children."""
 
     def __init__(self, context: Context, folder: Path, tier: str, tokens: int) -> None:
-        self._context = context
+        self.peers = PEERS[tier]
         self._threads = len(os.sched_getaffinity(0))
         self._folder = folder
         self._arguments = [
@@ -49,11 +52,11 @@ class Setting:
         ]
 
     def open(self, name: str) -> Child:
-        """Starts a side: "deepspeed", or an update mode of strata."""
+        """Starts a side: a peer, or an update mode of strata."""
         files = self._folder / name
         files.mkdir(exist_ok=True)
         python = str(environment.PYTHON if name == "deepspeed" else sys.executable)
-        side = ["deepspeed"] if name == "deepspeed" else ["strata", f"--update={name}"]
+        side = [name] if name in self.peers else ["strata", f"--update={name}"]
         command = [python, "-m", "benchmarks.peers.training", *side, *self._arguments]
         return Child([*command, f"--folder={files}"], environment.variables(self._threads))
 
@@ -88,7 +91,7 @@ def measure(
     """(seconds of every turn, peak bytes) by side."""
     with ExitStack() as stack:
         children: dict[str, Child] = {}
-        for name in ("deepspeed", *UPDATES):
+        for name in (*setting.peers, *UPDATES):
             children[name] = stack.enter_context(closing(setting.open(name)))
             losses = [float(children[name].ask("warm")["loss"]) for _ in range(WARM_UP_STEPS)]
             context.say(f"{name}: first losses {', '.join(f'{loss:.3f}' for loss in losses)}")
@@ -126,3 +129,6 @@ def figures(
         memory = peaks[name] / peaks["deepspeed"]
         memory_target = None if target is None else MEMORY_TARGET
         yield Figure(bench, f"{name}_{where}_memory", memory, "ratio", memory_target)
+        if "fsdp2" in taken:
+            speed = median_ratio(taken["fsdp2"], taken[name])
+            yield Figure(bench, f"{name}_{where}_speed_over_fsdp2", speed, "ratio", better="higher")

@@ -1,4 +1,4 @@
-"""A child of the bench vs-deepspeed: trains a Llama by strata or by DeepSpeed, a step at a time."""
+"""A child of the bench vs-deepspeed: trains a Llama by strata or by a peer, a step at a time."""
 
 import argparse
 import os
@@ -12,8 +12,12 @@ from .child import Answer, claim_stdout, memory_peak, serve
 ADAMW = {"lr": 1e-5, "weight_decay": 0.01}
 
 
-def open_deepspeed(options: argparse.Namespace) -> tuple[Callable[[], float], Callable[[], float]]:
-    """(a step, which returns its loss; seconds of a step)."""
+# (a step, which returns its loss; seconds of a step between others)
+Steps = tuple[Callable[[], float], Callable[[], float]]
+
+
+def open_deepspeed(options: argparse.Namespace) -> Steps:
+    """ZeRO-3 with CPU offload, or with NVMe offload."""
     from transformers import LlamaForCausalLM
 
     from ..models import tokens
@@ -25,8 +29,20 @@ def open_deepspeed(options: argparse.Namespace) -> tuple[Callable[[], float], Ca
     return side.step, side.timed_step
 
 
-def open_strata(options: argparse.Namespace) -> tuple[Callable[[], float], Callable[[], float]]:
-    """(a step, which returns its loss; seconds of a step between others)."""
+def open_fsdp2(options: argparse.Namespace) -> Steps:
+    """One rank, everything in host memory."""
+    from transformers import LlamaForCausalLM
+
+    from ..models import tokens
+    from .sharded import Sharded
+
+    model = LlamaForCausalLM.from_pretrained(options.weights, dtype=torch.float32).train()
+    side = Sharded(model, tokens(options.tokens, options.seed), **ADAMW)
+    return side.step, side.timed_step
+
+
+def open_strata(options: argparse.Namespace) -> Steps:
+    """Its state in host memory, or on the SSD."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ..models import tokens
@@ -47,10 +63,13 @@ def open_strata(options: argparse.Namespace) -> tuple[Callable[[], float], Calla
     return side.step, lambda: steady_step(side)
 
 
+OPEN = {"strata": open_strata, "deepspeed": open_deepspeed, "fsdp2": open_fsdp2}
+
+
 def main() -> None:
     """Answers "warm" with the loss of a step, "step" with seconds, "peak" with bytes."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=["strata", "deepspeed"])
+    parser.add_argument("side", choices=OPEN)
     parser.add_argument("--tier", choices=["host", "ssd"], required=True)
     parser.add_argument("--update", default="on_step", help="of strata")
     parser.add_argument("--room", type=int, default=1, help="budgets for so many times the model")
@@ -61,7 +80,7 @@ def main() -> None:
     options = parser.parse_args()
     answers = claim_stdout()
     torch.set_num_threads(options.threads)
-    step, timed_step = (open_strata if options.side == "strata" else open_deepspeed)(options)
+    step, timed_step = OPEN[options.side](options)
 
     def warm() -> Answer:
         return {"loss": step()}
