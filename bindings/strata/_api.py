@@ -20,7 +20,7 @@ from torch import nn
 from . import _core
 from ._config.configure import Options, device_goal, tier_budgets
 from ._config.managed import check_parameters, check_ranks
-from ._config.sizes import Size, format_size
+from ._config.sizes import Size, format_count, format_size
 from ._config.units import Chosen
 from ._config.update_modes import Update
 from ._errors import keywords_of, names_nearest
@@ -145,14 +145,14 @@ def _tell(state: Wrapped) -> None:
     """Says in the log what was made, and what works less well than it could."""
     stats = state.session.stats()
     log.info(
-        "wrapped %s: %d units, pages of %s, %s backend%s",
+        "wrapped %s: %s, pages of %s, %s backend%s",
         type(state.model).__name__,
-        len(state.units),
+        format_count(len(state.units), "unit"),
         format_size(state.session.plan["page_bytes"]),
         stats["backend"],
         f", {stats['io_engine']} ({stats['io_engine_why']})" if stats["io_engine"] else "",
     )
-    log.info("%d workers %s", state.config["workers"], stats["workers_where"])
+    log.info("%s %s", format_count(state.config["workers"], "worker"), stats["workers_where"])
     for warning in stats.get("warnings", []):
         log.warning("%s", warning)
 

@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import strata
 from made_up import LIMITED, PAGE, UNITS, Planning, bare_report, lags, records, report
 from small_models import build, llama, tight, train
 from strata._hooks import land_hook
+from strata._report.report_text import plan_line
 from strata._report.reports import Report, Wear
 from strata._runtime.wrapped import wrapped
 
@@ -26,6 +28,25 @@ def test_the_text_tells_speed_stalls_wear_and_plan() -> None:
     assert "backward of" in text
     for unit in UNITS:
         assert unit in text
+
+
+def test_the_line_of_a_plan_counts_one_and_many() -> None:
+    def unit(activation: str, slices: int = 1, on_device: bool = False) -> Any:
+        return SimpleNamespace(activation=activation, slices=slices, on_device=on_device)
+
+    plan = SimpleNamespace(
+        units=[unit("keep", on_device=True), unit("swap_host"), unit("swap_host"), unit("keep", 2)],
+        peaks={"device": SimpleNamespace(bytes=3 << 20)},
+        param_device_bytes=1 << 20,
+        resting_device_bytes=1 << 19,
+    )
+    paper: Any = SimpleNamespace(plan=plan, simulate=lambda: SimpleNamespace(step_seconds=2.0))
+    bound: Any = SimpleNamespace(seconds=1.0, what="ssd")
+    assert plan_line(paper, bound) == (
+        "1 unit keeps, 2 units swap to host, 1 unit keeps in 2 slices; device peak 3.0 MiB, of it "
+        "1.0 MiB for parameters and 512.0 KiB for 1 whole unit; 2.00 s a step predicted, 50% of "
+        "the bound (ssd)"
+    )
 
 
 def test_units_of_one_kind_share_a_line() -> None:

@@ -1,7 +1,13 @@
 """Sizes and the names of tiers."""
 
 import pytest
-from strata._config.sizes import format_size, parse_budgets, parse_size, parse_speed
+from strata._config.sizes import (
+    format_count,
+    format_size,
+    parse_budgets,
+    parse_size,
+    parse_speed,
+)
 from strata._errors import nearest
 
 
@@ -87,3 +93,10 @@ def test_nearest_and_format() -> None:
         "2.0 GiB",
     ]
     assert format_size(5 << 40) == "5.0 TiB"
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(0, "0 units"), (1, "1 unit"), (2, "2 units"), (1000, "1,000 units")]
+)
+def test_counts_agree_with_what_they_count(count: int, expected: str) -> None:
+    assert format_count(count, "unit") == expected

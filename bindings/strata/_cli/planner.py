@@ -18,7 +18,7 @@ from .. import _core
 from .._config import configure, device
 from .._config.choices import SPEED_OF
 from .._config.configure import UNBOUNDED
-from .._config.sizes import format_duration, format_size, write_size
+from .._config.sizes import format_count, format_duration, format_size, write_size
 from .._planning import budget_check
 from .._planning.budget_check import remove_leftovers
 from .._planning.forecast import Forecast, forecast
@@ -58,7 +58,9 @@ class Answer:
         found = self._wear()
         seconds = self.forecast.step_seconds
         if seconds and self.steps:
-            found.insert(0, f"{self.steps:,} steps take {format_duration(self.steps * seconds)}")
+            takes = "take" if self.steps > 1 else "takes"
+            steps = format_count(self.steps, "step")
+            found.insert(0, f"{steps} {takes} {format_duration(self.steps * seconds)}")
         if self.ssd_bytes_enough:
             found.append(f"give it an SSD: ssd={write_size(self.ssd_bytes_enough)} would do")
         return [*found, *self.notes]

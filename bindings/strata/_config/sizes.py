@@ -106,6 +106,11 @@ def format_duration(seconds: float) -> str:
     return f"{number} s" if name == "s" else f"{number} {name}{'s' * (number != '1')}"
 
 
+def format_count(count: int, what: str) -> str:
+    """For people: 1 unit, 12 units, 1,000 steps. `what`: in the singular."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def format_number(value: float) -> str:
     """For people: two digits at least, and all that are ahead of the point: 0.037, 4.2, 5,125."""
     return f"{value:.2g}" if value < 9.95 else f"{value:,.0f}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from .._config.sizes import format_size
+from .._config.sizes import format_count, format_size
 from .._profiling.timeline import LINKS
 from . import html_figures as figures
 from .html_figures import moments
@@ -76,7 +76,7 @@ def _sections(report: Report) -> Iterator[str]:
         if line:
             yield f'<div class="about">{escape(line)}</div>'
     yield (
-        f"<p>{report.steps} steps, {escape(report.backend)} backend, pages of "
+        f"<p>{format_count(report.steps, 'step')}, {escape(report.backend)} backend, pages of "
         f"{format_size(report.page_bytes)}"
         + (f", {escape(report.io_engine)} I/O" if report.io_engine else "")
         + ".</p>"

@@ -9,12 +9,20 @@ A drive's endurance (TBW, terabytes written) is on its data sheet; the kernel do
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import floor, inf, log10
 from typing import TYPE_CHECKING
 
 from .._config.choices import in_words
-from .._config.sizes import UNITS, duration_unit, format_duration, format_number, format_size
+from .._config.sizes import (
+    UNITS,
+    duration_unit,
+    format_count,
+    format_duration,
+    format_number,
+    format_size,
+)
 from .._profiling.timeline import ALL_UNITS, stall_name
 
 if TYPE_CHECKING:
@@ -59,22 +67,28 @@ def plan_text(report: PlanReport) -> str:
 def plan_line(paper: PaperPlan, bound: Bound) -> str:
     """The plan of a step, in one line."""
     plan, run = paper.plan, paper.simulate()
-    modes: dict[str, int] = {}
-    for unit in plan.units:
-        sliced = f" in {unit.slices}" if unit.slices > 1 else ""
-        key = in_words(unit.activation) + sliced
-        modes[key] = modes.get(key, 0) + 1
+    ways = Counter((in_words(unit.activation), unit.slices) for unit in plan.units)
+    units = ", ".join(
+        f"{format_count(count, 'unit')} {_verb(way, count)}"
+        + (f" in {slices} slices" if slices > 1 else "")
+        for (way, slices), count in ways.items()
+    )
     resting = ""
     if plan.resting_device_bytes:
-        units = sum(unit.on_device for unit in plan.units)
-        resting = f" and {format_size(plan.resting_device_bytes)} for {units} whole units"
+        whole = format_count(sum(unit.on_device for unit in plan.units), "whole unit")
+        resting = f" and {format_size(plan.resting_device_bytes)} for {whole}"
     return (
-        f"{', '.join(f'{count} units {mode}' for mode, count in modes.items())}; device peak "
-        f"{format_size(plan.peaks['device'].bytes)}, of it "
+        f"{units}; device peak {format_size(plan.peaks['device'].bytes)}, of it "
         f"{format_size(plan.param_device_bytes)} for parameters{resting}; "
         f"{like(run.step_seconds)(run.step_seconds)} a step predicted, "
         f"{bound.seconds / run.step_seconds:.0%} of the bound ({bound.what})"
     )
+
+
+def _verb(way: str, count: int) -> str:
+    """One unit swaps to host, several swap to host."""
+    verb, space, rest = way.partition(" ")
+    return f"{verb}{'s' * (count == 1)}{space}{rest}"
 
 
 def _buffers(plan: Plan) -> list[str]:
@@ -103,7 +117,7 @@ def report_text(report: Report) -> str:
 
 
 def _paragraphs(report: Report) -> Iterator[str]:
-    head = f"{report.steps} steps"
+    head = format_count(report.steps, "step")
     if report.steps_nonfinite:
         head += f", {report.steps_nonfinite} not finite ({report.steps_skipped} skipped)"
     if report.grad_norm is not None:
@@ -269,9 +283,7 @@ def wear_lines(
     if step_seconds:
         written.append(f"{format_decimal(bytes_per_step * DAY_SECONDS / step_seconds)} a day")
     if steps:
-        written.append(
-            f"{format_decimal(steps * bytes_per_step)} in {steps:,} step{'s' * (steps != 1)}"
-        )
+        written.append(f"{format_decimal(steps * bytes_per_step)} in {format_count(steps, 'step')}")
     lines = [", ".join(written)]
     if endurance_bytes:
         lasts = endurance_bytes / bytes_per_step
@@ -303,4 +315,4 @@ def _rounded(count: float) -> str:
         return "less than a step"
     unit = 10 ** max(0, floor(log10(max(1.0, count))) - 1)
     rounded = floor(count / unit) * unit
-    return f"{rounded:,} step{'s' * (rounded != 1)}"
+    return format_count(rounded, "step")
