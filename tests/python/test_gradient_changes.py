@@ -134,6 +134,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "set to what it was made of": lambda m: setattr(weight(m), "grad", weight(m).grad * 2),
     "set data": lambda m: setattr(weight(m).grad, "data", torch.ones(WIDE, WIDE)),
     "set none": lambda m: setattr(weight(m), "grad", None),
+    "delete": lambda m: delattr(weight(m), "grad"),
     "set where none was": lambda m: (
         setattr(m, "unused.grad", None) or setattr(m.unused, "grad", torch.full((5,), 0.5))
     ),

@@ -101,6 +101,11 @@ class PagedParameter(nn.Parameter):
         slot = self._strata
         slot.state.gradients.put(slot.index, value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        slot = self._strata
+        slot.state.gradients.drop(slot.index)
+
     def __copy__(self) -> nn.Parameter:
         """A plain parameter in ordinary memory."""
         return nn.Parameter(_plain_copy(self), self.requires_grad)
