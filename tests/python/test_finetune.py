@@ -334,6 +334,8 @@ def test_every_option_has_a_flag_and_a_default(capsys: pytest.CaptureFixture[str
         parse(["--help"], None)
     shown = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in shown for name in options.flat())
+    assert "(default: 512)" in shown
+    assert not any(odd in shown for odd in ("None)", "(default: )", "''"))
     updates = parse([*told, "--max-grad-norm=0"], None).updates()
     assert updates["max_grad_norm"] is None
     assert updates["state_dtype"] is torch.float32

@@ -3,8 +3,9 @@
 options = parse(["--model", "llama-25m", "--data", "notes/", "--steps", "100"], "...")
 options.training.steps, options.memory.budgets()
 
-A field is an option, its docstring the help. tyro makes the parser of them. A file of options is
-put in front of the command line, so that both are read alike, and what comes last wins.
+A field is an option, its docstring the help, which has one line: tyro keeps line breaks. tyro makes
+the parser of them. A file of options is put in front of the command line, so that both are read
+alike, and what comes last wins.
 """
 
 from __future__ import annotations
@@ -69,14 +70,17 @@ def _page_size(text: str) -> str:
     return text if text == "auto" else as_written(page_size)(text)
 
 
+# Help names no default: its text says what is done without the option.
+Unset = tyro.conf.arg(help_behavior_hint="")
+
 # Sizes, devices and modes stay as people write them.
-Text = Annotated[str | None, _given(str, "TEXT")]
-Name = Annotated[str | None, _given(str, "PATH")]
-Size = Annotated[str | None, _given(as_written(parse_size), "SIZE")]
+Text = Annotated[str | None, _given(str, "TEXT"), Unset]
+Name = Annotated[str | None, _given(str, "PATH"), Unset]
+Size = Annotated[str | None, _given(as_written(parse_size), "SIZE"), Unset]
 Positive = Annotated[int, _given(positive, "N")]
 Count = Annotated[int, _given(count, "N")]
-Some = Annotated[int | None, _given(positive, "N")]
-Possible = Annotated[int | None, _given(count, "N")]
+Some = Annotated[int | None, _given(positive, "N"), Unset]
+Possible = Annotated[int | None, _given(count, "N"), Unset]
 Number = Annotated[float, _given(number, "NUMBER")]
 
 
@@ -86,12 +90,25 @@ class Start:
 
     config: Name = None
     """a YAML file of options, under their names; the command line wins"""
-    model: Annotated[str, _given(str, "DIR|CONFIG|SIZE")] = ""
-    """a save_pretrained folder, a config.json, or a fresh model of a size: llama-10m, llama-25m,
-    llama-110m, llama-350m, llama-1b"""
-    data: Annotated[tuple[str, ...], _several(str, "PATH ...")] = ()
-    """text, .jsonl and .parquet files, or folders searched for them. Records have messages, prompt
-    and completion, instruction and output, or text; questions are read, and only answers learned"""
+    model: Annotated[
+        str,
+        _given(str, "DIR|CONFIG|SIZE"),
+        tyro.conf.arg(
+            help="needed: a save_pretrained folder, a config.json, or a fresh model of a size: "
+            "llama-10m, llama-25m, llama-110m, llama-350m, llama-1b",
+            help_behavior_hint="",
+        ),
+    ] = ""
+    data: Annotated[
+        tuple[str, ...],
+        _several(str, "PATH ..."),
+        tyro.conf.arg(
+            help="needed: text, .jsonl and .parquet files, or folders searched for them. Records "
+            "have messages, prompt and completion, instruction and output, or text; questions are "
+            "read, and only answers learned",
+            help_behavior_hint="",
+        ),
+    ] = ()
     data_limit: Size = None
     """use so much of the data at most"""
     held_out: Annotated[float, _given(fraction, "PART")] = 0.05
@@ -100,7 +117,7 @@ class Start:
     """tokens of a window; documents and records are packed into windows"""
     vocabulary: Some = None
     """tokens of the tokenizer trained for a fresh model; without it 8192, or its config's"""
-    lora: Annotated[str | None, _given(as_written(parse_lora), "r=N[,...]")] = None
+    lora: Annotated[str | None, _given(as_written(parse_lora), "r=N[,...]"), Unset] = None
     """train adapters of a saved model: r=8, or r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj"""
     trust_remote_code: bool = False
     """run the code that comes with the model"""
@@ -117,9 +134,9 @@ class Memory:
     host_memory: Size = None
     """budget of the host tier; without it, from what is free"""
     ssd_memory: Size = None
-    """budget of the ssd tier; needs --ssd-path"""
-    ssd_path: Annotated[tuple[str, ...], _several(folder, "DIR ...")] = ()
-    """folders on one or several disks"""
+    """budget of the ssd tier; without it, from what --ssd-path has free"""
+    ssd_path: Annotated[tuple[str, ...], _several(folder, "DIR ..."), Unset] = ()
+    """folders on one or several disks; without it, there is no ssd tier"""
     ssd_endurance: Size = None
     """what the drives last for, all together (TBW on their data sheets), such as 600TB"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -130,12 +147,12 @@ class Memory:
     """of pages, a power of two"""
     io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"] = "auto"
     """how the SSD is read and written"""
-    workers: Annotated[int | None, _given(workers, "N")] = None
-    """threads that update parameters"""
+    workers: Annotated[int | None, _given(workers, "N"), Unset] = None
+    """threads that update parameters; without it, by the number of processors"""
     activations: Literal["auto", "keep", "swap", "recompute"] = "auto"
     """what becomes of what backward needs: as planned, or so wherever it can be"""
     split: Some = None
-    """compute units on so many slices of the batch"""
+    """compute units on so many slices of the batch; without it, as planned"""
 
     def budgets(self) -> dict[str, str]:
         """Those that were given, by tier, as strata.wrap takes them."""
@@ -153,18 +170,16 @@ class Training:
     """windows"""
     accumulation: Positive = 1
     """backward calls per step"""
-    lr: Annotated[float | None, _given(number, "RATE")] = None
+    lr: Annotated[float | None, _given(number, "RATE"), Unset] = None
     """peak; without it 6e-4 for a fresh model, 2e-4 with --lora, 2e-5 otherwise"""
     warmup: Possible = None
     """steps; without it a tenth, at most 100"""
     update: Annotated[str, _given(as_written(parse_update), "MODE")] = "on_step"
-    """on_step; in_backward: as soon as a unit's gradients are there; lock-free:S: the model may
-    compute with parameters up to S steps old"""
+    """on_step, in_backward (as gradients come) or lock-free:S (parameters may be S steps old)"""
     weight_decay: Number = 0.1
     """of matrices; of norms and biases none"""
     max_grad_norm: Number = 1.0
-    """gradients are scaled down to it, with --update in_backward those of every unit by themselves;
-    0: never"""
+    """gradients are scaled down to it (with in_backward, those of each unit apart); 0: never"""
     seed: Count = 0
     """of first values, dropout and the order of windows"""
 
@@ -193,8 +208,8 @@ class Results:
     """held-out windows per evaluation"""
     save_every: Count = 0
     """steps between checkpoints; 0: none"""
-    report_to: Annotated[tuple[str, ...], _several(str, "NAME ...")] = ()
-    """trackers that the Trainer of Transformers knows, such as tensorboard or wandb"""
+    report_to: Annotated[tuple[str, ...], _several(str, "NAME ..."), Unset] = ()
+    """trackers of the Trainer, such as tensorboard or wandb; without it, none"""
     prompt: Text = None
     """what the model continues at the end; without it the beginning of held-out data"""
     generate: Count = 64
