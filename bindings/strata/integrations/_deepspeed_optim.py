@@ -28,7 +28,10 @@ _OWN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "lion": (Lion, {"lr": 1e-3, "betas": (0.9, 0.999)}),
 }
 _WITHOUT_EQUAL = {
-    **dict.fromkeys(("onebitadam", "zerooneadam"), "AdamW: nothing is sent that could be short"),
+    **dict.fromkeys(
+        ("onebitadam", "zerooneadam"),
+        "AdamW: one process sends no gradients that could be compressed",
+    ),
     **dict.fromkeys(("lamb", "onebitlamb"), "AdamW, or Lion"),
     **dict.fromkeys(
         ("muadam", "muadamw", "musgd"), "AdamW or SGD, with a learning rate for each group"

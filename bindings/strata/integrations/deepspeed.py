@@ -24,7 +24,8 @@ from ._deepspeed_keys import HONOURED, KEYS, NOT_NEEDED, REFUSED, VERDICTS
 from ._deepspeed_optim import SCHEDULES, STEPS, check_schedule, optimizer_of, scheduler_of
 
 ACCUMULATION = "gradient_accumulation_steps"  # strata's keyword for several backward() calls a step
-CLIPPING_DEFAULT = 1.0  # where a file says nothing, DeepSpeed clips
+CLIPPING_DEFAULT = 1.0  # where a file says nothing: DeepSpeed has clipped so since June 2026
+OLDER_CLIPPING = "; older versions do not clip: write gradient_clipping"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICES = ("none", "cpu", "nvme")  # of offload_param and offload_optimizer
 BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -187,14 +188,13 @@ class _Reading:
         self._optimizer()
         self._scheduler()
         told = {row.key for row in self.found.rows}
-        for path, value in self.given.items():
-            if path in told:
-                continue
-            key = KEYS[path]
-            if key.verdict == REFUSED and not key.asks(value):
-                self._tell(path, value, NOT_NEEDED, "off")
-            else:
-                self._tell(path, value, key.verdict, key.why)
+        for path, value in ((p, v) for p, v in self.given.items() if p not in told):
+            verdict, says, *_ = key = KEYS[path]
+            if verdict == HONOURED:  # params, whose type is refused
+                verdict, says = NOT_NEEDED, "belongs to a type, and none is taken"
+            elif verdict == REFUSED and not key.asks(value):
+                verdict, says = NOT_NEEDED, "off"
+            self._tell(path, value, verdict, says)
         return self.found
 
     def _tell(self, path: str, value: Any, verdict: str, says: str) -> None:
@@ -202,9 +202,9 @@ class _Reading:
 
     def _honour(self, path: str, keyword: str, value: Any, note: str = "") -> None:
         self.found[keyword] = value
-        shown = self.given.get(path, value)
         if path not in self.given and path not in BATCH_KEYS:
-            note = ", DeepSpeed's default: the file does not say"
+            note = f", DeepSpeed's default: the file does not say{note}"
+        shown = self.given.get(path, value)
         self._tell(path, shown, HONOURED, f"{keyword}={value!r}{note}")
 
     def _batch(self) -> None:
@@ -257,7 +257,8 @@ class _Reading:
         path = "gradient_clipping"
         norm = self._number(path, CLIPPING_DEFAULT)
         if norm > 0:
-            self._honour(path, "max_grad_norm", float(norm))
+            older = "" if path in self.given else OLDER_CLIPPING
+            self._honour(path, "max_grad_norm", float(norm), older)
         else:
             self._tell(path, norm, NOT_NEEDED, "nothing is clipped")
 
@@ -283,7 +284,7 @@ class _Reading:
             if path in self.given:
                 self._tell(path, self.given[path], HONOURED, "scaler(), a strata.GradScaler")
         if scale := self._number("fp16.loss_scale", 0):
-            says = "loss_scale 0: scaler() scales dynamically, and a fixed scale does not"
+            says = "write 0: scaler() adapts its scale, and has no fixed one"
             self._tell("fp16.loss_scale", scale, REFUSED, says)
         else:
             says = "scaler(): scale(loss).backward(), step(optimizer), update() (Trainer has one)"
