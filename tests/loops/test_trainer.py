@@ -155,6 +155,58 @@ def test_updates_that_take_gradients_as_they_come_tell_their_norm(tmp_path: Path
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
+SGD: dict[str, Any] = {
+    "optim": "sgd",
+    "learning_rate": 0.3,
+}  # whose updates are as long as gradients
+
+
+@pytest.mark.representative
+@pytest.mark.parametrize("update", ["on_step", strata.LockFree(max_staleness=0)])
+def test_where_wrap_clips_the_trainer_does_not(tmp_path: Path, update: Any) -> None:
+    keywords = {"update": update, "max_grad_norm": 0.5}
+    trainer = mixed_trainer(tmp_path, keywords=keywords, max_grad_norm=0.2, **SGD)
+    trainer.train()
+    expected = plain(tmp_path / "plain", max_grad_norm=0.5, **SGD)
+    assert same(losses(expected), losses(trainer))
+    histories = (expected.state.log_history, trainer.state.log_history)
+    norms = [[row["grad_norm"] for row in history if "loss" in row] for history in histories]
+    assert min(norms[0]) > 0.5
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_updates_that_begin_before_the_trainer_could_clip_do_it(tmp_path: Path) -> None:
+    update = strata.LockFree(max_staleness=0)
+    trainer = mixed_trainer(tmp_path, keywords={"update": update}, **SGD)
+    trainer.train()
+    assert same(losses(plain(tmp_path / "plain", **SGD)), losses(trainer))
+    with pytest.raises(ValueError, match=r"give strata=\{'max_unit_norm': 1.0, ...\}"):
+        mixed_trainer(tmp_path, keywords={"update": "in_backward"})
+    by_units = {"update": "in_backward", "max_unit_norm": 1.0}
+    one, other = (
+        mixed_trainer(tmp_path, keywords=by_units, **more) for more in ({}, {"max_grad_norm": 0.0})
+    )
+    one.train()
+    other.train()
+    assert losses(one) == losses(other)
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed(tmp_path)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-8"
+
+    def killed(self: Any, output_dir: str) -> None:
+        if output_dir.endswith("checkpoint-8"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Mixed, "_save_rng_state", killed)
+    with pytest.raises(KeyboardInterrupt):
+        mixed(tmp_path, resume=str(tmp_path / "checkpoint-4"))
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+
+
 def test_losses_of_float16_are_scaled(tmp_path: Path) -> None:
     trainer = mixed_trainer(tmp_path, keywords={"dtype": torch.float16})
     trainer.train()

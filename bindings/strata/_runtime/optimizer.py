@@ -161,6 +161,11 @@ class StrataOptimizer(torch.optim.Optimizer):
         state.visits.end(change)
 
     @property
+    def clips(self) -> bool:
+        """Whether step() clips gradients by itself."""
+        return self._max_grad_norm > 0 or self.max_unit_norm > 0
+
+    @property
     def last_finite(self) -> bool:
         """Whether all gradients of the last step() were."""
         result = self._wrapped.last_step

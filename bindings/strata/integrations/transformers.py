@@ -11,7 +11,14 @@ neither is in memory as a whole.
 
 Note [A checkpoint is whole or not chosen]. The Trainer writes trainer_state.json behind everything
 else, and removes older checkpoints behind that. So a checkpoint without a readable one is of a run
-that was killed while it wrote; resume_from_checkpoint=True takes the newest that has one.
+that was killed while it wrote; resume_from_checkpoint=True takes the newest that has one. A run
+that comes to a step for the second time writes into the folder of the first: it removes that file
+ahead of all others.
+
+Note [Who clips]. The Trainer does, ahead of the update, as `args.max_grad_norm` says: 1.0 where
+nobody says anything. Where wrap() was told to clip, the update does, and the Trainer leaves it to
+that. With LockFree the Trainer could not, and the update clips by `args.max_grad_norm`. With
+"in_backward" nobody could: that is refused.
 
 Note [A step that is tried again]. The first step of each shape is recorded, and may run out of
 device memory. Then its gradients are dropped and all its batches run again, which takes less, from
@@ -26,7 +33,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -37,6 +44,13 @@ from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import wrapped
 from .._storage.checkpoint import load, save
 from ..optim import GradScaler, Lion
+from ._trainer_arguments import (
+    OPTIMIZERS,
+    check_arguments,
+    clipping,
+    keywords_of_arguments,
+    optimizer_name,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -44,41 +58,32 @@ else:
     _Base = object
 
 STATE_FOLDER = "strata"  # of a checkpoint
+STATE_NAME = "trainer_state.json"
 TIERS = ("device", "host", "ssd")
 _KEYWORDS = [
     p.name
     for p in inspect.signature(wrap).parameters.values()
     if p.kind is inspect.Parameter.KEYWORD_ONLY
 ]
-# Names of `TrainingArguments.optim`, and what trains so here: a class, and keywords for wrap().
-_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw_torch": ("adamw", {}),
-    "adamw_torch_fused": ("adamw", {}),
-    "paged_adamw_32bit": ("adamw", {}),
-    "adamw_8bit": ("adamw", {"state_dtype": "8bit"}),
-    "adamw_bnb_8bit": ("adamw", {"state_dtype": "8bit"}),
-    "adamw_torch_8bit": ("adamw", {"state_dtype": "8bit"}),
-    "paged_adamw_8bit": ("adamw", {"state_dtype": "8bit"}),
-    "lion_32bit": ("lion", {}),
-    "paged_lion_32bit": ("lion", {}),
-    "lion_8bit": ("lion", {"state_dtype": "8bit"}),
-    "paged_lion_8bit": ("lion", {"state_dtype": "8bit"}),
-    "sgd": ("torch", {}),
-    "adagrad": ("torch", {}),
-    "rmsprop": ("torch", {}),
-}
 
 
 class TrainerMixin(_Base):
-    """Stands before a Trainer among the bases of a class."""
+    """Wraps the model of any Trainer, and streams its checkpoints. It is the first base of a class:
+    `class MyTrainer(TrainerMixin, SFTTrainer): pass`.
+
+    Args:
+        *args: the Trainer's.
+        strata: keywords of strata.wrap(), such as `{"memory": {"device": "8GiB"}}`. Default: those
+            in `args.strata`, where the training arguments have such an attribute, or none. With
+            `max_grad_norm` or `max_unit_norm` among them, `args.max_grad_norm` is not looked at.
+        **kwargs: the Trainer's.
+
+    Raises:
+        TypeError: an unknown keyword in `strata`, with the nearest.
+        ValueError: training arguments that cannot be followed, with what to use in their place.
+    """
 
     def __init__(self, *args: Any, strata: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """strata: keywords of strata.wrap(); default: those in `args.strata`, where the training
-        arguments have such an attribute, or none. Everything else is the Trainer's.
-
-        Raises TypeError for an unknown keyword, and ValueError for training arguments that cannot
-        be followed, with what to use in their place.
-        """
         given = _training_arguments(args, kwargs)
         keywords = strata if strata is not None else getattr(given, "strata", None)
         self._strata_keywords = _checked(dict(keywords or {}))
@@ -87,6 +92,7 @@ class TrainerMixin(_Base):
         self._window: list[tuple[Any, Any]] = []  # batches of the step so far, and their items
         self._window_rng: list[torch.Tensor] = []
         super().__init__(*args, **kwargs)
+        self._strata_keywords |= clipping(self.args, self._strata_keywords)
         if self._strata_keywords.get("dtype") is torch.float16:
             self.accelerator.scaler = GradScaler()  # autocast, which has one, is not in use
 
@@ -96,12 +102,23 @@ class TrainerMixin(_Base):
         """Leaves it where it is: wrap() puts it into pages."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Makes the Trainer's optimizer, and wraps the model with it, unless it is wrapped."""
+        """Makes the Trainer's optimizer, and wraps the model with it, unless it is wrapped. Called
+        by the Trainer ahead of training or evaluation.
+
+        Args:
+            model: default: that of the Trainer.
+
+        Returns:
+            What strata.wrap() returned.
+
+        Raises:
+            StrataError, ValueError, TypeError, FileNotFoundError: as strata.wrap() does.
+        """
         optimizer = super().create_optimizer(model)
         target = self.model if model is None else model
         if isinstance(_inner(optimizer), StrataOptimizer):
             return optimizer
-        keywords = {**_of_arguments(self.args, optimizer), **self._strata_keywords}
+        keywords = {**keywords_of_arguments(self.args, optimizer), **self._strata_keywords}
         _, self.optimizer = wrap(target, optimizer, **keywords)
         return self.optimizer
 
@@ -109,7 +126,7 @@ class TrainerMixin(_Base):
         self, args: Any, model: nn.Module | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Of `args.optim`, or of what does the same here. Raises ValueError for others."""
-        kind, _ = _OPTIMIZERS[_optimizer_name(args)]
+        kind, _ = OPTIMIZERS[optimizer_name(args)]
         if kind == "lion":
             return Lion, {
                 "lr": args.learning_rate,
@@ -173,7 +190,10 @@ class TrainerMixin(_Base):
             ) from error
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Accelerate divides gradients by the scale of the loss under its own autocast alone."""
+        """See Note [Who clips]. Accelerate divides gradients by the scale of the loss under its own
+        autocast alone."""
+        if cast(StrataOptimizer, _inner(self.optimizer)).clips:
+            return None
         scaler = self.accelerator.scaler
         if isinstance(scaler, GradScaler):
             scaler.unscale_(_inner(self.optimizer))
@@ -186,20 +206,42 @@ class TrainerMixin(_Base):
     # Checkpoints ----------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Trains. True: goes on from the newest complete checkpoint in `args.output_dir`. Raises
-        ValueError where there is none, or where the one that is named is not complete."""
+        """Trains.
+
+        Args:
+            resume_from_checkpoint: the folder of a checkpoint to go on from. True: the newest one
+                in `args.output_dir` that is complete.
+            **kwargs: the Trainer's.
+
+        Returns:
+            What the Trainer does: steps, their mean loss, and times in seconds.
+
+        Raises:
+            ValueError: there is no such checkpoint, or the one that is named is not complete.
+            CheckpointError: it is damaged, or of another model.
+            StrataError: a step ran out of memory and cannot take less, or a disk failed.
+        """
         if resume_from_checkpoint is True:
             folder = newest_checkpoint(self.args.output_dir)
             if folder is None:
-                raise ValueError(f"no complete checkpoint in {self.args.output_dir}")
+                raise ValueError(
+                    f"no complete checkpoint in {self.args.output_dir}: train() without "
+                    "resume_from_checkpoint= begins anew"
+                )
             resume_from_checkpoint = str(folder)
         elif resume_from_checkpoint and not is_complete(Path(resume_from_checkpoint)):
             raise ValueError(
-                f"{resume_from_checkpoint} is no complete checkpoint: trainer_state.json, which is "
-                "written last, is missing or cut"
+                f"{resume_from_checkpoint} is no complete checkpoint: {STATE_NAME}, which is "
+                "written last, is missing or cut; True takes the newest complete one"
             )
         self._window.clear()  # of a training that was interrupted
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """See Note [A checkpoint is whole or not chosen]."""
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        (folder / STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(self.model, Path(output_dir) / STATE_FOLDER)
@@ -223,7 +265,12 @@ class TrainerMixin(_Base):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds to those of training what the tiers hold, what the plan is, and how near the step
-        is to what no plan could be faster than."""
+        is to what no plan could be faster than; figures() lists them. Called by the Trainer.
+
+        Args:
+            logs: numbers by name, which trackers get.
+            *args: the Trainer's, as **kwargs.
+        """
         if "loss" in logs and self.model.__dict__.get("_strata") is not None:
             logs.update({**self.figures(), **logs})
         super().log(logs, *args, **kwargs)
@@ -234,7 +281,17 @@ class TrainerMixin(_Base):
 
 
 def figures(model: nn.Module) -> dict[str, float]:
-    """Numbers for a tracker, of a wrapped model as it is now. Sizes are in GiB."""
+    """Numbers for a tracker, of a wrapped model as it is now.
+
+    Returns:
+        By name: `strata_device_gib`, `strata_host_gib` and `strata_ssd_gib`, which the tiers hold;
+        `strata_step_seconds` and `strata_planned_seconds`; `strata_percent_of_bound`;
+        `strata_units_swap_host` and the like, how many units do not keep their activations; and
+        `grad_norm` of the last step. What is not known yet is left out.
+
+    Raises:
+        ValueError: the model is not wrapped.
+    """
     now = report(model)
     numbers = held(model)
     speed = {
@@ -257,7 +314,14 @@ def held(model: nn.Module) -> dict[str, float]:
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The folder of the newest complete checkpoint of a Trainer; None: there is none."""
+    """The newest checkpoint of a Trainer that was written to its end.
+
+    Args:
+        output_dir: that of the training arguments.
+
+    Returns:
+        Its folder, `checkpoint-N`; None: there is none.
+    """
     numbered = [
         (int(match.group(1)), path)
         for path in Path(output_dir).glob("checkpoint-*")
@@ -269,47 +333,10 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
 def is_complete(checkpoint: Path) -> bool:
     """Whether the Trainer came to the end of writing it."""
     try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        state = json.loads((checkpoint / STATE_NAME).read_text())
     except (OSError, ValueError):
         return False
     return isinstance(state, dict) and "global_step" in state
-
-
-def check_arguments(args: Any) -> None:
-    """Raises ValueError for training arguments that cannot be followed."""
-    refused = [
-        (args.deepspeed, "deepspeed=", "leave it out; strata.from_deepspeed() translates its file"),
-        (args.fsdp, "fsdp=", "leave it out: strata partitions and offloads by itself"),
-        (args.torch_compile, "torch_compile=", "compile units of the model ahead of wrapping"),
-        (args.world_size > 1, f"{args.world_size} processes", "start one: ranks are not there yet"),
-        (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process", "set CUDA_VISIBLE_DEVICES to one"),
-        (args.auto_find_batch_size, "auto_find_batch_size=", "leave it out: steps are planned"),
-        (args.bf16_full_eval, "bf16_full_eval=", "give strata={'dtype': torch.bfloat16}"),
-        (args.fp16_full_eval, "fp16_full_eval=", "give strata={'dtype': torch.float16}"),
-    ]
-    for asked, what, instead in refused:
-        if asked:
-            raise ValueError(f"strata cannot train with {what}: {instead}")
-    name = _optimizer_name(args)
-    if name not in _OPTIMIZERS:
-        raise ValueError(
-            f"optim={name!r} has no equivalent in strata: {nearest(name, _OPTIMIZERS)} Or build "
-            "any torch optimizer and pass optimizers=(optimizer, None)"
-        )
-
-
-def _of_arguments(args: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Keywords for wrap() that follow from the training arguments."""
-    keywords: dict[str, Any] = {}
-    if args.gradient_accumulation_steps > 1:
-        keywords["gradient_accumulation_steps"] = args.gradient_accumulation_steps
-    if isinstance(optimizer, torch.optim.AdamW | Lion):
-        keywords |= _OPTIMIZERS[_optimizer_name(args)][1]
-    return keywords
-
-
-def _optimizer_name(args: Any) -> str:
-    return str(getattr(args.optim, "value", args.optim))
 
 
 def _training_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
