@@ -64,18 +64,36 @@ def export_safetensors(
     shard_bytes: int = SHARD_BYTES,
     merge: bool = False,
 ) -> None:
-    """Writes the newest parameters of `model` into the folder `path`. Of a model with adapters of
-    PEFT, the adapters' files, or with `merge` the model inside with the adapters merged into it,
-    as merge_and_unload() gives it. The model stays as it is.
+    """Writes the newest parameters of a wrapped model, as save_pretrained() would. The model stays
+    as it is.
 
-    `dtype` of the file: default that of the computation; adapters are merged in it. `shard_bytes`:
-    of a file at most, unless a tensor has more. Memory used: that of the largest parameter;
-    some times that where the file has it in parts (the experts of a layer), and with `merge` some
-    times the layer with most parameters. An earlier export in `path` is replaced, and loads until
-    the new one does, so the disk holds both for a while. Others stay.
-    Raises FileExistsError where `path` holds weights, or config files, that strata did not export,
-    OSError where it cannot be written, and ValueError for adapters that PEFT cannot merge, or where
-    there are none.
+    Memory used: that of the largest parameter; some times that where the file has it in parts (the
+    experts of a layer), and with `merge` some times the layer with most parameters. An earlier
+    export in `path` is replaced, and loads until the new one does, so the disk holds both for a
+    while. Other files there stay.
+
+    Args:
+        model: a wrapped model. Of one with adapters of PEFT, the adapters' files are written.
+        path: a folder, which is made where there is none.
+        dtype: of the files. Default: that of the computation. Adapters are merged in it; their own
+            files have no other than theirs.
+        shard_bytes: of a file at most, unless one tensor has more.
+        merge: of a model with adapters, writes the model inside with the adapters merged into it,
+            as merge_and_unload() gives it.
+
+    Raises:
+        FileExistsError: `path` holds weights, or config files, that strata did not export.
+        OSError: it cannot be written.
+        ValueError: the model is not wrapped, `merge` without adapters or with some that PEFT cannot
+            merge, or `dtype` for adapters alone.
+        RuntimeError: between backward() and step() of update="in_backward".
+        StrataError: a page could not be read.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, _ = strata.wrap(model, torch.optim.AdamW(model.parameters()))
+        >>> strata.export_safetensors(model, "out")
+        >>> strata.export_safetensors(model, "out-bfloat16", dtype=torch.bfloat16)
     """
     state = _settled(model)
     if merge and not has_adapters(model):
