@@ -201,6 +201,34 @@ def test_the_inner_optimizer_cannot_step(core: ModuleType) -> None:
         inner.step()
 
 
+class PassingOn(torch.optim.Optimizer):
+    """As Accelerator.prepare() makes of an optimizer: groups are those of the one inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+
+def test_an_optimizer_around_another_is_refused_and_left_alone(core: ModuleType) -> None:
+    model = build(make)
+    inner = adamw(model)
+    with pytest.raises(TypeError, match="PassingOn passes everything on to an optimizer inside"):
+        strata.wrap(model, PassingOn(inner))
+    assert [len(group["params"]) for group in inner.param_groups] == [6]
+
+
 def test_unsupported_optimizers_are_refused(core: ModuleType) -> None:
     model = build(make)
     with pytest.raises(TypeError, match="LBFGS"):

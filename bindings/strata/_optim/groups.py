@@ -93,6 +93,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Forei
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim optimizer, not {type(optimizer).__name__}")
+    if isinstance(getattr(type(optimizer), "param_groups", None), property):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{name} passes everything on to an optimizer inside: give that one to strata.wrap(), "
+            f"and what wrap() returns to what made the {name} (Accelerator.prepare(), for example)"
+        )
     # Adagrad has a state before its first step.
     if any(entry.get("step", 1) > 0 for entry in optimizer.state.values()):
         raise ValueError(
