@@ -44,6 +44,7 @@ from .tensor_functions import (
     changes_nothing,
     functions,
     name_of,
+    optimizer_advice,
 )
 from .visits import Visit
 from .wrapped import Slot, Wrapped
@@ -103,8 +104,7 @@ class PagedParameter(nn.Parameter):
 
     @grad.deleter
     def grad(self) -> None:
-        slot = self._strata
-        slot.state.gradients.drop(slot.index)
+        self._strata.state.gradients.drop(self._strata.index)
 
     def __copy__(self) -> nn.Parameter:
         """A plain parameter in ordinary memory."""
@@ -174,7 +174,9 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if tensor._version != version:
                     tensor._strata.state.note_write(tensor._strata.index)
             return _guard(result, units)
-    except StrataError:
+    except StrataError as error:
+        if advice := optimizer_advice(func):
+            raise StrataError(f"{error}; {advice}") from error
         if len(entered) == len(units) or not entered or _writes(func, kwargs):
             raise
     finally:

@@ -25,6 +25,18 @@ def name_of(func: Function) -> str:
     return getattr(func, "__name__", repr(func))
 
 
+def optimizer_advice(func: Function) -> str:
+    """What to do where an operation that changes many tensors at once, as optimizers do, finds no
+    room for them; "": it is another one."""
+    name = name_of(func)
+    if not (name.startswith(("_foreach_", "_fused_")) and name.endswith("_")):
+        return ""
+    return (
+        "if an optimizer steps here, take the one that strata.wrap() returned, which goes through "
+        "pages (for a Trainer: optimizers=(optimizer, None))"
+    )
+
+
 # These read no element, nor give away where one lies.
 METADATA = functions(
     "backward size dim ndimension numel nelement stride storage_offset is_contiguous element_size "
