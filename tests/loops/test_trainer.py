@@ -287,3 +287,18 @@ def test_arguments_that_cannot_hold_are_refused(tmp_path: Path, given: str) -> N
 def test_unknown_keywords_name_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="did you mean 'memory'"):
         Mixed(llama(), arguments(tmp_path), eval_dataset=DATA, strata={"memry": MEMORY})
+
+
+def test_a_model_that_is_wrapped_already_is_not_wrapped_again(tmp_path: Path) -> None:
+    model = llama()
+    model, optimizer = wrapped(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    given: dict[str, Any] = {"train_dataset": DATA, "eval_dataset": DATA[:8]}
+    with pytest.raises(ValueError, match="leave strata= out"):
+        Mixed(model, arguments(tmp_path), strata={"memory": SMALL}, **given)
+    with pytest.raises(ValueError, match=r"pass optimizers=\(optimizer, None\)"):
+        Mixed(model, arguments(tmp_path), **given).train()
+    trainer = Mixed(model, arguments(tmp_path), optimizers=(optimizer, None), **given)
+    trainer.train()
+    trainer.train()
+    with pytest.raises(TypeError, match="strata= must be a dictionary"):
+        Mixed(llama(), arguments(tmp_path), strata="8GiB", **given)

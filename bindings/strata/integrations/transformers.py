@@ -79,19 +79,25 @@ class TrainerMixin(_Base):
         **kwargs: the Trainer's.
 
     Raises:
-        TypeError: an unknown keyword in `strata`, with the nearest.
-        ValueError: training arguments that cannot be followed, with what to use in their place.
+        TypeError: an unknown keyword in `strata`, with the nearest, or `strata` is no dictionary.
+        ValueError: training arguments that cannot be followed, with what to use in their place, or
+            `strata` for a model that is wrapped already.
     """
 
     def __init__(self, *args: Any, strata: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         given = _training_arguments(args, kwargs)
         keywords = strata if strata is not None else getattr(given, "strata", None)
-        self._strata_keywords = _checked(dict(keywords or {}))
+        self._strata_keywords = _checked({} if keywords is None else keywords)
         if given is not None:
             check_arguments(given)
         self._window: list[tuple[Any, Any]] = []  # batches of the step so far, and their items
         self._window_rng: list[torch.Tensor] = []
         super().__init__(*args, **kwargs)
+        if self._strata_keywords and _is_wrapped(self.model):
+            raise ValueError(
+                "strata= is given, and the model is wrapped already: pass these keywords to "
+                "strata.wrap(), and leave strata= out"
+            )
         self._strata_keywords |= clipping(self.args, self._strata_keywords)
         if self._strata_keywords.get("dtype") is torch.float16:
             self.accelerator.scaler = GradScaler()  # autocast, which has one, is not in use
@@ -118,6 +124,11 @@ class TrainerMixin(_Base):
         target = self.model if model is None else model
         if isinstance(_inner(optimizer), StrataOptimizer):
             return optimizer
+        if _is_wrapped(target):
+            raise ValueError(
+                "the model is wrapped already: pass optimizers=(optimizer, None), with the "
+                "optimizer that strata.wrap() returned, or call strata.unwrap(model) first"
+            )
         keywords = {**keywords_of_arguments(self.args, optimizer), **self._strata_keywords}
         _, self.optimizer = wrap(target, optimizer, **keywords)
         return self.optimizer
@@ -271,7 +282,7 @@ class TrainerMixin(_Base):
             logs: numbers by name, which trackers get.
             *args: the Trainer's, as **kwargs.
         """
-        if "loss" in logs and self.model.__dict__.get("_strata") is not None:
+        if "loss" in logs and _is_wrapped(self.model):
             logs.update({**self.figures(), **logs})
         super().log(logs, *args, **kwargs)
 
@@ -344,11 +355,20 @@ def _training_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs.get("args", args[1] if len(args) > 1 else None)
 
 
-def _checked(keywords: dict[str, Any]) -> dict[str, Any]:
+def _checked(keywords: Any) -> dict[str, Any]:
+    if not isinstance(keywords, Mapping):
+        raise TypeError(
+            "strata= must be a dictionary of keywords for strata.wrap(), such as "
+            f"{{'memory': {{'device': '8GiB'}}}}, not {keywords!r}"
+        )
     for word in keywords:
         if word not in _KEYWORDS:
             raise TypeError(f"strata= has an unknown keyword {word!r}: {nearest(word, _KEYWORDS)}")
-    return keywords
+    return dict(keywords)
+
+
+def _is_wrapped(model: Any) -> bool:
+    return model is not None and model.__dict__.get("_strata") is not None
 
 
 def _rng_states() -> list[torch.Tensor]:
