@@ -3,7 +3,8 @@ wrap().
 
     check_arguments(args)                           # ValueError, with what to use instead
     kind, more = OPTIMIZERS[optimizer_name(args)]   # args.optim
-    wrap(model, optimizer, **keywords_of_arguments(args, optimizer), **clipping(args, keywords))
+    keywords = keywords_of_arguments(args, optimizer)
+    keywords |= clipping(args, keywords)
 """
 
 from __future__ import annotations
