@@ -91,6 +91,7 @@ Config parse_config(const py::dict& dict) {
       config.together.push_back({std::move(module), std::move(units)});
     }
   }
+  if (dict.contains("snapshots")) config.snapshots = field<std::uint32_t>(dict, "snapshots");
   if (dict.contains("device")) config.device = field<std::string>(dict, "device");
   return config;
 }

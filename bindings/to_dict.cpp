@@ -65,7 +65,8 @@ py::dict plan_dict(const Config& config, const Residence& home) {
   plan["page_bytes"] = page;
   plan["device_bytes"] = home.device_frames * page;
   plan["host_bytes"] = home.host_frames * page;
-  plan["ssd_bytes"] = home.slots * page;
+  plan["ssd_bytes"] = (home.slots + home.kept_slots) * page;
+  plan["snapshot_bytes"] = home.kept_slots * page;
   plan["staging_bytes"] = home.staging_frames * page;
   plan["buffer_bytes"] = set_aside(home) * page;
   plan["device_bytes_min"] = std::max(home.device_frames_min, home.nested_frames) * page;

@@ -40,6 +40,7 @@ struct Config {
   std::size_t host_bytes = 0;
   std::size_t ssd_bytes = 0;
   std::vector<std::string> ssd_paths;
+  std::uint32_t snapshots = 0;  // complete ones that have room from the start; 0: no room yet
   std::string io_engine = "auto";
   int workers = 1;
   bool pin_workers = true;

@@ -153,6 +153,20 @@ std::size_t Layout::param_pages() const {
   return pages;
 }
 
+std::uint64_t Layout::state_pages(bool trained) const {
+  std::uint64_t pages = 0;
+  for (const Chunk& chunk : chunks) {
+    if (segments[chunk.segment].trainable != trained) continue;
+    for (const PageRun& run : chunk.roles) pages += run.count;
+    pages -= chunk.run(Role::grad).count;
+  }
+  return pages;
+}
+
+std::uint64_t Layout::snapshot_slots(std::uint32_t keep) const {
+  return state_pages(true) * (std::uint64_t{keep} + 1) + state_pages(false);
+}
+
 std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {
   const Segment& segment = segments[chunk.segment];
   switch (role) {

@@ -108,6 +108,11 @@ struct Layout {
   std::vector<Role> role_of;            // by page
 
   std::size_t param_pages() const;
+  // Of all roles but gradients: pages of trained parameters, and of frozen ones.
+  std::uint64_t state_pages(bool trained) const;
+  // Slots of the SSD that so many complete snapshots take beside one that begins, and beside where
+  // pages rest: what is trained once for each, what is frozen once for all.
+  std::uint64_t snapshot_slots(std::uint32_t keep) const;
 
   // The elements [first, first + count) of a parameter, cut so that no piece crosses a multiple of
   // `grain` elements of its segment. REQUIRES: grain divides the elements of a full chunk.

@@ -126,6 +126,7 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.scale_frames =
       static_cast<std::uint32_t>(ceil_div(layout.scale_bytes, layout.page_bytes));
   holding.landing_frames = config.device == "host" ? 0 : kLandingFrames;
+  holding.kept_slots = config.snapshots == 0 ? 0 : layout.snapshot_slots(config.snapshots);
   for (const ParamSpec& spec : config.params) {
     holding.parameter_bytes += spec.numel * size_of(spec.dtype);
   }
@@ -163,7 +164,7 @@ Budgets step_budgets(const Config& config, const Residence& home, std::size_t de
   return {.page_bytes = page,
           .device_bytes = device_bytes,
           .host_bytes = config.host_bytes - set_aside(home) * page,
-          .ssd_bytes = config.ssd_bytes,
+          .ssd_bytes = config.ssd_bytes - home.kept_slots * page,
           .staging_bytes = home.staging_frames * page,
           .grads_rest = config.update == UpdateMode::on_step};
 }

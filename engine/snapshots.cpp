@@ -23,12 +23,7 @@ Snapshots::Snapshots(Foundation& base, Captures& captures, Updates& updates,
     : base_(base), captures_(captures), updates_(updates), gradients_(gradients) {}
 
 std::uint64_t Snapshots::slots_for(std::uint32_t keep) const {
-  std::uint64_t trained = 0, frozen = 0;
-  for (const Chunk& chunk : base_.layout.chunks) {
-    const bool trainable = base_.layout.segments[chunk.segment].trainable;
-    for (const Role role : kSavedRoles) (trainable ? trained : frozen) += chunk.run(role).count;
-  }
-  return trained * (std::uint64_t{keep} + 1) + frozen;
+  return base_.layout.snapshot_slots(keep);
 }
 
 std::uint64_t Snapshots::begin() {

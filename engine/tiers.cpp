@@ -43,7 +43,7 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
   pin(slab_.bytes().size());
   check_resting(home);
   check_pinned(home);
-  if (home.slots != 0) open_store(home.slots);
+  if (home.slots + home.kept_slots != 0) open_store(home.slots + home.kept_slots);
   if (parts.far.slots == 0) return;
   stores_[static_cast<std::size_t>(Tier::far)] =
       make_store(std::move(parts.far.engine), {"far memory"}, parts.far.slots);

@@ -101,6 +101,8 @@ class Config(TypedDict):
     moment_dtype: Literal["float32", "bfloat16", "block8"]
     pin_workers: bool  # to cores of their own where there are spare ones, else they give way
     compute_threads: int  # cores that pinned workers leave to the computation
+    # Complete snapshots that have room on the SSD from the start, beside one that begins.
+    snapshots: NotRequired[int]
     device: NotRequired[str]  # "host" (default) or "cuda:N"
     # in_backward, by unit: its first and last gradient may land far apart, and are needed together.
     apart: NotRequired[list[bool]]
@@ -141,6 +143,7 @@ class Plan(TypedDict):
     device_bytes: int  # used of each budget, in whole frames
     host_bytes: int
     ssd_bytes: int
+    snapshot_bytes: int  # part of ssd_bytes
     staging_bytes: int  # part of host_bytes
     # Part of host_bytes: gradients in buffers or on their way there, and scales of 8-bit moments.
     buffer_bytes: int

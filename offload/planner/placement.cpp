@@ -89,6 +89,7 @@ struct Attempt {
   void choose_device();
   void choose_host();
   void refuse_host(std::size_t needed);
+  void check_slots();
 };
 
 void Attempt::choose_device() {
@@ -124,6 +125,7 @@ void Attempt::choose_host() {
   allotment.chunk_frames_max = chunk;
   allotment.scale_frames = holding.scale_frames;
   allotment.landing_frames = holding.landing_frames;
+  allotment.kept_slots = static_cast<std::uint32_t>(holding.kept_slots);
   allotment.buffer_frames = static_cast<std::uint32_t>(holding.buffers_least);
   // 1. Everything that is not on the device in host memory. What is there passes through staging.
   const std::size_t beside = allotment.rest_frames == 0 ? 0 : staging_least(chunk);
@@ -134,7 +136,7 @@ void Attempt::choose_host() {
     allotment.staging_frames = static_cast<std::uint32_t>(beside);
     allotment.host_frames = static_cast<std::uint32_t>(below + set_aside(allotment) + beside);
     place_pages(holding, allotment, below);
-    return;
+    return check_slots();
   }
   const std::size_t least = staging_least(chunk) + set_aside(allotment);
   if (!budgets.has_ssd) return refuse_host(everything);
@@ -149,10 +151,16 @@ void Attempt::choose_host() {
   allotment.host_frames = static_cast<std::uint32_t>(frames);
   allotment.slots =
       static_cast<std::uint32_t>(place_pages(holding, allotment, room - allotment.staging_frames));
-  const std::size_t slots_max = budgets.ssd_bytes / page();
-  if (allotment.slots <= slots_max) return;
-  excess = allotment.slots - slots_max;
-  refuse_tier(Lack::slots, Tier::ssd, allotment.slots, budgets.ssd_bytes);
+  check_slots();
+}
+
+void Attempt::check_slots() {
+  const std::size_t kept = holding.kept_slots, needed = allotment.slots + kept;
+  const std::size_t most = budgets.has_ssd ? budgets.ssd_bytes / page() : 0;
+  if (needed <= most) return;
+  excess = kept > most ? 0 : needed - most;  // what rests on the device is kept, too
+  refuse_tier(kept == 0 ? Lack::slots : Lack::snapshots, Tier::ssd, needed, budgets.ssd_bytes);
+  refusal->snapshot_bytes = kept * page();
 }
 
 // The invariants of an Allotment: see placement.hpp.
@@ -219,6 +227,34 @@ Allotted refuse_nested(const Holding& holding, const TierBudgets& budgets) {
                              .has_ssd = budgets.has_ssd};
   for (const std::uint32_t u : most->units) allotted.refusal->units.push_back(holding.names[u]);
   return allotted;
+}
+
+// Activations, with what rests, have no room in host memory or on the SSD.
+Refusal refuse_room(const Holding& holding, const TierBudgets& budgets, const Allotment& then,
+                    const Room& room, std::size_t below) {
+  const std::size_t page = holding.page_bytes;
+  Refusal refusal{.lack = Lack::activations,
+                  .tier = Tier::host,
+                  .budget_bytes = budgets.host_bytes,
+                  .activation_host_bytes = room.host_pages * page,
+                  .activation_ssd_bytes = room.ssd_pages * page,
+                  .has_ssd = budgets.has_ssd};
+  if (room.ssd_pages != 0 && !budgets.has_ssd) {
+    refusal.lack = Lack::activation_path;
+    refusal.tier = Tier::ssd;
+    refusal.needed_bytes = refusal.activation_ssd_bytes;
+    refusal.budget_bytes = 0;
+    return refusal;
+  }
+  // At best nothing else rests in host memory. A larger budget may set more aside.
+  const std::size_t staging =
+      std::max(then.staging_frames, staging_wanted(holding.chunk_pages_max));
+  const std::size_t buffers = std::max<std::size_t>(then.buffer_frames, holding.buffers_wanted);
+  const std::size_t beside = then.rest_frames == 0 ? 0 : staging;
+  const std::size_t least = budgets.has_ssd ? staging : below + beside;
+  const std::size_t others = buffers + then.scale_frames + then.landing_frames;
+  refusal.needed_bytes = refusal.would_do_bytes = (least + others + room.host_pages) * page;
+  return refusal;
 }
 
 }  // namespace
@@ -288,38 +324,6 @@ PageSizeChosen choose_page_size(const std::function<Holding(std::size_t)>& holdi
   if (!refused && nested_fit(best.allotted.allotment)) return best;
   return {smallest, refuse_nested(holding_of(smallest), budgets)};
 }
-
-namespace {
-
-// Activations, with what rests, have no room in host memory or on the SSD.
-Refusal refuse_room(const Holding& holding, const TierBudgets& budgets, const Allotment& then,
-                    const Room& room, std::size_t below) {
-  const std::size_t page = holding.page_bytes;
-  Refusal refusal{.lack = Lack::activations,
-                  .tier = Tier::host,
-                  .budget_bytes = budgets.host_bytes,
-                  .activation_host_bytes = room.host_pages * page,
-                  .activation_ssd_bytes = room.ssd_pages * page,
-                  .has_ssd = budgets.has_ssd};
-  if (room.ssd_pages != 0 && !budgets.has_ssd) {
-    refusal.lack = Lack::activation_path;
-    refusal.tier = Tier::ssd;
-    refusal.needed_bytes = refusal.activation_ssd_bytes;
-    refusal.budget_bytes = 0;
-    return refusal;
-  }
-  // At best nothing else rests in host memory. A larger budget may set more aside.
-  const std::size_t staging =
-      std::max(then.staging_frames, staging_wanted(holding.chunk_pages_max));
-  const std::size_t buffers = std::max<std::size_t>(then.buffer_frames, holding.buffers_wanted);
-  const std::size_t beside = then.rest_frames == 0 ? 0 : staging;
-  const std::size_t least = budgets.has_ssd ? staging : below + beside;
-  const std::size_t others = buffers + then.scale_frames + then.landing_frames;
-  refusal.needed_bytes = refusal.would_do_bytes = (least + others + room.host_pages) * page;
-  return refusal;
-}
-
-}  // namespace
 
 Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Claims& before,
                    const Room& room) {

@@ -62,6 +62,7 @@ struct Holding {
   // Of the buffers: gradients that there would be at any page size, under lock_free.
   std::size_t late_grad_frames = 0;
   bool counts_buffers = false;      // as what smaller pages make smaller: lock_free
+  std::uint64_t kept_slots = 0;     // of the SSD, for what snapshots hold, from the start
   std::size_t parameter_bytes = 0;  // of all units, without what pages waste
 };
 

@@ -78,6 +78,11 @@ std::string reason(const Refusal& refusal) {
     case Lack::slots:
       return needed + " must rest on the SSD and the budget is " + budget + "; " +
              advice(refusal, kMiB) + ", or a larger host=";
+    case Lack::snapshots:
+      return "snapshots need " + bytes_text(refusal.snapshot_bytes) + " of the SSD beside " +
+             bytes_text(refusal.needed_bytes - refusal.snapshot_bytes) +
+             " for what rests there, and ssd= is " + budget + "; " + advice(refusal, kMiB) +
+             ", or fewer snapshots=" + (refusal.has_ssd ? "" : ", and ssd_path= is needed");
     case Lack::activations:
       return of_activations(refusal) + "the host budget is " + budget + "; " +
              advice(refusal, kKiB) + or_ssd;

@@ -24,6 +24,7 @@ enum class Lack : std::uint8_t {
   everything,        // host memory without an SSD: all that rests
   staging,           // host memory: the staging area, and what is set aside
   slots,             // SSD: what does not rest elsewhere
+  snapshots,         // SSD: what snapshots hold, beside what does not rest elsewhere
   activations,       // host memory: swapped activations beside the rest
   activation_slots,  // SSD: what does not rest elsewhere, and swapped activations
   activation_path,   // swapped activations shall go to an SSD, and there is none
@@ -38,6 +39,7 @@ struct Refusal {
   std::uint64_t needed_bytes = 0;
   std::uint64_t budget_bytes = 0;
   std::uint64_t would_do_bytes = 0;  // the smallest budget of the tier that works; 0: none does
+  std::uint64_t snapshot_bytes = 0;  // part of what is needed of the SSD
   // Of activations that shall leave the device.
   std::uint64_t activation_host_bytes = 0;
   std::uint64_t activation_ssd_bytes = 0;

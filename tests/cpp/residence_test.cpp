@@ -24,6 +24,7 @@ Config random_budgets(std::mt19937_64& random) {
   if (below(random, 3) != 0) {
     config.ssd_paths = {"somewhere"};
     config.ssd_bytes = up_to(32 * kMiB);
+    if (below(random, 4) == 0) config.snapshots = 1 + static_cast<std::uint32_t>(below(random, 3));
   }
   return config;
 }
@@ -85,7 +86,9 @@ void check_budgets(const Config& config, const Residence& home) {
   const std::size_t page = home.layout.page_bytes;
   EXPECT_LE((home.device_frames + home.rest_frames) * page, config.device_bytes);
   EXPECT_LE(home.host_frames * page, config.host_bytes);
-  EXPECT_LE(std::size_t{home.slots} * page, config.ssd_bytes);
+  EXPECT_LE((std::size_t{home.slots} + home.kept_slots) * page, config.ssd_bytes);
+  EXPECT_EQ(home.kept_slots,
+            config.snapshots == 0 ? 0 : home.layout.snapshot_slots(config.snapshots));
   EXPECT_GE(home.device_frames, home.device_frames_min);
   std::uint32_t on_ssd = 0, on_host = 0;
   ASSERT_EQ(home.tier.size(), home.layout.page_count);
@@ -106,7 +109,7 @@ void check_budgets(const Config& config, const Residence& home) {
 }
 
 TEST(Residence, ClaimsNoMoreThanItMay) {
-  int feasible = 0, on_ssd = 0, on_device = 0;
+  int feasible = 0, on_ssd = 0, on_device = 0, with_snapshots = 0;
   for_seeds(3000, [&](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     const Config config = random_budgets(random);
@@ -115,6 +118,7 @@ TEST(Residence, ClaimsNoMoreThanItMay) {
       check_budgets(config, home);
       ++feasible;
       on_ssd += home.slots != 0;
+      with_snapshots += home.kept_slots != 0;
       on_device += home.rest_frames != 0;
     } catch (const StrataError& error) {
       EXPECT_EQ(error.error().fault, Fault::config);
@@ -124,6 +128,7 @@ TEST(Residence, ClaimsNoMoreThanItMay) {
   EXPECT_GT(feasible, 500);
   EXPECT_GT(on_ssd, 100);
   EXPECT_GT(on_device, 30);
+  EXPECT_GT(with_snapshots, 100);
 }
 
 // What rests where once activations have room, and what that costs.
@@ -140,7 +145,8 @@ void check_room(const Config& config, const Residence& before, const Residence& 
   EXPECT_LE(frames, then.host_frames);
   EXPECT_LE(then.host_frames * page, config.host_bytes);
   EXPECT_LE(slots, then.slots);
-  EXPECT_LE(then.slots * page, config.ssd_bytes);
+  EXPECT_EQ(then.kept_slots, before.kept_slots);
+  EXPECT_LE((std::size_t{then.slots} + then.kept_slots) * page, config.ssd_bytes);
   EXPECT_GE(then.host_frames, before.host_frames);
   EXPECT_GE(then.slots, before.slots);
   if (slots != 0 || then.rest_frames != 0) {
