@@ -225,6 +225,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         state.planning.allocator.close()
     if state.snapshots is not None:
         state.snapshots.finish()
+        state.snapshots.holder.finish()
     del model.__dict__["_strata"]
     state.close()
     return model

@@ -1,19 +1,20 @@
 """Files of wrapped models: checkpoints to go on from, and exports that others read.
 
-strata.checkpoint.save(model, "checkpoint/")             # also strata.save
+strata.checkpoint.save(model, "checkpoint/")            # also strata.save
 strata.checkpoint.snapshot(model, "runs/llama")         # also strata.snapshot: training goes on
 strata.checkpoint.load(model, "checkpoint/")            # or a snapshot, or their series
 strata.checkpoint.export_safetensors(model, "out/")
 """
 
-from ._storage.checkpoint import save
 from ._storage.checkpoint_files import CheckpointError
 from ._storage.export import export_safetensors
+from ._storage.saving import SaveHandle, save
 from ._storage.snapshot import SnapshotHandle, snapshot
 from ._storage.snapshot_load import load
 
 __all__ = [
     "CheckpointError",
+    "SaveHandle",
     "SnapshotHandle",
     "export_safetensors",
     "load",

@@ -10,7 +10,7 @@ import strata
 import torch
 from strata._runtime.wrapped import wrapped
 from strata._storage import rng
-from strata._storage.checkpoint_files import STATE_NAME, CheckpointError
+from strata._storage.checkpoint_files import CheckpointError, read_manifest
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -182,9 +182,10 @@ def test_damage_is_found_before_anything_is_changed(make: Any, tmp_path: Path) -
     first = make(ROOMY, llama())
     first.train(1)
     strata.save(first.model, tmp_path / "c")
-    content = bytearray((tmp_path / "c" / STATE_NAME).read_bytes())
+    last = tmp_path / "c" / "moments-00001.safetensors"
+    content = bytearray(last.read_bytes())
     content[-1] ^= 1
-    (tmp_path / "c" / STATE_NAME).write_bytes(content)
+    last.write_bytes(content)
     other = make(ROOMY, llama())
     before = other.masters()
     with pytest.raises(CheckpointError, match=r"moment2 of 'lm_head.weight' .* is damaged"):
@@ -199,7 +200,7 @@ def test_progress_ends_at_the_whole(make: Any, tmp_path: Path) -> None:
     case = make(ROOMY, llama())
     seen: list[tuple[int, int]] = []
     strata.save(case.model, tmp_path / "c", progress=lambda *at: seen.append(at))
-    assert seen[-1][0] == seen[-1][1] == (tmp_path / "c" / STATE_NAME).stat().st_size
+    assert seen[-1][0] == seen[-1][1] == read_manifest(tmp_path / "c")["bytes"]
     seen.clear()
     strata.load(case.model, tmp_path / "c", progress=lambda *at: seen.append(at))
     assert seen[-1][0] == seen[-1][1]

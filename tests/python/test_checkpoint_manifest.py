@@ -122,7 +122,7 @@ def refuses(model: Any, path: Path, match: str) -> None:
 CHANGES = {
     "short record": (("params", 0, "tensors", 1, "bytes"), 4, "'bytes' of moment1 of 'first.w"),
     "long record": (("params", 0, "tensors", 0, "bytes"), 1 << 40, "'bytes' of master"),
-    "overlap": (("params", 0, "tensors", 1, "offset"), 0, "'offset' of moment1"),
+    "overlap": (("params", 0, "tensors", 1, "offset"), 0, "'offset' of moment2"),
     "outside": (("params", 1, "tensors", 0, "offset"), 1 << 40, "'offset' of master of 'first.b"),
     "negative": (("params", 0, "tensors", 0, "offset"), -4, "'offset'"),
     "a truth": (("params", 0, "tensors", 0, "offset"), False, "'offset'"),

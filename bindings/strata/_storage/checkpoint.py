@@ -1,9 +1,9 @@
-"""Resumable checkpoints: everything a run needs, streamed through a bounded buffer.
+"""Loading checkpoints, streamed through a bounded buffer: of version 2, which strata.save() writes
+now (saving.py), and of version 1.
 
-    strata.save(model, "checkpoint/", extra={"batch": 120})
     extra = strata.load(model, "checkpoint/")          # same model, any budgets, any page size
 
-Format, version 1. A checkpoint is a folder of two files:
+Format, version 1, which was written until version 2. A checkpoint is a folder of two files:
 
     state.bin      the tensors, one behind the other, little-endian, no padding. Per parameter in
                    the order of model.parameters(): master (float32; of a frozen parameter its own
@@ -19,7 +19,7 @@ Format, version 1. A checkpoint is a folder of two files:
                     "rng":     the states of torch (CPU, CUDA), random and numpy,
                     "extra":   what the caller gave}
 
-Note [Complete or absent]. Both files are written into a work folder beside `path` (replacing.py),
+Note [Complete or absent]. All files are written into a work folder beside `path` (replacing.py),
 into `path.strata-RANDOM/new`, the manifest last, and synced to the disk; then an older checkpoint
 steps aside to `path.strata-RANDOM/old`, the new one takes its name, and the work folder is deleted.
 A folder with a manifest is thus always whole. Killed between the two renames, `path` is missing
@@ -29,7 +29,6 @@ the next save to the same `path`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,15 +43,10 @@ from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import Wrapped, wrapped
 from . import rng
 from .checkpoint_files import (
-    BUFFER_BYTES,
-    STATE_NAME,
     CheckpointError,
     Record,
     TensorReader,
-    TensorWriter,
     find,
-    replace_folder,
-    write_manifest,
 )
 from .checkpoint_manifest import check, merged
 from .stored import StoredTensor, persistent_buffers, stored_tensors
@@ -62,48 +56,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
-
-
-def save(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    extra: dict[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> None:
-    """Writes a checkpoint of a wrapped model, which takes the place of an older one at `path`.
-
-    `extra` is a dictionary that JSON can hold; `load` gives it back. Waits for pending updates.
-    Memory used: 4 MiB, whatever the size of the model. Raises CheckpointError where `path` is
-    something else, or cannot be replaced; TypeError where `extra` or a hyperparameter is nothing
-    JSON can hold.
-    """
-    state = wrapped(model)
-    state.check_parameters()
-    state.hooks.reset()
-    state.refuse_half_step("save()")
-    state.synchronize()
-    context = {"groups": plain_groups(state), "rng": rng.capture(), "extra": extra or {}}
-    if not isinstance(context["extra"], dict):
-        raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
-    json.dumps(context)  # raises now, not when all tensors are written
-    check_buffers(model)
-    buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
-    manifest = model_layout(state)
-    meter = Meter(progress, manifest["bytes"])
-    with replace_folder(Path(path)) as folder:
-        with TensorWriter(folder / STATE_NAME) as file:
-            for tensor, entry in zip(stored_tensors(model), manifest["params"], strict=True):
-                entry["step"] = state.session.param_step(tensor.parts[0])
-                entry["tensors"] = [
-                    file.append(r["kind"], r["dtype"], meter(_stored(state, tensor, r, buffer)))
-                    for r in entry["tensors"]
-                ]
-            values = persistent_buffers(model).values()
-            for value, entry in zip(values, manifest["buffers"], strict=True):
-                record = file.append("buffer", dtype_name(value.dtype), meter(raw_bytes(value)))
-                entry["tensors"] = [record]
-        write_manifest(folder, manifest | context)
 
 
 def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -138,6 +90,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
             set_buffer(buffers[entry["name"]], raw)
     finish_load(state, groups, manifest["rng"])
+    state.last_saved = folder
     extra: dict[str, Any] = manifest["extra"]
     return extra
 
@@ -182,7 +135,7 @@ def stored_kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
     return [(kind, "float32") for kind in kinds[: 1 + len(moments)]]
 
 
-def _stored(
+def stored_values(
     state: Wrapped, tensor: StoredTensor, record: Record, buffer: torch.Tensor
 ) -> Iterator[memoryview]:
     """One tensor, from the pages of its parameters, in its dtype on disk."""

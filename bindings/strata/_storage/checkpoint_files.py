@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,17 +31,36 @@ from .replacing import (
     write_whole,
 )
 
-VERSION = 1
+VERSIONS = (1, 2)
+STATE_VERSION, SHARDS_VERSION = VERSIONS  # the tensors lie in state.bin; in safetensors files
 BUFFER_BYTES = 4 << 20
 STATE_NAME = "state.bin"
 MANIFEST_NAME = "manifest.json"
 FILE_NAMES = frozenset({STATE_NAME, MANIFEST_NAME, f"{MANIFEST_NAME}.tmp"})
+SHARD_NAME = re.compile(r"(parameters|moments)-\d{5,7}\.safetensors")
 NEW_NAME, OLD_NAME = "new", "old"  # in a work folder: what will be, and what was
 
 log = logging.getLogger("strata")
 
 Record = dict[str, Any]
 """Of one tensor: kind, dtype, offset, bytes, xxh3_64."""
+
+
+def shard_name(stem: str, number: int) -> str:
+    """Of a safetensors file of a checkpoint."""
+    return f"{stem}-{number:05d}.safetensors"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of a checkpoint has this name."""
+    return name in FILE_NAMES or SHARD_NAME.fullmatch(name) is not None
+
+
+def write_all(file: BinaryIO, chunk: memoryview) -> None:
+    """Writes all of it. A write may be short, and says so only by its result."""
+    written = 0
+    while written < len(chunk):
+        written += file.write(chunk[written:])
 
 
 class CheckpointError(RuntimeError):
@@ -60,10 +80,8 @@ class TensorWriter(contextlib.AbstractContextManager["TensorWriter"]):
         offset, digest = self.bytes, Hasher()
         for chunk in chunks:
             digest.update(chunk)
-            written = 0
-            while written < len(chunk):  # a write may be short, and says so only by its result
-                written += self._file.write(chunk[written:])
-            self.bytes += written
+            write_all(self._file, chunk)
+            self.bytes += len(chunk)
         return {
             "kind": kind,
             "dtype": dtype,
@@ -89,29 +107,39 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
         self.folder = folder
         self.manifest = read_manifest(folder)
         self._buffer = bytearray(buffer_bytes)
-        path = folder / STATE_NAME
+        self._files: dict[str, BinaryIO] = {}
         try:
-            self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115
+            for name, size in sizes_of(self.manifest, folder).items():
+                self._open(name, size)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _open(self, name: str, size: Any) -> None:
+        path = self.folder / name
+        try:
+            self._files[name] = open(path, "rb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        size = os.fstat(self._file.fileno()).st_size
-        if size != self.manifest["bytes"]:
-            self._file.close()
-            raise CheckpointError(
-                f"{path} has {size} bytes, its manifest says {self.manifest['bytes']}"
-            )
+        found = os.fstat(self._files[name].fileno()).st_size
+        if found != size:
+            raise CheckpointError(f"{path} has {found} bytes, its manifest says {size!r:.20}")
 
     def chunks(self, record: Record) -> Iterator[memoryview]:
         """The bytes of one tensor. A chunk is valid until the next one is asked for."""
-        self._file.seek(record["offset"])
+        name = record.get("file", STATE_NAME)
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointError(f"{self.folder} is damaged: it has no {name!r:.60}")
+        file.seek(record["offset"])
         left = record["bytes"]
         while left:
             view = memoryview(self._buffer)[: min(left, len(self._buffer))]
             filled = 0
             while filled < len(view):
-                count = self._file.readinto(view[filled:])  # type: ignore[attr-defined]
+                count = file.readinto(view[filled:])  # type: ignore[attr-defined]
                 if not count:
-                    raise CheckpointError(f"{self.folder / STATE_NAME} became shorter")
+                    raise CheckpointError(f"{self.folder / name} became shorter")
                 filled += count
             left -= filled
             yield view
@@ -124,20 +152,39 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
                 digest.update(chunk)
                 done(len(chunk))
             if digest.hexdigest() != record["xxh3_64"]:
+                path = self.folder / record.get("file", STATE_NAME)
                 raise CheckpointError(
-                    f"{record['kind']} of {name!r} in {self.folder / STATE_NAME} (byte "
-                    f"{record['offset']} on) is damaged: checksum {digest.hexdigest()}, "
-                    f"the manifest says {record['xxh3_64']}"
+                    f"{record['kind']} of {name!r} in {path} (byte {record['offset']} on) is "
+                    f"damaged: checksum {digest.hexdigest()}, the manifest says "
+                    f"{record['xxh3_64']}"
                 )
 
     def __exit__(self, *_: object) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+
+
+def sizes_of(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Of the files that hold the tensors, by name. Raises CheckpointError for a name that no
+    checkpoint gives them."""
+    if manifest["version"] == STATE_VERSION:
+        return {STATE_NAME: manifest["bytes"]}
+    files = manifest.get("files")
+    if not isinstance(files, list) or not all(_names_shard(entry) for entry in files):
+        raise CheckpointError(f"{folder} is a damaged checkpoint: its files make no sense")
+    return {entry["file"]: entry["bytes"] for entry in files}
+
+
+def _names_shard(entry: Any) -> bool:
+    known = isinstance(entry, dict) and entry.keys() == {"file", "bytes"}
+    return known and isinstance(entry["file"], str) and bool(SHARD_NAME.fullmatch(entry["file"]))
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes the manifest of a folder whose other files are on the disk. It appears whole."""
-    manifest = json.loads(json.dumps({"version": VERSION} | manifest))  # as a reader will see it
+    version = SHARDS_VERSION if "files" in manifest else STATE_VERSION
+    manifest = json.loads(json.dumps({"version": version} | manifest))  # as a reader will see it
     manifest["checksum"] = _checksum(manifest)
     write_whole(folder / MANIFEST_NAME, json.dumps(manifest))
     sync(folder)
@@ -152,9 +199,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {path}: {error!r}") from error
     if not isinstance(manifest, dict) or not {"checksum", "version", "bytes"} <= manifest.keys():
         raise CheckpointError(f"{path} is not the manifest of a checkpoint")
-    if type(manifest["version"]) is not int or manifest["version"] != VERSION:
+    if type(manifest["version"]) is not int or manifest["version"] not in VERSIONS:
         raise CheckpointError(
-            f"{path} is of version {manifest['version']}; this strata reads {VERSION}"
+            f"{path} is of version {manifest['version']}; this strata reads {VERSIONS[-1]} and less"
         )
     if manifest.pop("checksum") != _checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
@@ -169,7 +216,10 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether `folder` holds the files of a checkpoint, damaged or not."""
-    return all((folder / name).is_file() for name in (STATE_NAME, MANIFEST_NAME))
+    if not (folder / MANIFEST_NAME).is_file():
+        return False
+    names = [entry.name for entry in folder.iterdir()]
+    return STATE_NAME in names or any(map(SHARD_NAME.fullmatch, names))
 
 
 @contextlib.contextmanager
@@ -226,11 +276,12 @@ def remove_checkpoint(path: Path) -> None:
 
 def foreign_files(path: Path) -> list[Path]:
     """What lies in the folder of a checkpoint and is not one's."""
-    return sorted(e for e in path.iterdir() if e.name not in FILE_NAMES) if path.is_dir() else []
+    return sorted(e for e in path.iterdir() if not is_ours(e.name)) if path.is_dir() else []
 
 
 def _remove_files(folder: Path) -> None:
-    for name in sorted(FILE_NAMES, key=lambda name: name != MANIFEST_NAME):
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    for name in sorted(filter(is_ours, names), key=lambda name: name != MANIFEST_NAME):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -262,7 +313,7 @@ def _clear(work: Path, path: Path) -> None:
             os.rename(old, path)  # nothing took its place
         else:
             for entry in old.iterdir():
-                if entry.name in FILE_NAMES:
+                if is_ours(entry.name):
                     continue
                 if (path / entry.name).exists():
                     log.warning("%s stays: %s has a file of that name", entry, path)

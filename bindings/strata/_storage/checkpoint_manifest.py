@@ -9,12 +9,13 @@ A manifest with a right checksum may still be another program's, or that of a bu
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .._config.choices import DTYPES
 from .._errors import listed
 from . import rng
-from .checkpoint_files import CheckpointError
+from .checkpoint_files import SHARDS_VERSION, CheckpointError, sizes_of
 
 LISTED_MAX = 4  # problems spelled out in one error
 STEPS_MAX = 1 << 53
@@ -126,18 +127,43 @@ def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 def _misplaced(manifest: dict[str, Any], wanted: dict[str, Any]) -> str:
     """The first tensor that does not lie where one of its shape and dtype does; "": there is none.
     REQUIRES: the manifest fits the model."""
+    in_shards = manifest.get("version") == SHARDS_VERSION
+    found: list[tuple[str, dict[str, Any]]] = []
     for section in ("params", "buffers"):
         for entry, needed in zip(manifest[section], wanted[section], strict=True):
             for record, ours in zip(entry["tensors"], needed["tensors"], strict=True):
                 what = f"{record['kind']} of {entry['name']!r}"
-                for key in ("offset", "bytes"):
+                found.append((what, record))
+                for key in ("bytes",) if in_shards else ("offset", "bytes"):
                     if not _is_count(record.get(key)) or record[key] != ours[key]:
                         return f"{key!r} of {what} is {record.get(key)!r:.60}, not {ours[key]}"
                 digest = record.get("xxh3_64")
                 if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
                     return f"{what} has the checksum {digest!r:.60}"
+    if in_shards and (problem := _misplaced_in_shards(found, sizes_of(manifest, Path()))):
+        return problem
     if not _is_count(manifest["bytes"]) or manifest["bytes"] != wanted["bytes"]:
         return f"its tensors have {wanted['bytes']} bytes, 'bytes' is {manifest['bytes']!r:.60}"
+    return ""
+
+
+def _misplaced_in_shards(found: list[tuple[str, dict[str, Any]]], sizes: dict[str, Any]) -> str:
+    """The tensors of a file lie one behind the other, up to its end. REQUIRES: sizes of tensors."""
+    for what, record in found:
+        if not isinstance(record.get("file"), str) or record["file"] not in sizes:
+            return f"{what} lies in {record.get('file')!r:.60}, which is no file of it"
+        offset = record.get("offset")
+        if not _is_count(offset) or offset + record["bytes"] > sizes[record["file"]]:
+            return f"'offset' of {what} is {offset!r:.60}"
+    end: dict[str, int] = {}
+    for what, record in sorted(found, key=lambda pair: (pair[1]["offset"], pair[1]["bytes"])):
+        expected = end.get(record["file"], record["offset"])
+        if record["offset"] != expected:
+            return f"'offset' of {what} is {record['offset']}, not {expected}"
+        end[record["file"]] = expected + record["bytes"]
+    for name, size in sizes.items():
+        if end.get(name) != size:
+            return f"the tensors in {name} end at 'offset' {end.get(name)}, and it has {size} bytes"
     return ""
 
 

@@ -59,7 +59,7 @@ def stream_file(
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb", buffering=_BUFFER_BYTES) as file:
-            file.write(_header(tensors, names, metadata))
+            file.write(header(tensors, names, metadata))
             for name in names:
                 plain = tensors[name].detach().to("cpu", copy=True)
                 file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
@@ -90,9 +90,10 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _header(
+def header(
     tensors: Mapping[str, torch.Tensor], names: list[str], metadata: Mapping[str, str] | None
 ) -> bytes:
+    """What a file of these tensors begins with; they lie behind it in the order of `names`."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:

@@ -39,6 +39,7 @@ from .checkpoint_files import (
     replace_folder,
     write_manifest,
 )
+from .held_state import Holder
 from .snapshot_files import (
     FORMAT,
     Links,
@@ -113,6 +114,20 @@ def snapshot(
             is no SSD; in the middle of an accumulation; and what the last snapshot failed with.
         RuntimeError: Where parameters are of two states.
     """
+    return _begin(model, Path(path), keep, keep, extra)
+
+
+def snapshot_alone(
+    model: nn.Module, path: str | Path, extra: dict[str, Any] | None = None
+) -> SnapshotHandle:
+    """As snapshot(), the only one of its series. Whoever asks removes it: remove_snapshot()."""
+    return _begin(model, Path(path), 1, 0, extra)
+
+
+def _begin(
+    model: nn.Module, path: Path, keep: int, beside: int, extra: dict[str, Any] | None
+) -> SnapshotHandle:
+    """`beside`: complete ones of the series, while another is taken."""
     state = wrapped(model)
     state.check_parameters()
     state.hooks.reset()
@@ -125,7 +140,7 @@ def snapshot(
     taker = state.snapshots or Taker(state)
     state.snapshots = taker
     taker.raise_failure()
-    return taker.take(state, Path(os.path.realpath(path)), keep, extra or {})
+    return taker.take(state, Path(os.path.realpath(path)), keep, beside, extra or {})
 
 
 @dataclass
@@ -146,12 +161,14 @@ class Taker:
         self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
         self._ids: dict[Path, int] = {}  # the core's, of those that are complete or on their way
         self._last: SnapshotHandle | None = None
+        self.holder = Holder(self._session, self._drives)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
         clean_up(self._drives)
 
     def raise_failure(self) -> None:
         """Raises what the last one failed with, once."""
+        self.holder.raise_failure()
         if self._last is not None:
             self._last.raise_failure()
 
@@ -162,14 +179,15 @@ class Taker:
                 self._last.wait()
 
     def take(
-        self, state: Wrapped, series: Path, keep: int, extra: dict[str, Any]
+        self, state: Wrapped, series: Path, keep: int, beside: int, extra: dict[str, Any]
     ) -> SnapshotHandle:
-        """Begins one."""
+        """Begins one. `beside`: complete ones of the series meanwhile."""
         context = _context(state, extra)
         self.finish()  # the slots of the last one are among those that are set aside
+        self.holder.wait_until_captured()
         self._drop_removed()
         others = sum(folder.parent != series for folder in self._ids)
-        self._session.reserve_snapshots(keep + others)
+        self.holder.reserve(beside + others)
         number = self._session.begin_snapshot()
         folder = step_folder(series, context.manifest["step"])
         try:
@@ -179,6 +197,12 @@ class Taker:
             raise
         self._last = SnapshotHandle(folder, future)
         return self._last
+
+    def make_room_to_hold(self) -> None:
+        """Room for what self.holder is to hold. Raises StrataError where there can be none."""
+        self.finish()
+        self._drop_removed()
+        self.holder.make_room(len(self._ids))
 
     def _drop_removed(self) -> None:
         """Gives up the slots of those that somebody else has removed."""

@@ -151,6 +151,21 @@ def clean_up(drives: list[str]) -> None:
                 remove_links([drive], entry.stem)
 
 
+def owners_on(drive: Path) -> dict[str, Path]:
+    """By id: the folders of the snapshots that have links on a drive, complete ones."""
+    found = {}
+    for entry in sorted((drive / LINKS).glob("*.json")):
+        owner = _owner(entry)
+        if owner is not None and not owner["pending"]:
+            found[entry.stem] = Path(owner["folder"])
+    return found
+
+
+def lost_on(drive: Path) -> list[str]:
+    """Ids of those whose folders do not have them any more: removed, or moved elsewhere."""
+    return [i for i, folder in owners_on(drive).items() if _id_at(folder) != i]
+
+
 def remove_snapshot(folder: Path) -> None:
     """Removes a snapshot: its manifest first, so that none is there in part. Other files in its
     folder stay. Raises CheckpointError where it is none."""

@@ -42,7 +42,8 @@ from .._api import report, wrap
 from .._errors import StrataError, nearest
 from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import wrapped
-from .._storage.checkpoint import load, save
+from .._storage.checkpoint import load
+from .._storage.saving import save
 from ..optim import GradScaler, Lion
 from ._trainer_arguments import (
     OPTIMIZERS,

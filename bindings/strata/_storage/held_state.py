@@ -1,0 +1,115 @@
+"""The state behind a step, held for strata.save(wait=False) while training goes on.
+
+    holder.make_room(complete)                  # beside so many snapshots
+    future = holder.hold(path, write)           # a thread calls write(pages, links), then lets go
+
+Its slots are held as those of a snapshot are (engine/snapshots.hpp), and read through links that
+are removed in the end; a killed process leaves them to the next one's clean_up(). Use from the
+thread that trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._errors import StrataError
+from .snapshot_files import Links
+
+if TYPE_CHECKING:
+    from .._core import Session
+
+Write = Callable[[dict[str, Any], list[str]], None]
+"""Is given what the session says of the held state, and a link to each page file."""
+
+
+class Holder:
+    """Holds the state of one step at a time."""
+
+    def __init__(self, session: Session, drives: list[str]) -> None:
+        """Nothing is held."""
+        self._session = session
+        self._drives = drives
+        self._last: Future[None] | None = None
+        self._told: Future[None] | None = None
+        self._captured = threading.Event()
+        self._captured.set()
+        # Its thread ends what was begun before the interpreter goes.
+        self._pool = ThreadPoolExecutor(1, "strata-save")
+
+    def raise_failure(self) -> None:
+        """Raises what the last one failed with, once."""
+        last = self._last
+        if last is not None and last.done() and self._told is not last:
+            self._told = last
+            last.result()
+
+    def was_told(self, future: Future[None]) -> None:
+        """Somebody has waited for it."""
+        self._told = future
+
+    def finish(self) -> None:
+        """Waits for the last one. Raises nothing."""
+        if self._last is not None:
+            with contextlib.suppress(Exception):
+                self._last.result()
+
+    def wait_until_captured(self) -> None:
+        """What is held is in slots from here on, and a snapshot may begin."""
+        self._captured.wait()
+
+    def reserve(self, complete: int) -> None:
+        """Room for a snapshot beside so many complete ones, and what is held; where there is none
+        beside that, it waits for it. Raises StrataError."""
+        held = self._last is not None and not self._last.done()
+        try:
+            self._session.reserve_snapshots(complete + held)
+        except StrataError:
+            if not held:
+                raise
+            self.finish()
+            self._session.reserve_snapshots(complete)
+
+    def make_room(self, complete: int) -> None:
+        """Waits for the last one. Raises StrataError (config) where there is no room."""
+        self.finish()
+        self._session.reserve_snapshots(complete)
+
+    def hold(self, path: Path, write: Write) -> Future[None] | None:
+        """None, and nothing is held: the drives have no hard links. REQUIRES: there is room, and no
+        snapshot is being captured."""
+        links = Links(self._drives, path)
+        try:
+            if not self._session.link_pages(links.paths):
+                links.remove()
+                return None
+            number = self._session.begin_snapshot()
+        except BaseException:
+            links.remove()
+            raise
+        self._captured.clear()
+        try:
+            self._last = self._pool.submit(self._write, number, links, write)
+        except BaseException:  # the interpreter ends, or Ctrl-C
+            self._session.drop_snapshot(number)
+            self._captured.set()
+            links.remove()
+            raise
+        return self._last
+
+    def _write(self, number: int, links: Links, write: Write) -> None:
+        """On the thread."""
+        try:
+            try:
+                pages = self._session.snapshot(number)  # waits
+            finally:
+                self._captured.set()
+            write(pages, links.paths)
+        finally:
+            links.remove()
+            with contextlib.suppress(RuntimeError):  # the session may have ended
+                self._session.drop_snapshot(number)

@@ -1,0 +1,215 @@
+"""Shards: the safetensors files of a checkpoint, and which of an earlier one are written again.
+
+    for shard in cut(wanted):                           # of bounded size, what changes by itself
+        with ShardWriter(folder, shard, metadata) as file:
+            for tensor in shard.tensors:
+                record = file.append(tensor, chunks)
+    earlier = Earlier.find([path])                      # the last checkpoint of the series
+    records = earlier.link_unchanged(wanted, digest_of, folder)
+
+Format: each shard is a safetensors file: eight bytes with the length of the header, little-endian;
+the header, JSON, padded with spaces to a multiple of eight; the tensors, wider elements first.
+parameters-00001.safetensors and so on hold parameters and buffers under their names, those of
+training in float32; moments-00001.safetensors hold NAME.exp_avg and NAME.exp_avg_sq.
+
+Note [What is not written again]. A shard of an earlier checkpoint is linked into the new one where
+all its tensors have made no step since and have the same digests: their values are read, not
+written. What is frozen, and experts that saw no token, stay in shards of their own, for cut() keeps
+what did not change apart from what did. A shard whose file was touched after its checkpoint was
+complete is written again. AdamW changes all that it trains in every step, whatever the gradient.
+
+Nothing here knows models. Pure but for files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from .._core import Hasher
+from .checkpoint_files import (
+    MANIFEST_NAME,
+    CheckpointError,
+    Record,
+    find,
+    read_manifest,
+    shard_name,
+    write_all,
+)
+from .replacing import sync
+from .saved_file import header
+
+SHARD_BYTES = 1 << 30
+FORMAT_METADATA = {"format": "pt", "written_by": "strata.save"}
+MOMENT_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor that a checkpoint will have."""
+
+    name: str  # of the parameter or buffer
+    kind: str  # master, moment1, moment2, buffer
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    step: int  # updates that it has had
+    changes: bool  # trained, or a buffer
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return f"{self.name}.{MOMENT_NAMES[self.kind]}" if self.kind in MOMENT_NAMES else self.name
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tensors of one file, in its order."""
+
+    stem: str  # "parameters", "moments"
+    tensors: tuple[Wanted, ...]
+
+
+def cut(wanted: Sequence[Wanted], quiet: Callable[[Wanted], bool]) -> Iterator[Shard]:
+    """All of them in shards. `quiet`: it has not changed since the last checkpoint."""
+    for stem in ("parameters", "moments"):
+        mine = [t for t in wanted if (t.kind in MOMENT_NAMES) == (stem == "moments")]
+        for age in (0, 1, 2):  # frozen; trained, and unchanged; changed
+            found = [t for t in mine if age == (2 - quiet(t) if t.changes else 0)]
+            shard: list[Wanted] = []
+            for tensor in found:
+                if shard and sum(t.bytes for t in shard) + tensor.bytes > SHARD_BYTES:
+                    yield _shard(stem, shard)
+                    shard = []
+                shard.append(tensor)
+            if shard:
+                yield _shard(stem, shard)
+
+
+def _shard(stem: str, tensors: list[Wanted]) -> Shard:
+    return Shard(stem, tuple(sorted(tensors, key=lambda t: -getattr(torch, t.dtype).itemsize)))
+
+
+class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
+    """Writes one front to back, and syncs it to the disk on leaving."""
+
+    def __init__(self, folder: Path, shard: Shard, taken: set[str]) -> None:
+        """Creates the file, under a name that is not `taken`, and takes that."""
+        numbers = (shard_name(shard.stem, n) for n in range(1, len(taken) + 2))
+        self.name = next(name for name in numbers if name not in taken)
+        taken.add(self.name)
+        self._file: BinaryIO = open(folder / self.name, "wb", buffering=0)  # noqa: SIM115
+        tensors = {
+            t.key: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta")
+            for t in shard.tensors
+        }
+        head = header(tensors, list(tensors), FORMAT_METADATA)
+        write_all(self._file, memoryview(head))
+        self.bytes = len(head)
+
+    def append(self, tensor: Wanted, chunks: Iterable[memoryview]) -> Record:
+        """Writes the next tensor of the shard, and returns what the manifest says about it."""
+        offset, digest = self.bytes, Hasher()
+        for chunk in chunks:
+            digest.update(chunk)
+            write_all(self._file, chunk)
+            self.bytes += len(chunk)
+        if self.bytes - offset != tensor.bytes:
+            raise RuntimeError(f"{tensor.key} came with {self.bytes - offset} bytes")
+        return {
+            "kind": tensor.kind,
+            "dtype": tensor.dtype,
+            "file": self.name,
+            "offset": offset,
+            "bytes": tensor.bytes,
+            "xxh3_64": digest.hexdigest(),
+        }
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        """Syncs, unless an exception is on its way, and closes."""
+        try:
+            if kind is None:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+class Earlier:
+    """The last checkpoint of a series. Without one, nothing is unchanged."""
+
+    def __init__(self, folder: Path | None = None, manifest: Record | None = None) -> None:
+        """`manifest`: of the folder, which is complete."""
+        self.folder = folder
+        self._steps: dict[str, int] = {}
+        self._records: dict[tuple[str, str], tuple[Record, list[int]]] = {}
+        entries = [] if manifest is None else [*manifest["params"], *manifest["buffers"]]
+        for entry in entries:
+            self._steps[entry["name"]] = entry.get("step", 0)
+            for record in entry["tensors"]:
+                self._records[entry["name"], record["kind"]] = (record, entry["shape"])
+
+    @staticmethod
+    def find(paths: Iterable[Path | None]) -> Earlier:
+        """The first that is complete and of this form."""
+        for path in paths:
+            folder = None if path is None else find(path)
+            if folder is None:
+                continue
+            with contextlib.suppress(CheckpointError, KeyError, TypeError, AttributeError):
+                manifest = read_manifest(folder)
+                if "files" in manifest:
+                    return Earlier(folder, manifest)
+        return Earlier()
+
+    def quiet(self, tensor: Wanted) -> bool:
+        """Whether a tensor of the same form is there, and no step has been made since."""
+        found = self._records.get((tensor.name, tensor.kind))
+        if found is None or tensor.kind == "buffer":
+            return False
+        record, shape = found
+        same = record["dtype"] == tensor.dtype and list(shape) == list(tensor.shape)
+        return same and self._steps[tensor.name] == tensor.step
+
+    def link_unchanged(
+        self, wanted: Sequence[Wanted], digest: Callable[[Wanted], str], into: Path
+    ) -> dict[tuple[str, str], Record]:
+        """Links the files whose tensors are all among those wanted and unchanged. Returns what the
+        manifest says about these tensors. See Note [What is not written again]."""
+        if self.folder is None:
+            return {}
+        by_key = {(t.name, t.kind): t for t in wanted}
+        files: dict[str, list[tuple[str, str]]] = {}
+        for key, (record, _) in self._records.items():
+            files.setdefault(record["file"], []).append(key)
+        found: dict[tuple[str, str], Record] = {}
+        for name, keys in sorted(files.items()):
+            if not all(key in by_key and self.quiet(by_key[key]) for key in keys):
+                continue
+            if not self._untouched(name):
+                continue
+            if all(digest(by_key[key]) == self._records[key][0]["xxh3_64"] for key in keys):
+                with contextlib.suppress(OSError):  # no links here, or another file system
+                    os.link(self.folder / name, into / name)
+                    found |= {key: self._records[key][0] for key in keys}
+        if found:
+            sync(into)
+        return found
+
+    def _untouched(self, name: str) -> bool:
+        assert self.folder is not None
+        try:
+            complete = (self.folder / MANIFEST_NAME).stat().st_mtime_ns
+            return (self.folder / name).stat().st_mtime_ns <= complete
+        except OSError:
+            return False
+
+
+def describe(folder: Path, names: Iterable[str]) -> list[dict[str, object]]:
+    """The manifest's "files"."""
+    return [{"file": n, "bytes": (folder / n).stat().st_size} for n in sorted(names)]
