@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import strata
 import torch
-from strata._cli import main as cli
 from strata._storage import snapshot_files
 from strata._storage.checkpoint_files import CheckpointError, read_manifest, write_manifest
 from strata._storage.snapshot_files import (
@@ -364,28 +363,4 @@ def test_a_killed_run_goes_on_from_the_newest_complete_one(tmp_path: Path, secon
     strata.snapshot(again.model, tmp_path / "run", keep=1).wait()
     assert len(snapshots_of(tmp_path / "run")) == 1
     assert len(links(disk)) == 2, "the killed process left links"
-    again.close()
-
-
-def test_the_command_line_looks_after_all_drives(
-    tmp_path: Path, disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = drive(tmp_path, "second")
-    model, _ = strata.wrap(
-        model := llama(), torch.optim.AdamW(model.parameters()), memory=SSD, ssd_path=[disk, other]
-    )
-    run = tmp_path / "run"
-    folder = strata.snapshot(model, run).wait()
-    strata.unwrap(model)
-    assert cli.main(["snapshots", "ls", str(run)]) == 0
-    assert "step-000000" in (shown := capsys.readouterr().out)
-    assert str(disk) in shown
-    assert cli.main(["snapshots", "copy", str(folder), str(tmp_path / "copy")]) == 0
-    assert cli.main(["snapshots", "rm", str(folder)]) == 0
-    assert links(disk) == links(other) == []
-    assert cli.main(["snapshots", "ls", str(run)]) == 1
-    assert cli.main(["snapshots", "rm", str(folder)]) == 1
-    assert "cannot read" in capsys.readouterr().out
-    again = Case(disk, HOST, llama())
-    strata.load(again.model, tmp_path / "copy")
     again.close()

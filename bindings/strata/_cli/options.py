@@ -25,6 +25,7 @@ from .._config.choices import (
     SPEED_OF,
     STATE_DTYPES,
     check_split,
+    count,
     folder,
     page_size,
     parse_count,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
     (positive, "N", ("--steps", "--batch", "--sequence", "--split")),
     (workers, "N", ("--workers",)),
+    (count, "N", ("--snapshots",)),
     (parse_size, "SIZE", ("--ssd-endurance",)),
     (page_size, "SIZE", ("--page-size",)),
     (parse_speed, "SPEED", ("--upload-speed", "--download-speed", "--device-bandwidth")),
@@ -191,6 +193,7 @@ def estimate_parser(description: str | None) -> Parser:
     add("--flops", f"FLOP/s that the device achieves, such as 400T {measured}")
     add("--device-bandwidth", f"of the device's memory, such as 3TB/s {measured}")
     add("--page-size", "default: chosen")
+    add("--snapshots", f"that are kept on the SSD, beside one that is taken ({DEFAULT})", default=0)
     add_machine(parser)
     return parser
 
@@ -211,13 +214,23 @@ def snapshots_parser(description: str | None) -> Parser:
     """The options of `strata snapshots`."""
     parser = Parser(prog="strata snapshots", description=description)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|copy|rm")
-    shown = actions.add_parser("ls", help="the complete ones of a series, the oldest first")
-    shown.add_argument("series", type=Path, help="what strata.snapshot() was given")
+    shown = actions.add_parser("ls", help="those in a folder or on a drive, the oldest first")
+    shown.add_argument(
+        "place", type=Path, help="what strata.snapshot() was given, a Trainer's output, or a drive"
+    )
     copied = actions.add_parser("copy", help="make one that needs no drive but its own folder's")
-    copied.add_argument("snapshot", type=Path, help="the folder of a step")
+    copied.add_argument("snapshot", type=Path, help="the folder of a step; of a series the newest")
     copied.add_argument("to", type=Path, help="a folder that does not exist")
     removed = actions.add_parser("rm", help="remove some; other files in their folders stay")
-    removed.add_argument("snapshots", type=Path, nargs="+", help="folders of steps")
+    removed.add_argument("snapshots", type=Path, nargs="*", help="folders of steps")
+    removed.add_argument(
+        "--lost",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DRIVE",
+        help="what these drives keep for snapshots whose folders were removed, or moved elsewhere",
+    )
     return parser
 
 

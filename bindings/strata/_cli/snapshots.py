@@ -3,21 +3,27 @@
 strata snapshots ls runs/llama
 strata snapshots copy runs/llama/step-000500 /backup/step-000500
 strata snapshots rm runs/llama/step-000400
+strata snapshots ls /mnt/nvme
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
 from .._config.sizes import format_size
 from .._storage.checkpoint_files import CheckpointError, read_manifest
 from .._storage.snapshot_files import (
+    LINKS,
     check_drives,
     copy_snapshot,
     is_snapshot,
+    lost_on,
+    owners_on,
     page_paths,
+    remove_links,
     remove_snapshot,
     slots_of,
     snapshots_of,
@@ -29,29 +35,80 @@ def run(options: argparse.Namespace) -> int:
     options.snapshots_parser()."""
     try:
         if options.action == "ls":
-            return _list(options.series)
+            on_drive = (options.place / LINKS).is_dir()
+            return _list_drive(options.place) if on_drive else _list(options.place)
         if options.action == "copy":
-            copy_snapshot(options.snapshot, options.to)
+            copy_snapshot(_newest(options.snapshot), options.to)
             print(f"{options.to} needs no other drive")
-        for folder in options.snapshots if options.action == "rm" else []:
-            remove_snapshot(folder)
-            print(f"removed {folder}")
+            return 0
+        return _remove(options.snapshots, options.lost)
     except (CheckpointError, OSError) as error:
         print(f"strata: {error}")
         return 1
+
+
+def _newest(path: Path) -> Path:
+    """Of a series; a snapshot itself."""
+    found = snapshots_of(path)
+    return found[-1] if found else path
+
+
+def _remove(snapshots: list[Path], drives: list[Path]) -> int:
+    if not snapshots and not drives:
+        print("strata: name the folders of snapshots, or --lost and a drive")
+        return 1
+    for folder in snapshots:
+        if series := snapshots_of(folder):
+            raise CheckpointError(f"{folder} holds {len(series)}: name them, as {series[0]}")
+        absent = [d for d in _drives(folder) if not os.path.isdir(d)]
+        remove_snapshot(folder)
+        print(f"removed {folder}")
+        for gone in absent:
+            print(f"  {gone} is not there: later, strata snapshots rm --lost {gone}")
+    for drive in drives:
+        owners = owners_on(drive)
+        for identity in lost_on(drive):
+            remove_links([str(drive)], identity)
+            print(f"removed what {drive} kept for {owners[identity]}")
     return 0
 
 
-def _list(series: Path) -> int:
-    found = snapshots_of(series)
-    for folder in found:
-        try:
-            print(_line(folder))
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            print(f"{folder.name}  damaged: {error}")
+def _drives(folder: Path) -> list[str]:
+    manifest = read_manifest(folder)
+    check_drives(manifest, folder)
+    return [drive["folder"] for drive in manifest["drives"] if drive["folder"]]
+
+
+def _list(place: Path) -> int:
+    """Those in a series, and in all below it, as a Trainer has them; or the one that it is."""
+    found = snapshots_of(place)
     if not found:
-        print(f"{series} has no complete snapshot")
+        series = sorted({path.parent.parent for path in place.rglob("step-*/manifest.json")})
+        found = [folder for one in series for folder in snapshots_of(one)]
+    if not found and (place / "manifest.json").is_file():
+        found = [place]
+    for folder in found:
+        name = folder.relative_to(place) if folder != place else folder
+        try:
+            print(f"{name}  {_line(folder)}")
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            print(f"{name}  damaged: {error}")
+    if not found:
+        print(f"{place} has no complete snapshot")
     return 0 if found else 1
+
+
+def _list_drive(drive: Path) -> int:
+    """What a drive keeps for which snapshots."""
+    lost = lost_on(drive)
+    for identity, folder in owners_on(drive).items():
+        link = next((drive / LINKS).glob(f"{identity}-*.pages"), None)
+        size = 0 if link is None else link.stat().st_blocks * 512
+        what = "; it is not there: removed, or moved" if identity in lost else ""
+        print(f"{identity}  {format_size(size)} (shared with others) for {folder}{what}")
+    if lost:
+        print(f"to free what nobody needs: strata snapshots rm --lost {drive}")
+    return 0
 
 
 def _line(folder: Path) -> str:
@@ -65,4 +122,4 @@ def _line(folder: Path) -> str:
     where = "in the folder" if drives == [""] * len(drives) else f"on {', '.join(drives)}"
     missing = [path for path in page_paths(manifest, folder) if not Path(path).is_file()]
     lost = f"; {missing[0]} is missing" if missing else ""
-    return f"{folder.name}  {taken}  {size} {where}{lost}"
+    return f"{taken}  {size} {where}{lost}"
