@@ -67,6 +67,7 @@ def wrap(
     activations: str | None = "auto",
     split: int | None = None,
     device: str | torch.device = "auto",
+    snapshots: int = 0,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Moves the training state of a model into pages. The loop around it stays as it is.
 
@@ -111,6 +112,10 @@ def wrap(
         device: `"cuda"` or `"cuda:1"`: a GPU, to which the caller moves inputs; `"host"`: a region
             of host memory; `"auto"`: the GPU that the model is on, or one that can be used, or the
             host.
+        snapshots: how many complete ones strata.snapshot() will keep, all series together. They and
+            the next one get room on the SSD now, or are refused now, with what would do: so many
+            times and once more the state of what is trained, and once that of what is frozen. 0:
+            the first strata.snapshot() makes room, or is refused.
 
     Returns:
         The same model, and the optimizer that takes the place of the one that was given.
@@ -136,7 +141,7 @@ def wrap(
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         gradient_accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights,
-        seed, init_device, activations, split, device,
+        seed, init_device, activations, split, device, snapshots,
     )  # fmt: skip
     return model, _open(model, optimizer, options).optimizer
 

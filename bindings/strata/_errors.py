@@ -13,6 +13,7 @@ __all__ = [
     "StrataError",
     "check_choice",
     "import_failure",
+    "is_for_snapshots",
     "keywords_of",
     "listed",
     "names_nearest",
@@ -51,6 +52,11 @@ def import_failure(error: ImportError) -> str:
         if isinstance(error, ModuleNotFoundError) and missing in packages:
             return f"{missing} is not installed, and this needs it: pip install 'strata[{extra}]'"
     return " ".join(str(error).split())
+
+
+def is_for_snapshots(error: StrataError) -> bool:
+    """Whether the SSD had no room for snapshots."""
+    return error.fault == "config" and "snapshots need" in str(error)
 
 
 def listed(items: Sequence[str], most: int = 8, between: str = ", ") -> str:

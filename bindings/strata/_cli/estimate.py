@@ -25,13 +25,14 @@ import torch
 from .. import _core
 from .._config import device
 from .._config.configure import UNBOUNDED, Options, config_of
-from .._errors import StrataError
+from .._errors import StrataError, is_for_snapshots
 from .._optim.groups import group_spec
 from .._planning.fitting import tiles_wanted
 from .._planning.forecast import Forecast, forecast
 from .._planning.meta_trace import CountedStep, count_step
 from .._planning.trace_of import trace_from, traced_unit
 from .._profiling.calibrate import TYPICAL_COMPUTING, typical_costs
+from .._report.report_text import snapshot_room
 from .._torch_compat import SHAPES_LOGGER, FakeTensorMode
 from ..nn.causal_lm import chunk_many, is_chunked
 from ..nn.replace import put_tiles
@@ -68,7 +69,8 @@ class Step:
     def budgets(self, sizes: Plan) -> Budgets:
         """As the planner takes them: buffers of gradients are no pages, and take host memory."""
         host = max(0, self.memory["host"] - sizes["buffer_bytes"])
-        given = {**self.memory, "host": host}
+        ssd = max(0, self.memory["ssd"] - sizes["snapshot_bytes"])
+        given = {**self.memory, "host": host, "ssd": ssd}
         return budgets_of(given, sizes["page_bytes"], grads_rest=self.options.update == "on_step")
 
 
@@ -143,7 +145,8 @@ def make_trace(
 
 
 def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
-    """Units in whole pages, trained by AdamW, with the page size that wrap() would choose."""
+    """Units in whole pages, trained by AdamW, with the page size that wrap() would choose. Raises
+    StrataError where the SSD has no room for snapshots, with what would do."""
     optimizer = torch.optim.AdamW(model.parameters())
     config = config_of(
         model,
@@ -161,7 +164,10 @@ def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
     }
     try:
         return _core.plan(config)
-    except StrataError:  # too small even without activations: the planner says by how much
+    except StrataError as error:
+        if is_for_snapshots(error):
+            raise
+        # Too small even without activations: the planner says by how much.
         return _core.plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
 
 
@@ -177,7 +183,10 @@ def run(options: argparse.Namespace) -> int:
         state_dtype=getattr(torch, options.state_dtype, options.state_dtype),
         page_size=options.page_size or "auto",
         workers=1,
+        snapshots=options.snapshots,
     )
+    if options.snapshots and not options.memory["ssd"]:
+        raise ValueError(f"--snapshots {options.snapshots} are kept on an SSD: give ssd= as well")
     config = choose(name, None, options.sequence).config
     step = Step(
         config, options.batch, options.sequence, options.memory, options.device, wrapped_with
@@ -191,7 +200,10 @@ def run(options: argparse.Namespace) -> int:
     if bytes_s is None:  # another device is limited by its arithmetic
         bytes_s = machine.memory_bytes_s if options.flops is None else float("inf")
     trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
-    answer = reply(options, trace, machine.costs, step.budgets(sizes), step.tokens, changes(model))
+    notes = snapshot_room(sizes["snapshot_bytes"])
+    answer = reply(
+        options, trace, machine.costs, step.budgets(sizes), step.tokens, changes(model), notes
+    )
     return show(answer, options.json)
 
 

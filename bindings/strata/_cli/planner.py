@@ -79,12 +79,13 @@ def reply(
     budgets: Budgets,
     tokens: int,
     changes: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> Answer:
     """Plans. `options`: of add_machine(); `changes`: to the model, so that it trains at all."""
     wishes = wishes_of(options.activations, options.split)
     found = replace(forecast(trace, costs, budgets, wishes, tokens), changes=changes)
     enough = 0 if found.feasible else _ssd_enough(trace, costs, budgets, wishes)
-    return Answer(found, options.steps, options.ssd_endurance, enough, remarks(options))
+    return Answer(found, options.steps, options.ssd_endurance, enough, [*notes, *remarks(options)])
 
 
 def show(answer: Answer, as_json: bool) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ HOST = "host"
 DEVICES = ("auto", HOST, "cpu", "cuda")
 PAGE_BYTES_MIN, PAGE_BYTES_MAX = 64 << 10, 64 << 20
 WORKERS_LIMIT = 1024  # of the core
+SNAPSHOTS_MAX = 1_000_000
 
 # The lanes that bytes and updates take, and where the planner's Costs have the speed of each.
 SPEED_OF = {
@@ -72,6 +73,14 @@ def check_split(slices: int | None, activations: str | None) -> None:
             "split computes slices of the batch one after the other and recomputes them, which "
             f"activations={activations!r} rules out: take activations='auto'"
         )
+
+
+def check_snapshots(kept: int, ssd_paths: Sequence[str]) -> None:
+    """Raises ValueError for what is no number of snapshots, and without a place for them."""
+    if isinstance(kept, bool) or not 0 <= kept <= SNAPSHOTS_MAX:
+        raise ValueError(f"snapshots must be from 0 to {SNAPSHOTS_MAX}, not {kept!r}")
+    if kept and not ssd_paths:
+        raise ValueError(f"snapshots={kept} are kept on the SSD: give ssd_path=, a folder there")
 
 
 def check_workers(workers: int) -> None:

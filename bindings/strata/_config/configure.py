@@ -23,6 +23,7 @@ from .choices import (
     ACTIVATIONS,
     IO_ENGINES,
     check_page_size,
+    check_snapshots,
     check_split,
     check_workers,
 )
@@ -64,6 +65,7 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
     ("seed", int, "a whole number"),
     ("init_device", (str, torch.device), "a device such as 'cuda'"),
     ("split", (int, NoneType), "a whole number or None"),
+    ("snapshots", int, "a whole number"),
 )
 
 log = logging.getLogger("strata")
@@ -92,6 +94,7 @@ class Options:
     activations: str | None = "auto"
     split: int | None = None
     device: str | torch.device = "auto"
+    snapshots: int = 0
 
     def check(self) -> None:
         """Raises for a value that can be seen to be wrong by itself."""
@@ -113,6 +116,7 @@ class Options:
                 "gradient_accumulation_steps must be at least 1, not "
                 f"{self.gradient_accumulation_steps}"
             )
+        check_snapshots(self.snapshots, self.ssd_paths())
         for name in ("max_grad_norm", "max_unit_norm"):
             norm = getattr(self, name)
             if norm is None:
@@ -221,6 +225,7 @@ def config_of(
         "pin_workers": True,
         "compute_threads": device.compute_threads(device_name),
         "device": device_name,
+        "snapshots": options.snapshots,
         "apart": [],
         "together": [],
     }
@@ -315,7 +320,12 @@ def shares(
 
 
 def _default_ssd_bytes(config: Config) -> int:
-    """Room for all that rests: parameter, residual or master, two moments, gradient."""
-    need = sum(spec["numel"] * (18 if spec["trainable"] else 4) for spec in config["params"])
-    need += len(config["units"]) * (64 << 20)  # whole pages
+    """Room for all that rests: parameter, residual or master, two moments, gradient; and for
+    snapshots, which hold what is trained once each, and what is frozen once."""
+    whole_pages = len(config["units"]) * (64 << 20)
+    trained = sum(spec["numel"] for spec in config["params"] if spec["trainable"])
+    frozen = sum(spec["numel"] for spec in config["params"]) - trained
+    need = 18 * trained + 4 * frozen + whole_pages
+    if kept := config["snapshots"]:
+        need += (kept + 1) * (14 * trained + whole_pages) + 4 * frozen + whole_pages
     return min(need, int(machine.free_disk_bytes(config["ssd_paths"]) * DISK_SHARE))

@@ -58,6 +58,7 @@ def plan_text(report: PlanReport) -> str:
             f"{format_size(plan['staging_bytes'])} of host memory; smallest device budget "
             f"{format_size(plan['device_bytes_min'])}",
             *_buffers(plan),
+            *snapshot_room(plan["snapshot_bytes"]),
             table(rows),
             table(units),
         ]
@@ -97,6 +98,11 @@ def _buffers(plan: Plan) -> list[str]:
         return []
     size = format_size(plan["buffer_bytes"])
     return [f"{size} of host memory are set aside for gradients and scales of moments"]
+
+
+def snapshot_room(size: int) -> list[str]:
+    """A line on the room that snapshots have on the SSD, where they have any."""
+    return [f"{format_size(size)} of the SSD are set aside for snapshots"] if size else []
 
 
 def like(seconds: float | None) -> Callable[[float], str]:
