@@ -9,7 +9,7 @@ import strata
 import torch
 from strata._cli import main as cli
 from test_checkpoint import Case, llama
-from test_snapshot import SSD
+from test_snapshot import SSD, drive
 
 MEMORY = {"device": "512KiB", "host": "4MiB"}
 
@@ -103,3 +103,23 @@ def test_an_estimate_counts_the_room(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main([*estimate, f"--memory=device=1GiB,host=1GiB,ssd={least}MiB"]) == 0
     assert "set aside for snapshots" in capsys.readouterr().out
     assert cli.main([*estimate, "--memory=device=1GiB,host=1GiB"]) != 0
+
+
+def test_finetune_refuses_before_it_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a line\n" * 1000)
+    run = [
+        "finetune", "--model=llama-10m", f"--data={text}", f"--output={tmp_path / 'out'}",
+        "--device-memory=256MiB", "--host-memory=256MiB", "--sequence=64", "--snapshot-every=5",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        cli.main(run)
+    assert "--snapshot-every needs --ssd-path" in capsys.readouterr().err
+    path = [f"--ssd-path={drive(tmp_path, 'drive')}", "--ssd-memory=10MiB"]
+    assert cli.main([*run, *path]) == 1
+    said = capsys.readouterr()
+    assert "snapshots need" in said.out + said.err
+    assert "would do" in said.out + said.err
+    assert not (tmp_path / "out" / "data").exists()

@@ -9,12 +9,6 @@ on the meta device (`weights=`). It leaves the model where it is until then. Che
 training state as strata.save() writes it, beside the model as save_pretrained() writes it, and
 neither is in memory as a whole.
 
-Note [A checkpoint is whole or not chosen]. The Trainer writes trainer_state.json behind everything
-else, and removes older checkpoints behind that. So a checkpoint without a readable one is of a run
-that was killed while it wrote; resume_from_checkpoint=True takes the newest that has one. A run
-that comes to a step for the second time writes into the folder of the first: it removes that file
-ahead of all others.
-
 Note [Who clips]. The Trainer does, ahead of the update, as `args.max_grad_norm` says: 1.0 where
 nobody says anything. Where wrap() was told to clip, the update does, and the Trainer leaves it to
 that. With LockFree the Trainer could not, and the update clips by `args.max_grad_norm`. With
@@ -29,11 +23,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,8 +33,6 @@ from .._api import report, wrap
 from .._errors import StrataError, nearest
 from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import wrapped
-from .._storage.checkpoint import load
-from .._storage.saving import save
 from ..optim import GradScaler, Lion
 from ._trainer_arguments import (
     OPTIMIZERS,
@@ -52,14 +41,9 @@ from ._trainer_arguments import (
     keywords_of_arguments,
     optimizer_name,
 )
+from ._trainer_checkpoints import newest_checkpoint as newest_checkpoint
+from ._trainer_saving import SavingMixin
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
-
-STATE_FOLDER = "strata"  # of a checkpoint
-STATE_NAME = "trainer_state.json"
 TIERS = ("device", "host", "ssd")
 _KEYWORDS = [
     p.name
@@ -68,7 +52,7 @@ _KEYWORDS = [
 ]
 
 
-class TrainerMixin(_Base):
+class TrainerMixin(SavingMixin):
     """Wraps the model of any Trainer, and streams its checkpoints. It is the first base of a class:
     `class MyTrainer(TrainerMixin, SFTTrainer): pass`.
 
@@ -131,7 +115,9 @@ class TrainerMixin(_Base):
                 "optimizer that strata.wrap() returned, or call strata.unwrap(model) first"
             )
         keywords = {**keywords_of_arguments(self.args, optimizer), **self._strata_keywords}
-        _, self.optimizer = wrap(target, optimizer, **keywords)
+        with self.advice():
+            keywords = {"snapshots": self.snapshots, **keywords}
+            _, self.optimizer = wrap(target, optimizer, **keywords)
         return self.optimizer
 
     def get_optimizer_cls_and_kwargs(
@@ -164,6 +150,7 @@ class TrainerMixin(_Base):
         StrataError where memory runs out and the step cannot take less."""
         if not self._window:
             self._window_rng = _rng_states()
+            self.settle_if_complete()
         self._window.append((inputs, num_items_in_batch))
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -215,10 +202,8 @@ class TrainerMixin(_Base):
         """Where nothing was clipped, the update finds the norm; log() tells it."""
         return grad_norm
 
-    # Checkpoints ----------------------------------------------------------------------------------
-
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Trains.
+        """Trains. The end of it, and an exception, wait for the snapshot that is under way.
 
         Args:
             resume_from_checkpoint: the folder of a checkpoint to go on from. True: the newest one
@@ -231,47 +216,11 @@ class TrainerMixin(_Base):
         Raises:
             ValueError: there is no such checkpoint, or the one that is named is not complete.
             CheckpointError: it is damaged, or of another model.
-            StrataError: a step ran out of memory and cannot take less, or a disk failed.
+            StrataError: a step ran out of memory and cannot take less, a disk failed, or ahead of
+                the first step the SSD has no room for snapshots.
         """
-        if resume_from_checkpoint is True:
-            folder = newest_checkpoint(self.args.output_dir)
-            if folder is None:
-                raise ValueError(
-                    f"no complete checkpoint in {self.args.output_dir}: train() without "
-                    "resume_from_checkpoint= begins anew"
-                )
-            resume_from_checkpoint = str(folder)
-        elif resume_from_checkpoint and not is_complete(Path(resume_from_checkpoint)):
-            raise ValueError(
-                f"{resume_from_checkpoint} is no complete checkpoint: {STATE_NAME}, which is "
-                "written last, is missing or cut; True takes the newest complete one"
-            )
         self._window.clear()  # of a training that was interrupted
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """See Note [A checkpoint is whole or not chosen]."""
-        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-        (folder / STATE_NAME).unlink(missing_ok=True)
-        super()._save_checkpoint(model, trial)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(self.model, Path(output_dir) / STATE_FOLDER)
-        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Of a checkpoint of ours all is read at once, behind the optimizer's making."""
-        if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
-            self.create_optimizer()
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / STATE_FOLDER).is_dir():
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        load(self.model, Path(checkpoint) / STATE_FOLDER)
-        state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-        self.lr_scheduler.load_state_dict(state)
 
     # Logs -----------------------------------------------------------------------------------------
 
@@ -323,32 +272,6 @@ def held(model: nn.Module) -> dict[str, float]:
     stats = state.session.stats()
     numbers = {f"strata_{tier}_gib": stats[f"{tier}_bytes"] / 2**30 for tier in TIERS}
     return numbers | ({"grad_norm": state.last_step["norm"]} if state.last_step else {})
-
-
-def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint of a Trainer that was written to its end.
-
-    Args:
-        output_dir: that of the training arguments.
-
-    Returns:
-        Its folder, `checkpoint-N`; None: there is none.
-    """
-    numbered = [
-        (int(match.group(1)), path)
-        for path in Path(output_dir).glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and is_complete(path)
-    ]
-    return max(numbered)[1] if numbered else None
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether the Trainer came to the end of writing it."""
-    try:
-        state = json.loads((checkpoint / STATE_NAME).read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(state, dict) and "global_step" in state
 
 
 def _training_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -87,6 +87,7 @@ def check(choice: Choice, options: Options, device: str) -> Wear:
         dtype=getattr(torch, memory.dtype),
         page_size=memory.page_size,
         workers=1,
+        snapshots=1 if options.results.snapshot_every else 0,
         **options.updates(),
     )
     step = Step(

@@ -6,12 +6,11 @@
 Only files that a run writes are removed: by their names, and where they carry a mark, by that.
 """
 
-import shutil
 from pathlib import Path
 
 from ..._storage.export import refuse_others, remove_export
 from ..._storage.replacing import work_folders
-from ...integrations.transformers import STATE_FOLDER
+from ...integrations._trainer_checkpoints import STATE_FOLDER, remove_checkpoint
 from .data import DATA_NAME, TOKENIZER_NAME
 from .options import OPTIONS_NAME, Options
 
@@ -62,8 +61,7 @@ def remove_earlier(output: Path) -> None:
     if not (output / OPTIONS_NAME).exists():
         return
     for folder in output.glob(CHECKPOINTS):
-        (folder / "trainer_state.json").unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        remove_checkpoint(folder)
     if _is_adapter(output):
         for name in (*TOKENIZER_FILES, *ADAPTER_FILES):
             (output / MODEL_NAME / name).unlink(missing_ok=True)

@@ -207,7 +207,9 @@ class Results:
     eval_windows: Positive = 16
     """held-out windows per evaluation"""
     save_every: Count = 0
-    """steps between checkpoints; 0: none"""
+    """steps between checkpoints, for which training waits; 0: none"""
+    snapshot_every: Count = 0
+    """steps between snapshots, which are taken while training goes on; needs --ssd-path; 0: none"""
     report_to: Annotated[tuple[str, ...], _several(str, "NAME ..."), Unset] = ()
     """trackers of the Trainer, such as tensorboard or wandb; without it, none"""
     prompt: Text = None
@@ -331,6 +333,10 @@ def _check(options: Options) -> None:
             _refuse(f"--{name} is needed")
     if memory.ssd_memory and not memory.ssd_path:
         _refuse("--ssd-memory needs --ssd-path, a folder on the disk to use")
+    if results.snapshot_every and not memory.ssd_path:
+        _refuse("--snapshot-every needs --ssd-path, where they are kept; --save-every does not")
+    if results.snapshot_every and results.save_every:
+        _refuse("--snapshot-every and --save-every exclude each other: one of them is enough")
     if memory.dtype == "float16" and not options.training.may_skip():
         _refuse(
             "--dtype float16 scales the loss and skips steps that overflow, which --update "

@@ -173,6 +173,7 @@ def make_trainer(choice: Choice, options: Options, data: Data, device: str) -> F
             "activations": memory.activations,
             "device": device,
             "split": memory.split,
+            **({} if options.results.snapshot_every else {"snapshots": 0}),
         },
     )
 

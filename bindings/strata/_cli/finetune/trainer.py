@@ -28,8 +28,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..._config.choices import HOST
 from ..._runtime.wrapped import wrapped
-from ..._storage.checkpoint import load
-from ...integrations.transformers import STATE_FOLDER, TrainerMixin, held
+from ..._storage.snapshot_load import load
+from ...integrations._trainer_checkpoints import STATE_FOLDER
+from ...integrations.transformers import TrainerMixin, held
 from .view import perplexity
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def training_arguments(options: Options, device: str, rate: float) -> TrainingAr
     every = results.eval_every
     if every is None:
         every = max(1, training.steps // 5)
+    saves = results.snapshot_every or results.save_every
     arguments = TrainingArguments(
         output_dir=results.output,
         max_steps=training.steps,
@@ -67,8 +69,8 @@ def training_arguments(options: Options, device: str, rate: float) -> TrainingAr
         eval_strategy="steps" if every else "no",
         eval_steps=every or None,
         eval_on_start=not results.resume,
-        save_strategy="steps" if results.save_every else "no",
-        save_steps=results.save_every or 1,
+        save_strategy="steps" if saves else "no",
+        save_steps=saves or 1,
         save_total_limit=1,
         report_to=list(results.report_to) or "none",
         use_cpu=device == HOST,
@@ -204,10 +206,11 @@ class Follower(TrainerCallback, AbstractContextManager["Follower"]):
             figures = f"{loss:.4f} (perplexity {perplexity(loss)})"
             self._view.note(f"held-out loss after step {state.global_step}: {figures}")
 
-    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         """Called by the Trainer, behind a checkpoint."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        self._view.note(f"checkpoint of step {state.global_step} in {folder}")
+        taken = " is being taken" * bool(wrapped(model).config["snapshots"])
+        self._view.note(f"checkpoint of step {state.global_step}{taken} in {folder}")
 
 
 def _is_figure(record: dict[str, Any]) -> bool:
