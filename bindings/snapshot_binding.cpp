@@ -1,9 +1,12 @@
 // Snapshots in Python: what a session holds in its slots, as plain values, and reading it again.
 #include "bindings/snapshot_binding.hpp"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
+#include <string_view>
 #include <tuple>
 
 #include "bindings/foreign_call.hpp"
@@ -48,15 +51,24 @@ bool link_pages(Session& session, const std::vector<std::string>& paths) {
   return true;
 }
 
+// Of a role of a chunk, in order; moments in 8 bits share theirs.
+std::vector<PageId> pages_of(const Layout& layout, const Chunk& chunk, Role role) {
+  std::vector<PageId> pages;
+  if (layout.spot(chunk, role, 0).page == kNoPage) return pages;
+  const std::size_t per_page = layout.elements_per_page(chunk, role);
+  for (std::size_t element = 0; element < chunk.elements; element += per_page) {
+    pages.push_back(layout.spot(chunk, role, element).page);
+  }
+  return pages;
+}
+
 // The pages of a role of a chunk: where its elements lie in them, and which slot has which.
 py::object role_object(const Layout& layout, const Chunk& chunk, Role role,
                        const Snapshot& snapshot) {
   const Spot first = layout.spot(chunk, role, 0);
   if (first.page == kNoPage) return py::none();
-  const std::size_t per_page = layout.elements_per_page(chunk, role);
   py::list pages;
-  for (std::size_t element = 0; element < chunk.elements; element += per_page) {
-    const PageId page = layout.spot(chunk, role, element).page;
+  for (const PageId page : pages_of(layout, chunk, role)) {
     const auto saved = std::ranges::lower_bound(snapshot.pages, page, {}, &SavedPage::page);
     if (saved == snapshot.pages.end() || saved->page != page)
       pages.append(py::none());
@@ -64,7 +76,7 @@ py::object role_object(const Layout& layout, const Chunk& chunk, Role role,
       pages.append(
           py::make_tuple(index(saved->slot), saved->contents.version, saved->contents.checksum));
   }
-  return py::make_tuple(per_page, first.byte, pages);
+  return py::make_tuple(layout.elements_per_page(chunk, role), first.byte, pages);
 }
 
 py::dict chunk_dict(const Config& config, const Layout& layout, std::uint32_t id,
@@ -90,6 +102,14 @@ py::dict chunk_dict(const Config& config, const Layout& layout, std::uint32_t id
   return out;
 }
 
+py::list chunk_list(const Config& config, const Layout& layout, const Snapshot& snapshot) {
+  py::list chunks;
+  for (std::uint32_t c = 0; c < layout.chunks.size(); ++c) {
+    chunks.append(chunk_dict(config, layout, c, snapshot));
+  }
+  return chunks;
+}
+
 py::dict snapshot_dict(Session& session, std::uint64_t id) {
   Snapshot snapshot;
   Layout layout;
@@ -103,35 +123,97 @@ py::dict snapshot_dict(Session& session, std::uint64_t id) {
   out["param_steps"] = snapshot.steps;
   out["scales"] =
       py::bytes(reinterpret_cast<const char*>(snapshot.scales.data()), snapshot.scales.size());
-  py::list chunks;
-  for (std::uint32_t c = 0; c < layout.chunks.size(); ++c) {
-    chunks.append(chunk_dict(session.config(), layout, c, snapshot));
+  out["chunks"] = chunk_list(session.config(), layout, snapshot);
+  return out;
+}
+
+py::dict page_layout(Session& session) {
+  Layout layout;
+  {
+    const py::gil_scoped_release release;
+    layout = session.residence().layout;
   }
-  out["chunks"] = chunks;
+  py::dict out;
+  out["page_bytes"] = layout.page_bytes;
+  out["chunks"] = chunk_list(session.config(), layout, {});
   return out;
 }
 
 using Slots = std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>>;
 
-SavedFiles saved_files(std::vector<std::string> names, const Slots& slots) {
-  SavedFiles saved{.names = std::move(names), .slots = {}, .use = Existing::to_read};
+std::vector<SavedFiles::Slot> saved_slots(const Slots& slots) {
+  std::vector<SavedFiles::Slot> saved;
   for (const auto& [slot, version, checksum] : slots) {
-    saved.slots.push_back({.slot = SlotId{slot}, .contents = {version, checksum}});
+    saved.push_back({.slot = SlotId{slot}, .contents = {version, checksum}});
   }
   return saved;
 }
 
+// Page files of another session, opened to write.
+struct LeftFiles {
+  PageFiles files;
+};
+
+// Of each: device, inode, and how many names it has.
+std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>> identities(
+    const LeftFiles& left) {
+  std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>> found;
+  for (const auto& file : left.files) {
+    struct stat status {};
+    if (fstat(file->fd(), &status) != 0) refuse(file->place() + " cannot be looked at");
+    found.emplace_back(status.st_dev, status.st_ino, status.st_nlink);
+  }
+  return found;
+}
+
+// `pages`: slots, or none where a page is zero, in the order of chunks, roles and pages.
+std::vector<std::uint64_t> resume(Session& session, LeftFiles& files,
+                                  const std::vector<Slots>& snapshots,
+                                  const std::vector<std::optional<std::uint32_t>>& pages,
+                                  const py::bytes& scales) {
+  const std::string_view raw = scales;
+  const auto* const begin = reinterpret_cast<const std::byte*>(raw.data());
+  LeftState left{.files = std::move(files.files),
+                 .snapshots = {},
+                 .pages = {},
+                 .scales = {begin, begin + raw.size()}};
+  const py::gil_scoped_release release;
+  for (const Slots& slots : snapshots) left.snapshots.push_back(saved_slots(slots));
+  const Layout layout = session.residence().layout;
+  std::vector<PageId> order;
+  for (const Chunk& chunk : layout.chunks) {
+    for (const Role role : kSavedRoles)
+      std::ranges::copy(pages_of(layout, chunk, role), std::back_inserter(order));
+  }
+  if (order.size() != pages.size()) refuse("a snapshot of another layout");
+  std::vector<bool> seen(layout.page_count, false);
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    if (!pages[i] || seen[index(order[i])]) continue;
+    seen[index(order[i])] = true;
+    left.pages.push_back({order[i], SlotId{*pages[i]}});
+  }
+  return session.resume(std::move(left));
+}
+
 void bind_saved_pages(py::module_& module) {
+  py::class_<LeftFiles>(module, "PageFiles")
+      .def(py::init(
+               [](const std::vector<std::string>& folders, const std::vector<std::string>& names) {
+                 return LeftFiles{open_page_files(folders, names, Existing::to_write)};
+               }),
+           py::arg("folders"), py::arg("names"), WithoutGil())
+      .def("identities", &identities);
   py::class_<SavedPages>(module, "SavedPages")
-      .def(py::init([](std::vector<std::string> paths, std::vector<std::string> names,
+      .def(py::init([](const std::vector<std::string>& paths, const std::vector<std::string>& names,
                        std::size_t page_bytes, const Slots& slots, const std::string& io_engine) {
              if (page_bytes < kPageBytesMin || page_bytes > kPageBytesMax ||
                  page_bytes % kIoAlignment != 0) {
                throw py::value_error("no page has " + std::to_string(page_bytes) + " bytes");
              }
-             const SavedFiles saved = saved_files(std::move(names), slots);
              const py::gil_scoped_release release;
-             return std::make_unique<SavedPages>(std::move(paths), saved, page_bytes, io_engine);
+             PageFiles files = open_page_files(paths, names, Existing::to_read);
+             return std::make_unique<SavedPages>(SavedFiles{std::move(files), saved_slots(slots)},
+                                                 page_bytes, io_engine);
            }),
            py::arg("paths"), py::arg("names"), py::arg("page_bytes"), py::arg("slots"),
            py::arg("io_engine") = "auto")
@@ -156,7 +238,11 @@ void bind_snapshots(py::module_& module, SessionClass& session) {
       .def("drop_snapshot", &Session::drop_snapshot, WithoutGil())
       .def("make_pages_durable", &make_pages_durable, WithoutGil())
       .def("link_pages", &link_pages, WithoutGil())
-      .def("page_files", &Session::page_files, WithoutGil());
+      .def("page_files", &Session::page_files, WithoutGil())
+      .def("page_layout", &page_layout)
+      .def("resume", &resume, py::arg("files"), py::arg("snapshots"), py::arg("pages"),
+           py::arg("scales"))
+      .def("go_back", &Session::go_back, WithoutGil());
   bind_saved_pages(module);
   module.def("join_master", [](const std::string& dtype, std::uintptr_t param,
                                std::uintptr_t master, std::size_t count, std::uintptr_t to) {

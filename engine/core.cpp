@@ -76,6 +76,8 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
                   visits}),
       snapshots(base, captures, updates, gradients),
+      resumption({base, between, prefetcher, swapping, gradients, visits, captures, rearranger,
+                  snapshots}),
       turned_(std::move(parts.turned)) {
   prefetcher.limit_frames(base.claims.device_frames);
   for (std::uint32_t u = 0; u < base.layout.units.size(); ++u) {
@@ -174,7 +176,8 @@ void Core::tell_memory(SessionStats& stats) const {
   stats.device_bytes_budget = (claims.device_frames + claims.rest_frames) * page;
   stats.host_bytes = claims.host_frames * page;
   stats.staging_bytes = claims.staging_frames * page;
-  stats.ssd_bytes = (claims.slots + claims.kept_slots) * page;
+  const Store* ssd = base.tiers.store(Tier::ssd);
+  stats.ssd_bytes = ssd == nullptr ? 0 : ssd->slot_count() * page;
   stats.activation_host_bytes = claims.activation_frames * page;
   stats.activation_ssd_bytes = claims.activation_slots * page;
   const Slab& slab = base.tiers.slab();

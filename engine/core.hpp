@@ -17,6 +17,7 @@
 #include "engine/gradients.hpp"
 #include "engine/in_place_writes.hpp"
 #include "engine/rearranger.hpp"
+#include "engine/resumption.hpp"
 #include "engine/snapshots.hpp"
 #include "engine/stats.hpp"
 #include "engine/step_planner.hpp"
@@ -66,6 +67,7 @@ class Core final {
   Steps steps;
   Rearranger rearranger;
   Snapshots snapshots;
+  Resumption resumption;
 
   // Where the parameter lies on the device, for life.
   std::byte* device_address(std::uint32_t param) const;

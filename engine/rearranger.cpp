@@ -246,51 +246,11 @@ void Rearranger::arrange(Lock& lock, const Residence& then) {
   STRATA_ASSERT(then.host_frames <= base_.tiers.host().capacity());
   STRATA_ASSERT(then.slots == 0 || base_.tiers.store(Tier::ssd) != nullptr);
   STRATA_ASSERT(then.kept_slots == base_.claims.kept_slots);
-  forget_activation_pages();
+  parts_.swapping.give_up_pages();
   move_pages(lock, then);
-  parts_.swapping.saves().reserve(take_activation_pages());
+  parts_.swapping.take_pages();
   wait_until_moved(lock);
   base_.gate.notify();
-}
-
-// What activations had is free: frames for the pool, slots for the store.
-void Rearranger::forget_activation_pages() {
-  parts_.swapping.saves().reserve({});
-  for (const PageId page : activation_pages_) {
-    const Placement rest = base_.table.placement(page);
-    if (rest.tier == Tier::host) {
-      base_.cache.demote(page, {});
-      const bool given = base_.cache.give_back(page);
-      STRATA_ASSERT(given);  // nothing was ever written to it, or it was discarded
-    } else if (rest.somewhere()) {
-      base_.tiers.release_slot(rest);
-      base_.table.place(page, {});
-    }
-  }
-}
-
-// Pages for what is set aside; those of before are used again.
-ActivationRoom Rearranger::take_activation_pages() {
-  const std::uint32_t in_host = base_.claims.activation_frames;
-  const std::uint32_t wanted = in_host + base_.claims.activation_slots;
-  const auto had = static_cast<std::uint32_t>(activation_pages_.size());
-  if (wanted > had) {
-    const PageId first = base_.table.add(wanted - had);
-    for (std::uint32_t i = 0; i < wanted - had; ++i) {
-      activation_pages_.push_back(PageId{index(first) + i});
-    }
-  }
-  ActivationRoom room;
-  room.frames_max = share_staging(base_.claims).activations;
-  for (std::uint32_t i = 0; i < wanted; ++i) {
-    const PageId page = activation_pages_[i];
-    if (i < in_host)
-      base_.cache.promote(page);
-    else
-      base_.table.place(page, base_.tiers.acquire_slot().value());
-    (i < in_host ? room.host : room.ssd).push_back(page);
-  }
-  return room;
 }
 
 // Frames beyond those of parameters that come and go in which no page rests, the first ones.
@@ -344,6 +304,16 @@ bool Rearranger::begin_move(const Move& move) {
   return true;
 }
 
+// Pages that move have nothing of slots that they were lent.
+bool Rearranger::returned(const Residence& then) {
+  bool all = true;
+  for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
+    const bool moves = planned_as(base_.table.tier(PageId{i})) != then.tier[i];
+    if (moves) all &= base_.cache.returned(PageId{i});
+  }
+  return all;
+}
+
 // True once the page is where it rests; what it had before is free.
 bool Rearranger::end_move(const Move& move) {
   STRATA_ASSERT(move.from.somewhere());
@@ -358,6 +328,8 @@ bool Rearranger::end_move(const Move& move) {
 }
 
 void Rearranger::move_pages(Lock& lock, const Residence& then) {
+  base_.gate.wait(
+      lock, [&] { return returned(then); }, kMoves);
   std::vector<Move> moves, late;
   // 1. Everybody knows where pages rest, and how large the staging area will be.
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {

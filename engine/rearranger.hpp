@@ -72,6 +72,12 @@ class Rearranger final {
   // adopt() does, and says what would do.
   void keep_slots(Lock& lock, std::uint64_t slots) STRATA_REQUIRES(core_lock);
 
+  // What else changes pages between two steps: see Resumption.
+  // Returns when no update is under way, and nothing moves. Whoever waits calls go_on() in the end:
+  // the prefetcher forgets what it wanted, and begins anew.
+  void wait_until_still(Lock& lock) STRATA_REQUIRES(core_lock);
+  void go_on();
+
  private:
   struct Move {
     PageId page;
@@ -97,27 +103,23 @@ class Rearranger final {
   void check_frames(const Change& change, const Residence& then) const;
   Change change_of(const Adoption& adoption) const;
   Trace step_of(const std::vector<Use>& uses) const;
-  void go_on();
   void make_room_or_go_on(Lock& lock, const Change& change) STRATA_REQUIRES(core_lock);
   void make_room(Lock& lock, const Change& change) STRATA_REQUIRES(core_lock);
-  void wait_until_still(Lock& lock) STRATA_REQUIRES(core_lock);
   void wait_until_moved(Lock& lock) STRATA_REQUIRES(core_lock);
   std::uint32_t frames_left(const Residence& home, std::uint32_t asked) const;
   std::uint32_t frames_needed() const;
   void give_back_frames();
   void arrange(Lock& lock, const Residence& then) STRATA_REQUIRES(core_lock);
-  void forget_activation_pages();
-  ActivationRoom take_activation_pages();
   std::vector<FrameId> free_frames(std::size_t count) const;
   void begin_resting(UnitId unit, std::vector<Move>& moves) STRATA_REQUIRES(core_lock);
+  bool returned(const Residence& then);
   bool begin_move(const Move& move);
   bool end_move(const Move& move);
   void move_pages(Lock& lock, const Residence& then) STRATA_REQUIRES(core_lock);
 
   Parts parts_;
   Foundation& base_;
-  std::vector<PageId> activation_pages_;  // every one that was ever added to the table
-  std::uint32_t param_frames_;            // that were asked for, at most
+  std::uint32_t param_frames_;  // that were asked for, at most
 };
 
 }  // namespace strata

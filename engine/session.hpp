@@ -238,6 +238,16 @@ class Session final {
     core_->snapshots.drop(id);
   }
 
+  // resumption.hpp.
+  std::vector<std::uint64_t> resume(LeftState left) {
+    Gate::Call in(gate_);
+    return core_->resumption.resume(in.lock(), std::move(left));
+  }
+  void go_back(std::uint64_t snapshot) {
+    Gate::Call in(gate_);
+    core_->resumption.go_back(in.lock(), snapshot);
+  }
+
   // stats.hpp. Both work on a failed session too, to see how far it came.
   SessionStats stats() {
     const Gate::Call in(gate_, Gate::Enters::failed_too);

@@ -78,6 +78,17 @@ void Snapshots::drop(std::uint64_t id) {
   base_.bell.ring();
 }
 
+std::uint64_t Snapshots::take_over(const std::vector<SlotId>& slots) {
+  Snapshot& snapshot = complete_[++last_];
+  for (const SlotId slot : slots) snapshot.pages.push_back({.slot = slot, .contents = {}});
+  return last_;
+}
+
+void Snapshots::note_restored(PageId page, SlotId slot) {
+  slot_of_.resize(base_.layout.page_count, kNoSlot);
+  slot_of_[index(page)] = slot;
+}
+
 bool Snapshots::turn(bool others_moved) {
   bool moved = reap();
   if (captures_.active() && !captures_.spoiled().empty()) {

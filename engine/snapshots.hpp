@@ -65,6 +65,12 @@ class Snapshots final {
   const Snapshot& of(std::uint64_t id) const;
   // Complete or not.
   void drop(std::uint64_t id);
+  // Slots that are held already belong to a complete snapshot, of which nothing else is known.
+  std::uint64_t take_over(const std::vector<SlotId>& slots);
+  // The page has the contents of a slot of a snapshot again.
+  void note_restored(PageId page, SlotId slot);
+  // One is under way, or its slots are held.
+  bool any() const { return captures_.active() || !complete_.empty(); }
 
   // `others_moved`: something may be ready that was not.
   bool turn(bool others_moved);

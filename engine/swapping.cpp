@@ -84,4 +84,44 @@ void Swapping::drop(SaveId id) {
   start_copies();
 }
 
+// What activations had is free: frames for the pool, slots for the store.
+void Swapping::give_up_pages() {
+  saves_.reserve({});
+  for (const PageId page : pages_) {
+    const Placement rest = base_.table.placement(page);
+    if (rest.tier == Tier::host) {
+      base_.cache.demote(page, {});
+      const bool given = base_.cache.give_back(page);
+      STRATA_ASSERT(given);  // nothing was ever written to it, or it was discarded
+    } else if (rest.somewhere()) {
+      base_.tiers.release_slot(rest);
+      base_.table.place(page, {});
+    }
+  }
+}
+
+// Pages for what is set aside; those of before are used again.
+void Swapping::take_pages() {
+  const std::uint32_t in_host = base_.claims.activation_frames;
+  const std::uint32_t wanted = in_host + base_.claims.activation_slots;
+  const auto had = static_cast<std::uint32_t>(pages_.size());
+  if (wanted > had) {
+    const PageId first = base_.table.add(wanted - had);
+    for (std::uint32_t i = 0; i < wanted - had; ++i) {
+      pages_.push_back(PageId{index(first) + i});
+    }
+  }
+  ActivationRoom room;
+  room.frames_max = share_staging(base_.claims).activations;
+  for (std::uint32_t i = 0; i < wanted; ++i) {
+    const PageId page = pages_[i];
+    if (i < in_host)
+      base_.cache.promote(page);
+    else
+      base_.table.place(page, base_.tiers.acquire_slot().value());
+    (i < in_host ? room.host : room.ssd).push_back(page);
+  }
+  saves_.reserve(room);
+}
+
 }  // namespace strata

@@ -59,6 +59,11 @@ class Swapping final {
   // Nothing happens where nothing is saved by that number.
   void drop(SaveId id) STRATA_REQUIRES(core_lock);
 
+  // Between two steps: what is saved has no page and no slot; it has what is claimed for it.
+  // REQUIRES of the first: saves().vacate() said yes.
+  void give_up_pages();
+  void take_pages();
+
  private:
   using There = bool (Activations::*)(SaveId) const;
 
@@ -70,6 +75,7 @@ class Swapping final {
   Foundation& base_;
   BetweenSteps& between_;
   Activations saves_;
+  std::vector<PageId> pages_;  // every one that was ever added to the table for it
 };
 
 }  // namespace strata

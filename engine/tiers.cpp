@@ -49,23 +49,59 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
       make_store(std::move(parts.far.engine), {"far memory"}, parts.far.slots);
 }
 
+std::unique_ptr<IoEngine> Tiers::take_io_engine() {
+  if (io_engine_) return std::move(io_engine_);
+  return make_io_engine(config_.io_engine, bell_, kIoDepth, &io_engine_why_);
+}
+
 void Tiers::open_store(std::uint32_t slots) {
-  auto engine = std::move(io_engine_);
-  if (!engine) engine = make_io_engine(config_.io_engine, bell_, kIoDepth, &io_engine_why_);
   stores_[static_cast<std::size_t>(Tier::ssd)] =
-      make_store(std::move(engine), config_.ssd_paths, slots);
+      make_store(take_io_engine(), config_.ssd_paths, slots);
   slots_ = slots;
 }
 
-std::unique_ptr<Store> Tiers::make_store(std::unique_ptr<IoEngine> engine,
-                                         std::vector<std::string> paths, std::uint32_t slots) {
+std::uint32_t Tiers::prepare_files(const SavedFiles& saved, const Claims& claims) const {
+  if (saved.files.size() != config_.ssd_paths.size()) refuse("each SSD path has one page file");
+  const auto held = static_cast<std::uint32_t>(saved.slots.size());
+  const std::uint64_t stripes = saved.files.size();
+  const std::uint64_t needed =
+      std::max<std::uint64_t>(round_up(std::uint64_t{held} + claims.slots, stripes), stripes);
+  std::uint64_t bytes = needed * page_bytes_;
+  for (const auto& file : saved.files) bytes = std::max(bytes, file->bytes() * stripes);
+  if (bytes > config_.ssd_bytes) {
+    refuse("the pages of the snapshot, with those that change, take " + bytes_text(bytes) +
+           " of the SSD, and ssd= is " + bytes_text(config_.ssd_bytes));
+  }
+  fit_slots(saved, page_bytes_, static_cast<std::uint32_t>(needed));
+  return held;
+}
+
+void Tiers::change_files(SavedFiles saved) {
+  std::unique_ptr<Store>& ssd = stores_[static_cast<std::size_t>(Tier::ssd)];
+  if (ssd != nullptr) {
+    ssd->change_files(std::move(saved));
+  } else {
+    ssd = std::make_unique<Store>(store_options(config_.ssd_paths, 1), take_io_engine(),
+                                  std::move(saved), bell_);
+    ssd->register_memory(slab_.bytes());
+  }
+  slots_ = ssd->slot_count();
+}
+
+StoreOptions Tiers::store_options(std::vector<std::string> paths, std::uint32_t slots) const {
   StoreOptions options;
   options.paths = std::move(paths);
   options.slot_bytes = page_bytes_;
   options.slot_count = slots;
   options.in_flight_max = kIoDepth;
   options.hash_threads = threads_ ? hash_threads_here() : 0;
-  auto store = std::make_unique<Store>(options, std::move(engine), bell_);
+  return options;
+}
+
+std::unique_ptr<Store> Tiers::make_store(std::unique_ptr<IoEngine> engine,
+                                         std::vector<std::string> paths, std::uint32_t slots) {
+  auto store =
+      std::make_unique<Store>(store_options(std::move(paths), slots), std::move(engine), bell_);
   store->register_memory(slab_.bytes());
   return store;
 }

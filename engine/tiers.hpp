@@ -89,6 +89,12 @@ class Tiers final {
   // Claims what `then` needs beyond what there is: host memory, `device_frames`, and slots. Throws
   // StrataError, and changes nothing. REQUIRES: nothing moves.
   void grow(const Claims& then, std::uint32_t device_frames);
+  // Makes files of another session ready to be the SSD's: long enough for what `claims` have rest
+  // there beside what is held in them. Throws StrataError (config, no_space, io), and nothing has
+  // changed, where the budget or the disk has no such room. Returns the slots that are held.
+  std::uint32_t prepare_files(const SavedFiles& saved, const Claims& claims) const;
+  // The SSD has these files from here on. REQUIRES: prepared; nothing moves, nobody has a slot.
+  void change_files(SavedFiles saved);
   // Throws StrataError (config) where a unit would rest on a device that cannot update it.
   void check_resting(const Residence& then) const;
   // Throws StrataError (config) where the SSD's budget has no room for so many slots more.
@@ -97,7 +103,9 @@ class Tiers final {
  private:
   void pin(std::size_t host_bytes);
   void check_pinned(const Claims& then) const;
+  std::unique_ptr<IoEngine> take_io_engine();
   void open_store(std::uint32_t slots);
+  StoreOptions store_options(std::vector<std::string> paths, std::uint32_t slots) const;
   std::unique_ptr<Store> make_store(std::unique_ptr<IoEngine> engine,
                                     std::vector<std::string> paths, std::uint32_t slots);
 

@@ -33,6 +33,7 @@ from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
 from ._probes import best_isa as best_isa
 from ._probes import update_span as update_span
+from ._saved_pages import PageFiles as PageFiles
 from ._saved_pages import SavedPages as SavedPages
 from ._saved_pages import join_master as join_master
 from ._saved_pages import load_moments as load_moments
@@ -331,6 +332,23 @@ class Session:
         """Gives the page file of each SSD path one more name. False: a file system has no links."""
     def page_files(self) -> list[int]:
         """Descriptors of the page files, by SSD path, for the caller to close."""
+    def page_layout(self) -> dict[str, Any]:
+        """ "page_bytes" and "chunks" of the state as it lies now, as in snapshot(), with no page in
+        any slot."""
+    def resume(
+        self,
+        files: PageFiles,
+        snapshots: list[list[tuple[int, int, int]]],
+        pages: list[int | None],
+        scales: bytes,
+    ) -> list[int]:
+        """Goes on from what slots hold, which nobody reads before it is used. The files are the
+        session's from here on; `snapshots` are all that link them, each with its slots, versions
+        and checksums; `pages` the slots of the one to go on from, in the order of page_layout().
+        Returns the snapshots' numbers, for drop_snapshot(). Raises StrataError, and changes
+        nothing, where that is not possible now, or the budget has no room."""
+    def go_back(self, number: int) -> None:
+        """The same for a snapshot that the session holds."""
     def timeline(self) -> list[TimelineSpan]:
         """What was busy since the last call, oldest first; a bounded number of the newest."""
     def close(self) -> None:

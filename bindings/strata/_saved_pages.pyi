@@ -6,6 +6,14 @@ from typing import Literal
 
 from ._core import DtypeName
 
+class PageFiles:
+    """Page files of another session, to be the next one's: opened to write, which nobody else may
+    meanwhile. Raises StrataError, with fault "busy" where somebody does."""
+
+    def __init__(self, folders: list[str], names: list[str]) -> None: ...
+    def identities(self) -> list[tuple[int, int, int]]:
+        """Of each file: device, inode, and how many names it has."""
+
 class SavedPages:
     """Pages in the files of another session, which may be running: `slots` are slot, version and
     checksum, none twice. Raises StrataError where a file cannot be opened or is too short."""

@@ -184,10 +184,15 @@ PageCache::Staged* PageCache::make_room() {
 
 // True: host memory has the page's bytes. Else they come, or will when there is room.
 bool PageCache::bring(PageId page, bool promised) {
+  const bool home = table_.tier(page) == Tier::host;
   if (table_.copy(page, Tier::host).state == CopyState::none) {
-    STRATA_ASSERT(table_.tier(page) != Tier::host);
     const bool fresh = table_.newest(page) == 0;
+    STRATA_ASSERT(!home || !fresh);
     if (!fresh && transfers_.full()) return false;
+    if (home) {
+      fetch(page, table_.placement(page).host_frame());
+      return false;
+    }
     Staged* place = make_room();
     if (place == nullptr) return false;
     *place = {.frame = place->frame, .page = page, .last_use = ++use_, .promised = promised};
@@ -199,7 +204,8 @@ bool PageCache::bring(PageId page, bool promised) {
     table_.finish_fill(page, Tier::host);
   }
   if (table_.copy(page, Tier::host).state != CopyState::filling) return true;
-  if (promised) staged(page)->promised = true;  // it was staged, and somebody has come for it
+  if (promised && !home)
+    staged(page)->promised = true;  // it was staged, and somebody has come for it
   return false;
 }
 
@@ -256,13 +262,17 @@ void PageCache::publish(PageId page, WriteBack write_back) {
   }
 }
 
-void PageCache::write_back(PageId page) {
+bool PageCache::write_back(PageId page) {
   STRATA_ASSERT(table_.tier(page) == Tier::device);
   if (table_.newest(page) == 0) {
     open(page, Intent::modify).close();  // nobody wrote it yet: zeros are sent
+  } else if (table_.copy(page, Tier::host).state == CopyState::none) {
+    bring(page, false);  // from the slot that it was lent
+    return table_.copy(page, Tier::host).state != CopyState::none;
   } else if (Staged* place = staged(page); place != nullptr && is_dirty(page)) {
     place->write_now = true;
   }
+  return false;
 }
 
 void PageCache::write_soon(PageId page) {
@@ -292,17 +302,37 @@ Pin PageCache::open_on_device(PageId page) {
   return {*this, page, Tier::device, Intent::modify, device_.address(frame)};
 }
 
+void PageCache::restore(PageId page, SlotId slot, std::uint64_t version) {
+  STRATA_ASSERT(table_.newest(page) == 0 && version != 0);
+  version_ = std::max(version_, version);
+  if (table_.copy(page, Tier::host).state != CopyState::none) {
+    table_.drop(page, Tier::host);  // zeros; where it rests there, the frame stays its own
+    if (Staged* place = staged(page)) empty(*place);
+  }
+  if (table_.tier(page) != Tier::ssd) return transfers_.lend(page, slot);
+  STRATA_ASSERT(table_.placement(page) == Placement{slot});
+  table_.begin_fill(page, slot, version);
+  table_.finish_fill(page, Tier::ssd);
+}
+
+bool PageCache::returned(PageId page) {
+  if (!transfers_.lent(page)) return true;
+  bring(page, false);
+  return false;
+}
+
 bool PageCache::discard(PageId page) {
   if (index(page) < writing_.size() && writing_[index(page)]) return false;
   if (table_.newest(page) == 0) return true;
   for (const Tier tier : kTiers) {
     const Copy& copy = table_.copy(page, tier);
-    STRATA_ASSERT(tier != Tier::device || copy.state == CopyState::none);
+    STRATA_ASSERT(tier != Tier::device || copy.state == CopyState::none ||
+                  table_.tier(page) == Tier::device);
     if (copy.state == CopyState::filling || copy.state == CopyState::draining) return false;
     if (copy.pins != 0) return false;
   }
-  const bool in_host = table_.copy(page, Tier::host).state == CopyState::valid;
-  const Placement frame = in_host ? table_.at(page, Tier::host) : Placement{};
+  if (transfers_.lent(page)) transfers_.take_back(page);
+  const bool rests_in_host = table_.tier(page) == Tier::host;
   // What is not the newest copy goes first.
   for (const bool newest : {false, true}) {
     for (const Tier tier : kTiers) {
@@ -314,8 +344,8 @@ bool PageCache::discard(PageId page) {
   // A staging frame is for the next one; a page that rests in host memory keeps its own.
   if (Staged* place = staged(page)) {
     empty(*place);
-  } else if (frame.somewhere()) {
-    table_.begin_fill(page, frame, 0);
+  } else if (rests_in_host) {
+    table_.begin_fill(page, table_.placement(page), 0);
     table_.finish_fill(page, Tier::host);
   }
   return true;

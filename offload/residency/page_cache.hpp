@@ -100,12 +100,21 @@ class PageCache final {
   // nothing of it. REQUIRES: it rests there; Intent::modify.
   Pin open_on_device(PageId page);
   // The page's contents are no longer wanted: it is a zero page again. False: in use, try later.
+  // REQUIRES: the device holds nothing of it, unless it rests there.
   bool discard(PageId page);
-  // Brings nearer that the device has the newest of the page, which rests there.
-  void write_back(PageId page);
+  // Brings nearer that the device has the newest of the page, which rests there. True when anything
+  // was started.
+  bool write_back(PageId page);
 
   // Brings nearer that the slot has the newest of the page, which rests there.
   void write_soon(PageId page);
+
+  // The page's contents are those of a slot that somebody holds: the one where it rests, or else
+  // one that it is lent until they have come from there, which open() brings about. REQUIRES: a
+  // page of zeros; in the first case the slot is acquired for it.
+  void restore(PageId page, SlotId slot, std::uint64_t version);
+  // True once the page has nothing of a slot that it was lent; until then brings that nearer.
+  bool returned(PageId page);
 
   // What moves pages between resting places: see Rearranger.
   // The page rests in host memory from here on. REQUIRES: nothing of it is held anywhere; the pool

@@ -276,10 +276,11 @@ bool Prefetcher::show_planned(UnitId unit) {
 
 // Of a unit that rests on the device: what was written in host memory goes there.
 bool Prefetcher::write_back(UnitId unit) {
+  bool moved = false;
   for (const PageId page : frames_.pages(unit)) {
-    if (!table_.is_current(page, Tier::device)) cache_.write_back(page);
+    if (!table_.is_current(page, Tier::device)) moved |= cache_.write_back(page);
   }
-  return false;
+  return moved;
 }
 
 bool Prefetcher::load_unit(UnitId unit) {

@@ -103,6 +103,25 @@ void Transfers::save(PageId page, SlotId to, Requester requester) {
   start_by_store(transfer);
 }
 
+void Transfers::lend(PageId page, SlotId slot) {
+  STRATA_ASSERT(table_.tier(page) != Tier::ssd && !lent(page));
+  Store& store = *stores_[static_cast<std::size_t>(Tier::ssd)];
+  STRATA_ASSERT(store.held(slot));
+  const bool held = store.hold(slot);
+  STRATA_ASSERT(held);  // a slot that nobody has acquired needs no other one
+  if (lent_.size() < table_.page_count()) lent_.resize(table_.page_count(), false);
+  lent_[index(page)] = true;
+  table_.begin_fill(page, slot, store.contents(slot).value().version);
+  table_.finish_fill(page, Tier::ssd);
+}
+
+void Transfers::take_back(PageId page) {
+  STRATA_ASSERT(lent(page));
+  lent_[index(page)] = false;
+  const Placement slot = table_.drop(page, Tier::ssd, Discard("the slot is somebody else's"));
+  stores_[static_cast<std::size_t>(Tier::ssd)]->unhold(slot.slot());
+}
+
 void Transfers::start_by_store(const Transfer& transfer) {
   const std::uint32_t slot = free_slots_.back();
   free_slots_.pop_back();
@@ -163,6 +182,8 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
       else
         table_.finish_fill(transfer.page, row.to);
     }
+    // It has been read, and needs the slot no longer.
+    if (!error && row.from == Tier::ssd && lent(transfer.page)) take_back(transfer.page);
   }
   note(transfer.link, transfer.requester,
        {.track = row.track,

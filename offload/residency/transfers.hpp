@@ -63,6 +63,8 @@ struct ByteCopy {
 //   2. pages_in_flight_ <= in_flight_max_.
 //   3. A lane's copies are in the order of their tickets.
 //   4. No slot that is held is written: a page whose slot is held gets another one as it moves.
+//   5. A page that is lent a slot rests elsewhere, the slot has its newest contents, and it counts
+//      among those that hold it.
 class Transfers final {
  public:
   Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& device, const Pool& host,
@@ -91,6 +93,13 @@ class Transfers final {
   // Writes the page as host memory has it to a slot of the SSD that is not the page's own.
   // REQUIRES: !full(); host memory holds the newest; the slot is acquired, and not held.
   void save(PageId page, SlotId to, Requester requester);
+  // The page's contents are those of a slot of the SSD that somebody holds, and that is not where
+  // it rests. The page holds it too, until the contents have been read. REQUIRES: no tier holds
+  // anything of the page; it does not rest on the SSD.
+  void lend(PageId page, SlotId slot);
+  bool lent(PageId page) const { return index(page) < lent_.size() && lent_[index(page)]; }
+  // The page is a zero page again. REQUIRES: lent, and not being read.
+  void take_back(PageId page);
   // REQUIRES: the link is one that the copy engine carries.
   CopyTicket copy(Link link, const ByteCopy& what, Requester requester);
   // Bytes that the processor itself has moved over a link: for the counters and the timeline.
@@ -153,6 +162,7 @@ class Transfers final {
   std::array<Store*, kTierCount> stores_{};
   std::vector<Transfer> slots_;  // of what stores carry: its index is the store's tag
   std::vector<std::uint32_t> free_slots_;
+  std::vector<bool> lent_;                                  // by page, as far as any was
   std::array<std::deque<Transfer>, kCopyLaneCount> lanes_;  // by CopyLane
   std::uint32_t pages_in_flight_ = 0;
   std::vector<StoreCompletion> finished_;

@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 
+#include "memory/check.hpp"
 #include "memory/result.hpp"
 
 namespace strata {
@@ -68,6 +69,13 @@ class IoEngine {
   virtual void grew(int file, std::uint64_t file_bytes) {
     (void)file;
     (void)file_bytes;
+  }
+  // The file's number stands for this descriptor from here on. REQUIRES: needs_files(); nothing in
+  // flight.
+  virtual void reattach(int file, int fd) {
+    (void)file;
+    (void)fd;
+    STRATA_ASSERT(!needs_files());
   }
   // Optional: false for an engine that keeps files to itself and ignores descriptors.
   virtual bool needs_files() const { return true; }

@@ -76,7 +76,7 @@ PageFile::PageFile(const std::string& folder, std::uint64_t bytes, Naming naming
 }
 
 PageFile::PageFile(const std::string& folder, const std::string& name, Existing use)
-    : folder_(folder), place_(folder + "/" + name) {
+    : folder_(folder), place_(name.starts_with('/') ? name : folder + "/" + name) {
   const bool writes = use == Existing::to_write;
   if (writes) lock_.emplace(checked(folder));
   bool direct = true;
@@ -194,6 +194,29 @@ void PageFile::preallocate(std::uint64_t from, std::uint64_t to) {
     fail(Fault::no_space, sizes + ", but they could not be claimed", place_, failed);
   }
   if (failed != 0) fail(Fault::io, "the swap file cannot be preallocated", place_, failed);
+}
+
+PageFiles open_page_files(const std::vector<std::string>& folders,
+                          const std::vector<std::string>& names, Existing use) {
+  if (names.empty() || names.size() != folders.size()) refuse("each SSD path has one page file");
+  PageFiles files;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    files.push_back(std::make_unique<PageFile>(folders[i], names[i], use));
+  }
+  return files;
+}
+
+void lengthen(const PageFiles& files, std::uint64_t bytes) {
+  std::vector<std::uint64_t> before;
+  try {
+    for (const auto& file : files) {
+      before.push_back(file->bytes());
+      if (file->bytes() < bytes) file->resize(bytes);
+    }
+  } catch (...) {
+    for (std::size_t i = 0; i + 1 < before.size(); ++i) files[i]->resize(before[i]);
+    throw;
+  }
 }
 
 void make_durable(int fd) {

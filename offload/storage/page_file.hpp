@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -33,8 +34,8 @@ enum class Existing : std::uint8_t { to_write, to_read };
 class PageFile final {
  public:
   PageFile(const std::string& folder, std::uint64_t bytes, Naming naming = Naming::nameless);
-  // Opens a file that is there, `name` being relative to the folder, and leaves it there in the
-  // end. Throws StrataError: busy where another has it to write.
+  // Opens a file that is there, and leaves it there in the end. `name` is relative to the folder,
+  // or absolute, and on its file system. Throws StrataError: busy where another has it to write.
   PageFile(const std::string& folder, const std::string& name, Existing use);
   // Makes it `bytes` long, or as it was: throws StrataError (no_space, io), and changes nothing.
   void resize(std::uint64_t bytes);
@@ -46,6 +47,7 @@ class PageFile final {
   // that a nameless file was given and lost cannot be given again. False: no names can be added.
   [[nodiscard]] bool keep_linkable();
 
+  bool writable() const { return lock_.has_value(); }
   int fd() const { return fd_; }
   std::uint64_t bytes() const { return bytes_; }
   // What errors call it: its path, or "the swap file in <folder>".
@@ -70,6 +72,15 @@ class PageFile final {
   std::uint64_t bytes_ = 0;
   pid_t owner_ = getpid();
 };
+
+// Those of a store, in the order of its paths.
+using PageFiles = std::vector<std::unique_ptr<PageFile>>;
+
+// Opens one that is there in each folder; throws as that does.
+PageFiles open_page_files(const std::vector<std::string>& folders,
+                          const std::vector<std::string>& names, Existing use);
+// Makes those that are shorter `bytes` long: all, or none where this throws.
+void lengthen(const PageFiles& files, std::uint64_t bytes);
 
 // What was written through the descriptor is on the medium when this returns. Takes as long as the
 // disk does. Throws StrataError (io).

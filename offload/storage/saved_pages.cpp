@@ -13,9 +13,9 @@ constexpr std::uint32_t kDepth = 64;
 // Against a ring that was lost on the way.
 constexpr std::chrono::milliseconds kLook{10};
 
-StoreOptions options_of(std::vector<std::string> paths, std::size_t page_bytes) {
+StoreOptions options_of(const SavedFiles& saved, std::size_t page_bytes) {
   StoreOptions options;
-  options.paths = std::move(paths);
+  for (const auto& file : saved.files) options.paths.push_back(file->place());
   options.slot_bytes = page_bytes;
   options.slot_count = 1;
   options.in_flight_max = kDepth;
@@ -30,10 +30,9 @@ std::unique_ptr<IoEngine> engine_of(const std::string& name, Doorbell* bell) {
 
 }  // namespace
 
-SavedPages::SavedPages(std::vector<std::string> paths, const SavedFiles& saved,
-                       std::size_t page_bytes, const std::string& io_engine)
+SavedPages::SavedPages(SavedFiles saved, std::size_t page_bytes, const std::string& io_engine)
     : page_bytes_(page_bytes),
-      store_(options_of(std::move(paths), page_bytes), engine_of(io_engine, &bell_), saved,
+      store_(options_of(saved, page_bytes), engine_of(io_engine, &bell_), std::move(saved),
              &bell_) {}
 
 void SavedPages::read(std::span<const SlotId> slots, std::byte* to) {

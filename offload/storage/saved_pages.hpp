@@ -3,15 +3,14 @@
 //
 // Threads: one caller at a time.
 //
-//   SavedPages pages({"/mnt/nvme"}, {.names = {"links/a.pages"}, .slots = slots}, 4 * kMiB,
-//   "auto"); pages.read(slots_of_a_chunk, buffer);                 // throws StrataError: corrupt,
-//   io
+//   PageFiles files = open_page_files({"/mnt/nvme"}, {"links/a.pages"}, Existing::to_read);
+//   SavedPages pages({std::move(files), slots}, 4 * kMiB, "auto");
+//   pages.read(slots_of_a_chunk, buffer);                 // throws StrataError: corrupt, io
 #pragma once
 
 #include <cstddef>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "memory/doorbell.hpp"
 #include "offload/storage/store.hpp"
@@ -20,9 +19,8 @@ namespace strata {
 
 class SavedPages final {
  public:
-  // Throws StrataError where a file cannot be opened, or is too short for the slots.
-  SavedPages(std::vector<std::string> paths, const SavedFiles& saved, std::size_t page_bytes,
-             const std::string& io_engine);
+  // Throws StrataError where a file is too short for the slots.
+  SavedPages(SavedFiles saved, std::size_t page_bytes, const std::string& io_engine);
 
   std::size_t page_bytes() const { return page_bytes_; }
   // The pages, one behind the other. `to` is aligned to 4096.

@@ -25,11 +25,11 @@ int hash_threads_here() {
 Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, Doorbell* bell)
     : Store(options, std::move(engine), nullptr, bell) {}
 
-Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles& saved,
+Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, SavedFiles&& saved,
              Doorbell* bell)
     : Store(options, std::move(engine), &saved, bell) {}
 
-Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles* saved,
+Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, SavedFiles* saved,
              Doorbell* bell)
     : options_(options),
       transfers_(options.in_flight_max),
@@ -46,7 +46,14 @@ Store::Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, cons
   STRATA_ASSERT(options.in_flight_max > 0);
   if (options.slot_count == 0) refuse("a store on SSD needs room for at least one page");
   // First: a budget beyond the disk is refused before memory is taken for its slots.
-  saved == nullptr ? make_files() : open_files(*saved);
+  if (saved == nullptr) {
+    make_files();
+  } else {
+    STRATA_ASSERT(engine_->needs_files() && saved->files.size() == options_.paths.size());
+    options_.slot_count = fit_slots(*saved, options_.slot_bytes, options_.slot_count);
+    files_ = std::move(saved->files);
+    attach_files(stripe_bytes(options_.slot_count));
+  }
   add_slots(options_.slot_count);
   if (saved != nullptr) take_contents(*saved);
   for (std::uint32_t i = options.in_flight_max; i-- > 0;) idle_.push_back(i);
@@ -106,6 +113,15 @@ void Store::keep(SlotId slot) {
   of.acquired = false;
   --acquired_;
   of.holders = 1;
+}
+
+void Store::share(SlotId slot) {
+  Slot& of = at(slot);
+  STRATA_ASSERT(of.holders != 0 && !of.acquired);
+  STRATA_ASSERT(spare_slots() != 0);
+  of.acquired = true;
+  ++acquired_;
+  ++both_;
 }
 
 std::optional<SlotContents> Store::contents(SlotId slot) const {

@@ -61,17 +61,21 @@ struct SlotContents {
   std::uint64_t checksum = 0;
 };
 
-// Files of another session, one for each path, with what some of their slots hold.
+// Files of another session, with what some of their slots hold.
 struct SavedFiles {
   struct Slot {
     SlotId slot = kNoSlot;
     SlotContents contents = {};
     std::uint32_t holders = 1;
   };
-  std::vector<std::string> names;  // by path: of the file, relative to it
-  std::vector<Slot> slots;         // none twice
-  Existing use = Existing::to_read;
+  PageFiles files;
+  std::vector<Slot> slots;  // none twice
 };
+
+// Slots that the files have, those of the shortest one; at least so many where they may be written,
+// for they grow. Throws StrataError (config, no_space, io), and changes nothing, also where a saved
+// slot lies beyond their end.
+std::uint32_t fit_slots(const SavedFiles& saved, std::size_t slot_bytes, std::uint32_t slots);
 
 struct StoreCounters {
   std::uint64_t read_bytes = 0;
@@ -97,10 +101,10 @@ class Store final {
   // Throws StrataError (config, no_space, io) before any byte is written.
   // REQUIRES: bell outlives this, or there are no hash threads (then it may be null).
   Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, Doorbell* bell = nullptr);
-  // Over files that are there, whose other slots are free. With Existing::to_write they grow to
-  // `slot_count` slots where they have fewer; with to_read nothing may be acquired or written.
-  // Throws as above, and (busy) where another session has a file to write.
-  Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles& saved,
+  // Over files that are there, one for each path, whose other slots are free. It has as many slots
+  // as fit_slots() says; in files that are only read nothing may be acquired or written. Throws as
+  // that does.
+  Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, SavedFiles&& saved,
         Doorbell* bell = nullptr);
   // Waits for what is in flight, then removes its files: the order of the members does both.
   ~Store() = default;
@@ -115,6 +119,9 @@ class Store final {
   void unhold(SlotId slot);
   // Whoever has acquired the slot gives it up, and holds it. REQUIRES: sealed, acquired, not held.
   void keep(SlotId slot);
+  // The caller has acquired the slot, as well as those who hold it. REQUIRES: held, not acquired;
+  // spare_slots() != 0.
+  void share(SlotId slot);
   bool held(SlotId slot) const { return look(slot).holders != 0; }
   // Of a slot that can be read; nullopt: nothing can be read there.
   std::optional<SlotContents> contents(SlotId slot) const;
@@ -126,6 +133,9 @@ class Store final {
   // So many slots more, in longer files. Throws StrataError (no_space, io), and changes nothing,
   // where they do not fit. REQUIRES: nothing in flight.
   void extend(std::uint32_t slot_count);
+  // Goes on with these files in the place of its own, which are gone. REQUIRES: nothing in flight;
+  // no slot is acquired or held; as many files, opened to write, that fit_slots() has seen.
+  void change_files(SavedFiles saved);
 
   // Nothing moves before the next turn(). False: in_flight_max requests are under way.
   // `buffer` holds slot_bytes, aligned to 4096, and must not change until the completion. A read
@@ -190,10 +200,9 @@ class Store final {
     std::uint32_t transfer = 0;
   };
 
-  Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, const SavedFiles* saved,
+  Store(const StoreOptions& options, std::unique_ptr<IoEngine> engine, SavedFiles* saved,
         Doorbell* bell);
   void make_files();
-  void open_files(const SavedFiles& saved);
   void attach_files(std::uint64_t bytes);
   void take_contents(const SavedFiles& saved);
   void add_slots(std::uint32_t count);
@@ -227,11 +236,11 @@ class Store final {
   std::uint32_t acquired_ = 0;
   std::uint32_t both_ = 0;  // acquired and held
   std::vector<Transfer> transfers_;
-  std::vector<std::uint32_t> idle_;               // indices into transfers_
-  std::deque<std::uint32_t> unhashed_;            // likewise: to be hashed, in order
-  std::deque<std::uint32_t> waiting_;             // likewise: to be submitted, in order
-  std::vector<std::unique_ptr<PageFile>> files_;  // one for each stripe, or none at all
-  std::vector<int> numbers_;                      // of the stripes, as the engine knows them
+  std::vector<std::uint32_t> idle_;     // indices into transfers_
+  std::deque<std::uint32_t> unhashed_;  // likewise: to be hashed, in order
+  std::deque<std::uint32_t> waiting_;   // likewise: to be submitted, in order
+  PageFiles files_;                     // one for each stripe, or none at all
+  std::vector<int> numbers_;            // of the stripes, as the engine knows them
   Crew<HashJob, HashDone> hashes_;
   // Last, so that it is destroyed first: files close once nothing is in flight any more.
   std::unique_ptr<IoEngine> engine_;

@@ -10,6 +10,26 @@
 
 namespace strata {
 
+std::uint32_t fit_slots(const SavedFiles& saved, std::size_t slot_bytes, std::uint32_t slots) {
+  const std::size_t stripes = saved.files.size();
+  STRATA_ASSERT(stripes != 0);
+  const auto slots_there = [&] {
+    std::uint64_t rows = UINT64_MAX;
+    for (const auto& file : saved.files) rows = std::min(rows, file->bytes() / slot_bytes);
+    return rows * stripes;
+  };
+  const std::uint32_t grown = saved.files.front()->writable() ? slots : 0;
+  if (std::max<std::uint64_t>(slots_there(), grown) >= index(kNoSlot)) {
+    refuse("these files have more slots than there are numbers");
+  }
+  for (const SavedFiles::Slot& kept : saved.slots) {
+    if (index(kept.slot) < slots_there()) continue;
+    refuse("slot " + std::to_string(index(kept.slot)) + " lies beyond the end of the files");
+  }
+  lengthen(saved.files, ceil_div(grown, stripes) * slot_bytes);
+  return static_cast<std::uint32_t>(slots_there());
+}
+
 void Store::make_files() {
   if (engine_->needs_files() && options_.paths.empty()) refuse("a store on SSD needs a path");
   for (auto path = options_.paths.begin(); path != options_.paths.end(); ++path) {
@@ -21,29 +41,6 @@ void Store::make_files() {
     for (const std::string& path : options_.paths) {
       files_.push_back(std::make_unique<PageFile>(path, bytes, options_.naming));
     }
-  }
-  attach_files(bytes);
-}
-
-// As many slots as the shortest file has, or as were asked for.
-void Store::open_files(const SavedFiles& saved) {
-  STRATA_ASSERT(engine_->needs_files());
-  if (saved.names.empty() || saved.names.size() != options_.paths.size()) {
-    refuse("each SSD path has one file");
-  }
-  std::uint64_t rows = UINT64_MAX;
-  for (std::size_t i = 0; i < saved.names.size(); ++i) {
-    files_.push_back(std::make_unique<PageFile>(options_.paths[i], saved.names[i], saved.use));
-    rows = std::min(rows, files_.back()->bytes() / options_.slot_bytes);
-  }
-  const std::uint64_t there = rows * files_.size();
-  if (there >= index(kNoSlot)) refuse("these files have more slots than there are numbers");
-  if (saved.use == Existing::to_read || there > options_.slot_count) {
-    options_.slot_count = static_cast<std::uint32_t>(there);
-  }
-  const std::uint64_t bytes = stripe_bytes(options_.slot_count);
-  for (const auto& file : files_) {
-    if (file->bytes() < bytes) file->resize(bytes);
   }
   attach_files(bytes);
 }
@@ -60,9 +57,6 @@ void Store::attach_files(std::uint64_t bytes) {
 
 void Store::take_contents(const SavedFiles& saved) {
   for (const SavedFiles::Slot& kept : saved.slots) {
-    if (index(kept.slot) >= slots_.size()) {
-      refuse("slot " + std::to_string(index(kept.slot)) + " lies beyond the end of the files");
-    }
     Slot& slot = at(kept.slot);
     STRATA_ASSERT(slot.holders == 0 && kept.holders != 0);
     slot.sealed = true;
@@ -70,8 +64,25 @@ void Store::take_contents(const SavedFiles& saved) {
     slot.version = kept.contents.version;
     slot.checksum = kept.contents.checksum;
   }
-  std::erase_if(free_slots_,
-                [&](SlotId slot) { return held(slot) || saved.use == Existing::to_read; });
+  const bool only_read = !files_.front()->writable();
+  std::erase_if(free_slots_, [&](SlotId slot) { return only_read || held(slot); });
+}
+
+void Store::change_files(SavedFiles saved) {
+  STRATA_ASSERT(in_flight() == 0 && acquired_ == 0 && free_slots_.size() == slots_.size());
+  STRATA_ASSERT(saved.files.size() == numbers_.size());
+  // 1. The engine knows them, and not those that go.
+  options_.slot_count = fit_slots(saved, options_.slot_bytes, 1);
+  files_.swap(saved.files);
+  for (std::size_t i = 0; i < numbers_.size(); ++i) {
+    engine_->reattach(numbers_[i], files_[i]->fd());
+    engine_->grew(numbers_[i], stripe_bytes(options_.slot_count));
+  }
+  // 2. Their slots.
+  slots_.clear();
+  free_slots_.clear();
+  add_slots(options_.slot_count);
+  take_contents(saved);
 }
 
 std::vector<int> Store::duplicate_files() const {
@@ -101,15 +112,8 @@ void Store::add_slots(std::uint32_t count) {
 
 void Store::extend(std::uint32_t count) {
   STRATA_ASSERT(in_flight() == 0);
-  const std::uint64_t before = stripe_bytes(slots_.size());
   const std::uint64_t after = stripe_bytes(slots_.size() + count);
-  std::size_t longer = 0;
-  try {
-    for (; longer < files_.size(); ++longer) files_[longer]->resize(after);
-  } catch (...) {
-    while (longer-- > 0) files_[longer]->resize(before);  // all of them or none
-    throw;
-  }
+  lengthen(files_, after);
   for (const int number : numbers_) engine_->grew(number, after);
   add_slots(count);
 }

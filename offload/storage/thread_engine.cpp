@@ -47,6 +47,7 @@ class ThreadEngine final : public IoEngine {
     files_.push_back(fd);
     return static_cast<int>(files_.size()) - 1;
   }
+  void reattach(int file, int fd) override { files_.at(static_cast<std::size_t>(file)) = fd; }
 
   [[nodiscard]] bool submit(const IoRequest& request) override {
     STRATA_ASSERT(request.file >= 0 && static_cast<std::size_t>(request.file) < files_.size());

@@ -83,16 +83,14 @@ class UringEngine final : public IoEngine {
 
   const char* name() const override { return "io_uring"; }
   int attach(int fd, std::uint64_t) override {
-    const auto file = static_cast<unsigned>(files_.size());
     files_.push_back(fd);
-    if (!files_registered_) return static_cast<int>(file);
-    const bool fits = file < kRegisteredFilesMax;
-    if (!fits || io_uring_register_files_update(&ring_, file, &fd, 1) != 1) {
-      STRATA_ASSERT(in_flight_ == 0);
-      io_uring_unregister_files(&ring_);
-      files_registered_ = false;
-    }
-    return static_cast<int>(file);
+    register_file(static_cast<unsigned>(files_.size()) - 1);
+    return static_cast<int>(files_.size()) - 1;
+  }
+
+  void reattach(int file, int fd) override {
+    files_.at(static_cast<std::size_t>(file)) = fd;
+    register_file(static_cast<unsigned>(file));
   }
 
   [[nodiscard]] bool submit(const IoRequest& request) override {
@@ -155,6 +153,16 @@ class UringEngine final : public IoEngine {
   }
 
  private:
+  // The ring has it in the place of what it had by this number.
+  void register_file(unsigned file) {
+    STRATA_ASSERT(in_flight_ == 0);
+    if (!files_registered_) return;
+    const bool fits = file < kRegisteredFilesMax;
+    if (fits && io_uring_register_files_update(&ring_, file, &files_[file], 1) == 1) return;
+    io_uring_unregister_files(&ring_);
+    files_registered_ = false;
+  }
+
   int register_slices() {
     return io_uring_register_buffers(&ring_, slices_.data(), static_cast<unsigned>(slices_.size()));
   }

@@ -93,6 +93,23 @@ class IoEngineTest : public ::testing::TestWithParam<std::string> {
   std::unique_ptr<IoEngine> engine_;
 };
 
+TEST_P(IoEngineTest, ANumberMayStandForAnotherFile) {
+  if (!engine_->needs_files()) GTEST_SKIP() << "it has no descriptors";
+  const int file = make_file(kBlock), other = make_file(kBlock);
+  AlignedBuffer buffer(kBlock);
+  for (const int to : {file, other}) {
+    buffer.fill(static_cast<std::uint64_t>(to) + 1);
+    ASSERT_EQ(move(IoOp::write, to, 0, buffer), kBlock);
+  }
+  engine_->reattach(file, descriptors_[1]);
+  ASSERT_EQ(move(IoOp::read, file, 0, buffer), kBlock);
+  AlignedBuffer expected(kBlock);
+  expected.fill(static_cast<std::uint64_t>(other) + 1);
+  EXPECT_TRUE(std::equal(buffer.data(), buffer.data() + kBlock, expected.data()));
+  engine_->reattach(file, descriptors_[0]);
+  ASSERT_EQ(move(IoOp::write, file, 0, expected), kBlock);
+}
+
 TEST_P(IoEngineTest, BytesComeBackWhateverTheOrder) {
   const int file = make_file(kDepth * kBlock);
   std::vector<AlignedBuffer> written;

@@ -141,7 +141,12 @@ TEST(HeldSlots, AreNeverOverwritten) {
 // What of a run is on the disk, with the links by which it is found again.
 struct Left {
   StoreOptions options;
-  SavedFiles saved;
+  std::vector<std::string> names = {};
+  std::vector<SavedFiles::Slot> slots = {};
+
+  SavedFiles open(Existing use) const {
+    return {.files = open_page_files(options.paths, names, use), .slots = slots};
+  }
 };
 
 std::string link_folder(const std::string& path) {
@@ -150,7 +155,7 @@ std::string link_folder(const std::string& path) {
 
 // Links the files of the store, and names what of it is kept.
 Left leave(Store& store, const StoreOptions& options, const std::vector<SlotId>& slots) {
-  Left left{options, {}};
+  Left left{options};
   EXPECT_TRUE(store.keep_linkable());
   const std::vector<int> files = store.duplicate_files();
   for (std::size_t i = 0; i < files.size(); ++i) {
@@ -158,10 +163,10 @@ Left leave(Store& store, const StoreOptions& options, const std::vector<SlotId>&
     make_durable(files[i]);
     EXPECT_TRUE(link_file(files[i], link_folder(options.paths[i]) + "/kept"));
     close(files[i]);
-    left.saved.names.emplace_back("links/kept");
+    left.names.emplace_back("links/kept");
   }
   for (const SlotId slot : slots) {
-    left.saved.slots.push_back({.slot = slot, .contents = store.contents(slot).value()});
+    left.slots.push_back({.slot = slot, .contents = store.contents(slot).value()});
   }
   return left;
 }
@@ -190,7 +195,7 @@ class LinkedFiles : public ::testing::TestWithParam<Naming> {
   }
   void expect_contents(Store& store, const Left& left) {
     AlignedBuffer expected(kSlot);
-    for (const SavedFiles::Slot& kept : left.saved.slots) {
+    for (const SavedFiles::Slot& kept : left.slots) {
       EXPECT_EQ(text_of(read(store, kept.slot, page_, kept.contents.version)), "(no error)");
       expected.fill(kept.contents.version);
       EXPECT_TRUE(std::equal(page_.data(), page_.data() + kSlot, expected.data()));
@@ -208,10 +213,9 @@ TEST_P(LinkedFiles, OutliveTheirSessionAndAreTakenOver) {
   for (const std::string& path : paths_) {
     EXPECT_EQ(std::distance(fs::directory_iterator(path), {}), 1) << "more than the links is left";
   }
-  left.saved.use = Existing::to_write;
   left.options.slot_count = 12;  // more than there were
   {
-    Store store(left.options, engine_named("threads"), left.saved);
+    Store store(left.options, engine_named("threads"), left.open(Existing::to_write));
     EXPECT_EQ(store.free_slots(), 7U);
     while (const auto slot = store.acquire()) {
       page_.fill(100 + index(*slot));
@@ -219,24 +223,66 @@ TEST_P(LinkedFiles, OutliveTheirSessionAndAreTakenOver) {
     }
     expect_contents(store, left);
   }
-  left.saved.use = Existing::to_read;
-  Store store(left.options, engine_named("threads"), left.saved);
+  Store store(left.options, engine_named("threads"), left.open(Existing::to_read));
   EXPECT_EQ(store.acquire(), std::nullopt);
   expect_contents(store, left);
 }
 
+// A session that has files of its own goes on with those of another.
+TEST_P(LinkedFiles, TakeThePlaceOfASessionsOwn) {
+  const Left left = ended();
+  {
+    Store store(options_for(paths_, 4), engine_named("threads"));
+    const SlotId slot = store.acquire().value();
+    page_.fill(50);
+    EXPECT_FALSE(write(store, slot, page_, 50));
+    store.release(slot);
+    SavedFiles saved = left.open(Existing::to_write);
+    EXPECT_EQ(fit_slots(saved, kSlot, 12), 12U) << "they grow";
+    store.change_files(std::move(saved));
+    EXPECT_EQ(store.slot_count(), 12U);
+    EXPECT_EQ(store.free_slots(), 7U);
+    expect_contents(store, left);
+    store.share(left.slots[0].slot);
+    EXPECT_EQ(store.spare_slots(), 6U) << "one is for the next write of what rests there";
+    while (store.spare_slots() != 0) {
+      const SlotId fresh = store.acquire().value();
+      page_.fill(100 + index(fresh));
+      EXPECT_FALSE(write(store, fresh, page_, 100));
+    }
+    store.extend(4);
+    EXPECT_EQ(store.slot_count(), 16U);
+    EXPECT_TRUE(store.keep_linkable());
+    expect_contents(store, left);
+    std::uint64_t open = 0;
+    for (const std::string& path : paths_) open += swap_files(path).size();
+    EXPECT_EQ(open, paths_.size()) << "the files that it had are gone";
+  }
+  Store reader(left.options, engine_named("threads"), left.open(Existing::to_read));
+  expect_contents(reader, left);
+}
+
+TEST_P(LinkedFiles, AreMadeLongerAllOrNone) {
+  const Left left = ended();
+  const SavedFiles saved = left.open(Existing::to_write);
+  const std::uint64_t before = saved.files[0]->bytes();
+  EXPECT_THROW(fit_slots(saved, kSlot, 1U << 31), StrataError) << "no disk has so much";
+  for (const auto& file : saved.files) {
+    EXPECT_EQ(file->bytes(), before);
+    EXPECT_EQ(fs::file_size("/proc/self/fd/" + std::to_string(file->fd())), before);
+  }
+}
+
 TEST_P(LinkedFiles, HaveOneWriterAndAnyReaders) {
   Left left = ended();
-  left.saved.use = Existing::to_write;
-  Store writer(left.options, engine_named("threads"), left.saved);
+  Store writer(left.options, engine_named("threads"), left.open(Existing::to_write));
   try {
-    Store second(left.options, engine_named("threads"), left.saved);
+    Store second(left.options, engine_named("threads"), left.open(Existing::to_write));
     ADD_FAILURE() << "two sessions write to one file";
   } catch (const StrataError& error) {
     EXPECT_EQ(error.error().fault, Fault::busy) << error.what();
   }
-  left.saved.use = Existing::to_read;
-  Store reader(left.options, engine_named("threads"), left.saved);
+  Store reader(left.options, engine_named("threads"), left.open(Existing::to_read));
   expect_contents(reader, left);
 }
 
@@ -254,9 +300,9 @@ TEST_P(LinkedFiles, ThatWereDamagedAreNoticed) {
     file.seekp(kSlot + 17);  // the second slot of the first stripe
     file.put('\x55');
   }
-  Store store(left.options, engine_named("threads"), left.saved);
+  Store store(left.options, engine_named("threads"), left.open(Existing::to_read));
   int damaged = 0;
-  for (const SavedFiles::Slot& kept : left.saved.slots) {
+  for (const SavedFiles::Slot& kept : left.slots) {
     const auto error = read(store, kept.slot, page_, kept.contents.version);
     if (!error) continue;
     ++damaged;
@@ -268,12 +314,14 @@ TEST_P(LinkedFiles, ThatWereDamagedAreNoticed) {
 
 TEST_P(LinkedFiles, AreNoSymbolicLinksNorTooShort) {
   Left left = ended();
-  left.saved.slots.push_back({.slot = SlotId{1'000'000}});
-  EXPECT_THROW(Store(left.options, engine_named("threads"), left.saved), StrataError);
-  left.saved.slots.pop_back();
+  left.slots.push_back({.slot = SlotId{1'000'000}});
+  EXPECT_THROW(Store(left.options, engine_named("threads"), left.open(Existing::to_read)),
+               StrataError);
+  left.slots.pop_back();
   fs::rename(link_folder(paths_[0]) + "/kept", paths_[0] + "/other");
   fs::create_symlink(paths_[0] + "/other", link_folder(paths_[0]) + "/kept");
-  EXPECT_THROW(Store(left.options, engine_named("threads"), left.saved), StrataError);
+  EXPECT_THROW(Store(left.options, engine_named("threads"), left.open(Existing::to_read)),
+               StrataError);
 }
 
 // A process that rewrites pages, holding what it had told us of, is killed at any moment.
@@ -304,19 +352,18 @@ TEST_P(LinkedFiles, KeepWhatWasHeldWhenTheirProcessIsKilled) {
       }
     }
   }
-  Left left{options_, {}};
-  left.saved.names = {"links/kept", "links/kept"};
+  Left left{options_};
+  left.names = {"links/kept", "links/kept"};
   for (int i = 0; i < 3; ++i) {
     Told told{};
     ASSERT_EQ(::read(pipe_ends[0], &told, sizeof told), static_cast<ssize_t>(sizeof told));
-    left.saved.slots.push_back({.slot = SlotId{told.slot}, .contents = told.contents});
+    left.slots.push_back({.slot = SlotId{told.slot}, .contents = told.contents});
   }
   usleep(20'000);
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   for (const int end : pipe_ends) close(end);
-  left.saved.use = Existing::to_write;
-  Store store(left.options, engine_named("threads"), left.saved);
+  Store store(left.options, engine_named("threads"), left.open(Existing::to_write));
   expect_contents(store, left);
   for (const std::string& path : paths_) {
     EXPECT_EQ(std::distance(fs::directory_iterator(path), {}), 2)

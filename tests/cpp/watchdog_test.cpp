@@ -30,6 +30,7 @@ class HeldEngine final : public IoEngine {
   const char* name() const override { return "held"; }
   int attach(int fd, std::uint64_t bytes) override { return inner_->attach(fd, bytes); }
   void grew(int file, std::uint64_t bytes) override { inner_->grew(file, bytes); }
+  void reattach(int file, int fd) override { inner_->reattach(file, fd); }
   [[nodiscard]] bool submit(const IoRequest& request) override { return inner_->submit(request); }
   void flush() override { inner_->flush(); }
   std::size_t reap(std::span<IoCompletion> out) override { return holds_ ? 0 : inner_->reap(out); }

@@ -188,7 +188,7 @@ def test_damage_is_noticed_before_a_page_is_used(tmp_path: Path, disk: Path) -> 
     with open(link, "r+b") as file:
         file.seek(slot * manifest["page_bytes"] + 5)
         file.write(b"\x99")
-    again = Case(drive(tmp_path, "other"), SSD, llama())
+    again = Case(drive(tmp_path, "other"), SSD, llama(), page_size="128KiB")
     with pytest.raises(strata.StrataError, match="checksum"):
         strata.load(again.model, tmp_path / "run")
     with pytest.raises(RuntimeError, match="half-way"):

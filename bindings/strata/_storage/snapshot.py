@@ -52,7 +52,7 @@ from .snapshot_files import (
     snapshots_of,
     step_folder,
 )
-from .stored import persistent_buffers, stored_tensors
+from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 TENSOR_KEY = "strata.tensor"
 
@@ -178,6 +178,14 @@ class Taker:
             with contextlib.suppress(Exception):
                 self._last.wait()
 
+    def number_of(self, folder: Path) -> int | None:
+        """The core's, of a snapshot that is complete; None: it has none of that folder."""
+        return self._ids.get(folder)
+
+    def take_over(self, numbers: dict[Path, int]) -> None:
+        """Snapshots of an earlier run in the session's files: their slots go with them."""
+        self._ids |= numbers
+
     def take(
         self, state: Wrapped, series: Path, keep: int, beside: int, extra: dict[str, Any]
     ) -> SnapshotHandle:
@@ -283,21 +291,26 @@ def _context(state: Wrapped, extra: dict[str, Any]) -> _Context:
         "time": time.time_ns(),
         "moment_dtype": state.config["moment_dtype"],
         "params": layout["params"],
-        "parts": _parts(state),
+        "parts": parts_of(state),
         "buffers": layout["buffers"],
         "groups": plain_groups(state),
         "rng": rng.capture(),
         "extra": _taken_out(extra, tensors),
     }
     for tensor, entry in zip(stored_tensors(state.model), manifest["params"], strict=True):
-        group = state.config["groups"][state.config["params"][tensor.parts[0]]["group"]]
-        entry |= {"step": 0, "rule": group["rule"] if moments_of(group) else "sgd"}
+        entry |= {"step": 0, "rule": rule_of(state, tensor)}
     json.dumps(manifest)  # raises now, and not on the thread
     values = [value.detach().to("cpu", copy=True) for value in buffers.values()]
     return _Context(manifest, values, tensors)
 
 
-def _parts(state: Wrapped) -> list[list[int]]:
+def rule_of(state: Wrapped, tensor: StoredTensor) -> str:
+    """Whose moments are kept of the tensor."""
+    group = state.config["groups"][state.config["params"][tensor.parts[0]]["group"]]
+    return group["rule"] if moments_of(group) else "sgd"
+
+
+def parts_of(state: Wrapped) -> list[list[int]]:
     """By parameter: its tensor, and its first element there."""
     parts: list[list[int]] = [[] for _ in state.config["params"]]
     for place, tensor in enumerate(stored_tensors(state.model)):

@@ -301,6 +301,13 @@ def _owner(path: Path) -> dict[str, Any] | None:
     return owner if all(isinstance(owner.get(k), t) for k, t in kinds.items()) else None
 
 
+def link_owner(drive: Path, identity: str) -> Path | None:
+    """The folder of the snapshot that has links on the drive; None: nobody says, or it is not
+    complete."""
+    owner = _owner(_owner_path(drive, identity))
+    return None if owner is None or owner["pending"] else Path(owner["folder"])
+
+
 def _id_at(folder: Path) -> str | None:
     try:
         found = read_manifest(folder).get("id")

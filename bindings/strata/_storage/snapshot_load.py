@@ -9,6 +9,7 @@ manifest is held against it, and against the model, before anything is changed.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
 from .snapshot import TENSOR_KEY
+from .snapshot_adopt import adopt
 from .snapshot_files import FORMAT, ROLES, check_drives, is_snapshot, pages_of, snapshots_of
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 
@@ -39,6 +41,9 @@ ALIGNMENT = 4096
 MOMENT_BLOCK = 64  # elements that share a scale
 RULES = ("adamw", "adam", "sgd", "lion", "adagrad", "foreign")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}
+
+
+log = logging.getLogger("strata")
 
 
 def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -76,7 +81,13 @@ def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> d
         state.hooks.reset()
         state.half_loaded = True
         state.forget_step()
-        source.restore(state, meter)
+        why = adopt(state, manifest, folder, source.scales)
+        if why:
+            log.info("%s is read and written page by page: %s", folder, why)
+            source.restore(state, meter)
+        else:
+            log.info("the pages of %s are read when they are needed", folder)
+            meter.add(source.bytes)
         for tensor, entry in zip(source.tensors, manifest["params"], strict=True):
             for place in tensor.parts:
                 state.session.set_param_step(place, entry["step"])
@@ -127,6 +138,11 @@ class _Source:
         except (StrataError, TypeError, ValueError) as error:
             raise CheckpointError(f"the pages of {folder} cannot be read: {error}") from error
         self._values = torch.empty(self._page_bytes, dtype=torch.float32)
+
+    @property
+    def scales(self) -> bytes:
+        """Of all moments in 8 bits."""
+        return self._scales.numpy().tobytes()
 
     def _fail(self, why: str) -> None:
         raise CheckpointError(f"{self._where} is a damaged snapshot: {why}")

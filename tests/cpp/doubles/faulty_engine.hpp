@@ -81,6 +81,7 @@ class FaultyEngine final : public IoEngine {
   const char* name() const override { return "faulty"; }
   int attach(int fd, std::uint64_t file_bytes) override;
   void grew(int file, std::uint64_t file_bytes) override;
+  void reattach(int file, int fd) override { inner_->reattach(file, fd); }
   [[nodiscard]] bool submit(const IoRequest& request) override;
   void flush() override;
   std::size_t reap(std::span<IoCompletion> out) override;

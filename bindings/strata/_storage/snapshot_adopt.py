@@ -1,0 +1,156 @@
+"""Going on from a snapshot where it lies: its page files become the session's own, and each page is
+read, and verified, when it is first used.
+
+    why = adopt(state, manifest, folder, scales)     # "": done; else nothing has changed: read it
+
+That is possible on the file system of the snapshot, with the same pages: their size, what lies in
+them, and the form of moments. What other snapshots have in the same files stays as it is: all of
+them are found by their links, or the files are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .._core import PageFiles
+from .._errors import StrataError
+from .._runtime.wrapped import Wrapped
+from .checkpoint_files import CheckpointError, read_manifest
+from .snapshot import Taker, parts_of, rule_of
+from .snapshot_files import LINKS, ROLES, link_owner, page_paths, pages_of
+from .stored import stored_tensors
+
+Slot = tuple[int, int, int]  # with version and checksum
+
+
+class _RefusedError(Exception):
+    """The snapshot has to be read; the message says why."""
+
+
+def adopt(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: bytes) -> str:
+    """Makes the snapshot's pages the session's, without reading them. Returns why that is not
+    possible; then nothing has changed. REQUIRES: the manifest fits the model; no half step."""
+    folder = Path(os.path.realpath(folder))  # as links and snapshots are told of
+    try:
+        if not _go_back(state, manifest, folder):
+            _compare(state, manifest)
+            _take_files(state, manifest, folder, scales)
+    except (_RefusedError, StrataError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _go_back(state: Wrapped, manifest: dict[str, Any], folder: Path) -> bool:
+    """To a snapshot that this run took, whose slots it still holds. False: it is none."""
+    if state.snapshots is None:
+        return False
+    state.snapshots.finish()
+    number = state.snapshots.number_of(folder)
+    if number is None:
+        return False
+    held = state.session.snapshot(number)
+    if [_form(c, True) for c in held["chunks"]] != [_form(c, True) for c in manifest["chunks"]]:
+        return False  # another run has replaced the folder
+    state.session.go_back(number)
+    return True
+
+
+def _compare(state: Wrapped, manifest: dict[str, Any]) -> None:
+    """Raises _RefusedError where pages are others than the session's."""
+    ours = state.session.page_layout()
+    if ours["page_bytes"] != manifest["page_bytes"]:
+        raise _RefusedError("its pages have another size")
+    if state.config["moment_dtype"] != manifest["moment_dtype"]:
+        raise _RefusedError("its moments have another form")
+    for tensor, entry in zip(stored_tensors(state.model), manifest["params"], strict=True):
+        if entry["trainable"] and entry["rule"] != rule_of(state, tensor):
+            raise _RefusedError(f"the moments of {entry['name']} are of another optimizer")
+    same = [_form(c) for c in ours["chunks"]] == [_form(c) for c in manifest["chunks"]]
+    if not same or manifest["parts"] != parts_of(state):
+        raise _RefusedError("its pages hold other elements")
+
+
+def _form(chunk: dict[str, Any], pages: bool = False) -> list[Any]:
+    """What lies where in a chunk, and in which slots."""
+    form = [[list(run) for run in chunk["runs"]], list(chunk["scales"])]
+    for role in ROLES:
+        per_page, begin, found = chunk[role] or (0, 0, [])
+        slots = [page and list(page) for page in found] if pages else len(found)
+        form.append([per_page, begin, slots])
+    return form
+
+
+def _take_files(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: bytes) -> None:
+    """Raises _RefusedError, StrataError, and has changed nothing."""
+    drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
+    if not all(drive["folder"] for drive in manifest["drives"]):
+        raise _RefusedError("its pages are copies")
+    paths = page_paths(manifest, folder)
+    if len(paths) != len(drives):
+        raise _RefusedError(f"it lies on {len(paths)} drives, and ssd_path= names {len(drives)}")
+    for path, drive in zip(paths, drives, strict=True):
+        if os.stat(path).st_dev != os.stat(drive).st_dev:
+            raise _RefusedError(f"{path} is on another file system than {drive}")
+    files = PageFiles(drives, paths)  # nobody else writes to them, or links them, from here on
+    taker = state.snapshots or Taker(state)  # which removes what killed processes left
+    places = {*drives, *(os.path.realpath(d["folder"]) for d in manifest["drives"])}
+    holders = _holders(files, manifest, sorted(places))
+    if folder not in holders:
+        raise _RefusedError("its links belong to another folder")
+    roles = [chunk[role] for chunk in manifest["chunks"] for role in ROLES]
+    slots = [page and page[0] for role in roles if role for page in role[2]]
+    numbers = state.session.resume(files, list(holders.values()), slots, scales)
+    taker.take_over(dict(zip(holders, numbers, strict=True)))
+    state.snapshots = taker
+
+
+def _holders(
+    files: PageFiles, manifest: dict[str, Any], places: list[str]
+) -> dict[Path, list[Slot]]:
+    """What the slots hold of every snapshot that links these files, by its folder. Raises
+    _RefusedError where a file has a name of which that cannot be said."""
+    found = []
+    for i, (device, inode, names) in enumerate(files.identities()):
+        links = _links_of(i, (device, inode), places)
+        if len(links) != names:
+            raise _RefusedError(f"a page file has {names} names, {len(links)} of snapshots")
+        found.append(links)
+    if any(links.keys() != found[0].keys() for links in found):
+        raise _RefusedError("another snapshot has a part of its page files only")
+    holders = {}
+    for identity, place in found[0].items():
+        owner = link_owner(Path(place), identity)
+        if owner is None:
+            raise _RefusedError(f"nobody knows whose links {identity} are")
+        holders[owner] = _held_by(owner, identity, manifest)
+    return holders
+
+
+def _links_of(number: int, file: tuple[int, int], places: list[str]) -> dict[str, str]:
+    """The ids of the snapshots that link a file, by that number among theirs, and where."""
+    links = {}
+    for place in places:
+        folder = Path(place) / LINKS
+        for entry in os.scandir(folder) if folder.is_dir() else []:
+            status = entry.stat(follow_symlinks=False)
+            identity, _, end = entry.name.partition("-")
+            if (status.st_dev, status.st_ino) == file and end == f"{number}.pages":
+                links[identity] = place
+    return links
+
+
+def _held_by(owner: Path, identity: str, manifest: dict[str, Any]) -> list[Slot]:
+    """What a snapshot has in its slots. Raises _RefusedError where that cannot be said."""
+    try:
+        other = manifest if identity == manifest["id"] else read_manifest(owner)
+        same = other["id"] == identity and other["page_bytes"] == manifest["page_bytes"]
+        slots = {slot: (slot, version, checksum) for slot, version, checksum in pages_of(other)}
+    except (CheckpointError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise _RefusedError(
+            f"another snapshot in its page files cannot be read: {error}"
+        ) from error
+    if not same:
+        raise _RefusedError(f"{owner} is another snapshot than the one that has the links")
+    return list(slots.values())

@@ -1,0 +1,147 @@
+#include "engine/resumption.hpp"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+
+void Resumption::check_between_steps() const {
+  parts_.visits.check_nobody_inside("a session goes on from a snapshot between two steps only");
+  Error error{.fault = Fault::busy};
+  if (parts_.gradients.any() || parts_.gradients.any_used()) error.what = "gradients have landed";
+  if (!parts_.swapping.saves().empty()) error.what = "activations are saved";
+  if (parts_.captures.active()) error.what = "a snapshot is still being captured";
+  if (!error.what.empty()) throw StrataError(std::move(error));
+}
+
+// The files, with what is held in them, and by how many.
+SavedFiles Resumption::files_of(LeftState& left) const {
+  std::map<SlotId, SavedFiles::Slot> held;
+  for (const auto& snapshot : left.snapshots) {
+    for (const SavedFiles::Slot& slot : snapshot) {
+      const auto [at, first] = held.try_emplace(slot.slot, slot);
+      SavedFiles::Slot& known = at->second;
+      known.holders = first ? 1 : known.holders + 1;
+      const bool same = known.contents.version == slot.contents.version &&
+                        known.contents.checksum == slot.contents.checksum;
+      if (same && known.contents.version != 0) continue;
+      refuse("two snapshots have other contents in slot " + std::to_string(index(slot.slot)));
+    }
+  }
+  for (const LeftState::PageAt& at : left.pages) {
+    const bool known = index(at.page) < base_.layout.page_count && held.contains(at.slot);
+    if (!known) refuse("a page has a slot that no snapshot has");
+  }
+  if (left.scales.size() != base_.layout.scale_bytes) refuse("moments have other scales");
+  SavedFiles saved{.files = std::move(left.files), .slots = {}};
+  for (const auto& [id, slot] : held) saved.slots.push_back(slot);
+  return saved;
+}
+
+std::vector<std::uint64_t> Resumption::resume(Lock& lock, LeftState left) {
+  // 1. Refused before anything changes.
+  parts_.between.wait_until_arranged(lock);
+  check_between_steps();
+  if (parts_.snapshots.any()) {
+    throw StrataError({.fault = Fault::busy, .what = "slots of a snapshot are held"});
+  }
+  SavedFiles saved = files_of(left);
+  const std::uint32_t held = base_.tiers.prepare_files(saved, base_.claims);
+  const BetweenSteps::Rearrangement moving(parts_.between);
+  wait_until_unused(lock);
+  // 2. Nobody has a slot of the old files, and the new ones are ours.
+  forget_everything();
+  parts_.swapping.give_up_pages();
+  base_.tiers.change_files(std::move(saved));
+  base_.connect_stores();
+  base_.claims.kept_slots = held;
+  std::vector<std::uint64_t> numbers;
+  for (const auto& snapshot : left.snapshots) {
+    std::vector<SlotId> slots;
+    for (const SavedFiles::Slot& slot : snapshot) slots.push_back(slot.slot);
+    numbers.push_back(parts_.snapshots.take_over(slots));
+  }
+  // 3. Everything is where the snapshot has it.
+  restore(left.pages, left.scales);
+  parts_.swapping.take_pages();
+  parts_.rearranger.go_on();
+  return numbers;
+}
+
+void Resumption::go_back(Lock& lock, std::uint64_t id) {
+  parts_.between.wait_until_arranged(lock);
+  check_between_steps();
+  const Snapshot& snapshot = parts_.snapshots.of(id);
+  const BetweenSteps::Rearrangement moving(parts_.between);
+  wait_until_unused(lock);
+  std::vector<LeftState::PageAt> pages;
+  for (const SavedPage& saved : snapshot.pages) pages.push_back({saved.page, saved.slot});
+  forget_everything();
+  restore(pages, snapshot.scales);
+  parts_.rearranger.go_on();
+}
+
+void Resumption::wait_until_unused(Lock& lock) {
+  try {
+    parts_.rearranger.wait_until_still(lock);
+    base_.gate.wait(
+        lock,
+        [this] { return parts_.swapping.saves().vacate() && unused() && base_.transfers.idle(); },
+        {"pages that are in use before a session goes on from a snapshot"});
+  } catch (...) {
+    parts_.rearranger.go_on();
+    throw;
+  }
+}
+
+// Nobody reads or writes a page, from outside or for a transfer.
+bool Resumption::unused() const {
+  for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
+    for (const Tier tier : kTiers) {
+      const Copy& copy = base_.table.copy(PageId{i}, tier);
+      if (copy.pins != 0) return false;
+      if (copy.state != CopyState::none && copy.state != CopyState::valid) return false;
+    }
+  }
+  return true;
+}
+
+// Every page is a zero page, and those that rest on the SSD have no slot. REQUIRES: unused().
+void Resumption::forget_everything() {
+  for (std::uint32_t u = 0; u < base_.layout.units.size(); ++u) {
+    if (!base_.on_device(UnitId{u})) parts_.prefetcher.evict(UnitId{u});
+  }
+  for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
+    const PageId page{i};
+    const bool forgotten = base_.cache.discard(page);
+    STRATA_ASSERT(forgotten);
+    if (base_.table.tier(page) != Tier::ssd) continue;
+    base_.tiers.release_slot(base_.table.placement(page));
+    base_.table.place(page, {Tier::ssd, kNoPlace});
+  }
+}
+
+// REQUIRES: forget_everything(); the slots are held.
+void Resumption::restore(const std::vector<LeftState::PageAt>& pages,
+                         const std::vector<std::byte>& scales) {
+  Store* const ssd = base_.tiers.store(Tier::ssd);
+  for (const LeftState::PageAt& at : pages) {
+    if (base_.table.tier(at.page) == Tier::ssd) {
+      ssd->share(at.slot);
+      base_.table.place(at.page, at.slot);
+    }
+    base_.cache.restore(at.page, at.slot, ssd->contents(at.slot).value().version);
+    parts_.snapshots.note_restored(at.page, at.slot);
+  }
+  for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
+    const Placement& rest = base_.table.placement(PageId{i});
+    if (rest.tier != Tier::ssd || rest.somewhere()) continue;
+    base_.table.place(PageId{i}, ssd->acquire().value());
+  }
+  if (base_.scales != nullptr) std::ranges::copy(scales, base_.scales);
+}
+
+}  // namespace strata

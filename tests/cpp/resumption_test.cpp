@@ -1,0 +1,319 @@
+// Resumption: a session goes on from slots, its own or those that another one left, wherever pages
+// rest. Nothing is read before it is used, and nothing that a snapshot holds is overwritten.
+#include "engine/resumption.hpp"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "adoptions.hpp"
+#include "io_fixtures.hpp"
+#include "offload/storage/saved_pages.hpp"
+#include "session_fixtures.hpp"
+
+namespace strata {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::uint32_t kParams = kUnits * kParamsEach;
+
+// A snapshot, and the name that its run gave to the page file.
+struct Linked {
+  std::string folder;
+  std::string name;
+  Snapshot snapshot;
+
+  std::vector<SavedFiles::Slot> slots() const {
+    std::vector<SavedFiles::Slot> slots;
+    for (const SavedPage& saved : snapshot.pages) {
+      slots.push_back({.slot = saved.slot, .contents = saved.contents});
+    }
+    return slots;
+  }
+  // Every page is as it was.
+  void verify() const {
+    PageFiles files = open_page_files({folder}, {name}, Existing::to_read);
+    SavedPages pages({std::move(files), slots()}, kPage, "threads");
+    AlignedBuffer page(kPage);
+    for (const SavedFiles::Slot& slot : slots()) {
+      const std::vector<SlotId> one{slot.slot};
+      EXPECT_NO_THROW(pages.read(one, page.data()));
+    }
+  }
+};
+
+// Takes one behind the last step, and links the file.
+Linked take(Session& session, const std::string& name) {
+  session.reserve_snapshots(2);
+  const std::string folder = session.config().ssd_paths[0];
+  Linked linked{folder, "links/" + name, session.snapshot(session.begin_snapshot())};
+  EXPECT_TRUE(session.keep_pages_linkable());
+  fs::create_directories(folder + "/links");
+  for (const int file : session.page_files()) {
+    EXPECT_TRUE(link_file(file, folder + "/" + linked.name));
+    close(file);
+  }
+  return linked;
+}
+
+// The first is the one to go on from.
+LeftState left_by(const std::vector<Linked>& all) {
+  LeftState left;
+  left.files = open_page_files({all[0].folder}, {all[0].name}, Existing::to_write);
+  for (const Linked& linked : all) left.snapshots.push_back(linked.slots());
+  for (const SavedPage& saved : all[0].snapshot.pages) {
+    left.pages.push_back({saved.page, saved.slot});
+  }
+  left.scales = all[0].snapshot.scales;
+  return left;
+}
+
+std::vector<std::uint64_t> resume(Session& session, const std::vector<Linked>& all) {
+  std::vector<std::uint64_t> numbers = session.resume(left_by(all));
+  for (std::uint32_t p = 0; p < kParams; ++p) session.set_step(p, all[0].snapshot.steps[p]);
+  return numbers;
+}
+
+std::uint64_t moved(Session& session, Link link) {
+  return session.stats().link_bytes[static_cast<std::size_t>(link)];
+}
+
+struct Resting {
+  std::string name;
+  std::size_t host_pages;
+  std::size_t device_pages = 5;
+  std::vector<bool> on_device = {};
+};
+
+class Resumed : public ::testing::TestWithParam<Resting> {
+ protected:
+  Config config(UpdateMode update = UpdateMode::on_step) const {
+    Config config = small_config(folder_.path());
+    config.host_bytes = GetParam().host_pages * kPage;
+    config.device_bytes = GetParam().device_pages * kPage;
+    config.update = update;
+    if (update != UpdateMode::on_step) config.host_bytes += 40 * kPage;
+    return config;
+  }
+  void arrange(Session& session) const {
+    if (!GetParam().on_device.empty()) {
+      rest_on_device(session, GetParam().on_device, session.config().device_bytes);
+    }
+  }
+  // A run that ended behind so many steps, and left snapshots of some of them.
+  std::vector<Linked> ended(const std::vector<int>& at) {
+    Session session(config());
+    fill(session);
+    arrange(session);
+    std::vector<Linked> all;
+    int steps = 0;
+    for (const int step : at) {
+      train(session, step - steps);
+      steps = step;
+      all.push_back(take(session, "step-" + std::to_string(step)));
+    }
+    return all;
+  }
+
+  TempFolder folder_;
+};
+
+TEST_P(Resumed, GoesOnBitForBitAndReadsNothingAhead) {
+  const std::vector<Linked> left = ended({2});
+  Session session(config());
+  fill(session);
+  arrange(session);
+  train(session, 1);  // it goes on over something else
+  session.synchronize();
+  const std::uint64_t before = moved(session, Link::read), wrote = moved(session, Link::write);
+  resume(session, left);
+  EXPECT_EQ(moved(session, Link::read), before);
+  EXPECT_EQ(moved(session, Link::write), wrote);
+  train(session, 3);
+  EXPECT_EQ(contents(session), expected(5));
+  session.synchronize();
+  session.close();
+  left[0].verify();
+}
+
+TEST_P(Resumed, ShowsWhatWasSavedToWhoeverReads) {
+  const std::vector<Linked> left = ended({1});
+  Session session(config());
+  fill(session);
+  arrange(session);
+  resume(session, left);
+  EXPECT_EQ(contents(session), expected(1));
+}
+
+// The next snapshot shares the slots, the one behind it has those that changed; and so on, in one
+// file, over generations of runs.
+TEST_P(Resumed, IsTakenAndResumedAgain) {
+  std::vector<Linked> left = ended({1});
+  for (int run = 0; run < 3; ++run) {
+    Session session(config());
+    fill(session);
+    arrange(session);
+    const std::vector<std::uint64_t> numbers = resume(session, left);
+    const Linked same = take(session, "again");
+    EXPECT_EQ(session.stats().snapshot_bytes, 0U) << "nothing had changed";
+    ASSERT_EQ(same.snapshot.pages.size(), left[0].snapshot.pages.size());
+    for (std::size_t i = 0; i < same.snapshot.pages.size(); ++i) {
+      EXPECT_EQ(same.snapshot.pages[i].slot, left[0].snapshot.pages[i].slot);
+    }
+    for (const std::uint64_t number : numbers) session.drop_snapshot(number);
+    fs::remove(folder_.path() + "/" + left[0].name);
+    train(session, 2);
+    const Linked next = take(session, "next-" + std::to_string(run));
+    session.close();
+    same.verify();
+    fs::remove(folder_.path() + "/" + same.name);
+    left = {next};
+  }
+  Session session(config());
+  fill(session);
+  resume(session, left);
+  EXPECT_EQ(contents(session), expected(7));
+}
+
+TEST_P(Resumed, OverwritesNothingThatAnotherSnapshotHas) {
+  std::vector<Linked> left = ended({1, 3});
+  Session session(config());
+  fill(session);
+  arrange(session);
+  resume(session, left);  // from the older one
+  train(session, 5);
+  session.synchronize();
+  for (const Linked& linked : left) linked.verify();
+  EXPECT_EQ(contents(session), expected(6));
+}
+
+// Pages that were lent a slot come to rest elsewhere before they were used.
+TEST_P(Resumed, LetsPagesMoveAtOnce) {
+  const std::vector<Linked> left = ended({2});
+  Config with = config();
+  with.device_bytes = 60 * kPage;
+  Session session(with);
+  fill(session);
+  arrange(session);
+  resume(session, left);
+  rest_on_device(session, {false, true, true, false}, 5 * kPage);
+  rest_on_device(session, {true, false, false, false}, 5 * kPage);
+  train(session, 1);
+  rest_on_device(session, {false, false, false, false}, 5 * kPage);
+  EXPECT_EQ(contents(session), expected(3));
+}
+
+TEST_P(Resumed, GoesBackToASnapshotOfItsOwn) {
+  Session session(config());
+  fill(session);
+  arrange(session);
+  train(session, 1);
+  session.reserve_snapshots(2);
+  const std::uint64_t id = session.begin_snapshot();
+  const Snapshot snapshot = session.snapshot(id);
+  for (int again = 0; again < 3; ++again) {
+    train(session, 2);
+    const std::uint64_t other = session.begin_snapshot();
+    session.snapshot(other);
+    EXPECT_EQ(contents(session), expected(3));
+    session.go_back(id);
+    for (std::uint32_t p = 0; p < kParams; ++p) session.set_step(p, snapshot.steps[p]);
+    EXPECT_EQ(contents(session), expected(1));
+    session.drop_snapshot(other);
+  }
+  session.drop_snapshot(id);
+  train(session, 2);
+  EXPECT_EQ(contents(session), expected(3));
+}
+
+INSTANTIATE_TEST_SUITE_P(Everywhere, Resumed,
+                         testing::Values(Resting{.name = "ssd", .host_pages = 16},
+                                         Resting{.name = "ssd_and_host", .host_pages = 24},
+                                         Resting{.name = "host", .host_pages = 512},
+                                         Resting{.name = "device",
+                                                 .host_pages = 24,
+                                                 .device_pages = 60,
+                                                 .on_device = {true, false, true, false}}),
+                         [](const auto& suite) { return suite.param.name; });
+
+class Resuming : public Resumed {};
+
+TEST_P(Resuming, IsRefusedWhereItCannotBeAndChangesNothing) {
+  const std::vector<Linked> left = ended({2});
+  const auto expect = [&](Session& session, LeftState state, const std::string& what) {
+    try {
+      session.resume(std::move(state));
+      ADD_FAILURE() << what;
+    } catch (const StrataError& error) {
+      EXPECT_NE(std::string(error.what()).find(what), std::string::npos) << error.what();
+    }
+  };
+  Config small = config();
+  small.ssd_bytes = 100 * kPage;
+  Session session(small);
+  fill(session);
+  expect(session, left_by(left), "ssd=");
+  session.enter(UnitId{0}, false);
+  expect(session, left_by(left), "in use");
+  session.leave(UnitId{0});
+  LeftState other = left_by(left);
+  other.pages.push_back({PageId{0}, SlotId{99'999}});
+  expect(session, std::move(other), "no snapshot has");
+  visit(session, 0, false);
+  visit(session, 0, true);
+  expect(session, left_by(left), "gradients have landed");
+  session.drop_gradients();
+  train(session, 2);
+  EXPECT_EQ(contents(session), expected(2));
+  left[0].verify();
+}
+
+TEST_P(Resuming, WaitsForNobodyWhoHasTheFiles) {
+  const std::vector<Linked> left = ended({2});
+  Session first(config());
+  resume(first, left);
+  try {
+    left_by(left);
+    ADD_FAILURE() << "two sessions write to one file";
+  } catch (const StrataError& error) {
+    EXPECT_EQ(error.error().fault, Fault::busy);
+  }
+  left[0].verify();  // whoever reads may
+  train(first, 1);
+  EXPECT_EQ(contents(first), expected(3));
+}
+
+TEST_P(Resuming, NamesADamagedPageWhenItIsFirstUsed) {
+  const std::vector<Linked> left = ended({2});
+  const SavedPage& damaged = left[0].snapshot.pages[left[0].snapshot.pages.size() / 2];
+  {
+    const std::string path = folder_.path() + "/" + left[0].name;
+    const int file = open(path.c_str(), O_WRONLY);
+    ASSERT_EQ(pwrite(file, "\x55\xaa\x55", 3, static_cast<off_t>(index(damaged.slot) * kPage + 77)),
+              3);
+    close(file);
+  }
+  Session session(config());
+  resume(session, left);
+  try {
+    train(session, 1);
+    contents(session);
+    ADD_FAILURE() << "it was used";
+  } catch (const StrataError& error) {
+    EXPECT_EQ(error.error().fault, Fault::corrupt);
+    EXPECT_EQ(error.error().page, damaged.page);
+    EXPECT_EQ(error.error().offset, index(damaged.slot) * kPage);
+    EXPECT_NE(error.error().path.find(left[0].name), std::string::npos) << error.error().path;
+  }
+  EXPECT_THROW(session.begin_snapshot(), StrataError) << "nothing is saved over it";
+}
+
+INSTANTIATE_TEST_SUITE_P(Once, Resuming,
+                         testing::Values(Resting{.name = "ssd_and_host", .host_pages = 24}),
+                         [](const auto& suite) { return suite.param.name; });
+
+}  // namespace
+}  // namespace strata
