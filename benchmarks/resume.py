@@ -1,50 +1,146 @@
-"""From a snapshot on the disk to the first step: strata.load, and the step behind it."""
+"""From a snapshot on the disk to the first step.
 
-import time
-from collections.abc import Iterator
+On the same disk: strata.load and the step behind it, updates and all, over a step of a run that
+goes on, for state that rests on the SSD and in host memory; the latter has to be read in that step.
+In another place: a copy of the snapshot, loaded into host memory, against plain reads of its pages
+before and behind it; the bound of a round is the most that the disk gave to any of the three.
+"""
+
+import shutil
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import strata
 import torch
+from strata._storage.checkpoint_files import read_manifest
+from strata._storage.snapshot_files import copy_snapshot, page_paths, slots_of
 
-from .common import Context, Figure
+from .common import MIB, Context, Figure, seconds_of, share_of_best, take_turns
+from .disk import read_seconds
 from .models import llama, llama_166m, llama_config, tokens
 from .sides import Paged, state_on_ssd
 
 TOKENS = 128
 STATE_COPIES = 5
-STATE_BYTES = 12  # of a parameter: what a snapshot has
+MORE_BYTES = 14  # of a parameter: all that rests of it
+LOAD_MAX_S = 1.0  # beyond the step
+SHARE_MIN = 90.0  # of the disk, in percent
+
+
+class Resumes:
+    """A snapshot in a folder of the disk, and runs that go on from it."""
+
+    def __init__(self, context: Context, folder: Path) -> None:
+        self._context = context
+        self._folder = folder
+        self._batch = tokens(TOKENS, context.seed)
+        parameters = sum(p.numel() for p in self._fresh().parameters())
+        rest = parameters * MORE_BYTES
+        ssd = {"ssd": rest * STATE_COPIES + (1 << 28)}
+        self.on_ssd = state_on_ssd(parameters) | ssd
+        self.in_host = self.on_ssd | {"host": self.on_ssd["host"] + rest + 64 * MIB}
+        self.firsts: dict[str, list[float]] = {}
+        self.loads: dict[str, list[float]] = {}
+
+    def _fresh(self) -> torch.nn.Module:
+        if self._context.quick:
+            return llama(llama_config(128, 2), torch.bfloat16, self._context.seed)
+        return llama_166m(self._context.seed)
+
+    def _side(self, memory: dict[str, int]) -> Paged:
+        return Paged(self._fresh(), self._batch, memory, self._folder)
+
+    def take(self) -> Path:
+        """The snapshot's folder."""
+        side = self._side(self.on_ssd)
+        side.step()
+        path = strata.snapshot(side.model, self._folder / "run").wait()
+        side.close()
+        return path
+
+    def step(self, memory: dict[str, int]) -> float:
+        """Seconds of a step of a run that goes on: all state is there, and is used."""
+        side = self._side(memory)
+        for _ in range(2):  # of which the first is recorded, and has no moments to read
+            _whole_step(side)
+        seconds = _whole_step(side)
+        side.close()
+        return seconds
+
+    def go_on(self, name: str, memory: dict[str, int], path: Path) -> float:
+        """Seconds of load() and the step behind it."""
+        side = self._side(memory)
+        load = seconds_of(lambda: strata.load(side.model, path))
+        first = _whole_step(side)
+        side.close()
+        self.loads.setdefault(name, []).append(load)
+        self.firsts.setdefault(name, []).append(first)
+        return load + first
 
 
 def run(context: Context) -> Iterator[Figure]:
-    """Yields seconds of load() and of the step behind it, and bytes read per second."""
-
-    def fresh() -> torch.nn.Module:
-        if context.quick:
-            return llama(llama_config(128, 2), torch.bfloat16, context.seed)
-        return llama_166m(context.seed)
-
-    model = fresh()
-    parameters = sum(p.numel() for p in model.parameters())
-    memory = state_on_ssd(parameters)
-    memory["ssd"] = parameters * 14 * STATE_COPIES + (1 << 28)
-    batch = tokens(TOKENS, context.seed)
+    """Yields seconds of load() and of the step behind it, and the rate of a load that reads."""
     with context.scratch() as folder:
-        side = Paged(model, batch, memory, folder)
+        resumes = Resumes(context, folder)
+        series = resumes.take()
+        manifest = read_manifest(series)
+        slots = slots_of(manifest)
+        size = len(slots) * manifest["page_bytes"]
+        copy = folder / "copy" / series.name
+        copy_snapshot(series, copy)
+
+        paths = page_paths(read_manifest(copy), copy)
+        page = manifest["page_bytes"]
+        places = [(Path(paths[s % len(paths)]), s // len(paths) * page) for s in sorted(slots)]
+
+        before, behind = [], []
+
+        def stream() -> float:
+            before.append(read_seconds(places, page))
+            seconds = resumes.go_on("other", resumes.in_host, copy)
+            behind.append(read_seconds(places, page))
+            return seconds
+
+        def side(name: str, memory: dict[str, int]) -> dict[str, Callable[[], float]]:
+            return {
+                f"{name}, a step": lambda: resumes.step(memory),
+                f"{name}, resumed": lambda: resumes.go_on(name, memory, series),
+            }
+
+        sides = side("ssd", resumes.on_ssd) | side("host", resumes.in_host) | {"other": stream}
+        taken = take_turns(sides, context.rounds, context.say)
+        shutil.rmtree(copy)
+    fastest = min(before + behind)
+    for name in ("ssd", "host"):
+        over = [
+            a - b for a, b in zip(taken[f"{name}, resumed"], taken[f"{name}, a step"], strict=True)
+        ]
+        yield _seconds(f"{name}_load", resumes.loads[name])
+        yield _seconds(f"{name}_first_step", resumes.firsts[name])
+        yield _seconds(f"{name}_step", taken[f"{name}, a step"])
+        reads = fastest if name == "host" else None
+        target = LOAD_MAX_S if name == "ssd" else None
+        over_step = statistics.median(over)
+        yield Figure("resume", f"{name}_over_step", over_step, "s", target=target, bound=reads)
+    loads = resumes.loads["other"]
+    rates = [[size / s for s in seconds] for seconds in (loads, before, behind)]
+    yield _seconds("other_load", loads)
+    rate = statistics.median(rates[0])
+    yield Figure("resume", "other_bytes_s", rate, "B/s", bound=size / fastest, better="higher")
+    share = share_of_best(*rates)
+    yield Figure("resume", "other_share", share, "%", target=SHARE_MIN, better="higher")
+
+
+def _whole_step(side: Paged) -> float:
+    """Seconds until its updates are done."""
+
+    def work() -> None:
         side.step()
-        strata.snapshot(side.model, folder / "run").wait()
-        side.close()
-        loads, steps = [], []
-        for _ in range(context.rounds):
-            again = Paged(fresh(), batch, memory, folder)
-            begin = time.perf_counter()
-            strata.load(again.model, folder / "run")
-            loads.append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-            again.step()
-            steps.append(time.perf_counter() - begin)
-            again.close()
-    load = sorted(loads)[len(loads) // 2]
-    yield Figure("resume", "load", load, "s")
-    yield Figure("resume", "first_step", sorted(steps)[len(steps) // 2], "s")
-    rate = parameters * STATE_BYTES / load
-    yield Figure("resume", "load_bytes_s", rate, "B/s", better="higher")
+        side.session.drain()
+
+    return seconds_of(work)
+
+
+def _seconds(metric: str, values: list[float]) -> Figure:
+    return Figure("resume", metric, statistics.median(values), "s")

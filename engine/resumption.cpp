@@ -2,11 +2,18 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "memory/check.hpp"
 
 namespace strata {
+namespace {
+
+// A session counts on from the newest version, and never comes to the end.
+constexpr std::uint64_t kVersionsEnd = std::uint64_t{1} << 62;
+
+}  // namespace
 
 void Resumption::check_between_steps() const {
   parts_.visits.check_nobody_inside("a session goes on from a snapshot between two steps only");
@@ -27,13 +34,20 @@ SavedFiles Resumption::files_of(LeftState& left) const {
       known.holders = first ? 1 : known.holders + 1;
       const bool same = known.contents.version == slot.contents.version &&
                         known.contents.checksum == slot.contents.checksum;
-      if (same && known.contents.version != 0) continue;
-      refuse("two snapshots have other contents in slot " + std::to_string(index(slot.slot)));
+      const bool sound = slot.contents.version != 0 && slot.contents.version < kVersionsEnd;
+      if (same && sound) continue;
+      refuse("what slot " + std::to_string(index(slot.slot)) + " holds makes no sense");
     }
   }
+  std::set<PageId> pages;
+  std::set<SlotId> slots;
   for (const LeftState::PageAt& at : left.pages) {
     const bool known = index(at.page) < base_.layout.page_count && held.contains(at.slot);
-    if (!known) refuse("a page has a slot that no snapshot has");
+    const bool once = pages.insert(at.page).second && slots.insert(at.slot).second;
+    if (!known || !once) refuse("a page has a slot that no snapshot has, or that it shares");
+  }
+  if (left.snapshots.empty() || left.snapshots[0].size() != slots.size()) {
+    refuse("a snapshot has other slots than its pages");
   }
   if (left.scales.size() != base_.layout.scale_bytes) refuse("moments have other scales");
   SavedFiles saved{.files = std::move(left.files), .slots = {}};
@@ -59,16 +73,33 @@ std::vector<std::uint64_t> Resumption::resume(Lock& lock, LeftState left) {
   base_.connect_stores();
   base_.claims.kept_slots = held;
   std::vector<std::uint64_t> numbers;
-  for (const auto& snapshot : left.snapshots) {
-    std::vector<SlotId> slots;
-    for (const SavedFiles::Slot& slot : snapshot) slots.push_back(slot.slot);
-    numbers.push_back(parts_.snapshots.take_over(slots));
+  for (std::size_t i = 0; i < left.snapshots.size(); ++i) {
+    numbers.push_back(parts_.snapshots.take_over(snapshot_of(left, i)));
   }
   // 3. Everything is where the snapshot has it.
-  restore(left.pages, left.scales);
+  restore(parts_.snapshots.of(numbers[0]));
   parts_.swapping.take_pages();
   parts_.rearranger.go_on();
   return numbers;
+}
+
+// Its slots; of the one to go on from also what they are. REQUIRES: they are held.
+Snapshot Resumption::snapshot_of(const LeftState& left, std::size_t which) const {
+  const Store& ssd = *base_.tiers.store(Tier::ssd);
+  Snapshot snapshot;
+  if (which != 0) {
+    for (const SavedFiles::Slot& slot : left.snapshots[which]) {
+      snapshot.pages.push_back({.slot = slot.slot, .contents = slot.contents});
+    }
+    return snapshot;
+  }
+  for (const LeftState::PageAt& at : left.pages) {
+    snapshot.pages.push_back({at.page, at.slot, ssd.contents(at.slot).value()});
+  }
+  std::ranges::sort(snapshot.pages, {}, &SavedPage::page);
+  snapshot.steps.assign(base_.config.params.size(), 0);
+  snapshot.scales = left.scales;
+  return snapshot;
 }
 
 void Resumption::go_back(Lock& lock, std::uint64_t id) {
@@ -77,10 +108,8 @@ void Resumption::go_back(Lock& lock, std::uint64_t id) {
   const Snapshot& snapshot = parts_.snapshots.of(id);
   const BetweenSteps::Rearrangement moving(parts_.between);
   wait_until_unused(lock);
-  std::vector<LeftState::PageAt> pages;
-  for (const SavedPage& saved : snapshot.pages) pages.push_back({saved.page, saved.slot});
   forget_everything();
-  restore(pages, snapshot.scales);
+  restore(snapshot);
   parts_.rearranger.go_on();
 }
 
@@ -124,24 +153,23 @@ void Resumption::forget_everything() {
   }
 }
 
-// REQUIRES: forget_everything(); the slots are held.
-void Resumption::restore(const std::vector<LeftState::PageAt>& pages,
-                         const std::vector<std::byte>& scales) {
+// REQUIRES: forget_everything().
+void Resumption::restore(const Snapshot& snapshot) {
   Store* const ssd = base_.tiers.store(Tier::ssd);
-  for (const LeftState::PageAt& at : pages) {
-    if (base_.table.tier(at.page) == Tier::ssd) {
-      ssd->share(at.slot);
-      base_.table.place(at.page, at.slot);
+  for (const SavedPage& saved : snapshot.pages) {
+    if (base_.table.tier(saved.page) == Tier::ssd) {
+      ssd->share(saved.slot);
+      base_.table.place(saved.page, saved.slot);
     }
-    base_.cache.restore(at.page, at.slot, ssd->contents(at.slot).value().version);
-    parts_.snapshots.note_restored(at.page, at.slot);
+    base_.cache.restore(saved.page, saved.slot, saved.contents.version);
+    parts_.snapshots.note_restored(saved.page, saved.slot);
   }
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
     const Placement& rest = base_.table.placement(PageId{i});
     if (rest.tier != Tier::ssd || rest.somewhere()) continue;
     base_.table.place(PageId{i}, ssd->acquire().value());
   }
-  if (base_.scales != nullptr) std::ranges::copy(scales, base_.scales);
+  if (base_.scales != nullptr) std::ranges::copy(snapshot.scales, base_.scales);
 }
 
 }  // namespace strata

@@ -40,9 +40,9 @@ namespace strata {
 // What another session left.
 struct LeftState {
   PageFiles files;  // opened to write
-  // By snapshot that links the files: what its slots hold.
+  // By snapshot that links the files: what its slots hold. The first one is to go on from.
   std::vector<std::vector<SavedFiles::Slot>> snapshots;
-  // What to go on from. Pages that are not named are zero.
+  // Of that: which page has which slot, in any order, and no page twice. The others are zero.
   struct PageAt {
     PageId page = kNoPage;
     SlotId slot = kNoSlot;
@@ -80,7 +80,8 @@ class Resumption final {
   void wait_until_unused(Lock& lock) STRATA_REQUIRES(core_lock);
   bool unused() const;
   void forget_everything();
-  void restore(const std::vector<LeftState::PageAt>& pages, const std::vector<std::byte>& scales);
+  Snapshot snapshot_of(const LeftState& left, std::size_t which) const;
+  void restore(const Snapshot& snapshot);
 
   Parts parts_;
   Foundation& base_;

@@ -78,9 +78,8 @@ void Snapshots::drop(std::uint64_t id) {
   base_.bell.ring();
 }
 
-std::uint64_t Snapshots::take_over(const std::vector<SlotId>& slots) {
-  Snapshot& snapshot = complete_[++last_];
-  for (const SlotId slot : slots) snapshot.pages.push_back({.slot = slot, .contents = {}});
+std::uint64_t Snapshots::take_over(Snapshot snapshot) {
+  complete_.emplace(++last_, std::move(snapshot));
   return last_;
 }
 

@@ -65,8 +65,9 @@ class Snapshots final {
   const Snapshot& of(std::uint64_t id) const;
   // Complete or not.
   void drop(std::uint64_t id);
-  // Slots that are held already belong to a complete snapshot, of which nothing else is known.
-  std::uint64_t take_over(const std::vector<SlotId>& slots);
+  // A complete snapshot, whose slots are held already; of one that another session took there may
+  // be nothing known but these.
+  std::uint64_t take_over(Snapshot snapshot);
   // The page has the contents of a slot of a snapshot again.
   void note_restored(PageId page, SlotId slot);
   // One is under way, or its slots are held.

@@ -344,7 +344,8 @@ class Session:
     ) -> list[int]:
         """Goes on from what slots hold, which nobody reads before it is used. The files are the
         session's from here on; `snapshots` are all that link them, each with its slots, versions
-        and checksums; `pages` the slots of the one to go on from, in the order of page_layout().
+        and checksums, the one to go on from first; `pages` are the slots of that, in the order of
+        page_layout().
         Returns the snapshots' numbers, for drop_snapshot(). Raises StrataError, and changes
         nothing, where that is not possible now, or the budget has no room."""
     def go_back(self, number: int) -> None:

@@ -101,6 +101,8 @@ PageFile::~PageFile() {
 }
 
 void PageFile::remove() {
+  // An io_uring that goes has the file a while longer, and so have children: the lock ends now.
+  if (writable() && getpid() == owner_) static_cast<void>(flock(fd_, LOCK_UN));
   close(fd_);
   if (!path_.empty() && getpid() == owner_) unlink(path_.c_str());
 }

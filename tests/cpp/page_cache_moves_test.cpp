@@ -93,5 +93,78 @@ TEST(PageCache, PagesThatAreAddedRestWhereTheyArePut) {
   EXPECT_EQ(core.host().free_count(), 1U);
 }
 
+// The page's contents are in a slot that somebody holds, and nowhere else.
+SlotId held_elsewhere(SmallCore& core, PageId page, int value) {
+  core.write(page, value);
+  const SlotId slot = core.acquire_slot();
+  core.transfers->save(page, slot, Requester::snapshots);
+  core.settle();
+  core.store().keep(slot);
+  EXPECT_TRUE(core.until([&] { return core.cache->discard(page); }));
+  return slot;
+}
+
+void restore(SmallCore& core, PageId page, SlotId slot) {
+  core.cache->restore(page, slot, core.store().contents(slot).value().version);
+}
+
+TEST(PageCacheRestore, WhatRestsInHostMemoryIsReadWhenItIsOpened) {
+  SmallCore core({Tier::host, Tier::host}, {.staging = 0, .spare_slots = 2});
+  const SlotId slot = held_elsewhere(core, kA, 1);
+  restore(core, kA, slot);
+  core.settle();
+  EXPECT_EQ(core.moved_pages(Link::read), 0U);
+  EXPECT_EQ(core.state(kA, Tier::host), CopyState::none);
+  core.store().unhold(slot);
+  EXPECT_TRUE(core.store().held(slot)) << "it is lent to the page";
+  EXPECT_TRUE(core.holds(kA, 1));
+  EXPECT_EQ(core.state(kA, Tier::ssd), CopyState::none);
+  EXPECT_FALSE(core.store().held(slot)) << "the page has been read";
+  core.write(kA, 2);
+  EXPECT_TRUE(core.holds(kA, 2));
+  EXPECT_EQ(core.moved_pages(Link::read), 1U);
+}
+
+TEST(PageCacheRestore, WhatRestsOnTheDeviceComesThroughStaging) {
+  SmallCore core({Tier::host, Tier::device}, {.staging = 1, .spare_slots = 1});
+  core.table.place(kB, FrameId{2});
+  const SlotId slot = held_elsewhere(core, kB, 3);
+  restore(core, kB, slot);
+  EXPECT_TRUE(core.until([&] { return core.cache->returned(kB); }));
+  core.store().unhold(slot);
+  EXPECT_EQ(core.store().free_slots(), core.store().slot_count());
+  Pin pin;
+  EXPECT_TRUE(core.until([&] { return static_cast<bool>(pin = core.cache->open_on_device(kB)); }));
+  EXPECT_TRUE(core.filled_with(pin.bytes(), 3));
+  pin.close();
+  EXPECT_TRUE(core.until([&] { return core.cache->discard(kB); }));
+}
+
+TEST(PageCacheRestore, WhatRestsOnTheSsdIsWrittenElsewhere) {
+  SmallCore core({Tier::ssd}, {.staging = 1, .spare_slots = 1});
+  const SlotId slot = held_elsewhere(core, kA, 1);
+  core.store().release(core.table.placement(kA).slot());
+  core.store().share(slot);
+  core.table.place(kA, slot);
+  restore(core, kA, slot);
+  EXPECT_TRUE(core.holds(kA, 1));
+  core.write(kA, 2);
+  core.flush();
+  EXPECT_NE(core.table.placement(kA), Placement{slot});
+  EXPECT_TRUE(core.holds(kA, 2));
+  EXPECT_TRUE(core.store().held(slot));
+  EXPECT_EQ(core.store().acquired_slots(), 1U);
+}
+
+TEST(PageCacheRestore, APageThatIsDiscardedGivesItsSlotBack) {
+  SmallCore core({Tier::host}, {.staging = 0, .spare_slots = 2});
+  const SlotId slot = held_elsewhere(core, kA, 1);
+  restore(core, kA, slot);
+  core.store().unhold(slot);
+  EXPECT_TRUE(core.cache->discard(kA));
+  EXPECT_FALSE(core.store().held(slot));
+  EXPECT_TRUE(core.holds(kA, 0));
+}
+
 }  // namespace
 }  // namespace strata

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <ostream>
 
 #include "adoptions.hpp"
 #include "io_fixtures.hpp"
@@ -86,6 +87,8 @@ struct Resting {
   std::size_t host_pages;
   std::size_t device_pages = 5;
   std::vector<bool> on_device = {};
+
+  friend void PrintTo(const Resting& resting, std::ostream* out) { *out << resting.name; }
 };
 
 class Resumed : public ::testing::TestWithParam<Resting> {
@@ -190,6 +193,21 @@ TEST_P(Resumed, OverwritesNothingThatAnotherSnapshotHas) {
   EXPECT_EQ(contents(session), expected(6));
 }
 
+// The snapshot that it went on from is one of its own from there on.
+TEST_P(Resumed, GoesBackToWhereItBegan) {
+  const std::vector<Linked> left = ended({2});
+  Session session(config());
+  arrange(session);
+  const std::vector<std::uint64_t> numbers = resume(session, left);
+  for (int again = 0; again < 2; ++again) {
+    train(session, 2);
+    EXPECT_EQ(contents(session), expected(4));
+    session.go_back(numbers[0]);
+    for (std::uint32_t p = 0; p < kParams; ++p) session.set_step(p, left[0].snapshot.steps[p]);
+  }
+  EXPECT_EQ(contents(session), expected(2));
+}
+
 // Pages that were lent a slot come to rest elsewhere before they were used.
 TEST_P(Resumed, LetsPagesMoveAtOnce) {
   const std::vector<Linked> left = ended({2});
@@ -260,7 +278,7 @@ TEST_P(Resuming, IsRefusedWhereItCannotBeAndChangesNothing) {
   expect(session, left_by(left), "in use");
   session.leave(UnitId{0});
   LeftState other = left_by(left);
-  other.pages.push_back({PageId{0}, SlotId{99'999}});
+  other.pages[0].slot = SlotId{99'999};
   expect(session, std::move(other), "no snapshot has");
   visit(session, 0, false);
   visit(session, 0, true);

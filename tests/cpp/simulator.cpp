@@ -71,6 +71,7 @@ class Simulation final {
         update();
       taken_.look(*session_, *memory_, false);
       if (below(2) == 0) taken_.take(*session_, plain_);
+      if (below(4) == 0) go_back();
       if (below(3) == 0) session_->synchronize();
       if (below(4) == 0) poke();
     }
@@ -326,6 +327,11 @@ class Simulation final {
   void forget() {
     session_->drop_gradients();
     for (PlainParam& plain : plain_) plain.forget_gradient();
+  }
+
+  void go_back() {
+    drop_all();
+    told.went_back += taken_.go_back(*session_, plain_) ? 1 : 0;
   }
 
   // The user writes a parameter between steps.

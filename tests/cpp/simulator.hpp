@@ -28,6 +28,7 @@ struct SimulationResult {
   std::uint64_t demotions = 0;  // times that pages came to rest on the SSD for their sake
   std::uint64_t settled = 0;    // units that came to rest on the device, or left it
   std::uint64_t snapshots = 0;  // that were as the plain run was
+  std::uint64_t went_back = 0;  // times that the run went on from one of them
   std::uint64_t far_bytes = 0;  // that went to the far tier, where there is one
 };
 

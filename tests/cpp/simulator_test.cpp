@@ -42,6 +42,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
   std::uint64_t demotions = 0;
   std::uint64_t settled = 0;
   std::uint64_t snapshots = 0;
+  std::uint64_t went_back = 0;
   const Seeds seeds{.host = 120, .gpu_double = 80, .large_pages = 3, .gpu = 10};
   for_seeds(seeds.on(GetParam()), [&](std::uint64_t seed) {
     const SimulationResult result = simulate(GetParam(), seed, nuisances());
@@ -50,6 +51,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
     demotions += result.demotions;
     settled += result.settled;
     snapshots += result.snapshots;
+    went_back += result.went_back;
     EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
     EXPECT_FALSE(result.error) << result.error->text() << "; replay with STRATA_SEED=" << seed;
   });
@@ -58,6 +60,7 @@ TEST_P(Simulator, NuisancesChangeNothing) {
   EXPECT_GT(came_back, 0U) << "no activation was swapped";
   EXPECT_GT(demotions, 0U) << "room was never short";
   EXPECT_GE(snapshots, seeds.on(GetParam()) / 2) << "hardly any snapshot was complete";
+  EXPECT_GE(went_back, seeds.on(GetParam()) / 16) << "hardly any run went back to a snapshot";
   EXPECT_GE(settled, seeds.on(GetParam()) / 4) << "hardly any unit rested on the device";
 }
 

@@ -40,6 +40,24 @@ class TakenSnapshots final {
   }
   std::uint64_t looked_at() const { return looked_at_; }
 
+  // The run goes on from the oldest one, if that is complete and no other is under way; `plain`
+  // too.
+  bool go_back(Session& session, std::vector<PlainParam>& plain) {
+    if (taken_.empty()) return false;
+    try {
+      for (const Taken& taken : taken_) {
+        if (!session.snapshot_complete(taken.id)) return false;
+      }
+    } catch (const StrataError& error) {
+      if (error.error().page != kNoPage) throw;
+      return false;  // look() will see why
+    }
+    session.go_back(taken_[0].id);
+    plain = taken_[0].plain;
+    for (std::uint32_t p = 0; p < plain.size(); ++p) session.set_step(p, plain[p].steps());
+    return true;
+  }
+
   // Looks at those that are complete, or at all, once they are. One may stay.
   void look(Session& session, MemoryEngine& memory, bool wait) {
     for (std::size_t i = 0; i < taken_.size();) {

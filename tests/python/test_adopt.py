@@ -23,6 +23,7 @@ from strata._storage.snapshot_files import (
     page_paths,
     pages_of,
     remove_snapshot,
+    slots_of,
     snapshots_of,
 )
 from test_checkpoint import Case, llama
@@ -69,7 +70,7 @@ def verify(folder: Path) -> None:
 
 
 def read_bytes(case: Case) -> int:
-    return case.state.session.stats()["links"]["read"]
+    return case.state.session.stats()["ssd to host bytes"]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=IDS)
@@ -92,10 +93,13 @@ def test_it_goes_on_bit_for_bit_and_reads_nothing_ahead(
             before = read_bytes(again)
             assert strata.load(again.model, run) == {"batch": 2}
             assert ADOPTED in (why := told()), why
-            assert read_bytes(again) == before
+            pages = read_manifest(snapshots_of(run)[0])
+            size = len(slots_of(pages)) * pages["page_bytes"]
+            assert read_bytes(again) - before < size / 3, "more than the next step's first units"
             assert again.train(3) == after
             assert all(map(torch.equal, again.masters(), last))
             strata.load(again.model, run)
+            assert ADOPTED in (why := told()), why
             assert all(map(torch.equal, again.masters(), expected))
             again.close()
             told()
@@ -227,10 +231,8 @@ def test_a_run_goes_back_to_its_own_snapshot(
     strata.snapshot(case.model, tmp_path / "run").wait()
     after = case.train(2)
     for _ in range(3):
-        before = read_bytes(case)
         strata.load(case.model, tmp_path / "run")
         assert ADOPTED in told()
-        assert read_bytes(case) == before
         assert case.train(2) == after
     strata.snapshot(case.model, tmp_path / "run", keep=1).wait()
     assert len(snapshots_of(tmp_path / "run")) == 1

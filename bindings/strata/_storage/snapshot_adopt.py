@@ -43,7 +43,7 @@ def adopt(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: bytes)
 
 
 def _go_back(state: Wrapped, manifest: dict[str, Any], folder: Path) -> bool:
-    """To a snapshot that this run took, whose slots it still holds. False: it is none."""
+    """To a snapshot that this run took, or went on from. False: it holds the slots of none."""
     if state.snapshots is None:
         return False
     state.snapshots.finish()
@@ -101,8 +101,10 @@ def _take_files(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: 
         raise _RefusedError("its links belong to another folder")
     roles = [chunk[role] for chunk in manifest["chunks"] for role in ROLES]
     slots = [page and page[0] for role in roles if role for page in role[2]]
-    numbers = state.session.resume(files, list(holders.values()), slots, scales)
-    taker.take_over(dict(zip(holders, numbers, strict=True)))
+    folders = [folder, *(holders.keys() - {folder})]
+    held = [holders[each] for each in folders]
+    numbers = state.session.resume(files, held, slots, scales)
+    taker.take_over(dict(zip(folders, numbers, strict=True)))
     state.snapshots = taker
 
 

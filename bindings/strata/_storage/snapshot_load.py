@@ -1,4 +1,5 @@
-"""Loading snapshots: pages are read, verified, and written to wherever the model has them now.
+"""Loading snapshots: the session goes on from their pages where they lie (snapshot_adopt.py), or they
+are read, verified, and written to wherever the model has them now.
 
     extra = load(model, "runs/llama")                # a series, one of its folders, or a checkpoint
 
@@ -42,7 +43,6 @@ MOMENT_BLOCK = 64  # elements that share a scale
 RULES = ("adamw", "adam", "sgd", "lion", "adagrad", "foreign")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}
 
-
 log = logging.getLogger("strata")
 
 
@@ -52,10 +52,13 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
 
     `path` is what strata.save() wrote, a folder of strata.snapshot(), or the series that it is in:
     then the newest complete one. Budgets, page size and disks may differ from those of the run that
-    saved it. Returns `extra`. Raises CheckpointError, before anything is changed, where there is
-    none that is complete, where it is damaged, or of another model. Where an exception ends it
-    later, Ctrl-C too, and where a page of a snapshot is damaged, everything else is refused until a
-    load has come to its end.
+    saved it. A snapshot on the file system of `ssd_path`, with pages like the model's, is not read
+    now: each page is, and is verified, when it is first used; a damaged one ends the run then.
+
+    Returns `extra`. Raises CheckpointError, before anything is changed, where there is none that is
+    complete, where it is damaged, or of another model. Where an exception ends it later, Ctrl-C
+    too, and where a page that is read is damaged, everything else is refused until a load has come
+    to its end.
     """
     folder = find(path)
     if folder is None:
