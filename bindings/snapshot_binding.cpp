@@ -2,7 +2,6 @@
 #include "bindings/snapshot_binding.hpp"
 
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <iterator>
@@ -21,34 +20,22 @@ namespace {
 
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
-// Descriptors that are closed in the end.
-class Files final {
- public:
-  explicit Files(Session& session) : descriptors_(session.page_files()) {}
-  ~Files() {
-    for (const int descriptor : descriptors_) close(descriptor);
-  }
-  Files(const Files&) = delete;
-  Files& operator=(const Files&) = delete;
-  const std::vector<int>& descriptors() const { return descriptors_; }
-
- private:
-  std::vector<int> descriptors_;
-};
-
 void make_pages_durable(Session& session) {
-  const Files files(session);
-  for (const int file : files.descriptors()) make_durable(file);
+  session.with_page_files([](const std::vector<int>& files) {
+    for (const int file : files) make_durable(file);
+  });
 }
 
 bool link_pages(Session& session, const std::vector<std::string>& paths) {
   if (!session.keep_pages_linkable()) return false;
-  const Files files(session);
-  if (files.descriptors().size() != paths.size()) refuse("each SSD path has one page file");
-  for (std::size_t i = 0; i < paths.size(); ++i) {
-    if (!link_file(files.descriptors()[i], paths[i])) return false;
-  }
-  return true;
+  bool linked = true;
+  session.with_page_files([&](const std::vector<int>& files) {
+    if (files.size() != paths.size()) refuse("each SSD path has one page file");
+    for (std::size_t i = 0; i < paths.size() && linked; ++i) {
+      linked = link_file(files[i], paths[i]);
+    }
+  });
+  return linked;
 }
 
 // Of a role of a chunk, in order; moments in 8 bits share theirs.

@@ -77,4 +77,12 @@ void Session::replace_gradient(std::uint32_t param, const void* from, Dtype dtyp
   core_->gradients.replace(in.lock(), param, static_cast<const std::byte*>(from), dtype, stream);
 }
 
+void Session::with_page_files(const std::function<void(const std::vector<int>&)>& use) {
+  Gate::Call in(gate_);
+  const Store* store = core_->base.tiers.store(Tier::ssd);
+  const Descriptors files(store == nullptr ? std::vector<int>() : store->duplicate_files());
+  const Unlocked unlocked(in.lock());
+  use(files.get());
+}
+
 }  // namespace strata

@@ -228,6 +228,8 @@ class Session final {
     const Store* store = core_->base.tiers.store(Tier::ssd);
     return store == nullptr ? std::vector<int>() : store->duplicate_files();
   }
+  // The same while this lasts: the session does not end, and nobody else gets the files.
+  void with_page_files(const std::function<void(const std::vector<int>&)>& use);
   bool keep_pages_linkable() {
     Gate::Call in(gate_);
     Store* store = core_->base.tiers.store(Tier::ssd);

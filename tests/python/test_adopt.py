@@ -19,6 +19,7 @@ import torch
 from strata._core import SavedPages
 from strata._storage.checkpoint_files import read_manifest
 from strata._storage.snapshot_files import (
+    LINKS,
     copy_snapshot,
     page_paths,
     pages_of,
@@ -113,11 +114,11 @@ def test_runs_go_on_in_one_file_and_nothing_held_is_overwritten(
     torch.manual_seed(3)
     expected = plain.train(12)
     plain.close()
-    torch.manual_seed(3)
     losses: list[float] = []
     inodes = set()
     for number in range(6):
         case = Case(disk, (SSD, HALF, HOST)[number % 3], llama())
+        torch.manual_seed(3)
         if number:
             strata.load(case.model, tmp_path / "run")
             assert ADOPTED in told()
@@ -130,9 +131,31 @@ def test_runs_go_on_in_one_file_and_nothing_held_is_overwritten(
         assert kept == [f"step-{2 * number + i:06d}" for i in (1, 2)]
         assert len(links(disk)) == 4
         case.close()
-        inodes |= {p.stat().st_ino for p in (disk / "strata-snapshots").glob("*.pages")}
+        inodes |= {p.stat().st_ino for p in (disk / LINKS).glob("*.pages")}
     assert losses == expected
     assert len(inodes) == 1, "the file goes from run to run"
+
+
+def test_files_on_several_drives_are_taken_over_together(
+    tmp_path: Path, disk: Path, told: Callable[[], str]
+) -> None:
+    drives: Any = [disk, drive(tmp_path, "second")]
+    case = Case(drives, SSD, llama())
+    case.train(2)
+    strata.snapshot(case.model, tmp_path / "run").wait()
+    after = case.train(4)
+    case.close()
+    losses = []
+    for order in (drives, drives[::-1]):
+        again = Case(order, SSD, llama())
+        strata.load(again.model, tmp_path / "run")
+        assert ADOPTED in (why := told()), why
+        losses += again.train(2)
+        for folder in snapshots_of(tmp_path / "run"):
+            verify(folder)
+        strata.snapshot(again.model, tmp_path / "run").wait()
+        again.close()
+    assert losses == after
 
 
 def test_a_snapshot_behind_a_load_writes_nothing(
@@ -168,7 +191,8 @@ def test_it_is_read_where_it_cannot_be_adopted(
     case.close()
     copy_snapshot(folder, tmp_path / "copy" / "step-000002")
     shutil.copytree(folder, tmp_path / "same" / "step-000002")
-    small = SSD | {"ssd": "12MiB"}
+    link = next((disk / LINKS).glob("*.pages"))
+    small: dict[str, Any] = SSD | {"ssd": link.stat().st_size - 65536}
     tight: dict[str, Any] = {"device": "8MiB", "host": "32MiB"}
     ways: list[tuple[str, Path, dict[str, Any], dict[str, Any]]] = [
         ("copies", tmp_path / "copy", SSD, {}),
@@ -188,7 +212,7 @@ def test_it_is_read_where_it_cannot_be_adopted(
             assert again.train(2) == after
         again.close()
     second = drive(tmp_path, "second")
-    os.link(next((disk / "strata-snapshots").glob("*.pages")), second / "a name of the user's")
+    os.link(link, second / "a name of the user's")
     again = Case(disk, SSD, llama())
     strata.load(again.model, tmp_path / "run")
     assert "a page file has 2 names, 1 of snapshots" in told()

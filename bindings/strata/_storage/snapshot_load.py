@@ -1,5 +1,5 @@
-"""Loading snapshots: the session goes on from their pages where they lie (snapshot_adopt.py), or they
-are read, verified, and written to wherever the model has them now.
+"""Loading snapshots: the session goes on from their pages where they lie (snapshot_adopt.py), or
+they are read, verified, and written to wherever the model has them now.
 
     extra = load(model, "runs/llama")                # a series, one of its folders, or a checkpoint
 
