@@ -227,8 +227,7 @@ void bind_snapshots(py::module_& module, SessionClass& session) {
       .def("link_pages", &link_pages, WithoutGil())
       .def("page_files", &Session::page_files, WithoutGil())
       .def("page_layout", &page_layout)
-      .def("resume", &resume, py::arg("files"), py::arg("snapshots"), py::arg("pages"),
-           py::arg("scales"))
+      .def("resume", &resume, py::arg("files"), py::arg("held"), py::arg("pages"), py::arg("raw"))
       .def("go_back", &Session::go_back, WithoutGil());
   bind_saved_pages(module);
   module.def("join_master", [](const std::string& dtype, std::uintptr_t param,

@@ -333,21 +333,11 @@ class Session:
     def page_files(self) -> list[int]:
         """Descriptors of the page files, by SSD path, for the caller to close."""
     def page_layout(self) -> dict[str, Any]:
-        """ "page_bytes" and "chunks" of the state as it lies now, as in snapshot(), with no page in
-        any slot."""
-    def resume(
-        self,
-        files: PageFiles,
-        snapshots: list[list[tuple[int, int, int]]],
-        pages: list[int | None],
-        scales: bytes,
-    ) -> list[int]:
-        """Goes on from what slots hold, which nobody reads before it is used. The files are the
-        session's from here on; `snapshots` are all that link them, each with its slots, versions
-        and checksums, the one to go on from first; `pages` are the slots of that, in the order of
-        page_layout().
-        Returns the snapshots' numbers, for drop_snapshot(). Raises StrataError, and changes
-        nothing, where that is not possible now, or the budget has no room."""
+        """ "page_bytes" and "chunks" as of snapshot(), of the state now, with no page in a slot."""
+    def resume(self, files: PageFiles, held: list[Any], pages: list[Any], raw: bytes) -> list[int]:
+        """Goes on from the first of the snapshots that link the files: `held` has slots, versions
+        and checksums by snapshot, `pages` its slots as in page_layout(). Returns their numbers.
+        Raises StrataError, and changes nothing: see engine/resumption.hpp."""
     def go_back(self, number: int) -> None:
         """The same for a snapshot that the session holds."""
     def timeline(self) -> list[TimelineSpan]:

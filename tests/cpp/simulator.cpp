@@ -71,7 +71,7 @@ class Simulation final {
         update();
       taken_.look(*session_, *memory_, false);
       if (below(2) == 0) taken_.take(*session_, plain_);
-      if (below(4) == 0) go_back();
+      if (tensors_.empty() && below(3) == 0) told.went_back += taken_.go_back(*session_, plain_);
       if (below(3) == 0) session_->synchronize();
       if (below(4) == 0) poke();
     }
@@ -232,8 +232,7 @@ class Simulation final {
   void look(UnitId unit) {
     for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
       if (config_.params[p].unit != unit) continue;
-      promise(shown(p) == plain_[p].bytes(),
-              "the device shows other bytes of " + config_.params[p].name + " than the plain run");
+      promise(shown(p) == plain_[p].bytes(), "the device shows another " + config_.params[p].name);
     }
   }
 
@@ -327,11 +326,6 @@ class Simulation final {
   void forget() {
     session_->drop_gradients();
     for (PlainParam& plain : plain_) plain.forget_gradient();
-  }
-
-  void go_back() {
-    drop_all();
-    told.went_back += taken_.go_back(*session_, plain_) ? 1 : 0;
   }
 
   // The user writes a parameter between steps.
