@@ -34,6 +34,8 @@ BENCHES = {
     "save-every": "steps with a snapshot behind every tenth, and behind each, over none",
     "resume": "from a snapshot to the first step",
     "reshard": "a snapshot under other budgets, page sizes, modes and tilings: the same bits",
+    "fuzz": "damaged files, as strangers may have left them: what is handled wrongly",
+    "crash": "runs killed by SIGKILL at random moments: what of their snapshots is lost",
     "wrap": "what a wrapped module costs when its parameters are there already",
     "plan-error": "predicted against measured step time, in six settings",
     "bound": "measured step time against the lower bound, in the same settings",
@@ -76,6 +78,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="turns of every side (5, quality 3; quick: 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--from", type=int, default=0, dest="first", metavar="N", help="crash, fuzz: begins there"
+    )
+    parser.add_argument(
+        "--count", type=int, metavar="N", help="crash: so many kills; fuzz: files of a kind"
+    )
+    parser.add_argument(
         "--ssd-path", type=Path, default=ROOT / "build", help="folder on the disk to measure"
     )
     parser.add_argument(
@@ -114,7 +122,16 @@ def context_of(name: str, options: argparse.Namespace) -> Context:
     """What the command line asks of one bench."""
     rounds = options.rounds or (1 if options.quick else ROUNDS_OF.get(name, ROUNDS))
     where = options.ssd_path.resolve()
-    return Context(options.quick, options.seed, rounds, where, options.device, options.resume)
+    return Context(
+        options.quick,
+        options.seed,
+        rounds,
+        where,
+        options.device,
+        options.resume,
+        options.first,
+        options.count,
+    )
 
 
 def run_bench(name: str, context: Context) -> Iterator[Figure]:

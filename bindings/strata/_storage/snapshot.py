@@ -45,6 +45,7 @@ from .snapshot_files import (
     Links,
     clean_up,
     copy_pages,
+    finish_removals,
     links_at,
     remove_links,
     remove_snapshot,
@@ -52,9 +53,8 @@ from .snapshot_files import (
     snapshots_of,
     step_folder,
 )
+from .snapshot_form import TENSOR_KEY
 from .stored import persistent_buffers, stored_tensors
-
-TENSOR_KEY = "strata.tensor"
 
 log = logging.getLogger("strata")
 
@@ -230,6 +230,7 @@ class Taker:
         self._ids[folder] = number
         if replaced is not None:
             session.drop_snapshot(replaced)
+        finish_removals(folder.parent)
         for old in snapshots_of(folder.parent)[:-keep]:
             remove_snapshot(old)
             if old in self._ids:

@@ -25,7 +25,8 @@ null where it is zero. Slot s lies in file s % n of the n drives, at page s // n
 XXH3-64 of the page, seeded with slot and version (offload/storage/checksum.cpp).
 
 A link is one more name of the file that the run wrote to; the kernel frees the file with its last
-one. Nothing here knows models.
+one. A manifest that is called removed.json is one of a snapshot that is being removed. Nothing here
+knows models.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ from .checkpoint_files import (
     MANIFEST_NAME,
     STATE_NAME,
     CheckpointError,
+    complete_at,
     read_manifest,
     replace_folder,
+    tidy,
     write_manifest,
 )
-from .replacing import sync, write_whole
+from .replacing import make_folder, sync, targets_of_work, write_whole
 
 FORMAT = 1
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
@@ -59,6 +62,9 @@ ID = re.compile(r"[0-9a-f]{16}")
 LINK_NAME = re.compile(LINKS + r"/[0-9a-f]{16}-\d{1,4}\.pages")
 COPY_NAME = re.compile(r"pages-\d{1,4}\.bin")
 OWNER_MARK = "links of a snapshot"
+REMOVED_NAME = "removed.json"
+
+PATH_BYTES_MAX = 4096  # the kernel's
 
 _under_way: set[str] = set()  # ids that this process has not finished
 
@@ -74,11 +80,15 @@ def is_snapshot(manifest: dict[str, Any]) -> bool:
 
 
 def snapshots_of(series: Path) -> list[Path]:
-    """The complete ones, the oldest first."""
+    """The complete ones, the oldest first; also one that a killed process was about to replace."""
+    if not series.is_dir():
+        return []
+    names = {entry.name for entry in series.iterdir()} | set(targets_of_work(series))
     found = []
-    for folder in series.iterdir() if series.is_dir() else []:
-        if STEP_NAME.fullmatch(folder.name) and (folder / MANIFEST_NAME).is_file():
-            found.append(((folder / MANIFEST_NAME).stat().st_mtime_ns, folder.name, folder))
+    for name in filter(STEP_NAME.fullmatch, names):
+        if (folder := complete_at(series / name)) is not None:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found.append(((folder / MANIFEST_NAME).stat().st_mtime_ns, name, folder))
     return [folder for *_, folder in sorted(found)]
 
 
@@ -93,7 +103,7 @@ class Links:
         self._folder = folder
         _under_way.add(self.id)
         for drive in drives:
-            (Path(drive) / LINKS).mkdir(exist_ok=True)
+            make_folder(Path(drive) / LINKS)
             _write_owner(Path(drive), self.id, folder, pending=True)
 
     @property
@@ -131,8 +141,8 @@ class Links:
 
 
 def clean_up(drives: list[str]) -> None:
-    """Removes links of snapshots that were never complete, or were being removed. REQUIRES: the
-    drives' lock is ours, so who left them is dead."""
+    """Removes what is left of snapshots that were never complete, or were being removed: links, and
+    files in their series. REQUIRES: the drives' lock is ours, so who left them is dead."""
     for drive in drives:
         folder = Path(drive) / LINKS
         if not folder.is_dir():
@@ -145,6 +155,9 @@ def clean_up(drives: list[str]) -> None:
             owner = _owner(entry)
             if owner is None or not owner["pending"] or entry.stem in _under_way:
                 continue
+            with contextlib.suppress(OSError):  # the series cannot be written to: its links go
+                tidy(Path(owner["folder"]))
+                finish_removal(Path(owner["folder"]))
             if _id_at(Path(owner["folder"])) == entry.stem:
                 _write_owner(Path(drive), entry.stem, Path(owner["folder"]), pending=False)
             else:
@@ -177,14 +190,39 @@ def remove_snapshot(folder: Path) -> None:
     with contextlib.suppress(OSError):  # a drive that is not there: its links stay
         for drive in drives:
             _write_owner(Path(drive), manifest["id"], folder, pending=True)
-    (folder / MANIFEST_NAME).unlink()
+    os.replace(folder / MANIFEST_NAME, folder / REMOVED_NAME)
     sync(folder)
-    remove_links(drives, manifest["id"])
+    finish_removal(folder)
+
+
+def finish_removal(folder: Path) -> None:
+    """Removes the rest of a snapshot whose removal has begun; nothing where there is none."""
+    try:
+        manifest = read_manifest(folder, REMOVED_NAME)
+        check_drives(manifest, folder)
+    except CheckpointError:
+        return
+    remove_links([d["folder"] for d in manifest["drives"] if d["folder"]], manifest["id"])
     own = [d["file"] for d in manifest["drives"] if not d["folder"]]
-    for name in (STATE_NAME, *own):
+    for name in (STATE_NAME, *own, REMOVED_NAME):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the user's files are there
         folder.rmdir()
+
+
+def finish_removals(series: Path) -> None:
+    """Of all in the series that killed processes have begun."""
+    for folder in series.iterdir() if series.is_dir() else []:
+        if STEP_NAME.fullmatch(folder.name) and (folder / REMOVED_NAME).is_file():
+            finish_removal(folder)
+
+
+def is_path(text: str) -> bool:
+    """Whether it may be one of ours: from the root on, and of this world."""
+    try:
+        return os.path.isabs(text) and "\0" not in text and len(os.fsencode(text)) < PATH_BYTES_MAX
+    except UnicodeError:
+        return False
 
 
 def check_drives(manifest: dict[str, Any], folder: Path) -> None:
@@ -197,7 +235,7 @@ def check_drives(manifest: dict[str, Any], folder: Path) -> None:
             sound = False
         elif drive["folder"]:
             name = LINK_NAME.fullmatch(drive["file"])
-            sound &= os.path.isabs(drive["folder"]) and name is not None
+            sound &= is_path(drive["folder"]) and name is not None
         else:
             sound &= COPY_NAME.fullmatch(drive["file"]) is not None
     if not sound or not ID.fullmatch(manifest["id"]):
@@ -298,7 +336,8 @@ def _owner(path: Path) -> dict[str, Any] | None:
         return None
     if owner.get("strata") != OWNER_MARK:
         return None
-    return owner if all(isinstance(owner.get(k), t) for k, t in kinds.items()) else None
+    sound = all(isinstance(owner.get(k), t) for k, t in kinds.items())
+    return owner if sound and is_path(owner["folder"]) else None
 
 
 def _id_at(folder: Path) -> str | None:
