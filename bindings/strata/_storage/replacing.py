@@ -21,6 +21,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -32,6 +33,7 @@ from .._config import machine
 
 MARKER_NAME = "strata-work.json"
 PREFIX_END = ".strata-"
+UNMARKED = re.compile(r"[a-z0-9_]{8}")  # as tempfile ends names
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger("strata")
@@ -99,6 +101,18 @@ def remove(folder: Path) -> None:
         if [entry.name for entry in folder.iterdir()] == [MARKER_NAME]:
             (folder / MARKER_NAME).unlink()
         folder.rmdir()
+
+
+def remove_unmarked(parent: Path, target: str) -> None:
+    """Removes work folders for `target` whose process was killed before it marked them, or behind
+    the removal of the marker: empty ones. REQUIRES: the process that works on it is dead."""
+    for folder in parent.iterdir() if parent.is_dir() else []:
+        if folder.name.startswith(_prefix(target)) and UNMARKED.fullmatch(
+            folder.name[len(_prefix(target)) :]
+        ):
+            with contextlib.suppress(OSError):  # it is not empty, or no folder
+                (folder / f"{MARKER_NAME}.tmp").unlink(missing_ok=True)
+                folder.rmdir()
 
 
 def is_mount_point(path: Path) -> bool:

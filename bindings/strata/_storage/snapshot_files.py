@@ -52,7 +52,7 @@ from .checkpoint_files import (
     tidy,
     write_manifest,
 )
-from .replacing import make_folder, sync, targets_of_work, write_whole
+from .replacing import make_folder, remove_unmarked, sync, targets_of_work, write_whole
 
 FORMAT = 1
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
@@ -125,6 +125,10 @@ class Links:
         for drive in self.drives:
             sync(Path(drive) / LINKS)
 
+    def lead_to_what_is_there(self) -> bool:
+        """Whether the manifest that is in the folder now needs them."""
+        return _id_at(self._folder) == self.id
+
     def finish(self) -> None:
         """The manifest is there."""
         for drive, path in zip(self.drives, self.paths, strict=True):
@@ -134,10 +138,14 @@ class Links:
             _write_owner(Path(drive), self.id, self._folder, pending=False)
         _under_way.discard(self.id)
 
+    def leave(self) -> None:
+        """Something failed behind the manifest: clean_up() sees what is there."""
+        _under_way.discard(self.id)
+
     def remove(self) -> None:
         """There will be no manifest, or it is gone."""
-        remove_links(self.drives, self.id)
         _under_way.discard(self.id)
+        remove_links(self.drives, self.id)
 
 
 def clean_up(drives: list[str]) -> None:
@@ -156,8 +164,7 @@ def clean_up(drives: list[str]) -> None:
             if owner is None or not owner["pending"] or entry.stem in _under_way:
                 continue
             with contextlib.suppress(OSError):  # the series cannot be written to: its links go
-                tidy(Path(owner["folder"]))
-                finish_removal(Path(owner["folder"]))
+                _clear_folder(Path(owner["folder"]))
             if _id_at(Path(owner["folder"])) == entry.stem:
                 _write_owner(Path(drive), entry.stem, Path(owner["folder"]), pending=False)
             else:
@@ -179,6 +186,17 @@ def lost_on(drive: Path) -> list[str]:
     return [i for i, folder in owners_on(drive).items() if _id_at(folder) != i]
 
 
+def _clear_folder(folder: Path) -> None:
+    """Of one that is pending, and whose process is dead: what it left there."""
+    if not STEP_NAME.fullmatch(folder.name):
+        return
+    tidy(folder)
+    remove_unmarked(folder.parent, folder.name)
+    finish_removal(folder)
+    with contextlib.suppress(OSError):  # it is not there, or not empty
+        folder.rmdir()
+
+
 def remove_snapshot(folder: Path) -> None:
     """Removes a snapshot: its manifest first, so that none is there in part. Other files in its
     folder stay. Raises CheckpointError where it is none."""
@@ -187,12 +205,18 @@ def remove_snapshot(folder: Path) -> None:
         raise CheckpointError(f"{folder} is a checkpoint, and no snapshot")
     check_drives(manifest, folder)
     drives = [d["folder"] for d in manifest["drives"] if d["folder"]]
-    with contextlib.suppress(OSError):  # a drive that is not there: its links stay
-        for drive in drives:
-            _write_owner(Path(drive), manifest["id"], folder, pending=True)
+    mark_pending(drives, manifest["id"], folder)
     os.replace(folder / MANIFEST_NAME, folder / REMOVED_NAME)
     sync(folder)
     finish_removal(folder)
+
+
+def mark_pending(drives: list[str], identity: str, folder: Path) -> None:
+    """From here on clean_up() removes the links, unless they are the ones of what is there then."""
+    for drive in drives:
+        with contextlib.suppress(OSError):  # a drive that is not there: its links stay
+            if _owner(_owner_path(Path(drive), identity)) is not None:
+                _write_owner(Path(drive), identity, folder, pending=True)
 
 
 def finish_removal(folder: Path) -> None:
@@ -202,12 +226,13 @@ def finish_removal(folder: Path) -> None:
         check_drives(manifest, folder)
     except CheckpointError:
         return
-    remove_links([d["folder"] for d in manifest["drives"] if d["folder"]], manifest["id"])
     own = [d["file"] for d in manifest["drives"] if not d["folder"]]
     for name in (STATE_NAME, *own, REMOVED_NAME):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the user's files are there
         folder.rmdir()
+    # Last: their owner tells that the folder was ours, whenever this is killed.
+    remove_links([d["folder"] for d in manifest["drives"] if d["folder"]], manifest["id"])
 
 
 def finish_removals(series: Path) -> None:
