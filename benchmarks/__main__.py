@@ -34,6 +34,7 @@ BENCHES = {
     "save-every": "steps with a snapshot behind every tenth, and behind each, over none",
     "resume": "from a snapshot to the first step",
     "reshard": "a snapshot under other budgets, page sizes, modes and tilings: the same bits",
+    "soak": "a run with a snapshot behind every 20th step, for --minutes: memory, slots",
     "fuzz": "damaged files, as strangers may have left them: what is handled wrongly",
     "crash": "runs killed by SIGKILL at random moments: what of their snapshots is lost",
     "wrap": "what a wrapped module costs when its parameters are there already",
@@ -59,6 +60,7 @@ BENCHES = {
 # Those that measure a device, as --device says; the others measure the host.
 OF_DEVICE = ("copy", "map", "update-gpu", "step-gpu", "capacity-gpu", "vs-torch")
 NEEDS_GPU = ("step-gpu", "capacity-gpu", "vs-torch")  # but for --quick
+CAMPAIGNS = ("crash", "fuzz", "soak")  # long: not among "all", but for --quick
 ROUNDS = 5
 ROUNDS_OF = {"quality": 3}
 
@@ -83,6 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--count", type=int, metavar="N", help="crash: so many kills; fuzz: files of a kind"
     )
+    parser.add_argument("--minutes", type=float, metavar="N", help="soak: so long (30)")
     parser.add_argument(
         "--ssd-path", type=Path, default=ROOT / "build", help="folder on the disk to measure"
     )
@@ -115,7 +118,8 @@ def chosen(options: argparse.Namespace) -> Sequence[str]:
         return [options.name]
     if options.device != HOST:
         return OF_DEVICE
-    return [name for name in BENCHES if options.quick or name not in NEEDS_GPU]
+    left_out = () if options.quick else (*NEEDS_GPU, *CAMPAIGNS)
+    return [name for name in BENCHES if name not in left_out]
 
 
 def context_of(name: str, options: argparse.Namespace) -> Context:
@@ -131,6 +135,7 @@ def context_of(name: str, options: argparse.Namespace) -> Context:
         options.resume,
         options.first,
         options.count,
+        options.minutes,
     )
 
 

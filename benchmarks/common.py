@@ -59,6 +59,7 @@ class Context:
     resume: Path | None = None  # where a long search keeps what it found, for the next run
     first: int = 0  # of a campaign: where it begins
     count: int | None = None  # and how many tries it makes
+    minutes: float | None = None  # how long it lasts
 
     def say(self, text: str) -> None:
         """Tells a waiting person what is going on, away from the figures on stdout."""

@@ -102,9 +102,13 @@ class Links:
         self.drives = drives
         self._folder = folder
         _under_way.add(self.id)
-        for drive in drives:
-            make_folder(Path(drive) / LINKS)
-            _write_owner(Path(drive), self.id, folder, pending=True)
+        try:
+            for drive in drives:
+                make_folder(Path(drive) / LINKS)
+                _write_owner(Path(drive), self.id, folder, pending=True)
+        except BaseException:
+            _under_way.discard(self.id)
+            raise
 
     @property
     def names(self) -> list[str]:
