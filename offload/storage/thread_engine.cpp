@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -25,8 +26,13 @@ class ThreadEngine final : public IoEngine {
  public:
   ThreadEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {
     STRATA_ASSERT(depth > 0);
-    for (std::uint32_t i = 0; i < std::min(depth, kWorkersMax); ++i) {
-      workers_.emplace_back([this] { work(); });
+    workers_.reserve(kWorkersMax);
+    try {
+      for (std::uint32_t i = 0; i < std::min(depth, kWorkersMax); ++i) {
+        workers_.emplace_back([this] { work(); });
+      }
+    } catch (const std::system_error&) {
+      if (workers_.empty()) throw;  // fewer do, too
     }
   }
 

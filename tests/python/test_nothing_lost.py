@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import strata
 from strata._storage.checkpoint_files import CheckpointError
-from strata._storage.snapshot_files import LINKS, remove_snapshot, snapshots_of
+from strata._storage.replacing import WorkFolder
+from strata._storage.snapshot_files import LINKS, REMOVED_NAME, remove_snapshot, snapshots_of
 
 from benchmarks import crash, fuzz, fuzz_files
 from benchmarks.common import Context
@@ -116,6 +117,37 @@ def test_a_disk_that_fills_or_turns_read_only_takes_no_older_snapshot(
     snapshot(training, series)
     assert len(snapshots_of(series)) == 1
     assert len(list((tmp_path / "drive0" / LINKS).glob("*.pages"))) == 1
+
+
+def test_what_killed_processes_left_in_a_series_is_removed(
+    training: Training, tmp_path: Path
+) -> None:
+    series = tmp_path / SERIES
+    left = snapshot(training, series)
+    os.replace(left / "manifest.json", left / REMOVED_NAME)  # killed while it was removed
+    (left / "notes.txt").write_text("the user's")
+    assert snapshots_of(series) == []
+    training.step()
+    snapshot(training, series)
+    assert [e.name for e in left.iterdir()] == ["notes.txt"]
+    assert len(list((tmp_path / "drive0" / LINKS).iterdir())) == 2
+
+
+def test_a_snapshot_that_was_about_to_be_replaced_is_found(
+    training: Training, tmp_path: Path
+) -> None:
+    series = tmp_path / SERIES
+    training.step()
+    folder = snapshot(training, series)
+    digest = training.digest()
+    with WorkFolder(series, folder.name) as work:  # killed between the two renames
+        os.rename(folder, work.path / "old")
+    training.step()
+    assert training.load(series)
+    assert training.digest() == digest
+    snapshot(training, series)
+    assert [e.name for e in series.iterdir()] == [folder.name]
+    assert training.load(series)
 
 
 def test_a_process_that_is_stopped_goes_on(tmp_path: Path) -> None:

@@ -204,8 +204,8 @@ def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint")
     if type(manifest["version"]) is not int or manifest["version"] not in VERSIONS:
         raise CheckpointError(
-            f"{path} is of version {manifest['version']!r:.20}; this strata reads {VERSIONS[-1]} and "
-            "less"
+            f"{path} is of version {manifest['version']!r:.20}; this strata reads "
+            f"{VERSIONS[-1]} and less"
         )
     if checksum != found:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
