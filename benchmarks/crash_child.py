@@ -223,8 +223,7 @@ def _watch_files(board: Board, operation: int) -> None:
         if board.doing < DOING.index("load"):
             return
         if threading.current_thread().name.startswith("strata-snapshot"):
-            is_manifest = event == "os.remove" and str(arguments[0]).endswith("manifest.json")
-            if is_manifest:
+            if event == "os.rename" and str(arguments[1]).endswith("removed.json"):
                 board.writing = WRITING.index("removal")
             elif not board.writing:
                 board.writing = WRITING.index("commit")

@@ -150,14 +150,17 @@ DirectoryLock::Attempt DirectoryLock::try_lock() {
   if (fd_ < 0) fail("the lock file of an SSD path cannot be made", path_, errno);
 
   Attempt attempt = Attempt::again;
-  if (flock(fd_, LOCK_EX | LOCK_NB) == 0) {
-    attempt = take_over();
-  } else if (errno != EWOULDBLOCK && errno != EINTR) {
-    const int failed = errno;
+  try {
+    if (flock(fd_, LOCK_EX | LOCK_NB) == 0) {
+      attempt = take_over();
+    } else if (errno != EWOULDBLOCK && errno != EINTR) {
+      fail("an SSD path is on a filesystem without locks", path_, errno);
+    } else if (flock(fd_, LOCK_SH | LOCK_NB) == 0) {
+      attempt = join();
+    }
+  } catch (...) {
     close(fd_);
-    fail("an SSD path is on a filesystem without locks", path_, failed);
-  } else if (flock(fd_, LOCK_SH | LOCK_NB) == 0) {
-    attempt = join();
+    throw;
   }
   if (attempt == Attempt::again) close(fd_);
   return attempt;
@@ -176,9 +179,7 @@ DirectoryLock::Attempt DirectoryLock::take_over() {
 
   // 3. Write who we are, and let other sessions of this process in.
   if (ftruncate(fd_, 0) != 0 || !append(fd_, this_process())) {
-    const int failed = errno;
-    close(fd_);
-    fail("the lock file of an SSD path cannot be written", path_, failed);
+    fail("the lock file of an SSD path cannot be written", path_, errno);
   }
   return flock(fd_, LOCK_SH | LOCK_NB) == 0 ? Attempt::held : Attempt::again;
 }
@@ -212,7 +213,6 @@ DirectoryLock::Attempt DirectoryLock::join() {
   const pid_t pid = static_cast<pid_t>(std::atoi(holder.c_str()));
   const bool same_namespace = holder.find(" " + pid_namespace() + " ") != std::string::npos;
   if (pid <= 0 || (same_namespace && kill(pid, 0) != 0 && errno == ESRCH)) return Attempt::again;
-  close(fd_);
   refuse_holder(holder);
 }
 

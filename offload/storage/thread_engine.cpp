@@ -5,8 +5,8 @@
 #include <cerrno>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -31,8 +31,8 @@ class ThreadEngine final : public IoEngine {
       for (std::uint32_t i = 0; i < std::min(depth, kWorkersMax); ++i) {
         workers_.emplace_back([this] { work(); });
       }
-    } catch (const std::system_error&) {
-      if (workers_.empty()) throw;  // fewer do, too
+    } catch (const std::exception&) {  // no thread more, or no memory for one
+      if (workers_.empty()) throw;
     }
   }
 

@@ -92,9 +92,16 @@ class Resources : public testing::TestWithParam<const char*> {
     long refused = 0;
     for (long nth = 0; nth < there; nth += stride) {
       refused += makes_one(config, left, nth) ? 0 : 1;
+      std::filesystem::remove(folder.path() + "/strata.lock");  // of no process: see below
       EXPECT_TRUE(std::filesystem::is_empty(folder.path())) << "of the try with " << nth;
+      EXPECT_TRUE(swap_files(folder.path()).empty()) << "of the try with " << nth;
     }
     EXPECT_GT(refused, 0);
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code gone;
+      const std::string open = std::filesystem::read_symlink(entry.path(), gone).string();
+      EXPECT_FALSE(open.starts_with(folder.path())) << open << " is still open";
+    }
     EXPECT_TRUE(makes_one(config, left, there));
   }
 };
