@@ -34,6 +34,9 @@ BENCHES = {
     "save-every": "steps with a snapshot behind every tenth, and behind each, over none",
     "resume": "from a snapshot to the first step",
     "reshard": "a snapshot under other budgets, page sizes, modes and tilings: the same bits",
+    "soak": "a run with a snapshot behind every 20th step, for --minutes: memory, slots",
+    "fuzz": "damaged files, as strangers may have left them: what is handled wrongly",
+    "crash": "runs killed by SIGKILL at random moments: what of their snapshots is lost",
     "wrap": "what a wrapped module costs when its parameters are there already",
     "plan-error": "predicted against measured step time, in six settings",
     "bound": "measured step time against the lower bound, in the same settings",
@@ -57,6 +60,7 @@ BENCHES = {
 # Those that measure a device, as --device says; the others measure the host.
 OF_DEVICE = ("copy", "map", "update-gpu", "step-gpu", "capacity-gpu", "vs-torch")
 NEEDS_GPU = ("step-gpu", "capacity-gpu", "vs-torch")  # but for --quick
+CAMPAIGNS = ("crash", "fuzz", "soak")  # long: not among "all", but for --quick
 ROUNDS = 5
 ROUNDS_OF = {"quality": 3}
 
@@ -75,6 +79,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
     parser.add_argument("--rounds", type=int, help="turns of every side (5, quality 3; quick: 1)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--from", type=int, default=0, dest="first", metavar="N", help="crash, fuzz: begins there"
+    )
+    parser.add_argument(
+        "--count", type=int, metavar="N", help="crash: so many kills; fuzz: files of a kind"
+    )
+    parser.add_argument("--minutes", type=float, metavar="N", help="soak: so long (30)")
     parser.add_argument(
         "--ssd-path", type=Path, default=ROOT / "build", help="folder on the disk to measure"
     )
@@ -107,14 +118,25 @@ def chosen(options: argparse.Namespace) -> Sequence[str]:
         return [options.name]
     if options.device != HOST:
         return OF_DEVICE
-    return [name for name in BENCHES if options.quick or name not in NEEDS_GPU]
+    left_out = () if options.quick else (*NEEDS_GPU, *CAMPAIGNS)
+    return [name for name in BENCHES if name not in left_out]
 
 
 def context_of(name: str, options: argparse.Namespace) -> Context:
     """What the command line asks of one bench."""
     rounds = options.rounds or (1 if options.quick else ROUNDS_OF.get(name, ROUNDS))
     where = options.ssd_path.resolve()
-    return Context(options.quick, options.seed, rounds, where, options.device, options.resume)
+    return Context(
+        options.quick,
+        options.seed,
+        rounds,
+        where,
+        options.device,
+        options.resume,
+        options.first,
+        options.count,
+        options.minutes,
+    )
 
 
 def run_bench(name: str, context: Context) -> Iterator[Figure]:

@@ -124,6 +124,9 @@ py::dict stats_dict(const SessionStats& stats) {
   out["lookahead"] = stats.lookahead;
   out["timeline_lost"] = stats.timeline_lost;
   out["io_retries"] = stats.io_retries;
+  out["io_errors"] = stats.io_errors;
+  out["slots_acquired"] = stats.slots_acquired;
+  out["slots_kept"] = stats.slots_kept;
   out["worker_busy_s"] = stats.worker_busy_s;
   out["workers_where"] = stats.workers_where;
   out["host_locked"] = stats.host_locked;

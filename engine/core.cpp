@@ -223,6 +223,9 @@ SessionStats Core::stats() const {
   stats.isa = name(best_isa());
   if (const Store* store = base.tiers.store(Tier::ssd)) {
     stats.io_retries = store->counters().retries;
+    stats.io_errors = store->counters().errors;
+    stats.slots_acquired = store->acquired_slots();
+    stats.slots_kept = store->kept_slots();
     stats.io_engine = store->engine_name();
     stats.io_engine_why = base.tiers.io_engine_why();
     const auto& store_warnings = store->warnings();

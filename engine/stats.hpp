@@ -27,6 +27,9 @@ struct SessionStats {
   std::uint64_t snapshot_bytes = 0;  // written for snapshots alone
   std::uint64_t steps = 0, steps_skipped = 0, chunks_updated = 0;
   std::uint64_t mappings = 0, plans = 0, deviations = 0, io_retries = 0, timeline_lost = 0;
+  std::uint64_t io_errors = 0;  // of the disk, that passed or ended the session
+  // Of the SSD: slots that pages have, and slots that only snapshots hold.
+  std::uint32_t slots_acquired = 0, slots_kept = 0;
   std::uint32_t lookahead = 0;
   std::optional<DriverCounts> driver;       // of a GPU
   Staleness staleness;                      // of forwards, by unit

@@ -37,6 +37,7 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
       opened_(open(config, parts, bell)),
       device_frames_(home.device_frames + home.rest_frames),
       threads_(parts.threads),
+      now_(std::move(parts.now)),
       io_engine_(std::move(parts.io_engine)) {
   STRATA_ASSERT(device().reachable() || (compute() != nullptr && home.landing_frames != 0));
   if (auto error = device().claim(device_frames_, page_bytes_)) throw StrataError(*error);
@@ -95,6 +96,7 @@ StoreOptions Tiers::store_options(std::vector<std::string> paths, std::uint32_t 
   options.slot_count = slots;
   options.in_flight_max = kIoDepth;
   options.hash_threads = threads_ ? hash_threads_here() : 0;
+  options.now = now_;
   return options;
 }
 

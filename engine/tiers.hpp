@@ -20,6 +20,7 @@
 #include "engine/config.hpp"
 #include "engine/devices.hpp"
 #include "engine/residence.hpp"
+#include "memory/clock.hpp"
 #include "memory/doorbell.hpp"
 #include "memory/page_table.hpp"
 #include "memory/pool.hpp"
@@ -44,6 +45,7 @@ struct TierParts {
   std::function<OpenedDevice(Doorbell*)> open_device;
   // False: nothing runs beside the caller, so a run replays from its seed.
   bool threads = true;
+  std::function<std::int64_t()> now = now_ns;  // for what waits for time to pass
 };
 
 class Tiers final {
@@ -119,6 +121,7 @@ class Tiers final {
   std::uint32_t device_frames_;
   std::size_t pinned_ = 0;  // the first bytes of host memory
   bool threads_;
+  std::function<std::int64_t()> now_;
   std::unique_ptr<IoEngine> io_engine_;  // given, and not needed yet
   std::string io_engine_why_;
   std::uint32_t slots_ = 0;  // of the SSD

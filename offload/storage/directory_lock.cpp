@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <sstream>
 #include <string_view>
 #include <thread>
@@ -49,8 +50,31 @@ std::string pid_namespace() {
   return length > 0 ? std::string(text.data(), static_cast<std::size_t>(length)) : "unknown";
 }
 
+// No name of a host has spaces.
+std::string host_name() {
+  std::array<char, 256> text{};
+  return gethostname(text.data(), text.size() - 1) == 0 && text[0] != 0 ? text.data() : "unknown";
+}
+
+// What no other machine has, and this one not after its next start.
+std::string boot_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string text;
+  return file >> text ? text : "unknown";
+}
+
 std::string this_process() {
-  return std::to_string(getpid()) + " " + pid_namespace();
+  return std::to_string(getpid()) + " " + pid_namespace() + " " + host_name() + " " + boot_id();
+}
+
+// Whether a holder was on this machine, or may have been.
+bool was_here(const std::string& holder) {
+  std::istringstream words(holder);
+  std::string pid, names, host, boot;
+  words >> pid >> names >> host >> boot;
+  if (boot.empty()) return true;
+  const bool same_boot = boot == boot_id() && boot != "unknown";
+  return same_boot || (host == host_name() && host != "unknown");
 }
 
 std::string read_all(int fd) {
@@ -126,14 +150,17 @@ DirectoryLock::Attempt DirectoryLock::try_lock() {
   if (fd_ < 0) fail("the lock file of an SSD path cannot be made", path_, errno);
 
   Attempt attempt = Attempt::again;
-  if (flock(fd_, LOCK_EX | LOCK_NB) == 0) {
-    attempt = take_over();
-  } else if (errno != EWOULDBLOCK && errno != EINTR) {
-    const int failed = errno;
+  try {
+    if (flock(fd_, LOCK_EX | LOCK_NB) == 0) {
+      attempt = take_over();
+    } else if (errno != EWOULDBLOCK && errno != EINTR) {
+      fail("an SSD path is on a filesystem without locks", path_, errno);
+    } else if (flock(fd_, LOCK_SH | LOCK_NB) == 0) {
+      attempt = join();
+    }
+  } catch (...) {
     close(fd_);
-    fail("an SSD path is on a filesystem without locks", path_, failed);
-  } else if (flock(fd_, LOCK_SH | LOCK_NB) == 0) {
-    attempt = join();
+    throw;
   }
   if (attempt == Attempt::again) close(fd_);
   return attempt;
@@ -152,9 +179,7 @@ DirectoryLock::Attempt DirectoryLock::take_over() {
 
   // 3. Write who we are, and let other sessions of this process in.
   if (ftruncate(fd_, 0) != 0 || !append(fd_, this_process())) {
-    const int failed = errno;
-    close(fd_);
-    fail("the lock file of an SSD path cannot be written", path_, failed);
+    fail("the lock file of an SSD path cannot be written", path_, errno);
   }
   return flock(fd_, LOCK_SH | LOCK_NB) == 0 ? Attempt::held : Attempt::again;
 }
@@ -163,10 +188,16 @@ void DirectoryLock::remove_files_of(const std::string& holder_and_files) {
   std::istringstream lines(holder_and_files);
   std::string holder;
   std::getline(lines, holder);
+  const bool here = was_here(holder);
   for (std::string name; std::getline(lines, name);) {
     const std::string file = folder_ + "/" + name;
     struct stat status {};
     if (!is_made_name(name) || lstat(file.c_str(), &status) != 0) continue;
+    if (!here) {
+      removed_.push_back("left " + file + " alone, which is of another machine (" + holder +
+                         "): remove it if nobody writes there any more");
+      continue;
+    }
     if (unlink(file.c_str()) != 0) continue;
     removed_.push_back(
         "removed " + file + " (" + bytes_text(static_cast<std::uint64_t>(status.st_size)) +
@@ -180,9 +211,8 @@ DirectoryLock::Attempt DirectoryLock::join() {
   if (holder == this_process()) return Attempt::held;
   // Not all of a new holder's identity may be there yet; a dead one's lock is about to end.
   const pid_t pid = static_cast<pid_t>(std::atoi(holder.c_str()));
-  const bool same_namespace = holder.ends_with(" " + pid_namespace());
+  const bool same_namespace = holder.find(" " + pid_namespace() + " ") != std::string::npos;
   if (pid <= 0 || (same_namespace && kill(pid, 0) != 0 && errno == ESRCH)) return Attempt::again;
-  close(fd_);
   refuse_holder(holder);
 }
 

@@ -3,8 +3,13 @@
 // files are theirs, so that the next process can name the holder or clean up after it. Only names
 // that make_name() gives are believed there: no other file is ever removed.
 //
-// Format: the first line is the holder, "<pid> <pid namespace>"; each further line is the name of a
-// file in the folder that belongs to the holder.
+// Format: the first line is the holder, "<pid> <pid namespace> <host> <boot id>"; each further line
+// is the name of a file in the folder that belongs to the holder. Older ones have no host and boot
+// id.
+//
+// Note [Who is dead]. Whoever does not have the lock any more, on this machine: it ends with its
+// process, and its number, which another process may have by now, says nothing. Some file systems
+// do not show a lock to other machines. So files are removed only where host or boot id are ours.
 //
 // Threads: any; sessions of one process in one folder share the lock, each with its own object.
 //
@@ -34,7 +39,7 @@ class DirectoryLock final {
   static std::string make_name();
   // Notes that a file of this name in the folder is ours. REQUIRES: make_name() gave it.
   void list(const std::string& file_name);
-  // Sentences for the log: which files of a dead holder were removed.
+  // Sentences for the log: which files of a dead holder were removed, or left to another machine.
   const std::vector<std::string>& removed() const { return removed_; }
 
   // Removes the files of a dead holder, and says which. Nothing where somebody lives there, or

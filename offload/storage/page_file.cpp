@@ -62,8 +62,8 @@ PageFile::PageFile(const std::string& folder, std::uint64_t bytes, Naming naming
   warnings_ = lock_->removed();
   if (naming == Naming::named || !make_nameless()) make_named();
   STRATA_ASSERT(fd_ >= 0);
-  have_alone();
   try {
+    have_alone();
     struct statfs filesystem {};
     if (fstatfs(fd_, &filesystem) == 0 && filesystem.f_type == TMPFS_MAGIC) {
       warnings_.push_back(folder_ + " is a tmpfs: what is stored there takes host memory");

@@ -14,6 +14,10 @@ namespace {
 
 // How often in a row one transfer may be interrupted, or move nothing, before it has failed.
 constexpr std::uint32_t kRetriesMax = 64;
+// An error may pass: a link that was reset, a path that failed over. So the disk is left alone for
+// a while, each time twice as long, for a quarter of a second in all.
+constexpr std::uint32_t kErrorsMax = 6;
+constexpr std::int64_t kFirstPauseNs = 4'000'000;
 
 }  // namespace
 
@@ -155,6 +159,7 @@ bool Store::turn(Completions& out) {
   bool reaped = false;
   // What was reaped is hashed, continued or retried in the same turn, or nobody would ring.
   do {
+    moved |= end_pauses();
     moved |= hash(out);
     moved |= submit_waiting(out);
     engine_->flush();
@@ -242,6 +247,7 @@ void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) 
   // A request that the kernel handed to a thread of its own is cancelled when its caller's ends.
   if (result == -EINTR || result == -EAGAIN || result == -ECANCELED)
     return retry(which, static_cast<int>(-result), out);
+  if (result == -EIO && transfer.errors < kErrorsMax) return pause(which);
   if (result < 0) {
     const int errno_value = static_cast<int>(-result);
     const bool full = errno_value == ENOSPC || errno_value == EDQUOT;
@@ -262,7 +268,7 @@ void Store::advance(std::uint32_t which, std::int64_t result, Completions& out) 
 
   // 3. Bytes moved: go on from here, or look at the whole.
   transfer.moved_bytes += moved;
-  transfer.retries = 0;
+  transfer.retries = transfer.errors = 0;
   (transfer.op == IoOp::read ? counters_.read_bytes : counters_.written_bytes) += moved;
   if (transfer.moved_bytes < slot_bytes()) {
     waiting_.push_back(which);
@@ -282,6 +288,25 @@ void Store::retry(std::uint32_t which, int errno_value, Completions& out) {
   ++transfer.retries;
   ++counters_.retries;
   waiting_.push_back(which);
+}
+
+void Store::pause(std::uint32_t which) {
+  const std::uint32_t times = transfers_[which].errors++;
+  ++counters_.retries;
+  ++counters_.errors;
+  pausing_.push_back({which, options_.now() + (kFirstPauseNs << times)});
+}
+
+// Nobody rings when a pause is over: whoever takes turns looks often enough.
+bool Store::end_pauses() {
+  if (pausing_.empty()) return false;
+  const std::int64_t now = options_.now();
+  const auto over =
+      std::ranges::partition(pausing_, [now](const Pause& p) { return p.end_ns > now; });
+  for (const Pause& pause : over) waiting_.push_back(pause.transfer);
+  const bool any = !over.empty();
+  pausing_.erase(over.begin(), over.end());
+  return any;
 }
 
 void Store::finish(std::uint32_t which, std::optional<Error> error, Completions& out) {

@@ -1,9 +1,9 @@
 // Store: page-sized slots in preallocated files on one or several SSD paths. Slot s lies in file
 // s % paths, at byte (s / paths) * slot_bytes. It owns what a disk can do wrong: short transfers
-// are continued, EINTR and EAGAIN retried, lengths and signs checked, and every slot's contents
-// carry an XXH3 checksum seeded with (slot, version), so a lost, stale, corrupt or misdirected page
-// is seen. The checksums are kept in memory: without them the files mean nothing. What a snapshot
-// holds is written down by its owner, with the files' links.
+// are continued, EINTR and EAGAIN retried, EIO a few times and with pauses, lengths and signs
+// checked, and every slot's contents carry an XXH3 checksum seeded with (slot, version), so a lost,
+// stale, corrupt or misdirected page is seen. The checksums are kept in memory: without them the
+// files mean nothing. What a snapshot holds is written down by its owner, with the files' links.
 //
 // Threads: one caller at a time (the core's lock). Never blocks, except while it is made
 // and destroyed. Its own threads ("strata-hash") compute the checksums, so that the caller spends
@@ -24,12 +24,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "memory/clock.hpp"
 #include "memory/crew.hpp"
 #include "memory/doorbell.hpp"
 #include "memory/result.hpp"
@@ -45,9 +47,10 @@ struct StoreOptions {
   std::vector<std::string> paths;
   std::size_t slot_bytes = 4 * kMiB;
   std::uint32_t slot_count = 0;
-  std::uint32_t in_flight_max = 64;  // requests to the engine at a time
-  Naming naming = Naming::nameless;  // of the files
-  int hash_threads = 0;              // 0: turn() computes checksums itself, in order
+  std::uint32_t in_flight_max = 64;            // requests to the engine at a time
+  Naming naming = Naming::nameless;            // of the files
+  int hash_threads = 0;                        // 0: turn() computes checksums itself, in order
+  std::function<std::int64_t()> now = now_ns;  // for pauses behind errors
 };
 
 struct StoreCompletion {
@@ -80,7 +83,8 @@ std::uint32_t fit_slots(const SavedFiles& saved, std::size_t slot_bytes, std::ui
 struct StoreCounters {
   std::uint64_t read_bytes = 0;
   std::uint64_t written_bytes = 0;
-  std::uint64_t retries = 0;
+  std::uint64_t retries = 0;  // requests that were made again, pauses or not
+  std::uint64_t errors = 0;   // of the disk, behind which they were
 };
 
 // So many threads compute checksums as fast as several disks of this machine read.
@@ -89,8 +93,8 @@ int hash_threads_here();
 // A request passes these places: a write is hashed, then written; a read is read, then hashed.
 //
 // Invariants
-//   1. |idle_| + |unhashed_| + (in hashes_) + |waiting_| + (in the engine) == in_flight_max: each
-//      transfer is in one of them.
+//   1. |idle_| + |unhashed_| + (in hashes_) + |waiting_| + |pausing_| + (in the engine) ==
+//      in_flight_max: each transfer is in one of them.
 //   2. A slot is busy exactly while one transfer that is not idle names it.
 //   3. |free_slots_| slots are neither acquired nor held; those are not busy.
 //   4. A slot whose write is under way or has failed is not sealed.
@@ -128,6 +132,8 @@ class Store final {
   // Slots that may still be acquired, or held, beyond those that writes of held pages will need.
   std::uint32_t spare_slots() const { return free_slots() - both_; }
   std::uint32_t acquired_slots() const { return acquired_; }
+  // Slots that are held and that nobody has acquired.
+  std::uint32_t kept_slots() const { return slot_count() - acquired_ - free_slots(); }
   std::uint32_t slot_count() const { return static_cast<std::uint32_t>(slots_.size()); }
   std::uint32_t free_slots() const { return static_cast<std::uint32_t>(free_slots_.size()); }
   // So many slots more, in longer files. Throws StrataError (no_space, io), and changes nothing,
@@ -188,6 +194,11 @@ class Store final {
     std::uint64_t tag = 0;
     std::uint32_t moved_bytes = 0;  // a multiple of kIoAlignment
     std::uint32_t retries = 0;      // since bytes last moved
+    std::uint32_t errors = 0;       // likewise
+  };
+  struct Pause {
+    std::uint32_t transfer = 0;
+    std::int64_t end_ns = 0;
   };
   struct HashJob {
     std::span<const std::byte> bytes;
@@ -212,6 +223,8 @@ class Store final {
   bool reap(Completions& out);
   void advance(std::uint32_t which, std::int64_t result, Completions& out);
   void retry(std::uint32_t which, int errno_value, Completions& out);
+  void pause(std::uint32_t which);
+  bool end_pauses();
   void finish(std::uint32_t which, std::optional<Error> error, Completions& out);
   std::optional<Error> check_version(const Transfer& transfer) const;
   std::optional<Error> check_contents(const Transfer& transfer, std::uint64_t found) const;
@@ -239,6 +252,7 @@ class Store final {
   std::vector<std::uint32_t> idle_;     // indices into transfers_
   std::deque<std::uint32_t> unhashed_;  // likewise: to be hashed, in order
   std::deque<std::uint32_t> waiting_;   // likewise: to be submitted, in order
+  std::vector<Pause> pausing_;          // behind an error of the disk
   PageFiles files_;                     // one for each stripe, or none at all
   std::vector<int> numbers_;            // of the stripes, as the engine knows them
   Crew<HashJob, HashDone> hashes_;

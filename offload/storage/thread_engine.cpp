@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -25,8 +26,13 @@ class ThreadEngine final : public IoEngine {
  public:
   ThreadEngine(Doorbell* bell, std::uint32_t depth) : bell_(bell), depth_(depth) {
     STRATA_ASSERT(depth > 0);
-    for (std::uint32_t i = 0; i < std::min(depth, kWorkersMax); ++i) {
-      workers_.emplace_back([this] { work(); });
+    workers_.reserve(kWorkersMax);
+    try {
+      for (std::uint32_t i = 0; i < std::min(depth, kWorkersMax); ++i) {
+        workers_.emplace_back([this] { work(); });
+      }
+    } catch (const std::exception&) {  // no thread more, or no memory for one
+      if (workers_.empty()) throw;
     }
   }
 

@@ -156,6 +156,7 @@ class SmallCore final {
     options.paths = {"memory"};
     options.slot_bytes = kPage;
     options.slot_count = slots;
+    options.now = [time_ns = std::int64_t{0}]() mutable { return time_ns += 1'000'000; };
     return std::make_unique<Store>(options, std::move(engine));
   }
   Placement slot_of(Tier tier) {

@@ -19,7 +19,6 @@ namespace {
 struct Broken {
   std::string what;
 };
-
 void promise(bool kept, const std::string& what) {
   if (!kept) throw Broken{what};
 }
@@ -42,6 +41,7 @@ class Simulation final {
     parts.turned = [this](const PageTable& table, const Claims& claims) { check(table, claims); };
     const int pace = 1 + below(20);  // updates of one step may still wait when the next one begins
     parts.worker_is_done = [this, pace] { return below(pace) == 0; };
+    parts.now = [this] { return clock_.now_ns() * 100; };  // pauses take a few turns
     groups_ = config_.groups;
     parts.io_engine = disk(faults);
     if (far_slots != 0) parts.far = {.engine = disk(faults), .slots = far_slots};

@@ -30,6 +30,7 @@ FaultPlan nuisances() {
   plan.chance_of(IoFault::interrupted) = 0.05;
   plan.chance_of(IoFault::again) = 0.05;
   plan.chance_of(IoFault::shortened) = 0.1;
+  plan.chance_of(IoFault::passing_eio) = 0.01;
   return plan;
 }
 

@@ -27,6 +27,7 @@ struct FaultyStore {
   static StoreOptions options(int hash_threads) {
     StoreOptions options = options_for({});
     options.hash_threads = hash_threads;
+    options.now = [time_ns = std::int64_t{0}]() mutable { return time_ns += 1'000'000; };
     return options;
   }
 };
@@ -69,6 +70,46 @@ TEST(StoreFaultTest, RetriesAreBounded) {
   EXPECT_TRUE(read(faulty.store, slot, page, 1));
   EXPECT_FALSE(write(faulty.store, slot, page, 2));
   EXPECT_FALSE(read(faulty.store, slot, page, 2));
+}
+
+// An error that passes is waited for, longer each time, and counted; one that stays ends it.
+TEST(StoreFaultTest, ErrorsThatPassAreRetriedAfterAPause) {
+  std::int64_t time_ns = 0;
+  StoreOptions options = options_for({});
+  options.now = [&time_ns] { return time_ns; };
+  auto made =
+      std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 4),
+                                     FaultPlan{.nth = 1, .nth_fault = IoFault::passing_eio});
+  FaultyEngine& disk = *made;
+  Store store(options, std::move(made));
+  const SlotId slot = store.acquire().value();
+  AlignedBuffer page(kSlot);
+  page.fill(1);
+  std::vector<StoreCompletion> done;
+  ASSERT_TRUE(store.write(slot, page.data(), 1, 7));
+  while (store.turn(done)) {
+  }
+  EXPECT_EQ(disk.requests(), 1U) << "it was asked again at once";
+  EXPECT_EQ(store.in_flight(), 1U);
+  time_ns += 1'000'000'000;
+  EXPECT_FALSE(finish(store, 1).at(0).error);
+  EXPECT_EQ(store.counters().errors, 1U);
+
+  disk.set_plan({.nth = 1, .nth_fault = IoFault::eio});
+  ASSERT_TRUE(store.read(slot, page.data(), 1, 8));
+  std::vector<std::int64_t> times_ns;
+  for (std::uint64_t seen = 0; done.empty(); time_ns += 1'000'000) {
+    while (store.turn(done)) {
+    }
+    if (disk.injected(IoFault::eio) != seen) times_ns.push_back(time_ns);
+    seen = disk.injected(IoFault::eio);
+    ASSERT_LT(seen, 100U);
+  }
+  EXPECT_EQ(done.at(0).error->errno_value, EIO);
+  ASSERT_GE(times_ns.size(), 4U);
+  for (std::size_t i = 2; i < times_ns.size(); ++i) {
+    EXPECT_GT(times_ns[i] - times_ns[i - 1], times_ns[i - 1] - times_ns[i - 2]);
+  }
 }
 
 TEST(StoreFaultTest, AFullDiskIsCalledFull) {
@@ -138,8 +179,8 @@ int out_and_back(Store& store) {
 TEST(StoreFaultTest, EveryRequestMayFailOnce) {
   for (std::size_t i = 1; i < kIoFaultCount; ++i) {
     const auto fault = static_cast<IoFault>(i);
-    const bool heals =
-        fault == IoFault::interrupted || fault == IoFault::again || fault == IoFault::shortened;
+    const bool heals = fault == IoFault::interrupted || fault == IoFault::again ||
+                       fault == IoFault::shortened || fault == IoFault::passing_eio;
     std::uint64_t met = 0;
     std::uint64_t requests = 0;
     for (std::uint64_t nth = 1; nth == 1 || nth <= requests + 1; ++nth) {

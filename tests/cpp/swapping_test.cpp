@@ -278,6 +278,7 @@ struct Deterministic {
     parts.device = host_device(nullptr, CopyMode::polled);
     parts.io_engine = std::move(engine);
     parts.idle = [] {};
+    parts.now = [time_ns = std::int64_t{0}]() mutable { return time_ns += 1'000'000; };
     session = std::make_unique<Session>(small_config("simulated"), std::move(parts));
     fill(*session);
     reserve_activations(*session, 2 * kPage, 30 * kPage);

@@ -2,6 +2,7 @@
 
     count = Interrupt(None).run(function)      # how many points there are
     Interrupt(17).run(function)                # raises KeyboardInterrupt at the 18th
+    Interrupt(17, Expired).run(function)       # raises that
 
 A handler runs where the interpreter looks for signals: when a function begins, behind a call, and
 where a loop goes back. A tracing function raises there, at the very instruction; so the points of a
@@ -42,20 +43,25 @@ def points_of(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
+class Expired(Exception):  # noqa: N818 (named as those of libraries are)
+    """What a timeout's handler raises: as pytest-timeout and others do, no BaseException."""
+
+
 class Interrupt:
     """Raises at point `at`, once; None: counts only."""
 
-    def __init__(self, at: int | None) -> None:
+    def __init__(self, at: int | None, kind: type[BaseException] = KeyboardInterrupt) -> None:
         self.count = 0
         self.where = ""
         self._at = at
+        self._kind = kind
 
     def run(self, function: Callable[[], Any]) -> bool:
         """Calls it. Returns whether it was interrupted; an exception in a `__del__` is lost."""
         sys.settrace(self._enter)
         try:
             function()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Expired):
             return True
         finally:
             sys.settrace(None)
@@ -78,4 +84,4 @@ class Interrupt:
         if self.count - 1 == self._at:
             code = frame.f_code
             self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname}"
-            raise KeyboardInterrupt(self.where)
+            raise self._kind(self.where)

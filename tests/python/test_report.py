@@ -49,6 +49,20 @@ def test_the_line_of_a_plan_counts_one_and_many() -> None:
     )
 
 
+def test_the_text_counts_errors_of_the_disk_that_passed() -> None:
+    assert "3 errors of the SSD that passed" in str(report(stats={"io_errors": 3}))
+    assert "errors of the SSD" not in str(report())
+
+
+def test_values_of_other_types_are_refused(tmp_path: Path) -> None:
+    report().save(path := tmp_path / "report.json")
+    whole = json.loads(path.read_text())
+    for key, value in {"steps": "3", "tiers": {"host": 1}, "records": [{}], "wear": []}.items():
+        path.write_text(json.dumps(whole | {key: value}))
+        with pytest.raises(ValueError, match="damaged"):
+            Report.load(path)
+
+
 def test_units_of_one_kind_share_a_line() -> None:
     rows = report().planned
     many = [rows[0].__class__(**{**vars(rows[2]), "unit": f"layers.{i}"}) for i in range(12)]

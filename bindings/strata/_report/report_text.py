@@ -130,6 +130,8 @@ def _paragraphs(report: Report) -> Iterator[str]:
         head += f"; last gradient norm {report.grad_norm:.4g}"
     head += f"; {report.backend} backend, pages of {format_size(report.page_bytes)}"
     head += f", {report.io_engine} I/O" if report.io_engine else ""
+    if errors := report.stats.get("io_errors"):
+        head += f"; {errors} errors of the SSD that passed"
     if where := report.stats.get("workers_where"):  # reports of files may not have it
         head += f"; workers {where}"
     about = [part for part in (report.model, report.command, report.machine) if part]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._config.choices import HOST
+from .._config.conforms import conforms
 from .._config.machine import processor_name, processors
 from .._config.sizes import format_size
 from .._profiling import timeline
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
     from .._runtime.wrapped import Wrapped
 
 FORMAT = "strata report 2"
+# Types of a report's fields that type checkers alone import.
+STORED = {
+    "StepPlan": _core.StepPlan,
+    "Trace": _core.Trace,
+    "Simulation": _core.Simulation,
+    "TimelineSpan": dict.fromkeys(("track", "cause"), str)
+    | dict.fromkeys(("lane", "unit", "begin_ns", "end_ns", "bytes"), int)
+    | {"backward": bool},
+}
 DAY_SECONDS = 86_400
 TB = 1e12  # as makers of drives count their endurance
 
@@ -169,7 +179,7 @@ class Report:
         """What save() wrote. Raises ValueError for any other file."""
         try:
             values = json.loads(Path(path).read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no report: {error}") from error
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(f"{path} is no report of this version of strata")
@@ -187,9 +197,13 @@ class Report:
                 ("simulation", _core.Simulation),
             ):
                 values[name] = values[name] and struct(**values[name])
-            return Report(**values)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is a damaged report: {error}") from error
+            report = Report(**values)
+            if not conforms(report, Report, STORED):
+                raise ValueError("a value is of another type")
+            str(report)  # numbers that are none cannot be shown
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is a damaged report: {error!s:.200}") from error
+        return report
 
     def __str__(self) -> str:
         """Tables for people."""

@@ -25,6 +25,7 @@ from .replacing import (
     WorkFolder,
     dead_folders,
     is_mount_point,
+    make_folder,
     remove,
     sync,
     work_folders,
@@ -190,25 +191,28 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     sync(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, name: str = MANIFEST_NAME) -> dict[str, Any]:
     """The manifest. Raises CheckpointError where it is damaged or of another version."""
-    path = folder / MANIFEST_NAME
+    path = folder / name
     try:
         manifest = json.loads(path.read_bytes())
+        checksum = manifest.pop("checksum", None) if isinstance(manifest, dict) else None
+        found = _checksum(manifest)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error!r}") from error
-    if not isinstance(manifest, dict) or not {"checksum", "version", "bytes"} <= manifest.keys():
+        raise CheckpointError(f"cannot read {path}: {error!r:.300}") from error
+    if checksum is None or not {"version", "bytes"} <= manifest.keys():
         raise CheckpointError(f"{path} is not the manifest of a checkpoint")
     if type(manifest["version"]) is not int or manifest["version"] not in VERSIONS:
         raise CheckpointError(
-            f"{path} is of version {manifest['version']}; this strata reads {VERSIONS[-1]} and less"
+            f"{path} is of version {manifest['version']!r:.20}; this strata reads "
+            f"{VERSIONS[-1]} and less"
         )
-    if manifest.pop("checksum") != _checksum(manifest):
+    if checksum != found:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
     return manifest
 
 
-def _checksum(manifest: dict[str, Any]) -> str:
+def _checksum(manifest: Any) -> str:
     digest = Hasher()
     digest.update(json.dumps(manifest, sort_keys=True).encode())
     return digest.hexdigest()
@@ -232,7 +236,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     check_replaceable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with WorkFolder(path.parent, path.name) as work:
         try:
             new = work.path / NEW_NAME
@@ -244,8 +248,27 @@ def replace_folder(path: Path) -> Iterator[Path]:
             sync(path.parent)
         finally:
             _clear(work.path, path)
+    tidy(path)
+
+
+def tidy(path: Path) -> None:
+    """Removes what killed processes left beside `path`, and puts back what they had put aside."""
     for left in dead_folders(path.parent, path.name):
         _clear(left, path)
+
+
+def complete_at(path: Path) -> Path | None:
+    """The folder of what is complete at `path`, or was there when its process was killed while
+    something took its place; None: nothing is."""
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    old = (
+        [work / OLD_NAME for work in work_folders(path.parent, path.name)]
+        if not path.exists()
+        else []
+    )
+    whole = [folder for folder in old if (folder / MANIFEST_NAME).is_file()]
+    return max(whole, key=lambda p: (p / MANIFEST_NAME).stat().st_mtime_ns, default=None)
 
 
 def find(path: str | Path) -> Path | None:

@@ -330,7 +330,7 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
     """What the index says; None where there is none that can be read."""
     try:
         index = json.loads((folder / INDEX_NAME).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(index, dict) or not all(
         isinstance(index.get(key), dict) for key in ("metadata", "weight_map")

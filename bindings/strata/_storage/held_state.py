@@ -38,6 +38,7 @@ class Holder:
         self._told: Future[None] | None = None
         self._captured = threading.Event()
         self._captured.set()
+        self.number = 0  # the core's, of the last one
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-save")
 
@@ -87,7 +88,7 @@ class Holder:
             if not self._session.link_pages(links.paths):
                 links.remove()
                 return None
-            number = self._session.begin_snapshot()
+            number = self.number = self._session.begin_snapshot()
         except BaseException:
             links.remove()
             raise

@@ -21,6 +21,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -31,6 +32,8 @@ from typing import Any
 from .._config import machine
 
 MARKER_NAME = "strata-work.json"
+PREFIX_END = ".strata-"
+UNMARKED = re.compile(r"[a-z0-9_]{8}")  # as tempfile ends names
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger("strata")
@@ -52,6 +55,12 @@ class WorkFolder(contextlib.AbstractContextManager["WorkFolder"]):
     def __exit__(self, *_: object) -> None:
         """From here on the folder, if it is still there, is a leftover."""
         os.close(self._marker)
+
+
+def targets_of_work(parent: Path) -> list[str]:
+    """What the work folders of `parent` are for."""
+    names = (entry.name.rpartition(PREFIX_END)[0] for entry in parent.iterdir())
+    return [name for name in names if name and work_folders(parent, name)]
 
 
 def work_folders(parent: Path, target: str) -> list[Path]:
@@ -94,6 +103,18 @@ def remove(folder: Path) -> None:
         folder.rmdir()
 
 
+def remove_unmarked(parent: Path, target: str) -> None:
+    """Removes work folders for `target` whose process was killed before it marked them, or behind
+    the removal of the marker: empty ones. REQUIRES: the process that works on it is dead."""
+    for folder in parent.iterdir() if parent.is_dir() else []:
+        if folder.name.startswith(_prefix(target)) and UNMARKED.fullmatch(
+            folder.name[len(_prefix(target)) :]
+        ):
+            with contextlib.suppress(OSError):  # it is not empty, or no folder
+                (folder / f"{MARKER_NAME}.tmp").unlink(missing_ok=True)
+                folder.rmdir()
+
+
 def is_mount_point(path: Path) -> bool:
     """Whether something is mounted on `path`, which can then not be renamed; a bind mount, too."""
     if os.path.ismount(path):
@@ -112,6 +133,15 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those above it, where they are not there; their names are on the disk."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync(path.parent)
+
+
 def sync(path: Path) -> None:
     """Waits until what was written to a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -122,7 +152,7 @@ def sync(path: Path) -> None:
 
 
 def _prefix(target: str) -> str:
-    return f"{target}.strata-"
+    return f"{target}{PREFIX_END}"
 
 
 def _boot() -> str:
@@ -166,7 +196,7 @@ def _marked(parent: Path, target: str) -> list[tuple[Path, dict[str, Any]]]:
             continue
         try:
             marker = json.loads((folder / MARKER_NAME).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         if (
             isinstance(marker, dict)

@@ -37,6 +37,7 @@ from .checkpoint_files import (
     Record,
     TensorWriter,
     replace_folder,
+    tidy,
     write_manifest,
 )
 from .held_state import Holder
@@ -45,16 +46,17 @@ from .snapshot_files import (
     Links,
     clean_up,
     copy_pages,
+    finish_removals,
     links_at,
+    mark_pending,
     remove_links,
     remove_snapshot,
     slots_of,
     snapshots_of,
     step_folder,
 )
+from .snapshot_form import TENSOR_KEY
 from .stored import StoredTensor, persistent_buffers, stored_tensors
-
-TENSOR_KEY = "strata.tensor"
 
 log = logging.getLogger("strata")
 
@@ -82,6 +84,10 @@ class SnapshotHandle:
             self._told |= self._future.done()
             raise
         return self.path
+
+    def forget(self) -> None:
+        """Nothing came of it, and its caller knows."""
+        self._told = True
 
     def raise_failure(self) -> None:
         """Raises what it failed with, unless somebody was told."""
@@ -160,6 +166,10 @@ class Taker:
         self._session = state.session
         self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
         self._ids: dict[Path, int] = {}  # the core's, of those that are complete or on their way
+        # The core counts from 1. All up to _known are, or were, known here; where a call was ended
+        # in the middle, there may be another one.
+        self._known, self._unsure = 0, False
+        self._failed = False  # the last one did, and may have left something
         self._last: SnapshotHandle | None = None
         self.holder = Holder(self._session, self._drives)
         # Its thread ends what was begun before the interpreter goes.
@@ -189,22 +199,54 @@ class Taker:
     def take(
         self, state: Wrapped, series: Path, keep: int, beside: int, extra: dict[str, Any]
     ) -> SnapshotHandle:
-        """Begins one. `beside`: complete ones of the series meanwhile."""
+        """Begins one. `beside`: complete ones of the series meanwhile. An exception of a signal
+        handler may end it anywhere: what was begun is then completed, or given up by the next."""
         context = _context(state, extra)
+        folder = step_folder(series, context.manifest["step"])
+        future: Future[None] = Future()
+        handle = SnapshotHandle(folder, future)
         self.finish()  # the slots of the last one are among those that are set aside
         self.holder.wait_until_captured()
         self._drop_removed()
+        if self._unsure:
+            self._drop_lost()
+        if sum(folder.parent == series for folder in self._ids) > keep:
+            self._rotate(series, keep)  # that failed last time
         others = sum(folder.parent != series for folder in self._ids)
         self.holder.reserve(beside + others)
+        self._unsure = True
         number = self._session.begin_snapshot()
-        folder = step_folder(series, context.manifest["step"])
+        self._known, self._unsure = number, False
         try:
-            future = self._pool.submit(self._write, number, folder, keep, context)
+            self._last = handle
+            self._pool.submit(self._run, future, number, folder, keep, context)
         except BaseException:  # the interpreter ends, or Ctrl-C
-            self._session.drop_snapshot(number)
+            if future.cancel():
+                handle.forget()
+                self._session.drop_snapshot(number)
             raise
-        self._last = SnapshotHandle(folder, future)
-        return self._last
+        return handle
+
+    def _drop_lost(self) -> None:
+        """Gives up those whose numbers an exception has lost. The holder knows its own."""
+        for number in range(self._known + 1, self._session.begin_snapshot() + 1):
+            if number != self.holder.number:
+                self._session.drop_snapshot(number)
+
+    def _run(self, future: Future[None], *what: Any) -> None:
+        """On the thread, unless it was called off."""
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if self._failed:
+                clean_up(self._drives)
+            self._failed = False
+            self._write(*what)
+        except BaseException as error:
+            self._failed = True
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
     def make_room_to_hold(self) -> None:
         """Room for what self.holder is to hold. Raises StrataError where there can be none."""
@@ -215,7 +257,8 @@ class Taker:
     def _drop_removed(self) -> None:
         """Gives up the slots of those that somebody else has removed."""
         for folder in [f for f in self._ids if not (f / MANIFEST_NAME).exists()]:
-            self._session.drop_snapshot(self._ids.pop(folder))
+            self._session.drop_snapshot(self._ids[folder])  # twice, after Ctrl-C, is no harm
+            del self._ids[folder]
 
     def _write(self, number: int, folder: Path, keep: int, context: _Context) -> None:
         """On the thread."""
@@ -228,20 +271,34 @@ class Taker:
                 self._write_folder(folder, links, pages, context)
                 links.finish()
             except BaseException:
-                links.remove()
+                if links.lead_to_what_is_there():
+                    links.leave()
+                    self._keep(folder, number)
+                else:
+                    links.remove()
                 raise
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the session may have ended
-                session.drop_snapshot(number)
+            if self._ids.get(folder) != number:
+                with contextlib.suppress(RuntimeError):  # the session may have ended
+                    session.drop_snapshot(number)
             raise
+        self._keep(folder, number)
+        self._rotate(folder.parent, keep)
+
+    def _rotate(self, series: Path, keep: int) -> None:
+        """Removes all but the newest."""
+        finish_removals(series)
+        for old in snapshots_of(series)[:-keep]:
+            remove_snapshot(old)
+            if old in self._ids:
+                self._session.drop_snapshot(self._ids.pop(old))
+
+    def _keep(self, folder: Path, number: int) -> None:
+        """Its manifest is there: so its slots stay, also where something failed behind that."""
         replaced = self._ids.pop(folder, None)
         self._ids[folder] = number
         if replaced is not None:
-            session.drop_snapshot(replaced)
-        for old in snapshots_of(folder.parent)[:-keep]:
-            remove_snapshot(old)
-            if old in self._ids:
-                session.drop_snapshot(self._ids.pop(old))
+            self._session.drop_snapshot(replaced)
 
     def _write_folder(
         self, folder: Path, links: Links, pages: dict[str, Any], context: _Context
@@ -251,7 +308,10 @@ class Taker:
         for place, step in enumerate(pages["param_steps"]):
             entry = manifest["params"][manifest["parts"][place][0]]
             entry["step"] = max(entry["step"], step)
+        tidy(folder)
         replaced = links_at(folder)  # of another run that came by this step
+        if replaced is not None:
+            mark_pending(*replaced, folder)
         linked = self._session.link_pages(links.paths)
         if linked:
             links.sync()

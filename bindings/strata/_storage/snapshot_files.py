@@ -25,7 +25,8 @@ null where it is zero. Slot s lies in file s % n of the n drives, at page s // n
 XXH3-64 of the page, seeded with slot and version (offload/storage/checksum.cpp).
 
 A link is one more name of the file that the run wrote to; the kernel frees the file with its last
-one. Nothing here knows models.
+one. A manifest that is called removed.json is one of a snapshot that is being removed. Nothing here
+knows models.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ from .checkpoint_files import (
     MANIFEST_NAME,
     STATE_NAME,
     CheckpointError,
+    complete_at,
     read_manifest,
     replace_folder,
+    tidy,
     write_manifest,
 )
-from .replacing import sync, write_whole
+from .replacing import make_folder, remove_unmarked, sync, targets_of_work, write_whole
 
 FORMAT = 1
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
@@ -59,6 +62,9 @@ ID = re.compile(r"[0-9a-f]{16}")
 LINK_NAME = re.compile(LINKS + r"/[0-9a-f]{16}-\d{1,4}\.pages")
 COPY_NAME = re.compile(r"pages-\d{1,4}\.bin")
 OWNER_MARK = "links of a snapshot"
+REMOVED_NAME = "removed.json"
+
+PATH_BYTES_MAX = 4096  # the kernel's
 
 _under_way: set[str] = set()  # ids that this process has not finished
 
@@ -74,11 +80,15 @@ def is_snapshot(manifest: dict[str, Any]) -> bool:
 
 
 def snapshots_of(series: Path) -> list[Path]:
-    """The complete ones, the oldest first."""
+    """The complete ones, the oldest first; also one that a killed process was about to replace."""
+    if not series.is_dir():
+        return []
+    names = {entry.name for entry in series.iterdir()} | set(targets_of_work(series))
     found = []
-    for folder in series.iterdir() if series.is_dir() else []:
-        if STEP_NAME.fullmatch(folder.name) and (folder / MANIFEST_NAME).is_file():
-            found.append(((folder / MANIFEST_NAME).stat().st_mtime_ns, folder.name, folder))
+    for name in filter(STEP_NAME.fullmatch, names):
+        if (folder := complete_at(series / name)) is not None:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found.append(((folder / MANIFEST_NAME).stat().st_mtime_ns, name, folder))
     return [folder for *_, folder in sorted(found)]
 
 
@@ -92,9 +102,13 @@ class Links:
         self.drives = drives
         self._folder = folder
         _under_way.add(self.id)
-        for drive in drives:
-            (Path(drive) / LINKS).mkdir(exist_ok=True)
-            _write_owner(Path(drive), self.id, folder, pending=True)
+        try:
+            for drive in drives:
+                make_folder(Path(drive) / LINKS)
+                _write_owner(Path(drive), self.id, folder, pending=True)
+        except BaseException:
+            _under_way.discard(self.id)
+            raise
 
     @property
     def names(self) -> list[str]:
@@ -115,6 +129,10 @@ class Links:
         for drive in self.drives:
             sync(Path(drive) / LINKS)
 
+    def lead_to_what_is_there(self) -> bool:
+        """Whether the manifest that is in the folder now needs them."""
+        return _id_at(self._folder) == self.id
+
     def finish(self) -> None:
         """The manifest is there."""
         for drive, path in zip(self.drives, self.paths, strict=True):
@@ -124,15 +142,19 @@ class Links:
             _write_owner(Path(drive), self.id, self._folder, pending=False)
         _under_way.discard(self.id)
 
+    def leave(self) -> None:
+        """Something failed behind the manifest: clean_up() sees what is there."""
+        _under_way.discard(self.id)
+
     def remove(self) -> None:
         """There will be no manifest, or it is gone."""
-        remove_links(self.drives, self.id)
         _under_way.discard(self.id)
+        remove_links(self.drives, self.id)
 
 
 def clean_up(drives: list[str]) -> None:
-    """Removes links of snapshots that were never complete, or were being removed. REQUIRES: the
-    drives' lock is ours, so who left them is dead."""
+    """Removes what is left of snapshots that were never complete, or were being removed: links, and
+    files in their series. REQUIRES: the drives' lock is ours, so who left them is dead."""
     for drive in drives:
         folder = Path(drive) / LINKS
         if not folder.is_dir():
@@ -145,6 +167,8 @@ def clean_up(drives: list[str]) -> None:
             owner = _owner(entry)
             if owner is None or not owner["pending"] or entry.stem in _under_way:
                 continue
+            with contextlib.suppress(OSError):  # the series cannot be written to: its links go
+                _clear_folder(Path(owner["folder"]))
             if _id_at(Path(owner["folder"])) == entry.stem:
                 _write_owner(Path(drive), entry.stem, Path(owner["folder"]), pending=False)
             else:
@@ -166,6 +190,17 @@ def lost_on(drive: Path) -> list[str]:
     return [i for i, folder in owners_on(drive).items() if _id_at(folder) != i]
 
 
+def _clear_folder(folder: Path) -> None:
+    """Of one that is pending, and whose process is dead: what it left there."""
+    if not STEP_NAME.fullmatch(folder.name):
+        return
+    tidy(folder)
+    remove_unmarked(folder.parent, folder.name)
+    finish_removal(folder)
+    with contextlib.suppress(OSError):  # it is not there, or not empty
+        folder.rmdir()
+
+
 def remove_snapshot(folder: Path) -> None:
     """Removes a snapshot: its manifest first, so that none is there in part. Other files in its
     folder stay. Raises CheckpointError where it is none."""
@@ -174,17 +209,49 @@ def remove_snapshot(folder: Path) -> None:
         raise CheckpointError(f"{folder} is a checkpoint, and no snapshot")
     check_drives(manifest, folder)
     drives = [d["folder"] for d in manifest["drives"] if d["folder"]]
-    with contextlib.suppress(OSError):  # a drive that is not there: its links stay
-        for drive in drives:
-            _write_owner(Path(drive), manifest["id"], folder, pending=True)
-    (folder / MANIFEST_NAME).unlink()
+    mark_pending(drives, manifest["id"], folder)
+    os.replace(folder / MANIFEST_NAME, folder / REMOVED_NAME)
     sync(folder)
-    remove_links(drives, manifest["id"])
+    finish_removal(folder)
+
+
+def mark_pending(drives: list[str], identity: str, folder: Path) -> None:
+    """From here on clean_up() removes the links, unless they are the ones of what is there then."""
+    for drive in drives:
+        with contextlib.suppress(OSError):  # a drive that is not there: its links stay
+            if _owner(_owner_path(Path(drive), identity)) is not None:
+                _write_owner(Path(drive), identity, folder, pending=True)
+
+
+def finish_removal(folder: Path) -> None:
+    """Removes the rest of a snapshot whose removal has begun; nothing where there is none."""
+    try:
+        manifest = read_manifest(folder, REMOVED_NAME)
+        check_drives(manifest, folder)
+    except CheckpointError:
+        return
     own = [d["file"] for d in manifest["drives"] if not d["folder"]]
-    for name in (STATE_NAME, *own):
+    for name in (STATE_NAME, *own, REMOVED_NAME):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the user's files are there
         folder.rmdir()
+    # Last: their owner tells that the folder was ours, whenever this is killed.
+    remove_links([d["folder"] for d in manifest["drives"] if d["folder"]], manifest["id"])
+
+
+def finish_removals(series: Path) -> None:
+    """Of all in the series that killed processes have begun."""
+    for folder in series.iterdir() if series.is_dir() else []:
+        if STEP_NAME.fullmatch(folder.name) and (folder / REMOVED_NAME).is_file():
+            finish_removal(folder)
+
+
+def is_path(text: str) -> bool:
+    """Whether it may be one of ours: from the root on, and of this world."""
+    try:
+        return os.path.isabs(text) and "\0" not in text and len(os.fsencode(text)) < PATH_BYTES_MAX
+    except UnicodeError:
+        return False
 
 
 def check_drives(manifest: dict[str, Any], folder: Path) -> None:
@@ -197,7 +264,7 @@ def check_drives(manifest: dict[str, Any], folder: Path) -> None:
             sound = False
         elif drive["folder"]:
             name = LINK_NAME.fullmatch(drive["file"])
-            sound &= os.path.isabs(drive["folder"]) and name is not None
+            sound &= is_path(drive["folder"]) and name is not None
         else:
             sound &= COPY_NAME.fullmatch(drive["file"]) is not None
     if not sound or not ID.fullmatch(manifest["id"]):
@@ -298,7 +365,8 @@ def _owner(path: Path) -> dict[str, Any] | None:
         return None
     if owner.get("strata") != OWNER_MARK:
         return None
-    return owner if all(isinstance(owner.get(k), t) for k, t in kinds.items()) else None
+    sound = all(isinstance(owner.get(k), t) for k, t in kinds.items())
+    return owner if sound and is_path(owner["folder"]) else None
 
 
 def link_owner(drive: Path, identity: str) -> Path | None:

@@ -30,9 +30,9 @@ from . import checkpoint, rng
 from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
-from .snapshot import TENSOR_KEY
 from .snapshot_adopt import adopt
 from .snapshot_files import FORMAT, ROLES, check_drives, is_snapshot, pages_of, snapshots_of
+from .snapshot_form import TENSOR_KEY, unsound
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 if TYPE_CHECKING:
@@ -158,14 +158,8 @@ class _Source:
                 f"reads {FORMAT}"
             )
         check_drives(manifest, Path(self._where))
-        kinds = {
-            **dict.fromkeys(("params", "parts", "chunks", "buffers", "groups", "tensors"), list),
-            **dict.fromkeys(("rng", "extra"), dict),
-            **dict.fromkeys(("step", "page_bytes"), int),
-        }
-        for key, kind in kinds.items():
-            if not isinstance(manifest.get(key), kind):
-                self._fail(f"{key!r} is missing, or of another type")
+        for problem in unsound(manifest):
+            self._fail(problem)
         try:
             wanted = checkpoint.model_layout(state) | {"groups": checkpoint.plain_groups(state)}
             problems = misfits(manifest, wanted) + rng.problems(manifest["rng"])

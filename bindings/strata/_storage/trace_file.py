@@ -127,7 +127,7 @@ def load(path: str | Path) -> TraceFile:
         content = json.loads(Path(path).read_text())
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a strata trace: it is not text") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is cut off, or not a strata trace: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a strata trace: its format is not {FORMAT!r}")

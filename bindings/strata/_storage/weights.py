@@ -162,13 +162,24 @@ def _weight_files(path: Path) -> list[Path]:
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is not a safetensors index: {error!r:.200}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index} names {name!r:.80}, which is no file beside it")
     files = [index.parent / name for name in names]
     for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{index} names {file.name}, which is not there")
+        if not _is_file(file):
+            raise FileNotFoundError(f"{index} names {file.name!r:.80}, which is not there")
     return files
+
+
+def _is_file(path: Path) -> bool:
+    """Also of a name that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ namespace {
 std::optional<std::int64_t> answer(IoFault fault, const IoRequest& request) {
   switch (fault) {
     case IoFault::eio:
+    case IoFault::passing_eio:
       return -EIO;
     case IoFault::no_space:
       return -ENOSPC;
@@ -50,6 +51,7 @@ void FaultyEngine::set_plan(const FaultPlan& plan) {
   plan_ = plan;
   random_.seed(plan.seed);
   requests_ = 0;
+  broken_.clear();
 }
 
 std::optional<std::int64_t> FaultyEngine::next_due_ns() const {
@@ -84,6 +86,7 @@ bool FaultyEngine::applies(IoFault fault, const IoRequest& request) const {
       return file_bytes_[static_cast<std::size_t>(request.file)] >= 2 * request.bytes;
     case IoFault::none:
     case IoFault::eio:
+    case IoFault::passing_eio:
     case IoFault::interrupted:
     case IoFault::again:
     case IoFault::corrupt:
@@ -100,7 +103,16 @@ IoFault FaultyEngine::draw(const IoRequest& request) {
     left -= plan_.chance[i];
   }
   if (++requests_ == plan_.nth) fault = plan_.nth_fault;
+  if (is_broken(request)) return IoFault::eio;
+  if (fault == IoFault::eio) broken_.push_back(request);
   return applies(fault, request) ? fault : IoFault::none;
+}
+
+bool FaultyEngine::is_broken(const IoRequest& request) const {
+  return std::ranges::any_of(broken_, [&](const IoRequest& place) {
+    return place.file == request.file && place.offset < request.offset + request.bytes &&
+           request.offset < place.offset + place.bytes;
+  });
 }
 
 // The request that the inner engine gets instead.
@@ -160,6 +172,7 @@ bool FaultyEngine::submit(const IoRequest& request) {
   // Drawn only for requests that are taken, so that a full queue does not change the plan.
   const std::mt19937_64 random_before = random_;
   const std::uint64_t requests_before = requests_;
+  const std::size_t broken_before = broken_.size();
   const std::size_t which = free_operation();
   Operation& operation = operations_[which];
   operation.asked = request;
@@ -179,6 +192,7 @@ bool FaultyEngine::submit(const IoRequest& request) {
     if (!inner_->submit(distorted)) {
       random_ = random_before;
       requests_ = requests_before;
+      broken_.resize(broken_before);
       return false;
     }
     operation.live = true;

@@ -29,7 +29,9 @@ namespace strata {
 // alone.
 enum class IoFault : std::uint8_t {
   none,
-  eio,          // an error that is dropped, or leaves a transfer, a slot or a waiter behind
+  eio,          // a place that cannot be read or written from then on: an error that is dropped,
+                // retried for ever, or leaves a transfer, a slot or a waiter behind
+  passing_eio,  // an error that is gone the next time: a run that ends by it
   no_space,     // writes: a full disk taken for a broken one, or for success
   interrupted,  // EINTR treated as an error, or retried from the wrong place
   again,        // EAGAIN treated as an error, or retried for ever
@@ -38,7 +40,7 @@ enum class IoFault : std::uint8_t {
   misdirected,  // the right bytes at another place of the file, or from there
   lost_write,   // a write that is acknowledged and never happens: the stale page looks intact
 };
-inline constexpr std::size_t kIoFaultCount = 9;
+inline constexpr std::size_t kIoFaultCount = 10;
 
 struct FaultPlan {
   std::uint64_t seed = 1;
@@ -107,6 +109,7 @@ class FaultyEngine final : public IoEngine {
   };
 
   IoFault draw(const IoRequest& request);
+  bool is_broken(const IoRequest& request) const;
   bool applies(IoFault fault, const IoRequest& request) const;
   IoRequest distort(Operation& operation) const;
   std::int64_t settle(Operation& operation, std::int64_t result) const;
@@ -121,6 +124,7 @@ class FaultyEngine final : public IoEngine {
   std::uint64_t requests_ = 0;  // since set_plan()
   std::array<std::uint64_t, kIoFaultCount> injected_{};
   std::vector<std::uint64_t> file_bytes_;
+  std::vector<IoRequest> broken_;  // places, since set_plan()
   std::vector<Operation> operations_;
   std::vector<Held> held_;           // finished, in the order of being due
   std::unique_ptr<IoEngine> inner_;  // last: it is destroyed before the buffers it may be writing

@@ -1,0 +1,98 @@
+"""What the manifest of a snapshot must say of all that is in no page, before anything is loaded by
+it: the records of state.bin, the extras, and the types of what everything else is read from.
+
+    for problem in unsound(manifest): ...     # sentences; none: it may be held against the model
+
+A manifest with a right checksum may still be another program's, or that of a bug. Pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .._config.conforms import conforms
+
+TENSOR_KEY = "strata.tensor"  # {TENSOR_KEY: i} in extra stands for the ith of its tensors
+DIGEST = re.compile(r"[0-9a-f]{16}")
+RECORD = {"kind": str, "dtype": str, "offset": int, "bytes": int, "xxh3_64": str}
+FORM: dict[str, Any] = {
+    "bytes": int,
+    "step": int,
+    "page_bytes": int,
+    "moment_dtype": str,
+    "params": list[dict[str, Any]],
+    "parts": list[list[int]],
+    "chunks": list[dict[str, Any]],
+    "buffers": list[dict[str, Any]],
+    "groups": list[dict[str, Any]],
+    "rng": dict[str, Any],
+    "extra": dict[str, Any],
+    "tensors": list[dict[str, Any]],
+}
+PARAM = {"name": str, "shape": list[int], "dtype": str, "trainable": bool, "rule": str}
+BUFFER = {"name": str, "shape": list[int], "tensors": list[dict[str, Any]]}
+
+
+def unsound(manifest: dict[str, Any]) -> Iterator[str]:
+    """How it contradicts the format, whatever the model."""
+    for key, form in FORM.items():
+        if not conforms(manifest.get(key), form, {}):
+            yield f"{key!r} is missing, or of another type"
+            return
+    for entry in manifest["params"]:
+        if not conforms({key: entry.get(key) for key in PARAM}, PARAM, {}):
+            yield f"a parameter is {entry!r:.60}"
+            return
+    for entry in manifest["buffers"]:
+        if not conforms(entry, BUFFER, {}) or len(entry["tensors"]) != 1:
+            yield f"a buffer is {entry!r:.60}"
+            return
+    scales = manifest.get("scales", False)
+    if scales is not None and not _lies(scales, manifest["bytes"]):
+        yield "the scales lie where they cannot"
+    buffers = [entry["tensors"][0] | {"shape": entry["shape"]} for entry in manifest["buffers"]]
+    for record in [*buffers, *manifest["tensors"]]:
+        if not _fits(record, manifest["bytes"]):
+            yield f"a tensor lies where it cannot: {record!r:.80}"
+    count = len(manifest["tensors"])
+    for place in _places(manifest["extra"]):
+        if type(place) is not int or not 0 <= place < count:
+            yield f"extra has no tensor {place!r:.20}"
+    if not 0 <= manifest["step"] < 1 << 53:
+        yield f"it is behind step {manifest['step']}"
+
+
+def _lies(record: Any, end: int) -> bool:
+    """Whether it is a record of bytes in the file."""
+    if not isinstance(record, dict):
+        return False
+    if not conforms({key: record.get(key) for key in RECORD}, RECORD, {}):
+        return False
+    offset, count = record["offset"], record["bytes"]
+    inside = offset >= 0 and count >= 0 and offset + count <= end
+    return inside and DIGEST.fullmatch(record["xxh3_64"]) is not None
+
+
+def _fits(record: dict[str, Any], end: int) -> bool:
+    """Whether a tensor of this dtype and shape has as many bytes, and they are in the file."""
+    shape: Any = record.get("shape")
+    if not _lies(record, end) or not conforms(shape, list[int], {}):
+        return False
+    dtype = getattr(torch, record["dtype"], None)
+    if not isinstance(dtype, torch.dtype) or not all(size >= 0 for size in shape):
+        return False
+    return bool(record["bytes"] == math.prod(shape) * dtype.itemsize)
+
+
+def _places(value: Any) -> Iterator[Any]:
+    """Of tensors, in extra."""
+    if isinstance(value, dict) and value.keys() == {TENSOR_KEY}:
+        yield value[TENSOR_KEY]
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _places(each)
