@@ -221,7 +221,7 @@ def snapshots_parser(description: str | None) -> Parser:
     copied = actions.add_parser("copy", help="make one that needs no drive but its own folder's")
     copied.add_argument("snapshot", type=Path, help="the folder of a step; of a series the newest")
     copied.add_argument("to", type=Path, help="a folder that does not exist")
-    removed = actions.add_parser("rm", help="remove some; other files in their folders stay")
+    removed = actions.add_parser("rm", help="remove some; --lost DRIVE: what it has of lost ones")
     removed.add_argument("snapshots", type=Path, nargs="*", help="folders of steps")
     removed.add_argument(
         "--lost",
