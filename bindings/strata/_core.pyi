@@ -332,14 +332,11 @@ class Session:
         """Gives the page file of each SSD path one more name. False: a file system has no links."""
     def page_files(self) -> list[int]:
         """Descriptors of the page files, by SSD path, for the caller to close."""
-    def page_layout(self) -> dict[str, Any]:
-        """ "page_bytes" and "chunks" as of snapshot(), of the state now, with no page in a slot."""
+    def page_layout(self) -> dict[str, Any]: ...  # as of snapshot(), now, with no page in a slot
     def resume(self, files: PageFiles, held: list[Any], pages: list[Any], raw: bytes) -> list[int]:
-        """Goes on from the first of the snapshots that link the files: `held` has slots, versions
-        and checksums by snapshot, `pages` its slots as in page_layout(). Returns their numbers.
-        Raises StrataError, and changes nothing: see engine/resumption.hpp."""
-    def go_back(self, number: int) -> None:
-        """The same for a snapshot that the session holds."""
+        """Goes on from the first of the snapshots that link the files, and returns their numbers.
+        Raises StrataError, and changes nothing. See snapshot_adopt.py, engine/resumption.hpp."""
+    def go_back(self, number: int) -> None: ...  # the same of a snapshot that the session holds
     def timeline(self) -> list[TimelineSpan]:
         """What was busy since the last call, oldest first; a bounded number of the newest."""
     def close(self) -> None:
