@@ -89,7 +89,7 @@ class Core final {
   bool advance(Part part) STRATA_REQUIRES(core_lock);
   bool runs_foreign() const;
   Error stuck(const Awaited& awaited, const std::string& looks) const;
-  void tell_memory(SessionStats& stats) const;
+  void add_memory(SessionStats& stats) const;
 
   bool others_moved_ = false;  // since snapshots had their turn
   std::function<void(const PageTable&, const Claims&)> turned_;

@@ -199,10 +199,10 @@ void Rearranger::wait_until_still(Lock& lock) {
 
 // Frames that parameters may have before the first one in which a page stays that rests on the
 // device, of those that are asked for and that the budget has.
-std::uint32_t Rearranger::frames_left(const Residence& home, std::uint32_t asked) const {
+std::uint32_t Rearranger::frames_left(const Residence& home, std::uint32_t wanted) const {
   const std::size_t budget = base_.config.device_bytes / base_.layout.page_bytes;
   const std::size_t resting = std::min<std::size_t>(budget, home.rest_frames);
-  std::size_t frames = std::min<std::size_t>(asked, budget - resting);
+  std::size_t frames = std::min<std::size_t>(wanted, budget - resting);
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
     const Placement& now = base_.table.placement(PageId{i});
     if (home.tier[i] != Tier::device || now.tier != Tier::device) continue;

@@ -25,7 +25,7 @@ void Swapping::check(SaveId id) const {
   if (!saves_.holds(id)) refuse("no such activation is saved");
 }
 
-bool Swapping::ask(Lock& lock, SaveId id, bool wait_for_it, There there) {
+bool Swapping::has_come(Lock& lock, SaveId id, bool wait_for_it, There there) {
   check(id);
   if ((saves_.*there)(id)) return true;
   base_.gate.take_turn();

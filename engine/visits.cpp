@@ -20,7 +20,7 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   base_.check_unit(unit);
   const BetweenSteps::StepCall call(between_, lock);
   // 1. Its pages are asked for.
-  if (const auto frames = prefetcher_.ask(unit, options.backward, options.recorded)) {
+  if (const auto frames = prefetcher_.request(unit, options.backward, options.recorded)) {
     Error error;
     error.fault = Fault::config;
     error.tier = Tier::device;

@@ -116,8 +116,8 @@ std::byte* reserve_addresses(std::size_t bytes) {
   STRATA_ASSERT(bytes > 0);
   STRATA_ASSERT(bytes % kKernelPageBytes == 0);
   // The kernel aligns to small pages only, so ask for more and give the ends back.
-  const std::size_t asked = bytes + kHugePageBytes;
-  void* got = ::mmap(nullptr, asked, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const std::size_t reserved = bytes + kHugePageBytes;
+  void* got = ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (got == MAP_FAILED) {
     throw StrataError(memory_error("could not reserve addresses", Tier::host, bytes, errno));
   }
@@ -125,7 +125,7 @@ std::byte* reserve_addresses(std::size_t bytes) {
   const std::size_t past = reinterpret_cast<std::uintptr_t>(start) % kHugePageBytes;
   const std::size_t before = past == 0 ? 0 : kHugePageBytes - past;
   if (before > 0) ::munmap(start, before);
-  ::munmap(start + before + bytes, asked - before - bytes);
+  ::munmap(start + before + bytes, reserved - before - bytes);
   return start + before;
 }
 

@@ -207,9 +207,9 @@ std::optional<Error> CudaFrames::open(std::byte* view, std::span<const ViewPage>
     const std::size_t begin = pages.front().page_index;
     std::size_t end = begin;
     for (std::size_t page = begin; page < shown.size(); ++page) {
-      const bool asked = !pages.empty() && pages.front().page_index == page;
-      if (!asked && (pages.empty() || !exists(shown[page]))) break;
-      if (!asked) continue;
+      const bool listed = !pages.empty() && pages.front().page_index == page;
+      if (!listed && (pages.empty() || !exists(shown[page]))) break;
+      if (!listed) continue;
       end = page + 1;
       pages = pages.subspan(1);
     }

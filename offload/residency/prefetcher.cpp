@@ -35,7 +35,7 @@ std::size_t Prefetcher::frames_of(UnitId unit) const {
   return rests(unit) ? 0 : frames_.pages(unit).size();
 }
 
-std::optional<std::size_t> Prefetcher::ask(UnitId unit, bool backward, bool recorded) {
+std::optional<std::size_t> Prefetcher::request(UnitId unit, bool backward, bool recorded) {
   const bool starts = !in_use(unit);
   std::size_t held = starts ? frames_of(unit) : 0;
   for (std::uint32_t other = 0; other < unit_count(); ++other) {

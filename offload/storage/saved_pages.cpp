@@ -38,17 +38,17 @@ SavedPages::SavedPages(std::vector<std::string> paths, const SavedFiles& saved,
 
 void SavedPages::read(std::span<const SlotId> slots, std::byte* to) {
   std::vector<StoreCompletion> done;
-  std::size_t asked = 0, left = slots.size();
+  std::size_t started = 0, left = slots.size();
   std::optional<Error> error;
   while (left > 0) {
-    while (asked < slots.size()) {
-      const SlotId slot = slots[asked];
+    while (started < slots.size()) {
+      const SlotId slot = slots[started];
       if (slot >= SlotId{store_.slot_count()} || !store_.held(slot)) {
         refuse("slot " + std::to_string(index(slot)) + " is not one of the saved");
       }
       const std::uint64_t version = store_.contents(slot).value().version;
-      if (!store_.read(slot, to + asked * page_bytes_, version, asked)) break;
-      ++asked;
+      if (!store_.read(slot, to + started * page_bytes_, version, started)) break;
+      ++started;
     }
     const bool moved = store_.turn(done);
     for (StoreCompletion& completion : done) {

@@ -130,7 +130,7 @@ TEST(Prefetcher, OneStrangeStepChangesNoPlan) {
 TEST(Prefetcher, BlockedPagesAreWaitedFor) {
   Model model({1}, on_host(1), {.staging = 1, .device_frames = 1});
   model.core.prefetcher->block(PageId{0});
-  EXPECT_EQ(model.core.prefetcher->ask(kFirst, false, true), std::nullopt);
+  EXPECT_EQ(model.core.prefetcher->request(kFirst, false, true), std::nullopt);
   model.core.settle();
   EXPECT_FALSE(model.core.prefetcher->ready(kFirst));
   model.core.prefetcher->unblock(PageId{0});
@@ -217,8 +217,8 @@ TEST(Prefetcher, TwoWhoWaitDoNotStarveEachOther) {
   Model model({3, 3}, on_host(6), {.staging = 1, .device_frames = 4});
   Prefetcher& prefetcher = *model.core.prefetcher;
   for (const PageId page : {PageId{2}, PageId{3}}) prefetcher.block(page);
-  EXPECT_EQ(prefetcher.ask(kFirst, true, true), std::nullopt);
-  EXPECT_EQ(prefetcher.ask(kSecond, true, true), std::nullopt);
+  EXPECT_EQ(prefetcher.request(kFirst, true, true), std::nullopt);
+  EXPECT_EQ(prefetcher.request(kSecond, true, true), std::nullopt);
   model.core.settle();
   EXPECT_EQ(model.core.frames->used(), 4U);
   for (const PageId page : {PageId{2}, PageId{3}}) prefetcher.unblock(page);
@@ -241,7 +241,7 @@ void act(User& user, Prefetcher& prefetcher, std::mt19937_64& random, std::uint3
   switch (user.state) {
     case User::State::away:
       user.unit = UnitId{static_cast<std::uint32_t>(random() % units)};
-      if (prefetcher.ask(user.unit, random() % 2 == 0, random() % 3 != 0)) return;  // too much
+      if (prefetcher.request(user.unit, random() % 2 == 0, random() % 3 != 0)) return;  // too much
       user.state = User::State::waiting;
       return;
     case User::State::waiting:
@@ -324,7 +324,7 @@ TEST(Prefetcher, AfterALimitFramesBeyondItStayEmpty) {
 TEST(Prefetcher, AMappingThatFailsIsTold) {
   SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.nth_map = 1}});
   core.make_units({1});
-  EXPECT_EQ(core.prefetcher->ask(kFirst, false, true), std::nullopt);
+  EXPECT_EQ(core.prefetcher->request(kFirst, false, true), std::nullopt);
   core.turn();
   ASSERT_TRUE(core.frames->failure());
   EXPECT_EQ(core.frames->failure()->tier, Tier::device);
@@ -334,7 +334,7 @@ TEST(Prefetcher, AFailedUploadGivesTheFrameBack) {
   SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.nth_copy = 1}});
   core.make_units({1});
   core.write(PageId{0}, 4);
-  EXPECT_EQ(core.prefetcher->ask(kFirst, false, true), std::nullopt);
+  EXPECT_EQ(core.prefetcher->request(kFirst, false, true), std::nullopt);
   EXPECT_TRUE(core.until([&] { return core.prefetcher->ready(kFirst); })) << "it is tried again";
   EXPECT_EQ(core.errors.size(), 1U);
   EXPECT_EQ(core.frames->used(), 1U);

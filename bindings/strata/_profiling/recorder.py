@@ -104,8 +104,8 @@ class Recorder:
             self._curve.note(time)
         return time
 
-    def enter(self, unit: int, backward: bool, asked: float, recorded: bool) -> None:
-        """A unit has been entered; `asked`: now() before waiting for it."""
+    def enter(self, unit: int, backward: bool, wait_began: float, recorded: bool) -> None:
+        """A unit has been entered; `wait_began`: now() before waiting for it."""
         depth = self._depth.get(unit, 0)
         self._depth[unit] = depth + 1
         if not recorded or depth:
@@ -114,7 +114,7 @@ class Recorder:
             rounds = self._uses.step.rounds + 1
             self._clear()
             self._uses.step.rounds = rounds
-        self._note(Uses.enter, (unit, backward), (asked, self.now()))
+        self._note(Uses.enter, (unit, backward), (wait_began, self.now()))
 
     def leave(self, unit: int) -> None:
         """A unit is left."""

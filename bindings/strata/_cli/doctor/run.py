@@ -93,8 +93,8 @@ class Diagnosis:
 
     def _capacity(self) -> Iterator[str]:
         if self.budgets is not None:
-            told = {tier: _written(size) for tier, size in self.budgets.items() if size}
-            yield f"budgets it would choose: memory={told}"
+            sizes = {tier: _written(size) for tier, size in self.budgets.items() if size}
+            yield f"budgets it would choose: memory={sizes}"
         if self.why_no_capacity:
             what = "models are" if self.budgets else "budgets and models are"
             yield from _wrapped(f"{what} not known: {self.why_no_capacity}", 4)
@@ -206,10 +206,10 @@ def _with_ssd(
 
 def _endurance(found: Sequence[Fact]) -> int | None:
     """Of all drives together, by what they have used up so far. None where one does not tell."""
-    told = [fact.figures for fact in found if fact.figures.get("path")]
-    if not told or not all(figures.get("used_percent") for figures in told):
+    drives = [fact.figures for fact in found if fact.figures.get("path")]
+    if not drives or not all(figures.get("used_percent") for figures in drives):
         return None
-    return sum(100 * f["written_bytes"] // f["used_percent"] for f in told)
+    return sum(100 * f["written_bytes"] // f["used_percent"] for f in drives)
 
 
 def _written(size: int) -> str:
