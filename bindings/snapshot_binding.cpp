@@ -16,8 +16,6 @@
 namespace strata {
 namespace {
 
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
-
 // Descriptors that are closed in the end.
 class Files final {
  public:
@@ -94,7 +92,7 @@ py::dict snapshot_dict(Session& session, std::uint64_t id) {
   Snapshot snapshot;
   Layout layout;
   {
-    const py::gil_scoped_release release;
+    const GilReleased released;
     snapshot = session.snapshot(id);
     layout = session.residence().layout;
   }
