@@ -30,7 +30,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from .._activations.arguments import tensors_in
 from .._config.units import UnitSpec, find_units
-from .._profiling.uses import TracedTensor, TracedUse
+from .._core import SavedTensor
+from .._profiling.uses import TracedUse
 from .._torch_compat import TorchDispatchMode
 
 OUTSIDE = -1
@@ -49,19 +50,13 @@ class CountedUse(TracedUse):
 
 
 @dataclass
-class CountedTensor(TracedTensor):
-    """A storage that autograd saved, or that recomputing a unit would keep."""
-
-    saved: bool  # by autograd
-
-
-@dataclass
 class CountedStep:
     """What count_step() found."""
 
     units: list[UnitSpec]
     uses: list[CountedUse] = field(default_factory=list)
-    tensors: list[CountedTensor] = field(default_factory=list)
+    tensors: list[SavedTensor] = field(default_factory=list)  # saved, or kept for recomputing
+    saved: set[int] = field(default_factory=set)  # which of them by autograd
     moments: int = 0
     tail_flops: int = 0
     tail_traffic_bytes: int = 0
@@ -228,10 +223,13 @@ class _Counter(TorchDispatchMode):
             before = self._born.get(key, -1) <= self.step.uses[born].enter
             self._numbers[key] = len(self.step.tensors)
             self.step.tensors.append(
-                CountedTensor(unit, storage.nbytes(), born, born, before, saved)
+                SavedTensor(
+                    unit=unit, bytes=storage.nbytes(), born=born, last_used=born, input=before
+                )
             )
             self._watch_storage(storage)
-        self.step.tensors[self._numbers[key]].saved |= saved
+        if saved:
+            self.step.saved.add(self._numbers[key])
         return self._numbers[key]
 
     def _hold(self, tensor: torch.Tensor) -> None:

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._core import SavedTensor
 from .clock import HostClock, make_clock
 from .memory_curve import Curve, start_curve
-from .uses import RecordedStep, TracedTensor, Uses
+from .uses import RecordedStep, Uses
 
 NOT_RECORDED = -1
 
@@ -159,8 +160,12 @@ class Recorder:
         given = self._inputs.get(key)
         born = max(i for i, use in enumerate(step.uses) if use.unit == unit)
         step.tensors.append(
-            TracedTensor(
-                unit, storage.nbytes(), born, born, given is not None and not given.expired()
+            SavedTensor(
+                unit=unit,
+                bytes=storage.nbytes(),
+                born=born,
+                last_used=born,
+                input=given is not None and not given.expired(),
             )
         )
         number = len(step.tensors) - 1

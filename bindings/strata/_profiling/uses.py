@@ -11,11 +11,16 @@ Pure arithmetic on times: whichever clock they were read from. Use from one thre
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .._core import SavedTensor
 
 
 @dataclass
 class TracedUse:
-    """A unit from its enter to its leave, as the planner takes it."""
+    """A unit from its enter to its leave, as the planner takes it (_core.Use). Hooks make one at
+    every enter, and a struct of the core takes three times as long to make."""
 
     unit: int
     backward: bool
@@ -26,17 +31,6 @@ class TracedUse:
     live_bytes: int = 0
     peak_bytes: int = 0
     gap_peak_bytes: int = 0
-
-
-@dataclass
-class TracedTensor:
-    """A storage that autograd saved."""
-
-    unit: int
-    bytes: int
-    born: int  # index of the use that saved it
-    last_used: int
-    input: bool  # it was there before the unit's forward
 
 
 @dataclass
@@ -54,7 +48,7 @@ class RecordedStep:
     """One round of a step, the last one."""
 
     uses: list[RecordedUse] = field(default_factory=list)
-    tensors: list[TracedTensor] = field(default_factory=list)
+    tensors: list[SavedTensor] = field(default_factory=list)
     rounds: int = 0
     moments: int = 0
     begin: float = 0.0  # of the round
