@@ -225,7 +225,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         setattr(module, name, getattr(module, name).to(place, dtype))
     remove_tiles(model, state.optimizer)
     if isinstance(state.optimizer, StrataOptimizer):
-        state.optimizer.give_back()
+        state.optimizer.release_inner()
     if state.planning is not None:
         state.planning.allocator.close()
     if state.snapshots is not None:
@@ -359,7 +359,7 @@ def _start(
         skip_nonfinite=options.skip_nonfinite,
         foreign=foreign,
     )
-    undo.first(state.optimizer.give_back)
+    undo.first(state.optimizer.release_inner)
     model.__dict__["_strata"] = state
     watch(state)
     stream_paged()
