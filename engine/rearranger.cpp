@@ -132,7 +132,7 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
     wait_until_moved(lock);
     parts_.prefetcher.limit_frames(change.frames);
     if (change.then) arrange(lock, *change.then);
-    give_back_frames();
+    release_frames();
   }
   // 4. The frames of those that move are planned for what there is.
   if (change.step) parts_.planner.follow(std::move(*change.step));
@@ -229,7 +229,7 @@ void Rearranger::wait_until_moved(Lock& lock) {
 
 // Frames behind the last one in use go back. The session ends where the device keeps them: what is
 // adopted can no longer be refused.
-void Rearranger::give_back_frames() {
+void Rearranger::release_frames() {
   const std::uint32_t before = base_.tiers.device_frames(), needed = frames_needed();
   STRATA_ASSERT(needed <= before);
   try {
@@ -260,8 +260,8 @@ void Rearranger::forget_activation_pages() {
     const Placement rest = base_.table.placement(page);
     if (rest.tier == Tier::host) {
       base_.cache.demote(page, {});
-      const bool given = base_.cache.give_back(page);
-      STRATA_ASSERT(given);  // nothing was ever written to it, or it was discarded
+      const bool shrunk = base_.cache.shrink_staging(page);
+      STRATA_ASSERT(shrunk);  // nothing was ever written to it, or it was discarded
     } else if (rest.somewhere()) {
       base_.tiers.release_slot(rest);
       base_.table.place(page, {});
@@ -333,7 +333,7 @@ void Rearranger::begin_resting(UnitId unit, std::vector<Move>& moves) {
 
 // Says where the page rests from here on. False: it needs a slot, and none is free yet.
 bool Rearranger::begin_move(const Move& move) {
-  if (move.to == Tier::host) return true;  // adopted when it is there
+  if (move.to == Tier::host) return true;  // kept when it is there
   STRATA_ASSERT(move.to == Tier::ssd);
   const auto slot = base_.tiers.acquire_slot();
   if (!slot) return false;
@@ -348,11 +348,11 @@ bool Rearranger::begin_move(const Move& move) {
 bool Rearranger::end_move(const Move& move) {
   STRATA_ASSERT(move.from.somewhere());
   STRATA_ASSERT(move.from.tier != move.to);
-  // Until it is adopted it rests where it did, and was perhaps written back: to another slot, where
-  // a snapshot holds the first one.
+  // Until it is kept there it rests where it did, and was perhaps written back: to another slot,
+  // where a snapshot holds the first one.
   const Placement before = move.to == Tier::host ? base_.table.placement(move.page) : move.from;
-  const bool there = move.to == Tier::host ? base_.cache.adopt(move.page)
-                                           : base_.cache.settled(move.page, move.from.tier);
+  const bool there = move.to == Tier::host ? base_.cache.keep_in_host(move.page)
+                                           : base_.cache.at_rest(move.page, move.from.tier);
   if (there && has_slots(before.tier)) base_.tiers.release_slot(before);
   return there;
 }
@@ -375,7 +375,7 @@ void Rearranger::move_pages(Lock& lock, const Residence& then) {
   // 2. They get there.
   for (std::size_t next = 0; next < moves.size(); ++next) {
     const Move move = moves[next];
-    if (move.to == Tier::host && base_.tiers.host().free_count() != 0) base_.cache.take_in();
+    if (move.to == Tier::host && base_.tiers.host().free_count() != 0) base_.cache.grow_staging();
     base_.gate.wait(
         lock, [&] { return end_move(move); }, kMoves);
     if (late.empty() || !begin_move(late.back())) continue;
@@ -384,10 +384,10 @@ void Rearranger::move_pages(Lock& lock, const Residence& then) {
   }
   STRATA_ASSERT(late.empty());
   // 3. The staging area gets its size: frames come from the pool, or go to it.
-  while (base_.cache.staging_frames() < base_.claims.staging_frames) base_.cache.take_in();
+  while (base_.cache.staging_frames() < base_.claims.staging_frames) base_.cache.grow_staging();
   for (std::size_t next = 0; base_.cache.staging_frames() > base_.claims.staging_frames; ++next) {
     base_.gate.wait(
-        lock, [&] { return base_.cache.give_back(moves[next].page); }, kMoves);
+        lock, [&] { return base_.cache.shrink_staging(moves[next].page); }, kMoves);
   }
   parts_.updates.set_staging(shares.chunks);
 }

@@ -104,7 +104,7 @@ class Rearranger final {
   void wait_until_moved(Lock& lock) STRATA_REQUIRES(core_lock);
   std::uint32_t frames_left(const Residence& home, std::uint32_t wanted) const;
   std::uint32_t frames_needed() const;
-  void give_back_frames();
+  void release_frames();
   void arrange(Lock& lock, const Residence& then) STRATA_REQUIRES(core_lock);
   void forget_activation_pages();
   ActivationRoom take_activation_pages();

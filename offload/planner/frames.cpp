@@ -119,14 +119,14 @@ std::optional<std::vector<std::vector<FrameId>>> assign(const Overlaps& overlaps
 // Gives frames of its own to every unit that still fits so: what stays need not move. Units are
 // tried in the order of their first use, because what forward uses last backward uses at once;
 // those that the step does not use come last.
-struct Settling {
+struct Residents {
   const std::vector<Event>& events;
   const Overlaps& overlaps;
   std::span<const std::uint32_t> pages;
   std::uint32_t frame_count;
   FramePlan& plan;
 
-  void settle() {
+  void choose() {
     const std::vector<std::uint32_t> order = in_order_of_use();
     // 1. As many of the first as may be, by halving.
     std::size_t low = 0, high = order.size();
@@ -191,7 +191,7 @@ FramePlan make_frame_plan(const Trace& trace, std::span<const std::uint32_t> uni
     plan.feasible = true;
     plan.lookahead = lookahead;
     plan.frames = std::move(*frames);
-    Settling{events, overlaps, unit_pages, frame_count, plan}.settle();
+    Residents{events, overlaps, unit_pages, frame_count, plan}.choose();
     break;
   }
   for (const auto& frames : plan.frames) {

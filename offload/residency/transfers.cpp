@@ -16,9 +16,9 @@ Transfers::Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& d
       host_(host),
       timeline_(timeline),
       in_flight_max_(in_flight_max),
-      slots_(in_flight_max) {
+      in_stores_(in_flight_max) {
   STRATA_ASSERT(in_flight_max > 0);
-  for (std::uint32_t slot = in_flight_max; slot-- > 0;) free_slots_.push_back(slot);
+  for (std::uint32_t tag = in_flight_max; tag-- > 0;) free_tags_.push_back(tag);
 }
 
 void Transfers::set_store(Tier tier, Store& store) {
@@ -75,7 +75,7 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
   return start(transfer, {.to = up ? on_device : in_host,
                           .from = up ? in_host : on_device,
                           .bytes = host_.page_bytes(),
-                          .lane = up ? CopyLane::pages_in : CopyLane::out});
+                          .stream = up ? CopyStream::pages_in : CopyStream::out});
 }
 
 // What a snapshot holds stays as it is: the page gets a fresh slot in the place of that one.
@@ -93,7 +93,6 @@ Placement Transfers::unheld(PageId page, Placement slot) {
 void Transfers::save(PageId page, SlotId to, Requester requester) {
   STRATA_ASSERT(!full());
   STRATA_ASSERT(table_.is_current(page, Tier::host));
-  STRATA_ASSERT(table_.placement(page) != Placement{to});
   table_.begin_drain(page, Tier::host);
   Transfer transfer = begin(Link::write, requester, host_.page_bytes());
   transfer.page = page;
@@ -104,10 +103,10 @@ void Transfers::save(PageId page, SlotId to, Requester requester) {
 }
 
 void Transfers::start_by_store(const Transfer& transfer) {
-  const std::uint32_t slot = free_slots_.back();
-  free_slots_.pop_back();
-  slots_[slot] = transfer;
-  submit(slot);
+  const std::uint32_t tag = free_tags_.back();
+  free_tags_.pop_back();
+  in_stores_[tag] = transfer;
+  submit(tag);
 }
 
 CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester) {
@@ -120,13 +119,13 @@ CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester)
   return start(transfer, {.to = up ? what.device : what.host,
                           .from = up ? what.host : what.device,
                           .bytes = what.bytes,
-                          .lane = up ? CopyLane::bytes_in : CopyLane::out,
+                          .stream = up ? CopyStream::bytes_in : CopyStream::out,
                           .after = what.after});
 }
 
 CopyTicket Transfers::start(Transfer transfer, const CopyRequest& request) {
   transfer.ticket = copies_.copy(request);
-  lanes_[static_cast<std::size_t>(request.lane)].push_back(transfer);
+  copying_[static_cast<std::size_t>(request.stream)].push_back(transfer);
   return transfer.ticket;
 }
 
@@ -136,8 +135,8 @@ void Transfers::note(Link link, Requester requester, const TimelineSpan& span) {
 }
 
 // False: the store is full.
-bool Transfers::submit(std::uint32_t slot) {
-  Transfer& transfer = slots_[slot];
+bool Transfers::submit(std::uint32_t tag) {
+  Transfer& transfer = in_stores_[tag];
   const LinkRow& row = row_of(transfer.link);
   const bool reads = row.to == Tier::host;
   const SlotId place = transfer.saved_to != kNoSlot
@@ -145,8 +144,8 @@ bool Transfers::submit(std::uint32_t slot) {
                            : table_.at(transfer.page, reads ? row.from : row.to).slot();
   const std::uint64_t version = table_.newest(transfer.page);
   Store& store = store_of(row);
-  transfer.queued = reads ? !store.read(place, host_bytes(transfer.page), version, slot)
-                          : !store.write(place, host_bytes(transfer.page), version, slot);
+  transfer.queued = reads ? !store.read(place, host_bytes(transfer.page), version, tag)
+                          : !store.write(place, host_bytes(transfer.page), version, tag);
   return !transfer.queued;
 }
 
@@ -178,13 +177,13 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
   failure_ = {std::move(*error), transfer.unit, transfer.requester};
 }
 
-// The first copy of a lane that is not done ends the look at it.
+// The first copy of a stream that is not done ends the look at it.
 bool Transfers::reap_copies() {
   bool moved = false;
-  for (std::deque<Transfer>& lane : lanes_) {
-    while (!lane.empty() && copies_.done(lane.front().ticket)) {
-      const Transfer transfer = lane.front();
-      lane.pop_front();
+  for (std::deque<Transfer>& stream : copying_) {
+    while (!stream.empty() && copies_.done(stream.front().ticket)) {
+      const Transfer transfer = stream.front();
+      stream.pop_front();
       end(transfer, copies_.wait(transfer.ticket));
       moved = true;
     }
@@ -194,8 +193,8 @@ bool Transfers::reap_copies() {
 
 bool Transfers::reap_stores() {
   // 1. What waited for room is handed over.
-  for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].queued && !submit(slot)) break;
+  for (std::uint32_t tag = 0; tag < in_stores_.size(); ++tag) {
+    if (in_stores_[tag].queued && !submit(tag)) break;
   }
   // 2. What finished is taken.
   bool moved = false;
@@ -204,10 +203,9 @@ bool Transfers::reap_stores() {
     if (store != nullptr) moved |= store->turn(finished_);
   }
   for (StoreCompletion& completion : finished_) {
-    const auto slot = static_cast<std::uint32_t>(completion.tag);
-    STRATA_ASSERT(slots_[slot].in_flight);
-    end(std::exchange(slots_[slot], {}), std::move(completion.error));
-    free_slots_.push_back(slot);
+    const auto tag = static_cast<std::uint32_t>(completion.tag);
+    end(std::exchange(in_stores_[tag], {}), std::move(completion.error));
+    free_tags_.push_back(tag);
   }
   return moved;
 }
@@ -238,8 +236,9 @@ PageId Transfers::oldest(Link link) const {
     if (!transfer.in_flight || transfer.link != link || transfer.page == kNoPage) return;
     if (first == nullptr || transfer.begin_ns < first->begin_ns) first = &transfer;
   };
-  for (const std::deque<Transfer>& lane : lanes_) std::for_each(lane.begin(), lane.end(), look);
-  std::for_each(slots_.begin(), slots_.end(), look);
+  for (const std::deque<Transfer>& stream : copying_)
+    std::for_each(stream.begin(), stream.end(), look);
+  std::for_each(in_stores_.begin(), in_stores_.end(), look);
   return first == nullptr ? kNoPage : first->page;
 }
 

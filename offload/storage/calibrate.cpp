@@ -161,13 +161,13 @@ void CopyProbe::finish(CopyTicket copy) {
 }
 
 // The first bytes of a page, between the frame and the host memory whose turn it is.
-CopyTicket CopyProbe::submit(CopyLane lane, std::size_t turn, std::size_t bytes) {
+CopyTicket CopyProbe::submit(CopyStream stream, std::size_t turn, std::size_t bytes) {
   const FrameId frame{static_cast<std::uint32_t>(turn % frame_count_)};
   std::byte* const there = device_.memory->address(frame);
   std::byte* const page = memory_.bytes().data() + turn % page_count_ * page_bytes_;
-  const bool out = lane == CopyLane::out;
+  const bool out = stream == CopyStream::out;
   return device_.copies->copy(
-      {.to = out ? page : there, .from = out ? there : page, .bytes = bytes, .lane = lane});
+      {.to = out ? page : there, .from = out ? there : page, .bytes = bytes, .stream = stream});
 }
 
 template <typename Submit, typename Enough>
@@ -189,7 +189,7 @@ LinkSpeed CopyProbe::run(Ways ways, double seconds) {
   const auto next = [&](std::size_t turn) {
     const bool out = ways == Ways::out || (ways == Ways::both && turn % 2 == 1);
     bytes[out ? 1 : 0] += page_bytes_;
-    return submit(out ? CopyLane::out : CopyLane::pages_in, turn, page_bytes_);
+    return submit(out ? CopyStream::out : CopyStream::pages_in, turn, page_bytes_);
   };
   const std::size_t least = ways == Ways::both ? 2 : 1;
   const double took = keep_busy(
@@ -201,7 +201,7 @@ LinkSpeed CopyProbe::run(Ways ways, double seconds) {
 double CopyProbe::transfer_seconds() {
   constexpr std::size_t kCopies = 500;
   const auto first = [&](std::size_t turn) {
-    return submit(CopyLane::pages_in, turn, kIoAlignment);
+    return submit(CopyStream::pages_in, turn, kIoAlignment);
   };
   const double took = keep_busy(first, [](std::size_t turns, double) { return turns == kCopies; });
   return took / static_cast<double>(kCopies);
