@@ -228,6 +228,24 @@ TEST(Prefetcher, TwoWhoWaitDoNotStarveEachOther) {
   EXPECT_TRUE(model.core.until([&] { return prefetcher.ready(kSecond); }));
 }
 
+// Two threads ask for a unit before either has it: that is one use, and it takes time.
+TEST(Prefetcher, WhatTwoAskForIsOneUse) {
+  Model model({1, 1}, on_host(2), {.staging = 1, .device_frames = 2});
+  Prefetcher& prefetcher = *model.core.prefetcher;
+  EXPECT_EQ(prefetcher.request(kFirst, false, true), std::nullopt);
+  EXPECT_EQ(prefetcher.request(kSecond, false, true), std::nullopt);
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(prefetcher.request(kFirst, false, true), std::nullopt);
+  for (const UnitId unit : {kFirst, kSecond}) {
+    ASSERT_TRUE(model.core.until([&] { return prefetcher.ready(unit); }));
+    prefetcher.begin_use(unit);
+    prefetcher.end_use(unit, nullptr);
+  }
+  const Trace trace = prefetcher.end_step();
+  const std::vector<std::string> names{"first", "second"};
+  EXPECT_EQ(check_uses(trace.uses, trace.moments, names), "");
+  EXPECT_EQ(trace.uses.size(), 2U);
+}
+
 // Somebody who asks for units, waits, uses them for a while and leaves, over and over.
 struct User {
   enum class State : std::uint8_t { away, waiting, using_it };
