@@ -80,6 +80,7 @@ class Placing final {
     const Placed before = best_;
     const double enough = (1 - kWorthMoving) * seconds_;
     const std::uint32_t to_remove = left_ / 4;
+    STRATA_ASSERT(to_remove <= left_);
     left_ -= to_remove;
     bool helped = true;
     while (helped && left_ > 0) {
@@ -227,6 +228,7 @@ class Placing final {
     STRATA_ASSERT(contest.any());
     if (contest.best_seconds() > seconds_max) return false;
     const Choice& choice = contest.best();
+    STRATA_ASSERT(on_device.size() == base_.units());
     best_ = {on_device, choice};
     seconds_ = contest.best_seconds();
     activation_bytes_ = base_.activation_bytes(choice.modes, choice.lookahead);

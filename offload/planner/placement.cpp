@@ -109,6 +109,7 @@ void Attempt::choose_device() {
 
 // The host budget is less than `needed` frames.
 void Attempt::refuse_host(std::size_t needed) {
+  STRATA_ASSERT(needed > budgets.host_bytes / page());
   refuse_tier(budgets.has_ssd ? Lack::staging : Lack::everything, Tier::host, needed,
               budgets.host_bytes);
   if (!budgets.has_ssd) excess = needed - budgets.host_bytes / page();
@@ -120,6 +121,7 @@ void Attempt::refuse_host(std::size_t needed) {
 void Attempt::choose_host() {
   const std::size_t frames = budgets.host_bytes / page();
   const std::size_t below = pages_of(holding.units) - allotment.rest_frames;
+  STRATA_ASSERT(holding.buffers_wanted >= holding.buffers_least);
   const std::size_t buffers_more = holding.buffers_wanted - holding.buffers_least;
   const std::uint32_t chunk = holding.chunk_pages_max;
   allotment.chunk_frames_max = chunk;
@@ -337,6 +339,7 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
   count_device(holding, then);
   const std::size_t page = holding.page_bytes;
   const std::size_t budget = budgets.host_bytes / page;
+  STRATA_ASSERT(pages_of(holding.units) >= then.rest_frames);
   const std::size_t below = pages_of(holding.units) - then.rest_frames;
   // 1. Host memory: what has no room there rests on the SSD.
   const auto taken = [&] { return then.staging_frames + set_aside(before) + room.host_pages; };
@@ -391,6 +394,7 @@ StagingShares share_staging(const Claims& claims) {
   StagingShares shares;
   shares.fetches = std::clamp(beside_a_chunk / 2, 1U, kFetchesMax);
   shares.chunks = claims.staging_frames - shares.fetches - 2;
+  STRATA_ASSERT(shares.chunks >= claims.chunk_frames_max);
   shares.activations = std::clamp(beside_a_chunk / 4, 1U, kActivationFramesMax);
   return shares;
 }

@@ -64,6 +64,7 @@ void PageCache::promote(PageId page) {
 
 void PageCache::demote(PageId page, Placement to) {
   STRATA_ASSERT(table_.tier(page) == Tier::host && to.tier != Tier::host);
+  STRATA_ASSERT(staged(page) == nullptr);
   const HostFrameId frame = table_.placement(page).host_frame();
   table_.place(page, to);
   staged_.push_back({.frame = frame, .page = page, .last_use = ++use_});
@@ -104,6 +105,7 @@ bool PageCache::keep_in_host(PageId page) {
   if (old == CopyState::valid) table_.drop(page, before);
   staged_.erase(staged_.begin() + (&frame_with(page) - staged_.data()));
   table_.place(page, table_.at(page, Tier::host));
+  STRATA_ASSERT(table_.tier(page) == Tier::host);
   return true;
 }
 
@@ -152,6 +154,7 @@ void PageCache::fetch(PageId page, HostFrameId to) {
 }
 
 PageCache::Staged* PageCache::staged(PageId page) {
+  STRATA_ASSERT(page != kNoPage);
   const auto found = std::find_if(staged_.begin(), staged_.end(),
                                   [page](const Staged& place) { return place.page == page; });
   return found == staged_.end() ? nullptr : &*found;
@@ -159,10 +162,12 @@ PageCache::Staged* PageCache::staged(PageId page) {
 
 PageCache::Staged& PageCache::frame_with(PageId page) {
   Staged* const place = staged(page);
+  STRATA_ASSERT(place != nullptr);
   return *place;
 }
 
 void PageCache::start_write(Staged& place) {
+  STRATA_ASSERT(place.page != kNoPage && is_dirty(place.page));
   if (transfers_.full()) return;
   place.write_now = false;
   transfers_.move(place.page, Tier::host, table_.placement(place.page), Requester::cache);
@@ -316,6 +321,7 @@ bool PageCache::discard(PageId page) {
       table_.drop(page, tier, Discard("the contents were used up or dropped"));
     }
   }
+  STRATA_ASSERT(table_.newest(page) == 0);
   // A staging frame is for the next one; a page that rests in host memory keeps its own.
   if (Staged* place = staged(page)) {
     empty(*place);
@@ -342,6 +348,7 @@ bool PageCache::turn() {
   // 1. What was fetched and failed leaves its frame empty; the session ends, and says why.
   const std::vector<Completion> completions = transfers_.take(Requester::cache);
   for (const Completion& completion : completions) {
+    STRATA_ASSERT(completion.page != kNoPage);  // the cache moves pages alone
     const bool fetched = row_of(completion.link).to == Tier::host;
     if (!fetched || !completion.failed) continue;
     if (Staged* place = staged(completion.page)) empty(*place);

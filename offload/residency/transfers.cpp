@@ -53,6 +53,7 @@ Transfers::Transfer Transfers::begin(Link link, Requester requester, std::uint64
 
 CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester requester) {
   STRATA_ASSERT(!full());
+  STRATA_ASSERT(from != to.tier && to.somewhere());
   STRATA_ASSERT(table_.is_current(page, from));
   const LinkRow& row = row_of(link_between(from, to.tier));
   if (row.carrier == Carrier::store && from == Tier::host) to = unheld(page, to);
@@ -64,6 +65,7 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
   transfer.page = page;
   transfer.unit = table_.unit(page);
   ++pages_in_flight_;
+  STRATA_ASSERT(pages_in_flight_ <= in_flight_max_);
   // 2. Its carrier has it.
   if (row.carrier == Carrier::store) {
     start_by_store(transfer);
@@ -80,11 +82,13 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
 
 // What a snapshot holds stays as it is: the page gets a fresh slot in the place of that one.
 Placement Transfers::unheld(PageId page, Placement slot) {
+  STRATA_ASSERT(has_slots(slot.tier));
   Store& store = *stores_[static_cast<std::size_t>(slot.tier)];
   if (!store.held(slot.slot())) return slot;
   STRATA_ASSERT(table_.placement(page) == slot);
   if (table_.copy(page, slot.tier).state == CopyState::valid) table_.drop(page, slot.tier);
   const Placement fresh{slot.tier, index(store.acquire().value())};  // there is one: Store::hold()
+  STRATA_ASSERT(fresh != slot && !store.held(fresh.slot()));
   store.release(slot.slot());
   table_.place(page, fresh);
   return fresh;
@@ -93,6 +97,7 @@ Placement Transfers::unheld(PageId page, Placement slot) {
 void Transfers::save(PageId page, SlotId to, Requester requester) {
   STRATA_ASSERT(!full());
   STRATA_ASSERT(table_.is_current(page, Tier::host));
+  STRATA_ASSERT(to != kNoSlot && table_.placement(page) != Placement{to});
   table_.begin_drain(page, Tier::host);
   Transfer transfer = begin(Link::write, requester, host_.page_bytes());
   transfer.page = page;
@@ -103,8 +108,10 @@ void Transfers::save(PageId page, SlotId to, Requester requester) {
 }
 
 void Transfers::start_by_store(const Transfer& transfer) {
+  STRATA_ASSERT(!free_tags_.empty());  // pages in flight are bounded
   const std::uint32_t tag = free_tags_.back();
   free_tags_.pop_back();
+  STRATA_ASSERT(!in_stores_[tag].in_flight);
   in_stores_[tag] = transfer;
   submit(tag);
 }
@@ -124,6 +131,7 @@ CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester)
 }
 
 CopyTicket Transfers::start(Transfer transfer, const CopyRequest& request) {
+  STRATA_ASSERT(request.bytes == transfer.bytes);
   transfer.ticket = copies_.copy(request);
   copying_[static_cast<std::size_t>(request.stream)].push_back(transfer);
   return transfer.ticket;
@@ -137,6 +145,7 @@ void Transfers::note(Link link, Requester requester, const TimelineSpan& span) {
 // False: the store is full.
 bool Transfers::submit(std::uint32_t tag) {
   Transfer& transfer = in_stores_[tag];
+  STRATA_ASSERT(transfer.in_flight && transfer.page != kNoPage);
   const LinkRow& row = row_of(transfer.link);
   const bool reads = row.to == Tier::host;
   const SlotId place = transfer.saved_to != kNoSlot
@@ -144,6 +153,7 @@ bool Transfers::submit(std::uint32_t tag) {
                            : table_.at(transfer.page, reads ? row.from : row.to).slot();
   const std::uint64_t version = table_.newest(transfer.page);
   Store& store = store_of(row);
+  STRATA_ASSERT(place != kNoSlot && (reads || !store.held(place)));
   transfer.queued = reads ? !store.read(place, host_bytes(transfer.page), version, tag)
                           : !store.write(place, host_bytes(transfer.page), version, tag);
   return !transfer.queued;
@@ -151,9 +161,12 @@ bool Transfers::submit(std::uint32_t tag) {
 
 // What ends: the copies of the page, the counters, the timeline, and the requester's wait.
 void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
+  STRATA_ASSERT(transfer.in_flight);
   const LinkRow& row = row_of(transfer.link);
+  STRATA_ASSERT(in_flight(transfer.link) > 0);
   --in_flight_[static_cast<std::size_t>(transfer.link)];
   if (transfer.page != kNoPage) {
+    STRATA_ASSERT(pages_in_flight_ > 0);
     --pages_in_flight_;
     table_.finish_drain(transfer.page, row.from);
     if (transfer.saved_to == kNoSlot) {
@@ -204,6 +217,8 @@ bool Transfers::reap_stores() {
   }
   for (StoreCompletion& completion : finished_) {
     const auto tag = static_cast<std::uint32_t>(completion.tag);
+    STRATA_ASSERT(tag < in_stores_.size());
+    STRATA_ASSERT(in_stores_[tag].in_flight && !in_stores_[tag].queued);
     end(std::exchange(in_stores_[tag], {}), std::move(completion.error));
     free_tags_.push_back(tag);
   }
@@ -217,6 +232,7 @@ bool Transfers::turn() {
 
 void Transfers::finish(CopyTicket ticket) {
   copies_.wait(ticket);
+  STRATA_ASSERT(copies_.done(ticket));
   reap_copies();
 }
 
