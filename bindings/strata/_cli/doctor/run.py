@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._config import machine
-from ..._config.machine import ROOT
 from ..._config.sizes import format_rate, format_size
 from ..._errors import import_failure
 from ..._planning.budget_check import KINDS
@@ -122,9 +121,9 @@ def run(options: argparse.Namespace) -> int:
     return 1 if found.why_not else 0
 
 
-def diagnose(options: argparse.Namespace, root: Path = ROOT) -> Diagnosis:
-    """Looks at everything. `root`: what /proc, /sys and /dev lie under, for the facts."""
-    found = Diagnosis(list(facts(options, root)))
+def diagnose(options: argparse.Namespace) -> Diagnosis:
+    """Looks at everything."""
+    found = Diagnosis(list(facts(options)))
     by_name = {fact.name: fact for fact in found.facts}
     changes: list[Change] = []
     if by_name["torch"].verdict == BAD:
