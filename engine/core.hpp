@@ -1,5 +1,5 @@
-// Core: everything behind the gate of a session. Its members are in the order in which each needs
-// those before it: so they are made, and the other way round they go.
+// Core: everything behind the gate of a session. Each member needs those before it: they are made
+// in this order and destroyed in reverse.
 //
 // Threads: one caller at a time (the core's lock).
 //

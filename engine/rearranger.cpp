@@ -55,7 +55,7 @@ void Rearranger::check(const Room& wanted) const {
   }
 }
 
-// Throws StrataError (config) where parameters cannot do with what `change` leaves them.
+// Throws StrataError (config) where parameters need more frames than `change` leaves them.
 void Rearranger::check_frames(const Change& change, const Residence& then) const {
   const std::size_t page = base_.layout.page_bytes;
   const bool too_many = then.rest_frames > base_.config.device_bytes / page;
@@ -66,11 +66,12 @@ void Rearranger::check_frames(const Change& change, const Residence& then) const
   Error error;
   error.fault = Fault::config;
   error.tier = Tier::device;
-  error.what = "infeasible: parameters cannot do with " + bytes_text(change.param_frames * page) +
-               " of the device budget";
+  error.what = "infeasible: " + bytes_text(change.param_frames * page) +
+               " of the device budget are too little for parameters";
   if (then.rest_frames != 0) {
-    error.what += ", which is " + bytes_text(base_.config.device_bytes) + ", beside " +
-                  bytes_text(then.rest_frames * page) + " for units that rest there";
+    error.what +=
+        " beside " + bytes_text(then.rest_frames * page) +
+        " for units that rest there (the budget: " + bytes_text(base_.config.device_bytes) + ")";
   }
   error.what += ": the units that are in use together need more";
   throw StrataError(std::move(error));

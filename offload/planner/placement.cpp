@@ -334,7 +334,7 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
   static_cast<Claims&>(then) = before;
   STRATA_ASSERT(room.on_device.size() == holding.units.size());
   if (std::max(room.host_pages, room.ssd_pages) > kPagesMax)
-    refuse("infeasible: so many activations");
+    refuse("infeasible: room for activations of more pages than a tier can have");
   then.on_device = room.on_device;
   count_device(holding, then);
   const std::size_t page = holding.page_bytes;
