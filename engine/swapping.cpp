@@ -1,5 +1,7 @@
 #include "engine/swapping.hpp"
 
+#include "memory/check.hpp"
+
 namespace strata {
 
 std::optional<SaveId> Swapping::save(Lock& lock, std::byte* device, std::size_t bytes, Tier tier,
@@ -73,6 +75,7 @@ bool Swapping::await(Lock& lock, SaveId id, Stream stream) {
   wait_until(lock, id,
              base_.tiers.device().reachable() ? &Activations::fetched : &Activations::submitted);
   check(id);
+  STRATA_ASSERT(saves_.submitted(id));
   // 2. The stream behind them.
   saves_.order(id, stream);
   return saves_.fetched(id);
