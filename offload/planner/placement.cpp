@@ -121,7 +121,6 @@ void Attempt::refuse_host(std::size_t needed) {
 void Attempt::choose_host() {
   const std::size_t frames = budgets.host_bytes / page();
   const std::size_t below = pages_of(holding.units) - allotment.rest_frames;
-  STRATA_ASSERT(holding.buffers_wanted >= holding.buffers_least);
   const std::size_t buffers_more = holding.buffers_wanted - holding.buffers_least;
   const std::uint32_t chunk = holding.chunk_pages_max;
   allotment.chunk_frames_max = chunk;
@@ -339,7 +338,6 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
   count_device(holding, then);
   const std::size_t page = holding.page_bytes;
   const std::size_t budget = budgets.host_bytes / page;
-  STRATA_ASSERT(pages_of(holding.units) >= then.rest_frames);
   const std::size_t below = pages_of(holding.units) - then.rest_frames;
   // 1. Host memory: what has no room there rests on the SSD.
   const auto taken = [&] { return then.staging_frames + set_aside(before) + room.host_pages; };
