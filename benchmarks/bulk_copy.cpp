@@ -105,12 +105,12 @@ class CudaBulk final : public BulkCopy {
 
   void give_back() {
     for (CudaStream stream : streams_) {
-      if (stream != nullptr) device_.give_back(&CudaDriver::stream_destroy, stream);
+      if (stream != nullptr) device_.call_anyway(&CudaDriver::stream_destroy, stream);
     }
-    if (mapped_) device_.give_back(&CudaDriver::unmap, at_, bytes_);
-    if (memory_) device_.give_back(&CudaDriver::memory_release, *memory_);
-    if (at_ != nullptr) device_.give_back(&CudaDriver::address_free, at_, bytes_);
-    if (pinned_) device_.give_back(&CudaDriver::host_unregister, host_.bytes().data());
+    if (mapped_) device_.call_anyway(&CudaDriver::unmap, at_, bytes_);
+    if (memory_) device_.call_anyway(&CudaDriver::memory_release, *memory_);
+    if (at_ != nullptr) device_.call_anyway(&CudaDriver::address_free, at_, bytes_);
+    if (pinned_) device_.call_anyway(&CudaDriver::host_unregister, host_.bytes().data());
   }
 
   CudaDevice device_;

@@ -55,7 +55,7 @@ std::byte* claim_zeros(Device& device, std::size_t bytes) {
     std::byte* const at = device.memory->address(frame);
     STRATA_ASSERT(at == device.memory->address(FrameId{0}) + page * kPage);
     check(device.copies->wait(device.copies->copy(
-        {.to = at, .from = zeros.bytes().data(), .bytes = kPage, .lane = CopyLane::pages_in})));
+        {.to = at, .from = zeros.bytes().data(), .bytes = kPage, .stream = CopyStream::pages_in})));
   }
   return device.memory->address(FrameId{0});
 }

@@ -1,6 +1,8 @@
 """What updates add to a step of 2,048 tokens with the optimizer state on the SSD: every mode
 against a step that updates nothing, all taking turns in one process. Each mode has the host memory
-that it needs for parameters and gradients, and none for its state; the figures say how much it is.
+that it needs for parameters and gradients, and none for its state: 2 bytes a parameter in_backward,
+4 on_step, 6 LockFree, and what passes through. `…_host` and `…_ssd` are what was claimed. The step
+that updates nothing lands its gradients like any other, and forgets them.
 """
 
 import statistics

@@ -46,8 +46,8 @@ double PageCopy::copy(Ways ways) {
   const Stopwatch watch;
   // In turns, so that neither way runs out of work while the other one is being told what to do.
   for (std::size_t page = 0; page < std::max(in, out); ++page) {
-    if (page < in) last_in = copy_page(CopyLane::pages_in, page);
-    if (page < out) last_out = copy_page(CopyLane::out, in + page);
+    if (page < in) last_in = copy_page(CopyStream::pages_in, page);
+    if (page < out) last_out = copy_page(CopyStream::out, in + page);
   }
   // The copies of one way are done in their order.
   for (const auto& last : {last_in, last_out}) {
@@ -56,12 +56,14 @@ double PageCopy::copy(Ways ways) {
   return watch.seconds();
 }
 
-CopyTicket PageCopy::copy_page(CopyLane lane, std::size_t page) {
+CopyTicket PageCopy::copy_page(CopyStream stream, std::size_t page) {
   std::byte* const here = &host_[page * page_bytes_];
   std::byte* const there = memory_.address(frame(page));
-  const bool out = lane == CopyLane::out;
-  return copies_.copy(
-      {.to = out ? here : there, .from = out ? there : here, .bytes = page_bytes_, .lane = lane});
+  const bool out = stream == CopyStream::out;
+  return copies_.copy({.to = out ? here : there,
+                       .from = out ? there : here,
+                       .bytes = page_bytes_,
+                       .stream = stream});
 }
 
 double PageCopy::remap() {

@@ -36,7 +36,7 @@ class PageCopy final {
   double remap();
 
  private:
-  CopyTicket copy_page(CopyLane lane, std::size_t page);
+  CopyTicket copy_page(CopyStream stream, std::size_t page);
   void show(std::size_t first);  // by page 0; the others follow
 
   DeviceMemory& memory_;

@@ -1,6 +1,11 @@
 """What updates that lag, and states that are stored with fewer bits, do to what a model learns:
 loss curves and final held-out loss of every mode, from the same weights and text. A round is a
 seed, in which all modes take turns. Curves and picture are renewed behind every seed.
+
+The text is the source of Python's standard library. Seeds differ in weights and in the order of the
+text. The held-out loss is taken once, at the end. An excess is the mean over seeds of held-out loss
+less that of on_step; the spread is the largest less the smallest of on_step. With pages of 64 KiB,
+one worker and the state on the SSD updates take about as long as computation: LockFree does lag.
 """
 
 import json

@@ -1,6 +1,10 @@
 """Steps that compute little (128 tokens) with the optimizer state on the SSD, under LockFree of
 more and more steps: how many a second, what they wait for, and how old parameters are. Beside them
-the same steps with all state in host memory, which the SSD cannot hold up.
+the same steps under LockFree(4) with all state in host memory, which the SSD cannot hold up.
+
+A forward waits early where its parameters could not have been too old: the same unit's forward one
+step before saw them less than the bound behind, and they age by one step at a time. Merged are the
+gradients, chunk by chunk, that were added to one that still waited.
 """
 
 import statistics

@@ -24,17 +24,14 @@ void shut_door_at_exit();
 
 // Ends a session that Python forgets without closing it. A forked child only forgets it: the
 // threads that it would wait for are the parent's, and so are the files.
-struct ReleaseGilAndDelete {
+struct DeleteWithoutGil {
   pid_t owner = getpid();
 
   template <class T>
   void operator()(T* object) const {
     if (getpid() != owner) return;
-    {
-      const py::gil_scoped_release release;
-      delete object;
-    }
-    drop_given_back();
+    const GilReleased released;
+    delete object;
   }
 };
 

@@ -4,8 +4,9 @@
 //
 // Threads: any gives back; lend() and drop_given_back() need the GIL.
 //
-//   session.lend_gradient(param, lend(owner, address), dtype);
-//   drop_given_back();                     // behind every call into the core
+//   auto from = lend(owner, address);
+//   const GilReleased released;            // around every call of a session
+//   session.lend_gradient(param, std::move(from), dtype);
 #pragma once
 
 #include <cstddef>
@@ -19,5 +20,16 @@ namespace strata {
 // Owns nothing where `owner` is None.
 std::shared_ptr<const std::byte> lend(const py::object& owner, std::uintptr_t address);
 void drop_given_back();
+
+// While it lives, its thread is without the GIL, since whoever has the core's lock may wait for it.
+// Once the thread has the GIL again, it drops what the core gave back meanwhile.
+class GilReleased final {
+  struct Dropping {
+    ~Dropping() { drop_given_back(); }
+  };
+  Dropping dropping_;
+  py::gil_scoped_release released_;  // ends first
+};
+using WithoutGil = py::call_guard<GilReleased>;
 
 }  // namespace strata

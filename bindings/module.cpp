@@ -51,14 +51,10 @@ void set_python_error(const py::object& type, const Error& error) {
   PyErr_SetObject(type.ptr(), raised.ptr());
 }
 
-// Without the GIL: whoever has the core's lock may wait for it. With it again, what the core has
-// given back meanwhile goes.
+// For values that become Python objects afterwards.
 template <typename Verb>
-auto unlocked(Verb verb) {
-  struct Behind {
-    ~Behind() { drop_given_back(); }
-  } behind;
-  const py::gil_scoped_release release;
+auto without_gil(Verb verb) {
+  const GilReleased released;
   return verb();
 }
 
@@ -69,7 +65,7 @@ dlpack::Device device_of(const Session& session) {
 
 py::capsule tensor_capsule(Session& session, std::uint32_t param) {
   const ParamSpec& spec = session.config().params.at(param);
-  std::byte* const address = unlocked([&] { return session.device_address(param); });
+  std::byte* const address = without_gil([&] { return session.device_address(param); });
   auto* managed = dlpack::make(address, spec.numel, spec.dtype, device_of(session));
   // A consumer renames the capsule and calls the deleter itself; an unconsumed one frees here.
   return py::reinterpret_steal<py::capsule>(
@@ -93,7 +89,7 @@ py::dict step(Session& session, const py::list& groups, double max_norm, double 
   if (whole && session.config().update == UpdateMode::in_backward) {
     throw py::value_error("in_backward has updated before all gradients are known");
   }
-  const StepResult result = unlocked([&] {
+  const StepResult result = without_gil([&] {
     return session.step(hypers, {.max_norm = max_norm,
                                  .max_unit_norm = max_unit_norm,
                                  .grad_divisor = grad_divisor,
@@ -118,12 +114,11 @@ SessionHolder make_session(const py::dict& dict, const py::object& foreign) {
       throw py::value_error("a group of rule foreign has moments in float32");
     }
   }
-  const py::gil_scoped_release release;
+  const GilReleased released;
   return SessionHolder(new Session(config, std::move(parts)));
 }
 
 void bind_activations(SessionClass& session) {
-  using Release = py::call_guard<py::gil_scoped_release>;
   session
       .def(
           "save_activation",
@@ -135,41 +130,40 @@ void bind_activations(SessionClass& session) {
             return id ? static_cast<std::int64_t>(*id) : -1;
           },
           py::arg("address"), py::arg("byte_count"), py::arg("to_ssd"), py::arg("unit"),
-          py::arg("stream") = 0, Release())
+          py::arg("stream") = 0, WithoutGil())
       .def(
           "activation_saved",
           [](Session& s, std::uint32_t save, bool wait) {
             return s.activation_saved(SaveId{save}, wait);
           },
-          Release())
+          WithoutGil())
       .def(
           "stage_activation",
-          [](Session& s, std::uint32_t save) { s.stage_activation(SaveId{save}); }, Release())
+          [](Session& s, std::uint32_t save) { s.stage_activation(SaveId{save}); }, WithoutGil())
       .def(
           "fetch_activation",
           [](Session& s, std::uint32_t save, std::uintptr_t address, std::uintptr_t stream) {
             s.fetch_activation(SaveId{save}, pointer<std::byte>(address), stream_of(stream));
           },
-          py::arg("save"), py::arg("address"), py::arg("stream") = 0, Release())
+          py::arg("save"), py::arg("address"), py::arg("stream") = 0, WithoutGil())
       .def(
           "activation_fetched",
           [](Session& s, std::uint32_t save, bool wait) {
             return s.activation_fetched(SaveId{save}, wait);
           },
-          Release())
+          WithoutGil())
       .def(
           "await_activation",
           [](Session& s, std::uint32_t save, std::uintptr_t stream) {
             return s.await_activation(SaveId{save}, stream_of(stream));
           },
-          py::arg("save"), py::arg("stream") = 0, Release())
+          py::arg("save"), py::arg("stream") = 0, WithoutGil())
       .def(
           "drop_activation",
-          [](Session& s, std::uint32_t save) { s.drop_activation(SaveId{save}); }, Release());
+          [](Session& s, std::uint32_t save) { s.drop_activation(SaveId{save}); }, WithoutGil());
 }
 
 void bind_updates(SessionClass& session) {
-  using Release = py::call_guard<py::gil_scoped_release>;
   session
       .def(
           "land_gradient",
@@ -177,7 +171,8 @@ void bind_updates(SessionClass& session) {
              std::uintptr_t stream, const py::object& owner) {
             auto from = lend(owner, address);
             const Dtype parsed = parse_dtype(dtype);
-            unlocked([&] { s.lend_gradient(param, std::move(from), parsed, stream_of(stream)); });
+            const GilReleased released;
+            s.lend_gradient(param, std::move(from), parsed, stream_of(stream));
           },
           py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0,
           py::arg("owner") = py::none())
@@ -186,40 +181,38 @@ void bind_updates(SessionClass& session) {
           [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
              std::uintptr_t stream) {
             const Dtype parsed = parse_dtype(dtype);
-            unlocked([&] {
-              s.replace_gradient(param, pointer<const void>(address), parsed, stream_of(stream));
-            });
+            const GilReleased released;
+            s.replace_gradient(param, pointer<const void>(address), parsed, stream_of(stream));
           },
           py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
-      .def("scale_gradient", &Session::scale_gradient, Release())
-      .def("gradient_squares", &Session::gradient_squares, Release())
-      .def("drop_gradient",
-           [](Session& s, std::uint32_t param) { unlocked([&] { s.drop_gradient(param); }); })
-      .def("drop_gradients", [](Session& s) { unlocked([&] { s.drop_gradients(); }); })
-      .def("gradient_count", &Session::gradient_count, Release())
-      .def("gradient_fits", &Session::gradient_fits, Release())
+      .def("scale_gradient", &Session::scale_gradient, WithoutGil())
+      .def("gradient_squares", &Session::gradient_squares, WithoutGil())
+      .def("drop_gradient", &Session::drop_gradient, WithoutGil())
+      .def("drop_gradients", &Session::drop_gradients, WithoutGil())
+      .def("gradient_count", &Session::gradient_count, WithoutGil())
+      .def("gradient_fits", &Session::gradient_fits, WithoutGil())
       .def("complete",
            [](Session& s, std::uint32_t unit, const py::list& groups, double max_unit_norm) {
              const std::vector<Hyper> hypers = parse_groups(groups);
-             const py::gil_scoped_release release;
+             const GilReleased released;
              s.complete(UnitId{unit}, hypers, max_unit_norm);
            })
       .def("step", &step, py::arg("groups"), py::arg("max_norm"), py::arg("grad_divisor"),
            py::arg("skip_nonfinite"), py::arg("max_unit_norm") = 0.0)
-      .def("updated", &Session::updated, Release())
-      .def("in_half_step", &Session::in_half_step, Release())
-      .def("forget_step", &Session::forget_step, Release())
-      .def("steps", &Session::steps, Release())
-      .def("drain", [](Session& s) { unlocked([&] { s.drain(); }); })
-      .def("param_step", &Session::step_of, Release())
-      .def("set_param_step", &Session::set_step, Release())
-      .def("synchronize", [](Session& s) { unlocked([&] { s.synchronize(); }); })
-      .def("stats", [](Session& s) { return stats_dict(unlocked([&] { return s.stats(); })); })
+      .def("updated", &Session::updated, WithoutGil())
+      .def("in_half_step", &Session::in_half_step, WithoutGil())
+      .def("forget_step", &Session::forget_step, WithoutGil())
+      .def("steps", &Session::steps, WithoutGil())
+      .def("drain", &Session::drain, WithoutGil())
+      .def("param_step", &Session::step_of, WithoutGil())
+      .def("set_param_step", &Session::set_step, WithoutGil())
+      .def("synchronize", &Session::synchronize, WithoutGil())
+      .def("stats", [](Session& s) { return stats_dict(without_gil([&] { return s.stats(); })); })
       .def("timeline",
-           [](Session& s) { return timeline_list(unlocked([&] { return s.timeline(); })); })
+           [](Session& s) { return timeline_list(without_gil([&] { return s.timeline(); })); })
       .def("lock_holds",
            [](Session& s) {
-             const LockMeter::Figures figures = unlocked([&] { return s.lock_holds(); });
+             const LockMeter::Figures figures = without_gil([&] { return s.lock_holds(); });
              py::dict out;
              out["holds"] = figures.holds;
              out["sum_s"] = static_cast<double>(figures.sum_ns) * 1e-9;
@@ -227,48 +220,47 @@ void bind_updates(SessionClass& session) {
              out["wall_ns"] = figures.wall_ns;
              return out;
            })
-      .def("close", [](Session& s) { unlocked([&] { s.close(); }); });
+      .def("close", &Session::close, WithoutGil());
 }
 
 void bind_visits(SessionClass& session) {
-  using Release = py::call_guard<py::gil_scoped_release>;
   session
       .def(
           "enter",
           [](Session& s, UnitId unit, bool backward, bool recorded, std::uintptr_t stream,
-             Visit visit) {
-            unlocked([&] { s.enter(unit, backward, recorded, stream_of(stream), visit); });
-          },
+             Visit visit) { s.enter(unit, backward, recorded, stream_of(stream), visit); },
           py::arg("unit"), py::arg("backward"), py::arg("recorded") = true, py::arg("stream") = 0,
-          py::arg("visit") = 0)
+          py::arg("visit") = 0, WithoutGil())
       .def(
           "leave",
           [](Session& s, UnitId unit, std::uintptr_t stream, Visit visit) {
             return s.leave(unit, stream_of(stream), visit);
           },
-          py::arg("unit"), py::arg("stream") = 0, py::arg("visit") = 0, Release())
+          py::arg("unit"), py::arg("stream") = 0, py::arg("visit") = 0, WithoutGil())
       .def(
           "leave_all_but",
           [](Session& s, const std::vector<Visit>& live, Visit bound, std::uintptr_t stream) {
             return s.leave_all_but(live, bound, stream_of(stream));
           },
-          py::arg("live"), py::arg("bound"), py::arg("stream") = 0, Release())
-      .def("entered", &Session::entered, Release())
-      .def("resident", &Session::resident, Release());
+          py::arg("live"), py::arg("bound"), py::arg("stream") = 0, WithoutGil())
+      .def("entered", &Session::entered, WithoutGil())
+      .def("resident", &Session::resident, WithoutGil());
 }
 
 void bind_session(py::module_& module) {
-  using Release = py::call_guard<py::gil_scoped_release>;
   SessionClass session(module, "Session");
   session
       .def(py::init(&make_session), py::arg("config"), py::arg("foreign") = py::none(),
            py::keep_alive<1, 3>())
-      .def_property_readonly(
-          "plan",
-          [](Session& s) { return plan_dict(s.config(), unlocked([&] { return s.residence(); })); })
+      .def_property_readonly("plan",
+                             [](Session& s) {
+                               return plan_dict(s.config(),
+                                                without_gil([&] { return s.residence(); }));
+                             })
       .def("step_budgets",
            [](Session& s, std::size_t device_bytes) {
-             return step_budgets(s.config(), unlocked([&] { return s.residence(); }), device_bytes);
+             return step_budgets(s.config(), without_gil([&] { return s.residence(); }),
+                                 device_bytes);
            })
       .def_property_readonly("device",
                              [](const Session& s) {
@@ -280,14 +272,14 @@ void bind_session(py::module_& module) {
            [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
               std::uintptr_t address, std::size_t count) {
              const Kind parsed = parse_kind(kind);
-             const py::gil_scoped_release release;
+             const GilReleased released;
              s.write(param, parsed, offset, pointer<const float>(address), count);
            })
       .def("read",
            [](Session& s, std::uint32_t param, const std::string& kind, std::size_t offset,
               std::uintptr_t address, std::size_t count) {
              const Kind parsed = parse_kind(kind);
-             const py::gil_scoped_release release;
+             const GilReleased released;
              s.read(param, parsed, offset, pointer<float>(address), count);
            })
       .def(
@@ -301,14 +293,14 @@ void bind_session(py::module_& module) {
           },
           py::arg("on_device") = py::none(), py::arg("param_bytes") = py::none(),
           py::arg("activation_host_bytes") = py::none(),
-          py::arg("activation_ssd_bytes") = py::none(), py::arg("uses") = py::none(), Release())
+          py::arg("activation_ssd_bytes") = py::none(), py::arg("uses") = py::none(), WithoutGil())
       .def(
           "device_written",
           [](Session& s, std::uint32_t param, std::uintptr_t stream) {
             s.device_written(param, stream_of(stream));
           },
-          py::arg("param"), py::arg("stream") = 0, Release())
-      .def("expect_write", &Session::expect_write, Release());
+          py::arg("param"), py::arg("stream") = 0, WithoutGil())
+      .def("expect_write", &Session::expect_write, WithoutGil());
   bind_visits(session);
   bind_updates(session);
   bind_activations(session);
@@ -340,12 +332,9 @@ PYBIND11_MODULE(_core, module) {
   bind_calibration(module);
   bind_hasher(module);
   bind_planner(module);
-  module.def("device_error", &device_error, py::arg("device"),
-             py::call_guard<py::gil_scoped_release>());
-  module.def("device_description", &device_description, py::arg("device"),
-             py::call_guard<py::gil_scoped_release>());
-  module.def("remove_leftovers", &DirectoryLock::clean, py::arg("folder"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def("device_error", &device_error, py::arg("device"), WithoutGil());
+  module.def("device_description", &device_description, py::arg("device"), WithoutGil());
+  module.def("remove_leftovers", &DirectoryLock::clean, py::arg("folder"), WithoutGil());
   module.def("plan", [](const py::dict& dict) {
     const Config config = parse_config(dict);
     return plan_dict(config, choose_residence(config));

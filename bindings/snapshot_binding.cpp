@@ -18,8 +18,6 @@
 namespace strata {
 namespace {
 
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
-
 void make_pages_durable(Session& session) {
   session.with_page_files([](const std::vector<int>& files) {
     for (const int file : files) make_durable(file);
@@ -101,7 +99,7 @@ py::dict snapshot_dict(Session& session, std::uint64_t id) {
   Snapshot snapshot;
   Layout layout;
   {
-    const py::gil_scoped_release release;
+    const GilReleased released;
     snapshot = session.snapshot(id);
     layout = session.residence().layout;
   }

@@ -10,7 +10,7 @@
 namespace strata {
 
 // Its last reference may go at any time, with a worker in the middle of a call into Python.
-using SessionHolder = std::unique_ptr<Session, ReleaseGilAndDelete>;
+using SessionHolder = std::unique_ptr<Session, DeleteWithoutGil>;
 using SessionClass = py::class_<Session, SessionHolder>;
 
 void bind_snapshots(py::module_& module, SessionClass& session);

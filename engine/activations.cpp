@@ -158,7 +158,7 @@ void Activations::fetch(SaveId id, std::byte* device, Stream stream) {
   begin(id, Way::in, device, stream);
 }
 
-// Copies of one lane complete in the order of their tickets, so the last of them is all of them.
+// Copies of one stream complete in the order of their tickets, so the last of them is all of them.
 void Activations::order(SaveId id, Stream stream) {
   STRATA_ASSERT(submitted(id));
   if (at(id).in_flight != 0) copies_.stream_waits(stream, at(id).last_copy);

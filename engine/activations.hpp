@@ -128,10 +128,10 @@ class Activations final {
     Tier tier;
   };
 
-  // What is fetched for later leaves the lane to others: parameters go through it as well.
+  // What is fetched for later leaves the copy stream to others: parameters go through it as well.
   static constexpr std::uint32_t kCopiesMax = 16;
   // What computation waits for need not: whoever waits for a place behind so many copies would wait
-  // for these anyway. A lane takes twice as many before it makes its caller wait.
+  // for these anyway. A copy stream takes twice as many before it makes its caller wait.
   static constexpr std::uint32_t kDemandedMax = 128;
 
   const Save& at(SaveId id) const;

@@ -35,7 +35,10 @@ class BetweenSteps final {
       between.wait_until_arranged(lock);
       ++between.step_calls_;
     }
-    ~StepCall() { --between_.step_calls_; }
+    ~StepCall() {
+      STRATA_ASSERT(between_.step_calls_ > 0);
+      --between_.step_calls_;
+    }
     StepCall(const StepCall&) = delete;
     StepCall& operator=(const StepCall&) = delete;
 
@@ -51,6 +54,7 @@ class BetweenSteps final {
       between.rearranging_ = true;
     }
     ~Rearrangement() {
+      STRATA_ASSERT(between_.rearranging_ && between_.step_calls_ == 0);
       between_.rearranging_ = false;
       between_.gate_.notify();
     }

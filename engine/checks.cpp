@@ -37,7 +37,7 @@ void check_values(std::size_t number, const Hyper& group) {
   if (group.rule == Rule::foreign) {  // its class says what its options may be
     if (group.foreign_moments >= 0 && group.foreign_moments <= 2) return;
     refuse(group_name(number) + " keeps " + std::to_string(group.foreign_moments) +
-           " moments, and there may be none, one or two");
+           " moments: there may be 0, 1 or 2");
   }
   check_value(number, "lr", group.lr);
   check_value(number, "weight_decay", group.weight_decay);
@@ -77,7 +77,7 @@ void check_config(const Config& config) {
   for (const ParamSpec& param : config.params) check_param_spec(config, param);
   const bool empty = std::all_of(config.params.begin(), config.params.end(),
                                  [](const ParamSpec& param) { return param.numel == 0; });
-  if (empty) refuse("no parameter has an element");
+  if (empty) refuse("every parameter is empty");
   for (std::size_t g = 0; g < config.groups.size(); ++g) check_values(g, config.groups[g]);
   const std::size_t page = config.page_bytes;
   const bool power = (page & (page - 1)) == 0;
@@ -91,7 +91,7 @@ void check_config(const Config& config) {
     }
   }
   if (config.workers > kWorkersMax) refuse("more than " + std::to_string(kWorkersMax) + " workers");
-  if (config.compute_threads < 0) refuse("a negative number of threads that compute");
+  if (config.compute_threads < 0) refuse("the number of compute threads is negative");
   if (config.max_staleness > kStalenessMax) {
     refuse("a staleness of " + std::to_string(config.max_staleness) + " steps: at most " +
            std::to_string(kStalenessMax) + " are counted");
@@ -112,9 +112,9 @@ void check_groups(std::span<const Hyper> laid_out, std::span<const Hyper> now) {
              "momentum buffers: build the optimizer with a momentum before strata.wrap(), which "
              "may be set to 0 and back later");
     }
-    refuse(group_name(g) +
-           " has another rule now than when the model was wrapped, and there is no room for its "
-           "moments");
+    refuse(
+        group_name(g) +
+        " has a different rule than when the model was wrapped: there is no room for its moments");
   }
 }
 

@@ -28,6 +28,7 @@ struct ParamSpec {
 //   in_backward  when a unit's gradient is complete. Gradients pass through a few frames
 //   lock_free    at step(); a forward waits only for updates more than max_staleness steps old.
 //                Gradients add up, in float32, while their update lags
+//                A backward may see newer parameters than its forward did; no page is ever torn
 enum class UpdateMode : std::uint8_t { on_step, in_backward, lock_free };
 
 struct Config {

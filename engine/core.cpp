@@ -167,7 +167,7 @@ std::byte* Core::device_address(std::uint32_t param) const {
          place.first * size_of(segment.dtype);
 }
 
-void Core::tell_memory(SessionStats& stats) const {
+void Core::add_memory(SessionStats& stats) const {
   const std::uint64_t page = base.layout.page_bytes;
   const Claims& claims = base.claims;
   stats.device_rest_bytes = claims.rest_frames * page;
@@ -195,7 +195,7 @@ void Core::tell_memory(SessionStats& stats) const {
 
 SessionStats Core::stats() const {
   SessionStats stats;
-  tell_memory(stats);
+  add_memory(stats);
   for (const LinkRow& row : kLinks) {
     stats.link_bytes[static_cast<std::size_t>(row.link)] = base.transfers.bytes(row.link);
   }

@@ -1,5 +1,5 @@
-// Core: everything behind the gate of a session. Its members are in the order in which each needs
-// those before it: so they are made, and the other way round they go.
+// Core: everything behind the gate of a session. Each member needs those before it: they are made
+// in this order and destroyed in reverse.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -91,7 +91,7 @@ class Core final {
   bool advance(Part part) STRATA_REQUIRES(core_lock);
   bool runs_foreign() const;
   Error stuck(const Awaited& awaited, const std::string& looks) const;
-  void tell_memory(SessionStats& stats) const;
+  void add_memory(SessionStats& stats) const;
 
   bool others_moved_ = false;  // since snapshots had their turn
   std::function<void(const PageTable&, const Claims&)> turned_;

@@ -83,6 +83,8 @@ void Elements::visit_moments(Lock& lock, std::uint32_t param, Kind kind, const P
   const Role moment = kind == Kind::moment1 ? Role::moment1 : Role::moment2;
   const Chunk& chunk = layout.chunks[piece.chunk];
   const Piece whole = whole_blocks(piece, layout.numel[param]);
+  STRATA_ASSERT(whole.in_chunk <= piece.in_chunk);
+  STRATA_ASSERT(piece.in_chunk + piece.count <= whole.in_chunk + whole.count);
   const MomentKind stored = moment_kind(base_.config.groups[base_.config.params[param].group].rule,
                                         kind == Kind::moment1 ? 1 : 2);
   // Null where moments have no scales.

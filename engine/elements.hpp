@@ -1,6 +1,7 @@
 // Elements: parameters and moments read and written from outside, in float32, through host pages.
-// Every access waits until the chunk's update is published. (Gradients are read where they land:
-// gradients.hpp.)
+// Every access waits until the chunk's update is published. Moments with scales are read and
+// written in whole blocks, because the elements of a block share a scale. (Gradients are read where
+// they land: gradients.hpp.)
 //
 // Threads: one caller at a time (the core's lock).
 //

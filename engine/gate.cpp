@@ -15,6 +15,7 @@ Gate::Gate(GateOptions options) : options_(std::move(options)) {
   if (options_.looks_max != 0) return;
   options_.looks_max =
       options_.idle ? kLooksMaxVirtual : static_cast<int>(kStuckAfter / options_.look_period);
+  STRATA_ASSERT(options_.looks_max > 0);
 }
 
 Gate::Call::Call(Gate& gate, Enters enters) : gate_(gate), lock_(gate.mutex_, gate.metering_) {
@@ -59,6 +60,7 @@ void Gate::throw_if_closed() const {
 }
 
 bool Gate::turn(int part) {
+  STRATA_ASSERT(part >= 0 && part < duties_.parts);
   const bool moved = duties_.turn(part);
   if (moved) ++progress_;
   return moved;

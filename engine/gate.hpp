@@ -7,6 +7,12 @@
 //   Gate::Call call(gate);                               // throws once the session has ended
 //   gate.wait(call.lock(), [&] { return is_there(); }, {"the parameters", unit});
 //
+// Note [Failures]
+// The first error is kept. Every caller who waits, and every later call, throws it, with unit,
+// page, tier, file and errno. Leaving a unit never throws, because it runs on the way out. Closing
+// waits for threads that copy without the lock, and lets workers, disk and copy engine finish what
+// they hold; callers who wait meanwhile get Fault::cancelled.
+//
 // Note [Stuck]
 // A wait for a disk or a link that hangs is to end. What counts are looks, not the clock: a process
 // that is stopped (by SIGSTOP, a debugger, a container that is paused) looks at nothing, and a

@@ -40,7 +40,9 @@ void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std:
 
 void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   const BetweenSteps::StepCall call(between_, lock);
+  STRATA_ASSERT(gradient.from != nullptr || base_.layout.numel[gradient.param] == 0);
   sum_squares_[gradient.param] = landing_.land(lock, gradient);
+  STRATA_ASSERT(!(sum_squares_[gradient.param] < 0.0));  // it may be no number
   scalings_[gradient.param] = {};
   ++landed_[gradient.param];
 }

@@ -23,6 +23,14 @@
 // elements in the second half, and Role::moment2 has no pages. (A rule with one moment leaves the
 // second half unused: to it, 8 bits cost what 16 do.) The scales of the blocks are smaller than
 // pages and never leave host memory: they lie in one area, chunk after chunk.
+//
+// Note [What a parameter costs]
+// Bytes at rest of a bfloat16 parameter under AdamW, without the scales of 8-bit moments (1/32 byte
+// for each moment):
+//     moments    in_backward  on_step  lock_free
+//     float32             12       14         16
+//     bfloat16             8       10         12
+//     8 bits               6        8         10
 #pragma once
 
 #include <array>

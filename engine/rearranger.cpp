@@ -55,7 +55,7 @@ void Rearranger::check(const Room& wanted) const {
   }
 }
 
-// Throws StrataError (config) where parameters cannot do with what `change` leaves them.
+// Throws StrataError (config) where parameters need more frames than `change` leaves them.
 void Rearranger::check_frames(const Change& change, const Residence& then) const {
   const std::size_t page = base_.layout.page_bytes;
   const bool too_many = then.rest_frames > base_.config.device_bytes / page;
@@ -66,11 +66,12 @@ void Rearranger::check_frames(const Change& change, const Residence& then) const
   Error error;
   error.fault = Fault::config;
   error.tier = Tier::device;
-  error.what = "infeasible: parameters cannot do with " + bytes_text(change.param_frames * page) +
-               " of the device budget";
+  error.what = "infeasible: " + bytes_text(change.param_frames * page) +
+               " of the device budget are too little for parameters";
   if (then.rest_frames != 0) {
-    error.what += ", which is " + bytes_text(base_.config.device_bytes) + ", beside " +
-                  bytes_text(then.rest_frames * page) + " for units that rest there";
+    error.what +=
+        " beside " + bytes_text(then.rest_frames * page) +
+        " for units that rest there (the budget: " + bytes_text(base_.config.device_bytes) + ")";
   }
   error.what += ": the units that are in use together need more";
   throw StrataError(std::move(error));
@@ -132,7 +133,7 @@ void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
     wait_until_moved(lock);
     parts_.prefetcher.limit_frames(change.frames);
     if (change.then) arrange(lock, *change.then);
-    give_back_frames();
+    release_frames();
   }
   // 4. The frames of those that move are planned for what there is.
   if (change.step) parts_.planner.follow(std::move(*change.step));
@@ -199,10 +200,10 @@ void Rearranger::wait_until_still(Lock& lock) {
 
 // Frames that parameters may have before the first one in which a page stays that rests on the
 // device, of those that are asked for and that the budget has.
-std::uint32_t Rearranger::frames_left(const Residence& home, std::uint32_t asked) const {
+std::uint32_t Rearranger::frames_left(const Residence& home, std::uint32_t wanted) const {
   const std::size_t budget = base_.config.device_bytes / base_.layout.page_bytes;
   const std::size_t resting = std::min<std::size_t>(budget, home.rest_frames);
-  std::size_t frames = std::min<std::size_t>(asked, budget - resting);
+  std::size_t frames = std::min<std::size_t>(wanted, budget - resting);
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
     const Placement& now = base_.table.placement(PageId{i});
     if (home.tier[i] != Tier::device || now.tier != Tier::device) continue;
@@ -229,7 +230,7 @@ void Rearranger::wait_until_moved(Lock& lock) {
 
 // Frames behind the last one in use go back. The session ends where the device keeps them: what is
 // adopted can no longer be refused.
-void Rearranger::give_back_frames() {
+void Rearranger::release_frames() {
   const std::uint32_t before = base_.tiers.device_frames(), needed = frames_needed();
   STRATA_ASSERT(needed <= before);
   try {
@@ -293,7 +294,7 @@ void Rearranger::begin_resting(UnitId unit, std::vector<Move>& moves) {
 
 // Says where the page rests from here on. False: it needs a slot, and none is free yet.
 bool Rearranger::begin_move(const Move& move) {
-  if (move.to == Tier::host) return true;  // adopted when it is there
+  if (move.to == Tier::host) return true;  // kept when it is there
   STRATA_ASSERT(move.to == Tier::ssd);
   const auto slot = base_.tiers.acquire_slot();
   if (!slot) return false;
@@ -318,11 +319,11 @@ bool Rearranger::returned(const Residence& then) {
 bool Rearranger::end_move(const Move& move) {
   STRATA_ASSERT(move.from.somewhere());
   STRATA_ASSERT(move.from.tier != move.to);
-  // Until it is adopted it rests where it did, and was perhaps written back: to another slot, where
-  // a snapshot holds the first one.
+  // Until it is kept there it rests where it did, and was perhaps written back: to another slot,
+  // where a snapshot holds the first one.
   const Placement before = move.to == Tier::host ? base_.table.placement(move.page) : move.from;
-  const bool there = move.to == Tier::host ? base_.cache.adopt(move.page)
-                                           : base_.cache.settled(move.page, move.from.tier);
+  const bool there = move.to == Tier::host ? base_.cache.keep_in_host(move.page)
+                                           : base_.cache.at_rest(move.page, move.from.tier);
   if (there && has_slots(before.tier)) base_.tiers.release_slot(before);
   return there;
 }
@@ -347,7 +348,7 @@ void Rearranger::move_pages(Lock& lock, const Residence& then) {
   // 2. They get there.
   for (std::size_t next = 0; next < moves.size(); ++next) {
     const Move move = moves[next];
-    if (move.to == Tier::host && base_.tiers.host().free_count() != 0) base_.cache.take_in();
+    if (move.to == Tier::host && base_.tiers.host().free_count() != 0) base_.cache.grow_staging();
     base_.gate.wait(
         lock, [&] { return end_move(move); }, kMoves);
     if (late.empty() || !begin_move(late.back())) continue;
@@ -356,10 +357,10 @@ void Rearranger::move_pages(Lock& lock, const Residence& then) {
   }
   STRATA_ASSERT(late.empty());
   // 3. The staging area gets its size: frames come from the pool, or go to it.
-  while (base_.cache.staging_frames() < base_.claims.staging_frames) base_.cache.take_in();
+  while (base_.cache.staging_frames() < base_.claims.staging_frames) base_.cache.grow_staging();
   for (std::size_t next = 0; base_.cache.staging_frames() > base_.claims.staging_frames; ++next) {
     base_.gate.wait(
-        lock, [&] { return base_.cache.give_back(moves[next].page); }, kMoves);
+        lock, [&] { return base_.cache.shrink_staging(moves[next].page); }, kMoves);
   }
   parts_.updates.set_staging(shares.chunks);
 }

@@ -106,9 +106,9 @@ class Rearranger final {
   void make_room_or_go_on(Lock& lock, const Change& change) STRATA_REQUIRES(core_lock);
   void make_room(Lock& lock, const Change& change) STRATA_REQUIRES(core_lock);
   void wait_until_moved(Lock& lock) STRATA_REQUIRES(core_lock);
-  std::uint32_t frames_left(const Residence& home, std::uint32_t asked) const;
+  std::uint32_t frames_left(const Residence& home, std::uint32_t wanted) const;
   std::uint32_t frames_needed() const;
-  void give_back_frames();
+  void release_frames();
   void arrange(Lock& lock, const Residence& then) STRATA_REQUIRES(core_lock);
   std::vector<FrameId> free_frames(std::size_t count) const;
   void begin_resting(UnitId unit, std::vector<Move>& moves) STRATA_REQUIRES(core_lock);

@@ -61,6 +61,7 @@ void StepPlanner::end_step() {
   if (follows) return;
   adopted_ = false;
   strange_steps_ = 0;
+  STRATA_ASSERT(!planned_.uses.empty());
   replan();
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "engine/checks.hpp"
+#include "memory/check.hpp"
 
 namespace strata {
 namespace {
@@ -56,6 +57,7 @@ void Steps::complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups,
 std::vector<float> Steps::scales(double norm, const StepOptions& options) const {
   std::vector<float> scale_of;
   const std::vector<double> norms = parts_.gradients.unit_norms();
+  STRATA_ASSERT(norms.size() == parts_.base.config.units.size());
   for (std::uint32_t unit = 0; unit < parts_.base.config.units.size(); ++unit) {
     double scale = clip(norm, options.max_norm) / options.grad_divisor;
     if (options.max_unit_norm > 0.0) {
@@ -93,6 +95,7 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
     parts_.updates.release(
         {gradients.step(), groups, scales(result.norm, options), gradients.scalings(), order});
     parts_.gradients.end_step();
+    STRATA_ASSERT(!parts_.gradients.any());
     ++count_;
     base.bell.ring();
   }

@@ -1,5 +1,7 @@
 #include "engine/swapping.hpp"
 
+#include "memory/check.hpp"
+
 namespace strata {
 
 std::optional<SaveId> Swapping::save(Lock& lock, std::byte* device, std::size_t bytes, Tier tier,
@@ -25,7 +27,7 @@ void Swapping::check(SaveId id) const {
   if (!saves_.holds(id)) refuse("no such activation is saved");
 }
 
-bool Swapping::ask(Lock& lock, SaveId id, bool wait_for_it, There there) {
+bool Swapping::has_come(Lock& lock, SaveId id, bool wait_for_it, There there) {
   check(id);
   if ((saves_.*there)(id)) return true;
   base_.gate.take_turn();
@@ -73,6 +75,7 @@ bool Swapping::await(Lock& lock, SaveId id, Stream stream) {
   wait_until(lock, id,
              base_.tiers.device().reachable() ? &Activations::fetched : &Activations::submitted);
   check(id);
+  STRATA_ASSERT(saves_.submitted(id));
   // 2. The stream behind them.
   saves_.order(id, stream);
   return saves_.fetched(id);
@@ -91,8 +94,8 @@ void Swapping::give_up_pages() {
     const Placement rest = base_.table.placement(page);
     if (rest.tier == Tier::host) {
       base_.cache.demote(page, {});
-      const bool given = base_.cache.give_back(page);
-      STRATA_ASSERT(given);  // nothing was ever written to it, or it was discarded
+      const bool shrunk = base_.cache.shrink_staging(page);
+      STRATA_ASSERT(shrunk);  // nothing was ever written to it, or it was discarded
     } else if (rest.somewhere()) {
       base_.tiers.release_slot(rest);
       base_.table.place(page, {});

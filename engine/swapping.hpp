@@ -45,10 +45,10 @@ class Swapping final {
                              UnitId unit, Stream stream) STRATA_REQUIRES(core_lock);
   // `wait_for_it`: returns when it is so.
   bool saved(Lock& lock, SaveId id, bool wait_for_it) STRATA_REQUIRES(core_lock) {
-    return ask(lock, id, wait_for_it, &Activations::saved);
+    return has_come(lock, id, wait_for_it, &Activations::saved);
   }
   bool fetched(Lock& lock, SaveId id, bool wait_for_it) STRATA_REQUIRES(core_lock) {
-    return ask(lock, id, wait_for_it, &Activations::fetched);
+    return has_come(lock, id, wait_for_it, &Activations::fetched);
   }
   void stage(SaveId id) STRATA_REQUIRES(core_lock);
   void fetch(SaveId id, std::byte* device, Stream stream) STRATA_REQUIRES(core_lock);
@@ -68,7 +68,7 @@ class Swapping final {
   using There = bool (Activations::*)(SaveId) const;
 
   void check(SaveId id) const;
-  bool ask(Lock& lock, SaveId id, bool wait_for_it, There there) STRATA_REQUIRES(core_lock);
+  bool has_come(Lock& lock, SaveId id, bool wait_for_it, There there) STRATA_REQUIRES(core_lock);
   void wait_until(Lock& lock, SaveId id, There there) STRATA_REQUIRES(core_lock);
   void start_copies() STRATA_REQUIRES(core_lock);
 

@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "memory/check.hpp"
+
 namespace strata {
 
 Visits::Visits(Foundation& base, BetweenSteps& between, Prefetcher& prefetcher, Updates& updates,
@@ -20,7 +22,7 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   base_.check_unit(unit);
   const BetweenSteps::StepCall call(between_, lock);
   // 1. Its pages are asked for.
-  if (const auto frames = prefetcher_.ask(unit, options.backward, options.recorded)) {
+  if (const auto frames = prefetcher_.request(unit, options.backward, options.recorded)) {
     Error error;
     error.fault = Fault::config;
     error.tier = Tier::device;
@@ -70,6 +72,7 @@ void Visits::await_unit(Lock& lock, UnitId unit, bool backward) {
     return false;
   };
   base_.gate.wait(lock, ready, {"the parameters", unit});
+  STRATA_ASSERT(prefetcher_.ready(unit));
   waited_ns_[index(unit)] += waiting.over();
   update_waits_[index(unit)] += waited_for_update;
 }
@@ -87,6 +90,7 @@ bool Visits::leave(UnitId unit, Stream stream, Visit visit) {
 }
 
 void Visits::end_entry(const Entry& entry, Stream stream) {
+  STRATA_ASSERT(prefetcher_.in_use(entry.unit));
   prefetcher_.end_use(entry.unit, stream);
   if (prefetcher_.in_use(entry.unit)) return;
   writes_.end_visit(entry.unit);

@@ -1,12 +1,12 @@
 // Port: the copy engine of a device. It copies bytes between host memory and the device's memory,
 // asynchronously and in order. Shaped so that CUDA streams and events fit: a copy is submitted on
-// its lane, behind what `after` says, and completes with a ticket that can be polled.
+// its copy stream, behind what `after` says, and completes with a ticket that can be polled.
 //
 // Threads: everything under the core's lock. A completion rings the doorbell given at construction,
 // or is found by poll(): see needs_polling().
 //
 //   CopyTicket made = copies.record(stream);                 // the caller's work so far
-//   CopyTicket t = copies.copy({.to = host, .from = tensor, .bytes = n, .lane = CopyLane::out,
+//   CopyTicket t = copies.copy({.to = host, .from = tensor, .bytes = n, .stream = CopyStream::out,
 //                               .after = made});
 //   while (!copies.done(t)) ...
 //   if (std::optional<Error> error = copies.wait(t)) ...     // why it failed
@@ -21,16 +21,16 @@
 
 namespace strata {
 
-// Copies of one lane complete in the order of their tickets. A copy of any lane comes behind those
-// that were submitted before it and touch the same bytes, unless both only read them; what else
-// another lane waits for does not hold it up. So pages for computation that comes do not queue
-// behind an activation whose memory is still in use.
-enum class CopyLane : std::uint8_t {
+// Copies of one copy stream complete in the order of their tickets. A copy also comes behind those
+// of other streams that were submitted before it and touch the same bytes, unless both only read
+// them; what else another stream waits for does not hold it up. So pages for computation that comes
+// do not queue behind an activation whose memory is still in use.
+enum class CopyStream : std::uint8_t {
   pages_in,  // host → device, waits for nothing
   bytes_in,  // host → device, waits for memory of the caller
   out,       // device → host
 };
-inline constexpr std::size_t kCopyLaneCount = 3;
+inline constexpr std::size_t kCopyStreamCount = 3;
 
 // A copy, or work of the caller that record() marked. CopyTicket{0} is always done.
 enum class CopyTicket : std::uint64_t {};
@@ -42,7 +42,7 @@ struct CopyRequest {
   std::byte* to;
   const std::byte* from;
   std::size_t bytes;
-  CopyLane lane;
+  CopyStream stream;
   CopyTicket after{};  // of record(): the copy starts when this work is finished
 };
 

@@ -116,8 +116,9 @@ std::byte* reserve_addresses(std::size_t bytes) {
   STRATA_ASSERT(bytes > 0);
   STRATA_ASSERT(bytes % kKernelPageBytes == 0);
   // The kernel aligns to small pages only, so ask for more and give the ends back.
-  const std::size_t asked = bytes + kHugePageBytes;
-  void* got = ::mmap(nullptr, asked, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const std::size_t reserved = bytes + kHugePageBytes;
+  void* got =
+      ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (got == MAP_FAILED) {
     throw StrataError(memory_error("could not reserve addresses", Tier::host, bytes, errno));
   }
@@ -125,26 +126,26 @@ std::byte* reserve_addresses(std::size_t bytes) {
   const std::size_t past = reinterpret_cast<std::uintptr_t>(start) % kHugePageBytes;
   const std::size_t before = past == 0 ? 0 : kHugePageBytes - past;
   if (before > 0) ::munmap(start, before);
-  ::munmap(start + before + bytes, asked - before - bytes);
+  ::munmap(start + before + bytes, reserved - before - bytes);
   return start + before;
 }
 
-int populate(std::byte* range, std::size_t bytes, const PopulatePiece& piece) {
+int populate(std::byte* range, std::size_t bytes, const PopulateRange& populate_one) {
   STRATA_ASSERT(range != nullptr || bytes == 0);
-  STRATA_ASSERT(piece != nullptr);
-  const std::size_t pieces = ceil_div(bytes, kPopulatePieceBytes);
+  STRATA_ASSERT(populate_one != nullptr);
+  const std::size_t ranges = ceil_div(bytes, kPopulateRangeBytes);
   std::atomic<std::size_t> next{0};
   std::atomic<int> failed{0};
   const auto work = [&] {
     while (failed == 0) {
-      const std::size_t at = next++ * kPopulatePieceBytes;
+      const std::size_t at = next++ * kPopulateRangeBytes;
       if (at >= bytes) return;
-      const int errno_value = piece(range + at, std::min(kPopulatePieceBytes, bytes - at));
+      const int errno_value = populate_one(range + at, std::min(kPopulateRangeBytes, bytes - at));
       if (errno_value != 0) failed = errno_value;
     }
   };
-  // This thread, and one for each other processor that it may use and that finds a piece.
-  const std::size_t threads = std::min<std::size_t>(std::thread::hardware_concurrency(), pieces);
+  // This thread, and one for each other processor that it may use and that finds a range.
+  const std::size_t threads = std::min<std::size_t>(std::thread::hardware_concurrency(), ranges);
   std::vector<std::jthread> others;
   try {
     while (others.size() + 1 < threads) others.emplace_back(work);

@@ -23,15 +23,15 @@ inline constexpr std::size_t kHugePageBytes = 2 * kMiB;
 std::byte* reserve_addresses(std::size_t bytes);
 
 // Puts memory behind every page of a writable mapping, contents unchanged, so that no later touch
-// can fault or fail. All processors that this thread may use make the pages, a piece at a time: the
+// can fault or fail. All processors that this thread may use make the pages, a range at a time: the
 // kernel clears each one, which takes one processor 10 s for 100 GiB at the best. Returns 0 or an
 // errno.
 int populate(std::byte* range, std::size_t bytes);
 
-// The same with another way to do a piece, for tests.
-inline constexpr std::size_t kPopulatePieceBytes = 64 * kMiB;
-using PopulatePiece = std::function<int(std::byte* piece, std::size_t bytes)>;
-int populate(std::byte* range, std::size_t bytes, const PopulatePiece& piece);
+// The same with another way to do a range, for tests.
+inline constexpr std::size_t kPopulateRangeBytes = 64 * kMiB;
+using PopulateRange = std::function<int(std::byte* range, std::size_t bytes)>;
+int populate(std::byte* range, std::size_t bytes, const PopulateRange& populate_one);
 
 // What can still be claimed before the kernel kills somebody: the least of the machine's available
 // memory and what is left of this process's cgroup and the cgroups around it (either version).

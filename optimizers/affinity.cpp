@@ -15,7 +15,7 @@ namespace strata {
 
 namespace {
 
-// How far workers step back where they share cores: measured, see optimizers/README.md.
+// How far workers step back where they share cores: measured by `./dev bench give-way`.
 constexpr int kGiveWayNice = 10;
 
 // "0-3,8,10-11" as the kernel writes it. Stops where it reads anything else.

@@ -34,7 +34,7 @@ HEADERS = {
 # The oldest driver for each CUDA: what is compiled with 12.4 runs on that of 12.0.
 DRIVER_MIN = {12: 525, 13: 580}
 DISK_MIN, MEMORY_MIN = 3 << 30, 3 << 30  # that building and testing take
-BUNDLED = "; a bundle has it: --from, benchmarks/README.md"
+BUNDLED = "; a bundle has it: --from, benchmarks/gpu/README.md"
 # Variables that figures depend on, for the results.
 TOLD = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 JEMALLOC = ("subprojects/jemalloc-5.3.0", "subprojects/packagecache/jemalloc-5.3.0.tar.bz2")

@@ -146,7 +146,7 @@ def wrap(
     return model, _open(model, optimizer, options).optimizer
 
 
-def _tell(state: Wrapped) -> None:
+def _log_choices(state: Wrapped) -> None:
     """Says in the log what was made, and what works less well than it could."""
     stats = state.session.stats()
     log.info(
@@ -225,7 +225,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         setattr(module, name, getattr(module, name).to(place, dtype))
     remove_tiles(model, state.optimizer)
     if isinstance(state.optimizer, StrataOptimizer):
-        state.optimizer.give_back()
+        state.optimizer.release_inner()
     if state.planning is not None:
         state.planning.allocator.close()
     if state.snapshots is not None:
@@ -324,7 +324,7 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     del undo  # and with it the memory that parameters had before
     if state.planning is not None:
         state.planning.allocator.give_reserve_back()
-    _tell(state)
+    _log_choices(state)
     return state
 
 
@@ -337,7 +337,7 @@ def _start(
     gc.collect()  # wrapped models that nobody can reach any more still have frames and files
     foreign = make_foreign(optimizer)
     if foreign is not None:
-        _say_what_it_costs(foreign, optimizer, config)
+        _log_cost(foreign, optimizer, config)
     # The core's budget counts whole units that a plan lets rest on the device, too.
     whole = config.copy()
     whole["device_bytes"] = device_goal(config, options)
@@ -359,7 +359,7 @@ def _start(
         skip_nonfinite=options.skip_nonfinite,
         foreign=foreign,
     )
-    undo.first(state.optimizer.give_back)
+    undo.first(state.optimizer.release_inner)
     model.__dict__["_strata"] = state
     watch(state)
     stream_paged()
@@ -368,9 +368,7 @@ def _start(
     return state
 
 
-def _say_what_it_costs(
-    foreign: Foreign, optimizer: torch.optim.Optimizer, config: _core.Config
-) -> None:
+def _log_cost(foreign: Foreign, optimizer: torch.optim.Optimizer, config: _core.Config) -> None:
     """Of a class without a kernel."""
     trained = sum(spec["numel"] for spec in config["params"] if spec["trainable"])
     each = foreign.seconds_per_element(optimizer.param_groups[0])

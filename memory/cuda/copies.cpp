@@ -31,9 +31,9 @@ CudaCopies::CudaCopies(const CudaDriver& driver, int ordinal, Doorbell* bell,
     : device_(driver, ordinal), bell_(bell), pinned_piece_bytes_(pinned_piece_bytes) {
   STRATA_ASSERT(pinned_piece_bytes > 0);
   const CudaDevice::Current current(device_);
-  for (Lane& lane : lanes_) {
-    if (const int failed = device_.call(&CudaDriver::stream_create, &lane.stream)) {
-      lane.stream = nullptr;
+  for (Queue& queue : queues_) {
+    if (const int failed = device_.call(&CudaDriver::stream_create, &queue.stream)) {
+      queue.stream = nullptr;
       Error error = device_.refused("make a stream", failed, 0);
       destroy_streams();
       throw StrataError(std::move(error));
@@ -44,16 +44,16 @@ CudaCopies::CudaCopies(const CudaDriver& driver, int ordinal, Doorbell* bell,
 CudaCopies::~CudaCopies() {
   const CudaDevice::Current current(device_);
   end_all();
-  for (CudaEvent event : spare_) device_.give_back(&CudaDriver::event_destroy, event);
+  for (CudaEvent event : spare_) device_.call_anyway(&CudaDriver::event_destroy, event);
   destroy_streams();
   for (const auto& piece : pinned_) {
-    device_.give_back(&CudaDriver::host_unregister, piece.data());
+    device_.call_anyway(&CudaDriver::host_unregister, piece.data());
   }
 }
 
 void CudaCopies::destroy_streams() {
-  for (const Lane& lane : lanes_) {
-    if (lane.stream != nullptr) device_.give_back(&CudaDriver::stream_destroy, lane.stream);
+  for (const Queue& queue : queues_) {
+    if (queue.stream != nullptr) device_.call_anyway(&CudaDriver::stream_destroy, queue.stream);
   }
 }
 
@@ -63,7 +63,7 @@ std::size_t CudaCopies::pin_host(std::span<std::byte> memory) {
   // 1. Pieces that do not lie within it any more, from the last.
   std::byte* const end = end_of(memory);
   while (!pinned_.empty() && end_of(pinned_.back()) > end) {
-    device_.give_back(&CudaDriver::host_unregister, pinned_.back().data());
+    device_.call_anyway(&CudaDriver::host_unregister, pinned_.back().data());
     pinned_.pop_back();
   }
   // 2. What is not pinned yet, until the system refuses: then the rest is copied unpinned.
@@ -85,47 +85,48 @@ CopyTicket CudaCopies::copy(const CopyRequest& request) {
   STRATA_ASSERT(request.from != nullptr);
   STRATA_ASSERT(static_cast<std::uint64_t>(request.after) <= last_);
   const CudaDevice::Current current(device_);
-  Lane& lane = lanes_[static_cast<std::size_t>(request.lane)];
+  Queue& queue = queues_[static_cast<std::size_t>(request.stream)];
   // 1. Room.
-  if (lane.copies.size() >= kLaneMax) reap(lane.copies);
-  if (lane.copies.size() >= kLaneMax) {
-    wait_for(lane.copies.front().event);
-    reap(lane.copies);
+  if (queue.copies.size() >= kQueueMax) reap(queue.copies);
+  if (queue.copies.size() >= kQueueMax) {
+    wait_for(queue.copies.front().event);
+    reap(queue.copies);
   }
-  STRATA_ASSERT(lane.copies.size() < kLaneMax);
+  STRATA_ASSERT(queue.copies.size() < kQueueMax);
   // 2. In flight, or, with the device, lost.
-  settle();
+  end_if_lost();
   const Copy copy{request.to, request.from, request.bytes, ++last_, nullptr};
   if (device_.lost()) return CopyTicket{last_};
-  std::array<CudaEvent, kCopyLaneCount> before{};  // in the place of the lane itself: `after`
-  for (std::size_t i = 0; i < kCopyLaneCount; ++i) {
-    before[i] = &lanes_[i] == &lane ? pending(request.after) : conflict(lanes_[i], copy);
+  std::array<CudaEvent, kCopyStreamCount> before{};  // in the place of the queue itself: `after`
+  for (std::size_t i = 0; i < kCopyStreamCount; ++i) {
+    before[i] = &queues_[i] == &queue ? pending(request.after) : conflict(queues_[i], copy);
   }
   begin_flight();
-  lane.copies.push_back(copy);
-  lose_if("copy", enqueue(lane, request.lane, before));
+  queue.copies.push_back(copy);
+  lose_if("copy", enqueue(queue, request.stream, before));
   return CopyTicket{last_};
 }
 
-// Puts the lane's last copy, after some events, on the device.
-int CudaCopies::enqueue(Lane& lane, CopyLane way, std::array<CudaEvent, kCopyLaneCount> after) {
-  Copy& copy = lane.copies.back();
+// Puts the queue's last copy, after some events, on the device.
+int CudaCopies::enqueue(Queue& queue, CopyStream way,
+                        std::array<CudaEvent, kCopyStreamCount> after) {
+  Copy& copy = queue.copies.back();
   STRATA_ASSERT(copy.ticket == last_);
-  STRATA_ASSERT(lane.stream != nullptr);
+  STRATA_ASSERT(queue.stream != nullptr);
   for (CudaEvent event : after) {
     if (event == nullptr) continue;
-    if (const int failed = device_.call(&CudaDriver::stream_wait, lane.stream, event))
+    if (const int failed = device_.call(&CudaDriver::stream_wait, queue.stream, event))
       return failed;
   }
   const int failed =
-      way == CopyLane::out
-          ? device_.call(&CudaDriver::copy_out, copy.to, copy.from, copy.bytes, lane.stream)
-          : device_.call(&CudaDriver::copy_in, copy.to, copy.from, copy.bytes, lane.stream);
-  return failed != kCudaSuccess ? failed : signal(lane.stream, copy.event);
+      way == CopyStream::out
+          ? device_.call(&CudaDriver::copy_out, copy.to, copy.from, copy.bytes, queue.stream)
+          : device_.call(&CudaDriver::copy_in, copy.to, copy.from, copy.bytes, queue.stream);
+  return failed != kCudaSuccess ? failed : signal(queue.stream, copy.event);
 }
 
-// The last copy of the other lane that reads what this one writes, or writes what it touches.
-CudaEvent CudaCopies::conflict(const Lane& other, const Copy& copy) {
+// The last copy of the other queue that reads what this one writes, or writes what it touches.
+CudaEvent CudaCopies::conflict(const Queue& other, const Copy& copy) {
   for (auto one = other.copies.rbegin(); one != other.copies.rend(); ++one) {
     if (overlap(copy.to, copy.bytes, one->to, one->bytes) ||
         overlap(copy.to, copy.bytes, one->from, one->bytes) ||
@@ -159,8 +160,9 @@ int CudaCopies::signal(CudaStream stream, CudaEvent& event) {
 
 CudaEvent CudaCopies::pending(CopyTicket ticket) const {
   const auto wanted = static_cast<std::uint64_t>(ticket);
-  for (const Lane& lane : lanes_) {
-    if (const auto copy = find(lane.copies, wanted); copy != lane.copies.end()) return copy->event;
+  for (const Queue& queue : queues_) {
+    if (const auto copy = find(queue.copies, wanted); copy != queue.copies.end())
+      return copy->event;
   }
   for (const Marked& one : marked_) {
     if (const auto mark = find(one.marks, wanted); mark != one.marks.end()) return mark->event;
@@ -169,7 +171,7 @@ CudaEvent CudaCopies::pending(CopyTicket ticket) const {
 }
 
 bool CudaCopies::in_flight() const {
-  return std::ranges::any_of(lanes_, [](const Lane& lane) { return !lane.copies.empty(); }) ||
+  return std::ranges::any_of(queues_, [](const Queue& queue) { return !queue.copies.empty(); }) ||
          std::ranges::any_of(marked_, [](const Marked& one) { return !one.marks.empty(); });
 }
 
@@ -181,11 +183,11 @@ void CudaCopies::begin_flight() {
 bool CudaCopies::done(CopyTicket ticket) {
   const auto wanted = static_cast<std::uint64_t>(ticket);
   STRATA_ASSERT(wanted <= last_);
-  settle();
+  end_if_lost();
   if (pending(ticket) == nullptr) return true;
   const CudaDevice::Current current(device_);
-  for (Lane& lane : lanes_) {
-    if (find(lane.copies, wanted) != lane.copies.end()) reap(lane.copies);
+  for (Queue& queue : queues_) {
+    if (find(queue.copies, wanted) != queue.copies.end()) reap(queue.copies);
   }
   for (Marked& one : marked_) {
     const auto mark = find(one.marks, wanted);
@@ -197,10 +199,10 @@ bool CudaCopies::done(CopyTicket ticket) {
 }
 
 bool CudaCopies::poll() {
-  settle();
+  end_if_lost();
   if (in_flight()) {
     const CudaDevice::Current current(device_);
-    for (Lane& lane : lanes_) reap(lane.copies);
+    for (Queue& queue : queues_) reap(queue.copies);
     for (Marked& one : marked_) reap(one.marks);
   }
   return std::exchange(news_, false);
@@ -208,7 +210,7 @@ bool CudaCopies::poll() {
 
 std::optional<Error> CudaCopies::wait(CopyTicket ticket) {
   STRATA_ASSERT(static_cast<std::uint64_t>(ticket) <= last_);
-  settle();
+  end_if_lost();
   if (CudaEvent event = pending(ticket); event != nullptr) {
     const CudaDevice::Current current(device_);
     wait_for(event);
@@ -220,7 +222,7 @@ std::optional<Error> CudaCopies::wait(CopyTicket ticket) {
 
 void CudaCopies::stream_waits(Stream stream, CopyTicket ticket) {
   STRATA_ASSERT(static_cast<std::uint64_t>(ticket) <= last_);
-  settle();
+  end_if_lost();
   CudaEvent event = pending(ticket);
   if (event == nullptr) return;
   const CudaDevice::Current current(device_);
@@ -234,7 +236,7 @@ CopyTicket CudaCopies::record(Stream stream) {
   reap(marks);
   if (marks.size() >= kMarksMax) wait_for(marks.front().event);
   // 2. The mark.
-  settle();
+  end_if_lost();
   ++last_;
   int failed = kCudaSuccess;
   if (!device_.lost()) {
@@ -242,14 +244,14 @@ CopyTicket CudaCopies::record(Stream stream) {
     marks.push_back({last_, nullptr});
     failed = signal(stream, marks.back().event);
   }
-  // Without a mark there is nothing to wait for later: see settle().
+  // Without a mark there is nothing to wait for later: see end_if_lost().
   const bool marked = !device_.lost() && failed == kCudaSuccess;
-  if (!marked) device_.give_back(&CudaDriver::stream_synchronize, stream);
+  if (!marked) device_.call_anyway(&CudaDriver::stream_synchronize, stream);
   lose_if("mark the end of computation", failed);
   return CopyTicket{last_};
 }
 
-// Copies of a lane, or marks of a stream. A device that is lost meanwhile leaves none.
+// Copies of a queue, or marks of a stream. A device that is lost meanwhile leaves none.
 void CudaCopies::reap(auto& in_order) {
   while (!in_order.empty() && passed(in_order.front().event)) {
     retire(in_order.front().event);
@@ -271,10 +273,10 @@ void CudaCopies::wait_for(CudaEvent event) {
 }
 
 void CudaCopies::finish_all() {
-  settle();
-  for (Lane& lane : lanes_) {
-    if (!lane.copies.empty()) wait_for(lane.copies.back().event);
-    reap(lane.copies);
+  end_if_lost();
+  for (Queue& queue : queues_) {
+    if (!queue.copies.empty()) wait_for(queue.copies.back().event);
+    reap(queue.copies);
   }
   for (Marked& one : marked_) {
     while (!one.marks.empty()) wait(CopyTicket{one.marks.back().ticket});
@@ -284,34 +286,34 @@ void CudaCopies::finish_all() {
 
 void CudaCopies::lose_if(const char* what, int result) {
   if (result != kCudaSuccess) device_.lose(what, result);
-  settle();
+  end_if_lost();
 }
 
 // Nothing that was in flight on a lost device counts as arrived. Some of it may be on its way all
 // the same, where only a call failed: it ends first, so that nobody's memory is used once it is
 // "done".
-void CudaCopies::settle() {
+void CudaCopies::end_if_lost() {
   if (!device_.lost() || lost_from_ != UINT64_MAX) return;
   const CudaDevice::Current current(device_);
   lost_from_ = last_ + 1;
-  for (const Lane& lane : lanes_) {
-    if (!lane.copies.empty()) lost_from_ = std::min(lost_from_, lane.copies.front().ticket);
+  for (const Queue& queue : queues_) {
+    if (!queue.copies.empty()) lost_from_ = std::min(lost_from_, queue.copies.front().ticket);
   }
   end_all();
 }
 
 // Waits, in the driver, until nothing runs, whatever it says of that; then nothing is in flight.
 void CudaCopies::end_all() {
-  for (Lane& lane : lanes_) {
-    device_.give_back(&CudaDriver::stream_synchronize, lane.stream);
-    for (const Copy& copy : lane.copies) retire(copy.event);
-    lane.copies.clear();
+  for (Queue& queue : queues_) {
+    device_.call_anyway(&CudaDriver::stream_synchronize, queue.stream);
+    for (const Copy& copy : queue.copies) retire(copy.event);
+    queue.copies.clear();
   }
   // The streams' entries stay: somebody may be going through them.
   for (Marked& one : marked_) {
     for (const Mark& mark : one.marks) {
       if (mark.event == nullptr) continue;
-      device_.give_back(&CudaDriver::event_synchronize, mark.event);
+      device_.call_anyway(&CudaDriver::event_synchronize, mark.event);
       retire(mark.event);
     }
     one.marks.clear();

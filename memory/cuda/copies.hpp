@@ -28,10 +28,10 @@ namespace strata {
 inline constexpr std::size_t kPinnedPieceBytes = 256 * kMiB;
 static_assert(kPinnedPieceBytes % kPageBytesMax == 0);
 
-// Note [Three lanes]
+// Note [Three copy streams]
 // A bus carries bytes both ways at once, so there is a stream for each direction. Upwards there are
 // two: what waits for memory of the caller, and pages of parameters, which would wait with it. The
-// port promises an order between lanes all the same: a copy waits for those of other lanes that
+// port promises an order between them all the same: a copy waits for those of other streams that
 // touch the same bytes, which an event does on the device.
 // There are no more streams than these three, because the hardware has few queues (8 unless
 // CUDA_DEVICE_MAX_CONNECTIONS says otherwise) and streams that share one wait for each other.
@@ -43,13 +43,13 @@ static_assert(kPinnedPieceBytes % kPageBytesMax == 0);
 
 // Note [A lost device]
 // After most errors a GPU does nothing for the process any more. The first one is kept; from then
-// on no call reaches the driver but those that give back, every ticket that was not done is done,
-// and wait() says why of each of them: nobody waits for what will not come.
+// on only calls that end something reach the driver (CudaDevice::call_anyway). Every ticket that
+// was not done is done, and wait() says why of each of them: nobody waits for what will not come.
 //
 // Invariants:
-//   1. Tickets are given in order, over both lanes and marks; last_ is the last one.
-//   2. A ticket that is in no lane and no mark is done.
-//   3. Tickets grow along a lane's copies and along a stream's marks.
+//   1. Tickets are given in order, over queues and marks; last_ is the last one.
+//   2. A ticket that is in no queue and no mark is done.
+//   3. Tickets grow along a queue's copies and along a stream's marks.
 class CudaCopies final : public CopyEngine {
  public:
   // Throws StrataError when the device cannot be used. REQUIRES: pieces are whole pages, so that no
@@ -64,7 +64,7 @@ class CudaCopies final : public CopyEngine {
   CudaDevice& device() { return device_; }
   std::size_t pinned_piece_bytes() const { return pinned_piece_bytes_; }
 
-  // Waits for room when kLaneMax copies are in flight on their lane. Memory that is not pinned is
+  // Waits for room when kQueueMax copies are in flight on their queue. Memory that is not pinned is
   // copied as well, by the driver, which may then wait for the copies before.
   CopyTicket copy(const CopyRequest& request) override;
   bool done(CopyTicket ticket) override;
@@ -80,7 +80,7 @@ class CudaCopies final : public CopyEngine {
   void finish_all();
 
  private:
-  static constexpr std::size_t kLaneMax = 256;
+  static constexpr std::size_t kQueueMax = 256;
   static constexpr std::size_t kMarksMax = 4096;  // of a stream
 
   struct Copy {
@@ -90,7 +90,7 @@ class CudaCopies final : public CopyEngine {
     std::uint64_t ticket = 0;
     CudaEvent event = nullptr;
   };
-  struct Lane {
+  struct Queue {
     CudaStream stream = nullptr;
     std::deque<Copy> copies;  // in flight
   };
@@ -103,8 +103,8 @@ class CudaCopies final : public CopyEngine {
     std::deque<Mark> marks;
   };
 
-  int enqueue(Lane& lane, CopyLane way, std::array<CudaEvent, kCopyLaneCount> after);
-  static CudaEvent conflict(const Lane& other, const Copy& copy);
+  int enqueue(Queue& queue, CopyStream way, std::array<CudaEvent, kCopyStreamCount> after);
+  static CudaEvent conflict(const Queue& other, const Copy& copy);
   std::deque<Mark>& marks_of(Stream stream);
   int signal(CudaStream stream, CudaEvent& event);
   CudaEvent pending(CopyTicket ticket) const;  // null: it is done
@@ -114,7 +114,7 @@ class CudaCopies final : public CopyEngine {
   bool passed(CudaEvent event);
   void wait_for(CudaEvent event);
   void lose_if(const char* what, int result);
-  void settle();
+  void end_if_lost();
   void end_all();
   void retire(CudaEvent event);
   void destroy_streams();
@@ -122,7 +122,7 @@ class CudaCopies final : public CopyEngine {
   CudaDevice device_;
   Doorbell* bell_;
   std::size_t pinned_piece_bytes_;
-  std::array<Lane, kCopyLaneCount> lanes_;  // by CopyLane
+  std::array<Queue, kCopyStreamCount> queues_;  // by CopyStream
   std::vector<Marked> marked_;
   std::vector<CudaEvent> spare_;
   std::vector<std::span<std::byte>> pinned_;  // registered, in order, without gaps

@@ -125,7 +125,7 @@ CudaDevice::Current::Current(CudaDevice& device) : device_(device), relaxed_(dev
 }
 
 CudaDevice::Current::~Current() {
-  if (pushed_) device_.give_back(&CudaDriver::context_pop);
+  if (pushed_) device_.call_anyway(&CudaDriver::context_pop);
 }
 
 }  // namespace strata

@@ -7,7 +7,7 @@
 //   CudaDevice device(driver, 0);                       // throws StrataError (config)
 //   const CudaDevice::Current current(device);
 //   if (int failed = device.call(&CudaDriver::stream_create, &stream)) device.lose("…", failed);
-//   device.give_back(&CudaDriver::stream_destroy, stream);   // of a lost one, too
+//   device.call_anyway(&CudaDriver::stream_destroy, stream);   // of a lost one, too
 #pragma once
 
 #include <optional>
@@ -79,7 +79,7 @@ class CudaDevice final {
   }
   // For what ends something's life. The answer, which may tell of earlier work, changes nothing.
   template <typename... Params, typename... Args>
-  void give_back(int (*CudaDriver::*entry)(void*, Params...), Args... args) const {
+  void call_anyway(int (*CudaDriver::*entry)(void*, Params...), Args... args) const {
     static_cast<void>((driver_.*entry)(driver_.self, args...));
   }
 

@@ -135,13 +135,13 @@ int device_facts(void* self, int ordinal, CudaFacts* facts) {
   int major = 0;
   int minor = 0;
   CUresult failed = e.device(&device, ordinal);
-  const auto ask = [&](int* value, CUdevice_attribute what) {
+  const auto read = [&](int* value, CUdevice_attribute what) {
     if (failed == CUDA_SUCCESS) failed = e.device_attribute(value, what, device);
   };
-  ask(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
-  ask(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-  ask(&facts->has_virtual_memory, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
-  ask(&facts->reaches_host, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
+  read(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+  read(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+  read(&facts->has_virtual_memory, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+  read(&facts->reaches_host, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
   facts->capability = major * 10 + minor;
   if (failed == CUDA_SUCCESS) failed = e.device_name(facts->name, sizeof facts->name, device);
   if (failed == CUDA_SUCCESS) failed = e.device_pci(facts->pci, sizeof facts->pci, device);
@@ -187,9 +187,9 @@ void fill_device(CudaDriver& driver) {
   driver.device_facts = device_facts;
   driver.context = [](void* self, int ordinal, CudaContext* context) -> int {
     static CudaContexts contexts;
-    return contexts.get(ordinal, context, [self](int asked, CudaContext* retained) -> int {
+    return contexts.get(ordinal, context, [self](int device, CudaContext* retained) -> int {
       CUcontext made = nullptr;
-      const CUresult failed = entries(self).context_retain(&made, asked);
+      const CUresult failed = entries(self).context_retain(&made, device);
       *retained = made;
       return failed;
     });
@@ -267,8 +267,8 @@ struct Found {
 
 Found look_up() {
   Found found;
-  const bool asked = cudaDriverGetVersion(&found.driver_version) == cudaSuccess;
-  if (!asked) found.driver_version = 0;
+  const bool known = cudaDriverGetVersion(&found.driver_version) == cudaSuccess;
+  if (!known) found.driver_version = 0;
   if (found.driver_version == 0) return found;
   try {
     found.entries.emplace();

@@ -12,7 +12,7 @@ CudaFrames::~CudaFrames() {
   copies_.finish_all();
   while (!views_.empty()) forget(views_.begin());
   drop_frames(0);
-  if (base_ != nullptr) device_.give_back(&CudaDriver::address_free, base_, base_bytes_);
+  if (base_ != nullptr) device_.call_anyway(&CudaDriver::address_free, base_, base_bytes_);
 }
 
 std::optional<Error> CudaFrames::claim(std::size_t frame_count, std::size_t page_bytes) {
@@ -112,7 +112,7 @@ std::optional<Error> CudaFrames::add_frame() {
   }
   std::byte* at = base_ + frames_.size() * page_bytes_;
   if (const int failed = device_.call(&CudaDriver::map, at, page_bytes_, memory)) {
-    device_.give_back(&CudaDriver::memory_release, memory);
+    device_.call_anyway(&CudaDriver::memory_release, memory);
     return device_.refused("map a frame", failed, page_bytes_);
   }
   frames_.push_back(memory);
@@ -123,8 +123,8 @@ void CudaFrames::drop_frames(std::size_t frame_count) {
   STRATA_ASSERT(frames_.empty() || base_ != nullptr);
   while (frames_.size() > frame_count) {
     std::byte* at = base_ + (frames_.size() - 1) * page_bytes_;
-    device_.give_back(&CudaDriver::unmap, at, page_bytes_);
-    device_.give_back(&CudaDriver::memory_release, frames_.back());
+    device_.call_anyway(&CudaDriver::unmap, at, page_bytes_);
+    device_.call_anyway(&CudaDriver::memory_release, frames_.back());
     frames_.pop_back();
   }
 }
@@ -158,7 +158,7 @@ void CudaFrames::release(std::byte* view, std::size_t bytes) {
 
 void CudaFrames::forget(Views::iterator view) {
   hide(view->first, shown_from(*view, 0));
-  device_.give_back(&CudaDriver::address_free, view->first, view->second.size() * page_bytes_);
+  device_.call_anyway(&CudaDriver::address_free, view->first, view->second.size() * page_bytes_);
   views_.erase(view);
 }
 
@@ -207,9 +207,9 @@ std::optional<Error> CudaFrames::open(std::byte* view, std::span<const ViewPage>
     const std::size_t begin = pages.front().page_index;
     std::size_t end = begin;
     for (std::size_t page = begin; page < shown.size(); ++page) {
-      const bool asked = !pages.empty() && pages.front().page_index == page;
-      if (!asked && (pages.empty() || !exists(shown[page]))) break;
-      if (!asked) continue;
+      const bool listed = !pages.empty() && pages.front().page_index == page;
+      if (!listed && (pages.empty() || !exists(shown[page]))) break;
+      if (!listed) continue;
       end = page + 1;
       pages = pages.subspan(1);
     }
@@ -225,7 +225,7 @@ std::optional<Error> CudaFrames::open(std::byte* view, std::span<const ViewPage>
 
 void CudaFrames::hide(std::byte* view, std::span<const ViewPage> pages) {
   for (const ViewPage& page : pages) {
-    device_.give_back(&CudaDriver::unmap, view + page.page_index * page_bytes_, page_bytes_);
+    device_.call_anyway(&CudaDriver::unmap, view + page.page_index * page_bytes_, page_bytes_);
   }
 }
 

@@ -40,6 +40,7 @@ bool Contest::offer(const Choice& choice) {
     key.push_back(static_cast<std::uint32_t>(mode.activation));
   }
   if (!offered_.insert(std::move(key)).second || !problem_.fits(choice)) return false;
+  STRATA_ASSERT(left_ > 0);
   --left_;
   const double seconds = step_seconds(choice);
   if (any() && !(seconds < best_seconds_ * (1 - kBetter))) return false;
@@ -64,6 +65,7 @@ std::optional<Choice> Contest::filled(Choice choice) const {
   const auto more = std::upper_bound(counts.begin(), counts.end(), choice.frames);
   if (more == counts.begin()) return std::nullopt;
   choice.frames = *std::prev(more);
+  STRATA_ASSERT(choice.frames <= room);
   return choice;
 }
 

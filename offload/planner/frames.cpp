@@ -23,6 +23,7 @@ struct Event {
 // one.
 std::vector<Event> events_of(const Trace& trace, std::size_t units, std::uint32_t lookahead) {
   const std::size_t uses = trace.uses.size();
+  STRATA_ASSERT(uses > 0);
   const std::size_t back = std::min<std::size_t>(lookahead, uses - 1);
   std::vector<Event> events;
   for (std::size_t k = 0; k < uses; ++k) {
@@ -39,6 +40,7 @@ std::vector<Event> events_of(const Trace& trace, std::size_t units, std::uint32_
   });
   std::vector<std::uint32_t> open(units, 0);
   std::erase_if(events, [&](const Event& event) {
+    STRATA_ASSERT(!event.ends || open[event.unit] > 0);
     return event.ends ? --open[event.unit] != 0 : open[event.unit]++ != 0;
   });
   return events;
@@ -92,6 +94,7 @@ std::optional<std::vector<std::vector<FrameId>>> assign(const Overlaps& overlaps
                                                         std::span<const std::uint32_t> pages,
                                                         const std::vector<bool>& resident,
                                                         std::uint32_t frame_count) {
+  STRATA_ASSERT(overlaps.size() == pages.size() && resident.size() == pages.size());
   std::vector<std::uint32_t> order(pages.size());
   std::iota(order.begin(), order.end(), 0U);
   std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
@@ -112,6 +115,7 @@ std::optional<std::vector<std::vector<FrameId>>> assign(const Overlaps& overlaps
     }
     if (frames[unit].size() < pages[unit]) return std::nullopt;
     if (resident[unit]) first += pages[unit];
+    STRATA_ASSERT(first <= frame_count);
   }
   return frames;
 }
@@ -119,14 +123,14 @@ std::optional<std::vector<std::vector<FrameId>>> assign(const Overlaps& overlaps
 // Gives frames of its own to every unit that still fits so: what stays need not move. Units are
 // tried in the order of their first use, because what forward uses last backward uses at once;
 // those that the step does not use come last.
-struct Settling {
+struct Residents {
   const std::vector<Event>& events;
   const Overlaps& overlaps;
   std::span<const std::uint32_t> pages;
   std::uint32_t frame_count;
   FramePlan& plan;
 
-  void settle() {
+  void choose() {
     const std::vector<std::uint32_t> order = in_order_of_use();
     // 1. As many of the first as may be, by halving.
     std::size_t low = 0, high = order.size();
@@ -191,7 +195,7 @@ FramePlan make_frame_plan(const Trace& trace, std::span<const std::uint32_t> uni
     plan.feasible = true;
     plan.lookahead = lookahead;
     plan.frames = std::move(*frames);
-    Settling{events, overlaps, unit_pages, frame_count, plan}.settle();
+    Residents{events, overlaps, unit_pages, frame_count, plan}.choose();
     break;
   }
   for (const auto& frames : plan.frames) {

@@ -69,6 +69,7 @@ void Lanes::begin_step() {
 }
 
 void Lanes::play(std::uint32_t step, JobId job) {
+  STRATA_ASSERT(job < job_count_);
   while (steps_ < step + 2) begin_step();
   while (!is_done(step, job)) advance();
 }
@@ -87,6 +88,7 @@ void Lanes::enqueue(Instance instance) {
 
 void Lanes::start(std::size_t lane) {
   Running& queue = lanes_[lane];
+  STRATA_ASSERT(queue.head != kNone);
   done_[queue.head].begin = now_;
   queue.left = graph_.jobs_[queue.head % job_count_].seconds;
   busy_ |= 1U << lane;

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "memory/check.hpp"
 #include "offload/planner/costs.hpp"
 
 namespace strata {
@@ -28,12 +29,16 @@ inline constexpr JobId kNoJob = UINT32_MAX;
 class StepGraph final {
  public:
   JobId add(Lane lane, double seconds) {
+    STRATA_ASSERT(!(seconds < 0.0));  // of a lane of no speed it is no number
     jobs_.push_back({seconds, lane});
     return static_cast<JobId>(jobs_.size() - 1);
   }
   Lane lane(JobId job) const { return jobs_[job].lane; }
   // REQUIRES: no cycle comes of it.
-  void wait(JobId job, JobId until) { waits_.push_back({job, until, false}); }
+  void wait(JobId job, JobId until) {
+    STRATA_ASSERT(job != until);
+    waits_.push_back({job, until, false});
+  }
   // Until that of the step before; nothing in the first step.
   void wait_across(JobId job, JobId until) { waits_.push_back({job, until, true}); }
 

@@ -246,6 +246,7 @@ Bound lower_bound(const Trace& trace, const Costs& machine, const Budgets& budge
     const double in_parts = share_lanes(costs, first) + computed - forward;
     if (budgets.grads_rest) bound.seconds = std::max(bound.seconds, in_parts);
   }
+  STRATA_ASSERT(bound.seconds >= 0.0);
   find_largest(bound);
   return bound;
 }

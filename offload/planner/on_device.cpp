@@ -80,6 +80,7 @@ class Placing final {
     const Placed before = best_;
     const double enough = (1 - kWorthMoving) * seconds_;
     const std::uint32_t to_remove = left_ / 4;
+    STRATA_ASSERT(to_remove <= left_);
     left_ -= to_remove;
     bool helped = true;
     while (helped && left_ > 0) {
@@ -152,7 +153,7 @@ class Placing final {
     Contest contest(problem, 1);
     if (!contest.offer_filled(best_.choice)) return false;
     --left_;
-    return adopt(on_device, contest, seconds_max);
+    return take_best(on_device, contest, seconds_max);
   }
 
   // Cheaper than asking the problem: not even the largest of the others would have frames.
@@ -220,13 +221,14 @@ class Placing final {
     STRATA_ASSERT(contest.left() <= most);
     left_ -= most - contest.left();
     return contest.any() &&
-           adopt(problem.resting().on_device(), contest, (1 - kShorter) * seconds_);
+           take_best(problem.resting().on_device(), contest, (1 - kShorter) * seconds_);
   }
 
-  bool adopt(const std::vector<bool>& on_device, const Contest& contest, double seconds_max) {
+  bool take_best(const std::vector<bool>& on_device, const Contest& contest, double seconds_max) {
     STRATA_ASSERT(contest.any());
     if (contest.best_seconds() > seconds_max) return false;
     const Choice& choice = contest.best();
+    STRATA_ASSERT(on_device.size() == base_.units());
     best_ = {on_device, choice};
     seconds_ = contest.best_seconds();
     activation_bytes_ = base_.activation_bytes(choice.modes, choice.lookahead);

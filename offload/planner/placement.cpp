@@ -109,6 +109,7 @@ void Attempt::choose_device() {
 
 // The host budget is less than `needed` frames.
 void Attempt::refuse_host(std::size_t needed) {
+  STRATA_ASSERT(needed > budgets.host_bytes / page());
   refuse_tier(budgets.has_ssd ? Lack::staging : Lack::everything, Tier::host, needed,
               budgets.host_bytes);
   if (!budgets.has_ssd) excess = needed - budgets.host_bytes / page();
@@ -332,7 +333,7 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
   static_cast<Claims&>(then) = before;
   STRATA_ASSERT(room.on_device.size() == holding.units.size());
   if (std::max(room.host_pages, room.ssd_pages) > kPagesMax)
-    refuse("infeasible: so many activations");
+    refuse("infeasible: room for activations of more pages than a tier can have");
   then.on_device = room.on_device;
   count_device(holding, then);
   const std::size_t page = holding.page_bytes;
@@ -391,6 +392,7 @@ StagingShares share_staging(const Claims& claims) {
   StagingShares shares;
   shares.fetches = std::clamp(beside_a_chunk / 2, 1U, kFetchesMax);
   shares.chunks = claims.staging_frames - shares.fetches - 2;
+  STRATA_ASSERT(shares.chunks >= claims.chunk_frames_max);
   shares.activations = std::clamp(beside_a_chunk / 4, 1U, kActivationFramesMax);
   return shares;
 }

@@ -32,6 +32,7 @@ void name_moment(const Problem& problem, const Choice& choice, std::size_t use, 
 }
 
 Budgets with_budget(Budgets budgets, Tier tier, std::uint64_t bytes) {
+  STRATA_ASSERT(tier == Tier::host || tier == Tier::ssd);
   (tier == Tier::host ? budgets.host_bytes : budgets.ssd_bytes) = bytes;
   return budgets;
 }
@@ -74,6 +75,7 @@ Least least_of(const Problem& none) {
   if (!must) return {};
   const Problem problem = none.with(*must);
   const Choice least = least_device(problem, modes_that_rest(problem).value());
+  STRATA_ASSERT(problem.device_bytes(least) >= problem.resting().device_bytes());
   return {problem.device_bytes(least), problem.resting().device_bytes()};
 }
 
@@ -91,6 +93,7 @@ std::uint64_t smallest_beside(const Problem& none, const Shortage& shortage,
     const std::optional<std::vector<bool>> must = excess ? covers.least(*excess) : std::nullopt;
     return must && Resting(trace, budgets, *must).device_bytes() <= device_room;
   };
+  STRATA_ASSERT(shortage.budget < shortage.enough);
   std::uint64_t low = shortage.budget / page, high = ceil_div(shortage.enough, page);
   while (low < high) {
     const std::uint64_t middle = low + (high - low) / 2;
@@ -172,6 +175,8 @@ Plan plan_once(const Trace& trace, const Costs& costs, const Budgets& budgets,
     plan = problem.with(placed.on_device).plan_of(placed.choice);
   }
   plan.device_bytes_min = device_bytes_min;
+  STRATA_ASSERT(plan.feasible && plan.device_bytes_min <= budgets.device_bytes);
+  STRATA_ASSERT(plan.peak(Tier::device).bytes <= budgets.device_bytes);
   return plan;
 }
 

@@ -44,6 +44,7 @@ Problem::Problem(const Trace& trace, const Costs& costs, const Budgets& budgets,
 }
 
 std::vector<UnitPlan> Problem::options_of(std::size_t unit, const Wishes& wishes) const {
+  STRATA_ASSERT(unit < trace_.units.size());
   const TracedUnit& of = trace_.units[unit];
   const UnitLife& life = lives_.units[unit];
   std::vector<UnitPlan> options;
@@ -91,6 +92,7 @@ std::vector<std::uint32_t> Problem::find_frame_counts() const {
   for (std::uint32_t lookahead = 0; lookahead <= kLookaheadMax; ++lookahead) {
     counts.push_back(frame_count_min(trace_, unit_pages_, lookahead));
   }
+  STRATA_ASSERT(counts.back() <= frames_max_);
   const std::uint32_t from = counts.back();
   for (std::uint32_t i = 1; i <= kFrameSteps; ++i) {
     counts.push_back(from + (frames_max_ - from) / kFrameSteps * i);
@@ -113,6 +115,7 @@ const FramePlan& Problem::frame_plan(std::uint32_t frames) const {
 
 std::uint64_t Problem::activation_bytes(std::span<const UnitPlan> modes,
                                         std::uint32_t lookahead) const {
+  STRATA_ASSERT(modes.size() == units());
   const std::vector<std::uint64_t> curve = memory_.curve(modes, lookahead);
   return *std::max_element(curve.begin(), curve.end());
 }
@@ -132,6 +135,7 @@ bool Problem::fits_tiers(std::span<const UnitPlan> modes) const {
 }
 
 bool Problem::fits(const Choice& choice) const {
+  STRATA_ASSERT(choice.modes.size() == units());
   if (!frame_plan(choice.frames).feasible) return false;
   return device_bytes(choice) <= budgets_.device_bytes && fits_tiers(choice.modes);
 }
@@ -159,6 +163,7 @@ Plan Problem::plan_of(const Choice& choice) const {
 
 void Problem::fill_peaks(const Choice& choice, const Swapped& swapped, Plan& plan) const {
   plan.device_curve = memory_.curve(choice.modes, choice.lookahead);
+  STRATA_ASSERT(plan.device_curve.size() == trace_.uses.size() + 1);
   const std::uint64_t tail = plan.device_curve.back();
   plan.device_curve.pop_back();
   plan.device_curve.back() = std::max(plan.device_curve.back(), tail);

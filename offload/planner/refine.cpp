@@ -32,6 +32,7 @@ bool offer(const Choice& choice, Contest& contest) {
   if (contest.spent()) return false;
   bool better = contest.offer_filled(choice);
   Choice other = choice;
+  STRATA_ASSERT(choice.lookahead <= 1);
   other.lookahead = 1 - choice.lookahead;
   if (!contest.spent()) better = contest.offer_filled(other) || better;
   return better;
@@ -40,6 +41,7 @@ bool offer(const Choice& choice, Contest& contest) {
 // One kind for `count` units from `first` on.
 bool offer_run(const Problem& problem, std::size_t first, std::size_t count, const UnitPlan& kind,
                Contest& contest) {
+  STRATA_ASSERT(count > 0 && first < problem.units());
   Choice choice = contest.best();
   bool changed = false;
   for (std::size_t u = first; u < std::min(first + count, problem.units()); ++u) {

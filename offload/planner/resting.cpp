@@ -136,6 +136,7 @@ std::uint64_t Resting::place(const Swapped& swapped, std::span<UnitPlan> units) 
     units[u].state_ssd_bytes = there[u].states;
     on_ssd += there[u].total();
   }
+  STRATA_ASSERT(on_ssd == total_ - std::min(total_, room));
   return on_ssd;
 }
 

@@ -108,6 +108,7 @@ std::optional<Choice> cheapest(const Problem& problem, const StackModel& stack,
     if (!modes) return std::nullopt;
     const std::uint64_t bytes = problem.activation_bytes(*modes, lookahead);
     if (bytes <= room) return Choice{std::move(*modes), frames, lookahead};
+    STRATA_ASSERT(bytes > room);
     if (bytes - room >= allowed) return std::nullopt;
     allowed -= bytes - room;
   }
@@ -178,6 +179,7 @@ Choice least_device(const Problem& problem, const Modes& modes_that_fit) {
     best_bytes = descent.bytes();
     best = Choice{descent.modes(), problem.frame_counts().front(), 0};
   }
+  STRATA_ASSERT(best.modes.size() == problem.units() && problem.fits_tiers(best.modes));
   return best;
 }
 
@@ -220,6 +222,7 @@ Choice fastest(const Problem& problem, const Choice& least) {
   // 4. Small changes, as long as they help.
   refine(problem, contest);
   contest.fill_best();
+  STRATA_ASSERT(problem.fits(contest.best()));
   return contest.best();
 }
 

@@ -56,6 +56,7 @@ class Simplex final {
  private:
   // Variable `in` of the columns and that of row `out` change places.
   void pivot(std::size_t out, std::size_t in) {
+    STRATA_ASSERT(rows_[out][in] > kTiny);
     Row& row = rows_[out];
     const double by = 1.0 / row[in];
     row[in] = 1.0;
@@ -81,6 +82,7 @@ class Simplex final {
 // Every set of lanes is a row.
 template <typename Limit>
 double solve(const Costs& costs, const PerLane<double>& gain, const Limit& limit) {
+  for (const double seconds : gain) STRATA_ASSERT(seconds >= 0.0);
   const double most = *std::max_element(gain.begin(), gain.end());
   if (most <= 0.0) return 0.0;
   PerLane<double> scaled = gain;

@@ -33,6 +33,7 @@ void add_stalls(const Lanes& lanes, const StepJobs& step, std::uint32_t number, 
     const Lane lane = step.graph.lane(last);
     const Purpose purpose = step.notes[last].purpose;
     const double seconds = done.end - std::max(since, done.begin);
+    STRATA_ASSERT(seconds >= 0.0);
     const auto same =
         std::find_if(stalls.begin() + static_cast<std::ptrdiff_t>(first), stalls.end(),
                      [&](const Stall& s) { return s.lane == lane && s.purpose == purpose; });
@@ -65,6 +66,7 @@ void add_computation(const Lanes& lanes, const StepJobs& step, std::uint32_t num
   for (const JobId job : step.compute) {
     const Done& done = lanes.done(number, job);
     const JobNote& note = step.notes[job];
+    STRATA_ASSERT(note.use < use_count && done.end >= done.begin);
     const bool outside = note.purpose == Purpose::outside;
     double& seconds = job == step.compute.back() ? run.tail_seconds
                       : outside                  ? run.gap_seconds[note.use]
@@ -120,9 +122,11 @@ Simulation simulate(const Trace& trace, const Plan& plan, const Costs& costs, De
              number + 1 >= 2 * kStepsMax;
   }
   --number;  // the last one played
+  STRATA_ASSERT(number + 1 >= kStepsMin);
   // 2. What happened in it. Every step moves the same bytes, some of them in the next one.
   for (std::size_t lane = 0; lane < kLaneCount; ++lane) {
     run.lanes[lane].busy_seconds = lanes.busy_seconds()[lane] - busy[lane];
+    STRATA_ASSERT(run.lanes[lane].busy_seconds >= 0.0);
   }
   for (JobId job = 0; job < step.notes.size(); ++job) {
     run.lanes[index(step.graph.lane(job))].bytes += step.notes[job].bytes;

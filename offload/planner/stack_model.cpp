@@ -31,6 +31,7 @@ StackModel::StackModel(const Problem& problem) : problem_(problem), uses_of_(pro
 StackModel::Option StackModel::option_of(std::size_t unit, const UnitPlan& plan) const {
   const UnitLife& life = problem_.lives().units[unit];
   const Costs& costs = problem_.costs();
+  STRATA_ASSERT(unit < problem_.units() && plan.slices > 0);
   Option option;
   option.plan = plan;
   for (const std::size_t use : uses_of_[unit]) {
@@ -135,7 +136,8 @@ std::optional<Modes> StackModel::least_memory(const Without& without) const {
     const std::uint64_t middle = low + (high - low) / 2;
     (fits_within(middle, without, nullptr) ? high : low) = middle;
   }
-  fits_within(high, without, &modes);
+  const bool fits = fits_within(high, without, &modes);
+  STRATA_ASSERT(fits && low < high);
   return modes;
 }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "memory/check.hpp"
+
 namespace strata {
 namespace {
 
@@ -43,6 +45,7 @@ JobId chain(StepJobs& out, double seconds, const JobNote& note) {
 
 std::vector<UseJobs> add_computation(const Trace& trace, const Plan& plan, const Costs& costs,
                                      const Lifetimes& lives, StepJobs& out) {
+  STRATA_ASSERT(plan.units.size() == trace.units.size() && !trace.uses.empty());
   const double scale = costs.compute_scale;
   const std::vector<double> forwards = recomputations(trace);
   const std::vector<double> shares = backward_shares(trace, lives);
@@ -51,6 +54,7 @@ std::vector<UseJobs> add_computation(const Trace& trace, const Plan& plan, const
   for (std::uint32_t i = 0; i < all.size(); ++i) {
     const Use& use = trace.uses[i];
     const UnitPlan& unit = plan.units[index(use.unit)];
+    STRATA_ASSERT(unit.slices > 0);
     const double slicing = costs.slice_seconds * (unit.slices - 1);
     UseJobs& jobs = all[i];
     if (use.gap_seconds > 0.0) {
@@ -66,6 +70,7 @@ std::vector<UseJobs> add_computation(const Trace& trace, const Plan& plan, const
     if (jobs.first == kNoJob) jobs.first = jobs.body;
     last[i] = jobs.body;
   }
+  STRATA_ASSERT(!out.compute.empty());
   const auto last_use = static_cast<std::uint32_t>(all.size() - 1);
   const JobId end =
       chain(out, trace.tail_seconds * scale, {0, kNoUnit, last_use, Purpose::outside});
@@ -75,6 +80,7 @@ std::vector<UseJobs> add_computation(const Trace& trace, const Plan& plan, const
     const auto next = std::partition_point(trace.uses.begin(), trace.uses.end(),
                                            [leave](const Use& use) { return use.enter < leave; });
     all[i].next = static_cast<std::uint32_t>(next - trace.uses.begin());
+    STRATA_ASSERT(all[i].next > i);
     all[i].left = last[all[i].next - 1];
   }
   return all;

@@ -43,6 +43,7 @@ class Builder final {
     updates();
     bring_params();
     swap_activations();
+    STRATA_ASSERT(out_.notes.size() >= out_.compute.size());
     return std::move(out_);
   }
 
@@ -79,6 +80,7 @@ class Builder final {
                          : lane == Lane::download ? costs_.download_bytes_s
                          : lane == Lane::read     ? costs_.read_bytes_s
                                                   : costs_.write_bytes_s;
+    STRATA_ASSERT(transfers >= 0.0);
     const double seconds = static_cast<double>(bytes) / speed + transfers * costs_.transfer_seconds;
     return out_.add(lane, seconds, {bytes, unit, kNone, purpose});
   }
@@ -255,6 +257,7 @@ class Builder final {
   }
 
   void swap(std::uint32_t born, std::uint64_t bytes, double tensors, std::uint32_t needed) {
+    STRATA_ASSERT(bytes > 0 && (needed == kNone || needed > born));
     const UnitId unit = trace_.uses[born].unit;
     const Activation activation = plan_of(unit).activation;
     const bool to_ssd = swaps_to_ssd(activation);

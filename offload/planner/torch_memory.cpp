@@ -51,6 +51,7 @@ void TorchMemory::take_apart() {
     const std::size_t unit = index(use.unit);
     const TracedUnit& of = trace_.units[unit];
     const bool kept = of.traced == Activation::keep;
+    STRATA_ASSERT(use.peak_bytes >= use.live_bytes && of.slices_traced > 0);
     const std::uint64_t grown = (use.peak_bytes - use.live_bytes) * of.slices_traced;
     Moment& moment = moments_[i];
     moment.slices = of.slices_traced;
@@ -91,6 +92,7 @@ void TorchMemory::find_nested() {
       inner = std::max(inner, trace_.uses[end++].peak_bytes);
     }
     moments_[i].inner_end = static_cast<std::uint32_t>(end);
+    STRATA_ASSERT(end > i && end <= trace_.uses.size());
     if (end == i + 1) continue;
     moments_[i].recomputing = moments_[i].saving = 0;
     if (inner < trace_.uses[i].peak_bytes) moments_[i].inner_peak = trace_.uses[i].peak_bytes;
@@ -98,6 +100,7 @@ void TorchMemory::find_nested() {
 }
 
 std::size_t TorchMemory::fetched_from(std::size_t unit, std::uint32_t lookahead) const {
+  STRATA_ASSERT(unit < backward_place_.size());
   const std::size_t place = backward_place_[unit];
   if (place == SIZE_MAX) return SIZE_MAX;
   const std::size_t ahead = std::min<std::size_t>(place, lookahead);
@@ -138,6 +141,7 @@ std::uint64_t TorchMemory::gap_need(std::size_t use, const UnitPlan& plan) const
   const Moment& moment = moments_[use];
   if (!moment.gap_known) return 0;
   const bool again = recomputes(plan.activation);
+  STRATA_ASSERT(moment.own >= moment.own_again);
   return moment.gap_base + moment.own_inputs + moment.own - (again ? moment.own_again : 0);
 }
 

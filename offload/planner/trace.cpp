@@ -46,6 +46,7 @@ void find_recomputed(const Trace& trace, const std::vector<std::size_t>& tensors
     if (first == backward_uses.end()) continue;
     const auto in_turn = at(std::max(begin, *first));
     recomputed[t] = in_turn != backward_uses.end() && *in_turn <= end ? *in_turn : *first;
+    STRATA_ASSERT(recomputed[t] > trace.tensors[t].born);
   }
 }
 
@@ -99,6 +100,7 @@ Lifetimes lifetimes(const Trace& trace) {
     held.add(held_from(trace, lives, t), trace.tensors[t].last_used, trace.tensors[t].bytes);
   }
   lives.held_bytes = held.sums();
+  STRATA_ASSERT(lives.held_bytes.size() == trace.uses.size() + 1);
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     // Where it was recorded with recomputation, its backward held that too.
     UnitLife& life = lives.units[u];
@@ -110,6 +112,7 @@ Lifetimes lifetimes(const Trace& trace) {
 }
 
 std::vector<double> backward_shares(const Trace& trace, const Lifetimes& lives) {
+  STRATA_ASSERT(lives.units.size() == trace.units.size());
   std::vector<double> recorded(trace.units.size(), 0.0);
   for (const Use& use : trace.uses) {
     if (use.backward) recorded[index(use.unit)] += use.seconds;
@@ -117,6 +120,7 @@ std::vector<double> backward_shares(const Trace& trace, const Lifetimes& lives) 
   std::vector<double> shares(trace.units.size(), 1.0);
   for (std::size_t u = 0; u < shares.size(); ++u) {
     if (recorded[u] > 0.0) shares[u] = lives.units[u].backward_seconds / recorded[u];
+    STRATA_ASSERT(shares[u] >= 0.0 && shares[u] <= 1.0);
   }
   return shares;
 }

@@ -30,6 +30,7 @@ class UseSpans final {
   // One entry for each use, and one for what follows the last. Leaves nothing.
   std::vector<std::uint64_t> sums() {
     std::partial_sum(steps_.begin(), steps_.end(), steps_.begin());
+    STRATA_ASSERT(steps_.back() == 0);  // whatever was added has ended
     steps_.pop_back();
     return std::move(steps_);
   }

@@ -17,7 +17,10 @@ DeviceFrames::DeviceFrames(PageTable& table, DeviceMemory& memory,
       occupant_(frame_count, kNoPage),
       limit_(frame_count) {
   for (std::vector<PageId>& pages : units) {
-    for (std::uint32_t i = 0; i < pages.size(); ++i) pages_[index(pages[i])].in_view = i;
+    for (std::uint32_t i = 0; i < pages.size(); ++i) {
+      STRATA_ASSERT(index(pages[i]) < pages_.size());
+      pages_[index(pages[i])].in_view = i;
+    }
     units_.push_back({std::move(pages), nullptr});
   }
   try {
@@ -50,6 +53,7 @@ void DeviceFrames::set_limit(std::uint32_t frames) {
 }
 
 void DeviceFrames::plan(UnitId unit, std::span<const FrameId> frames) {
+  STRATA_ASSERT(frames.empty() || frames.size() == pages(unit).size());
   for (const PageId page : pages(unit)) {
     PageState& state = pages_[index(page)];
     state.planned = frames.empty() ? kNoFrame : frames[state.in_view];
@@ -84,12 +88,14 @@ bool DeviceFrames::take(PageId page, FrameId frame) {
   if (failure_) return false;
   occupant_[index(frame)] = page;
   peak_ = std::max(peak_, ++used_);
+  STRATA_ASSERT(used_ <= limit_);
   return true;
 }
 
 void DeviceFrames::vacate(FrameId frame) {
   STRATA_ASSERT(occupant(frame) != kNoPage);
   STRATA_ASSERT(table_.copy(occupant(frame), Tier::device).state == CopyState::none);
+  STRATA_ASSERT(used_ > 0);
   occupant_[index(frame)] = kNoPage;
   --used_;
 }
@@ -101,6 +107,7 @@ void DeviceFrames::evict(PageId page) {
 }
 
 bool DeviceFrames::show_planned(UnitId unit, std::span<const FrameId> occupied) {
+  STRATA_ASSERT(occupied.size() == pages(unit).size());
   if (failure_) return false;
   bool all = true;
   std::vector<ViewPage> shown;
@@ -121,7 +128,10 @@ std::optional<Error> DeviceFrames::show_resting(UnitId unit, std::span<const Fra
   STRATA_ASSERT(frames.size() == pages(unit).size());
   plan(unit, {});
   std::vector<ViewPage> shown;
-  for (std::uint32_t i = 0; i < frames.size(); ++i) shown.push_back({i, frames[i]});
+  for (std::uint32_t i = 0; i < frames.size(); ++i) {
+    STRATA_ASSERT(index(frames[i]) >= limit_);
+    shown.push_back({i, frames[i]});
+  }
   return show(unit, std::move(shown));
 }
 

@@ -60,6 +60,7 @@ bool Loads::start() {
     if (load.phase != Phase::staging || transfers_.full()) continue;
     load.pin = cache_.open(load.page, Intent::read);
     if (!load.pin) continue;
+    STRATA_ASSERT(frames_.occupant(load.frame) == load.page);
     load.phase = Phase::copying;
     last_copy_[index(table_.unit(load.page))] =
         transfers_.move(load.page, Tier::host, load.frame, Requester::loads);
@@ -74,6 +75,7 @@ bool Loads::turn() {
   for (const Completion& completion : completions) {
     const Load* load = find(completion.page);
     STRATA_ASSERT(load != nullptr && load->phase == Phase::copying);
+    STRATA_ASSERT(load->pin.page() == completion.page);
     if (completion.failed) frames_.vacate(load->frame);
     loads_.erase(loads_.begin() + (load - loads_.data()));
   }

@@ -49,7 +49,7 @@ PageCache::PageCache(PageTable& table, Transfers& transfers, Pool& host, const D
   for (std::uint32_t page = 0; page < table_.page_count(); ++page) {
     if (table_.tier(PageId{page}) == Tier::host) promote(PageId{page});
   }
-  while (host_.free_count() != 0) take_in();
+  while (host_.free_count() != 0) grow_staging();
 }
 
 void PageCache::promote(PageId page) {
@@ -64,6 +64,7 @@ void PageCache::promote(PageId page) {
 
 void PageCache::demote(PageId page, Placement to) {
   STRATA_ASSERT(table_.tier(page) == Tier::host && to.tier != Tier::host);
+  STRATA_ASSERT(staged(page) == nullptr);
   const HostFrameId frame = table_.placement(page).host_frame();
   table_.place(page, to);
   staged_.push_back({.frame = frame, .page = page, .last_use = ++use_});
@@ -71,15 +72,14 @@ void PageCache::demote(PageId page, Placement to) {
 
 void PageCache::retarget(PageId page, Placement to) {
   STRATA_ASSERT(table_.tier(page) != Tier::host && to.tier != Tier::host);
-  STRATA_ASSERT(table_.tier(page) != to.tier);
   table_.place(page, to);
 }
 
-bool PageCache::settled(PageId page, Tier before) {
+bool PageCache::at_rest(PageId page, Tier before) {
   STRATA_ASSERT(table_.tier(page) != Tier::host && table_.tier(page) != before);
   if (table_.newest(page) != 0 && !table_.is_current(page, table_.tier(page))) {
     if (is_dirty(page))
-      staged(page)->write_now = true;
+      frame_with(page).write_now = true;
     else
       open(page, Intent::read).close();
     return false;
@@ -89,12 +89,12 @@ bool PageCache::settled(PageId page, Tier before) {
     if (copy.state == CopyState::none) continue;
     if (copy.state != CopyState::valid || copy.pins != 0) return false;
     table_.drop(page, old);
-    if (old == Tier::host) empty(*staged(page));
+    if (old == Tier::host) empty(frame_with(page));
   }
   return true;
 }
 
-bool PageCache::adopt(PageId page) {
+bool PageCache::keep_in_host(PageId page) {
   const Tier before = table_.tier(page);
   STRATA_ASSERT(before != Tier::host);
   if (!open(page, Intent::read)) return false;
@@ -102,18 +102,18 @@ bool PageCache::adopt(PageId page) {
   const bool still = table_.copy(page, Tier::host).state == CopyState::valid;
   if (!still || (old != CopyState::none && old != CopyState::valid)) return false;
   if (old == CopyState::valid) table_.drop(page, before);
-  staged_.erase(staged_.begin() + (staged(page) - staged_.data()));
+  staged_.erase(staged_.begin() + (&frame_with(page) - staged_.data()));
   table_.place(page, table_.at(page, Tier::host));
   return true;
 }
 
-void PageCache::take_in() {
+void PageCache::grow_staging() {
   const auto frame = host_.acquire();
   STRATA_ASSERT(frame.has_value());
   staged_.push_back({.frame = *frame});
 }
 
-bool PageCache::give_back(PageId page) {
+bool PageCache::shrink_staging(PageId page) {
   Staged* place = staged(page);
   if (place == nullptr) {
     place = make_room();
@@ -152,12 +152,20 @@ void PageCache::fetch(PageId page, HostFrameId to) {
 }
 
 PageCache::Staged* PageCache::staged(PageId page) {
+  STRATA_ASSERT(page != kNoPage);
   const auto found = std::find_if(staged_.begin(), staged_.end(),
                                   [page](const Staged& place) { return place.page == page; });
   return found == staged_.end() ? nullptr : &*found;
 }
 
+PageCache::Staged& PageCache::frame_with(PageId page) {
+  Staged* const place = staged(page);
+  STRATA_ASSERT(place != nullptr);
+  return *place;
+}
+
 void PageCache::start_write(Staged& place) {
+  STRATA_ASSERT(place.page != kNoPage && is_dirty(place.page));
   if (transfers_.full()) return;
   place.write_now = false;
   transfers_.move(place.page, Tier::host, table_.placement(place.page), Requester::cache);
@@ -204,8 +212,7 @@ bool PageCache::bring(PageId page, bool promised) {
     table_.finish_fill(page, Tier::host);
   }
   if (table_.copy(page, Tier::host).state != CopyState::filling) return true;
-  if (promised && !home)
-    staged(page)->promised = true;  // it was staged, and somebody has come for it
+  if (promised && !home) frame_with(page).promised = true;  // somebody has come for it
   return false;
 }
 
@@ -232,9 +239,9 @@ Pin PageCache::open(PageId page, Intent intent) {
   if (unwritten && intent != Intent::overwrite) std::memset(bytes, 0, host_.page_bytes());
   table_.pin(page, Tier::host);
   if (table_.tier(page) != Tier::host) {
-    Staged* place = staged(page);
-    place->promised = false;
-    place->last_use = ++use_;
+    Staged& place = frame_with(page);
+    place.promised = false;
+    place.last_use = ++use_;
   }
   return {*this, page, Tier::host, intent, bytes};
 }
@@ -256,7 +263,7 @@ void PageCache::publish(PageId page, WriteBack write_back) {
   const Tier rest = table_.tier(page);
   const bool now = write_back == WriteBack::now || rest == Tier::device;
   if (rest != Tier::host && now) {
-    Staged& place = *staged(page);
+    Staged& place = frame_with(page);
     place.write_now = true;
     start_write(place);
   }
@@ -278,7 +285,7 @@ bool PageCache::write_back(PageId page) {
 void PageCache::write_soon(PageId page) {
   STRATA_ASSERT(has_slots(table_.tier(page)));
   if (table_.copy(page, Tier::host).state != CopyState::valid || !is_dirty(page)) return;
-  staged(page)->write_now = true;
+  frame_with(page).write_now = true;
 }
 
 Pin PageCache::open_on_device(PageId page) {
@@ -294,7 +301,7 @@ Pin PageCache::open_on_device(PageId page) {
   if (in_host.state != CopyState::none) {
     if (in_host.state != CopyState::valid || in_host.pins != 0) return {};
     table_.drop(page, Tier::host);
-    empty(*staged(page));
+    empty(frame_with(page));
   }
   if (there.state != CopyState::valid) return {};
   writing_[index(page)] = true;
@@ -341,6 +348,7 @@ bool PageCache::discard(PageId page) {
       table_.drop(page, tier, Discard("the contents were used up or dropped"));
     }
   }
+  STRATA_ASSERT(table_.newest(page) == 0);
   // A staging frame is for the next one; a page that rests in host memory keeps its own.
   if (Staged* place = staged(page)) {
     empty(*place);
@@ -367,6 +375,7 @@ bool PageCache::turn() {
   // 1. What was fetched and failed leaves its frame empty; the session ends, and says why.
   const std::vector<Completion> completions = transfers_.take(Requester::cache);
   for (const Completion& completion : completions) {
+    STRATA_ASSERT(completion.page != kNoPage);  // the cache moves pages alone
     const bool fetched = row_of(completion.link).to == Tier::host;
     if (!fetched || !completion.failed) continue;
     if (Staged* place = staged(completion.page)) empty(*place);
@@ -377,10 +386,10 @@ bool PageCache::turn() {
   for (Staged& place : staged_) {
     if (place.page == kNoPage || !is_dirty(place.page)) continue;
     const Copy& copy = table_.copy(place.page, Tier::host);
-    const bool settled = copy.state == CopyState::valid && copy.pins == 0;
+    const bool idle = copy.state == CopyState::valid && copy.pins == 0;
     ++dirty_count;
     const bool crowded = dirty_count * 2 > staged_.size();
-    if (settled && !transfers_.full() && (place.write_now || crowded)) {
+    if (idle && !transfers_.full() && (place.write_now || crowded)) {
       start_write(place);
       moved = true;
     }

@@ -128,15 +128,15 @@ class PageCache final {
   // True once the page is where it rests, and neither host memory nor the tier that it rested in
   // before holds it; until then brings that nearer. A page of zeros is nowhere.
   // REQUIRES: it rests outside host memory.
-  bool settled(PageId page, Tier before);
+  bool at_rest(PageId page, Tier before);
   // The page rests in host memory from here on, in the staging frame that it was fetched into, and
   // the tier that it rested in holds nothing of it. False: not yet. REQUIRES: nobody has it open.
-  bool adopt(PageId page);
+  bool keep_in_host(PageId page);
   // Takes a frame out of the staging area and gives it to the pool: the one with the page in it, or
   // any other where the page was evicted. False: not yet, and what has to happen is under way.
-  bool give_back(PageId page);
+  bool shrink_staging(PageId page);
   // Takes a free frame of the pool into the staging area. REQUIRES: the pool has one.
-  void take_in();
+  void grow_staging();
   std::size_t staging_frames() const { return staged_.size(); }
 
   // Something to write back, or being written back.
@@ -161,6 +161,8 @@ class PageCache final {
   bool is_dirty(PageId page) const;
   void fetch(PageId page, HostFrameId to);
   Staged* staged(PageId page);
+  // REQUIRES: there is one.
+  Staged& frame_with(PageId page);
   Staged* make_room();
   void start_write(Staged& place);
   void close(const Pin& pin, WriteBack write_back);

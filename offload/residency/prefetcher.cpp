@@ -35,7 +35,8 @@ std::size_t Prefetcher::frames_of(UnitId unit) const {
   return rests(unit) ? 0 : frames_.pages(unit).size();
 }
 
-std::optional<std::size_t> Prefetcher::ask(UnitId unit, bool backward, bool recorded) {
+std::optional<std::size_t> Prefetcher::request(UnitId unit, bool backward, bool recorded) {
+  STRATA_ASSERT(index(unit) < unit_count());
   const bool starts = !in_use(unit);
   std::size_t held = starts ? frames_of(unit) : 0;
   for (std::uint32_t other = 0; other < unit_count(); ++other) {
@@ -54,6 +55,7 @@ void Prefetcher::demand(UnitId unit) {
 }
 
 void Prefetcher::block(PageId page) {
+  STRATA_ASSERT(index(page) < blocked_.size());
   blocked_[index(page)] = true;
   UnitState& unit = state_[index(table_.unit(page))];
   if (unit.users != 0) unit.out_of_date = true;
@@ -111,6 +113,7 @@ void Prefetcher::end_use(UnitId unit, Stream stream) {
 void Prefetcher::follow_plan(UnitId unit, bool backward, bool recorded) {
   if (!plan_.feasible) return;
   const std::size_t uses = plan_.uses.size();
+  STRATA_ASSERT(cursor_ < uses);
   const auto is_use = [&](std::size_t at) {
     return plan_.uses[at] == unit && plan_.backward[at] == backward;
   };
@@ -131,6 +134,7 @@ void Prefetcher::follow_plan(UnitId unit, bool backward, bool recorded) {
 
 // The first uses of the next step are not wanted before begin_step(): their update comes between.
 void Prefetcher::want_uses(std::size_t first) {
+  STRATA_ASSERT(plan_.feasible && first <= plan_.uses.size());
   wanted_.clear();
   const std::size_t end = std::min(first + plan_.lookahead, plan_.uses.size());
   for (std::size_t at = first; at < end; ++at) {
@@ -159,6 +163,8 @@ void Prefetcher::begin_step() {
 void Prefetcher::adopt(FramePlan plan) {
   STRATA_ASSERT(plan.feasible);
   STRATA_ASSERT(plan.frames.size() == unit_count());
+  STRATA_ASSERT(plan.frames_used <= frames_.limit());
+  STRATA_ASSERT(!plan.uses.empty() && plan.uses.size() == plan.backward.size());
   plan_ = std::move(plan);
   cursor_ = plan_.uses.size() - 1;
   ++plans_;
@@ -276,6 +282,7 @@ bool Prefetcher::show_planned(UnitId unit) {
 
 // Of a unit that rests on the device: what was written in host memory goes there.
 bool Prefetcher::write_back(UnitId unit) {
+  STRATA_ASSERT(rests(unit));
   bool moved = false;
   for (const PageId page : frames_.pages(unit)) {
     if (!table_.is_current(page, Tier::device)) moved |= cache_.write_back(page);

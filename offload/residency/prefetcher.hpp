@@ -6,7 +6,7 @@
 // Threads: one caller at a time (the core's lock).
 //
 //   prefetcher.adopt(plan);
-//   prefetcher.ask(unit, backward, recorded);            // notes the use, asks for its pages
+//   prefetcher.request(unit, backward, recorded);            // notes the use, asks for its pages
 //   while (!prefetcher.ready(unit)) { prefetcher.demand(unit); ...turn... }
 //   prefetcher.begin_use(unit, stream);  ...compute...  prefetcher.end_use(unit, stream);
 //
@@ -48,7 +48,7 @@ class Prefetcher final {
   // Notes a use and asks for the unit's pages. `recorded` uses are part of the step's trace.
   // nullopt, or how many frames are needed at once where that is more than there are: then the unit
   // cannot come while the others are in use, and nothing was noted.
-  std::optional<std::size_t> ask(UnitId unit, bool backward, bool recorded);
+  std::optional<std::size_t> request(UnitId unit, bool backward, bool recorded);
   // Its pages are on the device, and new enough for somebody who comes: see Note [Out of date].
   bool ready(UnitId unit) const;
   // Somebody waits for the unit, still: others who came and left may have had its frames since.

@@ -16,9 +16,9 @@ Transfers::Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& d
       host_(host),
       timeline_(timeline),
       in_flight_max_(in_flight_max),
-      slots_(in_flight_max) {
+      in_stores_(in_flight_max) {
   STRATA_ASSERT(in_flight_max > 0);
-  for (std::uint32_t slot = in_flight_max; slot-- > 0;) free_slots_.push_back(slot);
+  for (std::uint32_t tag = in_flight_max; tag-- > 0;) free_tags_.push_back(tag);
 }
 
 void Transfers::set_store(Tier tier, Store& store) {
@@ -53,6 +53,7 @@ Transfers::Transfer Transfers::begin(Link link, Requester requester, std::uint64
 
 CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester requester) {
   STRATA_ASSERT(!full());
+  STRATA_ASSERT(from != to.tier && to.somewhere());
   STRATA_ASSERT(table_.is_current(page, from));
   const LinkRow& row = row_of(link_between(from, to.tier));
   if (row.carrier == Carrier::store && from == Tier::host) to = unheld(page, to);
@@ -64,6 +65,7 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
   transfer.page = page;
   transfer.unit = table_.unit(page);
   ++pages_in_flight_;
+  STRATA_ASSERT(pages_in_flight_ <= in_flight_max_);
   // 2. Its carrier has it.
   if (row.carrier == Carrier::store) {
     start_by_store(transfer);
@@ -75,16 +77,18 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
   return start(transfer, {.to = up ? on_device : in_host,
                           .from = up ? in_host : on_device,
                           .bytes = host_.page_bytes(),
-                          .lane = up ? CopyLane::pages_in : CopyLane::out});
+                          .stream = up ? CopyStream::pages_in : CopyStream::out});
 }
 
 // What a snapshot holds stays as it is: the page gets a fresh slot in the place of that one.
 Placement Transfers::unheld(PageId page, Placement slot) {
+  STRATA_ASSERT(has_slots(slot.tier));
   Store& store = *stores_[static_cast<std::size_t>(slot.tier)];
   if (!store.held(slot.slot())) return slot;
   STRATA_ASSERT(table_.placement(page) == slot);
   if (table_.copy(page, slot.tier).state == CopyState::valid) table_.drop(page, slot.tier);
   const Placement fresh{slot.tier, index(store.acquire().value())};  // there is one: Store::hold()
+  STRATA_ASSERT(fresh != slot && !store.held(fresh.slot()));
   store.release(slot.slot());
   table_.place(page, fresh);
   return fresh;
@@ -93,7 +97,7 @@ Placement Transfers::unheld(PageId page, Placement slot) {
 void Transfers::save(PageId page, SlotId to, Requester requester) {
   STRATA_ASSERT(!full());
   STRATA_ASSERT(table_.is_current(page, Tier::host));
-  STRATA_ASSERT(table_.placement(page) != Placement{to});
+  STRATA_ASSERT(to != kNoSlot && table_.placement(page) != Placement{to});
   table_.begin_drain(page, Tier::host);
   Transfer transfer = begin(Link::write, requester, host_.page_bytes());
   transfer.page = page;
@@ -123,10 +127,12 @@ void Transfers::take_back(PageId page) {
 }
 
 void Transfers::start_by_store(const Transfer& transfer) {
-  const std::uint32_t slot = free_slots_.back();
-  free_slots_.pop_back();
-  slots_[slot] = transfer;
-  submit(slot);
+  STRATA_ASSERT(!free_tags_.empty());  // pages in flight are bounded
+  const std::uint32_t tag = free_tags_.back();
+  free_tags_.pop_back();
+  STRATA_ASSERT(!in_stores_[tag].in_flight);
+  in_stores_[tag] = transfer;
+  submit(tag);
 }
 
 CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester) {
@@ -139,13 +145,14 @@ CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester)
   return start(transfer, {.to = up ? what.device : what.host,
                           .from = up ? what.host : what.device,
                           .bytes = what.bytes,
-                          .lane = up ? CopyLane::bytes_in : CopyLane::out,
+                          .stream = up ? CopyStream::bytes_in : CopyStream::out,
                           .after = what.after});
 }
 
 CopyTicket Transfers::start(Transfer transfer, const CopyRequest& request) {
+  STRATA_ASSERT(request.bytes == transfer.bytes);
   transfer.ticket = copies_.copy(request);
-  lanes_[static_cast<std::size_t>(request.lane)].push_back(transfer);
+  copying_[static_cast<std::size_t>(request.stream)].push_back(transfer);
   return transfer.ticket;
 }
 
@@ -155,8 +162,9 @@ void Transfers::note(Link link, Requester requester, const TimelineSpan& span) {
 }
 
 // False: the store is full.
-bool Transfers::submit(std::uint32_t slot) {
-  Transfer& transfer = slots_[slot];
+bool Transfers::submit(std::uint32_t tag) {
+  Transfer& transfer = in_stores_[tag];
+  STRATA_ASSERT(transfer.in_flight && transfer.page != kNoPage);
   const LinkRow& row = row_of(transfer.link);
   const bool reads = row.to == Tier::host;
   const SlotId place = transfer.saved_to != kNoSlot
@@ -164,16 +172,20 @@ bool Transfers::submit(std::uint32_t slot) {
                            : table_.at(transfer.page, reads ? row.from : row.to).slot();
   const std::uint64_t version = table_.newest(transfer.page);
   Store& store = store_of(row);
-  transfer.queued = reads ? !store.read(place, host_bytes(transfer.page), version, slot)
-                          : !store.write(place, host_bytes(transfer.page), version, slot);
+  STRATA_ASSERT(place != kNoSlot && (reads || !store.held(place)));
+  transfer.queued = reads ? !store.read(place, host_bytes(transfer.page), version, tag)
+                          : !store.write(place, host_bytes(transfer.page), version, tag);
   return !transfer.queued;
 }
 
 // What ends: the copies of the page, the counters, the timeline, and the requester's wait.
 void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
+  STRATA_ASSERT(transfer.in_flight);
   const LinkRow& row = row_of(transfer.link);
+  STRATA_ASSERT(in_flight(transfer.link) > 0);
   --in_flight_[static_cast<std::size_t>(transfer.link)];
   if (transfer.page != kNoPage) {
+    STRATA_ASSERT(pages_in_flight_ > 0);
     --pages_in_flight_;
     table_.finish_drain(transfer.page, row.from);
     if (transfer.saved_to == kNoSlot) {
@@ -199,13 +211,13 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
   failure_ = {std::move(*error), transfer.unit, transfer.requester};
 }
 
-// The first copy of a lane that is not done ends the look at it.
+// The first copy of a stream that is not done ends the look at it.
 bool Transfers::reap_copies() {
   bool moved = false;
-  for (std::deque<Transfer>& lane : lanes_) {
-    while (!lane.empty() && copies_.done(lane.front().ticket)) {
-      const Transfer transfer = lane.front();
-      lane.pop_front();
+  for (std::deque<Transfer>& stream : copying_) {
+    while (!stream.empty() && copies_.done(stream.front().ticket)) {
+      const Transfer transfer = stream.front();
+      stream.pop_front();
       end(transfer, copies_.wait(transfer.ticket));
       moved = true;
     }
@@ -215,8 +227,8 @@ bool Transfers::reap_copies() {
 
 bool Transfers::reap_stores() {
   // 1. What waited for room is handed over.
-  for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].queued && !submit(slot)) break;
+  for (std::uint32_t tag = 0; tag < in_stores_.size(); ++tag) {
+    if (in_stores_[tag].queued && !submit(tag)) break;
   }
   // 2. What finished is taken.
   bool moved = false;
@@ -225,10 +237,11 @@ bool Transfers::reap_stores() {
     if (store != nullptr) moved |= store->turn(finished_);
   }
   for (StoreCompletion& completion : finished_) {
-    const auto slot = static_cast<std::uint32_t>(completion.tag);
-    STRATA_ASSERT(slots_[slot].in_flight);
-    end(std::exchange(slots_[slot], {}), std::move(completion.error));
-    free_slots_.push_back(slot);
+    const auto tag = static_cast<std::uint32_t>(completion.tag);
+    STRATA_ASSERT(tag < in_stores_.size());
+    STRATA_ASSERT(in_stores_[tag].in_flight && !in_stores_[tag].queued);
+    end(std::exchange(in_stores_[tag], {}), std::move(completion.error));
+    free_tags_.push_back(tag);
   }
   return moved;
 }
@@ -240,6 +253,7 @@ bool Transfers::turn() {
 
 void Transfers::finish(CopyTicket ticket) {
   copies_.wait(ticket);
+  STRATA_ASSERT(copies_.done(ticket));
   reap_copies();
 }
 
@@ -259,8 +273,9 @@ PageId Transfers::oldest(Link link) const {
     if (!transfer.in_flight || transfer.link != link || transfer.page == kNoPage) return;
     if (first == nullptr || transfer.begin_ns < first->begin_ns) first = &transfer;
   };
-  for (const std::deque<Transfer>& lane : lanes_) std::for_each(lane.begin(), lane.end(), look);
-  std::for_each(slots_.begin(), slots_.end(), look);
+  for (const std::deque<Transfer>& stream : copying_)
+    std::for_each(stream.begin(), stream.end(), look);
+  std::for_each(in_stores_.begin(), in_stores_.end(), look);
   return first == nullptr ? kNoPage : first->page;
 }
 

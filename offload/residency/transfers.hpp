@@ -61,7 +61,7 @@ struct ByteCopy {
 //   1. A page that is on its way has a draining copy at the one end, and a filling one at the
 //      other; both end in the turn in which its completion is queued.
 //   2. pages_in_flight_ <= in_flight_max_.
-//   3. A lane's copies are in the order of their tickets.
+//   3. A stream's copies are in the order of their tickets.
 //   4. No slot that is held is written: a page whose slot is held gets another one as it moves.
 //   5. A page that is lent a slot rests elsewhere, the slot has its newest contents, and it counts
 //      among those that hold it.
@@ -107,7 +107,7 @@ class Transfers final {
 
   // Reaps what has finished, and queues its completions. True when anything moved.
   bool turn();
-  // The same for one copy, which is waited for, and those before it on its lane.
+  // The same for one copy, which is waited for, and those before it on its stream.
   void finish(CopyTicket ticket);
   // The requester's completions since it asked last.
   std::vector<Completion> take(Requester requester);
@@ -134,8 +134,8 @@ class Transfers final {
     CopyTicket ticket{};
     SlotId saved_to = kNoSlot;  // of save(): the other end, of which the page table knows nothing
     std::int64_t begin_ns = 0;
-    bool in_flight = false;  // of a slot: in use
-    bool queued = false;     // the store was full: it is asked again in the next turn
+    bool in_flight = false;
+    bool queued = false;  // the store was full: it is asked again in the next turn
   };
 
   CopyTicket start(Transfer transfer, const CopyRequest& request);
@@ -147,7 +147,7 @@ class Transfers final {
   Store& store_of(const LinkRow& row) const;
   Placement unheld(PageId page, Placement slot);
   void start_by_store(const Transfer& transfer);
-  bool submit(std::uint32_t slot);
+  bool submit(std::uint32_t tag);
   bool reap_copies();
   bool reap_stores();
   void end(const Transfer& transfer, std::optional<Error> error);
@@ -160,10 +160,10 @@ class Transfers final {
   Timeline& timeline_;
   std::uint32_t in_flight_max_;
   std::array<Store*, kTierCount> stores_{};
-  std::vector<Transfer> slots_;  // of what stores carry: its index is the store's tag
-  std::vector<std::uint32_t> free_slots_;
-  std::vector<bool> lent_;                                  // by page, as far as any was
-  std::array<std::deque<Transfer>, kCopyLaneCount> lanes_;  // by CopyLane
+  std::vector<Transfer> in_stores_;  // by the store's tag
+  std::vector<std::uint32_t> free_tags_;
+  std::vector<bool> lent_;                                      // by page, as far as any was
+  std::array<std::deque<Transfer>, kCopyStreamCount> copying_;  // by CopyStream
   std::uint32_t pages_in_flight_ = 0;
   std::vector<StoreCompletion> finished_;
   std::array<std::vector<Completion>, kRequesterCount> completions_;

@@ -3,9 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "memory/check.hpp"
+
 namespace strata {
 
 void UseRecorder::begin(UnitId unit, bool backward) {
+  STRATA_ASSERT(index(unit) < open_use_.size());
+  if (open_use_[index(unit)]) return;
   if (!trace_.uses.empty()) {
     const Use& last = trace_.uses.back();
     const bool goes_on = last.unit == unit && last.backward == backward;
@@ -22,6 +26,8 @@ void UseRecorder::begin(UnitId unit, bool backward) {
 
 void UseRecorder::end(UnitId unit) {
   if (const auto use = std::exchange(open_use_[index(unit)], std::nullopt)) {
+    STRATA_ASSERT(*use < trace_.uses.size());
+    STRATA_ASSERT(trace_.uses[*use].unit == unit && trace_.uses[*use].enter < trace_.moments);
     trace_.uses[*use].leave = trace_.moments++;
   }
 }

@@ -18,8 +18,8 @@ class UseRecorder final {
  public:
   explicit UseRecorder(std::size_t unit_count) : open_use_(unit_count) {}
 
-  // Autograd enters a unit once for each of its nodes: uses that follow each other are one. Of two
-  // threads that ask for a unit at the same time, the last one's use is ended.
+  // Autograd enters a unit once for each of its nodes: uses that follow each other are one. So are
+  // those of two threads that ask for a unit at the same time.
   void begin(UnitId unit, bool backward);
   // Nothing happens where no use of the unit is open.
   void end(UnitId unit);

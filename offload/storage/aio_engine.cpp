@@ -58,6 +58,7 @@ class AioEngine final : public IoEngine {
       const auto left = static_cast<long>(queued_.size() - handed);
       const int result = io_submit(context_, left, queued_.data() + handed);
       if (result > 0) {
+        STRATA_ASSERT(result <= left);
         handed += static_cast<std::size_t>(result);
       } else if (result == 0 || result == -EAGAIN) {
         break;  // the kernel is short of memory for requests: they stay queued
@@ -90,6 +91,8 @@ class AioEngine final : public IoEngine {
                       .result = static_cast<std::int64_t>(event.res)};
       free_.push_back(event.obj);
     }
+    STRATA_ASSERT(queued_.size() + free_.size() <= control_.size());
+    STRATA_ASSERT(count <= out.size());
     return count;
   }
 

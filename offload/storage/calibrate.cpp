@@ -23,6 +23,7 @@ constexpr int kBellMs = 20;                     // a lost ring costs no more tha
 
 std::uint32_t depth_of(const SsdProbeOptions& options) {
   if (options.depth != 0) return options.depth;
+  STRATA_ASSERT(options.page_bytes > 0);
   const std::size_t pages = kInFlightBytes / options.page_bytes;
   return static_cast<std::uint32_t>(std::clamp<std::size_t>(pages, 2, kDepthMax));
 }
@@ -47,6 +48,7 @@ std::unique_ptr<IoEngine> engine_for(std::string_view name, Doorbell* bell, std:
 // Bytes that a drive or a file system cannot make smaller.
 void scramble(std::span<std::byte> bytes) {
   std::uint64_t random = 0x9E3779B97F4A7C15u;
+  STRATA_ASSERT(bytes.size() % sizeof(random) == 0);
   for (std::size_t at = 0; at < bytes.size(); at += sizeof(random)) {
     random ^= random << 13;
     random ^= random >> 7;
@@ -69,6 +71,7 @@ SsdProbe::SsdProbe(const SsdProbeOptions& options, std::string_view io_engine)
 }
 
 std::byte* SsdProbe::buffer(std::uint32_t which) const {
+  STRATA_ASSERT(which < depth_);
   return memory_.bytes().data() + which * page_bytes_;
 }
 
@@ -85,12 +88,14 @@ void SsdProbe::fill() {
     reap(none, all);
   }
   while (all.in_flight > 0) reap(none, all);
+  STRATA_ASSERT(begun >= 2 && buffers_.size() == depth_);
   slots_.resize(begun);  // the others stay with the store, never written
 }
 
 // False where the stream has enough in flight, or its next slot is still under way.
 bool SsdProbe::start(Stream& stream, IoOp op) {
   if (stream.in_flight == stream.in_flight_max) return false;
+  STRATA_ASSERT(stream.in_flight < stream.in_flight_max && stream.next < stream.count);
   const std::uint32_t place = stream.first + stream.next;
   Slot& slot = slots_[place];
   if (slot.buffer != kIdle) return false;
@@ -113,6 +118,7 @@ void SsdProbe::reap(Stream& reads, Stream& writes) {
   for (StoreCompletion& seen : completions_) {
     if (seen.error) throw StrataError(std::move(*seen.error));
     Stream& stream = (seen.tag & 1) != 0 ? writes : reads;
+    STRATA_ASSERT((seen.tag >> 1) < slots_.size());
     Slot& slot = slots_[seen.tag >> 1];
     STRATA_ASSERT(stream.in_flight > 0 && slot.buffer != kIdle);
     --stream.in_flight;
@@ -161,17 +167,19 @@ void CopyProbe::finish(CopyTicket copy) {
 }
 
 // The first bytes of a page, between the frame and the host memory whose turn it is.
-CopyTicket CopyProbe::submit(CopyLane lane, std::size_t turn, std::size_t bytes) {
+CopyTicket CopyProbe::submit(CopyStream stream, std::size_t turn, std::size_t bytes) {
+  STRATA_ASSERT(bytes <= page_bytes_);
   const FrameId frame{static_cast<std::uint32_t>(turn % frame_count_)};
   std::byte* const there = device_.memory->address(frame);
   std::byte* const page = memory_.bytes().data() + turn % page_count_ * page_bytes_;
-  const bool out = lane == CopyLane::out;
+  const bool out = stream == CopyStream::out;
   return device_.copies->copy(
-      {.to = out ? page : there, .from = out ? there : page, .bytes = bytes, .lane = lane});
+      {.to = out ? page : there, .from = out ? there : page, .bytes = bytes, .stream = stream});
 }
 
 template <typename Submit, typename Enough>
 double CopyProbe::keep_busy(Submit submit, Enough enough) {
+  STRATA_ASSERT(in_flight_max_ > 0);
   std::deque<CopyTicket> in_flight;
   const std::int64_t begin_ns = now_ns();
   for (std::size_t turn = 0; !enough(turn, seconds_since(begin_ns)); ++turn) {
@@ -189,7 +197,7 @@ LinkSpeed CopyProbe::run(Ways ways, double seconds) {
   const auto next = [&](std::size_t turn) {
     const bool out = ways == Ways::out || (ways == Ways::both && turn % 2 == 1);
     bytes[out ? 1 : 0] += page_bytes_;
-    return submit(out ? CopyLane::out : CopyLane::pages_in, turn, page_bytes_);
+    return submit(out ? CopyStream::out : CopyStream::pages_in, turn, page_bytes_);
   };
   const std::size_t least = ways == Ways::both ? 2 : 1;
   const double took = keep_busy(
@@ -201,7 +209,7 @@ LinkSpeed CopyProbe::run(Ways ways, double seconds) {
 double CopyProbe::transfer_seconds() {
   constexpr std::size_t kCopies = 500;
   const auto first = [&](std::size_t turn) {
-    return submit(CopyLane::pages_in, turn, kIoAlignment);
+    return submit(CopyStream::pages_in, turn, kIoAlignment);
   };
   const double took = keep_busy(first, [](std::size_t turns, double) { return turns == kCopies; });
   return took / static_cast<double>(kCopies);

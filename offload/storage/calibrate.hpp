@@ -112,7 +112,7 @@ class CopyProbe final {
   // Copies number 0, 1, 2 … until `enough` of them: seconds until all are done.
   template <typename Submit, typename Enough>
   double keep_busy(Submit submit, Enough enough);
-  CopyTicket submit(CopyLane lane, std::size_t turn, std::size_t bytes);
+  CopyTicket submit(CopyStream stream, std::size_t turn, std::size_t bytes);
   void finish(CopyTicket copy);
 
   std::size_t page_bytes_;

@@ -10,6 +10,8 @@
 
 #include <new>
 
+#include "memory/check.hpp"
+
 namespace strata {
 namespace {
 
@@ -28,6 +30,7 @@ XXH3_state_t* state_of(void* state) {
 }  // namespace
 
 std::uint64_t checksum(std::span<const std::byte> bytes, SlotId slot, std::uint64_t version) {
+  STRATA_ASSERT(!bytes.empty() && slot != kNoSlot);
   return XXH3_64bits_withSeed(bytes.data(), bytes.size(), mix(index(slot), version));
 }
 

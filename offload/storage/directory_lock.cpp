@@ -113,6 +113,7 @@ DirectoryLock::DirectoryLock(const std::string& folder)
     if (attempt == kAttempts) refuse_holder("");
     std::this_thread::sleep_for(kPause);
   }
+  STRATA_ASSERT(fd_ >= 0);
 }
 
 DirectoryLock::~DirectoryLock() {
@@ -127,7 +128,9 @@ std::string DirectoryLock::make_name() {
   STRATA_ASSERT(failed == 0);
   std::array<char, kNameDigits + 1> digits;
   std::snprintf(digits.data(), digits.size(), "%016llx", static_cast<unsigned long long>(random));
-  return std::string(kNameBegin) + digits.data() + std::string(kNameEnd);
+  std::string name = std::string(kNameBegin) + digits.data() + std::string(kNameEnd);
+  STRATA_ASSERT(is_made_name(name));  // else clean() would never remove the file
+  return name;
 }
 
 std::vector<std::string> DirectoryLock::clean(const std::string& folder) {
@@ -168,6 +171,7 @@ DirectoryLock::Attempt DirectoryLock::try_lock() {
 
 // We are alone: whoever is named in the file is dead.
 DirectoryLock::Attempt DirectoryLock::take_over() {
+  STRATA_ASSERT(fd_ >= 0);
   // 1. The name may meanwhile stand for another file, or none: the last holder removed this one.
   struct stat ours {};
   struct stat named {};
@@ -193,6 +197,7 @@ void DirectoryLock::remove_files_of(const std::string& holder_and_files) {
     const std::string file = folder_ + "/" + name;
     struct stat status {};
     if (!is_made_name(name) || lstat(file.c_str(), &status) != 0) continue;
+    STRATA_ASSERT(name.find('/') == std::string::npos);
     if (!here) {
       removed_.push_back("left " + file + " alone, which is of another machine (" + holder +
                          "): remove it if nobody writes there any more");
@@ -207,6 +212,7 @@ void DirectoryLock::remove_files_of(const std::string& holder_and_files) {
 
 // Somebody shares the lock: a session of this process, or another process.
 DirectoryLock::Attempt DirectoryLock::join() {
+  STRATA_ASSERT(fd_ >= 0);
   const std::string holder = first_line(read_all(fd_));
   if (holder == this_process()) return Attempt::held;
   // Not all of a new holder's identity may be there yet; a dead one's lock is about to end.

@@ -39,6 +39,7 @@ void MemoryEngine::flush() {
 std::size_t MemoryEngine::reap(std::span<IoCompletion> out) {
   std::size_t count = 0;
   for (; count < out.size() && flushed_ > 0; --flushed_) {
+    STRATA_ASSERT(flushed_ <= queue_.size());
     const IoRequest request = queue_.front();
     queue_.pop_front();
     out[count++] = {.tag = request.tag, .result = move(request)};
@@ -48,6 +49,7 @@ std::size_t MemoryEngine::reap(std::span<IoCompletion> out) {
 
 // Moves the bytes as a disk of a fixed size would: reads end, and writes find no space, at its end.
 std::int64_t MemoryEngine::move(const IoRequest& request) {
+  STRATA_ASSERT(request.buffer != nullptr);
   std::vector<std::byte>& file = files_[static_cast<std::size_t>(request.file)];
   const std::uint64_t size = file.size();
   const std::uint64_t left = request.offset < size ? size - request.offset : 0;
@@ -62,6 +64,7 @@ std::int64_t MemoryEngine::move(const IoRequest& request) {
 }
 
 std::span<std::byte> MemoryEngine::contents(int file) {
+  STRATA_ASSERT(file >= 0 && static_cast<std::size_t>(file) < files_.size());
   return files_[static_cast<std::size_t>(file)];
 }
 

@@ -108,6 +108,7 @@ void PageFile::remove() {
 }
 
 void PageFile::resize(std::uint64_t bytes) {
+  STRATA_ASSERT(fd_ >= 0);
   if (bytes > bytes_) {
     try {
       preallocate(bytes_, bytes);
@@ -133,6 +134,7 @@ bool PageFile::make_nameless() {
 }
 
 void PageFile::make_named() {
+  STRATA_ASSERT(lock_.has_value() && path_.empty());
   const std::string name = DirectoryLock::make_name();
   lock_->list(name);
   path_ = place_ = folder_ + "/" + name;
@@ -155,6 +157,7 @@ bool PageFile::keep_linkable() {
 // Its lock is the file's own, so that two sessions never write to one file by two of its names.
 // Where the file system has no locks, the folder's lock was refused before.
 void PageFile::have_alone() {
+  STRATA_ASSERT(fd_ >= 0);
   if (flock(fd_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
   fail(Fault::busy, "another session writes to this page file", place_, 0);
 }
@@ -222,6 +225,7 @@ void lengthen(const PageFiles& files, std::uint64_t bytes) {
 }
 
 void make_durable(int fd) {
+  STRATA_ASSERT(fd >= 0);
   int failed = 0;
   do {
     failed = fdatasync(fd) == 0 ? 0 : errno;
@@ -230,6 +234,7 @@ void make_durable(int fd) {
 }
 
 bool link_file(int fd, const std::string& path) {
+  STRATA_ASSERT(fd >= 0 && !path.empty());
   const std::string from = "/proc/self/fd/" + std::to_string(fd);
   if (linkat(AT_FDCWD, from.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) == 0) return true;
   const bool full = errno == ENOSPC || errno == EDQUOT;

@@ -36,21 +36,26 @@ SavedPages::SavedPages(SavedFiles saved, std::size_t page_bytes, const std::stri
              &bell_) {}
 
 void SavedPages::read(std::span<const SlotId> slots, std::byte* to) {
+  STRATA_ASSERT(to != nullptr || slots.empty());
+  // All of them first: what was started would go on behind an exception.
+  for (const SlotId slot : slots) {
+    if (slot >= SlotId{store_.slot_count()} || !store_.held(slot)) {
+      refuse("slot " + std::to_string(index(slot)) + " is not one of the saved");
+    }
+  }
   std::vector<StoreCompletion> done;
-  std::size_t asked = 0, left = slots.size();
+  std::size_t started = 0, left = slots.size();
   std::optional<Error> error;
   while (left > 0) {
-    while (asked < slots.size()) {
-      const SlotId slot = slots[asked];
-      if (slot >= SlotId{store_.slot_count()} || !store_.held(slot)) {
-        refuse("slot " + std::to_string(index(slot)) + " is not one of the saved");
-      }
+    while (started < slots.size()) {
+      const SlotId slot = slots[started];
       const std::uint64_t version = store_.contents(slot).value().version;
-      if (!store_.read(slot, to + asked * page_bytes_, version, asked)) break;
-      ++asked;
+      if (!store_.read(slot, to + started * page_bytes_, version, started)) break;
+      ++started;
     }
     const bool moved = store_.turn(done);
     for (StoreCompletion& completion : done) {
+      STRATA_ASSERT(left > 0 && completion.tag < started);
       --left;
       if (completion.error && !error) error = std::move(completion.error);
     }

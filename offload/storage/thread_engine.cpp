@@ -69,6 +69,7 @@ class ThreadEngine final : public IoEngine {
     {
       std::lock_guard lock(mutex_);
       queue_.insert(queue_.end(), staged_.begin(), staged_.end());
+      STRATA_ASSERT(queue_.size() + done_.size() <= in_flight_);
     }
     staged_.clear();
     wake_.notify_all();
@@ -100,6 +101,7 @@ class ThreadEngine final : public IoEngine {
       lock.unlock();
 
       const IoRequest& request = job.request;
+      STRATA_ASSERT(request.buffer != nullptr);
       const auto offset = static_cast<off_t>(request.offset);
       const ssize_t moved = request.op == IoOp::read
                                 ? pread(job.fd, request.buffer, request.bytes, offset)

@@ -164,6 +164,7 @@ class UringEngine final : public IoEngine {
   }
 
   int register_slices() {
+    STRATA_ASSERT(!slices_.empty());
     return io_uring_register_buffers(&ring_, slices_.data(), static_cast<unsigned>(slices_.size()));
   }
 
@@ -186,6 +187,7 @@ class UringEngine final : public IoEngine {
   }
 
   void prepare(io_uring_sqe* sqe, const IoRequest& request) const {
+    STRATA_ASSERT(request.buffer != nullptr && request.bytes > 0);
     const int slice = registered_slice(request.buffer, request.bytes);
     const int fd =
         files_registered_ ? request.file : files_[static_cast<std::size_t>(request.file)];

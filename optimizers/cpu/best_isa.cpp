@@ -26,7 +26,7 @@ __attribute__((target("xsave"))) unsigned long long saved_registers() {
   return _xgetbv(0);
 }
 
-Isa ask_processor() {
+Isa detect_isa() {
   unsigned eax = 0;
   unsigned ebx = 0;
   unsigned ecx = 0;
@@ -43,7 +43,7 @@ Isa ask_processor() {
 }  // namespace
 
 Isa best_isa() {
-  static const Isa best = ask_processor();  // a virtual machine takes microseconds to answer
+  static const Isa best = detect_isa();  // a virtual machine takes microseconds to answer
   return best;
 }
 #else

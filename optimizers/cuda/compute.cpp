@@ -24,7 +24,7 @@ DeviceCompute::Lane::Lane(const CudaDriver& driver, int ordinal) : device(driver
 
 DeviceCompute::Lane::~Lane() {
   const CudaDevice::Current current(device);
-  device.give_back(&CudaDriver::event_destroy, event);
+  device.call_anyway(&CudaDriver::event_destroy, event);
 }
 
 // A lane for one call.
@@ -69,8 +69,8 @@ DeviceCompute::DeviceCompute(const CudaDriver& driver, int ordinal, const Device
 DeviceCompute::~DeviceCompute() {
   STRATA_ASSERT(free_.size() == lanes_.size());
   const CudaDevice::Current current(device_);
-  device_.give_back(&CudaDriver::stream_synchronize, stream_);
-  device_.give_back(&CudaDriver::stream_destroy, stream_);
+  device_.call_anyway(&CudaDriver::stream_synchronize, stream_);
+  device_.call_anyway(&CudaDriver::stream_destroy, stream_);
 }
 
 // What a launch answers is told by the library that launched.

@@ -71,13 +71,14 @@ class Crashing final {
     std::ofstream(folder.path() + "/pages", std::ios::binary)
         .write(reinterpret_cast<const char*>(image_.data()),
                static_cast<std::streamsize>(image_.size()));
-    SavedFiles saved{.names = {"pages"}, .slots = {}, .use = Existing::to_read};
+    SavedFiles saved{.files = open_page_files({folder.path()}, {"pages"}, Existing::to_read),
+                     .slots = {}};
     std::vector<SlotId> slots;
     for (const SavedPage& page : committed_.back().snapshot.pages) {
       saved.slots.push_back({.slot = page.slot, .contents = page.contents});
       slots.push_back(page.slot);
     }
-    SavedPages pages({folder.path()}, saved, config_.page_bytes, "threads");
+    SavedPages pages(std::move(saved), config_.page_bytes, "threads");
     AlignedBuffer to(slots.size() * config_.page_bytes);
     pages.read(slots, to.data());  // verifies
   }

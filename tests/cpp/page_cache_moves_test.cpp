@@ -36,13 +36,13 @@ TEST(PageCacheDemote, ItsFrameIsGivenBackOnceItIsWritten) {
   SmallCore core({Tier::host, Tier::ssd}, {.staging = 1, .spare_slots = 1});
   core.write(kA, 1);
   demote(core, kA);
-  EXPECT_FALSE(core.cache->give_back(kA)) << "it is the only copy";
-  EXPECT_TRUE(core.until([&] { return core.cache->give_back(kA); }));
+  EXPECT_FALSE(core.cache->shrink_staging(kA)) << "it is the only copy";
+  EXPECT_TRUE(core.until([&] { return core.cache->shrink_staging(kA); }));
   EXPECT_EQ(core.host().free_count(), 1U);
   EXPECT_EQ(core.cache->staging_frames(), 1U);
   EXPECT_EQ(core.moved_pages(Link::write), 1U);
   EXPECT_TRUE(core.holds(kA, 1)) << "through the frame that is left";
-  core.cache->take_in();
+  core.cache->grow_staging();
   EXPECT_EQ(core.host().free_count(), 0U);
   EXPECT_EQ(core.cache->staging_frames(), 2U);
 }
@@ -53,11 +53,11 @@ TEST(PageCacheDemote, WhoeverUsesThePageKeepsItsFrame) {
   Pin pin = core.open(kA, Intent::modify);
   demote(core, kA);
   core.settle();
-  EXPECT_FALSE(core.cache->give_back(kA));
+  EXPECT_FALSE(core.cache->shrink_staging(kA));
   pin.bytes()[0] = std::byte{2};
   pin.close();
-  EXPECT_TRUE(core.until([&] { return core.cache->give_back(kA); }));
-  core.cache->take_in();
+  EXPECT_TRUE(core.until([&] { return core.cache->shrink_staging(kA); }));
+  core.cache->grow_staging();
   EXPECT_EQ(core.open(kA, Intent::read).bytes()[0], std::byte{2});
 }
 
@@ -67,9 +67,9 @@ TEST(PageCacheDemote, AnyFrameDoesWhereThePageIsGone) {
   demote(core, kA);
   core.write(kB, 2);  // evicts it, and stays dirty
   ASSERT_EQ(core.state(kA, Tier::host), CopyState::none);
-  EXPECT_TRUE(core.until([&] { return core.cache->give_back(kA); }));
+  EXPECT_TRUE(core.until([&] { return core.cache->shrink_staging(kA); }));
   EXPECT_EQ(core.cache->staging_frames(), 0U);
-  core.cache->take_in();
+  core.cache->grow_staging();
   EXPECT_TRUE(core.holds(kA, 1));
   EXPECT_TRUE(core.holds(kB, 2));
 }
@@ -79,7 +79,7 @@ TEST(PageCache, PagesThatAreAddedRestWhereTheyArePut) {
   const PageId first = core.table.add(2);
   const PageId second{index(first) + 1};
   core.table.place(first, core.acquire_slot());
-  ASSERT_TRUE(core.cache->give_back(first)) << "there is a staging frame without a page";
+  ASSERT_TRUE(core.cache->shrink_staging(first)) << "there is a staging frame without a page";
   core.cache->promote(second);
   EXPECT_EQ(core.table.tier(second), Tier::host);
   for (const PageId page : {kA, first, second}) core.write(page, static_cast<int>(index(page)) + 1);
@@ -89,7 +89,7 @@ TEST(PageCache, PagesThatAreAddedRestWhereTheyArePut) {
   // And back: it holds nothing any more, so its frame is free at once.
   ASSERT_TRUE(core.cache->discard(second));
   core.cache->demote(second, {});
-  EXPECT_TRUE(core.cache->give_back(second));
+  EXPECT_TRUE(core.cache->shrink_staging(second));
   EXPECT_EQ(core.host().free_count(), 1U);
 }
 

@@ -34,7 +34,7 @@ class Model final {
 
   // Returns how many frames it would need, where that is too many.
   std::optional<std::size_t> enter(UnitId unit, bool backward, bool recorded = true) {
-    if (const auto needed = core.prefetcher->ask(unit, backward, recorded)) return needed;
+    if (const auto needed = core.prefetcher->request(unit, backward, recorded)) return needed;
     EXPECT_TRUE(core.until([&] { return core.prefetcher->ready(unit); }))
         << "unit " << index(unit) << " never came";
     core.prefetcher->begin_use(unit);

@@ -130,7 +130,7 @@ TEST(Prefetcher, OneStrangeStepChangesNoPlan) {
 TEST(Prefetcher, BlockedPagesAreWaitedFor) {
   Model model({1}, on_host(1), {.staging = 1, .device_frames = 1});
   model.core.prefetcher->block(PageId{0});
-  EXPECT_EQ(model.core.prefetcher->ask(kFirst, false, true), std::nullopt);
+  EXPECT_EQ(model.core.prefetcher->request(kFirst, false, true), std::nullopt);
   model.core.settle();
   EXPECT_FALSE(model.core.prefetcher->ready(kFirst));
   model.core.prefetcher->unblock(PageId{0});
@@ -217,8 +217,8 @@ TEST(Prefetcher, TwoWhoWaitDoNotStarveEachOther) {
   Model model({3, 3}, on_host(6), {.staging = 1, .device_frames = 4});
   Prefetcher& prefetcher = *model.core.prefetcher;
   for (const PageId page : {PageId{2}, PageId{3}}) prefetcher.block(page);
-  EXPECT_EQ(prefetcher.ask(kFirst, true, true), std::nullopt);
-  EXPECT_EQ(prefetcher.ask(kSecond, true, true), std::nullopt);
+  EXPECT_EQ(prefetcher.request(kFirst, true, true), std::nullopt);
+  EXPECT_EQ(prefetcher.request(kSecond, true, true), std::nullopt);
   model.core.settle();
   EXPECT_EQ(model.core.frames->used(), 4U);
   for (const PageId page : {PageId{2}, PageId{3}}) prefetcher.unblock(page);
@@ -226,6 +226,24 @@ TEST(Prefetcher, TwoWhoWaitDoNotStarveEachOther) {
   prefetcher.begin_use(kFirst);
   prefetcher.end_use(kFirst, nullptr);
   EXPECT_TRUE(model.core.until([&] { return prefetcher.ready(kSecond); }));
+}
+
+// Two threads ask for a unit before either has it: that is one use, and it takes time.
+TEST(Prefetcher, WhatTwoAskForIsOneUse) {
+  Model model({1, 1}, on_host(2), {.staging = 1, .device_frames = 2});
+  Prefetcher& prefetcher = *model.core.prefetcher;
+  EXPECT_EQ(prefetcher.request(kFirst, false, true), std::nullopt);
+  EXPECT_EQ(prefetcher.request(kSecond, false, true), std::nullopt);
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(prefetcher.request(kFirst, false, true), std::nullopt);
+  for (const UnitId unit : {kFirst, kSecond}) {
+    ASSERT_TRUE(model.core.until([&] { return prefetcher.ready(unit); }));
+    prefetcher.begin_use(unit);
+    prefetcher.end_use(unit, nullptr);
+  }
+  const Trace trace = prefetcher.end_step();
+  const std::vector<std::string> names{"first", "second"};
+  EXPECT_EQ(check_uses(trace.uses, trace.moments, names), "");
+  EXPECT_EQ(trace.uses.size(), 2U);
 }
 
 // Somebody who asks for units, waits, uses them for a while and leaves, over and over.
@@ -241,7 +259,7 @@ void act(User& user, Prefetcher& prefetcher, std::mt19937_64& random, std::uint3
   switch (user.state) {
     case User::State::away:
       user.unit = UnitId{static_cast<std::uint32_t>(random() % units)};
-      if (prefetcher.ask(user.unit, random() % 2 == 0, random() % 3 != 0)) return;  // too much
+      if (prefetcher.request(user.unit, random() % 2 == 0, random() % 3 != 0)) return;  // too much
       user.state = User::State::waiting;
       return;
     case User::State::waiting:
@@ -324,7 +342,7 @@ TEST(Prefetcher, AfterALimitFramesBeyondItStayEmpty) {
 TEST(Prefetcher, AMappingThatFailsIsTold) {
   SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.nth_map = 1}});
   core.make_units({1});
-  EXPECT_EQ(core.prefetcher->ask(kFirst, false, true), std::nullopt);
+  EXPECT_EQ(core.prefetcher->request(kFirst, false, true), std::nullopt);
   core.turn();
   ASSERT_TRUE(core.frames->failure());
   EXPECT_EQ(core.frames->failure()->tier, Tier::device);
@@ -334,7 +352,7 @@ TEST(Prefetcher, AFailedUploadGivesTheFrameBack) {
   SmallCore core({Tier::host}, {.device_frames = 1, .faults = {.nth_copy = 1}});
   core.make_units({1});
   core.write(PageId{0}, 4);
-  EXPECT_EQ(core.prefetcher->ask(kFirst, false, true), std::nullopt);
+  EXPECT_EQ(core.prefetcher->request(kFirst, false, true), std::nullopt);
   EXPECT_TRUE(core.until([&] { return core.prefetcher->ready(kFirst); })) << "it is tried again";
   EXPECT_EQ(core.errors.size(), 1U);
   EXPECT_EQ(core.frames->used(), 1U);

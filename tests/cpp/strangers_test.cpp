@@ -127,14 +127,14 @@ TEST(Strangers, PlacesInPageFilesAreReadOrRefused) {
     const std::string name = random() % 8 == 0 ? "missing" : "pages";
     const std::size_t bytes = random() % 4 == 0 ? random() % 7 : random() % (4 * kPage);
     std::ofstream(folder.path() + "/pages") << std::string(bytes, 'a');
-    SavedFiles saved{.names = {name}, .slots = {}, .use = Existing::to_read};
+    std::vector<SavedFiles::Slot> kept;
     std::vector<SlotId> slots;
     for (std::uint64_t i = random() % 4; i > 0; --i) {
       const std::uint64_t wide = random() % 5 == 0 ? random() : random() % 6;
       const SlotId slot{static_cast<std::uint32_t>(wide)};
       if (std::ranges::find(slots, slot) != slots.end()) continue;
       slots.push_back(slot);
-      saved.slots.push_back({.slot = slot, .contents = {random(), random()}});
+      kept.push_back({.slot = slot, .contents = {random(), random()}});
     }
     const SlotId other{static_cast<std::uint32_t>(random() % 9)};
     const bool has = std::ranges::find(slots, other) != slots.end();
@@ -142,7 +142,8 @@ TEST(Strangers, PlacesInPageFilesAreReadOrRefused) {
     ++runs;
     AlignedBuffer to(kPage * std::max<std::size_t>(slots.size(), 1));
     try {
-      SavedPages pages({folder.path()}, saved, kPage, "threads");
+      PageFiles files = open_page_files({folder.path()}, {name}, Existing::to_read);
+      SavedPages pages({.files = std::move(files), .slots = kept}, kPage, "threads");
       pages.read(slots, to.data());
       EXPECT_TRUE(slots.empty()) << "a page that nobody wrote";
     } catch (const StrataError&) {

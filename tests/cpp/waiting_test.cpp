@@ -29,7 +29,7 @@ TEST(Waiting, AUnitSaysWhatItNeedsFirst) {
     });
   };
   // 1. A unit on the disk.
-  EXPECT_EQ(prefetcher.ask(kSecond, false, true), std::nullopt);
+  EXPECT_EQ(prefetcher.request(kSecond, false, true), std::nullopt);
   ASSERT_TRUE(until_ready(kSecond));
   EXPECT_EQ(causes, (std::vector{Cause::ssd, Cause::copy, Cause::none}));
   prefetcher.begin_use(kSecond);
@@ -37,7 +37,7 @@ TEST(Waiting, AUnitSaysWhatItNeedsFirst) {
   std::vector<Pin> pins;
   for (const std::uint32_t page : {0U, 1U}) pins.push_back(core.open(PageId{page}, Intent::modify));
   prefetcher.end_use(kSecond, nullptr);
-  EXPECT_EQ(prefetcher.ask(kFirst, false, true), std::nullopt);
+  EXPECT_EQ(prefetcher.request(kFirst, false, true), std::nullopt);
   prefetcher.block(PageId{1});
   EXPECT_EQ(prefetcher.missing(kFirst), Cause::update);
   prefetcher.unblock(PageId{1});
@@ -51,7 +51,7 @@ TEST(Waiting, AUnitSaysWhatItNeedsFirst) {
   prefetcher.end_use(kFirst, nullptr);
   // 4. No room in host memory while others hold it.
   for (const std::uint32_t page : {0U, 1U}) pins.push_back(core.open(PageId{page}, Intent::read));
-  EXPECT_EQ(prefetcher.ask(kSecond, false, true), std::nullopt);
+  EXPECT_EQ(prefetcher.request(kSecond, false, true), std::nullopt);
   core.turn();
   EXPECT_EQ(prefetcher.missing(kSecond), Cause::room);
   pins.clear();

@@ -58,8 +58,8 @@ class Clock:
         begin = self.now = self.now + gap
         step = RecordedStep(rounds=1, begin=begin)
         for use in made_up_trace().uses:
-            asked = self.now
-            entered = asked + self.random.random() * 1e-3
+            wait_began = self.now
+            entered = wait_began + self.random.random() * 1e-3
             left = entered + use.seconds * factor
             seconds = left - entered
             step.uses.append(
@@ -69,7 +69,7 @@ class Clock:
                     0,
                     0,
                     seconds,
-                    asked=asked,
+                    wait_began=wait_began,
                     entered=entered,
                     left=left,
                 )

@@ -177,9 +177,9 @@ def test_times_are_the_devices(cuda: FakeCuda) -> None:
 
     compute(5.0)
     for unit, backward, seconds in ((0, False, 1.0), (1, False, 2.0), (1, True, 4.0)):
-        asked = recorder.now()
+        wait_began = recorder.now()
         compute(0.25)  # the stream waits for the unit
-        recorder.enter(unit, backward, asked, True)
+        recorder.enter(unit, backward, wait_began, True)
         compute(seconds)
         recorder.leave(unit)
         compute(0.5)
@@ -191,7 +191,7 @@ def test_times_are_the_devices(cuda: FakeCuda) -> None:
     assert [round(use.gap_seconds, 6) for use in step.uses] == [0.0, 0.5, 0.5]
     assert step.tail_seconds == pytest.approx(0.5)
     assert step.end - step.begin == pytest.approx(7.0 + 3 * 0.75 + 8.0)
-    assert step.uses[0].entered - step.uses[0].asked == pytest.approx(0.25)
+    assert step.uses[0].entered - step.uses[0].wait_began == pytest.approx(0.25)
     assert recorder.take().uses == []
 
 

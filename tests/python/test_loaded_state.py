@@ -114,7 +114,7 @@ def test_a_bad_entry_is_refused_and_nothing_of_the_others_is_taken(what: str) ->
         (lambda d: d.update(state=[]), "'state' of the loaded state dict is a list"),
         (lambda d: d.update(param_groups={}), "'param_groups' .* is a dict, not a list"),
         (lambda d: d["param_groups"][0].pop("params"), "group 0 .* has no 'params'"),
-        (lambda d: d["param_groups"][0].update(params=[[]] * 6), "group 0 .* are no numbers"),
+        (lambda d: d["param_groups"][0].update(params=[[]] * 6), "group 0 .* are not numbers"),
         (lambda d: d["state"].update({1: None}), r"state of '0\.0\.bias' is a NoneType"),
         # As JSON keeps it: all moments would begin anew.
         (

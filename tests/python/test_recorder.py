@@ -39,9 +39,9 @@ def test_computation_waits_and_gaps_are_told_apart(monkeypatch: pytest.MonkeyPat
     recorder = Recorder()
 
     def enter(unit: int, wait: float) -> None:
-        asked = now[0]
+        wait_began = now[0]
         now[0] += wait
-        recorder.enter(unit, False, asked, True)
+        recorder.enter(unit, False, wait_began, True)
 
     enter(0, 0.0)
     recorder.leave(0)

@@ -15,6 +15,8 @@ same random numbers and with parameters that are put back:
    whole gives, within rounding.
 A forward that changes its arguments, buffers or parameters is not cut. What a forward leaves in
 attributes of modules is not looked at.
+Limit: a dependence between rows that is not there yet, such as one behind a gate that is still
+zero, is not seen.
 
 Use from the thread that trains.
 """

@@ -46,9 +46,9 @@ def demo(arguments: Sequence[str]) -> int:
     """Train a Llama of over 100 M parameters, in far less memory than it needs."""
     from .finetune import demo, options
 
-    told = options.parse(arguments, demo.__doc__, demo.preset())
+    chosen = options.parse(arguments, demo.__doc__, demo.preset())
     demo.write_tales()
-    return _train(told)
+    return _train(chosen)
 
 
 def _train(options: Any) -> int:

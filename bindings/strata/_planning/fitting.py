@@ -51,7 +51,7 @@ def fit(
     for warning in budget_check.check(given, config["device"], config["ssd_paths"]):
         log.warning("%s", warning)
     try:
-        return config, hooked, settle(config, make_plan)
+        return config, hooked, plan_or_refuse(config, make_plan)
     except StrataError as error:
         counts = tiles_wanted(model, options, config["device_bytes"])
         if not counts:
@@ -74,13 +74,13 @@ def _cut(
     try:
         put_tiles(model, counts, optimizer)
         config, hooked = configure(model, optimizer, options, make_plan)
-        return config, hooked, settle(config, make_plan)
+        return config, hooked, plan_or_refuse(config, make_plan)
     except (StrataError, ValueError):
         remove_tiles(model, optimizer)
         return None
 
 
-def settle(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:
+def plan_or_refuse(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:
     """The plan of `config`. Raises StrataError where the budgets cannot work, with the smallest
     that would, and for an SSD with what is free."""
     try:

@@ -140,7 +140,7 @@ class Planning:
         elif found is not self._in_use:
             self._follow(found)
         if found.to_check:
-            self._give_back_gradients()
+            self._wait_for_lent_gradients()
             self.state.recorder.measure()
 
     def end_step(self) -> None:
@@ -176,7 +176,7 @@ class Planning:
             if current.timed == TIMED_STEPS:
                 self._adopt(current)
         elif step.peak_bytes is not None:
-            current.settled = True
+            current.steady = True
             self._check_peak(current, step.peak_bytes)
         elif mixed:
             current.windows.interrupt()
@@ -188,7 +188,7 @@ class Planning:
     def _may_try_slices(self) -> bool:
         return self.goal.activations == "auto" and not self._tried_slices
 
-    def _give_back_gradients(self) -> None:
+    def _wait_for_lent_gradients(self) -> None:
         """Waits for updates that read gradients where PyTorch left them: what is freed in a step
         that is measured would seem to be room there."""
         if self.state.device.type == "cpu" and not self.state.config["accumulate"]:
@@ -212,7 +212,7 @@ class Planning:
             return
         self.recording.begin(*self.claims.take_room(*self.recording.room(batch)))
         self._tried_slices = self.state.may_split
-        self._give_back_gradients()
+        self._wait_for_lent_gradients()
         self.state.recorder.begin()
         log.info("recording a step with a batch of %s", " ".join(map(str, found.shape)))
 

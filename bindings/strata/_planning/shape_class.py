@@ -66,7 +66,7 @@ class ShapeClass:
     number: int = 0  # of the plan, among all of the run
     planned_seconds: float = 0.0  # of a step, as predicted when the plan was made ...
     predicted_seconds: float = 0.0  # ... and as its times are by now
-    settled: bool = False  # a step under the plan has moved what it wants elsewhere
+    steady: bool = False  # a step under the plan has moved what it wants elsewhere
     windows: Windows = field(default_factory=Windows)  # of the steps under the plan
     pace: Pace = field(default_factory=Pace)  # the best of all windows, under this plan or another
 
@@ -144,7 +144,7 @@ class Following:
         found.plan = paper.plan
         found.device_peak = 0
         found.windows = Windows()
-        found.settled = False
+        found.steady = False
         found.predicted_seconds = found.planned_seconds = paper.simulate().step_seconds
         # What was timed counts as well: nothing disturbed it.
         found.pace = better(found.pace, Pace(inf, paper.bound().lane_work["compute"]))
@@ -152,8 +152,8 @@ class Following:
 
     def note(self, found: ShapeClass, record: StepRecord, step: RecordedStep) -> Window | None:
         """A step under a plan has ended. Returns the window that it fills."""
-        if not found.settled:  # this step moved what the plan wants elsewhere
-            found.settled = True
+        if not found.steady:  # this step moved what the plan wants elsewhere
+            found.steady = True
             return None
         window = found.windows.add(record, step)
         if window is not None:

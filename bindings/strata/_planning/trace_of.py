@@ -16,7 +16,7 @@ from .._storage.trace_file import SINGLE
 from .recording import recorded_as
 
 if TYPE_CHECKING:
-    from .._core import SavedTensor, Trace, TracedUnit, UnitPlan, Use
+    from .._core import Trace, TracedUnit, UnitPlan, Use
     from .._runtime.wrapped import Wrapped
     from .meta_trace import CountedStep
 
@@ -57,13 +57,10 @@ def traced_unit(
 def trace_from(step: RecordedStep | CountedStep, units: list[TracedUnit]) -> Trace:
     """What happened in a step, as the planner takes it."""
     single: dict[str, Any] = {name: getattr(step, name) for name in SINGLE}
-    uses = [_core.Use(**_fields(use, _core.Use)) for use in step.uses]
-    tensors = [_core.SavedTensor(**_fields(t, _core.SavedTensor)) for t in step.tensors]
-    return _core.Trace(uses=uses, tensors=tensors, units=units, **single)
-
-
-def _fields(row: object, struct: type[Use] | type[SavedTensor]) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in struct.fields}
+    uses = [
+        _core.Use(**{name: getattr(use, name) for name in _core.Use.fields}) for use in step.uses
+    ]
+    return _core.Trace(uses=uses, tensors=step.tensors, units=units, **single)
 
 
 def uses_of(trace: Trace, rounds: int) -> Sequence[Use]:

@@ -13,6 +13,9 @@ CopyProbe, UpdateProbe); computation is a feed-forward block's forward and backw
 threads, or on the GPU. probes.py runs them alone and together. The optimizer's lane is the
 processor's, also beside a GPU. The SSD is measured through a file small enough for a drive's fast
 cache, so a drive that slows down once that is full is slower in a long run than told here.
+Folders of one file system count as one disk. Most figures are medians of three short windows, so
+they are as good as the machine was quiet. Copies of a GPU need 24 MiB of pages beside the device
+budget; without room for them typical values are used, a warning says so, and the next run measures.
 """
 
 from __future__ import annotations

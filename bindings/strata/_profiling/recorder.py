@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._core import SavedTensor
 from .clock import HostClock, make_clock
 from .memory_curve import Curve, start_curve
-from .uses import RecordedStep, TracedTensor, Uses
+from .uses import RecordedStep, Uses
 
 NOT_RECORDED = -1
 
@@ -104,8 +105,8 @@ class Recorder:
             self._curve.note(time)
         return time
 
-    def enter(self, unit: int, backward: bool, asked: float, recorded: bool) -> None:
-        """A unit has been entered; `asked`: now() before waiting for it."""
+    def enter(self, unit: int, backward: bool, wait_began: float, recorded: bool) -> None:
+        """A unit has been entered; `wait_began`: now() before waiting for it."""
         depth = self._depth.get(unit, 0)
         self._depth[unit] = depth + 1
         if not recorded or depth:
@@ -114,7 +115,7 @@ class Recorder:
             rounds = self._uses.step.rounds + 1
             self._clear()
             self._uses.step.rounds = rounds
-        self._note(Uses.enter, (unit, backward), (asked, self.now()))
+        self._note(Uses.enter, (unit, backward), (wait_began, self.now()))
 
     def leave(self, unit: int) -> None:
         """A unit is left."""
@@ -159,8 +160,12 @@ class Recorder:
         given = self._inputs.get(key)
         born = max(i for i, use in enumerate(step.uses) if use.unit == unit)
         step.tensors.append(
-            TracedTensor(
-                unit, storage.nbytes(), born, born, given is not None and not given.expired()
+            SavedTensor(
+                unit=unit,
+                bytes=storage.nbytes(),
+                born=born,
+                last_used=born,
+                input=given is not None and not given.expired(),
             )
         )
         number = len(step.tensors) - 1

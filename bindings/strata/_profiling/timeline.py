@@ -40,18 +40,18 @@ ALL_UNITS = "all units"
 
 @dataclass(frozen=True)
 class UseSpan:
-    """A unit in use: asked for, then there, then left."""
+    """A unit in use: requested, then there, then left."""
 
     unit: int
     backward: bool
-    asked: float
+    wait_began: float
     entered: float
     left: float
 
     @staticmethod
     def of(use: Any) -> UseSpan:
         """From anything that has the same attributes, such as the recorder's uses."""
-        return UseSpan(use.unit, use.backward, use.asked, use.entered, use.left)
+        return UseSpan(use.unit, use.backward, use.wait_began, use.entered, use.left)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ class StepLog:
         uses = list(uses)
         if begin is None:
             begin = (
-                self.records[-1].end if self.records else min((u.asked for u in uses), default=end)
+                self.records[-1].end
+                if self.records
+                else min((u.wait_began for u in uses), default=end)
             )
         spans = self._session.timeline()
         if self._steps == 0:  # what came before, such as the loading of weights, is no step's

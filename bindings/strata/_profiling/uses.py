@@ -1,7 +1,7 @@
 """The uses of units in one round of a step, and how long each of them computed.
 
     uses = Uses()
-    uses.enter(unit, False, asked, now)         # hooks tell when; see recorder.py
+    uses.enter(unit, False, wait_began, now)         # hooks tell when; see recorder.py
     uses.leave(unit, now)
     step = uses.finish(now)
 
@@ -11,11 +11,16 @@ Pure arithmetic on times: whichever clock they were read from. Use from one thre
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .._core import SavedTensor
 
 
 @dataclass
 class TracedUse:
-    """A unit from its enter to its leave, as the planner takes it."""
+    """A unit from its enter to its leave, as the planner takes it (_core.Use). Hooks make one at
+    every enter, and a struct of the core takes three times as long to make."""
 
     unit: int
     backward: bool
@@ -29,21 +34,10 @@ class TracedUse:
 
 
 @dataclass
-class TracedTensor:
-    """A storage that autograd saved."""
-
-    unit: int
-    bytes: int
-    born: int  # index of the use that saved it
-    last_used: int
-    input: bool  # it was there before the unit's forward
-
-
-@dataclass
 class RecordedUse(TracedUse):
     """With times: seconds of perf_counter(), see clock.py."""
 
-    asked: float = 0.0  # when somebody began to wait for it
+    wait_began: float = 0.0  # when somebody began to wait for it
     entered: float = 0.0
     left: float = 0.0
     waited: float = 0.0
@@ -54,7 +48,7 @@ class RecordedStep:
     """One round of a step, the last one."""
 
     uses: list[RecordedUse] = field(default_factory=list)
-    tensors: list[TracedTensor] = field(default_factory=list)
+    tensors: list[SavedTensor] = field(default_factory=list)
     rounds: int = 0
     moments: int = 0
     begin: float = 0.0  # of the round
@@ -68,7 +62,7 @@ class RecordedStep:
     def take_times(self, other: RecordedStep) -> None:
         """The times of the same round by another clock."""
         for mine, use in zip(self.uses, other.uses, strict=True):
-            mine.asked, mine.entered, mine.left = use.asked, use.entered, use.left
+            mine.wait_began, mine.entered, mine.left = use.wait_began, use.entered, use.left
             mine.seconds, mine.waited = use.seconds, use.waited
             mine.gap_seconds = use.gap_seconds
         self.begin, self.end, self.tail_seconds = other.begin, other.end, other.tail_seconds
@@ -93,16 +87,16 @@ class Uses:
         """Whether the unit is in use."""
         return any(use.unit == unit for use in self._open)
 
-    def enter(self, unit: int, backward: bool, asked: float, now: float) -> None:
+    def enter(self, unit: int, backward: bool, wait_began: float, now: float) -> None:
         """A unit that was not entered is, from `now` on."""
         step = self.step
-        self._account(asked)
+        self._account(wait_began)
         self._mark = now
         last = self._last
         if last is not None and last.unit == unit and last.backward == backward:
             # Autograd enters a unit once for each of its nodes: they are one use.
             last.seconds += self._gap
-            last.waited += now - asked
+            last.waited += now - wait_began
             step.moments -= 1
             use = last
         else:
@@ -111,12 +105,12 @@ class Uses:
                 backward,
                 step.moments,
                 gap_seconds=self._gap,
-                asked=asked,
+                wait_began=wait_began,
                 entered=now,
-                waited=now - asked,
+                waited=now - wait_began,
             )
             if not step.uses:
-                step.begin = asked
+                step.begin = wait_began
             step.uses.append(use)
             step.moments += 1
         self._gap = 0.0

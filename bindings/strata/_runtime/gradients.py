@@ -3,7 +3,7 @@
     state.gradients.show(index)           # p.grad: a PagedGradient, the user's own tensor, or None
     state.gradients.put(index, tensor)    # p.grad = tensor
     state.gradients.drop(index)           # p.grad = None
-    state.gradients.settle()              # ahead of step(): the core has all of them
+    state.gradients.hand_over()              # ahead of step(): the core has all of them
 
 Note [Where a gradient is]. What a backward leaves lies in the core, which counts it in
 `state.landed`. There it rests until step(), unless somebody has a tensor that shares its memory:
@@ -314,7 +314,7 @@ class Gradients:
         self._zero.discard(index)
         return False
 
-    def settle(self) -> None:
+    def hand_over(self) -> None:
         """Ahead of a step: the core gets what is held, and zeros."""
         self._held.land_all()
         for index in [i for i in self._zero if not self._state.landed[i]]:

@@ -38,7 +38,7 @@ def saved_groups(state_dict: Any, own: Sequence[Mapping[str, Any]]) -> list[dict
             raise ValueError(f"parameter group {number} of the loaded state dict has no 'params'")
         if not all(isinstance(param, int) for param in group["params"]):
             raise ValueError(
-                f"'params' of parameter group {number} of the loaded state dict are no numbers"
+                f"'params' of parameter group {number} of the loaded state dict are not numbers"
             )
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
         raise ValueError("loaded state dict has other parameter groups than the optimizer")

@@ -23,7 +23,7 @@ from .._errors import StrataError
 from .._optim.foreign import Foreign
 from .._optim.groups import COUNTED, check_options, group_spec, moments_of
 from .loaded_state import check_entry, saved_entries, saved_groups
-from .optimizer_state import Kept, StateTensor, is_there, settle, without_others
+from .optimizer_state import Kept, StateTensor, is_there, wait_for_updates, without_others
 from .stand_in import make
 from .visits import Change
 from .wrapped import Unit, Wrapped
@@ -83,7 +83,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         self.max_unit_norm = max_unit_norm or 0.0  # 0: no clipping
         self._skip_nonfinite = skip_nonfinite
 
-    def give_back(self) -> None:
+    def release_inner(self) -> None:
         """Lets the optimizer that came in step on its own again, with state that begins anew. Most
         classes make it in their first step; Adagrad, before torch 2.13, when it is constructed."""
         self._guard.remove()
@@ -115,7 +115,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         change = state.visits.add(Change())
         state.refuse_visits()
         state.landings.wait()
-        state.gradients.settle()
+        state.gradients.hand_over()
         groups = self.group_specs()
         _check_unchanged(state.groups_used, groups)
         result = state.session.step(
@@ -201,7 +201,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         copy of now is copy.deepcopy(optimizer.state_dict()). They rest in pages and are read one at
         a time, by torch.save too. Moments are float32, on the CPU. One that is changed in place
         becomes a copy, which load_state_dict() takes over."""
-        settle(self._wrapped)
+        wait_for_updates(self._wrapped)
         try:
             for group in self.param_groups:
                 for parameter in group["params"]:

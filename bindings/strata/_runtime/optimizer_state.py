@@ -47,7 +47,7 @@ class Kept:
         """The values, as they are now."""
         if self._copy is not None:
             return self._copy
-        settle(self._state)
+        wait_for_updates(self._state)
         return self._read()
 
     def close(self, values: torch.Tensor, changed: bool) -> None:
@@ -62,7 +62,7 @@ class StateTensor(StandIn):
     _strata_values: Kept
 
 
-def settle(state: Wrapped) -> None:
+def wait_for_updates(state: Wrapped) -> None:
     """Waits for the updates that are on their way. Raises where the state cannot be read."""
     if state.model.__dict__.get("_strata") is not state:
         raise RuntimeError(

@@ -135,8 +135,8 @@ class _LateStorage:
     def data_ptr(self) -> NoReturn:
         """Raises RuntimeError. Called by torch.save in its old format alone."""
         raise RuntimeError(
-            "torch.save in its old format writes no tensors that strata reads when they are asked "
-            "for: leave out _use_new_zipfile_serialization=False, or save copies of them"
+            "torch.save in its old format cannot write tensors whose values strata reads late: "
+            "leave out _use_new_zipfile_serialization=False, or save copies of them"
         )
 
 

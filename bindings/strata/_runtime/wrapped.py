@@ -192,9 +192,9 @@ class Wrapped:
 
         `recorded`: a use that the next training step will repeat, so that it is planned for.
         """
-        asked = self.recorder.now() if recorded else 0.0
+        wait_began = self.recorder.now() if recorded else 0.0
         self.session.enter(unit.index, backward, recorded, stream=self.stream(), visit=visit.number)
-        self.recorder.enter(unit.index, backward, asked, recorded)
+        self.recorder.enter(unit.index, backward, wait_began, recorded)
 
     def leave(self, unit: Unit, visit: Visit) -> None:
         """Undoes enter() if that succeeded, and does nothing the second time. Raises StrataError

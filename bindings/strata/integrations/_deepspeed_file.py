@@ -130,11 +130,11 @@ def _value(path: str, value: Any, fields: tuple[str, ...] | None, args: Any | No
         raise ValueError(f"{path} is 'auto', for which TrainingArguments has nothing: give a value")
     if fields is None or args is None:
         return value
-    said = [getattr(args, field) for field in fields]
-    told = said if len(said) > 1 else said[0]
-    if not auto and (list(value) if isinstance(value, tuple) else value) != told:
+    values = [getattr(args, field) for field in fields]
+    expected = values if len(values) > 1 else values[0]
+    if not auto and (list(value) if isinstance(value, tuple) else value) != expected:
         raise ValueError(
-            f"{path} is {value!r}, and {' and '.join(fields)} of args says {told!r}: write 'auto', "
-            "or the same in both"
+            f"{path} is {value!r}, and {' and '.join(fields)} of args says {expected!r}: write "
+            "'auto', or the same in both"
         )
-    return told
+    return expected

@@ -24,13 +24,13 @@ class Key(NamedTuple):
     verdict: str
     why: str = ""
     switch: str = ""  # of a refused section: what turns it on, or the parts of it
-    off: float = 0  # of a refused number: up to here it asks for nothing
+    off: float = 0  # of a refused number: up to here it turns nothing on
 
-    def asks(self, value: Any) -> bool:
-        """Whether a refused key asks for anything with this value."""
+    def is_on(self, value: Any) -> bool:
+        """Whether a refused key turns anything on with this value."""
         if isinstance(value, dict) and self.switch:
             if self.switch not in value:
-                return any(self.asks(part) for part in value.values() if isinstance(part, dict))
+                return any(self.is_on(part) for part in value.values() if isinstance(part, dict))
             value = value[self.switch]
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value > self.off

@@ -178,7 +178,7 @@ class _Reading:
         self.found = WrapKeywords([], args)
 
     def read(self) -> WrapKeywords:
-        """Everything. Keys that no method took are told by their verdict alone."""
+        """Everything. A key that no method took gets a row by its verdict alone."""
         self._batch()
         self._clipping()
         self._float16()
@@ -187,17 +187,17 @@ class _Reading:
         self._offload()
         self._optimizer()
         self._scheduler()
-        told = {row.key for row in self.found.rows}
-        for path, value in ((p, v) for p, v in self.given.items() if p not in told):
+        known = {row.key for row in self.found.rows}
+        for path, value in ((p, v) for p, v in self.given.items() if p not in known):
             verdict, says, *_ = key = KEYS[path]
             if verdict == HONOURED:  # params, whose type is refused
                 verdict, says = NOT_NEEDED, "belongs to a type, and none is taken"
-            elif verdict == REFUSED and not key.asks(value):
+            elif verdict == REFUSED and not key.is_on(value):
                 verdict, says = NOT_NEEDED, "off"
-            self._tell(path, value, verdict, says)
+            self._note(path, value, verdict, says)
         return self.found
 
-    def _tell(self, path: str, value: Any, verdict: str, says: str) -> None:
+    def _note(self, path: str, value: Any, verdict: str, says: str) -> None:
         self.found.rows.append(Row(path, value, verdict, says))
 
     def _honour(self, path: str, keyword: str, value: Any, note: str = "") -> None:
@@ -205,7 +205,7 @@ class _Reading:
         if path not in self.given and path not in BATCH_KEYS:
             note = f", DeepSpeed's default: the file does not say{note}"
         shown = self.given.get(path, value)
-        self._tell(path, shown, HONOURED, f"{keyword}={value!r}{note}")
+        self._note(path, shown, HONOURED, f"{keyword}={value!r}{note}")
 
     def _batch(self) -> None:
         """Of two sizes DeepSpeed computes the third one; of all, how many processes there are."""
@@ -218,7 +218,7 @@ class _Reading:
             ranks, rest = divmod(total, micro * (calls or 1))
             if rest or (calls and ranks != 1):
                 enough = f": {calls_key} {total // micro} gives the same batch in one process"
-                self._tell(
+                self._note(
                     total_key,
                     total,
                     REFUSED,
@@ -229,17 +229,17 @@ class _Reading:
         elif total:
             micro, rest = divmod(total, calls or 1)
             if rest:
-                self._tell(total_key, total, REFUSED, f"cannot be divided by {calls_key} {calls}")
+                self._note(total_key, total, REFUSED, f"cannot be divided by {calls_key} {calls}")
         calls = calls or 1
         for path in (total_key, micro_key):
             if path in self.given and path not in {row.key for row in self.found.rows}:
                 each = f"DataLoader(batch_size={micro})" if micro else "DataLoader(batch_size=...)"
-                self._tell(path, self.given[path], NOT_NEEDED, f"the loop's own: {each}")
+                self._note(path, self.given[path], NOT_NEEDED, f"the loop's own: {each}")
         if calls > 1:
             note = f"; the gradients add up: divide the loss by {calls} (Trainer does)"
             self._honour(calls_key, ACCUMULATION, calls, note)
         elif calls_key in self.given:
-            self._tell(calls_key, calls, NOT_NEEDED, "one backward() for each step")
+            self._note(calls_key, calls, NOT_NEEDED, "one backward() for each step")
 
     def _count(self, path: str) -> int:
         value = self.given[path]
@@ -260,7 +260,7 @@ class _Reading:
             older = "" if path in self.given else OLDER_CLIPPING
             self._honour(path, "max_grad_norm", float(norm), older)
         else:
-            self._tell(path, norm, NOT_NEEDED, "nothing is clipped")
+            self._note(path, norm, NOT_NEEDED, "nothing is clipped")
 
     def _on(self, section: str) -> bool:
         """Whether a section is enabled. Where it is not, nothing else in it counts."""
@@ -268,7 +268,7 @@ class _Reading:
             return True
         for path, value in self.given.items():
             if path.startswith(f"{section}."):
-                self._tell(path, value, NOT_NEEDED, "off")
+                self._note(path, value, NOT_NEEDED, "off")
         return False
 
     def _float16(self) -> None:
@@ -282,13 +282,13 @@ class _Reading:
         self.found._scaler = {"init_scale": 2.0**power, "growth_interval": int(window)}
         for path in ("fp16.initial_scale_power", "fp16.loss_scale_window"):
             if path in self.given:
-                self._tell(path, self.given[path], HONOURED, "scaler(), a strata.GradScaler")
+                self._note(path, self.given[path], HONOURED, "scaler(), a strata.GradScaler")
         if scale := self._number("fp16.loss_scale", 0):
             says = "write 0: scaler() adapts its scale, and has no fixed one"
-            self._tell("fp16.loss_scale", scale, REFUSED, says)
+            self._note("fp16.loss_scale", scale, REFUSED, says)
         else:
             says = "scaler(): scale(loss).backward(), step(optimizer), update() (Trainer has one)"
-            self._tell("fp16.loss_scale", self.given.get("fp16.loss_scale", 0), HONOURED, says)
+            self._note("fp16.loss_scale", self.given.get("fp16.loss_scale", 0), HONOURED, says)
 
     def _bfloat16(self) -> None:
         if not self._on("bf16"):
@@ -298,12 +298,12 @@ class _Reading:
         if self.given.get(path, True):  # DeepSpeed's default
             self._honour(path, "skip_nonfinite", True)
         else:
-            self._tell(path, False, NOT_NEEDED, "steps are not checked unless asked")
+            self._note(path, False, NOT_NEEDED, "steps are not checked unless asked")
         path = "bf16.bf16_optimizer_states"
         if self.given.get(path):
             self._honour(path, "state_dtype", torch.bfloat16, ", rounded stochastically")
         elif path in self.given:
-            self._tell(path, False, NOT_NEEDED, "moments are float32")
+            self._note(path, False, NOT_NEEDED, "moments are float32")
 
     def _data_types(self) -> None:
         path = "data_types.param_dtype"
@@ -312,11 +312,11 @@ class _Reading:
                 raise ValueError(f"unknown {path} {name!r}: {nearest(str(name), DTYPES)}")
             self._honour(path, "dtype", DTYPES[name])
         elif path in self.given:
-            self._tell(path, None, NOT_NEEDED, "bf16 and fp16 say it")
+            self._note(path, None, NOT_NEEDED, "bf16 and fp16 say it")
         path = "data_types.grad_accum_dtype"
         if path in self.given:
             says = "gradients of several backward() calls add up in float32"
-            self._tell(path, self.given[path], NOT_NEEDED, says)
+            self._note(path, self.given[path], NOT_NEEDED, says)
 
     def _offload(self) -> None:
         """All tiers are open to everything; what DeepSpeed offloads to NVMe names the SSDs."""
@@ -333,23 +333,23 @@ class _Reading:
             if device == "nvme" and place:
                 places += [str(place)] * (str(place) not in places)
                 says = f"ssd_path={str(place)!r}: what has no room in memory rests there"
-                self._tell(device_key, device, HONOURED, says)
-                self._tell(path_key, place, HONOURED, f"ssd_path={str(place)!r}")
+                self._note(device_key, device, HONOURED, says)
+                self._note(path_key, place, HONOURED, f"ssd_path={str(place)!r}")
             elif device == "nvme":
-                self._tell(device_key, device, REFUSED, "needs nvme_path, a folder on the drive")
+                self._note(device_key, device, REFUSED, "needs nvme_path, a folder on the drive")
             elif device_key in self.given:
-                self._tell_host(device_key, device == "cpu")
+                self._note_host(device_key, device == "cpu")
             if path_key in self.given and device != "nvme":
-                self._tell(path_key, place, NOT_NEEDED, f"device is {device!r}")
+                self._note(path_key, place, NOT_NEEDED, f"device is {device!r}")
         for path in (f"{zero}.cpu_offload", f"{zero}.cpu_offload_param"):
             if path in self.given:
-                self._tell_host(path, bool(self.given[path]))
+                self._note_host(path, bool(self.given[path]))
         if places:
             self.found["ssd_path"] = places[0] if len(places) == 1 else places
 
-    def _tell_host(self, path: str, offloads: bool) -> None:
+    def _note_host(self, path: str, offloads: bool) -> None:
         says = "what has no room on the device rests in host memory, in any case"
-        self._tell(path, self.given[path], HONOURED if offloads else NOT_NEEDED, says)
+        self._note(path, self.given[path], HONOURED if offloads else NOT_NEEDED, says)
 
     def _optimizer(self) -> None:
         path, params_path = "optimizer.type", "optimizer.params"
@@ -361,14 +361,14 @@ class _Reading:
         try:
             kind, arguments = optimizer_of(str(name), given)
         except ValueError as error:
-            self._tell(path, name, REFUSED, str(error))
+            self._note(path, name, REFUSED, str(error))
             return
         self.found._optimizer = kind, arguments
         written = ", ".join(f"{word}={value!r}" for word, value in arguments.items())
         home = "strata" if kind.__module__.startswith("strata") else "torch.optim"
         says = f"optimizer(params) makes {home}.{kind.__name__}(params, {written})"
-        self._tell(path, name, HONOURED, says)
-        self._tell_params(params_path)
+        self._note(path, name, HONOURED, says)
+        self._note_params(params_path)
 
     def _scheduler(self) -> None:
         path, params_path = "scheduler.type", "scheduler.params"
@@ -378,14 +378,14 @@ class _Reading:
         try:
             check_schedule(str(name), given)
         except ValueError as error:
-            self._tell(path, name, REFUSED, str(error))
+            self._note(path, name, REFUSED, str(error))
             return
         self.found._schedule = str(name), given
         says = "scheduler(optimizer) makes one with the same rates"
         if str(name) not in SCHEDULES:
             says = f"scheduler(optimizer) makes torch.optim.lr_scheduler.{name}"
-        self._tell(path, name, HONOURED, says + "; the loop steps it (Trainer does)")
-        self._tell_params(params_path)
+        self._note(path, name, HONOURED, says + "; the loop steps it (Trainer does)")
+        self._note_params(params_path)
 
     def _params(self, section: str) -> dict[str, Any]:
         value = self.given.get(f"{section}.params")
@@ -395,6 +395,6 @@ class _Reading:
             raise ValueError(f"{section} has params, and no type that they could be for")
         return dict(value or {})
 
-    def _tell_params(self, path: str) -> None:
+    def _note_params(self, path: str) -> None:
         if path in self.given and path not in {row.key for row in self.found.rows}:
-            self._tell(path, self.given[path], HONOURED, "as above")
+            self._note(path, self.given[path], HONOURED, "as above")

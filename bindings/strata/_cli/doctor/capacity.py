@@ -122,8 +122,8 @@ def budgets(device_name: str, paths: Sequence[str]) -> dict[str, int]:
 
 def calibrated(options: argparse.Namespace, device_name: str, paths: Sequence[str]) -> Calibration:
     """This machine's speeds, as remembered or measured now (about three seconds)."""
-    told = argparse.Namespace(**{**vars(options), "device": device_name, "ssd_path": list(paths)})
-    return calibration(setup_of(told, PAGE_BYTES, options.dtype))
+    here = argparse.Namespace(**{**vars(options), "device": device_name, "ssd_path": list(paths)})
+    return calibration(setup_of(here, PAGE_BYTES, options.dtype))
 
 
 def with_typical_disk(found: Calibration) -> Calibration:

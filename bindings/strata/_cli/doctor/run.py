@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._config import machine
-from ..._config.machine import ROOT
 from ..._config.sizes import format_rate, format_size
 from ..._errors import import_failure
 from ..._planning.budget_check import KINDS
@@ -93,8 +92,8 @@ class Diagnosis:
 
     def _capacity(self) -> Iterator[str]:
         if self.budgets is not None:
-            told = {tier: _written(size) for tier, size in self.budgets.items() if size}
-            yield f"budgets it would choose: memory={told}"
+            sizes = {tier: _written(size) for tier, size in self.budgets.items() if size}
+            yield f"budgets it would choose: memory={sizes}"
         if self.why_no_capacity:
             what = "models are" if self.budgets else "budgets and models are"
             yield from _wrapped(f"{what} not known: {self.why_no_capacity}", 4)
@@ -122,9 +121,9 @@ def run(options: argparse.Namespace) -> int:
     return 1 if found.why_not else 0
 
 
-def diagnose(options: argparse.Namespace, root: Path = ROOT) -> Diagnosis:
-    """Looks at everything. `root`: what /proc, /sys and /dev lie under, for the facts."""
-    found = Diagnosis(list(facts(options, root)))
+def diagnose(options: argparse.Namespace) -> Diagnosis:
+    """Looks at everything."""
+    found = Diagnosis(list(facts(options)))
     by_name = {fact.name: fact for fact in found.facts}
     changes: list[Change] = []
     if by_name["torch"].verdict == BAD:
@@ -206,10 +205,10 @@ def _with_ssd(
 
 def _endurance(found: Sequence[Fact]) -> int | None:
     """Of all drives together, by what they have used up so far. None where one does not tell."""
-    told = [fact.figures for fact in found if fact.figures.get("path")]
-    if not told or not all(figures.get("used_percent") for figures in told):
+    drives = [fact.figures for fact in found if fact.figures.get("path")]
+    if not drives or not all(figures.get("used_percent") for figures in drives):
         return None
-    return sum(100 * f["written_bytes"] // f["used_percent"] for f in told)
+    return sum(100 * f["written_bytes"] // f["used_percent"] for f in drives)
 
 
 def _written(size: int) -> str:
