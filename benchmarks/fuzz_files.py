@@ -24,7 +24,7 @@ from torch import nn
 
 from .crash_child import INPUTS, Setting, Training
 
-MANIFEST, STATE = "manifest.json", "state.bin"
+MANIFEST = "manifest.json"
 
 
 class Kind:
@@ -155,7 +155,7 @@ class State(_OfModel):
 
     def save(self) -> None:
         strata.save(self.training.model, self.place, extra={"step": 2})
-        self.path = self.place / STATE
+        self.path = min(self.place.glob("moments-*.safetensors"))
 
 
 class Pages(_OfModel):

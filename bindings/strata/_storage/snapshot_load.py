@@ -190,6 +190,8 @@ class _Source:
             end = max((at + count for _, _, count, at in chunk["runs"]), default=0)
             if chunk["param"] is None:
                 self._fail("a chunk has no parameters")
+            if not all(type(n) is int for n in chunk["scales"]):
+                self._fail("the scales of a chunk lie nowhere")
             for role in _roles(chunk):
                 mine |= self._check_role(chunk[role], end, slots)
             slots |= mine  # 8-bit moments share theirs

@@ -165,8 +165,8 @@ def _indexed_files(index: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not a safetensors index: {error!r:.200}") from error
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{index} names {name!r:.80}, which is no file beside it")
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{index} names {name!r:.80}, which is no file below its folder")
     files = [index.parent / name for name in names]
     for file in files:
         if not _is_file(file):
