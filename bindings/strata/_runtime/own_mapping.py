@@ -21,3 +21,9 @@ def empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if nbytes < _MAPPED_BYTES_MIN:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
+
+
+@torch.no_grad()
+def copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain copy of any tensor on the CPU, in such a mapping."""
+    return empty(tensor.shape, tensor.dtype).copy_(tensor)

@@ -21,6 +21,7 @@ instead, so that a float32 source is kept exactly.
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,7 @@ from .._torch_compat import (
     rebuild_parameter,
     typed_storage,
 )
+from . import own_mapping
 from .paged_storage import RAW_MEMORY, PagedStorage, address_of, saved_tensor
 from .stand_in import StandIn
 from .tensor_functions import (
@@ -142,7 +144,8 @@ def _saved(tensor: PagedTensor, protocol: Any) -> Any:
     if not simple:
         return _plain_copy(tensor).__reduce_ex__(protocol)
     whole = state.params[index]
-    return saved_tensor(tensor, address_of(alias), lambda: _plain_copy(whole), offset, alias.nbytes)
+    read = partial(own_mapping.copy, whole)
+    return saved_tensor(tensor, address_of(alias), read, offset, alias.nbytes)
 
 
 def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from .._torch_compat import DisableTorchFunction, compatible, make_wrapper, typed_storage
+from . import own_mapping
 from .paged_storage import UNREACHABLE, PagedStorage, saved_tensor
 from .tensor_functions import CONVERSIONS, METADATA, Function, changes_nothing, functions, name_of
 
@@ -103,7 +104,7 @@ class StandIn(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor; `torch.save` comes here."""
         values = self._strata_values
-        return saved_tensor(self, id(values) | UNREACHABLE, self.clone)
+        return saved_tensor(self, id(values) | UNREACHABLE, partial(own_mapping.copy, self))
 
 
 Kind = TypeVar("Kind", bound=StandIn)
