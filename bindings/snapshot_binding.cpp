@@ -48,67 +48,155 @@ bool link_pages(Session& session, const std::vector<std::string>& paths) {
   return true;
 }
 
+// A complete snapshot, with what is needed to say where everything lies. Chunks are asked for one
+// by one, so that other threads get the GIL between two.
+class TakenSnapshot final {
+ public:
+  TakenSnapshot(Session& session, std::uint64_t id)
+      : snapshot_(session.snapshot(id)),
+        layout_(session.residence().layout),
+        config_(session.config()) {}
+
+  std::size_t page_bytes() const { return layout_.page_bytes; }
+  std::size_t chunk_count() const { return layout_.chunks.size(); }
+  py::dict chunk(std::uint32_t id) const;
+  // By parameter, the most of its elements.
+  std::vector<std::int64_t> param_steps() const {
+    std::vector<std::int64_t> steps(config_.params.size(), 0);
+    for (const SavedRun& run : snapshot_.runs)
+      steps[run.param] = std::max(steps[run.param], run.step);
+    return steps;
+  }
+  py::list scales() const {
+    py::list pages;
+    for (const SavedSlot& saved : snapshot_.scales) pages.append(slot_tuple(saved));
+    return pages;
+  }
+  // None: they are no part of it.
+  py::object gradients() const;
+  py::list hypers() const;
+
+ private:
+  static py::tuple slot_tuple(const SavedSlot& saved) {
+    return py::make_tuple(index(saved.slot), saved.contents.version, saved.contents.checksum);
+  }
+  template <typename Key, typename Of>
+  static py::object slot_of(const std::vector<Key>& saved, Of of, const auto& wanted) {
+    const auto found = std::ranges::lower_bound(saved, wanted, {}, of);
+    if (found == saved.end() || of(*found) != wanted) return py::none();
+    return slot_tuple(*found);
+  }
+  py::object role(const Chunk& chunk, Role role) const;
+  py::object gradient(std::uint32_t id, bool holds) const;
+  py::object kind(const SavedRun& run) const;
+
+  Snapshot snapshot_;
+  Layout layout_;
+  const Config& config_;
+};
+
 // The pages of a role of a chunk: where its elements lie in them, and which slot has which.
-py::object role_object(const Layout& layout, const Chunk& chunk, Role role,
-                       const Snapshot& snapshot) {
-  const Spot first = layout.spot(chunk, role, 0);
+py::object TakenSnapshot::role(const Chunk& chunk, Role role) const {
+  const Spot first = layout_.spot(chunk, role, 0);
   if (first.page == kNoPage) return py::none();
-  const std::size_t per_page = layout.elements_per_page(chunk, role);
+  const std::size_t per_page = layout_.elements_per_page(chunk, role);
   py::list pages;
   for (std::size_t element = 0; element < chunk.elements; element += per_page) {
-    const PageId page = layout.spot(chunk, role, element).page;
-    const auto saved = std::ranges::lower_bound(snapshot.pages, page, {}, &SavedPage::page);
-    if (saved == snapshot.pages.end() || saved->page != page)
-      pages.append(py::none());
-    else
-      pages.append(
-          py::make_tuple(index(saved->slot), saved->contents.version, saved->contents.checksum));
+    const PageId page = layout_.spot(chunk, role, element).page;
+    pages.append(slot_of(
+        snapshot_.pages, [](const SavedPage& p) { return p.page; }, page));
   }
   return py::make_tuple(per_page, first.byte, pages);
 }
 
-py::dict chunk_dict(const Config& config, const Layout& layout, std::uint32_t id,
-                    const Snapshot& snapshot) {
-  const Chunk& chunk = layout.chunks[id];
-  const Segment& segment = layout.segments[chunk.segment];
+// Likewise, of its gradient, whatever that lay in.
+py::object TakenSnapshot::gradient(std::uint32_t id, bool holds) const {
+  if (!holds) return py::none();
+  const Chunk& chunk = layout_.chunks[id];
+  py::list pages;
+  for (std::uint32_t n = 0; n < layout_.grad_frames(chunk); ++n) {
+    const auto key = [](const SavedFrame& frame) { return std::pair(frame.chunk, frame.number); };
+    py::object page = slot_of(snapshot_.frames, key, std::pair(id, n));
+    const PageRun& run = chunk.run(Role::grad);
+    if (page.is_none() && run.count != 0) {
+      page = slot_of(
+          snapshot_.pages, [](const SavedPage& p) { return p.page; }, PageId{index(run.first) + n});
+    }
+    pages.append(page);
+  }
+  return py::make_tuple(layout_.elements_per_page(chunk, Role::grad), 0, pages);
+}
+
+// What a run holds of a gradient, as the format has it.
+py::object TakenSnapshot::kind(const SavedRun& run) const {
+  if (run.gradient != HeldGradient::waiting) return py::int_(static_cast<int>(run.gradient));
+  return py::make_tuple(run.hyper, run.update_step, run.scale);
+}
+
+py::dict TakenSnapshot::chunk(std::uint32_t id) const {
+  const Chunk& chunk = layout_.chunks.at(id);
+  const Segment& segment = layout_.segments[chunk.segment];
   py::list runs;
+  bool holds = false;
+  for (auto run = std::ranges::lower_bound(snapshot_.runs, id, {}, &SavedRun::chunk);
+       run != snapshot_.runs.end() && run->chunk == id; ++run) {
+    holds |= run->gradient != HeldGradient::none;
+    runs.append(py::make_tuple(run->param, run->in_param, run->count, run->in_chunk, run->step,
+                               kind(*run)));
+  }
   for (const std::uint32_t param : segment.params) {
-    const std::size_t begin = layout.places[param].first, end = begin + config.params[param].numel;
+    if (segment.trainable) break;
+    const std::size_t begin = layout_.places[param].first;
     const std::size_t from = std::max(begin, chunk.first);
-    const std::size_t to = std::min(end, chunk.first + chunk.elements);
-    if (from < to) runs.append(py::make_tuple(param, from - begin, to - from, from - chunk.first));
+    const std::size_t to = std::min(begin + layout_.numel[param], chunk.first + chunk.elements);
+    if (from < to) {
+      runs.append(py::make_tuple(param, from - begin, to - from, from - chunk.first, 0, 0));
+    }
   }
   py::dict out;
   out["runs"] = runs;
-  for (const Role role : kSavedRoles) out[name(role)] = role_object(layout, chunk, role, snapshot);
-  const bool scaled = layout.moment_dtype == MomentDtype::block8 && segment.trainable;
+  for (const Role each : kSavedRoles) out[name(each)] = role(chunk, each);
+  out[name(Role::grad)] = gradient(id, holds);
   py::list scales;
-  for (int m = 1; scaled && m <= layout.moments; ++m) {
-    scales.append(layout.scale_offset(chunk, m == 1 ? Role::moment1 : Role::moment2));
+  const auto kept = std::ranges::lower_bound(snapshot_.scales_at, id, {}, &SavedScales::chunk);
+  if (kept != snapshot_.scales_at.end() && kept->chunk == id) {
+    for (int m = 1; m <= layout_.moments; ++m) {
+      const Role moment = m == 1 ? Role::moment1 : Role::moment2;
+      scales.append(kept->byte + layout_.scale_offset(chunk, moment) - chunk.scales);
+    }
   }
   out["scales"] = scales;
   return out;
 }
 
-py::dict snapshot_dict(Session& session, std::uint64_t id) {
-  Snapshot snapshot;
-  Layout layout;
-  {
-    const py::gil_scoped_release release;
-    snapshot = session.snapshot(id);
-    layout = session.residence().layout;
+py::object TakenSnapshot::gradients() const {
+  if (!snapshot_.has_gradients) return py::none();
+  py::list out;
+  for (const SavedGradient& saved : snapshot_.gradients) {
+    const GradScaling& scaling = saved.scaling;
+    py::list factors;
+    for (int i = 0; i < scaling.count; ++i) factors.append(scaling.factors[i]);
+    out.append(
+        py::make_tuple(saved.param, saved.count, saved.sum_squares, factors, scaling.divisions));
   }
-  py::dict out;
-  out["page_bytes"] = layout.page_bytes;
-  out["param_steps"] = snapshot.steps;
-  out["scales"] =
-      py::bytes(reinterpret_cast<const char*>(snapshot.scales.data()), snapshot.scales.size());
-  py::list chunks;
-  for (std::uint32_t c = 0; c < layout.chunks.size(); ++c) {
-    chunks.append(chunk_dict(session.config(), layout, c, snapshot));
-  }
-  out["chunks"] = chunks;
   return out;
+}
+
+py::list TakenSnapshot::hypers() const {
+  py::list out;
+  for (const Hyper& hyper : snapshot_.hypers) out.append(group_dict(hyper));
+  return out;
+}
+
+SavedGradient saved_gradient(std::uint32_t param, std::uint32_t count, double sum_squares,
+                             const std::vector<float>& factors, std::uint8_t divisions) {
+  SavedGradient saved{.param = param, .count = count, .sum_squares = sum_squares, .scaling = {}};
+  for (std::size_t i = 0; i < factors.size(); ++i) {
+    if (!saved.scaling.add(factors[i], (divisions >> i & 1) != 0)) {
+      throw py::value_error("a gradient is never scaled so often");
+    }
+  }
+  return saved;
 }
 
 using Slots = std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>>;
@@ -149,10 +237,40 @@ void bind_saved_pages(py::module_& module) {
 }  // namespace
 
 void bind_snapshots(py::module_& module, SessionClass& session) {
+  py::class_<TakenSnapshot>(module, "TakenSnapshot")
+      .def_property_readonly("page_bytes", &TakenSnapshot::page_bytes)
+      .def_property_readonly("chunk_count", &TakenSnapshot::chunk_count)
+      .def_property_readonly("param_steps", &TakenSnapshot::param_steps)
+      .def_property_readonly("scales", &TakenSnapshot::scales)
+      .def_property_readonly("gradients", &TakenSnapshot::gradients)
+      .def_property_readonly("hypers", &TakenSnapshot::hypers)
+      .def("chunk", &TakenSnapshot::chunk);
   session.def("reserve_snapshots", &Session::reserve_snapshots, WithoutGil())
-      .def("begin_snapshot", &Session::begin_snapshot, WithoutGil())
+      .def(
+          "begin_snapshot",
+          [](Session& s, std::uint32_t keep) {
+            const std::uint64_t id = s.begin_snapshot(keep);
+            return std::pair(id, s.snapshot_room_missing());
+          },
+          WithoutGil())
+      .def("make_snapshot_room", &Session::make_snapshot_room, WithoutGil())
+      .def("restore_run", &Session::restore_run, WithoutGil())
+      .def("restore_gradient",
+           [](Session& s, std::uint32_t param, std::uint32_t count, double sum_squares,
+              const std::vector<float>& factors, std::uint8_t divisions) {
+             const SavedGradient saved =
+                 saved_gradient(param, count, sum_squares, factors, divisions);
+             const py::gil_scoped_release release;
+             s.restore_gradient(saved);
+           })
       .def("snapshot_complete", &Session::snapshot_complete, WithoutGil())
-      .def("snapshot", &snapshot_dict)
+      .def(
+          "snapshot",
+          [](Session& s, std::uint64_t id) {
+            const py::gil_scoped_release release;
+            return std::make_unique<TakenSnapshot>(s, id);
+          },
+          py::keep_alive<0, 1>())
       .def("drop_snapshot", &Session::drop_snapshot, WithoutGil())
       .def("make_pages_durable", &make_pages_durable, WithoutGil())
       .def("link_pages", &link_pages, WithoutGil())

@@ -71,11 +71,12 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       writes(base, prefetcher, updates, captures),
       elements(base, updates, writes),
       visits(base, between, prefetcher, updates, writes),
-      gradients(base, between, updates),
+      gradients(base, between, updates, captures),
       steps({base, between, prefetcher, planner, updates, writes, gradients}),
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
                   visits}),
-      snapshots(base, captures, updates, gradients),
+      snapshot_room(base, between),
+      snapshots(base, captures, updates, gradients, snapshot_room),
       turned_(std::move(parts.turned)) {
   prefetcher.limit_frames(base.claims.device_frames);
   for (std::uint32_t u = 0; u < base.layout.units.size(); ++u) {

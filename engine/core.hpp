@@ -65,6 +65,7 @@ class Core final {
   Gradients gradients;
   Steps steps;
   Rearranger rearranger;
+  SnapshotRoom snapshot_room;
   Snapshots snapshots;
 
   // Where the parameter lies on the device, for life.

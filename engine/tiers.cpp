@@ -50,11 +50,36 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
 }
 
 void Tiers::open_store(std::uint32_t slots) {
-  auto engine = std::move(io_engine_);
-  if (!engine) engine = make_io_engine(config_.io_engine, bell_, kIoDepth, &io_engine_why_);
-  stores_[static_cast<std::size_t>(Tier::ssd)] =
-      make_store(std::move(engine), config_.ssd_paths, slots);
+  stores_[static_cast<std::size_t>(Tier::ssd)] = make_ssd(slots, &io_engine_why_);
   slots_ = slots;
+}
+
+std::unique_ptr<Store> Tiers::make_ssd(std::uint32_t slots, std::string* why) {
+  auto engine = std::move(io_engine_);
+  if (!engine) engine = make_io_engine(config_.io_engine, bell_, kIoDepth, why);
+  return make_store(std::move(engine), config_.ssd_paths, slots);
+}
+
+Tiers::SlotGrowth Tiers::begin_growth(std::uint32_t slots) {
+  opening_ = true;
+  return {.slots = slots, .made = nullptr, .io_engine_why = {}};
+}
+
+void Tiers::grow_files(SlotGrowth& growth) {
+  if (Store* const ssd = store(Tier::ssd))
+    ssd->lengthen(growth.slots - slots_);
+  else
+    growth.made = make_ssd(growth.slots, &growth.io_engine_why);
+}
+
+void Tiers::end_growth(SlotGrowth growth) {
+  if (growth.made) {
+    stores_[static_cast<std::size_t>(Tier::ssd)] = std::move(growth.made);
+    io_engine_why_ = std::move(growth.io_engine_why);
+  } else {
+    store(Tier::ssd)->extend(growth.slots - slots_);
+  }
+  slots_ = growth.slots;
 }
 
 std::unique_ptr<Store> Tiers::make_store(std::unique_ptr<IoEngine> engine,
@@ -105,6 +130,7 @@ void Tiers::grow(const Claims& then, std::uint32_t device_frames) {
     const std::uint32_t slots = then.slots + then.kept_slots;
     if (ssd == nullptr && slots != 0) open_store(slots);
     if (ssd != nullptr && slots > slots_) {
+      ssd->lengthen(slots - slots_);
       ssd->extend(slots - slots_);
       slots_ = slots;
     }

@@ -34,6 +34,7 @@ from ._probes import UpdateProbe as UpdateProbe
 from ._probes import best_isa as best_isa
 from ._probes import update_span as update_span
 from ._saved_pages import SavedPages as SavedPages
+from ._saved_pages import TakenSnapshot as TakenSnapshot
 from ._saved_pages import join_master as join_master
 from ._saved_pages import load_moments as load_moments
 
@@ -312,17 +313,24 @@ class Session:
         """Forgets it, whatever is under way; afterwards no copy touches the caller's memory: waits
         for one that is in flight, and for nothing else. Never raises on a closed session."""
     def reserve_snapshots(self, keep: int) -> None:
-        """Makes room on the SSD for so many complete snapshots beside one that begins; there is
-        never less again. Raises StrataError, with what would do, and changes nothing."""
-    def begin_snapshot(self) -> int:
-        """The state behind the last step is kept from here on, whatever comes; its number. Raises
-        StrataError with fault "busy" where gradients have landed since, or the last one is not
-        captured."""
+        """Makes room for so many complete snapshots beside one that begins, for good."""
+    def begin_snapshot(self, keep: int) -> tuple[int, bool]:
+        """The state of now is kept from here on, whatever comes, with gradients that have landed
+        since the last step: its number, and whether make_snapshot_room() is to be called first.
+        Raises StrataError: "config" where the budget has no room for `keep` complete ones beside
+        it, "busy" where gradients are landing or being used."""
+    def make_snapshot_room(self) -> None:
+        """Waits for the file system. Where it has no room, snapshots fail; raises StrataError."""
+    def restore_run(self, param: int, first: int, count: int, step: int, merged: bool) -> None:
+        """Elements have had so many updates; merged: what landed has an older gradient in it."""
+    # What a snapshot knew of a gradient, which has landed again.
+    def restore_gradient(
+        self, param: int, count: int, sum_squares: float, factors: list[float], divisions: int
+    ) -> None: ...
     def snapshot_complete(self, number: int) -> bool:
         """Whether all of it is in slots. Raises StrataError where nothing came of it."""
-    def snapshot(self, number: int) -> dict[str, Any]:
-        """Waits until it is complete: "page_bytes", "param_steps" by parameter, "scales" of 8-bit
-        moments, and "chunks", as _storage/snapshot_files.py describes them."""
+    def snapshot(self, number: int) -> TakenSnapshot:
+        """Waits until it is complete."""
     def drop_snapshot(self, number: int) -> None:
         """Its slots may be used again. Complete or not."""
     def make_pages_durable(self) -> None:

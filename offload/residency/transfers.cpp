@@ -7,6 +7,12 @@
 #include "memory/clock.hpp"
 
 namespace strata {
+namespace {
+
+// Of bytes that are no page, and so have none.
+constexpr std::uint64_t kNoVersion = 0;
+
+}  // namespace
 
 Transfers::Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& device,
                      const Pool& host, Timeline& timeline, std::uint32_t in_flight_max)
@@ -99,6 +105,19 @@ void Transfers::save(PageId page, SlotId to, Requester requester) {
   transfer.page = page;
   transfer.unit = table_.unit(page);
   transfer.saved_to = to;
+  transfer.tag = index(to);
+  ++pages_in_flight_;
+  start_by_store(transfer);
+}
+
+void Transfers::save(const std::byte* from, SlotId to, UnitId unit, Requester requester) {
+  STRATA_ASSERT(!full());
+  STRATA_ASSERT(from != nullptr);
+  Transfer transfer = begin(Link::write, requester, host_.page_bytes());
+  transfer.unit = unit;
+  transfer.saved_to = to;
+  transfer.from = from;
+  transfer.tag = index(to);
   ++pages_in_flight_;
   start_by_store(transfer);
 }
@@ -139,6 +158,10 @@ void Transfers::note(Link link, Requester requester, const TimelineSpan& span) {
 bool Transfers::submit(std::uint32_t slot) {
   Transfer& transfer = slots_[slot];
   const LinkRow& row = row_of(transfer.link);
+  if (transfer.from != nullptr) {
+    transfer.queued = !store_of(row).write(transfer.saved_to, transfer.from, kNoVersion, slot);
+    return !transfer.queued;
+  }
   const bool reads = row.to == Tier::host;
   const SlotId place = transfer.saved_to != kNoSlot
                            ? transfer.saved_to
@@ -154,8 +177,8 @@ bool Transfers::submit(std::uint32_t slot) {
 void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
   const LinkRow& row = row_of(transfer.link);
   --in_flight_[static_cast<std::size_t>(transfer.link)];
+  if (transfer.page != kNoPage || transfer.saved_to != kNoSlot) --pages_in_flight_;
   if (transfer.page != kNoPage) {
-    --pages_in_flight_;
     table_.finish_drain(transfer.page, row.from);
     if (transfer.saved_to == kNoSlot) {
       if (error)

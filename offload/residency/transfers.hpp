@@ -36,7 +36,7 @@ inline constexpr std::size_t kRequesterCount = 6;
 struct Completion {
   Link link = Link::read;
   PageId page = kNoPage;  // kNoPage: bytes that are no page
-  std::uint64_t tag = 0;  // of such bytes: what their requester called them
+  std::uint64_t tag = 0;  // of such bytes: what their requester called them; of save(): the slot
   bool failed = false;    // the destination then holds nothing; see Transfers::failure()
 };
 
@@ -91,6 +91,9 @@ class Transfers final {
   // Writes the page as host memory has it to a slot of the SSD that is not the page's own.
   // REQUIRES: !full(); host memory holds the newest; the slot is acquired, and not held.
   void save(PageId page, SlotId to, Requester requester);
+  // Writes bytes that are no page there, as many as a page has. They stay until the transfer is
+  // over. REQUIRES: as above; an engine may write them directly.
+  void save(const std::byte* from, SlotId to, UnitId unit, Requester requester);
   // REQUIRES: the link is one that the copy engine carries.
   CopyTicket copy(Link link, const ByteCopy& what, Requester requester);
   // Bytes that the processor itself has moved over a link: for the counters and the timeline.
@@ -124,6 +127,7 @@ class Transfers final {
     std::uint64_t bytes = 0;
     CopyTicket ticket{};
     SlotId saved_to = kNoSlot;  // of save(): the other end, of which the page table knows nothing
+    const std::byte* from = nullptr;  // of save(), where it is no page
     std::int64_t begin_ns = 0;
     bool in_flight = false;  // of a slot: in use
     bool queued = false;     // the store was full: it is asked again in the next turn

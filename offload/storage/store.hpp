@@ -123,8 +123,11 @@ class Store final {
   std::uint32_t acquired_slots() const { return acquired_; }
   std::uint32_t slot_count() const { return static_cast<std::uint32_t>(slots_.size()); }
   std::uint32_t free_slots() const { return static_cast<std::uint32_t>(free_slots_.size()); }
-  // So many slots more, in longer files. Throws StrataError (no_space, io), and changes nothing,
-  // where they do not fit. REQUIRES: nothing in flight.
+  // So many slots more, in longer files, in two steps. The first takes as long as the file system
+  // does, and goes on beside everything else, without the lock: throws StrataError (no_space, io),
+  // and changes nothing, where they do not fit. REQUIRES: nobody else is in one.
+  void lengthen(std::uint32_t slot_count);
+  // Behind it: the slots are there.
   void extend(std::uint32_t slot_count);
 
   // Nothing moves before the next turn(). False: in_flight_max requests are under way.

@@ -99,8 +99,7 @@ void Store::add_slots(std::uint32_t count) {
   slots_.resize(end);
 }
 
-void Store::extend(std::uint32_t count) {
-  STRATA_ASSERT(in_flight() == 0);
+void Store::lengthen(std::uint32_t count) {
   const std::uint64_t before = stripe_bytes(slots_.size());
   const std::uint64_t after = stripe_bytes(slots_.size() + count);
   std::size_t longer = 0;
@@ -110,6 +109,10 @@ void Store::extend(std::uint32_t count) {
     while (longer-- > 0) files_[longer]->resize(before);  // all of them or none
     throw;
   }
+}
+
+void Store::extend(std::uint32_t count) {
+  const std::uint64_t after = stripe_bytes(slots_.size() + count);
   for (const int number : numbers_) engine_->grew(number, after);
   add_slots(count);
 }

@@ -64,6 +64,7 @@ class Simulation final {
       for (int b = 0; b < backwards; ++b) {
         train();
         if (config_.update == UpdateMode::on_step && below(3) == 0) change_gradients();
+        if (below(4) == 0) taken_.take(*session_, plain_);
       }
       if (below(8) == 0 && config_.update != UpdateMode::in_backward)
         forget();
@@ -327,7 +328,6 @@ class Simulation final {
     session_->drop_gradients();
     for (PlainParam& plain : plain_) plain.forget_gradient();
   }
-
   // The user writes a parameter between steps.
   void poke() {
     const auto p = static_cast<std::uint32_t>(below(static_cast<int>(plain_.size())));

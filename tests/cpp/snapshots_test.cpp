@@ -36,7 +36,7 @@ TEST(Snapshots, OfWhatRestsOnTheSsdWriteNothing) {
   std::uint64_t last = 0;
   for (int step = 1; step <= 5; ++step) {
     train(session, 1);
-    const std::uint64_t id = session.begin_snapshot();
+    const std::uint64_t id = session.begin_snapshot(1);
     EXPECT_EQ(session.snapshot(id).step, step);
     if (last != 0) session.drop_snapshot(last);
     last = id;
@@ -53,9 +53,9 @@ TEST(Snapshots, OfFrozenParametersShareTheirSlots) {
   Session session(config);
   fill(session);
   session.reserve_snapshots(2);
-  session.snapshot(session.begin_snapshot());
+  session.snapshot(session.begin_snapshot(1));
   const std::uint64_t first = written(session);
-  const Snapshot second = session.snapshot(session.begin_snapshot());
+  const Snapshot second = session.snapshot(session.begin_snapshot(1));
   EXPECT_GT(first, 0U);
   EXPECT_EQ(written(session), first) << "what had not changed was written again";
   EXPECT_GT(second.pages.size(), 0U);
@@ -79,21 +79,79 @@ TEST(Snapshots, AreRefusedWhereTheBudgetHasNoRoomAndSayWhatWouldDo) {
   EXPECT_THROW(roomless.reserve_snapshots(1), StrataError);
 }
 
-TEST(Snapshots, WaitForStepAndForEachOther) {
+// The second, third and fourth are asked for while the first is being captured, in no time.
+TEST(Snapshots, BeginOneBehindTheOther) {
   TempFolder folder;
-  Session session(small_config(folder.path()));
+  Config config = small_config(folder.path());
+  config.host_bytes = 160 * kPage;  // all of it: owed
+  Session session(config);
+  fill(session);
+  session.reserve_snapshots(4);
+  train(session, 1);
+  std::vector<std::uint64_t> ids = {session.begin_snapshot(4), session.begin_snapshot(4)};
+  visit(session, 0, false);
+  visit(session, 0, true);
+  ids.push_back(session.begin_snapshot(4));
+  session.make_snapshot_room();  // for gradients
+  session.step(session.config().groups, {});
+  ids.push_back(session.begin_snapshot(4));
+  std::vector<std::int64_t> steps;
+  std::vector<bool> gradients;
+  for (const std::uint64_t id : ids) {
+    const Snapshot snapshot = session.snapshot(id);
+    steps.push_back(snapshot.step);
+    gradients.push_back(snapshot.has_gradients && !snapshot.gradients.empty());
+  }
+  EXPECT_EQ(steps, (std::vector<std::int64_t>{1, 1, 1, 2}));
+  EXPECT_EQ(gradients, (std::vector<bool>{false, false, true, false}));
+}
+
+TEST(Snapshots, OfUpdatesThatHaveBegunInTheBackwardAreRefused) {
+  TempFolder folder;
+  Config config = small_config(folder.path());
+  config.update = UpdateMode::in_backward;
+  Session session(config);
   fill(session);
   session.reserve_snapshots(1);
   visit(session, 0, false);
   visit(session, 0, true);
-  try {
-    session.begin_snapshot();
-    ADD_FAILURE() << "a gradient has landed";
-  } catch (const StrataError& error) {
-    EXPECT_EQ(error.error().fault, Fault::busy);
+  for (const bool completed : {false, true}) {
+    if (completed) session.complete(UnitId{0}, session.config().groups, 0.0);
+    try {
+      session.begin_snapshot(1);
+      ADD_FAILURE() << "parameters are of two steps";
+    } catch (const StrataError& error) {
+      EXPECT_EQ(error.error().fault, Fault::busy);
+      EXPECT_NE(std::string(error.what()).find("step()"), std::string::npos) << error.what();
+    }
   }
   session.step(session.config().groups, {});
-  session.snapshot(session.begin_snapshot());
+  session.snapshot(session.begin_snapshot(1));
+}
+
+// Far more scales than memory of our own: they go to slots, and come in whole.
+TEST(Snapshots, OfMomentsInEightBitsHaveTheirScales) {
+  TempFolder folder;
+  Config config = small_config(folder.path());
+  config.moment_dtype = MomentDtype::block8;
+  Session session(config);
+  fill(session);
+  session.reserve_snapshots(1);
+  train(session, 2);
+  const Snapshot snapshot = session.snapshot(session.begin_snapshot(1));
+  const Layout layout = session.residence().layout;
+  ASSERT_GT(layout.scale_bytes, 0U);
+  ASSERT_EQ(snapshot.scales_at.size(), layout.chunks.size());
+  EXPECT_EQ(snapshot.scales.size(), ceil_div(layout.scale_bytes, layout.page_bytes));
+  std::vector<bool> used(snapshot.scales.size() * layout.page_bytes, false);
+  for (std::size_t i = 0; i < layout.chunks.size(); ++i) {
+    const std::size_t end =
+        i + 1 < layout.chunks.size() ? layout.chunks[i + 1].scales : layout.scale_bytes;
+    for (std::size_t byte = 0; byte < end - layout.chunks[i].scales; ++byte) {
+      EXPECT_FALSE(used.at(snapshot.scales_at[i].byte + byte)) << "two chunks share a scale";
+      used[snapshot.scales_at[i].byte + byte] = true;
+    }
+  }
 }
 
 TEST(Snapshots, ThatWereGivenUpLeaveNothing) {
@@ -103,9 +161,9 @@ TEST(Snapshots, ThatWereGivenUpLeaveNothing) {
   session.reserve_snapshots(1);
   for (int i = 0; i < 20; ++i) {  // of which none is ever complete
     train(session, 1);
-    session.drop_snapshot(session.begin_snapshot());
+    session.drop_snapshot(session.begin_snapshot(1));
   }
-  const std::uint64_t id = session.begin_snapshot();
+  const std::uint64_t id = session.begin_snapshot(1);
   EXPECT_GT(session.snapshot(id).pages.size(), 0U);
   EXPECT_EQ(contents(session), expected(20));
 }
@@ -155,7 +213,7 @@ TEST(Snapshots, OfLaggingUpdatesAreOfOneStep) {
         session.leave(UnitId{u});
       }
       session.step(session.config().groups, {});
-      if (step % 3 == 0) taken.push_back(session.begin_snapshot());
+      if (step % 3 == 0) taken.push_back(session.begin_snapshot(1));
       if (step % 3 == 2 && !taken.empty()) {
         expect_steps(session.snapshot(taken.back()), session.residence().layout, step - 2);
         session.drop_snapshot(taken.back());

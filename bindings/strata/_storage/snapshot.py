@@ -22,7 +22,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,29 +30,41 @@ from torch import nn
 from .._optim.groups import moments_of
 from .._runtime.wrapped import Wrapped, wrapped
 from . import rng
-from .checkpoint import check_buffers, dtype_name, model_layout, plain_groups, raw_bytes
+from .checkpoint import (
+    buffer_entries,
+    check_dense,
+    dtype_name,
+    model_layout,
+    plain_groups,
+    raw_bytes,
+)
 from .checkpoint_files import (
     MANIFEST_NAME,
     STATE_NAME,
     Record,
     TensorWriter,
     replace_folder,
-    write_manifest,
 )
 from .held_state import Holder
+from .registrations import persistent_places, registrations
 from .snapshot_files import (
     FORMAT,
     Links,
     clean_up,
     copy_pages,
+    give_way,
     links_at,
     remove_links,
     remove_snapshot,
     slots_of,
     snapshots_of,
     step_folder,
+    write_large_manifest,
 )
-from .stored import persistent_buffers, stored_tensors
+from .stored import StoredTensor, stored_tensors
+
+if TYPE_CHECKING:
+    from .._core import TakenSnapshot
 
 TENSOR_KEY = "strata.tensor"
 
@@ -67,6 +79,11 @@ class SnapshotHandle:
         self.path = path
         self._future = future
         self._told = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self._future.done()
 
     @property
     def complete(self) -> bool:
@@ -92,12 +109,18 @@ class SnapshotHandle:
 def snapshot(
     model: nn.Module, path: str | Path, *, keep: int = 2, extra: dict[str, Any] | None = None
 ) -> SnapshotHandle:
-    """Keeps the state behind the last optimizer.step() while training goes on.
+    """Keeps the state of now while training goes on: parameters and moments behind the updates of
+    the last optimizer.step(), and the gradients that have landed since, in the middle of an
+    accumulation.
+
+    It returns at once, whatever the model's size. What waits, if need be, is a later step(): until
+    what it changes is kept. A snapshot that is asked for while another is being kept begins at that
+    one's end, which a later step() waits for; nobody waits for files that are being written.
 
     The page files of `ssd_path` are linked, so they outlive the run; where the file system has no
-    links, pages are copied into the folder. The first call sets room on the SSD aside, and may take
-    longer: `keep` + 1 times the state of what is trained, and once that of what is frozen, beside
-    what rests there.
+    links, pages are copied into the folder. The first snapshot sets room on the SSD aside: `keep` +
+    1 times the state of what is trained (and of its gradients, where there are any), and once that
+    of what is frozen, beside what rests there.
 
     Args:
         model: A wrapped model, behind optimizer.step().
@@ -111,8 +134,10 @@ def snapshot(
 
     Raises:
         StrataError: Where the budget of the SSD has no such room, with what would do; where there
-            is no SSD; in the middle of an accumulation; and what the last snapshot failed with.
-        RuntimeError: Where parameters are of two states.
+            is no SSD; between a backward and step() with update="in_backward", where some
+            parameters are updated and others are not; and what an earlier snapshot failed with.
+        RuntimeError: Likewise, where parameters are of two states, or the model has others than
+            when it was wrapped.
     """
     return _begin(model, Path(path), keep, keep, extra)
 
@@ -129,7 +154,6 @@ def _begin(
 ) -> SnapshotHandle:
     """`beside`: complete ones of the series, while another is taken."""
     state = wrapped(model)
-    state.check_parameters()
     state.hooks.reset()
     state.refuse_half_step("snapshot()")
     state.landings.wait()
@@ -148,55 +172,79 @@ class _Context:
     """What is in no page, as it was when the snapshot was asked for."""
 
     manifest: dict[str, Any]
-    buffers: list[torch.Tensor]
+    buffers: dict[str, torch.Tensor]
     tensors: list[torch.Tensor]
 
 
+@dataclass
+class _Form:
+    """What is the same for every snapshot of a model, as manifests have it."""
+
+    params: list[dict[str, Any]]
+    parts: list[list[int]]
+
+
 class Taker:
-    """Takes the snapshots of one wrapped model, one behind the other."""
+    """Takes the snapshots of one wrapped model, one behind the other.
+
+    What grows with the model is left to its thread, but for persistent buffers, which are copied by
+    who asks; where they are is looked up anew only when a module somewhere got a parameter, a
+    buffer or a module."""
 
     def __init__(self, state: Wrapped) -> None:
         """Removes what killed processes left on the drives."""
         self._session = state.session
         self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
-        self._ids: dict[Path, int] = {}  # the core's, of those that are complete or on their way
-        self._last: SnapshotHandle | None = None
+        self._ids: dict[Path, int] = {}  # the core's, of those that are complete
+        self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
         self.holder = Holder(self._session, self._drives)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
+        self._room = ThreadPoolExecutor(1, "strata-snapshot-room")
+        self._form: _Form | None = None
+        self._buffers: list[tuple[str, nn.Module, str]] = []
+        self._registered = -1
         clean_up(self._drives)
 
     def raise_failure(self) -> None:
-        """Raises what the last one failed with, once."""
+        """Raises what one failed with, once."""
         self.holder.raise_failure()
-        if self._last is not None:
-            self._last.raise_failure()
+        for handle in [h for h in self._handles if h.done]:
+            self._handles.remove(handle)
+            handle.raise_failure()
 
     def finish(self) -> None:
-        """Waits for the last one. Raises nothing: what is not complete is not there."""
-        if self._last is not None:
+        """Waits for all of them. Raises nothing: what is not complete is not there."""
+        for handle in self._handles:
             with contextlib.suppress(Exception):
-                self._last.wait()
+                handle.wait()
 
     def take(
         self, state: Wrapped, series: Path, keep: int, beside: int, extra: dict[str, Any]
     ) -> SnapshotHandle:
         """Begins one. `beside`: complete ones of the series meanwhile."""
-        context = _context(state, extra)
-        self.finish()  # the slots of the last one are among those that are set aside
-        self.holder.wait_until_captured()
+        if self._registered != registrations.count:
+            if self._registered >= 0:
+                state.check_parameters()
+                self._form = None
+            self._registered = registrations.count
+            self._buffers = persistent_places(state.model)
+            registrations.watch(state.model)
+        context = _context(state, self._buffers, extra)
         self._drop_removed()
-        others = sum(folder.parent != series for folder in self._ids)
-        self.holder.reserve(beside + others)
-        number = self._session.begin_snapshot()
+        others = sum(folder.parent != series for folder in list(self._ids))
+        number, room_missing = self.holder.begin(beside + others)
         folder = step_folder(series, context.manifest["step"])
         try:
-            future = self._pool.submit(self._write, number, folder, keep, context)
+            if room_missing:
+                self._room.submit(self._session.make_snapshot_room)
+            future = self._pool.submit(self._write, state, number, folder, keep, context)
         except BaseException:  # the interpreter ends, or Ctrl-C
             self._session.drop_snapshot(number)
             raise
-        self._last = SnapshotHandle(folder, future)
-        return self._last
+        handle = SnapshotHandle(folder, future)
+        self._handles.append(handle)
+        return handle
 
     def make_room_to_hold(self) -> None:
         """Room for what self.holder is to hold. Raises StrataError where there can be none."""
@@ -206,18 +254,26 @@ class Taker:
 
     def _drop_removed(self) -> None:
         """Gives up the slots of those that somebody else has removed."""
-        for folder in [f for f in self._ids if not (f / MANIFEST_NAME).exists()]:
-            self._session.drop_snapshot(self._ids.pop(folder))
+        for folder in [f for f in list(self._ids) if not (f / MANIFEST_NAME).exists()]:
+            number = self._ids.pop(folder, None)  # unless the thread has
+            if number is not None:
+                self._session.drop_snapshot(number)
 
-    def _write(self, number: int, folder: Path, keep: int, context: _Context) -> None:
+    def _write(
+        self, state: Wrapped, number: int, folder: Path, keep: int, context: _Context
+    ) -> None:
         """On the thread."""
         session = self._session
         try:
+            form = self._form
+            if form is None:
+                state.check_parameters()
+                form = self._form = _form(state)
             pages = session.snapshot(number)  # waits
             session.make_pages_durable()
             links = Links(self._drives, folder)
             try:
-                self._write_folder(folder, links, pages, context)
+                self._write_folder(folder, links, pages, form, context)
                 links.finish()
             except BaseException:
                 links.remove()
@@ -236,11 +292,20 @@ class Taker:
                 session.drop_snapshot(self._ids.pop(old))
 
     def _write_folder(
-        self, folder: Path, links: Links, pages: dict[str, Any], context: _Context
+        self, folder: Path, links: Links, pages: TakenSnapshot, form: _Form, context: _Context
     ) -> None:
-        manifest = context.manifest | {"id": links.id, "page_bytes": pages["page_bytes"]}
-        manifest["chunks"] = pages["chunks"]
-        for place, step in enumerate(pages["param_steps"]):
+        manifest = context.manifest | {"id": links.id, "page_bytes": pages.page_bytes}
+        manifest["params"] = [dict(entry) for entry in form.params]
+        manifest["parts"] = form.parts
+        manifest["chunks"] = []
+        for i in range(pages.chunk_count):
+            manifest["chunks"].append(pages.chunk(i))
+            give_way()
+        manifest["scales"] = pages.scales or None
+        if (gradients := pages.gradients) is not None:
+            manifest["gradients"] = {"params": gradients, "groups": pages.hypers} | manifest["sums"]
+        del manifest["sums"]
+        for place, step in enumerate(pages.param_steps):
             entry = manifest["params"][manifest["parts"][place][0]]
             entry["step"] = max(entry["step"], step)
         replaced = links_at(folder)  # of another run that came by this step
@@ -248,15 +313,15 @@ class Taker:
         if linked:
             links.sync()
         with replace_folder(folder) as new:
-            manifest["drives"] = links.drive_entries() if linked else self._copy(pages, new)
+            manifest["drives"] = links.drive_entries() if linked else self._copy(manifest, new)
             with TensorWriter(new / STATE_NAME) as file:
-                _write_state(file, manifest, pages["scales"], context)
+                _write_state(file, manifest, context)
                 manifest["bytes"] = file.bytes
-            write_manifest(new, manifest)
+            write_large_manifest(new, manifest)
         if replaced is not None:
             remove_links(*replaced)
 
-    def _copy(self, pages: dict[str, Any], folder: Path) -> list[dict[str, str]]:
+    def _copy(self, manifest: dict[str, Any], folder: Path) -> list[dict[str, str]]:
         log.warning(
             "the file systems of %s have no hard links: snapshots are copied to %s, page by page",
             ", ".join(self._drives),
@@ -264,40 +329,53 @@ class Taker:
         )
         files = self._session.page_files()
         try:
-            names = copy_pages(files, slots_of(pages), pages["page_bytes"], folder)
+            names = copy_pages(files, slots_of(manifest), manifest["page_bytes"], folder)
         finally:
             for file in files:
                 os.close(file)
         return [{"folder": "", "file": name} for name in names]
 
 
-def _context(state: Wrapped, extra: dict[str, Any]) -> _Context:
-    """Takes what is in no page. Its time does not depend on the parameters' sizes."""
-    check_buffers(state.model)
+def _context(
+    state: Wrapped, places: list[tuple[str, nn.Module, str]], extra: dict[str, Any]
+) -> _Context:
+    """Takes what is in no page. Its time does not depend on the parameters, nor on their number."""
     tensors: list[torch.Tensor] = []
-    layout = model_layout(state)
-    buffers = persistent_buffers(state.model)
+    buffers = {name: module._buffers[key] for name, module, key in places}
+    values = {name: value for name, value in buffers.items() if value is not None}
+    check_dense(values)
     manifest: dict[str, Any] = {
         "snapshot": FORMAT,
-        "step": state.steps_before + state.session.steps(),
+        "step": state.steps_before + state.steps,
         "time": time.time_ns(),
         "moment_dtype": state.config["moment_dtype"],
-        "params": layout["params"],
-        "parts": _parts(state),
-        "buffers": layout["buffers"],
+        "buffers": buffer_entries(values),
         "groups": plain_groups(state),
         "rng": rng.capture(),
         "extra": _taken_out(extra, tensors),
+        "gradients": None,
+        "zeros": sorted(state.gradients.hand_over()),
+        "sums": {"float32": state.config["accumulate"]},
     }
-    for tensor, entry in zip(stored_tensors(state.model), manifest["params"], strict=True):
-        group = state.config["groups"][state.config["params"][tensor.parts[0]]["group"]]
-        entry |= {"step": 0, "rule": group["rule"] if moments_of(group) else "sgd"}
     json.dumps(manifest)  # raises now, and not on the thread
-    values = [value.detach().to("cpu", copy=True) for value in buffers.values()]
-    return _Context(manifest, values, tensors)
+    copies = {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+    return _Context(manifest, copies, tensors)
 
 
-def _parts(state: Wrapped) -> list[list[int]]:
+def _form(state: Wrapped) -> _Form:
+    params = model_layout(state)["params"]
+    for tensor, entry in zip(stored_tensors(state.model), params, strict=True):
+        entry |= {"step": 0, "rule": rule_of(state, tensor)}
+    return _Form(params, parts_of(state))
+
+
+def rule_of(state: Wrapped, tensor: StoredTensor) -> str:
+    """Whose moments are kept of the tensor."""
+    group = state.config["groups"][state.config["params"][tensor.parts[0]]["group"]]
+    return group["rule"] if moments_of(group) else "sgd"
+
+
+def parts_of(state: Wrapped) -> list[list[int]]:
     """By parameter: its tensor, and its first element there."""
     parts: list[list[int]] = [[] for _ in state.config["params"]]
     for place, tensor in enumerate(stored_tensors(state.model)):
@@ -322,15 +400,12 @@ def _taken_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _write_state(
-    file: TensorWriter, manifest: dict[str, Any], scales: bytes, context: _Context
-) -> None:
+def _write_state(file: TensorWriter, manifest: dict[str, Any], context: _Context) -> None:
     def append(kind: str, value: torch.Tensor) -> Record:
         return file.append(kind, dtype_name(value.dtype), raw_bytes(value))
 
-    for entry, value in zip(manifest["buffers"], context.buffers, strict=True):
-        entry["tensors"] = [append("buffer", value)]
+    for entry in manifest["buffers"]:
+        entry["tensors"] = [append("buffer", context.buffers[entry["name"]])]
     manifest["tensors"] = [
         append("extra", value) | {"shape": list(value.shape)} for value in context.tensors
     ]
-    manifest["scales"] = file.append("scales", "uint8", [memoryview(scales)]) if scales else None

@@ -3,26 +3,40 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 1. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 2. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
 
-    state.bin      bytes that are in no page, one behind the other: the persistent buffers, tensors
-                   of `extra`, and the scales of 8-bit moments
+    state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
+                   tensors of `extra`
     manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
-                    "snapshot": 1, "id": 16 hex digits, "step": of the run, "time": ns since 1970,
+                    "snapshot": 2, "id": 16 hex digits, "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
                     "page_bytes", "moment_dtype",
                     "params":  as in a checkpoint, each with the "rule" of its moments,
                     "parts":   [[place in params, first element]], of each of the run's parameters,
                     "chunks":  see below,
                     "buffers", "groups", "rng", "extra": as in a checkpoint,
-                    "scales":  where they lie in state.bin, or null,
-                    "tensors": of extra; {"strata.tensor": i} stands for the ith there}
+                    "scales":  pages of the scales of 8-bit moments, or null,
+                    "tensors": of extra; {"strata.tensor": i} stands for the ith there,
+                    "gradients": null, or of what had landed since the step: see below,
+                    "zeros":   parts whose gradient the user has made zero}
 
-A chunk is {"runs": [[part, first element there, count, first element in the chunk]], "scales":
-[byte of exp_avg's, of exp_avg_sq's], and of each role (param, residual, exp_avg, exp_avg_sq) null,
-or [elements in a page, byte where they begin, pages]}, a page being [slot, version, checksum], or
-null where it is zero. Slot s lies in file s % n of the n drives, at page s // n. The checksum is
-XXH3-64 of the page, seeded with slot and version (offload/storage/checksum.cpp).
+A chunk is {"runs": [[part, first element there, count, first element in the chunk, updates that
+these have had, gradient]], "scales": [byte of exp_avg's, of exp_avg_sq's] in all pages of scales,
+one behind the other, and of each role (param, residual, exp_avg, exp_avg_sq, grad) null, or
+[elements in a page, byte where they begin, pages]}, a page being [slot, version, checksum], or null
+where it is zero. Slot s lies in file s % n of the n drives, at page s // n. The checksum is XXH3-64
+of the page, seeded with slot and version (offload/storage/checksum.cpp).
+
+A run's gradient is 0: none; 1: of the step that is under way; 2: likewise, and with that of an
+earlier step in it, which waited for its update (LockFree); or [place in "groups", number of the
+update, what it is multiplied with]: that of an earlier step, whose update was still to come.
+"gradients" is {"float32": whether they are sums in float32, else in their parameter's dtype,
+"params": [[part, how many have landed, the sum of its squares, [factors that it was scaled with
+since], bits of those that divide]], "groups": hyperparameters}. What a run of gradients is
+multiplied with before it is used is not in its pages.
+
+Version 1 had no gradients: no "gradients", "zeros" and "grad", runs without their last two values,
+and the scales of all chunks in state.bin, where "scales" says.
 
 A link is one more name of the file that the run wrote to; the kernel frees the file with its last
 one. Nothing here knows models.
@@ -37,13 +51,16 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .._core import Hasher
 from .checkpoint_files import (
     MANIFEST_NAME,
     STATE_NAME,
+    STATE_VERSION,
     CheckpointError,
     read_manifest,
     replace_folder,
@@ -51,13 +68,16 @@ from .checkpoint_files import (
 )
 from .replacing import sync, write_whole
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
+GRAD = "grad"
 LINKS = "strata-snapshots"
 STEP_NAME = re.compile(r"step-(\d{6,12})")
 ID = re.compile(r"[0-9a-f]{16}")
 LINK_NAME = re.compile(LINKS + r"/[0-9a-f]{16}-\d{1,4}\.pages")
 COPY_NAME = re.compile(r"pages-\d{1,4}\.bin")
+ENCODED_AT_ONCE = 64  # entries of a list in a manifest: less than a millisecond
 OWNER_MARK = "links of a snapshot"
 
 _under_way: set[str] = set()  # ids that this process has not finished
@@ -204,6 +224,38 @@ def check_drives(manifest: dict[str, Any], folder: Path) -> None:
         raise CheckpointError(f"{folder} is a damaged snapshot: its drives or its id make no sense")
 
 
+def write_large_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """As write_manifest(), but bit by bit, and other threads get their turn between two: what grows
+    with the model takes a while."""
+    manifest = {"version": STATE_VERSION} | manifest
+    digest = Hasher()
+    pieces = ["{"]
+    for i, key in enumerate(sorted(manifest)):
+        pieces.append(f"{', ' if i else ''}{json.dumps(key)}: ")
+        pieces += _encoded(manifest[key])
+    pieces.append("}")
+    text = "".join(pieces)
+    digest.update(text.encode())
+    write_whole(folder / MANIFEST_NAME, f'{{"checksum": "{digest.hexdigest()}", {text[1:]}')
+    sync(folder)
+
+
+def _encoded(value: Any) -> Iterator[str]:
+    if not isinstance(value, list) or len(value) <= ENCODED_AT_ONCE:
+        yield json.dumps(value, sort_keys=True)
+        return
+    for first in range(0, len(value), ENCODED_AT_ONCE):
+        part = json.dumps(value[first : first + ENCODED_AT_ONCE], sort_keys=True)
+        yield f"{', ' if first else '['}{part[1:-1]}"
+        give_way()
+    yield "]"
+
+
+def give_way() -> None:
+    """Lets another thread have the interpreter that asks for it, sooner than it would."""
+    time.sleep(0)
+
+
 def copy_pages(files: list[int], slots: Iterable[int], page_bytes: int, folder: Path) -> list[str]:
     """Copies the pages of these slots into files of the folder, where they lie at the same places,
     with holes between them. Returns the files' names. Memory used: one page."""
@@ -261,11 +313,12 @@ def slots_of(manifest: dict[str, Any]) -> set[int]:
 
 def pages_of(manifest: dict[str, Any]) -> list[list[int]]:
     """Slot, version and checksum of every page, in order."""
-    return [
+    scales = manifest["scales"] if isinstance(manifest["scales"], list) else []
+    return scales + [
         page
         for chunk in manifest["chunks"]
-        for role in ROLES
-        for page in (chunk[role] or ((), (), ()))[2]
+        for role in (*ROLES, GRAD)
+        for page in (chunk.get(role) or ((), (), ()))[2]
         if page is not None
     ]
 

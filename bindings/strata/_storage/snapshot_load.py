@@ -10,6 +10,7 @@ manifest is held against it, and against the model, before anything is changed.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,17 @@ from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
 from .snapshot import TENSOR_KEY
-from .snapshot_files import FORMAT, ROLES, check_drives, is_snapshot, pages_of, snapshots_of
+from .snapshot_files import (
+    FORMAT,
+    FORMATS,
+    GRAD,
+    ROLES,
+    check_drives,
+    is_snapshot,
+    pages_of,
+    snapshots_of,
+)
+from .snapshot_gradients import SavedGradients, upgrade
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 if TYPE_CHECKING:
@@ -80,6 +91,7 @@ def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> d
         for tensor, entry in zip(source.tensors, manifest["params"], strict=True):
             for place in tensor.parts:
                 state.session.set_param_step(place, entry["step"])
+        source.gradients.restore()
         for entry in manifest["buffers"]:
             raw = b"".join(bytes(chunk) for chunk in file.chunks(entry["tensors"][0]))
             checkpoint.set_buffer(buffers[entry["name"]], raw)
@@ -114,7 +126,8 @@ class _Source:
         slots = {page[0]: page for page in pages_of(manifest)}
         self.bytes = len(slots) * self._page_bytes
         self._scales = torch.empty(0, dtype=torch.uint8)
-        if manifest["scales"] is not None:
+        self._scale_page = -1  # of it, where scales lie in pages
+        if isinstance(manifest["scales"], dict):
             file.verify([("scales", manifest["scales"])], lambda _: None)
             self._scales = _tensor(file, manifest["scales"] | {"shape": [-1]})
         folders = [drive["folder"] or str(folder) for drive in manifest["drives"]]
@@ -127,16 +140,17 @@ class _Source:
         except (StrataError, TypeError, ValueError) as error:
             raise CheckpointError(f"the pages of {folder} cannot be read: {error}") from error
         self._values = torch.empty(self._page_bytes, dtype=torch.float32)
+        self._reading = threading.Lock()  # the next chunk, or gradients and scales
 
     def _fail(self, why: str) -> None:
         raise CheckpointError(f"{self._where} is a damaged snapshot: {why}")
 
     def _check(self, state: Wrapped) -> None:
         manifest = self.manifest
-        if manifest["snapshot"] != FORMAT:
+        if manifest["snapshot"] not in FORMATS:
             raise CheckpointError(
                 f"{self._where} is a snapshot of version {manifest['snapshot']!r:.20}; this strata "
-                f"reads {FORMAT}"
+                f"reads 1 to {FORMAT}"
             )
         check_drives(manifest, Path(self._where))
         kinds = {
@@ -151,7 +165,9 @@ class _Source:
             wanted = checkpoint.model_layout(state) | {"groups": checkpoint.plain_groups(state)}
             problems = misfits(manifest, wanted) + rng.problems(manifest["rng"])
             if not problems:
+                upgrade(manifest)
                 self._check_chunks()
+                self.gradients = SavedGradients(manifest, state, self)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
         if problems:
@@ -168,18 +184,27 @@ class _Source:
             self._fail(f"its moments are {manifest['moment_dtype']!r:.20}")
         for chunk in manifest["chunks"]:
             mine: set[int] = set()
-            for part, first, count, at in chunk["runs"]:
+            for part, first, count, at, *_ in chunk["runs"]:
                 tensor, begin = manifest["parts"][part]
                 numbers = (part, first, at, tensor, begin, count)
                 if not all(type(n) is int and n >= 0 for n in numbers) or count == 0:
                     self._fail("a run has a number that is no place")
                 covered[tensor].append((begin + first, count))
-            end = max((at + count for _, _, count, at in chunk["runs"]), default=0)
+            end = max((run[3] + run[2] for run in chunk["runs"]), default=0)
             if chunk["param"] is None:
                 self._fail("a chunk has no parameters")
             for role in _roles(chunk):
                 mine |= self._check_role(chunk[role], end, slots)
+            if chunk[GRAD] is not None:
+                gradient = self._check_role(chunk[GRAD], end, slots)
+                if gradient & mine:
+                    self._fail("a gradient lies in a slot of another role")
+                mine |= gradient
             slots |= mine  # 8-bit moments share theirs
+        if isinstance(manifest["scales"], list):
+            self._check_role([1, 0, manifest["scales"]], 0, slots)
+            if any(page is None for page in manifest["scales"]):
+                self._fail("a page of scales is missing")
         for tensor_, runs in zip(self.tensors, covered, strict=True):
             end = 0
             for first, count in sorted(runs):
@@ -223,18 +248,23 @@ class _Source:
                 pages = ahead.pop().result()
                 if i + 1 < len(self._chunks):
                     ahead.append(pool.submit(self._read, self._chunks[i + 1]))
-                for run in chunk["runs"]:
-                    self._restore_run(state, chunk, pages, _Run(*run), kinds)
                 meter.add(sum(len(p) for p in pages.values()))
+                for run in chunk["runs"]:
+                    self.gradients.apply(chunk, pages, run)
+                    self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
 
     def _read(self, chunk: dict[str, Any]) -> dict[int, torch.Tensor]:
         """The chunk's pages, by slot."""
         slots = [p[0] for role in _roles(chunk) for p in chunk[role][2] if p is not None]
-        slots = list(dict.fromkeys(slots))
+        return self.pages_of(list(dict.fromkeys(slots)))
+
+    def pages_of(self, slots: list[int]) -> dict[int, torch.Tensor]:
+        """Those slots, read and verified."""
         size = self._page_bytes
         memory = torch.empty(len(slots) * size + ALIGNMENT, dtype=torch.uint8)
         skip = -memory.data_ptr() % ALIGNMENT
-        self._pages.read(slots, memory.data_ptr() + skip)
+        with self._reading:
+            self._pages.read(slots, memory.data_ptr() + skip)
         return {s: memory[skip + i * size :][:size] for i, s in enumerate(slots)}
 
     def _restore_run(
@@ -299,11 +329,22 @@ class _Source:
         if dtype == "block8":
             first = max(chunk["scales"][number - 1], 0) + at // MOMENT_BLOCK * 2
             blocks = -(-count // MOMENT_BLOCK)
-            part = self._scales[first : first + 2 * blocks]
+            part = self.scales(first, 2 * blocks)
             if at % MOMENT_BLOCK or part.numel() != 2 * blocks:
                 self._fail("scales are missing")
             scales = part.data_ptr()
         load_moments(dtype, rule, number, stored.data_ptr(), scales, count, values.data_ptr())
+
+    def scales(self, first: int, count: int) -> torch.Tensor:
+        """Bytes of scales, which may be changed until others are asked for."""
+        if isinstance(self.manifest["scales"], list):
+            page, first = divmod(first, self._page_bytes)
+            if not 0 <= page < len(self.manifest["scales"]):
+                self._fail("scales are missing")
+            if page != self._scale_page:
+                slot = self.manifest["scales"][page][0]
+                self._scales, self._scale_page = self.pages_of([slot])[slot], page
+        return self._scales[first : first + count]
 
     def _bytes(
         self,
