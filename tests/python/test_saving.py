@@ -130,7 +130,7 @@ def test_a_failure_is_told_and_the_older_checkpoint_stays(
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards.ShardWriter, "append", full)
+    monkeypatch.setattr(shards.ShardWriter, "write", full)
     handle = strata.save(case.model, tmp_path / "c", wait=False)
     with pytest.raises(OSError, match="No space left"):
         handle.wait()
@@ -177,13 +177,13 @@ def test_what_did_not_change_is_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
     written: list[str] = []
-    append = shards.ShardWriter.append
+    write = shards.ShardWriter.write
 
     def noted(self: Any, tensor: Any, chunks: Any) -> Any:
         written.append(tensor.key)
-        return append(self, tensor, chunks)
+        return write(self, tensor, chunks)
 
-    monkeypatch.setattr(shards.ShardWriter, "append", noted)
+    monkeypatch.setattr(shards.ShardWriter, "write", noted)
     case = frozen(drive(tmp_path, "drive"))
     for expert in range(4):
         step(case, expert)

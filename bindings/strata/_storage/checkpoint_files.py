@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from .._core import Hasher
 from .replacing import (
@@ -68,13 +68,17 @@ class CheckpointError(RuntimeError):
     """A checkpoint is absent, damaged, or of another model; the message says which and where."""
 
 
-class TensorWriter(contextlib.AbstractContextManager["TensorWriter"]):
+class TensorWriter:
     """Writes state.bin front to back and syncs it to the disk on leaving."""
 
     def __init__(self, path: Path) -> None:
         """Creates `path`."""
         self.bytes = 0
         self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115 (closed in __exit__)
+
+    def __enter__(self) -> Self:
+        """Nothing more to do."""
+        return self
 
     def append(self, kind: str, dtype: str, chunks: Iterable[memoryview]) -> Record:
         """Writes one tensor, piece by piece, and returns what the manifest says about it."""

@@ -223,7 +223,7 @@ class _Work:
             for shard in cut(left, self.earlier.quiet):
                 with ShardWriter(folder, shard, names) as file:
                     for tensor in shard.tensors:
-                        record = file.append(tensor, self.meter(chunks(tensor)))
+                        record = file.write(tensor, self.meter(chunks(tensor)))
                         records[tensor.name, tensor.kind] = record
             for entry in (*self.manifest["params"], *self.manifest["buffers"]):
                 entry["tensors"] = [records[entry["name"], r["kind"]] for r in entry["tensors"]]

@@ -28,15 +28,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
-from .._core import Hasher
 from .checkpoint_files import (
     MANIFEST_NAME,
     CheckpointError,
     Record,
+    TensorWriter,
     find,
     read_manifest,
     shard_name,
@@ -96,7 +95,7 @@ def _shard(stem: str, tensors: list[Wanted]) -> Shard:
     return Shard(stem, tuple(sorted(tensors, key=lambda t: -getattr(torch, t.dtype).itemsize)))
 
 
-class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
+class ShardWriter(TensorWriter):
     """Writes one front to back, and syncs it to the disk on leaving."""
 
     def __init__(self, folder: Path, shard: Shard, taken: set[str]) -> None:
@@ -104,7 +103,7 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         numbers = (shard_name(shard.stem, n) for n in range(1, len(taken) + 2))
         self.name = next(name for name in numbers if name not in taken)
         taken.add(self.name)
-        self._file: BinaryIO = open(folder / self.name, "wb", buffering=0)  # noqa: SIM115
+        super().__init__(folder / self.name)
         tensors = {
             t.key: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta")
             for t in shard.tensors
@@ -113,31 +112,12 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         write_all(self._file, memoryview(head))
         self.bytes = len(head)
 
-    def append(self, tensor: Wanted, chunks: Iterable[memoryview]) -> Record:
+    def write(self, tensor: Wanted, chunks: Iterable[memoryview]) -> Record:
         """Writes the next tensor of the shard, and returns what the manifest says about it."""
-        offset, digest = self.bytes, Hasher()
-        for chunk in chunks:
-            digest.update(chunk)
-            write_all(self._file, chunk)
-            self.bytes += len(chunk)
-        if self.bytes - offset != tensor.bytes:
-            raise RuntimeError(f"{tensor.key} came with {self.bytes - offset} bytes")
-        return {
-            "kind": tensor.kind,
-            "dtype": tensor.dtype,
-            "file": self.name,
-            "offset": offset,
-            "bytes": tensor.bytes,
-            "xxh3_64": digest.hexdigest(),
-        }
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        """Syncs, unless an exception is on its way, and closes."""
-        try:
-            if kind is None:
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+        record = self.append(tensor.kind, tensor.dtype, chunks)
+        if record["bytes"] != tensor.bytes:
+            raise RuntimeError(f"{tensor.key} came with {record['bytes']} bytes")
+        return record | {"file": self.name}
 
 
 class Earlier:

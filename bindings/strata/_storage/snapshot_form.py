@@ -17,6 +17,9 @@ import torch
 
 from .._config.conforms import conforms
 
+ALIGNMENT = 4096  # of what pages are read into
+MOMENT_BLOCK = 64  # elements that share a scale
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}  # of moments
 TENSOR_KEY = "strata.tensor"  # {TENSOR_KEY: i} in extra stands for the ith of its tensors
 DIGEST = re.compile(r"[0-9a-f]{16}")
 RECORD = {"kind": str, "dtype": str, "offset": int, "bytes": int, "xxh3_64": str}

@@ -32,16 +32,13 @@ from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_
 from .checkpoint_manifest import misfits
 from .snapshot_adopt import adopt
 from .snapshot_files import FORMAT, ROLES, check_drives, is_snapshot, pages_of, snapshots_of
-from .snapshot_form import TENSOR_KEY, unsound
+from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK, TENSOR_KEY, unsound
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 if TYPE_CHECKING:
     from .._core import Kind
 
-ALIGNMENT = 4096
-MOMENT_BLOCK = 64  # elements that share a scale
 RULES = ("adamw", "adam", "sgd", "lion", "adagrad", "foreign")
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}
 
 log = logging.getLogger("strata")
 

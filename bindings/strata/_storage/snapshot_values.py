@@ -20,13 +20,12 @@ from .._core import SavedPages, join_master, load_moments
 from .checkpoint import raw_bytes
 from .checkpoint_files import Record
 from .snapshot_files import ROLES, pages_of
+from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK
 from .stored import StoredTensor
 
 if TYPE_CHECKING:
     from .._core import DtypeName
 
-ALIGNMENT = 4096
-MOMENT_BLOCK = 64  # elements that share a scale
 KEPT_BYTES = 32 << 20  # of pages, in memory
 ROLES_OF = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
@@ -111,7 +110,7 @@ class SnapshotValues:
         self, chunk: dict[str, Any], rule: str, kind: str, at: int, values: torch.Tensor
     ) -> None:
         dtype, number = self._forms.moment_dtype, int(kind[-1])
-        size = {"float32": 4, "bfloat16": 2, "block8": 1}[dtype]
+        size = ELEMENT_BYTES[dtype]
         stored = self._bytes(chunk, ROLES_OF[kind], at, values.numel(), size)
         scales = 0
         if dtype == "block8":
