@@ -107,8 +107,9 @@ bool Updates::load(Slot& slot) {
   }
   if (!complete) return moved;
   make_spans(slot);
+  keep_others(slot);
   const auto tag = static_cast<std::uint64_t>(&slot - slots_.data());
-  if (!workers_->submit({slot.spans, tag, on_device(slot.chunk)})) return moved;
+  if (!workers_->submit({slot.spans, tag, on_device(slot.chunk), slot.kept})) return moved;
   slot.stage = Stage::updating;
   return true;
 }
@@ -162,6 +163,24 @@ void Updates::make_spans(Slot& slot) const {
     span.param_id = piece.param;
     span.first = piece.in_param;
     slot.spans.push_back(span);
+  }
+}
+
+// The fresh frame replaces a page that has parameters without a gradient as well.
+void Updates::keep_others(Slot& slot) const {
+  slot.kept.clear();
+  if (slot.fresh == kNoHostFrame) return;
+  const auto updated = [&slot](std::size_t in_chunk) {
+    return std::ranges::any_of(slot.pieces,
+                               [&](const ChunkPiece& piece) { return piece.in_chunk == in_chunk; });
+  };
+  const Chunk& chunk = layout_.chunks[slot.chunk];
+  const std::size_t bytes = size_of(layout_.segments[chunk.segment].dtype);
+  for (const ChunkPiece& piece : chunks_[slot.chunk].pieces) {
+    if (updated(piece.in_chunk)) continue;
+    slot.kept.push_back({.from = at(slot, Role::param, piece.in_chunk),
+                         .to = gradients_->address(slot.fresh) + piece.in_chunk * bytes,
+                         .bytes = piece.count * bytes});
   }
 }
 

@@ -204,6 +204,7 @@ class Updates final {
     std::vector<HostFrameId> gradient;  // where it has no pages
     HostFrameId fresh = kNoHostFrame;   // for the new parameters, where they are written beside
     std::vector<UpdateSpan> spans;
+    std::vector<KeptBytes> kept;  // the parameters beside them, where there is a fresh frame
   };
 
   bool on_device(std::uint32_t chunk) const;
@@ -220,6 +221,7 @@ class Updates final {
   bool open(OpenPage& page);
   void close(OpenPage& page);
   void make_spans(Slot& slot) const;
+  void keep_others(Slot& slot) const;
   std::byte* at(const Slot& slot, Role role, std::size_t element) const;
   void fail(UnitId unit, const std::string& what);
   bool publish(Slot& slot);

@@ -1,5 +1,6 @@
 #include "optimizers/workers.hpp"
 
+#include <cstring>
 #include <exception>
 #include <utility>
 
@@ -17,8 +18,9 @@ struct Tools {
   DeviceUpdate device_update;
 };
 
-void update_here(std::span<const UpdateSpan> spans, const Tools& tools) {
-  for (const UpdateSpan& span : spans) {
+void update_here(const UpdateJob& job, const Tools& tools) {
+  for (const KeptBytes& kept : job.kept) std::memcpy(kept.to, kept.from, kept.bytes);
+  for (const UpdateSpan& span : job.spans) {
     if (span.hyper->rule == Rule::foreign)
       update_foreign(span, tools.kernels, tools.foreign);
     else
@@ -28,6 +30,7 @@ void update_here(std::span<const UpdateSpan> spans, const Tools& tools) {
 
 UpdateDone run(const UpdateJob& job, const Tools& tools, int worker) {
   STRATA_ASSERT(worker >= 0);
+  STRATA_ASSERT(job.kept.empty() || !job.on_device);
   UpdateDone done;
   done.tag = job.tag;
   done.worker = static_cast<std::uint8_t>(worker);  // beyond 256 some share a number: only shown
@@ -36,7 +39,7 @@ UpdateDone run(const UpdateJob& job, const Tools& tools, int worker) {
     if (job.on_device && tools.device_update)
       done.error = tools.device_update(job.spans);
     else
-      update_here(job.spans, tools);
+      update_here(job, tools);
   } catch (const std::exception& thrown) {
     done.error = *thrown.what() != '\0' ? thrown.what() : "an exception without a message";
   }

@@ -23,10 +23,19 @@
 
 namespace strata {
 
+// Parameters that no update changes, where those that are updated go elsewhere: copied as they are.
+struct KeptBytes {
+  const std::byte* from = nullptr;
+  std::byte* to = nullptr;
+  std::size_t bytes = 0;
+};
+
+// What the spans are of stays valid until the job is collected.
 struct UpdateJob {
-  std::span<const UpdateSpan> spans;  // stays valid until collected
+  std::span<const UpdateSpan> spans;
   std::uint64_t tag = 0;
-  bool on_device = false;  // what the spans point to rests there
+  bool on_device = false;           // what the spans point to rests there
+  std::span<const KeptBytes> kept;  // empty on a device
 };
 
 // A job that was run: by which worker, and from when to when by the steady clock.

@@ -301,11 +301,11 @@ void Store::pause(std::uint32_t which) {
 bool Store::end_pauses() {
   if (pausing_.empty()) return false;
   const std::int64_t now = options_.now();
-  const auto over =
-      std::ranges::partition(pausing_, [now](const Pause& p) { return p.end_ns > now; });
-  for (const Pause& pause : over) waiting_.push_back(pause.transfer);
-  const bool any = !over.empty();
-  pausing_.erase(over.begin(), over.end());
+  const auto over = std::partition(pausing_.begin(), pausing_.end(),
+                                   [now](const Pause& p) { return p.end_ns > now; });
+  for (auto pause = over; pause != pausing_.end(); ++pause) waiting_.push_back(pause->transfer);
+  const bool any = over != pausing_.end();
+  pausing_.erase(over, pausing_.end());
   return any;
 }
 

@@ -42,13 +42,16 @@ class Training final {
     const int units = 2 + below(4);
     for (int u = 0; u < units; ++u) {
       config_.units.push_back("unit" + std::to_string(u));
-      ParamSpec spec;
-      spec.name = "p" + std::to_string(u);
-      spec.numel = static_cast<std::size_t>(1 + below(90'000)) * (page_ / kPageBytesMin);
-      spec.dtype = below(2) == 0 ? Dtype::bfloat16 : Dtype::float32;
-      spec.unit = UnitId{static_cast<std::uint32_t>(u)};
-      config_.params.push_back(spec);
+      for (int left = 1 + below(3); left > 0; --left) {
+        ParamSpec spec;
+        spec.name = "p" + std::to_string(config_.params.size());
+        spec.numel = static_cast<std::size_t>(1 + below(30'000)) * (page_ / kPageBytesMin);
+        spec.dtype = below(2) == 0 ? Dtype::bfloat16 : Dtype::float32;
+        spec.unit = UnitId{static_cast<std::uint32_t>(u)};
+        config_.params.push_back(spec);
+      }
     }
+    landed_.resize(config_.params.size());
     config_.page_bytes = page_;
     config_.device_bytes = static_cast<std::size_t>(6 + below(20)) * page_;
     config_.host_bytes = kPlenty * page_;
@@ -66,17 +69,19 @@ class Training final {
   Seen run() {
     const auto units = static_cast<std::uint32_t>(config_.units.size());
     const int steps = 4 + below(12);
-    for (done_ = 0; done_ < steps; ++done_) {
+    for (int step = 0; step < steps; ++step) {
       for (std::uint32_t u = 0; u < units; ++u) visit(u, false);
       for (std::uint32_t u = units; u-- > 0;) visit(u, true);
       session_->step(config_.groups, {});
+      done_ += landed_now_ ? 1 : 0;  // one without gradients is no step
+      landed_now_ = false;
       if (below(10) == 0) session_->drain();
     }
     session_->synchronize();
     const SessionStats stats = session_->stats();
     Seen seen;
     for (std::uint32_t u = 0; u < units; ++u) {
-      EXPECT_EQ(shown(u), steps) << "a gradient was lost, or applied twice";
+      expect_all_used(u);
       for (std::size_t lag = 1; lag < stats.staleness.seen[u].size(); ++lag) {
         seen.lagging += stats.staleness.seen[u][lag];
       }
@@ -113,48 +118,70 @@ class Training final {
     config_.host_bytes = (all.host_frames - resting / 2 + 16) * page_;
   }
 
+  std::vector<std::uint32_t> params_of(std::uint32_t unit) const {
+    std::vector<std::uint32_t> params;
+    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
+      if (config_.params[p].unit == UnitId{unit}) params.push_back(p);
+    }
+    return params;
+  }
+
   void visit(std::uint32_t unit, bool backward) {
     session_->enter(UnitId{unit}, backward);
-    const int newest = look(unit);
-    EXPECT_GE(newest, done_ - static_cast<int>(config_.max_staleness)) << "older than declared";
-    EXPECT_LE(newest, done_);
-    if (backward) {
-      const std::size_t numel = config_.params[unit].numel;
-      const DeviceTensor gradient(device_, numel * sizeof(float));
-      const std::vector<float> minus_one(numel, -1.0f);
-      device_.write(gradient.data(), minus_one.data(), gradient.size());
-      session_->land_gradient(unit, gradient.data(), Dtype::float32);
-      look(unit);
+    for (const std::uint32_t param : params_of(unit)) {
+      const int newest = look(param);
+      const int of_old = gradients_of(param, done_ - static_cast<int>(config_.max_staleness));
+      EXPECT_GE(newest, of_old) << "older than declared";
+      EXPECT_LE(newest, gradients_of(param, done_));
+      if (!backward || below(4) == 0) continue;  // as where a branch is not taken
+      land(param);
+      look(param);
     }
     session_->leave(UnitId{unit});
   }
 
-  // The oldest version that the unit's device pages show; each page shows one only.
-  int look(std::uint32_t unit) {
-    const ParamSpec& spec = config_.params[unit];
+  void land(std::uint32_t param) {
+    const std::size_t numel = config_.params[param].numel;
+    const DeviceTensor gradient(device_, numel * sizeof(float));
+    const std::vector<float> minus_one(numel, -1.0f);
+    device_.write(gradient.data(), minus_one.data(), gradient.size());
+    session_->land_gradient(param, gradient.data(), Dtype::float32);
+    landed_[param].push_back(done_);
+    landed_now_ = true;
+  }
+
+  // Those that landed before a step; the first is 0.
+  int gradients_of(std::uint32_t param, int step) const {
+    const auto& landed = landed_[param];
+    return static_cast<int>(std::ranges::lower_bound(landed, step) - landed.begin());
+  }
+
+  // The oldest version that the parameter's device pages show; each page shows one only.
+  int look(std::uint32_t param) {
+    const ParamSpec& spec = config_.params[param];
     std::vector<std::byte> shown(spec.numel * size_of(spec.dtype));
-    device_.read(shown.data(), session_->device_address(unit), shown.size());
+    device_.read(shown.data(), session_->device_address(param), shown.size());
     std::vector<float> values(spec.numel);
     kernels(Isa::scalar)
         .land_gradient(values.data(), Dtype::float32, shown.data(), spec.dtype, spec.numel,
                        GradMode::copy, {});
-    const std::size_t per_page = page_ / size_of(spec.dtype);
+    const Layout layout = session_->residence().layout;
     float oldest = values[0];
-    for (std::size_t first = 0; first < values.size(); first += per_page) {
-      const auto end =
-          values.begin() + static_cast<std::ptrdiff_t>(std::min(values.size(), first + per_page));
-      const auto begin = values.begin() + static_cast<std::ptrdiff_t>(first);
+    for (const Piece& piece : layout.pieces(param)) {
+      const auto begin = values.begin() + static_cast<std::ptrdiff_t>(piece.in_param);
+      const auto end = begin + static_cast<std::ptrdiff_t>(piece.count);
       EXPECT_TRUE(std::all_of(begin, end, [&](float v) { return v == *begin; })) << "a torn page";
       oldest = std::min(oldest, *begin);
     }
     return static_cast<int>(oldest);
   }
 
-  int shown(std::uint32_t unit) {
+  void expect_all_used(std::uint32_t unit) {
     session_->enter(UnitId{unit}, false, false);
-    const int version = look(unit);
+    for (const std::uint32_t param : params_of(unit)) {
+      EXPECT_EQ(look(param), gradients_of(param, done_)) << "a gradient was lost, or applied twice";
+    }
     session_->leave(UnitId{unit});
-    return version;
   }
 
   TestDevice& device_;
@@ -163,6 +190,8 @@ class Training final {
   VirtualClock clock_;
   Config config_;
   int done_ = 0;
+  bool landed_now_ = false;
+  std::vector<std::vector<int>> landed_;  // by parameter: the steps in which it got a gradient
   std::unique_ptr<Session> session_;
 };
 
