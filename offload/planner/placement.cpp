@@ -206,6 +206,10 @@ bool comfortable(const Holding& holding, const Allotment& allotment) {
 
 // The units that are entered together need more of the device than there is, at any page size.
 Allotted refuse_nested(const Holding& holding, const TierBudgets& budgets) {
+  // Not if it is only what rests there, for want of room below, that leaves too little.
+  const Attempt below = attempt(holding, budgets, std::vector<bool>(holding.units.size(), false));
+  const bool nests = below.allotment.nested_frames <= below.allotment.device_frames;
+  if (below.excess != 0 && nests) return {below.allotment, below.refusal};
   TierBudgets wide = budgets;
   wide.device_bytes = kUnbounded;
   Allotted allotted = choose_allotment(holding, wide);

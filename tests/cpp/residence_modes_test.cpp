@@ -85,7 +85,7 @@ TEST(Residence, ScalesAreSetAside) {
 }
 
 TEST(Residence, WhatIsEnteredTogetherHasRoomOrARefusalSaysWithHowMuch) {
-  int refused = 0;
+  int refused = 0, refused_host = 0;
   for_seeds(500, [&](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     Config config = random_model(random);
@@ -101,8 +101,14 @@ TEST(Residence, WhatIsEnteredTogetherHasRoomOrARefusalSaysWithHowMuch) {
         return;
       } catch (const StrataError& thrown) {
         const Error& error = thrown.error();
-        if (error.tier != Tier::device) return;
-        ASSERT_EQ(attempt, 0) << thrown.what();
+        if (error.tier == Tier::host) {
+          ASSERT_GT(error.would_do_bytes, config.host_bytes) << thrown.what();
+          config.host_bytes = error.would_do_bytes;
+          refused_host += attempt == 0 ? 1 : 0;
+          ASSERT_EQ(attempt, 0) << thrown.what();
+          continue;
+        }
+        ASSERT_LT(attempt, 2) << thrown.what();
         ++refused;
         EXPECT_EQ(error.units, config.units);
         EXPECT_EQ(error.moment, "forward of all");
@@ -114,7 +120,25 @@ TEST(Residence, WhatIsEnteredTogetherHasRoomOrARefusalSaysWithHowMuch) {
   });
   if (std::getenv("STRATA_SEED") == nullptr) {
     EXPECT_GT(refused, 50);
+    EXPECT_GT(refused_host, 50);
   }
+}
+
+// Its units would rest on the device, and leave no room for what is entered together.
+TEST(Residence, TooLittleHostMemoryIsNotBlamedOnTheDevice) {
+  Config config = twelve_units(UpdateMode::on_step, 70);
+  config.ssd_paths.clear();
+  config.ssd_bytes = 0;
+  config.device_bytes = 31 * kPageBytesMin;
+  config.together = {{"half", {0, 1, 2, 3, 4, 5}}};
+  try {
+    choose_residence(config);
+    FAIL() << "there is no room";
+  } catch (const StrataError& thrown) {
+    EXPECT_EQ(thrown.error().tier, Tier::host) << thrown.what();
+    config.host_bytes = thrown.error().would_do_bytes;
+  }
+  EXPECT_EQ(choose_residence(config).rest_frames, 0U);
 }
 
 TEST(Residence, PagesAreSmallerWhereUnitsAreEnteredTogether) {
