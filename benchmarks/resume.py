@@ -1,9 +1,10 @@
 """From a snapshot on the disk to the first step.
 
-On the same disk: strata.load and the step behind it, updates and all, over the first step of a run
-that loads nothing, for state that rests on the SSD and in host memory. Both are recorded and
-planned; the run that begins has no moments to read, which counts against the other. What rests in
-host memory is read in that step: its bound is the disk.
+On the same disk: strata.load and the step behind it, updates and all, over a steady step of the
+same run, for state that rests on the SSD and in host memory. The first step is recorded, nothing is
+fetched ahead, and the plan is made behind it; so it is in a run that loads nothing, whose first
+step is given beside it, but which has no moments to read. What rests in host memory is read in the
+first step: its bound is the disk.
 In another place: a copy of the snapshot, loaded into host memory, against plain reads of its pages
 before and behind it; the bound of a round is the most that the disk gave to any of the three.
 """
@@ -44,6 +45,7 @@ class Resumes:
         self.in_host = self.on_ssd | {"host": self.on_ssd["host"] + rest + 64 * MIB}
         self.firsts: dict[str, list[float]] = {}
         self.loads: dict[str, list[float]] = {}
+        self.steady: dict[str, list[float]] = {}
 
     def _fresh(self) -> torch.nn.Module:
         if self._context.quick:
@@ -72,10 +74,11 @@ class Resumes:
         """Seconds of load() and the step behind it."""
         side = self._side(memory)
         load = seconds_of(lambda: strata.load(side.model, path))
-        first = _whole_step(side)
+        first, _, steady = (_whole_step(side) for _ in range(3))
         side.close()
         self.loads.setdefault(name, []).append(load)
         self.firsts.setdefault(name, []).append(first)
+        self.steady.setdefault(name, []).append(steady)
         return load + first
 
 
@@ -113,10 +116,10 @@ def run(context: Context) -> Iterator[Figure]:
         shutil.rmtree(copy)
     fastest = min(before + behind)
     for name in ("ssd", "host"):
-        over = [
-            a - b for a, b in zip(taken[f"{name}, resumed"], taken[f"{name}, begun"], strict=True)
-        ]
+        resumed, steady = taken[f"{name}, resumed"], resumes.steady[name]
+        over = [a - b for a, b in zip(resumed, steady, strict=True)]
         yield _seconds(f"{name}_load", resumes.loads[name])
+        yield _seconds(f"{name}_steady_step", steady)
         yield _seconds(f"{name}_first_step", resumes.firsts[name])
         yield _seconds(f"{name}_begun_first_step", taken[f"{name}, begun"])
         reads = fastest if name == "host" else None
