@@ -34,8 +34,8 @@ struct KeptBytes {
 struct UpdateJob {
   std::span<const UpdateSpan> spans;
   std::uint64_t tag = 0;
-  bool on_device = false;           // what the spans point to rests there
-  std::span<const KeptBytes> kept;  // empty on a device
+  bool on_device = false;                // what the spans point to rests there
+  std::span<const KeptBytes> kept = {};  // empty on a device
 };
 
 // A job that was run: by which worker, and from when to when by the steady clock.

@@ -36,15 +36,16 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* how, void
   return fails(threads_left) ? EAGAIN : real(thread, how, run, with);
 }
 
-void* operator new(std::size_t bytes) {
+// Not inlined: the compiler would see new and free() as a pair, and warn.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
   void* const memory = fails(allocations_left) ? nullptr : std::malloc(bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-void operator delete(void* memory) noexcept {
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
   std::free(memory);
 }
-void operator delete(void* memory, std::size_t) noexcept {
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
   std::free(memory);
 }
 #endif
