@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "offload/planner/staging.hpp"
+
 namespace strata {
 namespace {
 

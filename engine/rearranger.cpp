@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "memory/check.hpp"
+#include "offload/planner/staging.hpp"
 
 namespace strata {
 namespace {

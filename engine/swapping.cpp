@@ -1,6 +1,7 @@
 #include "engine/swapping.hpp"
 
 #include "memory/check.hpp"
+#include "offload/planner/staging.hpp"
 
 namespace strata {
 

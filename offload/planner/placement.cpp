@@ -1,31 +1,15 @@
 #include "offload/planner/placement.hpp"
 
 #include <algorithm>
-#include <limits>
 
 #include "memory/check.hpp"
+#include "offload/planner/staging.hpp"
 
 namespace strata {
 namespace {
 
-// Staging for four chunks in flight (one loads, one updates, one is written, one is spare) and as
-// many single pages: gradients that land and parameters on their way to the device.
-constexpr std::uint32_t kChunksInFlight = 4;
-constexpr std::uint32_t kSinglePages = 8;
-constexpr std::uint32_t kFetchesMax = 16;
 constexpr std::size_t kPagesMax = std::size_t{1} << 30;  // of activations in a tier
-// Copies of activations finish by themselves and quickly: a few keep the disk and the device busy.
-constexpr std::uint32_t kActivationFramesMax = 8;
 constexpr std::size_t kUnbounded = std::size_t{1} << 50;
-
-// The staging area for a chunk, and what may be held beside it.
-std::uint32_t staging_least(std::uint32_t chunk_pages_max) {
-  return chunk_pages_max + 3;
-}
-
-std::uint32_t staging_wanted(std::uint32_t chunk_pages_max) {
-  return kChunksInFlight * chunk_pages_max + kSinglePages;
-}
 
 std::size_t pages_of(std::span<const Sizes> units) {
   std::size_t pages = 0;
@@ -204,12 +188,15 @@ bool comfortable(const Holding& holding, const Allotment& allotment) {
   return little_waste && small_staging;
 }
 
+bool nested_fit(const Allotment& allotment) {
+  return allotment.nested_frames <= allotment.device_frames;
+}
+
 // The units that are entered together need more of the device than there is, at any page size.
 Allotted refuse_nested(const Holding& holding, const TierBudgets& budgets) {
   // Not if it is only what rests there, for want of room below, that leaves too little.
   const Attempt below = attempt(holding, budgets, std::vector<bool>(holding.units.size(), false));
-  const bool nests = below.allotment.nested_frames <= below.allotment.device_frames;
-  if (below.excess != 0 && nests) return {below.allotment, below.refusal};
+  if (below.excess != 0 && nested_fit(below.allotment)) return {below.allotment, below.refusal};
   TierBudgets wide = budgets;
   wide.device_bytes = kUnbounded;
   Allotted allotted = choose_allotment(holding, wide);
@@ -217,9 +204,7 @@ Allotted refuse_nested(const Holding& holding, const TierBudgets& budgets) {
   const auto pages = [&](const EnteredTogether& entered) {
     return param_pages(holding, allotted.allotment, entered);
   };
-  const auto most = std::max_element(
-      holding.together.begin(), holding.together.end(),
-      [&](const EnteredTogether& a, const EnteredTogether& b) { return pages(a) < pages(b); });
+  const auto most = std::ranges::max_element(holding.together, {}, pages);
   const std::uint64_t bytes = pages(*most) * holding.page_bytes;
   // Units that nothing else holds take their part of the device.
   const std::uint64_t resting = std::uint64_t{allotted.allotment.rest_frames} * holding.page_bytes;
@@ -304,9 +289,6 @@ PageSizeChosen choose_page_size(const std::function<Holding(std::size_t)>& holdi
                                 std::size_t smallest, std::size_t largest,
                                 const TierBudgets& budgets) {
   STRATA_ASSERT(smallest > 0 && smallest <= largest);
-  const auto nested_fit = [](const Allotment& allotment) {
-    return allotment.nested_frames <= allotment.device_frames;
-  };
   // 1. The largest comfortable one; the smallest that works at all is the last resort.
   PageSizeChosen best;
   best.allotted.refusal.emplace();
@@ -380,25 +362,6 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
 
 std::size_t set_aside(const Claims& claims) {
   return std::size_t{claims.buffer_frames} + claims.scale_frames + claims.landing_frames;
-}
-
-std::uint32_t choose_staging(std::uint32_t chunk_pages_max, std::size_t frames) {
-  const std::uint32_t least = staging_least(chunk_pages_max);
-  const std::uint32_t most = std::max(least, staging_wanted(chunk_pages_max));
-  return std::clamp(static_cast<std::uint32_t>(frames / 2), least, most);
-}
-
-StagingShares share_staging(const Claims& claims) {
-  if (claims.staging_frames == 0) return {.fetches = kFetchesMax};
-  STRATA_ASSERT(claims.staging_frames >= staging_least(claims.chunk_frames_max));
-  // The session's own accesses hold two pages.
-  const std::uint32_t beside_a_chunk = claims.staging_frames - claims.chunk_frames_max - 2;
-  StagingShares shares;
-  shares.fetches = std::clamp(beside_a_chunk / 2, 1U, kFetchesMax);
-  shares.chunks = claims.staging_frames - shares.fetches - 2;
-  STRATA_ASSERT(shares.chunks >= claims.chunk_frames_max);
-  shares.activations = std::clamp(beside_a_chunk / 4, 1U, kActivationFramesMax);
-  return shares;
 }
 
 }  // namespace strata

@@ -138,19 +138,4 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
 // Frames of host memory that are set aside, whatever rests where.
 std::size_t set_aside(const Claims& claims);
 
-// The staging area that is chosen out of so many frames of host memory, for chunks of so many
-// pages.
-std::uint32_t choose_staging(std::uint32_t chunk_pages_max, std::size_t frames);
-// What a chunk of 16-bit parameters with everything float32 pins: one page of parameters, one of
-// residuals, two of each moment, one of gradients.
-inline constexpr std::uint32_t kChunkPages = 7;
-
-// How many staging frames may be held at once: see Note [Staging cannot deadlock].
-struct StagingShares {
-  std::uint32_t fetches = 0;      // by parameters on their way to the device
-  std::uint32_t chunks = 0;       // by chunks under update, together
-  std::uint32_t activations = 1;  // by copies of activations
-};
-StagingShares share_staging(const Claims& claims);
-
 }  // namespace strata

@@ -7,6 +7,7 @@
 #include "offload/planner/on_device.hpp"
 #include "offload/planner/problem.hpp"
 #include "offload/planner/search.hpp"
+#include "offload/planner/staging.hpp"
 
 namespace strata {
 namespace {
