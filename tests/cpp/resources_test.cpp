@@ -18,16 +18,16 @@ namespace {
 std::atomic<long> threads_left{-1};      // starts that go well; negative: all
 std::atomic<long> allocations_left{-1};  // likewise
 
-bool fails(std::atomic<long>& left) {
-  return left >= 0 && left-- == 0;
-}
-
 }  // namespace
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kReplaced = false;  // sanitizers have replaced both themselves
 #else
 constexpr bool kReplaced = true;
+
+static bool fails(std::atomic<long>& left) {
+  return left >= 0 && left-- == 0;
+}
 
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* how, void* (*run)(void*),
                               void* with) {
