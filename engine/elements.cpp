@@ -75,30 +75,51 @@ void Elements::read_master(Lock& lock, const Piece& piece, float* values) {
   base_.kernels.join(from, rest, piece.count, dtype, values);
 }
 
-// Hands the moments behind the piece to `visit`, which may change them where `intent` is modify.
-void Elements::visit_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
-                             Intent intent, const std::function<void(float*)>& visit) {
+Elements::Moments Elements::open_moments(Lock& lock, std::uint32_t param, Kind kind,
+                                         const Piece& piece, Intent intent) {
   STRATA_ASSERT(kind == Kind::moment1 || kind == Kind::moment2);
   const Layout& layout = base_.layout;
-  const Role moment = kind == Kind::moment1 ? Role::moment1 : Role::moment2;
+  const Role role = kind == Kind::moment1 ? Role::moment1 : Role::moment2;
   const Chunk& chunk = layout.chunks[piece.chunk];
-  const Piece whole = whole_blocks(piece, layout.numel[param]);
-  STRATA_ASSERT(whole.in_chunk <= piece.in_chunk);
-  STRATA_ASSERT(piece.in_chunk + piece.count <= whole.in_chunk + whole.count);
-  const MomentKind stored = moment_kind(base_.config.groups[base_.config.params[param].group].rule,
-                                        kind == Kind::moment1 ? 1 : 2);
-  // Null where moments have no scales.
-  std::uint16_t* const scales = updates_.scales_at(chunk, moment, whole.in_chunk);
-  std::vector<float> values(whole.count);
-  const Pin pin = base_.open(lock, base_.page_of(chunk, moment, whole.in_chunk), intent);
-  std::byte* const bytes = pin.bytes() + base_.byte_in_page(chunk, moment, whole.in_chunk);
-  base_.kernels.load_moments(bytes, scales, layout.moment_dtype, stored, whole.count,
-                             values.data());
-  visit(values.data() + (piece.in_chunk - whole.in_chunk));
-  if (intent == Intent::modify) {
-    base_.kernels.store_moments(values.data(), whole.count, layout.moment_dtype, stored, bytes,
-                                scales);
-  }
+  Moments moments;
+  moments.whole = whole_blocks(piece, layout.numel[param]);
+  STRATA_ASSERT(moments.whole.in_chunk <= piece.in_chunk);
+  STRATA_ASSERT(piece.in_chunk + piece.count <= moments.whole.in_chunk + moments.whole.count);
+  moments.stored = moment_kind(base_.config.groups[base_.config.params[param].group].rule,
+                               kind == Kind::moment1 ? 1 : 2);
+  moments.scales = updates_.scales_at(chunk, role, moments.whole.in_chunk);
+  moments.pin = base_.open(lock, base_.page_of(chunk, role, moments.whole.in_chunk), intent);
+  moments.bytes = moments.pin.bytes() + base_.byte_in_page(chunk, role, moments.whole.in_chunk);
+  return moments;
+}
+
+void Elements::load(const Moments& from, float* values) const {
+  base_.kernels.load_moments(from.bytes, from.scales, base_.layout.moment_dtype, from.stored,
+                             from.whole.count, values);
+}
+
+void Elements::store(const Moments& to, const float* values) const {
+  base_.kernels.store_moments(values, to.whole.count, base_.layout.moment_dtype, to.stored,
+                              to.bytes, to.scales);
+}
+
+void Elements::write_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
+                             const float* values) {
+  const Moments moments = open_moments(lock, param, kind, piece, Intent::modify);
+  if (moments.whole.count == piece.count) return store(moments, values);
+  std::vector<float> blocks(moments.whole.count);
+  load(moments, blocks.data());
+  std::copy_n(values, piece.count, blocks.data() + (piece.in_chunk - moments.whole.in_chunk));
+  store(moments, blocks.data());
+}
+
+void Elements::read_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
+                            float* values) {
+  const Moments moments = open_moments(lock, param, kind, piece, Intent::read);
+  if (moments.whole.count == piece.count) return load(moments, values);
+  std::vector<float> blocks(moments.whole.count);
+  load(moments, blocks.data());
+  std::copy_n(blocks.data() + (piece.in_chunk - moments.whole.in_chunk), piece.count, values);
 }
 
 void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,
@@ -110,8 +131,7 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
     if (kind == Kind::master)
       write_master(lock, piece, from);
     else
-      visit_moments(lock, param, kind, piece, Intent::modify,
-                    [&](float* moments) { std::copy_n(from, piece.count, moments); });
+      write_moments(lock, param, kind, piece, from);
   }
 }
 
@@ -124,8 +144,7 @@ void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offs
     if (kind == Kind::master)
       read_master(lock, piece, to);
     else
-      visit_moments(lock, param, kind, piece, Intent::read,
-                    [&](const float* moments) { std::copy_n(moments, piece.count, to); });
+      read_moments(lock, param, kind, piece, to);
   }
 }
 

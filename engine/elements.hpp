@@ -10,7 +10,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <span>
 
 #include "engine/foundation.hpp"
@@ -38,10 +37,25 @@ class Elements final {
   void set_step(Lock& lock, std::uint32_t param, std::int64_t step) STRATA_REQUIRES(core_lock);
 
  private:
+  // Those behind a piece, in the whole blocks that it lies in.
+  struct Moments {
+    Piece whole{};
+    MomentKind stored{};
+    std::uint16_t* scales = nullptr;  // null: they have none
+    Pin pin;
+    std::byte* bytes = nullptr;
+  };
+
   void write_master(Lock& lock, const Piece& piece, const float* values) STRATA_REQUIRES(core_lock);
   void read_master(Lock& lock, const Piece& piece, float* values) STRATA_REQUIRES(core_lock);
-  void visit_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece, Intent intent,
-                     const std::function<void(float*)>& visit) STRATA_REQUIRES(core_lock);
+  Moments open_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
+                       Intent intent) STRATA_REQUIRES(core_lock);
+  void load(const Moments& from, float* values) const;
+  void store(const Moments& to, const float* values) const;
+  void write_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
+                     const float* values) STRATA_REQUIRES(core_lock);
+  void read_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece, float* values)
+      STRATA_REQUIRES(core_lock);
 
   Foundation& base_;
   Updates& updates_;
