@@ -316,15 +316,34 @@ def _gradients(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     names = ("outputs", "inputs", "grad_outputs")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     rest = args[len(names) :]
-    inputs = given.pop("inputs")
-    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    edges = _edges(given.pop("inputs"))
     outputs = given.pop("outputs")
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    with DisableTorchFunction():
-        edges = [get_gradient_edge(t) if is_paged(t) else t for t in inputs]
     if any(is_paged(t) for t in outputs):
         raise RuntimeError("torch.autograd.grad of a parameter itself is not supported by strata")
     return func(outputs, edges, given.pop("grad_outputs", None), *rest, **given)
+
+
+def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.autograd.backward: `inputs`, of which no value is read, say which gradients are wanted.
+    torch 2.8 does not ask here, and finds the parameters itself."""
+    inputs = kwargs.get("inputs")
+    if inputs is not None:
+        kwargs = {**kwargs, "inputs": _edges(inputs, retained=True)}
+    if next(_paged_in(args[0]), None) is not None:  # of a parameter itself
+        return _run(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _edges(inputs: Any, retained: bool = False) -> list[Any]:
+    """Where gradients are wanted, without the tensors of a model. `retained`: those that are no
+    leaves are to keep theirs, as in torch's backward()."""
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    with DisableTorchFunction():
+        for view in inputs if retained else ():
+            if type(view) is PagedTensor and view.requires_grad:
+                view.retain_grad()
+        return [get_gradient_edge(t) if is_paged(t) else t for t in inputs]
 
 
 def _iterate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -399,5 +418,6 @@ _SPECIAL: dict[Function, Callable[..., Any]] = {
     torch.Tensor.__repr__: _represent,
     torch.Tensor.numpy: _to_numpy,
     torch.autograd.grad: _gradients,
+    torch.autograd.backward: _backward,
     torch.Tensor.__array__: _to_numpy,
 }
