@@ -96,6 +96,41 @@ def test_momentum_may_go_and_come_back(core: ModuleType, update: str) -> None:
     assert_same(model, plain, 1e-5)
 
 
+def moved(groups: list[dict[str, Any]]) -> None:
+    groups[1]["params"].append(groups[0]["params"].pop(0))
+
+
+def removed(groups: list[dict[str, Any]]) -> None:
+    del groups[0]["params"][0]
+
+
+def exchanged(groups: list[dict[str, Any]]) -> None:
+    for group, other in zip(groups, (groups[1]["params"], groups[0]["params"]), strict=True):
+        group["params"] = other
+
+
+def foreign(groups: list[dict[str, Any]]) -> None:
+    groups[1]["params"].append(nn.Parameter(torch.ones(3)))
+
+
+@pytest.mark.parametrize("update", ["on_step", "in_backward", LockFree(0)], ids=str)
+@pytest.mark.parametrize("edit", [moved, removed, exchanged, foreign])
+def test_parameters_stay_in_their_groups(core: ModuleType, edit: Any, update: Any) -> None:
+    inner = build(make)
+    groups = [{"params": list(inner[0].parameters())}, {"params": list(inner[1:].parameters())}]  # type: ignore[index]
+    model, optimizer = tight(inner, SGD(groups, lr=1e-3), update=update)
+    steps(model, optimizer)
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    edit(optimizer.param_groups)
+    name = "another tensor" if edit is foreign else "'0.0.weight'"
+    with pytest.raises(RuntimeError, match=f"{name} was put .*strata.unwrap.*requires_grad_"):
+        steps(model, optimizer)
+    for group, params in zip(optimizer.param_groups, before, strict=True):
+        group["params"] = params  # another list with the same in it
+    optimizer.zero_grad()
+    steps(model, optimizer)
+
+
 class Integers(nn.Module):
     """Its gradients are small whole numbers, so updates by powers of two do not round."""
 

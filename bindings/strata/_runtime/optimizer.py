@@ -76,6 +76,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         self._inner = inner
         self._guard = inner.register_step_pre_hook(_refuse_step)
         self._foreign = foreign
+        self._group_of = _group_of(inner.param_groups)
         # What was laid out for each group.
         self._kept = [foreign.kept(g) for g in inner.param_groups] if foreign is not None else []
         self._wrapped = state
@@ -173,7 +174,9 @@ class StrataOptimizer(torch.optim.Optimizer):
 
     def group_specs(self, groups: list[dict[str, Any]] | None = None) -> list[GroupSpec]:
         """The hyperparameters of all groups, or of `groups`, now, as the core takes them. Raises
-        ValueError where they make no sense, or need what wrap() laid out no room for."""
+        ValueError where they make no sense, or need what wrap() laid out no room for, and
+        RuntimeError where a parameter is in another group than it was."""
+        self._check_members()
         groups = groups or self.param_groups
         name = type(self._inner).__name__
         for group in groups:
@@ -183,6 +186,22 @@ class StrataOptimizer(torch.optim.Optimizer):
             self._foreign.check_kept(groups, self._kept)
         _core.check_groups(self._wrapped.config["groups"], specs)
         return specs
+
+    def _check_members(self) -> None:
+        state, now = self._wrapped, _group_of(self.param_groups)
+        if now == self._group_of:
+            return
+        changed = [
+            repr(name)
+            for name, parameter in zip(state.names, state.params, strict=True)
+            if now.get(id(parameter)) != self._group_of.get(id(parameter))
+        ]
+        raise RuntimeError(
+            f"{changed[0] if changed else 'another tensor'} was put into a parameter group, or "
+            "taken out of one, after strata.wrap(), which laid out each parameter for its group: "
+            "undo that, or call strata.unwrap(model) first and wrap again. To have a parameter not "
+            "updated any more, freeze it: p.requires_grad_(False)"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises TypeError. Called by copy.copy, copy.deepcopy, pickle and torch.save."""
@@ -325,6 +344,11 @@ class StrataOptimizer(torch.optim.Optimizer):
         state.session.set_param_step(index, step)
         if self._foreign is not None:
             self._foreign.set_scalars(index, step, entry, group)
+
+
+def _group_of(groups: list[dict[str, Any]]) -> dict[int, int]:
+    """The number of the group that each parameter is in, by the parameter's id()."""
+    return {id(parameter): g for g, group in enumerate(groups) for parameter in group["params"]}
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
