@@ -240,6 +240,34 @@ def test_modes_that_use_gradients_early_refuse_by_name(core: ModuleType, mode: s
     optimizer.step()
 
 
+@pytest.mark.parametrize("when", ["backward", "step"])
+@pytest.mark.parametrize("through", ["model", "optimizer"])
+@pytest.mark.parametrize("mode", [*MODES, "lock_free without staleness"])
+def test_modes_that_use_gradients_early_have_no_zeros(
+    core: ModuleType, mode: str, through: str, when: str
+) -> None:
+    """Momentum would go on with them where a later backward leaves a parameter out."""
+    inner = plain_net()
+    model, optimizer = tight(inner, sgd(inner), update=MODES.get(mode, strata.LockFree(0)))
+    zeroed: Any = model if through == "model" else optimizer
+    zeroed.zero_grad(set_to_none=False)  # there is nothing to become zero
+    backward(model)
+    if when == "step":
+        optimizer.step()
+    advice = "cannot be zeroed.*"
+    if through == "optimizer":
+        advice += "set_to_none=True.*update='on_step'"
+        if mode == "in_backward" and when == "backward":
+            advice = "some of the parameters already"
+    with pytest.raises(RuntimeError, match=advice):
+        zeroed.zero_grad(set_to_none=False)
+    if when == "backward":
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
 def test_a_frozen_parameter_has_none(core: ModuleType) -> None:
     inner = plain_net()
     weight(inner).requires_grad_(False)

@@ -167,6 +167,28 @@ class Gradients:
         else:
             self._zero |= there
 
+    def refuse_zeros(self) -> None:
+        """Raises RuntimeError where all of them are to become zero, and no mode but "on_step" would
+        know of that."""
+        there = [i for i in range(len(self._state.params)) if self._there(i)]
+        if there and not self.on_step:
+            raise RuntimeError(
+                f"zero_grad(set_to_none=False): the gradient of {self.name(there[0])} rests in "
+                f"strata's pages, and update={self._state.config['update']!r} has used it or may "
+                "use it at any time, so it cannot be zeroed: pass set_to_none=True, or wrap with "
+                "update='on_step'"
+            )
+
+    def refuse_second_use(self) -> None:
+        """Raises RuntimeError ahead of a step where plain PyTorch would use a gradient again. Where
+        updates run in the backward, a step may follow another to end what was interrupted."""
+        if self.on_step and self.used:
+            raise RuntimeError(
+                "step() after step() without zero_grad(): plain PyTorch would use the old gradient "
+                f"of {self.name(min(self.used))} again, which strata has already used up; call "
+                "optimizer.zero_grad()"
+            )
+
     def sort_out(self) -> None:
         """What an exception has left behind is cleared up before gradients are looked at."""
         state = self._state

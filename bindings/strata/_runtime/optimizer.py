@@ -111,6 +111,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         state = self._wrapped
         state.hooks.reset()
         state.refuse_half_load("step()")
+        state.gradients.refuse_second_use()
         if state.snapshots is not None:
             state.snapshots.raise_failure()
         change = state.visits.add(Change())
@@ -144,11 +145,14 @@ class StrataOptimizer(torch.optim.Optimizer):
         """Forgets the gradients that have landed since the last step(), or makes them zero.
 
         Raises RuntimeError where they were used before step(): with update="in_backward", and with
-        LockFree where they were added to gradients that still waited for their update.
+        LockFree where they were added to gradients that still waited for their update. Those modes
+        keep no gradients, so that they cannot become zero either.
         """
         state = self._wrapped
         state.hooks.reset()
         state.refuse_half_step("zero_grad()")
+        if not set_to_none:
+            state.gradients.refuse_zeros()
         advice = "call optimizer.step() ahead of zero_grad(), or wrap with update='on_step'"
         change = state.visits.add(Change())
         try:
