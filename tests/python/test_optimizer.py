@@ -122,6 +122,60 @@ def test_closure_and_hooks(core: ModuleType) -> None:
     assert len(called) == 2
 
 
+@pytest.mark.parametrize("registered_on", ["ahead", "inner", "returned"])
+def test_hooks_of_the_optimizer(core: ModuleType, registered_on: str) -> None:
+    """Those of the one that came in are called with the one that is returned, and may be removed.
+    The other way round, it has them when it is used alone again."""
+
+    def clip(optimizer: Any, args: Any, kwargs: Any) -> None:
+        called.append(("pre", optimizer))
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-2)
+
+    def register(optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [
+            optimizer.register_step_pre_hook(clip),
+            optimizer.register_step_post_hook(lambda o, *_: called.append(("post", o))),
+            optimizer.register_state_dict_pre_hook(lambda o: called.append(("save", o))),
+            optimizer.register_state_dict_post_hook(lambda o, saved: {**saved, "more": 7}),
+            optimizer.register_load_state_dict_pre_hook(without_more),
+            optimizer.register_load_state_dict_post_hook(lambda o: called.append(("loaded", o))),
+        ]
+
+    def without_more(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        assert saved.pop("more") == 7  # of a copy
+        group = {**saved["param_groups"][0], "lr": 0.25}
+        return {**saved, "param_groups": [group]}
+
+    called: list[tuple[str, Any]] = []
+    plain, model = build(make), build(make)
+    reference, inner = SGD(plain.parameters(), lr=1e-1), SGD(model.parameters(), lr=1e-1)
+    register(reference)
+    handles = register(inner) if registered_on == "ahead" else []
+    model, optimizer = tight(model, inner)
+    handles = handles or register(inner if registered_on == "inner" else optimizer)
+    for m, o in ((plain, reference), (model, optimizer)):
+        called.clear()
+        steps(m, o, count=2)
+        saved = o.state_dict()
+        o.load_state_dict(saved)
+        assert saved["more"] == 7
+        assert o.param_groups[0]["lr"] == 0.25
+        assert [kind for kind, _ in called] == ["pre", "post", "pre", "post", "save", "loaded"]
+        assert all(which is o for _, which in called)
+    assert_same(model, plain, 1e-6)
+    # The returned one steps, the other is refused; alone again it may, with all of the hooks.
+    with pytest.raises(RuntimeError, match="returned"):
+        inner.step()
+    called.clear()
+    strata.unwrap(model)
+    steps(model, inner, count=1)
+    assert called == [("pre", inner), ("post", inner)]
+    for handle in handles:
+        handle.remove()
+    steps(model, inner, count=1)
+    assert len(called) == 2
+
+
 @pytest.mark.parametrize("rule", ["adamw", "sgd with momentum", "sgd"])
 def test_state_dict_resumes(core: ModuleType, rule: str) -> None:
     first = build(make)

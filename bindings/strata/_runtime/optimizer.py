@@ -5,11 +5,13 @@
     complete_unit(state, u)   # in_backward: those of a unit, from the hook of its last gradient
 
 It shares the very list `param_groups` with the optimizer that was given to wrap(), so learning-rate
-schedulers built on either of the two work.
+schedulers built on either of the two work. So do the hooks that are registered on either, ahead of
+wrap() or behind it: they are in the same dictionaries.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +32,14 @@ from .wrapped import Unit, Wrapped
 
 if TYPE_CHECKING:
     from .._core import GroupSpec, Kind
+
+
+# Where torch keeps the hooks of an optimizer.
+_HOOKS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
 
 
 def current_groups(state: Wrapped) -> list[GroupSpec]:
@@ -70,6 +80,7 @@ class StrataOptimizer(torch.optim.Optimizer):
                 "defaults": inner.defaults,
                 "state": defaultdict(dict),
                 "param_groups": inner.param_groups,
+                **{name: getattr(inner, name) for name in _HOOKS},
             }
         )
         inner.state.clear()  # Adagrad's sums rest in pages now
@@ -241,6 +252,10 @@ class StrataOptimizer(torch.optim.Optimizer):
         state = self._wrapped
         state.hooks.reset()
         state.refuse_half_step("load_state_dict()")
+        state_dict = copy.copy(state_dict)  # as in torch, for hooks that change it
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups = saved_groups(state_dict, self.param_groups)
         merged = [self._merged(g, new) for g, new in zip(self.param_groups, groups, strict=True)]
         specs = self.group_specs(merged)
@@ -262,6 +277,8 @@ class StrataOptimizer(torch.optim.Optimizer):
         for index, g, entry in trained:
             if entry or state.session.param_step(index) != 0:  # as it began, it is nowhere
                 self._write_state(index, self.param_groups[g], entry)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _merged(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """The group with the saved options in place of its own."""
@@ -356,11 +373,13 @@ def _group_of(groups: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Called by torch ahead of a step of the optimizer that was given to wrap()."""
-    raise RuntimeError(
-        f"this {type(optimizer).__name__} was given to strata.wrap(): call step() of the optimizer "
-        "that wrap() returned"
-    )
+    """Called by torch ahead of a step of the optimizer that was given to wrap(), which is refused,
+    and of the one that wrap() returned."""
+    if not isinstance(optimizer, StrataOptimizer):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was given to strata.wrap(): call step() of the "
+            "optimizer that wrap() returned"
+        )
 
 
 def _check_unchanged(used: list[GroupSpec] | None, now: list[GroupSpec]) -> None:
