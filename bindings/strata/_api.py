@@ -69,7 +69,8 @@ def wrap(
     device: str | torch.device = "auto",
     snapshots: int = 0,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Moves the training state of a model into pages. The loop around it stays as it is.
+    """Moves the training state of a model into pages. The loop around it stays as it is. Gradients
+    that the parameters have already are dropped, and the log says so.
 
     Args:
         model: any module. A model on the meta device needs `weights`. Layers that are too large for
@@ -317,6 +318,7 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     _check(model, optimizer)
     undo = Undo(model, optimizer)
     try:
+        dropped = _drop_gradients(model)
         state = _start(model, optimizer, options, undo)
     except BaseException:
         undo.run()
@@ -325,6 +327,11 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     if state.planning is not None:
         state.planning.allocator.give_reserve_back()
     _log_choices(state)
+    if dropped:
+        log.warning(
+            "dropped %s that parameters had before strata.wrap(): step() uses what comes after it",
+            format_count(dropped, "gradient"),
+        )
     return state
 
 
@@ -366,6 +373,15 @@ def _start(
     if options.activations is not None:
         _start_planning(state, options, whole["device_bytes"], undo)
     return state
+
+
+def _drop_gradients(model: nn.Module) -> int:
+    """Those from before wrap(), which autograd would add the first new ones to. Returns how many
+    there were."""
+    old = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for parameter in old:
+        parameter.grad = None
+    return len(old)
 
 
 def _log_cost(foreign: Foreign, optimizer: torch.optim.Optimizer, config: _core.Config) -> None:

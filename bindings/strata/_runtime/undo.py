@@ -13,8 +13,8 @@ Python can raise KeyboardInterrupt between any two lines of the main thread. So 
 how far a change has come: everything is put back as it was noted. Where another interrupt comes
 meanwhile, this begins once more.
 
-Note [Memory]. The values that parameters had are kept alive until the Undo is dropped. wrap() holds
-them and the pages side by side in any case, when it copies the values.
+Note [Memory]. The values that parameters had are kept alive until the Undo is dropped, and so are
+their gradients. wrap() holds values and pages side by side in any case, when it copies the values.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ class Undo:
 
 
 class _Parameter:
-    """The class, values, attributes and hooks of one parameter."""
+    """The class, values, gradient, attributes and hooks of one parameter."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
         self._class = type(parameter)
         self._own = dict(vars(parameter))
         self._data = parameter.data
+        self._grad = parameter.grad
         self._trains = parameter.requires_grad
         self._hooks = dict(_hooks(parameter))
 
@@ -95,6 +96,8 @@ class _Parameter:
             not data.is_meta and parameter.data_ptr() != data.data_ptr()
         ):
             parameter.data = data
+        if parameter.grad is not self._grad:
+            parameter.grad = self._grad
         _refill(vars(parameter), self._own)
         _refill(_hooks(parameter), self._hooks)
 
