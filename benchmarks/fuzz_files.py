@@ -17,7 +17,7 @@ import strata
 import torch
 from safetensors.torch import save_file
 from strata._report.reports import Report
-from strata._storage import snapshot_files, trace_file
+from strata._storage import snapshot_files, snapshot_pages, trace_file
 from strata._storage.checkpoint_files import write_manifest
 from strata._storage.weights import WeightFiles
 from torch import nn
@@ -164,7 +164,7 @@ class Pages(_OfModel):
     def save(self) -> None:
         snapshot = strata.snapshot(self.training.model, self.place, extra={"step": 2}).wait()
         copy = self.folder / "copy"
-        snapshot_files.copy_snapshot(snapshot, copy)
+        snapshot_pages.copy_snapshot(snapshot, copy)
         self.place = copy
         (self.path,) = copy.glob("pages-*.bin")
 

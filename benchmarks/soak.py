@@ -14,7 +14,8 @@ from typing import Any
 import strata
 from strata._runtime.wrapped import wrapped
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS, slots_of, snapshots_of
+from strata._storage.snapshot_files import LINKS, snapshots_of
+from strata._storage.snapshot_pages import slots_of
 
 from .common import Context, Figure
 from .crash_child import SERIES, Setting, Training, prepare

@@ -81,7 +81,8 @@ void bind_update_span(py::module_& module) {
          std::size_t count, std::uintptr_t param, std::uintptr_t master, std::uintptr_t moment1,
          std::uintptr_t moment2, std::uintptr_t grad, std::int64_t step, double grad_scale,
          int threads, const std::string& isa, const std::string& moment_dtype,
-         std::uintptr_t scales1, std::uintptr_t scales2) {
+         std::uintptr_t scales1, std::uintptr_t scales2, std::uint32_t param_id,
+         std::size_t first) {
         const Hyper hyper = parse_group(group);
         const UpdateSpan span{.dtype = parse_dtype(dtype),
                               .grad_dtype = parse_dtype(grad_dtype),
@@ -97,7 +98,9 @@ void bind_update_span(py::module_& module) {
                               .grad = pointer<const void>(grad),
                               .hyper = &hyper,
                               .step = step,
-                              .grad_scale = static_cast<float>(grad_scale)};
+                              .grad_scale = static_cast<float>(grad_scale),
+                              .param_id = param_id,
+                              .first = first};
         check_span(span);
         const Kernels& chosen = kernels(parse_isa(isa));
         const py::gil_scoped_release release;
@@ -106,7 +109,8 @@ void bind_update_span(py::module_& module) {
       py::arg("group"), py::arg("dtype"), py::arg("grad_dtype"), py::arg("count"), py::arg("param"),
       py::arg("master"), py::arg("moment1"), py::arg("moment2"), py::arg("grad"), py::arg("step"),
       py::arg("grad_scale"), py::arg("threads"), py::arg("isa"),
-      py::arg("moment_dtype") = "float32", py::arg("scales1") = 0, py::arg("scales2") = 0);
+      py::arg("moment_dtype") = "float32", py::arg("scales1") = 0, py::arg("scales2") = 0,
+      py::arg("param_id") = 0, py::arg("first") = 0);
 }
 
 }  // namespace strata

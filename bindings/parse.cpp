@@ -1,17 +1,12 @@
 #include "bindings/parse.hpp"
 
-namespace strata {
-Rule parse_rule(const std::string& text) {
-  return parse_one_of<Rule>(text, "rule",
-                            {{"adamw", Rule::adamw},
-                             {"adam", Rule::adam},
-                             {"sgd", Rule::sgd},
-                             {"lion", Rule::lion},
-                             {"adagrad", Rule::adagrad},
-                             {"foreign", Rule::foreign}});
-}
+#include <array>
 
+namespace strata {
 namespace {
+
+// In the order of Rule.
+constexpr std::array kRuleNames = {"adamw", "adam", "sgd", "lion", "adagrad", "foreign"};
 
 UpdateMode parse_update(const std::string& text) {
   return parse_one_of<UpdateMode>(text, "update mode",
@@ -21,6 +16,13 @@ UpdateMode parse_update(const std::string& text) {
 }
 
 }  // namespace
+
+Rule parse_rule(const std::string& text) {
+  for (std::size_t i = 0; i < kRuleNames.size(); ++i) {
+    if (text == kRuleNames[i]) return static_cast<Rule>(i);
+  }
+  throw py::value_error("unknown rule " + text);
+}
 
 MomentDtype parse_moment_dtype(const std::string& text) {
   return parse_one_of<MomentDtype>(text, "moment dtype",
@@ -48,6 +50,27 @@ Hyper parse_group(const py::dict& group) {
     hyper.foreign_moments = field<int>(group, "moments");
   }
   return hyper;
+}
+
+py::dict group_dict(const Hyper& hyper) {
+  py::dict group;
+  group["rule"] = kRuleNames.at(static_cast<std::size_t>(hyper.rule));
+  group["lr"] = hyper.lr;
+  group["beta1"] = hyper.beta1;
+  group["beta2"] = hyper.beta2;
+  group["eps"] = hyper.eps;
+  group["weight_decay"] = hyper.weight_decay;
+  group["momentum"] = hyper.momentum;
+  group["dampening"] = hyper.dampening;
+  group["lr_decay"] = hyper.lr_decay;
+  group["initial_accumulator"] = hyper.initial_accumulator;
+  group["nesterov"] = hyper.nesterov;
+  group["maximize"] = hyper.maximize;
+  if (hyper.rule == Rule::foreign) {
+    group["options"] = hyper.options;
+    group["moments"] = hyper.foreign_moments;
+  }
+  return group;
 }
 
 std::vector<Hyper> parse_groups(const py::list& groups) {

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "bindings/foreign_call.hpp"
+#include "bindings/lent_memory.hpp"
 #include "bindings/parse.hpp"
 #include "bindings/python.hpp"
 #include "offload/storage/page_file.hpp"
@@ -47,81 +48,163 @@ std::vector<PageId> pages_of(const Layout& layout, const Chunk& chunk, Role role
   return pages;
 }
 
+// A complete snapshot, with what is needed to say where everything lies; where it has no runs or
+// scales of its own, the session's. Chunks are asked for one by one, so that other threads get the
+// GIL between two.
+class TakenSnapshot final {
+ public:
+  TakenSnapshot(Session& session, Snapshot snapshot)
+      : snapshot_(std::move(snapshot)),
+        layout_(session.residence().layout),
+        config_(session.config()) {}
+
+  std::size_t page_bytes() const { return layout_.page_bytes; }
+  std::size_t scale_bytes() const { return layout_.scale_bytes; }  // of the session's scale area
+  std::size_t chunk_count() const { return layout_.chunks.size(); }
+  py::dict chunk(std::uint32_t id) const;
+  // By parameter, the most of its elements.
+  std::vector<std::int64_t> param_steps() const {
+    std::vector<std::int64_t> steps(config_.params.size(), 0);
+    for (const SavedRun& run : snapshot_.runs)
+      steps[run.param] = std::max(steps[run.param], run.step);
+    return steps;
+  }
+  py::list scales() const {
+    py::list pages;
+    for (const SavedSlot& saved : snapshot_.scales) pages.append(slot_tuple(saved));
+    return pages;
+  }
+  // None: they are no part of it.
+  py::object gradients() const;
+  py::list hypers() const;
+
+ private:
+  static py::tuple slot_tuple(const SavedSlot& saved) {
+    return py::make_tuple(index(saved.slot), saved.contents.version, saved.contents.checksum);
+  }
+  template <typename Key, typename Of>
+  static py::object slot_of(const std::vector<Key>& saved, Of of, const auto& wanted) {
+    const auto found = std::ranges::lower_bound(saved, wanted, {}, of);
+    if (found == saved.end() || of(*found) != wanted) return py::none();
+    return slot_tuple(*found);
+  }
+  py::object role(const Chunk& chunk, Role role) const;
+  py::object gradient(std::uint32_t id, bool holds) const;
+  py::object kind(const SavedRun& run) const;
+  py::list scales_of(std::uint32_t id) const;
+
+  Snapshot snapshot_;
+  Layout layout_;
+  const Config& config_;
+};
+
 // The pages of a role of a chunk: where its elements lie in them, and which slot has which.
-py::object role_object(const Layout& layout, const Chunk& chunk, Role role,
-                       const Snapshot& snapshot) {
-  const Spot first = layout.spot(chunk, role, 0);
+py::object TakenSnapshot::role(const Chunk& chunk, Role role) const {
+  const Spot first = layout_.spot(chunk, role, 0);
   if (first.page == kNoPage) return py::none();
   py::list pages;
-  for (const PageId page : pages_of(layout, chunk, role)) {
-    const auto saved = std::ranges::lower_bound(snapshot.pages, page, {}, &SavedPage::page);
-    if (saved == snapshot.pages.end() || saved->page != page)
-      pages.append(py::none());
-    else
-      pages.append(
-          py::make_tuple(index(saved->slot), saved->contents.version, saved->contents.checksum));
+  for (const PageId page : pages_of(layout_, chunk, role)) {
+    pages.append(slot_of(
+        snapshot_.pages, [](const SavedPage& p) { return p.page; }, page));
   }
-  return py::make_tuple(layout.elements_per_page(chunk, role), first.byte, pages);
+  return py::make_tuple(layout_.elements_per_page(chunk, role), first.byte, pages);
 }
 
-py::dict chunk_dict(const Config& config, const Layout& layout, std::uint32_t id,
-                    const Snapshot& snapshot) {
-  const Chunk& chunk = layout.chunks[id];
-  const Segment& segment = layout.segments[chunk.segment];
+// Likewise, of its gradient, whatever that lay in.
+py::object TakenSnapshot::gradient(std::uint32_t id, bool holds) const {
+  if (!holds) return py::none();
+  const Chunk& chunk = layout_.chunks[id];
+  py::list pages;
+  for (std::uint32_t n = 0; n < layout_.grad_frames(chunk); ++n) {
+    const auto key = [](const SavedFrame& frame) { return std::pair(frame.chunk, frame.number); };
+    py::object page = slot_of(snapshot_.frames, key, std::pair(id, n));
+    const PageRun& run = chunk.run(Role::grad);
+    if (page.is_none() && run.count != 0) {
+      page = slot_of(
+          snapshot_.pages, [](const SavedPage& p) { return p.page; }, PageId{index(run.first) + n});
+    }
+    pages.append(page);
+  }
+  return py::make_tuple(layout_.elements_per_page(chunk, Role::grad), 0, pages);
+}
+
+// What a run holds of a gradient, as the format has it.
+py::object TakenSnapshot::kind(const SavedRun& run) const {
+  if (run.gradient != HeldGradient::waiting) return py::int_(static_cast<int>(run.gradient));
+  return py::make_tuple(run.hyper, run.update_step, run.scale);
+}
+
+py::dict TakenSnapshot::chunk(std::uint32_t id) const {
+  const Chunk& chunk = layout_.chunks.at(id);
+  const Segment& segment = layout_.segments[chunk.segment];
   py::list runs;
+  bool holds = false;
+  for (auto run = std::ranges::lower_bound(snapshot_.runs, id, {}, &SavedRun::chunk);
+       run != snapshot_.runs.end() && run->chunk == id; ++run) {
+    holds |= run->gradient != HeldGradient::none;
+    runs.append(py::make_tuple(run->param, run->in_param, run->count, run->in_chunk, run->step,
+                               kind(*run)));
+  }
   for (const std::uint32_t param : segment.params) {
-    const std::size_t begin = layout.places[param].first, end = begin + config.params[param].numel;
+    if (segment.trainable && !snapshot_.runs.empty()) break;
+    const std::size_t begin = layout_.places[param].first;
     const std::size_t from = std::max(begin, chunk.first);
-    const std::size_t to = std::min(end, chunk.first + chunk.elements);
-    if (from < to) runs.append(py::make_tuple(param, from - begin, to - from, from - chunk.first));
+    const std::size_t to = std::min(begin + layout_.numel[param], chunk.first + chunk.elements);
+    if (from < to) {
+      runs.append(py::make_tuple(param, from - begin, to - from, from - chunk.first, 0, 0));
+    }
   }
   py::dict out;
   out["runs"] = runs;
-  for (const Role role : kSavedRoles) out[name(role)] = role_object(layout, chunk, role, snapshot);
-  const bool scaled = layout.moment_dtype == MomentDtype::block8 && segment.trainable;
+  for (const Role each : kSavedRoles) out[name(each)] = role(chunk, each);
+  out[name(Role::grad)] = gradient(id, holds);
+  out["scales"] = scales_of(id);
+  return out;
+}
+
+py::list TakenSnapshot::scales_of(std::uint32_t id) const {
   py::list scales;
-  for (int m = 1; scaled && m <= layout.moments; ++m) {
-    scales.append(layout.scale_offset(chunk, m == 1 ? Role::moment1 : Role::moment2));
+  const Chunk& chunk = layout_.chunks[id];
+  if (layout_.moment_dtype != MomentDtype::block8 || !layout_.segments[chunk.segment].trainable) {
+    return scales;
   }
-  out["scales"] = scales;
+  const auto kept = std::ranges::lower_bound(snapshot_.scales_at, id, {}, &SavedScales::chunk);
+  const bool known = kept != snapshot_.scales_at.end() && kept->chunk == id;
+  for (int m = 1; m <= layout_.moments; ++m) {
+    const std::size_t at = layout_.scale_offset(chunk, m == 1 ? Role::moment1 : Role::moment2);
+    scales.append(known ? kept->byte + at - chunk.scales : at);
+  }
+  return scales;
+}
+
+py::object TakenSnapshot::gradients() const {
+  if (!snapshot_.has_gradients) return py::none();
+  py::list out;
+  for (const SavedGradient& saved : snapshot_.gradients) {
+    const GradScaling& scaling = saved.scaling;
+    py::list factors;
+    for (int i = 0; i < scaling.count; ++i) factors.append(scaling.factors[i]);
+    out.append(
+        py::make_tuple(saved.param, saved.count, saved.sum_squares, factors, scaling.divisions));
+  }
   return out;
 }
 
-py::list chunk_list(const Config& config, const Layout& layout, const Snapshot& snapshot) {
-  py::list chunks;
-  for (std::uint32_t c = 0; c < layout.chunks.size(); ++c) {
-    chunks.append(chunk_dict(config, layout, c, snapshot));
-  }
-  return chunks;
-}
-
-py::dict snapshot_dict(Session& session, std::uint64_t id) {
-  Snapshot snapshot;
-  Layout layout;
-  {
-    const GilReleased released;
-    snapshot = session.snapshot(id);
-    layout = session.residence().layout;
-  }
-  py::dict out;
-  out["page_bytes"] = layout.page_bytes;
-  out["param_steps"] = snapshot.steps;
-  out["scales"] =
-      py::bytes(reinterpret_cast<const char*>(snapshot.scales.data()), snapshot.scales.size());
-  out["chunks"] = chunk_list(session.config(), layout, snapshot);
+py::list TakenSnapshot::hypers() const {
+  py::list out;
+  for (const Hyper& hyper : snapshot_.hypers) out.append(group_dict(hyper));
   return out;
 }
 
-py::dict page_layout(Session& session) {
-  Layout layout;
-  {
-    const py::gil_scoped_release release;
-    layout = session.residence().layout;
+SavedGradient saved_gradient(std::uint32_t param, std::uint32_t count, double sum_squares,
+                             const std::vector<float>& factors, std::uint8_t divisions) {
+  SavedGradient saved{.param = param, .count = count, .sum_squares = sum_squares, .scaling = {}};
+  for (std::size_t i = 0; i < factors.size(); ++i) {
+    if (!saved.scaling.add(factors[i], (divisions >> i & 1) != 0)) {
+      throw py::value_error("a gradient is never scaled so often");
+    }
   }
-  py::dict out;
-  out["page_bytes"] = layout.page_bytes;
-  out["chunks"] = chunk_list(session.config(), layout, {});
-  return out;
+  return saved;
 }
 
 using Slots = std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>>;
@@ -151,17 +234,19 @@ std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>> identities(
   return found;
 }
 
+std::vector<std::byte> bytes_of(const py::bytes& bytes) {
+  const std::string_view raw = bytes;
+  const auto* const begin = reinterpret_cast<const std::byte*>(raw.data());
+  return {begin, begin + raw.size()};
+}
+
 // `pages`: slots, or none where a page is zero, in the order of chunks, roles and pages.
 std::vector<std::uint64_t> resume(Session& session, LeftFiles& files,
                                   const std::vector<Slots>& snapshots,
                                   const std::vector<std::optional<std::uint32_t>>& pages,
                                   const py::bytes& scales) {
-  const std::string_view raw = scales;
-  const auto* const begin = reinterpret_cast<const std::byte*>(raw.data());
-  LeftState left{.files = std::move(files.files),
-                 .snapshots = {},
-                 .pages = {},
-                 .scales = {begin, begin + raw.size()}};
+  LeftState left{
+      .files = std::move(files.files), .snapshots = {}, .pages = {}, .scales = bytes_of(scales)};
   const py::gil_scoped_release release;
   for (const Slots& slots : snapshots) left.snapshots.push_back(saved_slots(slots));
   const Layout layout = session.residence().layout;
@@ -216,17 +301,51 @@ void bind_saved_pages(py::module_& module) {
 }  // namespace
 
 void bind_snapshots(py::module_& module, SessionClass& session) {
+  py::class_<TakenSnapshot>(module, "TakenSnapshot")
+      .def_property_readonly("page_bytes", &TakenSnapshot::page_bytes)
+      .def_property_readonly("scale_bytes", &TakenSnapshot::scale_bytes)
+      .def_property_readonly("chunk_count", &TakenSnapshot::chunk_count)
+      .def_property_readonly("param_steps", &TakenSnapshot::param_steps)
+      .def_property_readonly("scales", &TakenSnapshot::scales)
+      .def_property_readonly("gradients", &TakenSnapshot::gradients)
+      .def_property_readonly("hypers", &TakenSnapshot::hypers)
+      .def("chunk", &TakenSnapshot::chunk);
   session.def("reserve_snapshots", &Session::reserve_snapshots, WithoutGil())
       .def("begin_snapshot", &Session::begin_snapshot, WithoutGil())
+      .def("restore_run", &Session::restore_run, WithoutGil())
+      .def("restore_gradient",
+           [](Session& s, std::uint32_t param, std::uint32_t count, double sum_squares,
+              const std::vector<float>& factors, std::uint8_t divisions) {
+             const SavedGradient saved =
+                 saved_gradient(param, count, sum_squares, factors, divisions);
+             const GilReleased released;
+             s.restore_gradient(saved);
+           })
       .def("snapshot_complete", &Session::snapshot_complete, WithoutGil())
-      .def("snapshot", &snapshot_dict)
+      .def(
+          "snapshot",
+          [](Session& s, std::uint64_t id) {
+            const GilReleased released;
+            return std::make_unique<TakenSnapshot>(s, s.snapshot(id));
+          },
+          py::keep_alive<0, 1>())
       .def("drop_snapshot", &Session::drop_snapshot, WithoutGil())
       .def("make_pages_durable", &make_pages_durable, WithoutGil())
       .def("link_pages", &link_pages, WithoutGil())
       .def("page_files", &Session::page_files, WithoutGil())
-      .def("page_layout", &page_layout)
+      .def(
+          "page_layout",
+          [](Session& s) {
+            const GilReleased released;
+            return std::make_unique<TakenSnapshot>(s, Snapshot{});
+          },
+          py::keep_alive<0, 1>())
       .def("resume", &resume, py::arg("files"), py::arg("held"), py::arg("pages"), py::arg("raw"))
-      .def("go_back", &Session::go_back, WithoutGil());
+      .def("go_back", [](Session& s, std::uint64_t id, const py::bytes& raw) {
+        const std::vector<std::byte> scales = bytes_of(raw);
+        const GilReleased released;
+        s.go_back(id, scales);
+      });
   bind_saved_pages(module);
   module.def("join_master", [](const std::string& dtype, std::uintptr_t param,
                                std::uintptr_t master, std::size_t count, std::uintptr_t to) {

@@ -13,6 +13,9 @@
 // under way, or a unit is entered, it is refused (Fault::busy) and changes nothing. So no two can
 // wait for each other, and the caller may try again between two later steps. Reads and writes of
 // elements go on beside it: they find pages wherever these are.
+//
+// A claim of slots for snapshots gives the lock up, too, while files grow. Steps go on beside it, a
+// rearrangement waits: both would claim the same files.
 #pragma once
 
 #include <cstdint>
@@ -48,9 +51,10 @@ class BetweenSteps final {
 
   class [[nodiscard]] Rearrangement final {
    public:
-    // REQUIRES: wait_until_arranged() has returned, and no call is under way.
+    // REQUIRES: wait_until_unclaimed() has returned, and no call is under way.
     explicit Rearrangement(BetweenSteps& between) : between_(between) {
       STRATA_ASSERT(!between.rearranging_ && between.step_calls_ == 0);
+      STRATA_ASSERT(!between.claiming_);
       between.rearranging_ = true;
     }
     ~Rearrangement() {
@@ -65,6 +69,28 @@ class BetweenSteps final {
     BetweenSteps& between_;
   };
 
+  class [[nodiscard]] Claim final {
+   public:
+    Claim(BetweenSteps& between, Lock& lock) STRATA_REQUIRES(core_lock) : between_(between) {
+      between.wait_until_unclaimed(lock);
+      between.claiming_ = true;
+    }
+    ~Claim() {
+      between_.claiming_ = false;
+      between_.gate_.notify();
+    }
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+
+   private:
+    BetweenSteps& between_;
+  };
+
+  // Neither pages nor slots: for who changes what is claimed.
+  void wait_until_unclaimed(Lock& lock) STRATA_REQUIRES(core_lock) {
+    gate_.wait(lock, [this] { return !rearranging_ && !claiming_; },
+               {"pages to come to rest elsewhere"});
+  }
   void wait_until_arranged(Lock& lock) STRATA_REQUIRES(core_lock) {
     gate_.wait(lock, [this] { return !rearranging_; }, {"pages to come to rest elsewhere"});
   }
@@ -72,6 +98,7 @@ class BetweenSteps final {
  private:
   Gate& gate_;
   bool rearranging_ = false;
+  bool claiming_ = false;
   std::uint32_t step_calls_ = 0;
 };
 

@@ -66,6 +66,7 @@ class Core final {
   Gradients gradients;
   Steps steps;
   Rearranger rearranger;
+  SnapshotRoom snapshot_room;
   Snapshots snapshots;
   Resumption resumption;
 

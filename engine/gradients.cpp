@@ -8,15 +8,17 @@
 
 namespace strata {
 
-Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates)
+Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures)
     : base_(base),
       between_(between),
       updates_(updates),
+      captures_(captures),
       landing_(base, updates),
       landed_(base.config.params.size(), 0),
       sum_squares_(base.config.params.size(), 0.0),
       scalings_(base.config.params.size()),
-      used_(base.config.params.size(), false) {}
+      used_(base.config.params.size(), false),
+      noted_(base.config.params.size(), 0) {}
 
 void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from,
                      Dtype dtype, Stream stream) {
@@ -41,10 +43,40 @@ void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std:
 void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   const BetweenSteps::StepCall call(between_, lock);
   STRATA_ASSERT(gradient.from != nullptr || base_.layout.numel[gradient.param] == 0);
-  sum_squares_[gradient.param] = landing_.land(lock, gradient);
-  STRATA_ASSERT(!(sum_squares_[gradient.param] < 0.0));  // it may be no number
+  ++landings_;
+  double sum = 0.0;
+  try {
+    sum = landing_.land(lock, gradient);
+  } catch (...) {
+    --landings_;
+    throw;
+  }
+  --landings_;
+  STRATA_ASSERT(!(sum < 0.0));  // it may be no number
+  note(gradient.param);
+  sum_squares_[gradient.param] = sum;
   scalings_[gradient.param] = {};
-  ++landed_[gradient.param];
+  if (landed_[gradient.param]++ == 0) ++landed_params_;
+}
+
+void Gradients::note(std::uint32_t param) {
+  if (!captures_.takes_gradients() || noted_[param] == captures_.epoch()) return;
+  noted_[param] = captures_.epoch();
+  if (landed_[param] == 0) return;
+  captures_.keep_gradient({param, landed_[param], sum_squares_[param], scalings_[param]});
+}
+
+void Gradients::restore(const SavedGradient& saved) {
+  refuse_where_none_landed(saved.param);
+  if (saved.count == 0) refuse("a gradient that has landed was counted");
+  landed_[saved.param] = saved.count;
+  sum_squares_[saved.param] = saved.sum_squares;
+  scalings_[saved.param] = saved.scaling;
+}
+
+// Waits until no snapshot needs the gradients of the chunk.
+void Gradients::await_captured(Lock& lock, std::uint32_t chunk) {
+  base_.gate.wait(lock, [&] { return captures_.may_land(chunk, 0); }, {"a snapshot of gradients"});
 }
 
 void Gradients::replace(Lock& lock, std::uint32_t param, const std::byte* from, Dtype dtype,
@@ -60,10 +92,12 @@ void Gradients::replace(Lock& lock, std::uint32_t param, const std::byte* from, 
                   .step = step_});
 }
 
-bool Gradients::scale(std::uint32_t param, float factor, bool divides) {
+bool Gradients::scale(Lock& lock, std::uint32_t param, float factor, bool divides) {
   refuse_without_pages(param, "scaled");
   refuse_where_none_landed(param);
   STRATA_ASSERT(!divides || factor != 0.0f);
+  updates_.wait_begun(lock);
+  note(param);
   if (!scalings_[param].add(factor, divides)) return false;
   const double by = divides ? 1.0 / double{factor} : double{factor};
   sum_squares_[param] *= by * by;
@@ -146,18 +180,29 @@ void Gradients::drop(Lock& lock) {
   }
   const std::vector<bool> touched = touched_chunks();
   for (std::uint32_t id = 0; id < touched.size(); ++id) {
-    if (!touched[id] || !base_.gradient_frames || !updates_.merged(id)) continue;
-    refuse(
-        "gradients were added to those of an earlier step whose update was still to come, and "
-        "cannot be dropped: call step() behind every backward");
+    if (touched[id]) refuse_merged(id);
   }
   forget(lock);
+}
+
+void Gradients::refuse_merged(std::uint32_t chunk) const {
+  if (!updates_.merged(chunk)) return;
+  refuse(
+      "gradients were added to those of an earlier step whose update was still to come, and "
+      "cannot be dropped: call step() behind every backward");
 }
 
 void Gradients::drop(Lock& lock, std::uint32_t param) {
   refuse_without_pages(param, "dropped alone");
   const BetweenSteps::StepCall call(between_, lock);
-  if (std::exchange(landed_[param], 0) == 0) return;
+  if (landed_[param] == 0) return;
+  for (const std::uint32_t id : base_.layout.chunks_of(param)) {
+    refuse_merged(id);
+    await_captured(lock, id);
+  }
+  note(param);
+  landed_[param] = 0;
+  --landed_params_;
   scalings_[param] = {};
   for (const std::uint32_t id : base_.layout.chunks_of(param)) {
     if (updates_.forget_landed(id, param)) discard_pages(lock, id);
@@ -168,11 +213,20 @@ void Gradients::forget(Lock& lock) {
   const std::vector<bool> touched = touched_chunks();
   for (std::uint32_t id = 0; id < touched.size(); ++id) {
     if (!touched[id]) continue;
+    await_captured(lock, id);
     discard_pages(lock, id);
     updates_.forget_landed(id);
   }
+  forget_landed();
+}
+
+void Gradients::forget_landed() {
+  for (std::uint32_t param = 0; param < landed_.size(); ++param) {
+    if (landed_[param] != 0) note(param);
+  }
   std::fill(landed_.begin(), landed_.end(), 0U);
   std::fill(scalings_.begin(), scalings_.end(), GradScaling{});
+  landed_params_ = 0;
 }
 
 // Those on the device are no contents of a page: what lands next takes their place.
@@ -182,10 +236,6 @@ void Gradients::discard_pages(Lock& lock, std::uint32_t chunk) {
     const PageId page{index(run.first) + i};
     base_.gate.wait(lock, [&] { return base_.cache.discard(page); });
   }
-}
-
-bool Gradients::any() const {
-  return std::any_of(landed_.begin(), landed_.end(), [](std::uint32_t n) { return n != 0; });
 }
 
 double Gradients::norm() const {
@@ -210,22 +260,18 @@ bool Gradients::use(UnitId unit) {
   for (std::size_t param = 0; param < landed_.size(); ++param) {
     if (landed_[param] == 0 || base_.config.params[param].unit != unit) continue;
     any |= !used_[param];
+    used_params_ += used_[param] ? 0 : 1;
     used_[param] = true;
   }
   return any;
 }
 
-bool Gradients::any_used() const {
-  return std::find(used_.begin(), used_.end(), true) != used_.end();
-}
-
 void Gradients::forget_used() {
-  std::fill(used_.begin(), used_.end(), false);
+  if (std::exchange(used_params_, 0) != 0) std::fill(used_.begin(), used_.end(), false);
 }
 
 void Gradients::end_step() {
-  std::fill(landed_.begin(), landed_.end(), 0U);
-  std::fill(scalings_.begin(), scalings_.end(), GradScaling{});
+  forget_landed();
   ++step_;
 }
 

@@ -23,7 +23,7 @@ namespace strata {
 
 class Gradients final {
  public:
-  Gradients(Foundation& base, BetweenSteps& between, Updates& updates);
+  Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures);
 
   // Takes numel contiguous elements of the device's memory, which work submitted so far on `stream`
   // wrote. Where `from` owns them they are lent, and may be kept until they have been used; else
@@ -38,7 +38,8 @@ class Gradients final {
   // by what is read, added to or used of it from here on. No page moves. False, and nothing done:
   // no more of that can be kept. Throws StrataError (config) where none has landed. REQUIRES: the
   // factor is finite or NaN, no division is by zero, and no finite element becomes infinite.
-  bool scale(std::uint32_t param, float factor, bool divides);
+  bool scale(Lock& lock, std::uint32_t param, float factor, bool divides)
+      STRATA_REQUIRES(core_lock);
   // Waits until there is room for the gradient. False: there is none, and no update will make any,
   // so that Steps::complete() has to be called for other units first.
   bool fits(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
@@ -55,7 +56,9 @@ class Gradients final {
 
   // Gradients of the parameter that landed since the last step.
   std::uint32_t count(std::uint32_t param) const { return landed_[param]; }
-  bool any() const;
+  bool any() const { return landed_params_ != 0; }
+  // Some are on their way to their place.
+  bool any_landing() const { return landings_ != 0; }
   // Of the squares of the parameter's newest gradient, also where a step has used it. Where it was
   // scaled, as if nothing had been rounded.
   double sum_squares(std::uint32_t param) const { return sum_squares_[param]; }
@@ -71,7 +74,11 @@ class Gradients final {
   bool use(UnitId unit);
   // Whether use() has taken one of the parameter since the last step, or one of any.
   bool used(std::uint32_t param) const { return used_[param]; }
-  bool any_used() const;
+  bool any_used() const { return used_params_ != 0; }
+  // A snapshot of now has what is known of the parameter's gradient, which is about to change.
+  void note(std::uint32_t param);
+  // What a snapshot said of a parameter's gradient, which has landed again.
+  void restore(const SavedGradient& saved);
 
   // Nothing counts as used from here on.
   void forget_used();
@@ -82,6 +89,9 @@ class Gradients final {
 
  private:
   void land_now(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
+  void await_captured(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
+  void forget_landed();
+  void refuse_merged(std::uint32_t chunk) const;
   void refuse_without_pages(std::uint32_t param, const char* what) const;
   void refuse_where_none_landed(std::uint32_t param) const;
   void discard_pages(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
@@ -92,11 +102,16 @@ class Gradients final {
   Foundation& base_;
   BetweenSteps& between_;
   Updates& updates_;
+  Captures& captures_;
   Landing landing_;
   std::vector<std::uint32_t> landed_;  // by parameter: since the last step
   std::vector<double> sum_squares_;    // by parameter: of what landed
   std::vector<GradScaling> scalings_;  // by parameter: what was asked of it since
   std::vector<bool> used_;             // by parameter
+  std::vector<std::uint32_t> noted_;   // by parameter: the last snapshot that was told of it
+  std::size_t landed_params_ = 0;      // of which any has landed
+  std::size_t used_params_ = 0;
+  std::uint32_t landings_ = 0;  // under way
   std::int64_t step_ = 1;
 };
 

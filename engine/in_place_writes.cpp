@@ -136,10 +136,11 @@ void InPlaceWrites::expect(std::uint32_t param) {
 bool InPlaceWrites::may_change(std::uint32_t chunk) {
   if (updates_.behind(chunk, captures_.step())) return true;
   if (!base_.on_device(base_.layout.chunks[chunk])) return captures_.may_change(chunk);
-  if (captures_.owed(chunk)) {
-    captures_.spoil("parameters of " +
-                    base_.names.of(base_.layout.segments[base_.layout.chunks[chunk].segment].unit) +
-                    " were written in place, for the first time, before they were captured");
+  if (captures_.active()) {
+    captures_.spoil(
+        chunk, "parameters of " +
+                   base_.names.of(base_.layout.segments[base_.layout.chunks[chunk].segment].unit) +
+                   " were written in place, for the first time, before they were captured");
   }
   return true;
 }

@@ -163,8 +163,19 @@ std::uint64_t Layout::state_pages(bool trained) const {
   return pages;
 }
 
-std::uint64_t Layout::snapshot_slots(std::uint32_t keep) const {
-  return state_pages(true) * (std::uint64_t{keep} + 1) + state_pages(false);
+std::uint64_t Layout::snapshot_slots(std::uint32_t keep, bool gradients) const {
+  std::uint64_t changes = state_pages(true) + scale_pages();
+  for (const Chunk& chunk : chunks) changes += gradients ? grad_frames(chunk) : 0;
+  return changes * (std::uint64_t{keep} + 1) + state_pages(false);
+}
+
+std::uint64_t Layout::scale_pages() const {
+  if (scale_bytes == 0) return 0;
+  std::size_t largest = scale_bytes - chunks.back().scales;
+  for (std::size_t i = 1; i < chunks.size(); ++i) {
+    largest = std::max(largest, chunks[i].scales - chunks[i - 1].scales);
+  }
+  return 1 + scale_bytes / (page_bytes - largest);
 }
 
 std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {

@@ -119,8 +119,11 @@ struct Layout {
   // Of all roles but gradients: pages of trained parameters, and of frozen ones.
   std::uint64_t state_pages(bool trained) const;
   // Slots of the SSD that so many complete snapshots take beside one that begins, and beside where
-  // pages rest: what is trained once for each, what is frozen once for all.
-  std::uint64_t snapshot_slots(std::uint32_t keep) const;
+  // pages rest: what is trained once for each, what is frozen once for all. `gradients`: with those
+  // that have landed.
+  std::uint64_t snapshot_slots(std::uint32_t keep, bool gradients = false) const;
+  // Of the scales of moments, which a snapshot has in pages; those of a chunk are in one.
+  std::uint64_t scale_pages() const;
 
   // The elements [first, first + count) of a parameter, cut so that no piece crosses a multiple of
   // `grain` elements of its segment. REQUIRES: grain divides the elements of a full chunk.

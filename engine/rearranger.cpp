@@ -118,7 +118,7 @@ Trace Rearranger::step_of(const std::vector<Use>& uses) const {
 }
 
 void Rearranger::adopt(Lock& lock, const Adoption& adoption) {
-  parts_.between.wait_until_arranged(lock);
+  parts_.between.wait_until_unclaimed(lock);
   parts_.visits.check_nobody_inside("what rests where changes between two steps only");
   const BetweenSteps::Rearrangement moving(parts_.between);
   // 1. Refused before anything changes.
@@ -155,21 +155,6 @@ void Rearranger::make_room_or_go_on(Lock& lock, const Change& change) {
     go_on();
     throw;
   }
-}
-
-void Rearranger::keep_slots(Lock& lock, std::uint64_t slots) {
-  if (slots <= base_.claims.kept_slots) return;
-  parts_.between.wait_until_arranged(lock);
-  parts_.visits.check_nobody_inside("room for snapshots is made between two steps only");
-  base_.tiers.check_kept(base_.claims, slots);
-  const BetweenSteps::Rearrangement moving(parts_.between);
-  Change change;
-  change.claims = base_.claims;
-  change.claims.kept_slots = static_cast<std::uint32_t>(slots);
-  change.frames = parts_.prefetcher.frame_limit();
-  make_room_or_go_on(lock, change);
-  base_.claims.kept_slots = change.claims.kept_slots;
-  go_on();
 }
 
 // Throws StrataError, and changes nothing, where the machine has less than the budgets.

@@ -68,10 +68,6 @@ class Rearranger final {
   // own, and are updated there: on a GPU its kernels must reach the host memory that they need.
   void adopt(Lock& lock, const Adoption& wanted) STRATA_REQUIRES(core_lock);
 
-  // Room on the SSD for snapshots, beside what rests there; there is never less again. Throws as
-  // adopt() does, and says what would do.
-  void keep_slots(Lock& lock, std::uint64_t slots) STRATA_REQUIRES(core_lock);
-
   // What else changes pages between two steps: see Resumption.
   // Returns when no update is under way, and nothing moves. Whoever waits calls go_on() in the end:
   // the prefetcher forgets what it wanted, and begins anew.

@@ -24,6 +24,10 @@ void Resumption::check_between_steps() const {
   if (!error.what.empty()) throw StrataError(std::move(error));
 }
 
+void Resumption::check_scales(const std::vector<std::byte>& scales) const {
+  if (scales.size() != base_.layout.scale_bytes) refuse("moments have other scales");
+}
+
 // The files, with what is held in them, and by how many.
 SavedFiles Resumption::files_of(LeftState& left) const {
   std::map<SlotId, SavedFiles::Slot> held;
@@ -39,25 +43,24 @@ SavedFiles Resumption::files_of(LeftState& left) const {
       refuse("what slot " + std::to_string(index(slot.slot)) + " holds makes no sense");
     }
   }
+  if (left.snapshots.empty()) refuse("there is no snapshot to go on from");
   std::set<PageId> pages;
-  std::set<SlotId> slots;
+  std::set<SlotId> unused;
+  for (const SavedFiles::Slot& slot : left.snapshots[0]) unused.insert(slot.slot);
   for (const LeftState::PageAt& at : left.pages) {
-    const bool known = index(at.page) < base_.layout.page_count && held.contains(at.slot);
-    const bool once = pages.insert(at.page).second && slots.insert(at.slot).second;
-    if (!known || !once) refuse("a page has a slot that no snapshot has, or that it shares");
+    const bool known = index(at.page) < base_.layout.page_count && unused.erase(at.slot) == 1;
+    if (known && pages.insert(at.page).second) continue;
+    refuse("a page has a slot that its snapshot has not, or that it shares");
   }
-  if (left.snapshots.empty() || left.snapshots[0].size() != slots.size()) {
-    refuse("a snapshot has other slots than its pages");
-  }
-  if (left.scales.size() != base_.layout.scale_bytes) refuse("moments have other scales");
+  check_scales(left.scales);
   SavedFiles saved{.files = std::move(left.files), .slots = {}};
   for (const auto& [id, slot] : held) saved.slots.push_back(slot);
   return saved;
 }
 
 std::vector<std::uint64_t> Resumption::resume(Lock& lock, LeftState left) {
-  // 1. Refused before anything changes.
-  parts_.between.wait_until_arranged(lock);
+  // 1. Refused before anything changes. No other files grow meanwhile.
+  parts_.between.wait_until_unclaimed(lock);
   check_between_steps();
   if (parts_.snapshots.any()) {
     throw StrataError({.fault = Fault::busy, .what = "slots of a snapshot are held"});
@@ -72,44 +75,44 @@ std::vector<std::uint64_t> Resumption::resume(Lock& lock, LeftState left) {
   base_.tiers.change_files(std::move(saved));
   base_.connect_stores();
   base_.claims.kept_slots = held;
+  parts_.snapshots.forget_places();
   std::vector<std::uint64_t> numbers;
   for (std::size_t i = 0; i < left.snapshots.size(); ++i) {
     numbers.push_back(parts_.snapshots.take_over(snapshot_of(left, i)));
   }
   // 3. Everything is where the snapshot has it.
-  restore(parts_.snapshots.of(numbers[0]));
+  restore(parts_.snapshots.of(numbers[0]), left.scales);
   parts_.swapping.take_pages();
   parts_.rearranger.go_on();
   return numbers;
 }
 
-// Its slots; of the one to go on from also what they are. REQUIRES: they are held.
+// Its slots; of the one to go on from also which pages have them. REQUIRES: they are held.
 Snapshot Resumption::snapshot_of(const LeftState& left, std::size_t which) const {
   const Store& ssd = *base_.tiers.store(Tier::ssd);
   Snapshot snapshot;
-  if (which != 0) {
-    for (const SavedFiles::Slot& slot : left.snapshots[which]) {
-      snapshot.pages.push_back({.slot = slot.slot, .contents = slot.contents});
-    }
-    return snapshot;
-  }
+  std::set<SlotId> of_pages;
   for (const LeftState::PageAt& at : left.pages) {
-    snapshot.pages.push_back({at.page, at.slot, ssd.contents(at.slot).value()});
+    if (which != 0) break;
+    of_pages.insert(at.slot);
+    snapshot.pages.push_back({{at.slot, ssd.contents(at.slot).value()}, at.page});
+  }
+  for (const SavedFiles::Slot& slot : left.snapshots[which]) {
+    if (!of_pages.contains(slot.slot)) snapshot.others.push_back({slot.slot, slot.contents});
   }
   std::ranges::sort(snapshot.pages, {}, &SavedPage::page);
-  snapshot.steps.assign(base_.config.params.size(), 0);
-  snapshot.scales = left.scales;
   return snapshot;
 }
 
-void Resumption::go_back(Lock& lock, std::uint64_t id) {
-  parts_.between.wait_until_arranged(lock);
+void Resumption::go_back(Lock& lock, std::uint64_t id, const std::vector<std::byte>& scales) {
+  parts_.between.wait_until_unclaimed(lock);
   check_between_steps();
+  check_scales(scales);
   const Snapshot& snapshot = parts_.snapshots.of(id);
   const BetweenSteps::Rearrangement moving(parts_.between);
   wait_until_unused(lock);
   forget_everything();
-  restore(snapshot);
+  restore(snapshot, scales);
   parts_.rearranger.go_on();
 }
 
@@ -153,10 +156,11 @@ void Resumption::forget_everything() {
   }
 }
 
-// REQUIRES: forget_everything().
-void Resumption::restore(const Snapshot& snapshot) {
+// Gradients land again: their pages stay zero. REQUIRES: forget_everything().
+void Resumption::restore(const Snapshot& snapshot, const std::vector<std::byte>& scales) {
   Store* const ssd = base_.tiers.store(Tier::ssd);
   for (const SavedPage& saved : snapshot.pages) {
+    if (base_.layout.role_of[index(saved.page)] == Role::grad) continue;
     if (base_.table.tier(saved.page) == Tier::ssd) {
       ssd->share(saved.slot);
       base_.table.place(saved.page, saved.slot);
@@ -169,7 +173,7 @@ void Resumption::restore(const Snapshot& snapshot) {
     if (rest.tier != Tier::ssd || rest.somewhere()) continue;
     base_.table.place(PageId{i}, ssd->acquire().value());
   }
-  if (base_.scales != nullptr) std::ranges::copy(snapshot.scales, base_.scales);
+  if (base_.scales != nullptr) std::ranges::copy(scales, base_.scales);
 }
 
 }  // namespace strata

@@ -5,7 +5,7 @@
 //
 //   numbers = resumption.resume(lock, {std::move(files), snapshots, pages, scales});
 //   snapshots.drop(numbers[0]);                           // as of a snapshot that it took
-//   resumption.go_back(lock, id);
+//   resumption.go_back(lock, id, scales);
 //
 // Note [Going on from slots]
 // Nothing is read and nothing is written. What a page held is forgotten everywhere, and it has the
@@ -13,7 +13,8 @@
 // from here on; the snapshot holds it too, so the next write of the page goes to a fresh one, as it
 // does behind any snapshot. A page that rests elsewhere is lent the slot until somebody needs its
 // bytes, which then come to where it rests. So each page is read, and verified, when it is first
-// used.
+// used. Two things are the caller's: scales of moments, which are memory here and so are given as
+// bytes, and gradients, which land again.
 //
 // Note [Files of another session]
 // They may be linked by snapshots that we are not asked to go on from; these are overwritten no
@@ -40,7 +41,8 @@ namespace strata {
 // What another session left.
 struct LeftState {
   PageFiles files;  // opened to write
-  // By snapshot that links the files: what its slots hold. The first one is to go on from.
+  // By snapshot that links the files: what its slots hold, those of scales and gradients too. The
+  // first one is to go on from.
   std::vector<std::vector<SavedFiles::Slot>> snapshots;
   // Of that: which page has which slot, in any order, and no page twice. The others are zero.
   struct PageAt {
@@ -72,16 +74,18 @@ class Resumption final {
   // of a snapshot are held.
   std::vector<std::uint64_t> resume(Lock& lock, LeftState left) STRATA_REQUIRES(core_lock);
   // The same of a snapshot that is held here. REQUIRES: complete.
-  void go_back(Lock& lock, std::uint64_t snapshot) STRATA_REQUIRES(core_lock);
+  void go_back(Lock& lock, std::uint64_t snapshot, const std::vector<std::byte>& scales)
+      STRATA_REQUIRES(core_lock);
 
  private:
   void check_between_steps() const;
+  void check_scales(const std::vector<std::byte>& scales) const;
   SavedFiles files_of(LeftState& left) const;
   void wait_until_unused(Lock& lock) STRATA_REQUIRES(core_lock);
   bool unused() const;
   void forget_everything();
   Snapshot snapshot_of(const LeftState& left, std::size_t which) const;
-  void restore(const Snapshot& snapshot);
+  void restore(const Snapshot& snapshot, const std::vector<std::byte>& scales);
 
   Parts parts_;
   Foundation& base_;

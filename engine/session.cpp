@@ -85,4 +85,44 @@ void Session::with_page_files(const std::function<void(const std::vector<int>&)>
   use(files.get());
 }
 
+std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
+  Gate::Call in(gate_);
+  const std::uint64_t id = core_->snapshots.begin(keep);
+  core_->snapshot_room.make_beside(in.lock());
+  return id;
+}
+
+void Session::reserve_snapshots(std::uint32_t keep) {
+  Gate::Call in(gate_);
+  core_->snapshots.want(keep);
+  core_->snapshot_room.make(in.lock());
+}
+
+void Session::restore_run(std::uint32_t param, std::size_t first, std::size_t count,
+                          std::int64_t step, bool merged) {
+  Gate::Call in(gate_);
+  core_->elements.check(param, Kind::master, first, this, count);
+  for (const std::uint32_t chunk : core_->base.layout.chunks_of(param)) {
+    core_->updates.wait_settled(in.lock(), chunk);
+  }
+  core_->updates.set_run(param, first, count, step, merged);
+}
+
+void Session::restore_gradient(const SavedGradient& saved) {
+  Gate::Call in(gate_);
+  core_->base.check_param(saved.param);
+  core_->gradients.restore(saved);
+}
+
+Snapshot Session::snapshot(std::uint64_t id) {
+  Snapshot found;
+  {
+    Gate::Call in(gate_);
+    core_->snapshots.wait(in.lock(), id);
+    found = core_->snapshots.of(id);
+  }
+  found.sort();
+  return found;
+}
+
 }  // namespace strata

@@ -133,7 +133,7 @@ class Session final {
   bool scale_gradient(std::uint32_t param, float factor, bool divides) {
     Gate::Call in(gate_);
     core_->base.check_param(param);
-    return core_->gradients.scale(param, factor, divides);
+    return core_->gradients.scale(in.lock(), param, factor, divides);
   }
   void drop_gradient(std::uint32_t param) {
     Gate::Call in(gate_);
@@ -203,25 +203,16 @@ class Session final {
     core_->elements.set_step(in.lock(), param, step);
   }
 
-  // snapshots.hpp, rearranger.hpp. `keep`: complete ones beside the one that begins.
-  void reserve_snapshots(std::uint32_t keep) {
-    Gate::Call in(gate_);
-    core_->rearranger.keep_slots(in.lock(), core_->snapshots.slots_for(keep));
-  }
-  std::uint64_t begin_snapshot() {
-    Gate::Call in(gate_);
-    return core_->snapshots.begin();
-  }
+  // snapshots.hpp, snapshot_room.hpp. `keep`: complete ones beside the one that begins.
+  std::uint64_t begin_snapshot(std::uint32_t keep);
+  // Ahead of the first one: waits for the file system.
+  void reserve_snapshots(std::uint32_t keep);
   bool snapshot_complete(std::uint64_t id) {
     Gate::Call in(gate_);
     return core_->snapshots.complete(id);
   }
   // Waits until it is complete.
-  Snapshot snapshot(std::uint64_t id) {
-    Gate::Call in(gate_);
-    core_->snapshots.wait(in.lock(), id);
-    return core_->snapshots.of(id);
-  }
+  Snapshot snapshot(std::uint64_t id);
   // Descriptors of the files of the SSD, which the caller closes; what takes long goes by them.
   std::vector<int> page_files() {
     Gate::Call in(gate_);
@@ -235,6 +226,10 @@ class Session final {
     Store* store = core_->base.tiers.store(Tier::ssd);
     return store != nullptr && store->keep_linkable();
   }
+  // What a snapshot said of elements and of a gradient, behind what was written and has landed.
+  void restore_run(std::uint32_t param, std::size_t first, std::size_t count, std::int64_t step,
+                   bool merged);
+  void restore_gradient(const SavedGradient& saved);
   void drop_snapshot(std::uint64_t id) {
     Gate::Call in(gate_);
     core_->snapshots.drop(id);
@@ -245,9 +240,9 @@ class Session final {
     Gate::Call in(gate_);
     return core_->resumption.resume(in.lock(), std::move(left));
   }
-  void go_back(std::uint64_t snapshot) {
+  void go_back(std::uint64_t snapshot, const std::vector<std::byte>& scales = {}) {
     Gate::Call in(gate_);
-    core_->resumption.go_back(in.lock(), snapshot);
+    core_->resumption.go_back(in.lock(), snapshot, scales);
   }
 
   // stats.hpp. Both work on a failed session too, to see how far it came.

@@ -18,34 +18,73 @@ constexpr std::uint32_t kChunksTaken = 8;
 
 }  // namespace
 
-Snapshots::Snapshots(Foundation& base, Captures& captures, Updates& updates,
-                     const Gradients& gradients)
-    : base_(base), captures_(captures), updates_(updates), gradients_(gradients) {}
-
-std::uint64_t Snapshots::slots_for(std::uint32_t keep) const {
-  return base_.layout.snapshot_slots(keep);
+Snapshots::Snapshots(Foundation& base, Captures& captures, Updates& updates, Gradients& gradients,
+                     SnapshotRoom& room)
+    : base_(base),
+      captures_(captures),
+      updates_(updates),
+      gradients_(gradients),
+      room_(room),
+      taken_(base.layout.page_count, 0),
+      slot_of_(base.layout.page_count, kNoSlot) {
+  const Layout& layout = base.layout;
+  frozen_ = layout.state_pages(false);
+  trained_ = layout.snapshot_slots(0) - frozen_;
+  grads_ = layout.snapshot_slots(0, true) - frozen_ - trained_;
 }
 
-std::uint64_t Snapshots::begin() {
+std::uint64_t Snapshots::slots_for(std::uint32_t keep, bool gradients) const {
+  const std::uint64_t changes = trained_ + (gradients ? grads_ : 0);
+  return changes * (std::uint64_t{keep} + 1) + frozen_;
+}
+
+void Snapshots::want(std::uint32_t keep) {
+  room_.want(slots_for(keep, gradients_.any()));
+  kept_ = keep;
+}
+
+std::uint64_t Snapshots::begin(std::uint32_t keep) {
   Error error{.fault = Fault::busy};
-  if (base_.tiers.store(Tier::ssd) == nullptr) {
-    refuse("a snapshot is kept on the SSD: give ssd= and ssd_path=, or use save()");
-  }
-  if (captures_.active()) error.what = "the last snapshot is still being captured";
-  if (gradients_.any() || gradients_.any_used()) {
-    error.what = "gradients have landed since the last step(): a snapshot is taken behind step()";
+  const bool in_backward = base_.config.update == UpdateMode::in_backward;
+  if (gradients_.any_landing()) {
+    error.what = "a gradient is landing on another thread: take a snapshot when its backward ended";
+  } else if (gradients_.any_used() || (in_backward && gradients_.any())) {
+    error.what =
+        "updates of this step begin as its gradients land, so parameters are of two steps: call "
+        "step() first, and take the snapshot behind it";
   }
   if (!error.what.empty()) throw StrataError(std::move(error));
-  captures_.begin(updates_.released());
-  taken_.resize(base_.layout.page_count, 0);
-  slot_of_.resize(base_.layout.page_count, kNoSlot);
-  now_.step = captures_.step();
-  now_.steps.assign(base_.config.params.size(), 0);
-  now_.scales.resize(base_.layout.scale_bytes);
-  rest_ = static_cast<std::uint32_t>(base_.layout.chunks.size());
-  next_ = 0;
+  want(keep);
+  const Asked asked{++last_, {updates_.released(), gradients_.any()}};
+  if (captures_.active()) {
+    next_.push_back(asked);
+    const bool gradients =
+        std::ranges::any_of(next_, [](const Asked& a) { return a.subject.gradients; });
+    captures_.set_next(Captures::Subject{asked.subject.step, gradients});
+  } else {
+    start(asked);
+  }
   base_.bell.ring();
-  return ++last_;
+  return asked.id;
+}
+
+void Snapshots::start(const Asked& asked) {
+  captures_.begin(asked.subject);
+  now_id_ = asked.id;
+  now_.step = asked.subject.step;
+  now_.has_gradients = asked.subject.gradients;
+  rest_ = static_cast<std::uint32_t>(base_.layout.chunks.size());
+  next_chunk_ = 0;
+}
+
+void Snapshots::start_next() {
+  if (!next_.empty()) {
+    start(next_.front());
+    next_.pop_front();
+  }
+  if (next_.empty()) captures_.set_next(std::nullopt);
+  base_.gate.notify();
+  base_.bell.ring();
 }
 
 bool Snapshots::complete(std::uint64_t id) const {
@@ -66,16 +105,46 @@ const Snapshot& Snapshots::of(std::uint64_t id) const {
 }
 
 void Snapshots::drop(std::uint64_t id) {
-  failed_.erase(id);
-  if (captures_.active() && id == last_) {
-    abandon("it was given up", Fault::cancelled);
-    failed_.erase(id);
+  if (captures_.active() && id == now_id_) {
+    fail_spoiled();
+    if (now_id_ == id && captures_.active()) {
+      give_up("it was given up", Fault::cancelled);
+      abandon();
+    }
+  } else if (std::erase_if(next_, [id](const Asked& asked) { return asked.id == id; }) != 0) {
+    if (next_.empty()) captures_.set_next(std::nullopt);
   }
+  failed_.erase(id);
   const auto found = complete_.find(id);
-  if (found == complete_.end()) return;
-  for (const SavedPage& saved : found->second.pages) store().unhold(saved.slot);
-  complete_.erase(found);
+  if (found != complete_.end()) {
+    let_go(found->second);
+    complete_.erase(found);
+    rest_ = static_cast<std::uint32_t>(base_.layout.chunks.size());  // there may be slots again
+  }
+  base_.gate.notify();
   base_.bell.ring();
+}
+
+// With those behind it, which count on the same state.
+void Snapshots::fail_spoiled() {
+  if (!captures_.active() || captures_.spoiled().empty()) return;
+  fail_all(std::string(captures_.spoiled()), Fault::cancelled);
+}
+
+void Snapshots::fail_all(const std::string& why, Fault fault) {
+  while (captures_.active()) {
+    give_up(why, fault);
+    abandon();
+  }
+}
+
+void Snapshots::let_go(const Snapshot& snapshot) {
+  for (const SavedPage& saved : snapshot.pages) store().unhold(saved.slot);
+  for (const SavedFrame& saved : snapshot.frames) store().unhold(saved.slot);
+  for (const SavedSlot& saved : snapshot.others) store().unhold(saved.slot);
+  for (const SavedSlot& saved : snapshot.scales) {
+    if (saved.slot != kNoSlot) store().unhold(saved.slot);
+  }
 }
 
 std::uint64_t Snapshots::take_over(Snapshot snapshot) {
@@ -83,23 +152,22 @@ std::uint64_t Snapshots::take_over(Snapshot snapshot) {
   return last_;
 }
 
-void Snapshots::note_restored(PageId page, SlotId slot) {
-  slot_of_.resize(base_.layout.page_count, kNoSlot);
-  slot_of_[index(page)] = slot;
-}
-
 bool Snapshots::turn(bool others_moved) {
   bool moved = reap();
-  if (captures_.active() && !captures_.spoiled().empty()) {
-    abandon(captures_.spoiled(), Fault::cancelled);
-  }
+  fail_spoiled();
+  if (const auto why = room_.take_failure()) fail_all(*why, Fault::no_space);
   if (!captures_.active()) return leave_fetched() || moved;
+  if (room_.missing()) return moved;
   // A copy: what is captured is asked for no longer.
   for (const std::uint32_t chunk : std::vector(captures_.asked())) {
-    if (captures_.owed(chunk)) moved |= capture(chunk, kSavesAsked);
+    if (captures_.owed(chunk) && !doomed_) moved |= capture(chunk, kSavesAsked);
   }
   moved |= sweep(moved || others_moved);
-  if (captures_.active() && captures_.left() == 0) {
+  if (doomed_) {
+    abandon();
+    return true;
+  }
+  if (captures_.left() == 0 && flush_scales() && saving_.empty()) {
     finish();
     moved = true;
   }
@@ -113,29 +181,43 @@ bool Snapshots::sweep(bool restart) {
   if (restart) rest_ = count;
   std::uint32_t taken = 0;
   for (std::uint32_t i = 0; i < kChunksLookedAt && rest_ > 0 && taken < kChunksTaken; ++i) {
+    if (doomed_) return true;
     --rest_;
-    const std::uint32_t chunk = next_++ % count;
+    const std::uint32_t chunk = next_chunk_++ % count;
     if (!captures_.owed(chunk) || !capture(chunk, kSavesAhead)) continue;
     ++taken;
     rest_ = count;
   }
-  return captures_.active() && rest_ > 0;
+  return rest_ > 0;
 }
 
 bool Snapshots::capture(std::uint32_t id, std::size_t saves_max) {
-  if (updates_.behind(id, captures_.step())) return false;
+  if (!updates_.ready_for(id, captures_)) return false;
   bool moved = false, all = true;
+  const auto add = [&](Taken taken) {
+    moved |= taken == Taken::begun;
+    all &= taken == Taken::done;
+  };
   for (const Role role : kSavedRoles) {
     const PageRun& run = base_.layout.chunks[id].run(role);
-    for (std::uint32_t i = 0; i < run.count; ++i) {
-      const Taken taken = take(PageId{index(run.first) + i}, saves_max);
-      if (!captures_.active()) return true;  // there is no room
-      moved |= taken == Taken::begun;
-      all &= taken == Taken::done;
+    for (std::uint32_t i = 0; i < run.count && !doomed_; ++i) {
+      add(take(PageId{index(run.first) + i}, saves_max));
     }
   }
-  if (all) finish_chunk(id);
-  return moved || all;
+  if (!captures_.takes_gradients() && !all) return moved || doomed_.has_value();
+  const Runs runs = runs_of(id);
+  const std::size_t per_page = base_.layout.elements_per_page(base_.layout.chunks[id], Role::grad);
+  for (std::uint32_t n = 0; n < base_.layout.grad_frames(base_.layout.chunks[id]); ++n) {
+    const auto lies_there = [&](const SavedRun& run) {
+      return run.gradient != HeldGradient::none && run.in_chunk < (n + 1) * per_page &&
+             run.in_chunk + run.count > n * per_page;
+    };
+    if (!doomed_ && std::ranges::any_of(runs, lies_there))
+      add(take_gradient(id, runs, n, saves_max));
+  }
+  if (doomed_) return true;
+  if (!all || !finish_chunk(id, runs)) return moved;
+  return true;
 }
 
 // See Note [How a page is captured].
@@ -154,22 +236,33 @@ Snapshots::Taken Snapshots::take(PageId page, std::size_t saves_max) {
     return Taken::not_yet;
   }
   if (!slot) return save(page, saves_max);
-  const bool held = store().held(*slot) || has_room();
-  if (!held || !store().hold(*slot)) {
-    abandon("its slots are used up", Fault::no_space);
+  if (!store().held(*slot) && !find_room()) return Taken::not_yet;
+  if (!store().hold(*slot)) {
+    find_room();
     return Taken::not_yet;
   }
   note(page, *slot);
   return Taken::done;
 }
 
-// The slot of an older snapshot that has the page as it is.
+// The slot of an older snapshot that has the page as it is. One that was let go may have been taken
+// by another page since, whose contents may have the same version.
 std::optional<SlotId> Snapshots::unchanged(PageId page) const {
   const SlotId slot = slot_of_[index(page)];
-  if (slot == kNoSlot || !store().held(slot)) return std::nullopt;
+  if (slot == kNoSlot || index(slot) >= page_in_.size() || page_in_[index(slot)] != page) {
+    return std::nullopt;
+  }
+  if (!store().held(slot)) return std::nullopt;
   const auto contents = store().contents(slot);
   if (!contents || contents->version != base_.table.newest(page)) return std::nullopt;
   return slot;
+}
+
+// A slot for one page more. False: not yet, or there will be none, and the snapshot is given up.
+bool Snapshots::find_room() {
+  if (has_room()) return true;
+  if (complete_.size() <= kept_) give_up("its slots are used up", Fault::no_space);
+  return false;
 }
 
 // Slots that pages may yet come to rest in are not a snapshot's.
@@ -181,20 +274,19 @@ bool Snapshots::has_room() const {
 }
 
 Snapshots::Taken Snapshots::save(PageId page, std::size_t saves_max) {
-  const auto same = [page](const Saving& saving) { return saving.pin.page() == page; };
+  const auto same = [page](const Saving& saving) {
+    return saving.pin && saving.pin.page() == page;
+  };
   if (std::ranges::any_of(saving_, same)) return Taken::not_yet;
   if (saving_.size() >= saves_max || base_.transfers.full()) return Taken::not_yet;
   // Of what passes through staging, one page at a time: see page_cache.hpp.
   const bool staged = base_.table.tier(page) != Tier::host;
   const auto passes = [this](const Saving& saving) {
-    return base_.table.tier(saving.pin.page()) != Tier::host;
+    return saving.pin && base_.table.tier(saving.pin.page()) != Tier::host;
   };
   if (staged && fetching_ != page && fetching_ != kNoPage) return Taken::not_yet;
   if (staged && std::ranges::any_of(saving_, passes)) return Taken::not_yet;
-  if (!has_room()) {
-    abandon("its slots are used up", Fault::no_space);
-    return Taken::not_yet;
-  }
+  if (!find_room()) return Taken::not_yet;
   Pin pin = base_.cache.open(page, Intent::read);
   if (!pin) {
     if (staged) fetching_ = page;
@@ -203,32 +295,54 @@ Snapshots::Taken Snapshots::save(PageId page, std::size_t saves_max) {
   if (fetching_ == page) fetching_ = kNoPage;
   const SlotId slot = store().acquire().value();
   base_.transfers.save(page, slot, Requester::snapshots);
-  saving_.push_back({std::move(pin), slot, captures_.epoch()});
+  saving_.push_back({.pin = std::move(pin), .slot = slot, .epoch = captures_.epoch()});
   return Taken::begun;
 }
 
 void Snapshots::note(PageId page, SlotId slot) {
   taken_[index(page)] = captures_.epoch();
-  slot_of_[index(page)] = slot;
-  now_.pages.push_back({page, slot, store().contents(slot).value()});
+  note_place(page, slot);
+  now_.pages.push_back({{slot, store().contents(slot).value()}, page});
+}
+
+void Snapshots::note_place(PageId page, SlotId slot) {
+  if (page_in_.size() <= index(slot)) page_in_.resize(store().slot_count(), kNoPage);
+  page_in_[index(slot)] = page;
+  if (page != kNoPage) slot_of_[index(page)] = slot;
 }
 
 bool Snapshots::reap() {
   const std::vector<Completion> completions = base_.transfers.take(Requester::snapshots);
   for (const Completion& completion : completions) {
-    const auto saving = std::ranges::find_if(
-        saving_, [&](const Saving& s) { return s.pin.page() == completion.page; });
+    const SlotId slot{static_cast<std::uint32_t>(completion.tag)};
+    const auto saving = std::ranges::find(saving_, slot, &Saving::slot);
     STRATA_ASSERT(saving != saving_.end());
     const bool wanted = captures_.active() && saving->epoch == captures_.epoch();
     if (wanted && !completion.failed) {
-      store().keep(saving->slot);
-      note(completion.page, saving->slot);
+      store().keep(slot);
+      note(*saving);
     } else {
-      store().release(saving->slot);
+      store().release(slot);
     }
+    if (saving->scratch != nullptr) saving->scratch->taken = false;
     saving_.erase(saving);
   }
   return !completions.empty();
+}
+
+// It is where the snapshot has it.
+void Snapshots::note(const Saving& saving) {
+  if (saving.pin) return note(saving.pin.page(), saving.slot);
+  note_place(kNoPage, saving.slot);
+  SavedFrame frame = saving.frame.value();
+  frame.slot = saving.slot;
+  frame.contents = store().contents(saving.slot).value();
+  if (saving.scales) {
+    now_.scales[frame.number] = frame;
+    return;
+  }
+  now_.frames.push_back(frame);
+  frames_[{frame.chunk, frame.number}] = Taken::done;
 }
 
 // What was asked for and is not needed any more: else its frame would stay promised to us.
@@ -238,35 +352,60 @@ bool Snapshots::leave_fetched() {
   return true;
 }
 
-void Snapshots::finish_chunk(std::uint32_t id) {
-  updates_.note_steps(id, now_.steps);
-  if (base_.layout.scale_bytes != 0) {
-    const auto& chunks = base_.layout.chunks;
-    const std::size_t begin = chunks[id].scales;
-    const std::size_t end =
-        id + 1 < chunks.size() ? chunks[id + 1].scales : base_.layout.scale_bytes;
-    std::copy(base_.scales + begin, base_.scales + end, now_.scales.data() + begin);
+// False: not yet.
+bool Snapshots::finish_chunk(std::uint32_t id, const Runs& runs) {
+  for (const SavedRun& run : runs) {
+    const std::uint32_t group = base_.config.params[run.param].group;
+    if (run.gradient != HeldGradient::waiting) continue;
+    if (base_.config.groups[group].rule != Rule::foreign) continue;
+    give_up("a gradient of " + base_.config.params[run.param].name +
+                " waits for an update by a Python class: call step() first",
+            Fault::busy);
+    return true;
   }
+  if (!keep_scales(id)) return false;
+  for (const SavedRun& run : runs) {
+    if (run.gradient != HeldGradient::none) gradients_.note(run.param);
+  }
+  now_.runs.insert(now_.runs.end(), runs.begin(), runs.end());
+  frames_.erase(frames_.lower_bound({id, 0}), frames_.lower_bound({id + 1, 0}));
   captures_.done(id);
   base_.gate.notify();
+  return true;
 }
 
 void Snapshots::finish() {
+  now_.gradients = captures_.gradients();
+  now_.hypers = captures_.hypers();
   captures_.end();
-  std::ranges::sort(now_.pages, {}, &SavedPage::page);
-  complete_.emplace(last_, std::exchange(now_, {}));
-  base_.gate.notify();
+  complete_.emplace(now_id_, std::exchange(now_, {}));
+  start_next();
 }
 
-void Snapshots::abandon(const std::string& why, Fault fault) {
+// There will be none: the turn ends it.
+void Snapshots::give_up(const std::string& why, Fault fault) {
+  if (doomed_) return;
+  doomed_ = Error{.fault = fault};
+  doomed_->what = "the snapshot behind step " + std::to_string(captures_.step()) +
+                  " could not be taken: " + why;
+}
+
+void Snapshots::abandon() {
   captures_.end();
-  for (const SavedPage& saved : std::exchange(now_, {}).pages) store().unhold(saved.slot);
-  Error error{.fault = fault};
-  error.what = "the snapshot behind step " + std::to_string(captures_.step()) +
-               " could not be taken: " + why;
-  failed_.emplace(last_, std::move(error));
-  base_.gate.notify();
-  base_.bell.ring();
+  let_go(std::exchange(now_, {}));
+  frames_.clear();
+  if (scales_ != nullptr) std::exchange(scales_, nullptr)->taken = false;
+  failed_.emplace(now_id_, std::move(*std::exchange(doomed_, std::nullopt)));
+  start_next();
+}
+
+void Snapshot::sort() {
+  std::ranges::sort(pages, {}, &SavedPage::page);
+  std::ranges::sort(runs, {},
+                    [](const SavedRun& run) { return std::pair(run.chunk, run.in_chunk); });
+  std::ranges::sort(frames, {}, [](const SavedFrame& f) { return std::pair(f.chunk, f.number); });
+  std::ranges::sort(gradients, {}, &SavedGradient::param);
+  std::ranges::sort(scales_at, {}, &SavedScales::chunk);
 }
 
 }  // namespace strata

@@ -2,7 +2,7 @@
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   const std::uint64_t id = snapshots.begin(lock);       // behind step(); takes no time
+//   const std::uint64_t id = snapshots.begin(2);          // behind step(); takes no time
 //   snapshots.wait(lock, id);                             // throws where it could not be
 //   for (const SavedPage& page : snapshots.of(id).pages) ... page.slot, page.contents ...
 //   snapshots.drop(id);                                   // its slots may be used again
@@ -14,13 +14,22 @@
 // one staging frame. A page that has not changed since the last snapshot shares that one's slot. A
 // page that nobody wrote is zero, and has no slot.
 //
+// Note [What is in no page]
+// Gradients that have no pages are written from their frames; those that rest on the device, or
+// that were lent, through a page of memory of our own, and so are the scales of 8-bit moments,
+// which are gathered there chunk by chunk. There are at most kScratchPages of it, whatever the
+// model.
+//
 // Note [Pace]
 // A turn looks at a bounded number of chunks, so that the lock is never held in proportion to the
 // model. Owed pages are written a few at a time; a few more for chunks that somebody waits for.
+// Where every slot is taken and the owner of an older snapshot is about to drop it, they wait for
+// that; else there will be no snapshot.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <optional>
 #include <string>
@@ -29,35 +38,64 @@
 #include "engine/captures.hpp"
 #include "engine/foundation.hpp"
 #include "engine/gradients.hpp"
+#include "engine/snapshot_room.hpp"
 #include "engine/updates.hpp"
 
 namespace strata {
 
-// What a chunk's state is, role by role.
+// What a chunk's state is, role by role; gradients are part of it where any have landed.
 inline constexpr std::array kSavedRoles = {Role::param, Role::master, Role::moment1, Role::moment2};
 
-struct SavedPage {
-  PageId page = kNoPage;
+struct SavedSlot {
   SlotId slot = kNoSlot;
   SlotContents contents;
 };
 
+struct SavedPage : SavedSlot {
+  PageId page = kNoPage;
+};
+
+// Page `number` of what the chunk's gradient would lie in, where that is no page.
+struct SavedFrame : SavedSlot {
+  std::uint32_t chunk = 0;
+  std::uint32_t number = 0;
+};
+
+// Where the scales of a chunk's moments begin, as they lie in the scale area, in all `scales`.
+struct SavedScales {
+  std::uint32_t chunk = 0;
+  std::uint64_t byte = 0;
+};
+
 struct Snapshot {
-  std::int64_t step = 0;            // the last whose updates are in it
-  std::vector<SavedPage> pages;     // in order of id; the others are zero
-  std::vector<std::int64_t> steps;  // by parameter: updates that it has had
-  std::vector<std::byte> scales;    // the scale area: see Layout
+  std::int64_t step = 0;         // the last whose updates are in it
+  std::vector<SavedPage> pages;  // in order of id; the others are zero
+  std::vector<SavedRun> runs;    // of what is trained; in order of chunk, and of place there
+  bool has_gradients = false;
+  std::vector<SavedFrame> frames;        // in order of chunk and number
+  std::vector<SavedGradient> gradients;  // in order of parameter
+  std::vector<Hyper> hypers;             // of waiting gradients
+  std::vector<SavedSlot> scales;         // pages of scales
+  std::vector<SavedScales> scales_at;    // in order of chunk
+  std::vector<SavedSlot> others;         // of another session's, of which nothing else is known
+
+  // As the comments say. Takes as long as there are pages, so it is not done under the lock.
+  void sort();
 };
 
 class Snapshots final {
  public:
-  Snapshots(Foundation& base, Captures& captures, Updates& updates, const Gradients& gradients);
+  Snapshots(Foundation& base, Captures& captures, Updates& updates, Gradients& gradients,
+            SnapshotRoom& room);
 
   // Slots that so many complete snapshots take beside one that begins, and beside where pages rest.
-  std::uint64_t slots_for(std::uint32_t keep) const;
-  // Throws StrataError: busy where one is under way, or gradients have landed since the last step;
-  // config where there is no SSD.
-  std::uint64_t begin();
+  std::uint64_t slots_for(std::uint32_t keep, bool gradients) const;
+  // Room for as many. Throws StrataError (config) where the budget has none.
+  void want(std::uint32_t keep);
+  // Of now; where another is being captured, it begins at that one's end. Throws StrataError: as
+  // want() does; busy where a gradient is landing, or the gradients that have landed since the last
+  // step are being used.
+  std::uint64_t begin(std::uint32_t keep);
   // Throws where nothing came of it.
   bool complete(std::uint64_t id) const;
   void wait(Lock& lock, std::uint64_t id) STRATA_REQUIRES(core_lock);
@@ -69,46 +107,95 @@ class Snapshots final {
   // be nothing known but these.
   std::uint64_t take_over(Snapshot snapshot);
   // The page has the contents of a slot of a snapshot again.
-  void note_restored(PageId page, SlotId slot);
+  void note_restored(PageId page, SlotId slot) { note_place(page, slot); }
+  // The SSD has other files from here on.
+  void forget_places() { page_in_.clear(); }
   // One is under way, or its slots are held.
   bool any() const { return captures_.active() || !complete_.empty(); }
 
   // `others_moved`: something may be ready that was not.
-  bool turn(bool others_moved);
+  bool turn(bool others_moved) STRATA_REQUIRES(core_lock);
 
  private:
-  // An owed page on its way to its slot.
+  struct Asked {
+    std::uint64_t id = 0;
+    Captures::Subject subject;
+  };
+  // A page of memory of our own.
+  struct Scratch {
+    std::vector<std::byte> memory;
+    std::byte* bytes = nullptr;
+    bool taken = false;
+  };
+  // What is on its way to its slot.
   struct Saving {
-    Pin pin;
+    Pin pin = {};  // of a page
     SlotId slot = kNoSlot;
     std::uint32_t epoch = 0;
+    Scratch* scratch = nullptr;
+    std::optional<SavedFrame> frame = {};
+    bool scales = false;
   };
   enum class Taken : std::uint8_t { not_yet, begun, done };
+  using Runs = std::vector<SavedRun>;
 
   Store& store() const { return *base_.tiers.store(Tier::ssd); }
+  void start(const Asked& asked);
+  void start_next();
   bool has_room() const;
+  bool find_room();
   bool reap();
   bool leave_fetched();
-  bool sweep(bool restart);
-  bool capture(std::uint32_t chunk, std::size_t saves_max);
+  bool sweep(bool restart) STRATA_REQUIRES(core_lock);
+  bool capture(std::uint32_t chunk, std::size_t saves_max) STRATA_REQUIRES(core_lock);
   Taken take(PageId page, std::size_t saves_max);
   Taken save(PageId page, std::size_t saves_max);
   std::optional<SlotId> unchanged(PageId page) const;
   void note(PageId page, SlotId slot);
-  void finish_chunk(std::uint32_t chunk);
+  void note(const Saving& saving);
+  void note_place(PageId page, SlotId slot);
+  bool finish_chunk(std::uint32_t chunk, const Runs& runs);
   void finish();
-  void abandon(const std::string& why, Fault fault);
+  void give_up(const std::string& why, Fault fault);
+  void abandon();
+  void fail_all(const std::string& why, Fault fault);
+  void fail_spoiled();
+  void let_go(const Snapshot& snapshot);
+
+  // snapshot_bytes.cpp: see Note [What is in no page].
+  Runs runs_of(std::uint32_t chunk) const;
+  Taken take_gradient(std::uint32_t chunk, const Runs& runs, std::uint32_t number,
+                      std::size_t saves_max) STRATA_REQUIRES(core_lock);
+  bool lies_in_page(std::uint32_t chunk, const Runs& runs, PageId page) const;
+  const std::byte* gather(std::uint32_t chunk, const Runs& runs, std::uint32_t number,
+                          Scratch& scratch) STRATA_REQUIRES(core_lock);
+  bool save_bytes(const std::byte* from, std::uint32_t chunk, Saving saving, std::size_t saves_max);
+  Scratch* free_scratch();
+  bool keep_scales(std::uint32_t chunk);
+  bool flush_scales();
 
   Foundation& base_;
   Captures& captures_;
   Updates& updates_;
-  const Gradients& gradients_;
-  Snapshot now_;                       // the one under way
-  std::vector<std::uint32_t> taken_;   // by page: the epoch that has it
-  std::vector<SlotId> slot_of_;        // by page: where it was saved last
-  std::vector<Saving> saving_;         // a few
-  PageId fetching_ = kNoPage;          // asked of the page cache, and promised by it
-  std::uint32_t next_ = 0, rest_ = 0;  // of the chunks: to look at, and how many until it suffices
+  Gradients& gradients_;
+  SnapshotRoom& room_;
+  std::uint64_t trained_ = 0, frozen_ = 0, grads_ = 0;  // slots of one snapshot
+  std::uint32_t kept_ = 0;  // that owners keep, once what is on its way is complete
+  Snapshot now_;            // the one under way
+  std::uint64_t now_id_ = 0;
+  std::optional<Error> doomed_;       // it ends with this
+  std::deque<Asked> next_;            // that begin behind it
+  std::vector<std::uint32_t> taken_;  // by page: the epoch that has it
+  std::vector<SlotId> slot_of_;       // by page: where it was saved last
+  std::vector<PageId> page_in_;       // by slot: what was saved there last; kNoPage: other bytes
+  std::vector<Saving> saving_;        // a few
+  // Of gradients without pages, of chunks that are not captured: by chunk and number.
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Taken> frames_;
+  std::vector<Scratch> scratch_;
+  Scratch* scales_ = nullptr;                // being filled ...
+  std::size_t scale_bytes_ = 0;              // ... so far
+  PageId fetching_ = kNoPage;                // asked of the page cache, and promised by it
+  std::uint32_t next_chunk_ = 0, rest_ = 0;  // to look at, and how many until it suffices
   std::map<std::uint64_t, Snapshot> complete_;
   std::map<std::uint64_t, Error> failed_;
   std::uint64_t last_ = 0;

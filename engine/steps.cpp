@@ -44,6 +44,7 @@ void Steps::complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups,
   check_limit(max_unit_norm);
   const BetweenSteps::StepCall call(parts_.between, lock);
   const Gradients& gradients = parts_.gradients;
+  parts_.updates.wait_begun(lock);
   if (!parts_.gradients.use(unit)) return;
   std::vector<float> scale_of(config.units.size(), 1.0f);
   scale_of[index(unit)] =
@@ -75,6 +76,7 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
   const BetweenSteps::StepCall call(parts_.between, lock);
   // 1. The updates of the last step are over, where every reader waits for them anyway.
   if (base.config.update == UpdateMode::on_step) parts_.updates.wait_idle(lock);
+  if (parts_.gradients.any()) parts_.updates.wait_begun(lock);
   // 2. The step is over for the plan.
   parts_.planner.end_step();
   parts_.gradients.forget_used();
@@ -108,6 +110,7 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
 void Steps::forget(Lock& lock) {
   const BetweenSteps::StepCall call(parts_.between, lock);
   Updates& updates = parts_.updates;
+  updates.wait_gradients_captured(lock);
   parts_.base.gate.wait(lock, [&] { return !updates.busy() || updates.waits_for_release(); });
   updates.forget_merged();
   parts_.gradients.forget(lock);

@@ -50,15 +50,41 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
       make_store(std::move(parts.far.engine), {"far memory"}, parts.far.slots);
 }
 
-std::unique_ptr<IoEngine> Tiers::take_io_engine() {
+std::unique_ptr<IoEngine> Tiers::take_io_engine(std::string* why) {
   if (io_engine_) return std::move(io_engine_);
-  return make_io_engine(config_.io_engine, bell_, kIoDepth, &io_engine_why_);
+  return make_io_engine(config_.io_engine, bell_, kIoDepth, why);
 }
 
 void Tiers::open_store(std::uint32_t slots) {
-  stores_[static_cast<std::size_t>(Tier::ssd)] =
-      make_store(take_io_engine(), config_.ssd_paths, slots);
+  stores_[static_cast<std::size_t>(Tier::ssd)] = make_ssd(slots, &io_engine_why_);
   slots_ = slots;
+}
+
+std::unique_ptr<Store> Tiers::make_ssd(std::uint32_t slots, std::string* why) {
+  return make_store(take_io_engine(why), config_.ssd_paths, slots);
+}
+
+Tiers::SlotGrowth Tiers::begin_growth(std::uint32_t slots) {
+  opening_ = store(Tier::ssd) == nullptr;
+  return {.slots = slots, .made = nullptr, .io_engine_why = {}};
+}
+
+void Tiers::grow_files(SlotGrowth& growth) {
+  if (opening_)
+    growth.made = make_ssd(growth.slots, &growth.io_engine_why);
+  else if (growth.slots > slots_)
+    store(Tier::ssd)->lengthen(growth.slots - slots_);
+}
+
+void Tiers::end_growth(SlotGrowth growth) {
+  opening_ = false;
+  if (growth.made) {
+    stores_[static_cast<std::size_t>(Tier::ssd)] = std::move(growth.made);
+    io_engine_why_ = std::move(growth.io_engine_why);
+  } else if (growth.slots > slots_) {
+    store(Tier::ssd)->extend(growth.slots - slots_);
+  }
+  slots_ = std::max(slots_, growth.slots);
 }
 
 std::uint32_t Tiers::prepare_files(const SavedFiles& saved, const Claims& claims) const {
@@ -82,8 +108,8 @@ void Tiers::change_files(SavedFiles saved) {
   if (ssd != nullptr) {
     ssd->change_files(std::move(saved));
   } else {
-    ssd = std::make_unique<Store>(store_options(config_.ssd_paths, 1), take_io_engine(),
-                                  std::move(saved), bell_);
+    ssd = std::make_unique<Store>(store_options(config_.ssd_paths, 1),
+                                  take_io_engine(&io_engine_why_), std::move(saved), bell_);
     ssd->register_memory(slab_.bytes());
   }
   slots_ = ssd->slot_count();
@@ -143,6 +169,7 @@ void Tiers::grow(const Claims& then, std::uint32_t device_frames) {
     const std::uint32_t slots = then.slots + then.kept_slots;
     if (ssd == nullptr && slots != 0) open_store(slots);
     if (ssd != nullptr && slots > slots_) {
+      ssd->lengthen(slots - slots_);
       ssd->extend(slots - slots_);
       slots_ = slots;
     }

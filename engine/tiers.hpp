@@ -70,7 +70,7 @@ class Tiers final {
   void release_slot(Placement slot) { store(slot.tier)->release(slot.slot()); }
   // Nobody but the processor uses host memory: neither a device nor an engine by itself.
   bool may_give_back_memory() const {
-    return device().reachable() &&
+    return device().reachable() && !opening_ &&
            std::ranges::none_of(kTiers, [this](Tier t) { return store(t); });
   }
   // The frame's bytes are lost, and its memory is the system's until somebody writes there.
@@ -97,6 +97,18 @@ class Tiers final {
   std::uint32_t prepare_files(const SavedFiles& saved, const Claims& claims) const;
   // The SSD has these files from here on. REQUIRES: prepared; nothing moves, nobody has a slot.
   void change_files(SavedFiles saved);
+  // Slots of the SSD, in three steps, of which the second takes as long as the disk does and needs
+  // no lock. It throws StrataError (no_space, io); then nothing has changed. REQUIRES: nobody else
+  // claims anything meanwhile.
+  struct SlotGrowth {
+    std::uint32_t slots = 0;      // in all
+    std::unique_ptr<Store> made;  // where there was none
+    std::string io_engine_why;
+  };
+  SlotGrowth begin_growth(std::uint32_t slots);
+  void grow_files(SlotGrowth& growth);
+  void end_growth(SlotGrowth growth);
+  void give_up_growth() { opening_ = false; }  // behind such an exception
   // Throws StrataError (config) where a unit would rest on a device that cannot update it.
   void check_resting(const Residence& then) const;
   // Throws StrataError (config) where the SSD's budget has no room for so many slots more.
@@ -105,9 +117,10 @@ class Tiers final {
  private:
   void pin(std::size_t host_bytes);
   void check_pinned(const Claims& then) const;
-  std::unique_ptr<IoEngine> take_io_engine();
+  std::unique_ptr<IoEngine> take_io_engine(std::string* why);
   void open_store(std::uint32_t slots);
   StoreOptions store_options(std::vector<std::string> paths, std::uint32_t slots) const;
+  std::unique_ptr<Store> make_ssd(std::uint32_t slots, std::string* why);
   std::unique_ptr<Store> make_store(std::unique_ptr<IoEngine> engine,
                                     std::vector<std::string> paths, std::uint32_t slots);
 
@@ -122,6 +135,7 @@ class Tiers final {
   std::size_t pinned_ = 0;  // the first bytes of host memory
   bool threads_;
   std::function<std::int64_t()> now_;
+  bool opening_ = false;  // an engine of the SSD is being made, and may register host memory
   std::unique_ptr<IoEngine> io_engine_;  // given, and not needed yet
   std::string io_engine_why_;
   std::uint32_t slots_ = 0;  // of the SSD

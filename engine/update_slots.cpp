@@ -1,6 +1,7 @@
 // A chunk on its way through a slot: its pages are opened, a worker gets what lies in them, and
 // they are closed.
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "engine/updates.hpp"
@@ -29,7 +30,7 @@ bool Updates::admit() {
 bool Updates::may_open(std::uint32_t id) {
   const ChunkState& chunk = chunks_[id];
   if (chunk.open || chunk.written || is_held(id)) return false;
-  return chunk.oldest <= captures_.step() || captures_.may_change(id);
+  return captures_.may_update(id, chunk.oldest);
 }
 
 void Updates::open_slot(Slot& slot, std::uint32_t id) {
@@ -137,6 +138,10 @@ void Updates::make_spans(Slot& slot) const {
   slot.spans.clear();
   const Chunk& chunk = layout_.chunks[slot.chunk];
   const Segment& segment = layout_.segments[chunk.segment];
+  // What has no gradient is in the new page, too.
+  if (slot.fresh != kNoHostFrame && slot.pieces.size() != chunks_[slot.chunk].pieces.size()) {
+    std::memcpy(gradients_->address(slot.fresh), at(slot, Role::param, 0), layout_.page_bytes);
+  }
   for (const ChunkPiece& piece : slot.pieces) {
     UpdateSpan span;
     span.dtype = segment.dtype;

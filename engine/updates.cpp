@@ -65,10 +65,10 @@ std::int64_t Updates::staleness_of(std::uint32_t chunk) const {
 }
 
 bool Updates::may_land(std::uint32_t chunk, std::int64_t step) const {
-  if (gradients_ == nullptr) return settled(chunk);
   // See captures.hpp, Note [Snapshots and updates].
-  if (captures_.owed(chunk) && behind(chunk, captures_.step()) && chunks_[chunk].queued)
-    return false;
+  const bool queued = chunks_[chunk].queued;
+  if (!captures_.may_land(chunk, queued ? chunks_[chunk].oldest : 0)) return false;
+  if (gradients_ == nullptr) return settled(chunk);
   return staleness_of(chunk) != 0 || !chunks_[chunk].queued || chunks_[chunk].oldest >= step;
 }
 
@@ -103,8 +103,9 @@ bool Updates::holds_gradient(std::uint32_t chunk, std::uint32_t param) const {
 }
 
 void Updates::forget_landed(std::uint32_t chunk) {
-  STRATA_ASSERT(!merged(chunk));
+  STRATA_ASSERT(!(chunks_[chunk].queued && is_held(chunk)));
   for (ChunkPiece& piece : chunks_[chunk].pieces) {
+    piece.older = false;
     if (std::exchange(piece.landed, false)) piece.lent.reset();
   }
   if (gradients_ != nullptr && !chunks_[chunk].queued) gradients_->drop(chunk);
@@ -125,7 +126,7 @@ void Updates::forget_merged() {
   for (const std::uint32_t id : std::exchange(queue_, {})) {
     ChunkState& chunk = chunks_[id];
     for (ChunkPiece& piece : chunk.pieces) {
-      piece.landed = false;
+      piece.landed = piece.older = false;
       piece.lent.reset();
       if (std::exchange(piece.waiting, false)) released_groups_.drop(piece.release);
     }
@@ -155,7 +156,7 @@ void Updates::release_piece(ChunkPiece& piece, const Release& release, ReleaseId
   piece.release = kept;
   piece.scale = release.scale_of[index(spec.unit)];
   piece.scaling = release.scalings[piece.param];
-  piece.landed = false;
+  piece.landed = piece.older = false;
   piece.waiting = true;
 }
 
@@ -169,6 +170,10 @@ void Updates::release(const Release& release) {
     for (const std::uint32_t id : layout_.units[index(unit)].chunks) {
       ChunkState& chunk = chunks_[id];
       chunk.rank = rank++;
+      const auto landed = [](const ChunkPiece& piece) { return piece.landed; };
+      if (captures_.needs_runs(id) && std::ranges::any_of(chunk.pieces, landed)) {
+        captures_.keep_runs(id, runs_of(id, true));
+      }
       bool touched = false;
       bool merges = false;
       for (ChunkPiece& piece : chunk.pieces) {
@@ -230,15 +235,6 @@ bool Updates::behind(std::uint32_t id, std::int64_t step) const {
   return (chunk.queued && chunk.oldest <= step) || (chunk.open && chunk.oldest_open <= step);
 }
 
-void Updates::note_steps(std::uint32_t id, std::vector<std::int64_t>& steps) const {
-  STRATA_ASSERT(!chunks_[id].open);
-  for (const ChunkPiece& piece : chunks_[id].pieces) {
-    const std::uint32_t group = config_.params[piece.param].group;
-    const bool counted = piece.waiting && counts_as_step(released_groups_.of(piece.release, group));
-    steps[piece.param] = std::max(steps[piece.param], piece.step - (counted ? 1 : 0));
-  }
-}
-
 bool Updates::waits_for_release() const {
   return open_ == 0 && spent_.empty() && !queue_.empty() &&
          std::all_of(queue_.begin(), queue_.end(), [this](std::uint32_t c) { return is_held(c); });
@@ -273,6 +269,15 @@ void Updates::wait_idle(Lock& lock) {
     return false;
   });
   waiting.over();
+}
+
+void Updates::wait_begun(Lock& lock) {
+  gate_.wait(lock, [&] { return !captures_.has_next(); }, {"the last snapshot to be captured"});
+}
+
+void Updates::wait_gradients_captured(Lock& lock) {
+  gate_.wait(lock, [&] { return !captures_.has_next() && !captures_.takes_gradients(); },
+             {"a snapshot of gradients"});
 }
 
 void Updates::wait_done(Lock& lock) {

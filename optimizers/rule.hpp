@@ -47,6 +47,8 @@ struct Hyper {
   bool maximize = false;
   std::uint64_t options = 0;  // foreign: which options it runs with, as its owner numbers them
   int foreign_moments = 2;    // foreign: how many it keeps
+
+  bool operator==(const Hyper&) const = default;
 };
 
 // Moments that a rule keeps: two for adam(w), one for lion, adagrad and sgd with momentum, none for
@@ -88,6 +90,7 @@ struct GradScaling {
   std::uint8_t divisions = 0;  // bit i: step i divides
 
   constexpr bool empty() const { return count == 0; }
+  bool operator==(const GradScaling&) const = default;
   // False: there is no room for another step.
   constexpr bool add(float factor, bool divides) {
     if (count == kStepsMax) return false;

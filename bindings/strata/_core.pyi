@@ -35,6 +35,7 @@ from ._probes import best_isa as best_isa
 from ._probes import update_span as update_span
 from ._saved_pages import PageFiles as PageFiles
 from ._saved_pages import SavedPages as SavedPages
+from ._saved_pages import TakenSnapshot as TakenSnapshot
 from ._saved_pages import join_master as join_master
 from ._saved_pages import load_moments as load_moments
 
@@ -313,30 +314,29 @@ class Session:
         """Forgets it, whatever is under way; afterwards no copy touches the caller's memory: waits
         for one that is in flight, and for nothing else. Never raises on a closed session."""
     def reserve_snapshots(self, keep: int) -> None:
-        """Makes room on the SSD for so many complete snapshots beside one that begins; there is
-        never less again. Raises StrataError, with what would do, and changes nothing."""
-    def begin_snapshot(self) -> int:
-        """The state behind the last step is kept from here on, whatever comes; its number. Raises
-        StrataError with fault "busy" where gradients have landed since, or the last one is not
-        captured."""
+        """Makes room for so many complete snapshots beside one that begins, for good."""
+    def begin_snapshot(self, keep: int) -> int:
+        """The state of now is kept, with gradients that have landed since the last step; its
+        number. Raises StrataError: "config" where the budget has no room for `keep` complete ones
+        beside it, "busy" where gradients are landing or being used."""
+    # Of a snapshot: updates that elements have had, and what was known of a gradient.
+    def restore_run(self, param: int, first: int, count: int, step: int, merged: bool) -> None: ...
+    def restore_gradient(
+        self, param: int, count: int, sum_squares: float, factors: list[float], divisions: int
+    ) -> None: ...
     def snapshot_complete(self, number: int) -> bool:
         """Whether all of it is in slots. Raises StrataError where nothing came of it."""
-    def snapshot(self, number: int) -> dict[str, Any]:
-        """Waits until it is complete: "page_bytes", "param_steps" by parameter, "scales" of 8-bit
-        moments, and "chunks", as _storage/snapshot_files.py describes them."""
-    def drop_snapshot(self, number: int) -> None:
-        """Its slots may be used again. Complete or not."""
-    def make_pages_durable(self) -> None:
-        """What was written is on the disks when this returns."""
+    def snapshot(self, number: int) -> TakenSnapshot: ...  # waits until it is complete
+    def drop_snapshot(self, number: int) -> None: ...  # complete or not: its slots are free again
+    def make_pages_durable(self) -> None: ...  # what was written is on the disks behind it
     def link_pages(self, paths: list[str]) -> bool:
         """Gives the page file of each SSD path one more name. False: a file system has no links."""
-    def page_files(self) -> list[int]:
-        """Descriptors of the page files, by SSD path, for the caller to close."""
-    def page_layout(self) -> dict[str, Any]: ...  # as of snapshot(), now, with no page in a slot
+    def page_files(self) -> list[int]: ...  # by SSD path: descriptors, for the caller to close
+    def page_layout(self) -> TakenSnapshot: ...  # as of snapshot(), now, with no page in a slot
     def resume(self, files: PageFiles, held: list[Any], pages: list[Any], raw: bytes) -> list[int]:
         """Goes on from the first of the snapshots that link the files, and returns their numbers.
         Raises StrataError, and changes nothing. See snapshot_adopt.py, engine/resumption.hpp."""
-    def go_back(self, number: int) -> None: ...  # the same of a snapshot that the session holds
+    def go_back(self, number: int, raw: bytes) -> None: ...  # the same of one that it holds
     def timeline(self) -> list[TimelineSpan]:
         """What was busy since the last call, oldest first; a bounded number of the newest."""
     def close(self) -> None:

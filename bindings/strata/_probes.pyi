@@ -64,6 +64,9 @@ def update_span(
     moment_dtype: Literal["float32", "bfloat16", "block8"] = "float32",
     scales1: int = 0,
     scales2: int = 0,
+    param_id: int = 0,
+    first: int = 0,
 ) -> None:
     """Runs a kernel on plain memory, for tests and benchmarks. Addresses: 0 where absent. isa:
-    "best", "scalar", "avx2", "avx512". Scales: of "block8", bfloat16, one for every 64 elements."""
+    "best", "scalar", "avx2", "avx512". Scales: of "block8", bfloat16, one for every 64 elements.
+    param_id, first: which elements these are, where random bits are drawn."""

@@ -2,9 +2,9 @@
 For type checkers only: import these from _core.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from ._core import DtypeName
+from ._core import DtypeName, GroupSpec
 
 class PageFiles:
     """Page files of another session, to be the next one's: opened to write, which nobody else may
@@ -29,6 +29,18 @@ class SavedPages:
     def read(self, slots: list[int], address: int) -> None:
         """Reads the pages, one behind the other, to memory that is aligned to 4096, and verifies
         them. Raises StrataError with fault "corrupt", "io" or "short_read"."""
+
+class TakenSnapshot:
+    """What a session holds in its slots, as _storage/snapshot_files.py describes it."""
+
+    page_bytes: int
+    scale_bytes: int  # of the session's moments
+    chunk_count: int
+    param_steps: list[int]  # by parameter
+    scales: list[tuple[int, int, int]]
+    gradients: list[tuple[int, int, float, list[float], int]] | None
+    hypers: list[GroupSpec]  # of gradients that wait
+    def chunk(self, number: int) -> dict[str, Any]: ...
 
 # A parameter of a page and what its residual adds (0: none), as float32; and moments likewise.
 def join_master(dtype: DtypeName, param: int, residual: int, count: int, to: int) -> None: ...

@@ -7,6 +7,12 @@
 #include "memory/clock.hpp"
 
 namespace strata {
+namespace {
+
+// Of bytes that are no page, and so have only one.
+constexpr std::uint64_t kOnlyVersion = 1;
+
+}  // namespace
 
 Transfers::Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& device,
                      const Pool& host, Timeline& timeline, std::uint32_t in_flight_max)
@@ -103,6 +109,19 @@ void Transfers::save(PageId page, SlotId to, Requester requester) {
   transfer.page = page;
   transfer.unit = table_.unit(page);
   transfer.saved_to = to;
+  transfer.tag = index(to);
+  ++pages_in_flight_;
+  start_by_store(transfer);
+}
+
+void Transfers::save(const std::byte* from, SlotId to, UnitId unit, Requester requester) {
+  STRATA_ASSERT(!full());
+  STRATA_ASSERT(from != nullptr);
+  Transfer transfer = begin(Link::write, requester, host_.page_bytes());
+  transfer.unit = unit;
+  transfer.saved_to = to;
+  transfer.from = from;
+  transfer.tag = index(to);
   ++pages_in_flight_;
   start_by_store(transfer);
 }
@@ -164,8 +183,12 @@ void Transfers::note(Link link, Requester requester, const TimelineSpan& span) {
 // False: the store is full.
 bool Transfers::submit(std::uint32_t tag) {
   Transfer& transfer = in_stores_[tag];
-  STRATA_ASSERT(transfer.in_flight && transfer.page != kNoPage);
+  STRATA_ASSERT(transfer.in_flight && (transfer.page != kNoPage) == (transfer.from == nullptr));
   const LinkRow& row = row_of(transfer.link);
+  if (transfer.from != nullptr) {
+    transfer.queued = !store_of(row).write(transfer.saved_to, transfer.from, kOnlyVersion, tag);
+    return !transfer.queued;
+  }
   const bool reads = row.to == Tier::host;
   const SlotId place = transfer.saved_to != kNoSlot
                            ? transfer.saved_to
@@ -184,9 +207,11 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
   const LinkRow& row = row_of(transfer.link);
   STRATA_ASSERT(in_flight(transfer.link) > 0);
   --in_flight_[static_cast<std::size_t>(transfer.link)];
-  if (transfer.page != kNoPage) {
+  if (transfer.page != kNoPage || transfer.saved_to != kNoSlot) {
     STRATA_ASSERT(pages_in_flight_ > 0);
     --pages_in_flight_;
+  }
+  if (transfer.page != kNoPage) {
     table_.finish_drain(transfer.page, row.from);
     if (transfer.saved_to == kNoSlot) {
       if (error)

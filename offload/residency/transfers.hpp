@@ -36,7 +36,7 @@ inline constexpr std::size_t kRequesterCount = 6;
 struct Completion {
   Link link = Link::read;
   PageId page = kNoPage;  // kNoPage: bytes that are no page
-  std::uint64_t tag = 0;  // of such bytes: what their requester called them
+  std::uint64_t tag = 0;  // of such bytes: what their requester called them; of save(): the slot
   bool failed = false;    // the destination then holds nothing; see Transfers::failure()
 };
 
@@ -93,6 +93,9 @@ class Transfers final {
   // Writes the page as host memory has it to a slot of the SSD that is not the page's own.
   // REQUIRES: !full(); host memory holds the newest; the slot is acquired, and not held.
   void save(PageId page, SlotId to, Requester requester);
+  // Writes bytes that are no page there, as many as a page has. They stay until the transfer is
+  // over. REQUIRES: as above; an engine may write them directly.
+  void save(const std::byte* from, SlotId to, UnitId unit, Requester requester);
   // The page's contents are those of a slot of the SSD that somebody holds, and that is not where
   // it rests. The page holds it too, until the contents have been read. REQUIRES: no tier holds
   // anything of the page; it does not rest on the SSD.
@@ -133,6 +136,7 @@ class Transfers final {
     std::uint64_t bytes = 0;
     CopyTicket ticket{};
     SlotId saved_to = kNoSlot;  // of save(): the other end, of which the page table knows nothing
+    const std::byte* from = nullptr;  // of save(), where it is no page
     std::int64_t begin_ns = 0;
     bool in_flight = false;
     bool queued = false;  // the store was full: it is asked again in the next turn

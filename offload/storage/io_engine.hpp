@@ -65,7 +65,6 @@ class IoEngine {
     return std::nullopt;
   }
   // Optional: the attached file became longer, where the engine must know (the kernel does).
-  // REQUIRES: nothing in flight.
   virtual void grew(int file, std::uint64_t file_bytes) {
     (void)file;
     (void)file_bytes;

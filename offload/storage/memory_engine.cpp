@@ -18,7 +18,6 @@ int MemoryEngine::attach(int, std::uint64_t file_bytes) {
 }
 
 void MemoryEngine::grew(int file, std::uint64_t file_bytes) {
-  STRATA_ASSERT(queue_.empty());
   STRATA_ASSERT(file >= 0 && static_cast<std::size_t>(file) < files_.size());
   files_[static_cast<std::size_t>(file)].resize(file_bytes);
 }

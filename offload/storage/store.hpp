@@ -136,8 +136,11 @@ class Store final {
   std::uint32_t kept_slots() const { return slot_count() - acquired_ - free_slots(); }
   std::uint32_t slot_count() const { return static_cast<std::uint32_t>(slots_.size()); }
   std::uint32_t free_slots() const { return static_cast<std::uint32_t>(free_slots_.size()); }
-  // So many slots more, in longer files. Throws StrataError (no_space, io), and changes nothing,
-  // where they do not fit. REQUIRES: nothing in flight.
+  // So many slots more, in longer files, in two steps. The first takes as long as the file system
+  // does, and goes on beside everything else, without the lock: throws StrataError (no_space, io),
+  // and changes nothing, where they do not fit. REQUIRES: nobody else is in one.
+  void lengthen(std::uint32_t slot_count);
+  // Behind it: the slots are there.
   void extend(std::uint32_t slot_count);
   // Goes on with these files in the place of its own, which are gone. REQUIRES: nothing in flight;
   // no slot is acquired or held; as many files, opened to write, that fit_slots() has seen.

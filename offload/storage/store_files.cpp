@@ -110,10 +110,13 @@ void Store::add_slots(std::uint32_t count) {
   slots_.resize(end);
 }
 
-void Store::extend(std::uint32_t count) {
-  STRATA_ASSERT(in_flight() == 0);
+void Store::lengthen(std::uint32_t count) {
   const std::uint64_t after = stripe_bytes(slots_.size() + count);
-  lengthen(files_, after);
+  strata::lengthen(files_, after);
+}
+
+void Store::extend(std::uint32_t count) {
+  const std::uint64_t after = stripe_bytes(slots_.size() + count);
   for (const int number : numbers_) engine_->grew(number, after);
   add_slots(count);
 }

@@ -108,7 +108,7 @@ class Crashing final {
       run_->step();
       for (; !over_.empty(); over_.pop_front()) session.drop_snapshot(over_.front());
       if (!under_way_ && random_() % 3 != 0) {
-        under_way_.emplace(Taken{session.begin_snapshot(), run_->plain()});
+        under_way_.emplace(Taken{session.begin_snapshot(keep_), run_->plain()});
       }
       const bool asks = under_way_ && under_way_->durable_at == 0;
       if (!asks || (random_() % 2 == 0 && !session.snapshot_complete(under_way_->id))) continue;

@@ -70,6 +70,7 @@ class PlainParam final {
                        adds ? GradMode::add : GradMode::copy, {});
   }
   bool has_gradient() const { return landed_ != 0; }
+  bool trainable() const { return trainable_; }
   std::vector<float> gradient() const {
     std::vector<float> values(numel_);
     kernels(Isa::scalar).read_gradient(grad_.data(), grad_dtype(), {}, numel_, values.data());

@@ -19,30 +19,55 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::uint32_t kParams = kUnits * kParamsEach;
-
 // A snapshot, and the name that its run gave to the page file.
 struct Linked {
   std::string folder;
   std::string name;
+  Layout layout;
   Snapshot snapshot;
 
   std::vector<SavedFiles::Slot> slots() const {
     std::vector<SavedFiles::Slot> slots;
-    for (const SavedPage& saved : snapshot.pages) {
+    const auto add = [&slots](const SavedSlot& saved) {
       slots.push_back({.slot = saved.slot, .contents = saved.contents});
-    }
+    };
+    std::ranges::for_each(snapshot.pages, add);
+    std::ranges::for_each(snapshot.frames, add);
+    std::ranges::for_each(snapshot.scales, add);
     return slots;
   }
-  // Every page is as it was.
-  void verify() const {
+  // Those of the roles that are no gradient.
+  std::vector<LeftState::PageAt> pages() const {
+    std::vector<LeftState::PageAt> pages;
+    for (const SavedPage& saved : snapshot.pages) {
+      if (layout.role_of[index(saved.page)] == Role::grad) continue;
+      pages.push_back({saved.page, saved.slot});
+    }
+    return pages;
+  }
+  // As the scale area of a session has them.
+  std::vector<std::byte> scales() const {
+    std::vector<std::byte> all(layout.scale_bytes);
+    for (const SavedScales& at : snapshot.scales_at) {
+      const std::size_t begin = layout.chunks[at.chunk].scales;
+      const std::size_t end =
+          at.chunk + 1 < layout.chunks.size() ? layout.chunks[at.chunk + 1].scales : all.size();
+      const std::vector<std::byte> page = read(snapshot.scales[at.byte / kPage].slot);
+      std::copy_n(page.data() + at.byte % kPage, end - begin, all.data() + begin);
+    }
+    return all;
+  }
+  std::vector<std::byte> read(SlotId slot) const {
     PageFiles files = open_page_files({folder}, {name}, Existing::to_read);
     SavedPages pages({std::move(files), slots()}, kPage, "threads");
     AlignedBuffer page(kPage);
-    for (const SavedFiles::Slot& slot : slots()) {
-      const std::vector<SlotId> one{slot.slot};
-      EXPECT_NO_THROW(pages.read(one, page.data()));
-    }
+    const std::vector<SlotId> one{slot};
+    EXPECT_NO_THROW(pages.read(one, page.data()));
+    return {page.data(), page.data() + kPage};
+  }
+  // Every page is as it was.
+  void verify() const {
+    for (const SavedFiles::Slot& slot : slots()) read(slot.slot);
   }
 };
 
@@ -50,7 +75,8 @@ struct Linked {
 Linked take(Session& session, const std::string& name) {
   session.reserve_snapshots(2);
   const std::string folder = session.config().ssd_paths[0];
-  Linked linked{folder, "links/" + name, session.snapshot(session.begin_snapshot())};
+  Linked linked{folder, "links/" + name, session.residence().layout,
+                session.snapshot(session.begin_snapshot(2))};
   EXPECT_TRUE(session.keep_pages_linkable());
   fs::create_directories(folder + "/links");
   for (const int file : session.page_files()) {
@@ -65,16 +91,18 @@ LeftState left_by(const std::vector<Linked>& all) {
   LeftState left;
   left.files = open_page_files({all[0].folder}, {all[0].name}, Existing::to_write);
   for (const Linked& linked : all) left.snapshots.push_back(linked.slots());
-  for (const SavedPage& saved : all[0].snapshot.pages) {
-    left.pages.push_back({saved.page, saved.slot});
-  }
-  left.scales = all[0].snapshot.scales;
+  left.pages = all[0].pages();
+  left.scales = all[0].scales();
   return left;
+}
+
+void set_steps(Session& session, const Snapshot& snapshot) {
+  for (const SavedRun& run : snapshot.runs) session.set_step(run.param, run.step);
 }
 
 std::vector<std::uint64_t> resume(Session& session, const std::vector<Linked>& all) {
   std::vector<std::uint64_t> numbers = session.resume(left_by(all));
-  for (std::uint32_t p = 0; p < kParams; ++p) session.set_step(p, all[0].snapshot.steps[p]);
+  set_steps(session, all[0].snapshot);
   return numbers;
 }
 
@@ -203,7 +231,7 @@ TEST_P(Resumed, GoesBackToWhereItBegan) {
     train(session, 2);
     EXPECT_EQ(contents(session), expected(4));
     session.go_back(numbers[0]);
-    for (std::uint32_t p = 0; p < kParams; ++p) session.set_step(p, left[0].snapshot.steps[p]);
+    set_steps(session, left[0].snapshot);
   }
   EXPECT_EQ(contents(session), expected(2));
 }
@@ -230,15 +258,15 @@ TEST_P(Resumed, GoesBackToASnapshotOfItsOwn) {
   arrange(session);
   train(session, 1);
   session.reserve_snapshots(2);
-  const std::uint64_t id = session.begin_snapshot();
+  const std::uint64_t id = session.begin_snapshot(2);
   const Snapshot snapshot = session.snapshot(id);
   for (int again = 0; again < 3; ++again) {
     train(session, 2);
-    const std::uint64_t other = session.begin_snapshot();
+    const std::uint64_t other = session.begin_snapshot(2);
     session.snapshot(other);
     EXPECT_EQ(contents(session), expected(3));
     session.go_back(id);
-    for (std::uint32_t p = 0; p < kParams; ++p) session.set_step(p, snapshot.steps[p]);
+    set_steps(session, snapshot);
     EXPECT_EQ(contents(session), expected(1));
     session.drop_snapshot(other);
   }
@@ -279,7 +307,7 @@ TEST_P(Resuming, IsRefusedWhereItCannotBeAndChangesNothing) {
   session.leave(UnitId{0});
   LeftState other = left_by(left);
   other.pages[0].slot = SlotId{99'999};
-  expect(session, std::move(other), "no snapshot has");
+  expect(session, std::move(other), "its snapshot has not");
   visit(session, 0, false);
   visit(session, 0, true);
   expect(session, left_by(left), "gradients have landed");
@@ -287,6 +315,41 @@ TEST_P(Resuming, IsRefusedWhereItCannotBeAndChangesNothing) {
   train(session, 2);
   EXPECT_EQ(contents(session), expected(2));
   left[0].verify();
+}
+
+// Scales are memory, so they come as bytes; slots of scales and of gradients are held, and let go,
+// as those of pages are.
+TEST_P(Resuming, HasScalesAndHoldsWhatIsInNoPage) {
+  Config eight = config();
+  eight.moment_dtype = MomentDtype::block8;
+  std::vector<Linked> left;
+  std::vector<float> after;
+  {
+    Session session(eight);
+    fill(session);
+    train(session, 2);
+    visit(session, 0, false);
+    visit(session, 0, true);  // a gradient has landed
+    left.push_back(take(session, "first"));
+    session.drop_gradients();
+    train(session, 2);
+    after = contents(session);
+  }
+  ASSERT_FALSE(left[0].snapshot.scales.empty());
+  ASSERT_LT(left[0].pages().size() + left[0].snapshot.scales.size(), left[0].slots().size());
+  Session session(eight);
+  const std::vector<std::uint64_t> numbers = resume(session, left);
+  for (int again = 0; again < 2; ++again) {
+    train(session, 2);
+    EXPECT_EQ(contents(session), after);
+    left[0].verify();
+    session.go_back(numbers[0], left[0].scales());
+    set_steps(session, left[0].snapshot);
+  }
+  train(session, 1);
+  session.synchronize();
+  session.drop_snapshot(numbers[0]);
+  EXPECT_EQ(session.stats().slots_kept, 0U);
 }
 
 TEST_P(Resuming, WaitsForNobodyWhoHasTheFiles) {
@@ -326,7 +389,7 @@ TEST_P(Resuming, NamesADamagedPageWhenItIsFirstUsed) {
     EXPECT_EQ(error.error().offset, index(damaged.slot) * kPage);
     EXPECT_NE(error.error().path.find(left[0].name), std::string::npos) << error.error().path;
   }
-  EXPECT_THROW(session.begin_snapshot(), StrataError) << "nothing is saved over it";
+  EXPECT_THROW(session.begin_snapshot(2), StrataError) << "nothing is saved over it";
 }
 
 INSTANTIATE_TEST_SUITE_P(Once, Resuming,

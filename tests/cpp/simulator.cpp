@@ -62,8 +62,10 @@ class Simulation final {
       const bool adds = config_.accumulate || config_.update == UpdateMode::on_step;
       const int backwards = adds ? 1 + below(3) : 1;
       for (int b = 0; b < backwards; ++b) {
-        train();
+        pass(false, true);
+        pass(true, true);
         if (config_.update == UpdateMode::on_step && below(3) == 0) change_gradients();
+        if (below(4) == 0) taken_.take(*session_, plain_);
       }
       if (below(8) == 0 && config_.update != UpdateMode::in_backward)
         forget();
@@ -309,11 +311,6 @@ class Simulation final {
       if (recorded && !used_[index(unit)]) continue;
       if (below(25) != 0) visit(unit, backward, recorded);  // now and then one is not used
     }
-  }
-
-  void train() {
-    pass(false, true);
-    pass(true, true);
   }
 
   void update() {

@@ -71,7 +71,7 @@ TEST_P(Simulator, AFarTierIsOneMore) {
   const Seeds seeds{.host = 60, .gpu_double = 30, .large_pages = 2, .gpu = 4};
   for_seeds(seeds.on(GetParam()), [&](std::uint64_t seed) {
     FaultPlan plan = nuisances();
-    if (seed % 2 == 0) plan.chance_of(IoFault::corrupt) = 0.001;
+    if (seed % 2 == 0) plan.chance_of(IoFault::corrupt) = 0.005;
     const auto slots = static_cast<std::uint32_t>(1 + seed % 40);
     const SimulationResult result = simulate(GetParam(), seed, plan, {}, slots);
     EXPECT_EQ(result.broken, "") << "replay with STRATA_SEED=" << seed;
@@ -101,7 +101,9 @@ TEST_P(Simulator, BrokenDisksAreNoticed) {
     if (!result.error) return;
     ++errors;
     EXPECT_GT(result.faults, 0U);
-    EXPECT_NE(result.error->page, kNoPage) << result.error->text();
+    // Bytes of a snapshot that are in no page have a slot only.
+    const bool has_slot = result.error->what.find("writing slot") == 0;
+    EXPECT_TRUE(result.error->page != kNoPage || has_slot) << result.error->text();
     EXPECT_FALSE(result.error->unit.empty()) << result.error->text();
   });
   if (number("STRATA_SEED", 0) == 0) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <map>
 
 #include "io_fixtures.hpp"
 #include "session_fixtures.hpp"
@@ -36,7 +37,7 @@ TEST(Snapshots, OfWhatRestsOnTheSsdWriteNothing) {
   std::uint64_t last = 0;
   for (int step = 1; step <= 5; ++step) {
     train(session, 1);
-    const std::uint64_t id = session.begin_snapshot();
+    const std::uint64_t id = session.begin_snapshot(1);
     EXPECT_EQ(session.snapshot(id).step, step);
     if (last != 0) session.drop_snapshot(last);
     last = id;
@@ -53,12 +54,46 @@ TEST(Snapshots, OfFrozenParametersShareTheirSlots) {
   Session session(config);
   fill(session);
   session.reserve_snapshots(2);
-  session.snapshot(session.begin_snapshot());
+  session.snapshot(session.begin_snapshot(1));
   const std::uint64_t first = written(session);
-  const Snapshot second = session.snapshot(session.begin_snapshot());
+  const Snapshot second = session.snapshot(session.begin_snapshot(1));
   EXPECT_GT(first, 0U);
   EXPECT_EQ(written(session), first) << "what had not changed was written again";
   EXPECT_GT(second.pages.size(), 0U);
+}
+
+// By page, what its slot holds.
+std::map<PageId, std::vector<std::byte>> bytes_of(const Snapshot& snapshot,
+                                                  const std::string& folder) {
+  std::map<PageId, std::vector<std::byte>> pages;
+  const int file = open(swap_files(folder).at(0).c_str(), O_RDONLY | O_CLOEXEC);
+  for (const SavedPage& saved : snapshot.pages) {
+    std::vector<std::byte>& bytes = pages[saved.page];
+    bytes.resize(kPage);
+    const auto at = static_cast<off_t>(index(saved.slot) * kPage);
+    EXPECT_EQ(pread(file, bytes.data(), kPage, at), static_cast<ssize_t>(kPage));
+  }
+  close(file);
+  return pages;
+}
+
+// Frozen pages have all been written once; the slots of the first snapshot go to others of them.
+TEST(Snapshots, ShareNoSlotThatAnotherPageHasTaken) {
+  TempFolder folder;
+  Config config = small_config(folder.path());
+  for (ParamSpec& spec : config.params) spec.trainable = spec.unit == UnitId{0};
+  config.host_bytes = 64 * kPage;
+  Session session(config);
+  fill(session);
+  session.reserve_snapshots(1);
+  const std::uint64_t first = session.begin_snapshot(1);
+  const auto expected = bytes_of(session.snapshot(first), folder.path());
+  session.drop_snapshot(first);
+  for (int again = 0; again < 4; ++again) {
+    const std::uint64_t next = session.begin_snapshot(1);
+    EXPECT_EQ(bytes_of(session.snapshot(next), folder.path()), expected);
+    session.drop_snapshot(next);
+  }
 }
 
 TEST(Snapshots, AreRefusedWhereTheBudgetHasNoRoomAndSayWhatWouldDo) {
@@ -79,21 +114,78 @@ TEST(Snapshots, AreRefusedWhereTheBudgetHasNoRoomAndSayWhatWouldDo) {
   EXPECT_THROW(roomless.reserve_snapshots(1), StrataError);
 }
 
-TEST(Snapshots, WaitForStepAndForEachOther) {
+// The second, third and fourth are asked for while the first is being captured, in no time.
+TEST(Snapshots, BeginOneBehindTheOther) {
   TempFolder folder;
-  Session session(small_config(folder.path()));
+  Config config = small_config(folder.path());
+  config.host_bytes = 160 * kPage;  // all of it: owed
+  Session session(config);
+  fill(session);
+  session.reserve_snapshots(4);
+  train(session, 1);
+  std::vector<std::uint64_t> ids = {session.begin_snapshot(4), session.begin_snapshot(4)};
+  visit(session, 0, false);
+  visit(session, 0, true);
+  ids.push_back(session.begin_snapshot(4));
+  session.step(session.config().groups, {});
+  ids.push_back(session.begin_snapshot(4));
+  std::vector<std::int64_t> steps;
+  std::vector<bool> gradients;
+  for (const std::uint64_t id : ids) {
+    const Snapshot snapshot = session.snapshot(id);
+    steps.push_back(snapshot.step);
+    gradients.push_back(snapshot.has_gradients && !snapshot.gradients.empty());
+  }
+  EXPECT_EQ(steps, (std::vector<std::int64_t>{1, 1, 1, 2}));
+  EXPECT_EQ(gradients, (std::vector<bool>{false, false, true, false}));
+}
+
+TEST(Snapshots, OfUpdatesThatHaveBegunInTheBackwardAreRefused) {
+  TempFolder folder;
+  Config config = small_config(folder.path());
+  config.update = UpdateMode::in_backward;
+  Session session(config);
   fill(session);
   session.reserve_snapshots(1);
   visit(session, 0, false);
   visit(session, 0, true);
-  try {
-    session.begin_snapshot();
-    ADD_FAILURE() << "a gradient has landed";
-  } catch (const StrataError& error) {
-    EXPECT_EQ(error.error().fault, Fault::busy);
+  for (const bool completed : {false, true}) {
+    if (completed) session.complete(UnitId{0}, session.config().groups, 0.0);
+    try {
+      session.begin_snapshot(1);
+      ADD_FAILURE() << "parameters are of two steps";
+    } catch (const StrataError& error) {
+      EXPECT_EQ(error.error().fault, Fault::busy);
+      EXPECT_NE(std::string(error.what()).find("step()"), std::string::npos) << error.what();
+    }
   }
   session.step(session.config().groups, {});
-  session.snapshot(session.begin_snapshot());
+  session.snapshot(session.begin_snapshot(1));
+}
+
+// Far more scales than memory of our own: they go to slots, and come in whole.
+TEST(Snapshots, OfMomentsInEightBitsHaveTheirScales) {
+  TempFolder folder;
+  Config config = small_config(folder.path());
+  config.moment_dtype = MomentDtype::block8;
+  Session session(config);
+  fill(session);
+  session.reserve_snapshots(1);
+  train(session, 2);
+  const Snapshot snapshot = session.snapshot(session.begin_snapshot(1));
+  const Layout layout = session.residence().layout;
+  ASSERT_GT(layout.scale_bytes, 0U);
+  ASSERT_EQ(snapshot.scales_at.size(), layout.chunks.size());
+  EXPECT_EQ(snapshot.scales.size(), ceil_div(layout.scale_bytes, layout.page_bytes));
+  std::vector<bool> used(snapshot.scales.size() * layout.page_bytes, false);
+  for (std::size_t i = 0; i < layout.chunks.size(); ++i) {
+    const std::size_t end =
+        i + 1 < layout.chunks.size() ? layout.chunks[i + 1].scales : layout.scale_bytes;
+    for (std::size_t byte = 0; byte < end - layout.chunks[i].scales; ++byte) {
+      EXPECT_FALSE(used.at(snapshot.scales_at[i].byte + byte)) << "two chunks share a scale";
+      used[snapshot.scales_at[i].byte + byte] = true;
+    }
+  }
 }
 
 TEST(Snapshots, ThatWereGivenUpLeaveNothing) {
@@ -103,11 +195,29 @@ TEST(Snapshots, ThatWereGivenUpLeaveNothing) {
   session.reserve_snapshots(1);
   for (int i = 0; i < 20; ++i) {  // of which none is ever complete
     train(session, 1);
-    session.drop_snapshot(session.begin_snapshot());
+    session.drop_snapshot(session.begin_snapshot(1));
   }
-  const std::uint64_t id = session.begin_snapshot();
+  const std::uint64_t id = session.begin_snapshot(1);
   EXPECT_GT(session.snapshot(id).pages.size(), 0U);
   EXPECT_EQ(contents(session), expected(20));
+}
+
+// Each gradient is taken from its parameter once.
+Config lagging_config(const std::string& folder, std::uint32_t staleness) {
+  Config config = small_config(folder);
+  config.update = UpdateMode::lock_free;
+  config.max_staleness = staleness;
+  config.host_bytes = 120 * kPage;
+  config.groups[0].rule = Rule::sgd;
+  config.groups[0].lr = 1.0;
+  return config;
+}
+
+void zero(Session& session) {
+  const std::vector<float> zeros(kNumel);
+  for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
+    session.write(p, Kind::master, 0, zeros.data(), kNumel);
+  }
 }
 
 // Readers lag behind updates, and gradients are added to older ones that wait; a snapshot has the
@@ -115,13 +225,7 @@ TEST(Snapshots, ThatWereGivenUpLeaveNothing) {
 TEST(Snapshots, OfLaggingUpdatesAreOfOneStep) {
   for (const std::uint32_t staleness : {0U, 1U, 3U}) {
     TempFolder folder;
-    Config config = small_config(folder.path());
-    config.update = UpdateMode::lock_free;
-    config.max_staleness = staleness;
-    config.host_bytes = 80 * kPage;
-    config.groups[0].rule = Rule::sgd;
-    config.groups[0].lr = 1.0;
-    Session session(config);
+    Session session(lagging_config(folder.path(), staleness));
     const auto expect_steps = [&](const Snapshot& snapshot, const Layout& layout, int steps) {
       EXPECT_EQ(snapshot.step, steps);
       const auto wide = std::bit_cast<std::uint32_t>(static_cast<float>(steps));
@@ -135,10 +239,7 @@ TEST(Snapshots, OfLaggingUpdatesAreOfOneStep) {
       }
       close(file);
     };
-    const std::vector<float> zeros(kNumel);
-    for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
-      session.write(p, Kind::master, 0, zeros.data(), kNumel);
-    }
+    zero(session);
     session.reserve_snapshots(1);
     std::vector<std::uint16_t> gradient(kNumel, 0xbf80);  // -1
     std::vector<std::uint64_t> taken;
@@ -155,7 +256,7 @@ TEST(Snapshots, OfLaggingUpdatesAreOfOneStep) {
         session.leave(UnitId{u});
       }
       session.step(session.config().groups, {});
-      if (step % 3 == 0) taken.push_back(session.begin_snapshot());
+      if (step % 3 == 0) taken.push_back(session.begin_snapshot(1));
       if (step % 3 == 2 && !taken.empty()) {
         expect_steps(session.snapshot(taken.back()), session.residence().layout, step - 2);
         session.drop_snapshot(taken.back());
@@ -166,6 +267,90 @@ TEST(Snapshots, OfLaggingUpdatesAreOfOneStep) {
     for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
       session.read(p, Kind::master, 0, values.data(), kNumel);
       EXPECT_EQ(values[0], 12.0f);
+    }
+  }
+}
+
+// A float where a slot has one of 4 bytes, or the upper half of one.
+float value_at(int file, SlotId slot, std::size_t byte, std::size_t bytes) {
+  std::uint32_t bits = 0;
+  const auto at = static_cast<off_t>(index(slot) * kPage + byte);
+  EXPECT_EQ(pread(file, &bits, bytes, at), static_cast<ssize_t>(bytes));
+  return std::bit_cast<float>(bytes == 2 ? bits << 16 : bits);
+}
+
+// The first element of a run: its parameter less what is not applied of its gradient.
+float applied_and_held(const Snapshot& snapshot, const Layout& layout, const SavedRun& run,
+                       int file) {
+  const Chunk& chunk = layout.chunks[run.chunk];
+  const Spot spot = layout.spot(chunk, Role::param, run.in_chunk);
+  float total = 0.0f;
+  for (const SavedPage& saved : snapshot.pages) {
+    if (saved.page == spot.page) total += value_at(file, saved.slot, spot.byte, 2);
+  }
+  const std::size_t per_page = layout.elements_per_page(chunk, Role::grad);
+  for (const SavedFrame& saved : snapshot.frames) {
+    if (run.gradient == HeldGradient::none || saved.chunk != run.chunk) continue;
+    if (saved.number != run.in_chunk / per_page) continue;
+    total -= value_at(file, saved.slot, run.in_chunk % per_page * 4, 4);
+  }
+  return total;
+}
+
+// All parameters get a gradient of -1 in each backward, but those with odd numbers not in every
+// third one.
+bool gets_one(std::uint32_t param, int step) {
+  return step % 3 != 0 || param % 2 == 0;
+}
+
+void land_some(Session& session, int step) {
+  const std::vector<std::uint16_t> gradient(kNumel, 0xbf80);
+  for (std::uint32_t u = kUnits; u-- > 0;) {
+    session.enter(UnitId{u}, true);
+    for (std::uint32_t p = u * kParamsEach; p < (u + 1) * kParamsEach; ++p) {
+      if (gets_one(p, step)) session.land_gradient(p, gradient.data(), Dtype::bfloat16);
+    }
+    session.leave(UnitId{u});
+  }
+}
+
+// Readers lag, and snapshots are taken between a backward and its step: what was merged is there
+// once, with the gradient of the earlier step in it, and what waits says of which step it is.
+TEST(Snapshots, OfMergedGradientsHaveAllThatIsNotApplied) {
+  for (const std::uint32_t staleness : {1U, 3U}) {
+    TempFolder folder;
+    Config config = lagging_config(folder.path(), staleness);
+    config.accumulate = true;
+    Session session(config);
+    zero(session);
+    session.reserve_snapshots(1);
+    for (int step = 1; step <= 12; ++step) {
+      land_some(session, step);
+      const std::uint64_t id = session.begin_snapshot(1);
+      session.step(session.config().groups, {});
+      const Snapshot snapshot = session.snapshot(id);
+      EXPECT_EQ(snapshot.step, step - 1);
+      const int file = open(swap_files(folder.path()).at(0).c_str(), O_RDONLY | O_CLOEXEC);
+      for (const SavedRun& run : snapshot.runs) {
+        const int landed = run.param % 2 == 0 ? step : step - step / 3;
+        EXPECT_EQ(applied_and_held(snapshot, session.residence().layout, run, file),
+                  static_cast<float>(landed))
+            << "parameter " << run.param << ", step " << step << ", staleness " << staleness;
+        const bool of_now =
+            run.gradient == HeldGradient::landed || run.gradient == HeldGradient::merged;
+        EXPECT_EQ(of_now, gets_one(run.param, step));
+        if (run.gradient == HeldGradient::waiting) {
+          EXPECT_EQ(snapshot.hypers.at(run.hyper).lr, 1.0);
+        }
+      }
+      close(file);
+      session.drop_snapshot(id);
+    }
+    session.drain();
+    std::vector<float> values(kNumel);
+    for (std::uint32_t p = 0; p < kUnits * kParamsEach; ++p) {
+      session.read(p, Kind::master, 0, values.data(), kNumel);
+      EXPECT_EQ(values[0], p % 2 == 0 ? 12.0f : 8.0f) << "parameter " << p;
     }
   }
 }

@@ -63,7 +63,7 @@ TEST(Soak, TakesNoMemoryAndNoSlots) {
   for (int step = 1; step <= steps; ++step) {
     run.step();
     if (step % kEvery != 0) continue;
-    taken.push_back(session.begin_snapshot());
+    taken.push_back(session.begin_snapshot(kKeep));
     const Snapshot snapshot = session.snapshot(taken.back());
     ASSERT_EQ(difference(session.config(), layout, snapshot.pages, run.plain(), disk.contents(0)),
               "")

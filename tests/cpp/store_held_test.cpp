@@ -250,6 +250,7 @@ TEST_P(LinkedFiles, TakeThePlaceOfASessionsOwn) {
       page_.fill(100 + index(fresh));
       EXPECT_FALSE(write(store, fresh, page_, 100));
     }
+    store.lengthen(4);
     store.extend(4);
     EXPECT_EQ(store.slot_count(), 16U);
     EXPECT_TRUE(store.keep_linkable());

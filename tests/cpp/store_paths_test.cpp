@@ -88,7 +88,7 @@ TEST(StorePathsTest, WhatCannotBeExtendedStaysAsItIs) {
   const std::uint32_t slots = store->free_slots();
   // 1. More than the disk has.
   try {
-    store->extend(1u << 31);
+    store->lengthen(1u << 31);
     FAIL() << "32 TiB were claimed";
   } catch (const StrataError& error) {
     EXPECT_EQ(error.error().fault, Fault::no_space);
@@ -102,12 +102,13 @@ TEST(StorePathsTest, WhatCannotBeExtendedStaysAsItIs) {
   small.rlim_cur = before + 4096;
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
   const auto old_action = std::signal(SIGXFSZ, SIG_IGN);
-  EXPECT_THROW(store->extend(4), StrataError);
+  EXPECT_THROW(store->lengthen(4), StrataError);
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
   std::signal(SIGXFSZ, old_action);
   EXPECT_EQ(swap_bytes(folder.path()), before);
   EXPECT_EQ(store->free_slots(), slots);
   // 3. And what it grants after all.
+  store->lengthen(4);
   store->extend(4);
   EXPECT_EQ(swap_bytes(folder.path()), before + 4 * 16 * kKiB);
   EXPECT_EQ(store->free_slots(), slots + 4);
@@ -124,7 +125,7 @@ TEST(StorePathsTest, AllFilesAreExtendedOrNone) {
   const int read_only = open(second[0].c_str(), O_RDONLY | O_CLOEXEC);
   ASSERT_GE(dup2(read_only, std::stoi(fs::path(second[0]).filename())), 0);
   close(read_only);
-  EXPECT_THROW(store->extend(8), StrataError);
+  EXPECT_THROW(store->lengthen(8), StrataError);
   EXPECT_EQ(swap_bytes(one.path()), before);
   EXPECT_EQ(swap_bytes(two.path()), before);
 }

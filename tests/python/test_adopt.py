@@ -18,15 +18,8 @@ import strata
 import torch
 from strata._core import SavedPages
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import (
-    LINKS,
-    copy_snapshot,
-    page_paths,
-    pages_of,
-    remove_snapshot,
-    slots_of,
-    snapshots_of,
-)
+from strata._storage.snapshot_files import LINKS, remove_snapshot, snapshots_of
+from strata._storage.snapshot_pages import copy_snapshot, page_paths, pages_of, slots_of
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, MODES, SSD, drive, links
 

@@ -18,16 +18,14 @@ from .._storage.checkpoint_files import CheckpointError, read_manifest
 from .._storage.snapshot_files import (
     LINKS,
     check_drives,
-    copy_snapshot,
     is_snapshot,
     lost_on,
     owners_on,
-    page_paths,
     remove_links,
     remove_snapshot,
-    slots_of,
     snapshots_of,
 )
+from .._storage.snapshot_pages import copy_snapshot, page_paths, slots_of
 
 
 def run(options: argparse.Namespace) -> int:

@@ -343,6 +343,21 @@ class Gradients:
             self._replace(index, self.open(index))
             self._zero.add(index)  # as p.grad will show
 
+    def hand_over_held(self) -> frozenset[int]:
+        """Ahead of a snapshot: the core gets what is held, but no zeros. Returns which are zero, or
+        were ahead of what has landed since."""
+        self.sort_out()
+        if len(self._held):
+            self._held.land_all()
+        return frozenset(self._zero)
+
+    def take_over(self, zeros: set[int]) -> None:
+        """Of a snapshot: the core has all that has landed; these are zero."""
+        self._state.landed = [
+            self._state.session.gradient_count(i) for i in range(len(self._state.params))
+        ]
+        self._zero = zeros
+
     def end_step(self) -> None:
         """Of what has landed only that is left which is held, or zero."""
         landed = {i for i, count in enumerate(self._state.landed) if count}

@@ -185,7 +185,12 @@ def set_buffer(target: torch.Tensor, raw: bytes) -> None:
 
 def check_buffers(model: nn.Module) -> None:
     """Raises CheckpointError for a buffer whose bytes are not its values."""
-    for name, value in persistent_buffers(model).items():
+    check_dense(persistent_buffers(model))
+
+
+def check_dense(buffers: dict[str, torch.Tensor]) -> None:
+    """Likewise."""
+    for name, value in buffers.items():
         if value.layout != torch.strided or value.is_quantized:
             raise CheckpointError(
                 f"buffer {name!r} is {'quantized' if value.is_quantized else value.layout}, which "
@@ -230,6 +235,25 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def buffer_entries(buffers: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """What a manifest says of each, with offsets that begin with 0."""
+    return [
+        {
+            "name": name,
+            "shape": list(value.shape),
+            "tensors": [
+                {
+                    "kind": "buffer",
+                    "dtype": dtype_name(value.dtype),
+                    "offset": 0,
+                    "bytes": value.numel() * value.itemsize,
+                }
+            ],
+        }
+        for name, value in buffers.items()
+    ]
+
+
 def model_layout(state: Wrapped) -> dict[str, Any]:
     """What state.bin holds of the model as it is now: the manifest's "params", "buffers" and
     "bytes", without steps and checksums."""
@@ -256,12 +280,9 @@ def model_layout(state: Wrapped) -> dict[str, Any]:
                 "tensors": records(stored_kinds(state, spec), tensor.numel),
             }
         )
-    buffers = [
-        {
-            "name": name,
-            "shape": list(value.shape),
-            "tensors": records([("buffer", dtype_name(value.dtype))], value.numel()),
-        }
-        for name, value in persistent_buffers(state.model).items()
-    ]
+    buffers = buffer_entries(persistent_buffers(state.model))
+    for entry in buffers:
+        for record in entry["tensors"]:
+            record["offset"] += end
+        end += sum(record["bytes"] for record in entry["tensors"])
     return {"params": params, "buffers": buffers, "bytes": end}

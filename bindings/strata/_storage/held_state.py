@@ -11,19 +11,18 @@ thread that trains.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._errors import StrataError
 from .snapshot_files import Links
 
 if TYPE_CHECKING:
-    from .._core import Session
+    from .._core import Session, TakenSnapshot
 
-Write = Callable[[dict[str, Any], list[str]], None]
+Write = Callable[["TakenSnapshot", list[str]], None]
 """Is given what the session says of the held state, and a link to each page file."""
 
 
@@ -36,8 +35,7 @@ class Holder:
         self._drives = drives
         self._last: Future[None] | None = None
         self._told: Future[None] | None = None
-        self._captured = threading.Event()
-        self._captured.set()
+        self._complete = 0  # snapshots, when room was made
         self.number = 0  # the core's, of the last one
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-save")
@@ -59,45 +57,38 @@ class Holder:
             with contextlib.suppress(Exception):
                 self._last.result()
 
-    def wait_until_captured(self) -> None:
-        """What is held is in slots from here on, and a snapshot may begin."""
-        self._captured.wait()
-
-    def reserve(self, complete: int) -> None:
-        """Room for a snapshot beside so many complete ones, and what is held; where there is none
-        beside that, it waits for it. Raises StrataError."""
+    def begin(self, complete: int) -> int:
+        """A snapshot beside so many complete ones, and what is held; where there is no room beside
+        that, it waits for it when it is captured. As Session.begin_snapshot()."""
         held = self._last is not None and not self._last.done()
         try:
-            self._session.reserve_snapshots(complete + held)
-        except StrataError:
-            if not held:
+            return self._session.begin_snapshot(complete + held)
+        except StrataError as error:
+            if not held or error.fault != "config":
                 raise
-            self.finish()
-            self._session.reserve_snapshots(complete)
+            return self._session.begin_snapshot(complete)
 
     def make_room(self, complete: int) -> None:
         """Waits for the last one. Raises StrataError (config) where there is no room."""
         self.finish()
         self._session.reserve_snapshots(complete)
+        self._complete = complete
 
     def hold(self, path: Path, write: Write) -> Future[None] | None:
-        """None, and nothing is held: the drives have no hard links. REQUIRES: there is room, and no
-        snapshot is being captured."""
+        """None, and nothing is held: the drives have no hard links. REQUIRES: make_room()."""
         links = Links(self._drives, path)
         try:
             if not self._session.link_pages(links.paths):
                 links.remove()
                 return None
-            number = self.number = self._session.begin_snapshot()
+            number = self.number = self._session.begin_snapshot(self._complete)
         except BaseException:
             links.remove()
             raise
-        self._captured.clear()
         try:
             self._last = self._pool.submit(self._write, number, links, write)
         except BaseException:  # the interpreter ends, or Ctrl-C
             self._session.drop_snapshot(number)
-            self._captured.set()
             links.remove()
             raise
         return self._last
@@ -105,10 +96,7 @@ class Holder:
     def _write(self, number: int, links: Links, write: Write) -> None:
         """On the thread."""
         try:
-            try:
-                pages = self._session.snapshot(number)  # waits
-            finally:
-                self._captured.set()
+            pages = self._session.snapshot(number)  # waits
             write(pages, links.paths)
         finally:
             links.remove()

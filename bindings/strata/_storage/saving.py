@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -57,6 +57,9 @@ from .shards import Earlier, ShardWriter, Wanted, cut, describe
 from .snapshot import Taker
 from .snapshot_values import Forms, SnapshotValues
 from .stored import StoredTensor, persistent_buffers, stored_tensors
+
+if TYPE_CHECKING:
+    from .._core import TakenSnapshot
 
 Values = Callable[[StoredTensor, Record], Iterator[memoryview]]
 """The bytes of a tensor, as the manifest's record of it says."""
@@ -133,7 +136,7 @@ def save(
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
     path = Path(os.path.realpath(path))
     check_replaceable(path)
-    if not wait and (taker := _taker(state)) is not None:
+    if not wait and not _merges(state) and (taker := _taker(state)) is not None:
         work = _work(state, path, extra, progress)
         forms, engine = _forms(state), state.config["io_engine"]
         future = taker.holder.hold(
@@ -171,6 +174,15 @@ def _taker(state: Wrapped) -> Taker | None:
     return taker
 
 
+def _merges(state: Wrapped) -> bool:
+    """Gradients have landed, maybe on those of earlier steps, whose updates a state that is held
+    would not have."""
+    merges = state.config["update"] == "lock_free" and any(state.landed)
+    if merges:
+        log.warning("%s: gradients have landed since the last step()", WAITS)
+    return merges
+
+
 def _forms(state: Wrapped) -> Forms:
     specs, groups = state.config["params"], state.config["groups"]
     used = [groups[spec["group"]] for spec in specs]
@@ -179,11 +191,11 @@ def _forms(state: Wrapped) -> Forms:
 
 
 def _write_held(
-    work: _Work, pages: dict[str, Any], forms: Forms, links: list[str], io_engine: str
+    work: _Work, pages: TakenSnapshot, forms: Forms, links: list[str], io_engine: str
 ) -> None:
     """On the thread, which knows plain values only."""
     values = SnapshotValues(pages, forms, links, io_engine)
-    for place, step in enumerate(pages["param_steps"]):
+    for place, step in enumerate(pages.param_steps):
         entry = work.manifest["params"][work.parts[place]]
         entry["step"] = max(entry["step"], step)
     work.write(values.read)

@@ -14,49 +14,41 @@ Use from the thread that trains. The background thread knows the session and pla
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import os
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from .._optim.groups import moments_of
 from .._runtime.wrapped import Wrapped, wrapped
-from . import rng
-from .checkpoint import check_buffers, dtype_name, model_layout, plain_groups, raw_bytes
 from .checkpoint_files import (
     MANIFEST_NAME,
     STATE_NAME,
-    Record,
     TensorWriter,
     replace_folder,
     tidy,
-    write_manifest,
 )
 from .held_state import Holder
+from .large_manifest import give_way, write_large_manifest
+from .registrations import persistent_places, registrations
+from .snapshot_context import Context, Form, form_of, take_context, write_state
 from .snapshot_files import (
-    FORMAT,
     Links,
     clean_up,
-    copy_pages,
     finish_removals,
     links_at,
     mark_pending,
     remove_links,
     remove_snapshot,
-    slots_of,
     snapshots_of,
     step_folder,
 )
-from .snapshot_form import TENSOR_KEY
-from .stored import StoredTensor, persistent_buffers, stored_tensors
+from .snapshot_pages import copy_pages, slots_of
+
+if TYPE_CHECKING:
+    from .._core import TakenSnapshot
 
 log = logging.getLogger("strata")
 
@@ -69,6 +61,11 @@ class SnapshotHandle:
         self.path = path
         self._future = future
         self._told = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self._future.done()
 
     @property
     def complete(self) -> bool:
@@ -98,12 +95,19 @@ class SnapshotHandle:
 def snapshot(
     model: nn.Module, path: str | Path, *, keep: int = 2, extra: dict[str, Any] | None = None
 ) -> SnapshotHandle:
-    """Keeps the state behind the last optimizer.step() while training goes on.
+    """Keeps the state of now while training goes on: parameters and moments behind the updates of
+    the last optimizer.step(), and the gradients that have landed since, in the middle of an
+    accumulation.
+
+    It returns at once, whatever the model's size; the first call looks up which parameters and
+    buffers there are. What waits, if need be, is a later step(): until
+    what it changes is kept. A snapshot that is asked for while another is being kept begins at that
+    one's end, which a later step() waits for; nobody waits for files that are being written.
 
     The page files of `ssd_path` are linked, so they outlive the run; where the file system has no
-    links, pages are copied into the folder. The first call sets room on the SSD aside, and may take
-    longer: `keep` + 1 times the state of what is trained, and once that of what is frozen, beside
-    what rests there.
+    links, pages are copied into the folder. The first snapshot sets room on the SSD aside: `keep` +
+    1 times the state of what is trained (and of its gradients, where there are any), and once that
+    of what is frozen, beside what rests there.
 
     Args:
         model: A wrapped model, behind optimizer.step().
@@ -117,8 +121,10 @@ def snapshot(
 
     Raises:
         StrataError: Where the budget of the SSD has no such room, with what would do; where there
-            is no SSD; in the middle of an accumulation; and what the last snapshot failed with.
-        RuntimeError: Where parameters are of two states.
+            is no SSD; between a backward and step() with update="in_backward", where some
+            parameters are updated and others are not; and what an earlier snapshot failed with.
+        RuntimeError: Likewise, where parameters are of two states, or the model has others than
+            when it was wrapped.
     """
     return _begin(model, Path(path), keep, keep, extra)
 
@@ -135,7 +141,6 @@ def _begin(
 ) -> SnapshotHandle:
     """`beside`: complete ones of the series, while another is taken."""
     state = wrapped(model)
-    state.check_parameters()
     state.hooks.reset()
     state.refuse_half_step("snapshot()")
     state.landings.wait()
@@ -149,44 +154,43 @@ def _begin(
     return taker.take(state, Path(os.path.realpath(path)), keep, beside, extra or {})
 
 
-@dataclass
-class _Context:
-    """What is in no page, as it was when the snapshot was asked for."""
-
-    manifest: dict[str, Any]
-    buffers: list[torch.Tensor]
-    tensors: list[torch.Tensor]
-
-
 class Taker:
-    """Takes the snapshots of one wrapped model, one behind the other."""
+    """Takes the snapshots of one wrapped model, one behind the other.
+
+    What grows with the model is left to its thread, but for persistent buffers, which are copied by
+    who asks. Which parameters and buffers there are is looked up by the first call, and again when
+    a module has got a parameter, a buffer or a module."""
 
     def __init__(self, state: Wrapped) -> None:
         """Removes what killed processes left on the drives."""
         self._session = state.session
         self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
-        self._ids: dict[Path, int] = {}  # the core's, of those that are complete or on their way
+        self._ids: dict[Path, int] = {}  # the core's, of those that are complete
         # The core counts from 1. All up to _known are, or were, known here; where a call was ended
         # in the middle, there may be another one.
         self._known, self._unsure = 0, False
         self._failed = False  # the last one did, and may have left something
-        self._last: SnapshotHandle | None = None
+        self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
         self.holder = Holder(self._session, self._drives)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
+        self._form = Form([], [])
+        self._buffers: list[tuple[str, nn.Module, str]] = []
+        self._registered = -1  # registrations that these are as of
         clean_up(self._drives)
 
     def raise_failure(self) -> None:
-        """Raises what the last one failed with, once."""
+        """Raises what one failed with, once."""
         self.holder.raise_failure()
-        if self._last is not None:
-            self._last.raise_failure()
+        for handle in [h for h in self._handles if h.done]:
+            self._handles.remove(handle)
+            handle.raise_failure()
 
     def finish(self) -> None:
-        """Waits for the last one. Raises nothing: what is not complete is not there."""
-        if self._last is not None:
+        """Waits for all of them. Raises nothing: what is not complete is not there."""
+        for handle in list(self._handles):
             with contextlib.suppress(Exception):
-                self._last.wait()
+                handle.wait()
 
     def number_of(self, folder: Path) -> int | None:
         """The core's, of a snapshot that is complete; None: it has none of that folder."""
@@ -201,25 +205,22 @@ class Taker:
     ) -> SnapshotHandle:
         """Begins one. `beside`: complete ones of the series meanwhile. An exception of a signal
         handler may end it anywhere: what was begun is then completed, or given up by the next."""
-        context = _context(state, extra)
+        if self._registered != registrations.count:
+            self._look(state)
+        context = take_context(state, self._buffers, extra)
         folder = step_folder(series, context.manifest["step"])
         future: Future[None] = Future()
         handle = SnapshotHandle(folder, future)
-        self.finish()  # the slots of the last one are among those that are set aside
-        self.holder.wait_until_captured()
         self._drop_removed()
+        complete = beside + sum(known.parent != series for known in list(self._ids))
         if self._unsure:
-            self._drop_lost()
-        if sum(folder.parent == series for folder in self._ids) > keep:
-            self._rotate(series, keep)  # that failed last time
-        others = sum(folder.parent != series for folder in self._ids)
-        self.holder.reserve(beside + others)
+            self._drop_lost(complete)
         self._unsure = True
-        number = self._session.begin_snapshot()
+        number = self.holder.begin(complete)
         self._known, self._unsure = number, False
         try:
-            self._last = handle
-            self._pool.submit(self._run, future, number, folder, keep, context)
+            self._handles.append(handle)
+            self._pool.submit(self._run, future, number, folder, keep, context, self._form)
         except BaseException:  # the interpreter ends, or Ctrl-C
             if future.cancel():
                 handle.forget()
@@ -227,9 +228,18 @@ class Taker:
             raise
         return handle
 
-    def _drop_lost(self) -> None:
+    def _look(self, state: Wrapped) -> None:
+        """Some module has got a parameter, a buffer or a module, so the model may have others."""
+        registered = registrations.count
+        state.check_parameters()
+        registrations.watch(state.model)
+        self._form = form_of(state)
+        self._buffers = persistent_places(state.model)
+        self._registered = registered
+
+    def _drop_lost(self, complete: int) -> None:
         """Gives up those whose numbers an exception has lost. The holder knows its own."""
-        for number in range(self._known + 1, self._session.begin_snapshot() + 1):
+        for number in range(self._known + 1, self._session.begin_snapshot(complete) + 1):
             if number != self.holder.number:
                 self._session.drop_snapshot(number)
 
@@ -256,19 +266,23 @@ class Taker:
 
     def _drop_removed(self) -> None:
         """Gives up the slots of those that somebody else has removed."""
-        for folder in [f for f in self._ids if not (f / MANIFEST_NAME).exists()]:
-            self._session.drop_snapshot(self._ids[folder])  # twice, after Ctrl-C, is no harm
-            del self._ids[folder]
+        for folder in [f for f in list(self._ids) if not (f / MANIFEST_NAME).exists()]:
+            number = self._ids.get(folder)  # the thread may have dropped it
+            if number is not None:
+                self._session.drop_snapshot(number)  # twice, after Ctrl-C, is no harm
+                self._ids.pop(folder, None)
 
-    def _write(self, number: int, folder: Path, keep: int, context: _Context) -> None:
+    def _write(self, number: int, folder: Path, keep: int, context: Context, form: Form) -> None:
         """On the thread."""
         session = self._session
         try:
+            if sum(known.parent == folder.parent for known in list(self._ids)) > keep:
+                self._rotate(folder.parent, keep)  # that failed last time: its slots are needed
             pages = session.snapshot(number)  # waits
             session.make_pages_durable()
             links = Links(self._drives, folder)
             try:
-                self._write_folder(folder, links, pages, context)
+                self._write_folder(folder, links, pages, form, context)
                 links.finish()
             except BaseException:
                 if links.lead_to_what_is_there():
@@ -290,8 +304,9 @@ class Taker:
         finish_removals(series)
         for old in snapshots_of(series)[:-keep]:
             remove_snapshot(old)
-            if old in self._ids:
-                self._session.drop_snapshot(self._ids.pop(old))
+            number = self._ids.pop(old, None)
+            if number is not None:
+                self._session.drop_snapshot(number)
 
     def _keep(self, folder: Path, number: int) -> None:
         """Its manifest is there: so its slots stay, also where something failed behind that."""
@@ -301,11 +316,20 @@ class Taker:
             self._session.drop_snapshot(replaced)
 
     def _write_folder(
-        self, folder: Path, links: Links, pages: dict[str, Any], context: _Context
+        self, folder: Path, links: Links, pages: TakenSnapshot, form: Form, context: Context
     ) -> None:
-        manifest = context.manifest | {"id": links.id, "page_bytes": pages["page_bytes"]}
-        manifest["chunks"] = pages["chunks"]
-        for place, step in enumerate(pages["param_steps"]):
+        manifest = context.manifest | {"id": links.id, "page_bytes": pages.page_bytes}
+        manifest["params"] = [dict(entry) for entry in form.params]
+        manifest["parts"] = form.parts
+        manifest["chunks"] = []
+        for i in range(pages.chunk_count):
+            manifest["chunks"].append(pages.chunk(i))
+            give_way()
+        manifest["scales"] = pages.scales or None
+        if (gradients := pages.gradients) is not None:
+            manifest["gradients"] = {"params": gradients, "groups": pages.hypers} | manifest["sums"]
+        del manifest["sums"]
+        for place, step in enumerate(pages.param_steps):
             entry = manifest["params"][manifest["parts"][place][0]]
             entry["step"] = max(entry["step"], step)
         tidy(folder)
@@ -316,15 +340,15 @@ class Taker:
         if linked:
             links.sync()
         with replace_folder(folder) as new:
-            manifest["drives"] = links.drive_entries() if linked else self._copy(pages, new)
+            manifest["drives"] = links.drive_entries() if linked else self._copy(manifest, new)
             with TensorWriter(new / STATE_NAME) as file:
-                _write_state(file, manifest, pages["scales"], context)
+                write_state(file, manifest, context)
                 manifest["bytes"] = file.bytes
-            write_manifest(new, manifest)
+            write_large_manifest(new, manifest)
         if replaced is not None:
             remove_links(*replaced)
 
-    def _copy(self, pages: dict[str, Any], folder: Path) -> list[dict[str, str]]:
+    def _copy(self, manifest: dict[str, Any], folder: Path) -> list[dict[str, str]]:
         log.warning(
             "the file systems of %s have no hard links: snapshots are copied to %s, page by page",
             ", ".join(self._drives),
@@ -332,78 +356,8 @@ class Taker:
         )
         files = self._session.page_files()
         try:
-            names = copy_pages(files, slots_of(pages), pages["page_bytes"], folder)
+            names = copy_pages(files, slots_of(manifest), manifest["page_bytes"], folder)
         finally:
             for file in files:
                 os.close(file)
         return [{"folder": "", "file": name} for name in names]
-
-
-def _context(state: Wrapped, extra: dict[str, Any]) -> _Context:
-    """Takes what is in no page. Its time does not depend on the parameters' sizes."""
-    check_buffers(state.model)
-    tensors: list[torch.Tensor] = []
-    layout = model_layout(state)
-    buffers = persistent_buffers(state.model)
-    manifest: dict[str, Any] = {
-        "snapshot": FORMAT,
-        "step": state.steps_before + state.session.steps(),
-        "time": time.time_ns(),
-        "moment_dtype": state.config["moment_dtype"],
-        "params": layout["params"],
-        "parts": parts_of(state),
-        "buffers": layout["buffers"],
-        "groups": plain_groups(state),
-        "rng": rng.capture(),
-        "extra": _taken_out(extra, tensors),
-    }
-    for tensor, entry in zip(stored_tensors(state.model), manifest["params"], strict=True):
-        entry |= {"step": 0, "rule": rule_of(state, tensor)}
-    json.dumps(manifest)  # raises now, and not on the thread
-    values = [value.detach().to("cpu", copy=True) for value in buffers.values()]
-    return _Context(manifest, values, tensors)
-
-
-def rule_of(state: Wrapped, tensor: StoredTensor) -> str:
-    """Whose moments are kept of the tensor."""
-    group = state.config["groups"][state.config["params"][tensor.parts[0]]["group"]]
-    return group["rule"] if moments_of(group) else "sgd"
-
-
-def parts_of(state: Wrapped) -> list[list[int]]:
-    """By parameter: its tensor, and its first element there."""
-    parts: list[list[int]] = [[] for _ in state.config["params"]]
-    for place, tensor in enumerate(stored_tensors(state.model)):
-        first = 0
-        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
-            parts[part] = [place, first]
-            first += math.prod(shape)
-    return parts
-
-
-def _taken_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with numbers in the place of its tensors, which go to the list as they are now."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value.detach().to("cpu", copy=True))
-        return {TENSOR_KEY: len(tensors) - 1}
-    if isinstance(value, dict):
-        if TENSOR_KEY in value:
-            raise TypeError(f"extra has a key {TENSOR_KEY!r}, which stands for tensors")
-        return {key: _taken_out(each, tensors) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_taken_out(each, tensors) for each in value]
-    return value
-
-
-def _write_state(
-    file: TensorWriter, manifest: dict[str, Any], scales: bytes, context: _Context
-) -> None:
-    def append(kind: str, value: torch.Tensor) -> Record:
-        return file.append(kind, dtype_name(value.dtype), raw_bytes(value))
-
-    for entry, value in zip(manifest["buffers"], context.buffers, strict=True):
-        entry["tensors"] = [append("buffer", value)]
-    manifest["tensors"] = [
-        append("extra", value) | {"shape": list(value.shape)} for value in context.tensors
-    ]
-    manifest["scales"] = file.append("scales", "uint8", [memoryview(scales)]) if scales else None

@@ -4,37 +4,49 @@ read, and verified, when it is first used.
     why = adopt(state, manifest, folder, scales)     # "": done; else nothing has changed: read it
 
 That is possible on the file system of the snapshot, with the same pages: their size, what lies in
-them, and the form of moments. What other snapshots have in the same files stays as it is: all of
-them are found by their links, or the files are left alone.
+them, and the form of moments; and where no update is still to come of what they hold. Scales of
+moments are read now, gradients by the caller. What other snapshots have in the same files stays as
+it is: all of them are found by their links, or the files are left alone.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .._core import PageFiles
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError, read_manifest
-from .snapshot import Taker, parts_of, rule_of
-from .snapshot_files import LINKS, ROLES, link_owner, page_paths, pages_of
+from .snapshot import Taker
+from .snapshot_context import parts_of, rule_of
+from .snapshot_files import LINKS, ROLES, link_owner
+from .snapshot_form import MOMENT_BLOCK
+from .snapshot_gradients import waits
+from .snapshot_pages import page_paths, pages_of
 from .stored import stored_tensors
 
+Chunk = dict[str, Any]
 Slot = tuple[int, int, int]  # with version and checksum
+Scales = Callable[[int, int], torch.Tensor]  # bytes of the manifest's, from one on
 
 
 class _RefusedError(Exception):
     """The snapshot has to be read; the message says why."""
 
 
-def adopt(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: bytes) -> str:
+def adopt(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales) -> str:
     """Makes the snapshot's pages the session's, without reading them. Returns why that is not
     possible; then nothing has changed. REQUIRES: the manifest fits the model; no half step."""
     folder = Path(os.path.realpath(folder))  # as links and snapshots are told of
+    if any(waits(run) for chunk in manifest["chunks"] for run in chunk["runs"]):
+        return "updates of its gradients were still to come"
     try:
-        if not _go_back(state, manifest, folder):
+        if not _go_back(state, manifest, folder, scales):
             _compare(state, manifest)
             _take_files(state, manifest, folder, scales)
     except (_RefusedError, StrataError, OSError) as error:
@@ -42,7 +54,7 @@ def adopt(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: bytes)
     return ""
 
 
-def _go_back(state: Wrapped, manifest: dict[str, Any], folder: Path) -> bool:
+def _go_back(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales) -> bool:
     """To a snapshot that this run took, or went on from. False: it holds the slots of none."""
     if state.snapshots is None:
         return False
@@ -51,38 +63,65 @@ def _go_back(state: Wrapped, manifest: dict[str, Any], folder: Path) -> bool:
     if number is None:
         return False
     held = state.session.snapshot(number)
-    if [_form(c, True) for c in held["chunks"]] != [_form(c, True) for c in manifest["chunks"]]:
+    ours = [_slots(held.chunk(i)) for i in range(held.chunk_count)]
+    if ours != [_slots(chunk) for chunk in manifest["chunks"]]:
         return False  # another run has replaced the folder
-    state.session.go_back(number)
+    state.session.go_back(number, _scale_area(state, manifest, scales))
     return True
 
 
 def _compare(state: Wrapped, manifest: dict[str, Any]) -> None:
     """Raises _RefusedError where pages are others than the session's."""
     ours = state.session.page_layout()
-    if ours["page_bytes"] != manifest["page_bytes"]:
+    if ours.page_bytes != manifest["page_bytes"]:
         raise _RefusedError("its pages have another size")
     if state.config["moment_dtype"] != manifest["moment_dtype"]:
         raise _RefusedError("its moments have another form")
     for tensor, entry in zip(stored_tensors(state.model), manifest["params"], strict=True):
         if entry["trainable"] and entry["rule"] != rule_of(state, tensor):
             raise _RefusedError(f"the moments of {entry['name']} are of another optimizer")
-    same = [_form(c) for c in ours["chunks"]] == [_form(c) for c in manifest["chunks"]]
+    forms = [_form(ours.chunk(i)) for i in range(ours.chunk_count)]
+    same = forms == [_form(chunk) for chunk in manifest["chunks"]]
     if not same or manifest["parts"] != parts_of(state):
         raise _RefusedError("its pages hold other elements")
 
 
-def _form(chunk: dict[str, Any], pages: bool = False) -> list[Any]:
-    """What lies where in a chunk, and in which slots."""
-    form = [[list(run) for run in chunk["runs"]], list(chunk["scales"])]
+def _form(chunk: Chunk) -> list[Any]:
+    """What lies where in a chunk."""
+    runs: list[list[int]] = []
+    for part, first, count, at, *_ in chunk["runs"]:
+        if runs and runs[-1][0] == part and runs[-1][3] + runs[-1][2] == at:
+            runs[-1][2] += count  # of another step
+        else:
+            runs.append([part, first, count, at])
+    form: list[Any] = [runs]
     for role in ROLES:
         per_page, begin, found = chunk[role] or (0, 0, [])
-        slots = [page and list(page) for page in found] if pages else len(found)
-        form.append([per_page, begin, slots])
+        form.append([per_page, begin, len(found)])
     return form
 
 
-def _take_files(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: bytes) -> None:
+def _slots(chunk: Chunk) -> list[Any]:
+    """Which slots the pages of its state have, and what these hold."""
+    return [[page and list(page) for page in (chunk[role] or ((), (), ()))[2]] for role in ROLES]
+
+
+def _scale_area(state: Wrapped, manifest: dict[str, Any], scales: Scales) -> bytes:
+    """The scales of moments as they lie in the session."""
+    ours = state.session.page_layout()
+    area = torch.zeros(ours.scale_bytes, dtype=torch.uint8)
+    for number, chunk in enumerate(manifest["chunks"] if ours.scale_bytes else []):
+        elements = max(run[3] + run[2] for run in chunk["runs"])
+        size = -(-elements // MOMENT_BLOCK) * 2
+        places = ours.chunk(number)["scales"]
+        if len(places) != len(chunk["scales"]):
+            raise _RefusedError("it has scales of other moments")
+        for to, begin in zip(places, chunk["scales"], strict=True):
+            area[to : to + size] = scales(begin, size)
+    return area.numpy().tobytes()
+
+
+def _take_files(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales) -> None:
     """Raises _RefusedError, StrataError, and has changed nothing."""
     drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
     if not all(drive["folder"] for drive in manifest["drives"]):
@@ -103,7 +142,8 @@ def _take_files(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: 
     slots = [page and page[0] for role in roles if role for page in role[2]]
     folders = [folder, *(holders.keys() - {folder})]
     held = [holders[each] for each in folders]
-    numbers = state.session.resume(files, held, slots, scales)
+    area = _scale_area(state, manifest, scales)
+    numbers = state.session.resume(files, held, slots, area)
     taker.take_over(dict(zip(folders, numbers, strict=True)))
     state.snapshots = taker
 

@@ -3,26 +3,40 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 1. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 2. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
 
-    state.bin      bytes that are in no page, one behind the other: the persistent buffers, tensors
-                   of `extra`, and the scales of 8-bit moments
+    state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
+                   tensors of `extra`
     manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
-                    "snapshot": 1, "id": 16 hex digits, "step": of the run, "time": ns since 1970,
+                    "snapshot": 2, "id": 16 hex digits, "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
                     "page_bytes", "moment_dtype",
                     "params":  as in a checkpoint, each with the "rule" of its moments,
                     "parts":   [[place in params, first element]], of each of the run's parameters,
                     "chunks":  see below,
                     "buffers", "groups", "rng", "extra": as in a checkpoint,
-                    "scales":  where they lie in state.bin, or null,
-                    "tensors": of extra; {"strata.tensor": i} stands for the ith there}
+                    "scales":  pages of the scales of 8-bit moments, or null,
+                    "tensors": of extra; {"strata.tensor": i} stands for the ith there,
+                    "gradients": null, or of what had landed since the step: see below,
+                    "zeros":   parts whose gradient the user has made zero}
 
-A chunk is {"runs": [[part, first element there, count, first element in the chunk]], "scales":
-[byte of exp_avg's, of exp_avg_sq's], and of each role (param, residual, exp_avg, exp_avg_sq) null,
-or [elements in a page, byte where they begin, pages]}, a page being [slot, version, checksum], or
-null where it is zero. Slot s lies in file s % n of the n drives, at page s // n. The checksum is
-XXH3-64 of the page, seeded with slot and version (offload/storage/checksum.cpp).
+A chunk is {"runs": [[part, first element there, count, first element in the chunk, updates that
+these have had, gradient]], "scales": [byte of exp_avg's, of exp_avg_sq's] in all pages of scales,
+one behind the other, and of each role (param, residual, exp_avg, exp_avg_sq, grad) null, or
+[elements in a page, byte where they begin, pages]}, a page being [slot, version, checksum], or null
+where it is zero. Slot s lies in file s % n of the n drives, at page s // n. The checksum is XXH3-64
+of the page, seeded with slot and version (offload/storage/checksum.cpp).
+
+A run's gradient is 0: none; 1: of the step that is under way; 2: likewise, and with that of an
+earlier step in it, which waited for its update (LockFree); or [place in "groups", number of the
+update, what it is multiplied with]: that of an earlier step, whose update was still to come.
+"gradients" is {"float32": whether they are sums in float32, else in their parameter's dtype,
+"params": [[part, how many have landed, the sum of its squares, [factors that it was scaled with
+since], bits of those that divide]], "groups": hyperparameters}. What a run of gradients is
+multiplied with before it is used is not in its pages.
+
+Version 1 had no gradients: no "gradients", "zeros" and "grad", runs without their last two values,
+and the scales of all chunks in state.bin, where "scales" says.
 
 A link is one more name of the file that the run wrote to; the kernel frees the file with its last
 one. A manifest that is called removed.json is one of a snapshot that is being removed. Nothing here
@@ -33,12 +47,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import re
 import secrets
-import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +59,14 @@ from .checkpoint_files import (
     CheckpointError,
     complete_at,
     read_manifest,
-    replace_folder,
     tidy,
-    write_manifest,
 )
 from .replacing import make_folder, remove_unmarked, sync, targets_of_work, write_whole
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
+GRAD = "grad"
 LINKS = "strata-snapshots"
 STEP_NAME = re.compile(r"step-(\d{6,12})")
 ID = re.compile(r"[0-9a-f]{16}")
@@ -269,80 +280,6 @@ def check_drives(manifest: dict[str, Any], folder: Path) -> None:
             sound &= COPY_NAME.fullmatch(drive["file"]) is not None
     if not sound or not ID.fullmatch(manifest["id"]):
         raise CheckpointError(f"{folder} is a damaged snapshot: its drives or its id make no sense")
-
-
-def copy_pages(files: list[int], slots: Iterable[int], page_bytes: int, folder: Path) -> list[str]:
-    """Copies the pages of these slots into files of the folder, where they lie at the same places,
-    with holes between them. Returns the files' names. Memory used: one page."""
-    names = [f"pages-{i}.bin" for i in range(len(files))]
-    targets = [os.open(folder / n, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for n in names]
-    try:
-        with mmap.mmap(-1, page_bytes) as page:  # aligned, for files that are read directly
-            places = sorted(slots)
-            rows = places[-1] // len(files) + 1 if places else 1
-            for target in targets:
-                os.ftruncate(target, rows * page_bytes)
-            for slot in places:
-                offset = slot // len(files) * page_bytes
-                if os.preadv(files[slot % len(files)], [page], offset) != page_bytes:
-                    raise CheckpointError(f"a page file ends before slot {slot}")
-                _write_all(targets[slot % len(files)], page, offset)
-        for target in targets:
-            os.fsync(target)
-    finally:
-        for target in targets:
-            os.close(target)
-    return names
-
-
-def copy_snapshot(folder: Path, to: Path) -> None:
-    """Makes a snapshot that needs no drive but the folder's. `to` must not exist. Raises OSError,
-    CheckpointError."""
-    manifest = read_manifest(folder)
-    check_drives(manifest, folder)
-    if to.exists():
-        raise CheckpointError(f"{to} exists")
-    files = [os.open(path, os.O_RDONLY | os.O_NOFOLLOW) for path in page_paths(manifest, folder)]
-    try:
-        with replace_folder(to) as new:
-            names = copy_pages(files, slots_of(manifest), manifest["page_bytes"], new)
-            shutil.copyfile(folder / STATE_NAME, new / STATE_NAME)
-            sync(new / STATE_NAME)
-            manifest["drives"] = [{"folder": "", "file": name} for name in names]
-            manifest["id"] = secrets.token_hex(8)
-            write_manifest(new, manifest)
-    finally:
-        for file in files:
-            os.close(file)
-
-
-def page_paths(manifest: dict[str, Any], folder: Path) -> list[str]:
-    """Of the page files."""
-    return [os.path.join(d["folder"] or folder, d["file"]) for d in manifest["drives"]]
-
-
-def slots_of(manifest: dict[str, Any]) -> set[int]:
-    """Every slot that holds a page of it."""
-    return {page[0] for page in pages_of(manifest)}
-
-
-def pages_of(manifest: dict[str, Any]) -> list[list[int]]:
-    """Slot, version and checksum of every page, in order."""
-    return [
-        page
-        for chunk in manifest["chunks"]
-        for role in ROLES
-        for page in (chunk[role] or ((), (), ()))[2]
-        if page is not None
-    ]
-
-
-def _write_all(file: int, data: mmap.mmap, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(file, view, offset)
-        offset += count
-        view = view[count:]
 
 
 def _owner_path(drive: Path, identity: str) -> Path:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from .._config.choices import DTYPES
 from .._core import SavedPages, join_master, load_moments
 from .._errors import StrataError
 from .._optim.groups import moments_of
@@ -31,14 +31,15 @@ from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
 from .snapshot_adopt import adopt
-from .snapshot_files import FORMAT, ROLES, check_drives, is_snapshot, pages_of, snapshots_of
+from .snapshot_chunks import check_chunks, roles_of
+from .snapshot_files import FORMAT, FORMATS, ROLES, check_drives, is_snapshot, snapshots_of
 from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK, TENSOR_KEY, unsound
+from .snapshot_gradients import SavedGradients, upgrade
+from .snapshot_pages import pages_of
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 if TYPE_CHECKING:
     from .._core import Kind
-
-RULES = ("adamw", "adam", "sgd", "lion", "adagrad", "foreign")
 
 log = logging.getLogger("strata")
 
@@ -91,6 +92,7 @@ def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> d
         for tensor, entry in zip(source.tensors, manifest["params"], strict=True):
             for place in tensor.parts:
                 state.session.set_param_step(place, entry["step"])
+        source.gradients.restore()
         for entry in manifest["buffers"]:
             raw = b"".join(bytes(chunk) for chunk in file.chunks(entry["tensors"][0]))
             checkpoint.set_buffer(buffers[entry["name"]], raw)
@@ -125,7 +127,8 @@ class _Source:
         slots = {page[0]: page for page in pages_of(manifest)}
         self.bytes = len(slots) * self._page_bytes
         self._scales = torch.empty(0, dtype=torch.uint8)
-        if manifest["scales"] is not None:
+        self._scale_page = -1  # of it, where scales lie in pages
+        if isinstance(manifest["scales"], dict):
             file.verify([("scales", manifest["scales"])], lambda _: None)
             self._scales = _tensor(file, manifest["scales"] | {"shape": [-1]})
         folders = [drive["folder"] or str(folder) for drive in manifest["drives"]]
@@ -138,21 +141,17 @@ class _Source:
         except (StrataError, TypeError, ValueError) as error:
             raise CheckpointError(f"the pages of {folder} cannot be read: {error}") from error
         self._values = torch.empty(self._page_bytes, dtype=torch.float32)
+        self._reading = threading.Lock()  # the next chunk, or gradients and scales
 
-    @property
-    def scales(self) -> bytes:
-        """Of all moments in 8 bits."""
-        return self._scales.numpy().tobytes()
-
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str) -> NoReturn:
         raise CheckpointError(f"{self._where} is a damaged snapshot: {why}")
 
     def _check(self, state: Wrapped) -> None:
         manifest = self.manifest
-        if manifest["snapshot"] != FORMAT:
+        if manifest["snapshot"] not in FORMATS:
             raise CheckpointError(
                 f"{self._where} is a snapshot of version {manifest['snapshot']!r:.20}; this strata "
-                f"reads {FORMAT}"
+                f"reads 1 to {FORMAT}"
             )
         check_drives(manifest, Path(self._where))
         for problem in unsound(manifest):
@@ -161,70 +160,15 @@ class _Source:
             wanted = checkpoint.model_layout(state) | {"groups": checkpoint.plain_groups(state)}
             problems = misfits(manifest, wanted) + rng.problems(manifest["rng"])
             if not problems:
-                self._check_chunks()
+                upgrade(manifest)
+                check_chunks(manifest, self.tensors, self._fail)
+                self.gradients = SavedGradients(manifest, state, self)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
         if problems:
             raise CheckpointError(
                 f"{self._where} is a snapshot of another model: {'; '.join(problems[:4])}"
             )
-
-    def _check_chunks(self) -> None:
-        """Every element of every tensor is there once, in pages that no other chunk has."""
-        manifest = self.manifest
-        covered: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
-        slots: set[int] = set()
-        if manifest["moment_dtype"] not in ELEMENT_BYTES:
-            self._fail(f"its moments are {manifest['moment_dtype']!r:.20}")
-        for chunk in manifest["chunks"]:
-            mine: set[int] = set()
-            for part, first, count, at in chunk["runs"]:
-                tensor, begin = manifest["parts"][part]
-                numbers = (part, first, at, tensor, begin, count)
-                if not all(type(n) is int and n >= 0 for n in numbers) or count == 0:
-                    self._fail("a run has a number that is no place")
-                covered[tensor].append((begin + first, count))
-            end = max((at + count for _, _, count, at in chunk["runs"]), default=0)
-            if chunk["param"] is None:
-                self._fail("a chunk has no parameters")
-            if not all(type(n) is int for n in chunk["scales"]):
-                self._fail("the scales of a chunk lie nowhere")
-            for role in _roles(chunk):
-                mine |= self._check_role(chunk[role], end, slots)
-            slots |= mine  # 8-bit moments share theirs
-        for tensor_, runs in zip(self.tensors, covered, strict=True):
-            end = 0
-            for first, count in sorted(runs):
-                if first != end:
-                    self._fail(f"elements of {tensor_.name!r} are missing, or there twice")
-                end += count
-            if end != tensor_.numel:
-                self._fail(f"{tensor_.name!r} has {end} elements of {tensor_.numel}")
-        for entry in manifest["params"]:
-            if entry["rule"] not in RULES or entry["dtype"] not in DTYPES:
-                self._fail(f"{entry['name']!r} has an unknown rule or dtype")
-            if type(entry["step"]) is not int or not 0 <= entry["step"] < 1 << 53:
-                self._fail(f"{entry['name']!r} made {entry['step']!r:.20} steps")
-
-    def _check_role(self, role: list[Any], end: int, slots: set[int]) -> set[int]:
-        """The slots of a role of a chunk, which has elements up to `end`."""
-        per_page, begin, pages = role
-        size = self.manifest["page_bytes"]
-        sound = all(type(n) is int for n in (per_page, begin, size))
-        if not sound or not 0 < per_page <= size or not 0 <= begin < size:
-            self._fail("pages of no size, or with places beyond it")
-        if end > per_page * len(pages):
-            self._fail("a chunk has elements without pages")
-        found = set()
-        for page in pages:
-            if page is None:
-                continue
-            if len(page) != 3 or not all(type(n) is int and n >= 0 for n in page):
-                self._fail("a page has no slot, version and checksum")
-            if page[0] in slots or page[0] in found:
-                self._fail(f"slot {page[0]} is there twice")
-            found.add(page[0])
-        return found
 
     def restore(self, state: Wrapped, meter: Meter) -> None:
         """Writes everything to the session. The next chunk is read meanwhile."""
@@ -235,18 +179,23 @@ class _Source:
                 pages = ahead.pop().result()
                 if i + 1 < len(self._chunks):
                     ahead.append(pool.submit(self._read, self._chunks[i + 1]))
-                for run in chunk["runs"]:
-                    self._restore_run(state, chunk, pages, _Run(*run), kinds)
                 meter.add(sum(len(p) for p in pages.values()))
+                for run in chunk["runs"]:
+                    self.gradients.apply(chunk, pages, run)
+                    self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
 
     def _read(self, chunk: dict[str, Any]) -> dict[int, torch.Tensor]:
         """The chunk's pages, by slot."""
-        slots = [p[0] for role in _roles(chunk) for p in chunk[role][2] if p is not None]
-        slots = list(dict.fromkeys(slots))
+        slots = [p[0] for role in roles_of(chunk) for p in chunk[role][2] if p is not None]
+        return self.pages_of(list(dict.fromkeys(slots)))
+
+    def pages_of(self, slots: list[int]) -> dict[int, torch.Tensor]:
+        """Those slots, read and verified."""
         size = self._page_bytes
         memory = torch.empty(len(slots) * size + ALIGNMENT, dtype=torch.uint8)
         skip = -memory.data_ptr() % ALIGNMENT
-        self._pages.read(slots, memory.data_ptr() + skip)
+        with self._reading:
+            self._pages.read(slots, memory.data_ptr() + skip)
         return {s: memory[skip + i * size :][:size] for i, s in enumerate(slots)}
 
     def _restore_run(
@@ -260,7 +209,7 @@ class _Source:
         entry = self.manifest["params"][self.manifest["parts"][run.part][0]]
         group = state.config["params"][self.tensors[self.manifest["parts"][run.part][0]].parts[0]]
         moments = len(kinds[group["group"]]) if entry["trainable"] else 0
-        step = min(chunk[role][0] for role in _roles(chunk))
+        step = min(chunk[role][0] for role in roles_of(chunk))
         done = 0
         while done < run.count:
             at = run.at + done
@@ -311,11 +260,22 @@ class _Source:
         if dtype == "block8":
             first = max(chunk["scales"][number - 1], 0) + at // MOMENT_BLOCK * 2
             blocks = -(-count // MOMENT_BLOCK)
-            part = self._scales[first : first + 2 * blocks]
+            part = self.scales(first, 2 * blocks)
             if at % MOMENT_BLOCK or part.numel() != 2 * blocks:
                 self._fail("scales are missing")
             scales = part.data_ptr()
         load_moments(dtype, rule, number, stored.data_ptr(), scales, count, values.data_ptr())
+
+    def scales(self, first: int, count: int) -> torch.Tensor:
+        """Bytes of scales, which may be changed until others are asked for."""
+        if isinstance(self.manifest["scales"], list):
+            page, first = divmod(first, self._page_bytes)
+            if not 0 <= page < len(self.manifest["scales"]):
+                self._fail("scales are missing")
+            if page != self._scale_page:
+                slot = self.manifest["scales"][page][0]
+                self._scales, self._scale_page = self.pages_of([slot])[slot], page
+        return self._scales[first : first + count]
 
     def _bytes(
         self,
@@ -344,11 +304,6 @@ class _Source:
         kinds: tuple[Kind, Kind, Kind] = ("master", "moment1", "moment2")
         for part, offset, piece in _split(self.tensors[place], begin + run.first + done, values):
             state.session.write(part, kinds[number], offset, piece.data_ptr(), piece.numel())
-
-
-def _roles(chunk: dict[str, Any]) -> list[str]:
-    """Those that the chunk has pages of."""
-    return [role for role in ROLES if chunk[role] is not None]
 
 
 def _split(

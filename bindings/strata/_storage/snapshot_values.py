@@ -19,12 +19,13 @@ import torch
 from .._core import SavedPages, join_master, load_moments
 from .checkpoint import raw_bytes
 from .checkpoint_files import Record
-from .snapshot_files import ROLES, pages_of
+from .snapshot_files import ROLES
 from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK
+from .snapshot_pages import pages_of
 from .stored import StoredTensor
 
 if TYPE_CHECKING:
-    from .._core import DtypeName
+    from .._core import DtypeName, TakenSnapshot
 
 KEPT_BYTES = 32 << 20  # of pages, in memory
 ROLES_OF = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
@@ -53,19 +54,23 @@ class SnapshotValues:
     """Memory used: a few pages."""
 
     def __init__(
-        self, pages: dict[str, Any], forms: Forms, links: list[str], io_engine: str
+        self, pages: TakenSnapshot, forms: Forms, links: list[str], io_engine: str
     ) -> None:
         """`pages`: as the session says; `links`: a name of each page file."""
-        self._page_bytes: int = pages["page_bytes"]
-        self._scales = torch.frombuffer(bytearray(pages["scales"] or b"\0"), dtype=torch.uint8)
+        self._page_bytes = pages.page_bytes
+        self._scales = pages.scales
         self._forms = forms
         self._runs: dict[int, list[_Run]] = {}
-        for chunk in pages["chunks"]:
-            for part, first, count, at in chunk["runs"]:
+        chunks = [pages.chunk(i) for i in range(pages.chunk_count)]
+        for chunk in chunks:
+            for part, first, count, at, *_ in chunk["runs"]:
                 self._runs.setdefault(part, []).append(_Run(first, count, at, chunk))
         for runs in self._runs.values():
             runs.sort(key=lambda run: run.first)
-        slots = {s: (s, version, checksum) for s, version, checksum in pages_of(pages)}
+        slots = {
+            s: (s, version, checksum)
+            for s, version, checksum in pages_of({"chunks": chunks, "scales": pages.scales})
+        }
         folders = [str(Path(link).parent.parent) for link in links]
         names = [str(Path(*Path(link).parts[-2:])) for link in links]
         self._pages = SavedPages(folders, names, self._page_bytes, list(slots.values()), io_engine)
@@ -115,7 +120,8 @@ class SnapshotValues:
         scales = 0
         if dtype == "block8":
             first = max(chunk["scales"][number - 1], 0) + at // MOMENT_BLOCK * 2
-            scales = self._scales[first:].data_ptr()
+            page, first = divmod(first, self._page_bytes)
+            scales = self._page(self._scales[page][0])[first:].data_ptr()
         load_moments(
             dtype, rule, number, stored.data_ptr(), scales, values.numel(), values.data_ptr()
         )

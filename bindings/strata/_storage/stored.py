@@ -19,6 +19,7 @@ from torch import nn
 
 from .._config.managed import is_of_peft
 from ..nn.tiles import Tiled
+from .registrations import persistent_places
 
 Shape = tuple[int, ...]
 
@@ -71,10 +72,10 @@ def stored_tensors(model: nn.Module) -> list[StoredTensor]:
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong to a saved model: those that `state_dict` would hold."""
     result: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, value in module._buffers.items():
-            if value is not None and name not in module._non_persistent_buffers_set:
-                result[f"{prefix}.{name}" if prefix else name] = value
+    for name, module, key in persistent_places(model):
+        value = module._buffers[key]
+        assert value is not None
+        result[name] = value
     return result
 
 

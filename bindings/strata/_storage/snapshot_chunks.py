@@ -1,0 +1,103 @@
+"""What the manifest of a snapshot must say of its pages, and of what lies in them, before anything
+is loaded by it.
+
+    check_chunks(manifest, tensors, fail)           # fail(why) raises
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from .._config.choices import DTYPES
+from .snapshot_files import GRAD, ROLES
+from .snapshot_form import ELEMENT_BYTES, MOMENT_BLOCK
+from .stored import StoredTensor
+
+RULES = ("adamw", "adam", "sgd", "lion", "adagrad", "foreign")
+
+Manifest = dict[str, Any]
+Fail = Callable[[str], NoReturn]
+
+
+def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) -> None:
+    """Every element of every tensor is there once, in pages that no other chunk has."""
+    covered: list[list[tuple[int, int]]] = [[] for _ in tensors]
+    slots: set[int] = set()
+    size = manifest["page_bytes"]
+    if manifest["moment_dtype"] not in ELEMENT_BYTES:
+        fail(f"its moments are {manifest['moment_dtype']!r:.20}")
+    for chunk in manifest["chunks"]:
+        mine: set[int] = set()
+        for part, first, count, at, *_ in chunk["runs"]:
+            tensor, begin = manifest["parts"][part]
+            numbers = (part, first, at, tensor, begin, count)
+            if not all(type(n) is int and n >= 0 for n in numbers) or count == 0:
+                fail("a run has a number that is no place")
+            covered[tensor].append((begin + first, count))
+        end = max((run[3] + run[2] for run in chunk["runs"]), default=0)
+        if chunk["param"] is None:
+            fail("a chunk has no parameters")
+        if not all(_has_scales(manifest, n, end) for n in chunk["scales"]):
+            fail("the scales of a chunk lie nowhere")
+        for role in roles_of(chunk):
+            mine |= _check_role(chunk[role], end, slots, size, fail)
+        if chunk[GRAD] is not None:
+            gradient = _check_role(chunk[GRAD], end, slots, size, fail)
+            if gradient & mine:
+                fail("a gradient lies in a slot of another role")
+            mine |= gradient
+        slots |= mine  # 8-bit moments share theirs
+    if isinstance(manifest["scales"], list):
+        _check_role([1, 0, manifest["scales"]], 0, slots, size, fail)
+        if any(page is None for page in manifest["scales"]):
+            fail("a page of scales is missing")
+    for tensor_, runs in zip(tensors, covered, strict=True):
+        end = 0
+        for first, count in sorted(runs):
+            if first != end:
+                fail(f"elements of {tensor_.name!r} are missing, or there twice")
+            end += count
+        if end != tensor_.numel:
+            fail(f"{tensor_.name!r} has {end} elements of {tensor_.numel}")
+    for entry in manifest["params"]:
+        if entry["rule"] not in RULES or entry["dtype"] not in DTYPES:
+            fail(f"{entry['name']!r} has an unknown rule or dtype")
+        if type(entry["step"]) is not int or not 0 <= entry["step"] < 1 << 53:
+            fail(f"{entry['name']!r} made {entry['step']!r:.20} steps")
+
+
+def _has_scales(manifest: Manifest, first: Any, elements: int) -> bool:
+    """Whether those of so many elements are there, from this byte on; in pages, within one."""
+    scales, size = manifest["scales"], -(-elements // MOMENT_BLOCK) * 2
+    if type(first) is not int or first < 0 or scales is None:
+        return False
+    if isinstance(scales, dict):
+        return bool(first + size <= scales["bytes"])
+    page, begin = divmod(first, manifest["page_bytes"])
+    return bool(page < len(scales) and begin + size <= manifest["page_bytes"])
+
+
+def _check_role(role: list[Any], end: int, slots: set[int], size: Any, fail: Fail) -> set[int]:
+    """The slots of a role of a chunk, which has elements up to `end`."""
+    per_page, begin, pages = role
+    sound = all(type(n) is int for n in (per_page, begin, size))
+    if not sound or not 0 < per_page <= size or not 0 <= begin < size:
+        fail("pages of no size, or with places beyond it")
+    if end > per_page * len(pages):
+        fail("a chunk has elements without pages")
+    found = set()
+    for page in pages:
+        if page is None:
+            continue
+        if len(page) != 3 or not all(type(n) is int and n >= 0 for n in page):
+            fail("a page has no slot, version and checksum")
+        if page[0] in slots or page[0] in found:
+            fail(f"slot {page[0]} is there twice")
+        found.add(page[0])
+    return found
+
+
+def roles_of(chunk: dict[str, Any]) -> list[str]:
+    """Those that the chunk has pages of."""
+    return [role for role in ROLES if chunk[role] is not None]

@@ -1,0 +1,336 @@
+"""Gradients of a snapshot that was taken in the middle of a step, and the steps of its runs.
+
+    upgrade(manifest)                           # of an older format: as if it were of this one
+    gradients = SavedGradients(manifest, state, source)         # raises CheckpointError
+    gradients.apply(chunk, pages, run)          # an update that was still to come, on what was read
+    gradients.restore()                         # behind all values: they land again
+
+What had landed lands again, as one gradient of each parameter, and what was known of it (how often,
+its norm, what it was scaled with) is told to the core. A gradient that only waited for its update
+(update=LockFree) is not kept apart: its update is made as it is loaded. The format is described in
+snapshot_files.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from .._config.choices import DTYPES
+from .._config.managed import DTYPE_NAMES
+from .._core import update_span
+from .._runtime.wrapped import Wrapped
+from .checkpoint_files import CheckpointError
+from .snapshot_files import FORMAT, GRAD, ROLES
+from .stored import StoredTensor
+
+if TYPE_CHECKING:
+    from .._core import DtypeName
+
+NONE, LANDED, MERGED = 0, 1, 2  # kinds of runs; a waiting one is a list
+SCALINGS_MAX = 3
+ADDRESSES = ("param", "master", "moment1", "moment2")  # of roles, as update_span() calls them
+CACHED_PAGES = 2
+
+Chunk = dict[str, Any]
+Pages = dict[int, torch.Tensor]
+
+
+class Source(Protocol):
+    """Where pages are read from."""
+
+    tensors: list[StoredTensor]
+
+    def pages_of(self, slots: list[int]) -> Pages:
+        """Those slots, read and verified."""
+
+    def scales(self, first: int, count: int) -> torch.Tensor:
+        """Bytes of scales, which may be changed until others are asked for."""
+
+
+def upgrade(manifest: dict[str, Any]) -> None:
+    """Gives a manifest of format 1 what format 2 has beside it. Raises as it contradicts itself."""
+    if manifest["snapshot"] != 1:
+        return
+    steps = [entry["step"] for entry in manifest["params"]]
+    for chunk in manifest["chunks"]:
+        for run in chunk["runs"]:
+            run += [steps[manifest["parts"][run[0]][0]], NONE]
+        chunk[GRAD] = None
+    manifest |= {"snapshot": FORMAT, "gradients": None, "zeros": []}
+
+
+def waits(run: list[Any]) -> bool:
+    """Whether an update of its gradient was still to come, though nothing has landed since."""
+    return run[5] not in (NONE, LANDED, MERGED)
+
+
+class SavedGradients:
+    """See above."""
+
+    def __init__(self, manifest: dict[str, Any], state: Wrapped, source: Source) -> None:
+        """Raises CheckpointError, KeyError, TypeError, ValueError or IndexError where the manifest
+        contradicts its format, and CheckpointError where the session cannot have its gradients."""
+        self._manifest = manifest
+        self._state = state
+        self._source = source
+        self._saved = manifest["gradients"]
+        self._cache: dict[int, torch.Tensor] = {}
+        zeros = manifest["zeros"]
+        parts = len(manifest["parts"])
+        if not isinstance(zeros, list) or not all(_is_place(z, parts) for z in zeros):
+            raise ValueError("zeros")
+        self._known = self._check_saved() if self._saved is not None else {}
+        landed = set()
+        for chunk in manifest["chunks"]:
+            for run in chunk["runs"]:
+                self._check_run(chunk, run)
+                if run[5] in (LANDED, MERGED):
+                    landed.add(run[0])
+        if landed - self._known.keys():
+            raise ValueError("gradients of which nothing is known")
+        self._counts: dict[int, int] = {}  # elements by part
+        for chunk in manifest["chunks"]:
+            for part, _, count, *_ in chunk["runs"]:
+                self._counts[part] = self._counts.get(part, 0) + count
+        if landed:
+            self._refuse_what_cannot_be(landed)
+
+    def _check_saved(self) -> dict[int, list[Any]]:
+        params = self._saved["params"]
+        for part, count, squares, factors, divisions in params:
+            sound = _is_place(part, len(self._manifest["parts"])) and type(count) is int
+            if not sound or not 0 < count < 1 << 32 or type(squares) is not float:
+                raise ValueError("a gradient")
+            if len(factors) > SCALINGS_MAX or any(type(f) is not float for f in factors):
+                raise ValueError("factors of a gradient")
+            if type(divisions) is not int or not 0 <= divisions < 1 << len(factors):
+                raise ValueError("divisions of a gradient")
+            if any(f == 0 and divisions >> i & 1 for i, f in enumerate(factors)):
+                raise ValueError("a division by zero")
+        if type(self._saved["float32"]) is not bool or not isinstance(self._saved["groups"], list):
+            raise TypeError("gradients")
+        return {entry[0]: entry for entry in params}
+
+    def _check_run(self, chunk: Chunk, run: list[Any]) -> None:
+        step, kind = run[4:]
+        if type(step) is not int or not 0 <= step < 1 << 53:
+            raise ValueError("steps of a run")
+        if kind == NONE:
+            return
+        if self._saved is None or chunk[GRAD] is None:
+            raise ValueError("a gradient without pages")
+        _, _, count, at, *_ = run
+        per_page, begin, pages = chunk[GRAD]
+        dtype = self._dtype(run)
+        used = pages[at // per_page : -(-(at + count) // per_page)]
+        missing = not used or any(page is None for page in used)
+        if (
+            type(begin) is not int
+            or begin + per_page * dtype.itemsize > self._page_bytes
+            or missing
+        ):
+            raise ValueError("a gradient beyond its pages")
+        if kind in (LANDED, MERGED):
+            return
+        group, update_step, scale = kind
+        if type(update_step) is not int or update_step < 1 or type(scale) is not float:
+            raise ValueError("a waiting gradient")
+        if not _is_place(group, len(self._saved["groups"])):
+            raise ValueError("hyperparameters of a waiting gradient")
+
+    def _refuse_what_cannot_be(self, landed: set[int]) -> None:
+        config = self._state.config
+        if config["update"] == "in_backward":
+            raise CheckpointError(
+                "this snapshot was taken in the middle of an accumulation, and "
+                "update='in_backward' keeps no gradients between two backward() calls: wrap with "
+                "update='on_step'"
+            )
+        scalings: dict[int, set[Any]] = {}  # by tensor
+        for part, _, _, factors, divisions in self._saved["params"]:
+            place = self._manifest["parts"][part][0]
+            scalings.setdefault(place, set()).add((*factors, divisions))
+        for place in {self._manifest["parts"][part][0] for part in landed}:
+            tensor, entry = self._source.tensors[place], self._manifest["params"][place]
+            theirs = "float32" if self._saved["float32"] else entry["dtype"]
+            dtype = config["params"][tensor.parts[0]]["dtype"]
+            ours = "float32" if config["accumulate"] else dtype
+            if ours not in ("float32", theirs):
+                raise CheckpointError(
+                    f"this snapshot has sums of gradients of {tensor.name!r} in {theirs}, which "
+                    f"{ours} would round: wrap with gradient_accumulation_steps=, which keeps them "
+                    "in float32"
+                )
+            if len(scalings[place]) > 1:
+                raise CheckpointError(
+                    f"this snapshot has gradients of tiles of {tensor.name!r} that were scaled "
+                    "differently: take it behind step()"
+                )
+
+    @property
+    def _page_bytes(self) -> int:
+        size: int = self._manifest["page_bytes"]
+        return size
+
+    def _entry(self, part: int) -> dict[str, Any]:
+        entry: dict[str, Any] = self._manifest["params"][self._manifest["parts"][part][0]]
+        return entry
+
+    def _dtype(self, run: list[Any]) -> torch.dtype:
+        name = "float32" if self._saved["float32"] else self._entry(run[0])["dtype"]
+        if name not in DTYPES:
+            raise ValueError(name)
+        found: torch.dtype = getattr(torch, name)
+        return found
+
+    # While values are loaded ----------------------------------------------------------------------
+
+    def apply(self, chunk: Chunk, pages: Pages, run: list[Any]) -> None:
+        """Updates what was read of a run, where that was still to come."""
+        part, first, count, at, _, kind = run
+        if not waits(run):
+            return
+        number, step, scale = kind
+        entry, group = self._entry(part), self._saved["groups"][number]
+        _fill_zeros(chunk, pages, self._page_bytes)
+        size = min(chunk[role][0] for role in (*ROLES, GRAD) if chunk[role] is not None)
+        sizes = {"param": 4 if entry["dtype"] == "float32" else 2}
+        sizes["residual"] = 2 if entry["dtype"] == "bfloat16" else 4
+        moment = {"float32": 4, "bfloat16": 2, "block8": 1}[self._manifest["moment_dtype"]]
+        done = 0
+        while done < count:
+            begin = at + done
+            length = min(count - done, size - begin % size)
+            addresses = {
+                name: _place(chunk, pages, role, begin, sizes.get(role, moment)).data_ptr()
+                for role, name in zip(ROLES, ADDRESSES, strict=True)
+                if chunk[role] is not None
+            }
+            for base, name in zip(chunk["scales"], ("scales1", "scales2"), strict=False):
+                scales = self._source.scales(base + begin // 64 * 2, -(-length // 64) * 2)
+                addresses[name] = scales.data_ptr()
+            gradient = self._gradient(chunk, begin, length, self._dtype(run))
+            update_span(
+                group=group,
+                dtype=entry["dtype"],
+                grad_dtype=DTYPE_NAMES[gradient.dtype],
+                count=length,
+                **({"master": 0, "moment1": 0, "moment2": 0} | addresses),
+                grad=gradient.data_ptr(),
+                step=step,
+                grad_scale=scale,
+                threads=1,
+                isa="best",
+                moment_dtype=self._manifest["moment_dtype"],
+                param_id=part,
+                first=first + done,
+            )
+            done += length
+
+    def _gradient(self, chunk: Chunk, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements of the chunk's gradient, from `at` on: as many of `count` as lie in one page."""
+        per_page, begin, pages = chunk[GRAD]
+        count = min(count, per_page - at % per_page)
+        page = self._page(pages[at // per_page][0])
+        first = begin + at % per_page * dtype.itemsize
+        return page[first : first + count * dtype.itemsize].view(dtype)
+
+    def _page(self, slot: int) -> torch.Tensor:
+        if slot not in self._cache:
+            while len(self._cache) >= CACHED_PAGES:
+                del self._cache[next(iter(self._cache))]
+            self._cache |= self._source.pages_of([slot])
+        return self._cache[slot]
+
+    # Behind all values ----------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """What is at another step than the rest of its parameter is told so; what had landed lands,
+        one parameter at a time."""
+        runs: dict[int, list[tuple[Chunk, list[Any]]]] = {}  # by tensor
+        for chunk in self._manifest["chunks"]:
+            for run in chunk["runs"]:
+                runs.setdefault(self._manifest["parts"][run[0]][0], []).append((chunk, run))
+        for place, tensor in enumerate(self._source.tensors):
+            first = 0
+            for part in tensor.parts:
+                numel = self._state.config["params"][part]["numel"]
+                self._restore_part(part, first, numel, runs.get(place, []))
+                first += numel
+        self._take_over_zeros()
+
+    def _restore_part(
+        self, part: int, first: int, numel: int, runs: list[tuple[Chunk, list[Any]]]
+    ) -> None:
+        """`first`: of its elements in the tensor."""
+        mine = []
+        for chunk, run in runs:
+            begin = self._manifest["parts"][run[0]][1] + run[1]
+            low, high = max(begin, first), min(begin + run[2], first + numel)
+            if low < high:
+                mine.append((chunk, run, low - first, high - low, run[3] + low - begin))
+        if not mine or not self._state.config["params"][part]["trainable"]:
+            return
+        for _, run, at, count, _ in mine:
+            step = run[5][1] if waits(run) else run[4]
+            if step != self._entry(run[0])["step"]:
+                self._state.session.restore_run(part, at, count, step, False)
+        landed = [piece for piece in mine if piece[1][5] in (LANDED, MERGED)]
+        if not landed:
+            return
+        spec = self._state.config["params"][part]
+        name = "float32" if self._state.config["accumulate"] else spec["dtype"]
+        dtype: torch.dtype = getattr(torch, name)
+        values = torch.zeros(numel, dtype=dtype, device=self._state.device)
+        for chunk, run, at, count, in_chunk in landed:
+            done = 0
+            while done < count:
+                piece = self._gradient(chunk, in_chunk + done, count - done, self._dtype(run))
+                values[at + done : at + done + piece.numel()] = piece
+                done += piece.numel()
+        self._land(part, values, {run[0] for _, run, *_ in landed})
+        for _, run, at, count, _ in landed:
+            if run[5] == MERGED:
+                self._state.session.restore_run(part, at, count, run[4], True)
+
+    def _land(self, part: int, values: torch.Tensor, parts: set[int]) -> None:
+        """`parts`: of the snapshot, which the values come from. Where tiles are others, the norm is
+        taken anew."""
+        session, state = self._state.session, self._state
+        name: DtypeName = DTYPE_NAMES[values.dtype]
+        session.land_gradient(part, values.data_ptr(), name, stream=state.stream())
+        found = [self._known[p] for p in sorted(parts)]
+        _, count, squares, factors, divisions = found[0]
+        if len(found) > 1 or self._counts[found[0][0]] != values.numel():
+            count = max(entry[1] for entry in found)
+            squares, _ = session.gradient_squares(part)
+            for i, factor in enumerate(factors):
+                squares *= (1 / factor if divisions >> i & 1 else factor) ** 2
+        session.restore_gradient(part, count, squares, factors, divisions)
+
+    def _take_over_zeros(self) -> None:
+        tensors = {self._manifest["parts"][part][0] for part in self._manifest["zeros"]}
+        parts = {p for place in tensors for p in self._source.tensors[place].parts}
+        if parts or self._known:
+            self._state.gradients.take_over(parts)
+
+
+def _place(chunk: Chunk, pages: Pages, role: str, at: int, size: int) -> torch.Tensor:
+    per_page, begin, found = chunk[role]
+    return pages[found[at // per_page][0]][begin + at % per_page * size :]
+
+
+def _fill_zeros(chunk: Chunk, pages: Pages, page_bytes: int) -> None:
+    """Pages that nobody wrote are written now."""
+    for role in ROLES:
+        for number, page in enumerate(chunk[role][2] if chunk[role] is not None else []):
+            if page is None:
+                slot = -1 - len(pages)
+                pages[slot] = torch.zeros(page_bytes, dtype=torch.uint8)
+                chunk[role][2][number] = [slot, 0, 0]
+
+
+def _is_place(value: Any, end: int) -> bool:
+    return type(value) is int and 0 <= value < end
