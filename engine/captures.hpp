@@ -34,6 +34,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memory/check.hpp"
@@ -160,6 +161,9 @@ class Captures final {
     std::erase(asked_, chunk);
     runs_.erase(chunk);
   }
+  // Pages that no update changes were written: what older snapshots hold of them is not shared.
+  void note_frozen_written() { frozen_written_ = true; }
+  bool take_frozen_written() { return std::exchange(frozen_written_, false); }
   // The chunk was changed all the same: there will be no snapshot that still needs it.
   void spoil(std::uint32_t chunk, const std::string& why) {
     if (owed(chunk) || next_) spoiled_ = why;
@@ -177,6 +181,7 @@ class Captures final {
   }
 
   bool active_ = false;
+  bool frozen_written_ = false;
   std::uint32_t epoch_ = 0;
   Subject subject_;
   std::optional<Subject> next_;

@@ -92,6 +92,12 @@ void InPlaceWrites::take_chunk(Lock& lock, std::uint32_t id, std::span<const Pie
   for (const Piece& piece : pieces) keep_masters(lock, piece, pin.bytes(), before);
   pin.close();
   taken_version_[page] = base_.table.newest(page);
+  note_if_frozen(page);
+}
+
+void InPlaceWrites::note_if_frozen(PageId page) {
+  const Chunk& chunk = base_.layout.chunks[base_.layout.chunk_of[index(page)]];
+  if (!base_.layout.segments[chunk.segment].trainable) captures_.note_frozen_written();
 }
 
 // Masters of what changed become what was written; the others stay. `before` is empty where the old
@@ -178,6 +184,7 @@ void InPlaceWrites::end_visit(UnitId unit) {
 }
 
 void InPlaceWrites::note_written(PageId page, std::size_t at, std::span<const std::byte> bytes) {
+  note_if_frozen(page);
   const auto kept = before_.find(page);
   if (kept == before_.end()) return;
   STRATA_ASSERT(at + bytes.size() <= kept->second.size());

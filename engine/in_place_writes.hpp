@@ -70,6 +70,7 @@ class InPlaceWrites final {
 
   bool may_write(UnitId unit) const { return written_[index(unit)] || first_step_; }
   bool may_change(std::uint32_t chunk);
+  void note_if_frozen(PageId page);
   void check_newest(std::uint32_t param, std::uint32_t chunk) const;
   void take_chunk(Lock& lock, std::uint32_t chunk, std::span<const Piece> pieces)
       STRATA_REQUIRES(core_lock);

@@ -34,11 +34,13 @@ Snapshots::Snapshots(Foundation& base, Captures& captures, Updates& updates, Gra
 }
 
 std::uint64_t Snapshots::slots_for(std::uint32_t keep, bool gradients) const {
-  const std::uint64_t changes = trained_ + (gradients ? grads_ : 0);
-  return changes * (std::uint64_t{keep} + 1) + frozen_;
+  const std::uint64_t shared = frozen_changes_ ? 0 : frozen_;
+  const std::uint64_t changes = trained_ + frozen_ - shared + (gradients ? grads_ : 0);
+  return changes * (std::uint64_t{keep} + 1) + shared;
 }
 
 void Snapshots::want(std::uint32_t keep) {
+  if (captures_.take_frozen_written() && any()) frozen_changes_ = true;
   room_.want(slots_for(keep, gradients_.any()));
   kept_ = keep;
 }
@@ -157,7 +159,10 @@ bool Snapshots::turn(bool others_moved) {
   fail_spoiled();
   if (const auto why = room_.take_failure()) fail_all(*why, Fault::no_space);
   if (!captures_.active()) return leave_fetched() || moved;
-  if (room_.missing()) return moved;
+  if (room_.missing()) {
+    rest_ = static_cast<std::uint32_t>(base_.layout.chunks.size());  // others move meanwhile
+    return moved;
+  }
   // A copy: what is captured is asked for no longer.
   for (const std::uint32_t chunk : std::vector(captures_.asked())) {
     if (captures_.owed(chunk) && !doomed_) moved |= capture(chunk, kSavesAsked);

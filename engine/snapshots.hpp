@@ -180,8 +180,9 @@ class Snapshots final {
   Gradients& gradients_;
   SnapshotRoom& room_;
   std::uint64_t trained_ = 0, frozen_ = 0, grads_ = 0;  // slots of one snapshot
-  std::uint32_t kept_ = 0;  // that owners keep, once what is on its way is complete
-  Snapshot now_;            // the one under way
+  bool frozen_changes_ = false;  // frozen pages were written: snapshots do not share them
+  std::uint32_t kept_ = 0;       // that owners keep, once what is on its way is complete
+  Snapshot now_;                 // the one under way
   std::uint64_t now_id_ = 0;
   std::optional<Error> doomed_;       // it ends with this
   std::deque<Asked> next_;            // that begin behind it

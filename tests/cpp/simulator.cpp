@@ -329,7 +329,6 @@ class Simulation final {
   void poke() {
     const auto p = static_cast<std::uint32_t>(below(static_cast<int>(plain_.size())));
     const UnitId unit = config_.params[p].unit;
-    taken_.wrote_frozen |= !config_.params[p].trainable;
     session_->enter(unit, false, false);
     plain_[p].set_to_zero();
     device_.write(session_->device_address(p), plain_[p].bytes().data(), plain_[p].bytes().size());

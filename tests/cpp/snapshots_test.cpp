@@ -62,6 +62,25 @@ TEST(Snapshots, OfFrozenParametersShareTheirSlots) {
   EXPECT_GT(second.pages.size(), 0U);
 }
 
+// As a load of other values does.
+TEST(Snapshots, OfFrozenParametersThatWereWrittenDoNotShare) {
+  TempFolder folder;
+  Config config = small_config(folder.path());
+  for (ParamSpec& spec : config.params) spec.trainable = spec.unit == UnitId{0};
+  Session session(config);
+  fill(session);
+  std::uint64_t last = 0;
+  for (int i = 0; i < 4; ++i) {
+    visit(session, 0, true);
+    session.step(session.config().groups, {});
+    const std::uint64_t id = session.begin_snapshot(1);
+    session.snapshot(id);
+    if (last != 0) session.drop_snapshot(last);
+    last = id;
+    fill(session);
+  }
+}
+
 // By page, what its slot holds.
 std::map<PageId, std::vector<std::byte>> bytes_of(const Snapshot& snapshot,
                                                   const std::string& folder) {

@@ -25,7 +25,6 @@ namespace strata {
 class TakenSnapshots final {
  public:
   bool may_be_damaged = false;  // the disk does not keep what is written
-  bool wrote_frozen = false;    // the user did, which needs more slots than there are
 
   // Another one behind this step, where the budget has room for it and none is under way.
   void take(Session& session, const std::vector<PlainParam>& plain) {
@@ -71,7 +70,7 @@ class TakenSnapshots final {
         ++looked_at_;
       } catch (const StrataError& error) {
         const Fault fault = error.error().fault;
-        spoiled = fault == Fault::cancelled || (wrote_frozen && fault == Fault::no_space);
+        spoiled = fault == Fault::cancelled;
         if (!spoiled || error.error().page != kNoPage) throw;
       }
       if (!spoiled && i == 0 && random_() % 2 == 0) {
