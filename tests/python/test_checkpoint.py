@@ -10,6 +10,7 @@ import strata
 import torch
 from strata._runtime.wrapped import wrapped
 from strata._storage import rng
+from strata._storage.checkpoint import raw_bytes
 from strata._storage.checkpoint_files import CheckpointError, read_manifest
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -253,3 +254,46 @@ def test_random_states_of_gpus_are_those_of_a_run_that_uses_them(
     )
     rng.restore(captured)
     assert set_on == {0: [7, 0]}
+
+
+def test_steps_are_counted_on_from_a_checkpoint(make: Any, tmp_path: Path) -> None:
+    case = make(TIGHT, llama())
+    case.train(3)
+    strata.save(case.model, tmp_path / "c")
+    case.train(2)
+    strata.load(case.model, tmp_path / "c")
+    assert strata.snapshot(case.model, tmp_path / "run").wait().name == "step-000003"
+    again = make(TIGHT, llama())
+    again.train(1)
+    strata.load(again.model, tmp_path / "c")
+    again.train(1)
+    assert strata.snapshot(again.model, tmp_path / "run").wait().name == "step-000004"
+
+
+@pytest.mark.parametrize("kind", ["saved", "snapshot"])
+def test_groups_in_another_order_are_refused(make: Any, tmp_path: Path, kind: str) -> None:
+    def grouped(model: nn.Module, turned: bool = False) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups[::-1] if turned else groups)
+
+    first = make(TIGHT, llama(), optimizer=grouped)
+    first.train(1)
+    if kind == "saved":
+        strata.save(first.model, tmp_path / "c")
+    else:
+        strata.snapshot(first.model, tmp_path / "c").wait()
+    other = make(TIGHT, llama(), optimizer=lambda model: grouped(model, turned=True))
+    before = other.masters()
+    with pytest.raises(CheckpointError, match="was in parameter group 0, and the optimizer has"):
+        strata.load(other.model, tmp_path / "c")
+    assert all(map(torch.equal, before, other.masters()))
+    strata.load(first.model, tmp_path / "c")
+
+
+def test_one_element_may_have_any_stride() -> None:
+    one = torch.arange(6.0)[4::3]
+    assert one.stride() == (3,)
+    assert b"".join(map(bytes, raw_bytes(one))) == b"".join(map(bytes, raw_bytes(one.clone())))

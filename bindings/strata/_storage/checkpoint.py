@@ -12,12 +12,13 @@ Format, version 1, which was written until version 2. A checkpoint is a folder o
                    own dtype.
     manifest.json  {"checksum": XXH3-64 of the rest as canonical JSON, "version": 1,
                     "bytes": of state.bin,
-                    "params":  [{"name", "shape", "dtype", "trainable", "step", "tensors"}],
+                    "params":  [{"name", "shape", "dtype", "trainable", "step", "tensors",
+                                 "group": its place in "groups", which older ones do not say}],
                     "buffers": [{"name", "shape", "tensors"}],
                         where tensors is [{"kind", "dtype", "offset", "bytes", "xxh3_64"}]
                     "groups":  the optimizer's parameter groups without their parameters,
                     "rng":     the states of torch (CPU, CUDA), random and numpy,
-                    "extra":   what the caller gave}
+                    "extra":   what the caller gave, as extras.py has it}
 
 Note [Complete or absent]. All files are written into a work folder beside `path` (replacing.py),
 into `path.strata-RANDOM/new`, the manifest last, and synced to the disk; then an older checkpoint
@@ -49,6 +50,7 @@ from .checkpoint_files import (
     find,
 )
 from .checkpoint_manifest import check, merged
+from .extras import from_json
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 if TYPE_CHECKING:
@@ -89,9 +91,11 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         for entry in manifest["buffers"]:
             raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
             set_buffer(buffers[entry["name"]], raw)
+    steps = (entry["step"] for entry in manifest["params"])  # older ones say no more
+    state.steps_before = manifest.get("step", max(steps, default=0)) - state.session.steps()
     finish_load(state, groups, manifest["rng"])
     state.last_saved = folder
-    extra: dict[str, Any] = manifest["extra"]
+    extra: dict[str, Any] = from_json(manifest["extra"], [])
     return extra
 
 
@@ -167,7 +171,8 @@ def raw_bytes(value: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in memory."""
     if value.numel():
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        yield plain.reshape(-1).view(torch.uint8).numpy().data
+        flat = plain.reshape(-1)  # one element may have any stride
+        yield flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 @torch.no_grad()
@@ -277,6 +282,7 @@ def model_layout(state: Wrapped) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "dtype": spec["dtype"],
                 "trainable": spec["trainable"],
+                "group": spec["group"],
                 "tensors": records(stored_kinds(state, spec), tensor.numel),
             }
         )

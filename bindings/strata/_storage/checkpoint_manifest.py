@@ -14,7 +14,7 @@ from typing import Any
 
 from .._config.choices import DTYPES
 from .._errors import listed
-from . import rng
+from . import extras, rng
 from .checkpoint_files import SHARDS_VERSION, CheckpointError, sizes_of
 
 LISTED_MAX = 4  # problems spelled out in one error
@@ -65,6 +65,9 @@ def _unsound(manifest: dict[str, Any]) -> list[str]:
         for i, group in enumerate(manifest["groups"])
         if not isinstance(group, dict)
     ]
+    if not (_is_count(step := manifest.get("step", 0)) and step <= STEPS_MAX):
+        problems.append(f"'step' is {step!r:.60}")
+    problems += extras.problems(manifest["extra"], 0)
     return problems + [f"rng: {problem}" for problem in rng.problems(manifest["rng"])]
 
 
@@ -105,6 +108,13 @@ def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
             problems.append(f"{name!r} has shape {shape}, the model's has {ours[name]['shape']}")
         elif kinds != (needed := _kinds(ours[name])):
             problems.append(f"{name!r} is stored as {kinds}, the model needs {needed}")
+        elif ours[name].get("trainable"):
+            group = theirs[name].get("group", ours[name]["group"])  # older ones do not say
+            if group != ours[name]["group"]:
+                problems.append(
+                    f"{name!r} was in parameter group {group!r:.20}, and the optimizer has it in "
+                    f"{ours[name]['group']}"
+                )
     problems += [f"{name!r} is not in the checkpoint" for name in ours if name not in theirs]
     problems += [f"{name!r} is not in the model" for name in theirs if name not in ours]
     order, found = (

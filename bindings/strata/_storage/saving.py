@@ -9,6 +9,7 @@ Format, version 2. A checkpoint is a folder of safetensors files (shards.py) and
     manifest.json  as version 1 has it (checkpoint.py), with
                    "version": 2,
                    "files":   [{"file", "bytes"}],
+                   "step":    of the run,
                    and of each tensor the "file" that it lies in; "offset" counts from its begin
 
 Complete or absent, as version 1: see Note [Complete or absent] in checkpoint.py.
@@ -48,13 +49,16 @@ from .checkpoint import (
 )
 from .checkpoint_files import (
     BUFFER_BYTES,
+    CheckpointError,
     Record,
     check_replaceable,
     replace_folder,
     write_manifest,
 )
+from .extras import to_json
 from .shards import Earlier, ShardWriter, Wanted, cut, describe
 from .snapshot import Taker
+from .snapshot_files import links_at
 from .snapshot_values import Forms, SnapshotValues
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 
@@ -116,7 +120,8 @@ def save(
         wait: False: returns when the state is held, and a thread writes it while training goes on.
             That takes room on the SSD: once the state of what is trained, and once that of what is
             frozen. Without an SSD, or without the room, it waits all the same, and says so.
-        extra: A dictionary that JSON can hold; strata.load() gives it back.
+        extra: JSON values and tuples, which strata.load() gives back. Keys of dictionaries may be
+            strings, numbers, booleans and None.
         progress: Called with the bytes done and the bytes in all; with wait=False by the thread.
 
     Returns:
@@ -124,7 +129,7 @@ def save(
 
     Raises:
         CheckpointError: `path` is something else, or cannot be replaced.
-        TypeError: `extra` or a hyperparameter is nothing JSON can hold.
+        TypeError: `extra` or a hyperparameter is nothing that can be kept.
 
     Memory used: 4 MiB; with wait=False 32 MiB more.
     """
@@ -136,6 +141,8 @@ def save(
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
     path = Path(os.path.realpath(path))
     check_replaceable(path)
+    if links_at(path) is not None:
+        raise CheckpointError(f"{path} is a snapshot, and no checkpoint; not replacing it")
     if not wait and not _merges(state) and (taker := _taker(state)) is not None:
         work = _work(state, path, extra, progress)
         forms, engine = _forms(state), state.config["io_engine"]
@@ -281,7 +288,12 @@ def _work(
 ) -> _Work:
     """Takes what is in no page."""
     check_buffers(state.model)
-    context = {"groups": plain_groups(state), "rng": rng.capture(), "extra": extra or {}}
+    context = {
+        "step": state.steps_before + state.session.steps(),
+        "groups": plain_groups(state),
+        "rng": rng.capture(),
+        "extra": to_json(extra or {}, None),
+    }
     context = json.loads(json.dumps(context))  # raises now, not when all tensors are written
     manifest = model_layout(state) | context
     tensors = stored_tensors(state.model)

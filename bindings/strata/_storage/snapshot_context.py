@@ -28,8 +28,8 @@ from .checkpoint import (
     raw_bytes,
 )
 from .checkpoint_files import Record, TensorWriter
+from .extras import to_json
 from .snapshot_files import FORMAT
-from .snapshot_form import TENSOR_KEY
 from .stored import StoredTensor, stored_tensors
 
 
@@ -66,7 +66,7 @@ def take_context(
         "buffers": buffer_entries(values),
         "groups": plain_groups(state),
         "rng": rng.capture(),
-        "extra": _taken_out(extra, tensors),
+        "extra": to_json(extra, tensors),
         "gradients": None,
         "zeros": sorted(state.gradients.hand_over_held()),
         "sums": {"float32": state.config["accumulate"]},
@@ -98,20 +98,6 @@ def parts_of(state: Wrapped) -> list[list[int]]:
             parts[part] = [place, first]
             first += math.prod(shape)
     return parts
-
-
-def _taken_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with numbers in the place of its tensors, which go to the list as they are now."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value.detach().to("cpu", copy=True))
-        return {TENSOR_KEY: len(tensors) - 1}
-    if isinstance(value, dict):
-        if TENSOR_KEY in value:
-            raise TypeError(f"extra has a key {TENSOR_KEY!r}, which stands for tensors")
-        return {key: _taken_out(each, tensors) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_taken_out(each, tensors) for each in value]
-    return value
 
 
 def write_state(file: TensorWriter, manifest: dict[str, Any], context: Context) -> None:

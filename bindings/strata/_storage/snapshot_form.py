@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from .._config.conforms import conforms
+from . import extras
 
 ALIGNMENT = 4096  # of what pages are read into
 MOMENT_BLOCK = 64  # elements that share a scale
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}  # of moments
-TENSOR_KEY = "strata.tensor"  # {TENSOR_KEY: i} in extra stands for the ith of its tensors
 DIGEST = re.compile(r"[0-9a-f]{16}")
 RECORD = {"kind": str, "dtype": str, "offset": int, "bytes": int, "xxh3_64": str}
 FORM: dict[str, Any] = {
@@ -63,10 +63,7 @@ def unsound(manifest: dict[str, Any]) -> Iterator[str]:
     for record in [*buffers, *manifest["tensors"]]:
         if not _fits(record, manifest["bytes"]):
             yield f"a tensor lies where it cannot: {record!r:.80}"
-    count = len(manifest["tensors"])
-    for place in _places(manifest["extra"]):
-        if type(place) is not int or not 0 <= place < count:
-            yield f"extra has no tensor {place!r:.20}"
+    yield from extras.problems(manifest["extra"], len(manifest["tensors"]))
     if not 0 <= manifest["step"] < 1 << 53:
         yield f"it is behind step {manifest['step']}"
 
@@ -91,12 +88,3 @@ def _fits(record: dict[str, Any], end: int) -> bool:
     if not isinstance(dtype, torch.dtype) or not all(size >= 0 for size in shape):
         return False
     return bool(record["bytes"] == math.prod(shape) * dtype.itemsize)
-
-
-def _places(value: Any) -> Iterator[Any]:
-    """Of tensors, in extra."""
-    if isinstance(value, dict) and value.keys() == {TENSOR_KEY}:
-        yield value[TENSOR_KEY]
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _places(each)

@@ -30,10 +30,11 @@ from . import checkpoint, rng
 from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
+from .extras import from_json
 from .snapshot_adopt import adopt
 from .snapshot_chunks import check_chunks, roles_of
 from .snapshot_files import FORMAT, FORMATS, ROLES, check_drives, is_snapshot, snapshots_of
-from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK, TENSOR_KEY, unsound
+from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK, unsound
 from .snapshot_gradients import SavedGradients, upgrade
 from .snapshot_pages import pages_of
 from .stored import StoredTensor, persistent_buffers, stored_tensors
@@ -78,7 +79,7 @@ def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> d
         meter = Meter(progress, source.bytes)
         file.verify(records, lambda _: None)
         tensors = [_tensor(file, record) for record in manifest["tensors"]]
-        extra = _put_back(manifest["extra"], tensors)
+        extra = from_json(manifest["extra"], tensors)
         state.hooks.reset()
         state.half_loaded = True
         state.forget_step()
@@ -325,12 +326,3 @@ def _tensor(file: TensorReader, record: Record) -> torch.Tensor:
     if not raw:
         return torch.empty(record["shape"], dtype=dtype)
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(record["shape"])
-
-
-def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse of snapshot.py's _taken_out()."""
-    if isinstance(value, dict):
-        if value.keys() == {TENSOR_KEY}:
-            return tensors[value[TENSOR_KEY]]
-        return {key: _put_back(each, tensors) for key, each in value.items()}
-    return [_put_back(each, tensors) for each in value] if isinstance(value, list) else value
