@@ -133,9 +133,11 @@ class Wrapped:
         self._spans = spans
         self.low = spans[0][0]  # every address of every parameter lies in [low, high)
         self.high = max(span[1] for span in spans)
+        # What waits for threads that use the session. REQUIRES: it does not lead to the model.
+        self.before_close: list[Callable[[], None]] = []
         # Closes the session when nothing can reach it any more, and at the interpreter's exit.
         self.close: Callable[[], Any] = weakref.finalize(
-            self, _close, session, self.landings, self.recorder, os.getpid()
+            self, _close, session, self.landings, self.recorder, os.getpid(), self.before_close
         )
 
     def _make_units(self, config: Config) -> list[Unit]:
@@ -365,9 +367,18 @@ class Wrapped:
                 _grad.__set__(parameter, None)
 
 
-def _close(session: Session, landings: Landings, recorder: Recorder, owner: int) -> None:
+def _close(
+    session: Session,
+    landings: Landings,
+    recorder: Recorder,
+    owner: int,
+    before: list[Callable[[], None]],
+) -> None:
     if os.getpid() != owner:  # a forked child has none of the threads that would be waited for
         return
+    for wait in before:
+        with contextlib.suppress(RuntimeError):  # this is the thread that it would wait for
+            wait()
     with contextlib.suppress(RuntimeError):  # Python may collect a model on any thread
         recorder.close()
     landings.close()

@@ -57,6 +57,10 @@ class Holder:
             with contextlib.suppress(Exception):
                 self._last.result()
 
+    def shutdown(self) -> None:
+        """Waits for what is held, and holds no more."""
+        self._pool.shutdown()
+
     def begin(self, complete: int) -> int:
         """A snapshot beside so many complete ones, and what is held; where there is no room beside
         that, it waits for it when it is captured. As Session.begin_snapshot()."""

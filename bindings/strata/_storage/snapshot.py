@@ -174,6 +174,7 @@ class Taker:
         self.holder = Holder(self._session, self._drives)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
+        state.before_close += [self._pool.shutdown, self.holder.shutdown]
         self._form = Form([], [])
         self._buffers: list[tuple[str, nn.Module, str]] = []
         self._registered = -1  # registrations that these are as of

@@ -59,13 +59,18 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     too, and where a page that is read is damaged, everything else is refused until a load has come
     to its end.
     """
+    state = wrapped(model)
+    if state.snapshots is not None:  # what is under way may be what is asked for, or remove it
+        state.hooks.reset()  # raises in a forked child, which has none of the threads
+        state.snapshots.finish()
+        state.snapshots.holder.finish()
     folder = find(path)
     if folder is None:
         newest = snapshots_of(Path(os.path.realpath(path)))
         folder = newest[-1] if newest else None
     if folder is None or not is_snapshot(read_manifest(folder)):
         return checkpoint.load(model, path, progress=progress)
-    return _load_snapshot(wrapped(model), folder, progress)
+    return _load_snapshot(state, folder, progress)
 
 
 def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> dict[str, Any]:
