@@ -45,7 +45,7 @@ from .snapshot_files import (
     snapshots_of,
     step_folder,
 )
-from .snapshot_pages import copy_pages, slots_of
+from .snapshot_pages import copy_pages, from_files, slots_of
 
 if TYPE_CHECKING:
     from .._core import TakenSnapshot
@@ -357,7 +357,9 @@ class Taker:
         )
         files = self._session.page_files()
         try:
-            names = copy_pages(files, slots_of(manifest), manifest["page_bytes"], folder)
+            size = manifest["page_bytes"]
+            read = from_files(files, size)
+            names = copy_pages(read, len(files), slots_of(manifest), size, folder)
         finally:
             for file in files:
                 os.close(file)

@@ -8,15 +8,19 @@ The format is described in snapshot_files.py.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from .._core import SavedPages
+from .._errors import StrataError
 from .checkpoint_files import (
+    MANIFEST_NAME,
     STATE_NAME,
     CheckpointError,
     read_manifest,
@@ -25,24 +29,29 @@ from .checkpoint_files import (
 )
 from .replacing import sync
 from .snapshot_files import GRAD, ROLES, check_drives
+from .snapshot_form import ALIGNMENT
+
+Read = Callable[[int, torch.Tensor], None]
+"""Reads the page in a slot to memory that is aligned."""
 
 
-def copy_pages(files: list[int], slots: Iterable[int], page_bytes: int, folder: Path) -> list[str]:
+def copy_pages(
+    read: Read, drives: int, slots: Iterable[int], page_bytes: int, folder: Path
+) -> list[str]:
     """Copies the pages of these slots into files of the folder, where they lie at the same places,
     with holes between them. Returns the files' names. Memory used: one page."""
-    names = [f"pages-{i}.bin" for i in range(len(files))]
+    names = [f"pages-{i}.bin" for i in range(drives)]
     targets = [os.open(folder / n, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for n in names]
+    memory = torch.empty(page_bytes + ALIGNMENT, dtype=torch.uint8)
+    page = memory[-memory.data_ptr() % ALIGNMENT :][:page_bytes]
     try:
-        with mmap.mmap(-1, page_bytes) as page:  # aligned, for files that are read directly
-            places = sorted(slots)
-            rows = places[-1] // len(files) + 1 if places else 1
-            for target in targets:
-                os.ftruncate(target, rows * page_bytes)
-            for slot in places:
-                offset = slot // len(files) * page_bytes
-                if os.preadv(files[slot % len(files)], [page], offset) != page_bytes:
-                    raise CheckpointError(f"a page file ends before slot {slot}")
-                _write_all(targets[slot % len(files)], page, offset)
+        places = sorted(slots)
+        rows = places[-1] // drives + 1 if places else 1
+        for target in targets:
+            os.ftruncate(target, rows * page_bytes)
+        for slot in places:
+            read(slot, page)
+            _write_all(targets[slot % drives], page, slot // drives * page_bytes)
         for target in targets:
             os.fsync(target)
     finally:
@@ -51,25 +60,60 @@ def copy_pages(files: list[int], slots: Iterable[int], page_bytes: int, folder: 
     return names
 
 
+def from_files(files: list[int], page_bytes: int) -> Read:
+    """Of a session, which knows that its pages are whole."""
+
+    def read(slot: int, page: torch.Tensor) -> None:
+        at = slot // len(files) * page_bytes
+        if os.preadv(files[slot % len(files)], [page.numpy().data], at) != page_bytes:
+            raise CheckpointError(f"a page file ends before slot {slot}")
+
+    return read
+
+
 def copy_snapshot(folder: Path, to: Path) -> None:
-    """Makes a snapshot that needs no drive but the folder's. `to` must not exist. Raises OSError,
-    CheckpointError."""
+    """Makes a snapshot that needs no drive but the folder's. Every page is verified. `to` must not
+    exist. Raises OSError, CheckpointError: where a page is damaged, and where the snapshot is
+    removed meanwhile."""
     manifest = read_manifest(folder)
     check_drives(manifest, folder)
     if to.exists():
         raise CheckpointError(f"{to} exists")
-    files = [os.open(path, os.O_RDONLY | os.O_NOFOLLOW) for path in page_paths(manifest, folder)]
     try:
         with replace_folder(to) as new:
-            names = copy_pages(files, slots_of(manifest), manifest["page_bytes"], new)
+            names = copy_pages(
+                _verified(manifest, folder),
+                len(manifest["drives"]),
+                slots_of(manifest),
+                manifest["page_bytes"],
+                new,
+            )
             shutil.copyfile(folder / STATE_NAME, new / STATE_NAME)
             sync(new / STATE_NAME)
+            if read_manifest(folder)["id"] != manifest["id"]:
+                raise CheckpointError(f"another snapshot took the place of {folder}")
             manifest["drives"] = [{"folder": "", "file": name} for name in names]
             manifest["id"] = secrets.token_hex(8)
             write_manifest(new, manifest)
-    finally:
-        for file in files:
-            os.close(file)
+    except (StrataError, OSError, CheckpointError) as error:
+        if not (folder / MANIFEST_NAME).is_file():
+            raise CheckpointError(f"{folder} was removed while it was copied: {error}") from error
+        if isinstance(error, StrataError):
+            raise CheckpointError(f"{folder} cannot be copied: {error}") from error
+        raise
+
+
+def _verified(manifest: dict[str, Any], folder: Path) -> Read:
+    """Of a snapshot's page files. Raises StrataError."""
+    folders = [drive["folder"] or str(folder) for drive in manifest["drives"]]
+    names = [drive["file"] for drive in manifest["drives"]]
+    found = {s: (s, version, checksum) for s, version, checksum in pages_of(manifest)}
+    pages = SavedPages(folders, names, manifest["page_bytes"], list(found.values()))
+
+    def read(slot: int, page: torch.Tensor) -> None:
+        pages.read([slot], page.data_ptr())
+
+    return read
 
 
 def page_paths(manifest: dict[str, Any], folder: Path) -> list[str]:
@@ -94,8 +138,8 @@ def pages_of(manifest: dict[str, Any]) -> list[list[int]]:
     ]
 
 
-def _write_all(file: int, data: mmap.mmap, offset: int) -> None:
-    view = memoryview(data)
+def _write_all(file: int, page: torch.Tensor, offset: int) -> None:
+    view = page.numpy().data
     while view:
         count = os.pwrite(file, view, offset)
         offset += count
