@@ -227,3 +227,23 @@ def test_epochs_and_parts_of_steps_are_counted(tmp_path: Path) -> None:
     ):
         given = arguments(tmp_path, **{"save_total_limit": None, **more})
         assert checkpoints.snapshots_at_once(given, steps) == at_once, more
+
+
+def test_relative_paths_are_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer(Path(), save_steps=2).train()
+    assert sorted(p.name for p in Path("run").iterdir()) == ["checkpoint-8"]
+    assert len(list((tmp_path / "drive" / LINKS).iterdir())) == 2, "links are left over"
+    again = trainer(Path(), save_steps=2, max_steps=12)
+    again.train(resume_from_checkpoint=True)
+    assert len(list((tmp_path / "drive" / LINKS).iterdir())) == 2
+
+
+def test_the_one_just_written_stays_when_the_clock_is_set_back(tmp_path: Path) -> None:
+    trainer(tmp_path, save_steps=4, max_steps=4).train()
+    run = tmp_path / "run"
+    later = time.time() + 3600
+    os.utime(run / "checkpoint-4" / checkpoints.TRAINER_STATE, (later, later))
+    trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoint-8"]
+    assert len(links(tmp_path)) == 1

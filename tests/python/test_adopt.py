@@ -308,6 +308,34 @@ def test_a_damaged_page_is_named_when_it_is_first_used(
     other.close()
 
 
+def test_what_is_refused_behind_a_load_leaves_their_slots_alone(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(disk, SSD, llama())
+    for name in ("other", "run"):
+        case.train(1)
+        strata.snapshot(case.model, tmp_path / name).wait()
+    case.close()
+    again = Case(disk, SSD, llama())
+    strata.load(again.model, tmp_path / "run")
+    again.train(1)
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: Any) -> int:
+            raise strata.StrataError("no")
+
+        patch.setattr(again.state.snapshots.holder, "begin", refuse)
+        with pytest.raises(strata.StrataError, match="no"):
+            strata.snapshot(again.model, tmp_path / "run", keep=3)
+    for _ in range(4):
+        again.train(1)
+        strata.snapshot(again.model, tmp_path / "run", keep=3).wait()
+        for name in ("other", "run"):
+            for folder in snapshots_of(tmp_path / name):
+                verify(folder)
+    again.close()
+
+
 PROGRAM = """
 import sys, torch, strata
 from pathlib import Path

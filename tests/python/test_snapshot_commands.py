@@ -8,6 +8,10 @@ import pytest
 import strata
 import torch
 from strata._cli import main as cli
+from strata._storage import snapshot_pages
+from strata._storage.checkpoint_files import read_manifest
+from strata._storage.snapshot_files import LINKS
+from strata._storage.snapshot_pages import pages_of
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, SSD, disk, drive, links
 
@@ -85,3 +89,62 @@ def test_the_command_line_finds_what_there_is(
     for path in ("copy", "newest"):
         strata.load(again.model, tmp_path / path)
     again.close()
+
+
+def test_relative_paths_are_as_good(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = Case(Path(disk.name), SSD, llama())
+    for _ in range(3):
+        case.train(1)
+        strata.snapshot(case.model, "runs/linear", keep=3).wait()
+    assert len(links(disk)) == 6
+    assert cli.main(["snapshots", "rm", "runs/linear/step-000001"]) == 0
+    assert len(links(disk)) == 4
+    assert cli.main(["snapshots", "copy", "runs/linear", "copy"]) == 0
+    monkeypatch.chdir(tmp_path / "runs")
+    assert cli.main(["snapshots", "rm", "linear/step-000002"]) == 0
+    assert len(links(disk)) == 2
+    case.train(1)
+    strata.snapshot(case.model, "linear", keep=1).wait()
+    assert sorted(p.name for p in (tmp_path / "runs/linear").iterdir()) == ["step-000004"]
+    assert len(links(disk)) == 2
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["snapshots", "ls", disk.name]) == 0
+    assert "it is not there" not in capsys.readouterr().out
+    strata.load(case.model, "copy")
+    case.close()
+
+
+def test_a_copy_is_whole_or_says_why_not(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case(disk, SSD, llama())
+    case.train(1)
+    folder = strata.snapshot(case.model, tmp_path / "run", keep=1).wait()
+    write, copied = snapshot_pages._write_all, 0
+
+    def slow(*rest: Any) -> None:
+        nonlocal copied
+        copied += 1
+        if copied == 3:  # of a large one, which takes long
+            for _ in range(3):
+                case.train(1)
+                strata.snapshot(case.model, tmp_path / "run", keep=1).wait()
+        write(*rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_pages, "_write_all", slow)
+        assert cli.main(["snapshots", "copy", str(folder), str(tmp_path / "copy")]) == 1
+    assert "was removed while it was copied" in capsys.readouterr().out
+    assert not (tmp_path / "copy").exists()
+    folder = strata.snapshot(case.model, tmp_path / "run", keep=1).wait()
+    manifest = read_manifest(folder)
+    with open(next((disk / LINKS).glob("*.pages")), "r+b") as file:
+        file.seek(pages_of(manifest)[0][0] * manifest["page_bytes"] + 7)
+        file.write(b"\x55")
+    assert cli.main(["snapshots", "copy", str(folder), str(tmp_path / "copy")]) == 1
+    assert "checksum" in capsys.readouterr().out
+    assert not (tmp_path / "copy").exists()
+    case.close()

@@ -25,7 +25,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,18 @@ def write_whole(path: Path, text: str) -> None:
     temporary.write_text(text)
     sync(temporary)
     os.replace(temporary, path)
+
+
+def make_newest(path: Path, others: Iterable[Path]) -> None:
+    """Has a file that was just written be the newest of its kind by its time, also where the clock
+    was set back since the others were written. Some may be gone meanwhile."""
+    times = []
+    for other in others:
+        with contextlib.suppress(OSError):
+            times.append(other.stat().st_mtime_ns)
+    if times and path.stat().st_mtime_ns <= max(times):
+        os.utime(path, ns=(max(times) + 1,) * 2)
+        sync(path)
 
 
 def make_folder(path: Path) -> None:

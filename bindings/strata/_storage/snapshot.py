@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .._errors import StrataError
 from .._runtime.wrapped import Wrapped, wrapped
 from .checkpoint_files import (
     MANIFEST_NAME,
@@ -33,22 +35,25 @@ from .checkpoint_files import (
 from .held_state import Holder
 from .large_manifest import give_way, write_large_manifest
 from .registrations import persistent_places, registrations
+from .replacing import make_newest
 from .snapshot_context import Context, Form, form_of, take_context, write_state
 from .snapshot_files import (
     Links,
+    check_series,
     clean_up,
-    finish_removals,
     links_at,
     mark_pending,
     remove_links,
-    remove_snapshot,
     snapshots_of,
     step_folder,
 )
+from .snapshot_kept import KeptSnapshots
 from .snapshot_pages import copy_pages, from_files, slots_of
 
 if TYPE_CHECKING:
     from .._core import TakenSnapshot
+
+KEEP_MAX = 1 << 20
 
 log = logging.getLogger("strata")
 
@@ -114,7 +119,8 @@ def snapshot(
         path: The folder of the series. The snapshot becomes `path`/step-000500, with the number of
             the step; it counts from the moment that its manifest is there.
         keep: How many complete snapshots stay; older ones are removed once this one is complete.
-        extra: JSON values and tensors, which strata.load() gives back.
+        extra: JSON values, tuples and dense tensors, which strata.load() gives back. Keys of
+            dictionaries may be strings, numbers, booleans and None.
 
     Returns:
         A handle: `wait()` returns when the snapshot is complete, `complete` tells whether it is.
@@ -123,7 +129,9 @@ def snapshot(
         StrataError: Where the budget of the SSD has no such room, with what would do; where there
             is no SSD; between a backward and step() with update="in_backward", where some
             parameters are updated and others are not; and what an earlier snapshot failed with.
-        RuntimeError: Likewise, where parameters are of two states, or the model has others than
+        CheckpointError: `path` is a file, or the folder of a checkpoint.
+        TypeError: `keep` is no whole number, or `extra` holds what cannot be kept.
+        RuntimeError: Where parameters are of two states, or the model has others than
             when it was wrapped.
     """
     return _begin(model, Path(path), keep, keep, extra)
@@ -144,14 +152,18 @@ def _begin(
     state.hooks.reset()
     state.refuse_half_step("snapshot()")
     state.landings.wait()
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, not {keep}")
+    if not isinstance(keep, int) or isinstance(keep, bool):
+        raise TypeError(f"keep must be a whole number, not {keep!r:.60}")
+    if not 1 <= keep <= KEEP_MAX:
+        raise ValueError(f"keep must be from 1 to {KEEP_MAX}, not {keep}")
     if not isinstance(extra, dict | None):
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
+    series = Path(os.path.realpath(path))
+    check_series(series)
     taker = state.snapshots or Taker(state)
     state.snapshots = taker
     taker.raise_failure()
-    return taker.take(state, Path(os.path.realpath(path)), keep, beside, extra or {})
+    return taker.take(state, series, keep, beside, extra or {})
 
 
 class Taker:
@@ -165,10 +177,11 @@ class Taker:
         """Removes what killed processes left on the drives."""
         self._session = state.session
         self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
-        self._ids: dict[Path, int] = {}  # the core's, of those that are complete
+        self.kept = KeptSnapshots(self._session)  # complete ones
         # The core counts from 1. All up to _known are, or were, known here; where a call was ended
         # in the middle, there may be another one.
         self._known, self._unsure = 0, False
+        self._taking_over = False  # numbers that are lost may be of snapshots on the disk
         self._failed = False  # the last one did, and may have left something
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
         self.holder = Holder(self._session, self._drives)
@@ -193,13 +206,21 @@ class Taker:
             with contextlib.suppress(Exception):
                 handle.wait()
 
-    def number_of(self, folder: Path) -> int | None:
-        """The core's, of a snapshot that is complete; None: it has none of that folder."""
-        return self._ids.get(folder)
-
-    def take_over(self, numbers: dict[Path, int]) -> None:
-        """Snapshots of an earlier run in the session's files: their slots go with them."""
-        self._ids |= numbers
+    def take_over(
+        self, snapshots: Sequence[tuple[str, Path, str]], resume: Callable[[], list[int]]
+    ) -> None:
+        """Snapshots of an earlier run in the files that `resume` makes the session's: each one's
+        id, folder and first link, in the order of the numbers that it returns. Raises StrataError,
+        and has changed nothing."""
+        self._taking_over = True
+        try:
+            numbers = resume()
+        except StrataError:
+            self._taking_over = False
+            raise
+        for (identity, folder, link), number in zip(snapshots, numbers, strict=True):
+            self.kept.add(identity, number, folder, link)
+        self._taking_over = False
 
     def take(
         self, state: Wrapped, series: Path, keep: int, beside: int, extra: dict[str, Any]
@@ -212,8 +233,8 @@ class Taker:
         folder = step_folder(series, context.manifest["step"])
         future: Future[None] = Future()
         handle = SnapshotHandle(folder, future)
-        self._drop_removed()
-        complete = beside + sum(known.parent != series for known in list(self._ids))
+        self.kept.drop_removed()
+        complete = beside + self.kept.beside(series)
         if self._unsure:
             self._drop_lost(complete)
         self._unsure = True
@@ -239,9 +260,12 @@ class Taker:
         self._registered = registered
 
     def _drop_lost(self, complete: int) -> None:
-        """Gives up those whose numbers an exception has lost. The holder knows its own."""
-        for number in range(self._known + 1, self._session.begin_snapshot(complete) + 1):
-            if number != self.holder.number:
+        """Gives up those whose numbers an exception has lost. The holder knows its own, and those
+        of an earlier run have numbers of their own."""
+        begun = self._session.begin_snapshot(complete)
+        known = self.kept.numbers() | {self.holder.number}
+        for number in (begun,) if self._taking_over else range(self._known + 1, begun + 1):
+            if number not in known:
                 self._session.drop_snapshot(number)
 
     def _run(self, future: Future[None], *what: Any) -> None:
@@ -262,23 +286,15 @@ class Taker:
     def make_room_to_hold(self) -> None:
         """Room for what self.holder is to hold. Raises StrataError where there can be none."""
         self.finish()
-        self._drop_removed()
-        self.holder.make_room(len(self._ids))
-
-    def _drop_removed(self) -> None:
-        """Gives up the slots of those that somebody else has removed."""
-        for folder in [f for f in list(self._ids) if not (f / MANIFEST_NAME).exists()]:
-            number = self._ids.get(folder)  # the thread may have dropped it
-            if number is not None:
-                self._session.drop_snapshot(number)  # twice, after Ctrl-C, is no harm
-                self._ids.pop(folder, None)
+        self.kept.drop_removed()
+        self.holder.make_room(len(self.kept))
 
     def _write(self, number: int, folder: Path, keep: int, context: Context, form: Form) -> None:
         """On the thread."""
         session = self._session
         try:
-            if sum(known.parent == folder.parent for known in list(self._ids)) > keep:
-                self._rotate(folder.parent, keep)  # that failed last time: its slots are needed
+            if self.kept.in_series(folder.parent) > keep:
+                self.kept.rotate(folder.parent, keep)  # that failed last time: slots are needed
             pages = session.snapshot(number)  # waits
             session.make_pages_durable()
             links = Links(self._drives, folder)
@@ -287,34 +303,18 @@ class Taker:
                 links.finish()
             except BaseException:
                 if links.lead_to_what_is_there():
-                    links.leave()
-                    self._keep(folder, number)
+                    links.leave()  # so its slots stay
+                    self.kept.add(links.id, number, folder, links.paths[0])
                 else:
                     links.remove()
                 raise
         except BaseException:
-            if self._ids.get(folder) != number:
+            if number not in self.kept.numbers():
                 with contextlib.suppress(RuntimeError):  # the session may have ended
                     session.drop_snapshot(number)
             raise
-        self._keep(folder, number)
-        self._rotate(folder.parent, keep)
-
-    def _rotate(self, series: Path, keep: int) -> None:
-        """Removes all but the newest."""
-        finish_removals(series)
-        for old in snapshots_of(series)[:-keep]:
-            remove_snapshot(old)
-            number = self._ids.pop(old, None)
-            if number is not None:
-                self._session.drop_snapshot(number)
-
-    def _keep(self, folder: Path, number: int) -> None:
-        """Its manifest is there: so its slots stay, also where something failed behind that."""
-        replaced = self._ids.pop(folder, None)
-        self._ids[folder] = number
-        if replaced is not None:
-            self._session.drop_snapshot(replaced)
+        self.kept.add(links.id, number, folder, links.paths[0])
+        self.kept.rotate(folder.parent, keep)
 
     def _write_folder(
         self, folder: Path, links: Links, pages: TakenSnapshot, form: Form, context: Context
@@ -346,6 +346,8 @@ class Taker:
                 write_state(file, manifest, context)
                 manifest["bytes"] = file.bytes
             write_large_manifest(new, manifest)
+            others = [each / MANIFEST_NAME for each in snapshots_of(folder.parent)]
+            make_newest(new / MANIFEST_NAME, others)
         if replaced is not None:
             remove_links(*replaced)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def adopt(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales
     if any(waits(run) for chunk in manifest["chunks"] for run in chunk["runs"]):
         return "updates of its gradients were still to come"
     try:
-        if not _go_back(state, manifest, folder, scales):
+        if not _go_back(state, manifest, scales):
             _compare(state, manifest)
             _take_files(state, manifest, folder, scales)
     except (_RefusedError, StrataError, OSError) as error:
@@ -54,18 +55,18 @@ def adopt(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales
     return ""
 
 
-def _go_back(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales) -> bool:
+def _go_back(state: Wrapped, manifest: dict[str, Any], scales: Scales) -> bool:
     """To a snapshot that this run took, or went on from. False: it holds the slots of none."""
     if state.snapshots is None:
         return False
     state.snapshots.finish()
-    number = state.snapshots.number_of(folder)
+    number = state.snapshots.kept.number_of(manifest["id"])
     if number is None:
         return False
     held = state.session.snapshot(number)
     ours = [_slots(held.chunk(i)) for i in range(held.chunk_count)]
     if ours != [_slots(chunk) for chunk in manifest["chunks"]]:
-        return False  # another run has replaced the folder
+        return False  # somebody has changed the manifest
     state.session.go_back(number, _scale_area(state, manifest, scales))
     return True
 
@@ -133,26 +134,35 @@ def _take_files(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: 
         if os.stat(path).st_dev != os.stat(drive).st_dev:
             raise _RefusedError(f"{path} is on another file system than {drive}")
     files = PageFiles(drives, paths)  # nobody else writes to them, or links them, from here on
-    taker = state.snapshots or Taker(state)  # which removes what killed processes left
+    taker: Taker = state.snapshots or Taker(state)  # which removes what killed processes left
+    state.snapshots = taker
     places = {*drives, *(os.path.realpath(d["folder"]) for d in manifest["drives"])}
     holders = _holders(files, manifest, sorted(places))
-    if folder not in holders:
+    if manifest["id"] not in holders or holders[manifest["id"]].folder != folder:
         raise _RefusedError("its links belong to another folder")
     roles = [chunk[role] for chunk in manifest["chunks"] for role in ROLES]
     slots = [page and page[0] for role in roles if role for page in role[2]]
-    folders = [folder, *(holders.keys() - {folder})]
-    held = [holders[each] for each in folders]
+    first = [manifest["id"], *(holders.keys() - {manifest["id"]})]
+    held = [holders[each].slots for each in first]
     area = _scale_area(state, manifest, scales)
-    numbers = state.session.resume(files, held, slots, area)
-    taker.take_over(dict(zip(folders, numbers, strict=True)))
-    state.snapshots = taker
+    taker.take_over(
+        [(each, holders[each].folder, holders[each].link) for each in first],
+        lambda: state.session.resume(files, held, slots, area),
+    )
 
 
-def _holders(
-    files: PageFiles, manifest: dict[str, Any], places: list[str]
-) -> dict[Path, list[Slot]]:
-    """What the slots hold of every snapshot that links these files, by its folder. Raises
-    _RefusedError where a file has a name of which that cannot be said."""
+@dataclass(frozen=True)
+class _Holder:
+    """A snapshot that has links to the files."""
+
+    folder: Path
+    link: str  # to the first of them
+    slots: list[Slot]
+
+
+def _holders(files: PageFiles, manifest: dict[str, Any], places: list[str]) -> dict[str, _Holder]:
+    """Every snapshot that links these files, by its id. Raises _RefusedError where a file has a
+    name of which that cannot be said."""
     found = []
     for i, (device, inode, names) in enumerate(files.identities()):
         links = _links_of(i, (device, inode), places)
@@ -166,7 +176,8 @@ def _holders(
         owner = link_owner(Path(place), identity)
         if owner is None:
             raise _RefusedError(f"nobody knows whose links {identity} are")
-        holders[owner] = _held_by(owner, identity, manifest)
+        link = f"{place}/{LINKS}/{identity}-0.pages"
+        holders[identity] = _Holder(owner, link, _held_by(owner, identity, manifest))
     return holders
 
 

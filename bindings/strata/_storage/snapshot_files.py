@@ -14,9 +14,10 @@ Format, version 2. The folder is a checkpoint's (checkpoint.py), but most tensor
                     "params":  as in a checkpoint, each with the "rule" of its moments,
                     "parts":   [[place in params, first element]], of each of the run's parameters,
                     "chunks":  see below,
-                    "buffers", "groups", "rng", "extra": as in a checkpoint,
+                    "buffers", "groups", "rng": as in a checkpoint,
+                    "extra":   what the caller gave, as extras.py has it,
                     "scales":  pages of the scales of 8-bit moments, or null,
-                    "tensors": of extra; {"strata.tensor": i} stands for the ith there,
+                    "tensors": of extra,
                     "gradients": null, or of what had landed since the step: see below,
                     "zeros":   parts whose gradient the user has made zero}
 
@@ -91,7 +92,9 @@ def is_snapshot(manifest: dict[str, Any]) -> bool:
 
 
 def snapshots_of(series: Path) -> list[Path]:
-    """The complete ones, the oldest first; also one that a killed process was about to replace."""
+    """The complete ones, the oldest first; also one that a killed process was about to replace.
+    Their order is that of their manifests' times, which make_newest() keeps true: a run may have
+    gone back to an earlier step, and another one may use the same series."""
     if not series.is_dir():
         return []
     names = {entry.name for entry in series.iterdir()} | set(targets_of_work(series))
@@ -101,6 +104,17 @@ def snapshots_of(series: Path) -> list[Path]:
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 found.append(((folder / MANIFEST_NAME).stat().st_mtime_ns, name, folder))
     return [folder for *_, folder in sorted(found)]
+
+
+def check_series(path: Path) -> None:
+    """Raises CheckpointError where something else is at the path of a series."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file, and a series of snapshots is a folder")
+    if (path / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            f"{path} is the folder of a checkpoint or a snapshot, which strata.load would find "
+            "instead of the series there: give another path"
+        )
 
 
 class Links:
@@ -215,6 +229,7 @@ def _clear_folder(folder: Path) -> None:
 def remove_snapshot(folder: Path) -> None:
     """Removes a snapshot: its manifest first, so that none is there in part. Other files in its
     folder stay. Raises CheckpointError where it is none."""
+    folder = Path(os.path.realpath(folder))  # whoever goes on with it may have another directory
     manifest = read_manifest(folder)
     if not is_snapshot(manifest):
         raise CheckpointError(f"{folder} is a checkpoint, and no snapshot")

@@ -26,6 +26,7 @@ from .._config.configure import Options
 from .._errors import StrataError, is_for_snapshots
 from .._runtime.wrapped import wrapped
 from .._storage import rng
+from .._storage.replacing import make_newest
 from .._storage.saving import save
 from .._storage.snapshot import SnapshotHandle, snapshot_alone
 from .._storage.snapshot_files import snapshots_of
@@ -140,7 +141,8 @@ class SavingMixin(_Base):
         """With snapshots the rotation is ours: the Trainer would remove older checkpoints before
         the newest is complete. See Note [A checkpoint is whole or not chosen]."""
         run = Path(self._get_output_dir(trial=trial))
-        (run / f"checkpoint-{self.state.global_step}" / TRAINER_STATE).unlink(missing_ok=True)
+        folder = run / f"checkpoint-{self.state.global_step}"
+        (folder / TRAINER_STATE).unlink(missing_ok=True)
         if not self.snapshots:
             super()._save_checkpoint(model, trial)
             return
@@ -151,6 +153,8 @@ class SavingMixin(_Base):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
+        others = [path / TRAINER_STATE for _, path in checkpoints_in(run) if path != folder]
+        make_newest(folder / TRAINER_STATE, others)
         self._rotates_in = run
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

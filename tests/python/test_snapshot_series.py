@@ -1,0 +1,137 @@
+"""Which snapshots a series keeps, and whose slots a run holds: also where somebody moves a folder,
+sets the clock back, damages a manifest, or leaves the model to the garbage collector."""
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strata
+from strata._storage.checkpoint_files import MANIFEST_NAME, CheckpointError
+from strata._storage.snapshot_files import LINKS, snapshots_of
+from test_adopt import verify
+from test_checkpoint import Case, llama
+from test_saving import expected, same, tensors
+from test_snapshot import HOST, SSD, disk, drive, links
+
+__all__ = ["disk"]  # a fixture
+
+
+def take(case: Case, series: Path, keep: int = 1) -> Path:
+    case.train(1)
+    return strata.snapshot(case.model, series, keep=keep).wait()
+
+
+def test_one_that_is_moved_keeps_its_slots(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    first = take(case, tmp_path / "run", keep=2)
+    masters = case.masters()
+    first.rename(tmp_path / "best")
+    for _ in range(5):
+        take(case, tmp_path / "run", keep=2)
+        verify(tmp_path / "best")
+    strata.load(case.model, tmp_path / "best")
+    assert all(a.equal(b) for a, b in zip(case.masters(), masters, strict=True))
+    strata.snapshot(case.model, tmp_path / "run", keep=2).wait()  # in the folder that it had
+    assert (tmp_path / "run" / first.name).is_dir()
+    for _ in range(3):
+        take(case, tmp_path / "run", keep=2)
+        verify(tmp_path / "best")
+    case.close()
+
+
+def test_the_newest_stays_when_the_clock_is_set_back(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    first = take(case, tmp_path / "run")
+    later = time.time() + 3600
+    os.utime(first / MANIFEST_NAME, (later, later))  # it was an hour ahead then
+    for _ in range(3):
+        newest = take(case, tmp_path / "run")
+        assert snapshots_of(tmp_path / "run") == [newest]
+    os.utime(newest / MANIFEST_NAME, (later, later))
+    strata.load(case.model, tmp_path / "run")
+    second = take(case, tmp_path / "run", keep=2)
+    assert snapshots_of(tmp_path / "run") == [newest, second]
+    case.close()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_is_damaged_or_not_ours_stops_no_other(
+    tmp_path: Path, disk: Path, caplog: pytest.LogCaptureFixture, ours: bool
+) -> None:
+    case = Case(disk, SSD, llama())
+    bad = tmp_path / "run" / "step-000000"
+    if ours:
+        bad = take(case, tmp_path / "run")
+    else:
+        bad.mkdir(parents=True)
+    (bad / MANIFEST_NAME).write_text("{}")
+    room = []
+    for _ in range(4):
+        newest = take(case, tmp_path / "run")
+        room.append(case.state.session.stats()["ssd_bytes"])
+        assert snapshots_of(tmp_path / "run") == [bad, newest]
+    assert len(set(room)) == 1
+    assert caplog.text.count("stays in the series") == 1
+    strata.load(case.model, tmp_path / "run")
+    case.close()
+
+
+@pytest.mark.parametrize("memory", [SSD, HOST], ids=["ssd", "host"])
+def test_the_end_of_a_function_completes_what_it_began(
+    tmp_path: Path, memory: dict[str, str]
+) -> None:
+    held: dict[str, Any] = {}
+
+    def run(work: Any, name: str) -> None:
+        case = Case(drive(tmp_path, f"{name}-drive"), memory, llama())
+        case.train(1)
+        held[name] = expected(case)
+        work(case)
+
+    run(lambda case: strata.snapshot(case.model, tmp_path / "run"), "run")
+    run(lambda case: strata.save(case.model, tmp_path / "c", wait=False), "c")
+    gc.collect()
+    again = Case(drive(tmp_path, "other"), memory, llama())
+    strata.load(again.model, tmp_path / "run")
+    assert same(expected(again), held["run"])
+    assert same(tensors(tmp_path / "c"), held["c"])
+    again.close()
+
+
+def test_a_load_waits_for_what_is_under_way(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, HOST, llama())
+    for number in range(8):
+        case.train(1)
+        strata.snapshot(case.model, tmp_path / "run", keep=1, extra={"number": number})
+        assert strata.load(case.model, tmp_path / "run") == {"number": number}
+        strata.save(case.model, tmp_path / "c", wait=False, extra={"number": number})
+        assert strata.load(case.model, tmp_path / "c") == {"number": number}
+    case.close()
+
+
+def test_a_series_and_a_checkpoint_have_paths_of_their_own(tmp_path: Path, disk: Path) -> None:
+    case = Case(disk, SSD, llama())
+    strata.save(case.model, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="give another path"):
+        strata.snapshot(case.model, tmp_path / "c")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file"):
+        strata.snapshot(case.model, tmp_path / "file")
+    folder = take(case, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="is a snapshot"):
+        strata.save(case.model, folder)
+    verify(folder)
+    case.close()
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 2.0, "2", 1 << 32, None])
+def test_keep_is_a_whole_number(tmp_path: Path, disk: Path, keep: Any) -> None:
+    case = Case(disk, SSD, llama())
+    with pytest.raises((TypeError, ValueError), match="keep must be"):
+        strata.snapshot(case.model, tmp_path / "run", keep=keep)
+    assert links(disk) == []
+    assert not (disk / LINKS).exists()
+    case.close()
