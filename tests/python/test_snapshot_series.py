@@ -5,7 +5,7 @@ import gc
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import strata
@@ -55,6 +55,34 @@ def test_the_newest_stays_when_the_clock_is_set_back(tmp_path: Path, disk: Path)
     second = take(case, tmp_path / "run", keep=2)
     assert snapshots_of(tmp_path / "run") == [newest, second]
     case.close()
+
+
+def test_a_load_that_is_interrupted_leaves_their_slots_alone(tmp_path: Path, disk: Path) -> None:
+    """The session has taken the page files over, and nobody has learned the numbers."""
+    case = Case(disk, SSD, llama())
+    take(case, tmp_path / "run")
+    case.close()
+    again = Case(disk, SSD, llama())
+    session = again.state.session
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(session, name)
+
+        def resume(self, *rest: Any) -> None:
+            session.resume(*rest)
+            raise KeyboardInterrupt
+
+    again.state.session = cast(Any, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        strata.load(again.model, tmp_path / "run")
+    again.state.session = session
+    again.state.half_loaded = False  # as behind a load of something else
+    for _ in range(2):
+        with pytest.raises(strata.StrataError, match="wrap the model anew"):
+            strata.snapshot(again.model, tmp_path / "run")
+    verify(snapshots_of(tmp_path / "run")[0])
+    again.close()
 
 
 @pytest.mark.parametrize("ours", [True, False])

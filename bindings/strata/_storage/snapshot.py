@@ -181,7 +181,7 @@ class Taker:
         # The core counts from 1. All up to _known are, or were, known here; where a call was ended
         # in the middle, there may be another one.
         self._known, self._unsure = 0, False
-        self._taking_over = False  # numbers that are lost may be of snapshots on the disk
+        self._taking_over = False  # also where that was interrupted, and their numbers are lost
         self._failed = False  # the last one did, and may have left something
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
         self.holder = Holder(self._session, self._drives)
@@ -227,6 +227,11 @@ class Taker:
     ) -> SnapshotHandle:
         """Begins one. `beside`: complete ones of the series meanwhile. An exception of a signal
         handler may end it anywhere: what was begun is then completed, or given up by the next."""
+        if self._taking_over:
+            raise StrataError(
+                "a strata.load() was interrupted while it took the pages of snapshots over, so "
+                "this run cannot tell which of them are held: wrap the model anew, and load"
+            )
         if self._registered != registrations.count:
             self._look(state)
         context = take_context(state, self._buffers, extra)
@@ -264,7 +269,7 @@ class Taker:
         of an earlier run have numbers of their own."""
         begun = self._session.begin_snapshot(complete)
         known = self.kept.numbers() | {self.holder.number}
-        for number in (begun,) if self._taking_over else range(self._known + 1, begun + 1):
+        for number in range(self._known + 1, begun + 1):
             if number not in known:
                 self._session.drop_snapshot(number)
 
