@@ -123,10 +123,12 @@ def doctor(arguments: Sequence[str]) -> int:
 
 def snapshots(arguments: Sequence[str]) -> int:
     """List, copy and remove the snapshots of a run, with what they have on every drive."""
-    from . import snapshots as looking_after
     from .options import snapshots_parser
 
-    return looking_after.run(snapshots_parser(snapshots.__doc__).parse_args(arguments))
+    options = snapshots_parser(snapshots.__doc__).parse_args(arguments)
+    with importing():
+        from . import snapshots as looking_after
+    return looking_after.run(options)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
