@@ -175,18 +175,19 @@ void Updates::make_spans(Slot& slot) const {
 void Updates::keep_others(Slot& slot) const {
   slot.kept.clear();
   if (slot.fresh == kNoHostFrame) return;
-  const auto updated = [&slot](std::size_t in_chunk) {
-    return std::ranges::any_of(slot.pieces,
-                               [&](const ChunkPiece& piece) { return piece.in_chunk == in_chunk; });
-  };
   const Chunk& chunk = layout_.chunks[slot.chunk];
   const std::size_t bytes = size_of(layout_.segments[chunk.segment].dtype);
+  auto updated = slot.pieces.begin();  // of the chunk's pieces, in their order
   for (const ChunkPiece& piece : chunks_[slot.chunk].pieces) {
-    if (updated(piece.in_chunk)) continue;
+    if (updated != slot.pieces.end() && updated->in_chunk == piece.in_chunk) {
+      ++updated;
+      continue;
+    }
     slot.kept.push_back({.from = at(slot, Role::param, piece.in_chunk),
                          .to = gradients_->address(slot.fresh) + piece.in_chunk * bytes,
                          .bytes = piece.count * bytes});
   }
+  STRATA_ASSERT(updated == slot.pieces.end());
 }
 
 // Closes the chunk's pages. False: somebody still reads its old parameters, and all is as it was.
