@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/ranks/machine.hpp"
 #include "offload/planner/staging.hpp"
 
 namespace strata {
@@ -38,6 +39,11 @@ std::unique_ptr<Workers> make_workers(Foundation& base, const WorkerPlacement& p
                                    std::move(options));
 }
 
+std::unique_ptr<Meeting> meeting_of(const Config& config, SessionParts& parts) {
+  if (parts.meeting || config.ranks == 1) return std::move(parts.meeting);
+  return std::make_unique<Machine>(config);
+}
+
 TierParts tier_parts(SessionParts& parts) {
   parts.threads = !parts.idle;
   return std::move(static_cast<TierParts&>(parts));
@@ -46,7 +52,7 @@ TierParts tier_parts(SessionParts& parts) {
 }  // namespace
 
 Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
-    : base(config, tier_parts(parts), gate, bell),
+    : base(config, tier_parts(parts), meeting_of(config, parts), gate, bell),
       frames(base.table, base.tiers.device(), unit_pages(base.layout), base.layout.page_bytes,
              base.param_frames(config.device_bytes)),
       loads(base.table, base.transfers, base.cache, frames, share_staging(base.claims).fetches),
@@ -73,8 +79,12 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       writes(base, prefetcher, updates, captures),
       elements(base, updates, writes),
       visits(base, between, prefetcher, updates, writes),
-      gradients(base, between, updates, captures),
-      steps({base, between, prefetcher, planner, updates, writes, gradients}),
+      gradients(base, between, updates, captures, parts.idle == nullptr),
+      ranks(base.owns.alone() ? std::nullopt
+                              : std::optional<OtherRanks>(std::in_place, base, updates,
+                                                     *gradients.exchange())),
+      steps({base, between, prefetcher, planner, updates, writes, gradients, loads,
+             ranks ? &*ranks : nullptr}),
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
                   visits}),
       snapshot_room(base, between),
@@ -126,6 +136,8 @@ bool Core::advance(Part part) {
       return swapping.saves().turn();
     case Part::awaited:
       return base.reap_awaited();
+    case Part::ranks:
+      return ranks && ranks->turn();
     case Part::snapshots:
       return snapshots.turn(std::exchange(others_moved_, false));
   }

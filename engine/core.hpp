@@ -16,6 +16,7 @@
 #include "engine/foundation.hpp"
 #include "engine/gradients.hpp"
 #include "engine/in_place_writes.hpp"
+#include "engine/ranks/other_ranks.hpp"
 #include "engine/rearranger.hpp"
 #include "engine/resumption.hpp"
 #include "engine/snapshots.hpp"
@@ -39,6 +40,8 @@ struct SessionParts : TierParts {
   std::chrono::milliseconds look_period{100};
   int looks_max = 0;
   Foreign foreign;  // for groups of Rule::foreign
+  // Of one of several ranks; absent: the one that the configuration names.
+  std::unique_ptr<Meeting> meeting;
   // Called after every turn, for checks of what must always hold.
   std::function<void(const PageTable&, const Claims&)> turned;
 };
@@ -64,6 +67,7 @@ class Core final {
   Elements elements;
   Visits visits;
   Gradients gradients;
+  std::optional<OtherRanks> ranks;  // none: this one is alone
   Steps steps;
   Rearranger rearranger;
   SnapshotRoom snapshot_room;
@@ -84,9 +88,10 @@ class Core final {
     prefetcher,
     activations,
     awaited,
+    ranks,
     snapshots
   };
-  static constexpr int kParts = 8;
+  static constexpr int kParts = 9;
 
   bool turn(Part part) STRATA_REQUIRES(core_lock);
   bool advance(Part part) STRATA_REQUIRES(core_lock);

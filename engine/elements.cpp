@@ -61,9 +61,15 @@ void Elements::write_master(Lock& lock, const Piece& piece, const float* values)
 void Elements::read_master(Lock& lock, const Piece& piece, float* values) {
   const Chunk& chunk = base_.layout.chunks[piece.chunk];
   const Dtype dtype = base_.layout.segments[chunk.segment].dtype;
-  const Pin param =
-      base_.open(lock, base_.page_of(chunk, Role::param, piece.in_chunk), Intent::read);
+  Pin param = base_.open(lock, base_.page_of(chunk, Role::param, piece.in_chunk), Intent::read);
   const std::byte* from = param.bytes() + base_.byte_in_page(chunk, Role::param, piece.in_chunk);
+  // Who reads what another rank holds has one page of it at a time: see lender.hpp.
+  std::vector<std::byte> copy;
+  if (param.tier() == Tier::remote) {
+    copy.assign(from, from + piece.count * size_of(dtype));
+    from = copy.data();
+    param.close();
+  }
   if (chunk.run(Role::master).count == 0) {
     base_.kernels.land_gradient(values, Dtype::float32, from, dtype, piece.count, GradMode::copy,
                                 {});
@@ -126,6 +132,7 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
                      std::span<const float> values) {
   if (kind == Kind::grad) refuse("gradients land, and are not written");
   for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
+    if (!base_.owns.mine(piece.chunk)) continue;
     updates_.wait_writable(lock, piece.chunk);
     const float* from = values.data() + (piece.in_param - offset);
     if (kind == Kind::master)

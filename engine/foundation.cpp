@@ -24,7 +24,9 @@ PageTable make_table(const Residence& home, Tiers& tiers) {
     const PageId page{i};
     const Chunk& chunk = home.layout.chunks[home.layout.chunk_of[i]];
     table.set_unit(page, home.layout.segments[chunk.segment].unit);
-    if (has_slots(home.tier[i])) {
+    if (home.tier[i] == Tier::remote) {
+      table.place(page, {Tier::remote, i});
+    } else if (has_slots(home.tier[i])) {
       table.place(page, tiers.acquire_slot().value());
     } else if (home.tier[i] == Tier::device) {
       table.place(page, FrameId{next_frame++});
@@ -34,6 +36,12 @@ PageTable make_table(const Residence& home, Tiers& tiers) {
   }
   STRATA_ASSERT(next_frame == home.device_frames + home.rest_frames);
   return table;
+}
+
+std::vector<std::uint32_t> holders_of(const Layout& layout, const Ownership& owns) {
+  std::vector<std::uint32_t> holders;
+  for (const std::uint32_t chunk : layout.chunk_of) holders.push_back(owns.owner(chunk));
+  return holders;
 }
 
 // Takes so many frames of the pool for good. REQUIRES: they are the next in a row.
@@ -51,17 +59,20 @@ std::byte* set_aside(Pool& host, std::uint32_t count) {
 
 }  // namespace
 
-Foundation::Foundation(const Config& its_config, TierParts parts, Gate& its_gate,
-                       Doorbell& its_bell)
-    : Foundation(its_config, std::move(parts), its_gate, its_bell, choose_residence(its_config)) {}
+Foundation::Foundation(const Config& its_config, TierParts parts,
+                       std::unique_ptr<Meeting> its_meeting, Gate& its_gate, Doorbell& its_bell)
+    : Foundation(its_config, std::move(parts), std::move(its_meeting), its_gate, its_bell,
+                 choose_residence(its_config)) {}
 
-Foundation::Foundation(const Config& its_config, TierParts parts, Gate& its_gate,
-                       Doorbell& its_bell, const Residence& home)
+Foundation::Foundation(const Config& its_config, TierParts parts,
+                       std::unique_ptr<Meeting> its_meeting, Gate& its_gate, Doorbell& its_bell,
+                       const Residence& home)
     : config(its_config),
       gate(its_gate),
       bell(its_bell),
       kernels(strata::kernels(best_isa())),
       layout(home.layout),
+      owns(share_chunks(layout, config.rank, config.ranks)),
       claims(home),
       tiers(config, home, std::move(parts), &bell),
       table(make_table(home, tiers)),
@@ -71,13 +82,32 @@ Foundation::Foundation(const Config& its_config, TierParts parts, Gate& its_gate
       // What is set aside goes first: the cache takes all the rest.
       scales(set_aside(tiers.host(), claims.scale_frames)),
       landing(set_aside(tiers.host(), claims.landing_frames)),
+      outbox(set_aside(tiers.host(), claims.outbox_frames)),
       gradient_frames(claims.buffer_frames == 0
                           ? std::nullopt
                           : std::optional<GradientFrames>(std::in_place, layout, tiers.host(),
                                                           claims.buffer_frames)),
-      cache(table, transfers, tiers.host(), tiers.device()) {
+      cache(table, transfers, tiers.host(), tiers.device()),
+      meeting(std::move(its_meeting)) {
   connect_stores();
+  meet_others();
   if (scales != nullptr) std::memset(scales, 0, claims.scale_frames * layout.page_bytes);
+}
+
+// The memory that others read is all that this rank's may grow to.
+void Foundation::meet_others() {
+  if (owns.alone()) return;
+  STRATA_ASSERT(meeting != nullptr);
+  const Slab& slab = tiers.slab();
+  peers = std::make_unique<Peers>(
+      owns.rank, meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
+                                .memory_file = slab.descriptor(),
+                                .bell = &bell,
+                                .board_bytes = Agreement::board_bytes(config.params.size()),
+                                .page_bytes = layout.page_bytes}));
+  STRATA_ASSERT(peers->count() == config.ranks);
+  remote.emplace(table, *peers, holders_of(layout, owns));
+  cache.connect(*remote);
 }
 
 void Foundation::connect_stores() {

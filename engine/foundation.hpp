@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -18,18 +19,25 @@
 #include "engine/gradient_frames.hpp"
 #include "engine/layout.hpp"
 #include "engine/names.hpp"
+#include "engine/ranks/agreement.hpp"
+#include "engine/ranks/meeting.hpp"
+#include "engine/ranks/ownership.hpp"
 #include "engine/residence.hpp"
 #include "engine/tiers.hpp"
 #include "memory/page_table.hpp"
+#include "memory/peers.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/page_cache.hpp"
+#include "offload/residency/remote_pages.hpp"
 #include "offload/residency/transfers.hpp"
 #include "optimizers/cpu/kernel.hpp"
 
 namespace strata {
 
 struct Foundation final {
-  Foundation(const Config& config, TierParts parts, Gate& gate, Doorbell& bell);
+  // `meeting`: null for a rank that is alone.
+  Foundation(const Config& config, TierParts parts, std::unique_ptr<Meeting> meeting, Gate& gate,
+             Doorbell& bell);
   Foundation(const Foundation&) = delete;
   Foundation& operator=(const Foundation&) = delete;
 
@@ -38,6 +46,7 @@ struct Foundation final {
   Doorbell& bell;
   const Kernels& kernels;
   const Layout layout;
+  const Ownership owns;
   Claims claims;  // as they are now
   Tiers tiers;
   PageTable table;
@@ -47,8 +56,13 @@ struct Foundation final {
   // The first frames of host memory, in a row.
   std::byte* scales = nullptr;   // the area that Layout::scale_offset() tells of; null: none
   std::byte* landing = nullptr;  // kLandingFrames bounce buffers; null where none are needed
+  std::byte* outbox = nullptr;   // kOutboxFrames; null: this rank is alone
   std::optional<GradientFrames> gradient_frames;  // none: gradients have pages
   PageCache cache;
+  // The other ranks of the machine, and what they hold. None: this one is alone.
+  std::unique_ptr<Meeting> meeting;
+  std::unique_ptr<Peers> peers;
+  std::optional<RemotePages> remote;
 
   // Transfers reach what tiers have opened.
   void connect_stores();
@@ -86,8 +100,9 @@ struct Foundation final {
   void check_unit(UnitId unit) const;
 
  private:
-  Foundation(const Config& config, TierParts parts, Gate& gate, Doorbell& bell,
-             const Residence& home);
+  Foundation(const Config& config, TierParts parts, std::unique_ptr<Meeting> meeting, Gate& gate,
+             Doorbell& bell, const Residence& home);
+  void meet_others();
 
   std::vector<CopyTicket> awaited_;  // by wait_for(), and not seen done
 };

@@ -8,7 +8,8 @@
 
 namespace strata {
 
-Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures)
+Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures,
+                     bool threads)
     : base_(base),
       between_(between),
       updates_(updates),
@@ -18,7 +19,11 @@ Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, 
       sum_squares_(base.config.params.size(), 0.0),
       scalings_(base.config.params.size()),
       used_(base.config.params.size(), false),
-      noted_(base.config.params.size(), 0) {}
+      noted_(base.config.params.size(), 0) {
+  if (base.owns.alone()) return;
+  exchange_.emplace(base, updates, threads);
+  agreement_.emplace(*base.peers, base.config.params.size());
+}
 
 void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from,
                      Dtype dtype, Stream stream) {
@@ -46,7 +51,10 @@ void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   ++landings_;
   double sum = 0.0;
   try {
-    sum = landing_.land(lock, gradient);
+    if (exchange_)
+      exchange_->land(lock, gradient);
+    else
+      sum = landing_.land(lock, gradient);
   } catch (...) {
     --landings_;
     throw;
@@ -57,6 +65,35 @@ void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   sum_squares_[gradient.param] = sum;
   scalings_[gradient.param] = {};
   if (landed_[gradient.param]++ == 0) ++landed_params_;
+}
+
+void Gradients::begin_window() {
+  if (exchange_) exchange_->begin_window();
+}
+
+void Gradients::agree(Lock& lock, std::uint64_t asked) {
+  if (!exchange_) return;
+  // 1. The sums of what this rank owns are complete.
+  exchange_->end_step(lock);
+  std::vector<Agreement::Entry> entries;
+  for (std::uint32_t param = 0; param < landed_.size(); ++param) {
+    entries.push_back({landed_[param], exchange_->squares(param)});
+  }
+  // 2. So are those of the others.
+  agreement_->publish(entries, asked);
+  base_.gate.wait(lock, [&] { return agreement_->complete(); }, {"other ranks to end the step"});
+  if (const auto other = agreement_->differs()) {
+    refuse("rank " + std::to_string(*other) + " and rank " + std::to_string(base_.owns.rank) +
+           " ask different things of this step: learning rates, other options of the optimizer, "
+           "and how gradients are clipped and divided must be the same on all ranks");
+  }
+  landed_params_ = 0;
+  for (std::uint32_t param = 0; param < landed_.size(); ++param) {
+    const Agreement::Entry all = agreement_->merged(param);
+    landed_[param] = all.landed;
+    sum_squares_[param] = all.squares.value();
+    landed_params_ += all.landed != 0 ? 1 : 0;
+  }
 }
 
 void Gradients::note(std::uint32_t param) {
@@ -105,9 +142,10 @@ bool Gradients::scale(Lock& lock, std::uint32_t param, float factor, bool divide
 }
 
 void Gradients::refuse_without_pages(std::uint32_t param, const char* what) const {
+  const std::string name = base_.config.params[param].name;
+  if (exchange_) refuse("the gradient of " + name + " cannot be " + what + ": ranks share it");
   if (!base_.gradient_frames) return;
-  refuse("the gradient of " + base_.config.params[param].name + " cannot be " + what +
-         ": its update may begin at any time");
+  refuse("the gradient of " + name + " cannot be " + what + ": its update may begin at any time");
 }
 
 void Gradients::refuse_where_none_landed(std::uint32_t param) const {
@@ -165,7 +203,9 @@ std::vector<bool> Gradients::touched_chunks() const {
   std::vector<bool> touched(base_.layout.chunks.size(), false);
   for (std::uint32_t param = 0; param < landed_.size(); ++param) {
     if (landed_[param] == 0) continue;
-    for (const Piece& piece : base_.layout.pieces(param)) touched[piece.chunk] = true;
+    for (const Piece& piece : base_.layout.pieces(param)) {
+      touched[piece.chunk] = base_.owns.mine(piece.chunk);
+    }
   }
   return touched;
 }
@@ -273,6 +313,16 @@ void Gradients::forget_used() {
 void Gradients::end_step() {
   forget_landed();
   ++step_;
+}
+
+void Gradients::begin_step() {
+  if (exchange_) exchange_->begin_step(step_);
+}
+
+std::vector<bool> Gradients::landed() const {
+  std::vector<bool> any;
+  for (const std::uint32_t count : landed_) any.push_back(count != 0);
+  return any;
 }
 
 }  // namespace strata

@@ -11,25 +11,37 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "engine/between_steps.hpp"
 #include "engine/foundation.hpp"
 #include "engine/landing.hpp"
+#include "engine/ranks/gradient_exchange.hpp"
 #include "engine/updates.hpp"
 
 namespace strata {
 
 class Gradients final {
  public:
-  Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures);
+  // `threads`: something may run beside the caller.
+  Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures,
+            bool threads);
 
   // Takes numel contiguous elements of the device's memory, which work submitted so far on `stream`
   // wrote. Where `from` owns them they are lent, and may be kept until they have been used; else
   // they may be reused on return.
   void land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,
             Stream stream) STRATA_REQUIRES(core_lock);
+  // What lands from here on is of another backward pass: ranks add up theirs by passes.
+  void begin_window();
+  // Of several ranks: waits until the gradients of all have landed, for a step that is to do
+  // `asked`; norms are those of the sums from here on. Throws StrataError (config) where another
+  // rank's step is to do something else.
+  void agree(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
+  // Where those of other ranks meet; null: this rank is alone.
+  GradientExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
   // The same in the place of what has landed of the parameter, to which nothing is added. Throws
   // StrataError (config) where gradients have no pages.
   void replace(Lock& lock, std::uint32_t param, const std::byte* from, Dtype dtype, Stream stream)
@@ -84,6 +96,10 @@ class Gradients final {
   void forget_used();
   // The updates of what has landed are released: what lands next is of the next step.
   void end_step();
+  // The last step is over, whatever became of its gradients.
+  void begin_step();
+  // By parameter: a gradient has landed since the last step.
+  std::vector<bool> landed() const;
 
   bool turn() { return landing_.turn(); }
 
@@ -104,6 +120,8 @@ class Gradients final {
   Updates& updates_;
   Captures& captures_;
   Landing landing_;
+  std::optional<GradientExchange> exchange_;  // none: this rank is alone
+  std::optional<Agreement> agreement_;        // likewise
   std::vector<std::uint32_t> landed_;  // by parameter: since the last step
   std::vector<double> sum_squares_;    // by parameter: of what landed
   std::vector<GradScaling> scalings_;  // by parameter: what was asked of it since

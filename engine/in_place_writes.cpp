@@ -13,6 +13,7 @@ class InPlaceWrites::WrittenChunks final {
   WrittenChunks(InPlaceWrites& writes, Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock)
       : writes_(writes) {
     for (const Piece& piece : writes.base_.layout.pieces(param)) {
+      if (!writes.base_.owns.mine(piece.chunk)) continue;
       if (!chunks_.empty() && chunks_.back() == piece.chunk) continue;
       writes.base_.gate.wait(lock, [&] {
         return !writes.updates_.is_open(piece.chunk) && writes.may_change(piece.chunk);

@@ -23,6 +23,7 @@
 //     that may write begins with a copy of them: every visit of the first step, and those of a unit
 //     that was ever written or announced by expect(). Limit: a forward that never wrote before
 //     rounds what rests there, the bfloat16 parameter, to 16 bits, once.
+//   - Of several ranks each takes what it owns: all of them write the same.
 //   - No snapshot needs the old ones: the visit of a unit that rests on the device and may be
 //     written begins when they are captured. Limit: where a forward that never wrote before writes
 //     there, there will be no snapshot, and who waits for it is told.

@@ -261,8 +261,9 @@ Layout make_layout(const Config& config, std::size_t page_bytes) {
   STRATA_ASSERT((page_bytes & (page_bytes - 1)) == 0);
   Layout layout;
   layout.page_bytes = page_bytes;
-  // Late updates find gradients of several steps added up.
-  layout.accumulate = config.accumulate || config.update == UpdateMode::lock_free;
+  // Late updates find gradients of several steps added up; those of ranks always add up.
+  layout.accumulate =
+      config.accumulate || config.update == UpdateMode::lock_free || config.ranks > 1;
   layout.grad_pages = config.update == UpdateMode::on_step;
   layout.moment_dtype = config.moment_dtype;
   layout.moments = moments_of(config);

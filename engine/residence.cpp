@@ -6,6 +6,7 @@
 
 #include "engine/checks.hpp"
 #include "engine/devices.hpp"
+#include "engine/ranks/ownership.hpp"
 #include "memory/check.hpp"
 #include "memory/result.hpp"
 
@@ -28,12 +29,18 @@ struct BufferNeed {
   std::size_t wanted = 0;
 };
 
+Ownership ownership_of(const Config& config, const Layout& layout) {
+  return share_chunks(layout, config.rank, config.ranks);
+}
+
 BufferNeed buffer_need(const Config& config, const Layout& layout) {
   if (config.update == UpdateMode::on_step) return {};
+  const Ownership owns = ownership_of(config, layout);
   std::size_t all = 0, largest_chunk = 0;
   std::vector<std::size_t> by_unit(layout.units.size(), 0);
-  for (const Chunk& chunk : layout.chunks) {
-    const std::size_t frames = layout.grad_frames(chunk);
+  for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
+    const Chunk& chunk = layout.chunks[id];
+    const std::size_t frames = owns.mine(id) ? layout.grad_frames(chunk) : 0;
     all += frames;
     largest_chunk = std::max(largest_chunk, frames);
     by_unit[unit_of(layout, chunk)] += frames;
@@ -62,9 +69,10 @@ TierBudgets budgets_of(const Config& config) {
 }
 
 // Gives pages the tiers of their units: of each kind it is the last ones that rest on the SSD.
-Residence spread_pages(Layout layout, Allotment allotment) {
+Residence spread_pages(const Config& config, Layout layout, Allotment allotment) {
   Residence home{std::move(allotment), std::move(layout), {}};
-  home.tier.assign(home.layout.page_count, Tier::device);
+  const Ownership owns = ownership_of(config, home.layout);
+  home.tier.assign(home.layout.page_count, owns.alone() ? Tier::device : Tier::remote);
   const auto place = [&](const Chunk& chunk, Role role, std::uint64_t& on_ssd) {
     const PageRun& run = chunk.run(role);
     for (std::uint32_t i = run.count; i-- > 0;) {
@@ -77,6 +85,7 @@ Residence spread_pages(Layout layout, Allotment allotment) {
     Sizes on_ssd = home.on_ssd[u];
     const std::vector<std::uint32_t>& chunks = home.layout.units[u].chunks;
     for (auto id = chunks.rbegin(); id != chunks.rend(); ++id) {
+      if (!owns.mine(*id)) continue;
       const Chunk& chunk = home.layout.chunks[*id];
       place(chunk, Role::param, on_ssd.params);
       place(chunk, Role::grad, on_ssd.grads);
@@ -107,8 +116,14 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.names = config.units;
   holding.together = config.together;
   holding.units.resize(layout.units.size());
+  holding.shown.resize(layout.units.size());
+  const Ownership owns = ownership_of(config, layout);
+  holding.may_rest = owns.alone();
   std::size_t grad_frames = 0;
-  for (const Chunk& chunk : layout.chunks) {
+  for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
+    const Chunk& chunk = layout.chunks[id];
+    holding.shown[unit_of(layout, chunk)] += chunk.run(Role::param).count;
+    if (!owns.mine(id)) continue;
     Sizes& unit = holding.units[unit_of(layout, chunk)];
     std::uint32_t pages = 0;
     for (const PageRun& run : chunk.roles) pages += run.count;
@@ -126,6 +141,7 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.scale_frames =
       static_cast<std::uint32_t>(ceil_div(layout.scale_bytes, layout.page_bytes));
   holding.landing_frames = config.device == "host" ? 0 : kLandingFrames;
+  holding.outbox_frames = owns.alone() ? 0 : kOutboxFrames;
   holding.kept_slots = config.snapshots == 0 ? 0 : layout.snapshot_slots(config.snapshots);
   for (const ParamSpec& spec : config.params) {
     holding.parameter_bytes += spec.numel * size_of(spec.dtype);
@@ -149,14 +165,14 @@ Residence choose_residence(const Config& config) {
     if (cuda && config.page_bytes == 0) refusal->gpu_page_bytes = smallest;
     refuse_budgets(config, layout, std::move(*refusal));
   }
-  return spread_pages(std::move(layout), std::move(chosen.allotted.allotment));
+  return spread_pages(config, std::move(layout), std::move(chosen.allotted.allotment));
 }
 
 Residence rearrange(const Config& config, const Layout& layout, const Claims& before,
                     const Room& room) {
   Allotted allotted = rearrange(holding_of(config, layout), budgets_of(config), before, room);
   if (allotted.refusal) throw StrataError(to_error(*allotted.refusal));
-  return spread_pages(layout, std::move(allotted.allotment));
+  return spread_pages(config, layout, std::move(allotted.allotment));
 }
 
 Budgets step_budgets(const Config& config, const Residence& home, std::size_t device_bytes) {

@@ -43,6 +43,9 @@ constexpr Tier planned_as(Tier tier) {
 // One is filled while the processor reads the other.
 inline constexpr std::uint32_t kLandingFrames = 2;
 
+// Of gradients on their way to the ranks that own them: one is filled while others are added up.
+inline constexpr std::uint32_t kOutboxFrames = 4;
+
 // Chunks whose updates are open at a time: enough for every worker to find the next one loaded and
 // the last one being written; the staging area often allows fewer. REQUIRES: workers >= 0.
 constexpr std::uint32_t update_slots(int workers) {

@@ -123,6 +123,11 @@ class Session final {
     lend_gradient(param, {std::shared_ptr<void>(), static_cast<const std::byte*>(from)}, dtype,
                   stream);
   }
+  // Gradients that land from here on are of another backward pass.
+  void begin_window() {
+    Gate::Call in(gate_);
+    core_->gradients.begin_window();
+  }
   // `from` may be kept until the gradient has been used, and is given back by whatever thread comes
   // to it.
   void lend_gradient(std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "engine/checks.hpp"
+#include "engine/fingerprint.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
@@ -21,6 +22,26 @@ double clip(double norm, double max_norm) {
 void check_limit(double norm) {
   if (!std::isnan(norm)) return;
   refuse("gradients cannot be clipped to a norm that is not a number");
+}
+
+// What a step is asked to do, as a number.
+std::uint64_t fingerprint(const std::vector<Hyper>& groups, const StepOptions& options) {
+  Fingerprint of;
+  for (const double value : {options.max_norm, options.max_unit_norm, options.grad_divisor}) {
+    of.add(value);
+  }
+  of.add(std::uint64_t{options.skip_nonfinite});
+  for (const Hyper& group : groups) {
+    of.add(static_cast<std::uint64_t>(group.rule));
+    for (const double value :
+         {group.lr, group.beta1, group.beta2, group.eps, group.weight_decay, group.momentum,
+          group.dampening, group.lr_decay, group.initial_accumulator}) {
+      of.add(value);
+    }
+    of.add(std::uint64_t{group.nesterov} << 1 | std::uint64_t{group.maximize});
+    of.add(group.options);
+  }
+  return of.value();
 }
 
 // Throws StrataError (config).
@@ -60,13 +81,30 @@ std::vector<float> Steps::scales(double norm, const StepOptions& options) const 
   const std::vector<double> norms = parts_.gradients.unit_norms();
   STRATA_ASSERT(norms.size() == parts_.base.config.units.size());
   for (std::uint32_t unit = 0; unit < parts_.base.config.units.size(); ++unit) {
-    double scale = clip(norm, options.max_norm) / options.grad_divisor;
+    double scale = clip(norm, options.max_norm) / divisor(options);
     if (options.max_unit_norm > 0.0) {
-      scale *= clip(norms[unit] / options.grad_divisor, options.max_unit_norm);
+      scale *= clip(norms[unit] / divisor(options), options.max_unit_norm);
     }
     scale_of.push_back(static_cast<float>(scale));
   }
   return scale_of;
+}
+
+// What sums are divided by: those of ranks are averaged, unless they are to be summed.
+double Steps::divisor(const StepOptions& options) const {
+  const Config& config = parts_.base.config;
+  return options.grad_divisor * (config.sums_ranks ? 1.0 : static_cast<double>(config.ranks));
+}
+
+// Waits for the other ranks. What they hold may change from here on: nothing of it is on its way
+// to this one.
+void Steps::agree(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options) {
+  if (parts_.ranks == nullptr) return;
+  parts_.prefetcher.want_nothing();
+  parts_.base.gate.wait(
+      lock, [&] { return parts_.loads.empty() && parts_.base.remote->settle(); },
+      {"parameters of other ranks"});
+  parts_.gradients.agree(lock, fingerprint(groups, options));
 }
 
 StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options) {
@@ -76,6 +114,7 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
   const BetweenSteps::StepCall call(parts_.between, lock);
   // 1. The updates of the last step are over, where every reader waits for them anyway.
   if (base.config.update == UpdateMode::on_step) parts_.updates.wait_idle(lock);
+  agree(lock, groups, options);
   if (parts_.gradients.any()) parts_.updates.wait_begun(lock);
   // 2. The step is over for the plan.
   parts_.planner.end_step();
@@ -83,7 +122,7 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
   StepResult result;
   const bool any = parts_.gradients.any();
   const double norm = parts_.gradients.norm();
-  result.norm = norm / options.grad_divisor;
+  result.norm = norm / divisor(options);
   result.finite = std::isfinite(norm);
   // 3. Its gradients go to their updates, or are dropped.
   if (any && !result.finite && options.skip_nonfinite) {
@@ -96,11 +135,13 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
     const Gradients& gradients = parts_.gradients;
     parts_.updates.release(
         {gradients.step(), groups, scales(result.norm, options), gradients.scalings(), order});
+    if (parts_.ranks != nullptr) parts_.ranks->renew(gradients.landed(), gradients.step());
     parts_.gradients.end_step();
     STRATA_ASSERT(!parts_.gradients.any());
     ++count_;
     base.bell.ring();
   }
+  parts_.gradients.begin_step();
   // 4. The next one may come, when what its first units wait for is blocked.
   if (any) parts_.writes.end_step();
   parts_.prefetcher.begin_step();

@@ -13,8 +13,10 @@
 #include "engine/foundation.hpp"
 #include "engine/gradients.hpp"
 #include "engine/in_place_writes.hpp"
+#include "engine/ranks/other_ranks.hpp"
 #include "engine/step_planner.hpp"
 #include "engine/updates.hpp"
+#include "offload/residency/loads.hpp"
 #include "offload/residency/prefetcher.hpp"
 
 namespace strata {
@@ -42,6 +44,8 @@ class Steps final {
     Updates& updates;
     InPlaceWrites& writes;
     Gradients& gradients;
+    Loads& loads;
+    OtherRanks* ranks;  // null: this one is alone
   };
   explicit Steps(const Parts& parts) : parts_(parts) {}
 
@@ -65,6 +69,9 @@ class Steps final {
   std::uint64_t skipped() const { return skipped_; }
 
  private:
+  void agree(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options)
+      STRATA_REQUIRES(core_lock);
+  double divisor(const StepOptions& options) const;
   std::vector<float> scales(double norm, const StepOptions& options) const;
 
   Parts parts_;

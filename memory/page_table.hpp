@@ -41,9 +41,8 @@ constexpr const char* name(CopyState state) {
 inline constexpr std::uint32_t kNoPlace = UINT32_MAX;
 
 // A place in a tier, `place` being the index of a FrameId (device), HostFrameId (host) or SlotId
-// (a tier of slots; a SlotId alone is one of the SSD). Where a page rests is said by one of these,
-// in the page table. There will be two more kinds of rest: remote, where another rank holds the
-// page, and shared, where a snapshot holds the slot as well.
+// (a tier of slots; a SlotId alone is one of the SSD), or the page's own (remote: see
+// RemotePages). Where a page rests is said by one of these, in the page table.
 struct Placement {
   Tier tier = Tier::ssd;
   std::uint32_t place = kNoPlace;
@@ -81,7 +80,7 @@ struct Copy {
   std::uint32_t place = kNoPlace;
   std::uint64_t version = 0;
 };
-static_assert(sizeof(Copy) == 16, "a page costs 88 bytes: keep it so");
+static_assert(sizeof(Copy) == 16, "a page costs 104 bytes: keep it so");
 
 // Proof that the newest contents of a page may be lost, and the reason, for a person to read.
 struct Discard {
@@ -176,7 +175,7 @@ class PageTable final {
     Placement rest;
     UnitId unit = kNoUnit;
   };
-  static_assert(sizeof(Entry) == 88);
+  static_assert(sizeof(Entry) == 104);
 
   const Entry& entry(PageId page) const {
     STRATA_ASSERT(index(page) < page_count());

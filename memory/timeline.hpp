@@ -32,10 +32,11 @@ constexpr const char* name(Track track) {
 }
 
 // What was missing during a wait. A page goes through these backwards: its update is published, a
-// frame of the device becomes free, then room in host memory; its bytes come from the SSD, and are
-// copied.
-enum class Cause : std::uint8_t { none, copy, ssd, room, frame, update };
-inline constexpr std::array kCauseNames = {"none", "copy", "ssd", "room", "frame", "update"};
+// frame of the device becomes free, then room in host memory; its bytes come from the SSD, or from
+// the rank that holds it (behind its update there), and are copied.
+enum class Cause : std::uint8_t { none, copy, rank, ssd, room, frame, update };
+inline constexpr std::array kCauseNames = {"none", "copy",  "rank",  "ssd",
+                                           "room", "frame", "update"};
 constexpr const char* name(Cause cause) {
   return kCauseNames[static_cast<std::size_t>(cause)];
 }

@@ -18,7 +18,8 @@ inline constexpr std::size_t kPageBytesMax = 64 * kMiB;
 
 // far: whatever else holds pages in slots of its own, such as memory behind CXL. A session has it
 // where its maker gives an engine for it (engine/tiers.hpp); plans count its pages as the SSD's.
-enum class Tier : std::uint8_t { device, host, ssd, far };
+// remote: another rank of the machine holds the page, in whatever tier of its own.
+enum class Tier : std::uint8_t { device, host, ssd, far, remote };
 
 // The unit of identity, movement and accounting. A page's id never changes.
 enum class PageId : std::uint32_t {};
@@ -44,9 +45,9 @@ constexpr std::uint32_t index(Id id) {
   return static_cast<std::uint32_t>(id);
 }
 
-// What a tier's places are: frames of memory, or slots behind a Store, whose pages pass through
-// host memory.
-enum class Places : std::uint8_t { frames, slots };
+// What a tier's places are: frames of memory; slots behind a Store, whose pages pass through host
+// memory; or what another rank keeps track of.
+enum class Places : std::uint8_t { frames, slots, elsewhere };
 
 struct TierRow {
   Tier tier;
@@ -59,6 +60,7 @@ inline constexpr std::array kTierRows = {
     TierRow{Tier::host, "host", Places::frames},
     TierRow{Tier::ssd, "ssd", Places::slots},
     TierRow{Tier::far, "far", Places::slots},
+    TierRow{Tier::remote, "remote", Places::elsewhere},
 };
 inline constexpr std::size_t kTierCount = kTierRows.size();
 

@@ -22,7 +22,7 @@ std::uint64_t param_pages(const Holding& holding, const Allotment& allotment,
                           const EnteredTogether& entered) {
   std::uint64_t pages = 0;
   for (const std::uint32_t u : entered.units) {
-    if (!allotment.on_device[u]) pages += holding.units[u].params;
+    if (!allotment.on_device[u]) pages += holding.shown[u];
   }
   return pages;
 }
@@ -37,7 +37,7 @@ void count_device(const Holding& holding, Allotment& allotment) {
       allotment.rest_frames += static_cast<std::uint32_t>(unit.total());
     else
       allotment.device_frames_min =
-          std::max(allotment.device_frames_min, static_cast<std::uint32_t>(unit.params));
+          std::max(allotment.device_frames_min, static_cast<std::uint32_t>(holding.shown[u]));
   }
   for (const EnteredTogether& entered : holding.together) {
     const auto pages = static_cast<std::uint32_t>(param_pages(holding, allotment, entered));
@@ -80,8 +80,8 @@ void Attempt::choose_device() {
   std::size_t largest = 0, pages = 0;
   for (std::size_t u = 0; u < holding.units.size(); ++u) {
     if (allotment.on_device[u]) continue;
-    pages += holding.units[u].params;
-    if (holding.units[u].params == allotment.device_frames_min) largest = u;
+    pages += holding.shown[u];
+    if (holding.shown[u] == allotment.device_frames_min) largest = u;
   }
   const std::size_t budget = budgets.device_bytes / page();
   const std::size_t left = budget - std::min<std::size_t>(budget, allotment.rest_frames);
@@ -110,6 +110,7 @@ void Attempt::choose_host() {
   allotment.chunk_frames_max = chunk;
   allotment.scale_frames = holding.scale_frames;
   allotment.landing_frames = holding.landing_frames;
+  allotment.outbox_frames = holding.outbox_frames;
   allotment.kept_slots = static_cast<std::uint32_t>(holding.kept_slots);
   allotment.buffer_frames = static_cast<std::uint32_t>(holding.buffers_least);
   // 1. Everything that is not on the device in host memory. What is there passes through staging.
@@ -177,7 +178,7 @@ Attempt attempt(const Holding& holding, const TierBudgets& budgets, std::vector<
 // small part of that: the staging area, and buffers beyond the gradients themselves.
 bool comfortable(const Holding& holding, const Allotment& allotment) {
   std::size_t params = 0;
-  for (const Sizes& unit : holding.units) params += unit.params;
+  for (const std::uint64_t pages : holding.shown) params += pages;
   const bool little_waste = params * holding.page_bytes <=
                             holding.parameter_bytes + holding.parameter_bytes / 16 + kPageBytesMin;
   std::size_t moving = allotment.staging_frames;
@@ -242,7 +243,8 @@ Refusal refuse_room(const Holding& holding, const TierBudgets& budgets, const Al
   const std::size_t buffers = std::max<std::size_t>(then.buffer_frames, holding.buffers_wanted);
   const std::size_t beside = then.rest_frames == 0 ? 0 : staging;
   const std::size_t least = budgets.has_ssd ? staging : below + beside;
-  const std::size_t others = buffers + then.scale_frames + then.landing_frames;
+  const std::size_t others =
+      buffers + then.scale_frames + then.landing_frames + then.outbox_frames;
   refusal.needed_bytes = refusal.would_do_bytes = (least + others + room.host_pages) * page;
   return refusal;
 }
@@ -267,8 +269,9 @@ std::vector<Sizes> spread(std::span<const Sizes> units, const std::vector<bool>&
 Allotted choose_allotment(const Holding& holding, const TierBudgets& budgets) {
   const std::size_t units = holding.units.size();
   STRATA_ASSERT(holding.page_bytes > 0 && holding.names.size() == units);
+  STRATA_ASSERT(holding.shown.size() == units);
   const Attempt first = attempt(holding, budgets, std::vector<bool>(units, false));
-  if (!first.refusal) return {first.allotment, std::nullopt};
+  if (!holding.may_rest || !first.refusal) return {first.allotment, first.refusal};
   // What has no room below the device rests there, from the last unit on. The refusal stays the
   // first one: larger budgets of the other tiers are the better advice.
   std::vector<bool> on_device = first.allotment.on_device;
@@ -361,7 +364,8 @@ Allotted rearrange(const Holding& holding, const TierBudgets& budgets, const Cla
 }
 
 std::size_t set_aside(const Claims& claims) {
-  return std::size_t{claims.buffer_frames} + claims.scale_frames + claims.landing_frames;
+  return std::size_t{claims.buffer_frames} + claims.scale_frames + claims.landing_frames +
+         claims.outbox_frames;
 }
 
 }  // namespace strata

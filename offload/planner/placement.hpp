@@ -51,6 +51,10 @@ struct Holding {
   std::size_t page_bytes = 0;
   std::vector<std::string> names;  // of units
   std::vector<Sizes> units;        // in pages, in order of first use
+  // Pages of each unit's view: more than its own parameters where other ranks hold some of these.
+  // No unit rests on the device then.
+  std::vector<std::uint64_t> shown;
+  bool may_rest = true;
   std::vector<EnteredTogether> together;
   std::uint32_t chunk_pages_max = 1;  // of all kinds: an update pins them at once
   // Always in host memory, in frames: gradients that have no pages, the least and with which they
@@ -59,6 +63,7 @@ struct Holding {
   std::size_t buffers_wanted = 0;
   std::uint32_t scale_frames = 0;
   std::uint32_t landing_frames = 0;
+  std::uint32_t outbox_frames = 0;  // gradients on their way to other ranks
   // Of the buffers: gradients that there would be at any page size, under lock_free.
   std::size_t late_grad_frames = 0;
   bool counts_buffers = false;      // as what smaller pages make smaller: lock_free
@@ -92,11 +97,12 @@ struct Claims {
   std::uint32_t scale_frames = 0;  // part of host_frames, for the scales of block8 moments
   // Part of host_frames, for gradients on their way from a device that the processor cannot reach.
   std::uint32_t landing_frames = 0;
+  std::uint32_t outbox_frames = 0;  // part of host_frames, for gradients on their way to other ranks
 };
 
 // Invariants:
 //   1. What rests in host memory + staging_frames + activation_frames + buffer_frames +
-//      scale_frames + landing_frames <= host_frames, and likewise for slots.
+//      scale_frames + landing_frames + outbox_frames <= host_frames, and likewise for slots.
 //   2. rest_frames is all of the units that rest on the device.
 //   3. Where anything rests outside host memory, there is a staging area.
 struct Allotment : Claims {

@@ -16,8 +16,8 @@
 
 namespace strata {
 
-enum class Link : std::uint8_t { read, write, upload, download, read_far, write_far };
-inline constexpr std::size_t kLinkCount = 6;
+enum class Link : std::uint8_t { read, write, upload, download, read_far, write_far, borrow };
+inline constexpr std::size_t kLinkCount = 7;
 
 // What moves the bytes of a link.
 enum class Carrier : std::uint8_t {
@@ -41,6 +41,7 @@ inline constexpr std::array<LinkRow, kLinkCount> kLinks{{
     {Link::download, Tier::device, Tier::host, Carrier::copies, Track::download, "device to host"},
     {Link::read_far, Tier::far, Tier::host, Carrier::store, Track::read, "far to host"},
     {Link::write_far, Tier::host, Tier::far, Carrier::store, Track::write, "host to far"},
+    {Link::borrow, Tier::remote, Tier::device, Carrier::copies, Track::upload, "remote to device"},
 }};
 
 constexpr const LinkRow& row_of(Link link) {
@@ -50,7 +51,7 @@ constexpr const char* name(Link link) {
   return row_of(link).name;
 }
 
-// REQUIRES: one end is host memory, and the other is not.
+// REQUIRES: a row joins the two.
 constexpr Link link_between(Tier from, Tier to) {
   std::size_t row = 0;
   while (row < kLinkCount && (kLinks[row].from != from || kLinks[row].to != to)) ++row;

@@ -43,6 +43,7 @@ Cause Loads::missing(PageId page) const {
   const Load* load = find(page);
   STRATA_ASSERT(load != nullptr);
   if (load->phase == Phase::copying) return Cause::copy;
+  if (table_.tier(page) == Tier::remote) return Cause::rank;
   switch (table_.copy(page, Tier::host).state) {
     case CopyState::none:
       return Cause::room;
@@ -63,7 +64,8 @@ bool Loads::start() {
     STRATA_ASSERT(frames_.occupant(load.frame) == load.page);
     load.phase = Phase::copying;
     last_copy_[index(table_.unit(load.page))] =
-        transfers_.move(load.page, Tier::host, load.frame, Requester::loads);
+        transfers_.move(load.page, load.pin.tier(), load.frame, Requester::loads,
+                        load.pin.tier() == Tier::remote ? load.pin.bytes() : nullptr);
     moved = true;
   }
   return moved;

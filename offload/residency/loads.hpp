@@ -3,7 +3,8 @@
 //
 //   1. frame     The page has a frame of the device. The prefetcher chose it, and begins the load.
 //   2. staging   The page cache opens the page: a staging frame becomes free, and the SSD is read
-//                into it. What rests in host memory is there already.
+//                into it. What rests in host memory is there already. The rank that holds it does
+//                likewise, and lends what it has.
 //   3. copying   The copy engine copies the page into its frame. The load pins its bytes.
 //   4.           The copy has ended, and with it the pin and the load.
 //

@@ -221,7 +221,19 @@ bool PageCache::stage(PageId page) {
   return bring(page, false);
 }
 
+Pin PageCache::open_remote(PageId page) {
+  STRATA_ASSERT(remote_ != nullptr);
+  std::byte* const bytes = remote_->open(page);
+  if (bytes == nullptr) return {};
+  table_.pin(page, Tier::remote);
+  return {*this, page, Tier::remote, Intent::read, bytes};
+}
+
 Pin PageCache::open(PageId page, Intent intent) {
+  if (table_.tier(page) == Tier::remote) {
+    STRATA_ASSERT(intent == Intent::read);
+    return open_remote(page);
+  }
   if (index(page) >= writing_.size()) writing_.resize(table_.page_count(), false);
   if (writing_[index(page)]) return {};
   STRATA_ASSERT(intent != Intent::overwrite || table_.newest(page) == 0);
@@ -247,7 +259,8 @@ Pin PageCache::open(PageId page, Intent intent) {
 }
 
 void PageCache::close(const Pin& pin, WriteBack write_back) {
-  if (pin.tier_ == Tier::host) table_.unpin(pin.page_, Tier::host);
+  if (pin.tier_ != Tier::device) table_.unpin(pin.page_, pin.tier_);
+  if (pin.tier_ == Tier::remote) remote_->close(pin.page_);
   if (pin.intent_ == Intent::read) return;
   STRATA_ASSERT(writing_[index(pin.page_)]);
   writing_[index(pin.page_)] = false;

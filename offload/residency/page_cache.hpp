@@ -4,7 +4,7 @@
 // pass through a bounded set of staging frames: fetched when they are opened, written back when
 // they have changed, and evicted least recently used first. Gradients that land, parameters on
 // their way to the device and chunks under update all come here, so there is one place that can run
-// out, and one rule for it.
+// out, and one rule for it. A page that another rank holds is opened, to be read, where it lies there.
 //
 // Threads: one caller at a time (the core's lock); a Pin closes under it, too. The bytes of a Pin
 // may be used without it. open() never blocks: it starts what is missing and returns an empty Pin;
@@ -30,6 +30,7 @@
 
 #include "memory/page_table.hpp"
 #include "memory/pool.hpp"
+#include "offload/residency/remote_pages.hpp"
 #include "offload/residency/transfers.hpp"
 
 namespace strata {
@@ -54,9 +55,10 @@ class [[nodiscard]] Pin final {
   ~Pin() { close(); }
 
   explicit operator bool() const { return cache_ != nullptr; }
-  // REQUIRES of both: not empty.
+  // REQUIRES of all: not empty.
   std::byte* bytes() const { return bytes_; }
   PageId page() const { return page_; }
+  Tier tier() const { return tier_; }  // host, where the bytes are not somewhere else
 
   // Empties the Pin. After modify and overwrite the page has a new version, and copies elsewhere
   // are stale. Of an empty Pin it does nothing.
@@ -91,7 +93,11 @@ class PageCache final {
   PageCache(const PageCache&) = delete;
   PageCache& operator=(const PageCache&) = delete;
 
-  // The page where host memory has it; empty: not yet.
+  // For pages that another rank holds, for good.
+  void connect(RemotePages& remote) { remote_ = &remote; }
+
+  // The page where host memory has it; empty: not yet. Of a page that another rank holds REQUIRES:
+  // Intent::read.
   Pin open(PageId page, Intent intent);
   // Reads a page that rests in a slot ahead of its need. True: it is in host memory, until somebody
   // else needs the frame.
@@ -158,6 +164,7 @@ class PageCache final {
   static void empty(Staged& place) { place = {.frame = place.frame}; }
 
   bool bring(PageId page, bool promised);
+  Pin open_remote(PageId page);
   bool is_dirty(PageId page) const;
   void fetch(PageId page, HostFrameId to);
   Staged* staged(PageId page);
@@ -172,6 +179,7 @@ class PageCache final {
   Transfers& transfers_;
   Pool& host_;
   const DeviceMemory& device_;
+  RemotePages* remote_ = nullptr;  // none: this rank holds every page
   std::vector<Staged> staged_;
   std::vector<bool> writing_;  // by page, as far as any was open to be changed
   std::uint64_t version_ = 0;  // the last one given to any page: versions are never used twice

@@ -77,6 +77,7 @@ Cause Prefetcher::missing(PageId page) const {
   if (rest == Tier::device) return Cause::copy;
   const bool may_start = occupied(page) == kNoFrame && !loads_.full();
   if (may_start && frame_for(page) == kNoFrame) return Cause::frame;
+  if (rest == Tier::remote) return Cause::rank;
   return rest == Tier::host ? Cause::copy : Cause::ssd;  // others come before it
 }
 

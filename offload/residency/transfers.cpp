@@ -57,8 +57,10 @@ Transfers::Transfer Transfers::begin(Link link, Requester requester, std::uint64
           .in_flight = true};
 }
 
-CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester requester) {
+CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester requester,
+                           std::byte* bytes) {
   STRATA_ASSERT(!full());
+  STRATA_ASSERT((from == Tier::remote) == (bytes != nullptr));
   STRATA_ASSERT(from != to.tier && to.somewhere());
   STRATA_ASSERT(table_.is_current(page, from));
   const LinkRow& row = row_of(link_between(from, to.tier));
@@ -77,8 +79,8 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
     start_by_store(transfer);
     return {};
   }
-  const bool up = row.from == Tier::host;
-  std::byte* const in_host = host_bytes(page);
+  const bool up = row.to == Tier::device;
+  std::byte* const in_host = bytes != nullptr ? bytes : host_bytes(page);
   std::byte* const on_device = device_.address(table_.at(page, Tier::device).device_frame());
   return start(transfer, {.to = up ? on_device : in_host,
                           .from = up ? in_host : on_device,

@@ -87,9 +87,11 @@ class Transfers final {
   // Copies the newest contents of a page. A stale copy at the other end goes first, with its place,
   // which is `to` or belongs to the page anyway. The ticket is that of the copy engine; of a link
   // that a store carries it means nothing.
-  // Where `to` is a slot that is held, the page rests in a fresh one from here on.
+  // Where `to` is a slot that is held, the page rests in a fresh one from here on. `bytes`: of a
+  // page that another rank holds, which stay until the transfer is over.
   // REQUIRES: !full(); the tier `from` holds the newest; a link joins the tiers.
-  CopyTicket move(PageId page, Tier from, Placement to, Requester requester);
+  CopyTicket move(PageId page, Tier from, Placement to, Requester requester,
+                  std::byte* bytes = nullptr);
   // Writes the page as host memory has it to a slot of the SSD that is not the page's own.
   // REQUIRES: !full(); host memory holds the newest; the slot is acquired, and not held.
   void save(PageId page, SlotId to, Requester requester);

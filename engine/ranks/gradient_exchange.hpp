@@ -1,0 +1,133 @@
+// GradientExchange: gradients of all ranks of a machine meet at the owners of their chunks. Each
+// rank puts its piece into memory that the others read, and says so; the owner adds the pieces in
+// float32, in an order that is always the same, to the page where the sum rests.
+//
+// Threads: one caller at a time (the core's lock), which is given up while bytes are moved. Added up
+// is by a thread of its own.
+//
+//   exchange.begin_window();                           // another backward begins
+//   exchange.land(lock, gradient);                     // this rank's, of a whole parameter
+//   exchange.end_step(lock);                           // waits until all ranks' are added
+//   exchange.squares(param)                            // of what this rank owns of the sum
+//   exchange.begin_step(step);
+//
+// Note [Order of the sum]
+// A piece has a key: the window (the backward pass of a step, counted by each rank) and the number
+// of the gradient that its parameter got in that window (there is more than one where a checkpoint
+// runs a backward of its own). Pieces are added by key, and within a key by rank. So with W ranks
+// the global micro-batches window * W + rank are added in their order, as one rank would add them,
+// and the bits are the same for every W. A rank that has nothing to add is passed over as soon as
+// that is known: a later piece of it has come, or it has begun a later window, or ended its step.
+//
+// Note [The exchange cannot deadlock]
+// A piece waits for pieces with a smaller key, and for those of lower ranks with the same key; a
+// rank waits where its outbox is full. Of all pieces that are still to come, that with the smallest
+// key, of the lowest rank, waits for nobody, nor does anything that its rank sends before it: rank
+// by rank, each outbox empties. Sums rest in float32, so that each piece can be added as it comes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/gradient_place.hpp"
+#include "engine/ranks/outbox.hpp"
+#include "memory/crew.hpp"
+#include "optimizers/exact_sum.hpp"
+
+namespace strata {
+
+class GradientExchange final {
+ public:
+  GradientExchange(Foundation& base, Updates& updates, bool threads);
+  ~GradientExchange();
+  GradientExchange(const GradientExchange&) = delete;
+  GradientExchange& operator=(const GradientExchange&) = delete;
+
+  // What lands from here on is of the next backward pass of the step.
+  void begin_window();
+  // Hands over this rank's gradient, all elements of a parameter. Its memory may be reused on
+  // return.
+  void land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
+  // Tells the others that this rank has no more of the step, and waits until everything is added
+  // that they have, of what this one owns.
+  void end_step(Lock& lock) STRATA_REQUIRES(core_lock);
+  // The next step begins; its updates will be of step `updates`, perhaps the last one's again: one
+  // whose gradients were dropped had none.
+  void begin_step(std::int64_t updates);
+
+  // Of the squares of the sum, in the chunks of the parameter that this rank owns.
+  ExactSum squares(std::uint32_t param) const;
+
+  // What others say. False: it cannot be, and the session should end.
+  bool piece_came(std::uint32_t from, const PeerMessage& message);
+  bool piece_taken(std::uint64_t place);
+  void window_began(std::uint32_t from, std::int64_t step, std::uint32_t window);
+  void step_done(std::uint32_t from, std::int64_t step);
+
+  // Starts and ends additions. True when anything moved.
+  bool turn();
+  // The first rank that has not ended the step; none: all have.
+  std::optional<std::uint32_t> awaited() const;
+
+ private:
+  // Step, window and number, in this order.
+  using Key = std::uint64_t;
+  struct Arrived {
+    std::uint32_t rank = 0;
+    Key key = 0;
+    const std::byte* bytes = nullptr;
+    Dtype dtype = Dtype::bfloat16;
+    bool lies_here = false;  // in the outbox of this rank
+  };
+  // What a page of gradients holds of a parameter; the unit of exchange.
+  struct Part {
+    std::uint32_t param = 0;
+    std::uint32_t chunk = 0;
+    std::size_t first = 0;  // element, in the parameter
+    std::size_t count = 0;
+    // Of a part that this rank owns.
+    std::vector<Arrived> waiting = {};  // of each rank in the order of their keys
+    Key key = 0;                        // of what was added last, and whose it was, where ...
+    std::uint32_t rank = 0;
+    std::int64_t landed = 0;  // ... the last step in which anything was, is this one
+    bool adding = false;
+    ExactSum squares = {};  // of that step
+  };
+  struct Job {
+    std::uint32_t part = 0;
+    std::vector<Arrived> pieces;  // the first ones of those that wait
+    std::vector<Piece> cut;       // of the part
+    GradientPlace to;
+    bool adds = false;  // to what is there
+    ExactSum squares = {};
+  };
+
+  static Key key_of(std::int64_t step, std::uint32_t window, std::uint32_t number);
+  void make_parts();
+  Part* part_of(const PeerMessage& message);
+  std::byte* take_place(Lock& lock, std::size_t bytes, UnitId unit) STRATA_REQUIRES(core_lock);
+  bool land_now(Lock& lock, std::uint32_t part, const Arrived& mine) STRATA_REQUIRES(core_lock);
+  void await(std::uint32_t part, const Arrived& piece);
+  std::vector<Arrived> addable(const Part& part) const;
+  std::unique_ptr<Job> begin(std::uint32_t part);
+  void add(Job& job) const;
+  void end(std::unique_ptr<Job> job);
+
+  Foundation& base_;
+  Updates& updates_;
+  Outbox outbox_;
+  std::vector<Part> parts_;
+  std::vector<std::uint32_t> first_part_;  // by parameter, and one more
+  std::int64_t step_ = 1;     // counts what all ranks have ended together
+  std::int64_t updates_step_ = 1;
+  std::uint32_t window_ = 0;
+  std::vector<Key> reached_;            // by rank: it sends nothing below this any more
+  std::vector<std::uint32_t> numbers_;  // by parameter: its gradients in this window
+  std::vector<std::uint32_t> pending_;  // parts with pieces that wait
+  std::uint32_t adding_ = 0;            // parts that are being added to
+  std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
+};
+
+}  // namespace strata

@@ -1,0 +1,47 @@
+#include "engine/ranks/lender.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+
+bool Lender::asked(std::uint32_t rank, PageId page, std::int64_t step) {
+  if (index(page) >= base_.layout.page_count) return false;
+  if (!base_.owns.mine(base_.layout.chunk_of[index(page)])) return false;
+  loans_.push_back({.rank = rank, .page = page, .step = step, .pin = {}});
+  return true;
+}
+
+bool Lender::given_back(std::uint32_t rank, PageId page) {
+  const auto found = std::find_if(loans_.begin(), loans_.end(), [&](const Loan& loan) {
+    return loan.rank == rank && loan.page == page && loan.pin;
+  });
+  if (found == loans_.end()) return false;
+  loans_.erase(found);
+  base_.gate.notify();
+  return true;
+}
+
+// The updates of that step are released here, and published.
+bool Lender::may_lend(const Loan& loan) const {
+  const std::uint32_t chunk = base_.layout.chunk_of[index(loan.page)];
+  return updates_.released() >= loan.step && !updates_.behind(chunk, loan.step);
+}
+
+bool Lender::turn() {
+  bool moved = false;
+  for (Loan& loan : loans_) {
+    if (loan.pin || !may_lend(loan)) continue;
+    loan.pin = base_.cache.open(loan.page, Intent::read);
+    if (!loan.pin) continue;
+    base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
+                                  .what = index(loan.page),
+                                  .at = base_.peers->place(loan.pin.bytes())});
+    moved = true;
+  }
+  return moved;
+}
+
+}  // namespace strata

@@ -1,0 +1,49 @@
+// Lender: gives pages that this rank holds to ranks that ask for them, whatever its own Python is
+// doing: the pump serves them. A page is lent when the updates are published that the asker needs,
+// and stays where it is until it is given back.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   lender.asked(rank, page, step);
+//   lender.turn();                           // answers what can be
+//   lender.given_back(rank, page);
+//
+// Note [Lending cannot deadlock]
+// A page that is lent holds a frame of the staging area, like any page that is on its way to the
+// device (page_cache.hpp, Note [Staging cannot deadlock]): who borrows it has its frame of the
+// device already, copies it, and gives it back without needing anything else.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/foundation.hpp"
+#include "engine/updates.hpp"
+
+namespace strata {
+
+class Lender final {
+ public:
+  Lender(Foundation& base, const Updates& updates) : base_(base), updates_(updates) {}
+
+  // False of both: it cannot be, and the session should end.
+  bool asked(std::uint32_t rank, PageId page, std::int64_t step);
+  bool given_back(std::uint32_t rank, PageId page);
+  bool turn();
+
+ private:
+  struct Loan {
+    std::uint32_t rank = 0;
+    PageId page = kNoPage;
+    std::int64_t step = 0;
+    Pin pin;  // empty: it is asked for
+  };
+
+  bool may_lend(const Loan& loan) const;
+
+  Foundation& base_;
+  const Updates& updates_;
+  std::vector<Loan> loans_;  // in the order in which they were asked for
+};
+
+}  // namespace strata

@@ -1,0 +1,40 @@
+#include "engine/ranks/ownership.hpp"
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+std::int64_t pages_of(const Layout& layout, std::uint32_t chunk) {
+  std::int64_t pages = 0;
+  for (const PageRun& run : layout.chunks[chunk].roles) pages += run.count;
+  return pages;
+}
+
+}  // namespace
+
+Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks) {
+  STRATA_ASSERT(rank < ranks);
+  Ownership owns{.rank = rank, .owners = {}};
+  if (ranks == 1) return owns;
+  owns.owners.assign(layout.chunks.size(), 0);
+  const auto count = static_cast<std::int64_t>(ranks);
+  // By rank: pages times `count` that it may still take. They add up to zero between units.
+  std::vector<std::int64_t> left(ranks, 0);
+  for (const UnitLayout& unit : layout.units) {
+    std::int64_t total = 0;
+    for (const std::uint32_t chunk : unit.chunks) total += pages_of(layout, chunk);
+    for (std::int64_t& share : left) share += total;
+    std::uint32_t taker = 0;
+    for (const std::uint32_t chunk : unit.chunks) {
+      const std::int64_t pages = pages_of(layout, chunk) * count;
+      // Whoever lacks at least half of it takes it; the last one takes what is left.
+      while (taker + 1 < ranks && left[taker] * 2 < pages) ++taker;
+      left[taker] -= pages;
+      owns.owners[chunk] = taker;
+    }
+  }
+  return owns;
+}
+
+}  // namespace strata

@@ -1,0 +1,33 @@
+// Ownership: which rank of the machine holds a chunk: its parameters, residual, moments and summed
+// gradient. Every chunk belongs to one rank, and so the state is held once, however many ranks
+// compute with it (ZeRO-3). A pure function of layout and number of ranks: nothing is padded, and
+// whatever is stored by parameter, role and element loads under any number of ranks.
+//
+// Threads: values.
+//
+//   Ownership owns = share_chunks(layout, rank, ranks);
+//   if (owns.mine(chunk)) ...
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/layout.hpp"
+
+namespace strata {
+
+struct Ownership {
+  std::uint32_t rank = 0;
+  std::vector<std::uint32_t> owners;  // by chunk; empty: this rank is alone
+
+  bool alone() const { return owners.empty(); }
+  std::uint32_t owner(std::uint32_t chunk) const { return alone() ? rank : owners[chunk]; }
+  bool mine(std::uint32_t chunk) const { return owner(chunk) == rank; }
+};
+
+// The chunks of a unit go to the ranks in contiguous ranges, so that each of them brings a part of
+// every unit that is larger than a few pages. Pages are counted, of all roles: what one rank has too
+// much of in a unit, it gets less of in the next ones. REQUIRES: rank < ranks.
+Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks);
+
+}  // namespace strata

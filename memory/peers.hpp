@@ -1,0 +1,157 @@
+// Peers: the other ranks of a machine as one of them sees them. Each has a ring for what every other
+// one says to it, a bell that wakes it, and memory that it alone writes and all may read. Whoever
+// takes part shows all that as a Seat. Nothing here is a lock, and nobody waits.
+//
+// Threads: one caller at a time (the core's lock). The other end of a ring is another process, or
+// another session of this one.
+//
+//   Peers peers(rank, seats);
+//   peers.send(2, {.kind = PeerMessage::Kind::ask, .what = page});
+//   while (auto received = peers.receive()) ...received->from, received->message...
+//   peers.flush();                                       // in every turn
+//
+// What another rank writes is not trusted: places in its memory are checked before they are read.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "memory/check.hpp"
+#include "memory/peer_ring.hpp"
+
+namespace strata {
+
+// The meaning of the fields is that of the kind.
+struct PeerMessage {
+  enum class Kind : std::uint32_t {
+    ask,        // for page `what`, not older than `step`
+    grant,      // of page `what`, which lies at `at`
+    give_back,  // page `what`
+    piece,      // of parameter `what`: run `part`, of `window`, number `count` there, at `at`
+    taken,      // the piece that lay at `at`
+    window,     // `window` begins: those before it have no more pieces
+    done,       // the pieces of `step` are sent
+  };
+  Kind kind = Kind::ask;
+  std::uint32_t what = 0;
+  std::uint32_t part = 0;
+  std::uint32_t window = 0;
+  std::uint32_t count = 0;
+  std::uint32_t dtype = 0;  // of a piece: Dtype
+  std::uint64_t at = 0;  // in bytes, from the beginning of the sender's memory
+  std::int64_t step = 0;
+};
+static_assert(sizeof(PeerMessage) == 40 && std::is_trivially_copyable_v<PeerMessage>);
+
+using MessageRing = PeerRing<PeerMessage, 512>;
+
+// What a rank shows the others, and for how long all of them live.
+struct Seat {
+  MessageRing* inbox = nullptr;        // by sender
+  std::span<std::byte> board;          // written by this rank, read by all
+  std::span<const std::byte> memory;   // likewise
+  std::function<void()> ring = [] {};  // wakes it
+};
+
+class Peers final {
+ public:
+  // REQUIRES: rank < seats.size().
+  Peers(std::uint32_t rank, std::vector<Seat> seats) : rank_(rank), seats_(std::move(seats)) {
+    STRATA_ASSERT(rank_ < seats_.size());
+    waiting_.resize(seats_.size());
+  }
+  Peers(const Peers&) = delete;
+  Peers& operator=(const Peers&) = delete;
+
+  std::uint32_t rank() const { return rank_; }
+  std::uint32_t count() const { return static_cast<std::uint32_t>(seats_.size()); }
+
+  // Messages to a rank arrive in the order in which they were sent. One that its ring has no room
+  // for waits here. REQUIRES: it is another rank.
+  void send(std::uint32_t to, const PeerMessage& message) {
+    STRATA_ASSERT(to < count() && to != rank_);
+    waiting_[to].push_back(message);
+    flush(to);
+  }
+  void send_all(const PeerMessage& message) {
+    for (std::uint32_t to = 0; to < count(); ++to) {
+      if (to != rank_) send(to, message);
+    }
+  }
+  // Hands over what waited for room. True when anything went.
+  bool flush() {
+    bool moved = false;
+    for (std::uint32_t to = 0; to < count(); ++to) moved |= flush(to);
+    return moved;
+  }
+
+  struct Received {
+    std::uint32_t from = 0;
+    PeerMessage message;
+  };
+  // The next message of any rank, each in its turn.
+  std::optional<Received> receive() {
+    for (std::uint32_t i = 0; i < count(); ++i) {
+      next_ = (next_ + 1) % count();
+      if (next_ == rank_) continue;
+      Received received{.from = next_, .message = {}};
+      const RingAnswer answer = seats_[rank_].inbox[next_].pop(received.message);
+      if (answer == RingAnswer::done) return received;
+      if (answer == RingAnswer::corrupt) damaged_ = next_;
+    }
+    return std::nullopt;
+  }
+
+  // A rank whose ring says what neither end can have done.
+  std::optional<std::uint32_t> damaged() const { return damaged_; }
+
+  // So many bytes of the rank's memory; null: it has no such place.
+  const std::byte* bytes(std::uint32_t rank, std::uint64_t at, std::size_t size) const {
+    STRATA_ASSERT(rank < count());
+    const std::span<const std::byte> memory = seats_[rank].memory;
+    if (at > memory.size() || size > memory.size() - at) return nullptr;
+    return memory.data() + at;
+  }
+  // Where bytes of a rank's memory are, by default of this one's. REQUIRES: they are in it.
+  std::uint64_t place(const std::byte* bytes) const { return place_of(rank_, bytes); }
+  std::uint64_t place_of(std::uint32_t rank, const std::byte* bytes) const {
+    const std::span<const std::byte> memory = seats_[rank].memory;
+    STRATA_ASSERT(bytes >= memory.data() && bytes < memory.data() + memory.size());
+    return static_cast<std::uint64_t>(bytes - memory.data());
+  }
+  std::span<std::byte> board(std::uint32_t rank) const { return seats_[rank].board; }
+  // Wakes everybody else: something on the board has changed.
+  void ring_all() const {
+    for (std::uint32_t to = 0; to < count(); ++to) {
+      if (to != rank_) seats_[to].ring();
+    }
+  }
+
+ private:
+  bool flush(std::uint32_t to) {
+    bool moved = false;
+    for (std::deque<PeerMessage>& queue = waiting_[to]; !queue.empty(); queue.pop_front()) {
+      const RingAnswer answer = seats_[to].inbox[rank_].push(queue.front());
+      if (answer == RingAnswer::corrupt) damaged_ = to;
+      if (answer != RingAnswer::done) break;
+      moved = true;
+    }
+    if (moved) seats_[to].ring();
+    return moved;
+  }
+
+  std::uint32_t rank_;
+  std::vector<Seat> seats_;                       // by rank
+  std::vector<std::deque<PeerMessage>> waiting_;  // by rank
+  std::uint32_t next_ = 0;
+  std::optional<std::uint32_t> damaged_;
+};
+
+}  // namespace strata

@@ -1,0 +1,87 @@
+#include "offload/residency/remote_pages.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+
+RemotePages::RemotePages(PageTable& table, Peers& peers, std::vector<std::uint32_t> holders)
+    : table_(table), peers_(peers), holders_(std::move(holders)) {
+  STRATA_ASSERT(holders_.size() == table_.page_count());
+  for (std::uint32_t i = 0; i < table_.page_count(); ++i) {
+    if (holders_[i] == peers_.rank()) continue;
+    STRATA_ASSERT(table_.tier(PageId{i}) == Tier::remote);
+    table_.begin_fill(PageId{i}, table_.placement(PageId{i}), 1);
+    table_.finish_fill(PageId{i}, Tier::remote);
+  }
+}
+
+RemotePages::Lease* RemotePages::find(PageId page) {
+  const auto found = std::find_if(leases_.begin(), leases_.end(),
+                                  [page](const Lease& lease) { return lease.page == page; });
+  return found == leases_.end() ? nullptr : &*found;
+}
+
+std::byte* RemotePages::open(PageId page) {
+  Lease* lease = find(page);
+  if (lease == nullptr) {
+    leases_.push_back({.page = page});
+    peers_.send(holders_[index(page)],
+                {.kind = PeerMessage::Kind::ask, .what = index(page), .step = step_});
+    return nullptr;
+  }
+  if (lease->bytes == nullptr) return nullptr;
+  ++lease->users;
+  return lease->bytes;
+}
+
+void RemotePages::close(PageId page) {
+  Lease* lease = find(page);
+  STRATA_ASSERT(lease != nullptr && lease->users > 0);
+  if (--lease->users != 0) return;
+  leases_.erase(leases_.begin() + (lease - leases_.data()));
+  give_back(page);
+}
+
+void RemotePages::give_back(PageId page) {
+  peers_.send(holders_[index(page)], {.kind = PeerMessage::Kind::give_back, .what = index(page)});
+}
+
+bool RemotePages::settle() {
+  std::erase_if(leases_, [this](const Lease& lease) {
+    const bool unused = lease.bytes != nullptr && lease.users == 0;
+    if (unused) give_back(lease.page);
+    return unused;
+  });
+  return leases_.empty();
+}
+
+void RemotePages::renew(PageId page) {
+  STRATA_ASSERT(table_.tier(page) == Tier::remote && find(page) == nullptr);
+  table_.publish(page, Tier::remote, table_.newest(page) + 1);
+}
+
+bool RemotePages::granted(std::uint32_t from, PageId page, std::uint64_t at,
+                          std::size_t page_bytes) {
+  Lease* lease = find(page);
+  if (lease == nullptr || lease->bytes != nullptr || holders_[index(page)] != from) return false;
+  // It is only read; copy engines take one kind of pointer for both ways.
+  lease->bytes = const_cast<std::byte*>(peers_.bytes(from, at, page_bytes));
+  return lease->bytes != nullptr;
+}
+
+bool RemotePages::waits() const {
+  return std::any_of(leases_.begin(), leases_.end(),
+                     [](const Lease& lease) { return lease.bytes == nullptr; });
+}
+
+std::uint32_t RemotePages::awaited() const {
+  const auto first = std::find_if(leases_.begin(), leases_.end(),
+                                  [](const Lease& lease) { return lease.bytes == nullptr; });
+  STRATA_ASSERT(first != leases_.end());
+  return holders_[index(first->page)];
+}
+
+}  // namespace strata

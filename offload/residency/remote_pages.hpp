@@ -1,0 +1,75 @@
+// RemotePages: pages that another rank of the machine holds. Who opens one asks its holder, who
+// brings it to memory that both map, answers with its place there, and keeps it there, as it is,
+// until it is given back. So a page is read from disk once and lies in host memory once, however
+// many ranks compute with it.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   std::byte* bytes = remote.open(page);     // null: asked, and not answered yet
+//   ...read...                                // through PageCache, whose Pin closes it
+//   remote.close(page);
+//   remote.renew(page);                       // its holder changes it: what is here is stale
+//
+// Note [Pages of others]
+// The page table says of such a page that it rests in the tier `remote`, at a place of its own, and
+// holds there what is newest. That is true by definition: the version counts how often it was
+// renewed, which all ranks do at the same step. A holder answers an ask when what it has is of the
+// step that the ask names, or newer; it never waits for Python, so ranks that use units a different
+// number of times, or leave some out, cannot wait for each other in a circle.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "memory/page_table.hpp"
+#include "memory/peers.hpp"
+
+namespace strata {
+
+// Invariants:
+//   1. A page is asked for at most once, until it is given back.
+//   2. users > 0 only where it was granted.
+class RemotePages final {
+ public:
+  // `holders`: by page of the table, the rank that holds it. Places those of others.
+  RemotePages(PageTable& table, Peers& peers, std::vector<std::uint32_t> holders);
+  RemotePages(const RemotePages&) = delete;
+  RemotePages& operator=(const RemotePages&) = delete;
+
+  // The page's bytes; null: not yet. Each open() that succeeds is closed.
+  std::byte* open(PageId page);
+  void close(PageId page);
+  // What is asked for from here on is not older than what this step's updates made.
+  void set_step(std::int64_t step) { step_ = step; }
+  // The holder has changed the page, or will before it grants it again. REQUIRES: nothing of it is
+  // open or being copied.
+  void renew(PageId page);
+
+  // The holder said so. False: it cannot be, and the session should end.
+  bool granted(std::uint32_t from, PageId page, std::uint64_t at, std::size_t page_bytes);
+
+  // Gives back what was granted to somebody who did not come back for it. True: nothing is open or
+  // asked for.
+  bool settle();
+  // Whom the oldest ask waits for. REQUIRES: waits().
+  bool waits() const;
+  std::uint32_t awaited() const;
+
+ private:
+  struct Lease {
+    PageId page = kNoPage;
+    std::byte* bytes = nullptr;  // null: asked for, and not granted yet
+    std::uint32_t users = 0;
+  };
+
+  Lease* find(PageId page);
+  void give_back(PageId page);
+
+  PageTable& table_;
+  Peers& peers_;
+  std::vector<std::uint32_t> holders_;
+  std::vector<Lease> leases_;  // in the order in which they were asked for
+  std::int64_t step_ = 0;
+};
+
+}  // namespace strata
