@@ -21,6 +21,7 @@ class Forked final {
   explicit Forked(const std::function<void()>& body) : pid_(::fork()) {
     if (pid_ != 0) return;
     ::alarm(120);
+    const bool failed_before = testing::Test::HasFailure();
     bool failed = false;
     try {
       body();
@@ -29,7 +30,8 @@ class Forked final {
       failed = true;
     }
     std::fflush(nullptr);
-    ::_exit(failed || testing::Test::HasFailure() ? 1 : 0);
+    if (!failed_before && testing::Test::HasFailure()) failed = true;
+    ::_exit(failed ? 1 : 0);
   }
   ~Forked() {
     if (pid_ <= 0) return;
