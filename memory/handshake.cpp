@@ -140,11 +140,12 @@ std::optional<std::uint32_t> Handshake::rank() const {
   return header_->rank;
 }
 
-Peer Handshake::peer() && {
+Peer Handshake::take() {
   STRATA_ASSERT(header_.has_value());
   STRATA_ASSERT(received_ == in_.size());
   peer_.rank = header_->rank;
   peer_.hello.assign(in_.begin() + sizeof(Header), in_.end() - 1);
+  close();
   return std::move(peer_);
 }
 

@@ -5,7 +5,7 @@
 //
 //   Handshake shaking(std::move(socket), offer, {.first = 2, .last = 2});
 //   while (shaking.step() == Handshake::State::under_way) poll(shaking.fd(), shaking.events());
-//   Peer peer = std::move(shaking).peer();
+//   Peer peer = shaking.take();
 //
 // What goes over a Unix stream socket, each way, in the byte order of the machine:
 //
@@ -74,9 +74,9 @@ class Handshake final {
   Ranks expected() const { return expected_; }
   // Known once its header has come and was found good.
   std::optional<std::uint32_t> rank() const;
-  // REQUIRES: done.
-  Peer peer() &&;
-  // Hangs up. Only closed() may be called from here on.
+  // The other process, and hangs up. REQUIRES: done.
+  Peer take();
+  // Hangs up; what is known of the other side stays.
   void close() { socket_ = Descriptor(); }
   bool closed() const { return !socket_.open(); }
 

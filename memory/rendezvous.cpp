@@ -110,13 +110,13 @@ void Meeting::step_all() {
   for (Handshake& shaking : shaking_) {
     const Handshake::State state = shaking.step();
     check_single(shaking);
-    if (state == Handshake::State::under_way) continue;
     if (state == Handshake::State::done) {
-      Peer peer = std::move(shaking).peer();
+      Peer peer = shaking.take();
       const std::uint32_t rank = peer.rank;
       peers_[rank] = std::move(peer);
+    } else if (state == Handshake::State::gone) {
+      shaking.close();
     }
-    shaking.close();
   }
   std::erase_if(shaking_, [](const Handshake& one) { return one.closed(); });
 }

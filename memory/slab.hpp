@@ -3,7 +3,8 @@
 // free behind it, so that more can be claimed later without moving anything.
 //
 // A shared one is a file in memory that other processes map, all bytes_max of it, by its
-// descriptor: memory/shared_area.hpp. They see what is claimed and given back.
+// descriptor: memory/shared_area.hpp. They see what is claimed and given back, and touch nothing
+// else: that would claim it.
 //
 // Threads: the bytes belong to whoever is handed them; one caller at a time resizes. A forked
 // child does not have them.
