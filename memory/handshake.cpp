@@ -16,7 +16,7 @@
 namespace strata {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x7065657261727473;  // "strapeer", backwards
+constexpr std::uint64_t kMagic = 0x7265657061727473;  // "strapeer" in memory
 constexpr std::uint32_t kFormat = 1;
 constexpr std::byte kReceived{0xac};
 

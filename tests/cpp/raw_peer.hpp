@@ -67,7 +67,7 @@ inline Descriptor raw_call(const std::string& folder, std::uint32_t rank) {
 
 // The header as it goes over the socket.
 struct RawHeader {
-  std::uint64_t magic = 0x7065657261727473;
+  std::uint64_t magic = 0x7265657061727473;
   std::uint32_t format = 1, count = 2, rank = 1, hello_bytes = 0, descriptors = 0, zero = 0;
 };
 
