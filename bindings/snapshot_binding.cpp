@@ -20,18 +20,18 @@ namespace strata {
 namespace {
 
 void make_pages_durable(Session& session) {
-  session.with_page_files([](const std::vector<int>& files) {
-    for (const int file : files) make_durable(file);
+  session.with_page_files([](const std::vector<Descriptor>& files) {
+    for (const Descriptor& file : files) make_durable(file.get());
   });
 }
 
 bool link_pages(Session& session, const std::vector<std::string>& paths) {
   if (!session.keep_pages_linkable()) return false;
   bool linked = true;
-  session.with_page_files([&](const std::vector<int>& files) {
+  session.with_page_files([&](const std::vector<Descriptor>& files) {
     if (files.size() != paths.size()) refuse("each SSD path has one page file");
     for (std::size_t i = 0; i < paths.size() && linked; ++i) {
-      linked = link_file(files[i], paths[i]);
+      linked = link_file(files[i].get(), paths[i]);
     }
   });
   return linked;

@@ -77,12 +77,22 @@ void Session::replace_gradient(std::uint32_t param, const void* from, Dtype dtyp
   core_->gradients.replace(in.lock(), param, static_cast<const std::byte*>(from), dtype, stream);
 }
 
-void Session::with_page_files(const std::function<void(const std::vector<int>&)>& use) {
+std::vector<int> Session::page_files() {
+  std::vector<int> given;
+  with_page_files([&given](std::vector<Descriptor>& files) {
+    given.reserve(files.size());  // so that nothing throws with descriptors that nobody owns
+    for (Descriptor& file : files) given.push_back(file.release());
+  });
+  return given;
+}
+
+void Session::with_page_files(const std::function<void(std::vector<Descriptor>&)>& use) {
   Gate::Call in(gate_);
   const Store* store = core_->base.tiers.store(Tier::ssd);
-  const Descriptors files(store == nullptr ? std::vector<int>() : store->duplicate_files());
+  std::vector<Descriptor> files;
+  if (store != nullptr) files = store->duplicate_files();
   const Unlocked unlocked(in.lock());
-  use(files.get());
+  use(files);
 }
 
 std::uint64_t Session::begin_snapshot(std::uint32_t keep) {

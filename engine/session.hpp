@@ -219,13 +219,9 @@ class Session final {
   // Waits until it is complete.
   Snapshot snapshot(std::uint64_t id);
   // Descriptors of the files of the SSD, which the caller closes; what takes long goes by them.
-  std::vector<int> page_files() {
-    Gate::Call in(gate_);
-    const Store* store = core_->base.tiers.store(Tier::ssd);
-    return store == nullptr ? std::vector<int>() : store->duplicate_files();
-  }
+  std::vector<int> page_files();
   // The same while this lasts: the session does not end, and nobody else gets the files.
-  void with_page_files(const std::function<void(const std::vector<int>&)>& use);
+  void with_page_files(const std::function<void(std::vector<Descriptor>&)>& use);
   bool keep_pages_linkable() {
     Gate::Call in(gate_);
     Store* store = core_->base.tiers.store(Tier::ssd);

@@ -110,7 +110,29 @@ int populate_piece(std::byte* range, std::size_t bytes) {
   return 0;
 }
 
+// The same for a piece that may only be read.
+int populate_piece_to_read(std::byte* range, std::size_t bytes) {
+  if (::madvise(range, bytes, MADV_POPULATE_READ) == 0) return 0;
+  if (errno != EINVAL) return errno == EFAULT ? ENOMEM : errno;
+  for (std::size_t at = 0; at < bytes; at += kKernelPageBytes) {
+    static_cast<void>(*static_cast<const volatile std::byte*>(range + at));
+  }
+  return 0;
+}
+
 }  // namespace
+
+Addresses::~Addresses() {
+  if (!range_.empty()) ::munmap(range_.data(), range_.size());  // unlocks, too
+}
+
+void advise_claimed(std::byte* range, std::size_t bytes) {
+  // Huge pages are a wish: a kernel without them says EINVAL, and small ones do.
+  if (bytes >= kHugePageBytes) ::madvise(range, bytes, MADV_HUGEPAGE);
+  // A forked child (a DataLoader's worker) has no business here; without it, every page that either
+  // side writes, and every pinned one at once, would be copied and break the budget.
+  ::madvise(range, bytes, MADV_DONTFORK);
+}
 
 std::byte* reserve_addresses(std::size_t bytes) {
   STRATA_ASSERT(bytes > 0);
@@ -159,6 +181,10 @@ int populate(std::byte* range, std::size_t bytes, const PopulateRange& populate_
 
 int populate(std::byte* range, std::size_t bytes) {
   return populate(range, bytes, populate_piece);
+}
+
+int populate_to_read(const std::byte* range, std::size_t bytes) {
+  return populate(const_cast<std::byte*>(range), bytes, populate_piece_to_read);
 }
 
 std::size_t host_bytes_available(const std::string& root) {

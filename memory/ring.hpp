@@ -13,11 +13,16 @@
 #include <atomic>
 #include <bit>
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 
 #include "memory/check.hpp"
 
 namespace strata {
+
+// corrupt: the indices say what neither end can have done. It is a bug among the threads of one
+// process, and an answer where the other end is another process (memory/peer_ring.hpp).
+enum class RingAnswer : std::uint8_t { done, full, empty, corrupt };
 
 // Invariants:
 //   1. popped_ <= pushed_ <= popped_ + kCapacity; both only grow (and wrap around harmlessly).
@@ -34,26 +39,37 @@ class Ring final {
 
   // False, and `value` is untouched, when the ring is full.
   [[nodiscard]] bool push(T value) {
-    const std::size_t pushed = pushed_.load(std::memory_order_relaxed);
-    // Acquire: the consumer has finished reading the slot before we write it again.
-    const std::size_t held = pushed - popped_.load(std::memory_order_acquire);
-    STRATA_ASSERT(held <= kCapacity);
-    if (held == kCapacity) return false;
-    slots_[pushed % kCapacity] = std::move(value);
-    pushed_.store(pushed + 1, std::memory_order_release);
-    return true;
+    const RingAnswer answer = try_push(std::move(value));
+    STRATA_ASSERT(answer != RingAnswer::corrupt);
+    return answer == RingAnswer::done;
   }
 
   // False, and `out` is untouched, when the ring is empty.
   [[nodiscard]] bool pop(T& out) {
+    const RingAnswer answer = try_pop(out);
+    STRATA_ASSERT(answer != RingAnswer::corrupt);
+    return answer == RingAnswer::done;
+  }
+
+  // The same without trust in either index: whatever they are, no other memory is touched.
+  [[nodiscard]] RingAnswer try_push(T&& value) {
+    const std::size_t pushed = pushed_.load(std::memory_order_relaxed);
+    // Acquire: the consumer has finished reading the slot before we write it again.
+    const std::size_t held = pushed - popped_.load(std::memory_order_acquire);
+    if (held >= kCapacity) return held == kCapacity ? RingAnswer::full : RingAnswer::corrupt;
+    slots_[pushed % kCapacity] = std::move(value);
+    pushed_.store(pushed + 1, std::memory_order_release);
+    return RingAnswer::done;
+  }
+  [[nodiscard]] RingAnswer try_pop(T& out) {
     const std::size_t popped = popped_.load(std::memory_order_relaxed);
     // Acquire: the producer has finished writing the slot before we read it.
     const std::size_t held = pushed_.load(std::memory_order_acquire) - popped;
-    STRATA_ASSERT(held <= kCapacity);
-    if (held == 0) return false;
+    if (held == 0) return RingAnswer::empty;
+    if (held > kCapacity) return RingAnswer::corrupt;
     out = std::move(slots_[popped % kCapacity]);
     popped_.store(popped + 1, std::memory_order_release);
-    return true;
+    return RingAnswer::done;
   }
 
   std::size_t size() const {

@@ -1,5 +1,6 @@
 #include "memory/slab.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -7,75 +8,76 @@
 #include <cstdint>
 
 #include "memory/check.hpp"
-#include "memory/mapping.hpp"
+#include "memory/shared_area.hpp"
 
 namespace strata {
-namespace {
+
+Slab::Slab(std::size_t bytes, Locking locking, std::size_t bytes_max, Sharing sharing)
+    : addresses_(std::max(bytes, bytes_max)),
+      bytes_(addresses_.data(), 0),
+      locking_(locking),
+      locked_(locking == Locking::wanted) {
+  STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(bytes_.data()) % kHugePageBytes == 0);
+  // All of it at once: others map it whole, and its length is sealed. Holes take no memory.
+  if (sharing == Sharing::wanted) file_ = make_sealed_file("strata-slab", addresses_.size());
+  resize(bytes);
+}
 
 // Memory behind `range`, every page of it; `locked` becomes whether it is locked as well, where
 // that is wanted. Returns 0 or an errno.
-int fill_range(std::byte* range, std::size_t bytes, Locking locking, bool& locked) {
+int Slab::fill(std::span<std::byte> range, bool& locked) {
   // 1. Ask before taking: beyond what is left, the kernel grants the mapping and kills later.
-  if (bytes > host_bytes_available()) return ENOMEM;
+  if (range.size() > host_bytes_available()) return ENOMEM;
   // 2. Real memory in place of the bare addresses.
-  void* got =
-      ::mmap(range, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  const bool shared = file_.open();
+  const int flags = (shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS) | MAP_FIXED;
+  const off_t offset = shared ? range.data() - addresses_.data() : 0;
+  const void* got =
+      ::mmap(range.data(), range.size(), PROT_READ | PROT_WRITE, flags, file_.get(), offset);
   if (got == MAP_FAILED) return errno;
-  // 3. Huge pages are a wish: a kernel without them says EINVAL, and small ones do.
-  if (bytes >= kHugePageBytes) ::madvise(range, bytes, MADV_HUGEPAGE);
-  // A forked child (a DataLoader's worker) has no business here; without it, every page that either
-  // side writes, and every pinned one at once, would be copied and break the budget.
-  ::madvise(range, bytes, MADV_DONTFORK);
-  // 4. Ahead of the pages, so that each is locked by the thread that makes it: behind them, one
+  advise_claimed(range.data(), range.size());
+  // 3. Ahead of the pages, so that each is locked by the thread that makes it: behind them, one
   // thread would look at all of them again.
-  locked = locking == Locking::wanted && ::mlock2(range, bytes, MLOCK_ONFAULT) == 0;
-  return populate(range, bytes);
+  locked = locking_ == Locking::wanted && ::mlock2(range.data(), range.size(), MLOCK_ONFAULT) == 0;
+  return populate(range.data(), range.size());
 }
 
 // Bare addresses again. The kernel has no reason to refuse it: the range is one mapping already.
-void empty_range(std::byte* range, std::size_t bytes) {
+void Slab::empty(std::span<std::byte> range) {
+  if (file_.open()) punch(range);
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-  const void* got = ::mmap(range, bytes, PROT_NONE, flags, -1, 0);
+  const void* got = ::mmap(range.data(), range.size(), PROT_NONE, flags, -1, 0);
   STRATA_ASSERT(got != MAP_FAILED);
 }
 
-}  // namespace
-
-Slab::Slab(std::size_t bytes, Locking locking, std::size_t bytes_max)
-    : bytes_max_(std::max(bytes, bytes_max)),
-      locking_(locking),
-      locked_(locking == Locking::wanted) {
-  bytes_ = {reserve_addresses(bytes_max_), 0};
-  STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(bytes_.data()) % kHugePageBytes == 0);
-  try {
-    resize(bytes);
-  } catch (...) {
-    ::munmap(bytes_.data(), bytes_max_);
-    throw;
-  }
-}
-
-Slab::~Slab() {
-  // Unmapping unlocks.
-  ::munmap(bytes_.data(), bytes_max_);
+// A hole in the file, for everybody who maps it: locked or not, and what is touched later is locked
+// again.
+void Slab::punch(std::span<std::byte> range) {
+  STRATA_ASSERT(file_.open());
+  int failed = 0;
+  do {
+    failed = ::fallocate(file_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                         range.data() - addresses_.data(), static_cast<off_t>(range.size()));
+  } while (failed != 0 && errno == EINTR);
+  STRATA_ASSERT(failed == 0);
 }
 
 void Slab::resize(std::size_t bytes) {
   STRATA_ASSERT(bytes > 0);
   STRATA_ASSERT(bytes % kKernelPageBytes == 0);
-  STRATA_ASSERT(bytes <= bytes_max_);
+  STRATA_ASSERT(bytes <= bytes_max());
   const std::size_t before = bytes_.size();
   if (bytes > before) {
-    std::byte* end = bytes_.data() + before;
-    const std::size_t more = bytes - before;
+    const std::span<std::byte> more = addresses_.bytes().subspan(before, bytes - before);
     bool locked = false;
-    if (const int failed = fill_range(end, more, locking_, locked); failed != 0) {
-      empty_range(end, more);
-      throw StrataError(memory_error("could not claim the memory", Tier::host, more, failed));
+    if (const int failed = fill(more, locked); failed != 0) {
+      empty(more);
+      throw StrataError(
+          memory_error("could not claim the memory", Tier::host, more.size(), failed));
     }
     locked_ = locked_ && locked;
   } else if (bytes < before) {
-    empty_range(bytes_.data() + bytes, before - bytes);
+    empty(bytes_.subspan(bytes));
   }
   bytes_ = {bytes_.data(), bytes};
 }
@@ -83,6 +85,7 @@ void Slab::resize(std::size_t bytes) {
 void Slab::give_back(std::span<std::byte> range) {
   STRATA_ASSERT(range.data() >= bytes_.data());
   STRATA_ASSERT(range.data() + range.size() <= bytes_.data() + bytes_.size());
+  if (file_.open()) return punch(range);
   // 1. As it is, where the kernel takes locked memory too (since 5.18): what is touched later is
   // locked again.
   constexpr int kDontNeedLocked = 24;  // MADV_DONTNEED_LOCKED, which older headers do not name

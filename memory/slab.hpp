@@ -2,6 +2,10 @@
 // for what is given back: no other touch can fault, fail or grow the process. Addresses may be kept
 // free behind it, so that more can be claimed later without moving anything.
 //
+// A shared one is a file in memory that other processes map, all bytes_max of it, by its
+// descriptor: memory/shared_area.hpp. They see what is claimed and given back, and touch nothing
+// else: that would claim it.
+//
 // Threads: the bytes belong to whoever is handed them; one caller at a time resizes. A forked
 // child does not have them.
 //
@@ -9,22 +13,29 @@
 //   Pool frames(64, 4 * kMiB, slab.bytes().data());
 //   if (!slab.locked()) log("swap may touch it: ulimit -l is too small");
 //   slab.resize(512 * kMiB);                       // between two steps
+//
+//   Slab shared(kMiB, Locking::none, kGiB, Sharing::wanted);
+//   const MappedArea seen(shared.descriptor(), kGiB, Access::read_only);  // in another process
 #pragma once
 
 #include <cstddef>
 #include <span>
 
+#include "memory/descriptor.hpp"
+#include "memory/mapping.hpp"
+
 namespace strata {
 
 enum class Locking : bool { none, wanted };
+enum class Sharing : bool { none, wanted };
 
 class Slab final {
  public:
   // Maps exactly `bytes`, aligned to 2 MiB, in huge pages where the kernel gives them, all zero,
   // with addresses for `bytes_max` (at least `bytes`).
   // REQUIRES: bytes is a positive multiple of 4096, as is bytes_max unless it is 0.
-  explicit Slab(std::size_t bytes, Locking locking = Locking::none, std::size_t bytes_max = 0);
-  ~Slab();
+  explicit Slab(std::size_t bytes, Locking locking = Locking::none, std::size_t bytes_max = 0,
+                Sharing sharing = Sharing::none);
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
 
@@ -38,13 +49,20 @@ class Slab final {
   void give_back(std::span<std::byte> range);
 
   std::span<std::byte> bytes() const { return bytes_; }
-  std::size_t bytes_max() const { return bytes_max_; }
+  std::size_t bytes_max() const { return addresses_.size(); }
   // False when locking was not wanted, or refused: the slab is as good, but may be swapped out.
   bool locked() const { return locked_; }
+  // Of the file that other processes map, bytes_max() long; -1: the slab is private.
+  int descriptor() const { return file_.get(); }
 
  private:
+  int fill(std::span<std::byte> range, bool& locked);
+  void empty(std::span<std::byte> range);
+  void punch(std::span<std::byte> range);
+
+  Addresses addresses_;
+  Descriptor file_;  // none: private
   std::span<std::byte> bytes_;
-  std::size_t bytes_max_;
   Locking locking_;
   bool locked_ = false;
 };

@@ -16,7 +16,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "offload/storage/directory_lock.hpp"
@@ -82,21 +81,6 @@ PageFiles open_page_files(const std::vector<std::string>& folders,
                           const std::vector<std::string>& names, Existing use);
 // Makes those that are shorter `bytes` long: all, or none where this throws.
 void lengthen(const PageFiles& files, std::uint64_t bytes);
-
-// Descriptors that are closed in the end.
-class Descriptors final {
- public:
-  explicit Descriptors(std::vector<int> files) : files_(std::move(files)) {}
-  ~Descriptors() {
-    for (const int file : files_) close(file);
-  }
-  Descriptors(const Descriptors&) = delete;
-  Descriptors& operator=(const Descriptors&) = delete;
-  const std::vector<int>& get() const { return files_; }
-
- private:
-  std::vector<int> files_;
-};
 
 // What was written through the descriptor is on the medium when this returns. Takes as long as the
 // disk does. Throws StrataError (io).

@@ -33,6 +33,7 @@
 
 #include "memory/clock.hpp"
 #include "memory/crew.hpp"
+#include "memory/descriptor.hpp"
 #include "memory/doorbell.hpp"
 #include "memory/result.hpp"
 #include "memory/units.hpp"
@@ -163,8 +164,8 @@ class Store final {
     return static_cast<std::uint32_t>(transfers_.size() - idle_.size());
   }
   // Descriptors of the files, in the order of the stripes, for what takes long: to make what was
-  // written durable, and to link the files. The caller closes them.
-  std::vector<int> duplicate_files() const;
+  // written durable, and to link the files.
+  std::vector<Descriptor> duplicate_files() const;
   // False: a file of it can have no further names. From the first time on they have one of ours.
   [[nodiscard]] bool keep_linkable();
 

@@ -1,9 +1,5 @@
 // The files of a Store: made, or found where another session left them, and made longer.
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 
 #include "memory/check.hpp"
 #include "offload/storage/store.hpp"
@@ -85,17 +81,9 @@ void Store::change_files(SavedFiles saved) {
   take_contents(saved);
 }
 
-std::vector<int> Store::duplicate_files() const {
-  std::vector<int> copies;
-  for (const auto& file : files_) {
-    const int copy = fcntl(file->fd(), F_DUPFD_CLOEXEC, 0);
-    if (copy < 0) {
-      const int failed = errno;
-      for (const int made : copies) close(made);
-      throw StrataError({.what = "a swap file cannot be opened again", .errno_value = failed});
-    }
-    copies.push_back(copy);
-  }
+std::vector<Descriptor> Store::duplicate_files() const {
+  std::vector<Descriptor> copies;
+  for (const auto& file : files_) copies.push_back(Descriptor::duplicate(file->fd()));
   return copies;
 }
 

@@ -21,24 +21,9 @@
 #include <vector>
 
 #include "offload/storage/io_engine.hpp"
+#include "temp_folder.hpp"
 
 namespace strata {
-
-class TempFolder final {
- public:
-  explicit TempFolder(const std::string& parent = std::filesystem::temp_directory_path())
-      : path_(parent + "/strata-test-XXXXXX") {
-    if (mkdtemp(path_.data()) == nullptr) std::abort();
-  }
-  ~TempFolder() { std::filesystem::remove_all(path_); }
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 // The swap files in a folder that a process has open: paths below /proc that open them, whether
 // they have names or not.

@@ -157,12 +157,11 @@ std::string link_folder(const std::string& path) {
 Left leave(Store& store, const StoreOptions& options, const std::vector<SlotId>& slots) {
   Left left{options};
   EXPECT_TRUE(store.keep_linkable());
-  const std::vector<int> files = store.duplicate_files();
+  const std::vector<Descriptor> files = store.duplicate_files();
   for (std::size_t i = 0; i < files.size(); ++i) {
     fs::create_directories(link_folder(options.paths[i]));
-    make_durable(files[i]);
-    EXPECT_TRUE(link_file(files[i], link_folder(options.paths[i]) + "/kept"));
-    close(files[i]);
+    make_durable(files[i].get());
+    EXPECT_TRUE(link_file(files[i].get(), link_folder(options.paths[i]) + "/kept"));
     left.names.emplace_back("links/kept");
   }
   for (const SlotId slot : slots) {
