@@ -49,20 +49,19 @@ void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   const BetweenSteps::StepCall call(between_, lock);
   STRATA_ASSERT(gradient.from != nullptr || base_.layout.numel[gradient.param] == 0);
   ++landings_;
-  double sum = 0.0;
+  ExactSum squares;
   try {
     if (exchange_)
       exchange_->land(lock, gradient);
     else
-      sum = landing_.land(lock, gradient);
+      squares = landing_.land(lock, gradient);
   } catch (...) {
     --landings_;
     throw;
   }
   --landings_;
-  STRATA_ASSERT(!(sum < 0.0));  // it may be no number
   note(gradient.param);
-  sum_squares_[gradient.param] = sum;
+  sum_squares_[gradient.param] = squares.value();
   scalings_[gradient.param] = {};
   if (landed_[gradient.param]++ == 0) ++landed_params_;
 }

@@ -71,7 +71,8 @@ class Gradients final {
   bool any() const { return landed_params_ != 0; }
   // Some are on their way to their place.
   bool any_landing() const { return landings_ != 0; }
-  // Of the squares of the parameter's newest gradient, also where a step has used it. Where it was
+  // Of the squares of the parameter's newest gradient, also where a step has used it: its pieces
+  // are added exactly and rounded once, however pages, chunks and owners group them. Where it was
   // scaled, as if nothing had been rounded.
   double sum_squares(std::uint32_t param) const { return sum_squares_[param]; }
   const GradScaling& scaling(std::uint32_t param) const { return scalings_[param]; }

@@ -16,7 +16,7 @@ class Landing::Course final {
  public:
   Course(Landing& landing, const IncomingGradient& gradient);
 
-  double land_all(Lock& lock) STRATA_REQUIRES(core_lock);
+  ExactSum land_all(Lock& lock) STRATA_REQUIRES(core_lock);
 
  private:
   // Who has the bounce buffers. When they are given back, whatever became of the gradient, nothing
@@ -64,7 +64,7 @@ class Landing::Course final {
   // Runs [0, at_) have landed; [at_, asked_) are under way on the device.
   std::size_t at_ = 0;
   std::size_t asked_ = 0;
-  double sum_ = 0.0;
+  ExactSum sum_;              // of what has landed
   CopyTicket made_{};         // the work that wrote the gradient
   CopyTicket last_copied_{};  // behind these two nothing of the device touches the gradient, or ...
   CopyTicket last_summed_{};  // ... what it lands in
@@ -78,7 +78,7 @@ Landing::Course::Course(Landing& landing, const IncomingGradient& gradient)
     : landing_(landing),
       base_(landing.base_),
       gradient_(gradient),
-      // Cut at kGrain, so that the order of the sum does not depend on the page size.
+      // Cut at kGrain, so that what the exact sum is made of does not depend on the page size.
       pieces_(layout().pieces(gradient.param, 0, layout().numel[gradient.param], kGrain)),
       runs_(cut_runs(base_, pieces_, gradient.dtype)),
       bytes_under_way_(layout().page_bytes / sizeof(double)) {}
@@ -104,7 +104,7 @@ class Landing::Course::Buffers final {
   Course& course_;
 };
 
-double Landing::land(Lock& lock, const IncomingGradient& gradient) {
+ExactSum Landing::land(Lock& lock, const IncomingGradient& gradient) {
   if (lent_.takes(gradient)) return lent_.land(lock, gradient);
   return Course(*this, gradient).land_all(lock);
 }
@@ -116,7 +116,7 @@ bool Landing::turn() {
   return done != 0;
 }
 
-double Landing::Course::land_all(Lock& lock) {
+ExactSum Landing::Course::land_all(Lock& lock) {
   if (device().reachable())
     land_rest(lock);
   else
@@ -196,9 +196,9 @@ void Landing::Course::land_by_processor(Lock& lock, GradientPlace to) {
     const std::size_t bytes = size_of(gradient_.dtype);
     for (const Piece& piece : to.run()) {
       span.bytes += piece.count * bytes;
-      sum_ += base_.kernels.land_gradient(
+      sum_.add(base_.kernels.land_gradient(
           to.at(piece), to.dtype(), from + (piece.in_param - to.run().front().in_param) * bytes,
-          gradient_.dtype, piece.count, to.mode(), gradient_.of_older);
+          gradient_.dtype, piece.count, to.mode(), gradient_.of_older));
     }
     span.end_ns = now_ns();
   }
@@ -341,7 +341,7 @@ void Landing::Course::finish_oldest(Lock& lock) {
   bytes_under_way_.end();
   const double* sums = sums_of(run.sums_at);
   for (const Piece& piece : run.to.run()) {
-    sum_ += sum_in_order(sums, norm_blocks(piece.count));
+    sum_.add(sum_in_order(sums, norm_blocks(piece.count)));
     sums += norm_blocks(piece.count);
   }
   if (run.to.on_device()) {

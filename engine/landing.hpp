@@ -5,12 +5,14 @@
 // Threads: one caller at a time (the core's lock), which is given up while bytes are moved. Several
 // gradients may land at a time.
 //
-//   double sum_squares = landing.land(lock, {.param = 3, .unit = unit, .from = data, ...});
+//   ExactSum squares = landing.land(lock, {.param = 3, .unit = unit, .from = data, ...});
 //
 // Note [Ways to land]
 // A gradient that is lent stays where it is, if it may (lent_gradients.hpp). Any other lands run by
 // run, each in one of four ways. What lands, how it meets what was there, and the sum of the
-// squares, added up in the promised order, are the same bits in each of them.
+// squares are the same bits in each of them: a piece of kGrain elements, cut where every page size
+// cuts it, is summed in the promised order, and the sums of pieces are added exactly. So the sum
+// does not depend on which pieces lie in one page or chunk, nor on whose they are.
 //   1. The processor reaches the device's memory: it lands the run itself.
 //   2. Its page is on the GPU: a kernel lands it there.
 //   3. It is copied as it is to a page in host memory that is pinned: the GPU's copy engine writes
@@ -43,6 +45,7 @@
 
 #include "engine/gradient_place.hpp"
 #include "engine/lent_gradients.hpp"
+#include "optimizers/exact_sum.hpp"
 
 namespace strata {
 
@@ -53,7 +56,7 @@ class Landing final {
 
   // Returns the sum of the squares of what the destination then holds. `from` may be reused, where
   // it is not lent.
-  double land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
+  ExactSum land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
 
   // Takes note of copies that are over. Part of every turn.
   bool turn();

@@ -14,9 +14,9 @@ bool LentGradients::takes(const IncomingGradient& gradient) const {
   return base_.gradient_frames || !base_.on_device(gradient.unit);
 }
 
-double LentGradients::land(Lock& lock, const IncomingGradient& gradient) {
+ExactSum LentGradients::land(Lock& lock, const IncomingGradient& gradient) {
   STRATA_ASSERT(takes(gradient));
-  const double sum = sum_squares(lock, gradient);
+  const ExactSum sum = sum_squares(lock, gradient);
   for (const std::uint32_t chunk : base_.layout.chunks_of(gradient.param)) {
     Waiting waiting(base_.timeline, gradient.unit, true);
     base_.gate.wait(lock, [&] {
@@ -30,16 +30,16 @@ double LentGradients::land(Lock& lock, const IncomingGradient& gradient) {
   return sum;
 }
 
-// In the order of every other way to land: see Note [Ways to land] in landing.hpp.
-double LentGradients::sum_squares(Lock& lock, const IncomingGradient& gradient) {
+// Of the pieces of every other way to land: see Note [Ways to land] in landing.hpp.
+ExactSum LentGradients::sum_squares(Lock& lock, const IncomingGradient& gradient) {
   TimelineSpan span{.track = Track::download, .unit = gradient.unit, .begin_ns = now_ns()};
-  double sum = 0.0;
+  ExactSum sum;
   {
     const Unlocked unlocked(lock);
     const std::size_t numel = base_.layout.numel[gradient.param];
     for (const Piece& piece : base_.layout.pieces(gradient.param, 0, numel, kGrain)) {
-      sum += base_.kernels.land_gradient(nullptr, gradient.dtype, gradient.at(piece),
-                                         gradient.dtype, piece.count, GradMode::stay, {});
+      sum.add(base_.kernels.land_gradient(nullptr, gradient.dtype, gradient.at(piece),
+                                          gradient.dtype, piece.count, GradMode::stay, {}));
     }
     span.end_ns = now_ns();
   }

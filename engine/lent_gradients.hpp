@@ -5,7 +5,7 @@
 //
 // Threads: one caller at a time (the core's lock), which is given up while squares are added up.
 //
-//   if (lent.takes(gradient)) sum_squares = lent.land(lock, gradient);
+//   if (lent.takes(gradient)) squares = lent.land(lock, gradient);
 //
 // Note [Within the budget]
 // Host memory was claimed for every gradient, in pages or in frames that are set aside. One that is
@@ -17,6 +17,7 @@
 #pragma once
 
 #include "engine/gradient_place.hpp"
+#include "optimizers/exact_sum.hpp"
 
 namespace strata {
 
@@ -29,10 +30,10 @@ class LentGradients final {
   bool takes(const IncomingGradient& gradient) const;
   // Waits until its chunks have done with what landed before. Returns the sum of its squares.
   // REQUIRES: takes(gradient).
-  double land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
+  ExactSum land(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
 
  private:
-  double sum_squares(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
+  ExactSum sum_squares(Lock& lock, const IncomingGradient& gradient) STRATA_REQUIRES(core_lock);
   bool leave_place(const IncomingGradient& gradient, std::uint32_t chunk);
 
   Foundation& base_;

@@ -35,6 +35,14 @@ void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode) {
   STRATA_ASSERT(mode != GradMode::stay || to_dtype == from_dtype);
 }
 
+void check_pieces(Dtype to_dtype, std::span<const void* const> pieces, Dtype from_dtype,
+                  GradMode mode, const GradScaling& of_older) {
+  check_landing(to_dtype, from_dtype, mode);
+  STRATA_ASSERT(!pieces.empty());
+  STRATA_ASSERT(mode != GradMode::stay);
+  STRATA_ASSERT(of_older.empty() || mode == GradMode::add);
+}
+
 void check_landing(const LandSpan& span) {
   check_landing(span.to_dtype, span.from_dtype, span.mode);
   STRATA_ASSERT((span.to == nullptr) == (span.mode == GradMode::stay));

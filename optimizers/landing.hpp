@@ -1,6 +1,6 @@
-// How gradients land: copied or added to where they rest, with the sum of squares of what is there
-// afterwards taken in passing, so that clipping by norm needs no pass of its own. With it the
-// kernels of an instruction set are complete.
+// How gradients land: copied or added to where they rest, one or the pieces of several ranks, with
+// the sum of squares of what is there afterwards taken in passing, so that clipping by norm needs
+// no pass of its own. With it the kernels of an instruction set are complete.
 //
 // Threads: pure functions of the memory they are given.
 //
@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "optimizers/cpu/kernel.hpp"
 #include "optimizers/device_code.hpp"
@@ -27,7 +28,8 @@ namespace strata {
 // elements from its start; in a block, element i goes to lane i % 16, and the lanes are added as a
 // tree: j and j + 8, then j and j + 4, j + 2, j + 1. Blocks are added in order. No order depends on
 // the instruction set: a vector of 16 lanes is one row, of 8 half a row, a scalar one lane. The
-// square of a float32 is exact in double, so fusing it with the addition changes nothing.
+// square of a float32 is exact in double, so fusing it with the addition changes nothing. The
+// sums of several spans are added exactly (exact_sum.hpp), so their order does not matter.
 inline constexpr std::size_t kNormLanes = 16;
 static_assert(kNormBlock % kNormLanes == 0, "only the last block of a span has a ragged row");
 
@@ -40,8 +42,17 @@ STRATA_DEVICE_CODE double sum_of_lanes(double* lanes) {
   return lanes[0];
 }
 
-// `Older`: how what is added to is read.
-template <class V, Dtype kTo, Dtype kFrom, GradMode kMode, class Older = Gradient<V, kTo>>
+// Note [One rounding]
+// The pieces of several ranks are added in float32, one by one in the order of the ranks, in a
+// register, and the sum is rounded to the destination's dtype once: bytes are read and written
+// once, and a sum in bfloat16 loses nothing on the way. Where pieces are copied, the first is what
+// the others are added to: an addition whose older values lie elsewhere. A sum that is not a number
+// is the one quiet NaN, whichever addition made it, so pieces that land in float32 one by one leave
+// the same bits. A single piece lands as a gradient does, whose count is known to the compiler.
+
+// `Older`: how what is added to is read. `From`: what lands, or what is added one after another.
+template <class V, Dtype kTo, Dtype kFrom, GradMode kMode, class Older = Gradient<V, kTo>,
+          class From = Gradient<V, kFrom>>
 struct Landing {
   using F = typename V::F;
   static constexpr std::size_t kVectors = kNormLanes / V::kLanes;
@@ -49,8 +60,8 @@ struct Landing {
   static constexpr std::size_t kAhead = 1024;
 
   void* to;
-  Gradient<V, kFrom> from;
-  Older older;  // of `to`
+  From from;
+  Older older;
 
   double run(std::size_t count) const {
     double total = 0.0;
@@ -89,9 +100,11 @@ struct Landing {
   // The two halves of it: what the destination is to hold, and that it does.
   template <class Lanes>
   STRATA_DEVICE_CODE F read(std::size_t at, Lanes lanes) const {
-    const F value = from.load(at, lanes);
-    if constexpr (kMode != GradMode::add) return value;
-    return rounded_to<V, kTo>(V::one_nan(V::add(older.load(at, lanes), value)));
+    if constexpr (kMode == GradMode::add) {
+      return rounded_to<V, kTo>(V::one_nan(from.added_to(older.load(at, lanes), at, lanes)));
+    } else {
+      return from.load(at, lanes);
+    }
   }
   template <class Lanes>
   STRATA_DEVICE_CODE void write(std::size_t at, F value, Lanes lanes) const {
@@ -113,26 +126,56 @@ struct Landing {
   }
 };
 
+template <class V, Dtype kTo, Dtype kFrom, class From>
+double land_added(void* to, From from, std::size_t count, const GradScaling& of_older) {
+  constexpr GradMode kAdd = GradMode::add;
+  if (of_older.empty()) {
+    return Landing<V, kTo, kFrom, kAdd, Gradient<V, kTo>, From>{to, from, {to}}.run(count);
+  }
+  using Older = ScaledGradient<V, kTo>;
+  return Landing<V, kTo, kFrom, kAdd, Older, From>{to, from, {{to}, of_older}}.run(count);
+}
+
 template <class V>
 double land_gradient(void* to, Dtype to_dtype, const void* from, Dtype from_dtype,
                      std::size_t count, GradMode mode, const GradScaling& of_older) {
   check_landing(to_dtype, from_dtype, mode);
   return with_dtype(from_dtype, [&]<Dtype kFrom>() {
-    const auto land = [&]<Dtype kTo, GradMode kMode>() {
-      return Landing<V, kTo, kFrom, kMode>{to, {from}, {to}}.run(count);
+    using From = Gradient<V, kFrom>;
+    const auto land = [&]<Dtype kTo>() {
+      if (mode == GradMode::add) {
+        return land_added<V, kTo, kFrom, From>(to, {from}, count, of_older);
+      }
+      return Landing<V, kTo, kFrom, GradMode::copy>{to, {from}, {to}}.run(count);
     };
-    const auto add = [&]<Dtype kTo>() {
-      if (of_older.empty()) return land.template operator()<kTo, GradMode::add>();
-      using Older = ScaledGradient<V, kTo>;
-      return Landing<V, kTo, kFrom, GradMode::add, Older>{to, {from}, {{to}, of_older}}.run(count);
-    };
-    if (mode == GradMode::stay) return land.template operator()<kFrom, GradMode::stay>();
-    if (to_dtype == kFrom) {
-      if (mode == GradMode::add) return add.template operator()<kFrom>();
-      return land.template operator()<kFrom, GradMode::copy>();
+    if (mode == GradMode::stay) {
+      return Landing<V, kFrom, kFrom, GradMode::stay>{to, {from}, {to}}.run(count);
     }
-    if (mode == GradMode::add) return add.template operator()<Dtype::float32>();
-    return land.template operator()<Dtype::float32, GradMode::copy>();
+    if (to_dtype == kFrom) return land.template operator()<kFrom>();
+    return land.template operator()<Dtype::float32>();
+  });
+}
+
+// See Note [One rounding].
+template <class V>
+double land_pieces(void* to, Dtype to_dtype, std::span<const void* const> pieces, Dtype from_dtype,
+                   std::size_t count, GradMode mode, const GradScaling& of_older) {
+  check_pieces(to_dtype, pieces, from_dtype, mode, of_older);
+  if (pieces.size() == 1) {
+    return land_gradient<V>(to, to_dtype, pieces[0], from_dtype, count, mode, of_older);
+  }
+  return with_dtype(from_dtype, [&]<Dtype kFrom>() {
+    using Piece = Gradient<V, kFrom>;
+    using Pieces = GradientPieces<V, kFrom>;
+    const auto land = [&]<Dtype kTo>() {
+      if (mode == GradMode::add) {
+        return land_added<V, kTo, kFrom, Pieces>(to, {pieces}, count, of_older);
+      }
+      using Added = Landing<V, kTo, kFrom, GradMode::add, Piece, Pieces>;
+      return Added{to, {pieces.subspan(1)}, {pieces[0]}}.run(count);
+    };
+    if (to_dtype == kFrom) return land.template operator()<kFrom>();
+    return land.template operator()<Dtype::float32>();
   });
 }
 
@@ -140,6 +183,7 @@ template <class V>
 constexpr Kernels make_kernels() {
   return {.update = update<V>,
           .land_gradient = land_gradient<V>,
+          .land_pieces = land_pieces<V>,
           .read_gradient = read_gradient<V>,
           .split = split<V>,
           .join = join<V>,

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "optimizers/device_code.hpp"
 #include "optimizers/prefetch.hpp"
@@ -142,9 +143,30 @@ struct Gradient {
       return dtype == Dtype::bfloat16 ? V::from_bfloat16(half) : V::from_float16(half);
     }
   }
+  template <class Lanes>
+  STRATA_DEVICE_CODE typename V::F added_to(typename V::F older, std::size_t at,
+                                            Lanes lanes) const {
+    return V::add(older, load(at, lanes));
+  }
 };
 
-// The same of one that was scaled since it landed.
+// Several of them, of the same elements, which are added one after another.
+template <class V, Dtype dtype>
+struct GradientPieces {
+  std::span<const void* const> pieces;
+
+  template <std::size_t kCount>
+  void prefetch(std::size_t at) const {
+    for (const void* piece : pieces) Gradient<V, dtype>{piece}.template prefetch<kCount>(at);
+  }
+  template <class Lanes>
+  typename V::F added_to(typename V::F older, std::size_t at, Lanes lanes) const {
+    for (const void* piece : pieces) older = Gradient<V, dtype>{piece}.added_to(older, at, lanes);
+    return older;
+  }
+};
+
+// A gradient that was scaled since it landed.
 template <class V, Dtype dtype>
 struct ScaledGradient {
   Gradient<V, dtype> stored;

@@ -10,6 +10,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "memory/dtype.hpp"
@@ -150,6 +151,14 @@ struct Kernels {
   // asked of what is added to.
   double (*land_gradient)(void* to, Dtype to_dtype, const void* from, Dtype from_dtype,
                           std::size_t count, GradMode mode, const GradScaling& of_older);
+  // The same of pieces from several ranks, all of from_dtype: they are added in float32, one by one
+  // in the order given, to what is older or, where they are copied, to the first of them; the sum
+  // is rounded once. One piece lands as land_gradient() lands it. A piece may be the destination
+  // itself where the dtypes are the same. REQUIRES: there is one piece at least; nothing stays;
+  // `of_older` is empty where pieces are copied.
+  double (*land_pieces)(void* to, Dtype to_dtype, std::span<const void* const> pieces,
+                        Dtype from_dtype, std::size_t count, GradMode mode,
+                        const GradScaling& of_older);
   // A gradient at rest, and what was asked of it, as float32.
   void (*read_gradient)(const void* from, Dtype dtype, const GradScaling& scaling,
                         std::size_t count, float* to);

@@ -6,6 +6,8 @@
 //   check_update(span);
 #pragma once
 
+#include <span>
+
 #include "optimizers/rule.hpp"
 
 namespace strata {
@@ -13,6 +15,8 @@ namespace strata {
 // REQUIRES, stated as assertions: every pointer that the rule and the dtypes need is there.
 void check_update(const UpdateSpan& span);
 void check_landing(Dtype to_dtype, Dtype from_dtype, GradMode mode);
+void check_pieces(Dtype to_dtype, std::span<const void* const> pieces, Dtype from_dtype,
+                  GradMode mode, const GradScaling& of_older);
 void check_master(Dtype dtype, const void* param, const void* master);
 void check_moments(MomentDtype dtype, const void* moments, const std::uint16_t* scales);
 

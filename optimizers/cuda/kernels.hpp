@@ -11,7 +11,7 @@
 //   if (int failed = device.update(spans.data(), spans.size(), stream)) log(device.text(failed));
 //   device.land(&landing, 1, stream);       // landing.sums: norm_blocks(count) numbers
 //   // when the stream has passed:
-//   norm += sum_in_order(landing.sums, norm_blocks(landing.count));
+//   squares.add(sum_in_order(landing.sums, norm_blocks(landing.count)));   // an ExactSum
 #pragma once
 
 #include <cstddef>

@@ -9,6 +9,7 @@
 #include <fstream>
 
 #include "io_fixtures.hpp"
+#include "optimizers/exact_sum.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {
@@ -84,6 +85,40 @@ TEST_F(Lending, GiveTheSameBitsAndComeBackBehindTheirUpdate) {
       EXPECT_TRUE(all_given_back());
     }
     EXPECT_EQ(contents(lends), contents(copies));
+  }
+}
+
+// Lent or copied, in pages of any size: the sums of all pieces, added exactly and rounded once.
+TEST_F(Lending, SquaresOfPiecesAreAddedExactly) {
+  constexpr std::size_t kMany = 20 * kGrain + 100;
+  std::mt19937 random(1);
+  std::vector<std::uint16_t> values(kMany);
+  for (auto& value : values) value = static_cast<std::uint16_t>(0x3000 + random() % 0x1000);
+  for (const std::size_t page : {kPage, 4 * kPage}) {
+    Config config = roomy_config(page);
+    config.units.resize(1);
+    config.params.resize(1);
+    config.params[0].numel = kMany;
+    ExactSum squares;
+    double rounded_each_time = 0.0;
+    for (const Piece& piece : make_layout(config, page).pieces(0, 0, kMany, kGrain)) {
+      const double sum =
+          kernels(Isa::scalar)
+              .land_gradient(nullptr, Dtype::bfloat16, values.data() + piece.in_param,
+                             Dtype::bfloat16, piece.count, GradMode::stay, {});
+      squares.add(sum);
+      rounded_each_time += sum;
+    }
+    ASSERT_NE(squares.value(), rounded_each_time) << "they would not be told apart";
+    Session session(config);
+    session.land_gradient(0, values.data(), Dtype::bfloat16);
+    EXPECT_EQ(session.gradient_squares(0).first, squares.value());
+    session.drop_gradients();
+    lent_.push_back(std::make_unique<Lent>(std::as_bytes(std::span(values))));
+    session.lend_gradient(0, lent_.back()->lend(), Dtype::bfloat16);
+    EXPECT_FALSE(lent_.back()->given_back());
+    EXPECT_EQ(session.gradient_squares(0).first, squares.value());
+    session.drop_gradients();
   }
 }
 

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "landed_values.hpp"
 #include "optimizers/half.hpp"
 #include "optimizers/rule.hpp"
 
@@ -134,24 +135,6 @@ TEST(Float16, EveryInstructionSetGivesTheSameBits) {
   }
 }
 
-// The order that Note [Order of the norm] promises, written the slow way.
-double norm_in_order(const std::vector<float>& values) {
-  double total = 0.0;
-  for (std::size_t begin = 0; begin < values.size(); begin += kNormBlock) {
-    double lanes[16] = {};
-    const std::size_t end = std::min(values.size(), begin + kNormBlock);
-    for (std::size_t i = begin; i < end; ++i) {
-      const double value = values[i];
-      lanes[(i - begin) % 16] += value * value;
-    }
-    for (std::size_t half = 8; half > 0; half /= 2) {
-      for (std::size_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
-    }
-    total += lanes[0];
-  }
-  return total;
-}
-
 struct LandingCase {
   Dtype to, from;
   GradMode mode;
@@ -172,33 +155,6 @@ constexpr LandingCase kLandings[] = {
     {Dtype::float16, Dtype::float16, GradMode::stay},
     {Dtype::bfloat16, Dtype::bfloat16, GradMode::stay},
 };
-
-std::vector<float> as_floats(const std::byte* from, Dtype dtype, std::size_t count) {
-  std::vector<float> values(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    std::uint16_t half = 0;
-    if (dtype == Dtype::float32) {
-      std::memcpy(&values[i], from + i * 4, 4);
-      continue;
-    }
-    std::memcpy(&half, from + i * 2, 2);
-    values[i] = dtype == Dtype::float16 ? float_of_float16(half)
-                                        : std::bit_cast<float>(std::uint32_t{half} << 16);
-  }
-  return values;
-}
-
-// To the nearest of the numbers on both sides, found without the kernels' bit tricks.
-float rounded(float value, Dtype dtype) {
-  if (dtype == Dtype::float32) return value;
-  if (dtype == Dtype::float16) return float_of_float16(float16_bits(value));
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value) & 0xffff0000u;
-  const float below = std::bit_cast<float>(bits), above = std::bit_cast<float>(bits + 0x10000u);
-  const double to_below = std::fabs(double{value} - below),
-               to_above = std::fabs(above - double{value});
-  if (to_below != to_above) return to_below < to_above ? below : above;
-  return (bits >> 16) % 2 == 0 ? below : above;
-}
 
 TEST(LandGradient, LandsAndSumsInTheSameOrderEverywhere) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
