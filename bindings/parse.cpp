@@ -115,6 +115,14 @@ Config parse_config(const py::dict& dict) {
     }
   }
   if (dict.contains("snapshots")) config.snapshots = field<std::uint32_t>(dict, "snapshots");
+  if (dict.contains("ranks")) {
+    const auto ranks = field<py::dict>(dict, "ranks");
+    config.rank = field<std::uint32_t>(ranks, "rank");
+    config.ranks = field<std::uint32_t>(ranks, "count");
+    config.ranks_folder = field<std::string>(ranks, "folder");
+    config.ranks_timeout_s = field<double>(ranks, "timeout_s");
+    config.sums_ranks = field<bool>(ranks, "sums");
+  }
   if (dict.contains("device")) config.device = field<std::string>(dict, "device");
   return config;
 }

@@ -97,7 +97,8 @@ py::dict stats_dict(const SessionStats& stats) {
   py::dict out;
   for (const LinkRow& row : kLinks) {
     const std::uint64_t bytes = stats.link_bytes[static_cast<std::size_t>(row.link)];
-    const bool rare = row.from == Tier::far || row.to == Tier::far;  // few sessions have it
+    // Few sessions have such a tier.
+    const bool rare = std::max(row.from, row.to) >= Tier::far;
     if (bytes != 0 || !rare) out[py::str(std::string(row.name) + " bytes")] = bytes;
   }
   out["waited_s"] = stats.waited_s;

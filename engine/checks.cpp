@@ -99,7 +99,9 @@ void check_config(const Config& config) {
     refuse("several ranks of a machine share its host memory, and compute there: device=\"host\"");
   }
   if (config.ranks > 1 && config.moment_dtype == MomentDtype::block8) {
-    refuse("several ranks: moments in 8 bits have their scales with one rank; use float32 or bfloat16");
+    refuse(
+        "several ranks: moments in 8 bits have their scales with one rank; use float32 or "
+        "bfloat16");
   }
   if (config.compute_threads < 0) refuse("the number of compute threads is negative");
   if (config.max_staleness > kStalenessMax) {

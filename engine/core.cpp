@@ -80,9 +80,9 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       elements(base, updates, writes),
       visits(base, between, prefetcher, updates, writes),
       gradients(base, between, updates, captures, parts.idle == nullptr),
-      ranks(base.owns.alone() ? std::nullopt
-                              : std::optional<OtherRanks>(std::in_place, base, updates,
-                                                     *gradients.exchange())),
+      ranks(base.owns.alone()
+                ? std::nullopt
+                : std::optional<OtherRanks>(std::in_place, base, updates, *gradients.exchange())),
       steps({base, between, prefetcher, planner, updates, writes, gradients, loads,
              ranks ? &*ranks : nullptr}),
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
@@ -146,6 +146,7 @@ bool Core::advance(Part part) {
 }
 
 bool Core::runs_foreign() const {
+  if (ranks && ranks->waits()) return true;
   const Workers& workers = updates.workers();
   return workers.thread_count() != 0 && workers.in_flight() != 0 &&
          std::ranges::any_of(base.config.groups,

@@ -142,7 +142,7 @@ bool Gradients::scale(Lock& lock, std::uint32_t param, float factor, bool divide
 
 void Gradients::refuse_without_pages(std::uint32_t param, const char* what) const {
   const std::string name = base_.config.params[param].name;
-  if (exchange_) refuse("the gradient of " + name + " cannot be " + what + ": ranks share it");
+  refuse_shared(param);
   if (!base_.gradient_frames) return;
   refuse("the gradient of " + name + " cannot be " + what + ": its update may begin at any time");
 }
@@ -164,7 +164,15 @@ bool Gradients::fits(Lock& lock, std::uint32_t param) {
   return base_.gradient_frames->room_for(chunks);
 }
 
+void Gradients::refuse_shared(std::uint32_t param) const {
+  if (!exchange_) return;
+  refuse("the gradient of " + base_.config.params[param].name +
+         " cannot be seen or changed: ranks share it, and it is complete in step() alone; use "
+         "max_grad_norm= of strata.wrap() to clip");
+}
+
 void Gradients::read(Lock& lock, std::uint32_t param, std::size_t offset, std::span<float> values) {
+  refuse_shared(param);
   refuse_where_none_landed(param);
   for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
     read_piece(lock, param, piece, values.data() + (piece.in_param - offset));
@@ -209,8 +217,20 @@ std::vector<bool> Gradients::touched_chunks() const {
   return touched;
 }
 
+double Gradients::sum_squares(std::uint32_t param) const {
+  if (landed_[param] != 0) refuse_shared(param);
+  return sum_squares_[param];
+}
+
 void Gradients::drop(Lock& lock) {
   const BetweenSteps::StepCall call(between_, lock);
+  if (exchange_ && any()) {
+    refuse("gradients have landed, and other ranks may have added them: call step() first");
+  }
+  drop_all(lock);
+}
+
+void Gradients::drop_all(Lock& lock) {
   const auto used = std::find(used_.begin(), used_.end(), true);
   if (used != used_.end()) {
     refuse("the gradient of " +

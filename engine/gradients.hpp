@@ -61,6 +61,8 @@ class Gradients final {
   // Throws StrataError (config) where they were used already: by an update that began in the
   // backward, or added to older ones.
   void drop(Lock& lock) STRATA_REQUIRES(core_lock);
+  // Those of a step, behind agree().
+  void drop_all(Lock& lock) STRATA_REQUIRES(core_lock);
   // Forgets the parameter's gradient alone. Throws where gradients have no pages.
   void drop(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
   // All of them, whatever was used. REQUIRES: none was added to one that waits for its update.
@@ -74,7 +76,8 @@ class Gradients final {
   // Of the squares of the parameter's newest gradient, also where a step has used it: its pieces
   // are added exactly and rounded once, however pages, chunks and owners group them. Where it was
   // scaled, as if nothing had been rounded.
-  double sum_squares(std::uint32_t param) const { return sum_squares_[param]; }
+  // Throws StrataError (config) where ranks are still to add theirs.
+  double sum_squares(std::uint32_t param) const;
   const GradScaling& scaling(std::uint32_t param) const { return scalings_[param]; }
   std::span<const GradScaling> scalings() const { return scalings_; }
   // Of all of them, and of each unit's: parameters in order, so that the sums do not depend on the
@@ -109,6 +112,7 @@ class Gradients final {
   void await_captured(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
   void forget_landed();
   void refuse_merged(std::uint32_t chunk) const;
+  void refuse_shared(std::uint32_t param) const;
   void refuse_without_pages(std::uint32_t param, const char* what) const;
   void refuse_where_none_landed(std::uint32_t param) const;
   void discard_pages(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
@@ -123,12 +127,12 @@ class Gradients final {
   Landing landing_;
   std::optional<GradientExchange> exchange_;  // none: this rank is alone
   std::optional<Agreement> agreement_;        // likewise
-  std::vector<std::uint32_t> landed_;  // by parameter: since the last step
-  std::vector<double> sum_squares_;    // by parameter: of what landed
-  std::vector<GradScaling> scalings_;  // by parameter: what was asked of it since
-  std::vector<bool> used_;             // by parameter
-  std::vector<std::uint32_t> noted_;   // by parameter: the last snapshot that was told of it
-  std::size_t landed_params_ = 0;      // of which any has landed
+  std::vector<std::uint32_t> landed_;         // by parameter: since the last step
+  std::vector<double> sum_squares_;           // by parameter: of what landed
+  std::vector<GradScaling> scalings_;         // by parameter: what was asked of it since
+  std::vector<bool> used_;                    // by parameter
+  std::vector<std::uint32_t> noted_;          // by parameter: the last snapshot that was told of it
+  std::size_t landed_params_ = 0;             // of which any has landed
   std::size_t used_params_ = 0;
   std::uint32_t landings_ = 0;  // under way
   std::int64_t step_ = 1;

@@ -261,11 +261,17 @@ class Session final {
     Gate::Call in(gate_);
     return gate_.holds();
   }
+  // Of one of several ranks, at the end of its training: see other_ranks.hpp.
+  void leave_ranks() {
+    Gate::Call in(gate_);
+    if (core_->ranks) core_->ranks->leave(in.lock());
+  }
   // Sends away who waits, waits for who copies, and gives everything back.
   void close();
 
  private:
   void pump();
+  void refuse_ranks() const;
 
   const Config config_;
   Doorbell bell_;

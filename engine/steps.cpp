@@ -101,9 +101,8 @@ double Steps::divisor(const StepOptions& options) const {
 void Steps::agree(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options) {
   if (parts_.ranks == nullptr) return;
   parts_.prefetcher.want_nothing();
-  parts_.base.gate.wait(
-      lock, [&] { return parts_.loads.empty() && parts_.base.remote->settle(); },
-      {"parameters of other ranks"});
+  parts_.base.gate.wait(lock, [&] { return parts_.loads.empty() && parts_.base.remote->settle(); },
+                        {"parameters of other ranks"});
   parts_.gradients.agree(lock, fingerprint(groups, options));
 }
 
@@ -126,7 +125,7 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
   result.finite = std::isfinite(norm);
   // 3. Its gradients go to their updates, or are dropped.
   if (any && !result.finite && options.skip_nonfinite) {
-    parts_.gradients.drop(lock);
+    parts_.gradients.drop_all(lock);
     ++count_;
     ++skipped_;
     result.skipped = true;

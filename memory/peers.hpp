@@ -1,6 +1,6 @@
-// Peers: the other ranks of a machine as one of them sees them. Each has a ring for what every other
-// one says to it, a bell that wakes it, and memory that it alone writes and all may read. Whoever
-// takes part shows all that as a Seat. Nothing here is a lock, and nobody waits.
+// Peers: the other ranks of a machine as one of them sees them. Each has a ring for what every
+// other one says to it, a bell that wakes it, and memory that it alone writes and all may read.
+// Whoever takes part shows all that as a Seat. Nothing here is a lock, and nobody waits.
 //
 // Threads: one caller at a time (the core's lock). The other end of a ring is another process, or
 // another session of this one.
@@ -38,6 +38,7 @@ struct PeerMessage {
     taken,      // the piece that lay at `at`
     window,     // `window` begins: those before it have no more pieces
     done,       // the pieces of `step` are sent
+    bye,        // no more steps
   };
   Kind kind = Kind::ask;
   std::uint32_t what = 0;
@@ -45,7 +46,7 @@ struct PeerMessage {
   std::uint32_t window = 0;
   std::uint32_t count = 0;
   std::uint32_t dtype = 0;  // of a piece: Dtype
-  std::uint64_t at = 0;  // in bytes, from the beginning of the sender's memory
+  std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory
   std::int64_t step = 0;
 };
 static_assert(sizeof(PeerMessage) == 40 && std::is_trivially_copyable_v<PeerMessage>);

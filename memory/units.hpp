@@ -56,10 +56,8 @@ struct TierRow {
 };
 
 inline constexpr std::array kTierRows = {
-    TierRow{Tier::device, "device", Places::frames},
-    TierRow{Tier::host, "host", Places::frames},
-    TierRow{Tier::ssd, "ssd", Places::slots},
-    TierRow{Tier::far, "far", Places::slots},
+    TierRow{Tier::device, "device", Places::frames},    TierRow{Tier::host, "host", Places::frames},
+    TierRow{Tier::ssd, "ssd", Places::slots},           TierRow{Tier::far, "far", Places::slots},
     TierRow{Tier::remote, "remote", Places::elsewhere},
 };
 inline constexpr std::size_t kTierCount = kTierRows.size();

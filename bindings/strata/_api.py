@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import nn
 
 from . import _core
 from ._config.configure import Options, device_goal, tier_budgets
-from ._config.managed import check_parameters, check_ranks
+from ._config.managed import check_parameters
+from ._config.ranks import find_ranks
 from ._config.sizes import Size, format_count, format_size
 from ._config.units import Chosen
 from ._config.update_modes import Update
@@ -233,6 +235,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         state.snapshots.finish()
         state.snapshots.holder.finish()
     del model.__dict__["_strata"]
+    if state.ranks is not None:
+        state.ranks.wait()  # others still read what this rank holds
     state.close()
     return model
 
@@ -307,7 +311,6 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
     if isinstance(optimizer, StrataOptimizer):
         raise ValueError("this optimizer already belongs to a wrapped model")
-    check_ranks()
     refuse_graphed(model)
     check_parameters(model)
 
@@ -317,6 +320,10 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     leaves model and optimizer as they were."""
     _check(model, optimizer)
     undo = Undo(model, optimizer)
+    options = replace(options, ranks=find_ranks())
+    if options.ranks is not None and options.activations is not None:
+        log.info("several ranks: activations are kept")
+        options = replace(options, activations=None)
     try:
         dropped = _drop_gradients(model)
         state = _start(model, optimizer, options, undo)
@@ -353,6 +360,10 @@ def _start(
     state = Wrapped(model, session, config)
     undo.first(state.landings.close)
     _fill(state, options)
+    if options.ranks is not None:  # nobody reads what is not written yet
+        options.ranks.wait()
+        options.ranks.close()
+        state.ranks = options.ranks
     # 2. The model, and what stands for its optimizer.
     _move(state, options.dtype)
     release_originals(model)
@@ -425,7 +436,12 @@ def _fill(state: Wrapped, options: Options) -> None:
     """Stores the values of all parameters. The model itself is not touched yet: this may fail."""
     if options.weights is None:
         for i, parameter in enumerate(state.params):
+            if options.ranks is not None:
+                options.ranks.share(parameter)
             state.write(i, parameter)
+        if options.ranks is not None:
+            for buffer in state.model.buffers():
+                options.ranks.share(buffer)
         return
     place = {name: i for i, name in enumerate(state.names)}
     weight_files.load(

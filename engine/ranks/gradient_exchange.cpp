@@ -30,12 +30,12 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, bool thre
   STRATA_ASSERT(base_.layout.accumulate);
   STRATA_ASSERT(outbox_.capacity() >= base_.layout.page_bytes);
   make_parts();
-  crew_ = std::make_unique<Crew<Job*, Job*>>(threads ? 1 : 0, &base_.bell,
-                                             CrewWork<Job*, Job*>{.name = "strata-add",
-                                                                  .run = [this](Job* job, int) {
-                                                                    add(*job);
-                                                                    return job;
-                                                                  }});
+  crew_ = std::make_unique<Crew<Job*, Job*>>(
+      threads ? 1 : 0, &base_.bell,
+      CrewWork<Job*, Job*>{.name = "strata-add", .run = [this](Job* job, int) {
+                             add(*job);
+                             return job;
+                           }});
 }
 
 // Jobs that nobody collected own their memory.
@@ -56,10 +56,8 @@ void GradientExchange::make_parts() {
     const Chunk& chunk = layout.chunks[segment.first_chunk];
     const std::size_t grain = layout.elements_per_page(chunk, Role::grad);
     for (const Piece& piece : layout.pieces(param, 0, layout.numel[param], grain)) {
-      parts_.push_back({.param = param,
-                        .chunk = piece.chunk,
-                        .first = piece.in_param,
-                        .count = piece.count});
+      parts_.push_back(
+          {.param = param, .chunk = piece.chunk, .first = piece.in_param, .count = piece.count});
     }
   }
   first_part_.push_back(static_cast<std::uint32_t>(parts_.size()));
@@ -68,8 +66,7 @@ void GradientExchange::make_parts() {
 void GradientExchange::begin_window() {
   reached_[base_.peers->rank()] = key_of(step_, ++window_, 0);
   std::fill(numbers_.begin(), numbers_.end(), 0U);
-  base_.peers->send_all(
-      {.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
+  base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
 }
 
 void GradientExchange::begin_step(std::int64_t updates) {
@@ -127,8 +124,8 @@ bool GradientExchange::land_now(Lock& lock, std::uint32_t id, const Arrived& min
   part.waiting.push_back(mine);
   std::unique_ptr<Job> job;
   const std::vector<Arrived> next = addable(part);
-  const bool comes = std::ranges::any_of(
-      next, [&](const Arrived& piece) { return piece.bytes == mine.bytes; });
+  const bool comes =
+      std::ranges::any_of(next, [&](const Arrived& piece) { return piece.bytes == mine.bytes; });
   if (comes) job = begin(id);
   if (!job) {
     part.waiting.pop_back();
@@ -271,8 +268,7 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
   if (part == nullptr || message.dtype >= kDtypeNames.size()) return false;
   if (message.window >> kWindowBits != 0 || message.count >> kNumberBits != 0) return false;
   const auto dtype = static_cast<Dtype>(message.dtype);
-  const std::byte* const bytes =
-      base_.peers->bytes(from, message.at, part->count * size_of(dtype));
+  const std::byte* const bytes = base_.peers->bytes(from, message.at, part->count * size_of(dtype));
   if (bytes == nullptr) return false;
   const Key key = key_of(message.step, message.window, message.count);
   if (key < reached_[from]) return false;
@@ -299,6 +295,17 @@ std::optional<std::uint32_t> GradientExchange::awaited() const {
   const auto late = std::ranges::find_if(reached_, [&](Key reached) { return reached < end; });
   if (late == reached_.end()) return std::nullopt;
   return static_cast<std::uint32_t>(late - reached_.begin());
+}
+
+bool GradientExchange::awaits(std::uint32_t rank) const {
+  const Key end = key_of(step_ + 1, 0, 0);
+  return reached_[base_.peers->rank()] >= end && reached_[rank] < end;
+}
+
+bool GradientExchange::is_awaited() const {
+  const Key end = key_of(step_ + 1, 0, 0);
+  return reached_[base_.peers->rank()] < end &&
+         std::ranges::any_of(reached_, [&](Key reached) { return reached >= end; });
 }
 
 void GradientExchange::end_step(Lock& lock) {

@@ -2,8 +2,8 @@
 // rank puts its piece into memory that the others read, and says so; the owner adds the pieces in
 // float32, in an order that is always the same, to the page where the sum rests.
 //
-// Threads: one caller at a time (the core's lock), which is given up while bytes are moved. Added up
-// is by a thread of its own.
+// Threads: one caller at a time (the core's lock), which is given up while bytes are moved. Added
+// up is by a thread of its own.
 //
 //   exchange.begin_window();                           // another backward begins
 //   exchange.land(lock, gradient);                     // this rank's, of a whole parameter
@@ -70,6 +70,12 @@ class GradientExchange final {
   bool turn();
   // The first rank that has not ended the step; none: all have.
   std::optional<std::uint32_t> awaited() const;
+  // This rank has ended the step, and that one has not.
+  bool awaits(std::uint32_t rank) const;
+  // Another rank has ended the step, and this one has not.
+  bool is_awaited() const;
+  // Pieces of this rank that their owners have still to take.
+  bool waits() const { return !outbox_.empty(); }
 
  private:
   // Step, window and number, in this order.
@@ -120,13 +126,13 @@ class GradientExchange final {
   Outbox outbox_;
   std::vector<Part> parts_;
   std::vector<std::uint32_t> first_part_;  // by parameter, and one more
-  std::int64_t step_ = 1;     // counts what all ranks have ended together
+  std::int64_t step_ = 1;                  // counts what all ranks have ended together
   std::int64_t updates_step_ = 1;
   std::uint32_t window_ = 0;
-  std::vector<Key> reached_;            // by rank: it sends nothing below this any more
-  std::vector<std::uint32_t> numbers_;  // by parameter: its gradients in this window
-  std::vector<std::uint32_t> pending_;  // parts with pieces that wait
-  std::uint32_t adding_ = 0;            // parts that are being added to
+  std::vector<Key> reached_;                // by rank: it sends nothing below this any more
+  std::vector<std::uint32_t> numbers_;      // by parameter: its gradients in this window
+  std::vector<std::uint32_t> pending_;      // parts with pieces that wait
+  std::uint32_t adding_ = 0;                // parts that are being added to
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };
 

@@ -50,16 +50,16 @@ std::uint64_t rules_of(const Config& config) {
 }
 
 Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_bytes) {
-  return {.facts = {kFormat, model_of(config),
-                    std::uint64_t{config.params.size()} << 32 | config.units.size(),
-                    rules_of(config),
-                    std::uint64_t{offer.page_bytes} << 8 |
-                        static_cast<std::uint64_t>(config.moment_dtype),
-                    std::uint64_t{config.max_staleness} << 8 |
-                        static_cast<std::uint64_t>(config.update) << 1 |
-                        std::uint64_t{config.sums_ranks}},
-          .memory_bytes = offer.memory.size(),
-          .area_bytes = area_bytes};
+  return {
+      .facts = {kFormat, model_of(config),
+                std::uint64_t{config.params.size()} << 32 | config.units.size(), rules_of(config),
+                std::uint64_t{offer.page_bytes} << 8 |
+                    static_cast<std::uint64_t>(config.moment_dtype),
+                std::uint64_t{config.max_staleness} << 8 |
+                    static_cast<std::uint64_t>(config.update) << 1 |
+                    std::uint64_t{config.sums_ranks}},
+      .memory_bytes = offer.memory.size(),
+      .area_bytes = area_bytes};
 }
 
 // Throws StrataError (config) where the other rank trains something else.

@@ -27,9 +27,9 @@ class Machine final : public Meeting {
 
  private:
   const Config& config_;
-  std::optional<SharedArea> own_;      // rings to this rank, then its board
-  std::vector<MappedArea> areas_;      // those of others
-  std::vector<MappedArea> memories_;   // likewise, their host memory
+  std::optional<SharedArea> own_;     // rings to this rank, then its board
+  std::vector<MappedArea> areas_;     // those of others
+  std::vector<MappedArea> memories_;  // likewise, their host memory
   std::vector<std::unique_ptr<PeerBell>> bells_;
   PeerWatch watch_;
 };

@@ -31,8 +31,8 @@ class Meeting {
   virtual ~Meeting() = default;
 
   // Waits for all ranks. Their seats, by rank, this one's among them, with boards that were all
-  // zero, which last as long as the meeting. Once. Throws StrataError where a rank does not come, or
-  // trains something else.
+  // zero, which last as long as the meeting. Once. Throws StrataError where a rank does not come,
+  // or trains something else.
   virtual std::vector<Seat> meet(const SeatOffer& offer) = 0;
   // A rank that has died, whatever ended it; one that is stopped has not.
   virtual std::optional<std::uint32_t> lost() = 0;

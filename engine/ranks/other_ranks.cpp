@@ -7,12 +7,46 @@
 
 namespace strata {
 
-bool OtherRanks::turn() {
-  if (const auto lost = base_.meeting->lost()) {
-    fail("rank " + std::to_string(*lost) +
-         " has died: its own output says why; start again from the newest snapshot or checkpoint");
+bool OtherRanks::waits() const {
+  return base_.remote->waits() || exchange_.waits() ||
+         (!exchange_.is_awaited() && exchange_.awaited().has_value());
+}
+
+// A rank that has said bye is missed only by who still needs it.
+bool OtherRanks::heed_deaths() {
+  if (const auto lost = base_.meeting->lost()) died_[*lost] = true;
+  for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
+    if (!died_[rank]) continue;
+    const bool needed =
+        (base_.remote->waits() && base_.remote->awaited() == rank) || exchange_.awaits(rank);
+    if (said_bye_[rank] && !needed) continue;
+    fail("rank " + std::to_string(rank) +
+         (said_bye_[rank]
+              ? " has ended its training, and this one has not: all ranks must take the "
+                "same steps, and save or read parameters before any of them ends"
+              : " has died: its own output says why; start again from the newest "
+                "snapshot or checkpoint"));
     return true;
   }
+  return false;
+}
+
+void OtherRanks::leave(Lock& lock) {
+  base_.peers->send_all({.kind = PeerMessage::Kind::bye});
+  said_bye_[base_.peers->rank()] = true;
+  base_.gate.wait(lock,
+                  [&] {
+                    bool all = true;
+                    for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
+                      all &= said_bye_[rank] || died_[rank];
+                    }
+                    return all || exchange_.is_awaited();
+                  },
+                  {"other ranks to end their training"});
+}
+
+bool OtherRanks::turn() {
+  if (heed_deaths()) return true;
   bool moved = base_.peers->flush();
   while (const auto received = base_.peers->receive()) {
     moved = true;
@@ -58,6 +92,9 @@ bool OtherRanks::take(const Peers::Received& received) {
       return true;
     case PeerMessage::Kind::done:
       exchange_.step_done(from, message.step);
+      return true;
+    case PeerMessage::Kind::bye:
+      said_bye_[from] = true;
       return true;
   }
   return false;

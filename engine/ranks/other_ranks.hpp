@@ -1,5 +1,5 @@
-// OtherRanks: what a rank hears from the others of its machine, handed to whom it concerns: pages that
-// are asked for and granted, and gradients on their way to their owners.
+// OtherRanks: what a rank hears from the others of its machine, handed to whom it concerns: pages
+// that are asked for and granted, and gradients on their way to their owners.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -19,7 +19,11 @@ namespace strata {
 class OtherRanks final {
  public:
   OtherRanks(Foundation& base, const Updates& updates, GradientExchange& exchange)
-      : base_(base), exchange_(exchange), lender_(base, updates) {}
+      : base_(base),
+        exchange_(exchange),
+        lender_(base, updates),
+        said_bye_(base.peers->count(), false),
+        died_(base.peers->count(), false) {}
 
   bool turn() STRATA_REQUIRES(core_lock);
 
@@ -27,13 +31,23 @@ class OtherRanks final {
   // the one whose updates make it what is asked for from here on. REQUIRES: nothing of it is open.
   void renew(const std::vector<bool>& landed, std::int64_t step);
 
+  // This rank makes no more steps, and stays for others who need what it holds: until all say the
+  // same, or one waits for a step of it, who is told by its end.
+  void leave(Lock& lock) STRATA_REQUIRES(core_lock);
+
+  // Something is under way that another rank has to do: it may take as long as it likes.
+  bool waits() const;
+
  private:
   bool take(const Peers::Received& received);
   void fail(std::string what) STRATA_REQUIRES(core_lock);
+  bool heed_deaths() STRATA_REQUIRES(core_lock);
 
   Foundation& base_;
   GradientExchange& exchange_;
   Lender lender_;
+  std::vector<bool> said_bye_;  // by rank
+  std::vector<bool> died_;      // likewise
 };
 
 }  // namespace strata

@@ -26,8 +26,8 @@ struct Ownership {
 };
 
 // The chunks of a unit go to the ranks in contiguous ranges, so that each of them brings a part of
-// every unit that is larger than a few pages. Pages are counted, of all roles: what one rank has too
-// much of in a unit, it gets less of in the next ones. REQUIRES: rank < ranks.
+// every unit that is larger than a few pages. Pages are counted, of all roles: what one rank has
+// too much of in a unit, it gets less of in the next ones. REQUIRES: rank < ranks.
 Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks);
 
 }  // namespace strata

@@ -4,7 +4,8 @@
 // pass through a bounded set of staging frames: fetched when they are opened, written back when
 // they have changed, and evicted least recently used first. Gradients that land, parameters on
 // their way to the device and chunks under update all come here, so there is one place that can run
-// out, and one rule for it. A page that another rank holds is opened, to be read, where it lies there.
+// out, and one rule for it. A page that another rank holds is opened, to be read, where it lies
+// there.
 //
 // Threads: one caller at a time (the core's lock); a Pin closes under it, too. The bytes of a Pin
 // may be used without it. open() never blocks: it starts what is missing and returns an empty Pin;

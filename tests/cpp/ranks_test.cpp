@@ -23,11 +23,10 @@ float from_bfloat16(std::uint16_t half) {
   return std::bit_cast<float>(std::uint32_t{half} << 16);
 }
 
-// The gradient of a micro-batch: a function of what the device shows, so that a page of another rank
-// that is stale, or torn, changes the result.
+// The gradient of a micro-batch: a function of what the device shows, so that a page of another
+// rank that is stale, or torn, changes the result.
 std::vector<std::uint16_t> gradient_of(Session& session, std::uint32_t param, std::uint32_t batch) {
-  const auto* const shown =
-      reinterpret_cast<const std::uint16_t*>(session.device_address(param));
+  const auto* const shown = reinterpret_cast<const std::uint16_t*>(session.device_address(param));
   std::vector<std::uint16_t> gradient(session.config().params[param].numel);
   for (std::size_t i = 0; i < gradient.size(); ++i) {
     const float value = from_bfloat16(shown[i]) * (0.25f + static_cast<float>((i + batch) % 7));
@@ -86,7 +85,8 @@ std::vector<float> all_of(Session& session, Kind kind) {
 // Runs `body` for every rank on a thread of its own.
 void on_ranks(std::uint32_t ranks, const std::function<void(std::uint32_t)>& body) {
   std::vector<std::thread> threads;
-  for (std::uint32_t rank = 0; rank < ranks; ++rank) threads.emplace_back([&, rank] { body(rank); });
+  for (std::uint32_t rank = 0; rank < ranks; ++rank)
+    threads.emplace_back([&, rank] { body(rank); });
   for (std::thread& thread : threads) thread.join();
 }
 

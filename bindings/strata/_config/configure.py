@@ -28,6 +28,7 @@ from .choices import (
     check_workers,
 )
 from .managed import DTYPE_NAMES, dtype_names
+from .ranks import Ranks
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
 from .units import Chosen, UnitSpec, find_units, used_apart
 from .update_modes import (
@@ -95,6 +96,7 @@ class Options:
     split: int | None = None
     device: str | torch.device = "auto"
     snapshots: int = 0
+    ranks: Ranks | None = None  # none of wrap()'s: what torch.distributed has started
 
     def check(self) -> None:
         """Raises for a value that can be seen to be wrong by itself."""
@@ -142,6 +144,19 @@ class Options:
                 raise FileNotFoundError(f"ssd_path: there is no folder {path}; make it first")
         return [str(Path(path).absolute()) for path in paths]
 
+    def shared_by(self) -> int:
+        """Ranks among which the machine's host memory, SSD and processors are shared."""
+        return self.ranks.count if self.ranks is not None else 1
+
+    def own_ssd_paths(self) -> list[str]:
+        """Those of this rank, made where they are missing."""
+        if self.ranks is None:
+            return self.ssd_paths()
+        paths = [Path(path) / f"rank-{self.ranks.rank}" for path in self.ssd_paths()]
+        for path in paths:
+            path.mkdir(exist_ok=True)
+        return [str(path) for path in paths]
+
 
 def default_workers(device_name: str = device.HOST) -> int:
     """Threads that update parameters where nobody says how many."""
@@ -175,10 +190,12 @@ def configure(
     config["apart"] = used_apart(units, hooked) if options.max_unit_norm else []
     config["together"] = _entered_together(model, hooked)
     given = parse_budgets(options.memory)
+    for tier in given.keys() & {"host", "ssd"}:
+        given[tier] //= options.shared_by()
     free = device.free_bytes(device_name)
     if free is not None:
         device.check_budget(device_name, given.get("device", 0), free, model)
-    _choose_budgets(config, given, make_plan, free)
+    _choose_budgets(config, given, make_plan, free, options.shared_by())
     return config, hooked
 
 
@@ -207,7 +224,8 @@ def config_of(
             }
         )
     update, max_staleness = core_mode(options.update)
-    return {
+    workers = options.workers or max(1, default_workers(device_name) // options.shared_by())
+    config: Config = {
         "params": params,
         "units": [unit.name for unit in units],
         "groups": groups,
@@ -215,20 +233,23 @@ def config_of(
         "device_bytes": 0,
         "host_bytes": 0,
         "ssd_bytes": 0,
-        "ssd_paths": options.ssd_paths(),
+        "ssd_paths": options.own_ssd_paths(),
         "io_engine": options.io_engine,  # type: ignore[typeddict-item]
-        "workers": options.workers or default_workers(device_name),
+        "workers": workers,
         "accumulate": options.gradient_accumulation_steps > 1,
         "update": update,
         "max_staleness": max_staleness,
         "moment_dtype": STATE_DTYPES[str(options.state_dtype)],
-        "pin_workers": True,
+        "pin_workers": options.ranks is None,
         "compute_threads": device.compute_threads(device_name),
         "device": device_name,
         "snapshots": options.snapshots,
         "apart": [],
         "together": [],
     }
+    if options.ranks is not None:
+        config["ranks"] = options.ranks.spec()
+    return config
 
 
 def tier_budgets(config: Config) -> dict[str, int]:
@@ -277,17 +298,21 @@ def _check_devices(model: nn.Module, device_name: str) -> None:
 
 
 def _choose_budgets(
-    config: Config, given: dict[str, int], make_plan: Callable[[Config], Plan], gpu: int | None
+    config: Config,
+    given: dict[str, int],
+    make_plan: Callable[[Config], Plan],
+    gpu: int | None,
+    shared_by: int,
 ) -> None:
     """Fills in the budgets: those given, and for the others what the machine has free. `gpu`: what
-    the device has, where it has memory of its own."""
+    the device has, where it has memory of its own. `shared_by`: ranks that share the rest."""
     if given.get("ssd") and not config["ssd_paths"]:
         raise ValueError("memory={'ssd': ...} needs ssd_path= as well")
     # 1. The SSD: only where a path is given, and then everything that rests may rest there.
     if config["ssd_paths"]:
-        config["ssd_bytes"] = given.get("ssd", _default_ssd_bytes(config))
+        config["ssd_bytes"] = given.get("ssd", _default_ssd_bytes(config) // shared_by)
     # 2. Device and host: what the model needs, if the machine has it.
-    free = int(machine.free_host_bytes() * FREE_SHARE)
+    free = int(machine.free_host_bytes() * FREE_SHARE) // shared_by
     if "device" not in given or "host" not in given:
         needs = make_plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
         given.update(shares(given, needs["device_bytes"], needs["host_bytes"], free, gpu))

@@ -1,6 +1,5 @@
 """Which parameters strata can manage: plain tensors of floating point, each with memory of its own.
 
-    check_ranks()               # raises ValueError where there is more than one
     check_parameters(model)     # raises ValueError with the name of the first that it cannot
     dtype_names()               # the dtypes that parameters may have, in words
 
@@ -56,18 +55,6 @@ def check_parameters(model: nn.Module) -> None:
         if parameter.numel() == 0:
             raise ValueError(f"parameter {name!r} has shape {tuple(parameter.shape)}: no elements")
     _check_memory(model)
-
-
-def check_ranks() -> None:
-    """Raises ValueError where torch.distributed has more than one rank."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    ranks = torch.distributed.get_world_size()
-    if ranks > 1:
-        raise ValueError(
-            f"torch.distributed has {ranks} ranks, and strata trains in one process for now: start "
-            "one (python train.py in the place of torchrun), which may have all of the machine"
-        )
 
 
 def is_of_peft(module: nn.Module | None) -> bool:

@@ -89,6 +89,7 @@ class LandHook(Uncopied):
         # See Note [Memory of graphs] in streams.py; a custom backward may return a parameter's own.
         if owned_by_graph(grad) or state.find(grad.data_ptr()) >= 0:
             grad = grad.clone()
+        state.note_backward()
         with state.recorder.paused():
             state.landings.put(partial(self._land, hooks, grad), grad.nbytes)
         state.landed[index] += 1

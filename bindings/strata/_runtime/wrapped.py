@@ -25,7 +25,7 @@ from .._errors import StrataError
 from .._profiling.recorder import Recorder
 from .._profiling.timeline import StepLog, UseSpan
 from .._profiling.uses import RecordedStep
-from .._torch_compat import DisableTorchFunction
+from .._torch_compat import DisableTorchFunction, graph_task
 from . import own_mapping
 from .gradients import Gradients
 from .lander import Inline, Lander, Landings
@@ -33,6 +33,7 @@ from .streams import current_stream
 from .visits import Visit, Visits
 
 if TYPE_CHECKING:
+    from .._config.ranks import Ranks
     from .._core import ActivationName, Config, GroupSpec, Kind, Session, StepResult
     from .._planning.planning import Planning
     from .escapes import Views
@@ -117,6 +118,8 @@ class Wrapped:
         self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
         self.snapshots: Any = None  # snapshot.Taker, once there is one
         self.last_saved: Path | None = None  # the last checkpoint of the run, or that it loaded
+        self.ranks: Ranks | None = None  # none: this process is alone
+        self._backward: int | None = None  # autograd's number of the one that landed a gradient
         self.steps_before = 0  # of the run, when it was loaded from a snapshot
         self.half_loaded = False  # strata.load() has begun to write, and has not ended
         # in_backward: what the updates of this backward use; None where none has begun.
@@ -345,6 +348,7 @@ class Wrapped:
 
     def end_step(self, predicted_seconds: float | None = None, plan: int = 0) -> RecordedStep:
         """What was recorded of the step that has ended. The log keeps of it what reports tell."""
+        self._backward = None
         step = self.recorder.take()
         if step.uses:
             # Of several rounds the recorder tells the last one only.
@@ -352,6 +356,15 @@ class Wrapped:
             uses = map(UseSpan.of, step.uses)
             self.log.end_step(begin, step.end, uses, predicted_seconds, plan)
         return step
+
+    def note_backward(self) -> None:
+        """Called by autograd ahead of a gradient. Ranks add up theirs backward by backward."""
+        if self.ranks is None:
+            return
+        task = graph_task()
+        if self._backward not in (None, task):
+            self.session.begin_window()
+        self._backward = task
 
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step."""
@@ -382,6 +395,8 @@ def _close(
     with contextlib.suppress(RuntimeError):  # Python may collect a model on any thread
         recorder.close()
     landings.close()
+    with contextlib.suppress(StrataError):  # the training ended with one already
+        session.leave_ranks()
     session.close()
 
 

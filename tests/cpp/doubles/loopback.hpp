@@ -1,6 +1,6 @@
 // Loopback: ranks of one machine as sessions of one process, on a thread each. It exists for bugs
-// that processes hide: a rank that waits for another in a circle hangs the test, and ThreadSanitizer
-// sees both ends of a ring.
+// that processes hide: a rank that waits for another in a circle hangs the test, and
+// ThreadSanitizer sees both ends of a ring.
 //
 // Threads: a rank's session is made on a thread of its own: it waits for all others.
 //
@@ -35,9 +35,7 @@ class Loopback final {
   class OneRank final : public Meeting {
    public:
     OneRank(Loopback& machine, std::uint32_t rank) : machine_(machine), rank_(rank) {}
-    std::vector<Seat> meet(const SeatOffer& offer) override {
-      return machine_.meet(rank_, offer);
-    }
+    std::vector<Seat> meet(const SeatOffer& offer) override { return machine_.meet(rank_, offer); }
     std::optional<std::uint32_t> lost() override {
       const std::uint32_t lost = machine_.lost_;
       return lost == kNobody || lost == rank_ ? std::nullopt : std::optional(lost);

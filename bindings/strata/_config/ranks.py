@@ -1,0 +1,113 @@
+"""The ranks of one machine that train together, as torch.distributed has started them.
+
+    ranks = find_ranks()                  # None: this process is alone
+    ranks.folder                          # where they meet, of this user alone; the same for all
+    ranks.share(tensor)                   # what rank 0 has
+    ranks.wait()                          # for all of them
+    ranks.close()
+
+All of these but the first are calls that every rank makes, in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from .._core import Ranks as RanksSpec
+
+PATH_BYTES_MAX = 4096
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among them."""
+
+    rank: int
+    count: int
+    folder: str
+
+    def spec(self) -> RanksSpec:
+        """As the core takes it."""
+        return {
+            "rank": self.rank,
+            "count": self.count,
+            "folder": self.folder,
+            "timeout_s": TIMEOUT_S,
+            "sums": False,
+        }
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Gives every rank the values of rank 0, in place."""
+        values = tensor.detach().contiguous()
+        distributed.broadcast(values.view(-1).view(torch.uint8), 0)
+        if values.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(values)
+
+    def wait(self) -> None:
+        """Returns when all have come here."""
+        distributed.barrier()
+
+    def close(self) -> None:
+        """The folder is not needed any more."""
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def find_ranks() -> Ranks | None:
+    """The ranks of torch.distributed, if there is more than one.
+
+    Raises:
+        ValueError: they are not of one machine, or torch.distributed is still to be initialised.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    there = distributed.is_available() and distributed.is_initialized()
+    if not there:
+        if started > 1:
+            raise ValueError(
+                f"{started} processes were started, and torch.distributed is not initialised: call "
+                "torch.distributed.init_process_group('gloo') before strata.wrap()"
+            )
+        return None
+    count, rank = distributed.get_world_size(), distributed.get_rank()
+    if count == 1:
+        return None
+    _check_machine(rank, count)
+    folder = _meeting_folder() if rank == 0 else ""
+    path = torch.zeros(PATH_BYTES_MAX, dtype=torch.uint8)
+    path[: len(folder.encode())] = torch.tensor(list(folder.encode()), dtype=torch.uint8)
+    distributed.broadcast(path, 0)
+    return Ranks(rank, count, bytes(path.tolist()).rstrip(b"\0").decode())
+
+
+def _check_machine(rank: int, count: int) -> None:
+    """Raises ValueError where ranks cannot share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    here = f"{boot}{os.geteuid()}{os.readlink('/proc/self/ns/pid')}"
+    mine = torch.tensor(list(hashlib.sha256(here.encode()).digest()), dtype=torch.uint8)
+    all_of = [torch.empty_like(mine) for _ in range(count)]
+    distributed.all_gather(all_of, mine)
+    others = [i for i, other in enumerate(all_of) if not torch.equal(other, mine)]
+    if others:
+        raise ValueError(
+            f"rank {rank} and rank {others[0]} are on different machines, in different containers, "
+            "or of different users: ranks share memory for now; start all of them on one machine"
+        )
+
+
+def _meeting_folder() -> str:
+    """Made for this run, with mode 0700."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    at = runtime if runtime and os.access(runtime, os.W_OK) else None
+    return tempfile.mkdtemp(prefix="strata-ranks-", dir=at)
