@@ -7,7 +7,7 @@ failure the session is closed for business and repeats that error.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, TypedDict
 
 from typing_extensions import Buffer
 
@@ -38,9 +38,13 @@ from ._saved_pages import SavedPages as SavedPages
 from ._saved_pages import TakenSnapshot as TakenSnapshot
 from ._saved_pages import join_master as join_master
 from ._saved_pages import load_moments as load_moments
+from ._session_config import Config as Config
+from ._session_config import DtypeName as DtypeName
+from ._session_config import GroupSpec as GroupSpec
+from ._session_config import ParamSpec as ParamSpec
+from ._session_config import Ranks as Ranks
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
-DtypeName = Literal["float32", "float16", "bfloat16"]
 
 __version__: str
 
@@ -59,57 +63,6 @@ class StrataError(RuntimeError):
     needed_bytes: int
     budget_bytes: int
     would_do_bytes: int
-
-class ParamSpec(TypedDict):
-    name: str
-    numel: int
-    dtype: DtypeName  # of computation
-    trainable: bool
-    unit: int  # index into Config.units
-    group: int  # index of the optimizer's parameter group; 0 for frozen ones
-
-class GroupSpec(TypedDict):
-    """Hyperparameters of one parameter group, as torch.optim names them."""
-
-    rule: Literal["adamw", "adam", "sgd", "lion", "adagrad", "foreign"]
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    momentum: float
-    dampening: float
-    lr_decay: float
-    initial_accumulator: float
-    nesterov: bool
-    maximize: bool
-    options: NotRequired[int]  # foreign: handed to the callable
-    moments: NotRequired[int]  # foreign: how many it keeps, 0 to 2
-
-class Config(TypedDict):
-    params: list[ParamSpec]  # in the order of model.parameters(); its place here is its id
-    units: list[str]  # names, in order of first use
-    groups: list[GroupSpec]
-    page_bytes: int  # 0: chosen from the sizes and budgets
-    device_bytes: int
-    host_bytes: int
-    ssd_bytes: int
-    ssd_paths: list[str]
-    io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"]
-    workers: int
-    accumulate: bool  # gradients rest, and several backward calls add up, in float32
-    update: Literal["on_step", "in_backward", "lock_free"]
-    max_staleness: int  # lock_free: steps that a parameter may lag behind; else 0
-    moment_dtype: Literal["float32", "bfloat16", "block8"]
-    pin_workers: bool  # to cores of their own where there are spare ones, else they give way
-    compute_threads: int  # cores that pinned workers leave to the computation
-    # Complete snapshots that have room on the SSD from the start, beside one that begins.
-    snapshots: NotRequired[int]
-    device: NotRequired[str]  # "host" (default) or "cuda:N"
-    # in_backward, by unit: its first and last gradient may land far apart, and are needed together.
-    apart: NotRequired[list[bool]]
-    # By module: its name, and the units that are entered while it runs. None: one at a time.
-    together: NotRequired[list[tuple[str, list[int]]]]
 
 def device_error(device: str) -> str:
     """Why the device cannot be used here, and what to do about it; "": it can. Opens it to see."""
@@ -214,6 +167,11 @@ class Session:
     # These four: of update "on_step" alone.
     def replace_gradient(self, param: int, address: int, dtype: DtypeName, stream: int = 0) -> None:
         """Takes it in the place of what has landed. The memory may be reused on return."""
+    def begin_window(self) -> None:
+        """Gradients that land from here on are of another backward pass."""
+    def leave_ranks(self) -> None:
+        """This rank makes no more steps. Waits until no other needs what it holds; where it is
+        alone, for nothing."""
     def scale_gradient(self, param: int, factor: float, divides: bool) -> bool:
         """Has it multiplied with a factor, or divided by one, and rounded, by whatever reads or
         uses it from here on. False: it can note no more, and did nothing. REQUIRES: it has landed;
