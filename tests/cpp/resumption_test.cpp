@@ -161,7 +161,9 @@ TEST_P(Resumed, GoesOnBitForBitAndReadsNothingAhead) {
   session.synchronize();
   const std::uint64_t before = moved(session, Link::read), wrote = moved(session, Link::write);
   resume(session, left);
-  EXPECT_EQ(moved(session, Link::read), before);
+  // But for parameters, which come ahead of the units that the next step uses first.
+  const std::size_t params = session.residence().layout.param_pages() * kPage;
+  EXPECT_LE(moved(session, Link::read), before + params);
   EXPECT_EQ(moved(session, Link::write), wrote);
   train(session, 3);
   EXPECT_EQ(contents(session), expected(5));
