@@ -159,13 +159,13 @@ TEST_P(Resumed, GoesOnBitForBitAndReadsNothingAhead) {
   arrange(session);
   train(session, 1);  // it goes on over something else
   session.synchronize();
-  const std::uint64_t before = moved(session, Link::read), wrote = moved(session, Link::write);
+  const auto before = moved(session, Link::read), wrote = moved(session, Link::write);
   resume(session, left);
-  EXPECT_EQ(moved(session, Link::read), before);
+  // But for parameters of the units that the next step uses first.
+  EXPECT_LE(moved(session, Link::read), before + left[0].layout.param_pages() * kPage);
   EXPECT_EQ(moved(session, Link::write), wrote);
   train(session, 3);
   EXPECT_EQ(contents(session), expected(5));
-  session.synchronize();
   session.close();
   left[0].verify();
 }

@@ -3,18 +3,20 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
 
 namespace strata {
 
-// Calls visit(seed) for 1 to `count`; STRATA_SEED=7 replays one, STRATA_SEEDS=1000 runs more.
+// Calls visit(seed) for 1 to `count`; STRATA_SEED=7 replays one, STRATA_SEEDS=1000 runs so many
+// where those are more.
 template <typename Visit>
 void for_seeds(std::uint64_t count, Visit visit) {
   const char* one = std::getenv("STRATA_SEED");
   const char* many = std::getenv("STRATA_SEEDS");
-  if (many != nullptr) count = std::strtoull(many, nullptr, 10);
+  if (many != nullptr) count = std::max<std::uint64_t>(count, std::strtoull(many, nullptr, 10));
   const std::uint64_t first = one == nullptr ? 1 : std::strtoull(one, nullptr, 10);
   if (one != nullptr) count = first;
   for (std::uint64_t seed = first; seed <= count && !testing::Test::HasFailure(); ++seed) {

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 
@@ -20,7 +21,7 @@ std::uint64_t number(const char* variable, std::uint64_t otherwise) {
 template <typename Visit>
 void for_seeds(std::uint64_t count, Visit visit) {
   if (const std::uint64_t one = number("STRATA_SEED", 0)) return visit(one);
-  const std::uint64_t seeds = number("STRATA_SEEDS", count);
+  const std::uint64_t seeds = std::max(count, number("STRATA_SEEDS", 0));
   for (std::uint64_t seed = 1; seed <= seeds && !testing::Test::HasFailure(); ++seed) visit(seed);
 }
 

@@ -17,7 +17,7 @@ from strata._errors import StrataError
 from torch import nn
 
 SPARE_BYTES = 1 << 20  # for activations and what PyTorch itself holds
-SEEDS = int(os.environ.get("STRATA_SEEDS", "6"))
+SEEDS = max(6, int(os.environ.get("STRATA_SEEDS", "0")))
 ONE = os.environ.get("STRATA_SEED")
 UPDATES: tuple[Any, ...] = ("on_step", "in_backward", strata.LockFree(max_staleness=0))
 ACTIVATIONS = ("auto", "keep", "swap", "recompute", None)

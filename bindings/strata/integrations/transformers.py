@@ -230,7 +230,7 @@ class TrainerMixin(SavingMixin):
 
         Args:
             logs: numbers by name, which trackers get.
-            *args: the Trainer's, as **kwargs.
+            args: the Trainer's, as kwargs are.
         """
         if "loss" in logs and _is_wrapped(self.model):
             logs.update({**self.figures(), **logs})
