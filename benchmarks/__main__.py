@@ -34,6 +34,7 @@ BENCHES = {
     "save-every": "steps with a snapshot behind every tenth, and behind each, over none",
     "resume": "from a snapshot to the first step",
     "reshard": "a snapshot under other budgets, page sizes, modes and tilings: the same bits",
+    "ranks": "two ranks of this machine over one process, and over FSDP2: steps and memory",
     "soak": "a run with a snapshot behind every 20th step, for --minutes: memory, slots",
     "fuzz": "damaged files, as strangers may have left them: what is handled wrongly",
     "crash": "runs killed by SIGKILL at random moments: what of their snapshots is lost",

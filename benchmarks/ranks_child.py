@@ -1,0 +1,107 @@
+"""A child of the bench ranks: one rank, or one process that is alone, trains a Llama by strata or
+under FSDP2, a step at a time."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .common import seconds_of
+from .models import llama, llama_166m, llama_config, tokens
+from .peers.child import Answer, claim_stdout, serve
+from .sides import Paged, everything_resident, steady_step, train_step
+
+ADAMW = {"lr": 1e-5, "weight_decay": 0.01}
+BYTES_PER_PARAMETER = 16  # gradients add up in float32, as those of ranks do
+
+
+def batch_of(count: int, seed: int, rank: int, ranks: int, sequences: int) -> torch.Tensor:
+    """This rank's part of the global batch."""
+    return tokens(count, seed, sequences=sequences)[rank::ranks]
+
+
+def open_strata(options: argparse.Namespace, model: Any, batch: torch.Tensor) -> Paged:
+    """All state in host memory, a quarter of the parameters on the device."""
+    parameters = sum(p.numel() for p in model.parameters())
+    room = 4 if options.quick else 1
+    budgets = everything_resident(parameters * room)
+    budgets["device"] = parameters * room // 2
+    budgets["host"] += 2 * parameters * room  # gradients in float32
+    return Paged(
+        model,
+        batch,
+        budgets,
+        None,
+        {"gradient_accumulation_steps": 2, "dtype": torch.bfloat16},
+        **ADAMW,
+    )
+
+
+def open_fsdp2(model: Any) -> torch.optim.Optimizer:
+    """Sharded over the ranks; its shards are in host memory, for the device is the processor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
+
+
+def proportional_bytes() -> int:
+    """This process's memory, what it shares with others divided among them."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return (
+        int(next(line for line in rollup.splitlines() if line.startswith("Pss:")).split()[1]) << 10
+    )
+
+
+def main() -> None:
+    """Answers "step" with seconds, and "memory" with bytes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("side", choices=["strata", "fsdp2"])
+    for name in ("tokens", "seed", "threads", "sequences"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    answers = claim_stdout()
+    torch.set_num_threads(options.threads)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    idle = proportional_bytes()
+    dtype = torch.float32 if options.side == "fsdp2" else torch.bfloat16
+    model = (
+        llama(llama_config(128, 2), dtype, options.seed)
+        if options.quick
+        else llama_166m(options.seed).to(dtype)
+    )
+    batch = batch_of(options.tokens, options.seed, rank, ranks, options.sequences)
+    host_bytes = 0
+    if options.side == "strata":
+        side = open_strata(options, model, batch)
+        host_bytes = side.session.stats()["host_bytes"]
+
+        def step() -> Answer:
+            return {"seconds": steady_step(side)}
+
+    else:
+        optimizer = open_fsdp2(model)
+
+        def step() -> Answer:
+            return {"seconds": seconds_of(lambda: train_step(model, optimizer, batch))}
+
+    def memory() -> Answer:
+        return {"host": host_bytes, "process": proportional_bytes() - idle}
+
+    serve(answers, {"step": step, "memory": memory})
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
