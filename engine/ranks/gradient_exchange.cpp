@@ -197,17 +197,21 @@ std::unique_ptr<GradientExchange::Job> GradientExchange::begin(std::uint32_t id)
   return job;
 }
 
-// Block by block, so that a sum stays in the processor's cache until it is complete.
+// Pieces of one dtype, as good as always all of them, are added in one pass.
 void GradientExchange::add(Job& job) const {
   const std::size_t first = job.cut.front().in_param;
+  std::vector<const void*> from;
   for (const Piece& piece : job.cut) {
     double squares = 0.0;
-    bool adds = job.adds;
-    for (const Arrived& from : job.pieces) {
-      const std::byte* const bytes = from.bytes + (piece.in_param - first) * size_of(from.dtype);
-      squares = base_.kernels.land_gradient(job.to.at(piece), Dtype::float32, bytes, from.dtype,
-                                            piece.count, adds ? GradMode::add : GradMode::copy, {});
-      adds = true;
+    GradMode mode = job.adds ? GradMode::add : GradMode::copy;
+    for (auto next = job.pieces.begin(); next != job.pieces.end(); mode = GradMode::add) {
+      const Dtype dtype = next->dtype;
+      from.clear();
+      for (; next != job.pieces.end() && next->dtype == dtype; ++next) {
+        from.push_back(next->bytes + (piece.in_param - first) * size_of(dtype));
+      }
+      squares = base_.kernels.land_pieces(job.to.at(piece), Dtype::float32, from, dtype,
+                                          piece.count, mode, {});
     }
     job.squares.add(squares);
   }
