@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import StrataError
+from .durability import Durability
 from .snapshot_files import Links
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ Write = Callable[["TakenSnapshot", list[str]], None]
 class Holder:
     """Holds the state of one step at a time."""
 
-    def __init__(self, session: Session, drives: list[str]) -> None:
+    def __init__(self, session: Session, drives: list[str], durability: Durability) -> None:
         """Nothing is held."""
         self._session = session
         self._drives = drives
+        self._durability = durability
         self._last: Future[None] | None = None
         self._told: Future[None] | None = None
         self._complete = 0  # snapshots, when room was made
@@ -80,7 +82,8 @@ class Holder:
 
     def hold(self, path: Path, write: Write) -> Future[None] | None:
         """None, and nothing is held: the drives have no hard links. REQUIRES: make_room()."""
-        links = Links(self._drives, path)
+        with self._durability.watch(path.parent):
+            links = Links(self._drives, path)
         try:
             if not self._session.link_pages(links.paths):
                 links.remove()

@@ -129,6 +129,7 @@ def save(
 
     Raises:
         CheckpointError: `path` is something else, or cannot be replaced.
+        StrataError: with wait=False where pages could not be made durable for a snapshot.
         TypeError: `extra` or a hyperparameter is nothing that can be kept.
 
     Memory used: 4 MiB; with wait=False 32 MiB more.
@@ -166,13 +167,16 @@ def save(
 
 
 def _taker(state: Wrapped) -> Taker | None:
-    """Of snapshots, with room for the one that is saved. None: there is none; the log says why."""
+    """Of snapshots, with room for the one that is saved. None: there is none; the log says why.
+    Raises StrataError where page files cannot be relied on."""
+    if state.snapshots is not None:
+        state.snapshots.raise_failure()
     try:
         taker: Taker = state.snapshots or Taker(state)
         state.snapshots = taker
-        taker.raise_failure()
         state.landings.wait()
         taker.make_room_to_hold()
+        taker.durability.check()  # what was under way is known now
     except StrataError as error:
         if error.fault != "config":
             raise
