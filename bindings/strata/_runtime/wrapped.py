@@ -116,6 +116,7 @@ class Wrapped:
         self.gradients = Gradients(self)
         self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
         self.snapshots: Any = None  # snapshot.Taker, once there is one
+        self.contents: Any = None  # registrations.Contents, as of the last snapshot
         self.last_saved: Path | None = None  # the last checkpoint of the run, or that it loaded
         self.steps_before = 0  # of the run, when it was loaded from a snapshot
         self.half_loaded = False  # strata.load() has begun to write, and has not ended

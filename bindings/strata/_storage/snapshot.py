@@ -35,7 +35,7 @@ from .checkpoint_files import (
 from .durability import Durability
 from .held_state import Holder
 from .large_manifest import give_way, write_large_manifest
-from .registrations import persistent_places, registrations
+from .registrations import Contents
 from .replacing import make_newest
 from .snapshot_context import Context, Form, form_of, take_context, write_state
 from .snapshot_files import (
@@ -133,8 +133,8 @@ def snapshot(
             from then on where pages could not be made durable.
         CheckpointError: `path` is a file, or the folder of a checkpoint.
         TypeError: `keep` is no whole number, or `extra` holds what cannot be kept.
-        RuntimeError: Where parameters are of two states, or the model has others than
-            when it was wrapped.
+        RuntimeError: Where parameters are of two states, or the model has others than when it was
+            wrapped, or other persistent buffers than at its first snapshot.
     """
     return _begin(model, Path(path), keep, keep, extra)
 
@@ -173,8 +173,8 @@ class Taker:
     """Takes the snapshots of one wrapped model, one behind the other.
 
     What grows with the model is left to its thread, but for persistent buffers, which are copied by
-    who asks. Which parameters and buffers there are is looked up by the first call, and again when
-    a module has got a parameter, a buffer or a module."""
+    who asks, and a glance at what its modules have. Which parameters and buffers there are is
+    looked up by the first call, and again when that has changed."""
 
     def __init__(self, state: Wrapped) -> None:
         """Removes what killed processes left on the drives."""
@@ -193,8 +193,6 @@ class Taker:
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
         state.before_close += [self._pool.shutdown, self.holder.shutdown]
         self._form = Form([], [])
-        self._buffers: list[tuple[str, nn.Module, str]] = []
-        self._registered = -1  # registrations that these are as of
         clean_up(self._drives)
 
     def raise_failure(self) -> None:
@@ -237,9 +235,9 @@ class Taker:
                 "a strata.load() was interrupted while it took the pages of snapshots over, so "
                 "this run cannot tell which of them are held: wrap the model anew, and load"
             )
-        if self._registered != registrations.count:
+        if state.contents is None or not state.contents.unchanged():
             self._look(state)
-        context = take_context(state, self._buffers, extra)
+        context = take_context(state, state.contents.buffers, extra)
         folder = step_folder(series, context.manifest["step"])
         future: Future[None] = Future()
         handle = SnapshotHandle(folder, future)
@@ -261,13 +259,14 @@ class Taker:
         return handle
 
     def _look(self, state: Wrapped) -> None:
-        """Some module has got a parameter, a buffer or a module, so the model may have others."""
-        registered = registrations.count
+        """Some module has other parameters, buffers or modules than before. Raises RuntimeError
+        where that makes another model, with the name of what has changed."""
         state.check_parameters()
-        registrations.watch(state.model)
+        contents = Contents(state.model)
+        if state.contents is not None:
+            contents.check_buffers(state.contents)
         self._form = form_of(state)
-        self._buffers = persistent_places(state.model)
-        self._registered = registered
+        state.contents = contents
 
     def _drop_lost(self, complete: int) -> None:
         """Gives up those whose numbers an exception has lost. The holder knows its own, and those
