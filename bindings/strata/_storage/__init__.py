@@ -5,5 +5,5 @@ In reading order: stored, weights, matching, conversion, initialise, adapters (v
 replacing, checkpoint, checkpoint_files, checkpoint_manifest, rng, export, exported, parameters,
 merged (files that take the place of others); saved_file (the files of others); snapshot,
 snapshot_files, durability, snapshot_adopt, snapshot_load (what is kept while training goes on);
-shards, held_state, snapshot_values, saving (checkpoints of safetensors files); trace_file.
+shards, pace, held_state, snapshot_values, saving (checkpoints of safetensors files); trace_file.
 """
