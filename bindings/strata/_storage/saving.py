@@ -60,6 +60,7 @@ from .held_state import Holder
 from .pace import Pace
 from .shards import Earlier, ShardWriter, Wanted, cut, describe
 from .snapshot import Taker
+from .snapshot_elements import Form
 from .snapshot_files import links_at
 from .snapshot_values import Forms, SnapshotValues
 from .stored import StoredTensor, persistent_buffers, stored_tensors
@@ -204,7 +205,8 @@ def _forms(state: Wrapped) -> Forms:
     specs, groups = state.config["params"], state.config["groups"]
     used = [groups[spec["group"]] for spec in specs]
     rules = [group["rule"] if moments_of(group) else "sgd" for group in used]
-    return Forms([spec["dtype"] for spec in specs], rules, state.config["moment_dtype"])
+    params = [Form(spec["dtype"], rule) for spec, rule in zip(specs, rules, strict=True)]
+    return Forms(params, state.config["moment_dtype"])
 
 
 def _write_held(
