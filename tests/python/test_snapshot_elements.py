@@ -1,11 +1,18 @@
-"""Elements of a snapshot are read in slices."""
+"""Elements of a snapshot are read in slices, and its pages a few chunks ahead of them."""
 
 import random
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import strata
 import torch
+from strata._storage import snapshot_load
 from strata._storage.snapshot_elements import SLICE_ELEMENTS, Elements, Form, slices
+from test_checkpoint import Case, llama
+from test_snapshot import HOST, SSD, disk, drive
+
+__all__ = ["disk"]  # a fixture
 
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
 
@@ -51,3 +58,33 @@ def test_float32_is_not_copied() -> None:
     held["param"] = [64, 128, [[7, 1, 1]]]
     with pytest.raises(ValueError, match="beyond its page"):
         elements.read(held, pages, 0, Form("float32", "adamw"), 40, 16)
+
+
+@pytest.mark.parametrize("read_bytes", [1, 1 << 18, 1 << 30])
+@pytest.mark.parametrize("mode", [{}, {"state_dtype": "8bit", "dtype": torch.bfloat16}])
+def test_reads_are_as_large_as_asked_for_and_use_little_memory(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int, mode: Any
+) -> None:
+    made: list[int] = []
+    memory = snapshot_load.page_memory
+
+    def noted(size: int) -> torch.Tensor:
+        made.append(size)
+        return memory(size)
+
+    case = Case(disk, SSD, llama(), page_size="64KiB", **mode)
+    case.train(2)
+    strata.snapshot(case.model, tmp_path / "run").wait()
+    after = case.train(2)
+    case.close()
+    monkeypatch.setattr(snapshot_load, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(snapshot_load, "page_memory", noted)
+    again = Case(drive(tmp_path, "other"), HOST, llama(), page_size="128KiB", **mode)
+    strata.load(again.model, tmp_path / "run")
+    assert again.train(2) == after
+    again.close()
+    growing = sorted(size for size in made if size > 64 << 10)  # others are of scales
+    assert growing or read_bytes == 1
+    if read_bytes == 1 << 18:
+        assert len(growing) <= 3 * 2, "memory is used again"
+        assert max(growing) < read_bytes + (1 << 19)

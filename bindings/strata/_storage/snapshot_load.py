@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -42,6 +43,9 @@ from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 if TYPE_CHECKING:
     from .._core import Kind
+
+READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
+READS_AHEAD = 2
 
 log = logging.getLogger("strata")
 
@@ -178,29 +182,54 @@ class _Source:
             )
 
     def restore(self, state: Wrapped, meter: Meter) -> None:
-        """Writes everything to the session. The next chunk is read meanwhile."""
+        """Writes everything to the session. What comes next is read meanwhile."""
         kinds = [moments_of(group) for group in state.config["groups"]]
+        batches = self._batches()
+        free = [torch.empty(0, dtype=torch.uint8)] * (READS_AHEAD + 1)
+        ahead: deque[tuple[list[Chunk], Future[tuple[torch.Tensor, Pages]]]] = deque()
         with ThreadPoolExecutor(1, "strata-load") as pool:
-            ahead = [pool.submit(self._read, chunk) for chunk in self._chunks[:1]]
-            for i, chunk in enumerate(self._chunks):
-                pages = ahead.pop().result()
-                if i + 1 < len(self._chunks):
-                    ahead.append(pool.submit(self._read, self._chunks[i + 1]))
-                meter.add(sum(len(p) for p in pages.values()))
-                for run in chunk["runs"]:
-                    self.gradients.apply(chunk, pages, run)
-                    self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
+            while True:
+                while free and (batch := next(batches, None)) is not None:
+                    ahead.append((batch, pool.submit(self._read, batch, free.pop())))
+                if not ahead:
+                    return
+                batch, reading = ahead.popleft()
+                memory, pages = reading.result()
+                meter.add(sum(len(page) for page in pages.values()))
+                for chunk in batch:
+                    for run in chunk["runs"]:
+                        self.gradients.apply(chunk, pages, run)
+                        self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
+                free.append(memory)
 
-    def _read(self, chunk: Chunk) -> Pages:
-        """The chunk's pages, by slot."""
-        return self.pages_of(list(dict.fromkeys(_slots(chunk))))
+    def _batches(self) -> Iterator[list[Chunk]]:
+        """All chunks, in lists that are worth a read."""
+        batch: list[Chunk] = []
+        for chunk in self._chunks:
+            batch.append(chunk)
+            if sum(len(_slots(each)) for each in batch) * self._page_bytes >= READ_BYTES:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _read(self, batch: list[Chunk], memory: torch.Tensor) -> tuple[torch.Tensor, Pages]:
+        """Pages of chunks, by slot, in the memory, or in more of it where it does not suffice. New
+        memory would have to be cleared by the kernel each time."""
+        slots = list(dict.fromkeys(slot for chunk in batch for slot in _slots(chunk)))
+        size = len(slots) * self._page_bytes
+        if memory.numel() < size:
+            memory = page_memory(size)
+        return memory, self._read_to(slots, memory)
 
     def pages_of(self, slots: list[int]) -> Pages:
         """Those slots, read and verified."""
-        size = self._page_bytes
-        memory = page_memory(len(slots) * size)
+        return self._read_to(slots, page_memory(len(slots) * self._page_bytes))
+
+    def _read_to(self, slots: list[int], memory: torch.Tensor) -> Pages:
         with self._reading:
             self._pages.read(slots, memory.data_ptr())
+        size = self._page_bytes
         return {s: memory[i * size :][:size] for i, s in enumerate(slots)}
 
     def _restore_run(
