@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from . import _core
-from ._config.configure import Options, device_goal, tier_budgets
+from ._config.configure import Options, device_goal, gradients_rest, tier_budgets
 from ._config.managed import check_parameters
 from ._config.ranks import find_ranks
 from ._config.sizes import Size, format_count, format_size
@@ -117,8 +117,9 @@ def wrap(
             host.
         snapshots: how many complete ones strata.snapshot() will keep, all series together. They and
             the next one get room on the SSD now, or are refused now, with what would do: so many
-            times and once more the state of what is trained, and once that of what is frozen. 0:
-            the first strata.snapshot() makes room, or is refused.
+            times and once more the state of what is trained, and once that of what is frozen; with
+            gradient_accumulation_steps and LockFree also of gradients, as a snapshot in the middle
+            of an accumulation has them. 0: the first strata.snapshot() makes room, or is refused.
 
     Returns:
         The same model, and the optimizer that takes the place of the one that was given.
@@ -188,7 +189,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
         config, _, result = fit(model, optimizer, Options(**options), _core.plan)
     finally:
         undo.run()
-    return PlanReport(result, tier_budgets(config))
+    return PlanReport(result, tier_budgets(config), gradients_rest(config))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

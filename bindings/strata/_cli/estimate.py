@@ -25,6 +25,7 @@ import torch
 from .. import _core
 from .._config import device
 from .._config.configure import UNBOUNDED, Options, config_of
+from .._config.update_modes import LockFree
 from .._errors import StrataError, is_for_snapshots
 from .._optim.groups import group_spec
 from .._planning.fitting import tiles_wanted
@@ -200,7 +201,7 @@ def run(options: argparse.Namespace) -> int:
     if bytes_s is None:  # another device is limited by its arithmetic
         bytes_s = machine.memory_bytes_s if options.flops is None else float("inf")
     trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
-    notes = snapshot_room(sizes["snapshot_bytes"])
+    notes = snapshot_room(sizes["snapshot_bytes"], isinstance(options.update, LockFree))
     answer = reply(
         options, trace, machine.costs, step.budgets(sizes), step.tokens, changes(model), notes
     )

@@ -344,13 +344,21 @@ def shares(
     return {"device": device_bytes, "host": host_bytes, **given}
 
 
+def gradients_rest(config: Config) -> bool:
+    """Whether there may be gradients behind a step, which a snapshot then has: those that add up
+    over several backward() calls, and those that wait for their updates (LockFree)."""
+    return config["accumulate"] or config["update"] == "lock_free"
+
+
 def _default_ssd_bytes(config: Config) -> int:
     """Room for all that rests: parameter, residual or master, two moments, gradient; and for
-    snapshots, which hold what is trained once each, and what is frozen once."""
+    snapshots, which hold what is trained once each, with gradients that rest behind a step, and
+    what is frozen once."""
     whole_pages = len(config["units"]) * (64 << 20)
     trained = sum(spec["numel"] for spec in config["params"] if spec["trainable"])
     frozen = sum(spec["numel"] for spec in config["params"]) - trained
     need = 18 * trained + 4 * frozen + whole_pages
     if kept := config["snapshots"]:
-        need += (kept + 1) * (14 * trained + whole_pages) + 4 * frozen + whole_pages
+        of_each = 14 + 4 * gradients_rest(config)
+        need += (kept + 1) * (of_each * trained + whole_pages) + 4 * frozen + whole_pages
     return min(need, int(machine.free_disk_bytes(config["ssd_paths"]) * DISK_SHARE))

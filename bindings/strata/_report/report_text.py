@@ -58,7 +58,7 @@ def plan_text(report: PlanReport) -> str:
             f"{format_size(plan['staging_bytes'])} of host memory; smallest device budget "
             f"{format_size(plan['device_bytes_min'])}",
             *_buffers(plan),
-            *snapshot_room(plan["snapshot_bytes"]),
+            *snapshot_room(plan["snapshot_bytes"], report.snapshots_have_gradients),
             table(rows),
             table(units),
         ]
@@ -100,9 +100,10 @@ def _buffers(plan: Plan) -> list[str]:
     return [f"{size} of host memory are set aside for gradients and scales of moments"]
 
 
-def snapshot_room(size: int) -> list[str]:
+def snapshot_room(size: int, gradients: bool) -> list[str]:
     """A line on the room that snapshots have on the SSD, where they have any."""
-    return [f"{format_size(size)} of the SSD are set aside for snapshots"] if size else []
+    of = "snapshots with gradients that rest behind a step" if gradients else "snapshots"
+    return [f"{format_size(size)} of the SSD are set aside for {of}"] if size else []
 
 
 def like(seconds: float | None) -> Callable[[float], str]:

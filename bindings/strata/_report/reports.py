@@ -53,6 +53,7 @@ class PlanReport:
 
     plan: Plan
     budgets: dict[str, int]
+    snapshots_have_gradients: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""

@@ -117,6 +117,7 @@ class Wrapped:
         self.gradients = Gradients(self)
         self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
         self.snapshots: Any = None  # snapshot.Taker, once there is one
+        self.contents: Any = None  # registrations.Contents, as of the last snapshot
         self.last_saved: Path | None = None  # the last checkpoint of the run, or that it loaded
         self.ranks: Ranks | None = None  # none: this process is alone
         self._backward: int | None = None  # autograd's number of the one that landed a gradient

@@ -1,7 +1,8 @@
 """The state behind a step, held for strata.save(wait=False) while training goes on.
 
     holder.make_room(complete)                  # beside so many snapshots
-    future = holder.hold(path, write)           # a thread calls write(pages, links), then lets go
+    future = holder.hold(path, write)           # a thread calls write(...), then lets go
+    holder.hurry()                              # somebody waits: see pace.py
 
 Its slots are held as those of a snapshot are (engine/snapshots.hpp), and read through links that
 are removed in the end; a killed process leaves them to the next one's clean_up(). Use from the
@@ -17,23 +18,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import StrataError
+from .durability import Durability
+from .pace import Pace
 from .snapshot_files import Links
 
 if TYPE_CHECKING:
     from .._core import Session, TakenSnapshot
 
-Write = Callable[["TakenSnapshot", list[str]], None]
-"""Is given what the session says of the held state, and a link to each page file."""
+Write = Callable[["TakenSnapshot", list[str], Pace], None]
+"""Is given what the session says of the held state, a link to each page file, and its pace."""
 
 
 class Holder:
     """Holds the state of one step at a time."""
 
-    def __init__(self, session: Session, drives: list[str]) -> None:
+    def __init__(self, session: Session, drives: list[str], durability: Durability) -> None:
         """Nothing is held."""
         self._session = session
         self._drives = drives
+        self._durability = durability
         self._last: Future[None] | None = None
+        self._pace = Pace()  # of the last one
         self._told: Future[None] | None = None
         self._complete = 0  # snapshots, when room was made
         self.number = 0  # the core's, of the last one
@@ -47,18 +52,25 @@ class Holder:
             self._told = last
             last.result()
 
+    def hurry(self, future: Future[None] | None = None) -> None:
+        """Somebody waits for it, or for slots: for the last one, where none is named."""
+        if future is None or future is self._last:
+            self._pace.hurry()
+
     def was_told(self, future: Future[None]) -> None:
         """Somebody has waited for it."""
         self._told = future
 
     def finish(self) -> None:
         """Waits for the last one. Raises nothing."""
+        self.hurry()
         if self._last is not None:
             with contextlib.suppress(Exception):
                 self._last.result()
 
     def shutdown(self) -> None:
         """Waits for what is held, and holds no more."""
+        self.hurry()
         self._pool.shutdown()
 
     def begin(self, complete: int) -> int:
@@ -70,6 +82,7 @@ class Holder:
         except StrataError as error:
             if not held or error.fault != "config":
                 raise
+            self.hurry()
             return self._session.begin_snapshot(complete)
 
     def make_room(self, complete: int) -> None:
@@ -80,7 +93,8 @@ class Holder:
 
     def hold(self, path: Path, write: Write) -> Future[None] | None:
         """None, and nothing is held: the drives have no hard links. REQUIRES: make_room()."""
-        links = Links(self._drives, path)
+        with self._durability.watch(path.parent):
+            links = Links(self._drives, path)
         try:
             if not self._session.link_pages(links.paths):
                 links.remove()
@@ -89,19 +103,28 @@ class Holder:
         except BaseException:
             links.remove()
             raise
+        self._pace = Pace(self._ends)
         try:
-            self._last = self._pool.submit(self._write, number, links, write)
+            self._last = self._pool.submit(self._write, number, links, write, self._pace)
         except BaseException:  # the interpreter ends, or Ctrl-C
             self._session.drop_snapshot(number)
             links.remove()
             raise
         return self._last
 
-    def _write(self, number: int, links: Links, write: Write) -> None:
+    def _ends(self) -> bool:
+        """Whether the interpreter does: it waits for the thread, and tells it only so."""
+        try:
+            self._pool.submit(int).cancel()
+        except RuntimeError:
+            return True
+        return False
+
+    def _write(self, number: int, links: Links, write: Write, pace: Pace) -> None:
         """On the thread."""
         try:
             pages = self._session.snapshot(number)  # waits
-            write(pages, links.paths)
+            write(pages, links.paths, pace)
         finally:
             links.remove()
             with contextlib.suppress(RuntimeError):  # the session may have ended

@@ -39,6 +39,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 log = logging.getLogger("strata")
 
 
+class SyncError(OSError):
+    """The disk could not be made to have what was written. Its `filename` says of what."""
+
+
 class WorkFolder(contextlib.AbstractContextManager["WorkFolder"]):
     """A new folder in `parent`, for work on `target`. It is not removed on leaving: who filled it
     knows what in it is still needed."""
@@ -146,19 +150,28 @@ def make_newest(path: Path, others: Iterable[Path]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder, and those above it, where they are not there; their names are on the disk."""
+    """Makes a folder, and those above it, where they are not there; their names are on the disk.
+    Raises OSError, and has made none then."""
     if path.is_dir():
         return
     make_folder(path.parent)
     path.mkdir(exist_ok=True)
-    sync(path.parent)
+    try:
+        sync(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):  # somebody has put something there
+            path.rmdir()  # else the next one would take its name to be on the disk
+        raise
 
 
 def sync(path: Path) -> None:
-    """Waits until what was written to a file, or the names in a folder, are on the disk."""
+    """Waits until what was written to a file, or the names in a folder, are on the disk. Raises
+    SyncError where they are not, and OSError where it cannot be opened."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise SyncError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 

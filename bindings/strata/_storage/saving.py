@@ -56,8 +56,11 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .extras import to_json
+from .held_state import Holder
+from .pace import Pace
 from .shards import Earlier, ShardWriter, Wanted, cut, describe
 from .snapshot import Taker
+from .snapshot_elements import Form
 from .snapshot_files import links_at
 from .snapshot_values import Forms, SnapshotValues
 from .stored import StoredTensor, persistent_buffers, stored_tensors
@@ -76,13 +79,11 @@ log = logging.getLogger("strata")
 class SaveHandle:
     """A checkpoint that is being written."""
 
-    def __init__(
-        self, path: Path, future: Future[None], tell: Callable[[Future[None]], None] | None = None
-    ) -> None:
-        """strata.save() makes it. `tell` is called when somebody has seen how it ended."""
+    def __init__(self, path: Path, future: Future[None], holder: Holder | None = None) -> None:
+        """strata.save() makes it. `holder`: whose thread writes it."""
         self.path = path
         self._future = future
-        self._tell = tell
+        self._holder = holder
 
     @property
     def complete(self) -> bool:
@@ -90,13 +91,15 @@ class SaveHandle:
         return self._future.done() and self._future.exception() is None
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Returns the checkpoint's folder when it is complete. Raises what it failed with, and
-        TimeoutError after so many seconds."""
+        """Returns the checkpoint's folder when it is complete. From here on it takes as much of the
+        disk as it can. Raises what it failed with, and TimeoutError after so many seconds."""
+        if self._holder is not None:
+            self._holder.hurry(self._future)
         try:
             self._future.result(timeout)
         finally:
-            if self._tell is not None and self._future.done():
-                self._tell(self._future)
+            if self._holder is not None and self._future.done():
+                self._holder.was_told(self._future)
         return self.path
 
 
@@ -117,7 +120,9 @@ def save(
     Args:
         model: A wrapped model.
         path: A folder, or where one will be.
-        wait: False: returns when the state is held, and a thread writes it while training goes on.
+        wait: False: returns when the state is held, and a thread writes it while training goes on,
+            for a third of the time at most: training has the disk for the rest. As soon as somebody
+            waits for it, by the handle's wait(), another save or a load, it goes on without rests.
             That takes room on the SSD: once the state of what is trained, and once that of what is
             frozen. Without an SSD, or without the room, it waits all the same, and says so.
         extra: JSON values and tuples, which strata.load() gives back. Keys of dictionaries may be
@@ -129,6 +134,7 @@ def save(
 
     Raises:
         CheckpointError: `path` is something else, or cannot be replaced.
+        StrataError: with wait=False where pages could not be made durable for a snapshot.
         TypeError: `extra` or a hyperparameter is nothing that can be kept.
 
     Memory used: 4 MiB; with wait=False 32 MiB more.
@@ -147,18 +153,20 @@ def save(
         work = _work(state, path, extra, progress)
         forms, engine = _forms(state), state.config["io_engine"]
         future = taker.holder.hold(
-            path, lambda held, links: _write_held(work, held, forms, links, engine)
+            path, lambda held, links, pace: _write_held(work, held, forms, links, engine, pace)
         )
         if future is not None:
             state.last_saved = path
-            return SaveHandle(path, future, taker.holder.was_told)
+            return SaveHandle(path, future, taker.holder)
         log.warning("%s: there are no hard links on the drives", WAITS)
     state.synchronize()
     work = _work(state, path, extra, progress)
     buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
     for tensor, entry in zip(work.tensors, work.manifest["params"], strict=True):
         entry["step"] = state.session.param_step(tensor.parts[0])
-    work.write(lambda tensor, record: stored_values(state, tensor, record, buffer))
+    pace = Pace()
+    pace.hurry()
+    work.write(lambda tensor, record: stored_values(state, tensor, record, buffer), pace)
     state.last_saved = path
     done: Future[None] = Future()
     done.set_result(None)
@@ -166,13 +174,16 @@ def save(
 
 
 def _taker(state: Wrapped) -> Taker | None:
-    """Of snapshots, with room for the one that is saved. None: there is none; the log says why."""
+    """Of snapshots, with room for the one that is saved. None: there is none; the log says why.
+    Raises StrataError where page files cannot be relied on."""
+    if state.snapshots is not None:
+        state.snapshots.raise_failure()
     try:
         taker: Taker = state.snapshots or Taker(state)
         state.snapshots = taker
-        taker.raise_failure()
         state.landings.wait()
         taker.make_room_to_hold()
+        taker.durability.check()  # what was under way is known now
     except StrataError as error:
         if error.fault != "config":
             raise
@@ -194,18 +205,19 @@ def _forms(state: Wrapped) -> Forms:
     specs, groups = state.config["params"], state.config["groups"]
     used = [groups[spec["group"]] for spec in specs]
     rules = [group["rule"] if moments_of(group) else "sgd" for group in used]
-    return Forms([spec["dtype"] for spec in specs], rules, state.config["moment_dtype"])
+    params = [Form(spec["dtype"], rule) for spec, rule in zip(specs, rules, strict=True)]
+    return Forms(params, state.config["moment_dtype"])
 
 
 def _write_held(
-    work: _Work, pages: TakenSnapshot, forms: Forms, links: list[str], io_engine: str
+    work: _Work, pages: TakenSnapshot, forms: Forms, links: list[str], io_engine: str, pace: Pace
 ) -> None:
     """On the thread, which knows plain values only."""
     values = SnapshotValues(pages, forms, links, io_engine)
     for place, step in enumerate(pages.param_steps):
         entry = work.manifest["params"][work.parts[place]]
         entry["step"] = max(entry["step"], step)
-    work.write(values.read)
+    work.write(values.read, pace)
 
 
 @dataclass
@@ -220,7 +232,7 @@ class _Work:
     buffers: list[torch.Tensor]
     meter: Meter
 
-    def write(self, values: Values) -> None:
+    def write(self, values: Values, pace: Pace) -> None:
         """The folder takes its place. REQUIRES: the manifest has steps."""
         sources = self._sources(values)
         wanted = [tensor for tensor, _ in sources.values()]
@@ -230,7 +242,7 @@ class _Work:
 
         def digest(tensor: Wanted) -> str:
             found = Hasher()
-            for chunk in chunks(tensor):
+            for chunk in pace(chunks(tensor)):
                 found.update(chunk)
             return found.hexdigest()
 
@@ -242,7 +254,8 @@ class _Work:
             for shard in cut(left, self.earlier.quiet):
                 with ShardWriter(folder, shard, names) as file:
                     for tensor in shard.tensors:
-                        record = file.write(tensor, self.meter(chunks(tensor)))
+                        paced = pace(self.meter(chunks(tensor)), file.flush)
+                        record = file.write(tensor, paced)
                         records[tensor.name, tensor.kind] = record
             for entry in (*self.manifest["params"], *self.manifest["buffers"]):
                 entry["tensors"] = [records[entry["name"], r["kind"]] for r in entry["tensors"]]

@@ -32,9 +32,10 @@ from .checkpoint_files import (
     replace_folder,
     tidy,
 )
+from .durability import Durability
 from .held_state import Holder
 from .large_manifest import give_way, write_large_manifest
-from .registrations import persistent_places, registrations
+from .registrations import Contents
 from .replacing import make_newest
 from .snapshot_context import Context, Form, form_of, take_context, write_state
 from .snapshot_files import (
@@ -128,11 +129,12 @@ def snapshot(
     Raises:
         StrataError: Where the budget of the SSD has no such room, with what would do; where there
             is no SSD; between a backward and step() with update="in_backward", where some
-            parameters are updated and others are not; and what an earlier snapshot failed with.
+            parameters are updated and others are not; what an earlier snapshot failed with; and
+            from then on where pages could not be made durable.
         CheckpointError: `path` is a file, or the folder of a checkpoint.
         TypeError: `keep` is no whole number, or `extra` holds what cannot be kept.
-        RuntimeError: Where parameters are of two states, or the model has others than
-            when it was wrapped.
+        RuntimeError: Where parameters are of two states, or the model has others than when it was
+            wrapped, or other persistent buffers than at its first snapshot.
     """
     return _begin(model, Path(path), keep, keep, extra)
 
@@ -163,6 +165,7 @@ def _begin(
     taker = state.snapshots or Taker(state)
     state.snapshots = taker
     taker.raise_failure()
+    taker.durability.check()
     return taker.take(state, series, keep, beside, extra or {})
 
 
@@ -170,8 +173,8 @@ class Taker:
     """Takes the snapshots of one wrapped model, one behind the other.
 
     What grows with the model is left to its thread, but for persistent buffers, which are copied by
-    who asks. Which parameters and buffers there are is looked up by the first call, and again when
-    a module has got a parameter, a buffer or a module."""
+    who asks, and a glance at what its modules have. Which parameters and buffers there are is
+    looked up by the first call, and again when that has changed."""
 
     def __init__(self, state: Wrapped) -> None:
         """Removes what killed processes left on the drives."""
@@ -184,13 +187,12 @@ class Taker:
         self._taking_over = False  # also where that was interrupted, and their numbers are lost
         self._failed = False  # the last one did, and may have left something
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
-        self.holder = Holder(self._session, self._drives)
+        self.durability = Durability(self._drives)
+        self.holder = Holder(self._session, self._drives, self.durability)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
         state.before_close += [self._pool.shutdown, self.holder.shutdown]
         self._form = Form([], [])
-        self._buffers: list[tuple[str, nn.Module, str]] = []
-        self._registered = -1  # registrations that these are as of
         clean_up(self._drives)
 
     def raise_failure(self) -> None:
@@ -220,6 +222,7 @@ class Taker:
             raise
         for (identity, folder, link), number in zip(snapshots, numbers, strict=True):
             self.kept.add(identity, number, folder, link)
+        self.durability.note(snapshots[0][1])  # it was whole when it was looked up
         self._taking_over = False
 
     def take(
@@ -232,9 +235,9 @@ class Taker:
                 "a strata.load() was interrupted while it took the pages of snapshots over, so "
                 "this run cannot tell which of them are held: wrap the model anew, and load"
             )
-        if self._registered != registrations.count:
+        if state.contents is None or not state.contents.unchanged():
             self._look(state)
-        context = take_context(state, self._buffers, extra)
+        context = take_context(state, state.contents.buffers, extra)
         folder = step_folder(series, context.manifest["step"])
         future: Future[None] = Future()
         handle = SnapshotHandle(folder, future)
@@ -256,13 +259,14 @@ class Taker:
         return handle
 
     def _look(self, state: Wrapped) -> None:
-        """Some module has got a parameter, a buffer or a module, so the model may have others."""
-        registered = registrations.count
+        """Some module has other parameters, buffers or modules than before. Raises RuntimeError
+        where that makes another model, with the name of what has changed."""
         state.check_parameters()
-        registrations.watch(state.model)
+        contents = Contents(state.model)
+        if state.contents is not None:
+            contents.check_buffers(state.contents)
         self._form = form_of(state)
-        self._buffers = persistent_places(state.model)
-        self._registered = registered
+        state.contents = contents
 
     def _drop_lost(self, complete: int) -> None:
         """Gives up those whose numbers an exception has lost. The holder knows its own, and those
@@ -273,17 +277,23 @@ class Taker:
             if number not in known:
                 self._session.drop_snapshot(number)
 
-    def _run(self, future: Future[None], *what: Any) -> None:
+    def _run(self, future: Future[None], number: int, folder: Path, *what: Any) -> None:
         """On the thread, unless it was called off."""
         if not future.set_running_or_notify_cancel():
             return
         try:
-            if self._failed:
-                clean_up(self._drives)
-            self._failed = False
-            self._write(*what)
+            self.durability.check()
+            with self.durability.watch(folder.parent):
+                if self._failed:
+                    clean_up(self._drives)
+                self._failed = False
+                self._write(number, folder, *what)
         except BaseException as error:
             self._failed = True
+            self.durability.note_failure(folder)
+            if number not in self.kept.numbers():
+                with contextlib.suppress(RuntimeError):  # the session may have ended
+                    self._session.drop_snapshot(number)
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -296,28 +306,22 @@ class Taker:
 
     def _write(self, number: int, folder: Path, keep: int, context: Context, form: Form) -> None:
         """On the thread."""
-        session = self._session
+        if self.kept.in_series(folder.parent) > keep:
+            self.kept.rotate(folder.parent, keep)  # that failed last time: slots are needed
+        pages = self._session.snapshot(number)  # waits
+        self.durability.sync_pages(self._session)
+        links = Links(self._drives, folder)
         try:
-            if self.kept.in_series(folder.parent) > keep:
-                self.kept.rotate(folder.parent, keep)  # that failed last time: slots are needed
-            pages = session.snapshot(number)  # waits
-            session.make_pages_durable()
-            links = Links(self._drives, folder)
-            try:
-                self._write_folder(folder, links, pages, form, context)
-                links.finish()
-            except BaseException:
-                if links.lead_to_what_is_there():
-                    links.leave()  # so its slots stay
-                    self.kept.add(links.id, number, folder, links.paths[0])
-                else:
-                    links.remove()
-                raise
+            self._write_folder(folder, links, pages, form, context)
+            links.finish()
         except BaseException:
-            if number not in self.kept.numbers():
-                with contextlib.suppress(RuntimeError):  # the session may have ended
-                    session.drop_snapshot(number)
+            if links.lead_to_what_is_there():
+                links.leave()  # so its slots stay
+                self.kept.add(links.id, number, folder, links.paths[0])
+            else:
+                links.remove()
             raise
+        self.durability.note(folder)
         self.kept.add(links.id, number, folder, links.paths[0])
         self.kept.rotate(folder.parent, keep)
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from .._core import SavedPages, join_master, load_moments
+from .._core import SavedPages
 from .._errors import StrataError
 from .._optim.groups import moments_of
 from .._runtime.wrapped import Wrapped, wrapped
@@ -33,14 +34,18 @@ from .checkpoint_manifest import misfits
 from .extras import from_json
 from .snapshot_adopt import adopt
 from .snapshot_chunks import check_chunks, roles_of
-from .snapshot_files import FORMAT, FORMATS, ROLES, check_drives, is_snapshot, snapshots_of
-from .snapshot_form import ALIGNMENT, ELEMENT_BYTES, MOMENT_BLOCK, unsound
-from .snapshot_gradients import SavedGradients, upgrade
-from .snapshot_pages import pages_of
+from .snapshot_elements import Chunk, Elements, Form, slices
+from .snapshot_files import FORMAT, FORMATS, check_drives, is_snapshot, snapshots_of
+from .snapshot_form import unsound
+from .snapshot_gradients import Pages, SavedGradients, upgrade
+from .snapshot_pages import page_memory, pages_of
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 
 if TYPE_CHECKING:
     from .._core import Kind
+
+READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
+READS_AHEAD = 2
 
 log = logging.getLogger("strata")
 
@@ -146,8 +151,8 @@ class _Source:
             )
         except (StrataError, TypeError, ValueError) as error:
             raise CheckpointError(f"the pages of {folder} cannot be read: {error}") from error
-        self._values = torch.empty(self._page_bytes, dtype=torch.float32)
-        self._reading = threading.Lock()  # the next chunk, or gradients and scales
+        self._elements = Elements(manifest["moment_dtype"], self.scales, self._fail)
+        self._reading = threading.Lock()  # the next chunks, or gradients and scales
 
     def _fail(self, why: str) -> NoReturn:
         raise CheckpointError(f"{self._where} is a damaged snapshot: {why}")
@@ -177,100 +182,69 @@ class _Source:
             )
 
     def restore(self, state: Wrapped, meter: Meter) -> None:
-        """Writes everything to the session. The next chunk is read meanwhile."""
+        """Writes everything to the session. What comes next is read meanwhile."""
         kinds = [moments_of(group) for group in state.config["groups"]]
+        batches = self._batches()
+        free = [torch.empty(0, dtype=torch.uint8)] * (READS_AHEAD + 1)
+        ahead: deque[tuple[list[Chunk], Future[tuple[torch.Tensor, Pages]]]] = deque()
         with ThreadPoolExecutor(1, "strata-load") as pool:
-            ahead = [pool.submit(self._read, chunk) for chunk in self._chunks[:1]]
-            for i, chunk in enumerate(self._chunks):
-                pages = ahead.pop().result()
-                if i + 1 < len(self._chunks):
-                    ahead.append(pool.submit(self._read, self._chunks[i + 1]))
-                meter.add(sum(len(p) for p in pages.values()))
-                for run in chunk["runs"]:
-                    self.gradients.apply(chunk, pages, run)
-                    self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
+            while True:
+                while free and (batch := next(batches, None)) is not None:
+                    ahead.append((batch, pool.submit(self._read, batch, free.pop())))
+                if not ahead:
+                    return
+                batch, reading = ahead.popleft()
+                memory, pages = reading.result()
+                meter.add(sum(len(page) for page in pages.values()))
+                for chunk in batch:
+                    for run in chunk["runs"]:
+                        self.gradients.apply(chunk, pages, run)
+                        self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
+                free.append(memory)
 
-    def _read(self, chunk: dict[str, Any]) -> dict[int, torch.Tensor]:
-        """The chunk's pages, by slot."""
-        slots = [p[0] for role in roles_of(chunk) for p in chunk[role][2] if p is not None]
-        return self.pages_of(list(dict.fromkeys(slots)))
+    def _batches(self) -> Iterator[list[Chunk]]:
+        """All chunks, in lists that are worth a read."""
+        batch: list[Chunk] = []
+        for chunk in self._chunks:
+            batch.append(chunk)
+            if sum(len(_slots(each)) for each in batch) * self._page_bytes >= READ_BYTES:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
 
-    def pages_of(self, slots: list[int]) -> dict[int, torch.Tensor]:
+    def _read(self, batch: list[Chunk], memory: torch.Tensor) -> tuple[torch.Tensor, Pages]:
+        """Pages of chunks, by slot, in the memory, or in more of it where it does not suffice. New
+        memory would have to be cleared by the kernel each time."""
+        slots = list(dict.fromkeys(slot for chunk in batch for slot in _slots(chunk)))
+        size = len(slots) * self._page_bytes
+        if memory.numel() < size:
+            memory = page_memory(size)
+        return memory, self._read_to(slots, memory)
+
+    def pages_of(self, slots: list[int]) -> Pages:
         """Those slots, read and verified."""
-        size = self._page_bytes
-        memory = torch.empty(len(slots) * size + ALIGNMENT, dtype=torch.uint8)
-        skip = -memory.data_ptr() % ALIGNMENT
+        return self._read_to(slots, page_memory(len(slots) * self._page_bytes))
+
+    def _read_to(self, slots: list[int], memory: torch.Tensor) -> Pages:
         with self._reading:
-            self._pages.read(slots, memory.data_ptr() + skip)
-        return {s: memory[skip + i * size :][:size] for i, s in enumerate(slots)}
+            self._pages.read(slots, memory.data_ptr())
+        size = self._page_bytes
+        return {s: memory[i * size :][:size] for i, s in enumerate(slots)}
 
     def _restore_run(
-        self,
-        state: Wrapped,
-        chunk: dict[str, Any],
-        pages: dict[int, torch.Tensor],
-        run: _Run,
-        kinds: list[Any],
+        self, state: Wrapped, chunk: Chunk, pages: Pages, run: _Run, kinds: list[Any]
     ) -> None:
-        entry = self.manifest["params"][self.manifest["parts"][run.part][0]]
-        group = state.config["params"][self.tensors[self.manifest["parts"][run.part][0]].parts[0]]
-        moments = len(kinds[group["group"]]) if entry["trainable"] else 0
-        step = min(chunk[role][0] for role in roles_of(chunk))
-        done = 0
-        while done < run.count:
-            at = run.at + done
-            count = min(run.count - done, step - at % step)
-            values = self._values[:count]
+        place = self.manifest["parts"][run.part][0]
+        entry = self.manifest["params"][place]
+        group = state.config["params"][self.tensors[place].parts[0]]["group"]
+        moments = len(kinds[group]) if entry["trainable"] else 0
+        form = Form(entry["dtype"], entry["rule"])
+        for at, count in slices(chunk, run.at, run.count):
             for number in range(moments + 1):
-                if number == 0:
-                    self._join(chunk, pages, entry, at, values)
-                else:
-                    self._moments(chunk, pages, entry["rule"], number, at, values)
-                self._write(state, run, done, number, values)
-            done += count
-
-    def _join(
-        self,
-        chunk: dict[str, Any],
-        pages: dict[int, torch.Tensor],
-        entry: dict[str, Any],
-        at: int,
-        values: torch.Tensor,
-    ) -> None:
-        dtype, count = entry["dtype"], values.numel()
-        param = self._bytes(chunk, pages, "param", at, count, 4 if dtype == "float32" else 2)
-        size = 2 if dtype == "bfloat16" else 4
-        master = None
-        if chunk["residual"] is not None:
-            master = self._bytes(chunk, pages, "residual", at, count, size)
-        address = 0 if master is None else master.data_ptr()
-        join_master(dtype, param.data_ptr(), address, count, values.data_ptr())
-
-    def _moments(
-        self,
-        chunk: dict[str, Any],
-        pages: dict[int, torch.Tensor],
-        rule: str,
-        number: int,
-        at: int,
-        values: torch.Tensor,
-    ) -> None:
-        dtype, count = self.manifest["moment_dtype"], values.numel()
-        role = ROLES[1 + number]
-        if chunk[role] is None:
-            values.zero_()
-            return
-        size = ELEMENT_BYTES[dtype]
-        stored = self._bytes(chunk, pages, role, at, count, size)
-        scales = 0
-        if dtype == "block8":
-            first = max(chunk["scales"][number - 1], 0) + at // MOMENT_BLOCK * 2
-            blocks = -(-count // MOMENT_BLOCK)
-            part = self.scales(first, 2 * blocks)
-            if at % MOMENT_BLOCK or part.numel() != 2 * blocks:
-                self._fail("scales are missing")
-            scales = part.data_ptr()
-        load_moments(dtype, rule, number, stored.data_ptr(), scales, count, values.data_ptr())
+                read = self._elements.read
+                values = read(chunk, pages.__getitem__, number, form, at, count)
+                self._write(state, run, at - run.at, number, values)
 
     def scales(self, first: int, count: int) -> torch.Tensor:
         """Bytes of scales, which may be changed until others are asked for."""
@@ -283,26 +257,6 @@ class _Source:
                 self._scales, self._scale_page = self.pages_of([slot])[slot], page
         return self._scales[first : first + count]
 
-    def _bytes(
-        self,
-        chunk: dict[str, Any],
-        pages: dict[int, torch.Tensor],
-        role: str,
-        at: int,
-        count: int,
-        size: int,
-    ) -> torch.Tensor:
-        """Of elements of a role, which lie in one page."""
-        per_page, begin, found = chunk[role]
-        page = found[at // per_page]
-        if page is None:
-            return torch.zeros(count * size, dtype=torch.uint8)
-        first = begin + at % per_page * size
-        result = pages[page[0]][first : first + count * size]
-        if result.numel() != count * size:
-            self._fail(f"a {role} reaches beyond its page")
-        return result
-
     def _write(
         self, state: Wrapped, run: _Run, done: int, number: int, values: torch.Tensor
     ) -> None:
@@ -310,6 +264,11 @@ class _Source:
         kinds: tuple[Kind, Kind, Kind] = ("master", "moment1", "moment2")
         for part, offset, piece in _split(self.tensors[place], begin + run.first + done, values):
             state.session.write(part, kinds[number], offset, piece.data_ptr(), piece.numel())
+
+
+def _slots(chunk: Chunk) -> list[int]:
+    """Of the pages of its state."""
+    return [p[0] for role in roles_of(chunk) for p in chunk[role][2] if p is not None]
 
 
 def _split(

@@ -42,8 +42,7 @@ def copy_pages(
     with holes between them. Returns the files' names. Memory used: one page."""
     names = [f"pages-{i}.bin" for i in range(drives)]
     targets = [os.open(folder / n, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for n in names]
-    memory = torch.empty(page_bytes + ALIGNMENT, dtype=torch.uint8)
-    page = memory[-memory.data_ptr() % ALIGNMENT :][:page_bytes]
+    page = page_memory(page_bytes)
     try:
         places = sorted(slots)
         rows = places[-1] // drives + 1 if places else 1
@@ -58,6 +57,12 @@ def copy_pages(
         for target in targets:
             os.close(target)
     return names
+
+
+def page_memory(size: int) -> torch.Tensor:
+    """Bytes that pages can be read to."""
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % ALIGNMENT :][:size]
 
 
 def from_files(files: list[int], page_bytes: int) -> Read:
