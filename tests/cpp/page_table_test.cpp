@@ -13,7 +13,7 @@
 namespace strata {
 namespace {
 
-constexpr std::array<std::uint32_t, kTierCount> kCapacity{4, 9, 40, 7};
+constexpr std::array<std::uint32_t, kTierCount> kCapacity{4, 9, 40, 7, 5};
 
 std::string broken(const PageTable& pages) {
   return pages.check_invariants(kCapacity).value_or("");
@@ -306,7 +306,8 @@ class RandomUse {
   PageTable pages_;
   std::array<Pool, kTierCount> pools_{
       Pool(kCapacity[0], kPageBytesMin), Pool(kCapacity[1], kPageBytesMin),
-      Pool(kCapacity[2], kPageBytesMin), Pool(kCapacity[3], kPageBytesMin)};
+      Pool(kCapacity[2], kPageBytesMin), Pool(kCapacity[3], kPageBytesMin),
+      Pool(kCapacity[4], kPageBytesMin)};
   std::vector<std::uint64_t> truth_;  // page → its newest version
 };
 
