@@ -186,7 +186,8 @@ void bind_updates(SessionClass& session) {
           },
           py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
       .def("begin_window", &Session::begin_window, WithoutGil())
-      .def("leave_ranks", &Session::leave_ranks, WithoutGil())
+      .def("leave_ranks", &Session::leave_ranks, py::arg("gives_up"), WithoutGil())
+      .def("awaited_rank", &Session::awaited_rank, WithoutGil())
       .def("scale_gradient", &Session::scale_gradient, WithoutGil())
       .def("gradient_squares", &Session::gradient_squares, WithoutGil())
       .def("drop_gradient", &Session::drop_gradient, WithoutGil())

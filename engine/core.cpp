@@ -116,6 +116,7 @@ bool Core::turn(Part part) {
   }
   if (updates.failure()) base.gate.fail(*updates.failure());
   base.heed_failure();
+  if (ranks && base.gate.failure()) ranks->tell_failure();
   if (turned_) turned_(base.table, base.claims);
   return moved;
 }
@@ -151,6 +152,12 @@ bool Core::runs_foreign() const {
   return workers.thread_count() != 0 && workers.in_flight() != 0 &&
          std::ranges::any_of(base.config.groups,
                              [](const Hyper& group) { return group.rule == Rule::foreign; });
+}
+
+std::optional<std::uint32_t> Core::awaited_rank() const {
+  if (!ranks) return std::nullopt;
+  if (const auto late = gradients.late()) return late;
+  return ranks->awaited(between.step_calls() != 0);
 }
 
 // The watchdog's report: who waits for what, and what is in flight for how many.

@@ -77,6 +77,8 @@ class Core final {
   // Where the parameter lies on the device, for life.
   std::byte* device_address(std::uint32_t param) const;
   SessionStats stats() const;
+  // Of several ranks: whom a call of this one waits for right now.
+  std::optional<std::uint32_t> awaited_rank() const;
 
  private:
   // The parts of a turn, in their order: what arrived is told ahead of those who may wait for it.

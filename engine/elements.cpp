@@ -140,6 +140,22 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
     else
       write_moments(lock, param, kind, piece, from);
   }
+  if (base_.remote) note_remote_write(lock, param);
+}
+
+// Other ranks write what they hold of the parameter: what is here of that is stale.
+void Elements::note_remote_write(Lock& lock, std::uint32_t param) {
+  for (const std::uint32_t id : base_.layout.chunks_of(param)) {
+    if (base_.owns.mine(id)) continue;
+    for (const PageRun& run : base_.layout.chunks[id].roles) {
+      for (std::uint32_t i = 0; i < run.count; ++i) {
+        const PageId page{index(run.first) + i};
+        base_.gate.wait(lock, [&] { return base_.remote->may_renew(page); });
+        base_.remote->renew(page);
+      }
+    }
+  }
+  base_.remote->note_write();
 }
 
 void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,

@@ -95,6 +95,11 @@ void Gradients::agree(Lock& lock, std::uint64_t asked) {
   }
 }
 
+std::optional<std::uint32_t> Gradients::late() const {
+  if (!exchange_ || !exchange_->between_steps() || exchange_->awaited()) return std::nullopt;
+  return agreement_->missing();
+}
+
 void Gradients::note(std::uint32_t param) {
   if (!captures_.takes_gradients() || noted_[param] == captures_.epoch()) return;
   noted_[param] = captures_.epoch();

@@ -40,6 +40,8 @@ class Gradients final {
   // `asked`; norms are those of the sums from here on. Throws StrataError (config) where another
   // rank's step is to do something else.
   void agree(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
+  // A rank that has ended the step, as all have, and has not said what it found.
+  std::optional<std::uint32_t> late() const;
   // Where those of other ranks meet; null: this rank is alone.
   GradientExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
   // The same in the place of what has landed of the parameter, to which nothing is added. Throws

@@ -51,6 +51,8 @@ void InPlaceWrites::take(Lock& lock, std::uint32_t param, Stream stream) {
     const auto end = std::ranges::upper_bound(pieces, chunk, {}, &Piece::chunk);
     take_chunk(lock, chunk, {begin, end});
   }
+  // Of what others hold the device shows here what it shows there.
+  if (base_.remote) base_.remote->note_write();
 }
 
 // Throws StrataError (config) where the device shows older parameters.

@@ -261,10 +261,20 @@ class Session final {
     Gate::Call in(gate_);
     return gate_.holds();
   }
-  // Of one of several ranks, at the end of its training: see other_ranks.hpp.
-  void leave_ranks() {
+  // Of one of several ranks, at the end of its training: see other_ranks.hpp. `gives_up`: ahead of
+  // it, and does not stay for the others, who are told.
+  void leave_ranks(bool gives_up) {
     Gate::Call in(gate_);
-    if (core_->ranks) core_->ranks->leave(in.lock());
+    if (!core_->ranks) return;
+    if (gives_up)
+      core_->ranks->tell_failure();
+    else
+      core_->ranks->leave(in.lock());
+  }
+  // Likewise: whom a call waits for right now, if for any.
+  std::optional<std::uint32_t> awaited_rank() {
+    Gate::Call in(gate_);
+    return core_->awaited_rank();
   }
   // Sends away who waits, waits for who copies, and gives everything back.
   void close();

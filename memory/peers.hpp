@@ -31,7 +31,7 @@ namespace strata {
 // The meaning of the fields is that of the kind.
 struct PeerMessage {
   enum class Kind : std::uint32_t {
-    ask,        // for page `what`, not older than `step`
+    ask,        // for page `what`, not older than `step`, nor than the `count`th write
     grant,      // of page `what`, which lies at `at`
     give_back,  // page `what`
     piece,      // of parameter `what`: run `part`, of `window`, number `count` there, at `at`
@@ -39,6 +39,7 @@ struct PeerMessage {
     window,     // `window` begins: those before it have no more pieces
     done,       // the pieces of `step` are sent
     bye,        // no more steps
+    failed,     // its session has ended with an error
   };
   Kind kind = Kind::ask;
   std::uint32_t what = 0;

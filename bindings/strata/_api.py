@@ -31,6 +31,7 @@ from ._optim.foreign import Foreign, make_foreign
 from ._planning.fitting import fit
 from ._planning.planning import Goal, Planning
 from ._report.reports import PlanReport, Report, make_report
+from ._runtime.awaited import Watch
 from ._runtime.escapes import Views
 from ._runtime.forks import watch
 from ._runtime.optimizer import StrataOptimizer
@@ -365,6 +366,9 @@ def _start(
         options.ranks.wait()
         options.ranks.close()
         state.ranks = options.ranks
+        watch_ranks = Watch(session)
+        undo.first(watch_ranks.end)
+        state.after_leaving.append(watch_ranks.end)
     # 2. The model, and what stands for its optimizer.
     _move(state, options.dtype)
     release_originals(model)

@@ -167,11 +167,6 @@ class Session:
     # These four: of update "on_step" alone.
     def replace_gradient(self, param: int, address: int, dtype: DtypeName, stream: int = 0) -> None:
         """Takes it in the place of what has landed. The memory may be reused on return."""
-    def begin_window(self) -> None:
-        """Gradients that land from here on are of another backward pass."""
-    def leave_ranks(self) -> None:
-        """This rank makes no more steps. Waits until no other needs what it holds; where it is
-        alone, for nothing."""
     def scale_gradient(self, param: int, factor: float, divides: bool) -> bool:
         """Has it multiplied with a factor, or divided by one, and rounded, by whatever reads or
         uses it from here on. False: it can note no more, and did nothing. REQUIRES: it has landed;
@@ -186,6 +181,14 @@ class Session:
         in_backward, and lock_free where it was added to older gradients."""
     def gradient_count(self, param: int) -> int:
         """How many times a gradient landed since the last step or drop_gradients()."""
+    # Of one of several ranks (see engine/ranks).
+    def begin_window(self) -> None:
+        """What lands from here on is of another backward."""
+    def leave_ranks(self, gives_up: bool) -> None:
+        """Makes no more steps, and stays until the others need nothing of this rank any more.
+        `gives_up`: ahead of the end of the training; the others are told, and raise StrataError."""
+    def awaited_rank(self) -> int | None:
+        """Whom a call waits for right now."""
     def gradient_fits(self, param: int) -> bool:
         """in_backward: waits for room. False: no update will make any; complete() others first."""
     def complete(self, unit: int, groups: list[GroupSpec], max_unit_norm: float) -> None:

@@ -51,7 +51,6 @@ void Agreement::publish(std::span<const Entry> entries, std::uint64_t asked) {
 }
 
 std::optional<std::uint32_t> Agreement::missing() const {
-  STRATA_ASSERT(number_ > 0);
   for (std::uint32_t rank = 0; rank < peers_.count(); ++rank) {
     if (header(rank).number.load(std::memory_order_acquire) != number_) return rank;
   }

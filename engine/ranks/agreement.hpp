@@ -38,7 +38,7 @@ class Agreement final {
   // Tells what this rank knows of its next step; `asked`: what its step() is to do, as a number
   // that is the same wherever that is the same.
   void publish(std::span<const Entry> entries, std::uint64_t asked);
-  // All ranks have published that step. REQUIRES of all that follow: this one has.
+  // All ranks have published that step.
   bool complete() const { return !missing(); }
   // The first rank that has not.
   std::optional<std::uint32_t> missing() const;

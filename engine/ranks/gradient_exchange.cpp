@@ -161,7 +161,8 @@ std::vector<GradientExchange::Arrived> GradientExchange::addable(const Part& par
     for (std::uint32_t rank = 0; rank < base_.peers->count(); ++rank) {
       const auto first = std::ranges::find(waiting, rank, &Arrived::rank);
       const Key later = landed ? last_key + (rank <= last_rank ? 1 : 0) : 0;
-      const Key key = first != waiting.end() ? first->key : std::max(reached_[rank], later);
+      const Key to_come = has_left(rank) ? end : std::max(reached_[rank], later);
+      const Key key = first != waiting.end() ? first->key : to_come;
       if (key >= best) continue;
       best = key;
       found = first != waiting.end() ? &*first : nullptr;
@@ -294,22 +295,35 @@ void GradientExchange::step_done(std::uint32_t from, std::int64_t step) {
   reached_[from] = std::max(reached_[from], key_of(step + 1, 0, 0));
 }
 
+void GradientExchange::rank_left(std::uint32_t rank) {
+  reached_[rank] |= kLeft;
+}
+
 std::optional<std::uint32_t> GradientExchange::awaited() const {
-  const Key end = key_of(step_ + 1, 0, 0);
-  const auto late = std::ranges::find_if(reached_, [&](Key reached) { return reached < end; });
-  if (late == reached_.end()) return std::nullopt;
-  return static_cast<std::uint32_t>(late - reached_.begin());
+  for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
+    if (!ended(rank)) return rank;
+  }
+  return std::nullopt;
 }
 
 bool GradientExchange::awaits(std::uint32_t rank) const {
-  const Key end = key_of(step_ + 1, 0, 0);
-  return reached_[base_.peers->rank()] >= end && reached_[rank] < end;
+  return between_steps() && !ended(rank);
 }
 
 bool GradientExchange::is_awaited() const {
-  const Key end = key_of(step_ + 1, 0, 0);
-  return reached_[base_.peers->rank()] < end &&
-         std::ranges::any_of(reached_, [&](Key reached) { return reached >= end; });
+  if (between_steps()) return false;
+  for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
+    if (ended(rank)) return true;
+  }
+  return false;
+}
+
+std::uint32_t GradientExchange::slowest() const {
+  std::uint32_t slowest = base_.peers->rank() == 0 ? 1 : 0;
+  for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
+    if (rank != base_.peers->rank() && reached_[rank] < reached_[slowest]) slowest = rank;
+  }
+  return slowest;
 }
 
 void GradientExchange::end_step(Lock& lock) {

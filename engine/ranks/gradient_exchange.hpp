@@ -17,7 +17,8 @@
 // runs a backward of its own). Pieces are added by key, and within a key by rank. So with W ranks
 // the global micro-batches window * W + rank are added in their order, as one rank would add them,
 // and the bits are the same for every W. A rank that has nothing to add is passed over as soon as
-// that is known: a later piece of it has come, or it has begun a later window, or ended its step.
+// that is known: a later piece of it has come, or it has begun a later window, ended its step, or
+// left. One that has left and adds what others send must not wait for itself.
 //
 // Note [The exchange cannot deadlock]
 // A piece waits for pieces with a smaller key, and for those of lower ranks with the same key; a
@@ -65,6 +66,8 @@ class GradientExchange final {
   bool piece_taken(std::uint64_t place);
   void window_began(std::uint32_t from, std::int64_t step, std::uint32_t window);
   void step_done(std::uint32_t from, std::int64_t step);
+  // A rank, this one or another, has no more pieces, and ends no more steps.
+  void rank_left(std::uint32_t rank);
 
   // Starts and ends additions. True when anything moved.
   bool turn();
@@ -72,10 +75,14 @@ class GradientExchange final {
   std::optional<std::uint32_t> awaited() const;
   // This rank has ended the step, and that one has not.
   bool awaits(std::uint32_t rank) const;
+  // This rank has ended the step, and has not begun the next.
+  bool between_steps() const { return ended(base_.peers->rank()); }
   // Another rank has ended the step, and this one has not.
   bool is_awaited() const;
-  // Pieces of this rank that their owners have still to take.
+  // Pieces of this rank that their owners have still to take. Of other ranks, the one that has come
+  // the least far: it is what they wait for.
   bool waits() const { return !outbox_.empty(); }
+  std::uint32_t slowest() const;
 
  private:
   // Step, window and number, in this order.
@@ -111,6 +118,10 @@ class GradientExchange final {
   };
 
   static Key key_of(std::int64_t step, std::uint32_t window, std::uint32_t number);
+  // Beside what a rank has reached, whose number is 0, that it has left.
+  static constexpr Key kLeft = 1;
+  bool has_left(std::uint32_t rank) const { return (reached_[rank] & kLeft) != 0; }
+  bool ended(std::uint32_t rank) const { return reached_[rank] >= key_of(step_ + 1, 0, 0); }
   void make_parts();
   Part* part_of(const PeerMessage& message);
   std::byte* take_place(Lock& lock, std::size_t bytes, UnitId unit) STRATA_REQUIRES(core_lock);

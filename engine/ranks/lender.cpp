@@ -7,10 +7,10 @@
 
 namespace strata {
 
-bool Lender::asked(std::uint32_t rank, PageId page, std::int64_t step) {
+bool Lender::asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes) {
   if (index(page) >= base_.layout.page_count) return false;
   if (!base_.owns.mine(base_.layout.chunk_of[index(page)])) return false;
-  loans_.push_back({.rank = rank, .page = page, .step = step, .pin = {}});
+  loans_.push_back({.rank = rank, .page = page, .step = step, .writes = writes, .pin = {}});
   return true;
 }
 
@@ -24,8 +24,20 @@ bool Lender::given_back(std::uint32_t rank, PageId page) {
   return true;
 }
 
+bool Lender::lends() const {
+  return std::ranges::any_of(loans_, [](const Loan& loan) { return static_cast<bool>(loan.pin); });
+}
+
+std::optional<std::uint32_t> Lender::wrote_alone() const {
+  for (const Loan& loan : loans_) {
+    if (loan.writes > base_.remote->writes()) return loan.rank;
+  }
+  return std::nullopt;
+}
+
 // The updates of that step are released here, and published.
 bool Lender::may_lend(const Loan& loan) const {
+  if (loan.writes > base_.remote->writes()) return false;
   const std::uint32_t chunk = base_.layout.chunk_of[index(loan.page)];
   return updates_.released() >= loan.step && !updates_.behind(chunk, loan.step);
 }

@@ -1,10 +1,10 @@
 // Lender: gives pages that this rank holds to ranks that ask for them, whatever its own Python is
 // doing: the pump serves them. A page is lent when the updates are published that the asker needs,
-// and stays where it is until it is given back.
+// and what the user wrote is there, and stays where it is until it is given back.
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   lender.asked(rank, page, step);
+//   lender.asked(rank, page, step, writes);
 //   lender.turn();                           // answers what can be
 //   lender.given_back(rank, page);
 //
@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "engine/foundation.hpp"
@@ -27,15 +28,20 @@ class Lender final {
   Lender(Foundation& base, const Updates& updates) : base_(base), updates_(updates) {}
 
   // False of both: it cannot be, and the session should end.
-  bool asked(std::uint32_t rank, PageId page, std::int64_t step);
+  bool asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes);
   bool given_back(std::uint32_t rank, PageId page);
   bool turn();
+  // Another rank has a page of this one right now.
+  bool lends() const;
+  // A rank that asks for what was written there, by its own count, and was not here.
+  std::optional<std::uint32_t> wrote_alone() const;
 
  private:
   struct Loan {
     std::uint32_t rank = 0;
     PageId page = kNoPage;
     std::int64_t step = 0;
+    std::uint32_t writes = 0;
     Pin pin;  // empty: it is asked for
   };
 

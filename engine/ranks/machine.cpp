@@ -128,9 +128,12 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
 }
 
 std::optional<std::uint32_t> Machine::lost() {
-  const std::vector<std::uint32_t> died = watch_.died();
-  if (died.empty()) return std::nullopt;
-  return died.front();
+  const std::vector<std::uint32_t> now = watch_.died();  // each is named there once
+  died_.insert(died_.end(), now.begin(), now.end());
+  if (died_.empty()) return std::nullopt;
+  const std::uint32_t rank = died_.back();
+  died_.pop_back();
+  return rank;
 }
 
 }  // namespace strata

@@ -32,6 +32,7 @@ class Machine final : public Meeting {
   std::vector<MappedArea> memories_;  // likewise, their host memory
   std::vector<std::unique_ptr<PeerBell>> bells_;
   PeerWatch watch_;
+  std::vector<std::uint32_t> died_;  // and lost() has still to name them
 };
 
 }  // namespace strata

@@ -34,7 +34,7 @@ class Meeting {
   // zero, which last as long as the meeting. Once. Throws StrataError where a rank does not come,
   // or trains something else.
   virtual std::vector<Seat> meet(const SeatOffer& offer) = 0;
-  // A rank that has died, whatever ended it; one that is stopped has not.
+  // A rank that has died, whatever ended it; one that is stopped has not. Each is named.
   virtual std::optional<std::uint32_t> lost() = 0;
 };
 

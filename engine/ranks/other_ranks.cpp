@@ -8,63 +8,102 @@
 namespace strata {
 
 bool OtherRanks::waits() const {
-  return base_.remote->waits() || exchange_.waits() ||
-         (!exchange_.is_awaited() && exchange_.awaited().has_value());
+  return base_.remote->waits() || exchange_.waits() || exchange_.between_steps() ||
+         lender_.lends() || said_bye_[base_.peers->rank()];
 }
 
-// A rank that has said bye is missed only by who still needs it.
+std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) const {
+  if (base_.remote->waits()) return base_.remote->awaited();
+  if (said_bye_[base_.peers->rank()]) return staying();
+  if (exchange_.between_steps()) return exchange_.awaited();
+  if (in_call && exchange_.waits()) return exchange_.slowest();
+  return std::nullopt;
+}
+
+// A rank that has said bye is missed only by who still needs it. REQUIRES: what the dead have said
+// was heard.
 bool OtherRanks::heed_deaths() {
-  if (const auto lost = base_.meeting->lost()) died_[*lost] = true;
   for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
     if (!died_[rank]) continue;
     const bool needed =
         (base_.remote->waits() && base_.remote->awaited() == rank) || exchange_.awaits(rank);
     if (said_bye_[rank] && !needed) continue;
-    fail("rank " + std::to_string(rank) +
-         (said_bye_[rank]
-              ? " has ended its training, and this one has not: all ranks must take the "
-                "same steps, and save or read parameters before any of them ends"
-              : " has died: its own output says why; start again from the newest "
-                "snapshot or checkpoint"));
+    fail(rank, "rank " + std::to_string(rank) +
+                   (said_bye_[rank]
+                        ? " has ended its training, and this one has not: all ranks must take the "
+                          "same steps, and save or read parameters before any of them ends"
+                        : " has died: its own output says why; start again from the newest "
+                          "snapshot or checkpoint"));
     return true;
   }
   return false;
 }
 
+// One that waits for what this rank is still to write waits in vain once this one waits for it.
+bool OtherRanks::heed_writes() {
+  const bool stays = exchange_.between_steps() || said_bye_[base_.peers->rank()];
+  const auto other = stays ? lender_.wrote_alone() : std::nullopt;
+  if (!other) return false;
+  fail(*other, "rank " + std::to_string(*other) + " has changed parameters and rank " +
+                   std::to_string(base_.peers->rank()) +
+                   " has not: all ranks must make the same changes, to the same parameters");
+  return true;
+}
+
+std::optional<std::uint32_t> OtherRanks::staying() const {
+  for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
+    if (!said_bye_[rank] && !died_[rank]) return rank;
+  }
+  return std::nullopt;
+}
+
 void OtherRanks::leave(Lock& lock) {
+  if (said_bye_[base_.peers->rank()]) return;
   base_.peers->send_all({.kind = PeerMessage::Kind::bye});
   said_bye_[base_.peers->rank()] = true;
-  base_.gate.wait(lock,
-                  [&] {
-                    bool all = true;
-                    for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
-                      all &= said_bye_[rank] || died_[rank];
-                    }
-                    return all || exchange_.is_awaited();
-                  },
+  exchange_.rank_left(base_.peers->rank());
+  base_.gate.wait(lock, [&] { return !staying() || exchange_.is_awaited(); },
                   {"other ranks to end their training"});
 }
 
 bool OtherRanks::turn() {
-  if (heed_deaths()) return true;
+  // Who has died says nothing more: its death is looked at first, and its last words then.
+  while (const auto lost = base_.meeting->lost()) {
+    if (died_[*lost]) break;
+    died_[*lost] = true;
+  }
   bool moved = base_.peers->flush();
   while (const auto received = base_.peers->receive()) {
     moved = true;
-    if (take(*received)) continue;
-    fail("rank " + std::to_string(received->from) + " said what cannot be (message " +
-         std::to_string(static_cast<std::uint32_t>(received->message.kind)) +
-         "): its memory is damaged");
-    return true;
+    if (!take(*received)) {
+      fail(received->from, "rank " + std::to_string(received->from) +
+                               " said what cannot be (message " +
+                               std::to_string(static_cast<std::uint32_t>(received->message.kind)) +
+                               "): its memory is damaged");
+    }
+    if (base_.gate.failure()) return true;
   }
   if (const auto damaged = base_.peers->damaged()) {
-    fail("what rank " + std::to_string(*damaged) + " and this one say to each other is damaged");
+    fail(*damaged,
+         "what rank " + std::to_string(*damaged) + " and this one say to each other is damaged");
     return true;
   }
+  if (heed_deaths() || heed_writes()) return true;
   moved |= lender_.turn();
   return exchange_.turn() || moved;
 }
 
-void OtherRanks::fail(std::string what) {
+// Whatever has failed, the rings are whole, or nobody reads them.
+void OtherRanks::tell_failure() {
+  if (!std::exchange(told_failure_, true)) {
+    base_.peers->send_all({.kind = PeerMessage::Kind::failed, .what = cause_});
+  }
+  base_.peers->flush();
+}
+
+void OtherRanks::fail(std::uint32_t cause, std::string what) {
+  if (base_.gate.failure()) return;
+  cause_ = cause;
   Error error;
   error.fault = Fault::cancelled;
   error.what = std::move(what);
@@ -77,7 +116,7 @@ bool OtherRanks::take(const Peers::Received& received) {
   const PageId page{message.what};
   switch (message.kind) {
     case PeerMessage::Kind::ask:
-      return lender_.asked(from, page, message.step);
+      return lender_.asked(from, page, message.step, message.count);
     case PeerMessage::Kind::grant:
       return message.what < base_.layout.page_count &&
              base_.remote->granted(from, page, message.at, base_.layout.page_bytes);
@@ -95,6 +134,13 @@ bool OtherRanks::take(const Peers::Received& received) {
       return true;
     case PeerMessage::Kind::bye:
       said_bye_[from] = true;
+      exchange_.rank_left(from);
+      return true;
+    case PeerMessage::Kind::failed:
+      fail(message.what, "rank " + std::to_string(message.what) +
+                             " has failed or died: its own output says why; start again from the "
+                             "newest snapshot or " +
+                             "checkpoint");
       return true;
   }
   return false;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,7 +24,8 @@ class OtherRanks final {
         exchange_(exchange),
         lender_(base, updates),
         said_bye_(base.peers->count(), false),
-        died_(base.peers->count(), false) {}
+        died_(base.peers->count(), false),
+        cause_(base.peers->rank()) {}
 
   bool turn() STRATA_REQUIRES(core_lock);
 
@@ -37,17 +39,26 @@ class OtherRanks final {
 
   // Something is under way that another rank has to do: it may take as long as it likes.
   bool waits() const;
+  // Whom a call of this rank waits for. `in_call`: one is under way that is part of a step.
+  std::optional<std::uint32_t> awaited(bool in_call) const;
+  // This session has ended with an error: the others need not wait for it.
+  void tell_failure();
 
  private:
-  bool take(const Peers::Received& received);
-  void fail(std::string what) STRATA_REQUIRES(core_lock);
+  bool take(const Peers::Received& received) STRATA_REQUIRES(core_lock);
+  // A rank that trains on; none: all have left.
+  std::optional<std::uint32_t> staying() const;
+  void fail(std::uint32_t cause, std::string what) STRATA_REQUIRES(core_lock);
   bool heed_deaths() STRATA_REQUIRES(core_lock);
+  bool heed_writes() STRATA_REQUIRES(core_lock);
 
   Foundation& base_;
   GradientExchange& exchange_;
   Lender lender_;
   std::vector<bool> said_bye_;  // by rank
   std::vector<bool> died_;      // likewise
+  std::uint32_t cause_;         // of the failure: the rank that began it
+  bool told_failure_ = false;
 };
 
 }  // namespace strata

@@ -28,8 +28,9 @@ std::byte* RemotePages::open(PageId page) {
   Lease* lease = find(page);
   if (lease == nullptr) {
     leases_.push_back({.page = page});
-    peers_.send(holders_[index(page)],
-                {.kind = PeerMessage::Kind::ask, .what = index(page), .step = step_});
+    peers_.send(
+        holders_[index(page)],
+        {.kind = PeerMessage::Kind::ask, .what = index(page), .count = writes_, .step = step_});
     return nullptr;
   }
   if (lease->bytes == nullptr) return nullptr;
@@ -56,6 +57,15 @@ bool RemotePages::settle() {
     return unused;
   });
   return leases_.empty();
+}
+
+bool RemotePages::may_renew(PageId page) {
+  const Lease* lease = find(page);
+  if (lease == nullptr) return true;
+  if (lease->bytes == nullptr || lease->users != 0) return false;
+  leases_.erase(leases_.begin() + (lease - leases_.data()));
+  give_back(page);
+  return true;
 }
 
 void RemotePages::renew(PageId page) {

@@ -15,7 +15,9 @@
 // holds there what is newest. That is true by definition: the version counts how often it was
 // renewed, which all ranks do at the same step. A holder answers an ask when what it has is of the
 // step that the ask names, or newer; it never waits for Python, so ranks that use units a different
-// number of times, or leave some out, cannot wait for each other in a circle.
+// number of times, or leave some out, cannot wait for each other in a circle. What the user writes
+// is counted, since all ranks write the same, and each the part that it holds: a holder answers
+// when it has written as often as who asks.
 #pragma once
 
 #include <cstdint>
@@ -41,9 +43,13 @@ class RemotePages final {
   void close(PageId page);
   // What is asked for from here on is not older than what this step's updates made.
   void set_step(std::int64_t step) { step_ = step; }
-  // The holder has changed the page, or will before it grants it again. REQUIRES: nothing of it is
-  // open or being copied.
+  // The user wrote to a parameter, as all ranks do: what is asked for from here on has it.
+  void note_write() { ++writes_; }
+  std::uint32_t writes() const { return writes_; }
+  // The holder has changed the page, or will before it grants it again. REQUIRES: may_renew().
   void renew(PageId page);
+  // Nothing of it is open or being copied. Gives it back where nobody uses it.
+  bool may_renew(PageId page);
 
   // The holder said so. False: it cannot be, and the session should end.
   bool granted(std::uint32_t from, PageId page, std::uint64_t at, std::size_t page_bytes);
@@ -70,6 +76,7 @@ class RemotePages final {
   std::vector<std::uint32_t> holders_;
   std::vector<Lease> leases_;  // in the order in which they were asked for
   std::int64_t step_ = 0;
+  std::uint32_t writes_ = 0;
 };
 
 }  // namespace strata

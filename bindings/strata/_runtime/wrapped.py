@@ -139,10 +139,12 @@ class Wrapped:
         self.high = max(span[1] for span in spans)
         # What waits for threads that use the session. REQUIRES: it does not lead to the model.
         self.before_close: list[Callable[[], None]] = []
+        self.after_leaving: list[Callable[[], None]] = []  # likewise, once no rank is waited for
         # Closes the session when nothing can reach it any more, and at the interpreter's exit.
         self.close: Callable[[], Any] = weakref.finalize(
-            self, _close, session, self.landings, self.recorder, os.getpid(), self.before_close
-        )
+            self, _close, session, self.landings, self.recorder, os.getpid(), self.before_close,
+            self.after_leaving,
+        )  # fmt: skip
 
     def _make_units(self, config: Config) -> list[Unit]:
         members: list[list[int]] = [[] for _ in config["units"]]
@@ -308,7 +310,10 @@ class Wrapped:
 
     def _note_step(self, changes: bool) -> None:
         if changes:
-            self._note_change([i for i, count in enumerate(self.landed) if count])
+            # What other ranks have gradients of changes here, too.
+            trained = [spec["trainable"] for spec in self.config["params"]]
+            landed = self.landed if self.ranks is None else trained
+            self._note_change([i for i, count in enumerate(landed) if count])
         self.gradients.end_step()
         self._note_no_gradients()
         self.steps = self.session.steps()
@@ -359,13 +364,20 @@ class Wrapped:
         return step
 
     def note_backward(self) -> None:
-        """Called by autograd ahead of a gradient. Ranks add up theirs backward by backward."""
+        """Called by autograd ahead of a gradient. Ranks add up theirs backward by backward: a new
+        one begins, also where the last was given up."""
         if self.ranks is None:
             return
         task = graph_task()
         if self._backward not in (None, task):
             self.session.begin_window()
         self._backward = task
+
+    def end_backward(self) -> None:
+        """The last backward that was running is over: ranks wait for nothing more of it."""
+        if self.ranks is not None:
+            self.session.begin_window()
+            self._backward = None
 
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step."""
@@ -387,6 +399,7 @@ def _close(
     recorder: Recorder,
     owner: int,
     before: list[Callable[[], None]],
+    after: list[Callable[[], None]],
 ) -> None:
     if os.getpid() != owner:  # a forked child has none of the threads that would be waited for
         return
@@ -397,7 +410,10 @@ def _close(
         recorder.close()
     landings.close()
     with contextlib.suppress(StrataError):  # the training ended with one already
-        session.leave_ranks()
+        # Where an exception ends the process, others need not wait for what it will never do.
+        session.leave_ranks(gives_up=hasattr(sys, "last_value"))
+    for end in after:
+        end()
     session.close()
 
 

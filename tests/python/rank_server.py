@@ -1,0 +1,211 @@
+"""Runs ranks of one machine, as processes that have imported torch already.
+
+with Ranks() as ranks:
+    results = ranks.run("losses", 2, steps=3)       # of rank_scenarios.losses, by rank
+    run = ranks.start("endless", 2)                 # ... .pids, to send signals to
+    outcomes = run.wait()                           # .value, .code, .error, .seconds, by rank
+
+A server imports everything once and forks the ranks of each run, so a run takes a fraction of a
+second to begin. What a rank ends with, an exception too, it ends with as any Python process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+TIMEOUT_S = 150.0
+
+
+@dataclass
+class Outcome:
+    """How a rank ended."""
+
+    value: Any  # what its scenario returned; None: it did not
+    code: int  # of the process; negative: the signal that ended it
+    output: str  # all that it printed
+    seconds: float  # from the start of the run to the end of the process
+
+
+class Run:
+    """Ranks that have been started."""
+
+    def __init__(self, server: Ranks, folder: Path, pids: list[int]) -> None:
+        self.folder, self.pids = folder, pids
+        self._server, self._began = server, time.monotonic()
+
+    def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> float:
+        """Sends a rank a signal. Returns when, in seconds from the start."""
+        os.kill(self.pids[rank], signal_number)
+        return time.monotonic() - self._began
+
+    def await_mark(self, name: str, timeout: float = 30.0) -> None:
+        """Returns when a rank has made the file `name` in its folder."""
+        end = time.monotonic() + timeout
+        while not (self.folder / name).exists():
+            assert time.monotonic() < end, f"no {name}: {self.outputs()}"
+            time.sleep(0.005)
+
+    def outputs(self) -> str:
+        """All that ranks have printed so far."""
+        return "\n".join(p.read_text() for p in sorted(self.folder.glob("rank-*.log")))
+
+    def codes(self) -> list[tuple[int, float]] | None:
+        """How each rank ended, and when; None: not all have."""
+        path = self.folder / "codes.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def wait(self, timeout: float = TIMEOUT_S) -> list[Outcome]:
+        """Returns when all have ended. Those that hang are killed, and the test fails."""
+        end = self._began + timeout
+        while (codes := self.codes()) is None:
+            if time.monotonic() > end:
+                for pid in self.pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                raise AssertionError(f"ranks hang: {self.outputs()}")
+            time.sleep(0.01)
+        outcomes = []
+        for rank, (code, seconds) in enumerate(codes):
+            result = self.folder / f"rank-{rank}.json"
+            value = json.loads(result.read_text()) if result.exists() else None
+            output = (self.folder / f"rank-{rank}.log").read_text()
+            outcomes.append(Outcome(value, code, output, seconds))
+        return outcomes
+
+
+class Ranks:
+    """The server, and what was started by it."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rank-tests-")
+        self.temporary = Path(self._folder.name) / "tmp"  # where ranks make theirs
+        self.temporary.mkdir()
+        self._runs = 0
+        environment = os.environ | {
+            "TMPDIR": str(self.temporary),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        environment.pop("XDG_RUNTIME_DIR", None)
+        self._server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, env=environment
+        )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
+        self._folder.cleanup()
+
+    def start(self, scenario: str, ranks: int, **arguments: Any) -> Run:
+        """Starts `ranks` processes; one alone is no rank, as without torchrun."""
+        folder = Path(self._folder.name) / f"run-{self._runs}"
+        folder.mkdir()
+        self._runs += 1
+        order = {"scenario": scenario, "ranks": ranks, "folder": str(folder)}
+        assert self._server.stdin is not None
+        self._server.stdin.write((json.dumps(order | {"with": arguments}) + "\n").encode())
+        self._server.stdin.flush()
+        pids = folder / "pids.json"
+        end = time.monotonic() + TIMEOUT_S
+        while not pids.exists():
+            assert time.monotonic() < end
+            assert self._server.poll() is None
+            time.sleep(0.005)
+        return Run(self, folder, json.loads(pids.read_text()))
+
+    def run(self, scenario: str, ranks: int, **arguments: Any) -> list[Any]:
+        """What the scenario returned on each rank, all of which ended well."""
+        outcomes = self.start(scenario, ranks, **arguments).wait()
+        for outcome in outcomes:
+            assert outcome.code == 0, outcome.output
+        return [outcome.value for outcome in outcomes]
+
+
+def _write(path: Path, value: Any) -> None:
+    """At once: whoever sees the file sees all of it."""
+    path.with_suffix(".part").write_text(json.dumps(value))
+    path.with_suffix(".part").rename(path)
+
+
+def _be_rank(order: dict[str, Any], rank: int) -> None:
+    import rank_scenarios
+    import torch
+    from torch import distributed
+
+    folder = Path(order["folder"])
+    log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    torch.set_num_threads(1)
+    if order["ranks"] > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"])}
+        if order["with"].pop("meet", True):
+            distributed.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=order["ranks"],
+            )
+    run = rank_scenarios.Rank(rank, order["ranks"], folder)
+    value = getattr(rank_scenarios, order["scenario"])(run, **order["with"])
+    _write(folder / f"rank-{rank}.json", value)
+
+
+def _serve() -> None:
+    import rank_scenarios  # noqa: F401 (for all ranks)
+
+    children: dict[int, tuple[dict[str, Any], int, float]] = {}
+    codes: dict[str, dict[int, tuple[int, float]]] = {}
+
+    def reap(*_: object) -> None:
+        while children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            order, rank, began = children.pop(pid)
+            of = codes.setdefault(order["folder"], {})
+            of[rank] = (os.waitstatus_to_exitcode(status), time.monotonic() - began)
+            if len(of) == order["ranks"]:
+                _write(Path(order["folder"]) / "codes.json", [of[r] for r in sorted(of)])
+
+    signal.signal(signal.SIGCHLD, reap)
+    for line in sys.stdin:
+        order = json.loads(line)
+        began, pids = time.monotonic(), []
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        for rank in range(order["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                _be_rank(order, rank)
+                return
+            children[pid] = (order, rank, began)
+            pids.append(pid)
+        _write(Path(order["folder"]) / "pids.json", pids)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+if __name__ == "__main__":
+    _serve()

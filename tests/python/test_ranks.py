@@ -1,0 +1,218 @@
+"""Ranks of one machine: processes that train one model together. What each does is in
+rank_scenarios.py; rank_server.py starts them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_server import Outcome, Ranks
+
+HOME = Path(__file__).parent
+HEARD_S = 2.0  # in which all ranks know that one has died
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "clipped": {"dtype": "bfloat16", "max_grad_norm": 0.05},
+    "units clipped": {"max_unit_norm": 0.02},
+    "pages": {"page_size": "256KiB"},
+    "ssd": {
+        "dtype": "bfloat16",
+        "ssd_path": "own",
+        "page_size": "64KiB",
+        "memory": {"device": "1MiB", "host": "10MiB", "ssd": "1GiB"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(ranks: Ranks) -> Iterator[None]:
+    """No folder in which ranks have met is there when all have gone."""
+    yield
+    assert not list(ranks.temporary.glob("strata-ranks-*"))
+
+
+def same(values: list[Any]) -> Any:
+    """The one value of all ranks."""
+    assert all(value == values[0] for value in values), values
+    return values[0]
+
+
+def all_say(outcomes: list[Outcome], pattern: str) -> None:
+    """Every one of them ended with a StrataError of these words."""
+    for outcome in outcomes:
+        assert outcome.code == 1, outcome.output
+        last = [line for line in outcome.output.splitlines() if "StrataError" in line][-1]
+        assert re.search(pattern, last), outcome.output
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> None:
+    expected = same(ranks.run("bits", 1, **CASES[case]))
+    for count in (2, 4):
+        assert same(ranks.run("bits", count, **CASES[case])) == expected
+
+
+@pytest.mark.parametrize("scenario", ["experts", "uneven", "catches"])
+def test_neither_do_they_where_ranks_take_other_ways(ranks: Ranks, scenario: str) -> None:
+    expected = same(ranks.run(scenario, 1))
+    assert same(ranks.run(scenario, 2)) == expected
+
+
+def test_one_rank_alone_may_compute_between_steps(ranks: Ranks) -> None:
+    assert same(ranks.run("one_evaluates", 2)) == same(ranks.run("bits", 1, steps=2))
+
+
+def test_one_rank_alone_may_read_at_the_end(ranks: Ranks) -> None:
+    assert ranks.run("one_reads", 2) == [same(ranks.run("bits", 1, steps=1)), None]
+
+
+def test_they_are_those_of_ddp(ranks: Ranks) -> None:
+    assert max(ranks.run("against_ddp", 2)) <= 1e-6
+
+
+def test_frozen_and_tied_parameters_and_buffers(ranks: Ranks) -> None:
+    found = same(ranks.run("kinds", 2))
+    assert found["frozen"]
+    assert found["tied"]
+
+
+def test_all_unwrap_and_wrap_again(ranks: Ranks) -> None:
+    assert same(ranks.run("unwraps", 2)) == same(ranks.run("unwraps", 1))
+
+
+def test_ranks_meet_between_backward_and_step(ranks: Ranks) -> None:
+    assert same(ranks.run("meets_after_backward", 2))
+
+
+def test_what_all_ranks_write_all_of_them_see(ranks: Ranks) -> None:
+    assert same(ranks.run("writes", 2)) == same(ranks.run("writes", 1))
+
+
+def test_what_one_rank_writes_ends_the_training(ranks: Ranks) -> None:
+    all_say(ranks.start("writes_alone", 2).wait(), "rank 0 has (changed parameters|failed|ended)"
+            "|rank 1 has failed")  # fmt: skip
+
+
+def test_an_exception_of_one_rank_ends_all(ranks: Ranks) -> None:
+    """Also of those that wait by means of torch, which a rank that stays for others would keep."""
+    outcomes = ranks.start("raises", 2).wait(20)
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert "ArithmeticError" in outcomes[1].output
+
+
+def test_a_rank_that_ends_early_ends_the_others(ranks: Ranks) -> None:
+    left, stayed = ranks.start("ends_early", 2).wait(20)
+    assert left.code == 0
+    all_say([stayed], "rank 0 has ended its training, and this one has not")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_who_is_killed_is_named_by_all(ranks: Ranks, where: str) -> None:
+    run = ranks.start("at_moment", 3, where=where, victim=1)
+    run.await_mark("there")
+    time.sleep(0.3)  # the others come to where they wait for it
+    killed = run.kill(1)
+    outcomes = run.wait()
+    all_say([outcomes[0], outcomes[2]], "rank 1 has (failed or )?died")
+    for outcome in outcomes:
+        assert outcome.seconds - killed < HEARD_S + 1.0  # an interpreter takes a while to end
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(12, marks=pytest.mark.thorough)])
+def test_who_is_stopped_is_waited_for(ranks: Ranks, seconds: int) -> None:
+    run = ranks.start("stopped", 2)
+    run.await_mark("there")
+    run.kill(1, signal.SIGSTOP)
+    (run.folder / "go").touch()
+    time.sleep(seconds)
+    assert run.codes() is None
+    run.kill(1, signal.SIGCONT)
+    outcomes = run.wait()
+    assert [outcome.code for outcome in outcomes] == [0, 0], run.outputs()
+    assert same([outcome.value for outcome in outcomes])
+    assert ("waiting for rank 1" in outcomes[0].output) == (seconds > 10)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("models", "another number of parameters|other parameters"),
+        ("dtypes", "other parameters"),
+        ("budgets", "other pages"),
+        ("rates", "ask different things of this step"),
+    ],
+)
+def test_ranks_that_differ_say_so(ranks: Ranks, what: str, words: str) -> None:
+    for outcome in ranks.start("differs", 2, what=what).wait():
+        assert outcome.code == 1, outcome.output
+        assert re.search(words, outcome.output), outcome.output
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("in_backward", "on_step"),
+        ("lock_free", "on_step"),
+        ("8bit", "moments in 8 bits"),
+        ("grad", "the gradient of .* cannot be seen"),
+        ("drop", "call step\\(\\) first"),
+        ("snapshot", "snapshots and checkpoints of several ranks"),
+        ("save", "snapshots and checkpoints of several ranks"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused(ranks: Ranks, what: str, words: str) -> None:
+    for said in ranks.run("refuses", 2, what=what):
+        assert re.search(words, said), said
+
+
+def test_torch_distributed_comes_first(ranks: Ranks) -> None:
+    for outcome in ranks.start("bits", 2, meet=False).wait():
+        assert "call torch.distributed.init_process_group" in outcome.output
+
+
+def test_the_next_run_finds_nothing_of_one_that_was_killed(ranks: Ranks, tmp_path: Path) -> None:
+    memory = {"device": "1MiB", "host": "10MiB", "ssd": "1GiB"}
+    options: dict[str, Any] = {"memory": memory, "ssd_path": str(tmp_path), "page_size": "64KiB"}
+    run = ranks.start("at_moment", 2, where="forward", victim=0, **options)
+    run.await_mark("there")
+    for rank in (0, 1):
+        run.kill(rank)
+    run.wait()
+    same(ranks.run("bits", 2, **options))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_them(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(HOME)!r})\n"
+        "import rank_scenarios as scenarios\n"
+        "from pathlib import Path\n"
+        "torch.set_num_threads(1)\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "rank = torch.distributed.get_rank()\n"
+        "run = scenarios.Rank(rank, torch.distributed.get_world_size(), Path())\n"
+        "print(scenarios.bits(run))\n"
+    )
+    done = subprocess.run(
+        [*(sys.executable, "-m", "torch.distributed.run"), "--standalone", "--nproc-per-node", "2",
+         str(script)],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    same(done.stdout.split())
