@@ -90,7 +90,11 @@ void bind_trace(py::module_& module) {
       .field("may_swap", &TracedUnit::may_swap)
       .field("may_recompute", &TracedUnit::may_recompute)
       .field("traced", &TracedUnit::traced)
-      .field("slices_traced", &TracedUnit::slices_traced);
+      .field("slices_traced", &TracedUnit::slices_traced)
+      .optional("remote_elements", &TracedUnit::remote_elements)
+      .optional("remote_param_bytes", &TracedUnit::remote_param_bytes)
+      .optional("remote_grad_bytes", &TracedUnit::remote_grad_bytes)
+      .optional("remote_state_bytes", &TracedUnit::remote_state_bytes);
   bind_list<Use>(module, "Uses");
   bind_list<TracedUnit>(module, "TracedUnits");
   bind_list<SavedTensor>(module, "SavedTensors");
@@ -110,6 +114,11 @@ void check(const Budgets& budgets) {
 void check(const Wishes& wishes, const Trace& trace) {
   if (wishes.on_device && wishes.on_device->size() != trace.units.size()) {
     throw py::value_error("on_device needs an entry for every unit");
+  }
+  for (std::size_t u = 0; wishes.on_device && u < trace.units.size(); ++u) {
+    if (!wishes.on_device->at(u) || !trace.units[u].is_shared()) continue;
+    throw py::value_error(trace.units[u].name +
+                          " cannot rest on the device: other ranks hold a part of it");
   }
 }
 

@@ -2,24 +2,43 @@
 
 #include <algorithm>
 
+#include "engine/ranks/ownership.hpp"
+
 namespace strata {
 namespace {
 
-// "host", "ssd", "device", or "mixed"; "none" where the unit has no such pages.
+// "host", "ssd", "device", or "mixed", of what this rank holds; "remote": others hold all of it;
+// "none" where the unit has no such pages.
 std::string tier_text(const Residence& home, std::size_t unit, bool (*wanted)(Role)) {
   if (home.on_device[unit]) return "device";
-  bool host = false, ssd = false;
+  bool host = false, ssd = false, remote = false;
   for (const std::uint32_t id : home.layout.units[unit].chunks) {
     for (std::size_t r = 0; r < kRoleCount; ++r) {
       if (!wanted(static_cast<Role>(r))) continue;
       const PageRun& run = home.layout.chunks[id].roles[r];
       for (std::uint32_t i = 0; i < run.count; ++i) {
-        (home.tier[index(run.first) + i] == Tier::host ? host : ssd) = true;
+        const Tier tier = home.tier[index(run.first) + i];
+        (tier == Tier::host ? host : tier == Tier::remote ? remote : ssd) = true;
       }
     }
   }
-  return host && ssd ? "mixed" : host ? "host" : ssd ? "ssd" : "none";
+  return host && ssd ? "mixed" : host ? "host" : ssd ? "ssd" : remote ? "remote" : "none";
 }
+
+// Of some of a unit's chunks.
+struct UnitPages {
+  std::size_t elements = 0, params = 0, grads = 0, states = 0;
+
+  void add(const Layout& layout, std::uint32_t id) {
+    const Chunk& chunk = layout.chunks[id];
+    elements += chunk.elements;
+    params += chunk.run(Role::param).count;
+    grads += layout.grad_frames(chunk);
+    for (const Role role : {Role::master, Role::moment1, Role::moment2}) {
+      states += chunk.run(role).count;
+    }
+  }
+};
 
 py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   const std::size_t page = home.layout.page_bytes;
@@ -27,14 +46,13 @@ py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   for (const ParamSpec& spec : config.params) {
     if (index(spec.unit) == u) elements += spec.numel;
   }
-  std::size_t grads = 0, states = 0;
+  UnitPages all, remote;
+  const Ownership owns = share_chunks(home.layout, config.rank, config.ranks);
   for (const std::uint32_t id : home.layout.units[u].chunks) {
-    const Chunk& chunk = home.layout.chunks[id];
-    grads += home.layout.grad_frames(chunk);
-    for (const Role role : {Role::master, Role::moment1, Role::moment2}) {
-      states += chunk.run(role).count;
-    }
+    all.add(home.layout, id);
+    if (!owns.mine(id)) remote.add(home.layout, id);
   }
+  const std::size_t grads = all.grads, states = all.states;
   // Gradients that pass through a few buffers on their way to an update rest nowhere.
   const bool grads_rest = config.update != UpdateMode::in_backward && grads != 0;
   py::dict unit;
@@ -44,6 +62,10 @@ py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   unit["landing_bytes"] = grads * page;
   unit["grad_bytes"] = grads_rest ? grads * page : 0;
   unit["state_bytes"] = states * page;
+  unit["remote_params"] = remote.elements;
+  unit["remote_param_bytes"] = remote.params * page;
+  unit["remote_landing_bytes"] = remote.grads * page;
+  unit["remote_state_bytes"] = remote.states * page;
   unit["on_device"] = static_cast<bool>(home.on_device[u]);
   unit["chunks"] = home.layout.units[u].chunks.size();
   unit["param_tier"] = tier_text(home, u, [](Role role) { return role == Role::param; });

@@ -40,6 +40,10 @@ Room Rearranger::wanted_room(const Adoption& wanted) const {
   room.on_device = *wanted.on_device;
   for (std::size_t u = 0; u < room.on_device.size(); ++u) {
     if (base_.layout.units[u].pages.empty()) room.on_device[u] = false;
+    if (room.on_device[u] && !base_.owns.alone()) {
+      refuse(base_.config.units[u] + " cannot rest on the device: its parameters are shared by " +
+             std::to_string(base_.config.ranks) + " ranks");
+    }
   }
   return room;
 }

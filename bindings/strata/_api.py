@@ -21,7 +21,7 @@ from torch import nn
 from . import _core
 from ._config.configure import Options, device_goal, gradients_rest, tier_budgets
 from ._config.managed import check_parameters
-from ._config.ranks import find_ranks
+from ._config.ranks import find_ranks, ranks_on_paper
 from ._config.sizes import Size, format_count, format_size
 from ._config.units import Chosen
 from ._config.update_modes import Update
@@ -187,7 +187,8 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     _check(model, optimizer)
     undo = Undo(model, optimizer)
     try:
-        config, _, result = fit(model, optimizer, Options(**options), _core.plan)
+        wanted = replace(Options(**options), ranks=ranks_on_paper())
+        config, _, result = fit(model, optimizer, wanted, _core.plan)
     finally:
         undo.run()
     return PlanReport(result, tier_budgets(config), gradients_rest(config))
@@ -323,9 +324,6 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
     _check(model, optimizer)
     undo = Undo(model, optimizer)
     options = replace(options, ranks=find_ranks())
-    if options.ranks is not None and options.activations is not None:
-        log.info("several ranks: activations are kept")
-        options = replace(options, activations=None)
     try:
         dropped = _drop_gradients(model)
         state = _start(model, optimizer, options, undo)
@@ -431,6 +429,7 @@ def _start_planning(
         max(needed, min(2 * needed, config["device_bytes"] // 2)),
         config["workers"],
         config["io_engine"],
+        alone=options.ranks is None,
     )
     state.planning = Planning(state, goal)
     undo.first(state.planning.allocator.close)

@@ -82,9 +82,14 @@ class UnitPlan(TypedDict):
     landing_bytes: int  # of gradients, where they land in a step; 0 where nothing is trained
     grad_bytes: int  # at rest: in pages, or under lock_free in buffers; 0 under in_backward
     state_bytes: int  # in pages: residuals or masters, and moments
+    remote_params: int  # of all of these: what other ranks hold
+    remote_param_bytes: int
+    remote_landing_bytes: int
+    remote_state_bytes: int
     chunks: int
     on_device: bool  # all of it rests there
-    # Where they rest: "host", "ssd", "device" or "mixed"; "none" where there are none.
+    # Where what this rank holds rests: "host", "ssd", "device" or "mixed"; "remote" where others
+    # hold it all, "none" where there is none.
     param_tier: str
     grad_tier: str
     state_tier: str
@@ -241,7 +246,8 @@ class Session:
         """Takes over from a plan what rests where and in which order parameters are fetched, from
         the next step on. What is None stays.
 
-        on_device: these units, by index, rest on the device whole, and are updated there.
+        on_device: these units, by index, rest on the device whole, and are updated there; none
+        where there are several ranks.
         param_bytes: parameters of the others use at most these bytes of it, in whole frames.
         activation_*_bytes: room for swapped activations: memory that was claimed and not used, and
         where that is not enough, pages whose residence saves least go to rest on the SSD.

@@ -50,6 +50,10 @@ class TracedUnit(_Struct):
     may_recompute: bool
     traced: ActivationName  # kept, or recomputed
     slices_traced: int
+    remote_elements: int = ...  # what other ranks hold of the sizes above: it is uploaded, and ...
+    remote_param_bytes: int = ...  # ... takes no memory, SSD or update of this one
+    remote_grad_bytes: int = ...
+    remote_state_bytes: int = ...
 
 class Trace(_Struct):
     uses: list[Use]  # these three are the trace's own: their elements may be changed

@@ -91,38 +91,43 @@ MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wis
     if (use.backward) again[index(use.unit)] = true;
   }
   std::uint64_t trained = 0, frozen = 0, both = 0, changing = 0, first = 0, renewed = 0;
+  std::uint64_t frozen_held = 0, both_held = 0;  // by this rank
   std::uint64_t device = budgets.device_bytes, may_rest = 0;
   Spared down, up;
   MustMove moves;
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     const TracedUnit& unit = trace.units[u];
-    const std::uint64_t resting = resting_on_device(unit, budgets);
+    const std::uint64_t resting = unit.is_shared() ? 0 : resting_on_device(unit, budgets);
     const bool known = wishes.on_device && wishes.on_device->at(u);
     if (known) device -= std::min(device, resting);
     if (!used[u]) continue;
     if (known) {
-      moves.elements += unit.grad_bytes != 0 ? unit.elements : 0;
-      moves.forward_elements += unit.grad_bytes != 0 && forward[u] ? unit.elements : 0;
+      moves.elements += unit.grad_bytes != 0 ? unit.held_elements() : 0;
+      moves.forward_elements += unit.grad_bytes != 0 && forward[u] ? unit.held_elements() : 0;
       continue;
     }
-    if (forward[u] && again[u]) both += unit.param_bytes;
+    if (forward[u] && again[u]) {
+      both += unit.param_bytes;
+      both_held += unit.held_param_bytes();
+    }
     if (unit.grad_bytes == 0) {
       frozen += unit.param_bytes;
+      frozen_held += unit.held_param_bytes();
       continue;
     }
     trained += unit.param_bytes;
     changing += budgets.resting(unit);
     moves.down += unit.grad_bytes;
-    moves.elements += unit.elements;
-    if (!wishes.on_device && resting <= budgets.device_bytes) {
+    moves.elements += unit.held_elements();
+    if (!wishes.on_device && !unit.is_shared() && resting <= budgets.device_bytes) {
       may_rest += resting;
       down.offer(unit.grad_bytes, resting);
       up.offer(unit.param_bytes, resting);
     }
     if (!forward[u]) continue;
     first += budgets.resting(unit);
-    renewed += unit.param_bytes + unit.state_bytes;
-    moves.forward_elements += unit.elements;
+    renewed += unit.held_param_bytes() + unit.held_state_bytes();
+    moves.forward_elements += unit.held_elements();
   }
   const std::uint64_t host = budgets.host_bytes;
   may_rest = std::min(may_rest, device);
@@ -132,8 +137,8 @@ MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wis
   moves.down -= down_spared;
   moves.up = trained - up_spared + beyond(frozen, device) + beyond(both, device);
   const std::uint64_t rests = std::min(may_rest, changing);
-  moves.read =
-      beyond(changing - rests + beyond(frozen, device - rests), host) + beyond(both, device + host);
+  moves.read = beyond(changing - rests + beyond(frozen_held, device - rests), host) +
+               beyond(both_held, device + host);
   moves.written = beyond(changing, may_rest + host);
   moves.forward_read = beyond(first, may_rest + host);
   moves.forward_written = beyond(renewed, may_rest + host);

@@ -58,12 +58,12 @@ struct Budgets {
   // host_bytes does not count, and updates begin as they land.
   bool grads_rest = true;
 
-  // What of a unit rests in the tiers.
+  // What of a unit rests in the tiers of this rank.
   std::uint64_t resting_grads(const TracedUnit& unit) const {
-    return grads_rest ? unit.grad_bytes : 0;
+    return grads_rest ? unit.held_grad_bytes() : 0;
   }
   std::uint64_t resting(const TracedUnit& unit) const {
-    return unit.param_bytes + resting_grads(unit) + unit.state_bytes;
+    return unit.held_param_bytes() + resting_grads(unit) + unit.held_state_bytes();
   }
 };
 
@@ -78,7 +78,7 @@ struct Wishes {
   // on where units can be cut so far; whole units (0) come first where slices_min is 0.
   bool fewest_slices = false;
   std::uint32_t slices_min = 1;
-  // By unit: exactly these rest on the device.
+  // By unit: exactly these rest on the device, none of which other ranks hold a part of.
   std::optional<std::vector<bool>> on_device = std::nullopt;
 };
 
@@ -132,7 +132,7 @@ Budgets paper_budgets(std::uint64_t page_bytes, std::uint64_t device_bytes,
                       std::uint64_t host_bytes, std::uint64_t ssd_bytes, bool grads_rest);
 
 // REQUIRES: check_trace(trace) is empty; budgets.page_bytes > 0; wishes.on_device, if any, has an
-// entry for every unit.
+// entry for every unit, which is false where other ranks hold a part of it.
 Plan make_plan(const Trace& trace, const Costs& costs, const Budgets& budgets,
                const Wishes& wishes);
 

@@ -54,13 +54,15 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
     const TracedUnit& unit = trace.units[u];
     const UnitPlan& planned = plan.units[u];
     if (planned.on_device) {
+      if (unit.is_shared()) return unit.name + " rests on the device, and on other ranks";
       if (planned.param_ssd_bytes + planned.grad_ssd_bytes + planned.state_ssd_bytes != 0) {
         return unit.name + " rests on the device and on the SSD";
       }
       continue;
     }
     total += budgets.resting(unit);
-    if (planned.param_ssd_bytes > unit.param_bytes || planned.state_ssd_bytes > unit.state_bytes ||
+    if (planned.param_ssd_bytes > unit.held_param_bytes() ||
+        planned.state_ssd_bytes > unit.held_state_bytes() ||
         planned.grad_ssd_bytes > budgets.resting_grads(unit)) {
       return unit.name + " has more on the SSD than it has";
     }

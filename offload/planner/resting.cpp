@@ -56,6 +56,7 @@ Swapped swapped_peak(const Trace& trace, std::span<const UnitPlan> units,
 }
 
 std::uint64_t resting_on_device(const TracedUnit& unit, const Budgets& budgets) {
+  STRATA_ASSERT(!unit.is_shared());
   return round_up(unit.param_bytes, budgets.page_bytes) +
          round_up(budgets.resting_grads(unit), budgets.page_bytes) +
          round_up(unit.state_bytes, budgets.page_bytes);
@@ -71,7 +72,8 @@ Resting::Resting(const Trace& trace, const Budgets& budgets, std::vector<bool> o
     const TracedUnit& unit = trace.units[u];
     (on_device_[u] ? device_bytes_ : total_) +=
         on_device_[u] ? resting_on_device(unit, budgets) : budgets.resting(unit);
-    sizes_.push_back({unit.param_bytes, budgets.resting_grads(unit), unit.state_bytes});
+    sizes_.push_back(
+        {unit.held_param_bytes(), budgets.resting_grads(unit), unit.held_state_bytes()});
   }
 }
 

@@ -37,7 +37,8 @@ struct Shortage {
   std::uint64_t enough = 0;
 };
 
-// What a unit takes of the device where it rests there: whole pages of each kind.
+// What a unit takes of the device where it rests there: whole pages of each kind. REQUIRES: no
+// other rank holds a part of it.
 std::uint64_t resting_on_device(const TracedUnit& unit, const Budgets& budgets);
 
 class Resting final {

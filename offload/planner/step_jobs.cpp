@@ -128,7 +128,7 @@ class Builder final {
     const std::uint64_t kept = share.of(plan.state_ssd_bytes) + share.of(plan.param_ssd_bytes);
     const std::uint64_t read_bytes = kept + share.of(plan.grad_ssd_bytes);
     const double seconds =
-        static_cast<double>(share.of(of(unit).elements)) / costs_.update_elements_s;
+        static_cast<double>(share.of(of(unit).held_elements())) / costs_.update_elements_s;
     Piece piece;
     piece.update = out_.add(Lane::update, seconds, {0, unit, kNone, Purpose::state});
     JobId start = piece.update;

@@ -88,6 +88,21 @@ struct TracedUnit {
   // How the step was recorded: kept or recomputed, and on so many slices.
   Activation traced = Activation::keep;
   std::uint32_t slices_traced = 1;
+  // Of the sizes above: what other ranks of the machine hold. It is uploaded and computed with like
+  // the rest, and takes no host memory, no SSD and no update of this rank.
+  std::uint64_t remote_elements = 0;
+  std::uint64_t remote_param_bytes = 0;
+  std::uint64_t remote_grad_bytes = 0;
+  std::uint64_t remote_state_bytes = 0;
+
+  std::uint64_t held_elements() const { return elements - remote_elements; }
+  std::uint64_t held_param_bytes() const { return param_bytes - remote_param_bytes; }
+  std::uint64_t held_grad_bytes() const { return grad_bytes - remote_grad_bytes; }
+  std::uint64_t held_state_bytes() const { return state_bytes - remote_state_bytes; }
+  // Then it does not rest on the device.
+  bool is_shared() const {
+    return remote_elements + remote_param_bytes + remote_grad_bytes + remote_state_bytes != 0;
+  }
 };
 
 struct Trace {

@@ -97,6 +97,60 @@ TEST(PlanOnDevice, NothingRestsOnTheDeviceForNothing) {
   });
 }
 
+// Of every unit half of the pages, and half of the elements.
+void give_half_to_others(Trace& trace) {
+  const auto half = [](std::uint64_t bytes) {
+    return bytes / 2 / kRandomPageBytes * kRandomPageBytes;
+  };
+  for (TracedUnit& unit : trace.units) {
+    unit.remote_elements = unit.elements / 2;
+    unit.remote_param_bytes = half(unit.param_bytes);
+    unit.remote_grad_bytes = half(unit.grad_bytes);
+    unit.remote_state_bytes = half(unit.state_bytes);
+  }
+}
+
+TEST(PlanOnDevice, WhatOtherRanksHoldRestsNowhereHereAndIsUploadedAllTheSame) {
+  int planned = 0;
+  for_seeds(40, [&](std::uint64_t seed) {
+    const PaperStep whole = roomy_step(seed);
+    const Wishes none{.on_device = std::vector<bool>(whole.trace.units.size(), false)};
+    const Plan before = plan_of(whole, none);
+    PaperStep of = whole;
+    give_half_to_others(of.trace);
+    const Plan plan = plan_of(of);
+    EXPECT_TRUE(plan.feasible || !before.feasible);
+    if (!plan.feasible) return;
+    ++planned;
+    EXPECT_EQ(check_plan(of.trace, of.budgets, plan), "");
+    EXPECT_EQ(plan.resting_device_bytes, 0U);
+    std::uint64_t held = 0;
+    for (const TracedUnit& unit : of.trace.units) held += of.budgets.resting(unit);
+    EXPECT_EQ(plan.resting_host_bytes + plan.resting_ssd_bytes, held);
+    const Simulation run = simulate(of.trace, plan, of.costs);
+    EXPECT_LE(lower_bound(of.trace, of.costs, of.budgets, none).seconds,
+              run.step_seconds * (1 + 1e-9));
+    // In a larger host memory, the same plan of the whole.
+    Plan there = plan;
+    for (UnitPlan& unit : there.units) {
+      unit.param_ssd_bytes = unit.grad_ssd_bytes = unit.state_ssd_bytes = 0;
+    }
+    const auto uploaded = [&](const Trace& trace) {
+      return simulate(trace, there, of.costs).lanes[index(Lane::upload)].bytes;
+    };
+    EXPECT_EQ(uploaded(of.trace), uploaded(whole.trace));
+    there.units.front().on_device = true;
+    EXPECT_NE(check_plan(of.trace, of.budgets, there), "");
+  });
+  EXPECT_GT(planned, 8);
+}
+
+TEST(PlanOnDevice, OtherRanksHoldNoMoreThanThereIs) {
+  PaperStep of = roomy_step(1);
+  of.trace.units[1].remote_state_bytes = of.trace.units[1].state_bytes + 1;
+  EXPECT_NE(check_trace(of.trace).find("unit 1"), std::string::npos) << check_trace(of.trace);
+}
+
 TEST(Covers, TakesAsLittleMoreAsCanBe) {
   Trace trace;
   for (const std::uint64_t pages : {10U, 6U, 6U, 0U, 3U}) {

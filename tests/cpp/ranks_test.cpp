@@ -9,9 +9,11 @@
 #include <thread>
 #include <vector>
 
+#include "adoptions.hpp"
 #include "doubles/loopback.hpp"
 #include "engine/session.hpp"
 #include "io_fixtures.hpp"
+#include "memory/result.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {
@@ -47,11 +49,15 @@ void visit_unit(Session& session, std::uint32_t unit, bool backward, std::uint32
   session.leave(UnitId{unit});
 }
 
+// What a rank does between two of its steps; the number of the next one.
+using Between = std::function<void(Session&, int step)>;
+
 // Steps of a rank: micro-batches rank, rank + ranks, ...
-void train_rank(Session& session, int steps, const StepOptions& options) {
+void train_rank(Session& session, int steps, const StepOptions& options, const Between& between) {
   const Config& config = session.config();
   const auto units = static_cast<std::uint32_t>(config.units.size());
   for (int step = 0; step < steps; ++step) {
+    if (between) between(session, step);
     for (std::uint32_t batch = config.rank; batch < kBatches; batch += config.ranks) {
       if (batch >= config.ranks) session.begin_window();
       for (std::uint32_t u = 0; u < units; ++u) visit_unit(session, u, false, batch);
@@ -92,7 +98,7 @@ void on_ranks(std::uint32_t ranks, const std::function<void(std::uint32_t)>& bod
 
 // Of every rank: the parameters, as it reads them, from whoever holds them.
 std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Config& of,
-                                        const StepOptions& options) {
+                                        const StepOptions& options, const Between& between) {
   std::vector<std::vector<float>> results(ranks);
   Loopback machine(ranks);
   std::barrier all(static_cast<std::ptrdiff_t>(ranks));
@@ -110,7 +116,7 @@ std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Co
     Session session(config, std::move(parts));
     fill_all(session);
     all.arrive_and_wait();  // nobody reads what is not written yet
-    train_rank(session, steps, options);
+    train_rank(session, steps, options, between);
     results[rank] = all_of(session, Kind::master);
     const std::vector<float> moments = all_of(session, Kind::moment1);
     results[rank].insert(results[rank].end(), moments.begin(), moments.end());
@@ -127,10 +133,11 @@ Config roomy() {
   return config;
 }
 
-void expect_the_same_for_all(const Config& config, const StepOptions& options) {
-  const std::vector<float> expected = trained(1, 3, config, options)[0];
+void expect_the_same_for_all(const Config& config, const StepOptions& options,
+                             const Between& between = {}) {
+  const std::vector<float> expected = trained(1, 3, config, options, {})[0];
   for (const std::uint32_t ranks : {2U, 3U, 4U}) {
-    const auto results = trained(ranks, 3, config, options);
+    const auto results = trained(ranks, 3, config, options, between);
     for (std::uint32_t rank = 0; rank < ranks; ++rank) {
       std::size_t differ = 0, first = 0;
       for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -155,14 +162,52 @@ TEST(Ranks, NorDoesItWhereTheNormIsClipped) {
   expect_the_same_for_all(roomy(), {.max_norm = 0.5, .grad_divisor = 12.0});
 }
 
-TEST(Ranks, NorWhereStateRestsOnTheSsd) {
+// Names the SSD of `folder`, and makes host memory short.
+Config tight(const TempFolder& folder) {
   Config config = roomy();
-  const TempFolder folder;
   config.ssd_paths = {folder.path()};
   config.ssd_bytes = kGiB;
   config.host_bytes = 28 * kPage;
   config.device_bytes = 8 * kPage;
-  expect_the_same_for_all(config, {.max_norm = 0.5, .grad_divisor = 12.0});
+  return config;
+}
+
+TEST(Ranks, NorWhereStateRestsOnTheSsd) {
+  const TempFolder folder;
+  expect_the_same_for_all(tight(folder), {.max_norm = 0.5, .grad_divisor = 12.0});
+}
+
+// Pages of one rank come to rest elsewhere while others compute with them, or wait for their own.
+TEST(Ranks, NorWhereEachRankTakesOverPlansOfItsOwn) {
+  const TempFolder folder;
+  expect_the_same_for_all(tight(folder), {.grad_divisor = 12.0}, [](Session& session, int step) {
+    const std::size_t turn = session.config().rank + static_cast<std::size_t>(step);
+    if (turn % 2 == 0) reserve_activations(session, (turn % 3) * kPage, turn * kPage);
+    limit_device(session, (turn % 3 == 0 ? 8 : 6) * kPage);
+  });
+}
+
+TEST(Ranks, NoUnitRestsOnTheDeviceOfOne) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    Config config = roomy();
+    config.rank = rank;
+    config.ranks = 2;
+    SessionParts parts;
+    parts.meeting = machine.meeting(rank);
+    Session session(config, std::move(parts));
+    std::vector<bool> units(config.units.size(), false);
+    units.back() = true;
+    try {
+      rest_on_device(session, units, config.device_bytes);
+      ADD_FAILURE() << "a unit rests on the device of one rank";
+    } catch (const StrataError& error) {
+      EXPECT_NE(std::string(error.what()).find(config.units.back()), std::string::npos)
+          << error.what();
+    }
+    all.arrive_and_wait();
+  });
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ from .choices import (
     check_workers,
 )
 from .managed import DTYPE_NAMES, dtype_names
-from .ranks import Ranks
+from .ranks import Ranks, plans_of_all
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
 from .units import Chosen, UnitSpec, find_units, used_apart
 from .update_modes import (
@@ -148,9 +148,18 @@ class Options:
         """Ranks among which the machine's host memory, SSD and processors are shared."""
         return self.ranks.count if self.ranks is not None else 1
 
+    def least(self, number: int) -> int:
+        """Of what the machine has free now: ranks look at different moments, and must choose the
+        same budgets."""
+        return self.ranks.least(number) if self.ranks is not None else number
+
+    def free_host_bytes(self) -> int:
+        """What is taken of its own accord by this process."""
+        return self.least(int(machine.free_host_bytes() * FREE_SHARE)) // self.shared_by()
+
     def own_ssd_paths(self) -> list[str]:
         """Those of this rank, made where they are missing."""
-        if self.ranks is None:
+        if self.ranks is None or not self.ranks.folder:
             return self.ssd_paths()
         paths = [Path(path) / f"rank-{self.ranks.rank}" for path in self.ssd_paths()]
         for path in paths:
@@ -195,7 +204,7 @@ def configure(
     free = device.free_bytes(device_name)
     if free is not None:
         device.check_budget(device_name, given.get("device", 0), free, model)
-    _choose_budgets(config, given, make_plan, free, options.shared_by())
+    _choose_budgets(config, given, make_plan, free, options)
     return config, hooked
 
 
@@ -266,7 +275,7 @@ def device_goal(config: Config, options: Options) -> int:
         return config["device_bytes"]
     if (gpu := device.free_bytes(config["device"])) is not None:
         return max(config["device_bytes"], int(gpu * FREE_SHARE))
-    free = int(machine.free_host_bytes() * FREE_SHARE)
+    free = options.free_host_bytes()
     return config["device_bytes"] + max(0, free - config["device_bytes"] - config["host_bytes"])
 
 
@@ -302,29 +311,41 @@ def _choose_budgets(
     given: dict[str, int],
     make_plan: Callable[[Config], Plan],
     gpu: int | None,
-    shared_by: int,
+    options: Options,
 ) -> None:
     """Fills in the budgets: those given, and for the others what the machine has free. `gpu`: what
-    the device has, where it has memory of its own. `shared_by`: ranks that share the rest."""
+    the device has, where it has memory of its own; ranks share the rest."""
     if given.get("ssd") and not config["ssd_paths"]:
         raise ValueError("memory={'ssd': ...} needs ssd_path= as well")
     # 1. The SSD: only where a path is given, and then everything that rests may rest there.
     if config["ssd_paths"]:
-        config["ssd_bytes"] = given.get("ssd", _default_ssd_bytes(config) // shared_by)
+        there = options.least(_default_ssd_bytes(config)) // options.shared_by()
+        config["ssd_bytes"] = given.get("ssd", there)
     # 2. Device and host: what the model needs, if the machine has it.
-    free = int(machine.free_host_bytes() * FREE_SHARE) // shared_by
+    free = options.free_host_bytes()
     if "device" not in given or "host" not in given:
-        needs = make_plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
-        given.update(shares(given, needs["device_bytes"], needs["host_bytes"], free, gpu))
+        whole: Config = {**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED}
+        needs = plans_of_all(whole, make_plan)
+        device_bytes = max(need["device_bytes"] for need in needs)
+        host_bytes = max(need["host_bytes"] for need in needs)
+        given.update(shares(given, device_bytes, host_bytes, free, gpu))
     config["device_bytes"], config["host_bytes"] = given["device"], given["host"]
     log.info(
         "budgets: device (%s) %s, host %s, ssd %s; memory free: %s",
         config["device"],
         format_size(config["device_bytes"]),
-        format_size(config["host_bytes"]),
-        format_size(config["ssd_bytes"]),
+        _share_text(config["host_bytes"], options),
+        _share_text(config["ssd_bytes"], options),
         format_size(free),
     )
+
+
+def _share_text(size: int, options: Options) -> str:
+    """A budget, and where ranks share the machine's, of what it is a part."""
+    count = options.shared_by()
+    if count == 1 or size == 0:
+        return format_size(size)
+    return f"{format_size(size)} of {format_size(size * count)} (this rank, of {count})"
 
 
 def shares(

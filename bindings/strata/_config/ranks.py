@@ -3,10 +3,13 @@
     ranks = find_ranks()                  # None: this process is alone
     ranks.folder                          # where they meet, of this user alone; the same for all
     ranks.share(tensor)                   # what rank 0 has
+    ranks.least(free_bytes)               # the smallest of what they have
     ranks.wait()                          # for all of them
     ranks.close()
+    ranks_on_paper()                      # the same for a plan: asks nobody, any rank alone may
+    plans_of_all(config, make_plan)       # what every rank would plan, without asking
 
-All of these but the first are calls that every rank makes, in the same order.
+All calls of a Ranks that was found are calls that every rank makes, in the same order.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +26,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
+from .._errors import StrataError
+
 if TYPE_CHECKING:
+    from .._core import Config, Plan
     from .._core import Ranks as RanksSpec
 
 PATH_BYTES_MAX = 4096
@@ -35,7 +42,7 @@ class Ranks:
 
     rank: int
     count: int
-    folder: str
+    folder: str  # none: on paper
 
     def spec(self) -> RanksSpec:
         """As the core takes it."""
@@ -55,6 +62,14 @@ class Ranks:
             with torch.no_grad():
                 tensor.copy_(values)
 
+    def least(self, number: int) -> int:
+        """The smallest number that a rank has; on paper this one's."""
+        if not self.folder:
+            return number
+        all_of = torch.tensor([number], dtype=torch.int64)
+        distributed.all_reduce(all_of, op=distributed.ReduceOp.MIN)
+        return int(all_of)
+
     def wait(self) -> None:
         """Returns when all have come here."""
         distributed.barrier()
@@ -63,6 +78,34 @@ class Ranks:
         """The folder is not needed any more."""
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def ranks_on_paper() -> Ranks | None:
+    """The ranks of torch.distributed, if there is more than one, without a word to the others."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    count = distributed.get_world_size()
+    return Ranks(distributed.get_rank(), count, "") if count > 1 else None
+
+
+def plans_of_all(config: Config, make_plan: Callable[[Config], Plan]) -> list[Plan]:
+    """By rank; of a process that is alone the one. The same on every rank whose budgets are.
+
+    Raises StrataError where the budgets of any of them cannot work.
+    """
+    if "ranks" not in config:
+        return [make_plan(config)]
+    here = config["ranks"]
+    found = []
+    for rank in range(here["count"]):
+        there: RanksSpec = {**here, "rank": rank}
+        try:
+            found.append(make_plan({**config, "ranks": there}))
+        except StrataError as error:
+            share = f"one of {here['count']} shares of the machine's budgets"
+            error.args = (f"{error} (rank {rank}: its host and ssd are {share})",)
+            raise
+    return found
 
 
 def find_ranks() -> Ranks | None:

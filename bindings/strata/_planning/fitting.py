@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from .._config import machine
+from .._config.choices import HOST
 from .._config.configure import Options, configure
+from .._config.ranks import plans_of_all
 from .._config.sizes import format_size, parse_budgets
 from .._config.units import find_units
 from .._errors import StrataError
@@ -45,9 +47,11 @@ def fit(
     Only then: tiles change the last bits of sums. Raises StrataError where nothing helps. The
     caller takes the tiles out again where it does not need them.
     """
-    remove_leftovers(options.ssd_paths())
+    remove_leftovers(options.own_ssd_paths())
     config, hooked = configure(model, optimizer, options, make_plan)
     given = parse_budgets(options.memory)
+    if "device" in given and config["device"] == HOST:
+        given["device"] *= options.shared_by()
     for warning in budget_check.check(given, config["device"], config["ssd_paths"]):
         log.warning("%s", warning)
     try:
@@ -81,10 +85,16 @@ def _cut(
 
 
 def plan_or_refuse(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:
-    """The plan of `config`. Raises StrataError where the budgets cannot work, with the smallest
-    that would, and for an SSD with what is free."""
+    """The plan of `config`; with several ranks it gets a page size that all of them find. Raises
+    StrataError where the budgets cannot work, with the smallest that would, and for an SSD with
+    what is free."""
     try:
-        return make_plan(config)
+        plans = plans_of_all(config, make_plan)
+        if len(plans) == 1:
+            return plans[0]
+        # Ranks hold different chunks, and might choose different pages.
+        config["page_bytes"] = min(plan["page_bytes"] for plan in plans)
+        return plans_of_all(config, make_plan)[config["ranks"]["rank"]]
     except StrataError as error:
         if not config["ssd_paths"] or not error.needed_bytes or error.tier != "ssd":
             raise

@@ -30,6 +30,11 @@ Note [Slices]. Keeping, swapping and recomputing give the same bits, so measured
 between them. Slices change the shapes of matrix products, and with them the last bits: a batch is
 cut only where nothing else fits, into the fewest slices that do, so that a run can be repeated.
 What can be cut is found by trials that take time and memory, so they are left until then.
+
+Note [Ranks]. Each rank plans for itself, from its own steps and clocks, so plans of ranks differ,
+and no rank waits for another's. That may change no bits: what depends on a plan are only modes of
+activations and the order of uploads. Batches are cut by `split=` alone, which is the same on all
+ranks; a step that fits on slices only is refused. Units stay off the device: all ranks upload them.
 """
 
 from __future__ import annotations
@@ -90,6 +95,11 @@ class Planning:
         self.allocator.give_pages(goal.param_bytes)
         self.claims = Claims(state, self.allocator, goal.param_bytes)
         self.recording = Recording(state, goal, lambda: self.allocator.page_bytes)
+        if not goal.alone:
+            log.info(
+                "several ranks: batches are cut into slices by split= alone, the same on all of "
+                "them, and no unit rests on the device"
+            )
         self._tried_slices = False  # in the step that was recorded
 
     @property
@@ -186,7 +196,11 @@ class Planning:
                 self._judge(current, window)
 
     def _may_try_slices(self) -> bool:
-        return self.goal.activations == "auto" and not self._tried_slices
+        return self._chooses_slices and not self._tried_slices
+
+    @property
+    def _chooses_slices(self) -> bool:
+        return self.goal.alone and self.goal.activations == "auto"
 
     def _wait_for_lent_gradients(self) -> None:
         """Waits for updates that read gradients where PyTorch left them: what is freed in a step
@@ -226,12 +240,12 @@ class Planning:
             activation=MODES[self.goal.activations],
             slices=self.goal.split or 0,
             may_split=False,
-            fewest_slices=self.goal.activations == "auto",
+            fewest_slices=self._chooses_slices,
             slices_min=self.recording.slices_min,
-            on_device=self._on_device,
+            on_device=self._on_device if self.goal.alone else [False] * len(trace.units),
         )
         paper = _core.PaperPlan(trace, costs, budgets, wishes)
-        if self._on_device is not None and not paper.plan.feasible:
+        if self.goal.alone and self._on_device is not None and not paper.plan.feasible:
             paper = _core.PaperPlan(trace, costs, budgets, wishes.replace(on_device=None))
         plan = paper.plan
         if not plan.feasible:

@@ -59,8 +59,9 @@ class Recording:
 
     @property
     def may_slice(self) -> bool:
-        """Whether the user lets batches be cut."""
-        return self._goal.activations == "auto" or self._goal.split is not None
+        """Whether the user lets batches be cut, and no other rank would have to do the same."""
+        auto = self._goal.activations == "auto"
+        return self._goal.alone and (auto or self._goal.split is not None)
 
     @property
     def may_try_smaller(self) -> bool:
@@ -211,7 +212,10 @@ class Recording:
         return verdict is not None and not verdict.reason
 
     def _advice(self, unit: Unit, batch: int) -> str:
-        why = unit.unsplit_reason or "it is as small as it can be, or activations= forbids slices"
+        why = (
+            unit.unsplit_reason
+            or "it is as small as it can be, or activations= or other ranks forbid slices"
+        )
         return (
             f"{unit.name} runs out of device memory with a batch of {batch}, and is not cut into "
             f"smaller slices: {why}. A smaller batch, or a larger device, would help"

@@ -49,6 +49,7 @@ class Goal:
     param_bytes: int  # of the device, for parameters, until activations are known
     workers: int
     io_engine: str
+    alone: bool = True  # no other ranks train with this process
 
 
 @dataclass

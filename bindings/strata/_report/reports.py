@@ -319,21 +319,21 @@ def planned_rows(plan: StepPlan, trace: Trace) -> list[PlannedRow]:
             unit.name,
             planned.activation,
             planned.slices,
-            _resting(planned, planned.param_ssd_bytes, unit.param_bytes),
-            _resting(planned, planned.grad_ssd_bytes, unit.grad_bytes),
-            _resting(planned, planned.state_ssd_bytes, unit.state_bytes),
+            _resting(planned, planned.param_ssd_bytes, unit.param_bytes, unit.remote_param_bytes),
+            _resting(planned, planned.grad_ssd_bytes, unit.grad_bytes, unit.remote_grad_bytes),
+            _resting(planned, planned.state_ssd_bytes, unit.state_bytes, unit.remote_state_bytes),
             resident,
         )
         for unit, planned, resident in zip(trace.units, plan.units, plan.resident, strict=True)
     ]
 
 
-def _resting(planned: PlannedUnit, on_ssd: int, size: int) -> str:
-    if size == 0:
-        return "none"
+def _resting(planned: PlannedUnit, on_ssd: int, size: int, remote: int) -> str:
+    if size == remote:
+        return "remote" if remote else "none"
     if planned.on_device:
         return "device"
-    return "host" if on_ssd == 0 else "ssd" if on_ssd >= size else "mixed"
+    return "host" if on_ssd == 0 else "ssd" if on_ssd >= size - remote else "mixed"
 
 
 def _about_model(state: Wrapped) -> str:

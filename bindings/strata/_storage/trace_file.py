@@ -17,8 +17,9 @@ Format, JSON:
 
 A TABLE is {"fields": [names], "rows": [[values], ...]}, its fields those of TracedUnit, Use and
 SavedTensor in offload/planner/trace.hpp, which says what each means; seconds are seconds, sizes
-bytes. Fields may stand in any order; none may be missing or unknown. The version changes whenever a
-field does.
+bytes. What of a unit other ranks held is not written: the file says what there is, for any number
+of them. Fields may stand in any order; none may be missing or unknown. The version changes whenever
+a field does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ VERSION = 2
 COUNT_MAX = 1 << 60
 
 TABLES: dict[str, dict[str, type]] = {
-    "units": _core.TracedUnit.fields,
+    "units": {n: k for n, k in _core.TracedUnit.fields.items() if not n.startswith("remote_")},
     "uses": _core.Use.fields,
     "tensors": _core.SavedTensor.fields,
 }
