@@ -54,7 +54,7 @@ struct Config {
   std::uint32_t rank = 0, ranks = 1;
   std::string ranks_folder;       // where they meet: of this user alone
   double ranks_timeout_s = 60.0;  // how long they wait there for each other
-  bool sums_ranks = false;  // gradients of ranks are summed, and not averaged
+  bool sums_ranks = false;        // gradients of ranks are summed, and not averaged
   MomentDtype moment_dtype = MomentDtype::float32;
   // in_backward, by unit: its first and its last gradient may land far apart, and are needed
   // together. Empty: no unit's do, or each gradient may be used by itself.

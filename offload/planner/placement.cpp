@@ -243,8 +243,7 @@ Refusal refuse_room(const Holding& holding, const TierBudgets& budgets, const Al
   const std::size_t buffers = std::max<std::size_t>(then.buffer_frames, holding.buffers_wanted);
   const std::size_t beside = then.rest_frames == 0 ? 0 : staging;
   const std::size_t least = budgets.has_ssd ? staging : below + beside;
-  const std::size_t others =
-      buffers + then.scale_frames + then.landing_frames + then.outbox_frames;
+  const std::size_t others = buffers + then.scale_frames + then.landing_frames + then.outbox_frames;
   refusal.needed_bytes = refusal.would_do_bytes = (least + others + room.host_pages) * page;
   return refusal;
 }

@@ -97,7 +97,8 @@ struct Claims {
   std::uint32_t scale_frames = 0;  // part of host_frames, for the scales of block8 moments
   // Part of host_frames, for gradients on their way from a device that the processor cannot reach.
   std::uint32_t landing_frames = 0;
-  std::uint32_t outbox_frames = 0;  // part of host_frames, for gradients on their way to other ranks
+  std::uint32_t outbox_frames =
+      0;  // part of host_frames, for gradients on their way to other ranks
 };
 
 // Invariants:
