@@ -263,6 +263,9 @@ class Session(Saves):
                 p.updated = True
                 self._span("update", unit, False, begin, p.device.nbytes)
 
+    def leave_ranks(self) -> None:
+        """It is alone."""
+
     def drain(self) -> None:
         self._open()
 

@@ -379,5 +379,5 @@ def test_configuration_names_are_the_keywords_of_wrap() -> None:
     assert keywords == [
         "model",
         "optimizer",
-        *(field.name for field in dataclasses.fields(configure.Options)),
+        *(f.name for f in dataclasses.fields(configure.Options) if f.name != "ranks"),
     ]

@@ -61,7 +61,7 @@ class Frames:
 
     def drop(self, frame: Frame) -> None:
         """The module does not run any more."""
-        for frames in list(self._by_thread.values()):
+        for frames in self._by_thread.copy().values():
             if frame in frames:
                 frames.remove(frame)
 
@@ -73,7 +73,7 @@ class Frames:
 
     def all(self) -> list[Frame]:
         """Those of all threads."""
-        return [frame for frames in list(self._by_thread.values()) for frame in frames]
+        return [frame for frames in self._by_thread.copy().values() for frame in frames]
 
     def in_step(self) -> bool:
         """Whether a module of the model, or a backward, is running now on this thread."""

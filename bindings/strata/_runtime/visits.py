@@ -97,7 +97,7 @@ class Visits:
 
     def is_last(self, task: int) -> bool:
         """Whether no other backward is running, around it or beside it."""
-        others = [callback for other, (_, callback) in list(self._tasks.items()) if other != task]
+        others = [callback for other, (_, callback) in self._tasks.copy().items() if other != task]
         return all(callback() is None for callback in others)
 
     @property
@@ -115,16 +115,16 @@ class Visits:
             if not self._open:
                 return bound, []
             threads = sys._current_frames()
-            visits = list(self._open.items())  # others end theirs meanwhile
+            visits = self._open.copy().items()  # at once: others end theirs meanwhile
             return bound, [n for n, v in visits if self._may_go_on(v, threads)]
 
     def among(self, numbers: list[int]) -> list[Visit]:
         """Those of these numbers that have not ended."""
-        return [visit for number, visit in list(self._open.items()) if number in numbers]
+        return [visit for number, visit in self._open.copy().items() if number in numbers]
 
     def over(self, bound: int, live: list[int]) -> tuple[list[Visit], list[int]]:
         """Visits that cannot go on, and backwards that were given up."""
-        visits = [v for n, v in list(self._open.items()) if n < bound and n not in live]
+        visits = [v for n, v in self._open.copy().items() if n < bound and n not in live]
         return visits, [task for task in list(self._tasks) if not self._is_running(task)]
 
     def forget(self, visits: list[Visit], tasks: list[int]) -> None:
