@@ -128,7 +128,7 @@ def test_what_only_looks_like_it_is_not(core: ModuleType, change: Callable[[Any]
 def test_ranks_that_do_not_know_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 4)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were started, and torch.distributed is not"):
+    with pytest.raises(ValueError, match="2 processes were started"):
         tight(model)
     monkeypatch.delenv("WORLD_SIZE")
     tight(model)
