@@ -27,11 +27,10 @@ std::string tier_text(const Residence& home, std::size_t unit, bool (*wanted)(Ro
 
 // Of some of a unit's chunks.
 struct UnitPages {
-  std::size_t elements = 0, params = 0, grads = 0, states = 0;
+  std::size_t params = 0, grads = 0, states = 0;
 
   void add(const Layout& layout, std::uint32_t id) {
     const Chunk& chunk = layout.chunks[id];
-    elements += chunk.elements;
     params += chunk.run(Role::param).count;
     grads += layout.grad_frames(chunk);
     for (const Role role : {Role::master, Role::moment1, Role::moment2}) {
@@ -42,12 +41,17 @@ struct UnitPages {
 
 py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   const std::size_t page = home.layout.page_bytes;
-  std::size_t elements = 0;
-  for (const ParamSpec& spec : config.params) {
-    if (index(spec.unit) == u) elements += spec.numel;
+  const Ownership owns = share_chunks(home.layout, config.rank, config.ranks);
+  std::size_t elements = 0, remote_elements = 0;
+  for (std::uint32_t param = 0; param < config.params.size(); ++param) {
+    if (index(config.params[param].unit) != u) continue;
+    elements += config.params[param].numel;
+    if (owns.alone()) continue;
+    for (const Piece& piece : home.layout.pieces(param)) {
+      remote_elements += owns.mine(piece.chunk) ? 0 : piece.count;
+    }
   }
   UnitPages all, remote;
-  const Ownership owns = share_chunks(home.layout, config.rank, config.ranks);
   for (const std::uint32_t id : home.layout.units[u].chunks) {
     all.add(home.layout, id);
     if (!owns.mine(id)) remote.add(home.layout, id);
@@ -62,7 +66,7 @@ py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   unit["landing_bytes"] = grads * page;
   unit["grad_bytes"] = grads_rest ? grads * page : 0;
   unit["state_bytes"] = states * page;
-  unit["remote_params"] = remote.elements;
+  unit["remote_params"] = remote_elements;
   unit["remote_param_bytes"] = remote.params * page;
   unit["remote_landing_bytes"] = remote.grads * page;
   unit["remote_state_bytes"] = remote.states * page;

@@ -329,6 +329,8 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
         state = _start(model, optimizer, options, undo)
     except BaseException:
         undo.run()
+        if options.ranks is not None:
+            options.ranks.close()
         raise
     del undo  # and with it the memory that parameters had before
     if state.planning is not None:

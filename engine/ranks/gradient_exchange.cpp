@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "memory/check.hpp"
+#include "memory/clock.hpp"
 
 namespace strata {
 namespace {
@@ -112,9 +113,12 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
 }
 
 std::byte* GradientExchange::take_place(Lock& lock, std::size_t bytes, UnitId unit) {
-  std::byte* place = nullptr;
+  std::byte* place = outbox_.take(bytes);
+  if (place != nullptr) return place;
+  full_since_ns_ = now_ns();
   base_.gate.wait(lock, [&] { return (place = outbox_.take(bytes)) != nullptr; },
                   {"other ranks to take gradients", unit});
+  full_since_ns_ = 0;
   return place;
 }
 
@@ -308,6 +312,11 @@ std::optional<std::uint32_t> GradientExchange::awaited() const {
 
 bool GradientExchange::awaits(std::uint32_t rank) const {
   return between_steps() && !ended(rank);
+}
+
+bool GradientExchange::is_stuck() const {
+  constexpr std::int64_t kStuckNs = 5'000'000'000;
+  return full_since_ns_ != 0 && now_ns() - full_since_ns_ > kStuckNs;
 }
 
 bool GradientExchange::is_awaited() const {

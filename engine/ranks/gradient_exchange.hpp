@@ -76,6 +76,8 @@ class GradientExchange final {
   // This rank has ended the step, and that one has not.
   bool awaits(std::uint32_t rank) const;
   // This rank has ended the step, and has not begun the next.
+  // A gradient of this rank has waited for others for long.
+  bool is_stuck() const;
   bool between_steps() const { return ended(base_.peers->rank()); }
   // Another rank has ended the step, and this one has not.
   bool is_awaited() const;
@@ -140,10 +142,11 @@ class GradientExchange final {
   std::int64_t step_ = 1;                  // counts what all ranks have ended together
   std::int64_t updates_step_ = 1;
   std::uint32_t window_ = 0;
-  std::vector<Key> reached_;                // by rank: it sends nothing below this any more
-  std::vector<std::uint32_t> numbers_;      // by parameter: its gradients in this window
-  std::vector<std::uint32_t> pending_;      // parts with pieces that wait
-  std::uint32_t adding_ = 0;                // parts that are being added to
+  std::vector<Key> reached_;            // by rank: it sends nothing below this any more
+  std::vector<std::uint32_t> numbers_;  // by parameter: its gradients in this window
+  std::vector<std::uint32_t> pending_;  // parts with pieces that wait
+  std::int64_t full_since_ns_ = 0;      // a gradient waits for a place in the outbox; 0: none does
+  std::uint32_t adding_ = 0;            // parts that are being added to
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };
 

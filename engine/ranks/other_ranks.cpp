@@ -41,7 +41,8 @@ bool OtherRanks::heed_deaths() {
 
 // One that waits for what this rank is still to write waits in vain once this one waits for it.
 bool OtherRanks::heed_writes() {
-  const bool stays = exchange_.between_steps() || said_bye_[base_.peers->rank()];
+  const bool stays =
+      exchange_.between_steps() || exchange_.is_stuck() || said_bye_[base_.peers->rank()];
   const auto other = stays ? lender_.wrote_alone() : std::nullopt;
   if (!other) return false;
   fail(*other, "rank " + std::to_string(*other) + " has changed parameters and rank " +

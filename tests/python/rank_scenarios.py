@@ -212,8 +212,8 @@ def kinds(run: Rank) -> dict[str, Any]:
 
     torch.manual_seed(run.rank)  # rank 0's values count
     model = Tied()
-    frozen = model.frozen.weight.detach().clone()
     model, optimizer = wrap(run, model)
+    frozen = model.state_dict()["frozen.weight"].clone()
     tokens = torch.arange(8)
     for _ in range(2):
         model(tokens).square().mean().backward()
@@ -250,9 +250,11 @@ def writes(run: Rank) -> list[str]:
         time.sleep(0.05 * ((run.rank + round_) % 2))  # another one is the first each time
         torch.manual_seed(round_)
         values = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+        distributed.barrier()  # others have seen the old ones
         for each in (plain, model):
             each.load_state_dict(values)
         assert torch.equal(model(batch), plain(batch))
+        distributed.barrier()
         for each in (plain, model):
             with torch.no_grad():
                 for parameter in each.parameters():

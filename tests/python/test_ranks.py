@@ -58,7 +58,13 @@ def all_say(outcomes: list[Outcome], pattern: str) -> None:
         assert re.search(pattern, last), outcome.output
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("bfloat16", "ssd")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.thorough) for case in CASES],
+)
 def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> None:
     expected = same(ranks.run("bits", 1, **CASES[case]))
     for count in (2, 4):
