@@ -145,6 +145,7 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
 
 // Other ranks write what they hold of the parameter: what is here of that is stale.
 void Elements::note_remote_write(Lock& lock, std::uint32_t param) {
+  base_.remote->note_write();  // first: what is asked for meanwhile is asked for with it
   for (const std::uint32_t id : base_.layout.chunks_of(param)) {
     if (base_.owns.mine(id)) continue;
     for (const PageRun& run : base_.layout.chunks[id].roles) {
@@ -155,7 +156,6 @@ void Elements::note_remote_write(Lock& lock, std::uint32_t param) {
       }
     }
   }
-  base_.remote->note_write();
 }
 
 void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,

@@ -25,6 +25,11 @@ class Rank:
     ranks: int
     folder: Path
 
+    def meet(self) -> None:
+        """Waits for all ranks."""
+        if self.ranks > 1:
+            distributed.barrier()
+
     def mark(self, name: str) -> None:
         """Tells the test that this rank has come so far."""
         (self.folder / name).touch()
@@ -250,11 +255,11 @@ def writes(run: Rank) -> list[str]:
         time.sleep(0.05 * ((run.rank + round_) % 2))  # another one is the first each time
         torch.manual_seed(round_)
         values = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
-        distributed.barrier()  # others have seen the old ones
+        run.meet()  # others have seen the old ones
         for each in (plain, model):
             each.load_state_dict(values)
         assert torch.equal(model(batch), plain(batch))
-        distributed.barrier()
+        run.meet()
         for each in (plain, model):
             with torch.no_grad():
                 for parameter in each.parameters():
