@@ -263,7 +263,7 @@ class Session(Saves):
                 p.updated = True
                 self._span("update", unit, False, begin, p.device.nbytes)
 
-    def leave_ranks(self) -> None:
+    def leave_ranks(self, gives_up: bool) -> None:
         """It is alone."""
 
     def drain(self) -> None:
