@@ -127,10 +127,10 @@ bool GradientExchange::land_now(Lock& lock, std::uint32_t id, const Arrived& min
   Part& part = parts_[id];
   part.waiting.push_back(mine);
   std::unique_ptr<Job> job;
-  const std::vector<Arrived> next = addable(part);
+  std::vector<Arrived> next = addable(part);
   const bool comes =
       std::ranges::any_of(next, [&](const Arrived& piece) { return piece.bytes == mine.bytes; });
-  if (comes) job = begin(id);
+  if (comes) job = begin(id, std::move(next));
   if (!job) {
     part.waiting.pop_back();
     return false;
@@ -180,10 +180,10 @@ std::vector<GradientExchange::Arrived> GradientExchange::addable(const Part& par
   }
 }
 
-// Opens the place of the sum for what is next; null: nothing is, or not yet.
-std::unique_ptr<GradientExchange::Job> GradientExchange::begin(std::uint32_t id) {
+// Opens the place of the sum for these pieces, which are addable; null: there are none, or not yet.
+std::unique_ptr<GradientExchange::Job> GradientExchange::begin(std::uint32_t id,
+                                                               std::vector<Arrived> pieces) {
   Part& part = parts_[id];
-  std::vector<Arrived> pieces = addable(part);
   if (pieces.empty()) return nullptr;
   std::vector<Piece> cut = base_.layout.pieces(part.param, part.first, part.count, kGrain);
   GradientPlace to(base_, cut);
@@ -250,7 +250,7 @@ bool GradientExchange::turn() {
     moved = true;
   }
   for (const std::uint32_t id : pending_) {
-    std::unique_ptr<Job> job = begin(id);
+    std::unique_ptr<Job> job = begin(id, addable(parts_[id]));
     if (!job) continue;
     if (!crew_->submit(job.get())) {
       parts_[id].adding = false;

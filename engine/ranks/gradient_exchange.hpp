@@ -75,9 +75,9 @@ class GradientExchange final {
   std::optional<std::uint32_t> awaited() const;
   // This rank has ended the step, and that one has not.
   bool awaits(std::uint32_t rank) const;
-  // This rank has ended the step, and has not begun the next.
   // A gradient of this rank has waited for others for long.
   bool is_stuck() const;
+  // This rank has ended the step, and has not begun the next.
   bool between_steps() const { return ended(base_.peers->rank()); }
   // Another rank has ended the step, and this one has not.
   bool is_awaited() const;
@@ -130,7 +130,7 @@ class GradientExchange final {
   bool land_now(Lock& lock, std::uint32_t part, const Arrived& mine) STRATA_REQUIRES(core_lock);
   void await(std::uint32_t part, const Arrived& piece);
   std::vector<Arrived> addable(const Part& part) const;
-  std::unique_ptr<Job> begin(std::uint32_t part);
+  std::unique_ptr<Job> begin(std::uint32_t part, std::vector<Arrived> pieces);
   void add(Job& job) const;
   void end(std::unique_ptr<Job> job);
 

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,15 +123,15 @@ def find_ranks() -> Ranks | None:
                 "torch.distributed.init_process_group('gloo') before strata.wrap()"
             )
         return None
-    count, rank = distributed.get_world_size(), distributed.get_rank()
-    if count == 1:
+    found = ranks_on_paper()
+    if found is None:
         return None
-    _check_machine(rank, count)
-    folder = _meeting_folder() if rank == 0 else ""
+    _check_machine(found.rank, found.count)
+    folder = _meeting_folder() if found.rank == 0 else ""
     path = torch.zeros(PATH_BYTES_MAX, dtype=torch.uint8)
     path[: len(folder.encode())] = torch.tensor(list(folder.encode()), dtype=torch.uint8)
     distributed.broadcast(path, 0)
-    return Ranks(rank, count, bytes(path.tolist()).rstrip(b"\0").decode())
+    return replace(found, folder=bytes(path.tolist()).rstrip(b"\0").decode())
 
 
 def _check_machine(rank: int, count: int) -> None:
