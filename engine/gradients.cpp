@@ -80,7 +80,12 @@ void Gradients::agree(Lock& lock, std::uint64_t asked) {
   }
   // 2. So are those of the others.
   agreement_->publish(entries, asked);
-  base_.gate.wait(lock, [&] { return agreement_->complete(); }, {"other ranks to end the step"});
+  try {
+    base_.gate.wait(lock, [&] { return agreement_->complete(); }, {"other ranks to end the step"});
+  } catch (const StrataError&) {
+    // One that has ended because ranks differ knew that all had published: this one knows why, too.
+    if (!agreement_->complete() || !agreement_->differs()) throw;
+  }
   if (const auto other = agreement_->differs()) {
     refuse("rank " + std::to_string(*other) + " and rank " + std::to_string(base_.owns.rank) +
            " ask different things of this step: learning rates, other options of the optimizer, "

@@ -2,10 +2,12 @@
 // those of one rank that takes the same micro-batches in the same order.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <barrier>
 #include <bit>
 #include <functional>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -185,6 +187,35 @@ TEST(Ranks, NorWhereEachRankTakesOverPlansOfItsOwn) {
     if (turn % 2 == 0) reserve_activations(session, (turn % 3) * kPage, turn * kPage);
     limit_device(session, (turn % 3 == 0 ? 8 : 6) * kPage);
   });
+}
+
+// Whoever refuses first ends, and the other still says what was wrong.
+TEST(Ranks, BothSayThatTheyAskDifferentThingsOfAStep) {
+  for (int round = 0; round < 40; ++round) {
+    Loopback machine(2);
+    std::array<std::string, 2> said;
+    std::barrier all(2);
+    on_ranks(2, [&](std::uint32_t rank) {
+      Config config = roomy();
+      config.rank = rank;
+      config.ranks = 2;
+      config.sums_ranks = config.accumulate = true;
+      SessionParts parts;
+      parts.meeting = machine.meeting(rank);
+      Session session(config, std::move(parts));
+      fill_all(session);
+      try {
+        train_rank(session, 1, {.max_norm = rank == 0 ? 1.0 : 2.0}, {});
+      } catch (const StrataError& error) {
+        said[rank] = error.what();
+      }
+      machine.lose(rank);
+      all.arrive_and_wait();  // the other may still ring this one's bell
+    });
+    for (const std::string& words : said) {
+      EXPECT_NE(words.find("ask different things of this step"), std::string::npos) << words;
+    }
+  }
 }
 
 TEST(Ranks, NoUnitRestsOnTheDeviceOfOne) {
