@@ -10,8 +10,11 @@
 namespace strata {
 namespace {
 
-constexpr int kWindowBits = 20;
-constexpr int kNumberBits = 12;
+constexpr int kPassBits = 18;  // backward passes between two looks
+constexpr int kLookBits = 8;   // see Note [Looks]
+constexpr int kWindowBits = kLookBits + kPassBits;
+constexpr int kNumberBits = 10;
+constexpr int kPlaceShift = kPassBits + kNumberBits;  // a key beyond it: step and look
 
 }  // namespace
 
@@ -65,13 +68,15 @@ void GradientExchange::make_parts() {
 }
 
 void GradientExchange::begin_window() {
+  STRATA_ASSERT(!meets_);
   reached_[base_.peers->rank()] = key_of(step_, ++window_, 0);
   std::fill(numbers_.begin(), numbers_.end(), 0U);
   base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
 }
 
 void GradientExchange::begin_step(std::int64_t updates) {
-  STRATA_ASSERT(!awaited() && adding_ == 0);
+  STRATA_ASSERT(goal_ == 0 && adding_ == 0);
+  meets_ = false;
   ++step_;
   updates_step_ = updates;
   window_ = 0;
@@ -153,7 +158,8 @@ void GradientExchange::await(std::uint32_t id, const Arrived& piece) {
 std::vector<GradientExchange::Arrived> GradientExchange::addable(const Part& part) const {
   std::vector<Arrived> next;
   if (part.adding) return next;
-  const Key end = key_of(step_ + 1, 0, 0);
+  // What comes behind the next look, or the step, waits until this rank is there, too.
+  const Key end = ((key_of(step_, window_, 0) >> kPlaceShift) + 1) << kPlaceShift;
   bool landed = part.landed == step_;
   Key last_key = part.key;
   std::uint32_t last_rank = part.rank;
@@ -305,13 +311,20 @@ void GradientExchange::rank_left(std::uint32_t rank) {
 
 std::optional<std::uint32_t> GradientExchange::awaited() const {
   for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
-    if (!ended(rank)) return rank;
+    if (awaits(rank)) return rank;
   }
   return std::nullopt;
 }
 
 bool GradientExchange::awaits(std::uint32_t rank) const {
-  return between_steps() && !ended(rank);
+  return reached_[rank] < goal_;
+}
+
+// Nobody goes on from where all meet before all have come there.
+bool GradientExchange::parted(std::uint32_t rank) const {
+  if (goal_ == 0 || has_left(rank)) return false;
+  const Key theirs = reached_[rank] >> kPlaceShift;
+  return theirs > key_of(step_, window_, 0) >> kPlaceShift && theirs != goal_ >> kPlaceShift;
 }
 
 bool GradientExchange::is_stuck() const {
@@ -320,11 +333,8 @@ bool GradientExchange::is_stuck() const {
 }
 
 bool GradientExchange::is_awaited() const {
-  if (between_steps()) return false;
-  for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
-    if (ended(rank)) return true;
-  }
-  return false;
+  const Key mine = reached_[base_.peers->rank()] >> kPlaceShift;
+  return std::ranges::any_of(reached_, [&](Key theirs) { return theirs >> kPlaceShift > mine; });
 }
 
 std::uint32_t GradientExchange::slowest() const {
@@ -336,19 +346,46 @@ std::uint32_t GradientExchange::slowest() const {
 }
 
 void GradientExchange::end_step(Lock& lock) {
-  step_done(base_.peers->rank(), step_);
   base_.peers->send_all({.kind = PeerMessage::Kind::done, .step = step_});
-  const Key end = key_of(step_ + 1, 0, 0);
+  meet(lock, key_of(step_ + 1, 0, 0));
+}
+
+bool GradientExchange::look(Lock& lock) {
+  const std::uint32_t next = ((window_ >> kPassBits) + 1) << kPassBits;  // the next look's first
+  if (next >> kWindowBits != 0) return false;
+  base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = next, .step = step_});
+  meet(lock, key_of(step_, next, 0));
+  return true;
+}
+
+void GradientExchange::end_look() {
+  STRATA_ASSERT(goal_ == 0 && adding_ == 0);
+  meets_ = false;
+  window_ = ((window_ >> kPassBits) + 1) << kPassBits;
+  std::fill(numbers_.begin(), numbers_.end(), 0U);
+}
+
+// Everything that all ranks have ahead of the key is added.
+void GradientExchange::meet(Lock& lock, Key at) {
+  reached_[base_.peers->rank()] = at;
+  goal_ = at;
+  meets_ = true;
   base_.gate.wait(lock,
                   [&] {
                     if (awaited() || adding_ != 0) return false;
                     return std::ranges::none_of(pending_, [&](std::uint32_t id) {
-                      return std::ranges::any_of(parts_[id].waiting, [&](const Arrived& piece) {
-                        return piece.key < end;
-                      });
+                      return std::ranges::any_of(
+                          parts_[id].waiting, [&](const Arrived& piece) { return piece.key < at; });
                     });
                   },
                   {"other ranks to end the step"});
+  goal_ = 0;
+}
+
+void GradientExchange::forget(std::uint32_t param) {
+  for (std::uint32_t id = first_part_[param]; id < first_part_[param + 1]; ++id) {
+    parts_[id].landed = 0;
+  }
 }
 
 ExactSum GradientExchange::squares(std::uint32_t param) const {
