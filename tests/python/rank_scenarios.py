@@ -3,97 +3,24 @@ process that is alone, which takes the micro-batches of all."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import strata
 import torch
+from rank_gradients import clips, drops, parts, scales  # noqa: F401 (found by name)
+from rank_loops import (
+    BATCHES,
+    WIDTH,
+    Rank,
+    batches_of,
+    hash_of,
+    make_model,
+    options_of,
+    train,
+    wrap,
+)
 from torch import distributed, nn
-
-WIDTH = 96
-BATCHES = 4  # micro-batches of a step, over all ranks
-
-
-@dataclass
-class Rank:
-    """Who runs a scenario."""
-
-    rank: int
-    ranks: int
-    folder: Path
-
-    def meet(self) -> None:
-        """Waits for all ranks."""
-        if self.ranks > 1:
-            distributed.barrier()
-
-    def mark(self, name: str) -> None:
-        """Tells the test that this rank has come so far."""
-        (self.folder / name).touch()
-
-    def share(self, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of this rank."""
-        return batches[self.rank :: self.ranks]
-
-
-def make_model(units: int = 3, width: int = WIDTH) -> nn.Sequential:
-    """The same for all."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *[
-            nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
-            for _ in range(units)
-        ]
-    )
-
-
-def batches_of(step: int, width: int = WIDTH) -> list[torch.Tensor]:
-    """The global micro-batches of a step."""
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(3, width, generator=generator) for _ in range(BATCHES)]
-
-
-def hash_of(model: nn.Module) -> str:
-    """Of all parameters, to the bit."""
-    of = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        of.update(name.encode() + value.detach().float().contiguous().numpy().tobytes())
-    return of.hexdigest()
-
-
-def wrap(
-    run: Rank, model: nn.Module, lr: float = 1e-2, **options: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """With what a rank alone needs to give the same bits: sums in float32."""
-    options.setdefault("gradient_accumulation_steps", max(2, BATCHES // run.ranks))
-    return strata.wrap(model, torch.optim.AdamW(model.parameters(), lr=lr), **options)
-
-
-def options_of(run: Rank, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of wrap(), of which JSON has names."""
-    options = dict(options)
-    if "dtype" in options:
-        options["dtype"] = getattr(torch, options["dtype"])
-    if options.get("ssd_path") == "own":
-        options["ssd_path"] = run.folder / "ssd"
-        options["ssd_path"].mkdir(exist_ok=True)
-    return options
-
-
-def train(
-    run: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
-) -> None:
-    """Plain steps of the micro-batches of this rank."""
-    dtype = next(model.parameters()).dtype
-    for step in range(first, first + steps):
-        mine = run.share(batches_of(step))
-        for batch in mine:
-            (model(batch.to(dtype)).float().square().mean() / len(mine)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def bits(run: Rank, steps: int = 3, units: int = 3, **options: Any) -> str:
@@ -101,73 +28,6 @@ def bits(run: Rank, steps: int = 3, units: int = 3, **options: Any) -> str:
     model, optimizer = wrap(run, make_model(units), **options_of(run, options))
     train(run, model, optimizer, steps)
     return hash_of(model)
-
-
-def clips(run: Rank, **options: Any) -> list[Any]:
-    """As loops of others do it; norms and parameters. Every other step is looked at twice."""
-    model, optimizer = wrap(run, make_model(), **options_of(run, options))
-    norms = []
-    for step in range(4):
-        mine = run.share(batches_of(step))
-        for batch in mine:
-            (model(batch).square().mean() / len(mine)).backward()
-            if step % 2 and batch is mine[0] and run.ranks > 1:
-                assert all(p.grad is not None for p in model.parameters())
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.005).item())
-        total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        assert abs(total - 0.005) < 1e-6
-        optimizer.step()
-        optimizer.zero_grad()
-    return [norms, hash_of(model)]
-
-
-def scales(run: Rank) -> list[Any]:
-    """With a loss scaler, whose second step overflows on the last rank, and on no other."""
-    model, optimizer = wrap(run, make_model())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    scales = []
-    for step in range(4):
-        mine = run.share(batches_of(step))
-        for batch in mine:
-            last = batch is mine[-1] and run.rank == run.ranks - 1
-            factor = float("inf") if step == 1 and last else 1.0
-            scaler.scale(model(batch).square().mean() * factor / len(mine)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.005)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return [scales, hash_of(model)]
-
-
-def drops(run: Rank) -> str:
-    """Gradients that are thrown away, all of them or one, ahead of a step."""
-    model, optimizer = wrap(run, make_model())
-    for step in range(3):
-        for throws_away in (True, False):
-            mine = run.share(batches_of(step))
-            for batch in mine:
-                (model(batch).square().mean() / len(mine)).backward()
-            if throws_away:
-                optimizer.zero_grad()
-        next(model.parameters()).grad = None
-        optimizer.step()
-        model.zero_grad()
-    return hash_of(model)
-
-
-def parts(run: Rank, what: str) -> None:
-    """Rank 1 does something to gradients that rank 0 does not."""
-    model, optimizer = wrap(run, make_model())
-    for batch in run.share(batches_of(0)):
-        model(batch).square().mean().backward()
-    gradient = next(model.parameters()).grad if what == "scales" or run.rank == 1 else None
-    if run.rank == 1 and what == "scales":
-        gradient.mul_(0.5)  # type: ignore[union-attr]
-    if run.rank == 1 and what == "drops":
-        optimizer.zero_grad()
-    optimizer.step()
 
 
 class Experts(nn.Module):
