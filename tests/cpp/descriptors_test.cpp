@@ -36,10 +36,10 @@ class FilesLeft final {
 
 // Empty: it could be made.
 std::string refusal(const Config& config, int files_left) {
-  const FilesLeft few(files_left);
   try {
+    const FilesLeft few(files_left);
     const Session session(config);
-  } catch (const StrataError& error) {
+  } catch (const StrataError& error) {  // with descriptors again, which sanitizers want, too
     return error.what();
   }
   return "";

@@ -11,6 +11,7 @@
 
 #include "device_conformance.hpp"
 #include "memory/device_memory.hpp"
+#include "sanitized.hpp"
 
 namespace strata {
 namespace {
@@ -97,15 +98,6 @@ TEST_P(FramesTest, FramesComeAndGo) {
 
 INSTANTIATE_TEST_SUITE_P(Devices, FramesTest, every_device(), conformance_name);
 
-// A sanitizer maps memory of its own whenever it likes.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-constexpr bool kSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
-#else
-constexpr bool kSanitized = false;
-#endif
-
 // Mappings of this process whose line contains `what`.
 std::ptrdiff_t count_mappings(const std::string& what) {
   std::ifstream maps("/proc/self/maps");
@@ -140,7 +132,7 @@ TEST(DeviceLeaks, NothingIsLeftBehind) {
     const auto files = count_files();
     for (int i = 0; i < 3; ++i) use_once(subject);
     EXPECT_EQ(count_mappings("strata-device"), 0) << subject.name;
-    if (!kSanitized) {
+    if (!kSanitized) {  // which maps memory of its own whenever it likes
       EXPECT_EQ(count_mappings(""), mappings) << subject.name;
     }
     EXPECT_EQ(count_files(), files) << subject.name;

@@ -10,12 +10,13 @@
 #include "offload/planner/problem.hpp"
 #include "offload/planner/simulate.hpp"
 #include "random_traces.hpp"
+#include "sanitized.hpp"
 
 namespace strata {
 namespace {
 
 // All combinations take their time where the compiler does not help.
-#if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if defined(__OPTIMIZE__) && !STRATA_SANITIZED
 constexpr std::uint64_t kSeeds = 40;
 #else
 constexpr std::uint64_t kSeeds = 12;

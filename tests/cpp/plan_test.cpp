@@ -10,6 +10,7 @@
 
 #include "offload/planner/simulate.hpp"
 #include "random_traces.hpp"
+#include "sanitized.hpp"
 #include "seeds.hpp"
 #include "traces.hpp"
 
@@ -341,7 +342,7 @@ double seconds_to_plan(std::uint32_t blocks) {
 // Optimised: some 0.5 s, and 6 s. Of other builds and of slow machines no more is asked than that
 // the effort does not grow out of hand.
 TEST(Plan, TwoHundredUnitsAndTwoThousandAreQuick) {
-#if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if defined(__OPTIMIZE__) && !STRATA_SANITIZED
   EXPECT_LT(seconds_to_plan(200), 2.0);
   EXPECT_LT(seconds_to_plan(2'000), 15.0);
 #else

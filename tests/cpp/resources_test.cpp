@@ -11,6 +11,7 @@
 #include <new>
 
 #include "io_fixtures.hpp"
+#include "sanitized.hpp"
 #include "session_fixtures.hpp"
 
 namespace {
@@ -20,7 +21,7 @@ std::atomic<long> allocations_left{-1};  // likewise
 
 }  // namespace
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if STRATA_SANITIZED
 constexpr bool kReplaced = false;  // sanitizers have replaced both themselves
 #else
 constexpr bool kReplaced = true;
