@@ -27,7 +27,8 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, bool thre
       updates_(updates),
       outbox_(base.outbox, base.claims.outbox_frames * base.layout.page_bytes),
       reached_(base.peers->count(), key_of(step_, 0, 0)),
-      numbers_(base.config.params.size(), 0) {
+      numbers_(base.config.params.size(), 0),
+      untaken_(base.peers->count(), 0) {
   STRATA_ASSERT(base_.layout.accumulate);
   STRATA_ASSERT(outbox_.capacity() >= base_.layout.page_bytes);
   make_parts();
@@ -90,6 +91,11 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
     const std::uint32_t owner = base_.owns.owner(part.chunk);
     Arrived piece{.rank = rank, .key = key, .bytes = from, .dtype = gradient.dtype};
     if (owner == rank && land_now(lock, id, piece)) continue;
+    if (owner == rank && number != 0) {
+      keep(piece, part.count * size);
+      await(id, piece);
+      continue;
+    }
     std::byte* const place = take_place(lock, part.count * size, gradient.unit);
     {
       const Unlocked unlocked(lock);
@@ -101,6 +107,7 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
       await(id, piece);
       continue;
     }
+    ++untaken_[owner];
     base_.peers->send(owner, {.kind = PeerMessage::Kind::piece,
                               .what = gradient.param,
                               .part = id - first_part_[gradient.param],
@@ -110,6 +117,13 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
                               .at = base_.peers->place(place),
                               .step = step_});
   }
+}
+
+// See Note [The exchange cannot deadlock].
+void GradientExchange::keep(Arrived& piece, std::size_t bytes) {
+  piece.kept = std::make_shared<std::byte[]>(bytes);
+  std::memcpy(piece.kept.get(), piece.bytes, bytes);
+  piece.bytes = piece.kept.get();
 }
 
 std::byte* GradientExchange::take_place(Lock& lock, std::size_t bytes, UnitId unit) {
@@ -234,7 +248,7 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
   for (const Arrived& piece : job->pieces) {
     std::erase_if(part.waiting, [&](const Arrived& of) { return of.bytes == piece.bytes; });
     if (piece.lies_here) outbox_.give_back(piece.bytes);
-    if (piece.rank == base_.peers->rank()) continue;
+    if (piece.rank == base_.peers->rank() || piece.kept) continue;
     base_.peers->send(piece.rank, {.kind = PeerMessage::Kind::taken,
                                    .at = base_.peers->place_of(piece.rank, piece.bytes)});
   }
@@ -281,14 +295,20 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
   if (bytes == nullptr) return false;
   const Key key = key_of(message.step, message.window, message.count);
   if (key < reached_[from]) return false;
-  await(static_cast<std::uint32_t>(part - parts_.data()),
-        {.rank = from, .key = key, .bytes = bytes, .dtype = dtype});
+  Arrived piece{.rank = from, .key = key, .bytes = bytes, .dtype = dtype};
+  if (message.count != 0) {
+    keep(piece, part->count * size_of(dtype));
+    base_.peers->send(from, {.kind = PeerMessage::Kind::taken, .at = message.at});
+  }
+  await(static_cast<std::uint32_t>(part - parts_.data()), piece);
   return true;
 }
 
-bool GradientExchange::piece_taken(std::uint64_t place) {
+bool GradientExchange::piece_taken(std::uint32_t from, std::uint64_t place) {
   const std::byte* const bytes = base_.peers->bytes(base_.peers->rank(), place, 1);
-  return bytes != nullptr && outbox_.give_back(bytes);
+  if (bytes == nullptr || untaken_[from] == 0 || !outbox_.give_back(bytes)) return false;
+  --untaken_[from];
+  return true;
 }
 
 void GradientExchange::window_began(std::uint32_t from, std::int64_t step, std::uint32_t window) {
@@ -311,7 +331,7 @@ std::optional<std::uint32_t> GradientExchange::awaited() const {
 }
 
 bool GradientExchange::awaits(std::uint32_t rank) const {
-  return between_steps() && !ended(rank);
+  return untaken_[rank] != 0 || (between_steps() && !ended(rank));
 }
 
 bool GradientExchange::is_stuck() const {

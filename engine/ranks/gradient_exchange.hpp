@@ -22,9 +22,13 @@
 //
 // Note [The exchange cannot deadlock]
 // A piece waits for pieces with a smaller key, and for those of lower ranks with the same key; a
-// rank waits where its outbox is full. Of all pieces that are still to come, that with the smallest
-// key, of the lowest rank, waits for nobody, nor does anything that its rank sends before it: rank
-// by rank, each outbox empties. Sums rest in float32, so that each piece can be added as it comes.
+// rank waits where its outbox is full. Pieces of number 0 alone stay in outboxes: a rank may send
+// the second gradient of one parameter before the first of another, which others may wait for.
+// Later numbers are copied as soon as they come, to memory beside the budget (see above: they are
+// rare). Each rank sends the others in the order of their windows. Of all that are still to come,
+// that of the smallest window, of the lowest rank, waits for nobody, nor does anything that its
+// rank sends before it: rank by rank, each outbox empties. Sums rest in float32, so that each piece
+// can be added as it comes.
 #pragma once
 
 #include <cstdint>
@@ -63,7 +67,7 @@ class GradientExchange final {
 
   // What others say. False: it cannot be, and the session should end.
   bool piece_came(std::uint32_t from, const PeerMessage& message);
-  bool piece_taken(std::uint64_t place);
+  bool piece_taken(std::uint32_t from, std::uint64_t place);
   void window_began(std::uint32_t from, std::int64_t step, std::uint32_t window);
   void step_done(std::uint32_t from, std::int64_t step);
   // A rank, this one or another, has no more pieces, and ends no more steps.
@@ -73,7 +77,7 @@ class GradientExchange final {
   bool turn();
   // The first rank that has not ended the step; none: all have.
   std::optional<std::uint32_t> awaited() const;
-  // This rank has ended the step, and that one has not.
+  // This rank has ended the step, and that one has not; or that one has still to take pieces.
   bool awaits(std::uint32_t rank) const;
   // A gradient of this rank has waited for others for long.
   bool is_stuck() const;
@@ -94,7 +98,8 @@ class GradientExchange final {
     Key key = 0;
     const std::byte* bytes = nullptr;
     Dtype dtype = Dtype::bfloat16;
-    bool lies_here = false;  // in the outbox of this rank
+    bool lies_here = false;                  // in the outbox of this rank
+    std::shared_ptr<std::byte[]> kept = {};  // a copy, where it lies in no outbox
   };
   // What a page of gradients holds of a parameter; the unit of exchange.
   struct Part {
@@ -126,6 +131,7 @@ class GradientExchange final {
   bool ended(std::uint32_t rank) const { return reached_[rank] >= key_of(step_ + 1, 0, 0); }
   void make_parts();
   Part* part_of(const PeerMessage& message);
+  static void keep(Arrived& piece, std::size_t bytes);
   std::byte* take_place(Lock& lock, std::size_t bytes, UnitId unit) STRATA_REQUIRES(core_lock);
   bool land_now(Lock& lock, std::uint32_t part, const Arrived& mine) STRATA_REQUIRES(core_lock);
   void await(std::uint32_t part, const Arrived& piece);
@@ -144,6 +150,7 @@ class GradientExchange final {
   std::uint32_t window_ = 0;
   std::vector<Key> reached_;            // by rank: it sends nothing below this any more
   std::vector<std::uint32_t> numbers_;  // by parameter: its gradients in this window
+  std::vector<std::uint32_t> untaken_;  // by rank: pieces that it has still to take
   std::vector<std::uint32_t> pending_;  // parts with pieces that wait
   std::int64_t full_since_ns_ = 0;      // a gradient waits for a place in the outbox; 0: none does
   std::uint32_t adding_ = 0;            // parts that are being added to
