@@ -1,5 +1,6 @@
 """A child of the bench ranks: one rank, or one process that is alone, trains a Llama by strata or
-under FSDP2, a step at a time."""
+under FSDP2, a step at a time. Its memory is that which an idle process has not, less what it used
+of the device, which each rank has of its own."""
 
 import argparse
 import os
@@ -82,10 +83,13 @@ def main() -> None:
         else llama_166m(options.seed).to(dtype)
     )
     batch = batch_of(options.tokens, options.seed, rank, ranks, options.sequences)
-    host_bytes = 0
     if options.side == "strata":
         side = open_strata(options, model, batch)
-        host_bytes = side.session.stats()["host_bytes"]
+
+        def memory() -> Answer:
+            stats = side.session.stats()
+            process = proportional_bytes() - idle - stats["device_bytes_peak"]
+            return {"host": stats["host_bytes"], "process": process}
 
         def step() -> Answer:
             return {"seconds": steady_step(side)}
@@ -93,11 +97,11 @@ def main() -> None:
     else:
         optimizer = open_fsdp2(model)
 
+        def memory() -> Answer:
+            return {"host": 0, "process": proportional_bytes() - idle}
+
         def step() -> Answer:
             return {"seconds": seconds_of(lambda: train_step(model, optimizer, batch))}
-
-    def memory() -> Answer:
-        return {"host": host_bytes, "process": proportional_bytes() - idle}
 
     serve(answers, {"step": step, "memory": memory})
     os._exit(0)

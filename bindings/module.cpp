@@ -186,6 +186,7 @@ void bind_updates(SessionClass& session) {
           },
           py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
       .def("begin_window", &Session::begin_window, WithoutGil())
+      .def("look_at_gradients", &Session::look_at_gradients, WithoutGil())
       .def("leave_ranks", &Session::leave_ranks, py::arg("gives_up"), WithoutGil())
       .def("awaited_rank", &Session::awaited_rank, WithoutGil())
       .def("scale_gradient", &Session::scale_gradient, WithoutGil())

@@ -7,6 +7,14 @@
 #include "memory/check.hpp"
 
 namespace strata {
+namespace {
+
+// What ranks can be asked for beside a step, as numbers that no step's is.
+constexpr std::uint64_t kLook = 1;
+constexpr std::uint64_t kDropAll = 2;
+constexpr std::uint64_t kDropOne = 3;
+
+}  // namespace
 
 Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, Captures& captures,
                      bool threads)
@@ -22,7 +30,7 @@ Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, 
       noted_(base.config.params.size(), 0) {
   if (base.owns.alone()) return;
   exchange_.emplace(base, updates, threads);
-  agreement_.emplace(*base.peers, base.config.params.size());
+  sums_.emplace(base, *exchange_);
 }
 
 void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from,
@@ -36,6 +44,11 @@ void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std:
     refuse("a second gradient of " + spec.name + " before step(), and gradients do not add up");
   }
   refuse_behind_end();
+  if (exchange_ && !scalings_[param].empty()) {
+    refuse("a gradient of " + spec.name +
+           " behind one that was scaled, of several ranks: call "
+           "step() or zero_grad() first");
+  }
   land_now(lock, {.param = param,
                   .unit = spec.unit,
                   .from = std::move(from),
@@ -64,6 +77,7 @@ void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
   note(gradient.param);
   sum_squares_[gradient.param] = squares.value();
   scalings_[gradient.param] = {};
+  if (sums_) sums_->note_landed(gradient.param);
   if (landed_[gradient.param]++ == 0) ++landed_params_;
 }
 
@@ -73,45 +87,44 @@ void Gradients::begin_window() {
 }
 
 void Gradients::refuse_behind_end() const {
-  if (!exchange_ || !exchange_->between_steps()) return;
+  if (!exchange_ || !exchange_->meets()) return;
   refuse(
-      "other ranks were told that this one has all gradients of its step, and then the step was "
-      "refused: call step() again, on all ranks, before the next backward");
+      "other ranks were told that this one has all gradients of its step, and then what it asked "
+      "was refused: call step() again, on all ranks, before the next backward");
 }
 
 void Gradients::agree(Lock& lock, std::uint64_t asked) {
   if (!exchange_) return;
-  // 1. The sums of what this rank owns are complete.
-  exchange_->end_step(lock);
-  std::vector<Agreement::Entry> entries;
-  for (std::uint32_t param = 0; param < landed_.size(); ++param) {
-    entries.push_back({landed_[param], exchange_->squares(param)});
-  }
-  // 2. So are those of the others.
-  agreement_->publish(entries, asked);
-  try {
-    base_.gate.wait(lock, [&] { return agreement_->complete(); }, {"other ranks to end the step"});
-  } catch (const StrataError&) {
-    // One that has ended because ranks differ knew that all had published: this one knows why, too.
-    if (!agreement_->complete() || !agreement_->differs()) throw;
-  }
-  if (const auto other = agreement_->differs()) {
-    refuse("rank " + std::to_string(*other) + " and rank " + std::to_string(base_.owns.rank) +
-           " ask different things of this step: learning rates, other options of the optimizer, "
-           "and how gradients are clipped and divided must be the same on all ranks");
-  }
+  sums_->end_step(lock, asked, scalings_);
+  take_sums();
+}
+
+bool Gradients::look(Lock& lock) {
+  if (!sums_ || sums_->looked()) return false;
+  const BetweenSteps::StepCall call(between_, lock);
+  meet_others(lock, kLook);
+  exchange_->end_look();
+  return true;
+}
+
+// REQUIRES of the caller: exchange_->end_look(), when it has done what was asked.
+void Gradients::meet_others(Lock& lock, std::uint64_t asked) {
+  sums_->look(lock, asked, scalings_);
+  take_sums();
+}
+
+void Gradients::take_sums() {
   landed_params_ = 0;
   for (std::uint32_t param = 0; param < landed_.size(); ++param) {
-    const Agreement::Entry all = agreement_->merged(param);
-    landed_[param] = all.landed;
-    sum_squares_[param] = all.squares.value();
-    landed_params_ += all.landed != 0 ? 1 : 0;
+    const Agreement::Entry sum = sums_->of(param);
+    landed_[param] = sum.landed;
+    landed_params_ += sum.landed != 0 ? 1 : 0;
+    sum_squares_[param] = scalings_[param].of_squares(sum.squares.value());
   }
 }
 
 std::optional<std::uint32_t> Gradients::late() const {
-  if (!exchange_ || !exchange_->between_steps() || exchange_->awaited()) return std::nullopt;
-  return agreement_->missing();
+  return sums_ ? sums_->late() : std::nullopt;
 }
 
 void Gradients::note(std::uint32_t param) {
@@ -137,6 +150,7 @@ void Gradients::await_captured(Lock& lock, std::uint32_t chunk) {
 void Gradients::replace(Lock& lock, std::uint32_t param, const std::byte* from, Dtype dtype,
                         Stream stream) {
   const ParamSpec& spec = base_.config.params[param];
+  refuse_shared(param);
   refuse_without_pages(param, "replaced");
   STRATA_ASSERT(spec.trainable && (dtype == spec.dtype || base_.layout.accumulate));
   land_now(lock, {.param = param,
@@ -148,20 +162,21 @@ void Gradients::replace(Lock& lock, std::uint32_t param, const std::byte* from, 
 }
 
 bool Gradients::scale(Lock& lock, std::uint32_t param, float factor, bool divides) {
+  refuse_hidden(param);
   refuse_without_pages(param, "scaled");
   refuse_where_none_landed(param);
   STRATA_ASSERT(!divides || factor != 0.0f);
   updates_.wait_begun(lock);
   note(param);
   if (!scalings_[param].add(factor, divides)) return false;
-  const double by = divides ? 1.0 / double{factor} : double{factor};
-  sum_squares_[param] *= by * by;
+  GradScaling last;
+  last.add(factor, divides);
+  sum_squares_[param] = last.of_squares(sum_squares_[param]);
   return true;
 }
 
 void Gradients::refuse_without_pages(std::uint32_t param, const char* what) const {
   const std::string name = base_.config.params[param].name;
-  refuse_shared(param);
   if (!base_.gradient_frames) return;
   refuse("the gradient of " + name + " cannot be " + what + ": its update may begin at any time");
 }
@@ -185,9 +200,15 @@ bool Gradients::fits(Lock& lock, std::uint32_t param) {
 
 void Gradients::refuse_shared(std::uint32_t param) const {
   if (!exchange_) return;
+  refuse("the values of the gradient of " + base_.config.params[param].name +
+         " lie with the ranks that own them, and cannot be seen or set: its norm can be asked for, "
+         "and it can be scaled, by all ranks alike");
+}
+
+void Gradients::refuse_hidden(std::uint32_t param) const {
+  if (!sums_ || sums_->looked()) return;
   refuse("the gradient of " + base_.config.params[param].name +
-         " cannot be seen or changed: ranks share it, and it is complete in step() alone; use "
-         "max_grad_norm= of strata.wrap() to clip");
+         " cannot be asked for while a backward runs: ranks are still to add theirs");
 }
 
 void Gradients::read(Lock& lock, std::uint32_t param, std::size_t offset, std::span<float> values) {
@@ -237,16 +258,18 @@ std::vector<bool> Gradients::touched_chunks() const {
 }
 
 double Gradients::sum_squares(std::uint32_t param) const {
-  if (landed_[param] != 0) refuse_shared(param);
-  return sum_squares_[param];
+  if (landed_[param] != 0) refuse_hidden(param);
+  const double ranks = base_.config.sums_ranks ? 1.0 : static_cast<double>(base_.config.ranks);
+  return sum_squares_[param] / (ranks * ranks);
 }
 
 void Gradients::drop(Lock& lock) {
   const BetweenSteps::StepCall call(between_, lock);
-  if (exchange_ && any()) {
-    refuse("gradients have landed, and other ranks may have added them: call step() first");
-  }
+  if (!exchange_ || !any()) return drop_all(lock);
+  meet_others(lock, kDropAll);
   drop_all(lock);
+  for (std::uint32_t param = 0; param < landed_.size(); ++param) exchange_->forget(param);
+  exchange_->end_look();
 }
 
 void Gradients::drop_all(Lock& lock) {
@@ -274,17 +297,23 @@ void Gradients::drop(Lock& lock, std::uint32_t param) {
   refuse_without_pages(param, "dropped alone");
   const BetweenSteps::StepCall call(between_, lock);
   if (landed_[param] == 0) return;
-  for (const std::uint32_t id : base_.layout.chunks_of(param)) {
+  if (exchange_) meet_others(lock, kDropOne + param);
+  std::vector<std::uint32_t> chunks = base_.layout.chunks_of(param);
+  std::erase_if(chunks, [&](std::uint32_t id) { return !base_.owns.mine(id); });
+  for (const std::uint32_t id : chunks) {
     refuse_merged(id);
     await_captured(lock, id);
   }
   note(param);
-  landed_[param] = 0;
-  --landed_params_;
+  landed_params_ -= std::exchange(landed_[param], 0U) != 0 ? 1 : 0;
   scalings_[param] = {};
-  for (const std::uint32_t id : base_.layout.chunks_of(param)) {
+  for (const std::uint32_t id : chunks) {
     if (updates_.forget_landed(id, param)) discard_pages(lock, id);
   }
+  if (!exchange_) return;
+  exchange_->forget(param);
+  sums_->forget(param);
+  exchange_->end_look();
 }
 
 void Gradients::forget(Lock& lock) {
@@ -303,6 +332,7 @@ void Gradients::forget_landed() {
     if (landed_[param] != 0) note(param);
   }
   std::fill(landed_.begin(), landed_.end(), 0U);
+  if (sums_) sums_->forget_all();
   std::fill(scalings_.begin(), scalings_.end(), GradScaling{});
   landed_params_ = 0;
 }

@@ -19,6 +19,7 @@
 #include "engine/foundation.hpp"
 #include "engine/landing.hpp"
 #include "engine/ranks/gradient_exchange.hpp"
+#include "engine/ranks/gradient_sums.hpp"
 #include "engine/updates.hpp"
 
 namespace strata {
@@ -41,6 +42,10 @@ class Gradients final {
   // `asked`; norms are those of the sums from here on. Throws StrataError (config) where another
   // rank's step is to do something else.
   void agree(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
+  // Of several ranks: waits until what has landed of all so far is added up, so that its norms are
+  // known and it can be scaled. All ranks do so, as often in a step. False: nothing has landed here
+  // since the last time.
+  bool look(Lock& lock) STRATA_REQUIRES(core_lock);
   // A rank that has ended the step, as all have, and has not said what it found.
   std::optional<std::uint32_t> late() const;
   // Where those of other ranks meet; null: this rank is alone.
@@ -62,7 +67,7 @@ class Gradients final {
   void read(Lock& lock, std::uint32_t param, std::size_t offset, std::span<float> values)
       STRATA_REQUIRES(core_lock);
   // Throws StrataError (config) where they were used already: by an update that began in the
-  // backward, or added to older ones.
+  // backward, or added to older ones. Of several ranks all do so.
   void drop(Lock& lock) STRATA_REQUIRES(core_lock);
   // Those of a step, behind agree().
   void drop_all(Lock& lock) STRATA_REQUIRES(core_lock);
@@ -79,6 +84,7 @@ class Gradients final {
   // Of the squares of the parameter's newest gradient, also where a step has used it: its pieces
   // are added exactly and rounded once, however pages, chunks and owners group them. Where it was
   // scaled, as if nothing had been rounded.
+  // Of ranks that take the mean of their gradients, it is that of the mean.
   // Throws StrataError (config) where ranks are still to add theirs.
   double sum_squares(std::uint32_t param) const;
   const GradScaling& scaling(std::uint32_t param) const { return scalings_[param]; }
@@ -117,6 +123,9 @@ class Gradients final {
   void refuse_merged(std::uint32_t chunk) const;
   void refuse_shared(std::uint32_t param) const;
   void refuse_behind_end() const;
+  void refuse_hidden(std::uint32_t param) const;
+  void meet_others(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
+  void take_sums();
   void refuse_without_pages(std::uint32_t param, const char* what) const;
   void refuse_where_none_landed(std::uint32_t param) const;
   void discard_pages(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
@@ -130,7 +139,7 @@ class Gradients final {
   Captures& captures_;
   Landing landing_;
   std::optional<GradientExchange> exchange_;  // none: this rank is alone
-  std::optional<Agreement> agreement_;        // likewise
+  std::optional<GradientSums> sums_;          // likewise
   std::vector<std::uint32_t> landed_;         // by parameter: since the last step
   std::vector<double> sum_squares_;           // by parameter: of what landed
   std::vector<GradScaling> scalings_;         // by parameter: what was asked of it since

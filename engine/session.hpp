@@ -128,6 +128,10 @@ class Session final {
     Gate::Call in(gate_);
     core_->gradients.begin_window();
   }
+  bool look_at_gradients() {
+    Gate::Call in(gate_);
+    return core_->gradients.look(in.lock());
+  }
   // `from` may be kept until the gradient has been used, and is given back by whatever thread comes
   // to it.
   void lend_gradient(std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,

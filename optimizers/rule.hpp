@@ -99,6 +99,15 @@ struct GradScaling {
     factors[count++] = factor;
     return true;
   }
+  // What a sum of squares becomes, as if nothing was rounded: multiplied step by step.
+  constexpr double of_squares(double sum) const {
+    for (int step = 0; step < count; ++step) {
+      const double factor = double{factors[step]};
+      const double by = (divisions >> step & 1) != 0 ? 1.0 / factor : factor;
+      sum *= by * by;
+    }
+    return sum;
+  }
 };
 
 // One run of elements of one parameter, all with the same hyperparameters and step.

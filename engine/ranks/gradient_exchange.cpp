@@ -10,8 +10,11 @@
 namespace strata {
 namespace {
 
-constexpr int kWindowBits = 20;
-constexpr int kNumberBits = 12;
+constexpr int kPassBits = 18;  // backward passes between two looks
+constexpr int kLookBits = 8;   // see Note [Looks]
+constexpr int kWindowBits = kLookBits + kPassBits;
+constexpr int kNumberBits = 10;
+constexpr int kPlaceShift = kPassBits + kNumberBits;  // a key beyond it: step and look
 
 }  // namespace
 
@@ -27,8 +30,7 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, bool thre
       updates_(updates),
       outbox_(base.outbox, base.claims.outbox_frames * base.layout.page_bytes),
       reached_(base.peers->count(), key_of(step_, 0, 0)),
-      numbers_(base.config.params.size(), 0),
-      untaken_(base.peers->count(), 0) {
+      numbers_(base.config.params.size(), 0) {
   STRATA_ASSERT(base_.layout.accumulate);
   STRATA_ASSERT(outbox_.capacity() >= base_.layout.page_bytes);
   make_parts();
@@ -66,13 +68,15 @@ void GradientExchange::make_parts() {
 }
 
 void GradientExchange::begin_window() {
+  STRATA_ASSERT(!meets_);
   reached_[base_.peers->rank()] = key_of(step_, ++window_, 0);
   std::fill(numbers_.begin(), numbers_.end(), 0U);
   base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
 }
 
 void GradientExchange::begin_step(std::int64_t updates) {
-  STRATA_ASSERT(!awaited() && adding_ == 0);
+  STRATA_ASSERT(goal_ == 0 && adding_ == 0);
+  meets_ = false;
   ++step_;
   updates_step_ = updates;
   window_ = 0;
@@ -92,11 +96,11 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
     Arrived piece{.rank = rank, .key = key, .bytes = from, .dtype = gradient.dtype};
     if (owner == rank && land_now(lock, id, piece)) continue;
     if (owner == rank && number != 0) {
-      keep(piece, part.count * size);
+      piece.keep(part.count * size);
       await(id, piece);
       continue;
     }
-    std::byte* const place = take_place(lock, part.count * size, gradient.unit);
+    std::byte* const place = take_place(lock, owner, part.count * size, gradient.unit);
     {
       const Unlocked unlocked(lock);
       std::memcpy(place, from, part.count * size);
@@ -107,7 +111,6 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
       await(id, piece);
       continue;
     }
-    ++untaken_[owner];
     base_.peers->send(owner, {.kind = PeerMessage::Kind::piece,
                               .what = gradient.param,
                               .part = id - first_part_[gradient.param],
@@ -119,18 +122,12 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
   }
 }
 
-// See Note [The exchange cannot deadlock].
-void GradientExchange::keep(Arrived& piece, std::size_t bytes) {
-  piece.kept = std::make_shared<std::byte[]>(bytes);
-  std::memcpy(piece.kept.get(), piece.bytes, bytes);
-  piece.bytes = piece.kept.get();
-}
-
-std::byte* GradientExchange::take_place(Lock& lock, std::size_t bytes, UnitId unit) {
-  std::byte* place = outbox_.take(bytes);
+std::byte* GradientExchange::take_place(Lock& lock, std::uint32_t owner, std::size_t bytes,
+                                        UnitId unit) {
+  std::byte* place = outbox_.take(owner, bytes);
   if (place != nullptr) return place;
   full_since_ns_ = now_ns();
-  base_.gate.wait(lock, [&] { return (place = outbox_.take(bytes)) != nullptr; },
+  base_.gate.wait(lock, [&] { return (place = outbox_.take(owner, bytes)) != nullptr; },
                   {"other ranks to take gradients", unit});
   full_since_ns_ = 0;
   return place;
@@ -167,7 +164,8 @@ void GradientExchange::await(std::uint32_t id, const Arrived& piece) {
 std::vector<GradientExchange::Arrived> GradientExchange::addable(const Part& part) const {
   std::vector<Arrived> next;
   if (part.adding) return next;
-  const Key end = key_of(step_ + 1, 0, 0);
+  // What comes behind the next look, or the step, waits until this rank is there, too.
+  const Key end = ((key_of(step_, window_, 0) >> kPlaceShift) + 1) << kPlaceShift;
   bool landed = part.landed == step_;
   Key last_key = part.key;
   std::uint32_t last_rank = part.rank;
@@ -247,7 +245,7 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
   part.squares = job->squares;
   for (const Arrived& piece : job->pieces) {
     std::erase_if(part.waiting, [&](const Arrived& of) { return of.bytes == piece.bytes; });
-    if (piece.lies_here) outbox_.give_back(piece.bytes);
+    if (piece.lies_here) outbox_.give_back(base_.peers->rank(), piece.bytes);
     if (piece.rank == base_.peers->rank() || piece.kept) continue;
     base_.peers->send(piece.rank, {.kind = PeerMessage::Kind::taken,
                                    .at = base_.peers->place_of(piece.rank, piece.bytes)});
@@ -297,7 +295,7 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
   if (key < reached_[from]) return false;
   Arrived piece{.rank = from, .key = key, .bytes = bytes, .dtype = dtype};
   if (message.count != 0) {
-    keep(piece, part->count * size_of(dtype));
+    piece.keep(part->count * size_of(dtype));
     base_.peers->send(from, {.kind = PeerMessage::Kind::taken, .at = message.at});
   }
   await(static_cast<std::uint32_t>(part - parts_.data()), piece);
@@ -306,32 +304,25 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
 
 bool GradientExchange::piece_taken(std::uint32_t from, std::uint64_t place) {
   const std::byte* const bytes = base_.peers->bytes(base_.peers->rank(), place, 1);
-  if (bytes == nullptr || untaken_[from] == 0 || !outbox_.give_back(bytes)) return false;
-  --untaken_[from];
-  return true;
+  return bytes != nullptr && outbox_.give_back(from, bytes);
 }
 
 void GradientExchange::window_began(std::uint32_t from, std::int64_t step, std::uint32_t window) {
   reached_[from] = std::max(reached_[from], key_of(step, window & ((1U << kWindowBits) - 1), 0));
 }
 
-void GradientExchange::step_done(std::uint32_t from, std::int64_t step) {
-  reached_[from] = std::max(reached_[from], key_of(step + 1, 0, 0));
-}
-
-void GradientExchange::rank_left(std::uint32_t rank) {
-  reached_[rank] |= kLeft;
-}
-
 std::optional<std::uint32_t> GradientExchange::awaited() const {
   for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
-    if (!ended(rank)) return rank;
+    if (awaits(rank)) return rank;
   }
   return std::nullopt;
 }
 
-bool GradientExchange::awaits(std::uint32_t rank) const {
-  return untaken_[rank] != 0 || (between_steps() && !ended(rank));
+// Nobody goes on from where all meet before all have come there.
+bool GradientExchange::parted(std::uint32_t rank) const {
+  if (goal_ == 0 || has_left(rank)) return false;
+  const Key theirs = reached_[rank] >> kPlaceShift;
+  return theirs > key_of(step_, window_, 0) >> kPlaceShift && theirs != goal_ >> kPlaceShift;
 }
 
 bool GradientExchange::is_stuck() const {
@@ -340,11 +331,8 @@ bool GradientExchange::is_stuck() const {
 }
 
 bool GradientExchange::is_awaited() const {
-  if (between_steps()) return false;
-  for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
-    if (ended(rank)) return true;
-  }
-  return false;
+  const Key mine = reached_[base_.peers->rank()] >> kPlaceShift;
+  return std::ranges::any_of(reached_, [&](Key theirs) { return theirs >> kPlaceShift > mine; });
 }
 
 std::uint32_t GradientExchange::slowest() const {
@@ -356,19 +344,46 @@ std::uint32_t GradientExchange::slowest() const {
 }
 
 void GradientExchange::end_step(Lock& lock) {
-  step_done(base_.peers->rank(), step_);
   base_.peers->send_all({.kind = PeerMessage::Kind::done, .step = step_});
-  const Key end = key_of(step_ + 1, 0, 0);
+  meet(lock, key_of(step_ + 1, 0, 0));
+}
+
+bool GradientExchange::look(Lock& lock) {
+  const std::uint32_t next = ((window_ >> kPassBits) + 1) << kPassBits;  // the next look's first
+  if (next >> kWindowBits != 0) return false;
+  base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = next, .step = step_});
+  meet(lock, key_of(step_, next, 0));
+  return true;
+}
+
+void GradientExchange::end_look() {
+  STRATA_ASSERT(goal_ == 0 && adding_ == 0);
+  meets_ = false;
+  window_ = ((window_ >> kPassBits) + 1) << kPassBits;
+  std::fill(numbers_.begin(), numbers_.end(), 0U);
+}
+
+// Everything that all ranks have ahead of the key is added.
+void GradientExchange::meet(Lock& lock, Key at) {
+  reached_[base_.peers->rank()] = at;
+  goal_ = at;
+  meets_ = true;
   base_.gate.wait(lock,
                   [&] {
                     if (awaited() || adding_ != 0) return false;
                     return std::ranges::none_of(pending_, [&](std::uint32_t id) {
-                      return std::ranges::any_of(parts_[id].waiting, [&](const Arrived& piece) {
-                        return piece.key < end;
-                      });
+                      return std::ranges::any_of(
+                          parts_[id].waiting, [&](const Arrived& piece) { return piece.key < at; });
                     });
                   },
                   {"other ranks to end the step"});
+  goal_ = 0;
+}
+
+void GradientExchange::forget(std::uint32_t param) {
+  for (std::uint32_t id = first_part_[param]; id < first_part_[param + 1]; ++id) {
+    parts_[id].landed = 0;
+  }
 }
 
 ExactSum GradientExchange::squares(std::uint32_t param) const {

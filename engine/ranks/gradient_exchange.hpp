@@ -10,6 +10,7 @@
 //   exchange.end_step(lock);                           // waits until all ranks' are added
 //   exchange.squares(param)                            // of what this rank owns of the sum
 //   exchange.begin_step(step);
+//   exchange.look(lock); ... exchange.end_look();      // likewise, ahead of more backward passes
 //
 // Note [Order of the sum]
 // A piece has a key: the window (the backward pass of a step, counted by each rank) and the number
@@ -19,6 +20,12 @@
 // and the bits are the same for every W. A rank that has nothing to add is passed over as soon as
 // that is known: a later piece of it has come, or it has begun a later window, ended its step, or
 // left. One that has left and adds what others send must not wait for itself.
+//
+// Note [Looks]
+// Ranks may look at the sums before the step ends, all of them, as often. A look is a window of its
+// own: it begins a new range of windows, so that it is known of each rank how often it has looked,
+// whatever the number of its backward passes. A rank that ends the step where others look, or looks
+// where they end it, has taken another way, and all are told.
 //
 // Note [The exchange cannot deadlock]
 // A piece waits for pieces with a smaller key, and for those of lower ranks with the same key; a
@@ -31,7 +38,9 @@
 // can be added as it comes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -58,6 +67,12 @@ class GradientExchange final {
   // Tells the others that this rank has no more of the step, and waits until everything is added
   // that they have, of what this one owns.
   void end_step(Lock& lock) STRATA_REQUIRES(core_lock);
+  // Likewise, of what has landed so far. The step goes on behind end_look(): nothing is added ahead
+  // of it. False: this rank cannot look so often in a step.
+  bool look(Lock& lock) STRATA_REQUIRES(core_lock);
+  void end_look();
+  // What has landed of the parameter in this step is dropped: what lands next is added to nothing.
+  void forget(std::uint32_t param);
   // The next step begins; its updates will be of step `updates`, perhaps the last one's again: one
   // whose gradients were dropped had none.
   void begin_step(std::int64_t updates);
@@ -69,21 +84,26 @@ class GradientExchange final {
   bool piece_came(std::uint32_t from, const PeerMessage& message);
   bool piece_taken(std::uint32_t from, std::uint64_t place);
   void window_began(std::uint32_t from, std::int64_t step, std::uint32_t window);
-  void step_done(std::uint32_t from, std::int64_t step);
+  void step_done(std::uint32_t from, std::int64_t step) {
+    reached_[from] = std::max(reached_[from], key_of(step + 1, 0, 0));
+  }
   // A rank, this one or another, has no more pieces, and ends no more steps.
-  void rank_left(std::uint32_t rank);
+  void rank_left(std::uint32_t rank) { reached_[rank] |= kLeft; }
 
   // Starts and ends additions. True when anything moved.
   bool turn();
-  // The first rank that has not ended the step; none: all have.
+  // This rank has ended the step, or looks: until begin_step() or end_look().
+  bool meets() const { return meets_; }
+  // Then: the first rank that has not come there; none: all have.
   std::optional<std::uint32_t> awaited() const;
-  // This rank has ended the step, and that one has not; or that one has still to take pieces.
-  bool awaits(std::uint32_t rank) const;
+  bool awaits(std::uint32_t rank) const { return reached_[rank] < goal_; }
+  // This rank cannot go on without that one: it awaits it, or has pieces that it has still to take.
+  bool needs(std::uint32_t rank) const { return awaits(rank) || outbox_.holds_for(rank); }
+  // Then: that rank has ended the step where this one looks, or the other way round.
+  bool parted(std::uint32_t rank) const;
   // A gradient of this rank has waited for others for long.
   bool is_stuck() const;
-  // This rank has ended the step, and has not begun the next.
-  bool between_steps() const { return ended(base_.peers->rank()); }
-  // Another rank has ended the step, and this one has not.
+  // Another rank has ended the step or looks, and this one does not.
   bool is_awaited() const;
   // Pieces of this rank that their owners have still to take. Of other ranks, the one that has come
   // the least far: it is what they wait for.
@@ -100,6 +120,13 @@ class GradientExchange final {
     Dtype dtype = Dtype::bfloat16;
     bool lies_here = false;                  // in the outbox of this rank
     std::shared_ptr<std::byte[]> kept = {};  // a copy, where it lies in no outbox
+
+    // See Note [The exchange cannot deadlock].
+    void keep(std::size_t count) {
+      kept = std::make_shared<std::byte[]>(count);
+      std::memcpy(kept.get(), bytes, count);
+      bytes = kept.get();
+    }
   };
   // What a page of gradients holds of a parameter; the unit of exchange.
   struct Part {
@@ -128,11 +155,11 @@ class GradientExchange final {
   // Beside what a rank has reached, whose number is 0, that it has left.
   static constexpr Key kLeft = 1;
   bool has_left(std::uint32_t rank) const { return (reached_[rank] & kLeft) != 0; }
-  bool ended(std::uint32_t rank) const { return reached_[rank] >= key_of(step_ + 1, 0, 0); }
+  void meet(Lock& lock, Key at) STRATA_REQUIRES(core_lock);
   void make_parts();
   Part* part_of(const PeerMessage& message);
-  static void keep(Arrived& piece, std::size_t bytes);
-  std::byte* take_place(Lock& lock, std::size_t bytes, UnitId unit) STRATA_REQUIRES(core_lock);
+  std::byte* take_place(Lock& lock, std::uint32_t owner, std::size_t bytes, UnitId unit)
+      STRATA_REQUIRES(core_lock);
   bool land_now(Lock& lock, std::uint32_t part, const Arrived& mine) STRATA_REQUIRES(core_lock);
   void await(std::uint32_t part, const Arrived& piece);
   std::vector<Arrived> addable(const Part& part) const;
@@ -148,9 +175,10 @@ class GradientExchange final {
   std::int64_t step_ = 1;                  // counts what all ranks have ended together
   std::int64_t updates_step_ = 1;
   std::uint32_t window_ = 0;
-  std::vector<Key> reached_;            // by rank: it sends nothing below this any more
+  std::vector<Key> reached_;  // by rank: it sends nothing below this any more
+  Key goal_ = 0;              // where this rank waits for all others; 0: it does not
+  bool meets_ = false;
   std::vector<std::uint32_t> numbers_;  // by parameter: its gradients in this window
-  std::vector<std::uint32_t> untaken_;  // by rank: pieces that it has still to take
   std::vector<std::uint32_t> pending_;  // parts with pieces that wait
   std::int64_t full_since_ns_ = 0;      // a gradient waits for a place in the outbox; 0: none does
   std::uint32_t adding_ = 0;            // parts that are being added to

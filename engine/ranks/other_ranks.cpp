@@ -8,14 +8,14 @@
 namespace strata {
 
 bool OtherRanks::waits() const {
-  return base_.remote->waits() || exchange_.waits() || exchange_.between_steps() ||
-         lender_.lends() || said_bye_[base_.peers->rank()];
+  return base_.remote->waits() || exchange_.waits() || exchange_.meets() || lender_.lends() ||
+         said_bye_[base_.peers->rank()];
 }
 
 std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) const {
   if (base_.remote->waits()) return base_.remote->awaited();
   if (said_bye_[base_.peers->rank()]) return staying();
-  if (exchange_.between_steps()) return exchange_.awaited();
+  if (exchange_.meets()) return exchange_.awaited();
   if (in_call && exchange_.waits()) return exchange_.slowest();
   return std::nullopt;
 }
@@ -25,7 +25,7 @@ std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) const {
 bool OtherRanks::heed_deaths() {
   for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
     if (!died_[rank]) continue;
-    const bool needed = base_.remote->awaits(rank) || exchange_.awaits(rank);
+    const bool needed = base_.remote->awaits(rank) || exchange_.needs(rank);
     if (said_bye_[rank] && !needed) continue;
     fail(rank, "rank " + std::to_string(rank) +
                    (said_bye_[rank]
@@ -40,14 +40,25 @@ bool OtherRanks::heed_deaths() {
 
 // One that waits for what this rank is still to write waits in vain once this one waits for it.
 bool OtherRanks::heed_writes() {
-  const bool stays =
-      exchange_.between_steps() || exchange_.is_stuck() || said_bye_[base_.peers->rank()];
+  const bool stays = exchange_.meets() || exchange_.is_stuck() || said_bye_[base_.peers->rank()];
   const auto other = stays ? lender_.wrote_alone() : std::nullopt;
   if (!other) return false;
   fail(*other, "rank " + std::to_string(*other) + " has changed parameters and rank " +
                    std::to_string(base_.peers->rank()) +
                    " has not: all ranks must make the same changes, to the same parameters");
   return true;
+}
+
+// At once, so that every rank says so, and not that the other has ended with it.
+bool OtherRanks::heed_ways() {
+  for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
+    if (!exchange_.parted(rank)) continue;
+    fail(rank, "rank " + std::to_string(rank) + " and rank " + std::to_string(base_.peers->rank()) +
+                   " take different ways: one ends a step where the other reads p.grad, or drops "
+                   "gradients. All ranks must do so, or none");
+    return true;
+  }
+  return false;
 }
 
 std::optional<std::uint32_t> OtherRanks::staying() const {
@@ -78,6 +89,7 @@ bool OtherRanks::turn() {
   // Who has died says nothing more: its death is looked at first, and its last words then.
   const std::vector<std::uint32_t> lost = base_.meeting->lost();
   for (const std::uint32_t rank : lost) died_[rank] = true;
+  if (heed_ways()) return true;
   bool moved = base_.peers->flush();
   while (const auto received = base_.peers->receive()) {
     moved = true;
@@ -135,9 +147,11 @@ bool OtherRanks::take(const Peers::Received& received) {
       return exchange_.piece_taken(from, message.at);
     case PeerMessage::Kind::window:
       exchange_.window_began(from, message.step, message.window);
+      heed_ways();
       return true;
     case PeerMessage::Kind::done:
       exchange_.step_done(from, message.step);
+      heed_ways();
       return true;
     case PeerMessage::Kind::bye:
       said_bye_[from] = true;

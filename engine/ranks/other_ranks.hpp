@@ -52,6 +52,7 @@ class OtherRanks final {
   void fail(std::uint32_t cause, std::string what) STRATA_REQUIRES(core_lock);
   bool heed_deaths() STRATA_REQUIRES(core_lock);
   bool heed_writes() STRATA_REQUIRES(core_lock);
+  bool heed_ways() STRATA_REQUIRES(core_lock);
 
   Foundation& base_;
   GradientExchange& exchange_;

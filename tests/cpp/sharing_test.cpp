@@ -74,7 +74,7 @@ TEST(Outbox, PlacesDoNotOverlapAndComeBack) {
       const bool takes = below(random, 2) == 0;
       if (takes) {
         const std::size_t bytes = 1 + below(random, memory.size());
-        std::byte* const at = outbox.take(bytes);
+        std::byte* const at = outbox.take(0, bytes);
         ASSERT_TRUE(at != nullptr || !taken.empty()) << "nothing is taken, and there is no room";
         if (at == nullptr) continue;
         ASSERT_GE(at, memory.data());
@@ -85,15 +85,18 @@ TEST(Outbox, PlacesDoNotOverlapAndComeBack) {
         taken.push_back({at, bytes});
       } else if (!taken.empty()) {
         const auto which = taken.begin() + static_cast<std::ptrdiff_t>(below(random, taken.size()));
-        ASSERT_FALSE(outbox.give_back(which->at + 1)) << "no place begins there";
-        ASSERT_TRUE(outbox.give_back(which->at));
-        ASSERT_FALSE(outbox.give_back(which->at)) << "twice";
+        ASSERT_FALSE(outbox.give_back(0, which->at + 1)) << "no place begins there";
+        ASSERT_FALSE(outbox.give_back(1, which->at)) << "somebody else's";
+        ASSERT_TRUE(outbox.give_back(0, which->at));
+        ASSERT_FALSE(outbox.give_back(0, which->at)) << "twice";
         taken.erase(which);
       }
       ASSERT_EQ(outbox.empty(), taken.empty());
+      ASSERT_EQ(outbox.holds_for(0), !taken.empty());
+      ASSERT_FALSE(outbox.holds_for(1));
     }
-    for (const Place& place : taken) ASSERT_TRUE(outbox.give_back(place.at));
-    ASSERT_NE(outbox.take(memory.size()), nullptr);
+    for (const Place& place : taken) ASSERT_TRUE(outbox.give_back(0, place.at));
+    ASSERT_NE(outbox.take(0, memory.size()), nullptr);
   });
 }
 

@@ -3,97 +3,24 @@ process that is alone, which takes the micro-batches of all."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import strata
 import torch
+from rank_gradients import clips, drops, parts, scales  # noqa: F401 (found by name)
+from rank_loops import (
+    BATCHES,
+    WIDTH,
+    Rank,
+    batches_of,
+    hash_of,
+    make_model,
+    options_of,
+    train,
+    wrap,
+)
 from torch import distributed, nn
-
-WIDTH = 96
-BATCHES = 4  # micro-batches of a step, over all ranks
-
-
-@dataclass
-class Rank:
-    """Who runs a scenario."""
-
-    rank: int
-    ranks: int
-    folder: Path
-
-    def meet(self) -> None:
-        """Waits for all ranks."""
-        if self.ranks > 1:
-            distributed.barrier()
-
-    def mark(self, name: str) -> None:
-        """Tells the test that this rank has come so far."""
-        (self.folder / name).touch()
-
-    def share(self, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of this rank."""
-        return batches[self.rank :: self.ranks]
-
-
-def make_model(units: int = 3, width: int = WIDTH) -> nn.Sequential:
-    """The same for all."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *[
-            nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
-            for _ in range(units)
-        ]
-    )
-
-
-def batches_of(step: int, width: int = WIDTH) -> list[torch.Tensor]:
-    """The global micro-batches of a step."""
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(3, width, generator=generator) for _ in range(BATCHES)]
-
-
-def hash_of(model: nn.Module) -> str:
-    """Of all parameters, to the bit."""
-    of = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        of.update(name.encode() + value.detach().float().contiguous().numpy().tobytes())
-    return of.hexdigest()
-
-
-def wrap(
-    run: Rank, model: nn.Module, lr: float = 1e-2, **options: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """With what a rank alone needs to give the same bits: sums in float32."""
-    options.setdefault("gradient_accumulation_steps", max(2, BATCHES // run.ranks))
-    return strata.wrap(model, torch.optim.AdamW(model.parameters(), lr=lr), **options)
-
-
-def options_of(run: Rank, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of wrap(), of which JSON has names."""
-    options = dict(options)
-    if "dtype" in options:
-        options["dtype"] = getattr(torch, options["dtype"])
-    if options.get("ssd_path") == "own":
-        options["ssd_path"] = run.folder / "ssd"
-        options["ssd_path"].mkdir(exist_ok=True)
-    return options
-
-
-def train(
-    run: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
-) -> None:
-    """Plain steps of the micro-batches of this rank."""
-    dtype = next(model.parameters()).dtype
-    for step in range(first, first + steps):
-        mine = run.share(batches_of(step))
-        for batch in mine:
-            (model(batch.to(dtype)).float().square().mean() / len(mine)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def bits(run: Rank, steps: int = 3, units: int = 3, **options: Any) -> str:
@@ -377,8 +304,6 @@ def refuses(run: Rank, what: str) -> str:
         model(batches_of(0)[0]).square().mean().backward()
         if what == "grad":
             next(model.parameters()).grad.sum().item()  # type: ignore[union-attr]
-        if what == "drop":
-            optimizer.zero_grad()
         if what == "snapshot":
             optimizer.step()
             strata.snapshot(model, run.folder / "snapshots")

@@ -71,6 +71,25 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> N
         assert same(ranks.run("bits", count, **CASES[case])) == expected
 
 
+@pytest.mark.parametrize("scenario", ["clips", "scales", "drops"])
+def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
+    expected = same(ranks.run(scenario, 1))
+    for count in (2, 4):
+        assert same(ranks.run(scenario, count)) == expected
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("looks", "take different ways"),
+        ("scales", "ask different things of this step"),
+        ("drops", "take different ways"),
+    ],
+)
+def test_ranks_that_treat_gradients_differently_say_so(ranks: Ranks, what: str, words: str) -> None:
+    all_say(ranks.start("parts", 2, what=what).wait(), words)
+
+
 @pytest.mark.parametrize("scenario", ["experts", "uneven", "catches"])
 def test_neither_do_they_where_ranks_take_other_ways(ranks: Ranks, scenario: str) -> None:
     expected = same(ranks.run(scenario, 1))
@@ -173,8 +192,7 @@ def test_ranks_that_differ_say_so(ranks: Ranks, what: str, words: str) -> None:
         ("in_backward", "on_step"),
         ("lock_free", "on_step"),
         ("8bit", "moments in 8 bits"),
-        ("grad", "the gradient of .* cannot be seen"),
-        ("drop", "call step\\(\\) first"),
+        ("grad", "the values of the gradient of .* cannot be seen"),
         ("snapshot", "snapshots and checkpoints of several ranks"),
         ("save", "snapshots and checkpoints of several ranks"),
     ],

@@ -61,6 +61,7 @@ class Gradients:
         """The value of p.grad."""
         state = self._state
         self.sort_out()
+        state.look_at_gradients()
         if graph_task() != -1 and (real := real_grad(state.params[index])) is not None:
             # A hook of the user's that autograd calls ahead of ours.
             if not self._there(index):
@@ -254,6 +255,7 @@ class Gradients:
         if index in self._zero and not self._state.landed[index]:
             return 0.0, False
         self._state.landings.wait()
+        self._state.look_at_gradients()
         return self._state.session.gradient_squares(index)
 
     def scale(self, index: int, factor: float, divides: bool) -> bool:
@@ -316,7 +318,8 @@ class Gradients:
         if shown is None:
             return
         there = self._state.landed[index] or index in self._held or index in self._zero
-        shown.leave(self.open(index) if there and self.on_step else None)
+        alone = self._state.ranks is None  # of several, nobody can keep what p.grad was
+        shown.leave(self.open(index) if there and self.on_step and alone else None)
 
     # A step ---------------------------------------------------------------------------------------
 

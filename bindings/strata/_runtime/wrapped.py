@@ -339,8 +339,7 @@ class Wrapped:
             self._note_step(changes=True)
         if not self.session.in_half_step():
             self.groups_used = None
-        count = self.session.gradient_count
-        self.landed = [count(i) for i in range(len(self.params))]
+        self._learn_landed()
 
     def forget_step(self) -> None:
         """Forgets gradients and what they were used for. What parameters hold then is of no one
@@ -378,6 +377,19 @@ class Wrapped:
         if self.ranks is not None:
             self.session.begin_window()
             self._backward = None
+
+    def look_at_gradients(self) -> None:
+        """Ahead of an answer of p.grad: ranks add up what has landed of all of them. In a backward
+        there is nothing to see yet."""
+        if self.ranks is None or graph_task() != -1:
+            return
+        self.landings.wait()
+        if self.session.look_at_gradients():
+            self._learn_landed()
+
+    def _learn_landed(self) -> None:
+        count = self.session.gradient_count
+        self.landed = [count(i) for i in range(len(self.params))]
 
     def drop_gradients(self) -> None:
         """Forgets what has landed since the last step."""

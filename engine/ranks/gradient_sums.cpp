@@ -1,0 +1,54 @@
+#include "engine/ranks/gradient_sums.hpp"
+
+#include <string>
+
+#include "engine/checks.hpp"
+#include "engine/fingerprint.hpp"
+#include "memory/result.hpp"
+
+namespace strata {
+
+void GradientSums::end_step(Lock& lock, std::uint64_t asked,
+                            std::span<const GradScaling> scalings) {
+  exchange_.end_step(lock);
+  agree(lock, asked, scalings);
+}
+
+void GradientSums::look(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings) {
+  if (!exchange_.look(lock)) {
+    refuse("several ranks can read or drop gradients 255 times in a step, and no more");
+  }
+  agree(lock, asked, scalings);
+}
+
+void GradientSums::agree(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings) {
+  std::vector<Agreement::Entry> entries;
+  Fingerprint all;
+  all.add(asked);
+  for (std::uint32_t param = 0; param < landed_here_.size(); ++param) {
+    entries.push_back({landed_here_[param], exchange_.squares(param)});
+    all.add(std::uint64_t{scalings[param].count} << 8 | scalings[param].divisions);
+    for (const float factor : scalings[param].factors) all.add(double{factor});
+  }
+  agreement_.publish(entries, all.value());
+  try {
+    base_.gate.wait(lock, [&] { return agreement_.complete(); }, {"other ranks to end the step"});
+  } catch (const StrataError&) {
+    // One that has ended because ranks differ knew that all had published: this one knows why, too.
+    if (!agreement_.complete() || !agreement_.differs()) throw;
+  }
+  if (const auto other = agreement_.differs()) {
+    refuse("rank " + std::to_string(*other) + " and rank " + std::to_string(base_.owns.rank) +
+           " ask different things of this step: learning rates, other options of the optimizer, "
+           "how gradients are clipped, scaled and divided, and where they are read or dropped "
+           "must be the same on all ranks");
+  }
+  looked_ = true;
+}
+
+std::optional<std::uint32_t> GradientSums::late() const {
+  if (!exchange_.meets() || exchange_.awaited()) return std::nullopt;
+  return agreement_.missing();
+}
+
+}  // namespace strata

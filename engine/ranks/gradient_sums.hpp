@@ -1,0 +1,65 @@
+// GradientSums: what ranks together know of the gradients of a step, whenever all of them stop to
+// add them up: at its end, to look at their norms, to drop some.
+//
+// Threads: one caller at a time (the core's lock).
+//
+//   sums.note_landed(param);                       // a gradient of this rank
+//   sums.look(lock, asked, scalings);              // or end_step(): waits for the others
+//   sums.of(param).squares.value();
+//   exchange.end_look();                           // behind what was asked; or begin_step()
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/ranks/agreement.hpp"
+#include "engine/ranks/gradient_exchange.hpp"
+
+namespace strata {
+
+class GradientSums final {
+ public:
+  GradientSums(Foundation& base, GradientExchange& exchange)
+      : base_(base),
+        exchange_(exchange),
+        agreement_(*base.peers, base.config.params.size()),
+        landed_here_(base.config.params.size(), 0) {}
+
+  // All ranks ask the same, and scale their gradients alike, or StrataError (config) is thrown.
+  // `asked`: as a number; `scalings`: by parameter.
+  void look(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings)
+      STRATA_REQUIRES(core_lock);
+  void end_step(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings)
+      STRATA_REQUIRES(core_lock);
+  // Nothing of this rank has landed since it looked.
+  bool looked() const { return looked_; }
+  // REQUIRES: this rank has looked.
+  Agreement::Entry of(std::uint32_t param) const { return agreement_.merged(param); }
+  // A rank that has come to where all meet, as all have, and has not said what it found.
+  std::optional<std::uint32_t> late() const;
+
+  // Of this rank's own gradients.
+  void note_landed(std::uint32_t param) {
+    ++landed_here_[param];
+    looked_ = false;
+  }
+  void forget(std::uint32_t param) { landed_here_[param] = 0; }
+  void forget_all() {
+    landed_here_.assign(landed_here_.size(), 0);
+    looked_ = true;
+  }
+
+ private:
+  void agree(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings)
+      STRATA_REQUIRES(core_lock);
+
+  Foundation& base_;
+  GradientExchange& exchange_;
+  Agreement agreement_;
+  std::vector<std::uint32_t> landed_here_;  // by parameter
+  bool looked_ = true;
+};
+
+}  // namespace strata

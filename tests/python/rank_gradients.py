@@ -1,0 +1,76 @@
+"""What ranks do with p.grad in tests/python/test_ranks.py: see rank_scenarios.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rank_loops import Rank, batches_of, hash_of, make_model, options_of, wrap
+from torch import nn
+
+
+def clips(run: Rank, **options: Any) -> list[Any]:
+    """As loops of others do it; norms and parameters. Every other step is looked at twice."""
+    model, optimizer = wrap(run, make_model(), **options_of(run, options))
+    norms = []
+    for step in range(4):
+        mine = run.share(batches_of(step))
+        for batch in mine:
+            (model(batch).square().mean() / len(mine)).backward()
+            if step % 2 and batch is mine[0] and run.ranks > 1:
+                assert all(p.grad is not None for p in model.parameters())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.005).item())
+        total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        assert abs(total - 0.005) < 1e-6
+        optimizer.step()
+        optimizer.zero_grad()
+    return [norms, hash_of(model)]
+
+
+def scales(run: Rank) -> list[Any]:
+    """With a loss scaler, whose second step overflows on the last rank, and on no other."""
+    model, optimizer = wrap(run, make_model())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scales = []
+    for step in range(4):
+        mine = run.share(batches_of(step))
+        for batch in mine:
+            last = batch is mine[-1] and run.rank == run.ranks - 1
+            factor = float("inf") if step == 1 and last else 1.0
+            scaler.scale(model(batch).square().mean() * factor / len(mine)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.005)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return [scales, hash_of(model)]
+
+
+def drops(run: Rank) -> str:
+    """Gradients that are thrown away, all of them or one, ahead of a step."""
+    model, optimizer = wrap(run, make_model())
+    for step in range(3):
+        for throws_away in (True, False):
+            mine = run.share(batches_of(step))
+            for batch in mine:
+                (model(batch).square().mean() / len(mine)).backward()
+            if throws_away:
+                optimizer.zero_grad()
+        next(model.parameters()).grad = None
+        optimizer.step()
+        model.zero_grad()
+    return hash_of(model)
+
+
+def parts(run: Rank, what: str) -> None:
+    """Rank 1 does something to gradients that rank 0 does not."""
+    model, optimizer = wrap(run, make_model())
+    for batch in run.share(batches_of(0)):
+        model(batch).square().mean().backward()
+    gradient = next(model.parameters()).grad if what == "scales" or run.rank == 1 else None
+    if run.rank == 1 and what == "scales":
+        gradient.mul_(0.5)  # type: ignore[union-attr]
+    if run.rank == 1 and what == "drops":
+        optimizer.zero_grad()
+    optimizer.step()
