@@ -43,6 +43,7 @@ void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std:
   if (base_.gradient_frames && landed_[param] != 0 && !base_.layout.accumulate) {
     refuse("a second gradient of " + spec.name + " before step(), and gradients do not add up");
   }
+  refuse_behind_end();
   if (exchange_ && !scalings_[param].empty()) {
     refuse("a gradient of " + spec.name +
            " behind one that was scaled, of several ranks: call "
@@ -81,7 +82,15 @@ void Gradients::land_now(Lock& lock, const IncomingGradient& gradient) {
 }
 
 void Gradients::begin_window() {
+  refuse_behind_end();
   if (exchange_) exchange_->begin_window();
+}
+
+void Gradients::refuse_behind_end() const {
+  if (!exchange_ || !exchange_->meets()) return;
+  refuse(
+      "other ranks were told that this one has all gradients of its step, and then what it asked "
+      "was refused: call step() again, on all ranks, before the next backward");
 }
 
 void Gradients::agree(Lock& lock, std::uint64_t asked) {

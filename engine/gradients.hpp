@@ -35,7 +35,8 @@ class Gradients final {
   // they may be reused on return.
   void land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,
             Stream stream) STRATA_REQUIRES(core_lock);
-  // What lands from here on is of another backward pass: ranks add up theirs by passes.
+  // What lands from here on is of another backward pass: ranks add up theirs by passes. Throws
+  // StrataError (config), as land() does, behind a step that was refused on all ranks.
   void begin_window();
   // Of several ranks: waits until the gradients of all have landed, for a step that is to do
   // `asked`; norms are those of the sums from here on. Throws StrataError (config) where another
@@ -121,6 +122,7 @@ class Gradients final {
   void forget_landed();
   void refuse_merged(std::uint32_t chunk) const;
   void refuse_shared(std::uint32_t param) const;
+  void refuse_behind_end() const;
   void refuse_hidden(std::uint32_t param) const;
   void meet_others(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
   void take_sums();

@@ -280,6 +280,11 @@ class Session final {
     Gate::Call in(gate_);
     return core_->awaited_rank();
   }
+  // Without a pump: a turn of what is under way, for who waits for nothing.
+  void take_turn() {
+    Gate::Call in(gate_);
+    core_->base.gate.take_turn();
+  }
   // Sends away who waits, waits for who copies, and gives everything back.
   void close();
 

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cmath>
+#include <optional>
 #include <string>
 
 #include "engine/checks.hpp"
@@ -97,12 +98,17 @@ double Steps::divisor(const StepOptions& options) const {
 }
 
 // Waits for the other ranks. What they hold may change from here on: nothing of it is on its way
-// to this one.
-void Steps::agree(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options) {
+// to this one, nor comes while `held` lasts, whichever thread asks for it.
+void Steps::agree(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options,
+                  std::optional<RemotePages::Hold>& held) {
   if (parts_.ranks == nullptr) return;
   parts_.prefetcher.want_nothing();
-  parts_.base.gate.wait(lock, [&] { return parts_.loads.empty() && parts_.base.remote->settle(); },
-                        {"parameters of other ranks"});
+  const Awaited awaited{"parameters of other ranks"};
+  parts_.base.gate.wait(
+      lock, [&] { return parts_.loads.empty(); }, awaited);
+  held.emplace(*parts_.base.remote);
+  parts_.base.gate.wait(
+      lock, [&] { return parts_.base.remote->settle(); }, awaited);
   parts_.gradients.agree(lock, fingerprint(groups, options));
 }
 
@@ -113,7 +119,8 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
   const BetweenSteps::StepCall call(parts_.between, lock);
   // 1. The updates of the last step are over, where every reader waits for them anyway.
   if (base.config.update == UpdateMode::on_step) parts_.updates.wait_idle(lock);
-  agree(lock, groups, options);
+  std::optional<RemotePages::Hold> held;
+  agree(lock, groups, options, held);
   if (parts_.gradients.any()) parts_.updates.wait_begun(lock);
   // 2. The step is over for the plan.
   parts_.planner.end_step();
@@ -141,6 +148,8 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
     base.bell.ring();
   }
   parts_.gradients.begin_step();
+  held.reset();
+  base.gate.notify();
   // 4. The next one may come, when what its first units wait for is blocked.
   if (any) parts_.writes.end_step();
   parts_.prefetcher.begin_step();
@@ -160,8 +169,10 @@ void Steps::forget(Lock& lock) {
 void Steps::synchronize(Lock& lock) {
   parts_.updates.wait_done(lock);
   Foundation& base = parts_.base;
-  base.cache.flush();
-  base.gate.wait(lock, [&] { return !base.cache.dirty() && base.transfers.idle(); });
+  base.gate.wait(lock, [&] {
+    base.cache.flush();  // again, for what is added to sums meanwhile
+    return !base.cache.dirty() && base.transfers.idle();
+  });
 }
 
 }  // namespace strata

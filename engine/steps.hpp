@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "engine/between_steps.hpp"
@@ -69,8 +70,8 @@ class Steps final {
   std::uint64_t skipped() const { return skipped_; }
 
  private:
-  void agree(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options)
-      STRATA_REQUIRES(core_lock);
+  void agree(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options,
+             std::optional<RemotePages::Hold>& held) STRATA_REQUIRES(core_lock);
   double divisor(const StepOptions& options) const;
   std::vector<float> scales(double norm, const StepOptions& options) const;
 

@@ -44,6 +44,9 @@ class PeerRing final {
   [[nodiscard]] RingAnswer push(T message) { return ring_.try_push(std::move(message)); }
   // done, empty or corrupt; `out` is untouched unless done.
   [[nodiscard]] RingAnswer pop(T& out) { return ring_.try_pop(out); }
+  // See Ring: who counts for itself sees that somebody else wrote there.
+  std::size_t pushed() const { return ring_.pushed(); }
+  std::size_t popped() const { return ring_.popped(); }
 
  private:
   Ring<T, kCapacity> ring_;

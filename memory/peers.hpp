@@ -11,8 +11,12 @@
 //   peers.flush();                                       // in every turn
 //
 // What another rank writes is not trusted: places in its memory are checked before they are read.
+// Messages are numbered and have a check, and either end of a ring counts for itself: one that was
+// changed, lost or came twice is noticed.
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -49,8 +53,19 @@ struct PeerMessage {
   std::uint32_t dtype = 0;  // of a piece: Dtype
   std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory
   std::int64_t step = 0;
+  // Filled in by Peers: counts what its sender says to the receiver; and a hash of all the rest.
+  std::uint32_t number = 0;
+  std::uint32_t check = 0;
 };
-static_assert(sizeof(PeerMessage) == 40 && std::is_trivially_copyable_v<PeerMessage>);
+static_assert(sizeof(PeerMessage) == 48 && std::is_trivially_copyable_v<PeerMessage>);
+
+// Another one wherever a word of the message, but for the check, is another.
+inline std::uint32_t check_of(const PeerMessage& message) {
+  const auto words = std::bit_cast<std::array<std::uint32_t, 12>>(message);
+  std::uint32_t hash = 0x811c9dc5U;
+  for (std::size_t i = 0; i + 1 < words.size(); ++i) hash = (hash ^ words[i]) * 0x01000193U;
+  return hash;
+}
 
 using MessageRing = PeerRing<PeerMessage, 512>;
 
@@ -68,6 +83,9 @@ class Peers final {
   Peers(std::uint32_t rank, std::vector<Seat> seats) : rank_(rank), seats_(std::move(seats)) {
     STRATA_ASSERT(rank_ < seats_.size());
     waiting_.resize(seats_.size());
+    numbered_.resize(seats_.size(), 0);
+    pushed_.resize(seats_.size(), 0);
+    popped_.resize(seats_.size(), 0);
   }
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
@@ -79,7 +97,9 @@ class Peers final {
   // for waits here. REQUIRES: it is another rank.
   void send(std::uint32_t to, const PeerMessage& message) {
     STRATA_ASSERT(to < count() && to != rank_);
-    waiting_[to].push_back(message);
+    PeerMessage& numbered = waiting_[to].emplace_back(message);
+    numbered.number = numbered_[to]++;
+    numbered.check = check_of(numbered);
     flush(to);
   }
   void send_all(const PeerMessage& message) {
@@ -94,6 +114,9 @@ class Peers final {
     return moved;
   }
 
+  // Nothing to that rank waits for room.
+  bool sent(std::uint32_t to) const { return waiting_[to].empty(); }
+
   struct Received {
     std::uint32_t from = 0;
     PeerMessage message;
@@ -104,14 +127,20 @@ class Peers final {
       next_ = (next_ + 1) % count();
       if (next_ == rank_) continue;
       Received received{.from = next_, .message = {}};
-      const RingAnswer answer = seats_[rank_].inbox[next_].pop(received.message);
-      if (answer == RingAnswer::done) return received;
+      MessageRing& ring = seats_[rank_].inbox[next_];
+      if (ring.popped() != popped_[next_]) damaged_ = next_;
+      const RingAnswer answer = damaged_ ? RingAnswer::corrupt : ring.pop(received.message);
       if (answer == RingAnswer::corrupt) damaged_ = next_;
+      if (answer != RingAnswer::done) continue;
+      const PeerMessage& message = received.message;
+      const auto expected = static_cast<std::uint32_t>(popped_[next_]++);
+      if (message.number == expected && message.check == check_of(message)) return received;
+      damaged_ = next_;
     }
     return std::nullopt;
   }
 
-  // A rank whose ring says what neither end can have done.
+  // A rank whose ring says what neither end can have done. Nothing is received from then on.
   std::optional<std::uint32_t> damaged() const { return damaged_; }
 
   // So many bytes of the rank's memory; null: it has no such place.
@@ -138,11 +167,14 @@ class Peers final {
 
  private:
   bool flush(std::uint32_t to) {
+    if (to == rank_) return false;
     bool moved = false;
+    if (seats_[to].inbox[rank_].pushed() != pushed_[to]) damaged_ = to;
     for (std::deque<PeerMessage>& queue = waiting_[to]; !queue.empty(); queue.pop_front()) {
       const RingAnswer answer = seats_[to].inbox[rank_].push(queue.front());
       if (answer == RingAnswer::corrupt) damaged_ = to;
       if (answer != RingAnswer::done) break;
+      ++pushed_[to];
       moved = true;
     }
     if (moved) seats_[to].ring();
@@ -152,6 +184,8 @@ class Peers final {
   std::uint32_t rank_;
   std::vector<Seat> seats_;                       // by rank
   std::vector<std::deque<PeerMessage>> waiting_;  // by rank
+  std::vector<std::uint32_t> numbered_;           // by rank: messages to it
+  std::vector<std::size_t> pushed_, popped_;      // by rank: those that went to it, or came
   std::uint32_t next_ = 0;
   std::optional<std::uint32_t> damaged_;
 };

@@ -78,6 +78,9 @@ class Ring final {
     return pushed_.load(std::memory_order_acquire) - popped;
   }
   bool empty() const { return size() == 0; }
+  // Since the beginning, as the ring itself says. Each is for the end that it belongs to.
+  std::size_t pushed() const { return pushed_.load(std::memory_order_relaxed); }
+  std::size_t popped() const { return popped_.load(std::memory_order_relaxed); }
   static constexpr std::size_t capacity() { return kCapacity; }
 
  private:

@@ -95,7 +95,12 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
     const std::uint32_t owner = base_.owns.owner(part.chunk);
     Arrived piece{.rank = rank, .key = key, .bytes = from, .dtype = gradient.dtype};
     if (owner == rank && land_now(lock, id, piece)) continue;
-    std::byte* const place = take_place(lock, part.count * size, gradient.unit);
+    if (owner == rank && number != 0) {
+      piece.keep(part.count * size);
+      await(id, piece);
+      continue;
+    }
+    std::byte* const place = take_place(lock, owner, part.count * size, gradient.unit);
     {
       const Unlocked unlocked(lock);
       std::memcpy(place, from, part.count * size);
@@ -117,11 +122,12 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
   }
 }
 
-std::byte* GradientExchange::take_place(Lock& lock, std::size_t bytes, UnitId unit) {
-  std::byte* place = outbox_.take(bytes);
+std::byte* GradientExchange::take_place(Lock& lock, std::uint32_t owner, std::size_t bytes,
+                                        UnitId unit) {
+  std::byte* place = outbox_.take(owner, bytes);
   if (place != nullptr) return place;
   full_since_ns_ = now_ns();
-  base_.gate.wait(lock, [&] { return (place = outbox_.take(bytes)) != nullptr; },
+  base_.gate.wait(lock, [&] { return (place = outbox_.take(owner, bytes)) != nullptr; },
                   {"other ranks to take gradients", unit});
   full_since_ns_ = 0;
   return place;
@@ -239,8 +245,8 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
   part.squares = job->squares;
   for (const Arrived& piece : job->pieces) {
     std::erase_if(part.waiting, [&](const Arrived& of) { return of.bytes == piece.bytes; });
-    if (piece.lies_here) outbox_.give_back(piece.bytes);
-    if (piece.rank == base_.peers->rank()) continue;
+    if (piece.lies_here) outbox_.give_back(base_.peers->rank(), piece.bytes);
+    if (piece.rank == base_.peers->rank() || piece.kept) continue;
     base_.peers->send(piece.rank, {.kind = PeerMessage::Kind::taken,
                                    .at = base_.peers->place_of(piece.rank, piece.bytes)});
   }
@@ -287,26 +293,22 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
   if (bytes == nullptr) return false;
   const Key key = key_of(message.step, message.window, message.count);
   if (key < reached_[from]) return false;
-  await(static_cast<std::uint32_t>(part - parts_.data()),
-        {.rank = from, .key = key, .bytes = bytes, .dtype = dtype});
+  Arrived piece{.rank = from, .key = key, .bytes = bytes, .dtype = dtype};
+  if (message.count != 0) {
+    piece.keep(part->count * size_of(dtype));
+    base_.peers->send(from, {.kind = PeerMessage::Kind::taken, .at = message.at});
+  }
+  await(static_cast<std::uint32_t>(part - parts_.data()), piece);
   return true;
 }
 
-bool GradientExchange::piece_taken(std::uint64_t place) {
+bool GradientExchange::piece_taken(std::uint32_t from, std::uint64_t place) {
   const std::byte* const bytes = base_.peers->bytes(base_.peers->rank(), place, 1);
-  return bytes != nullptr && outbox_.give_back(bytes);
+  return bytes != nullptr && outbox_.give_back(from, bytes);
 }
 
 void GradientExchange::window_began(std::uint32_t from, std::int64_t step, std::uint32_t window) {
   reached_[from] = std::max(reached_[from], key_of(step, window & ((1U << kWindowBits) - 1), 0));
-}
-
-void GradientExchange::step_done(std::uint32_t from, std::int64_t step) {
-  reached_[from] = std::max(reached_[from], key_of(step + 1, 0, 0));
-}
-
-void GradientExchange::rank_left(std::uint32_t rank) {
-  reached_[rank] |= kLeft;
 }
 
 std::optional<std::uint32_t> GradientExchange::awaited() const {
@@ -314,10 +316,6 @@ std::optional<std::uint32_t> GradientExchange::awaited() const {
     if (awaits(rank)) return rank;
   }
   return std::nullopt;
-}
-
-bool GradientExchange::awaits(std::uint32_t rank) const {
-  return reached_[rank] < goal_;
 }
 
 // Nobody goes on from where all meet before all have come there.

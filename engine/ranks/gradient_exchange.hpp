@@ -29,12 +29,18 @@
 //
 // Note [The exchange cannot deadlock]
 // A piece waits for pieces with a smaller key, and for those of lower ranks with the same key; a
-// rank waits where its outbox is full. Of all pieces that are still to come, that with the smallest
-// key, of the lowest rank, waits for nobody, nor does anything that its rank sends before it: rank
-// by rank, each outbox empties. Sums rest in float32, so that each piece can be added as it comes.
+// rank waits where its outbox is full. Pieces of number 0 alone stay in outboxes: a rank may send
+// the second gradient of one parameter before the first of another, which others may wait for.
+// Later numbers are copied as soon as they come, to memory beside the budget (see above: they are
+// rare). Each rank sends the others in the order of their windows. Of all that are still to come,
+// that of the smallest window, of the lowest rank, waits for nobody, nor does anything that its
+// rank sends before it: rank by rank, each outbox empties. Sums rest in float32, so that each piece
+// can be added as it comes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -76,11 +82,13 @@ class GradientExchange final {
 
   // What others say. False: it cannot be, and the session should end.
   bool piece_came(std::uint32_t from, const PeerMessage& message);
-  bool piece_taken(std::uint64_t place);
+  bool piece_taken(std::uint32_t from, std::uint64_t place);
   void window_began(std::uint32_t from, std::int64_t step, std::uint32_t window);
-  void step_done(std::uint32_t from, std::int64_t step);
+  void step_done(std::uint32_t from, std::int64_t step) {
+    reached_[from] = std::max(reached_[from], key_of(step + 1, 0, 0));
+  }
   // A rank, this one or another, has no more pieces, and ends no more steps.
-  void rank_left(std::uint32_t rank);
+  void rank_left(std::uint32_t rank) { reached_[rank] |= kLeft; }
 
   // Starts and ends additions. True when anything moved.
   bool turn();
@@ -88,7 +96,9 @@ class GradientExchange final {
   bool meets() const { return meets_; }
   // Then: the first rank that has not come there; none: all have.
   std::optional<std::uint32_t> awaited() const;
-  bool awaits(std::uint32_t rank) const;
+  bool awaits(std::uint32_t rank) const { return reached_[rank] < goal_; }
+  // This rank cannot go on without that one: it awaits it, or has pieces that it has still to take.
+  bool needs(std::uint32_t rank) const { return awaits(rank) || outbox_.holds_for(rank); }
   // Then: that rank has ended the step where this one looks, or the other way round.
   bool parted(std::uint32_t rank) const;
   // A gradient of this rank has waited for others for long.
@@ -108,7 +118,15 @@ class GradientExchange final {
     Key key = 0;
     const std::byte* bytes = nullptr;
     Dtype dtype = Dtype::bfloat16;
-    bool lies_here = false;  // in the outbox of this rank
+    bool lies_here = false;                  // in the outbox of this rank
+    std::shared_ptr<std::byte[]> kept = {};  // a copy, where it lies in no outbox
+
+    // See Note [The exchange cannot deadlock].
+    void keep(std::size_t count) {
+      kept = std::make_shared<std::byte[]>(count);
+      std::memcpy(kept.get(), bytes, count);
+      bytes = kept.get();
+    }
   };
   // What a page of gradients holds of a parameter; the unit of exchange.
   struct Part {
@@ -140,7 +158,8 @@ class GradientExchange final {
   void meet(Lock& lock, Key at) STRATA_REQUIRES(core_lock);
   void make_parts();
   Part* part_of(const PeerMessage& message);
-  std::byte* take_place(Lock& lock, std::size_t bytes, UnitId unit) STRATA_REQUIRES(core_lock);
+  std::byte* take_place(Lock& lock, std::uint32_t owner, std::size_t bytes, UnitId unit)
+      STRATA_REQUIRES(core_lock);
   bool land_now(Lock& lock, std::uint32_t part, const Arrived& mine) STRATA_REQUIRES(core_lock);
   void await(std::uint32_t part, const Arrived& piece);
   std::vector<Arrived> addable(const Part& part) const;

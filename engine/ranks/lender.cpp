@@ -10,7 +10,7 @@ namespace strata {
 bool Lender::asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes) {
   if (index(page) >= base_.layout.page_count) return false;
   if (!base_.owns.mine(base_.layout.chunk_of[index(page)])) return false;
-  loans_.push_back({.rank = rank, .page = page, .step = step, .writes = writes, .pin = {}});
+  loans_.push_back({.rank = rank, .page = page, .step = step, .writes = writes});
   return true;
 }
 
@@ -24,13 +24,22 @@ bool Lender::given_back(std::uint32_t rank, PageId page) {
   return true;
 }
 
+void Lender::forget(std::uint32_t rank) {
+  std::erase_if(loans_, [rank](Loan& loan) {
+    if (loan.rank != rank) return false;
+    loan.dead = true;
+    return loan.pin || !loan.coming;
+  });
+  base_.gate.notify();
+}
+
 bool Lender::lends() const {
   return std::ranges::any_of(loans_, [](const Loan& loan) { return static_cast<bool>(loan.pin); });
 }
 
 std::optional<std::uint32_t> Lender::wrote_alone() const {
   for (const Loan& loan : loans_) {
-    if (loan.writes > base_.remote->writes()) return loan.rank;
+    if (!loan.dead && loan.writes > base_.remote->writes()) return loan.rank;
   }
   return std::nullopt;
 }
@@ -47,13 +56,15 @@ bool Lender::turn() {
   for (Loan& loan : loans_) {
     if (loan.pin || !may_lend(loan)) continue;
     loan.pin = base_.cache.open(loan.page, Intent::read);
-    if (!loan.pin) continue;
+    loan.coming = !loan.pin;
+    if (!loan.pin || loan.dead) continue;
     base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
                                   .what = index(loan.page),
                                   .at = base_.peers->place(loan.pin.bytes())});
     moved = true;
   }
-  return moved;
+  const auto over = [](const Loan& loan) { return loan.dead && loan.pin; };
+  return std::erase_if(loans_, over) != 0 || moved;
 }
 
 }  // namespace strata

@@ -31,6 +31,8 @@ class Lender final {
   bool asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes);
   bool given_back(std::uint32_t rank, PageId page);
   bool turn();
+  // The rank has died: it gives nothing back, and needs nothing.
+  void forget(std::uint32_t rank);
   // Another rank has a page of this one right now.
   bool lends() const;
   // A rank that asks for what was written there, by its own count, and was not here.
@@ -42,7 +44,9 @@ class Lender final {
     PageId page = kNoPage;
     std::int64_t step = 0;
     std::uint32_t writes = 0;
-    Pin pin;  // empty: it is asked for
+    Pin pin = {};         // empty: it is asked for
+    bool coming = false;  // the cache was asked for it: whoever asks comes back
+    bool dead = false;    // so is who asked
   };
 
   bool may_lend(const Loan& loan) const;

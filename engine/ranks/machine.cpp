@@ -30,7 +30,7 @@ constexpr std::array<const char*, Hello::kFacts> kFactNames = {
     "other pages or another way to store moments: budgets and page_size must be the same",
     "another way to update",
 };
-constexpr std::uint64_t kFormat = 1;
+constexpr std::uint64_t kFormat = 2;
 
 std::uint64_t model_of(const Config& config) {
   Fingerprint of;
@@ -125,15 +125,6 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
     watch_.add(peer.rank, std::move(peer.pidfd));
   }
   return seats;
-}
-
-std::optional<std::uint32_t> Machine::lost() {
-  const std::vector<std::uint32_t> now = watch_.died();  // each is named there once
-  died_.insert(died_.end(), now.begin(), now.end());
-  if (died_.empty()) return std::nullopt;
-  const std::uint32_t rank = died_.back();
-  died_.pop_back();
-  return rank;
 }
 
 }  // namespace strata

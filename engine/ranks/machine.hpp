@@ -23,7 +23,7 @@ class Machine final : public Meeting {
   explicit Machine(const Config& config) : config_(config) {}
 
   std::vector<Seat> meet(const SeatOffer& offer) override;
-  std::optional<std::uint32_t> lost() override;
+  std::vector<std::uint32_t> lost() override { return watch_.died(); }
 
  private:
   const Config& config_;
@@ -32,7 +32,6 @@ class Machine final : public Meeting {
   std::vector<MappedArea> memories_;  // likewise, their host memory
   std::vector<std::unique_ptr<PeerBell>> bells_;
   PeerWatch watch_;
-  std::vector<std::uint32_t> died_;  // and lost() has still to name them
 };
 
 }  // namespace strata

@@ -4,12 +4,11 @@
 // Threads: one caller at a time.
 //
 //   std::vector<Seat> seats = meeting.meet({...what this rank shows...});
-//   if (const auto rank = meeting.lost()) ...
+//   for (const std::uint32_t rank : meeting.lost()) ...
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -34,8 +33,8 @@ class Meeting {
   // zero, which last as long as the meeting. Once. Throws StrataError where a rank does not come,
   // or trains something else.
   virtual std::vector<Seat> meet(const SeatOffer& offer) = 0;
-  // A rank that has died, whatever ended it; one that is stopped has not. Each is named.
-  virtual std::optional<std::uint32_t> lost() = 0;
+  // Ranks that have died since the last call, whatever ended them; one that is stopped has not.
+  virtual std::vector<std::uint32_t> lost() = 0;
 };
 
 }  // namespace strata

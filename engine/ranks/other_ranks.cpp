@@ -25,8 +25,7 @@ std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) const {
 bool OtherRanks::heed_deaths() {
   for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
     if (!died_[rank]) continue;
-    const bool needed =
-        (base_.remote->waits() && base_.remote->awaited() == rank) || exchange_.awaits(rank);
+    const bool needed = base_.remote->awaits(rank) || exchange_.needs(rank);
     if (said_bye_[rank] && !needed) continue;
     fail(rank, "rank " + std::to_string(rank) +
                    (said_bye_[rank]
@@ -69,21 +68,27 @@ std::optional<std::uint32_t> OtherRanks::staying() const {
   return std::nullopt;
 }
 
+// All that this rank said, its last words too, is where the others hear it.
+bool OtherRanks::heard() const {
+  for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
+    if (!died_[rank] && !base_.peers->sent(rank)) return false;
+  }
+  return true;
+}
+
 void OtherRanks::leave(Lock& lock) {
   if (said_bye_[base_.peers->rank()]) return;
   base_.peers->send_all({.kind = PeerMessage::Kind::bye});
   said_bye_[base_.peers->rank()] = true;
   exchange_.rank_left(base_.peers->rank());
-  base_.gate.wait(lock, [&] { return !staying() || exchange_.is_awaited(); },
+  base_.gate.wait(lock, [&] { return heard() && (!staying() || exchange_.is_awaited()); },
                   {"other ranks to end their training"});
 }
 
 bool OtherRanks::turn() {
   // Who has died says nothing more: its death is looked at first, and its last words then.
-  while (const auto lost = base_.meeting->lost()) {
-    if (died_[*lost]) break;
-    died_[*lost] = true;
-  }
+  const std::vector<std::uint32_t> lost = base_.meeting->lost();
+  for (const std::uint32_t rank : lost) died_[rank] = true;
   if (heed_ways()) return true;
   bool moved = base_.peers->flush();
   while (const auto received = base_.peers->receive()) {
@@ -101,6 +106,7 @@ bool OtherRanks::turn() {
          "what rank " + std::to_string(*damaged) + " and this one say to each other is damaged");
     return true;
   }
+  for (const std::uint32_t rank : lost) lender_.forget(rank);
   if (heed_deaths() || heed_writes()) return true;
   moved |= lender_.turn();
   return exchange_.turn() || moved;
@@ -138,7 +144,7 @@ bool OtherRanks::take(const Peers::Received& received) {
     case PeerMessage::Kind::piece:
       return exchange_.piece_came(from, message);
     case PeerMessage::Kind::taken:
-      return exchange_.piece_taken(message.at);
+      return exchange_.piece_taken(from, message.at);
     case PeerMessage::Kind::window:
       exchange_.window_began(from, message.step, message.window);
       heed_ways();

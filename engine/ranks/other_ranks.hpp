@@ -48,6 +48,7 @@ class OtherRanks final {
   bool take(const Peers::Received& received) STRATA_REQUIRES(core_lock);
   // A rank that trains on; none: all have left.
   std::optional<std::uint32_t> staying() const;
+  bool heard() const;
   void fail(std::uint32_t cause, std::string what) STRATA_REQUIRES(core_lock);
   bool heed_deaths() STRATA_REQUIRES(core_lock);
   bool heed_writes() STRATA_REQUIRES(core_lock);

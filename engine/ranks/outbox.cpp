@@ -12,7 +12,7 @@ constexpr std::size_t kAlign = 64;
 
 }  // namespace
 
-std::byte* Outbox::take(std::size_t bytes) {
+std::byte* Outbox::take(std::uint32_t rank, std::size_t bytes) {
   STRATA_ASSERT(bytes > 0 && bytes <= bytes_);
   const std::size_t size = std::min(round_up(bytes, kAlign), bytes_);
   std::size_t at = 0;
@@ -28,13 +28,18 @@ std::byte* Outbox::take(std::size_t bytes) {
       at = 0;
     }
   }
-  places_.push_back({.at = at, .bytes = size});
+  places_.push_back({.rank = rank, .at = at, .bytes = size});
   return base_ + at;
 }
 
-bool Outbox::give_back(const std::byte* place) {
+bool Outbox::holds_for(std::uint32_t rank) const {
+  return std::any_of(places_.begin(), places_.end(),
+                     [rank](const Taken& taken) { return !taken.free && taken.rank == rank; });
+}
+
+bool Outbox::give_back(std::uint32_t rank, const std::byte* place) {
   const auto found = std::find_if(places_.begin(), places_.end(), [&](const Taken& taken) {
-    return !taken.free && base_ + taken.at == place;
+    return !taken.free && taken.rank == rank && base_ + taken.at == place;
   });
   if (found == places_.end()) return false;
   found->free = true;

@@ -1,5 +1,7 @@
 #include "engine/ranks/ownership.hpp"
 
+#include <algorithm>
+
 #include "memory/check.hpp"
 
 namespace strata {
@@ -28,8 +30,12 @@ Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t r
     std::uint32_t taker = 0;
     for (const std::uint32_t chunk : unit.chunks) {
       const std::int64_t pages = pages_of(layout, chunk) * count;
-      // Whoever lacks at least half of it takes it; the last one takes what is left.
-      while (taker + 1 < ranks && left[taker] * 2 < pages) ++taker;
+      // Whoever lacks at least half of it takes it, or else who lacks the most.
+      const auto next = left.begin() + taker;
+      auto found = std::find_if(next, left.end(),
+                                [pages](std::int64_t share) { return share * 2 >= pages; });
+      if (found == left.end()) found = std::max_element(next, left.end());
+      taker = static_cast<std::uint32_t>(found - left.begin());
       left[taker] -= pages;
       owns.owners[chunk] = taker;
     }

@@ -27,6 +27,7 @@ RemotePages::Lease* RemotePages::find(PageId page) {
 std::byte* RemotePages::open(PageId page) {
   Lease* lease = find(page);
   if (lease == nullptr) {
+    if (holds_ != 0) return nullptr;
     leases_.push_back({.page = page});
     peers_.send(
         holders_[index(page)],
@@ -85,6 +86,12 @@ bool RemotePages::granted(std::uint32_t from, PageId page, std::uint64_t at,
 bool RemotePages::waits() const {
   return std::any_of(leases_.begin(), leases_.end(),
                      [](const Lease& lease) { return lease.bytes == nullptr; });
+}
+
+bool RemotePages::awaits(std::uint32_t rank) const {
+  return std::any_of(leases_.begin(), leases_.end(), [&](const Lease& lease) {
+    return lease.bytes == nullptr && holders_[index(lease.page)] == rank;
+  });
 }
 
 std::uint32_t RemotePages::awaited() const {

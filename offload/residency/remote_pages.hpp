@@ -41,6 +41,19 @@ class RemotePages final {
   // The page's bytes; null: not yet. Each open() that succeeds is closed.
   std::byte* open(PageId page);
   void close(PageId page);
+  // No page is asked for while this lasts: who would comes again. So settle() is not put off for
+  // ever by threads that read one page after the other, and all may be renewed behind it.
+  class [[nodiscard]] Hold final {
+   public:
+    explicit Hold(RemotePages& pages) : pages_(pages) { ++pages.holds_; }
+    ~Hold() { --pages_.holds_; }
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
+
+   private:
+    RemotePages& pages_;
+  };
+
   // What is asked for from here on is not older than what this step's updates made.
   void set_step(std::int64_t step) { step_ = step; }
   // The user wrote to a parameter, as all ranks do: what is asked for from here on has it.
@@ -57,8 +70,9 @@ class RemotePages final {
   // Gives back what was granted to somebody who did not come back for it. True: nothing is open or
   // asked for.
   bool settle();
-  // Whom the oldest ask waits for. REQUIRES: waits().
+  // Something is asked for, or of that rank. Whom the oldest ask waits for; REQUIRES: waits().
   bool waits() const;
+  bool awaits(std::uint32_t rank) const;
   std::uint32_t awaited() const;
 
  private:
@@ -77,6 +91,7 @@ class RemotePages final {
   std::vector<Lease> leases_;  // in the order in which they were asked for
   std::int64_t step_ = 0;
   std::uint32_t writes_ = 0;
+  std::uint32_t holds_ = 0;
 };
 
 }  // namespace strata

@@ -63,10 +63,11 @@ class PlainParam final {
     std::fill(master_.begin(), master_.end(), std::byte{0});
   }
 
-  void land(const std::vector<std::byte>& gradient) {
+  void land(const std::vector<std::byte>& gradient) { land(gradient, dtype_); }
+  void land(const std::vector<std::byte>& gradient, Dtype dtype) {
     const bool adds = landed_++ != 0;
     kernels(Isa::scalar)
-        .land_gradient(grad_.data(), grad_dtype(), gradient.data(), dtype_, numel_,
+        .land_gradient(grad_.data(), grad_dtype(), gradient.data(), dtype, numel_,
                        adds ? GradMode::add : GradMode::copy, {});
   }
   bool has_gradient() const { return landed_ != 0; }
@@ -95,8 +96,8 @@ class PlainParam final {
   }
   void forget_gradient() { landed_ = 0; }
 
-  // If a gradient has landed.
-  void update(const Hyper& hyper) {
+  // If a gradient has landed. `scale`: what it is multiplied with.
+  void update(const Hyper& hyper, float scale = 1.0f) {
     if (landed_ == 0) return;
     landed_ = 0;
     UpdateSpan span;
@@ -110,7 +111,9 @@ class PlainParam final {
     span.moment2 = moment_count(hyper.rule, hyper.momentum) < 2 ? nullptr : moment2_.data();
     span.grad = grad_.data();
     span.hyper = &hyper;
-    span.step = ++steps_;
+    span.grad_scale = scale;
+    if (counts_as_step(hyper)) ++steps_;
+    span.step = std::max<std::int64_t>(steps_, 1);
     kernels(Isa::scalar).update(span);
   }
 

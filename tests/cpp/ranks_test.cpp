@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <barrier>
 #include <bit>
 #include <functional>
@@ -216,6 +217,31 @@ TEST(Ranks, BothSayThatTheyAskDifferentThingsOfAStep) {
       EXPECT_NE(words.find("ask different things of this step"), std::string::npos) << words;
     }
   }
+}
+
+// What another thread reads of other ranks is never on its way when they change it.
+TEST(Ranks, AThreadMayReadAllTheTime) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    Config config = roomy();
+    config.rank = rank;
+    config.ranks = 2;
+    config.sums_ranks = config.accumulate = true;
+    SessionParts parts;
+    parts.meeting = machine.meeting(rank);
+    Session session(config, std::move(parts));
+    fill_all(session);
+    all.arrive_and_wait();
+    std::atomic<bool> over = false;
+    std::thread reader([&] {
+      while (!over) all_of(session, Kind::master);
+    });
+    train_rank(session, 3, {.grad_divisor = 12.0}, {});
+    over = true;
+    reader.join();
+    all.arrive_and_wait();  // others may still read from this one
+  });
 }
 
 TEST(Ranks, NoUnitRestsOnTheDeviceOfOne) {

@@ -6,6 +6,7 @@
 //
 //   Loopback machine(2);
 //   parts.meeting = machine.meeting(rank);
+//   machine.lose(1);                                       // the others hear that it has died
 #pragma once
 
 #include <atomic>
@@ -15,12 +16,14 @@
 #include <vector>
 
 #include "engine/ranks/meeting.hpp"
+#include "memory/shared_area.hpp"
 
 namespace strata {
 
 class Loopback final {
  public:
-  explicit Loopback(std::uint32_t count) : inboxes_(count), boards_(count), offers_(count) {
+  explicit Loopback(std::uint32_t count)
+      : inboxes_(count), boards_(count), offers_(count), lost_(count) {
     for (auto& inbox : inboxes_) inbox = std::make_unique<MessageRing[]>(count);
     all_ = std::make_unique<std::barrier<>>(static_cast<std::ptrdiff_t>(count));
   }
@@ -28,39 +31,51 @@ class Loopback final {
   std::unique_ptr<Meeting> meeting(std::uint32_t rank) {
     return std::make_unique<OneRank>(*this, rank);
   }
-  // The others hear that it has died.
-  void lose(std::uint32_t rank) { lost_ = rank; }
+  void lose(std::uint32_t rank) { lost_[rank] = true; }
+  // What `from` says to `to`, for tests that damage it.
+  MessageRing& ring(std::uint32_t from, std::uint32_t to) { return inboxes_[to][from]; }
 
  private:
   class OneRank final : public Meeting {
    public:
-    OneRank(Loopback& machine, std::uint32_t rank) : machine_(machine), rank_(rank) {}
-    std::vector<Seat> meet(const SeatOffer& offer) override { return machine_.meet(rank_, offer); }
-    std::optional<std::uint32_t> lost() override {
-      const std::uint32_t lost = machine_.lost_;
-      return lost == kNobody || lost == rank_ ? std::nullopt : std::optional(lost);
+    OneRank(Loopback& machine, std::uint32_t rank)
+        : machine_(machine), rank_(rank), told_(machine.lost_.size(), false) {}
+    std::vector<Seat> meet(const SeatOffer& offer) override {
+      return machine_.meet(rank_, offer, memories_);
+    }
+    std::vector<std::uint32_t> lost() override {
+      std::vector<std::uint32_t> lost;
+      for (std::uint32_t rank = 0; rank < told_.size(); ++rank) {
+        if (rank == rank_ || told_[rank] || !machine_.lost_[rank]) continue;
+        told_[rank] = true;
+        lost.push_back(rank);
+      }
+      return lost;
     }
 
    private:
     Loopback& machine_;
     std::uint32_t rank_;
+    std::vector<bool> told_;
+    std::vector<MappedArea> memories_;  // as processes have: who has closed is still read
   };
 
-  std::vector<Seat> meet(std::uint32_t rank, const SeatOffer& offer) {
+  std::vector<Seat> meet(std::uint32_t rank, const SeatOffer& offer,
+                         std::vector<MappedArea>& memories) {
     offers_[rank] = offer;
     boards_[rank].reset(new (std::align_val_t{64}) std::byte[offer.board_bytes]());
     all_->arrive_and_wait();
     std::vector<Seat> seats;
     for (std::uint32_t r = 0; r < offers_.size(); ++r) {
+      memories.emplace_back(offers_[r].memory_file, offers_[r].memory.size(), Access::read_only);
       seats.push_back({.inbox = inboxes_[r].get(),
                        .board = {boards_[r].get(), offers_[r].board_bytes},
-                       .memory = offers_[r].memory,
+                       .memory = r == rank ? offers_[r].memory : memories.back().bytes(),
                        .ring = [bell = offers_[r].bell] { bell->ring(); }});
     }
     return seats;
   }
 
-  static constexpr std::uint32_t kNobody = UINT32_MAX;
   struct Aligned {
     void operator()(std::byte* bytes) const { ::operator delete[](bytes, std::align_val_t{64}); }
   };
@@ -68,7 +83,7 @@ class Loopback final {
   std::vector<std::unique_ptr<std::byte[], Aligned>> boards_;
   std::vector<SeatOffer> offers_;
   std::unique_ptr<std::barrier<>> all_;
-  std::atomic<std::uint32_t> lost_{kNobody};
+  std::vector<std::atomic<bool>> lost_;
 };
 
 }  // namespace strata

@@ -1,0 +1,368 @@
+#include "rank_simulator.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "damaged_ring.hpp"
+#include "doubles/faulty_engine.hpp"
+#include "engine/session.hpp"
+#include "memory/host_device.hpp"
+#include "offload/storage/memory_engine.hpp"
+#include "rank_world.hpp"
+
+namespace strata {
+namespace {
+
+constexpr int kLooksMax = 600;
+// Turns handed on while no call of a session ended.
+constexpr std::uint64_t kHang = 400'000;
+
+class SimulatedRank final {
+ public:
+  SimulatedRank(World& world, std::uint32_t rank)
+      : world_(world),
+        told_(world.result.ranks[rank]),
+        rank_(rank),
+        random_(world.random()),
+        config_(config_of(world.script, rank, random_)) {
+    const bool is_culprit = rank_ == world.script.culprit;
+    FaultPlan faults{.seed = random_(), .delay_ns_max = 1'000'000};
+    faults.chance_of(IoFault::interrupted) = 0.05;
+    faults.chance_of(IoFault::again) = 0.05;
+    faults.chance_of(IoFault::shortened) = 0.1;
+    faults.chance_of(IoFault::passing_eio) = 0.01;
+    if (is_culprit && world.trouble == Trouble::broken_disk) {
+      faults.chance_of(IoFault::eio) = faults.chance_of(IoFault::corrupt) = 0.03;
+    }
+    disk_ = std::make_unique<FaultyEngine>(std::make_unique<MemoryEngine>(nullptr, 64), faults,
+                                           &world.clock);
+  }
+
+  // All of it, on a thread of its own.
+  void run() {
+    try {
+      open();
+      world_.turns.begin(rank_);
+      train();
+      call("leave_ranks", [&] {
+        told_.said_bye = true;
+        session_->leave_ranks(false);
+      });
+      lose();
+    } catch (const StrataError& error) {
+      told_.error = error.error();
+      // A process that ends by an error dies, and says so before if it can.
+      if (world_.script.tells) give_up();
+      lose();
+    } catch (const Broken& broken) {
+      world_.result.broken = "rank " + std::to_string(rank_) + ": " + broken.what;
+      world_.turns.give_up();
+    } catch (const Turns::Over&) {
+    }
+    world_.turns.end(rank_);
+  }
+
+  // REQUIRES: no rank runs.
+  void close() {
+    if (session_) session_->close();
+  }
+  std::uint64_t faults() const { return faults_; }
+
+ private:
+  int below(std::size_t end) { return static_cast<int>(strata::below(random_, end)); }
+
+  void open() {
+    SessionParts parts;
+    parts.device = host_device(nullptr, CopyMode::polled);
+    faulty_ = disk_.get();
+    parts.io_engine = std::move(disk_);
+    parts.threads = false;
+    parts.idle = [this] { idle(); };
+    parts.now = [this] { return world_.clock.now_ns() * 100; };
+    const std::size_t pace = static_cast<std::size_t>(1 + below(20));
+    parts.worker_is_done = [this, pace] { return below(pace) == 0; };
+    parts.looks_max = kLooksMax;
+    parts.turned = [this](const PageTable& table, const Claims& claims) { check(table, claims); };
+    if (config_.ranks > 1) parts.meeting = world_.machine.meeting(rank_);
+    session_ = std::make_unique<Session>(config_, std::move(parts));
+  }
+
+  void check(const PageTable& table, const Claims& claims) {
+    faults_ = faulty_->requests() - faulty_->injected(IoFault::none);
+    if (below(16) != 0) return;
+    const auto frames = static_cast<std::uint32_t>(config_.device_bytes / config_.page_bytes);
+    const auto wrong =
+        table.check_invariants({frames, claims.host_frames, claims.slots, 0, table.page_count()});
+    promise(!wrong, wrong.value_or(""));
+    promise(claims.host_frames * config_.page_bytes <= config_.host_bytes, "the host budget");
+  }
+
+  // Nothing moved here: time passes, and others may come.
+  void idle() {
+    world_.clock.advance(10'000);
+    if (rank_ == world_.script.culprit) trouble();
+    if (world_.turns.handed() > world_.last_call + kHang) {
+      std::string all;
+      for (const char* doing : world_.doing) all += std::string(" ") + doing;
+      throw Broken{"a hang:" + all};
+    }
+    world_.turns.pass(rank_);
+  }
+
+  // Between calls a rank computes: others run, and its pump serves them.
+  void pause() {
+    idle();
+    while (below(3) != 0) {
+      call("take_turn", [&] { session_->take_turn(); });
+      idle();
+    }
+  }
+
+  template <typename Call>
+  void call(const char* name, Call call) {
+    world_.doing[rank_] = name;
+    call();
+    world_.doing[rank_] = "compute";
+    if (std::strcmp(name, "take_turn") != 0) world_.last_call = world_.turns.handed();
+  }
+
+  void give_up() {
+    try {
+      session_->leave_ranks(true);
+    } catch (const StrataError&) {
+    }
+  }
+
+  void lose() {
+    told_.lost = true;
+    world_.machine.lose(rank_);
+  }
+
+  void trouble() {
+    if (world_.trouble == Trouble::late && lates_ < 3 && below(60) == 0) {
+      ++lates_;
+      world_.turns.delay(rank_, std::uint64_t{3} * kLooksMax * config_.ranks);
+      world_.last_call = world_.turns.handed() + std::uint64_t{3} * kLooksMax * config_.ranks;
+      world_.result.happened = true;
+    }
+    if (world_.trouble_in == UINT64_MAX || world_.trouble_in-- != 0) return;
+    world_.trouble_in = UINT64_MAX;
+    world_.result.happened = true;
+    if (world_.trouble == Trouble::damaged) return damage();
+    lose();
+    world_.turns.park(rank_);
+    throw Turns::Over{};
+  }
+
+  // A bit of a ring, more often than not one that somebody will read.
+  void damage() {
+    const auto other =
+        static_cast<std::uint32_t>((rank_ + 1 + below(config_.ranks - 1)) % config_.ranks);
+    const bool sends = below(2) == 0;
+    MessageRing& ring =
+        sends ? world_.machine.ring(rank_, other) : world_.machine.ring(other, rank_);
+    change_bit(ring, random_);
+  }
+
+  void train() {
+    // 1. What they begin with, which nobody reads before all have it.
+    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
+      const std::vector<float>& values = world_.script.initial[p];
+      call("write", [&] { session_->write(p, Kind::master, 0, values.data(), values.size()); });
+    }
+    ++world_.filled;
+    while (world_.filled < config_.ranks) pause();
+    // 2. Steps.
+    std::size_t steps = world_.script.steps.size();
+    if (world_.trouble == Trouble::fewer_steps && rank_ == world_.script.culprit) {
+      steps = world_.script.trouble_at;
+      world_.result.happened = true;
+    }
+    for (std::size_t step = 0; step < steps; ++step) {
+      const int windows = below(4);
+      window_ = 0;
+      for (int w = 0; w < windows; ++w) {
+        if (w != 0 || below(4) == 0) begin_window();
+        pass(false, step);
+        pass(true, step);
+      }
+      if (below(20) == 0) {
+        for (int i = 0; i < 700; ++i) begin_window();  // more than a ring holds
+      }
+      end_step(step);
+      pause();
+      if (below(2) == 0) compare();
+      if (below(4) == 0) call("synchronize", [&] { session_->synchronize(); });
+    }
+    compare();
+  }
+
+  void begin_window() {
+    call("begin_window", [&] { session_->begin_window(); });
+    ++window_;
+    numbers_.assign(config_.params.size(), 0);
+  }
+
+  // Units in whatever order; some not at all, some twice.
+  void pass(bool backward, std::size_t step) {
+    if (window_ == 0 && !backward) numbers_.assign(config_.params.size(), 0);
+    std::vector<std::uint32_t> order;
+    for (std::uint32_t u = 0; u < config_.units.size(); ++u) {
+      int times = below(8) == 0 ? below(3) : 1;
+      if (world_.script.doubles && backward) times = 2;
+      for (; times > 0; --times) order.push_back(u);
+    }
+    if (backward) std::reverse(order.begin(), order.end());
+    if (world_.script.doubles || below(3) == 0) std::shuffle(order.begin(), order.end(), random_);
+    for (const std::uint32_t unit : order) {
+      pause();
+      call("enter", [&] { session_->enter(UnitId{unit}, backward); });
+      look(unit);
+      if (backward) land(unit, step);
+      look(unit);
+      session_->leave(UnitId{unit});
+    }
+  }
+
+  std::vector<std::byte> shown(std::uint32_t p) {
+    const std::byte* const at = session_->device_address(p);
+    return {at, at + world_.oracle.params()[p].bytes().size()};
+  }
+
+  void look(std::uint32_t unit) {
+    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
+      if (config_.params[p].unit != UnitId{unit}) continue;
+      promise(shown(p) == world_.oracle.params()[p].bytes(),
+              "the device shows another " + config_.params[p].name);
+    }
+  }
+
+  void land(std::uint32_t unit, std::size_t step) {
+    std::vector<std::uint32_t> params;
+    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
+      const ParamSpec& spec = config_.params[p];
+      if (spec.unit == UnitId{unit} && spec.trainable && below(8) != 0) params.push_back(p);
+    }
+    if (below(3) == 0) std::shuffle(params.begin(), params.end(), random_);
+    for (const std::uint32_t p : params) {
+      const ParamSpec& spec = config_.params[p];
+      const Dtype dtype = below(4) == 0 ? static_cast<Dtype>(below(3)) : spec.dtype;
+      LandedPiece piece{.param = p,
+                        .window = window_,
+                        .number = numbers_[p],
+                        .rank = rank_,
+                        .dtype = dtype,
+                        .bytes = gradient(p, dtype, step)};
+      call("land", [&] { session_->land_gradient(p, piece.bytes.data(), dtype); });
+      ++numbers_[p];
+      ++world_.result.pieces;
+      world_.oracle.land(std::move(piece));
+      if (below(4) == 0) pause();
+    }
+  }
+
+  // A function of what the device shows.
+  std::vector<std::byte> gradient(std::uint32_t p, Dtype dtype, std::size_t step) {
+    const ParamSpec& spec = config_.params[p];
+    std::vector<float> wide(spec.numel);
+    kernels(Isa::scalar)
+        .land_gradient(wide.data(), Dtype::float32, shown(p).data(), spec.dtype, spec.numel,
+                       GradMode::copy, {});
+    for (float& value : wide) value = value * 0.25f + 0.01f * static_cast<float>(below(5));
+    if (world_.script.steps[step].options.skip_nonfinite && below(60) == 0) {
+      wide[static_cast<std::size_t>(below(wide.size()))] = std::numeric_limits<float>::infinity();
+    }
+    std::vector<std::byte> from(spec.numel * size_of(dtype)), rest(spec.numel * 4);
+    kernels(Isa::scalar).split(wide.data(), spec.numel, dtype, from.data(), rest.data());
+    return from;
+  }
+
+  void end_step(std::size_t step) {
+    const Script::Step& asked = world_.script.steps[step];
+    pause();
+    if (world_.trouble == Trouble::other_options && step == world_.script.trouble_at) {
+      std::vector<Hyper> groups = asked.groups;
+      if (rank_ == world_.script.culprit) groups[0].lr *= 2.0;
+      world_.result.happened = true;
+      try {
+        call("step", [&] { session_->step(groups, asked.options); });
+        throw Broken{"a step with other options was not refused"};
+      } catch (const StrataError& error) {
+        const bool says = error.error().text().find("ask different things") != std::string::npos;
+        told_.refused += says ? 1 : 0;
+        if (!says || !world_.script.goes_on) throw;
+      }
+    }
+    StepResult result;
+    call("step", [&] { result = session_->step(asked.groups, asked.options); });
+    if (world_.expected.size() == step) {
+      const double divisor =
+          asked.options.grad_divisor * (config_.sums_ranks ? 1.0 : double{1} * config_.ranks);
+      world_.expected.push_back(world_.oracle.step(asked.groups, asked.options, divisor));
+      world_.result.skipped += world_.expected.back().skipped ? 1 : 0;
+    }
+    const StepResult& expected = world_.expected[step];
+    promise(std::memcmp(&result.norm, &expected.norm, sizeof(double)) == 0, "another norm");
+    promise(result.finite == expected.finite && result.skipped == expected.skipped,
+            "a step was skipped, or was not");
+  }
+
+  void compare(std::uint32_t p, Kind kind, const std::vector<float>& expected, const char* what) {
+    std::vector<float> actual(expected.size());
+    call("read", [&] { session_->read(p, kind, 0, actual.data(), actual.size()); });
+    promise(std::memcmp(expected.data(), actual.data(), expected.size() * 4) == 0,
+            config_.params[p].name + " has another " + what);
+  }
+
+  void compare() {
+    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
+      const PlainParam& plain = world_.oracle.params()[p];
+      compare(p, Kind::master, plain.master(), "master");
+      const Hyper& group = config_.groups[config_.params[p].group];
+      const int moments = config_.params[p].trainable ? moment_count(group) : 0;
+      if (moments > 0) compare(p, Kind::moment1, plain.moment(1), "first moment");
+      if (moments > 1) compare(p, Kind::moment2, plain.moment(2), "second moment");
+    }
+  }
+
+  World& world_;
+  RanksResult::Rank& told_;
+  const std::uint32_t rank_;
+  std::mt19937_64 random_;
+  Config config_;
+  std::unique_ptr<FaultyEngine> disk_;  // until the session has it
+  FaultyEngine* faulty_ = nullptr;
+  std::uint64_t faults_ = 0;
+  int lates_ = 0;
+  std::uint32_t window_ = 0;
+  std::vector<std::uint32_t> numbers_;  // by parameter, in this window
+  std::unique_ptr<Session> session_;    // outlives its training: others may read its memory
+};
+
+}  // namespace
+
+RanksResult simulate_ranks(std::uint64_t seed, Trouble trouble) {
+  World world(seed * 8 + static_cast<std::uint64_t>(trouble), trouble);
+  if (trouble == Trouble::dies || trouble == Trouble::damaged) {
+    world.trouble_in = world.drawn(std::size_t{1} << (3 + world.drawn(10)));
+  }
+  std::vector<std::unique_ptr<SimulatedRank>> ranks;
+  for (std::uint32_t rank = 0; rank < world.script.ranks; ++rank) {
+    ranks.push_back(std::make_unique<SimulatedRank>(world, rank));
+  }
+  std::vector<std::thread> threads;
+  for (auto& rank : ranks) threads.emplace_back([&rank] { rank->run(); });
+  for (std::thread& thread : threads) thread.join();
+  // All of them, before any is gone: who closes may still wake the others.
+  for (auto& rank : ranks) rank->close();
+  for (const auto& rank : ranks) world.result.faults += rank->faults();
+  world.result.handed = world.turns.handed();
+  return world.result;
+}
+
+}  // namespace strata
