@@ -26,6 +26,12 @@
 
 namespace strata {
 
+// Elements [first, first + count) of a parameter, and the rank that owns them.
+struct OwnedRun {
+  std::uint32_t rank = 0;
+  std::size_t first = 0, count = 0;
+};
+
 class Session final {
  public:
   // Throws StrataError when the budgets cannot work or a tier cannot be claimed.
@@ -275,6 +281,18 @@ class Session final {
   std::optional<std::uint32_t> awaited_rank() {
     Gate::Call in(gate_);
     return core_->awaited_rank();
+  }
+  // ranks/ownership.hpp: the elements of a parameter, run by run, from the first to the last.
+  std::vector<OwnedRun> owners(std::uint32_t param) {
+    Gate::Call in(gate_);
+    core_->base.check_param(param);
+    std::vector<OwnedRun> runs;
+    for (const Piece& piece : core_->base.layout.pieces(param)) {
+      const std::uint32_t rank = core_->base.owns.owner(piece.chunk);
+      if (runs.empty() || runs.back().rank != rank) runs.push_back({rank, piece.in_param, 0});
+      runs.back().count += piece.count;
+    }
+    return runs;
   }
   // Sends away who waits, waits for who copies, and gives everything back.
   void close();
