@@ -215,6 +215,7 @@ class Session final {
   }
 
   // snapshots.hpp, snapshot_room.hpp. `keep`: complete ones beside the one that begins.
+  // REQUIRES: no other ranks; who asks for them is told so ahead.
   std::uint64_t begin_snapshot(std::uint32_t keep);
   // Ahead of the first one: waits for the file system.
   void reserve_snapshots(std::uint32_t keep);
@@ -299,7 +300,6 @@ class Session final {
 
  private:
   void pump();
-  void refuse_ranks() const;
 
   const Config config_;
   Doorbell bell_;

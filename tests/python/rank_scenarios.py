@@ -384,7 +384,7 @@ def refuses(run: Rank, what: str) -> str:
             strata.snapshot(model, run.folder / "snapshots")
         if what == "save":
             optimizer.step()
-            strata.save(model, run.folder / "checkpoint")
+            strata.save(model, run.folder / "checkpoint", wait=False)
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"

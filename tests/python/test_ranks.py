@@ -175,8 +175,8 @@ def test_ranks_that_differ_say_so(ranks: Ranks, what: str, words: str) -> None:
         ("8bit", "moments in 8 bits"),
         ("grad", "the gradient of .* cannot be seen"),
         ("drop", "call step\\(\\) first"),
-        ("snapshot", "snapshots and checkpoints of several ranks"),
-        ("save", "snapshots and checkpoints of several ranks"),
+        ("snapshot", "snapshots of several ranks .* use strata.save"),
+        ("save", "strata.save\\(wait=False\\) .* use strata.save"),
     ],
 )
 def test_what_is_not_there_yet_is_refused(ranks: Ranks, what: str, words: str) -> None:
