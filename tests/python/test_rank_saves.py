@@ -11,7 +11,7 @@ import pytest
 from rank_server import Ranks
 from safetensors.torch import load_file
 from strata._storage.checkpoint_files import read_manifest
-from test_ranks import CASES, same
+from test_ranks import CASES, all_say, same
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +120,7 @@ def test_a_rank_is_killed_in_save(
     run = ranks.start("rank_saves.saves_under_fire", 2, path=str(path), where=where, victim=victim)
     run.await_mark("there", 120.0)
     run.kill(victim)
-    other = run.wait()[1 - victim]
-    assert other.code == 1, other.output
-    assert f"StrataError: rank {victim} has" in other.output.splitlines()[-1], other.output
+    all_say([run.wait()[1 - victim]], f"rank {victim} has (failed or )?died")
     # The old one, or the new one, is there; and the next save leaves nothing else.
     found = ranks.run("rank_saves.loads", 2, path=str(path), after=3 - step, again=True)
     assert same(each(found, "hash")) == hash_of_three_steps

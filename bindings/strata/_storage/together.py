@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
 
@@ -76,8 +77,7 @@ class Together:
             message = json.dumps({"call": self._call, "said": phase.said})
         except BaseException as error:
             why = f"{type(error).__name__}: {error!s:.1000}"
-            with contextlib.suppress(RuntimeError):  # its own is what it raises
-                self._exchange(json.dumps({"call": self._call, "error": why}))
+            self._exchange(json.dumps({"call": self._call, "error": why}))
             raise
         messages = [json.loads(text) for text in self._exchange(message)]
         for rank, heard in enumerate(messages):
@@ -114,10 +114,25 @@ class Together:
     def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Those of all ranks, by rank: of the same size. See Note [Nobody waits in vain]."""
         values = [torch.empty_like(value) for _ in range(self.count)]
-        work = distributed.all_gather(values, value, async_op=True)
+        try:
+            work = distributed.all_gather(values, value, async_op=True)
+            self._await(work)
+            work.wait()
+        except StrataError:
+            raise
+        except RuntimeError:  # a connection was lost: the core says whose
+            end = time.monotonic() + DEATH_S
+            while time.monotonic() < end:
+                self._session.awaited_rank()
+                time.sleep(PAUSE_MAX_S)
+            raise
+        return values
+
+    def _await(self, work: distributed.Work) -> None:
+        """Returns when it is over. Raises StrataError where a rank has died."""
         begin, pause, told = time.monotonic(), PAUSE_MIN_S, False
         while not work.is_completed():
-            self._session.awaited_rank()  # raises where one has died
+            self._session.awaited_rank()
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_MAX_S)
             if not told and time.monotonic() - begin > PATIENCE_S:
@@ -127,15 +142,6 @@ class Together:
                     self._call,
                     PATIENCE_S,
                 )
-        try:
-            work.wait()
-        except RuntimeError:  # a connection was lost
-            end = time.monotonic() + DEATH_S
-            while time.monotonic() < end:
-                self._session.awaited_rank()
-                time.sleep(PAUSE_MAX_S)
-            raise
-        return values
 
 
 def owned(state: Wrapped, param: int, rank: int) -> list[tuple[int, int]]:
