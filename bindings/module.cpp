@@ -189,6 +189,14 @@ void bind_updates(SessionClass& session) {
       .def("look_at_gradients", &Session::look_at_gradients, WithoutGil())
       .def("leave_ranks", &Session::leave_ranks, py::arg("gives_up"), WithoutGil())
       .def("awaited_rank", &Session::awaited_rank, WithoutGil())
+      .def("owners",
+           [](Session& s, std::uint32_t param) {
+             py::list out;
+             for (const OwnedRun& run : without_gil([&] { return s.owners(param); })) {
+               out.append(py::make_tuple(run.rank, run.first, run.count));
+             }
+             return out;
+           })
       .def("scale_gradient", &Session::scale_gradient, WithoutGil())
       .def("gradient_squares", &Session::gradient_squares, WithoutGil())
       .def("drop_gradient", &Session::drop_gradient, WithoutGil())

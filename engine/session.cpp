@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/pace.hpp"
+#include "memory/check.hpp"
 
 namespace strata {
 
@@ -95,15 +96,8 @@ void Session::with_page_files(const std::function<void(std::vector<Descriptor>&)
   use(files);
 }
 
-void Session::refuse_ranks() const {
-  if (config_.ranks == 1) return;
-  refuse(
-      "snapshots and checkpoints of several ranks are not there yet: "
-      "strata.export_safetensors() writes the parameters, on any rank");
-}
-
 std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
-  refuse_ranks();
+  STRATA_ASSERT(config_.ranks == 1);
   Gate::Call in(gate_);
   const std::uint64_t id = core_->snapshots.begin(keep);
   core_->snapshot_room.make_beside(in.lock());
@@ -111,7 +105,7 @@ std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
 }
 
 void Session::reserve_snapshots(std::uint32_t keep) {
-  refuse_ranks();
+  STRATA_ASSERT(config_.ranks == 1);
   Gate::Call in(gate_);
   core_->snapshots.want(keep);
   core_->snapshot_room.make(in.lock());

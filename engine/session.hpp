@@ -213,6 +213,7 @@ class Session final {
   }
 
   // snapshots.hpp, snapshot_room.hpp. `keep`: complete ones beside the one that begins.
+  // REQUIRES: no other ranks; who asks for them is told so ahead.
   std::uint64_t begin_snapshot(std::uint32_t keep);
   // Ahead of the first one: waits for the file system.
   void reserve_snapshots(std::uint32_t keep);
@@ -285,12 +286,17 @@ class Session final {
     Gate::Call in(gate_);
     core_->base.gate.take_turn();
   }
+  // ranks/ownership.hpp.
+  std::vector<OwnedRun> owners(std::uint32_t param) {
+    Gate::Call in(gate_);
+    core_->base.check_param(param);
+    return owned_runs(core_->base.layout, core_->base.owns, param);
+  }
   // Sends away who waits, waits for who copies, and gives everything back.
   void close();
 
  private:
   void pump();
-  void refuse_ranks() const;
 
   const Config config_;
   Doorbell bell_;

@@ -198,6 +198,8 @@ class Session:
         `gives_up`: ahead of the end of the training; the others are told, and raise StrataError."""
     def awaited_rank(self) -> int | None:
         """Whom a call waits for right now."""
+    def owners(self, param: int) -> list[tuple[int, int, int]]:
+        """(rank, first, count): the elements of the parameter that one rank owns, run by run."""
     def gradient_fits(self, param: int) -> bool:
         """in_backward: waits for room. False: no update will make any; complete() others first."""
     def complete(self, unit: int, groups: list[GroupSpec], max_unit_norm: float) -> None:

@@ -43,4 +43,14 @@ Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t r
   return owns;
 }
 
+std::vector<OwnedRun> owned_runs(const Layout& layout, const Ownership& owns, std::uint32_t param) {
+  std::vector<OwnedRun> runs;
+  for (const Piece& piece : layout.pieces(param)) {
+    const std::uint32_t rank = owns.owner(piece.chunk);
+    if (runs.empty() || runs.back().rank != rank) runs.push_back({rank, piece.in_param, 0});
+    runs.back().count += piece.count;
+  }
+  return runs;
+}
+
 }  // namespace strata

@@ -30,4 +30,12 @@ struct Ownership {
 // too much of in a unit, it gets less of in the next ones. REQUIRES: rank < ranks.
 Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks);
 
+// Elements [first, first + count) of a parameter, and the rank that owns them.
+struct OwnedRun {
+  std::uint32_t rank = 0;
+  std::size_t first = 0, count = 0;
+};
+// Those of a parameter, from the first to the last. REQUIRES: the layout has it.
+std::vector<OwnedRun> owned_runs(const Layout& layout, const Ownership& owns, std::uint32_t param);
+
 }  // namespace strata

@@ -8,7 +8,6 @@ from typing import Any
 
 import strata
 import torch
-from rank_gradients import clips, drops, parts, scales  # noqa: F401 (found by name)
 from rank_loops import (
     BATCHES,
     WIDTH,
@@ -309,7 +308,7 @@ def refuses(run: Rank, what: str) -> str:
             strata.snapshot(model, run.folder / "snapshots")
         if what == "save":
             optimizer.step()
-            strata.save(model, run.folder / "checkpoint")
+            strata.save(model, run.folder / "checkpoint", wait=False)
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"

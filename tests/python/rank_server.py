@@ -12,6 +12,7 @@ second to begin. What a rank ends with, an exception too, it ends with as any Py
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -117,7 +118,8 @@ class Ranks:
         self._folder.cleanup()
 
     def start(self, scenario: str, ranks: int, **arguments: Any) -> Run:
-        """Starts `ranks` processes; one alone is no rank, as without torchrun."""
+        """Starts `ranks` processes; one alone is no rank, as without torchrun. `scenario`: a
+        function of rank_scenarios.py, or with its module ahead of it, as "rank_saves.saves"."""
         folder = Path(self._folder.name) / f"run-{self._runs}"
         folder.mkdir()
         self._runs += 1
@@ -168,7 +170,9 @@ def _be_rank(order: dict[str, Any], rank: int) -> None:
                 world_size=order["ranks"],
             )
     run = rank_scenarios.Rank(rank, order["ranks"], folder)
-    value = getattr(rank_scenarios, order["scenario"])(run, **order["with"])
+    module, _, name = order["scenario"].rpartition(".")
+    scenarios = importlib.import_module(module or "rank_scenarios")
+    value = getattr(scenarios, name)(run, **order["with"])
     _write(folder / f"rank-{rank}.json", value)
 
 

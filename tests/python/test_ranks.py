@@ -73,9 +73,9 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> N
 
 @pytest.mark.parametrize("scenario", ["clips", "scales", "drops"])
 def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
-    expected = same(ranks.run(scenario, 1))
+    expected = same(ranks.run(f"rank_gradients.{scenario}", 1))
     for count in (2, 4):
-        assert same(ranks.run(scenario, count)) == expected
+        assert same(ranks.run(f"rank_gradients.{scenario}", count)) == expected
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
     ],
 )
 def test_ranks_that_treat_gradients_differently_say_so(ranks: Ranks, what: str, words: str) -> None:
-    all_say(ranks.start("parts", 2, what=what).wait(), words)
+    all_say(ranks.start("rank_gradients.parts", 2, what=what).wait(), words)
 
 
 @pytest.mark.parametrize("scenario", ["experts", "uneven", "catches"])
@@ -193,8 +193,8 @@ def test_ranks_that_differ_say_so(ranks: Ranks, what: str, words: str) -> None:
         ("lock_free", "on_step"),
         ("8bit", "moments in 8 bits"),
         ("grad", "the values of the gradient of .* cannot be seen"),
-        ("snapshot", "snapshots and checkpoints of several ranks"),
-        ("save", "snapshots and checkpoints of several ranks"),
+        ("snapshot", "snapshots of several ranks .* use strata.save"),
+        ("save", "strata.save\\(wait=False\\) .* use strata.save"),
     ],
 )
 def test_what_is_not_there_yet_is_refused(ranks: Ranks, what: str, words: str) -> None:

@@ -30,6 +30,7 @@ the next save to the same `path`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import Wrapped, wrapped
 from . import rng
 from .checkpoint_files import (
+    BUFFER_BYTES,
     CheckpointError,
     Record,
     TensorReader,
@@ -52,9 +54,10 @@ from .checkpoint_files import (
 from .checkpoint_manifest import check, merged
 from .extras import from_json
 from .stored import StoredTensor, persistent_buffers, stored_tensors
+from .together import Together, keeper_of, owned
 
 if TYPE_CHECKING:
-    from .._core import Kind, ParamSpec, Session  # types only: the stub's, not the core's
+    from .._core import Kind, ParamSpec  # types only: the stub's, not the core's
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -69,38 +72,55 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     else is refused until a load has come to its end.
     """
     state = wrapped(model)
-    folder = find(path)
-    if folder is None:
-        raise CheckpointError(f"no complete checkpoint at {path}")
-    with TensorReader(folder) as file:
-        manifest = file.manifest
-        check(manifest, model_layout(state) | {"groups": plain_groups(state)}, str(folder))
-        groups = merged_groups(state, manifest["groups"], folder)
-        meter = Meter(progress, 2 * manifest["bytes"])
-        entries = [*manifest["params"], *manifest["buffers"]]
-        file.verify(((e["name"], r) for e in entries for r in e["tensors"]), meter.add)
-        state.hooks.reset()
-        state.half_loaded = True
-        state.forget_step()
-        for tensor, entry in zip(stored_tensors(model), manifest["params"], strict=True):
-            for record in entry["tensors"]:
-                _restore(state.session, tensor, record, meter(file.chunks(record)))
-            for place in tensor.parts:
-                state.session.set_param_step(place, entry["step"])
-        buffers = persistent_buffers(model)
-        for entry in manifest["buffers"]:
-            raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
-            set_buffer(buffers[entry["name"]], raw)
-    steps = (entry["step"] for entry in manifest["params"])  # older ones say no more
-    state.steps_before = manifest.get("step", max(steps, default=0)) - state.session.steps()
-    finish_load(state, groups, manifest["rng"])
+    together = Together(state, "strata.load()")
+    with contextlib.ExitStack() as stack:
+        # 1. All have found the same checkpoint, and it is whole: each rank looks at a part.
+        with together.phase() as phase:
+            folder = find(path)
+            if folder is None:
+                raise CheckpointError(f"no complete checkpoint at {path}")
+            file = stack.enter_context(TensorReader(folder))
+            manifest = file.manifest
+            check(manifest, model_layout(state) | {"groups": plain_groups(state)}, str(folder))
+            groups = merged_groups(state, manifest["groups"], folder)
+            tensors = stored_tensors(model)
+            meter = Meter(progress, 2 * manifest["bytes"])
+            mine = list(_part(state, tensors, manifest, together.rank))
+            file.verify(mine, meter.add)
+            meter.add(manifest["bytes"] - sum(record["bytes"] for _, record in mine))
+            if together.count > 1:
+                state.drop_gradients()  # raises where they have landed: other ranks may have them
+            phase.said = str(folder)
+        together.agree("paths", phase.heard)
+        # 2. It takes the place of what the model has.
+        with together.phase():
+            state.hooks.reset()
+            state.half_loaded = True
+            state.forget_step()
+            for tensor, entry in zip(tensors, manifest["params"], strict=True):
+                for record in entry["tensors"]:
+                    _restore(state, tensor, record, file, together.rank, meter)
+                for place in tensor.parts:
+                    state.session.set_param_step(place, entry["step"])
+            buffers = persistent_buffers(model)
+            for entry in manifest["buffers"]:
+                raw = b"".join(bytes(c) for c in meter(file.chunks(entry["tensors"][0])))
+                set_buffer(buffers[entry["name"]], raw)
+            steps = (entry["step"] for entry in manifest["params"])  # older ones say no more
+            run_step = manifest.get("step", max(steps, default=0))
+            state.steps_before = run_step - state.session.steps()
+            others = manifest.get("others", [])
+            same = together.count == 1 + len(others)
+            own = others[together.rank - 1] if same and together.rank > 0 else manifest
+            restore_context(state, groups, own["rng"])
+    state.half_loaded = False
     state.last_saved = folder
-    extra: dict[str, Any] = from_json(manifest["extra"], [])
+    extra: dict[str, Any] = from_json(own["extra"], [])
     return extra
 
 
-def finish_load(state: Wrapped, groups: list[dict[str, Any]], states: dict[str, Any]) -> None:
-    """The end of a load: hyperparameters, and random states as rng.capture() gave them."""
+def restore_context(state: Wrapped, groups: list[dict[str, Any]], states: dict[str, Any]) -> None:
+    """Hyperparameters, and random states as rng.capture() gave them."""
     for group, new in zip(state.optimizer.param_groups, groups, strict=True):
         for key, value in new.items():
             if isinstance(group.get(key), torch.Tensor):
@@ -108,7 +128,17 @@ def finish_load(state: Wrapped, groups: list[dict[str, Any]], states: dict[str, 
             else:
                 group[key] = value
     rng.restore(states)
-    state.half_loaded = False
+
+
+def _part(
+    state: Wrapped, tensors: list[StoredTensor], manifest: dict[str, Any], rank: int
+) -> Iterator[tuple[str, Record]]:
+    """The tensors of the file that a rank verifies, with their names: all of them have one."""
+    keepers = {tensor.name: keeper_of(state, tensor.parts) for tensor in tensors}
+    for entry in (*manifest["params"], *manifest["buffers"]):
+        if keepers.get(entry["name"], 0) == rank:
+            for record in entry["tensors"]:
+                yield entry["name"], record
 
 
 @dataclass
@@ -152,19 +182,41 @@ def stored_values(
 
 
 def _restore(
-    session: Session, tensor: StoredTensor, record: Record, chunks: Iterator[memoryview]
+    state: Wrapped,
+    tensor: StoredTensor,
+    record: Record,
+    file: TensorReader,
+    rank: int,
+    meter: Meter,
 ) -> None:
+    """What this rank owns of a tensor. All ranks make the same calls of write(), and the core takes
+    from each what is the rank's own: the rest of `values` is never looked at, nor read here."""
     dtype = getattr(torch, record["dtype"])
-    sizes = [math.prod(shape) for shape in tensor.part_shapes]
-    part, offset = 0, 0  # where the next value belongs
-    for chunk in chunks:
-        values = torch.frombuffer(chunk, dtype=dtype).to(torch.float32)
-        while values.numel():
-            here, values = values[: sizes[part] - offset], values[sizes[part] - offset :]
-            session.write(tensor.parts[part], record["kind"], offset, here.data_ptr(), here.numel())
-            offset += here.numel()
-            if offset == sizes[part]:
-                part, offset = part + 1, 0
+    values = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
+    at = record["offset"]  # of the part
+    for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+        numel = math.prod(shape)
+        runs = owned(state, part, rank)
+        for begin in range(0, numel, values.numel()):
+            here = values[: numel - begin]
+            for first, count in _within(runs, begin, here.numel()):
+                bytes_of = {"offset": at + first * dtype.itemsize, "bytes": count * dtype.itemsize}
+                to = first - begin
+                for chunk in file.chunks(record | bytes_of):
+                    read = torch.frombuffer(chunk, dtype=dtype)
+                    here[to : to + read.numel()] = read
+                    to += read.numel()
+            state.session.write(part, record["kind"], begin, here.data_ptr(), here.numel())
+            meter.add(here.numel() * dtype.itemsize)
+        at += numel * dtype.itemsize
+
+
+def _within(runs: list[tuple[int, int]], begin: int, count: int) -> Iterator[tuple[int, int]]:
+    """What of the runs, each (first, count), lies in so many elements from `begin` on."""
+    for first, length in runs:
+        low, high = max(first, begin), min(first + length, begin + count)
+        if low < high:
+            yield low, high - low
 
 
 def raw_bytes(value: torch.Tensor) -> Iterator[memoryview]:

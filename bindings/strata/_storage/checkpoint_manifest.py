@@ -67,8 +67,19 @@ def _unsound(manifest: dict[str, Any]) -> list[str]:
     ]
     if not (_is_count(step := manifest.get("step", 0)) and step <= STEPS_MAX):
         problems.append(f"'step' is {step!r:.60}")
-    problems += extras.problems(manifest["extra"], 0)
-    return problems + [f"rng: {problem}" for problem in rng.problems(manifest["rng"])]
+    others = manifest.get("others", [])  # ranks
+    if not isinstance(others, list) or not all(map(_is_rank, others)):
+        return [*problems, "'others' has no random states of ranks"]
+    for said in (manifest, *others):
+        problems += extras.problems(said["extra"], 0)
+        problems += [f"rng: {problem}" for problem in rng.problems(said["rng"])]
+    return problems
+
+
+def _is_rank(other: Any) -> bool:
+    return isinstance(other, dict) and all(
+        isinstance(other.get(key), dict) for key in ("rng", "extra")
+    )
 
 
 def _unsound_entry(entry: Any, trained: bool) -> list[str]:

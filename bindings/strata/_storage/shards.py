@@ -1,11 +1,11 @@
 """Shards: the safetensors files of a checkpoint, and which of an earlier one are written again.
 
     for shard in cut(wanted):                           # of bounded size, what changes by itself
-        with ShardWriter(folder, shard, metadata) as file:
+        with ShardWriter(folder / name, shard) as file:
             for tensor in shard.tensors:
-                record = file.append(tensor, chunks)
+                record = file.write(tensor, chunks)
     earlier = Earlier.find([path])                      # the last checkpoint of the series
-    records = earlier.link_unchanged(wanted, digest_of, folder)
+    records = earlier.link_unchanged(wanted, digest_of, folder, mine)
 
 Format: each shard is a safetensors file: eight bytes with the length of the header, little-endian;
 the header, JSON, padded with spaces to a multiple of eight; the tensors, wider elements first.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,15 +95,19 @@ def _shard(stem: str, tensors: list[Wanted]) -> Shard:
     return Shard(stem, tuple(sorted(tensors, key=lambda t: -getattr(torch, t.dtype).itemsize)))
 
 
+def free_name(stem: str, taken: Collection[str]) -> str:
+    """The next name of a shard that is not `taken`."""
+    numbers = (shard_name(stem, n) for n in range(1, len(taken) + 2))
+    return next(name for name in numbers if name not in taken)
+
+
 class ShardWriter(TensorWriter):
     """Writes one front to back, and syncs it to the disk on leaving."""
 
-    def __init__(self, folder: Path, shard: Shard, taken: set[str]) -> None:
-        """Creates the file, under a name that is not `taken`, and takes that."""
-        numbers = (shard_name(shard.stem, n) for n in range(1, len(taken) + 2))
-        self.name = next(name for name in numbers if name not in taken)
-        taken.add(self.name)
-        super().__init__(folder / self.name)
+    def __init__(self, path: Path, shard: Shard) -> None:
+        """Creates the file, which has a name of shard_name()."""
+        self.name = path.name
+        super().__init__(path)
         tensors = {
             t.key: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta")
             for t in shard.tensors
@@ -157,10 +161,15 @@ class Earlier:
         return same and self._steps[tensor.name] == tensor.step
 
     def link_unchanged(
-        self, wanted: Sequence[Wanted], digest: Callable[[Wanted], str], into: Path
+        self,
+        wanted: Sequence[Wanted],
+        digest: Callable[[Wanted], str],
+        into: Path,
+        mine: Callable[[str], bool],
     ) -> dict[tuple[str, str], Record]:
         """Links the files whose tensors are all among those wanted and unchanged. Returns what the
-        manifest says about these tensors. See Note [What is not written again]."""
+        manifest says about these tensors. `mine`: whether this rank looks after the files whose
+        first tensor has that name. See Note [What is not written again]."""
         if self.folder is None:
             return {}
         by_key = {(t.name, t.kind): t for t in wanted}
@@ -169,6 +178,8 @@ class Earlier:
             files.setdefault(record["file"], []).append(key)
         found: dict[tuple[str, str], Record] = {}
         for name, keys in sorted(files.items()):
+            if not mine(keys[0][0]):
+                continue
             if not all(key in by_key and self.quiet(by_key[key]) for key in keys):
                 continue
             if not self._untouched(name):

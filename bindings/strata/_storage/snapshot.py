@@ -50,6 +50,7 @@ from .snapshot_files import (
 )
 from .snapshot_kept import KeptSnapshots
 from .snapshot_pages import copy_pages, from_files, slots_of
+from .together import refuse_snapshots
 
 if TYPE_CHECKING:
     from .._core import TakenSnapshot
@@ -133,6 +134,7 @@ def snapshot(
             from then on where pages could not be made durable.
         CheckpointError: `path` is a file, or the folder of a checkpoint.
         TypeError: `keep` is no whole number, or `extra` holds what cannot be kept.
+        ValueError: Several ranks train the model: strata.save() writes what they have.
         RuntimeError: Where parameters are of two states, or the model has others than when it was
             wrapped, or other persistent buffers than at its first snapshot.
     """
@@ -177,7 +179,8 @@ class Taker:
     looked up by the first call, and again when that has changed."""
 
     def __init__(self, state: Wrapped) -> None:
-        """Removes what killed processes left on the drives."""
+        """Removes what killed processes left on the drives. Raises ValueError for several ranks."""
+        refuse_snapshots(state)
         self._session = state.session
         self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
         self.kept = KeptSnapshots(self._session)  # complete ones

@@ -40,6 +40,7 @@ from .snapshot_form import unsound
 from .snapshot_gradients import Pages, SavedGradients, upgrade
 from .snapshot_pages import page_memory, pages_of
 from .stored import StoredTensor, persistent_buffers, stored_tensors
+from .together import Together, refuse_snapshots
 
 if TYPE_CHECKING:
     from .._core import Kind
@@ -59,23 +60,34 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     saved it. A snapshot on the file system of `ssd_path`, with pages like the model's, is not read
     now: each page is, and is verified, when it is first used; a damaged one ends the run then.
 
+    Of several ranks each one calls it, with the same path, and reads from a checkpoint what it
+    owns; none returns before all have. The number of ranks may be another than when it
+    was saved. Where it is the same, each gets back its own random states and `extra`; else all get
+    those of rank 0. Buffers are rank 0's on all of them. Load ahead of the first backward, or
+    behind step(). A snapshot is loaded by a process that is alone.
+
     Returns `extra`. Raises CheckpointError, before anything is changed, where there is none that is
-    complete, where it is damaged, or of another model. Where an exception ends it later, Ctrl-C
-    too, and where a page that is read is damaged, everything else is refused until a load has come
-    to its end.
+    complete, where it is damaged, or of another model, and where another rank fails, which the
+    message names; ValueError where several ranks load a snapshot; StrataError where a rank dies.
+    Where an exception ends it later, Ctrl-C too, and where a page that is read is damaged,
+    everything else is refused, on all ranks, until a load has come to its end.
     """
     state = wrapped(model)
-    if state.snapshots is not None:  # what is under way may be what is asked for, or remove it
-        state.hooks.reset()  # raises in a forked child, which has none of the threads
-        state.snapshots.finish()
-        state.snapshots.holder.finish()
-    folder = find(path)
-    if folder is None:
-        newest = snapshots_of(Path(os.path.realpath(path)))
-        folder = newest[-1] if newest else None
-    if folder is None or not is_snapshot(read_manifest(folder)):
+    with Together(state, "strata.load()").phase():
+        if state.snapshots is not None:  # what is under way may be what is asked for, or remove it
+            state.hooks.reset()  # raises in a forked child, which has none of the threads
+            state.snapshots.finish()
+            state.snapshots.holder.finish()
+        folder = find(path)
+        if folder is None:
+            newest = snapshots_of(Path(os.path.realpath(path)))
+            folder = newest[-1] if newest else None
+        snapshot = folder if folder is not None and is_snapshot(read_manifest(folder)) else None
+        if snapshot is not None:
+            refuse_snapshots(state)
+    if snapshot is None:
         return checkpoint.load(model, path, progress=progress)
-    return _load_snapshot(state, folder, progress)
+    return _load_snapshot(state, snapshot, progress)
 
 
 def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> dict[str, Any]:
@@ -108,7 +120,8 @@ def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> d
             raw = b"".join(bytes(chunk) for chunk in file.chunks(entry["tensors"][0]))
             checkpoint.set_buffer(buffers[entry["name"]], raw)
     state.steps_before = manifest["step"] - state.session.steps()
-    checkpoint.finish_load(state, groups, manifest["rng"])
+    checkpoint.restore_context(state, groups, manifest["rng"])
+    state.half_loaded = False
     return extra
 
 
