@@ -2,7 +2,7 @@
 
 It exists to catch reads of parameters that are not on the device: where the device budget does not
 hold all units, a unit's memory is filled with NaN as soon as nobody has it entered. Arithmetic is
-torch's own, on float32 tensors. fake_saves.py has its activations.
+torch's own, on float32 tensors. fake_saves.py has its activations, fake_ranks.py who else trains.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from fake_param import DTYPES, Param, grad_norm
+from fake_ranks import Alone
 from fake_saves import Saves, borrow
 from strata._core import Budgets, StrataError
 from torch.utils.dlpack import to_dlpack
@@ -18,7 +19,7 @@ from torch.utils.dlpack import to_dlpack
 PAGE = 4096
 
 
-class Session(Saves):
+class Session(Saves, Alone):
     """One session. Every method checks what the contract requires of its caller."""
 
     def __init__(self, config: dict[str, Any], foreign: Any = None) -> None:
@@ -262,13 +263,6 @@ class Session(Saves):
                 p.update(groups[p.spec["group"]], scale)
                 p.updated = True
                 self._span("update", unit, False, begin, p.device.nbytes)
-
-    def leave_ranks(self, gives_up: bool) -> None:
-        """It is alone."""
-
-    def owners(self, param: int) -> list[tuple[int, int, int]]:
-        numel = self.params[param].spec["numel"]
-        return [(0, 0, numel)] if numel else []
 
     def drain(self) -> None:
         self._open()
