@@ -266,10 +266,6 @@ class Session(Saves):
     def leave_ranks(self, gives_up: bool) -> None:
         """It is alone."""
 
-    def owners(self, param: int) -> list[tuple[int, int, int]]:
-        numel = self.params[param].spec["numel"]
-        return [(0, 0, numel)] if numel else []
-
     def drain(self) -> None:
         self._open()
 
