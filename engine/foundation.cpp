@@ -73,6 +73,7 @@ Foundation::Foundation(const Config& its_config, TierParts parts,
       kernels(strata::kernels(best_isa())),
       layout(home.layout),
       owns(share_chunks(layout, config.rank, config.ranks)),
+      meeting(std::move(its_meeting)),
       claims(home),
       tiers(config, home, std::move(parts), &bell),
       table(make_table(home, tiers)),
@@ -87,8 +88,7 @@ Foundation::Foundation(const Config& its_config, TierParts parts,
                           ? std::nullopt
                           : std::optional<GradientFrames>(std::in_place, layout, tiers.host(),
                                                           claims.buffer_frames)),
-      cache(table, transfers, tiers.host(), tiers.device()),
-      meeting(std::move(its_meeting)) {
+      cache(table, transfers, tiers.host(), tiers.device()) {
   connect_stores();
   meet_others();
   if (scales != nullptr) std::memset(scales, 0, claims.scale_frames * layout.page_bytes);

@@ -47,6 +47,8 @@ struct Foundation final {
   const Kernels& kernels;
   const Layout layout;
   const Ownership owns;
+  // Has the memory of other ranks, which copies under way read until tiers are gone. Null: alone.
+  std::unique_ptr<Meeting> meeting;
   Claims claims;  // as they are now
   Tiers tiers;
   PageTable table;
@@ -60,7 +62,6 @@ struct Foundation final {
   std::optional<GradientFrames> gradient_frames;  // none: gradients have pages
   PageCache cache;
   // The other ranks of the machine, and what they hold. None: this one is alone.
-  std::unique_ptr<Meeting> meeting;
   std::unique_ptr<Peers> peers;
   std::optional<RemotePages> remote;
 
