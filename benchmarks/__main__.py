@@ -21,6 +21,8 @@ BENCHES = {
     "step": "step time against plain PyTorch: all resident, state in host memory, state on the SSD",
     "io-bound": "SSD bandwidth of a step with little computation, against fio",
     "adam": "the optimizer kernel against torch's and against a loop over the same bytes",
+    "dequantise": "codes of frozen pages to bfloat16, against memcpy() of the output",
+    "code-bits": "codes and values of frozen pages against bitsandbytes and torchao: the same bits",
     "adam-peers": "the optimizer kernel against DeepSpeed's and torch's, with their casts",
     "vs-deepspeed": "a training step against DeepSpeed's ZeRO-3 with CPU and with NVMe offload",
     "give-way": "computation beside a worker on the same cores, under each way to step back",

@@ -116,6 +116,19 @@ struct Vec1 {
     *to = static_cast<std::uint8_t>(value);
   }  // same
 
+  STRATA_DEVICE_CODE static I load(const std::int8_t* from) {
+    return static_cast<I>(std::int32_t{*from});
+  }  // with its sign
+
+  // 64 of sixteen values, chosen by codes of four bits: the upper half of each byte comes first.
+  template <class T>
+  STRATA_DEVICE_CODE static void look_up(const T* sixteen, const std::uint8_t* codes, T* to) {
+    for (std::size_t i = 0; i < 32; ++i) {
+      to[2 * i] = sixteen[codes[i] >> 4];
+      to[2 * i + 1] = sixteen[codes[i] & 15];
+    }
+  }
+
   STRATA_DEVICE_CODE static void add_squares(Sums& sums, F value) {
     const double wide = value;
     sums += wide * wide;

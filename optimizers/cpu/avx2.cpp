@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "optimizers/codes/kernel.hpp"
 #include "optimizers/cpu/kernel.hpp"
 #include "optimizers/landing.hpp"
 
@@ -130,6 +131,51 @@ struct Vec8 {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
   }
 
+  static I load(const std::int8_t* from) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
+
+  // The lower and the upper bytes of the sixteen values are looked up apart, within halves of a
+  // register: so the codes of elements 8 to 15 and 16 to 23 change places first.
+  static void look_up(const std::uint16_t* sixteen, const std::uint8_t* codes, std::uint16_t* to) {
+    const I table = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sixteen));
+    const I lows = _mm256_and_si256(table, _mm256_set1_epi16(0xff));
+    const I highs = _mm256_srli_epi16(table, 8);
+    const I bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(lows, highs), 0xd8);
+    const I low_table = _mm256_permute4x64_epi64(bytes, 0x44);
+    const I high_table = _mm256_permute4x64_epi64(bytes, 0xee);
+    for (std::size_t i = 0; i < 64; i += 32) {
+      const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i / 2));
+      const I wide = _mm256_cvtepu8_epi16(pairs);
+      const I both = _mm256_or_si256(_mm256_srli_epi16(wide, 4), _mm256_slli_epi16(wide, 8));
+      const I numbers =
+          _mm256_permute4x64_epi64(_mm256_and_si256(both, _mm256_set1_epi8(15)), 0xd8);
+      const I low = _mm256_shuffle_epi8(low_table, numbers);
+      const I high = _mm256_shuffle_epi8(high_table, numbers);
+      auto* const out = reinterpret_cast<__m256i*>(to + i);
+      _mm256_storeu_si256(out, _mm256_unpacklo_epi8(low, high));
+      _mm256_storeu_si256(out + 1, _mm256_unpackhi_epi8(low, high));
+    }
+  }
+  static void look_up(const float* sixteen, const std::uint8_t* codes, float* to) {
+    const F lower = _mm256_loadu_ps(sixteen);
+    const F upper = _mm256_loadu_ps(sixteen + 8);
+    const auto of = [&](I number) {
+      const F fourth = _mm256_castsi256_ps(_mm256_slli_epi32(number, 28));
+      return _mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, number),
+                              _mm256_permutevar8x32_ps(upper, number), fourth);
+    };
+    for (std::size_t i = 0; i < 64; i += 16) {
+      const I pairs = load(codes + i / 2);
+      const F even = of(_mm256_srli_epi32(pairs, 4));
+      const F odd = of(pairs);
+      const F low = _mm256_unpacklo_ps(even, odd);
+      const F high = _mm256_unpackhi_ps(even, odd);
+      _mm256_storeu_ps(to + i, _mm256_permute2f128_ps(low, high, 0x20));
+      _mm256_storeu_ps(to + i + 8, _mm256_permute2f128_ps(low, high, 0x31));
+    }
+  }
+
   static void add_squares(Sums& sums, F value) {
     const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(value));
     const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
@@ -146,6 +192,11 @@ struct Vec8 {
 
 const Kernels& avx2_kernels() {
   static constexpr Kernels table = make_kernels<Vec8>();
+  return table;
+}
+
+const CodeKernels& avx2_code_kernels() {
+  static constexpr CodeKernels table = make_code_kernels<Vec8>();
   return table;
 }
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "optimizers/codes/kernel.hpp"
 #include "optimizers/cpu/kernel.hpp"
 #include "optimizers/landing.hpp"
 
@@ -110,6 +111,34 @@ struct Vec16 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(value));
   }
 
+  static I load(const std::int8_t* from) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+
+  // vpermw reads five bits of each number, and the table is there twice: whatever is in the fifth
+  // does not matter.
+  static void look_up(const std::uint16_t* sixteen, const std::uint8_t* codes, std::uint16_t* to) {
+    const I table = _mm512_broadcast_i64x4(load(sixteen, All{}));
+    for (std::size_t i = 0; i < 64; i += 32) {
+      const I pairs = load(codes + i / 2);
+      const I numbers = _mm512_or_si512(_mm512_srli_epi32(pairs, 4), _mm512_slli_epi32(pairs, 16));
+      _mm512_storeu_si512(to + i, _mm512_permutexvar_epi16(numbers, table));
+    }
+  }
+  // vpermps reads four bits of each number.
+  static void look_up(const float* sixteen, const std::uint8_t* codes, float* to) {
+    const F table = _mm512_loadu_ps(sixteen);
+    const I low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const I high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    for (std::size_t i = 0; i < 64; i += 32) {
+      const I pairs = load(codes + i / 2);
+      const F even = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table);
+      const F odd = _mm512_permutexvar_ps(pairs, table);
+      _mm512_storeu_ps(to + i, _mm512_permutex2var_ps(even, low, odd));
+      _mm512_storeu_ps(to + i + 16, _mm512_permutex2var_ps(even, high, odd));
+    }
+  }
+
   static void add_squares(Sums& sums, F value) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(value));
     const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, 1));
@@ -126,6 +155,11 @@ struct Vec16 {
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels table = make_kernels<Vec16>();
+  return table;
+}
+
+const CodeKernels& avx512_code_kernels() {
+  static constexpr CodeKernels table = make_code_kernels<Vec16>();
   return table;
 }
 
