@@ -378,6 +378,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
         "ssd_bytes": 0,
         "staging_bytes": 0,
         "buffer_bytes": buffers,
+        "snapshot_bytes": 0,
         "device_bytes_min": smallest,
         "nested_bytes": nested,
         "units": [

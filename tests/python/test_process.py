@@ -5,10 +5,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import interrupts
 import pytest
 import strata
 import torch
@@ -18,7 +19,6 @@ from strata._hooks import hooks
 from strata._runtime import undo
 from torch import nn
 
-PACKAGE = str(Path(strata.__file__).parent)
 SMALL = {"device": "64KiB", "host": "8MiB"}  # tiles are wanted
 ROOMY = {"device": "1MiB", "host": "8MiB"}
 # In each test that is interrupted.
@@ -77,35 +77,11 @@ def looks(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return seen
 
 
-class Interrupted:
-    """Raises KeyboardInterrupt ahead of the nth line of strata's, or nowhere if there are fewer."""
-
-    def __init__(self, nth: int = 0) -> None:
-        self._nth = nth
-        self.lines = 0
-
-    def __enter__(self) -> "Interrupted":
-        self._before = sys.gettrace()
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            self.lines += 1
-            if self.lines == self._nth:
-                raise KeyboardInterrupt
-        return self._line
-
-
-def points(lines: int) -> list[int]:
-    """Some of so many lines, spread evenly."""
-    return list(range(1, lines, max(1, lines // POINTS)))
+def points(work: Callable[[], Any]) -> list[int]:
+    """Some of those at which it can be interrupted, spread evenly."""
+    counted = interrupts.Interrupt(None)
+    counted.run(work)
+    return list(range(0, counted.count, max(1, counted.count // POINTS)))
 
 
 def stack() -> nn.Sequential:
@@ -133,22 +109,17 @@ def test_an_interrupted_wrap_leaves_the_model_as_it_was(
     if make is meta:
         save_file(stack().state_dict(), tmp_path / "model.safetensors")
         options = {**options, "weights": tmp_path}
-    with Interrupted() as trace:
-        strata.wrap(*make(), **options)
+    some = points(lambda: strata.wrap(*make(), **options))
     model, optimizer = make()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     before = looks(model, optimizer)
-    for line in points(trace.lines):
-        try:
-            with Interrupted(line):
-                strata.wrap(model, optimizer, **options)
-        except KeyboardInterrupt:
-            pass
+    for point in some:
+        interrupts.Interrupt(point).run(partial(strata.wrap, model, optimizer, **options))
         if "_strata" in vars(model):  # wholly wrapped: it came behind
             strata.unwrap(model)
             model, optimizer = make()
             before = looks(model, optimizer)
-        assert looks(model, optimizer) == before, line
+        assert looks(model, optimizer) == before, point
     for name, value in model.state_dict().items():
         assert value.is_meta == values[name].is_meta
         assert value.is_meta or torch.equal(value, values[name]), name
@@ -166,24 +137,18 @@ def test_an_interrupted_wrap_leaves_the_model_as_it_was(
 def test_an_interrupted_unwrap_can_be_done_again(memory: dict[str, str]) -> None:
     model, optimizer = build()
     strata.wrap(model, optimizer, memory=memory)
-    with Interrupted() as trace:
-        strata.unwrap(model)
-    for line in points(trace.lines):
+    for point in points(partial(strata.unwrap, model)):
         model, optimizer = build()
         strata.wrap(model, optimizer, memory=memory)
-        try:
-            with Interrupted(line):
-                strata.unwrap(model)
-        except KeyboardInterrupt:
-            pass
+        interrupts.Interrupt(point).run(partial(strata.unwrap, model))
         if "_strata" in vars(model):
             strata.unwrap(model)
         plain, plain_optimizer = build()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p, q), line
+            assert torch.equal(p, q), point
         groups = zip(optimizer.param_groups, plain_optimizer.param_groups, strict=True)
-        assert [len(g["params"]) for g, _ in groups] == [4, 3], line
-        assert train(model, optimizer) == train(plain, plain_optimizer), line
+        assert [len(g["params"]) for g, _ in groups] == [4, 3], point
+        assert train(model, optimizer) == train(plain, plain_optimizer), point
 
 
 def test_an_interrupt_of_the_undoing_is_not_the_end_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +224,7 @@ for _ in range(4):
     optimizer.zero_grad()
 assert "svg" in html_report.page(strata.report(model))
 step = {"seconds": 1.0, "loss": 1.0, "strata_host_gib": 1.0}
+from functools import partial
 from pathlib import Path
 picture.draw([step], {"host": 1}, Path(sys.argv[1]) / "chart.png", "")
 strata.unwrap(model)

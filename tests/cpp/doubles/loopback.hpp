@@ -41,7 +41,7 @@ class Loopback final {
     OneRank(Loopback& machine, std::uint32_t rank)
         : machine_(machine), rank_(rank), told_(machine.lost_.size(), false) {}
     std::vector<Seat> meet(const SeatOffer& offer) override {
-      return machine_.meet(rank_, offer, memories_);
+      return machine_.meet(rank_, offer, memories_, bells_);
     }
     std::vector<std::uint32_t> lost() override {
       std::vector<std::uint32_t> lost;
@@ -57,22 +57,27 @@ class Loopback final {
     Loopback& machine_;
     std::uint32_t rank_;
     std::vector<bool> told_;
-    std::vector<MappedArea> memories_;  // as processes have: who has closed is still read
+    // As processes have: who has closed is still read, and rung for.
+    std::vector<MappedArea> memories_;
+    std::vector<std::unique_ptr<PeerBell>> bells_;
   };
 
   std::vector<Seat> meet(std::uint32_t rank, const SeatOffer& offer,
-                         std::vector<MappedArea>& memories) {
+                         std::vector<MappedArea>& memories,
+                         std::vector<std::unique_ptr<PeerBell>>& bells) {
     offers_[rank] = offer;
     boards_[rank].reset(new (std::align_val_t{64}) std::byte[offer.board_bytes]());
     all_->arrive_and_wait();
     std::vector<Seat> seats;
     for (std::uint32_t r = 0; r < offers_.size(); ++r) {
+      bells.push_back(std::make_unique<PeerBell>(offers_[r].bell->duplicate()));
       memories.emplace_back(offers_[r].memory_file, offers_[r].memory.size(), Access::read_only);
       seats.push_back({.inbox = inboxes_[r].get(),
                        .board = {boards_[r].get(), offers_[r].board_bytes},
                        .memory = r == rank ? offers_[r].memory : memories.back().bytes(),
-                       .ring = [bell = offers_[r].bell] { bell->ring(); }});
+                       .ring = [bell = bells.back().get()] { bell->ring(); }});
     }
+    all_->arrive_and_wait();  // nobody closes what another has still to take
     return seats;
   }
 
