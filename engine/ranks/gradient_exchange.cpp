@@ -269,7 +269,7 @@ bool GradientExchange::turn() {
       --adding_;
       break;
     }
-    job.release();  // until it is collected
+    static_cast<void>(job.release());  // until it is collected
     moved = true;
   }
   std::erase_if(pending_, [this](std::uint32_t id) { return parts_[id].waiting.empty(); });

@@ -54,6 +54,7 @@ TEST(MeetingRefusals, RefusesASecondProcessOfTheSameRank) {
     // With a name that is left over, and without; all claim rank 1 at the same time.
     if (seed % 2 == 0) raw_listener(folder.path(), 1);
     std::vector<std::unique_ptr<Forked>> claimants;
+    claimants.reserve(4);
     for (int i = 0; i < 4; ++i) {
       claimants.push_back(std::make_unique<Forked>([&] {
         const std::string said = meeting_refused(folder.path(), 1, 2, kLong);
@@ -106,7 +107,7 @@ std::string refusal_of_header(const RawHeader& header, std::size_t files) {
     char byte = 0;
     while (::read(socket.get(), &byte, 1) > 0) continue;
   });
-  const std::string said = meeting_refused(folder.path(), 0, 2, kLong);
+  std::string said = meeting_refused(folder.path(), 0, 2, kLong);
   EXPECT_EQ(other.end(), 0);
   EXPECT_TRUE(fs::is_empty(folder.path()));
   EXPECT_EQ(open_files(), before) << "received descriptors are closed";

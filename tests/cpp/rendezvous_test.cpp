@@ -174,7 +174,7 @@ TEST(Rendezvous, NamesThoseThatCameAndStoppedAnswering) {
 TEST(Rendezvous, ReplacesWhatAKilledRunLeft) {
   const TempFolder folder;
   for (std::uint32_t rank = 0; rank < 3; ++rank) raw_listener(folder.path(), rank);
-  std::ofstream(folder.path() + "/rank-1", std::ios::trunc);
+  const std::ofstream emptied(folder.path() + "/rank-1", std::ios::trunc);
   const auto others = start_others(folder.path(), 3, 1, 10);
   meet_and_check(folder.path(), 0, 3, 10);
   for (const auto& other : others) EXPECT_EQ(other->end(), 0);
