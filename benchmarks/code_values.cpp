@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -109,5 +110,10 @@ int main(int argc, char** argv) {
   STRATA_ASSERT(file >= 0);
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   STRATA_ASSERT(memory != MAP_FAILED);
-  strata::serve(static_cast<std::byte*>(memory), bytes);
+  try {
+    strata::serve(static_cast<std::byte*>(memory), bytes);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
 }

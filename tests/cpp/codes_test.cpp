@@ -95,6 +95,10 @@ void expect_floats(const std::vector<float>& values, const std::uint32_t* golden
   }
 }
 
+bool same_bits(const void* a, const void* b, std::size_t bytes) {
+  return std::memcmp(a, b, bytes) == 0;
+}
+
 TEST(Codes, TheDynamicMapIsThatOfBitsandbytes) {
   for (std::size_t i = 0; i < 256; ++i) {
     EXPECT_EQ(std::bit_cast<std::uint32_t>(kDynamicMap.values[i]), golden::kDynamicMapBits[i]) << i;
@@ -107,8 +111,8 @@ TEST(Codes, Nf4IsThatOfBitsandbytes) {
     Page page;
     fill(page, Codes::nf4, plain_weights(), isa);
     const PageParts parts = page.parts(Codes::nf4);
-    EXPECT_EQ(std::memcmp(parts.codes, golden::kNf4Codes, sizeof(golden::kNf4Codes)), 0);
-    EXPECT_EQ(std::memcmp(parts.scales, golden::kAbsmax, sizeof(golden::kAbsmax)), 0);
+    EXPECT_TRUE(same_bits(parts.codes, golden::kNf4Codes, sizeof(golden::kNf4Codes)));
+    EXPECT_TRUE(same_bits(parts.scales, golden::kAbsmax, sizeof(golden::kAbsmax)));
     expect_halves(values_of<std::uint16_t>(page, {}, isa, 512, Dtype::bfloat16),
                   golden::kNf4Values);
     expect_floats(values_of<float>(page, {.dtype = Dtype::float32}, isa, 512, Dtype::float32),
@@ -124,9 +128,9 @@ TEST(Codes, DoublyQuantisedNf4IsThatOfBitsandbytes) {
     Page page;
     fill(page, Codes::nf4_double, plain_weights(), isa, group[1]);
     const PageParts parts = page.parts(Codes::nf4_double);
-    EXPECT_EQ(std::memcmp(parts.codes, golden::kNf4Codes, sizeof(golden::kNf4Codes)), 0);
-    EXPECT_EQ(std::memcmp(parts.scale_codes, golden::kScaleCodes, sizeof(golden::kScaleCodes)), 0);
-    EXPECT_EQ(std::memcmp(parts.groups, golden::kFactorAndOffset, sizeof(ScaleGroup)), 0);
+    EXPECT_TRUE(same_bits(parts.codes, golden::kNf4Codes, sizeof(golden::kNf4Codes)));
+    EXPECT_TRUE(same_bits(parts.scale_codes, golden::kScaleCodes, sizeof(golden::kScaleCodes)));
+    EXPECT_TRUE(same_bits(parts.groups, golden::kFactorAndOffset, sizeof(ScaleGroup)));
     expect_halves(values_of<std::uint16_t>(page, form, isa, 512, Dtype::bfloat16),
                   golden::kDoubleValues);
   }
@@ -138,7 +142,7 @@ TEST(Codes, Int8IsThatOfBitsandbytes) {
     Page page;
     fill(page, Codes::int8, plain_weights(), isa, 0.0f, 128);
     const PageParts parts = page.parts(Codes::int8);
-    EXPECT_EQ(std::memcmp(parts.codes, golden::kInt8Codes, sizeof(golden::kInt8Codes)), 0);
+    EXPECT_TRUE(same_bits(parts.codes, golden::kInt8Codes, sizeof(golden::kInt8Codes)));
     for (std::size_t i = 0; i < 8; ++i) {
       EXPECT_EQ(std::bit_cast<std::uint32_t>(parts.scales[i]), golden::kRowMax[i / 2]);
     }

@@ -1,6 +1,7 @@
 #include "rank_simulator.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -84,7 +85,7 @@ class SimulatedRank final {
     parts.threads = false;
     parts.idle = [this] { idle(); };
     parts.now = [this] { return world_.clock.now_ns() * 100; };
-    const std::size_t pace = static_cast<std::size_t>(1 + below(20));
+    const std::size_t pace = 1 + static_cast<std::size_t>(below(20));
     parts.worker_is_done = [this, pace] { return below(pace) == 0; };
     parts.looks_max = kLooksMax;
     parts.turned = [this](const PageTable& table, const Claims& claims) { check(table, claims); };
@@ -162,7 +163,7 @@ class SimulatedRank final {
   // A bit of a ring, more often than not one that somebody will read.
   void damage() {
     const auto other =
-        static_cast<std::uint32_t>((rank_ + 1 + below(config_.ranks - 1)) % config_.ranks);
+        (rank_ + 1 + static_cast<std::uint32_t>(below(config_.ranks - 1))) % config_.ranks;
     const bool sends = below(2) == 0;
     MessageRing& ring =
         sends ? world_.machine.ring(rank_, other) : world_.machine.ring(other, rank_);
@@ -307,7 +308,9 @@ class SimulatedRank final {
       world_.result.skipped += world_.expected.back().skipped ? 1 : 0;
     }
     const StepResult& expected = world_.expected[step];
-    promise(std::memcmp(&result.norm, &expected.norm, sizeof(double)) == 0, "another norm");
+    promise(
+        std::bit_cast<std::uint64_t>(result.norm) == std::bit_cast<std::uint64_t>(expected.norm),
+        "another norm");
     promise(result.finite == expected.finite && result.skipped == expected.skipped,
             "a step was skipped, or was not");
   }
@@ -356,6 +359,7 @@ RanksResult simulate_ranks(std::uint64_t seed, Trouble trouble) {
     ranks.push_back(std::make_unique<SimulatedRank>(world, rank));
   }
   std::vector<std::thread> threads;
+  threads.reserve(ranks.size());
   for (auto& rank : ranks) threads.emplace_back([&rank] { rank->run(); });
   for (std::thread& thread : threads) thread.join();
   // All of them, before any is gone: who closes may still wake the others.
