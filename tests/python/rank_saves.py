@@ -193,7 +193,16 @@ def disagrees(run: Rank, path: str, what: str) -> list[str]:
     if what == "extra":
         extra = {"key": torch.ones(1)} if odd else {"key": 1}
         return _error_of(lambda: strata.save(model, path, extra=extra))
-    assert what == "gradients"
+    raise AssertionError(what)
+
+
+def loads_behind_a_backward(run: Rank, path: str) -> list[str]:
+    """Goes on twice from one checkpoint, once with gradients that have landed. How it ends."""
+    model, optimizer = _trained(run, make_model())
     strata.save(model, path)
+    train(run, model, optimizer, 1, first=STEPS)
+    found = [hash_of(model)]
     model(torch.ones(1, 96)).square().mean().backward()
-    return _error_of(lambda: strata.load(model, path))
+    strata.load(model, path)
+    train(run, model, optimizer, 1, first=STEPS)
+    return [*found, hash_of(model)]

@@ -29,6 +29,12 @@ CASES: list[tuple[dict[str, str], dict[str, Any]]] = [
 ]
 
 
+def quick_first(cases: list[Any], count: int) -> list[Any]:
+    """Parameters of a test, of which all but the first ones are thorough."""
+    slow = [pytest.param(*case, marks=pytest.mark.thorough) for case in cases[count:]]
+    return [pytest.param(*case) for case in cases[:count]] + slow
+
+
 def backward(case: Case, count: int) -> list[float]:
     losses = []
     for _ in range(count):
@@ -50,8 +56,8 @@ def windows(case: Case, first: int, count: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("memory", "mode"), CASES)
-@pytest.mark.parametrize("landed", [1, 3])
+@pytest.mark.parametrize(("memory", "mode"), quick_first(CASES, 2))
+@pytest.mark.parametrize("landed", quick_first([(1,), (3,)], 1))
 def test_it_goes_on_in_the_middle_of_an_accumulation(
     tmp_path: Path, memory: dict[str, str], mode: dict[str, Any], landed: int
 ) -> None:
@@ -286,7 +292,10 @@ def _put_scales_into_the_state(folder: Path, manifest: dict[str, Any]) -> None:
     manifest["bytes"] = state.stat().st_size
 
 
-@pytest.mark.parametrize("mode", [{"dtype": torch.bfloat16}, SUMS, {"state_dtype": "8bit"} | SUMS])
+@pytest.mark.parametrize(
+    "mode",
+    quick_first([({"dtype": torch.bfloat16},), (SUMS,), ({"state_dtype": "8bit"} | SUMS,)], 1),
+)
 def test_gradients_land_again_where_the_pages_are_taken_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: dict[str, Any]
 ) -> None:

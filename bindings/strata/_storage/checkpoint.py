@@ -88,13 +88,13 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             mine = list(_part(state, tensors, manifest, together.rank))
             file.verify(mine, meter.add)
             meter.add(manifest["bytes"] - sum(record["bytes"] for _, record in mine))
-            if together.count > 1:
-                state.drop_gradients()  # raises where they have landed: other ranks may have them
             phase.said = str(folder)
         together.agree("paths", phase.heard)
         # 2. It takes the place of what the model has.
         with together.phase():
             state.hooks.reset()
+            if together.count > 1:
+                state.drop_gradients()  # all ranks meet for it
             state.half_loaded = True
             state.forget_step()
             for tensor, entry in zip(tensors, manifest["params"], strict=True):
