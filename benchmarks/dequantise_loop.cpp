@@ -95,12 +95,13 @@ class Pages {
   Memory memory_;
 };
 
-void print(const std::string& metric, double value, const char* unit, double target, double bound) {
+// memcpy() is what others do in the same time, and no bound: it reads four times as much as codes
+// are.
+void print(const std::string& metric, double value, const char* unit, double target) {
   const std::string wanted = target > 0.0 ? std::to_string(target) : "null";
   std::printf(
-      "{\"bench\":\"dequantise\",\"metric\":\"%s\",\"value\":%.4g,\"unit\":\"%s\",\"target\":%s,"
-      "\"bound\":%.4g}\n",
-      metric.c_str(), value, unit, wanted.c_str(), bound);
+      "{\"bench\":\"dequantise\",\"metric\":\"%s\",\"value\":%.4g,\"unit\":\"%s\",\"target\":%s}\n",
+      metric.c_str(), value, unit, wanted.c_str());
   std::fflush(stdout);
 }
 
@@ -120,8 +121,9 @@ void measure(std::size_t elements, int turns) {
       }
       const std::string which = std::string(name(codes)) + "_" + std::string(name(isa));
       const double gigabytes = static_cast<double>(bytes) * 1e-9;
-      print("rate_" + which, gigabytes / median(ours), "GB/s", 0.0, gigabytes / median(copied));
-      print("of_memcpy_" + which, median(percent), "%", isa == Isa::scalar ? 0.0 : kTarget, 100.0);
+      print("rate_" + which, gigabytes / median(ours), "GB/s", 0.0);
+      print("memcpy_beside_" + which, gigabytes / median(copied), "GB/s", 0.0);
+      print("of_memcpy_" + which, median(percent), "%", isa == Isa::scalar ? 0.0 : kTarget);
     }
   }
 }
