@@ -370,7 +370,8 @@ void GradientExchange::meet(Lock& lock, Key at) {
   meets_ = true;
   base_.gate.wait(lock,
                   [&] {
-                    if (awaited() || adding_ != 0) return false;
+                    // Who has parted is told of in the next turn.
+                    if (awaited() || adding_ != 0 || any_parted()) return false;
                     return std::ranges::none_of(pending_, [&](std::uint32_t id) {
                       return std::ranges::any_of(
                           parts_[id].waiting, [&](const Arrived& piece) { return piece.key < at; });

@@ -101,6 +101,12 @@ class GradientExchange final {
   bool needs(std::uint32_t rank) const { return awaits(rank) || outbox_.holds_for(rank); }
   // Then: that rank has ended the step where this one looks, or the other way round.
   bool parted(std::uint32_t rank) const;
+  bool any_parted() const {
+    for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
+      if (parted(rank)) return true;
+    }
+    return false;
+  }
   // A gradient of this rank has waited for others for long.
   bool is_stuck() const;
   // Another rank has ended the step or looks, and this one does not.
