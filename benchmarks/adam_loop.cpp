@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "argument.hpp"
 #include "memory/check.hpp"
 #include "memory/units.hpp"
 #include "optimizers/rule.hpp"
@@ -236,13 +237,6 @@ MomentDtype moments_argument(int argc, char** argv) {
     if (std::strcmp(argv[i + 1], "block8") == 0) return MomentDtype::block8;
   }
   return MomentDtype::float32;
-}
-
-int argument(int argc, char** argv, const char* option, int otherwise) {
-  for (int i = 1; i + 1 < argc; i += 2) {
-    if (std::strcmp(argv[i], option) == 0) return std::atoi(argv[i + 1]);
-  }
-  return otherwise;
 }
 
 }  // namespace

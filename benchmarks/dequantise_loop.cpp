@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "argument.hpp"
 #include "memory/check.hpp"
 #include "memory/units.hpp"
 #include "optimizers/codes/codes.hpp"
@@ -126,13 +127,6 @@ void measure(std::size_t elements, int turns) {
       print("of_memcpy_" + which, median(percent), "%", isa == Isa::scalar ? 0.0 : kTarget);
     }
   }
-}
-
-int argument(int argc, char** argv, const char* option, int otherwise) {
-  for (int i = 1; i + 1 < argc; i += 2) {
-    if (std::strcmp(argv[i], option) == 0) return std::atoi(argv[i + 1]);
-  }
-  return otherwise;
 }
 
 }  // namespace

@@ -157,8 +157,7 @@ std::uint64_t Layout::state_pages(bool trained) const {
   std::uint64_t pages = 0;
   for (const Chunk& chunk : chunks) {
     if (segments[chunk.segment].trainable != trained) continue;
-    for (const PageRun& run : chunk.roles) pages += run.count;
-    pages -= chunk.run(Role::grad).count;
+    pages += chunk.pages() - chunk.run(Role::grad).count;
   }
   return pages;
 }

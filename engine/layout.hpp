@@ -62,6 +62,12 @@ struct Chunk {
   std::array<PageRun, kRoleCount> roles;
 
   const PageRun& run(Role role) const { return roles[static_cast<std::size_t>(role)]; }
+  // Of all roles.
+  std::uint32_t pages() const {
+    std::uint32_t sum = 0;
+    for (const PageRun& each : roles) sum += each.count;
+    return sum;
+  }
 };
 
 struct Segment {

@@ -125,12 +125,10 @@ Holding holding_of(const Config& config, const Layout& layout) {
     holding.shown[unit_of(layout, chunk)] += chunk.run(Role::param).count;
     if (!owns.mine(id)) continue;
     Sizes& unit = holding.units[unit_of(layout, chunk)];
-    std::uint32_t pages = 0;
-    for (const PageRun& run : chunk.roles) pages += run.count;
     unit.params += chunk.run(Role::param).count;
     unit.grads += chunk.run(Role::grad).count;
     for (const Role role : kStates) unit.states += chunk.run(role).count;
-    holding.chunk_pages_max = std::max(holding.chunk_pages_max, pages);
+    holding.chunk_pages_max = std::max(holding.chunk_pages_max, chunk.pages());
     grad_frames += layout.grad_frames(chunk);
   }
   const BufferNeed buffers = buffer_need(config, layout);

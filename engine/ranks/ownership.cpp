@@ -5,15 +5,6 @@
 #include "memory/check.hpp"
 
 namespace strata {
-namespace {
-
-std::int64_t pages_of(const Layout& layout, std::uint32_t chunk) {
-  std::int64_t pages = 0;
-  for (const PageRun& run : layout.chunks[chunk].roles) pages += run.count;
-  return pages;
-}
-
-}  // namespace
 
 Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks) {
   STRATA_ASSERT(rank < ranks);
@@ -25,11 +16,11 @@ Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t r
   std::vector<std::int64_t> left(ranks, 0);
   for (const UnitLayout& unit : layout.units) {
     std::int64_t total = 0;
-    for (const std::uint32_t chunk : unit.chunks) total += pages_of(layout, chunk);
+    for (const std::uint32_t chunk : unit.chunks) total += layout.chunks[chunk].pages();
     for (std::int64_t& share : left) share += total;
     std::uint32_t taker = 0;
     for (const std::uint32_t chunk : unit.chunks) {
-      const std::int64_t pages = pages_of(layout, chunk) * count;
+      const std::int64_t pages = layout.chunks[chunk].pages() * count;
       // Whoever lacks at least half of it takes it, or else who lacks the most.
       const auto next = left.begin() + taker;
       auto found = std::find_if(next, left.end(),

@@ -7,6 +7,7 @@
 #include <barrier>
 #include <bit>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -190,6 +191,17 @@ TEST(Ranks, NorWhereEachRankTakesOverPlansOfItsOwn) {
   });
 }
 
+// One of two.
+std::unique_ptr<Session> open_rank(Loopback& machine, std::uint32_t rank) {
+  Config config = roomy();
+  config.rank = rank;
+  config.ranks = 2;
+  config.sums_ranks = config.accumulate = true;
+  SessionParts parts;
+  parts.meeting = machine.meeting(rank);
+  return std::make_unique<Session>(config, std::move(parts));
+}
+
 // Whoever refuses first ends, and the other still says what was wrong.
 TEST(Ranks, BothSayThatTheyAskDifferentThingsOfAStep) {
   for (int round = 0; round < 40; ++round) {
@@ -197,13 +209,8 @@ TEST(Ranks, BothSayThatTheyAskDifferentThingsOfAStep) {
     std::array<std::string, 2> said;
     std::barrier all(2);
     on_ranks(2, [&](std::uint32_t rank) {
-      Config config = roomy();
-      config.rank = rank;
-      config.ranks = 2;
-      config.sums_ranks = config.accumulate = true;
-      SessionParts parts;
-      parts.meeting = machine.meeting(rank);
-      Session session(config, std::move(parts));
+      const auto opened = open_rank(machine, rank);
+      Session& session = *opened;
       fill_all(session);
       try {
         train_rank(session, 1, {.max_norm = rank == 0 ? 1.0 : 2.0}, {});
@@ -224,13 +231,8 @@ TEST(Ranks, AThreadMayReadAllTheTime) {
   Loopback machine(2);
   std::barrier all(2);
   on_ranks(2, [&](std::uint32_t rank) {
-    Config config = roomy();
-    config.rank = rank;
-    config.ranks = 2;
-    config.sums_ranks = config.accumulate = true;
-    SessionParts parts;
-    parts.meeting = machine.meeting(rank);
-    Session session(config, std::move(parts));
+    const auto opened = open_rank(machine, rank);
+    Session& session = *opened;
     fill_all(session);
     all.arrive_and_wait();
     std::atomic<bool> over = false;

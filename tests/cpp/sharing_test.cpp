@@ -19,12 +19,6 @@
 namespace strata {
 namespace {
 
-std::int64_t pages_of(const Layout& layout, std::uint32_t chunk) {
-  std::int64_t pages = 0;
-  for (const PageRun& run : layout.chunks[chunk].roles) pages += run.count;
-  return pages;
-}
-
 TEST(Ownership, EveryChunkHasOneOwnerInContiguousRangesOfLikeSize) {
   for_seeds(200, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
@@ -45,9 +39,9 @@ TEST(Ownership, EveryChunkHasOneOwnerInContiguousRangesOfLikeSize) {
         owners += its.mine(id) ? 1 : 0;
       }
       ASSERT_EQ(owners, 1U);
-      owned[first.owner(id)] += pages_of(layout, id);
-      total += pages_of(layout, id);
-      largest = std::max(largest, pages_of(layout, id));
+      owned[first.owner(id)] += std::int64_t{layout.chunks[id].pages()};
+      total += std::int64_t{layout.chunks[id].pages()};
+      largest = std::max(largest, std::int64_t{layout.chunks[id].pages()});
     }
     for (const UnitLayout& unit : layout.units) {
       for (std::size_t i = 1; i < unit.chunks.size(); ++i) {
