@@ -176,7 +176,7 @@ def _hold(
     together: Together,
 ) -> SaveHandle | None:
     """The state is held, and a thread writes it. None: it cannot be; the log says why."""
-    if _merges(state) or (taker := _taker(state)) is None:
+    if _coded(state) or _merges(state) or (taker := _taker(state)) is None:
         return None
     work = Work.of(state, path, extra, progress, together)
     forms, engine = _forms(state), state.config["io_engine"]
@@ -207,6 +207,14 @@ def _taker(state: Wrapped) -> Taker | None:
         log.warning("%s: %s", WAITS, error)
         return None
     return taker
+
+
+def _coded(state: Wrapped) -> bool:
+    """Some of it rests as codes, which a state that is held does not tell apart."""
+    found = any("stored" in spec for spec in state.config["params"])
+    if found:
+        log.warning("%s: a part of the model rests as codes", WAITS)
+    return found
 
 
 def _merges(state: Wrapped) -> bool:

@@ -31,6 +31,7 @@ from . import checkpoint, rng
 from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
+from .coded import refuse_coded
 from .extras import from_json
 from .snapshot_adopt import adopt
 from .snapshot_chunks import check_chunks, roles_of
@@ -85,6 +86,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         snapshot = folder if folder is not None and is_snapshot(read_manifest(folder)) else None
         if snapshot is not None:
             refuse_snapshots(state)
+            refuse_coded(state)
     if snapshot is None:
         return checkpoint.load(model, path, progress=progress)
     return _load_snapshot(state, snapshot, progress)
