@@ -1,4 +1,4 @@
-"""The largest Llama whose adapters train over a base in NF4 inside a real memory limit. Each attempt
+"""The largest Llama whose adapters train over a base in NF4, in a real memory limit. Each attempt
 is a process of its own inside the limit; blocks of one width, so that what grows is the number.
 """
 

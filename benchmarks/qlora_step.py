@@ -1,4 +1,4 @@
-"""Steps of LoRA over a base in NF4: strata with the base in memory and streamed from the SSD, beside
+"""Steps of LoRA over a base in NF4: strata, the base in memory and streamed from the SSD, beside
 bitsandbytes and PEFT with the base in memory. The sides take turns, each in a process of its own.
 """
 

@@ -204,7 +204,8 @@ TEST(Coded, EveryElementIsInOnePageAndComputedOnce) {
         ASSERT_EQ(piece.in_param, next);
         ASSERT_EQ(chunk.first + piece.in_chunk, layout.places[p].first + next);
         ASSERT_LE(piece.in_chunk + piece.count, chunk.elements);
-        if (segment.stored) ASSERT_EQ(piece.in_chunk % grain_of(segment.stored->codes), 0U);
+        const std::size_t grain = segment.stored ? grain_of(segment.stored->codes) : 1;
+        ASSERT_EQ(piece.in_chunk % grain, 0U);
         next += piece.count;
       }
       ASSERT_EQ(next, config.params[p].numel);

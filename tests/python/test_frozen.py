@@ -1,4 +1,4 @@
-"""wrap(frozen="nf4"): frozen weights rest as codes; modules compute with the values of the codes, to
+"""wrap(frozen="nf4"): frozen weights rest as codes; modules compute with the values of codes, to
 the bit, whatever the budgets, and checkpoints give the codes back."""
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Parameters that rest as codes: made of values, and read and written as they rest.
 
     coded.quantise(state, index, weight)
-    stored = coded.read(state, index)              # codes, scales, groups of scales: flat, on the CPU
+    stored = coded.read(state, index)           # codes, scales, groups of scales: flat, on the CPU
     coded.write(other_state, index, stored)
 
 Each is as optimizers/codes/form.hpp has it: codes in the order of elements, two of 4 bits in a
