@@ -310,24 +310,24 @@ void bind_session(py::module_& module) {
              s.quantise(param, from);
            })
       .def("write_codes",
-           [](Session& s, std::uint32_t param, const py::buffer& codes, const py::buffer& scales,
-              const py::buffer& groups) {
+           [](Session& s, std::uint32_t param, std::size_t first, const py::buffer& codes,
+              const py::buffer& scales, const py::buffer& groups) {
              const py::buffer_info all[] = {codes.request(), scales.request(), groups.request()};
              const Stored<const std::byte> from{bytes_of<const std::byte>(all[0]),
                                                 bytes_of<const std::byte>(all[1]),
                                                 bytes_of<const std::byte>(all[2])};
              const GilReleased released;
-             s.write_codes(param, from);
+             s.write_codes(param, first, from);
            })
       .def("read_codes",
-           [](Session& s, std::uint32_t param, const py::buffer& codes, const py::buffer& scales,
-              const py::buffer& groups) {
+           [](Session& s, std::uint32_t param, std::size_t first, const py::buffer& codes,
+              const py::buffer& scales, const py::buffer& groups) {
              const py::buffer_info all[] = {codes.request(true), scales.request(true),
                                             groups.request(true)};
              const Stored<std::byte> to{bytes_of<std::byte>(all[0]), bytes_of<std::byte>(all[1]),
                                         bytes_of<std::byte>(all[2])};
              const GilReleased released;
-             s.read_codes(param, to);
+             s.read_codes(param, first, to);
            })
       .def(
           "adopt",

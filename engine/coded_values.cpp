@@ -14,7 +14,7 @@ std::size_t groups_of(Codes codes, std::size_t elements) {
   return codes == Codes::nf4_double ? ceil_div(elements, grain_of(codes)) : 0;
 }
 
-// Where what belongs to a piece lies: in its page, or in all of the parameter.
+// Where what belongs to a piece lies: in its page, or among what a caller has.
 template <class Byte>
 struct At {
   Byte* codes;
@@ -31,10 +31,10 @@ At<Byte> in_page(const StoredForm& form, Byte* page, std::size_t page_bytes, std
 }
 
 template <class Byte>
-At<Byte> in_all(const StoredForm& form, const Stored<Byte>& all, std::size_t element) {
-  return {all.codes.data() + code_bytes(form.codes, element),
-          all.scales.data() + scale_bytes(form.codes, element),
-          all.groups.data() + element / grain_of(form.codes) * sizeof(ScaleGroup)};
+At<Byte> in_row(const StoredForm& form, const Stored<Byte>& some, std::size_t element) {
+  return {some.codes.data() + code_bytes(form.codes, element),
+          some.scales.data() + scale_bytes(form.codes, element),
+          some.groups.data() + element / grain_of(form.codes) * sizeof(ScaleGroup)};
 }
 
 template <class From>
@@ -56,17 +56,26 @@ const StoredForm& CodedValues::form_of(std::uint32_t param) const {
 }
 
 template <class Byte>
-void CodedValues::check_sizes(std::uint32_t param, const Stored<Byte>& all) const {
+std::size_t CodedValues::check_sizes(std::uint32_t param, std::size_t first,
+                                     const Stored<Byte>& some) const {
   const ParamSpec& spec = base_.config.params[param];
   const Codes codes = form_of(param).codes;
+  const std::size_t count = some.codes.size() * (codes == Codes::int8 ? 1 : 2);
+  if (first % grain_of(codes) != 0 || count % kCodeBlock != 0 || first > spec.numel ||
+      count > spec.numel - first) {
+    refuse("codes of elements " + std::to_string(first) + " to " + std::to_string(first + count) +
+           " of " + spec.name + ", which has " + std::to_string(spec.numel) + " in blocks of " +
+           std::to_string(grain_of(codes)));
+  }
   const auto check = [&](const char* what, std::size_t given, std::size_t needed) {
     if (given == needed) return;
-    refuse(spec.name + " has " + std::to_string(needed) + " bytes of " + what + " as " +
-           std::string(name(codes)) + ", and " + std::to_string(given) + " were given");
+    refuse(std::to_string(count) + " elements of " + spec.name + " have " + std::to_string(needed) +
+           " bytes of " + what + " as " + std::string(name(codes)) + ", and " +
+           std::to_string(given) + " were given");
   };
-  check("codes", all.codes.size(), code_bytes(codes, spec.numel));
-  check("scales", all.scales.size(), scale_bytes(codes, spec.numel));
-  check("groups of scales", all.groups.size(), groups_of(codes, spec.numel) * sizeof(ScaleGroup));
+  check("scales", some.scales.size(), scale_bytes(codes, count));
+  check("groups of scales", some.groups.size(), groups_of(codes, count) * sizeof(ScaleGroup));
+  return count;
 }
 
 // What a forward computes with does not change under it.
@@ -77,8 +86,9 @@ void CodedValues::check_left(std::uint32_t param) const {
 }
 
 template <class Work>
-void CodedValues::for_pieces(Lock& lock, std::uint32_t param, Intent intent, const Work& work) {
-  for (const Piece& piece : base_.layout.pieces(param)) {
+void CodedValues::for_pieces(Lock& lock, std::uint32_t param, std::size_t first, std::size_t count,
+                             Intent intent, const Work& work) {
+  for (const Piece& piece : base_.layout.pieces(param, first, count)) {
     const Chunk& chunk = base_.layout.chunks[piece.chunk];
     if (intent == Intent::read) {
       updates_.wait_settled(lock, piece.chunk);
@@ -117,7 +127,7 @@ void CodedValues::quantise(Lock& lock, std::uint32_t param, const PlainValues& f
   if (form.codes == Codes::int8) share_in_rows(absmax, from.row_elements);
   const float offset = from.offset ? *from.offset : mean_of(absmax);
   const auto* const values = static_cast<const std::byte*>(from.values);
-  for_pieces(lock, param, Intent::modify, [&](const Piece& piece, std::byte* page) {
+  for_pieces(lock, param, 0, spec.numel, Intent::modify, [&](const Piece& piece, std::byte* page) {
     const CodeSpan span =
         base_.decoder.span(base_.layout.segment_of(param), piece.in_chunk, piece.count);
     kernels.quantise(span, values + piece.in_param * size_of(from.dtype), from.dtype,
@@ -126,29 +136,30 @@ void CodedValues::quantise(Lock& lock, std::uint32_t param, const PlainValues& f
   forget_shown(lock, param);
 }
 
-void CodedValues::write(Lock& lock, std::uint32_t param, const Stored<const std::byte>& from) {
+void CodedValues::write(Lock& lock, std::uint32_t param, std::size_t first,
+                        const Stored<const std::byte>& from) {
   const StoredForm& form = form_of(param);
-  check_sizes(param, from);
+  const std::size_t count = check_sizes(param, first, from), blocks = count / kCodeBlock;
   check_left(param);
-  const std::size_t blocks = base_.config.params[param].numel / kCodeBlock;
   const std::size_t bad = first_bad_scale(form, from.scales.data(), from.groups.data(), blocks);
   if (bad != blocks) {
-    refuse(base_.config.params[param].name + ": the scale of its block " + std::to_string(bad) +
-           " is infinite or not a number");
+    refuse(base_.config.params[param].name + ": the scale of its block " +
+           std::to_string(first / kCodeBlock + bad) + " is infinite or not a number");
   }
-  for_pieces(lock, param, Intent::modify, [&](const Piece& piece, std::byte* page) {
-    copy(form, piece.count, in_all(form, from, piece.in_param),
+  for_pieces(lock, param, first, count, Intent::modify, [&](const Piece& piece, std::byte* page) {
+    copy(form, piece.count, in_row(form, from, piece.in_param - first),
          in_page(form, page, base_.layout.page_bytes, piece.in_chunk));
   });
   forget_shown(lock, param);
 }
 
-void CodedValues::read(Lock& lock, std::uint32_t param, const Stored<std::byte>& to) {
+void CodedValues::read(Lock& lock, std::uint32_t param, std::size_t first,
+                       const Stored<std::byte>& to) {
   const StoredForm& form = form_of(param);
-  check_sizes(param, to);
-  for_pieces(lock, param, Intent::read, [&](const Piece& piece, std::byte* page) {
+  const std::size_t count = check_sizes(param, first, to);
+  for_pieces(lock, param, first, count, Intent::read, [&](const Piece& piece, std::byte* page) {
     copy(form, piece.count, in_page(form, page, base_.layout.page_bytes, piece.in_chunk),
-         in_all(form, to, piece.in_param));
+         in_row(form, to, piece.in_param - first));
   });
 }
 

@@ -5,7 +5,7 @@
 // Threads: one caller at a time (the core's lock).
 //
 //   coded.quantise(lock, param, {.values = w, .dtype = Dtype::bfloat16, .row_elements = 4096});
-//   coded.read(lock, param, {.codes = bytes, .scales = scales});      // as they rest
+//   coded.read(lock, param, 0, {.codes = bytes, .scales = scales});   // as they rest
 #pragma once
 
 #include <cstddef>
@@ -28,11 +28,11 @@ struct PlainValues {
   std::optional<float> offset = {};  // of nf4-double; none: the mean, summed in double
 };
 
-// All codes and scales of a parameter, in order: see form.hpp, Note [A page of codes]. `Byte`:
-// const where they are written.
+// Codes and scales of elements of a parameter, in order: see form.hpp, Note [A page of codes].
+// `Byte`: const where they are written.
 template <class Byte>
 struct Stored {
-  std::span<Byte> codes;   // code_bytes()
+  std::span<Byte> codes;   // code_bytes(): says how many elements there are
   std::span<Byte> scales;  // scale_bytes()
   std::span<Byte> groups;  // of nf4-double: a ScaleGroup for every 256 blocks, the last for fewer
 };
@@ -47,20 +47,22 @@ class CodedValues final {
   // nothing has changed.
   void quantise(Lock& lock, std::uint32_t param, const PlainValues& from)
       STRATA_REQUIRES(core_lock);
-  void write(Lock& lock, std::uint32_t param, const Stored<const std::byte>& from)
-      STRATA_REQUIRES(core_lock);
-  void read(Lock& lock, std::uint32_t param, const Stored<std::byte>& to)
+  // Of elements from `first` on, which is a multiple of the form's grain.
+  void write(Lock& lock, std::uint32_t param, std::size_t first,
+             const Stored<const std::byte>& from) STRATA_REQUIRES(core_lock);
+  void read(Lock& lock, std::uint32_t param, std::size_t first, const Stored<std::byte>& to)
       STRATA_REQUIRES(core_lock);
 
  private:
   const StoredForm& form_of(std::uint32_t param) const;
+  // The elements that there are. Throws StrataError (config) where sizes do not fit.
   template <class Byte>
-  void check_sizes(std::uint32_t param, const Stored<Byte>& all) const;
+  std::size_t check_sizes(std::uint32_t param, std::size_t first, const Stored<Byte>& some) const;
   void check_left(std::uint32_t param) const;
-  // The pages of codes of the parameter, each open; `work` gets the piece and the page's bytes.
+  // The pages of codes of `count` elements, each open; `work` gets the piece and the page's bytes.
   template <class Work>
-  void for_pieces(Lock& lock, std::uint32_t param, Intent intent, const Work& work)
-      STRATA_REQUIRES(core_lock);
+  void for_pieces(Lock& lock, std::uint32_t param, std::size_t first, std::size_t count,
+                  Intent intent, const Work& work) STRATA_REQUIRES(core_lock);
   void forget_shown(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
 
   Foundation& base_;

@@ -51,13 +51,13 @@ class Session final {
     Gate::Call in(gate_);
     core_->coded.quantise(in.lock(), param, from);
   }
-  void write_codes(std::uint32_t param, const Stored<const std::byte>& from) {
+  void write_codes(std::uint32_t param, std::size_t first, const Stored<const std::byte>& from) {
     Gate::Call in(gate_);
-    core_->coded.write(in.lock(), param, from);
+    core_->coded.write(in.lock(), param, first, from);
   }
-  void read_codes(std::uint32_t param, const Stored<std::byte>& to) {
+  void read_codes(std::uint32_t param, std::size_t first, const Stored<std::byte>& to) {
     Gate::Call in(gate_);
-    core_->coded.read(in.lock(), param, to);
+    core_->coded.read(in.lock(), param, first, to);
   }
   void device_written(std::uint32_t param, Stream stream = nullptr) {
     Gate::Call in(gate_);

@@ -32,6 +32,7 @@ from ._probes import CopyProbe as CopyProbe
 from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
 from ._probes import best_isa as best_isa
+from ._probes import packing as packing
 from ._probes import update_span as update_span
 from ._saved_pages import PageFiles as PageFiles
 from ._saved_pages import SavedPages as SavedPages
@@ -43,6 +44,7 @@ from ._session_config import DtypeName as DtypeName
 from ._session_config import GroupSpec as GroupSpec
 from ._session_config import ParamSpec as ParamSpec
 from ._session_config import Ranks as Ranks
+from ._session_config import StoredName as StoredName
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
 
@@ -147,9 +149,14 @@ class Session:
         """Makes codes of all values of a parameter that rests so. `offset`: of nf4-double, the mean
         of the blocks' largest magnitudes; None: computed here, in double. Raises StrataError, and
         has changed nothing, where its unit is entered or a value is not finite."""
-    def write_codes(self, param: int, codes: Buffer, scales: Buffer, groups: Buffer) -> None:
-        """All codes and scales of a parameter, as read_codes() gives them; see form.hpp."""
-    def read_codes(self, param: int, codes: Buffer, scales: Buffer, groups: Buffer) -> None:
+    def write_codes(
+        self, param: int, first: int, codes: Buffer, scales: Buffer, groups: Buffer
+    ) -> None:
+        """Codes and scales of elements from `first` on, a multiple of 64, in nf4-double of 256
+        blocks; as read_codes() gives them; see form.hpp."""
+    def read_codes(
+        self, param: int, first: int, codes: Buffer, scales: Buffer, groups: Buffer
+    ) -> None:
         """Fills the buffers, of just the size. `groups` is empty but for nf4-double."""
     def enter(
         self, unit: int, backward: bool, recorded: bool = True, stream: int = 0, visit: int = 0

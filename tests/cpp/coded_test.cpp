@@ -279,8 +279,8 @@ TEST(Coded, ReadsGiveValuesAndCodesAsTheyRest) {
       std::vector<std::byte> all(code_bytes(codes, numel));
       std::vector<std::byte> scales(scale_bytes(codes, numel));
       std::vector<std::byte> groups_of_scales(groups * sizeof(ScaleGroup));
-      session.read_codes(p, {all, scales, groups_of_scales});
-      copy.write_codes(p, {all, scales, groups_of_scales});
+      session.read_codes(p, 0, {all, scales, groups_of_scales});
+      copy.write_codes(p, 0, {all, scales, groups_of_scales});
       copy.enter(UnitId{p / kEach}, false);
       EXPECT_EQ(shown(copy, p), plain) << name(codes);
       copy.leave(UnitId{p / kEach});
@@ -363,9 +363,10 @@ TEST(Coded, WhatCannotBeStoredIsRefused) {
   values[7] = std::numeric_limits<float>::infinity();
   says([&] { quantise(1, kRow); }, "infinite or not a number");
   std::vector<std::byte> codes(code_bytes(Codes::int8, kWeights[0])), scales(8);
-  says([&] { session.write_codes(1, {codes, scales, {}}); }, "bytes of scales");
+  says([&] { session.write_codes(1, 0, {codes, scales, {}}); }, "bytes of scales");
+  says([&] { session.write_codes(1, 32, {codes, scales, {}}); }, "in blocks of 64");
   scales.assign(scale_bytes(Codes::int8, kWeights[0]), std::byte{0xff});
-  says([&] { session.write_codes(1, {codes, scales, {}}); }, "the scale of its block 0");
+  says([&] { session.write_codes(1, 0, {codes, scales, {}}); }, "the scale of its block 0");
   session.enter(UnitId{0}, false);
   values[7] = 0.0f;
   says([&] { quantise(1, kRow); }, "is entered");

@@ -256,8 +256,36 @@ def test_a_write_in_place_is_refused() -> None:
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
 
 
-def test_snapshots_are_refused_by_name(tmp_path: Path) -> None:
-    model, optimizer = wrap(freeze(llama()), ssd_path=tmp_path, memory={**ROOMY, "ssd": "64MiB"})
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("page_size", ["64KiB", "256KiB"])
+def test_a_snapshot_gives_the_codes_back(tmp_path: Path, form: str, page_size: str) -> None:
+    """With the same pages it is adopted, with others it is read."""
+    (tmp_path / "drive").mkdir()
+    small = {"device": "3MiB", "host": "3MiB", "ssd": "64MiB"}
+    keywords: dict[str, Any] = {"memory": small, "ssd_path": tmp_path / "drive"}
+    model, optimizer = wrap(freeze(llama()), form, page_size="64KiB", **keywords)
+    train(model, optimizer, batches(2))
+    strata.snapshot(model, tmp_path / "s").wait()
+    codes = of_codes(wrapped(model))
+    losses = train(model, optimizer, batches(4)[2:])
+    strata.unwrap(model)
+    other, optimizer = wrap(freeze(llama(seed=5)), form, page_size=page_size, **keywords)
+    strata.load(other, tmp_path / "s")
+    assert train(other, optimizer, batches(4)[2:]) == losses
+    for name, stored in of_codes(wrapped(other)).items():
+        assert all(map(torch.equal, stored, codes[name])), name
+
+
+def test_a_save_in_the_background_has_the_codes(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    small = {"device": "3MiB", "host": "3MiB", "ssd": "128MiB"}
+    model, optimizer = wrap(freeze(llama()), memory=small, ssd_path=tmp_path / "drive")
+    train(model, optimizer, batches(2))
+    handle = strata.save(model, tmp_path / "c", wait=False)
+    codes = of_codes(wrapped(model))
     train(model, optimizer, batches(1))
-    with pytest.raises(ValueError, match="rests as codes are not there yet"):
-        strata.snapshot(model, tmp_path / "s")
+    handle.wait()
+    other, _ = wrap(freeze(llama(seed=5)))
+    strata.load(other, tmp_path / "c")
+    for name, stored in of_codes(wrapped(other)).items():
+        assert all(map(torch.equal, stored, codes[name])), name

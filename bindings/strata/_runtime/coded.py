@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import _core
 from .._config.frozen import BLOCK, row_elements
 from .._config.managed import DTYPE_NAMES
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .wrapped import Wrapped
 
 GROUP = 256 * BLOCK
+KINDS = ("codes", "scales", "groups")
 
 
 def kinds(form: StoredName, numel: int) -> list[tuple[str, str, int]]:
@@ -63,14 +65,29 @@ def read(state: Wrapped, index: int) -> list[torch.Tensor]:
     """As kinds() lists them."""
     state.landings.wait()
     stored = empty(state, index)
-    state.session.read_codes(index, *_buffers(stored))
+    state.session.read_codes(index, 0, *_buffers(stored))
     return stored
 
 
-def write(state: Wrapped, index: int, stored: list[torch.Tensor]) -> None:
-    """What read() returned, of this parameter or of another one of the same size and form."""
+def write(state: Wrapped, index: int, stored: list[torch.Tensor], first: int = 0) -> None:
+    """What read() returned, of this parameter or of another one of the same size and form; or a
+    part of that, of elements from `first` on."""
     state.landings.wait()
-    state.session.write_codes(index, *_buffers(stored))
+    state.session.write_codes(index, first, *_buffers(stored))
+
+
+def in_page(page: torch.Tensor, form: StoredName, first: int, count: int) -> list[torch.Tensor]:
+    """Views of what a page of codes has of its elements from `first` on, as kinds() lists them.
+    `first` is that of a block, in nf4-double of 256 of them."""
+    _, scales_at, groups_at = _core.packing(form, page.numel())
+    begins = {"codes": 0, "scales": scales_at, "groups": groups_at}
+    ahead = dict.fromkeys(KINDS, 0) | {kind: n for kind, _, n in kinds(form, first)}
+    found = []
+    for kind, dtype, number in kinds(form, count):
+        size = getattr(torch, dtype).itemsize
+        begin = begins[kind] + ahead[kind] * size
+        found.append(page[begin : begin + number * size].view(getattr(torch, dtype)))
+    return found
 
 
 def _buffers(stored: list[torch.Tensor]) -> tuple[memoryview, memoryview, memoryview]:

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from .._optim.groups import moments_of
-from .._runtime.coded import kinds
+from .._runtime.coded import KINDS, kinds
 from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import Wrapped, wrapped
 from . import coded, rng
@@ -178,7 +178,7 @@ def stored_values(
     state: Wrapped, tensor: StoredTensor, record: Record, buffer: torch.Tensor
 ) -> Iterator[memoryview]:
     """One tensor, from the pages of its parameters, in its dtype on disk."""
-    if record["kind"] in coded.KINDS:
+    if record["kind"] in KINDS:
         yield from coded.values(state, tensor, record["kind"])
         return
     for param in tensor.parts:

@@ -18,22 +18,11 @@ from .._runtime.wrapped import Wrapped
 from .checkpoint_files import Record, TensorReader
 from .stored import StoredTensor
 
-KINDS = ("codes", "scales", "groups")
-
-
-def refuse_coded(state: Wrapped) -> None:
-    """Raises ValueError where a part of the model rests as codes: snapshots are of values."""
-    if any("stored" in spec for spec in state.config["params"]):
-        raise ValueError(
-            "snapshots of a model of which a part rests as codes are not there yet: use "
-            "strata.save(model, path), and strata.load() of what it wrote"
-        )
-
 
 def values(state: Wrapped, tensor: StoredTensor, kind: str) -> Iterator[memoryview]:
     """The bytes of one kind, of all parts."""
     for param in tensor.parts:
-        yield coded.read(state, param)[KINDS.index(kind)].view(torch.uint8).numpy().data
+        yield coded.read(state, param)[coded.KINDS.index(kind)].view(torch.uint8).numpy().data
 
 
 def restore(

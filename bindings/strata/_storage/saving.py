@@ -176,7 +176,7 @@ def _hold(
     together: Together,
 ) -> SaveHandle | None:
     """The state is held, and a thread writes it. None: it cannot be; the log says why."""
-    if _coded(state) or _merges(state) or (taker := _taker(state)) is None:
+    if _merges(state) or (taker := _taker(state)) is None:
         return None
     work = Work.of(state, path, extra, progress, together)
     forms, engine = _forms(state), state.config["io_engine"]
@@ -209,14 +209,6 @@ def _taker(state: Wrapped) -> Taker | None:
     return taker
 
 
-def _coded(state: Wrapped) -> bool:
-    """Some of it rests as codes, which a state that is held does not tell apart."""
-    found = any("stored" in spec for spec in state.config["params"])
-    if found:
-        log.warning("%s: a part of the model rests as codes", WAITS)
-    return found
-
-
 def _merges(state: Wrapped) -> bool:
     """Gradients have landed, maybe on those of earlier steps, whose updates a state that is held
     would not have."""
@@ -230,7 +222,10 @@ def _forms(state: Wrapped) -> Forms:
     specs, groups = state.config["params"], state.config["groups"]
     used = [groups[spec["group"]] for spec in specs]
     rules = [group["rule"] if moments_of(group) else "sgd" for group in used]
-    params = [Form(spec["dtype"], rule) for spec, rule in zip(specs, rules, strict=True)]
+    params = [
+        Form(spec["dtype"], rule, spec.get("stored"))
+        for spec, rule in zip(specs, rules, strict=True)
+    ]
     return Forms(params, state.config["moment_dtype"])
 
 

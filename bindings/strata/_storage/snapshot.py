@@ -32,7 +32,6 @@ from .checkpoint_files import (
     replace_folder,
     tidy,
 )
-from .coded import refuse_coded
 from .durability import Durability
 from .held_state import Holder
 from .large_manifest import give_way, write_large_manifest
@@ -182,7 +181,6 @@ class Taker:
     def __init__(self, state: Wrapped) -> None:
         """Removes what killed processes left on the drives. Raises ValueError for several ranks."""
         refuse_snapshots(state)
-        refuse_coded(state)
         self._session = state.session
         self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
         self.kept = KeptSnapshots(self._session)  # complete ones

@@ -26,12 +26,12 @@ from torch import nn
 from .._core import SavedPages
 from .._errors import StrataError
 from .._optim.groups import moments_of
+from .._runtime import coded
 from .._runtime.wrapped import Wrapped, wrapped
 from . import checkpoint, rng
 from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
-from .coded import refuse_coded
 from .extras import from_json
 from .snapshot_adopt import adopt
 from .snapshot_chunks import check_chunks, roles_of
@@ -44,7 +44,7 @@ from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .together import Together, refuse_snapshots
 
 if TYPE_CHECKING:
-    from .._core import Kind
+    from .._core import Kind, StoredName
 
 READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
 READS_AHEAD = 2
@@ -86,7 +86,6 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         snapshot = folder if folder is not None and is_snapshot(read_manifest(folder)) else None
         if snapshot is not None:
             refuse_snapshots(state)
-            refuse_coded(state)
     if snapshot is None:
         return checkpoint.load(model, path, progress=progress)
     return _load_snapshot(state, snapshot, progress)
@@ -252,6 +251,9 @@ class _Source:
     ) -> None:
         place = self.manifest["parts"][run.part][0]
         entry = self.manifest["params"][place]
+        if "stored" in entry:
+            self._restore_codes(state, chunk, pages, run, entry["stored"])
+            return
         group = state.config["params"][self.tensors[place].parts[0]]["group"]
         moments = len(kinds[group]) if entry["trainable"] else 0
         form = Form(entry["dtype"], entry["rule"])
@@ -260,6 +262,22 @@ class _Source:
                 read = self._elements.read
                 values = read(chunk, pages.__getitem__, number, form, at, count)
                 self._write(state, run, at - run.at, number, values)
+
+    def _restore_codes(
+        self, state: Wrapped, chunk: Chunk, pages: Pages, run: _Run, form: StoredName
+    ) -> None:
+        place, begin = self.manifest["parts"][run.part]
+        tensor = self.tensors[place]
+        stored = self._elements.codes(chunk, pages.__getitem__, form, run.at, run.count)
+        first = begin + run.first
+        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+            numel = torch.Size(shape).numel()
+            if first + run.count <= numel:
+                coded.write(state, part, stored, first)
+                return
+            first -= numel
+            if first < 0:
+                self._fail(f"codes of {tensor.name!r} are cut into other tiles")
 
     def scales(self, first: int, count: int) -> torch.Tensor:
         """Bytes of scales, which may be changed until others are asked for."""

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._config.configure import Options
-from .._config.frozen import AS_IS
 from .._errors import StrataError, is_for_snapshots
 from .._runtime.wrapped import wrapped
 from .._storage import rng
@@ -109,19 +108,11 @@ class SavingMixin(_Base):
         given = self._strata_keywords.get("snapshots")
         if given is not None:
             self.snapshots = given
-        elif self._drives() and not self._rests_as_codes():
+        elif self._drives():
             self.snapshots = snapshots_at_once(self.args, steps)
         elif not self._told:
-            why = "frozen=" if self._drives() else "no ssd_path"
-            log.info("%s: checkpoints are saved by strata.save, and training waits for it", why)
+            log.info("no ssd_path: checkpoints are saved by strata.save, and training waits for it")
             self._told = True
-
-    def _rests_as_codes(self) -> bool:
-        """A part of the model does, or will: snapshots know values alone."""
-        state = self.model.__dict__.get("_strata")
-        if state is not None:
-            return any("stored" in spec for spec in state.config["params"])
-        return self._strata_keywords.get("frozen", AS_IS) != AS_IS
 
     def _drives(self) -> list[str]:
         """The folders of ssd_path, of a wrapped model or as they will be."""
