@@ -24,7 +24,7 @@ def with_adapters(model: nn.Module) -> Any:
     """LoRA beside every linear layer of the blocks; the rest is frozen."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))  # type: ignore[arg-type]
+    return get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
 
 
 def of_strata(options: argparse.Namespace) -> tuple[Any, Any]:

@@ -50,7 +50,7 @@ def stored_forms(
         form = frozen(path, module) if callable(frozen) else frozen
         if form is None or form == AS_IS or not weights:
             continue
-        check_choice(f"frozen for {path!r}", form, (AS_IS, *FORMS))
+        check_choice("frozen", form, (AS_IS, *FORMS))
         for weight in weights:
             name = names[id(weight)]
             if id(weight) in kept or (is_trained(weight) and not callable(frozen)):

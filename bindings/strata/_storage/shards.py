@@ -78,6 +78,13 @@ class Shard:
     tensors: tuple[Wanted, ...]
 
 
+def shape_of(entry: Record, record: Record) -> tuple[int, ...]:
+    """Of a tensor in its file. `entry`: what a manifest says of the parameter or buffer."""
+    if record["kind"] not in CODE_NAMES:
+        return tuple(entry["shape"])
+    return (record["bytes"] // getattr(torch, record["dtype"]).itemsize,)
+
+
 def cut(wanted: Sequence[Wanted], quiet: Callable[[Wanted], bool]) -> Iterator[Shard]:
     """All of them in shards. `quiet`: it has not changed since the last checkpoint."""
     for stem in ("parameters", "moments"):
@@ -139,7 +146,8 @@ class Earlier:
         for entry in entries:
             self._steps[entry["name"]] = entry.get("step", 0)
             for record in entry["tensors"]:
-                self._records[entry["name"], record["kind"]] = (record, entry["shape"])
+                shape = list(shape_of(entry, record))
+                self._records[entry["name"], record["kind"]] = (record, shape)
 
     @staticmethod
     def find(paths: Iterable[Path | None]) -> Earlier:
