@@ -8,6 +8,10 @@
 //   3. copying   The copy engine copies the page into its frame. The load pins its bytes.
 //   4.           The copy has ended, and with it the pin and the load.
 //
+// A page that is computed goes through 2 and 3 for each of its parts: what is opened is the page of
+// codes, and the copy engine computes. Between two parts the load pins nothing: see page_cache.hpp,
+// Note [Staging cannot deadlock].
+//
 // Threads: one caller at a time (the core's lock).
 //
 //   if (!loads.full() && frames.take(page, frame)) loads.begin(page, frame);
@@ -28,8 +32,9 @@ namespace strata {
 //   2. A load holds a pin exactly while it is copying.
 class Loads final {
  public:
+  // `computed` stays.
   Loads(PageTable& table, Transfers& transfers, PageCache& cache, DeviceFrames& frames,
-        std::uint32_t loads_max);
+        const ComputedPages& computed, std::uint32_t loads_max);
 
   // From here on so many at a time; what is under way goes on.
   void set_max(std::uint32_t loads_max);
@@ -58,14 +63,21 @@ class Loads final {
     FrameId frame = kNoFrame;
     Phase phase = Phase::staging;
     Pin pin;
+    std::uint32_t part = 0;  // of a page that is computed
   };
 
   const Load* find(PageId page) const;
+  // What the load opens: the page, or that of the codes of its part.
+  PageId opened_by(const Load& load) const;
+  CopyTicket copy(const Load& load);
+  // False: the load goes on with its next part.
+  bool end(Load& load, bool failed);
 
   PageTable& table_;
   Transfers& transfers_;
   PageCache& cache_;
   DeviceFrames& frames_;
+  const ComputedPages& computed_;
   std::uint32_t loads_max_;
   std::vector<Load> loads_;            // in the order in which they began
   std::vector<CopyTicket> last_copy_;  // by unit
