@@ -46,6 +46,10 @@ class Loads final {
   bool loading(PageId page) const { return find(page) != nullptr; }
   // The frame that the page is being loaded into; kNoFrame: it is not.
   FrameId frame(PageId page) const;
+  // The first page that a load of this one opens: itself, or that of its codes.
+  PageId source(PageId page) const {
+    return computed_.contains(page) ? computed_.parts(page).front().source : page;
+  }
   // What the page needs next. REQUIRES: loading(page).
   Cause missing(PageId page) const;
   // The last copy of a page of the unit: who computes with its pages waits for it.
