@@ -28,6 +28,7 @@ from ._config.units import Chosen
 from ._config.update_modes import Update
 from ._errors import keywords_of, names_nearest
 from ._hooks.hooks import Hooks
+from ._hooks.parallel import refuse_parallel
 from ._optim.foreign import Foreign, make_foreign
 from ._planning.fitting import fit
 from ._planning.planning import Goal, Planning
@@ -321,6 +322,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
     if isinstance(optimizer, StrataOptimizer):
         raise ValueError("this optimizer already belongs to a wrapped model")
+    refuse_parallel(model)
     refuse_graphed(model)
     check_parameters(model)
 

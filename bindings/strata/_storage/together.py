@@ -28,7 +28,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -36,6 +36,9 @@ from torch import distributed
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
+
+if TYPE_CHECKING:
+    from .._core import Session
 
 PATIENCE_S = 10.0  # of a wait ahead of the first word
 DEATH_S = 2.0  # in which the core sees that a rank has died
@@ -55,10 +58,11 @@ class Phase:
 class Together:
     """The ranks of a model's run, in one call that all of them make."""
 
-    def __init__(self, state: Wrapped, call: str) -> None:
-        """`call`: what users call it."""
+    def __init__(self, state: Wrapped, call: str, patience_s: float = PATIENCE_S) -> None:
+        """`call`: what users call it. `patience_s`: of a wait ahead of a word in the log."""
         self._session = state.session
         self._call = call
+        self._patience_s = patience_s
         self.rank = state.ranks.rank if state.ranks is not None else 0
         self.count = state.ranks.count if state.ranks is not None else 1
 
@@ -120,11 +124,8 @@ class Together:
             work.wait()
         except StrataError:
             raise
-        except RuntimeError:  # a connection was lost: the core says whose
-            end = time.monotonic() + DEATH_S
-            while time.monotonic() < end:
-                self._session.awaited_rank()
-                time.sleep(PAUSE_MAX_S)
+        except RuntimeError:  # a connection was lost
+            name_dead(self._session)
             raise
         return values
 
@@ -135,13 +136,22 @@ class Together:
             self._session.awaited_rank()
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_MAX_S)
-            if not told and time.monotonic() - begin > PATIENCE_S:
+            if not told and time.monotonic() - begin > self._patience_s:
                 told = True
                 log.warning(
                     "%s waits for other ranks for %.0f s: every rank has to call it",
                     self._call,
-                    PATIENCE_S,
+                    self._patience_s,
                 )
+
+
+def name_dead(session: Session) -> None:
+    """Behind an exception of torch.distributed, which has lost a connection: raises StrataError
+    with whose it was, if a rank has died."""
+    end = time.monotonic() + DEATH_S
+    while time.monotonic() < end:
+        session.awaited_rank()
+        time.sleep(PAUSE_MAX_S)
 
 
 def owned(state: Wrapped, param: int, rank: int) -> list[tuple[int, int]]:
