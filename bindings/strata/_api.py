@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from . import _core
+from ._config.alike import check_alike
 from ._config.configure import Options, device_goal, gradients_rest, tier_budgets
 from ._config.managed import check_parameters
-from ._config.ranks import find_ranks, ranks_on_paper
+from ._config.ranks import find_ranks, naming_lost, ranks_on_paper
 from ._config.sizes import Size, format_count, format_size
 from ._config.units import Chosen
 from ._config.update_modes import Update
@@ -71,6 +72,8 @@ def wrap(
     split: int | None = None,
     device: str | torch.device = "auto",
     snapshots: int = 0,
+    rank_gradients: str = "mean",
+    rank_timeout: float | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Moves the training state of a model into pages. The loop around it stays as it is. Gradients
     that the parameters have already are dropped, and the log says so.
@@ -121,6 +124,11 @@ def wrap(
             times and once more the state of what is trained, and once that of what is frozen; with
             gradient_accumulation_steps and LockFree also of gradients, as a snapshot in the middle
             of an accumulation has them. 0: the first strata.snapshot() makes room, or is refused.
+        rank_gradients: of several ranks: `"mean"`: the update gets their average, as that of
+            DistributedDataParallel does; `"sum"`: their sum.
+        rank_timeout: seconds for which this rank waits for another one that neither comes nor ends;
+            then it raises StrataError, and so do the others. Default: for as long as it takes, and
+            after 10 s the log says for whom.
 
     Returns:
         The same model, and the optimizer that takes the place of the one that was given.
@@ -146,7 +154,7 @@ def wrap(
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         gradient_accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights,
-        seed, init_device, activations, split, device, snapshots,
+        seed, init_device, activations, split, device, snapshots, rank_gradients, rank_timeout,
     )  # fmt: skip
     return model, _open(model, optimizer, options).optimizer
 
@@ -321,16 +329,23 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
     """Starts a session for the model and moves it there. Whatever ends it earlier, Ctrl-C too,
     leaves model and optimizer as they were."""
-    _check(model, optimizer)
-    undo = Undo(model, optimizer)
-    options = replace(options, ranks=find_ranks())
+    ranks = find_ranks()
+    options = replace(options, ranks=ranks)
+    undo: Undo | None = None
     try:
-        dropped = _drop_gradients(model)
-        state = _start(model, optimizer, options, undo)
+        with naming_lost(ranks):
+            if ranks is None:
+                _check(model, optimizer)
+            else:
+                check_alike(ranks, options, lambda: _check(model, optimizer), model)
+            undo = Undo(model, optimizer)
+            dropped = _drop_gradients(model)
+            state = _start(model, optimizer, options, undo)
     except BaseException:
-        undo.run()
-        if options.ranks is not None:
-            options.ranks.close()
+        if undo is not None:
+            undo.run()
+        if ranks is not None:
+            ranks.close()
         raise
     del undo  # and with it the memory that parameters had before
     if state.planning is not None:
@@ -366,7 +381,7 @@ def _start(
         options.ranks.wait()
         options.ranks.close()
         state.ranks = options.ranks
-        watch_ranks = Watch(session)
+        watch_ranks = Watch(session, options.rank_timeout)
         undo.first(watch_ranks.end)
         state.after_leaving.append(watch_ranks.end)
     # 2. The model, and what stands for its optimizer.

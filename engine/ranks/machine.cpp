@@ -107,7 +107,8 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
                     .timeout = std::chrono::milliseconds(
                         static_cast<std::int64_t>(config_.ranks_timeout_s * 1e3)),
                     .hello = std::as_bytes(std::span(&hello, 1)),
-                    .descriptors = offered});
+                    .descriptors = offered,
+                    .pids = config_.ranks_pids});
   // 3. What they show.
   std::vector<Seat> seats(config_.ranks);
   seats[config_.rank] = seat_of(own_->bytes(), config_.ranks, offer.memory);

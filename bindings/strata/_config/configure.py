@@ -28,7 +28,7 @@ from .choices import (
     check_workers,
 )
 from .managed import DTYPE_NAMES, dtype_names
-from .ranks import Ranks, plans_of_all
+from .ranks import RANK_GRADIENTS, TIMEOUT_MAX_S, Ranks, plans_of_all
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
 from .units import Chosen, UnitSpec, find_units, used_apart
 from .update_modes import (
@@ -67,6 +67,7 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
     ("init_device", (str, torch.device), "a device such as 'cuda'"),
     ("split", (int, NoneType), "a whole number or None"),
     ("snapshots", int, "a whole number"),
+    ("rank_timeout", (float, int, NoneType), "seconds, or None"),
 )
 
 log = logging.getLogger("strata")
@@ -96,6 +97,8 @@ class Options:
     split: int | None = None
     device: str | torch.device = "auto"
     snapshots: int = 0
+    rank_gradients: str = "mean"
+    rank_timeout: float | None = None
     ranks: Ranks | None = None  # none of wrap()'s: what torch.distributed has started
 
     def check(self) -> None:
@@ -119,6 +122,12 @@ class Options:
                 f"{self.gradient_accumulation_steps}"
             )
         check_snapshots(self.snapshots, self.ssd_paths())
+        check_choice("rank_gradients", self.rank_gradients, RANK_GRADIENTS)
+        if self.rank_timeout is not None and not 0 < self.rank_timeout <= TIMEOUT_MAX_S:
+            raise ValueError(
+                f"rank_timeout must be a number of seconds up to {TIMEOUT_MAX_S:.0f}, or None to "
+                f"wait for as long as it takes, not {self.rank_timeout}"
+            )
         for name in ("max_grad_norm", "max_unit_norm"):
             norm = getattr(self, name)
             if norm is None:
@@ -257,7 +266,7 @@ def config_of(
         "together": [],
     }
     if options.ranks is not None:
-        config["ranks"] = options.ranks.spec()
+        config["ranks"] = options.ranks.spec(options.rank_gradients)
     return config
 
 
