@@ -65,11 +65,11 @@ class OtherRanks final {
   Foundation& base_;
   GradientExchange& exchange_;
   Lender lender_;
-  std::vector<bool> said_bye_;  // by rank
-  std::vector<bool> died_;      // likewise
+  std::vector<bool> said_bye_;           // by rank
+  std::vector<bool> died_;               // likewise
   std::vector<std::uint64_t> messages_;  // likewise: that came
-  std::uint32_t cause_;         // of the failure: the rank that began it
-  bool gave_up_ = false;        // likewise: it was waited for for too long
+  std::uint32_t cause_;                  // of the failure: the rank that began it
+  bool gave_up_ = false;                 // likewise: it was waited for for too long
   bool told_failure_ = false;
 };
 

@@ -203,10 +203,12 @@ def is_refused(run: Rank, what: str) -> list[str]:
         linear: Any = model[0][0]  # type: ignore[index]
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
     if what == "files" and odd:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
     if what == "descriptors" and odd:
-        used = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, resource.RLIM_INFINITY))
+        used = 1 + max(map(int, os.listdir("/proc/self/fd")))
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, most))
     before = time.monotonic()
     try:
         wrap(run, model, **options)

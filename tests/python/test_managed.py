@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         r"inner.weight' is a test_managed.Scaled",
     ),
     "bitsandbytes": (put(Params4bit), r"Params4bit, quantised by bitsandbytes.*8bit"),
-    "DTensor": (distributed, r"DTensor, spread over devices"),
+    "DTensor": (distributed, r"DTensor with \(Replicate\(\),\), spread over devices"),
     "lazy": (
         lambda layer: setattr(layer, "inner", nn.LazyLinear(48)),
         r"inner.weight' has no shape yet",
@@ -123,6 +123,12 @@ def test_what_only_looks_like_it_is_not(core: ModuleType, change: Callable[[Any]
     model, optimizer = tight(model_of(change))
     assert steps(model, optimizer) == pytest.approx(expected, rel=1e-6)
     assert_same(model, plain, 1e-5)
+
+
+def test_models_that_others_spread_over_ranks_are_refused(core: ModuleType) -> None:
+    for model in (nn.DataParallel(nn.Linear(8, 8)), nn.Sequential(nn.DataParallel(nn.ReLU()))):
+        with pytest.raises(ValueError, match=r"DataParallel: pass the model inside"):
+            tight(nn.Sequential(nn.Linear(8, 8), model))
 
 
 def test_ranks_that_do_not_know_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

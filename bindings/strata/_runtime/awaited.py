@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .._core import Session
 
 PATIENCE_S = 10.0  # of a wait ahead of the first word
-LOOK_S = 1.0
+LOOK_S, LOOK_MIN_S = 1.0, 0.01
 
 log = logging.getLogger("strata")
 
@@ -45,7 +45,7 @@ class Watch:
     def _run(self) -> None:
         awaited: tuple[int, int] | None = None  # the rank, and what had come of it by then
         since, told = 0.0, False
-        look = LOOK_S if self._limit is None else min(LOOK_S, self._limit / 10)
+        look = LOOK_S if self._limit is None else min(LOOK_S, max(self._limit / 10, LOOK_MIN_S))
         while not self._ended.wait(look):
             try:
                 rank = self._session.awaited_rank()
