@@ -41,8 +41,8 @@ MOMENTS = [
     *(("wrap", 0.15), ("load", 0.05), ("step", 0.05), ("step", 0.3), ("step", 0.6)),
     *(("save", 0.01), ("save", 0.03)),
 ]
-WHERE = r", on {host} in step \d+ since strata.wrap\(\)"
-UNIT = r", last in the (forward|backward) of "
+WHERE = r", on {host}"
+UNIT = r" in step \d+ since strata.wrap\(\), last in the (forward|backward) of "
 # What others say of the victim, by what it did: ahead of its first forward it was in no unit, and
 # ahead of the meeting of all nobody knows more of it than torch.distributed.
 WORDS = {

@@ -151,11 +151,10 @@ void OtherRanks::fail(std::uint32_t cause, std::string what) {
 // Of a rank that trains no more: with its machine, the step, and the unit that it was in last.
 void OtherRanks::fail_where(std::uint32_t cause, std::string what, const std::string& advice) {
   const Whereabouts::Place place = base_.whereabouts->of(cause);
-  what = "rank " + std::to_string(cause) + what + ", on " + host_name() + " in step " +
-         std::to_string(place.steps + 1) + " since strata.wrap()";
+  what = "rank " + std::to_string(cause) + what + ", on " + host_name();
   if (place.unit != kNoUnit) {
-    what += std::string(", last in the ") + (place.backward ? "backward" : "forward") + " of " +
-            base_.names.of(place.unit);
+    what += " in step " + std::to_string(place.steps + 1) + " since strata.wrap(), last in the " +
+            (place.backward ? "backward" : "forward") + " of " + base_.names.of(place.unit);
   }
   fail(cause, what + ": " + advice);
 }

@@ -189,12 +189,6 @@ def is_refused(run: Rank, what: str) -> list[str]:
         options["rank_gradients"] = "sum"
     if what == "workers" and odd:
         options["workers"] = -1
-    if what == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
-    if what == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model)
     if what == "tensor":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor

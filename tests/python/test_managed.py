@@ -125,12 +125,6 @@ def test_what_only_looks_like_it_is_not(core: ModuleType, change: Callable[[Any]
     assert_same(model, plain, 1e-5)
 
 
-def test_models_that_others_spread_over_ranks_are_refused(core: ModuleType) -> None:
-    for model in (nn.DataParallel(nn.Linear(8, 8)), nn.Sequential(nn.DataParallel(nn.ReLU()))):
-        with pytest.raises(ValueError, match=r"DataParallel: pass the model inside"):
-            tight(nn.Sequential(nn.Linear(8, 8), model))
-
-
 def test_ranks_that_do_not_know_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 4)
     monkeypatch.setenv("WORLD_SIZE", "2")

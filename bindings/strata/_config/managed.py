@@ -25,15 +25,6 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.bfloat16: "bfloat16",
 }
 
-# Modules around a model that spread it over ranks themselves, by the class that they are made of.
-WRAPPERS = {
-    "DistributedDataParallel": "DistributedDataParallel: pass the model inside (model.module)",
-    "DataParallel": "DataParallel: pass the model inside (model.module)",
-    "FullyShardedDataParallel": "FSDP: pass the plain model, before FSDP() or fully_shard()",
-    "FSDPModule": "FSDP: pass the plain model, before FSDP() or fully_shard()",
-    "DeepSpeedEngine": "DeepSpeed: pass the plain model, before deepspeed.initialize()",
-}
-
 # Classes that say better than their name what they are, and what to do.
 KNOWN = {
     "DTensor": "spread over devices by torch.distributed: wrap the model before it is sharded, one "
@@ -48,7 +39,6 @@ KNOWN = {
 
 def check_parameters(model: nn.Module) -> None:
     """Raises ValueError where a parameter cannot be moved to pages, and says what would help."""
-    refuse_wrappers(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run the lazy model once first")
@@ -65,18 +55,6 @@ def check_parameters(model: nn.Module) -> None:
         if parameter.numel() == 0:
             raise ValueError(f"parameter {name!r} has shape {tuple(parameter.shape)}: no elements")
     _check_memory(model)
-
-
-def refuse_wrappers(model: nn.Module) -> None:
-    """Raises ValueError where something else spreads the model over ranks already."""
-    for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if (what := WRAPPERS.get(kind.__name__)) is not None:
-                where = f"module {name!r}" if name else "the model"
-                raise ValueError(
-                    f"{where} is wrapped by {what} to strata.wrap(), which shares state and "
-                    "gradients out among the ranks itself"
-                )
 
 
 def is_of_peft(module: nn.Module | None) -> bool:
