@@ -72,7 +72,7 @@ class Board:
             self._memory = mmap.mmap(file.fileno(), 0)
 
     def get(self, rank: int) -> tuple[str, int, int, float]:
-        """What it does, steps made, the step of its last save, and when it raised (0: it has not)."""
+        """What it does, steps made, the step of its last save, and when it raised, or 0."""
         doing, step, saved, raised = self._FORM.unpack_from(self._memory, rank * self._FORM.size)
         return DOING[doing], step, saved, raised
 

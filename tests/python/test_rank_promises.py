@@ -35,7 +35,7 @@ def leaves_nothing(ranks: Ranks) -> Iterator[None]:
     assert not {name for name in os.listdir("/dev/shm") if "strata" in name} - before
 
 
-# What reads a model --------------------------------------------------------------------------------
+# What reads a model -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("only_first", [False, True])
@@ -59,7 +59,7 @@ def test_a_machine_reads_each_weight_once(ranks: Ranks, tmp_path: Path) -> None:
     assert sum(of["looked"] for of in found) <= size * 1.1, found
 
 
-# Steps ---------------------------------------------------------------------------------------------
+# Steps --------------------------------------------------------------------------------------------
 
 
 def test_steps_that_are_not_finite_are_left_out_by_all(ranks: Ranks) -> None:
@@ -76,7 +76,7 @@ def test_gradients_may_be_summed(ranks: Ranks) -> None:
         assert same(ranks.run("rank_promises.sums", count)) == expected
 
 
-# Ends, stops and interrupts ------------------------------------------------------------------------
+# Ends, stops and interrupts -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["ahead", "memory", "values"])
@@ -99,7 +99,9 @@ def test_only_rank_timeout_ends_a_wait(ranks: Ranks) -> None:
     run.kill(1, signal.SIGCONT)
     waiting, late = run.wait()
     all_say([waiting], r"rank 1 has let this one wait for 1\.\d* s, .*rank_timeout= allows no more")
-    all_say([late], "this rank let rank 0 wait for longer than rank_timeout= allows|rank 0 has died")
+    all_say(
+        [late], "this rank let rank 0 wait for longer than rank_timeout= allows|rank 0 has died"
+    )
 
 
 def test_who_is_slow_and_comes_is_not_given_up(ranks: Ranks) -> None:
@@ -126,13 +128,16 @@ def test_ctrl_c_ends_all_and_leaves_nothing(ranks: Ranks, tmp_path: Path, who: l
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-# Bad input -----------------------------------------------------------------------------------------
+# Bad input ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("models", r"parameter '2.0.weight' is float32 \[288, 96\] on rank 0 and missing on rank 1"),
+        (
+            "models",
+            r"parameter '2.0.weight' is float32 \[288, 96\] on rank 0 and missing on rank 1",
+        ),
         ("frozen", r"'0.0.weight' is .* on rank 0 and float32 \[288, 96\] frozen on rank 1"),
         ("dtypes", "dtype is None on rank 0 and torch.bfloat16 on rank 1"),
         ("pages", "page_size is auto on rank 0 and 128 KiB on rank 1"),
@@ -181,7 +186,7 @@ def test_two_runs_cannot_have_one_ssd_folder(ranks: Ranks, tmp_path: Path) -> No
     first.wait()
 
 
-# torchrun ------------------------------------------------------------------------------------------
+# torchrun -----------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys

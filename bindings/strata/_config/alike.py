@@ -33,7 +33,9 @@ SAME_OPTIONS = (
 )
 
 
-def check_alike(ranks: Ranks, options: Options, check: Callable[[], None], model: nn.Module) -> None:
+def check_alike(
+    ranks: Ranks, options: Options, check: Callable[[], None], model: nn.Module
+) -> None:
     """Runs `check`, and compares the ranks. Raises what it raises, and on the other ranks
     ValueError; where ranks differ, ValueError with the first that does, and in what."""
     try:
