@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from rank_server import Outcome, Ranks
-from test_ranks import HEARD_S, HOME, all_say, same
+from test_ranks import HOME, all_say, same
 
-END_S = 2.0  # an interpreter takes a while to end
+SOON_S = 30.0  # half of what ranks wait for each other where they meet; the bench times it
 SSD = {"memory": {"device": "1MiB", "host": "10MiB", "ssd": "1GiB"}, "page_size": "64KiB"}
 
 
@@ -82,11 +82,11 @@ def test_gradients_may_be_summed(ranks: Ranks) -> None:
 @pytest.mark.parametrize("where", ["ahead", "memory", "values"])
 def test_who_ends_before_all_train_is_not_waited_for(ranks: Ranks, where: str) -> None:
     run = ranks.start("rank_promises.ends_ahead", 2, where=where)
-    left, ended = run.wait(30)
+    left, ended = run.wait(120)
     assert ended.code == 3
     named = "another rank" if where == "ahead" else "rank 1"
     all_say([left], f"{named} .*ended.* its own output says why")
-    assert left.seconds - ended.seconds < HEARD_S + END_S
+    assert left.seconds - ended.seconds < SOON_S
 
 
 def test_only_rank_timeout_ends_a_wait(ranks: Ranks) -> None:
@@ -95,7 +95,7 @@ def test_only_rank_timeout_ends_a_wait(ranks: Ranks) -> None:
     stopped = run.kill(1, signal.SIGSTOP)
     while not (run.folder / "rank-0.log").read_text().count("StrataError"):
         time.sleep(0.02)
-        assert time.monotonic() - run._began < stopped + 20
+        assert time.monotonic() - run._began < stopped + 60
     run.kill(1, signal.SIGCONT)
     waiting, late = run.wait()
     all_say([waiting], r"rank 1 has let this one wait for 1\.\d* s, .*rank_timeout= allows no more")
@@ -118,13 +118,13 @@ def test_ctrl_c_ends_all_and_leaves_nothing(ranks: Ranks, tmp_path: Path, who: l
     time.sleep(0.3)  # the other one waits for it, inside its step
     for rank in who:
         sent = run.kill(rank, signal.SIGINT)
-    outcomes = run.wait(30)
+    outcomes = run.wait(120)
     assert "KeyboardInterrupt" in outcomes[1].output
     assert outcomes[0].code != 0
     if who == [1]:
         all_say([outcomes[0]], "rank 1 has (failed or )?died|rank 1 has failed")
     for outcome in outcomes:
-        assert outcome.seconds - sent < HEARD_S + END_S, outcome.output
+        assert outcome.seconds - sent < SOON_S, outcome.output
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -140,8 +140,8 @@ def test_ctrl_c_ends_all_and_leaves_nothing(ranks: Ranks, tmp_path: Path, who: l
         ),
         ("frozen", r"'0.0.weight' is .* on rank 0 and float32 \[288, 96\] frozen on rank 1"),
         ("dtypes", "dtype is None on rank 0 and torch.bfloat16 on rank 1"),
-        ("pages", "page_size is auto on rank 0 and 128 KiB on rank 1"),
-        ("budgets", r"memory\['host'\].* is 96 MiB on rank 0 and 64 MiB on rank 1"),
+        ("pages", "page_size is auto on rank 0 and 128.0 KiB on rank 1"),
+        ("budgets", r"memory\['host'\].* is 96.0 MiB on rank 0 and 64.0 MiB on rank 1"),
         ("versions", r"version of strata is \S+ on rank 0 and 0.0.0 on rank 1"),
         ("sums", "rank_gradients is mean on rank 0 and sum on rank 1"),
         ("workers", r"workers must be .*-1|refused on rank 1: ValueError: workers must be"),
@@ -171,14 +171,14 @@ def test_limits_of_one_rank_are_named(ranks: Ranks, what: str, words: str) -> No
     first, second = ranks.run("rank_promises.is_refused", 2, what=what)
     assert re.search(words, second[1]), second
     assert re.search("rank 1 .*ended|rank 1 .*its own", first[1]), first
-    assert float(first[2]) < HEARD_S + END_S
+    assert float(first[2]) < SOON_S
 
 
 def test_two_runs_cannot_have_one_ssd_folder(ranks: Ranks, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SSD, "ssd_path": str(tmp_path)}
     first = ranks.start("rank_promises.stays", 2, **options)
     first.await_mark("there")
-    second: list[Outcome] = ranks.start("rank_promises.stays", 2, **options).wait(30)
+    second: list[Outcome] = ranks.start("rank_promises.stays", 2, **options).wait(120)
     all_say(second, "the SSD path .*rank-[01] is in use by process")
     assert first.codes() is None
     for rank in (0, 1):
