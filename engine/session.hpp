@@ -294,6 +294,16 @@ class Session final {
     Gate::Call in(gate_);
     return core_->awaited_rank();
   }
+  // Likewise, by rank; 0: there is no such rank.
+  std::uint64_t heard_from(std::uint32_t rank) {
+    const Gate::Call in(gate_);
+    return core_->ranks && rank < config_.ranks ? core_->ranks->heard_from(rank) : 0;
+  }
+  // Likewise: it is not waited for any longer, and the session ends. Nothing where it has come.
+  void give_up_rank(std::uint32_t rank, double seconds) {
+    const Gate::Call in(gate_);
+    if (core_->awaited_rank() == rank) core_->ranks->give_up(rank, seconds);
+  }
   // Without a pump: a turn of what is under way, for who waits for nothing.
   void take_turn() {
     Gate::Call in(gate_);

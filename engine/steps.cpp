@@ -165,6 +165,7 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
     base.bell.ring();
   }
   parts_.gradients.begin_step();
+  if (base.whereabouts) base.whereabouts->end_step(count_);
   held.reset();
   base.gate.notify();
   // 4. The next one may come, when what its first units wait for is blocked.
