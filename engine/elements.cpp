@@ -143,6 +143,12 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
   if (base_.remote) note_remote_write(lock, param);
 }
 
+void Elements::renew_others(Lock& lock) {
+  if (!base_.remote) return;
+  const auto params = static_cast<std::uint32_t>(base_.config.params.size());
+  for (std::uint32_t param = 0; param < params; ++param) note_remote_write(lock, param);
+}
+
 // Other ranks write what they hold of the parameter: what is here of that is stale.
 void Elements::note_remote_write(Lock& lock, std::uint32_t param) {
   base_.remote->note_write();  // first: what is asked for meanwhile is asked for with it

@@ -198,6 +198,12 @@ class Session:
         `gives_up`: ahead of the end of the training; the others are told, and raise StrataError."""
     def awaited_rank(self) -> int | None:
         """Whom a call waits for right now."""
+    def meetings(self) -> list[int]:
+        """By rank: how many steps it has ended, and how often it has looked at gradients, as far as
+        is known here; 2**64 - 1: it ends no more."""
+    def renew_others(self) -> None:
+        """Every rank has changed all that it owns, and all have come here: what this one has of
+        others is stale."""
     def owners(self, param: int) -> list[tuple[int, int, int]]:
         """(rank, first, count): the elements of the parameter that one rank owns, run by run."""
     def gradient_fits(self, param: int) -> bool:

@@ -41,7 +41,7 @@ from .checkpoint_files import BUFFER_BYTES, CheckpointError, check_replaceable
 from .checkpoint_writer import Work
 from .held_state import Holder
 from .pace import Pace
-from .snapshot import Taker
+from .snapshot import Taker, taker_of
 from .snapshot_elements import Form
 from .snapshot_files import links_at
 from .snapshot_values import Forms, SnapshotValues
@@ -133,7 +133,7 @@ def save(
     Memory used: 4 MiB; with wait=False 32 MiB more.
     """
     state = wrapped(model)
-    together = Together(state, "strata.save()")
+    together = Together.of(state, "strata.save()")
     with together.phase() as phase:
         path = _check(state, path, extra)
         if not wait and (handle := _hold(state, path, extra, progress, together)) is not None:
@@ -196,8 +196,7 @@ def _taker(state: Wrapped) -> Taker | None:
     if state.snapshots is not None:
         state.snapshots.raise_failure()
     try:
-        taker: Taker = state.snapshots or Taker(state)
-        state.snapshots = taker
+        taker = taker_of(state)
         state.landings.wait()
         taker.make_room_to_hold()
         taker.durability.check()  # what was under way is known now

@@ -6,7 +6,8 @@
 
 What rests on the SSD is not copied: its slots are held, and later writes go elsewhere
 (engine/snapshots.hpp). A thread then waits for what is still to be written, makes it durable, links
-the page files, and writes the manifest last. The format is described in snapshot_files.py.
+the page files, and writes the manifest last (snapshot_writer.py). The format is described in
+snapshot_files.py.
 
 Use from the thread that trains. The background thread knows the session and plain values only.
 """
@@ -14,50 +15,28 @@ Use from the thread that trains. The background thread knows the session and pla
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped, wrapped
-from .checkpoint_files import (
-    MANIFEST_NAME,
-    STATE_NAME,
-    TensorWriter,
-    replace_folder,
-    tidy,
-)
 from .durability import Durability
 from .held_state import Holder
-from .large_manifest import give_way, write_large_manifest
+from .rank_board import Board
 from .registrations import Contents
-from .replacing import make_newest
-from .snapshot_context import Context, Form, form_of, take_context, write_state
-from .snapshot_files import (
-    Links,
-    check_series,
-    clean_up,
-    links_at,
-    mark_pending,
-    remove_links,
-    snapshots_of,
-    step_folder,
-)
+from .snapshot_context import Form, form_of, take_context
+from .snapshot_files import check_series, clean_up, step_folder
 from .snapshot_kept import KeptSnapshots
-from .snapshot_pages import copy_pages, from_files, slots_of
-from .together import refuse_snapshots
+from .snapshot_writer import Asked, Writer
+from .together import Together
 
-if TYPE_CHECKING:
-    from .._core import TakenSnapshot
-
+NAME = "strata.snapshot()"
 KEEP_MAX = 1 << 20
-
-log = logging.getLogger("strata")
 
 
 class SnapshotHandle:
@@ -134,7 +113,6 @@ def snapshot(
             from then on where pages could not be made durable.
         CheckpointError: `path` is a file, or the folder of a checkpoint.
         TypeError: `keep` is no whole number, or `extra` holds what cannot be kept.
-        ValueError: Several ranks train the model: strata.save() writes what they have.
         RuntimeError: Where parameters are of two states, or the model has others than when it was
             wrapped, or other persistent buffers than at its first snapshot.
     """
@@ -154,6 +132,16 @@ def _begin(
     """`beside`: complete ones of the series, while another is taken."""
     state = wrapped(model)
     state.hooks.reset()
+    taker = taker_of(state)
+    with taker.call() as call:
+        series = _check(state, path, keep, extra)
+        taker.raise_failure()
+        taker.durability.check()
+        return taker.take(state, series, keep, beside, extra or {}, call)
+
+
+def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) -> Path:
+    """The folder of the series. Raises where there can be no such snapshot now."""
     state.refuse_half_step("snapshot()")
     state.landings.wait()
     if not isinstance(keep, int) or isinstance(keep, bool):
@@ -164,11 +152,14 @@ def _begin(
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
     series = Path(os.path.realpath(path))
     check_series(series)
-    taker = state.snapshots or Taker(state)
+    return series
+
+
+def taker_of(state: Wrapped) -> Taker:
+    """The model's, made where it has none."""
+    taker: Taker = state.snapshots or Taker(state)
     state.snapshots = taker
-    taker.raise_failure()
-    taker.durability.check()
-    return taker.take(state, series, keep, beside, extra or {})
+    return taker
 
 
 class Taker:
@@ -179,8 +170,7 @@ class Taker:
     looked up by the first call, and again when that has changed."""
 
     def __init__(self, state: Wrapped) -> None:
-        """Removes what killed processes left on the drives. Raises ValueError for several ranks."""
-        refuse_snapshots(state)
+        """Of a process that is alone: removes what killed ones left on the drives."""
         self._session = state.session
         self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
         self.kept = KeptSnapshots(self._session)  # complete ones
@@ -188,7 +178,8 @@ class Taker:
         # in the middle, there may be another one.
         self._known, self._unsure = 0, False
         self._taking_over = False  # also where that was interrupted, and their numbers are lost
-        self._failed = False  # the last one did, and may have left something
+        # Killed processes have left something on the drives, or the last one, which failed.
+        self._unclean = True
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
         self.durability = Durability(self._drives)
         self.holder = Holder(self._session, self._drives, self.durability)
@@ -196,7 +187,10 @@ class Taker:
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
         state.before_close += [self._pool.shutdown, self.holder.shutdown]
         self._form = Form([], [])
-        clean_up(self._drives)
+        self._board = Board.of(state, "snapshots")
+        self._calls = (0, 0)  # where the last one was made, and how many there
+        if self._board is None:
+            self.tidy(Together.alone(NAME))
 
     def raise_failure(self) -> None:
         """Raises what one failed with, once."""
@@ -228,8 +222,28 @@ class Taker:
         self.durability.note(snapshots[0][1])  # it was whole when it was looked up
         self._taking_over = False
 
+    @contextlib.contextmanager
+    def call(self) -> Iterator[Call]:
+        """Around a call of strata.snapshot(). Where it raises, other ranks are told."""
+        place = self._board.place() if self._board is not None else 0
+        count = self._calls[1] + 1 if self._calls[0] == place else 1
+        self._calls = (place, count)
+        call = Call(self._board, count)
+        try:
+            yield call
+        except BaseException as error:
+            if not call.runs:
+                call.give_up(error)
+            raise
+
     def take(
-        self, state: Wrapped, series: Path, keep: int, beside: int, extra: dict[str, Any]
+        self,
+        state: Wrapped,
+        series: Path,
+        keep: int,
+        beside: int,
+        extra: dict[str, Any],
+        call: Call,
     ) -> SnapshotHandle:
         """Begins one. `beside`: complete ones of the series meanwhile. An exception of a signal
         handler may end it anywhere: what was begun is then completed, or given up by the next."""
@@ -251,13 +265,17 @@ class Taker:
         self._unsure = True
         number = self.holder.begin(complete)
         self._known, self._unsure = number, False
+        asked = Asked(number, folder, keep, context, self._form)
         try:
             self._handles.append(handle)
-            self._pool.submit(self._run, future, number, folder, keep, context, self._form)
+            call.post({"folders": str(folder), "keep": keep})
+            self._pool.submit(self._run, future, call, asked)
         except BaseException:  # the interpreter ends, or Ctrl-C
             if future.cancel():
                 handle.forget()
                 self._session.drop_snapshot(number)
+            else:
+                call.runs = True
             raise
         return handle
 
@@ -280,19 +298,19 @@ class Taker:
             if number not in known:
                 self._session.drop_snapshot(number)
 
-    def _run(self, future: Future[None], number: int, folder: Path, *what: Any) -> None:
+    def _run(self, future: Future[None], call: Call, asked: Asked) -> None:
         """On the thread, unless it was called off."""
         if not future.set_running_or_notify_cancel():
             return
+        number, folder = asked.number, asked.folder
         try:
-            self.durability.check()
+            call.hear()
+            cleans, self._unclean = self._unclean, False
             with self.durability.watch(folder.parent):
-                if self._failed:
-                    clean_up(self._drives)
-                self._failed = False
-                self._write(number, folder, *what)
+                writer = Writer(self._session, self._drives, self.kept, self.durability, asked)
+                writer.write(call.together, cleans)
         except BaseException as error:
-            self._failed = True
+            self._unclean = True
             self.durability.note_failure(folder)
             if number not in self.kept.numbers():
                 with contextlib.suppress(RuntimeError):  # the session may have ended
@@ -307,74 +325,51 @@ class Taker:
         self.kept.drop_removed()
         self.holder.make_room(len(self.kept))
 
-    def _write(self, number: int, folder: Path, keep: int, context: Context, form: Form) -> None:
-        """On the thread."""
-        if self.kept.in_series(folder.parent) > keep:
-            self.kept.rotate(folder.parent, keep)  # that failed last time: slots are needed
-        pages = self._session.snapshot(number)  # waits
-        self.durability.sync_pages(self._session)
-        links = Links(self._drives, folder)
-        try:
-            self._write_folder(folder, links, pages, form, context)
-            links.finish()
-        except BaseException:
-            if links.lead_to_what_is_there():
-                links.leave()  # so its slots stay
-                self.kept.add(links.id, number, folder, links.paths[0])
-            else:
-                links.remove()
-            raise
-        self.durability.note(folder)
-        self.kept.add(links.id, number, folder, links.paths[0])
-        self.kept.rotate(folder.parent, keep)
+    def tidy(self, together: Together) -> None:
+        """Removes what killed processes left on the drives, ahead of what looks at the links there.
+        Of several ranks all do so, rank 0 first. REQUIRES: no snapshot is under way."""
+        for leads in (True, False):
+            with together.phase():
+                if self._unclean and together.leads == leads:
+                    clean_up(self._drives, clears=leads)
+                    self._unclean = False
 
-    def _write_folder(
-        self, folder: Path, links: Links, pages: TakenSnapshot, form: Form, context: Context
-    ) -> None:
-        manifest = context.manifest | {"id": links.id, "page_bytes": pages.page_bytes}
-        manifest["params"] = [dict(entry) for entry in form.params]
-        manifest["parts"] = form.parts
-        manifest["chunks"] = []
-        for i in range(pages.chunk_count):
-            manifest["chunks"].append(pages.chunk(i))
-            give_way()
-        manifest["scales"] = pages.scales or None
-        if (gradients := pages.gradients) is not None:
-            manifest["gradients"] = {"params": gradients, "groups": pages.hypers} | manifest["sums"]
-        del manifest["sums"]
-        for place, step in enumerate(pages.param_steps):
-            entry = manifest["params"][manifest["parts"][place][0]]
-            entry["step"] = max(entry["step"], step)
-        tidy(folder)
-        replaced = links_at(folder)  # of another run that came by this step
-        if replaced is not None:
-            mark_pending(*replaced, folder)
-        linked = self._session.link_pages(links.paths)
-        if linked:
-            links.sync()
-        with replace_folder(folder) as new:
-            manifest["drives"] = links.drive_entries() if linked else self._copy(manifest, new)
-            with TensorWriter(new / STATE_NAME) as file:
-                write_state(file, manifest, context)
-                manifest["bytes"] = file.bytes
-            write_large_manifest(new, manifest)
-            others = [each / MANIFEST_NAME for each in snapshots_of(folder.parent)]
-            make_newest(new / MANIFEST_NAME, others)
-        if replaced is not None:
-            remove_links(*replaced)
 
-    def _copy(self, manifest: dict[str, Any], folder: Path) -> list[dict[str, str]]:
-        log.warning(
-            "the file systems of %s have no hard links: snapshots are copied to %s, page by page",
-            ", ".join(self._drives),
-            folder.parent.parent,
+class Call:
+    """One call of strata.snapshot(), of which all ranks must know: as the thread that trains says,
+    and the one that writes hears. Its key is where the ranks are, and how many calls were made
+    there, so that a call that some did not make confuses no later one."""
+
+    def __init__(self, board: Board | None, number: int) -> None:
+        """`number`: of those behind one step."""
+        self._board = board
+        self._place = board.place() if board is not None else 0
+        self._key = f"{self._place}.{number}"
+        self.runs = False  # somebody writes a part here, whatever the thread that trains has raised
+        self.together = Together.alone(NAME)
+        if board is not None:
+            self.together = Together.beside(board, NAME, self._key)
+
+    def post(self, said: dict[str, Any]) -> None:
+        """What is to be the same on all ranks."""
+        if self._board is not None:
+            self._board.post(f"{self._key}/call", self.together.message(said))
+
+    def give_up(self, error: BaseException) -> None:
+        """Nobody writes a part here: also where it was posted that somebody would."""
+        if self._board is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the session, or torch.distributed, has ended
+            for key in ("call", "1"):
+                self._board.post(f"{self._key}/{key}", self.together.failure(error))
+
+    def hear(self) -> None:
+        """Waits until all ranks have called. Raises CheckpointError where they did not, or called
+        for different things."""
+        if self._board is None:
+            return
+        heard = self.together.understand(
+            self._board.hear(f"{self._key}/call", NAME, self._place)
         )
-        files = self._session.page_files()
-        try:
-            size = manifest["page_bytes"]
-            read = from_files(files, size)
-            names = copy_pages(read, len(files), slots_of(manifest), size, folder)
-        finally:
-            for file in files:
-                os.close(file)
-        return [{"folder": "", "file": name} for name in names]
+        for what in heard[0]:
+            self.together.agree(what, [said[what] for said in heard])
