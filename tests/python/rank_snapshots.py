@@ -60,10 +60,10 @@ def noted() -> Iterator[list[str]]:
     log.setLevel(level)
 
 
-def goes_on(run: Rank, series: str, **options: Any) -> dict[str, Any]:
+def goes_on(run: Rank, path: str, **options: Any) -> dict[str, Any]:
     """As rank_saves.loads(). `adopted`: the pages were taken over where they lie."""
     with noted() as words:
-        found = loads(run, series, **options)
+        found = loads(run, path, **options)
     told = [line for line in words if "are read when they are needed" in line or ": its " in line]
     return found | {"adopted": any("when they are needed" in line for line in told), "told": told}
 
@@ -226,8 +226,8 @@ def hashes_by_step(run: Rank, steps: int, **options: Any) -> list[str]:
 def under_fire(
     run: Rank, series: str, steps: int, victim: int, where: str = "", **options: Any
 ) -> None:
-    """A snapshot behind every step. The victim stays `where`, once the second one comes there, until
-    it is killed; with none it says when the first is complete, and trains on."""
+    """A snapshot behind every step. The victim stays `where`, once the second one comes there,
+    until it is killed; with none it says when the first is complete, and trains on."""
     model, optimizer = start(run, make_model(), **options)
     strata.snapshot(model, series).wait(SERIES_S)
     run.meet()

@@ -1,5 +1,5 @@
-"""Snapshots of ranks: each holds its part, one commit, and they load under any number of ranks. What
-each does is in rank_snapshots.py; rank_server.py starts them."""
+"""Snapshots of ranks: each holds its part, one commit, and they load under any number of ranks.
+What each does is in rank_snapshots.py; rank_server.py starts them."""
 
 import os
 import random

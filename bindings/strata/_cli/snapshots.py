@@ -65,7 +65,7 @@ def _remove(snapshots: list[Path], drives: list[Path]) -> int:
         print(f"removed {folder}")
         for gone in absent:
             print(f"  {gone} is not there: later, strata snapshots rm --lost {gone}")
-    for drive in [found for drive in drives for found in _drives_at(drive)]:
+    for drive in [each for place in drives for each in _drives_at(place)]:
         owners = owners_on(drive)
         for identity in lost_on(drive):
             remove_links([str(drive)], identity)

@@ -5,8 +5,8 @@
     board.post(f"{place}/call", "...")           # at once; by the thread that trains, too
     messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
 
-Words go through the store that torch.distributed has begun with: each is a key of it, which only its
-rank writes, and which goes when all have read it. So no collective of the user's is ever crossed,
+Words go through the store that torch.distributed has begun with: each is a key of it, which only
+its rank writes, and which goes when all have read it. So no collective of the user's is ever crossed,
 and nobody waits for a thread that trains. Nothing that is heard is unpickled.
 
 Note [Who did not call]. Ranks end their steps together, so where one has ended a step, or looked at

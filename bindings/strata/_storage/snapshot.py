@@ -15,8 +15,9 @@ Use from the thread that trains. The background thread knows the session and pla
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from .._runtime.wrapped import Wrapped, wrapped
 from .durability import Durability
 from .held_state import Holder
 from .rank_board import Board
+from .rank_calls import Call, Calls
 from .registrations import Contents
 from .snapshot_context import Form, form_of, take_context
 from .snapshot_files import check_series, clean_up, step_folder
@@ -37,6 +39,8 @@ from .together import Together
 
 NAME = "strata.snapshot()"
 KEEP_MAX = 1 << 20
+
+log = logging.getLogger("strata")
 
 
 class SnapshotHandle:
@@ -90,6 +94,11 @@ def snapshot(
     what it changes is kept. A snapshot that is asked for while another is being kept begins at that
     one's end, which a later step() waits for; nobody waits for files that are being written.
 
+    Of several ranks each one calls it, with the same path and `keep`, behind the same step, and
+    ahead of the next backward; each keeps what it owns, and rank 0 writes the one manifest when all
+    have. It loads under any number of ranks. It has the random states and `extra` of each rank, and
+    buffers of rank 0. Where a rank fails or dies, older snapshots are as they were.
+
     The page files of `ssd_path` are linked, so they outlive the run; where the file system has no
     links, pages are copied into the folder. The first snapshot sets room on the SSD aside: `keep` +
     1 times the state of what is trained (and of its gradients, where there are any), and once that
@@ -108,10 +117,11 @@ def snapshot(
 
     Raises:
         StrataError: Where the budget of the SSD has no such room, with what would do; where there
-            is no SSD; between a backward and step() with update="in_backward", where some
-            parameters are updated and others are not; what an earlier snapshot failed with; and
-            from then on where pages could not be made durable.
-        CheckpointError: `path` is a file, or the folder of a checkpoint.
+            is no SSD; of several ranks behind a backward; between a backward and step() with
+            update="in_backward", where some parameters are updated and others are not; what an earlier snapshot failed with (several
+            ranks say that in the log); and from then on where pages could not be made durable.
+        CheckpointError: `path` is a file, or the folder of a checkpoint. By the handle's wait():
+            another rank has failed, or did not call, or gave another path or `keep`.
         TypeError: `keep` is no whole number, or `extra` holds what cannot be kept.
         RuntimeError: Where parameters are of two states, or the model has others than when it was
             wrapped, or other persistent buffers than at its first snapshot.
@@ -133,7 +143,7 @@ def _begin(
     state = wrapped(model)
     state.hooks.reset()
     taker = taker_of(state)
-    with taker.call() as call:
+    with taker.calls.begin() as call:
         series = _check(state, path, keep, extra)
         taker.raise_failure()
         taker.durability.check()
@@ -182,22 +192,29 @@ class Taker:
         self._unclean = True
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
         self.durability = Durability(self._drives)
-        self.holder = Holder(self._session, self._drives, self.durability)
+        self.holder = Holder(state, self._drives, self.durability)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
         state.before_close += [self._pool.shutdown, self.holder.shutdown]
         self._form = Form([], [])
-        self._board = Board.of(state, "snapshots")
-        self._calls = (0, 0)  # where the last one was made, and how many there
-        if self._board is None:
+        board = Board.of(state, "snapshots")
+        self.calls = Calls(board, NAME)
+        self._alone = board is None
+        if self._alone:
             self.tidy(Together.alone(NAME))
 
     def raise_failure(self) -> None:
-        """Raises what one failed with, once."""
-        self.holder.raise_failure()
-        for handle in [h for h in self._handles if h.done]:
-            self._handles.remove(handle)
-            handle.raise_failure()
+        """Raises what one failed with, once. Several ranks log it: not all of them may know yet,
+        and where one raised, the next snapshot of all would fail by that."""
+        try:
+            self.holder.raise_failure()
+            for handle in [h for h in self._handles if h.done]:
+                self._handles.remove(handle)
+                handle.raise_failure()
+        except (RuntimeError, OSError) as error:
+            if self._alone:
+                raise
+            log.error("a snapshot, or a save, has failed: %s", error)
 
     def finish(self) -> None:
         """Waits for all of them. Raises nothing: what is not complete is not there."""
@@ -221,20 +238,6 @@ class Taker:
             self.kept.add(identity, number, folder, link)
         self.durability.note(snapshots[0][1])  # it was whole when it was looked up
         self._taking_over = False
-
-    @contextlib.contextmanager
-    def call(self) -> Iterator[Call]:
-        """Around a call of strata.snapshot(). Where it raises, other ranks are told."""
-        place = self._board.place() if self._board is not None else 0
-        count = self._calls[1] + 1 if self._calls[0] == place else 1
-        self._calls = (place, count)
-        call = Call(self._board, count)
-        try:
-            yield call
-        except BaseException as error:
-            if not call.runs:
-                call.give_up(error)
-            raise
 
     def take(
         self,
@@ -333,43 +336,3 @@ class Taker:
                 if self._unclean and together.leads == leads:
                     clean_up(self._drives, clears=leads)
                     self._unclean = False
-
-
-class Call:
-    """One call of strata.snapshot(), of which all ranks must know: as the thread that trains says,
-    and the one that writes hears. Its key is where the ranks are, and how many calls were made
-    there, so that a call that some did not make confuses no later one."""
-
-    def __init__(self, board: Board | None, number: int) -> None:
-        """`number`: of those behind one step."""
-        self._board = board
-        self._place = board.place() if board is not None else 0
-        self._key = f"{self._place}.{number}"
-        self.runs = False  # somebody writes a part here, whatever the thread that trains has raised
-        self.together = Together.alone(NAME)
-        if board is not None:
-            self.together = Together.beside(board, NAME, self._key)
-
-    def post(self, said: dict[str, Any]) -> None:
-        """What is to be the same on all ranks."""
-        if self._board is not None:
-            self._board.post(f"{self._key}/call", self.together.message(said))
-
-    def give_up(self, error: BaseException) -> None:
-        """Nobody writes a part here: also where it was posted that somebody would."""
-        if self._board is None:
-            return
-        with contextlib.suppress(RuntimeError):  # the session, or torch.distributed, has ended
-            for key in ("call", "1"):
-                self._board.post(f"{self._key}/{key}", self.together.failure(error))
-
-    def hear(self) -> None:
-        """Waits until all ranks have called. Raises CheckpointError where they did not, or called
-        for different things."""
-        if self._board is None:
-            return
-        heard = self.together.understand(
-            self._board.hear(f"{self._key}/call", NAME, self._place)
-        )
-        for what in heard[0]:
-            self.together.agree(what, [said[what] for said in heard])

@@ -8,7 +8,8 @@ Format, version 3. The folder is a checkpoint's (checkpoint.py), but most tensor
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
     manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
-                    "snapshot": 2 or 3, "id": 16 hex digits, "step": of the run, "time": ns since 1970,
+                    "snapshot": 2 or 3, "id": 16 hex digits,
+                    "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
                     "page_bytes", "moment_dtype",
                     "params":  as in a checkpoint, each with the "rule" of its moments,

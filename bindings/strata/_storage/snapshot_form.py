@@ -90,7 +90,9 @@ def _problems_of_ranks(manifest: dict[str, Any], others: int) -> Iterator[str]:
     ranks = len(manifest.get("ranks", []))
     if ranks != 1 + others:
         yield f"it has drives of {ranks} ranks, and says something of {1 + others}"
-    if any(type(c.get("rank")) is not int or not 0 <= c["rank"] < ranks for c in manifest["chunks"]):
+    if any(
+        type(c.get("rank")) is not int or not 0 <= c["rank"] < ranks for c in manifest["chunks"]
+    ):
         yield "a chunk is of no rank"
     if manifest["scales"] is not None or manifest.get("gradients") is not None:
         yield "ranks have no scales, and no gradients"

@@ -61,15 +61,15 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     saved it. A snapshot on the file system of `ssd_path`, with pages like the model's, is not read
     now: each page is, and is verified, when it is first used; a damaged one ends the run then.
 
-    Of several ranks each one calls it, with the same path, and reads from a checkpoint what it
-    owns; none returns before all have. The number of ranks may be another than when it
+    Of several ranks each one calls it, with the same path, and reads what it owns; none returns
+    before all have. The number of ranks may be another than when it
     was saved. Where it is the same, each gets back its own random states and `extra`; else all get
     those of rank 0. Buffers are rank 0's on all of them. Load ahead of the first backward, or
-    behind step(). A snapshot is loaded by a process that is alone.
+    behind step(). Several ranks load no snapshot of the middle of an accumulation.
 
     Returns `extra`. Raises CheckpointError, before anything is changed, where there is none that is
     complete, where it is damaged, or of another model, and where another rank fails, which the
-    message names; ValueError where several ranks load a snapshot; StrataError where a rank dies.
+    message names; StrataError where a rank dies.
     Where an exception ends it later, Ctrl-C too, and where a page that is read is damaged,
     everything else is refused, on all ranks, until a load has come to its end.
     """

@@ -33,22 +33,24 @@ def own_chunks(pages: TakenSnapshot) -> Iterator[tuple[int, dict[str, Any]]]:
             give_way()
 
 
-def write_part(folder: Path, rank: int, pages: TakenSnapshot, context: Context | None) -> None:
-    """What this rank has of a snapshot, or of a state that is held: then without a context."""
+def write_part(folder: Path, rank: int, pages: TakenSnapshot, context: Context) -> None:
+    """What this rank has of a snapshot."""
     header: dict[str, Any] = {"steps": pages.param_steps}
-    if context is not None:
-        header |= {key: context.manifest[key] for key in ("rng", "extra")}
-        with TensorWriter(_tensors(folder, rank)) as tensors:
-            header["tensors"] = write_tensors(tensors, context)
+    header |= {key: context.manifest[key] for key in ("rng", "extra")}
+    with TensorWriter(_tensors(folder, rank)) as tensors:
+        header["tensors"] = write_tensors(tensors, context)
+    write_lines(folder, rank, pages, header)
+
+
+def write_lines(folder: Path, rank: int, pages: TakenSnapshot, header: dict[str, Any]) -> None:
+    """The first line, and the chunks."""
     with _lines(folder, rank).open("w") as file:
         file.write(f"{json.dumps(header)}\n")
         for numbered in own_chunks(pages):
             file.write(f"{json.dumps(numbered)}\n")
 
 
-def read_part(
-    folder: Path, rank: int
-) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
+def read_part(folder: Path, rank: int) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
     """The first line, and the chunks with their numbers."""
     chunks = []
     with _lines(folder, rank).open() as file:

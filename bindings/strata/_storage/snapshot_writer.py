@@ -12,9 +12,9 @@ snapshot is one manifest that names all of them.
        (snapshot_parts.py).
     5. When all have, rank 0 writes the manifest, and the folder takes its place.
 Each phase ends for all ranks, or for none (together.py). Up to the end of phase 4 nobody has a
-manifest, and so whoever fails takes its links away. From there on rank 0 alone decides: who does not
-hear of it leaves its links as they are, and marked as pending. The next run on these drives sees
-whether a manifest needs them.
+manifest, and so whoever fails takes its links away. From there on rank 0 alone decides: who does
+not hear of it leaves its links as they are, and marked as pending. The next run on these drives
+sees whether a manifest needs them.
 """
 
 from __future__ import annotations
@@ -165,9 +165,7 @@ class Writer:
         assert self._links is not None
         self._links.finish()
         self._durability.note(self._asked.folder)
-        self._kept.add(
-            self._links.id, self._asked.number, self._asked.folder, self._links.paths[0]
-        )
+        self._kept.add(self._links.id, self._asked.number, self._asked.folder, self._links.paths[0])
 
     def _manifest(self, pages: TakenSnapshot) -> dict[str, Any]:
         """Of what this rank has, with its steps; without drives."""
@@ -188,8 +186,8 @@ class Writer:
     def _keep_pages(
         self, pages: TakenSnapshot, identity: str, new: Path, first: int
     ) -> list[dict[str, str]]:
-        """Links this rank's page files, or copies its pages to the new folder. Returns the drives as
-        the manifest has them. `first`: the number of the first one."""
+        """Links this rank's page files, or copies its pages to the new folder. Returns the drives
+        as the manifest has them. `first`: the number of the first one."""
         if self._links is None:
             self._links = Links(self._drives, self._asked.folder, identity)
         if self._session.link_pages(self._links.paths):

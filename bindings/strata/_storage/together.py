@@ -16,8 +16,8 @@ on with its own exception, and each of the others raises one that names it. A ra
 nothing, but the core sees it, and every wait here looks there. One that is stopped is waited for,
 for as long as torch.distributed waits (30 minutes, unless init_process_group() was told otherwise).
 
-Format. What is said travels as a JSON object: {"call", "said"}, or {"call", "error"}. The thread that
-trains sends it through torch.distributed, behind its length, and others through rank_board.py.
+Format. What is said travels as a JSON object: {"call", "said"}, or {"call", "error"}. The thread
+that trains sends it through torch.distributed, behind its length, and others through rank_board.py.
 Nothing is unpickled.
 
 Use from one thread: every rank, in the same order.
