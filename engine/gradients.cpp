@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <utility>
 
 #include "memory/check.hpp"
@@ -126,12 +125,6 @@ void Gradients::take_sums() {
 
 std::optional<std::uint32_t> Gradients::late() const {
   return sums_ ? sums_->late() : std::nullopt;
-}
-
-std::uint64_t Gradients::meetings_of(std::uint32_t rank) const {
-  STRATA_ASSERT(exchange_);
-  if (exchange_->has_left(rank)) return std::numeric_limits<std::uint64_t>::max();
-  return sums_->meetings_of(rank);
 }
 
 void Gradients::note(std::uint32_t param) {

@@ -22,8 +22,9 @@
 //
 // Note [Snapshots of ranks]
 // Each rank of a machine captures the chunks that it owns, and knows nothing of the others': that
-// their snapshots are all of one step, and of one commit, is the callers' affair. Gradients of ranks
-// are on their way to their owners between two steps, so a rank that has any takes no snapshot.
+// their snapshots are all of one step, and of one commit, is the callers' affair. Gradients of
+// ranks are on their way to their owners between two steps, so a rank that has any takes no
+// snapshot.
 //
 // Note [Pace]
 // A turn looks at a bounded number of chunks, so that the lock is never held in proportion to the

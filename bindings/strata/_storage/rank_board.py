@@ -6,8 +6,8 @@
     messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
 
 Words go through the store that torch.distributed has begun with: each is a key of it, which only
-its rank writes, and which goes when all have read it. So no collective of the user's is ever crossed,
-and nobody waits for a thread that trains. Nothing that is heard is unpickled.
+its rank writes, and which goes when all have read it. So no collective of the user's is ever
+crossed, and nobody waits for a thread that trains. Nothing that is heard is unpickled.
 
 Note [Who did not call]. Ranks end their steps together, so where one has ended a step, or looked at
 gradients, that this one had not at its call, and has said nothing of the call, it made none: it
