@@ -162,6 +162,15 @@ std::optional<std::uint32_t> Core::awaited_rank() const {
   return ranks->awaited(between.step_calls() != 0);
 }
 
+std::vector<std::uint64_t> Core::meetings() const {
+  std::vector<std::uint64_t> of;
+  if (!ranks) return of;
+  for (std::uint32_t rank = 0; rank < base.peers->count(); ++rank) {
+    of.push_back(gradients.meetings_of(rank));
+  }
+  return of;
+}
+
 // The watchdog's report: who waits for what, and what is in flight for how many.
 Error Core::stuck(const Awaited& awaited, const std::string& looks) const {
   Error error;

@@ -81,6 +81,8 @@ class Core final {
   SessionStats stats() const;
   // Of several ranks: whom a call of this one waits for right now.
   std::optional<std::uint32_t> awaited_rank() const;
+  // By rank: see Gradients::meetings_of(). One that is alone has none.
+  std::vector<std::uint64_t> meetings() const;
 
  private:
   // The parts of a turn, in their order: what arrived is told ahead of those who may wait for it.

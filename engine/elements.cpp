@@ -157,6 +157,12 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
   if (base_.remote) base_.renew_remote(lock, param);
 }
 
+void Elements::renew_others(Lock& lock) {
+  if (!base_.remote) return;
+  const auto params = static_cast<std::uint32_t>(base_.config.params.size());
+  for (std::uint32_t param = 0; param < params; ++param) base_.renew_remote(lock, param);
+}
+
 void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,
                     std::span<float> values) {
   STRATA_ASSERT(kind != Kind::grad);

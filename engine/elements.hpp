@@ -30,6 +30,8 @@ class Elements final {
              std::span<const float> values) STRATA_REQUIRES(core_lock);
   void read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset, std::span<float> values)
       STRATA_REQUIRES(core_lock);
+  // Of several ranks: all of them have written everything that they own.
+  void renew_others(Lock& lock) STRATA_REQUIRES(core_lock);
   // Throws StrataError (config) for what the parameter does not have.
   void check(std::uint32_t param, Kind kind, std::size_t offset, const void* values,
              std::size_t count) const;

@@ -178,21 +178,6 @@ std::size_t Layout::view_pages() const {
   return pages;
 }
 
-std::uint64_t Layout::state_pages(bool trained) const {
-  std::uint64_t pages = 0;
-  for (const Chunk& chunk : chunks) {
-    if (segments[chunk.segment].trainable != trained) continue;
-    pages += chunk.pages() - chunk.run(Role::grad).count;
-  }
-  return pages;
-}
-
-std::uint64_t Layout::snapshot_slots(std::uint32_t keep, bool gradients) const {
-  std::uint64_t changes = state_pages(true) + scale_pages();
-  for (const Chunk& chunk : chunks) changes += gradients ? grad_frames(chunk) : 0;
-  return changes * (std::uint64_t{keep} + 1) + state_pages(false);
-}
-
 std::uint64_t Layout::scale_pages() const {
   if (scale_bytes == 0) return 0;
   std::size_t largest = scale_bytes - chunks.back().scales;

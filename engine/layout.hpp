@@ -136,12 +136,6 @@ struct Layout {
 
   // That views show.
   std::size_t view_pages() const;
-  // Of all roles but gradients: pages of trained parameters, and of frozen ones.
-  std::uint64_t state_pages(bool trained) const;
-  // Slots of the SSD that so many complete snapshots take beside one that begins, and beside where
-  // pages rest: what is trained once for each, what is frozen once for all. `gradients`: with those
-  // that have landed.
-  std::uint64_t snapshot_slots(std::uint32_t keep, bool gradients = false) const;
   // Of the scales of moments, which a snapshot has in pages; those of a chunk are in one.
   std::uint64_t scale_pages() const;
 

@@ -144,7 +144,9 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.outbox_frames = owns.alone() ? 0 : kOutboxFrames;
   // Where sums of gradients rest, or gradients wait for their updates, snapshots have them as well.
   holding.kept_slots =
-      config.snapshots == 0 ? 0 : layout.snapshot_slots(config.snapshots, layout.accumulate);
+      config.snapshots == 0
+          ? 0
+          : snapshot_slots(layout, owns).beside(config.snapshots, layout.accumulate);
   for (const ParamSpec& spec : config.params) {
     holding.parameter_bytes += spec.numel * size_of(spec.dtype);
   }

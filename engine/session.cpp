@@ -97,7 +97,6 @@ void Session::with_page_files(const std::function<void(std::vector<Descriptor>&)
 }
 
 std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
-  STRATA_ASSERT(config_.ranks == 1);
   Gate::Call in(gate_);
   const std::uint64_t id = core_->snapshots.begin(keep);
   core_->snapshot_room.make_beside(in.lock());
@@ -105,7 +104,6 @@ std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
 }
 
 void Session::reserve_snapshots(std::uint32_t keep) {
-  STRATA_ASSERT(config_.ranks == 1);
   Gate::Call in(gate_);
   core_->snapshots.want(keep);
   core_->snapshot_room.make(in.lock());

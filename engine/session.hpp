@@ -304,6 +304,17 @@ class Session final {
     const Gate::Call in(gate_);
     if (core_->awaited_rank() == rank) core_->ranks->give_up(rank, seconds);
   }
+  // By rank: how many steps it has ended, and how often it has looked at gradients; the largest
+  // number: it ends no more.
+  std::vector<std::uint64_t> meetings() {
+    Gate::Call in(gate_);
+    return core_->meetings();
+  }
+  // All ranks have written everything that they own: what is here of others is stale.
+  void renew_others() {
+    Gate::Call in(gate_);
+    core_->elements.renew_others(in.lock());
+  }
   // Without a pump: a turn of what is under way, for who waits for nothing.
   void take_turn() {
     Gate::Call in(gate_);

@@ -89,6 +89,7 @@ class GradientExchange final {
   }
   // A rank, this one or another, has no more pieces, and ends no more steps.
   void rank_left(std::uint32_t rank) { reached_[rank] |= kLeft; }
+  bool has_left(std::uint32_t rank) const { return (reached_[rank] & kLeft) != 0; }
 
   // Starts and ends additions. True when anything moved.
   bool turn();
@@ -160,7 +161,6 @@ class GradientExchange final {
   static Key key_of(std::int64_t step, std::uint32_t window, std::uint32_t number);
   // Beside what a rank has reached, whose number is 0, that it has left.
   static constexpr Key kLeft = 1;
-  bool has_left(std::uint32_t rank) const { return (reached_[rank] & kLeft) != 0; }
   void meet(Lock& lock, Key at) STRATA_REQUIRES(core_lock);
   void make_parts();
   Part* part_of(const PeerMessage& message);

@@ -44,4 +44,19 @@ std::vector<OwnedRun> owned_runs(const Layout& layout, const Ownership& owns, st
   return runs;
 }
 
+SnapshotSlots snapshot_slots(const Layout& layout, const Ownership& owns) {
+  SnapshotSlots slots;
+  for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
+    if (!owns.mine(id)) continue;
+    const Chunk& chunk = layout.chunks[id];
+    const std::uint64_t pages = chunk.pages() - chunk.run(Role::grad).count;
+    (layout.segments[chunk.segment].trainable ? slots.trained : slots.frozen) += pages;
+    slots.gradients += layout.grad_frames(chunk);
+  }
+  slots.trained += layout.scale_pages();
+  // Ranks take snapshots behind their steps alone, where there are none.
+  if (!owns.alone()) slots.gradients = 0;
+  return slots;
+}
+
 }  // namespace strata

@@ -192,6 +192,60 @@ TEST(Ranks, NorWhereEachRankTakesOverPlansOfItsOwn) {
   });
 }
 
+// Each rank holds the state that it owns, and together they go back to it.
+TEST(Ranks, GoBackToWhatEachOfThemHolds) {
+  constexpr std::uint32_t kRanks = 3;
+  Loopback machine(kRanks);
+  std::barrier all(std::ptrdiff_t{kRanks});
+  std::array<TempFolder, kRanks> folders;
+  std::vector<std::vector<float>> first(kRanks), again(kRanks);
+  std::vector<Snapshot> held(kRanks);
+  std::vector<std::uint64_t> slots(kRanks);
+  std::atomic<std::uint64_t> slots_of_all = 0;
+  on_ranks(kRanks, [&](std::uint32_t rank) {
+    Config config = tight(folders[rank]);
+    config.rank = rank;
+    config.ranks = kRanks;
+    config.sums_ranks = config.accumulate = true;
+    SessionParts parts;
+    parts.meeting = machine.meeting(rank);
+    Session session(config, std::move(parts));
+    fill_all(session);
+    all.arrive_and_wait();
+    const StepOptions options{.grad_divisor = 12.0};
+    train_rank(session, 1, options, {});
+    const std::uint64_t id = session.begin_snapshot(1);
+    train_rank(session, 2, options, {});
+    first[rank] = all_of(session, Kind::master);
+    held[rank] = session.snapshot(id);
+    const Layout layout = session.residence().layout;
+    const Ownership owns = share_chunks(layout, rank, kRanks);
+    for (const SavedPage& saved : held[rank].pages) {
+      EXPECT_TRUE(owns.mine(layout.chunk_of[index(saved.page)]));
+    }
+    const SnapshotSlots mine = snapshot_slots(layout, owns);
+    EXPECT_LE(held[rank].pages.size(), mine.trained + mine.frozen);
+    slots[rank] = mine.trained + mine.frozen;
+    const SnapshotSlots whole = snapshot_slots(layout, {});
+    slots_of_all = whole.trained + whole.frozen;
+    all.arrive_and_wait();  // others may still read from this one
+    session.go_back(id);
+    for (std::uint32_t p = 0; p < config.params.size(); ++p) session.set_step(p, 1);
+    all.arrive_and_wait();
+    session.renew_others();
+    train_rank(session, 2, options, {});
+    again[rank] = all_of(session, Kind::master);
+    EXPECT_EQ(session.meetings(), std::vector<std::uint64_t>(kRanks, 5));
+    all.arrive_and_wait();
+  });
+  EXPECT_EQ(slots[0] + slots[1] + slots[2], slots_of_all);
+  for (std::uint32_t rank = 0; rank < kRanks; ++rank) {
+    EXPECT_FALSE(held[rank].pages.empty());
+    EXPECT_EQ(first[rank], again[rank]) << rank;
+    EXPECT_EQ(first[rank], first[0]) << rank;
+  }
+}
+
 // One of two.
 std::unique_ptr<Session> open_rank(Loopback& machine, std::uint32_t rank) {
   Config config = roomy();

@@ -299,9 +299,6 @@ def refuses(run: Rank, what: str) -> str:
         if what == "snapshot":
             optimizer.step()
             strata.snapshot(model, run.folder / "snapshots")
-        if what == "save":
-            optimizer.step()
-            strata.save(model, run.folder / "checkpoint", wait=False)
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"
