@@ -102,15 +102,15 @@ void Gradients::agree(Lock& lock, std::uint64_t asked) {
 bool Gradients::look(Lock& lock) {
   if (!sums_ || sums_->looked()) return false;
   const BetweenSteps::StepCall call(between_, lock);
-  meet_others(lock, kLook);
-  exchange_->end_look();
+  const GradientSums::Look look = meet_others(lock, kLook);
   return true;
 }
 
-// REQUIRES of the caller: exchange_->end_look(), when it has done what was asked.
-void Gradients::meet_others(Lock& lock, std::uint64_t asked) {
-  sums_->look(lock, asked, scalings_);
+// All ranks do what was asked while this lives.
+GradientSums::Look Gradients::meet_others(Lock& lock, std::uint64_t asked) {
+  GradientSums::Look look = sums_->look(lock, asked, scalings_);
   take_sums();
+  return look;
 }
 
 void Gradients::take_sums() {
@@ -266,10 +266,9 @@ double Gradients::sum_squares(std::uint32_t param) const {
 void Gradients::drop(Lock& lock) {
   const BetweenSteps::StepCall call(between_, lock);
   if (!exchange_ || !any()) return drop_all(lock);
-  meet_others(lock, kDropAll);
+  const GradientSums::Look look = meet_others(lock, kDropAll);
   drop_all(lock);
   for (std::uint32_t param = 0; param < landed_.size(); ++param) exchange_->forget(param);
-  exchange_->end_look();
 }
 
 void Gradients::drop_all(Lock& lock) {
@@ -297,7 +296,8 @@ void Gradients::drop(Lock& lock, std::uint32_t param) {
   refuse_without_pages(param, "dropped alone");
   const BetweenSteps::StepCall call(between_, lock);
   if (landed_[param] == 0) return;
-  if (exchange_) meet_others(lock, kDropOne + param);
+  GradientSums::Look look;
+  if (exchange_) look = meet_others(lock, kDropOne + param);
   std::vector<std::uint32_t> chunks = base_.layout.chunks_of(param);
   std::erase_if(chunks, [&](std::uint32_t id) { return !base_.owns.mine(id); });
   for (const std::uint32_t id : chunks) {
@@ -313,7 +313,6 @@ void Gradients::drop(Lock& lock, std::uint32_t param) {
   if (!exchange_) return;
   exchange_->forget(param);
   sums_->forget(param);
-  exchange_->end_look();
 }
 
 void Gradients::forget(Lock& lock) {

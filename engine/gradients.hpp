@@ -124,7 +124,7 @@ class Gradients final {
   void refuse_shared(std::uint32_t param) const;
   void refuse_behind_end() const;
   void refuse_hidden(std::uint32_t param) const;
-  void meet_others(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
+  GradientSums::Look meet_others(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
   void take_sums();
   void refuse_without_pages(std::uint32_t param, const char* what) const;
   void refuse_where_none_landed(std::uint32_t param) const;
