@@ -189,9 +189,6 @@ def test_ranks_that_differ_say_so(ranks: Ranks, what: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("in_backward", "on_step"),
-        ("lock_free", "on_step"),
-        ("8bit", "moments in 8 bits"),
         ("grad", "the values of the gradient of .* cannot be seen"),
         ("snapshot", "snapshots of several ranks .* use strata.save"),
         ("save", "strata.save\\(wait=False\\) .* use strata.save"),
