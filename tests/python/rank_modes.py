@@ -57,7 +57,6 @@ class Loop:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-
     def evaluate(self) -> float:
         """A forward that is no part of a step."""
         dtype = next(self.model.parameters()).dtype

@@ -116,9 +116,7 @@ def test_other_learning_rates_are_named(ranks: Ranks, update: str, optimizer: st
         ("lock-free:1", "values", "update='lock_free' may begin its update at any time"),
     ],
 )
-def test_what_a_mode_cannot_do_is_refused(
-    ranks: Ranks, update: str, what: str, words: str
-) -> None:
+def test_what_a_mode_cannot_do_is_refused(ranks: Ranks, update: str, what: str, words: str) -> None:
     for said in ranks.run("rank_modes.refuses", 2, of=2, update=update, what=what):
         assert re.search(words, said), said
 
