@@ -29,7 +29,7 @@ class Borrowed final {
   Py_buffer view_{};
 };
 
-void update(Hasher& hasher, const py::object& buffer) {
+void take(Hasher& hasher, const py::object& buffer) {
   const Borrowed borrowed(buffer);
   const py::gil_scoped_release release;
   hasher.update(borrowed.bytes());
@@ -46,7 +46,7 @@ std::string hex_digest(const Hasher& hasher) {
 void bind_hasher(py::module_& module) {
   py::class_<Hasher>(module, "Hasher")
       .def(py::init())
-      .def("update", &update, py::arg("buffer").none(false))
+      .def("update", &take, py::arg("buffer").none(false))
       .def("hexdigest", &hex_digest);
 }
 

@@ -147,7 +147,9 @@ TEST(MeetingRefusals, DoesNotWaitForWhoHasEnded) {
   for (const useconds_t pause_us : {0, 50'000}) {
     Forked other([pause_us] { ::usleep(pause_us); });
     const std::array pids = {::getpid(), other.pid()};
-    if (pause_us == 0) EXPECT_EQ(other.end(), 0);
+    if (pause_us == 0) {
+      EXPECT_EQ(other.end(), 0);
+    }
     const std::string words = refusal_of([&] {
       meet({.folder = folder.path(), .rank = 0, .count = 2, .timeout = kLong, .pids = pids});
     });

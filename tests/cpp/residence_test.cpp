@@ -6,6 +6,7 @@
 #include <regex>
 
 #include "configs.hpp"
+#include "engine/ranks/ownership.hpp"
 #include "memory/result.hpp"
 #include "seeds.hpp"
 
