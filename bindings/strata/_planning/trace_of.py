@@ -39,6 +39,7 @@ def traced_unit(
     name: str, elements: int, sizes: UnitPlan, slices_max: int, may_recompute: bool
 ) -> TracedUnit:
     """A unit of these `sizes`, recorded with all its activations."""
+    resting, shown = sizes["resting_param_bytes"], sizes["param_bytes"]
     return _core.TracedUnit(
         name=name,
         elements=elements,
@@ -55,6 +56,7 @@ def traced_unit(
         remote_param_bytes=sizes["remote_param_bytes"],
         remote_grad_bytes=sizes["remote_landing_bytes"],
         remote_state_bytes=sizes["remote_state_bytes"],
+        code_bytes=resting if resting != shown else 0,
     )
 
 
