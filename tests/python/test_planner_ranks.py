@@ -94,7 +94,7 @@ def test_chunks_are_shared_out_on_paper_as_in_a_run(folder, ranks, dtype):
     if dtype == torch.float32:
         assert sizes(on_paper) == sizes(run)
     else:  # last chunks have fewer pages of gradients than others
-        assert held(on_paper) == pytest.approx(held(run), rel=0.15)
+        assert held(on_paper) == pytest.approx(held(run), rel=0.25)
 
 
 def test_an_estimate_is_of_the_rank_that_holds_most(folder, capsys):
