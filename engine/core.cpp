@@ -63,6 +63,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       captures(base.layout.chunks.size()),
       worker_placement(place_workers(config, parts)),
       updates({.layout = base.layout,
+               .owns = base.owns,
                .config = config,
                .gate = gate,
                .captures = captures,
@@ -84,7 +85,8 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       gradients(base, between, updates, captures, parts.idle == nullptr),
       ranks(base.owns.alone()
                 ? std::nullopt
-                : std::optional<OtherRanks>(std::in_place, base, updates, *gradients.exchange())),
+                : std::optional<OtherRanks>(std::in_place, base, updates, *gradients.exchange(),
+                                            gradients.early())),
       steps({base, between, prefetcher, planner, updates, writes, gradients, loads,
              ranks ? &*ranks : nullptr}),
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
@@ -139,8 +141,10 @@ bool Core::advance(Part part) {
       return swapping.saves().turn();
     case Part::awaited:
       return base.reap_awaited();
-    case Part::ranks:
-      return ranks && ranks->turn();
+    case Part::ranks: {
+      const bool moved = ranks && ranks->turn();
+      return (!base.gate.failure() && steps.turn()) || moved;
+    }
     case Part::snapshots:
       return snapshots.turn(std::exchange(others_moved_, false));
   }
@@ -160,6 +164,15 @@ std::optional<std::uint32_t> Core::awaited_rank() const {
   if (!ranks) return std::nullopt;
   if (const auto late = gradients.late()) return late;
   return ranks->awaited(between.step_calls() != 0);
+}
+
+std::vector<std::uint64_t> Core::meetings() const {
+  std::vector<std::uint64_t> of;
+  if (!ranks) return of;
+  for (std::uint32_t rank = 0; rank < base.peers->count(); ++rank) {
+    of.push_back(gradients.meetings_of(rank));
+  }
+  return of;
 }
 
 // The watchdog's report: who waits for what, and what is in flight for how many.

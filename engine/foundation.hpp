@@ -23,6 +23,7 @@
 #include "engine/ranks/agreement.hpp"
 #include "engine/ranks/meeting.hpp"
 #include "engine/ranks/ownership.hpp"
+#include "engine/ranks/whereabouts.hpp"
 #include "engine/residence.hpp"
 #include "engine/tiers.hpp"
 #include "memory/page_table.hpp"
@@ -57,8 +58,8 @@ struct Foundation final {
   Timeline timeline;
   const Names names;
   Transfers transfers;
-  // The first frames of host memory, in a row.
-  std::byte* scales = nullptr;   // the area that Layout::scale_offset() tells of; null: none
+  // The first frames of host memory, in a row: other ranks read the scales there.
+  std::byte* scales = nullptr;   // the area that Ownership::scale_offset() tells of; null: none
   std::byte* landing = nullptr;  // kLandingFrames bounce buffers; null where none are needed
   std::byte* outbox = nullptr;   // kOutboxFrames; null: this rank is alone
   std::optional<GradientFrames> gradient_frames;  // none: gradients have pages
@@ -66,6 +67,7 @@ struct Foundation final {
   // The other ranks of the machine, and what they hold. None: this one is alone.
   std::unique_ptr<Peers> peers;
   std::optional<RemotePages> remote;
+  std::optional<Whereabouts> whereabouts;
 
   // Transfers reach what tiers have opened.
   void connect_stores();

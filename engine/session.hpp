@@ -206,6 +206,7 @@ class Session final {
   void drain() {
     Gate::Call in(gate_);
     core_->updates.wait_done(in.lock());
+    core_->catch_up(in.lock());
   }
   void synchronize() {
     Gate::Call in(gate_);
@@ -293,6 +294,27 @@ class Session final {
   std::optional<std::uint32_t> awaited_rank() {
     Gate::Call in(gate_);
     return core_->awaited_rank();
+  }
+  // Likewise, by rank; 0: there is no such rank.
+  std::uint64_t heard_from(std::uint32_t rank) {
+    const Gate::Call in(gate_);
+    return core_->ranks && rank < config_.ranks ? core_->ranks->heard_from(rank) : 0;
+  }
+  // Likewise: it is not waited for any longer, and the session ends. Nothing where it has come.
+  void give_up_rank(std::uint32_t rank, double seconds) {
+    const Gate::Call in(gate_);
+    if (core_->awaited_rank() == rank) core_->ranks->give_up(rank, seconds);
+  }
+  // By rank: how many steps it has ended, and how often it has looked at gradients; the largest
+  // number: it ends no more.
+  std::vector<std::uint64_t> meetings() {
+    Gate::Call in(gate_);
+    return core_->meetings();
+  }
+  // All ranks have written everything that they own: what is here of others is stale.
+  void renew_others() {
+    Gate::Call in(gate_);
+    core_->elements.renew_others(in.lock());
   }
   // Without a pump: a turn of what is under way, for who waits for nothing.
   void take_turn() {

@@ -21,6 +21,7 @@ Visits::Visits(Foundation& base, BetweenSteps& between, Prefetcher& prefetcher, 
 void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   base_.check_unit(unit);
   const BetweenSteps::StepCall call(between_, lock);
+  if (base_.whereabouts) base_.whereabouts->enter(unit, options.backward);
   // 1. Its pages are asked for.
   if (const auto frames = prefetcher_.request(unit, options.backward, options.recorded)) {
     Error error;
@@ -40,12 +41,21 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   if (!shares) await_unit(lock, unit, options.backward);
   // 3. They stay until leave().
   if (!prefetcher_.in_use(unit)) {
-    if (options.recorded && !options.backward) updates_.count_forward(unit);
+    if (options.recorded && !options.backward) updates_.count_forward(unit, remote_lag(unit));
     writes_.begin_visit(unit);
   }
   prefetcher_.begin_use(unit, options.stream);
   entered_.push_back({options.visit, unit, std::this_thread::get_id(), options.recorded});
   wake_pump();
+}
+
+std::int64_t Visits::remote_lag(UnitId unit) const {
+  std::int64_t most = 0;
+  if (!base_.remote || base_.config.max_staleness == 0) return most;
+  for (const PageId page : base_.layout.units[index(unit)].pages) {
+    most = std::max(most, base_.remote->lag(page));
+  }
+  return most;
 }
 
 void Visits::wake_pump() {

@@ -216,6 +216,17 @@ class Session:
         `gives_up`: ahead of the end of the training; the others are told, and raise StrataError."""
     def awaited_rank(self) -> int | None:
         """Whom a call waits for right now."""
+    def heard_from(self, rank: int) -> int:
+        """How many messages of that rank have come: of one that is slow there are some."""
+    def give_up_rank(self, rank: int, seconds: float) -> None:
+        """Ends the session, where a call waits for that rank; who waits raises StrataError. The
+        words say that it has waited for so long."""
+    def meetings(self) -> list[int]:
+        """By rank: how many steps it has ended, and how often it has looked at gradients, as far as
+        is known here; 2**64 - 1: it ends no more."""
+    def renew_others(self) -> None:
+        """Every rank has changed all that it owns, and all have come here: what this one has of
+        others is stale."""
     def owners(self, param: int) -> list[tuple[int, int, int]]:
         """(rank, first, count): the elements of the parameter that one rank owns, run by run."""
     def gradient_fits(self, param: int) -> bool:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/foundation.hpp"
+#include "engine/ranks/early_units.hpp"
 #include "engine/ranks/gradient_exchange.hpp"
 #include "engine/ranks/lender.hpp"
 
@@ -19,12 +20,16 @@ namespace strata {
 
 class OtherRanks final {
  public:
-  OtherRanks(Foundation& base, const Updates& updates, GradientExchange& exchange)
+  // `early`: null where updates begin at step().
+  OtherRanks(Foundation& base, const Updates& updates, GradientExchange& exchange,
+             EarlyUnits* early)
       : base_(base),
         exchange_(exchange),
+        early_(early),
         lender_(base, updates),
         said_bye_(base.peers->count(), false),
         died_(base.peers->count(), false),
+        messages_(base.peers->count(), 0),
         cause_(base.peers->rank()) {}
 
   bool turn() STRATA_REQUIRES(core_lock);
@@ -32,6 +37,9 @@ class OtherRanks final {
   // What other ranks hold of chunks whose parameters had gradients is about to change: `step` is
   // the one whose updates make it what is asked for from here on. REQUIRES: nothing of it is open.
   void renew(const std::vector<bool>& landed, std::int64_t step);
+  // What is read from here on, until a gradient lands, is the newest: pages that lag come again.
+  // `landed`: since the last step(); throws StrataError (config) where they may lag until the next.
+  void catch_up(Lock& lock, bool landed) STRATA_REQUIRES(core_lock);
 
   // This rank makes no more steps, and stays for others who need what it holds: until all say the
   // same, or one waits for a step of it, who is told by its end.
@@ -41,8 +49,12 @@ class OtherRanks final {
   bool waits() const;
   // Whom a call of this rank waits for. `in_call`: one is under way that is part of a step.
   std::optional<std::uint32_t> awaited(bool in_call) const;
+  // Messages of that rank so far: a wait in which some come is not one wait.
+  std::uint64_t heard_from(std::uint32_t rank) const { return messages_[rank]; }
   // This session has ended with an error: the others need not wait for it.
   void tell_failure();
+  // The session ends: that rank was waited for for too long.
+  void give_up(std::uint32_t rank, double seconds) STRATA_REQUIRES(core_lock);
 
  private:
   bool take(const Peers::Received& received) STRATA_REQUIRES(core_lock);
@@ -50,16 +62,22 @@ class OtherRanks final {
   std::optional<std::uint32_t> staying() const;
   bool heard() const;
   void fail(std::uint32_t cause, std::string what) STRATA_REQUIRES(core_lock);
+  void fail_where(std::uint32_t cause, std::string what, const std::string& advice)
+      STRATA_REQUIRES(core_lock);
+  void heed_failure(std::uint32_t from, const PeerMessage& message) STRATA_REQUIRES(core_lock);
   bool heed_deaths() STRATA_REQUIRES(core_lock);
   bool heed_writes() STRATA_REQUIRES(core_lock);
   bool heed_ways() STRATA_REQUIRES(core_lock);
 
   Foundation& base_;
   GradientExchange& exchange_;
+  EarlyUnits* early_;
   Lender lender_;
-  std::vector<bool> said_bye_;  // by rank
-  std::vector<bool> died_;      // likewise
-  std::uint32_t cause_;         // of the failure: the rank that began it
+  std::vector<bool> said_bye_;           // by rank
+  std::vector<bool> died_;               // likewise
+  std::vector<std::uint64_t> messages_;  // likewise: that came
+  std::uint32_t cause_;                  // of the failure: the rank that began it
+  bool gave_up_ = false;                 // likewise: it was waited for for too long
   bool told_failure_ = false;
 };
 

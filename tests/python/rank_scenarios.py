@@ -275,30 +275,16 @@ def stopped(run: Rank, steps: int = 6) -> str:
     return hash_of(model)
 
 
-def differs(run: Rank, what: str) -> None:
-    """One thing is different on rank 1."""
-    odd = run.rank == 1
-    options: dict[str, Any] = {}
-    if what == "dtypes" and odd:
-        options["dtype"] = torch.bfloat16
-    if what == "budgets":
-        options["page_size"] = "128KiB" if odd else "64KiB"
-    model = make_model(2 if what == "models" and odd else 3)
-    model, optimizer = wrap(run, model, 2e-2 if what == "rates" and odd else 1e-2, **options)
+def differs(run: Rank) -> None:
+    """Rank 1 has another learning rate."""
+    model, optimizer = wrap(run, make_model(), 2e-2 if run.rank == 1 else 1e-2)
     train(run, model, optimizer, 1)
 
 
 def refuses(run: Rank, what: str) -> str:
     """What several ranks cannot do yet; the words."""
-    options: dict[str, Any] = {}
-    if what == "in_backward":
-        options["update"] = "in_backward"
-    if what == "lock_free":
-        options["update"] = strata.LockFree(max_staleness=1)
-    if what == "8bit":
-        options["state_dtype"] = "8bit"
     try:
-        model, optimizer = wrap(run, make_model(), **options)
+        model, optimizer = wrap(run, make_model())
         optimizer.zero_grad()
         model(batches_of(0)[0]).square().mean().backward()
         if what == "grad":
@@ -306,9 +292,6 @@ def refuses(run: Rank, what: str) -> str:
         if what == "snapshot":
             optimizer.step()
             strata.snapshot(model, run.folder / "snapshots")
-        if what == "save":
-            optimizer.step()
-            strata.save(model, run.folder / "checkpoint", wait=False)
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"

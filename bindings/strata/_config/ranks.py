@@ -6,6 +6,7 @@
     ranks.least(free_bytes)               # the smallest of what they have
     ranks.wait()                          # for all of them
     ranks.close()
+    with naming_lost(ranks): ...          # who has ended is named, where torch only lost it
     ranks_on_paper()                      # the same for a plan: asks nobody, any rank alone may
     plans_of_all(config, make_plan)       # what every rank would plan, without asking
     plans_of_one_page_size(config, make_plan)
@@ -15,11 +16,14 @@ All calls of a Ranks that was found are calls that every rank makes, in the same
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
+import select
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +39,10 @@ if TYPE_CHECKING:
     from .._core import Ranks as RanksSpec
 
 TIMEOUT_S = 60.0
+TIMEOUT_MAX_S = 1e9
+RANK_GRADIENTS = ("mean", "sum")
+LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe")  # what torch says then
+ENDED_S = 1.0  # a connection is lost ahead of the process that had it
 
 
 @dataclass(frozen=True)
@@ -44,15 +52,17 @@ class Ranks:
     rank: int
     count: int
     folder: str  # none: on paper
+    pids: tuple[int, ...] = ()  # by rank; none: on paper
 
-    def spec(self) -> RanksSpec:
-        """As the core takes it."""
+    def spec(self, gradients: str) -> RanksSpec:
+        """As the core takes it. `gradients`: one of RANK_GRADIENTS."""
         return {
             "rank": self.rank,
             "count": self.count,
             "folder": self.folder,
+            "pids": list(self.pids),
             "timeout_s": TIMEOUT_S,
-            "sums": False,
+            "sums": gradients == "sum",
         }
 
     def share(self, tensor: torch.Tensor) -> None:
@@ -84,10 +94,47 @@ class Ranks:
         """Returns when all have come here."""
         distributed.barrier()
 
+    def ended(self, seconds: float) -> list[int]:
+        """The ranks whose processes have ended, or the first to end within so many seconds."""
+        files: dict[int, int] = {}
+        gone = []
+        try:
+            for rank, pid in enumerate(self.pids):
+                if rank == self.rank:
+                    continue
+                try:
+                    files[os.pidfd_open(pid)] = rank
+                except ProcessLookupError:
+                    gone.append(rank)
+            found, _, _ = select.select(list(files), [], [], 0.0 if gone else seconds)
+            return sorted([*gone, *(files[file] for file in found)])
+        finally:
+            for file in files:
+                os.close(file)
+
     def close(self) -> None:
         """The folder is not needed any more."""
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def naming_lost(ranks: Ranks | None) -> Iterator[None]:
+    """Around calls of torch.distributed, which says of a connection that was lost no more than its
+    address. Raises StrataError in its place. `ranks`: where they are known."""
+    try:
+        yield
+    except StrataError:
+        raise
+    except RuntimeError as error:
+        if not LOST.search(str(error)):
+            raise
+        ended = ranks.ended(ENDED_S) if ranks is not None else []
+        who = " and ".join(f"rank {rank}" for rank in ended) or "another rank"
+        raise StrataError(
+            f"{who} ended, or cannot be reached any more, before all ranks had come to train; its "
+            f"own output says why ({str(error).splitlines()[0]:.200})"
+        ) from error
 
 
 def ranks_on_paper() -> Ranks | None:
@@ -133,7 +180,13 @@ def find_ranks() -> Ranks | None:
 
     Raises:
         ValueError: they are not of one machine, or torch.distributed is still to be initialised.
+        StrataError: another one has ended.
     """
+    with naming_lost(None):
+        return _find_ranks()
+
+
+def _find_ranks() -> Ranks | None:
     started = processes_started()
     there = distributed.is_available() and distributed.is_initialized()
     if not there:
@@ -148,8 +201,10 @@ def find_ranks() -> Ranks | None:
     if found is None:
         return None
     _check_machine(found.rank, found.count)
+    pids = [torch.empty(1, dtype=torch.int64) for _ in range(found.count)]
+    distributed.all_gather(pids, torch.tensor([os.getpid()], dtype=torch.int64))
     folder = _meeting_folder() if found.rank == 0 else ""
-    return replace(found, folder=found.share_text(folder))
+    return replace(found, folder=found.share_text(folder), pids=tuple(map(int, pids)))
 
 
 def _check_machine(rank: int, count: int) -> None:

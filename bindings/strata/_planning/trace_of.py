@@ -52,11 +52,11 @@ def traced_unit(
         may_recompute=may_recompute,
         traced="keep",
         slices_traced=1,
+        code_bytes=resting if resting != shown else 0,
         remote_elements=sizes["remote_params"],
         remote_param_bytes=sizes["remote_param_bytes"],
         remote_grad_bytes=sizes["remote_landing_bytes"],
         remote_state_bytes=sizes["remote_state_bytes"],
-        code_bytes=resting if resting != shown else 0,
     )
 
 

@@ -73,7 +73,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     else is refused until a load has come to its end.
     """
     state = wrapped(model)
-    together = Together(state, "strata.load()")
+    together = Together.of(state, "strata.load()")
     with contextlib.ExitStack() as stack:
         # 1. All have found the same checkpoint, and it is whole: each rank looks at a part.
         with together.phase() as phase:
@@ -112,14 +112,20 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             steps = (entry["step"] for entry in manifest["params"])  # older ones say no more
             run_step = manifest.get("step", max(steps, default=0))
             state.steps_before = run_step - state.session.steps()
-            others = manifest.get("others", [])
-            same = together.count == 1 + len(others)
-            own = others[together.rank - 1] if same and together.rank > 0 else manifest
+            own = said_by(manifest, together)
             restore_context(state, groups, own["rng"])
     state.half_loaded = False
     state.last_saved = folder
     extra: dict[str, Any] = from_json(own["extra"], [])
     return extra
+
+
+def said_by(manifest: dict[str, Any], together: Together) -> dict[str, Any]:
+    """Random states and extras for this rank: its own, where there were as many ranks; else those
+    of rank 0."""
+    others: list[dict[str, Any]] = manifest.get("others", [])
+    same = together.count == 1 + len(others)
+    return others[together.rank - 1] if same and together.rank > 0 else manifest
 
 
 def restore_context(state: Wrapped, groups: list[dict[str, Any]], states: dict[str, Any]) -> None:
@@ -207,7 +213,7 @@ def _restore(
         runs = owned(state, part, rank)
         for begin in range(0, numel, values.numel()):
             here = values[: numel - begin]
-            for first, count in _within(runs, begin, here.numel()):
+            for first, count in within(runs, begin, here.numel()):
                 bytes_of = {"offset": at + first * dtype.itemsize, "bytes": count * dtype.itemsize}
                 to = first - begin
                 for chunk in file.chunks(record | bytes_of):
@@ -219,7 +225,7 @@ def _restore(
         at += numel * dtype.itemsize
 
 
-def _within(runs: list[tuple[int, int]], begin: int, count: int) -> Iterator[tuple[int, int]]:
+def within(runs: list[tuple[int, int]], begin: int, count: int) -> Iterator[tuple[int, int]]:
     """What of the runs, each (first, count), lies in so many elements from `begin` on."""
     for first, length in runs:
         low, high = max(first, begin), min(first + length, begin + count)

@@ -93,4 +93,4 @@ class Lead:
                 self._state.session.leave_ranks(gives_up=True)
 
     def _together(self) -> Together:
-        return Together(self._state, "strata finetune", patience_s=math.inf)
+        return Together.of(self._state, "strata finetune", patience_s=math.inf)
