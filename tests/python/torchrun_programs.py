@@ -275,7 +275,7 @@ def without_cpu(folder: Path, ranks: int) -> dict[str, Any]:
     """Training arguments that do not see the other ranks."""
     return {
         "mixin": _said(lambda: mixed(folder / "alone", ranks, use_cpu=False)),
-        "wrap": _said(lambda: plain(folder / "alone", ranks, use_cpu=False)),
+        "plain": _said(lambda: plain(folder / "alone", ranks, use_cpu=False).train()),
     }
 
 

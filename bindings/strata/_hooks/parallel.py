@@ -8,7 +8,8 @@ Note [Accelerate and DDP]. Ranks train one model already, so DDP around it would
 for a second time. Accelerator.prepare(), which the Trainer calls as well, puts every model of
 several processes into DDP, but for those that have `_is_accelerate_prepared`. DDP itself asks a
 model for names that it shall leave alone. Both questions are answered here. Accelerate asks ahead
-of autocast, which it would then leave out without a word: that is refused.
+of autocast, which it would then leave out without a word: that is refused. So is an Accelerate that
+was not told that the CPU computes: it starts torch.distributed, and shares out no batches.
 """
 
 from __future__ import annotations
@@ -47,8 +48,14 @@ class Answer:
 
     def __bool__(self) -> bool:
         """Whether Accelerate leaves the model as it is. Raises ValueError where it was to compute
-        under autocast."""
-        if (precision := _precision()) != "no":
+        under autocast, and where Accelerate does not know of the other ranks."""
+        if _said_by_accelerate("PartialState", "num_processes") == 1:
+            raise ValueError(
+                "Accelerate sees one process, and would give every rank the same batches: "
+                "TrainingArguments(use_cpu=True) and Accelerator(cpu=True) see all of them"
+            )
+        precision = _said_by_accelerate("AcceleratorState", "_mixed_precision")
+        if precision not in (None, "no"):
             raise ValueError(
                 f"mixed_precision={precision!r} does not reach a model of several ranks through "
                 "Accelerator.prepare(): give strata.wrap() dtype=torch.bfloat16, which saves "
@@ -91,8 +98,7 @@ def let_accelerate_ask(model: nn.Module) -> bool:
     return True
 
 
-def _precision() -> str:
-    """That of Accelerate's autocast in this process."""
-    state = sys.modules.get("accelerate.state")
-    shared = state.AcceleratorState._shared_state if state is not None else {}
-    return str(shared.get("_mixed_precision", "no"))
+def _said_by_accelerate(state: str, name: str) -> Any:
+    """What one of its states in this process holds; None: nothing yet."""
+    module = sys.modules.get("accelerate.state")
+    return getattr(module, state)._shared_state.get(name) if module is not None else None

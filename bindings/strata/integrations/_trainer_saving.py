@@ -122,9 +122,9 @@ class SavingMixin(_Base):
         if not may_be_snapshots(self.args):
             if given:
                 raise ValueError(
-                    f"strata={{'snapshots': {given}}} with {self.args.world_size} ranks: snapshots "
-                    "of several ranks are not there yet; leave it out, and checkpoints are saved "
-                    "by strata.save"
+                    f"strata={{'snapshots': {given}}} with {self.args.world_size} ranks: a Trainer "
+                    "of several ranks saves its checkpoints by strata.save, and takes no "
+                    "snapshots yet: leave it out"
                 )
             self._tell("several ranks")
         elif given is not None:

@@ -131,7 +131,7 @@ def refuse_for_ranks(options: Options, device: str) -> None:
         raise ValueError("ranks compute on the CPU for now: --device host, or start one process")
     if options.results.snapshot_every:
         raise ValueError(
-            "--snapshot-every: snapshots of several ranks are not there yet; --save-every does"
+            "--snapshot-every: several ranks take no snapshots here yet; --save-every does"
         )
 
 
