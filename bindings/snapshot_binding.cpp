@@ -56,11 +56,13 @@ class TakenSnapshot final {
   TakenSnapshot(Session& session, Snapshot snapshot)
       : snapshot_(std::move(snapshot)),
         layout_(session.residence().layout),
-        config_(session.config()) {}
+        config_(session.config()),
+        owns_(share_chunks(layout_, config_.rank, config_.ranks)) {}
 
   std::size_t page_bytes() const { return layout_.page_bytes; }
   std::size_t scale_bytes() const { return layout_.scale_bytes; }  // of the session's scale area
   std::size_t chunk_count() const { return layout_.chunks.size(); }
+  bool mine(std::uint32_t id) const { return id < chunk_count() && owns_.mine(id); }
   py::dict chunk(std::uint32_t id) const;
   // By parameter, the most of its elements.
   std::vector<std::int64_t> param_steps() const {
@@ -96,6 +98,7 @@ class TakenSnapshot final {
   Snapshot snapshot_;
   Layout layout_;
   const Config& config_;
+  Ownership owns_;
 };
 
 // The pages of a role of a chunk: where its elements lie in them, and which slot has which.
@@ -309,6 +312,7 @@ void bind_snapshots(py::module_& module, SessionClass& session) {
       .def_property_readonly("scales", &TakenSnapshot::scales)
       .def_property_readonly("gradients", &TakenSnapshot::gradients)
       .def_property_readonly("hypers", &TakenSnapshot::hypers)
+      .def("mine", &TakenSnapshot::mine)
       .def("chunk", &TakenSnapshot::chunk);
   session.def("reserve_snapshots", &Session::reserve_snapshots, WithoutGil())
       .def("begin_snapshot", &Session::begin_snapshot, WithoutGil())

@@ -58,11 +58,13 @@ py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   }
   const std::size_t grads = all.grads, states = all.states;
   // Gradients that pass through a few buffers on their way to an update rest nowhere.
-  const bool grads_rest = config.update != UpdateMode::in_backward && grads != 0;
+  const bool passing = config.update == UpdateMode::in_backward && !home.layout.grad_pages;
+  const bool grads_rest = !passing && grads != 0;
   py::dict unit;
   unit["name"] = config.units[u];
   unit["params"] = elements;
   unit["param_bytes"] = home.layout.units[u].pages.size() * page;
+  unit["resting_param_bytes"] = all.params * page;
   unit["landing_bytes"] = grads * page;
   unit["grad_bytes"] = grads_rest ? grads * page : 0;
   unit["state_bytes"] = states * page;

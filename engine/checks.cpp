@@ -63,9 +63,26 @@ bool same_moments(const Hyper& laid_out, const Hyper& now) {
   return moment_count(now) <= moment_count(laid_out);
 }
 
+// Rows are checked where values come: whole blocks do for the others.
+void check_codes(const Config& config, const ParamSpec& param) {
+  if (param.trainable) {
+    refuse(param.name + " is trained, and only frozen parameters can rest as codes");
+  }
+  if (config.device != "host") {
+    refuse(param.name + " rests as codes, from which the processor computes values: device=\"" +
+           config.device + "\" needs them as they are");
+  }
+  try {
+    check_stored(*param.stored, param.numel, param.numel);
+  } catch (const StrataError& error) {
+    refuse(param.name + ": " + error.error().what);
+  }
+}
+
 void check_param_spec(const Config& config, const ParamSpec& param) {
   if (index(param.unit) >= config.units.size()) refuse(param.name + " is in a unit without a name");
   if (param.group >= config.groups.size()) refuse(param.name + " is in a group that is not there");
+  if (param.stored) check_codes(config, param);
   if (param.numel > kNumelMax) refuse(param.name + " has more elements than any memory");
 }
 
@@ -92,16 +109,8 @@ void check_config(const Config& config) {
   }
   if (config.workers > kWorkersMax) refuse("more than " + std::to_string(kWorkersMax) + " workers");
   if (config.rank >= config.ranks) refuse("there is no such rank among so many");
-  if (config.ranks > 1 && config.update != UpdateMode::on_step) {
-    refuse("several ranks: updates begin at step(), with update=\"on_step\"");
-  }
   if (config.ranks > 1 && config.device != "host") {
     refuse("several ranks of a machine share its host memory, and compute there: device=\"host\"");
-  }
-  if (config.ranks > 1 && config.moment_dtype == MomentDtype::block8) {
-    refuse(
-        "several ranks: moments in 8 bits have their scales with one rank; use float32 or "
-        "bfloat16");
   }
   if (config.compute_threads < 0) refuse("the number of compute threads is negative");
   if (config.max_staleness > kStalenessMax) {

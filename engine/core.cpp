@@ -55,13 +55,15 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
     : base(config, tier_parts(parts), meeting_of(config, parts), gate, bell),
       frames(base.table, base.tiers.device(), unit_pages(base.layout), base.layout.page_bytes,
              base.param_frames(config.device_bytes)),
-      loads(base.table, base.transfers, base.cache, frames, share_staging(base.claims).fetches),
+      loads(base.table, base.transfers, base.cache, frames, base.decoder.pages(),
+            share_staging(base.claims).fetches),
       prefetcher(base.table, base.cache, base.tiers.copies(), frames, loads),
       planner(prefetcher, frames),
       between(gate),
       captures(base.layout.chunks.size()),
       worker_placement(place_workers(config, parts)),
       updates({.layout = base.layout,
+               .owns = base.owns,
                .config = config,
                .gate = gate,
                .captures = captures,
@@ -78,11 +80,13 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       swapping(base, between),
       writes(base, prefetcher, updates, captures),
       elements(base, updates, writes),
+      coded(base, updates, prefetcher, captures),
       visits(base, between, prefetcher, updates, writes),
       gradients(base, between, updates, captures, parts.idle == nullptr),
       ranks(base.owns.alone()
                 ? std::nullopt
-                : std::optional<OtherRanks>(std::in_place, base, updates, *gradients.exchange())),
+                : std::optional<OtherRanks>(std::in_place, base, updates, *gradients.exchange(),
+                                            gradients.early())),
       steps({base, between, prefetcher, planner, updates, writes, gradients, loads,
              ranks ? &*ranks : nullptr}),
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
@@ -137,8 +141,10 @@ bool Core::advance(Part part) {
       return swapping.saves().turn();
     case Part::awaited:
       return base.reap_awaited();
-    case Part::ranks:
-      return ranks && ranks->turn();
+    case Part::ranks: {
+      const bool moved = ranks && ranks->turn();
+      return (!base.gate.failure() && steps.turn()) || moved;
+    }
     case Part::snapshots:
       return snapshots.turn(std::exchange(others_moved_, false));
   }
@@ -158,6 +164,15 @@ std::optional<std::uint32_t> Core::awaited_rank() const {
   if (!ranks) return std::nullopt;
   if (const auto late = gradients.late()) return late;
   return ranks->awaited(between.step_calls() != 0);
+}
+
+std::vector<std::uint64_t> Core::meetings() const {
+  std::vector<std::uint64_t> of;
+  if (!ranks) return of;
+  for (std::uint32_t rank = 0; rank < base.peers->count(); ++rank) {
+    of.push_back(gradients.meetings_of(rank));
+  }
+  return of;
 }
 
 // The watchdog's report: who waits for what, and what is in flight for how many.

@@ -12,6 +12,7 @@
 
 #include "engine/between_steps.hpp"
 #include "engine/captures.hpp"
+#include "engine/coded_values.hpp"
 #include "engine/elements.hpp"
 #include "engine/foundation.hpp"
 #include "engine/gradients.hpp"
@@ -65,6 +66,7 @@ class Core final {
   Swapping swapping;
   InPlaceWrites writes;
   Elements elements;
+  CodedValues coded;
   Visits visits;
   Gradients gradients;
   std::optional<OtherRanks> ranks;  // none: this one is alone
@@ -77,8 +79,14 @@ class Core final {
   // Where the parameter lies on the device, for life.
   std::byte* device_address(std::uint32_t param) const;
   SessionStats stats() const;
+  // Of several ranks whose updates may lag: what is read until a gradient lands is the newest.
+  void catch_up(Lock& lock) STRATA_REQUIRES(core_lock) {
+    if (ranks) ranks->catch_up(lock, gradients.any());
+  }
   // Of several ranks: whom a call of this one waits for right now.
   std::optional<std::uint32_t> awaited_rank() const;
+  // By rank: see Gradients::meetings_of(). One that is alone has none.
+  std::vector<std::uint64_t> meetings() const;
 
  private:
   // The parts of a turn, in their order: what arrived is told ahead of those who may wait for it.

@@ -30,6 +30,8 @@ class Elements final {
              std::span<const float> values) STRATA_REQUIRES(core_lock);
   void read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset, std::span<float> values)
       STRATA_REQUIRES(core_lock);
+  // Of several ranks: all of them have written everything that they own.
+  void renew_others(Lock& lock) STRATA_REQUIRES(core_lock);
   // Throws StrataError (config) for what the parameter does not have.
   void check(std::uint32_t param, Kind kind, std::size_t offset, const void* values,
              std::size_t count) const;
@@ -46,11 +48,13 @@ class Elements final {
     std::byte* bytes = nullptr;
   };
 
-  void note_remote_write(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
   void write_master(Lock& lock, const Piece& piece, const float* values) STRATA_REQUIRES(core_lock);
   void read_master(Lock& lock, const Piece& piece, float* values) STRATA_REQUIRES(core_lock);
+  void read_codes(Lock& lock, std::uint32_t param, const Piece& piece, float* values)
+      STRATA_REQUIRES(core_lock);
   Moments open_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
                        Intent intent) STRATA_REQUIRES(core_lock);
+  std::uint16_t* remote_scales(std::uint32_t chunk, Role moment, const Piece& whole) const;
   void load(const Moments& from, float* values) const;
   void store(const Moments& to, const float* values) const;
   void write_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,

@@ -34,7 +34,7 @@ Ownership ownership_of(const Config& config, const Layout& layout) {
 }
 
 BufferNeed buffer_need(const Config& config, const Layout& layout) {
-  if (config.update == UpdateMode::on_step) return {};
+  if (layout.grad_pages) return {};
   const Ownership owns = ownership_of(config, layout);
   std::size_t all = 0, largest_chunk = 0;
   std::vector<std::size_t> by_unit(layout.units.size(), 0);
@@ -118,11 +118,13 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.units.resize(layout.units.size());
   holding.shown.resize(layout.units.size());
   const Ownership owns = ownership_of(config, layout);
-  holding.may_rest = owns.alone();
+  holding.may_rest = owns.alone() && layout.computed_count == 0;
+  for (std::size_t u = 0; u < layout.units.size(); ++u) {
+    holding.shown[u] = layout.units[u].pages.size();
+  }
   std::size_t grad_frames = 0;
   for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
     const Chunk& chunk = layout.chunks[id];
-    holding.shown[unit_of(layout, chunk)] += chunk.run(Role::param).count;
     if (!owns.mine(id)) continue;
     Sizes& unit = holding.units[unit_of(layout, chunk)];
     unit.params += chunk.run(Role::param).count;
@@ -136,13 +138,14 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.buffers_wanted = buffers.wanted;
   holding.counts_buffers = config.update == UpdateMode::lock_free;
   holding.late_grad_frames = holding.counts_buffers ? grad_frames : 0;
-  holding.scale_frames =
-      static_cast<std::uint32_t>(ceil_div(layout.scale_bytes, layout.page_bytes));
+  holding.scale_frames = static_cast<std::uint32_t>(ceil_div(owns.scale_bytes, layout.page_bytes));
   holding.landing_frames = config.device == "host" ? 0 : kLandingFrames;
   holding.outbox_frames = owns.alone() ? 0 : kOutboxFrames;
   // Where sums of gradients rest, or gradients wait for their updates, snapshots have them as well.
   holding.kept_slots =
-      config.snapshots == 0 ? 0 : layout.snapshot_slots(config.snapshots, layout.accumulate);
+      config.snapshots == 0
+          ? 0
+          : snapshot_slots(layout, owns).beside(config.snapshots, layout.accumulate);
   for (const ParamSpec& spec : config.params) {
     holding.parameter_bytes += spec.numel * size_of(spec.dtype);
   }
@@ -182,7 +185,7 @@ Budgets step_budgets(const Config& config, const Residence& home, std::size_t de
           .host_bytes = config.host_bytes - set_aside(home) * page,
           .ssd_bytes = config.ssd_bytes - home.kept_slots * page,
           .staging_bytes = home.staging_frames * page,
-          .grads_rest = config.update == UpdateMode::on_step};
+          .grads_rest = home.layout.grad_pages};
 }
 
 }  // namespace strata

@@ -148,6 +148,7 @@ void Resumption::forget_everything() {
   }
   for (std::uint32_t i = 0; i < base_.layout.page_count; ++i) {
     const PageId page{i};
+    if (base_.table.tier(page) == Tier::remote) continue;  // its owner does so
     const bool forgotten = base_.cache.discard(page);
     STRATA_ASSERT(forgotten);
     if (base_.table.tier(page) != Tier::ssd) continue;

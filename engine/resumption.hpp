@@ -16,6 +16,9 @@
 // used. Two things are the caller's: scales of moments, which are memory here and so are given as
 // bytes, and gradients, which land again.
 //
+// Of several ranks each goes on from its own slots. What it has of others is stale once they have
+// done so: see Session::renew_others().
+//
 // Note [Files of another session]
 // They may be linked by snapshots that we are not asked to go on from; these are overwritten no
 // more than the one that we are. Whoever calls names all of them, and their slots are held like

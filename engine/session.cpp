@@ -57,10 +57,12 @@ void Session::read(std::uint32_t param, Kind kind, std::size_t offset, float* va
                    std::size_t count) {
   Gate::Call in(gate_);
   core_->elements.check(param, kind, offset, values, count);
-  if (kind == Kind::grad)
+  if (kind == Kind::grad) {
     core_->gradients.read(in.lock(), param, offset, {values, count});
-  else
+  } else {
+    core_->catch_up(in.lock());
     core_->elements.read(in.lock(), param, kind, offset, {values, count});
+  }
 }
 
 void Session::lend_gradient(std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,
@@ -97,7 +99,6 @@ void Session::with_page_files(const std::function<void(std::vector<Descriptor>&)
 }
 
 std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
-  STRATA_ASSERT(config_.ranks == 1);
   Gate::Call in(gate_);
   const std::uint64_t id = core_->snapshots.begin(keep);
   core_->snapshot_room.make_beside(in.lock());
@@ -105,7 +106,6 @@ std::uint64_t Session::begin_snapshot(std::uint32_t keep) {
 }
 
 void Session::reserve_snapshots(std::uint32_t keep) {
-  STRATA_ASSERT(config_.ranks == 1);
   Gate::Call in(gate_);
   core_->snapshots.want(keep);
   core_->snapshot_room.make(in.lock());

@@ -46,6 +46,19 @@ class Session final {
   void write(std::uint32_t param, Kind kind, std::size_t offset, const float* values,
              std::size_t count);
   void read(std::uint32_t param, Kind kind, std::size_t offset, float* values, std::size_t count);
+  // coded_values.hpp.
+  void quantise(std::uint32_t param, const PlainValues& from) {
+    Gate::Call in(gate_);
+    core_->coded.quantise(in.lock(), param, from);
+  }
+  void write_codes(std::uint32_t param, std::size_t first, const Stored<const std::byte>& from) {
+    Gate::Call in(gate_);
+    core_->coded.write(in.lock(), param, first, from);
+  }
+  void read_codes(std::uint32_t param, std::size_t first, const Stored<std::byte>& to) {
+    Gate::Call in(gate_);
+    core_->coded.read(in.lock(), param, first, to);
+  }
   void device_written(std::uint32_t param, Stream stream = nullptr) {
     Gate::Call in(gate_);
     core_->writes.take(in.lock(), param, stream);
@@ -193,6 +206,7 @@ class Session final {
   void drain() {
     Gate::Call in(gate_);
     core_->updates.wait_done(in.lock());
+    core_->catch_up(in.lock());
   }
   void synchronize() {
     Gate::Call in(gate_);
@@ -290,6 +304,17 @@ class Session final {
   void give_up_rank(std::uint32_t rank, double seconds) {
     const Gate::Call in(gate_);
     if (core_->awaited_rank() == rank) core_->ranks->give_up(rank, seconds);
+  }
+  // By rank: how many steps it has ended, and how often it has looked at gradients; the largest
+  // number: it ends no more.
+  std::vector<std::uint64_t> meetings() {
+    Gate::Call in(gate_);
+    return core_->meetings();
+  }
+  // All ranks have written everything that they own: what is here of others is stale.
+  void renew_others() {
+    Gate::Call in(gate_);
+    core_->elements.renew_others(in.lock());
   }
   // Without a pump: a turn of what is under way, for who waits for nothing.
   void take_turn() {

@@ -25,18 +25,15 @@ Snapshots::Snapshots(Foundation& base, Captures& captures, Updates& updates, Gra
       updates_(updates),
       gradients_(gradients),
       room_(room),
+      slots_(snapshot_slots(base.layout, base.owns)),
       taken_(base.layout.page_count, 0),
-      slot_of_(base.layout.page_count, kNoSlot) {
-  const Layout& layout = base.layout;
-  frozen_ = layout.state_pages(false);
-  trained_ = layout.snapshot_slots(0) - frozen_;
-  grads_ = layout.snapshot_slots(0, true) - frozen_ - trained_;
-}
+      slot_of_(base.layout.page_count, kNoSlot) {}
 
 std::uint64_t Snapshots::slots_for(std::uint32_t keep, bool gradients) const {
-  const std::uint64_t shared = frozen_changes_ ? 0 : frozen_;
-  const std::uint64_t changes = trained_ + frozen_ - shared + (gradients ? grads_ : 0);
-  return changes * (std::uint64_t{keep} + 1) + shared;
+  if (!frozen_changes_) return slots_.beside(keep, gradients);
+  SnapshotSlots all = slots_;
+  all.trained += std::exchange(all.frozen, 0);
+  return all.beside(keep, gradients);
 }
 
 void Snapshots::want(std::uint32_t keep) {
@@ -54,6 +51,10 @@ std::uint64_t Snapshots::begin(std::uint32_t keep) {
     error.what =
         "updates of this step begin as its gradients land, so parameters are of two steps: call "
         "step() first, and take the snapshot behind it";
+  } else if (!base_.owns.alone() && gradients_.any()) {
+    error.what =
+        "gradients have landed since the last step(), and those of several ranks are not kept: "
+        "take the snapshot behind step(), ahead of the next backward";
   }
   if (!error.what.empty()) throw StrataError(std::move(error));
   want(keep);
@@ -197,6 +198,10 @@ bool Snapshots::sweep(bool restart) {
 }
 
 bool Snapshots::capture(std::uint32_t id, std::size_t saves_max) {
+  if (!base_.owns.mine(id)) {
+    captures_.done(id);
+    return true;
+  }
   if (!updates_.ready_for(id, captures_)) return false;
   bool moved = false, all = true;
   const auto add = [&](Taken taken) {

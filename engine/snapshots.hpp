@@ -20,6 +20,12 @@
 // which are gathered there chunk by chunk. There are at most kScratchPages of it, whatever the
 // model.
 //
+// Note [Snapshots of ranks]
+// Each rank of a machine captures the chunks that it owns, and knows nothing of the others': that
+// their snapshots are all of one step, and of one commit, is the callers' affair. Gradients of
+// ranks are on their way to their owners between two steps, so a rank that has any takes no
+// snapshot.
+//
 // Note [Pace]
 // A turn looks at a bounded number of chunks, so that the lock is never held in proportion to the
 // model. Owed pages are written a few at a time; a few more for chunks that somebody waits for.
@@ -94,7 +100,7 @@ class Snapshots final {
   void want(std::uint32_t keep);
   // Of now; where another is being captured, it begins at that one's end. Throws StrataError: as
   // want() does; busy where a gradient is landing, or the gradients that have landed since the last
-  // step are being used.
+  // step are being used; of several ranks where any have.
   std::uint64_t begin(std::uint32_t keep);
   // Throws where nothing came of it.
   bool complete(std::uint64_t id) const;
@@ -179,7 +185,7 @@ class Snapshots final {
   Updates& updates_;
   Gradients& gradients_;
   SnapshotRoom& room_;
-  std::uint64_t trained_ = 0, frozen_ = 0, grads_ = 0;  // slots of one snapshot
+  const SnapshotSlots slots_;
   bool frozen_changes_ = false;  // frozen pages were written: snapshots do not share them
   std::uint32_t kept_ = 0;       // that owners keep, once what is on its way is complete
   Snapshot now_;                 // the one under way

@@ -1,5 +1,6 @@
 #include "engine/steps.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <optional>
@@ -55,6 +56,19 @@ void check_options(const StepOptions& options) {
   }
 }
 
+// Other ranks update what this one holds nothing of. Their steps are counted here as well, so that
+// any rank alone can say how many a parameter has made.
+void count_elsewhere(const Foundation& base, const std::vector<bool>& landed,
+                     const std::vector<Hyper>& groups, Updates& updates) {
+  for (std::uint32_t param = 0; param < landed.size(); ++param) {
+    if (!landed[param] || !counts_as_step(groups[base.config.params[param].group])) continue;
+    const std::vector<std::uint32_t> chunks = base.layout.chunks_of(param);
+    const auto mine = [&base](std::uint32_t chunk) { return base.owns.mine(chunk); };
+    if (std::any_of(chunks.begin(), chunks.end(), mine)) continue;
+    updates.set_step(param, updates.step_of(param) + 1);
+  }
+}
+
 }  // namespace
 
 void Steps::complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups,
@@ -68,12 +82,31 @@ void Steps::complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups,
   const Gradients& gradients = parts_.gradients;
   parts_.updates.wait_begun(lock);
   if (!parts_.gradients.use(unit)) return;
+  if (EarlyUnits* early = parts_.gradients.early()) {
+    groups_ = groups;
+    // Norms of units are known when all have ended the step.
+    if (max_unit_norm <= 0.0) early->complete(unit, fingerprint(groups, {}));
+    parts_.base.bell.ring();
+    return;
+  }
   std::vector<float> scale_of(config.units.size(), 1.0f);
   scale_of[index(unit)] =
       static_cast<float>(clip(gradients.unit_norms()[index(unit)], max_unit_norm));
   parts_.updates.release(
       {gradients.step(), groups, scale_of, gradients.scalings(), std::array{unit}});
   parts_.base.bell.ring();
+}
+
+bool Steps::turn() {
+  EarlyUnits* early = parts_.gradients.early();
+  if (early == nullptr) return false;
+  const std::vector<UnitId> units = early->take();
+  if (units.empty()) return false;
+  const std::vector<float> scale_of(parts_.base.config.units.size(),
+                                    static_cast<float>(1.0 / divisor({})));
+  const Gradients& gradients = parts_.gradients;
+  parts_.updates.release({gradients.step(), groups_, scale_of, gradients.scalings(), units});
+  return true;
 }
 
 // By unit: what its gradients are multiplied with.
@@ -139,9 +172,12 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
   } else if (any) {
     const std::vector<UnitId> order = parts_.prefetcher.order();
     const Gradients& gradients = parts_.gradients;
-    parts_.updates.release(
-        {gradients.step(), groups, scales(result.norm, options), gradients.scalings(), order});
-    if (parts_.ranks != nullptr) parts_.ranks->renew(gradients.landed(), gradients.step());
+    parts_.updates.release({gradients.step(), groups, scales(result.norm, options),
+                            gradients.scalings(), order, true});
+    if (parts_.ranks != nullptr) {
+      parts_.ranks->renew(gradients.landed(), gradients.step());
+      count_elsewhere(base, gradients.landed(), groups, parts_.updates);
+    }
     parts_.gradients.end_step();
     STRATA_ASSERT(!parts_.gradients.any());
     ++count_;

@@ -193,7 +193,8 @@ void Tiers::check_kept(const Claims& now, std::uint64_t slots) const {
   if (needed <= budget) return;
   refuse("infeasible: snapshots need " + bytes_text(slots * page_bytes_) + " of the SSD beside " +
          bytes_text(now.slots * page_bytes_) + " for what rests there, and ssd= is " +
-         bytes_text(budget) + "; ssd=\"" + std::to_string(ceil_div(needed, kMiB)) +
+         bytes_text(budget) + (config_.ranks > 1 ? " for each rank" : "") + "; ssd=\"" +
+         std::to_string(ceil_div(needed * config_.ranks, kMiB)) +
          "MiB\" would do, or a smaller keep=" +
          (config_.ssd_paths.empty() ? ", and ssd_path= is needed" : ""));
 }

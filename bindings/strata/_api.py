@@ -21,6 +21,7 @@ from torch import nn
 from . import _core
 from ._config.alike import check_alike
 from ._config.configure import Options, device_goal, gradients_rest, tier_budgets
+from ._config.frozen import AS_IS, Frozen
 from ._config.managed import check_parameters
 from ._config.ranks import find_ranks, naming_lost, ranks_on_paper
 from ._config.sizes import Size, format_count, format_size
@@ -28,6 +29,7 @@ from ._config.units import Chosen
 from ._config.update_modes import Update
 from ._errors import keywords_of, names_nearest
 from ._hooks.hooks import Hooks
+from ._hooks.parallel import refuse_parallel
 from ._optim.foreign import Foreign, make_foreign
 from ._planning.fitting import fit
 from ._planning.planning import Goal, Planning
@@ -72,6 +74,7 @@ def wrap(
     split: int | None = None,
     device: str | torch.device = "auto",
     snapshots: int = 0,
+    frozen: Frozen = AS_IS,
     rank_gradients: str = "mean",
     rank_timeout: float | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -124,6 +127,11 @@ def wrap(
             times and once more the state of what is trained, and once that of what is frozen; with
             gradient_accumulation_steps and LockFree also of gradients, as a snapshot in the middle
             of an accumulation has them. 0: the first strata.snapshot() makes room, or is refused.
+        frozen: how what is frozen rests. `"nf4"` and `"nf4-double"`: in 4 bits, as bitsandbytes has
+            them, scales in 32 or 8 bits; `"int8"`; `"as-is"`: in the dtype of computation. It means
+            the weights of layers, not norms and embeddings. A function of a module's name and the
+            module gives a form for its weights, or None. Modules stay what they are: values are
+            computed on the way to the device.
         rank_gradients: of several ranks: `"mean"`: the update gets their average, as that of
             DistributedDataParallel does; `"sum"`: their sum.
         rank_timeout: seconds for which this rank waits for another one that neither comes nor ends;
@@ -154,7 +162,8 @@ def wrap(
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         gradient_accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights,
-        seed, init_device, activations, split, device, snapshots, rank_gradients, rank_timeout,
+        seed, init_device, activations, split, device, snapshots, frozen, rank_gradients,
+        rank_timeout,
     )  # fmt: skip
     return model, _open(model, optimizer, options).optimizer
 
@@ -322,6 +331,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
     if isinstance(optimizer, StrataOptimizer):
         raise ValueError("this optimizer already belongs to a wrapped model")
+    refuse_parallel(model)
     refuse_graphed(model)
     check_parameters(model)
 

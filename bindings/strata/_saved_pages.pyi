@@ -40,6 +40,8 @@ class TakenSnapshot:
     scales: list[tuple[int, int, int]]
     gradients: list[tuple[int, int, float, list[float], int]] | None
     hypers: list[GroupSpec]  # of gradients that wait
+    def mine(self, number: int) -> bool:
+        """Whether this rank owns the chunk, and so has its pages."""
     def chunk(self, number: int) -> dict[str, Any]: ...
 
 # A parameter of a page and what its residual adds (0: none), as float32; and moments likewise.

@@ -39,6 +39,9 @@ push_hooks: Callable[[Any, Any], None] = _private("_C._autograd._push_saved_tens
 pop_hooks: Callable[[], None] = _private("_C._autograd._pop_saved_tensors_default_hooks")
 top_hooks: Callable[[bool], Any] = _private("_C._autograd._top_saved_tensors_default_hooks")
 
+# Where processes of torch.distributed find each other: it outlives their groups for who has it.
+default_store: Callable[[], Any] = _private("distributed.distributed_c10d._get_default_store")
+
 # Backward: the task that runs on this thread (-1: none), its node, and whether it will run another.
 graph_task: Callable[[], int] = _private("_C._current_graph_task_id")
 current_node: Callable[[], Any] = _private("_C._current_autograd_node")

@@ -52,6 +52,32 @@ def saves(run: Rank, path: str, after: int = 1, **options: Any) -> dict[str, Any
     return {"hash": hash_of(model), "draws": draws}
 
 
+def saves_beside(
+    run: Rank, path: str, victim: int = -1, after: int = 1, **options: Any
+) -> dict[str, Any]:
+    """As saves(), written while training goes on. The victim's disk is full the first time."""
+    model, optimizer = _trained(run, make_model(), **options)
+    write, said = shards.ShardWriter.write, ["none", ""]
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for attempt in range(1 if victim < 0 else 2):
+        if run.rank == victim and attempt == 0:
+            _before_write(1, full)
+        torch.manual_seed(100 + run.rank)
+        extra = {"rank": run.rank, "next": (STEPS, "batches")}
+        handle = strata.save(model, path, wait=False, extra=extra)
+        draws = torch.rand(3).tolist()
+        if attempt == 0:
+            train(run, model, optimizer, after, first=STEPS)
+        failed = _error_of(lambda handle=handle: handle.wait(60))  # type: ignore[misc]
+        said = failed if attempt == 0 else said
+        shards.ShardWriter.write = write  # type: ignore[method-assign]
+    run.meet()
+    return {"hash": hash_of(model), "draws": draws, "said": said, "complete": handle.complete}
+
+
 def loads(
     run: Rank, path: str, after: int = 1, again: bool = False, **options: Any
 ) -> dict[str, Any]:

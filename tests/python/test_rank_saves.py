@@ -90,6 +90,40 @@ def test_one_of_a_process_alone_goes_on_under_ranks(ranks: Ranks, tmp_path: Path
     assert same(each(found, "draws")) == alone["draws"]
 
 
+def test_one_is_written_while_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    plain, beside = tmp_path / "plain", tmp_path / "beside"
+    expected = ranks.run("rank_saves.saves", 2, path=str(plain), **CASES["ssd"])
+    found = ranks.run("rank_saves.saves_beside", 2, path=str(beside), **CASES["ssd"])
+    assert each(found, "complete") == [True, True]
+    assert same(each(found, "hash")) == same(each(expected, "hash"))
+    assert equal(tensors_of(beside), tensors_of(plain))
+    assert [entry.name for entry in beside.iterdir() if "part" in entry.name] == []
+    for count in (1, 2, 3):
+        loaded = ranks.run("rank_saves.loads", count, path=str(beside), **CASES["ssd"])
+        other = ranks.run("rank_saves.loads", count, path=str(plain), **CASES["ssd"])
+        for key in ("loaded", "hash", "draws", "extra"):
+            assert each(loaded, key) == each(other, key)
+
+
+def test_ranks_without_an_ssd_wait_for_it(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run("rank_saves.saves_beside", 2, path=str(tmp_path / "beside"))
+    assert each(found, "complete") == [True, True]
+    loaded = ranks.run("rank_saves.loads", 1, path=str(tmp_path / "beside"))
+    assert loaded[0]["hash"] == same(each(found, "hash"))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_cannot_write_beside_the_training(ranks: Ranks, tmp_path: Path, victim: int) -> None:
+    path = tmp_path / "checkpoint"
+    found = ranks.run("rank_saves.saves_beside", 2, path=str(path), victim=victim, **CASES["ssd"])
+    assert found[victim]["said"][0] == "OSError"
+    assert f"failed on rank {victim}: OSError: [Errno 28]" in found[1 - victim]["said"][1]
+    assert each(found, "complete") == [True, True]
+    assert read_manifest(path)["step"] == 3
+    loaded = ranks.run("rank_saves.loads", 1, path=str(path), after=0, **CASES["ssd"])
+    assert loaded[0]["hash"] == same(each(found, "hash"))
+
+
 def test_what_is_frozen_is_linked_and_buffers_are_those_of_rank_0(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from strata._storage.checkpoint_files import CheckpointError, read_manifest, wri
 from strata._storage.snapshot_adopt import adopt
 from strata._storage.snapshot_files import remove_snapshot, snapshots_of
 from strata._storage.snapshot_pages import copy_snapshot, page_paths, slots_of
+from strata._storage.together import Together
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, SSD, drive
 
@@ -335,6 +336,12 @@ def test_gradients_that_wait_for_their_update_are_read(tmp_path: Path) -> None:
     folder = strata.snapshot(case.model, tmp_path / "run").wait()
     manifest = read_manifest(folder)
     manifest["chunks"][0]["runs"][0][5] = [0, 1, 1.0]
-    why = adopt(case.state, manifest, folder, lambda first, count: torch.empty(0))
+    why = adopt(
+        case.state,
+        manifest,
+        folder,
+        lambda first, count: torch.empty(0),
+        Together.alone("strata.load()"),
+    )
     assert "still to come" in why
     case.close()

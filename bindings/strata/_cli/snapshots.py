@@ -25,7 +25,7 @@ from .._storage.snapshot_files import (
     remove_snapshot,
     snapshots_of,
 )
-from .._storage.snapshot_pages import copy_snapshot, page_paths, slots_of
+from .._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,8 +33,10 @@ def run(options: argparse.Namespace) -> int:
     options.snapshots_parser()."""
     try:
         if options.action == "ls":
-            on_drive = (options.place / LINKS).is_dir()
-            return _list_drive(options.place) if on_drive else _list(options.place)
+            drives = _drives_at(options.place)
+            if drives:
+                return max(_list_drive(drive) for drive in drives)
+            return _list(options.place)
         if options.action == "copy":
             copy_snapshot(_newest(options.snapshot), options.to)
             print(f"{options.to} needs no other drive")
@@ -63,12 +65,18 @@ def _remove(snapshots: list[Path], drives: list[Path]) -> int:
         print(f"removed {folder}")
         for gone in absent:
             print(f"  {gone} is not there: later, strata snapshots rm --lost {gone}")
-    for drive in drives:
+    for drive in [each for place in drives for each in _drives_at(place)]:
         owners = owners_on(drive)
         for identity in lost_on(drive):
             remove_links([str(drive)], identity)
             print(f"removed what {drive} kept for {owners[identity]}")
     return 0
+
+
+def _drives_at(place: Path) -> list[Path]:
+    """The drive, and those that ranks have in it, as far as snapshots have links there."""
+    folders = [place, *sorted(place.glob("rank-*"))]
+    return [folder for folder in folders if (folder / LINKS).is_dir()]
 
 
 def _drives(folder: Path) -> list[str]:
@@ -115,7 +123,7 @@ def _line(folder: Path) -> str:
         raise CheckpointError("a checkpoint, and no snapshot")
     check_drives(manifest, folder)
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["time"] / 1e9))
-    size = format_size(len(slots_of(manifest)) * manifest["page_bytes"])
+    size = format_size(bytes_of(manifest))
     drives = [drive["folder"] for drive in manifest["drives"]]
     where = "in the folder" if drives == [""] * len(drives) else f"on {', '.join(drives)}"
     missing = [path for path in page_paths(manifest, folder) if not Path(path).is_file()]

@@ -27,6 +27,7 @@ from .choices import (
     check_split,
     check_workers,
 )
+from .frozen import AS_IS, Frozen, check_frozen, stored_forms
 from .managed import DTYPE_NAMES, dtype_names
 from .ranks import RANK_GRADIENTS, TIMEOUT_MAX_S, Ranks, plans_of_all
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
@@ -97,6 +98,7 @@ class Options:
     split: int | None = None
     device: str | torch.device = "auto"
     snapshots: int = 0
+    frozen: Frozen = AS_IS
     rank_gradients: str = "mean"
     rank_timeout: float | None = None
     ranks: Ranks | None = None  # none of wrap()'s: what torch.distributed has started
@@ -122,6 +124,7 @@ class Options:
                 f"{self.gradient_accumulation_steps}"
             )
         check_snapshots(self.snapshots, self.ssd_paths())
+        check_frozen(self.frozen)
         check_choice("rank_gradients", self.rank_gradients, RANK_GRADIENTS)
         if self.rank_timeout is not None and not 0 < self.rank_timeout <= TIMEOUT_MAX_S:
             raise ValueError(
@@ -228,9 +231,14 @@ def config_of(
     """The Config of a model that is cut into these units, still without budgets."""
     unit_of = {p: u for u, unit in enumerate(units) for p in unit.params}
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def is_trained(parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and id(parameter) in group_of
+
+    forms = stored_forms(model, is_trained, options.frozen)
     params: list[ParamSpec] = []
     for i, (name, parameter) in enumerate(model.named_parameters()):
-        trainable = parameter.requires_grad and id(parameter) in group_of
+        trainable = is_trained(parameter)
         params.append(
             {
                 "name": name,
@@ -241,6 +249,8 @@ def config_of(
                 "group": group_of[id(parameter)] if trainable else 0,
             }
         )
+        if name in forms:
+            params[-1]["stored"] = forms[name]
     update, max_staleness = core_mode(options.update)
     workers = options.workers or max(1, default_workers(device_name) // options.shared_by())
     config: Config = {

@@ -2,13 +2,14 @@
 
     ranks = find_ranks()                  # None: this process is alone
     ranks.folder                          # where they meet, of this user alone; the same for all
-    ranks.share(tensor)                   # what rank 0 has
+    ranks.share(tensor)                   # what rank 0 has; share_text(text), too
     ranks.least(free_bytes)               # the smallest of what they have
     ranks.wait()                          # for all of them
     ranks.close()
     with naming_lost(ranks): ...          # who has ended is named, where torch only lost it
     ranks_on_paper()                      # the same for a plan: asks nobody, any rank alone may
     plans_of_all(config, make_plan)       # what every rank would plan, without asking
+    plans_of_one_page_size(config, make_plan)
 
 All calls of a Ranks that was found are calls that every rank makes, in the same order.
 """
@@ -31,12 +32,12 @@ import torch
 from torch import distributed
 
 from .._errors import StrataError
+from .launched import processes_started
 
 if TYPE_CHECKING:
     from .._core import Config, Plan
     from .._core import Ranks as RanksSpec
 
-PATH_BYTES_MAX = 4096
 TIMEOUT_S = 60.0
 TIMEOUT_MAX_S = 1e9
 RANK_GRADIENTS = ("mean", "sum")
@@ -71,6 +72,15 @@ class Ranks:
         if values.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(values)
+
+    def share_text(self, text: str) -> str:
+        """The text that rank 0 gives, on every rank."""
+        given = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        length = torch.tensor([len(text.encode())], dtype=torch.int64)
+        distributed.broadcast(length, 0)
+        taken = given if self.rank == 0 else torch.empty(max(1, int(length)), dtype=torch.uint8)
+        distributed.broadcast(taken, 0)
+        return taken.numpy().tobytes()[: int(length)].decode()
 
     def least(self, number: int) -> int:
         """The smallest number that a rank has; on paper this one's."""
@@ -155,6 +165,16 @@ def plans_of_all(config: Config, make_plan: Callable[[Config], Plan]) -> list[Pl
     return found
 
 
+def plans_of_one_page_size(config: Config, make_plan: Callable[[Config], Plan]) -> list[Plan]:
+    """As plans_of_all(). Ranks hold different chunks and might choose different pages: `config`
+    gets a size that all of them find."""
+    plans = plans_of_all(config, make_plan)
+    if len(plans) == 1:
+        return plans
+    config["page_bytes"] = min(plan["page_bytes"] for plan in plans)
+    return plans_of_all(config, make_plan)
+
+
 def find_ranks() -> Ranks | None:
     """The ranks of torch.distributed, if there is more than one.
 
@@ -167,13 +187,14 @@ def find_ranks() -> Ranks | None:
 
 
 def _find_ranks() -> Ranks | None:
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = processes_started()
     there = distributed.is_available() and distributed.is_initialized()
     if not there:
         if started > 1:
             raise ValueError(
                 f"{started} processes were started, and torch.distributed is not initialised: call "
-                "torch.distributed.init_process_group('gloo') before strata.wrap()"
+                "torch.distributed.init_process_group('gloo') before strata.wrap(); "
+                "TrainingArguments(use_cpu=True) and Accelerator(cpu=True) do it as well"
             )
         return None
     found = ranks_on_paper()
@@ -183,14 +204,7 @@ def _find_ranks() -> Ranks | None:
     pids = [torch.empty(1, dtype=torch.int64) for _ in range(found.count)]
     distributed.all_gather(pids, torch.tensor([os.getpid()], dtype=torch.int64))
     folder = _meeting_folder() if found.rank == 0 else ""
-    path = torch.zeros(PATH_BYTES_MAX, dtype=torch.uint8)
-    path[: len(folder.encode())] = torch.tensor(list(folder.encode()), dtype=torch.uint8)
-    distributed.broadcast(path, 0)
-    return replace(
-        found,
-        folder=bytes(path.tolist()).rstrip(b"\0").decode(),
-        pids=tuple(map(int, pids)),
-    )
+    return replace(found, folder=found.share_text(folder), pids=tuple(map(int, pids)))
 
 
 def _check_machine(rank: int, count: int) -> None:

@@ -41,9 +41,10 @@ import torch
 from torch import nn
 
 from .._optim.groups import moments_of
+from .._runtime.coded import KINDS, kinds
 from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import Wrapped, wrapped
-from . import rng
+from . import coded, rng
 from .checkpoint_files import (
     BUFFER_BYTES,
     CheckpointError,
@@ -57,7 +58,7 @@ from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .together import Together, keeper_of, owned
 
 if TYPE_CHECKING:
-    from .._core import Kind, ParamSpec  # types only: the stub's, not the core's
+    from .._core import ParamSpec  # types only: the stub's, not the core's
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -72,7 +73,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     else is refused until a load has come to its end.
     """
     state = wrapped(model)
-    together = Together(state, "strata.load()")
+    together = Together.of(state, "strata.load()")
     with contextlib.ExitStack() as stack:
         # 1. All have found the same checkpoint, and it is whole: each rank looks at a part.
         with together.phase() as phase:
@@ -98,7 +99,9 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             state.half_loaded = True
             state.forget_step()
             for tensor, entry in zip(tensors, manifest["params"], strict=True):
-                for record in entry["tensors"]:
+                if "stored" in entry:
+                    coded.restore(state, tensor, entry["tensors"], file, meter.add)
+                for record in entry["tensors"] if "stored" not in entry else ():
                     _restore(state, tensor, record, file, together.rank, meter)
                 for place in tensor.parts:
                     state.session.set_param_step(place, entry["step"])
@@ -109,14 +112,20 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             steps = (entry["step"] for entry in manifest["params"])  # older ones say no more
             run_step = manifest.get("step", max(steps, default=0))
             state.steps_before = run_step - state.session.steps()
-            others = manifest.get("others", [])
-            same = together.count == 1 + len(others)
-            own = others[together.rank - 1] if same and together.rank > 0 else manifest
+            own = said_by(manifest, together)
             restore_context(state, groups, own["rng"])
     state.half_loaded = False
     state.last_saved = folder
     extra: dict[str, Any] = from_json(own["extra"], [])
     return extra
+
+
+def said_by(manifest: dict[str, Any], together: Together) -> dict[str, Any]:
+    """Random states and extras for this rank: its own, where there were as many ranks; else those
+    of rank 0."""
+    others: list[dict[str, Any]] = manifest.get("others", [])
+    same = together.count == 1 + len(others)
+    return others[together.rank - 1] if same and together.rank > 0 else manifest
 
 
 def restore_context(state: Wrapped, groups: list[dict[str, Any]], states: dict[str, Any]) -> None:
@@ -160,19 +169,24 @@ class Meter:
             self.add(len(chunk))
 
 
-def stored_kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
-    """What is stored of a parameter, and as which dtype."""
+def stored_kinds(state: Wrapped, spec: ParamSpec, numel: int) -> list[tuple[str, str, int]]:
+    """What is stored of a tensor: the kind, its dtype, and how many of that."""
+    if "stored" in spec:
+        return kinds(spec["stored"], numel)
     if not spec["trainable"]:
-        return [("master", spec["dtype"])]
-    kinds: list[Kind] = ["master", "moment1", "moment2"]
+        return [("master", spec["dtype"], numel)]
     moments = moments_of(state.config["groups"][spec["group"]])
-    return [(kind, "float32") for kind in kinds[: 1 + len(moments)]]
+    found = ("master", "moment1", "moment2")[: 1 + len(moments)]
+    return [(kind, "float32", numel) for kind in found]
 
 
 def stored_values(
     state: Wrapped, tensor: StoredTensor, record: Record, buffer: torch.Tensor
 ) -> Iterator[memoryview]:
     """One tensor, from the pages of its parameters, in its dtype on disk."""
+    if record["kind"] in KINDS:
+        yield from coded.values(state, tensor, record["kind"])
+        return
     for param in tensor.parts:
         numel = state.config["params"][param]["numel"]
         for begin in range(0, numel, buffer.numel()):
@@ -199,7 +213,7 @@ def _restore(
         runs = owned(state, part, rank)
         for begin in range(0, numel, values.numel()):
             here = values[: numel - begin]
-            for first, count in _within(runs, begin, here.numel()):
+            for first, count in within(runs, begin, here.numel()):
                 bytes_of = {"offset": at + first * dtype.itemsize, "bytes": count * dtype.itemsize}
                 to = first - begin
                 for chunk in file.chunks(record | bytes_of):
@@ -211,7 +225,7 @@ def _restore(
         at += numel * dtype.itemsize
 
 
-def _within(runs: list[tuple[int, int]], begin: int, count: int) -> Iterator[tuple[int, int]]:
+def within(runs: list[tuple[int, int]], begin: int, count: int) -> Iterator[tuple[int, int]]:
     """What of the runs, each (first, count), lies in so many elements from `begin` on."""
     for first, length in runs:
         low, high = max(first, begin), min(first + length, begin + count)
@@ -316,11 +330,11 @@ def model_layout(state: Wrapped) -> dict[str, Any]:
     "bytes", without steps and checksums."""
     end = 0
 
-    def records(kinds: Sequence[tuple[str, str]], numel: int) -> list[Record]:
+    def records(kinds: Sequence[tuple[str, str, int]]) -> list[Record]:
         nonlocal end
         found = []
-        for kind, dtype in kinds:
-            size = numel * getattr(torch, dtype).itemsize
+        for kind, dtype, count in kinds:
+            size = count * getattr(torch, dtype).itemsize
             found.append({"kind": kind, "dtype": dtype, "offset": end, "bytes": size})
             end += size
         return found
@@ -335,9 +349,11 @@ def model_layout(state: Wrapped) -> dict[str, Any]:
                 "dtype": spec["dtype"],
                 "trainable": spec["trainable"],
                 "group": spec["group"],
-                "tensors": records(stored_kinds(state, spec), tensor.numel),
+                "tensors": records(stored_kinds(state, spec, tensor.numel)),
             }
         )
+        if "stored" in spec:
+            params[-1]["stored"] = spec["stored"]
     buffers = buffer_entries(persistent_buffers(state.model))
     for entry in buffers:
         for record in entry["tensors"]:

@@ -2,7 +2,7 @@
 
     work = Work.of(state, path, extra, progress, together)     # takes what is in no page
     work.join(heard)                                           # what Work.said() was on each rank
-    work.write(values, Pace())                                 # the folder takes its place
+    work.write(lambda folder: values, Pace())                  # the folder takes its place
 
 The format is described in saving.py and shards.py; it does not say how many wrote.
 
@@ -36,12 +36,15 @@ from .checkpoint import Meter, Progress, check_buffers, model_layout, plain_grou
 from .checkpoint_files import Record, replace_folder, write_manifest
 from .extras import to_json
 from .pace import Pace
-from .shards import Earlier, Shard, ShardWriter, Wanted, cut, describe, free_name
+from .shards import Earlier, Shard, ShardWriter, Wanted, cut, describe, free_name, shape_of
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .together import Together, keeper_of
 
 Values = Callable[[StoredTensor, Record], Iterator[memoryview]]
 """The bytes of a tensor, as the manifest's record of it says."""
+
+MakeValues = Callable[[Path], Values]
+"""Is given the new folder, where ranks may tell each other what they need for it."""
 
 Key = tuple[str, str]
 """The name and the kind of a tensor."""
@@ -123,15 +126,15 @@ class Work:
             kept = ("rng", "extra")
             self.manifest["others"] = [{key: said[key] for key in kept} for said in heard[1:]]
 
-    def write(self, values: Values, pace: Pace) -> None:
+    def write(self, make_values: MakeValues, pace: Pace) -> None:
         """The folder takes its place. REQUIRES: the manifest has steps, of several ranks by join().
         See Note [One commit]."""
-        sources = self._sources(values)
         with contextlib.ExitStack() as stack:
             with self.together.phase() as phase:
                 if self.together.leads:
                     phase.said = str(stack.enter_context(replace_folder(self.path)))
             folder = Path(phase.heard[0])
+            sources = self._sources(make_values(folder))
             with self.together.phase() as phase:
                 phase.said = _listed(self._link(sources, folder, pace))
             records = _joined(phase.heard)
@@ -228,7 +231,7 @@ def _wanted(entry: Record, record: Record, changes: bool) -> Wanted:
         entry["name"],
         record["kind"],
         record["dtype"],
-        tuple(entry["shape"]),
+        shape_of(entry, record),
         record["bytes"],
         entry.get("step", 0),
         changes,

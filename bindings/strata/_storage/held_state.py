@@ -1,7 +1,9 @@
 """The state behind a step, held for strata.save(wait=False) while training goes on.
 
     holder.make_room(complete)                  # beside so many snapshots
-    future = holder.hold(path, write)           # a thread calls write(...), then lets go
+    held = holder.hold(path)                    # or None; and later
+    future = holder.write(held, call, write)    # a thread calls write(...), then lets go; or
+    holder.let_go(held)
     holder.hurry()                              # somebody waits: see pace.py
 
 Its slots are held as those of a snapshot are (engine/snapshots.hpp), and read through links that
@@ -14,27 +16,40 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._errors import StrataError
+from .._runtime.wrapped import Wrapped
 from .durability import Durability
 from .pace import Pace
+from .rank_board import Board
+from .rank_calls import Call, Calls
 from .snapshot_files import Links
 
 if TYPE_CHECKING:
-    from .._core import Session, TakenSnapshot
+    from .._core import TakenSnapshot
 
 Write = Callable[["TakenSnapshot", list[str], Pace], None]
 """Is given what the session says of the held state, a link to each page file, and its pace."""
 
 
+@dataclass(frozen=True)
+class Held:
+    """A state that is held until somebody lets go."""
+
+    number: int  # the core's
+    links: Links
+
+
 class Holder:
     """Holds the state of one step at a time."""
 
-    def __init__(self, session: Session, drives: list[str], durability: Durability) -> None:
+    def __init__(self, state: Wrapped, drives: list[str], durability: Durability) -> None:
         """Nothing is held."""
-        self._session = session
+        self._session = state.session
+        self.calls = Calls(Board.of(state, "saves"), "strata.save()")
         self._drives = drives
         self._durability = durability
         self._last: Future[None] | None = None
@@ -91,7 +106,7 @@ class Holder:
         self._session.reserve_snapshots(complete)
         self._complete = complete
 
-    def hold(self, path: Path, write: Write) -> Future[None] | None:
+    def hold(self, path: Path) -> Held | None:
         """None, and nothing is held: the drives have no hard links. REQUIRES: make_room()."""
         with self._durability.watch(path.parent):
             links = Links(self._drives, path)
@@ -99,16 +114,26 @@ class Holder:
             if not self._session.link_pages(links.paths):
                 links.remove()
                 return None
-            number = self.number = self._session.begin_snapshot(self._complete)
+            self.number = self._session.begin_snapshot(self._complete)
         except BaseException:
             links.remove()
             raise
+        return Held(self.number, links)
+
+    def let_go(self, held: Held) -> None:
+        """Its slots may be used again."""
+        held.links.remove()
+        with contextlib.suppress(RuntimeError):  # the session may have ended
+            self._session.drop_snapshot(held.number)
+
+    def write(self, held: Held, call: Call, write: Write) -> Future[None]:
+        """Of several ranks all do so, when all hold it."""
         self._pace = Pace(self._ends)
         try:
-            self._last = self._pool.submit(self._write, number, links, write, self._pace)
+            call.post({})
+            self._last = self._pool.submit(self._write, held, call, write, self._pace)
         except BaseException:  # the interpreter ends, or Ctrl-C
-            self._session.drop_snapshot(number)
-            links.remove()
+            self.let_go(held)
             raise
         return self._last
 
@@ -120,12 +145,12 @@ class Holder:
             return True
         return False
 
-    def _write(self, number: int, links: Links, write: Write, pace: Pace) -> None:
+    def _write(self, held: Held, call: Call, write: Write, pace: Pace) -> None:
         """On the thread."""
         try:
-            pages = self._session.snapshot(number)  # waits
-            write(pages, links.paths, pace)
+            call.hear()
+            with call.together.phase():
+                pages = self._session.snapshot(held.number)  # waits
+            write(pages, held.links.paths, pace)
         finally:
-            links.remove()
-            with contextlib.suppress(RuntimeError):  # the session may have ended
-                self._session.drop_snapshot(number)
+            self.let_go(held)

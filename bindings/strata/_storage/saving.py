@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +39,14 @@ from .._optim.groups import moments_of
 from .._runtime.wrapped import Wrapped, wrapped
 from .checkpoint import Progress, stored_values
 from .checkpoint_files import BUFFER_BYTES, CheckpointError, check_replaceable
-from .checkpoint_writer import Work
+from .checkpoint_writer import Values, Work
 from .held_state import Holder
 from .pace import Pace
-from .snapshot import Taker
+from .snapshot import Taker, taker_of
 from .snapshot_elements import Form
 from .snapshot_files import links_at
-from .snapshot_values import Forms, SnapshotValues
+from .snapshot_parts import own_chunks, read_part, remove_part, write_lines
+from .snapshot_values import Forms, Share, SnapshotValues
 from .together import Together
 
 if TYPE_CHECKING:
@@ -109,8 +111,8 @@ def save(
             for a third of the time at most: training has the disk for the rest. As soon as somebody
             waits for it, by the handle's wait(), another save or a load, it goes on without rests.
             That takes room on the SSD: once the state of what is trained, and once that of what is
-            frozen. Without an SSD, or without the room, it waits all the same, and says so. Several
-            ranks cannot.
+            frozen. Without an SSD, or without the room, it waits all the same, and says so; so do
+            all ranks where one of them cannot, and behind a backward.
         extra: JSON values and tuples, which strata.load() gives back. Keys of dictionaries may be
             strings, numbers, booleans and None. Of several ranks each gives its own, and gets that
             back under the same number of ranks; under another number all get rank 0's.
@@ -127,17 +129,20 @@ def save(
         OSError: The files cannot be written. What was at `path` is still there.
         StrataError: A page could not be read; another rank has died; with wait=False where pages
             could not be made durable for a snapshot.
-        ValueError: wait=False with several ranks.
         TypeError: `extra` or a hyperparameter is nothing that can be kept.
 
     Memory used: 4 MiB; with wait=False 32 MiB more.
     """
     state = wrapped(model)
-    together = Together(state, "strata.save()")
+    together = Together.of(state, "strata.save()")
     with together.phase() as phase:
         path = _check(state, path, extra)
-        if not wait and (handle := _hold(state, path, extra, progress, together)) is not None:
-            return handle
+        phase.said = [str(path), wait]
+    for what, values in zip(("paths", "wait="), zip(*phase.heard, strict=True), strict=True):
+        together.agree(what, list(values))
+    if not wait and (handle := _hold(state, path, extra, progress, together)) is not None:
+        return handle
+    with together.phase() as phase:
         state.synchronize()
         work = Work.of(state, path, extra, progress, together)
         for tensor, entry in zip(work.tensors, work.manifest["params"], strict=True):
@@ -147,7 +152,8 @@ def save(
     buffer = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
     pace = Pace()
     pace.hurry()
-    work.write(lambda tensor, record: stored_values(state, tensor, record, buffer), pace)
+    read = partial(stored_values, state, buffer=buffer)
+    work.write(lambda folder: read, pace)
     state.last_saved = path
     done: Future[None] = Future()
     done.set_result(None)
@@ -176,18 +182,39 @@ def _hold(
     together: Together,
 ) -> SaveHandle | None:
     """The state is held, and a thread writes it. None: it cannot be; the log says why."""
-    if _merges(state) or (taker := _taker(state)) is None:
+    with together.phase() as phase:
+        taker = None if _merges(state) else _taker(state)
+        phase.said = taker is not None
+    if taker is None or not all(phase.heard):
+        if taker is not None:
+            log.warning("%s: another rank cannot hold its state", WAITS)
         return None
-    work = Work.of(state, path, extra, progress, together)
-    forms, engine = _forms(state), state.config["io_engine"]
-    future = taker.holder.hold(
-        path, lambda held, links, pace: _write_held(work, held, forms, links, engine, pace)
-    )
-    if future is None:
-        log.warning("%s: there are no hard links on the drives", WAITS)
-        return None
+    if together.count > 1:
+        taker.tidy(together)
+    holder, held = taker.holder, None
+    with holder.calls.begin() as call:
+        try:
+            with together.phase() as phase:
+                work = Work.of(state, path, extra, progress, call.together)
+                held = holder.hold(path)
+                phase.said = held is not None
+            if held is None or not all(phase.heard):
+                log.warning("%s: there are no hard links on the drives", WAITS)
+                if held is not None:
+                    holder.let_go(held)
+                return None
+        except BaseException:
+            if held is not None:
+                holder.let_go(held)
+            raise
+        forms, engine = _forms(state), state.config["io_engine"]
+        future = holder.write(
+            held,
+            call,
+            lambda pages, links, pace: _write_held(work, pages, forms, links, engine, pace),
+        )
     state.last_saved = path
-    return SaveHandle(path, future, taker.holder)
+    return SaveHandle(path, future, holder)
 
 
 def _taker(state: Wrapped) -> Taker | None:
@@ -196,8 +223,7 @@ def _taker(state: Wrapped) -> Taker | None:
     if state.snapshots is not None:
         state.snapshots.raise_failure()
     try:
-        taker: Taker = state.snapshots or Taker(state)
-        state.snapshots = taker
+        taker = taker_of(state)
         state.landings.wait()
         taker.make_room_to_hold()
         taker.durability.check()  # what was under way is known now
@@ -210,9 +236,10 @@ def _taker(state: Wrapped) -> Taker | None:
 
 
 def _merges(state: Wrapped) -> bool:
-    """Gradients have landed, maybe on those of earlier steps, whose updates a state that is held
-    would not have."""
-    merges = state.config["update"] == "lock_free" and any(state.landed)
+    """Gradients have landed that cannot be told from the state that is to be held: on those of
+    earlier steps, whose updates it would not have, or on their way to other ranks."""
+    apart = state.ranks is None and state.config["update"] != "lock_free"
+    merges = not apart and any(state.landed)
     if merges:
         log.warning("%s: gradients have landed since the last step()", WAITS)
     return merges
@@ -222,7 +249,10 @@ def _forms(state: Wrapped) -> Forms:
     specs, groups = state.config["params"], state.config["groups"]
     used = [groups[spec["group"]] for spec in specs]
     rules = [group["rule"] if moments_of(group) else "sgd" for group in used]
-    params = [Form(spec["dtype"], rule) for spec, rule in zip(specs, rules, strict=True)]
+    params = [
+        Form(spec["dtype"], rule, spec.get("stored"))
+        for spec, rule in zip(specs, rules, strict=True)
+    ]
     return Forms(params, state.config["moment_dtype"])
 
 
@@ -230,8 +260,34 @@ def _write_held(
     work: Work, pages: TakenSnapshot, forms: Forms, links: list[str], io_engine: str, pace: Pace
 ) -> None:
     """On the thread, which knows plain values only."""
-    values = SnapshotValues(pages, forms, links, io_engine)
-    for place, step in enumerate(pages.param_steps):
-        entry = work.manifest["params"][work.parts[place]]
-        entry["step"] = max(entry["step"], step)
-    work.write(values.read, pace)
+    together = work.together
+    with together.phase() as phase:
+        for place, step in enumerate(pages.param_steps):
+            entry = work.manifest["params"][work.parts[place]]
+            entry["step"] = max(entry["step"], step)
+        phase.said = work.said()
+    work.join(phase.heard)
+
+    def values(folder: Path) -> Values:
+        shares = _shares(together, folder, pages, links)
+        return SnapshotValues(shares, pages.page_bytes, forms, io_engine).read
+
+    work.write(values, pace)
+
+
+def _shares(
+    together: Together, folder: Path, pages: TakenSnapshot, links: list[str]
+) -> list[Share]:
+    """By rank: what each holds. They tell each other by files in the folder, which go again."""
+    if together.count == 1:
+        return [Share([chunk for _, chunk in own_chunks(pages)], links, pages.scales)]
+    with together.phase():
+        write_lines(folder, together.rank, pages, {"links": links})
+    shares = []
+    with together.phase():
+        for rank in range(together.count):
+            header, chunks = read_part(folder, rank)
+            shares.append(Share([chunk for _, chunk in chunks], header["links"]))
+    with together.phase():
+        remove_part(folder, together.rank)
+    return shares

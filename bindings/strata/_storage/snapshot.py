@@ -6,7 +6,8 @@
 
 What rests on the SSD is not copied: its slots are held, and later writes go elsewhere
 (engine/snapshots.hpp). A thread then waits for what is still to be written, makes it durable, links
-the page files, and writes the manifest last. The format is described in snapshot_files.py.
+the page files, and writes the manifest last (snapshot_writer.py). The format is described in
+snapshot_files.py.
 
 Use from the thread that trains. The background thread knows the session and plain values only.
 """
@@ -19,42 +20,24 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped, wrapped
-from .checkpoint_files import (
-    MANIFEST_NAME,
-    STATE_NAME,
-    TensorWriter,
-    replace_folder,
-    tidy,
-)
 from .durability import Durability
 from .held_state import Holder
-from .large_manifest import give_way, write_large_manifest
+from .rank_board import Board
+from .rank_calls import Call, Calls
 from .registrations import Contents
-from .replacing import make_newest
-from .snapshot_context import Context, Form, form_of, take_context, write_state
-from .snapshot_files import (
-    Links,
-    check_series,
-    clean_up,
-    links_at,
-    mark_pending,
-    remove_links,
-    snapshots_of,
-    step_folder,
-)
+from .snapshot_context import Form, form_of, take_context
+from .snapshot_files import check_series, clean_up, step_folder
 from .snapshot_kept import KeptSnapshots
-from .snapshot_pages import copy_pages, from_files, slots_of
-from .together import refuse_snapshots
+from .snapshot_writer import Asked, Writer
+from .together import Together
 
-if TYPE_CHECKING:
-    from .._core import TakenSnapshot
-
+NAME = "strata.snapshot()"
 KEEP_MAX = 1 << 20
 
 log = logging.getLogger("strata")
@@ -111,6 +94,11 @@ def snapshot(
     what it changes is kept. A snapshot that is asked for while another is being kept begins at that
     one's end, which a later step() waits for; nobody waits for files that are being written.
 
+    Of several ranks each one calls it, with the same path and `keep`, behind the same step, and
+    ahead of the next backward; each keeps what it owns, and rank 0 writes the one manifest when all
+    have. It loads under any number of ranks. It has the random states and `extra` of each rank, and
+    buffers of rank 0. Where a rank fails or dies, older snapshots are as they were.
+
     The page files of `ssd_path` are linked, so they outlive the run; where the file system has no
     links, pages are copied into the folder. The first snapshot sets room on the SSD aside: `keep` +
     1 times the state of what is trained (and of its gradients, where there are any), and once that
@@ -129,12 +117,13 @@ def snapshot(
 
     Raises:
         StrataError: Where the budget of the SSD has no such room, with what would do; where there
-            is no SSD; between a backward and step() with update="in_backward", where some
-            parameters are updated and others are not; what an earlier snapshot failed with; and
-            from then on where pages could not be made durable.
-        CheckpointError: `path` is a file, or the folder of a checkpoint.
+            is no SSD; of several ranks behind a backward; between a backward and step() with
+            update="in_backward", where some parameters are updated and others are not; what an
+            earlier snapshot failed with (several ranks say that in the log); and from then on where
+            pages could not be made durable.
+        CheckpointError: `path` is a file, or the folder of a checkpoint. By the handle's wait():
+            another rank has failed, or did not call, or gave another path or `keep`.
         TypeError: `keep` is no whole number, or `extra` holds what cannot be kept.
-        ValueError: Several ranks train the model: strata.save() writes what they have.
         RuntimeError: Where parameters are of two states, or the model has others than when it was
             wrapped, or other persistent buffers than at its first snapshot.
     """
@@ -154,6 +143,16 @@ def _begin(
     """`beside`: complete ones of the series, while another is taken."""
     state = wrapped(model)
     state.hooks.reset()
+    taker = taker_of(state)
+    with taker.calls.begin() as call:
+        series = _check(state, path, keep, extra)
+        taker.raise_failure()
+        taker.durability.check()
+        return taker.take(state, series, keep, beside, extra or {}, call)
+
+
+def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) -> Path:
+    """The folder of the series. Raises where there can be no such snapshot now."""
     state.refuse_half_step("snapshot()")
     state.landings.wait()
     if not isinstance(keep, int) or isinstance(keep, bool):
@@ -164,11 +163,14 @@ def _begin(
         raise TypeError(f"extra must be a dictionary or None, not {extra!r:.60}")
     series = Path(os.path.realpath(path))
     check_series(series)
-    taker = state.snapshots or Taker(state)
+    return series
+
+
+def taker_of(state: Wrapped) -> Taker:
+    """The model's, made where it has none."""
+    taker: Taker = state.snapshots or Taker(state)
     state.snapshots = taker
-    taker.raise_failure()
-    taker.durability.check()
-    return taker.take(state, series, keep, beside, extra or {})
+    return taker
 
 
 class Taker:
@@ -179,8 +181,7 @@ class Taker:
     looked up by the first call, and again when that has changed."""
 
     def __init__(self, state: Wrapped) -> None:
-        """Removes what killed processes left on the drives. Raises ValueError for several ranks."""
-        refuse_snapshots(state)
+        """Of a process that is alone: removes what killed ones left on the drives."""
         self._session = state.session
         self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
         self.kept = KeptSnapshots(self._session)  # complete ones
@@ -188,22 +189,33 @@ class Taker:
         # in the middle, there may be another one.
         self._known, self._unsure = 0, False
         self._taking_over = False  # also where that was interrupted, and their numbers are lost
-        self._failed = False  # the last one did, and may have left something
+        # Killed processes have left something on the drives, or the last one, which failed.
+        self._unclean = True
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
         self.durability = Durability(self._drives)
-        self.holder = Holder(self._session, self._drives, self.durability)
+        self.holder = Holder(state, self._drives, self.durability)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
         state.before_close += [self._pool.shutdown, self.holder.shutdown]
         self._form = Form([], [])
-        clean_up(self._drives)
+        board = Board.of(state, "snapshots")
+        self.calls = Calls(board, NAME)
+        self._alone = board is None
+        if self._alone:
+            self.tidy(Together.alone(NAME))
 
     def raise_failure(self) -> None:
-        """Raises what one failed with, once."""
-        self.holder.raise_failure()
-        for handle in [h for h in self._handles if h.done]:
-            self._handles.remove(handle)
-            handle.raise_failure()
+        """Raises what one failed with, once. Several ranks log it: not all of them may know yet,
+        and where one raised, the next snapshot of all would fail by that."""
+        try:
+            self.holder.raise_failure()
+            for handle in [h for h in self._handles if h.done]:
+                self._handles.remove(handle)
+                handle.raise_failure()
+        except (RuntimeError, OSError) as error:
+            if self._alone:
+                raise
+            log.error("a snapshot, or a save, has failed: %s", error)
 
     def finish(self) -> None:
         """Waits for all of them. Raises nothing: what is not complete is not there."""
@@ -229,7 +241,13 @@ class Taker:
         self._taking_over = False
 
     def take(
-        self, state: Wrapped, series: Path, keep: int, beside: int, extra: dict[str, Any]
+        self,
+        state: Wrapped,
+        series: Path,
+        keep: int,
+        beside: int,
+        extra: dict[str, Any],
+        call: Call,
     ) -> SnapshotHandle:
         """Begins one. `beside`: complete ones of the series meanwhile. An exception of a signal
         handler may end it anywhere: what was begun is then completed, or given up by the next."""
@@ -251,13 +269,17 @@ class Taker:
         self._unsure = True
         number = self.holder.begin(complete)
         self._known, self._unsure = number, False
+        asked = Asked(number, folder, keep, context, self._form)
         try:
             self._handles.append(handle)
-            self._pool.submit(self._run, future, number, folder, keep, context, self._form)
+            call.post({"folders": str(folder), "keep": keep})
+            self._pool.submit(self._run, future, call, asked)
         except BaseException:  # the interpreter ends, or Ctrl-C
             if future.cancel():
                 handle.forget()
                 self._session.drop_snapshot(number)
+            else:
+                call.runs = True
             raise
         return handle
 
@@ -280,19 +302,19 @@ class Taker:
             if number not in known:
                 self._session.drop_snapshot(number)
 
-    def _run(self, future: Future[None], number: int, folder: Path, *what: Any) -> None:
+    def _run(self, future: Future[None], call: Call, asked: Asked) -> None:
         """On the thread, unless it was called off."""
         if not future.set_running_or_notify_cancel():
             return
+        number, folder = asked.number, asked.folder
         try:
-            self.durability.check()
+            call.hear()
+            cleans, self._unclean = self._unclean, False
             with self.durability.watch(folder.parent):
-                if self._failed:
-                    clean_up(self._drives)
-                self._failed = False
-                self._write(number, folder, *what)
+                writer = Writer(self._session, self._drives, self.kept, self.durability, asked)
+                writer.write(call.together, cleans)
         except BaseException as error:
-            self._failed = True
+            self._unclean = True
             self.durability.note_failure(folder)
             if number not in self.kept.numbers():
                 with contextlib.suppress(RuntimeError):  # the session may have ended
@@ -307,74 +329,11 @@ class Taker:
         self.kept.drop_removed()
         self.holder.make_room(len(self.kept))
 
-    def _write(self, number: int, folder: Path, keep: int, context: Context, form: Form) -> None:
-        """On the thread."""
-        if self.kept.in_series(folder.parent) > keep:
-            self.kept.rotate(folder.parent, keep)  # that failed last time: slots are needed
-        pages = self._session.snapshot(number)  # waits
-        self.durability.sync_pages(self._session)
-        links = Links(self._drives, folder)
-        try:
-            self._write_folder(folder, links, pages, form, context)
-            links.finish()
-        except BaseException:
-            if links.lead_to_what_is_there():
-                links.leave()  # so its slots stay
-                self.kept.add(links.id, number, folder, links.paths[0])
-            else:
-                links.remove()
-            raise
-        self.durability.note(folder)
-        self.kept.add(links.id, number, folder, links.paths[0])
-        self.kept.rotate(folder.parent, keep)
-
-    def _write_folder(
-        self, folder: Path, links: Links, pages: TakenSnapshot, form: Form, context: Context
-    ) -> None:
-        manifest = context.manifest | {"id": links.id, "page_bytes": pages.page_bytes}
-        manifest["params"] = [dict(entry) for entry in form.params]
-        manifest["parts"] = form.parts
-        manifest["chunks"] = []
-        for i in range(pages.chunk_count):
-            manifest["chunks"].append(pages.chunk(i))
-            give_way()
-        manifest["scales"] = pages.scales or None
-        if (gradients := pages.gradients) is not None:
-            manifest["gradients"] = {"params": gradients, "groups": pages.hypers} | manifest["sums"]
-        del manifest["sums"]
-        for place, step in enumerate(pages.param_steps):
-            entry = manifest["params"][manifest["parts"][place][0]]
-            entry["step"] = max(entry["step"], step)
-        tidy(folder)
-        replaced = links_at(folder)  # of another run that came by this step
-        if replaced is not None:
-            mark_pending(*replaced, folder)
-        linked = self._session.link_pages(links.paths)
-        if linked:
-            links.sync()
-        with replace_folder(folder) as new:
-            manifest["drives"] = links.drive_entries() if linked else self._copy(manifest, new)
-            with TensorWriter(new / STATE_NAME) as file:
-                write_state(file, manifest, context)
-                manifest["bytes"] = file.bytes
-            write_large_manifest(new, manifest)
-            others = [each / MANIFEST_NAME for each in snapshots_of(folder.parent)]
-            make_newest(new / MANIFEST_NAME, others)
-        if replaced is not None:
-            remove_links(*replaced)
-
-    def _copy(self, manifest: dict[str, Any], folder: Path) -> list[dict[str, str]]:
-        log.warning(
-            "the file systems of %s have no hard links: snapshots are copied to %s, page by page",
-            ", ".join(self._drives),
-            folder.parent.parent,
-        )
-        files = self._session.page_files()
-        try:
-            size = manifest["page_bytes"]
-            read = from_files(files, size)
-            names = copy_pages(read, len(files), slots_of(manifest), size, folder)
-        finally:
-            for file in files:
-                os.close(file)
-        return [{"folder": "", "file": name} for name in names]
+    def tidy(self, together: Together) -> None:
+        """Removes what killed processes left on the drives, ahead of what looks at the links there.
+        Of several ranks all do so, rank 0 first. REQUIRES: no snapshot is under way."""
+        for leads in (True, False):
+            with together.phase():
+                if self._unclean and together.leads == leads:
+                    clean_up(self._drives, clears=leads)
+                    self._unclean = False

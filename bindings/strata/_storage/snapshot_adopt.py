@@ -1,7 +1,7 @@
 """Going on from a snapshot where it lies: its page files become the session's own, and each page is
 read, and verified, when it is first used.
 
-    why = adopt(state, manifest, folder, scales)     # "": done; else nothing has changed: read it
+    why = adopt(state, manifest, folder, scales, together)   # "": done; else nothing has changed
 
 That is possible on the file system of the snapshot, with the same pages: their size, what lies in
 them, and the form of moments; and where no update is still to come of what they hold. Scales of
@@ -23,13 +23,14 @@ from .._core import PageFiles
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError, read_manifest
-from .snapshot import Taker
+from .snapshot import taker_of
 from .snapshot_context import parts_of, rule_of
-from .snapshot_files import LINKS, ROLES, link_owner
+from .snapshot_files import LINKS, ROLES, check_drives, drives_by_rank, link_owner
 from .snapshot_form import MOMENT_BLOCK
 from .snapshot_gradients import waits
-from .snapshot_pages import page_paths, pages_of
+from .snapshot_pages import pages_of
 from .stored import stored_tensors
+from .together import Together
 
 Chunk = dict[str, Any]
 Slot = tuple[int, int, int]  # with version and checksum
@@ -40,16 +41,22 @@ class _RefusedError(Exception):
     """The snapshot has to be read; the message says why."""
 
 
-def adopt(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales) -> str:
-    """Makes the snapshot's pages the session's, without reading them. Returns why that is not
-    possible; then nothing has changed. REQUIRES: the manifest fits the model; no half step."""
+def adopt(
+    state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales, together: Together
+) -> str:
+    """Makes the snapshot's pages the session's, without reading them; of several ranks those that
+    this one owns. Returns why that is not possible; then nothing has changed. REQUIRES: the
+    manifest fits the model; no half step."""
     folder = Path(os.path.realpath(folder))  # as links and snapshots are told of
     if any(waits(run) for chunk in manifest["chunks"] for run in chunk["runs"]):
         return "updates of its gradients were still to come"
+    ranks = len(drives_by_rank(manifest))
+    if ranks != together.count:
+        return f"its pages are shared out over {ranks}, and there are {together.count}"
     try:
         if not _go_back(state, manifest, scales):
-            _compare(state, manifest)
-            _take_files(state, manifest, folder, scales)
+            _compare(state, manifest, together.rank)
+            _take_files(state, manifest, folder, scales, together.rank)
     except (_RefusedError, StrataError, OSError) as error:
         return str(error)
     return ""
@@ -64,14 +71,15 @@ def _go_back(state: Wrapped, manifest: dict[str, Any], scales: Scales) -> bool:
     if number is None:
         return False
     held = state.session.snapshot(number)
-    ours = [_slots(held.chunk(i)) for i in range(held.chunk_count)]
-    if ours != [_slots(chunk) for chunk in manifest["chunks"]]:
+    mine = [i for i in range(held.chunk_count) if held.mine(i)]
+    chunks = dict(enumerate(manifest["chunks"]))
+    if any(i not in chunks or _slots(held.chunk(i)) != _slots(chunks[i]) for i in mine):
         return False  # somebody has changed the manifest
     state.session.go_back(number, _scale_area(state, manifest, scales))
     return True
 
 
-def _compare(state: Wrapped, manifest: dict[str, Any]) -> None:
+def _compare(state: Wrapped, manifest: dict[str, Any], rank: int) -> None:
     """Raises _RefusedError where pages are others than the session's."""
     ours = state.session.page_layout()
     if ours.page_bytes != manifest["page_bytes"]:
@@ -85,6 +93,9 @@ def _compare(state: Wrapped, manifest: dict[str, Any]) -> None:
     same = forms == [_form(chunk) for chunk in manifest["chunks"]]
     if not same or manifest["parts"] != parts_of(state):
         raise _RefusedError("its pages hold other elements")
+    for i, chunk in enumerate(manifest["chunks"]):
+        if ours.mine(i) != (chunk.get("rank", 0) == rank):
+            raise _RefusedError("its ranks own other pages")
 
 
 def _form(chunk: Chunk) -> list[Any]:
@@ -122,26 +133,32 @@ def _scale_area(state: Wrapped, manifest: dict[str, Any], scales: Scales) -> byt
     return area.numpy().tobytes()
 
 
-def _take_files(state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales) -> None:
+def _take_files(
+    state: Wrapped, manifest: dict[str, Any], folder: Path, scales: Scales, rank: int
+) -> None:
     """Raises _RefusedError, StrataError, and has changed nothing."""
     drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
-    if not all(drive["folder"] for drive in manifest["drives"]):
+    entries = drives_by_rank(manifest)[rank]
+    if not all(drive["folder"] for drive in entries):
         raise _RefusedError("its pages are copies")
-    paths = page_paths(manifest, folder)
+    paths = [os.path.join(drive["folder"], drive["file"]) for drive in entries]
     if len(paths) != len(drives):
         raise _RefusedError(f"it lies on {len(paths)} drives, and ssd_path= names {len(drives)}")
     for path, drive in zip(paths, drives, strict=True):
         if os.stat(path).st_dev != os.stat(drive).st_dev:
             raise _RefusedError(f"{path} is on another file system than {drive}")
     files = PageFiles(drives, paths)  # nobody else writes to them, or links them, from here on
-    taker: Taker = state.snapshots or Taker(state)  # which removes what killed processes left
-    state.snapshots = taker
-    places = {*drives, *(os.path.realpath(d["folder"]) for d in manifest["drives"])}
+    taker = taker_of(state)  # which removes what killed processes left
+    places = {*drives, *(os.path.realpath(drive["folder"]) for drive in entries)}
     holders = _holders(files, manifest, sorted(places))
     if manifest["id"] not in holders or holders[manifest["id"]].folder != folder:
         raise _RefusedError("its links belong to another folder")
-    roles = [chunk[role] for chunk in manifest["chunks"] for role in ROLES]
-    slots = [page and page[0] for role in roles if role for page in role[2]]
+    slots = [
+        page[0] if page and chunk.get("rank", 0) == rank else None
+        for chunk in manifest["chunks"]
+        for role in ROLES
+        for page in (chunk[role] or ((), (), ()))[2]
+    ]
     first = [manifest["id"], *(holders.keys() - {manifest["id"]})]
     held = [holders[each].slots for each in first]
     area = _scale_area(state, manifest, scales)
@@ -177,7 +194,7 @@ def _holders(files: PageFiles, manifest: dict[str, Any], places: list[str]) -> d
         if owner is None:
             raise _RefusedError(f"nobody knows whose links {identity} are")
         link = f"{place}/{LINKS}/{identity}-0.pages"
-        holders[identity] = _Holder(owner, link, _held_by(owner, identity, manifest))
+        holders[identity] = _Holder(owner, link, _held_by(owner, identity, place, manifest))
     return holders
 
 
@@ -194,12 +211,15 @@ def _links_of(number: int, file: tuple[int, int], places: list[str]) -> dict[str
     return links
 
 
-def _held_by(owner: Path, identity: str, manifest: dict[str, Any]) -> list[Slot]:
-    """What a snapshot has in its slots. Raises _RefusedError where that cannot be said."""
+def _held_by(owner: Path, identity: str, place: str, manifest: dict[str, Any]) -> list[Slot]:
+    """What a snapshot has in the slots of the file whose link is there. Raises _RefusedError where
+    that cannot be said."""
     try:
         other = manifest if identity == manifest["id"] else read_manifest(owner)
+        check_drives(other, owner)
         same = other["id"] == identity and other["page_bytes"] == manifest["page_bytes"]
-        slots = {slot: (slot, version, checksum) for slot, version, checksum in pages_of(other)}
+        rank = _rank_at(other, place)
+        slots = {s: (s, version, checksum) for s, version, checksum in pages_of(other, rank)}
     except (CheckpointError, KeyError, TypeError, ValueError, IndexError) as error:
         raise _RefusedError(
             f"another snapshot in its page files cannot be read: {error}"
@@ -207,3 +227,11 @@ def _held_by(owner: Path, identity: str, manifest: dict[str, Any]) -> list[Slot]
     if not same:
         raise _RefusedError(f"{owner} is another snapshot than the one that has the links")
     return list(slots.values())
+
+
+def _rank_at(manifest: dict[str, Any], place: str) -> int:
+    """Whose drive it is. Raises ValueError where it is none of the snapshot's."""
+    for rank, drives in enumerate(drives_by_rank(manifest)):
+        if place in (os.path.realpath(drive["folder"]) for drive in drives):
+            return rank
+    raise ValueError(place)

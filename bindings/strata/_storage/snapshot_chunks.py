@@ -23,12 +23,13 @@ Fail = Callable[[str], NoReturn]
 def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) -> None:
     """Every element of every tensor is there once, in pages that no other chunk has."""
     covered: list[list[tuple[int, int]]] = [[] for _ in tensors]
-    slots: set[int] = set()
+    taken: dict[int, set[int]] = {}  # slots, by rank
     size = manifest["page_bytes"]
     if manifest["moment_dtype"] not in ELEMENT_BYTES:
         fail(f"its moments are {manifest['moment_dtype']!r:.20}")
     for chunk in manifest["chunks"]:
         mine: set[int] = set()
+        slots = taken.setdefault(chunk.get("rank", 0), set())
         for part, first, count, at, *_ in chunk["runs"]:
             tensor, begin = manifest["parts"][part]
             numbers = (part, first, at, tensor, begin, count)
@@ -49,7 +50,7 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
             mine |= gradient
         slots |= mine  # 8-bit moments share theirs
     if isinstance(manifest["scales"], list):
-        _check_role([1, 0, manifest["scales"]], 0, slots, size, fail)
+        _check_role([1, 0, manifest["scales"]], 0, taken.get(0, set()), size, fail)
         if any(page is None for page in manifest["scales"]):
             fail("a page of scales is missing")
     for tensor_, runs in zip(tensors, covered, strict=True):
@@ -82,7 +83,7 @@ def _check_role(role: list[Any], end: int, slots: set[int], size: Any, fail: Fai
     """The slots of a role of a chunk, which has elements up to `end`."""
     per_page, begin, pages = role
     sound = all(type(n) is int for n in (per_page, begin, size))
-    if not sound or not 0 < per_page <= size or not 0 <= begin < size:
+    if not sound or not 0 < per_page <= 2 * size or not 0 <= begin < size:  # codes have 4 bits
         fail("pages of no size, or with places beyond it")
     if end > per_page * len(pages):
         fail("a chunk has elements without pages")

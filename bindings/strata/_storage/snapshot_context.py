@@ -106,6 +106,13 @@ def write_state(file: TensorWriter, manifest: dict[str, Any], context: Context) 
 
     for entry in manifest["buffers"]:
         entry["tensors"] = [append("buffer", context.buffers[entry["name"]])]
-    manifest["tensors"] = [
-        append("extra", value) | {"shape": list(value.shape)} for value in context.tensors
+    manifest["tensors"] = write_tensors(file, context)
+
+
+def write_tensors(file: TensorWriter, context: Context) -> list[Record]:
+    """Those of `extra`; as the manifest has them."""
+    return [
+        file.append("extra", dtype_name(value.dtype), raw_bytes(value))
+        | {"shape": list(value.shape)}
+        for value in context.tensors
     ]

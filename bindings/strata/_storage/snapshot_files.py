@@ -3,12 +3,13 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 2. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 3. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
 
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
     manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
-                    "snapshot": 2, "id": 16 hex digits, "step": of the run, "time": ns since 1970,
+                    "snapshot": 2 or 3, "id": 16 hex digits,
+                    "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
                     "page_bytes", "moment_dtype",
                     "params":  as in a checkpoint, each with the "rule" of its moments,
@@ -19,7 +20,9 @@ Format, version 2. The folder is a checkpoint's (checkpoint.py), but most tensor
                     "scales":  pages of the scales of 8-bit moments, or null,
                     "tensors": of extra,
                     "gradients": null, or of what had landed since the step: see below,
-                    "zeros":   parts whose gradient the user has made zero}
+                    "zeros":   parts whose gradient the user has made zero,
+                    "ranks":   version 3: how many of "drives" each rank has, rank 0 first,
+                    "others":  version 3: {"rng", "extra", "tensors"} of rank 1 and each next one}
 
 A chunk is {"runs": [[part, first element there, count, first element in the chunk, updates that
 these have had, gradient]], "scales": [byte of exp_avg's, of exp_avg_sq's] in all pages of scales,
@@ -35,6 +38,10 @@ update, what it is multiplied with]: that of an earlier step, whose update was s
 "params": [[part, how many have landed, the sum of its squares, [factors that it was scaled with
 since], bits of those that divide]], "groups": hyperparameters}. What a run of gradients is
 multiplied with before it is used is not in its pages.
+
+A snapshot that several ranks have taken is of version 3; one of a process that is alone says 2, and
+has none of this. Each rank has page files, slots and links of its own, and a chunk also has its
+"rank": slot s of it lies in file s % n of that rank's n drives. It has no gradients, nor scales.
 
 Version 1 had no gradients: no "gradients", "zeros" and "grad", runs without their last two values,
 and the scales of all chunks in state.bin, where "scales" says.
@@ -64,8 +71,8 @@ from .checkpoint_files import (
 )
 from .replacing import make_folder, remove_unmarked, sync, targets_of_work, write_whole
 
-FORMAT = 2
-FORMATS = (1, 2)
+FORMAT, RANKS_FORMAT = 2, 3
+FORMATS = (1, 2, 3)
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
 GRAD = "grad"
 LINKS = "strata-snapshots"
@@ -121,9 +128,10 @@ class Links:
     """The names that a snapshot gives to the page files, on every drive. Until finish() a killed
     process leaves them to the next one's clean_up()."""
 
-    def __init__(self, drives: list[str], folder: Path) -> None:
-        """Notes on each drive that they will be there. Raises OSError."""
-        self.id = secrets.token_hex(8)
+    def __init__(self, drives: list[str], folder: Path, identity: str = "") -> None:
+        """Notes on each drive that they will be there. `identity`: what another rank's are called,
+        of the same snapshot. Raises OSError."""
+        self.id = identity or secrets.token_hex(8)
         self.drives = drives
         self._folder = folder
         _under_way.add(self.id)
@@ -177,9 +185,11 @@ class Links:
         remove_links(self.drives, self.id)
 
 
-def clean_up(drives: list[str]) -> None:
+def clean_up(drives: list[str], clears: bool = True) -> None:
     """Removes what is left of snapshots that were never complete, or were being removed: links, and
-    files in their series. REQUIRES: the drives' lock is ours, so who left them is dead."""
+    files in their series. Of several ranks rank 0 comes first, and the others do not clear:
+    whatever they have of such a snapshot on their drives, it has there as well. REQUIRES: the
+    drives' lock is ours, so who left them is dead."""
     for drive in drives:
         folder = Path(drive) / LINKS
         if not folder.is_dir():
@@ -192,8 +202,9 @@ def clean_up(drives: list[str]) -> None:
             owner = _owner(entry)
             if owner is None or not owner["pending"] or entry.stem in _under_way:
                 continue
-            with contextlib.suppress(OSError):  # the series cannot be written to: its links go
-                _clear_folder(Path(owner["folder"]))
+            if clears:
+                with contextlib.suppress(OSError):  # the series cannot be written to: its links go
+                    _clear_folder(Path(owner["folder"]))
             if _id_at(Path(owner["folder"])) == entry.stem:
                 _write_owner(Path(drive), entry.stem, Path(owner["folder"]), pending=False)
             else:
@@ -293,8 +304,25 @@ def check_drives(manifest: dict[str, Any], folder: Path) -> None:
             sound &= is_path(drive["folder"]) and name is not None
         else:
             sound &= COPY_NAME.fullmatch(drive["file"]) is not None
+    sound = sound and _shares_out(manifest)
     if not sound or not ID.fullmatch(manifest["id"]):
         raise CheckpointError(f"{folder} is a damaged snapshot: its drives or its id make no sense")
+
+
+def _shares_out(manifest: dict[str, Any]) -> bool:
+    """Whether each drive is one rank's."""
+    ranks = manifest.get("ranks", [len(manifest["drives"])])
+    if not isinstance(ranks, list) or not all(type(n) is int and n > 0 for n in ranks):
+        return False
+    return sum(ranks) == len(manifest["drives"])
+
+
+def drives_by_rank(manifest: dict[str, Any]) -> list[list[dict[str, str]]]:
+    """The drives that each rank has; of a process that was alone, all are its own. REQUIRES:
+    check_drives()."""
+    left = iter(manifest["drives"])
+    counts = manifest.get("ranks", [len(manifest["drives"])])
+    return [[next(left) for _ in range(count)] for count in counts]
 
 
 def _owner_path(drive: Path, identity: str) -> Path:
@@ -347,8 +375,9 @@ def links_at(folder: Path) -> tuple[list[str], str] | None:
 
 
 def remove_links(drives: list[str], identity: str) -> None:
-    """Removes what a snapshot has on the drives, if that is ours."""
-    for drive in drives:
+    """Removes what a snapshot has on the drives, if that is ours; last what rank 0 has: see
+    clean_up()."""
+    for drive in reversed(drives):
         folder = Path(drive) / LINKS
         if not folder.is_dir() or _owner(_owner_path(Path(drive), identity)) is None:
             continue

@@ -17,6 +17,7 @@ import torch
 
 from .._config.conforms import conforms
 from . import extras
+from .snapshot_files import RANKS_FORMAT
 
 ALIGNMENT = 4096  # of what pages are read into
 MOMENT_BLOCK = 64  # elements that share a scale
@@ -38,6 +39,11 @@ FORM: dict[str, Any] = {
     "tensors": list[dict[str, Any]],
 }
 PARAM = {"name": str, "shape": list[int], "dtype": str, "trainable": bool, "rule": str}
+RANK: dict[str, Any] = {
+    "rng": dict[str, Any],
+    "extra": dict[str, Any],
+    "tensors": list[dict[str, Any]],
+}
 BUFFER = {"name": str, "shape": list[int], "tensors": list[dict[str, Any]]}
 
 
@@ -60,12 +66,36 @@ def unsound(manifest: dict[str, Any]) -> Iterator[str]:
     if scales is not None and not in_pages and not _lies(scales, manifest["bytes"]):
         yield "the scales lie where they cannot"
     buffers = [entry["tensors"][0] | {"shape": entry["shape"]} for entry in manifest["buffers"]]
-    for record in [*buffers, *manifest["tensors"]]:
+    others = manifest.get("others", [])
+    if not conforms(others, list[dict[str, Any]], {}) or not all(map(_is_rank, others)):
+        yield "what it says of other ranks makes no sense"
+        return
+    if manifest["snapshot"] == RANKS_FORMAT:
+        yield from _problems_of_ranks(manifest, len(others))
+    tensors = [record for said in (manifest, *others) for record in said["tensors"]]
+    for record in [*buffers, *tensors]:
         if not _fits(record, manifest["bytes"]):
             yield f"a tensor lies where it cannot: {record!r:.80}"
-    yield from extras.problems(manifest["extra"], len(manifest["tensors"]))
+    for said in (manifest, *others):
+        yield from extras.problems(said["extra"], len(said["tensors"]))
     if not 0 <= manifest["step"] < 1 << 53:
         yield f"it is behind step {manifest['step']}"
+
+
+def _is_rank(said: dict[str, Any]) -> bool:
+    return conforms({key: said.get(key) for key in RANK}, RANK, {})
+
+
+def _problems_of_ranks(manifest: dict[str, Any], others: int) -> Iterator[str]:
+    ranks = len(manifest.get("ranks", []))
+    if ranks != 1 + others:
+        yield f"it has drives of {ranks} ranks, and says something of {1 + others}"
+    if any(
+        type(c.get("rank")) is not int or not 0 <= c["rank"] < ranks for c in manifest["chunks"]
+    ):
+        yield "a chunk is of no rank"
+    if manifest["scales"] is not None or manifest.get("gradients") is not None:
+        yield "ranks have no scales, and no gradients"
 
 
 def _lies(record: Any, end: int) -> bool:

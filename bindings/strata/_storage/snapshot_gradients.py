@@ -142,6 +142,11 @@ class SavedGradients:
 
     def _refuse_what_cannot_be(self, landed: set[int]) -> None:
         config = self._state.config
+        if self._state.ranks is not None:
+            raise CheckpointError(
+                "this snapshot was taken in the middle of an accumulation, which several ranks "
+                "cannot go on with: load it in one process, and take another behind step()"
+            )
         if config["update"] == "in_backward":
             raise CheckpointError(
                 "this snapshot was taken in the middle of an accumulation, and "

@@ -10,6 +10,7 @@ manifest is held against it, and against the model, before anything is changed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -23,27 +24,28 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from .._core import SavedPages
 from .._errors import StrataError
 from .._optim.groups import moments_of
+from .._runtime import coded
 from .._runtime.wrapped import Wrapped, wrapped
 from . import checkpoint, rng
 from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
 from .extras import from_json
+from .snapshot import taker_of
 from .snapshot_adopt import adopt
 from .snapshot_chunks import check_chunks, roles_of
-from .snapshot_elements import Chunk, Elements, Form, slices
-from .snapshot_files import FORMAT, FORMATS, check_drives, is_snapshot, snapshots_of
+from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
+from .snapshot_files import FORMATS, check_drives, drives_by_rank, is_snapshot, snapshots_of
 from .snapshot_form import unsound
 from .snapshot_gradients import Pages, SavedGradients, upgrade
-from .snapshot_pages import page_memory, pages_of
+from .snapshot_pages import bytes_of, page_memory, saved_pages
 from .stored import StoredTensor, persistent_buffers, stored_tensors
-from .together import Together, refuse_snapshots
+from .together import Together, owned
 
 if TYPE_CHECKING:
-    from .._core import Kind
+    from .._core import Kind, StoredName
 
 READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
 READS_AHEAD = 2
@@ -60,20 +62,21 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     saved it. A snapshot on the file system of `ssd_path`, with pages like the model's, is not read
     now: each page is, and is verified, when it is first used; a damaged one ends the run then.
 
-    Of several ranks each one calls it, with the same path, and reads from a checkpoint what it
-    owns; none returns before all have. The number of ranks may be another than when it
+    Of several ranks each one calls it, with the same path, and reads what it owns; none returns
+    before all have. The number of ranks may be another than when it
     was saved. Where it is the same, each gets back its own random states and `extra`; else all get
     those of rank 0. Buffers are rank 0's on all of them. Load ahead of the first backward, or
-    behind step(). A snapshot is loaded by a process that is alone.
+    behind step(). Several ranks load no snapshot of the middle of an accumulation.
 
     Returns `extra`. Raises CheckpointError, before anything is changed, where there is none that is
     complete, where it is damaged, or of another model, and where another rank fails, which the
-    message names; ValueError where several ranks load a snapshot; StrataError where a rank dies.
+    message names; StrataError where a rank dies.
     Where an exception ends it later, Ctrl-C too, and where a page that is read is damaged,
     everything else is refused, on all ranks, until a load has come to its end.
     """
     state = wrapped(model)
-    with Together(state, "strata.load()").phase():
+    together = Together.of(state, "strata.load()")
+    with together.phase() as phase:
         if state.snapshots is not None:  # what is under way may be what is asked for, or remove it
             state.hooks.reset()  # raises in a forked child, which has none of the threads
             state.snapshots.finish()
@@ -83,44 +86,61 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             newest = snapshots_of(Path(os.path.realpath(path)))
             folder = newest[-1] if newest else None
         snapshot = folder if folder is not None and is_snapshot(read_manifest(folder)) else None
-        if snapshot is not None:
-            refuse_snapshots(state)
+        phase.said = str(snapshot)
+    together.agree("paths", phase.heard)
     if snapshot is None:
         return checkpoint.load(model, path, progress=progress)
-    return _load_snapshot(state, snapshot, progress)
+    return _load_snapshot(state, snapshot, progress, together)
 
 
-def _load_snapshot(state: Wrapped, folder: Path, progress: Progress | None) -> dict[str, Any]:
-    with TensorReader(folder) as file:
-        manifest = file.manifest
-        source = _Source(manifest, folder, state, file)
-        groups = checkpoint.merged_groups(state, manifest["groups"], folder)
-        buffers = persistent_buffers(state.model)
-        records = [(e["name"], e["tensors"][0]) for e in manifest["buffers"]]
-        records += [("extra", record) for record in manifest["tensors"]]
-        meter = Meter(progress, source.bytes)
-        file.verify(records, lambda _: None)
-        tensors = [_tensor(file, record) for record in manifest["tensors"]]
-        extra = from_json(manifest["extra"], tensors)
-        state.hooks.reset()
-        state.half_loaded = True
-        state.forget_step()
-        why = adopt(state, manifest, folder, source.scales)
-        if why:
-            log.info("%s is read and written page by page: %s", folder, why)
-            source.restore(state, meter)
-        else:
-            log.info("the pages of %s are read when they are needed", folder)
-            meter.add(source.bytes)
-        for tensor, entry in zip(source.tensors, manifest["params"], strict=True):
-            for place in tensor.parts:
-                state.session.set_param_step(place, entry["step"])
-        source.gradients.restore()
-        for entry in manifest["buffers"]:
-            raw = b"".join(bytes(chunk) for chunk in file.chunks(entry["tensors"][0]))
-            checkpoint.set_buffer(buffers[entry["name"]], raw)
-    state.steps_before = manifest["step"] - state.session.steps()
-    checkpoint.restore_context(state, groups, manifest["rng"])
+def _load_snapshot(
+    state: Wrapped, folder: Path, progress: Progress | None, together: Together
+) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        # 1. All ranks have found the same, and it fits.
+        with together.phase() as phase:
+            file = stack.enter_context(TensorReader(folder))
+            manifest = file.manifest
+            source = _Source(manifest, folder, state, file)
+            groups = checkpoint.merged_groups(state, manifest["groups"], folder)
+            buffers = persistent_buffers(state.model)
+            own = checkpoint.said_by(manifest, together)
+            records = [(e["name"], e["tensors"][0]) for e in manifest["buffers"]]
+            records += [("extra", record) for record in own["tensors"]]
+            meter = Meter(progress, source.bytes)
+            file.verify(records, lambda _: None)
+            extra = from_json(own["extra"], [_tensor(file, record) for record in own["tensors"]])
+            phase.said = manifest.get("id")
+        together.agree("snapshots", phase.heard)
+        if together.count > 1:
+            taker_of(state).tidy(together)
+        # 2. Each rank goes on from its pages where they lie, if all can.
+        with together.phase() as phase:
+            state.hooks.reset()
+            if together.count > 1:
+                state.drop_gradients()  # all ranks meet for it
+            state.half_loaded = True
+            state.forget_step()
+            phase.said = adopt(state, manifest, folder, source.scales, together)
+        why = next(filter(None, phase.heard), "")
+        # 3. Else each reads what it owns.
+        with together.phase():
+            if why:
+                log.info("%s is read and written page by page: %s", folder, why)
+                source.restore(state, meter)
+            else:
+                log.info("the pages of %s are read when they are needed", folder)
+                state.session.renew_others()
+                meter.add(source.bytes)
+            for tensor, entry in zip(source.tensors, manifest["params"], strict=True):
+                for place in tensor.parts:
+                    state.session.set_param_step(place, entry["step"])
+            source.gradients.restore()
+            for entry in manifest["buffers"]:
+                raw = b"".join(bytes(chunk) for chunk in file.chunks(entry["tensors"][0]))
+                checkpoint.set_buffer(buffers[entry["name"]], raw)
+            state.steps_before = manifest["step"] - state.session.steps()
+            checkpoint.restore_context(state, groups, own["rng"])
     state.half_loaded = False
     return extra
 
@@ -148,22 +168,19 @@ class _Source:
         self._check(state)
         self._chunks = manifest["chunks"]
         self._page_bytes = manifest["page_bytes"]
-        slots = {page[0]: page for page in pages_of(manifest)}
-        self.bytes = len(slots) * self._page_bytes
+        self.bytes = bytes_of(manifest)
+        self._owned = _owned(state)
         self._scales = torch.empty(0, dtype=torch.uint8)
         self._scale_page = -1  # of it, where scales lie in pages
         if isinstance(manifest["scales"], dict):
             file.verify([("scales", manifest["scales"])], lambda _: None)
             self._scales = _tensor(file, manifest["scales"] | {"shape": [-1]})
-        folders = [drive["folder"] or str(folder) for drive in manifest["drives"]]
-        names = [drive["file"] for drive in manifest["drives"]]
-        pages = [(slot, version, checksum) for slot, version, checksum in slots.values()]
+        engine, ranks = state.config["io_engine"], range(len(drives_by_rank(manifest)))
         try:
-            self._pages = SavedPages(
-                folders, names, self._page_bytes, pages, state.config["io_engine"]
-            )
+            self._pages = [saved_pages(manifest, folder, rank, engine) for rank in ranks]
         except (StrataError, TypeError, ValueError) as error:
             raise CheckpointError(f"the pages of {folder} cannot be read: {error}") from error
+        self._others = torch.empty(SLICE_ELEMENTS, dtype=torch.float32)  # nobody reads them
         self._elements = Elements(manifest["moment_dtype"], self.scales, self._fail)
         self._reading = threading.Lock()  # the next chunks, or gradients and scales
 
@@ -175,7 +192,7 @@ class _Source:
         if manifest["snapshot"] not in FORMATS:
             raise CheckpointError(
                 f"{self._where} is a snapshot of version {manifest['snapshot']!r:.20}; this strata "
-                f"reads 1 to {FORMAT}"
+                f"reads 1 to {FORMATS[-1]}"
             )
         check_drives(manifest, Path(self._where))
         for problem in unsound(manifest):
@@ -208,17 +225,21 @@ class _Source:
                     return
                 batch, reading = ahead.popleft()
                 memory, pages = reading.result()
-                meter.add(sum(len(page) for page in pages.values()))
+                meter.add(sum(len(_slots(chunk)) for chunk in batch) * self._page_bytes)
                 for chunk in batch:
                     for run in chunk["runs"]:
-                        self.gradients.apply(chunk, pages, run)
+                        if self._is_mine(run):
+                            self.gradients.apply(chunk, pages, run)
                         self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
                 free.append(memory)
 
     def _batches(self) -> Iterator[list[Chunk]]:
-        """All chunks, in lists that are worth a read."""
+        """All chunks, in lists that are worth a read, each of one rank's."""
         batch: list[Chunk] = []
         for chunk in self._chunks:
+            if batch and batch[0].get("rank") != chunk.get("rank"):
+                yield batch
+                batch = []
             batch.append(chunk)
             if sum(len(_slots(each)) for each in batch) * self._page_bytes >= READ_BYTES:
                 yield batch
@@ -229,35 +250,69 @@ class _Source:
     def _read(self, batch: list[Chunk], memory: torch.Tensor) -> tuple[torch.Tensor, Pages]:
         """Pages of chunks, by slot, in the memory, or in more of it where it does not suffice. New
         memory would have to be cleared by the kernel each time."""
-        slots = list(dict.fromkeys(slot for chunk in batch for slot in _slots(chunk)))
+        wanted = [chunk for chunk in batch if any(map(self._is_mine, chunk["runs"]))]
+        slots = list(dict.fromkeys(slot for chunk in wanted for slot in _slots(chunk)))
         size = len(slots) * self._page_bytes
         if memory.numel() < size:
             memory = page_memory(size)
-        return memory, self._read_to(slots, memory)
+        return memory, self._read_to(slots, memory, batch[0].get("rank", 0))
 
     def pages_of(self, slots: list[int]) -> Pages:
-        """Those slots, read and verified."""
-        return self._read_to(slots, page_memory(len(slots) * self._page_bytes))
+        """Those slots, read and verified, of a process that was alone."""
+        return self._read_to(slots, page_memory(len(slots) * self._page_bytes), 0)
 
-    def _read_to(self, slots: list[int], memory: torch.Tensor) -> Pages:
+    def _read_to(self, slots: list[int], memory: torch.Tensor, rank: int) -> Pages:
         with self._reading:
-            self._pages.read(slots, memory.data_ptr())
+            self._pages[rank].read(slots, memory.data_ptr())
         size = self._page_bytes
         return {s: memory[i * size :][:size] for i, s in enumerate(slots)}
+
+    def _is_mine(self, run: list[Any]) -> bool:
+        """Whether this rank owns any of it."""
+        return any(True for _ in self._owned_of(run[0], run[1], run[2]))
+
+    def _owned_of(self, part: int, first: int, count: int) -> Iterator[tuple[int, int]]:
+        """What this rank owns of elements of a part: in their tensor, as (first, count)."""
+        place, begin = self.manifest["parts"][part]
+        return checkpoint.within(self._owned[place], begin + first, count)
 
     def _restore_run(
         self, state: Wrapped, chunk: Chunk, pages: Pages, run: _Run, kinds: list[Any]
     ) -> None:
         place = self.manifest["parts"][run.part][0]
         entry = self.manifest["params"][place]
+        if "stored" in entry:
+            self._restore_codes(state, chunk, pages, run, entry["stored"])
+            return
         group = state.config["params"][self.tensors[place].parts[0]]["group"]
         moments = len(kinds[group]) if entry["trainable"] else 0
         form = Form(entry["dtype"], entry["rule"])
         for at, count in slices(chunk, run.at, run.count):
+            first = run.first + at - run.at
+            mine = any(True for _ in self._owned_of(run.part, first, count))
             for number in range(moments + 1):
                 read = self._elements.read
-                values = read(chunk, pages.__getitem__, number, form, at, count)
+                # All ranks make the same calls of write(), and the core takes what a rank owns.
+                values = self._others[:count]
+                if mine:
+                    values = read(chunk, pages.__getitem__, number, form, at, count)
                 self._write(state, run, at - run.at, number, values)
+
+    def _restore_codes(
+        self, state: Wrapped, chunk: Chunk, pages: Pages, run: _Run, form: StoredName
+    ) -> None:
+        place, begin = self.manifest["parts"][run.part]
+        tensor = self.tensors[place]
+        stored = self._elements.codes(chunk, pages.__getitem__, form, run.at, run.count)
+        first = begin + run.first
+        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+            numel = torch.Size(shape).numel()
+            if first + run.count <= numel:
+                coded.write(state, part, stored, first)
+                return
+            first -= numel
+            if first < 0:
+                self._fail(f"codes of {tensor.name!r} are cut into other tiles")
 
     def scales(self, first: int, count: int) -> torch.Tensor:
         """Bytes of scales, which may be changed until others are asked for."""
@@ -277,6 +332,19 @@ class _Source:
         kinds: tuple[Kind, Kind, Kind] = ("master", "moment1", "moment2")
         for part, offset, piece in _split(self.tensors[place], begin + run.first + done, values):
             state.session.write(part, kinds[number], offset, piece.data_ptr(), piece.numel())
+
+
+def _owned(state: Wrapped) -> list[list[tuple[int, int]]]:
+    """By tensor: what this rank owns of its elements, as (first, count)."""
+    rank = state.ranks.rank if state.ranks is not None else 0
+    found = []
+    for tensor in stored_tensors(state.model):
+        runs, begin = [], 0
+        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+            runs += [(begin + first, count) for first, count in owned(state, part, rank)]
+            begin += torch.Size(shape).numel()
+        found.append(runs)
+    return found
 
 
 def _slots(chunk: Chunk) -> list[int]:

@@ -28,7 +28,7 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .replacing import sync
-from .snapshot_files import GRAD, ROLES, check_drives
+from .snapshot_files import GRAD, ROLES, check_drives, drives_by_rank
 from .snapshot_form import ALIGNMENT
 
 Read = Callable[[int, torch.Tensor], None]
@@ -36,11 +36,12 @@ Read = Callable[[int, torch.Tensor], None]
 
 
 def copy_pages(
-    read: Read, drives: int, slots: Iterable[int], page_bytes: int, folder: Path
+    read: Read, drives: int, slots: Iterable[int], page_bytes: int, folder: Path, first: int = 0
 ) -> list[str]:
     """Copies the pages of these slots into files of the folder, where they lie at the same places,
-    with holes between them. Returns the files' names. Memory used: one page."""
-    names = [f"pages-{i}.bin" for i in range(drives)]
+    with holes between them. `first`: the number of the first file. Returns the files' names. Memory
+    used: one page."""
+    names = [f"pages-{first + i}.bin" for i in range(drives)]
     targets = [os.open(folder / n, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for n in names]
     page = page_memory(page_bytes)
     try:
@@ -86,13 +87,11 @@ def copy_snapshot(folder: Path, to: Path) -> None:
         raise CheckpointError(f"{to} exists")
     try:
         with replace_folder(to) as new:
-            names = copy_pages(
-                _verified(manifest, folder),
-                len(manifest["drives"]),
-                slots_of(manifest),
-                manifest["page_bytes"],
-                new,
-            )
+            names: list[str] = []
+            for rank, drives in enumerate(drives_by_rank(manifest)):
+                read = _verified(manifest, folder, rank)
+                slots, size = slots_of(manifest, rank), manifest["page_bytes"]
+                names += copy_pages(read, len(drives), slots, size, new, len(names))
             shutil.copyfile(folder / STATE_NAME, new / STATE_NAME)
             sync(new / STATE_NAME)
             if read_manifest(folder)["id"] != manifest["id"]:
@@ -108,12 +107,20 @@ def copy_snapshot(folder: Path, to: Path) -> None:
         raise
 
 
-def _verified(manifest: dict[str, Any], folder: Path) -> Read:
-    """Of a snapshot's page files. Raises StrataError."""
-    folders = [drive["folder"] or str(folder) for drive in manifest["drives"]]
-    names = [drive["file"] for drive in manifest["drives"]]
-    found = {s: (s, version, checksum) for s, version, checksum in pages_of(manifest)}
-    pages = SavedPages(folders, names, manifest["page_bytes"], list(found.values()))
+def saved_pages(
+    manifest: dict[str, Any], folder: Path, rank: int, io_engine: str = "auto"
+) -> SavedPages:
+    """The pages that a rank has of a snapshot. Raises StrataError, TypeError, ValueError."""
+    drives = drives_by_rank(manifest)[rank]
+    folders = [drive["folder"] or str(folder) for drive in drives]
+    names = [drive["file"] for drive in drives]
+    found = {s: (s, version, checksum) for s, version, checksum in pages_of(manifest, rank)}
+    return SavedPages(folders, names, manifest["page_bytes"], list(found.values()), io_engine)
+
+
+def _verified(manifest: dict[str, Any], folder: Path, rank: int) -> Read:
+    """Raises StrataError."""
+    pages = saved_pages(manifest, folder, rank)
 
     def read(slot: int, page: torch.Tensor) -> None:
         pages.read([slot], page.data_ptr())
@@ -126,17 +133,24 @@ def page_paths(manifest: dict[str, Any], folder: Path) -> list[str]:
     return [os.path.join(d["folder"] or folder, d["file"]) for d in manifest["drives"]]
 
 
-def slots_of(manifest: dict[str, Any]) -> set[int]:
-    """Every slot that holds a page of it."""
-    return {page[0] for page in pages_of(manifest)}
+def slots_of(manifest: dict[str, Any], rank: int = 0) -> set[int]:
+    """Every slot that holds a page of a rank's."""
+    return {page[0] for page in pages_of(manifest, rank)}
 
 
-def pages_of(manifest: dict[str, Any]) -> list[list[int]]:
-    """Slot, version and checksum of every page, in order."""
+def bytes_of(manifest: dict[str, Any]) -> int:
+    """Of all pages."""
+    ranks = range(len(drives_by_rank(manifest)))
+    return sum(len(slots_of(manifest, rank)) for rank in ranks) * int(manifest["page_bytes"])
+
+
+def pages_of(manifest: dict[str, Any], rank: int = 0) -> list[list[int]]:
+    """Slot, version and checksum of every page that a rank has, in order."""
     scales = manifest["scales"] if isinstance(manifest["scales"], list) else []
     return scales + [
         page
         for chunk in manifest["chunks"]
+        if chunk.get("rank", 0) == rank
         for role in (*ROLES, GRAD)
         for page in (chunk.get(role) or ((), (), ()))[2]
         if page is not None

@@ -1,11 +1,13 @@
 """What all ranks do together, in phases: none begins the next one unless all have ended this.
 
-    together = Together(state, "strata.save()")
+    together = Together.of(state, "strata.save()")
     with together.phase() as phase:
         phase.said = {"path": path}        # JSON values
         ...                                # this rank's part
     phase.heard                            # what each rank said, by rank
     together.leads                         # this is rank 0
+    beside = Together.beside(board, "strata.snapshot()", key)   # the same, on a thread
+    heard = beside.hear(place)             # what all said in beside.tell(), wherever they are
 
 A process that is alone is a group of one, which hears itself and waits for nobody.
 
@@ -14,10 +16,11 @@ on with its own exception, and each of the others raises one that names it. A ra
 nothing, but the core sees it, and every wait here looks there. One that is stopped is waited for,
 for as long as torch.distributed waits (30 minutes, unless init_process_group() was told otherwise).
 
-Format. What is said travels as the bytes of a JSON object, through torch.distributed, behind its
-length: {"call", "said"}, or {"call", "error"}. Nothing is unpickled.
+Format. What is said travels as a JSON object: {"call", "said"}, or {"call", "error"}. The thread
+that trains sends it through torch.distributed, behind its length, and others through rank_board.py.
+Nothing is unpickled.
 
-Use from the thread that trains: every rank, in the same order.
+Use from one thread: every rank, in the same order.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -36,10 +39,13 @@ from torch import distributed
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
+from .rank_board import DEATH_S, PATIENCE_S, PAUSE_MAX_S, PAUSE_MIN_S, Board
 
-PATIENCE_S = 10.0  # of a wait ahead of the first word
-DEATH_S = 2.0  # in which the core sees that a rank has died
-PAUSE_MIN_S, PAUSE_MAX_S = 1e-4, 1e-2
+if TYPE_CHECKING:
+    from .._core import Session
+
+Exchange = Callable[[str], list[str]]
+"""Gives what all ranks say, by rank, for what this one says."""
 
 log = logging.getLogger("strata")
 
@@ -55,12 +61,37 @@ class Phase:
 class Together:
     """The ranks of a model's run, in one call that all of them make."""
 
-    def __init__(self, state: Wrapped, call: str) -> None:
+    def __init__(self, call: str, rank: int, count: int, exchange: Exchange) -> None:
         """`call`: what users call it."""
-        self._session = state.session
         self._call = call
-        self.rank = state.ranks.rank if state.ranks is not None else 0
-        self.count = state.ranks.count if state.ranks is not None else 1
+        self.rank, self.count = rank, count
+        self._exchange = exchange
+
+    @staticmethod
+    def of(state: Wrapped, call: str, patience_s: float = PATIENCE_S) -> Together:
+        """For the thread that trains. `patience_s`: of a wait ahead of a word in the log."""
+        if state.ranks is None:
+            return Together.alone(call)
+        group = _Group(state.session, state.ranks.count, call, patience_s)
+        return Together(call, state.ranks.rank, state.ranks.count, group.exchange)
+
+    @staticmethod
+    def alone(call: str) -> Together:
+        """Of a process that is."""
+        return Together(call, 0, 1, lambda message: [message])
+
+    @staticmethod
+    def beside(board: Board, call: str, key: str) -> Together:
+        """For a thread of its own. `key`: of the call, the same on all ranks, and no other's."""
+        exchanges = 0
+
+        def exchange(message: str) -> list[str]:
+            nonlocal exchanges
+            exchanges += 1
+            board.post(f"{key}/{exchanges}", message)
+            return board.hear(f"{key}/{exchanges}", call)
+
+        return Together(call, board.rank, board.count, exchange)
 
     @property
     def leads(self) -> bool:
@@ -74,22 +105,34 @@ class Together:
         phase = Phase()
         try:
             yield phase
-            message = json.dumps({"call": self._call, "said": phase.said})
+            message = self.message(phase.said)
         except BaseException as error:
-            why = f"{type(error).__name__}: {error!s:.1000}"
-            self._exchange(json.dumps({"call": self._call, "error": why}))
+            self._exchange(self.failure(error))
             raise
-        messages = [json.loads(text) for text in self._exchange(message)]
-        for rank, heard in enumerate(messages):
+        phase.heard = self.understand(self._exchange(message))
+
+    def message(self, said: Any) -> str:
+        """What a rank says of its part."""
+        return json.dumps({"call": self._call, "said": said})
+
+    def failure(self, error: BaseException) -> str:
+        """What a rank says of one that has failed."""
+        return json.dumps({"call": self._call, "error": f"{type(error).__name__}: {error!s:.1000}"})
+
+    def understand(self, messages: list[str]) -> list[Any]:
+        """What ranks have said, by rank. Raises CheckpointError where one has failed, or made
+        another call."""
+        found = [json.loads(text) for text in messages]
+        for rank, heard in enumerate(found):
             if heard["call"] != self._call:
                 raise CheckpointError(
                     f"rank {rank} is in {heard['call']} and rank {self.rank} in {self._call}: all "
                     "ranks make the same calls, in the same order"
                 )
-        for rank, heard in enumerate(messages):
+        for rank, heard in enumerate(found):
             if "error" in heard:
                 raise CheckpointError(f"{self._call} failed on rank {rank}: {heard['error']}")
-        phase.heard = [heard["said"] for heard in messages]
+        return [heard["said"] for heard in found]
 
     def agree(self, what: str, values: list[Any]) -> None:
         """Raises CheckpointError unless all ranks said the same. `what`: it is."""
@@ -100,10 +143,16 @@ class Together:
                     f"{value!s:.300} on rank {rank}"
                 )
 
-    def _exchange(self, message: str) -> list[str]:
+
+class _Group:
+    """The processes of torch.distributed, for the thread that trains."""
+
+    def __init__(self, session: Session, count: int, call: str, patience_s: float) -> None:
+        self._session, self._count, self._call = session, count, call
+        self._patience_s = patience_s
+
+    def exchange(self, message: str) -> list[str]:
         """The messages of all ranks, by rank."""
-        if self.count == 1:
-            return [message]
         raw = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
         lengths = self._gather(torch.tensor([raw.numel()], dtype=torch.int64))
         padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
@@ -113,18 +162,15 @@ class Together:
 
     def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Those of all ranks, by rank: of the same size. See Note [Nobody waits in vain]."""
-        values = [torch.empty_like(value) for _ in range(self.count)]
+        values = [torch.empty_like(value) for _ in range(self._count)]
         try:
             work = distributed.all_gather(values, value, async_op=True)
             self._await(work)
             work.wait()
         except StrataError:
             raise
-        except RuntimeError:  # a connection was lost: the core says whose
-            end = time.monotonic() + DEATH_S
-            while time.monotonic() < end:
-                self._session.awaited_rank()
-                time.sleep(PAUSE_MAX_S)
+        except RuntimeError:  # a connection was lost
+            name_dead(self._session)
             raise
         return values
 
@@ -135,13 +181,22 @@ class Together:
             self._session.awaited_rank()
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_MAX_S)
-            if not told and time.monotonic() - begin > PATIENCE_S:
+            if not told and time.monotonic() - begin > self._patience_s:
                 told = True
                 log.warning(
                     "%s waits for other ranks for %.0f s: every rank has to call it",
                     self._call,
-                    PATIENCE_S,
+                    self._patience_s,
                 )
+
+
+def name_dead(session: Session) -> None:
+    """Behind an exception of torch.distributed, which has lost a connection: raises StrataError
+    with whose it was, if a rank has died."""
+    end = time.monotonic() + DEATH_S
+    while time.monotonic() < end:
+        session.awaited_rank()
+        time.sleep(PAUSE_MAX_S)
 
 
 def owned(state: Wrapped, param: int, rank: int) -> list[tuple[int, int]]:
@@ -156,13 +211,3 @@ def keeper_of(state: Wrapped, parts: tuple[int, ...]) -> int:
         for rank, _, count in state.session.owners(part):
             counts[rank] = counts.get(rank, 0) + count
     return max(counts, key=lambda rank: (counts[rank], -rank))
-
-
-def refuse_snapshots(state: Wrapped) -> None:
-    """Raises ValueError where ranks train the model: snapshots are of a process that is alone."""
-    if state.ranks is not None:
-        raise ValueError(
-            "snapshots of several ranks are not there yet, and so are not strata.save(wait=False) "
-            "and strata.load() of a snapshot: use strata.save(model, path), which waits, and "
-            "strata.load() of what it wrote"
-        )

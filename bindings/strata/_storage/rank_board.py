@@ -1,0 +1,131 @@
+"""What ranks tell each other from threads of their own, beside the training.
+
+    board = Board.of(state, "snapshots")         # None: this process is alone
+    place = board.place()                        # how far all ranks have come
+    board.post(f"{place}/call", "...")           # at once; by the thread that trains, too
+    messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
+
+Words go through the store that torch.distributed has begun with: each is a key of it, which only
+its rank writes, and which goes when all have read it. So no collective of the user's is ever
+crossed, and nobody waits for a thread that trains. Nothing that is heard is unpickled.
+
+Note [Who did not call]. Ranks end their steps together, so where one has ended a step, or looked at
+gradients, that this one had not at its call, and has said nothing of the call, it made none: it
+would have said so before. The core knows how far each has come (Session.meetings()).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+from torch import distributed
+
+from .._errors import StrataError
+from .._runtime.wrapped import Wrapped
+from .._torch_compat import default_store
+from .checkpoint_files import CheckpointError
+
+if TYPE_CHECKING:
+    from .._core import Session
+
+PATIENCE_S = 10.0  # of a wait ahead of the first word
+DEATH_S = 2.0  # in which the core sees that a rank has died
+PAUSE_MIN_S, PAUSE_MAX_S = 1e-4, 1e-2
+
+log = logging.getLogger("strata")
+
+
+class Board:
+    """Of one rank. Threads: one hears; any may post."""
+
+    def __init__(self, session: Session, rank: int, count: int, run: str) -> None:
+        """`run`: a name that no other run has, and all of its ranks."""
+        self._session = session
+        self.rank, self.count = rank, count
+        self._first = default_store()  # what it serves ends with it
+        # A connection of its own, where it has any: others would wait for ours.
+        own = self._first.clone() if hasattr(self._first, "clone") else self._first
+        self._store = distributed.PrefixStore(f"strata/{run}", own)
+        self._heard: list[str] = []  # by this rank, of which others may still read what it said
+
+    @staticmethod
+    def of(state: Wrapped, name: str) -> Board | None:
+        """Of a wrapped model. `name`: of what it is for; each thread has a board of its own."""
+        if state.ranks is None:
+            return None
+        run = f"{os.path.basename(state.ranks.folder)}/{name}"
+        return Board(state.session, state.ranks.rank, state.ranks.count, run)
+
+    def place(self) -> int:
+        """How many steps this rank has ended, and how often it has looked at gradients."""
+        return self._session.meetings()[self.rank]
+
+    def post(self, key: str, message: str) -> None:
+        """Says it to all. Raises StrataError where a rank has died."""
+        try:
+            self._store.set(self._own(key), message)
+        except RuntimeError:
+            self._raise_death()
+            raise
+
+    def hear(self, key: str, call: str, place: int | None = None) -> list[str]:
+        """What all have posted, by rank. Raises StrataError where one has died. `call`: what users
+        call it; `place`: where this rank was at the call, and CheckpointError where another one was
+        there and did not call."""
+        try:
+            self._await(key, call, place)
+            found = [self._store.get(f"{key}/{rank}").decode() for rank in range(self.count)]
+            # All threads have come here, and so have heard what came before.
+            for old in self._heard if place is None else []:
+                self._store.delete_key(self._own(old))
+        except (StrataError, CheckpointError):
+            raise
+        except RuntimeError:
+            self._raise_death()
+            raise
+        self._heard = [key] if place is None else [*self._heard, key]
+        return found
+
+    def _own(self, key: str) -> str:
+        return f"{key}/{self.rank}"
+
+    def _await(self, key: str, call: str, place: int | None) -> None:
+        begin, pause, told = time.monotonic(), PAUSE_MIN_S, False
+        missing = [rank for rank in range(self.count) if rank != self.rank]
+        while True:
+            self._session.awaited_rank()  # raises where one has died
+            passed = [] if place is None else self._passed(place)
+            missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
+            if not missing:
+                return
+            for rank in missing:
+                if rank in passed:
+                    raise CheckpointError(
+                        f"rank {rank} has gone on without {call}, which rank {self.rank} is in: "
+                        "every rank makes the same calls, behind the same steps"
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE_MAX_S)
+            if not told and time.monotonic() - begin > PATIENCE_S:
+                told = True
+                names = " and ".join(f"rank {rank}" for rank in missing)
+                log.warning(
+                    "%s waits for %s for %.0f s: every rank has to call it",
+                    call,
+                    names,
+                    PATIENCE_S,
+                )
+
+    def _passed(self, place: int) -> list[int]:
+        """See Note [Who did not call]."""
+        return [rank for rank, at in enumerate(self._session.meetings()) if at > place]
+
+    def _raise_death(self) -> None:
+        """A connection was lost: the core says whose."""
+        end = time.monotonic() + DEATH_S
+        while time.monotonic() < end:
+            self._session.awaited_rank()
+            time.sleep(PAUSE_MAX_S)

@@ -1,0 +1,345 @@
+"""Snapshots of ranks: each holds its part, one commit, and they load under any number of ranks.
+What each does is in rank_snapshots.py; rank_server.py starts them."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_server import Ranks
+from strata._cli import main as cli
+from strata._storage.checkpoint_files import read_manifest
+from strata._storage.snapshot_files import LINKS, snapshots_of
+from test_rank_saves import each
+from test_ranks import CASES, HOME, all_say, same
+
+SEED = 11
+STEPS = 6  # of a run under fire
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as server:
+        yield server
+
+
+@pytest.fixture
+def ssd(tmp_path: Path) -> dict[str, Any]:
+    """Options: state rests on a drive of this test's."""
+    return on_drive(tmp_path / "drive")
+
+
+def on_drive(path: Path, **more: Any) -> dict[str, Any]:
+    path.mkdir()
+    memory = {"device": "1MiB", "host": "10MiB", "ssd": "1GiB"}
+    return {"memory": memory, "ssd_path": str(path), "page_size": "64KiB", **more}
+
+
+def links(drive: dict[str, Any]) -> list[Path]:
+    """What snapshots have on the drive of all ranks."""
+    return sorted(Path(drive["ssd_path"]).glob(f"**/{LINKS}/*"))
+
+
+@pytest.mark.parametrize("case", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+def test_a_snapshot_goes_on_under_any_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], case: str
+) -> None:
+    ssd |= CASES[case]
+    alone, two = tmp_path / "alone", tmp_path / "two"
+    one = ranks.run("rank_snapshots.takes", 1, series=str(alone), **ssd)[0]
+    taken = ranks.run("rank_snapshots.takes", 2, series=str(two), **ssd)
+    assert same(each(taken, "hash")) == one["hash"]
+    assert same(each(taken, "folder")) == str(two / "step-000002")
+    manifest = read_manifest(two / "step-000002")
+    assert {chunk["rank"] for chunk in manifest["chunks"]} == {0, 1}
+
+    elsewhere = on_drive(tmp_path / "elsewhere", **CASES[case])
+    for count, drive in ((1, ssd), (2, elsewhere), (2, ssd)):
+        found = ranks.run("rank_snapshots.goes_on", count, path=str(two), **drive)
+        assert same(each(found, "hash")) == one["hash"]
+        drawn = each(found, "draws")
+        if count == 2:  # each its own
+            assert drawn == each(taken, "draws")
+            assert drawn[0] != drawn[1]
+        for rank in range(count):
+            assert f"'rank': {rank}," in found[rank]["extra"]
+            assert f"tensor([{rank}, {rank}])" in found[rank]["extra"]
+        assert each(found, "adopted") == [count == 2] * count, each(found, "told")
+    # Three ranks add up in another way: they are held against three that go on from `alone`.
+    found = ranks.run("rank_snapshots.goes_on", 3, path=str(two), **ssd)
+    expected = ranks.run("rank_snapshots.goes_on", 3, path=str(alone), **ssd)
+    for key in ("loaded", "hash"):
+        assert same(each(found, key)) == same(each(expected, key))
+    assert same(each(found, "draws")) == taken[0]["draws"]  # those of rank 0
+    found = ranks.run("rank_snapshots.goes_on", 2, path=str(alone), **ssd)
+    assert same(each(found, "hash")) == one["hash"]
+
+
+@pytest.mark.thorough
+def test_three_ranks_take_one(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
+    series = str(tmp_path / "run")
+    taken = ranks.run("rank_snapshots.takes", 3, series=series, **ssd)
+    loaded = set()
+    for count in (1, 2, 3):
+        found = ranks.run("rank_snapshots.goes_on", count, path=series, **ssd)
+        loaded.add(same(each(found, "loaded")))
+    assert len(loaded) == 1
+    assert same(each(found, "hash")) == same(each(taken, "hash"))
+
+
+def test_ranks_without_one_in_memory_load_it(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]
+) -> None:
+    """A run that has no SSD reads it."""
+    series = str(tmp_path / "run")
+    taken = ranks.run("rank_snapshots.takes", 2, series=series, **ssd)
+    for count in (1, 2):
+        found = ranks.run("rank_snapshots.goes_on", count, path=series)
+        assert same(each(found, "hash")) == same(each(taken, "hash"))
+
+
+def test_frozen_parameters_and_buffers(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
+    series = str(tmp_path / "run")
+    taken = ranks.run("rank_snapshots.takes_kinds", 2, series=series, **ssd)
+    assert taken[0]["hash"] != taken[1]["hash"]  # statistics of its own batches
+    for count in (1, 2, 3):
+        found = ranks.run("rank_snapshots.loads_kinds", count, series=series, **ssd)
+        assert same(each(found, "hash")) == taken[0]["hash"]
+
+
+def test_older_ones_go_with_all_their_parts(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]
+) -> None:
+    series = tmp_path / "run"
+    found = ranks.run("rank_snapshots.rotates", 2, series=str(series), steps=5, **ssd)
+    assert same(each(found, "there")) == ["step-000006", "step-000007"]
+    assert each(found, "adopted") == [True, True]
+    hashes = same(each(found, "hashes"))
+    assert same(each(found, "back")) == hashes[3]
+    assert same(each(found, "extra")) == {"next": 6}
+    assert same(each(found, "again")) == "step-000006"
+    left = [read_manifest(folder)["id"] for folder in snapshots_of(series)]
+    assert len(left) == 2
+    names = {f"{identity}{end}" for identity in left for end in (".json", "-0.pages")}
+    assert {link.name for link in links(ssd)} == names
+    assert len(links(ssd)) == 2 * len(names)
+    for rank in range(2):
+        assert found[rank]["held"] > 0
+
+
+def test_commands_know_all_parts(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    series, copy = tmp_path / "run", tmp_path / "copy"
+    taken = ranks.run("rank_snapshots.takes", 2, series=str(series), **ssd)
+    drive = Path(ssd["ssd_path"])
+
+    def told(*words: Any) -> tuple[int, str]:
+        return cli.main(["snapshots", *map(str, words)]), capsys.readouterr().out
+
+    status, said = told("ls", series)
+    assert status == 0
+    assert f"on {drive}/rank-0, {drive}/rank-1" in said
+    assert told("ls", drive)[1].count("shared with others") == 2
+    assert told("copy", series, copy)[0] == 0
+    assert told("rm", series / "step-000002")[0] == 0
+    assert links(ssd) == []
+    for count in (1, 2):
+        found = ranks.run("rank_snapshots.goes_on", count, path=str(copy), **ssd)
+        assert same(each(found, "hash")) == same(each(taken, "hash"))
+    ranks.run("rank_snapshots.takes", 2, series=str(series), **ssd)
+    shutil.rmtree(series)
+    assert told("rm", "--lost", drive)[1].count("removed what") == 2
+    assert links(ssd) == []
+
+
+def test_the_call_waits_for_nobody(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
+    series = str(tmp_path / "run")
+    found = ranks.run("rank_snapshots.calls_late", 2, series=series, **ssd)
+    assert found[0]["seconds"] < 0.5
+    expected = ranks.run("rank_snapshots.goes_on", 2, path=series, after=1, **ssd)
+    assert same(each(found, "hash")) != same(each(expected, "loaded"))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("paths", "was given different folders"),
+        ("keeps", "was given different keep: 2 on rank 0, and 3 on rank 1"),
+        ("arguments", "keep must be a whole number"),
+        ("absent", "rank 1 has gone on without strata.snapshot"),
+        ("accumulation", "those of several ranks are not kept: take the snapshot behind step"),
+    ],
+)
+def test_ranks_that_differ_say_so(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], what: str, words: str
+) -> None:
+    series = tmp_path / "run"
+    found = ranks.run("rank_snapshots.disagrees", 2, series=str(series), what=what, **ssd)
+    for rank, said in enumerate(each(found, "said")):
+        if what != "absent" or rank == 0:
+            assert re.search(words, said[1]), said
+    assert same(each(found, "folder")) == "step-000003"
+    assert [folder.name for folder in snapshots_of(series)] == ["step-000003"]
+    loaded = ranks.run("rank_snapshots.goes_on", 1, path=str(series), after=0, **ssd)
+    assert same(each(found, "hash")) == loaded[0]["hash"]
+
+
+def test_a_rank_that_leaves_is_named(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
+    found = ranks.run("rank_snapshots.leaves", 2, series=str(tmp_path / "run"), **ssd)
+    assert re.search("rank 1 has (gone on without|ended)", found[0][1]), found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_cannot_write(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], victim: int
+) -> None:
+    series = tmp_path / "run"
+    found = ranks.run("rank_snapshots.cannot_write", 2, series=str(series), victim=victim, **ssd)
+    assert found[victim]["said"][0] == "OSError"
+    kind, words = found[1 - victim]["said"]
+    assert kind == "CheckpointError"
+    assert f"failed on rank {victim}: OSError: [Errno 28] No space left" in words
+    assert same(each(found, "left")) == ["step-000002"]
+    assert same(each(found, "folder")) == "step-000004"
+    left = [folder.name for folder in snapshots_of(series)]
+    assert left == ["step-000002", "step-000004"]
+    assert len(links(ssd)) == 2 * 2 * len(left)
+    loaded = ranks.run("rank_snapshots.goes_on", 1, path=str(series), after=0, **ssd)
+    assert same(each(found, "hash")) == loaded[0]["hash"]
+
+
+def test_ctrl_c_ends_the_wait_and_nothing_else(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]
+) -> None:
+    found = ranks.run("rank_snapshots.interrupted", 2, series=str(tmp_path / "run"), **ssd)
+    assert each(found, "ended") == ["interrupted", ""]
+    assert same(each(found, "folder")) == "step-000002"
+    same(each(found, "hash"))
+
+
+@pytest.fixture(scope="module")
+def hashes(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """By step, from 2 on, of a run that nothing has interrupted."""
+    options = on_drive(tmp_path_factory.mktemp("whole") / "drive")
+    return list(same(ranks.run("rank_snapshots.hashes_by_step", 2, steps=STEPS + 1, **options)))
+
+
+def check_what_is_left(
+    ranks: Ranks, series: Path, ssd: dict[str, Any], hashes: list[str], count: int
+) -> int:
+    """The newest snapshot has the bits of its step, training goes on to those of the next one, and
+    nothing else is left. Returns the step."""
+    newest = snapshots_of(series)[-1].name
+    found = ranks.run("rank_snapshots.trains_on", count, series=str(series), **ssd)
+    step = same(each(found, "step"))
+    assert newest == f"step-{step:06d}"
+    assert same(each(found, "loaded")) == hashes[step - 2]
+    assert same(each(found, "trained")) == hashes[step - 1]
+    if count == 2:  # on the same drives
+        left = {read_manifest(folder)["id"] for folder in snapshots_of(series)}
+        assert {link.name[:16] for link in links(ssd)} == left
+        names = {entry.name for entry in series.iterdir()}
+        assert names == {folder.name for folder in snapshots_of(series)}
+    return int(step)
+
+
+@pytest.mark.parametrize(
+    ("where", "victim", "step"),
+    [
+        ("clean", 1, 2),
+        ("links", 0, 2),
+        ("links", 1, 2),
+        ("linked", 1, 2),
+        ("part", 1, 2),
+        ("manifest", 0, 2),
+        ("newest", 0, 2),
+        ("finish", 0, 3),
+        ("finish", 1, 3),
+        ("rotate", 0, 3),
+    ],
+)
+def test_a_rank_is_killed_in_a_commit(
+    ranks: Ranks,
+    tmp_path: Path,
+    ssd: dict[str, Any],
+    hashes: list[str],
+    where: str,
+    victim: int,
+    step: int,
+) -> None:
+    series = tmp_path / "run"
+    run = ranks.start(
+        "rank_snapshots.under_fire", 2, series=str(series), steps=1, victim=victim, where=where,
+        **ssd,
+    )  # fmt: skip
+    run.await_mark("there", 120.0)
+    time.sleep(0.1)  # the other one comes to where it waits for it
+    run.kill(victim)
+    all_say([run.wait()[1 - victim]], f"rank {victim} has (failed or )?died")
+    assert check_what_is_left(ranks, series, ssd, hashes, 2) == step
+
+
+MOMENTS = [pytest.param(i, marks=[] if i < 2 else pytest.mark.thorough) for i in range(12)]
+
+
+@pytest.mark.parametrize("number", MOMENTS)
+def test_a_rank_is_killed_at_any_moment(
+    ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], hashes: list[str], number: int
+) -> None:
+    """Seeded: STRATA_SEED replays others."""
+    chosen = random.Random(int(os.environ.get("STRATA_SEED", SEED)) * 100 + number)
+    victim, count = chosen.randrange(2), chosen.choice([1, 2, 2])
+    series = tmp_path / "run"
+    run = ranks.start(
+        "rank_snapshots.under_fire", 2, series=str(series), steps=STEPS, victim=victim, **ssd
+    )
+    run.await_mark("there", 120.0)
+    time.sleep(chosen.uniform(0.0, 0.6))
+    run.kill(victim)
+    outcome = run.wait()[1 - victim]
+    if outcome.code != 0:  # else it was at the end already
+        all_say([outcome], f"rank {victim} has (failed or )?died")
+    check_what_is_left(ranks, series, ssd, hashes, count)
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_them(tmp_path: Path, ssd: dict[str, Any]) -> None:
+    """Also where the user's process group is gone when a snapshot is still being written."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(HOME)!r})\n"
+        "import strata, rank_scenarios as scenarios\n"
+        "from rank_loops import hash_of, make_model, train, wrap\n"
+        "from pathlib import Path\n"
+        "torch.set_num_threads(1)\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "rank = torch.distributed.get_rank()\n"
+        "run = scenarios.Rank(rank, torch.distributed.get_world_size(), Path())\n"
+        f"model, optimizer = wrap(run, make_model(), **{ssd!r})\n"
+        "if len(sys.argv) > 2:\n"
+        "    strata.load(model, sys.argv[1])\n"
+        "else:\n"
+        "    train(run, model, optimizer, 2)\n"
+        "    handle = strata.snapshot(model, sys.argv[1])\n"
+        "print(hash_of(model))\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    found = []
+    for count, more in ((2, []), (2, ["load"]), (3, ["load"])):
+        done = subprocess.run(
+            [*(sys.executable, "-m", "torch.distributed.run"), "--standalone", "--nproc-per-node",
+             str(count), str(script), str(tmp_path / "run"), *more],
+            capture_output=True, text=True, check=True, cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        found.append(same(done.stdout.split()))
+    assert len(set(found)) == 1
