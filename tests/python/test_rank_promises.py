@@ -171,7 +171,7 @@ def test_limits_of_one_rank_are_named(ranks: Ranks, what: str, words: str) -> No
     first, second = ranks.run("rank_promises.is_refused", 2, what=what)
     assert re.search(words, second[1]), second
     assert re.search("rank 1 .*ended|rank 1 .*its own", first[1]), first
-    assert float(first[2]) < SOON_S
+    assert float(first[2]) < 1.5 * SOON_S  # the other one has to end first
 
 
 def test_two_runs_cannot_have_one_ssd_folder(ranks: Ranks, tmp_path: Path) -> None:

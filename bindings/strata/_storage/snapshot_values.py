@@ -103,7 +103,8 @@ class SnapshotValues:
         stored = self._forms[part].stored
         assert stored is not None
         for run in self._runs.get(part, []):
-            found = self._elements.codes(run.chunk, self._page, stored, run.at, run.count)
+            page = partial(self._page, run.share)
+            found = self._elements.codes(run.chunk, page, stored, run.at, run.count)
             yield from raw_bytes(found[kind])
 
     def _scales(self, first: int, count: int) -> torch.Tensor:
