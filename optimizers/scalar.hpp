@@ -99,9 +99,11 @@ struct Vec1 {
   STRATA_DEVICE_CODE static F of_int(I value) {
     return static_cast<F>(static_cast<std::int32_t>(value));
   }
+  // Cut off; what no int32 holds becomes the smallest, as x86 has it.
   STRATA_DEVICE_CODE static I to_int(F value) {
-    return static_cast<I>(static_cast<std::int32_t>(value));
-  }  // cut off
+    const bool fits = value >= -0x1p31f && value < 0x1p31f;
+    return fits ? static_cast<I>(static_cast<std::int32_t>(value)) : I{1} << 31;
+  }
 
   STRATA_DEVICE_CODE static I widen(H value) {
     return static_cast<I>(std::bit_cast<std::int16_t>(value));

@@ -26,6 +26,7 @@ from torch import nn
 
 from .._errors import StrataError
 from .._optim.groups import moments_of
+from .._runtime import coded
 from .._runtime.wrapped import Wrapped, wrapped
 from . import checkpoint, rng
 from .checkpoint import Meter, Progress
@@ -44,7 +45,7 @@ from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .together import Together, owned
 
 if TYPE_CHECKING:
-    from .._core import Kind
+    from .._core import Kind, StoredName
 
 READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
 READS_AHEAD = 2
@@ -267,7 +268,9 @@ class _Source:
         return {s: memory[i * size :][:size] for i, s in enumerate(slots)}
 
     def _is_mine(self, run: list[Any]) -> bool:
-        """Whether this rank owns any of it."""
+        """Whether this rank owns any of it. Codes are read by all ranks, whoever owns them."""
+        if "stored" in self.manifest["params"][self.manifest["parts"][run[0]][0]]:
+            return True
         return any(True for _ in self._owned_of(run[0], run[1], run[2]))
 
     def _owned_of(self, part: int, first: int, count: int) -> Iterator[tuple[int, int]]:
@@ -280,6 +283,9 @@ class _Source:
     ) -> None:
         place = self.manifest["parts"][run.part][0]
         entry = self.manifest["params"][place]
+        if "stored" in entry:
+            self._restore_codes(state, chunk, pages, run, entry["stored"])
+            return
         group = state.config["params"][self.tensors[place].parts[0]]["group"]
         moments = len(kinds[group]) if entry["trainable"] else 0
         form = Form(entry["dtype"], entry["rule"])
@@ -293,6 +299,22 @@ class _Source:
                 if mine:
                     values = read(chunk, pages.__getitem__, number, form, at, count)
                 self._write(state, run, at - run.at, number, values)
+
+    def _restore_codes(
+        self, state: Wrapped, chunk: Chunk, pages: Pages, run: _Run, form: StoredName
+    ) -> None:
+        place, begin = self.manifest["parts"][run.part]
+        tensor = self.tensors[place]
+        stored = self._elements.codes(chunk, pages.__getitem__, form, run.at, run.count)
+        first = begin + run.first
+        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+            numel = torch.Size(shape).numel()
+            if first + run.count <= numel:
+                coded.write(state, part, stored, first)
+                return
+            first -= numel
+            if first < 0:
+                self._fail(f"codes of {tensor.name!r} are cut into other tiles")
 
     def scales(self, first: int, count: int) -> torch.Tensor:
         """Bytes of scales, which may be changed until others are asked for."""
