@@ -194,7 +194,7 @@ void bind_updates(SessionClass& session) {
       .def("look_at_gradients", &Session::look_at_gradients, WithoutGil())
       .def("leave_ranks", &Session::leave_ranks, py::arg("gives_up"), WithoutGil())
       .def("awaited_rank", &Session::awaited_rank, WithoutGil())
-      .def("meetings", &Session::meetings, WithoutGil())
+      .def("rank_steps", &Session::rank_steps, WithoutGil())
       .def("renew_others", &Session::renew_others, WithoutGil())
       .def("owners",
            [](Session& s, std::uint32_t param) {

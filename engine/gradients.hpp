@@ -48,12 +48,6 @@ class Gradients final {
   bool look(Lock& lock) STRATA_REQUIRES(core_lock);
   // A rank that has ended the step, as all have, and has not said what it found.
   std::optional<std::uint32_t> late() const;
-  // Of several ranks: how many steps that one has ended, and how often it has looked, as far as is
-  // known here; the largest number where it ends no more.
-  std::uint64_t meetings_of(std::uint32_t rank) const {
-    constexpr std::uint64_t kNoMore = ~std::uint64_t{0};
-    return exchange_->has_left(rank) ? kNoMore : sums_->meetings_of(rank);
-  }
   // Where those of other ranks meet; null: this rank is alone.
   GradientExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
   // The same in the place of what has landed of the parameter, to which nothing is added. Throws

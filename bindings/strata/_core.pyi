@@ -216,9 +216,8 @@ class Session:
         `gives_up`: ahead of the end of the training; the others are told, and raise StrataError."""
     def awaited_rank(self) -> int | None:
         """Whom a call waits for right now."""
-    def meetings(self) -> list[int]:
-        """By rank: how many steps it has ended, and how often it has looked at gradients, as far as
-        is known here; 2**64 - 1: it ends no more."""
+    def rank_steps(self) -> list[int]:
+        """By rank: the step that it is in, as far as is known here; 2**63 - 1: it makes no more."""
     def renew_others(self) -> None:
         """Every rank has changed all that it owns, and all have come here: what this one has of
         others is stale."""
