@@ -164,13 +164,13 @@ std::optional<std::uint32_t> Core::awaited_rank() const {
 }
 
 std::vector<std::int64_t> Core::rank_steps() {
-  std::vector<std::int64_t> steps;
+  std::vector<std::int64_t> found;
   const GradientExchange* const exchange = gradients.exchange();
   for (std::uint32_t rank = 0; exchange != nullptr && rank < base.peers->count(); ++rank) {
     constexpr std::int64_t kNoMore = std::numeric_limits<std::int64_t>::max();
-    steps.push_back(exchange->has_left(rank) ? kNoMore : exchange->step_of(rank));
+    found.push_back(exchange->has_left(rank) ? kNoMore : exchange->step_of(rank));
   }
-  return steps;
+  return found;
 }
 
 // The watchdog's report: who waits for what, and what is in flight for how many.
