@@ -39,6 +39,7 @@ BENCHES = {
     "resume": "from a snapshot to the first step",
     "reshard": "a snapshot under other budgets, page sizes, modes and tilings: the same bits",
     "ranks": "two ranks of this machine over one process, and over FSDP2: steps and memory",
+    "rank-loss": "ranks killed and stopped at random moments: who says what, when; what is lost",
     "soak": "a run with a snapshot behind every 20th step, for --minutes: memory, slots",
     "fuzz": "damaged files, as strangers may have left them: what is handled wrongly",
     "crash": "runs killed by SIGKILL at random moments: what of their snapshots is lost",
@@ -65,9 +66,9 @@ BENCHES = {
 # Those that measure a device, as --device says; the others measure the host.
 OF_DEVICE = ("copy", "map", "update-gpu", "step-gpu", "capacity-gpu", "vs-torch")
 NEEDS_GPU = ("step-gpu", "capacity-gpu", "vs-torch")  # but for --quick
-CAMPAIGNS = ("crash", "fuzz", "soak")  # long: not among "all", but for --quick
+CAMPAIGNS = ("crash", "fuzz", "rank-loss", "soak")  # long: not among "all", but for --quick
 ROUNDS = 5
-ROUNDS_OF = {"quality": 3}
+ROUNDS_OF = {"quality": 3, "rank-loss": 200}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -194,6 +194,9 @@ void bind_updates(SessionClass& session) {
       .def("look_at_gradients", &Session::look_at_gradients, WithoutGil())
       .def("leave_ranks", &Session::leave_ranks, py::arg("gives_up"), WithoutGil())
       .def("awaited_rank", &Session::awaited_rank, WithoutGil())
+      .def("heard_from", &Session::heard_from, py::arg("rank"), WithoutGil())
+      .def("give_up_rank", &Session::give_up_rank, py::arg("rank"), py::arg("seconds"),
+           WithoutGil())
       .def("rank_steps", &Session::rank_steps, WithoutGil())
       .def("renew_others", &Session::renew_others, WithoutGil())
       .def("owners",

@@ -125,6 +125,7 @@ Config parse_config(const py::dict& dict) {
     config.rank = field<std::uint32_t>(ranks, "rank");
     config.ranks = field<std::uint32_t>(ranks, "count");
     config.ranks_folder = field<std::string>(ranks, "folder");
+    config.ranks_pids = field<std::vector<int>>(ranks, "pids");
     config.ranks_timeout_s = field<double>(ranks, "timeout_s");
     config.sums_ranks = field<bool>(ranks, "sums");
   }

@@ -57,6 +57,7 @@ struct Config {
   // this rank's.
   std::uint32_t rank = 0, ranks = 1;
   std::string ranks_folder;       // where they meet: of this user alone
+  std::vector<int> ranks_pids;    // their processes, by rank; empty: not known
   double ranks_timeout_s = 60.0;  // how long they wait there for each other
   bool sums_ranks = false;        // gradients of ranks are summed, and not averaged
   MomentDtype moment_dtype = MomentDtype::float32;

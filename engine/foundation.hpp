@@ -23,6 +23,7 @@
 #include "engine/ranks/agreement.hpp"
 #include "engine/ranks/meeting.hpp"
 #include "engine/ranks/ownership.hpp"
+#include "engine/ranks/whereabouts.hpp"
 #include "engine/residence.hpp"
 #include "engine/tiers.hpp"
 #include "memory/page_table.hpp"
@@ -66,6 +67,7 @@ struct Foundation final {
   // The other ranks of the machine, and what they hold. None: this one is alone.
   std::unique_ptr<Peers> peers;
   std::optional<RemotePages> remote;
+  std::optional<Whereabouts> whereabouts;
 
   // Transfers reach what tiers have opened.
   void connect_stores();

@@ -294,6 +294,16 @@ class Session final {
     Gate::Call in(gate_);
     return core_->awaited_rank();
   }
+  // Likewise, by rank; 0: there is no such rank.
+  std::uint64_t heard_from(std::uint32_t rank) {
+    const Gate::Call in(gate_);
+    return core_->ranks && rank < config_.ranks ? core_->ranks->heard_from(rank) : 0;
+  }
+  // Likewise: it is not waited for any longer, and the session ends. Nothing where it has come.
+  void give_up_rank(std::uint32_t rank, double seconds) {
+    const Gate::Call in(gate_);
+    if (core_->awaited_rank() == rank) core_->ranks->give_up(rank, seconds);
+  }
   // By rank: the step that it is in, as far as is known here; the largest number: it makes no more.
   std::vector<std::int64_t> rank_steps() {
     Gate::Call in(gate_);

@@ -1,5 +1,6 @@
 #include "engine/steps.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <optional>
@@ -52,6 +53,19 @@ void check_options(const StepOptions& options) {
   check_limit(options.max_unit_norm);
   if (!std::isfinite(divisor) || divisor <= 0.0) {
     refuse("gradients cannot be divided by " + std::to_string(divisor));
+  }
+}
+
+// Other ranks update what this one holds nothing of. Their steps are counted here as well, so that
+// any rank alone can say how many a parameter has made.
+void count_elsewhere(const Foundation& base, const std::vector<bool>& landed,
+                     const std::vector<Hyper>& groups, Updates& updates) {
+  for (std::uint32_t param = 0; param < landed.size(); ++param) {
+    if (!landed[param] || !counts_as_step(groups[base.config.params[param].group])) continue;
+    const std::vector<std::uint32_t> chunks = base.layout.chunks_of(param);
+    const auto mine = [&base](std::uint32_t chunk) { return base.owns.mine(chunk); };
+    if (std::any_of(chunks.begin(), chunks.end(), mine)) continue;
+    updates.set_step(param, updates.step_of(param) + 1);
   }
 }
 
@@ -141,13 +155,17 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
     const Gradients& gradients = parts_.gradients;
     parts_.updates.release(
         {gradients.step(), groups, scales(result.norm, options), gradients.scalings(), order});
-    if (parts_.ranks != nullptr) parts_.ranks->renew(gradients.landed(), gradients.step());
+    if (parts_.ranks != nullptr) {
+      parts_.ranks->renew(gradients.landed(), gradients.step());
+      count_elsewhere(base, gradients.landed(), groups, parts_.updates);
+    }
     parts_.gradients.end_step();
     STRATA_ASSERT(!parts_.gradients.any());
     ++count_;
     base.bell.ring();
   }
   parts_.gradients.begin_step();
+  if (base.whereabouts) base.whereabouts->end_step(count_);
   held.reset();
   base.gate.notify();
   // 4. The next one may come, when what its first units wait for is blocked.

@@ -21,6 +21,7 @@ Visits::Visits(Foundation& base, BetweenSteps& between, Prefetcher& prefetcher, 
 void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   base_.check_unit(unit);
   const BetweenSteps::StepCall call(between_, lock);
+  if (base_.whereabouts) base_.whereabouts->enter(unit, options.backward);
   // 1. Its pages are asked for.
   if (const auto frames = prefetcher_.request(unit, options.backward, options.recorded)) {
     Error error;

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 
 #include <algorithm>
 #include <array>
@@ -11,6 +10,7 @@
 #include <utility>
 
 #include "memory/check.hpp"
+#include "memory/peer_watch.hpp"
 #include "memory/result.hpp"
 
 namespace strata {
@@ -20,9 +20,6 @@ constexpr std::uint64_t kMagic = 0x7265657061727473;  // "strapeer" in memory
 constexpr std::uint32_t kFormat = 1;
 constexpr std::byte kReceived{0xac};
 
-#ifndef SYS_pidfd_open
-#define SYS_pidfd_open 434  // the same on every machine; since Linux 5.3
-#endif
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77  // since Linux 6.5
 #endif
@@ -32,13 +29,13 @@ constexpr std::byte kReceived{0xac};
 // old to give that process's pidfd itself, the pid could by now be another's. But whoever answers
 // what is sent after pidfd_open() was alive at that moment, and so had its pid: kReceived is that
 // answer.
-Descriptor open_pidfd(int socket, pid_t pid) {
+Descriptor pidfd_of(int socket, pid_t pid) {
   int pidfd = -1;
   socklen_t length = sizeof pidfd;
   if (::getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, &pidfd, &length) == 0) {
     return Descriptor(pidfd);
   }
-  return Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  return open_pidfd(pid);
 }
 
 std::span<std::byte> bytes_of(auto& value) {
@@ -102,7 +99,7 @@ void Handshake::check_user() {
            ": run all ranks as the same user");
   }
   if (other.pid == 0) refuse("a rank is in another pid namespace: run all in one container");
-  peer_.pidfd = open_pidfd(fd(), other.pid);
+  peer_.pidfd = pidfd_of(fd(), other.pid);
   if (peer_.pidfd.open() || errno == ESRCH) return;  // without one: it has ended
   throw StrataError(
       {.what = "process " + std::to_string(other.pid) +

@@ -10,6 +10,9 @@
 #pragma once
 
 #include <poll.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstddef>
@@ -21,7 +24,16 @@
 #include "memory/check.hpp"
 #include "memory/descriptor.hpp"
 
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434  // the same on every machine; since Linux 5.3
+#endif
+
 namespace strata {
+
+// Closed, with errno, where there is no such process, or the kernel has no such call.
+inline Descriptor open_pidfd(pid_t pid) {
+  return Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+}
 
 // Invariants:
 //   1. polled_[i].fd is that of pidfds_[i] while ranks_[i] lives, and negative, which poll()

@@ -11,6 +11,7 @@
 
 #include "memory/check.hpp"
 #include "memory/meeting_place.hpp"
+#include "memory/peer_watch.hpp"
 #include "memory/result.hpp"
 
 namespace strata {
@@ -40,16 +41,21 @@ class Meeting final {
         deadline_(begin_ + std::min(options.timeout, kTimeoutMax)),
         place_(options.folder),
         listener_(place_, options.rank, static_cast<int>(options.count + kStrangersMax), deadline_),
-        peers_(options.count) {}
+        peers_(options.count) {
+    watch_all();
+  }
 
   std::vector<Peer> run();
 
  private:
+  void watch_all();
+  void heed_deaths();
   void call_missing();
   void accept_waiting();
   void step_all();
   void check_single(const Handshake& shaking) const;
   void wait() const;
+  [[noreturn]] void refuse_ended(std::uint32_t rank) const;
   [[noreturn]] void refuse_late() const;
 
   bool is_missing(std::uint32_t rank) const { return rank != options_.rank && !peers_[rank]; }
@@ -68,7 +74,30 @@ class Meeting final {
   Listener listener_;
   std::vector<Handshake> shaking_;
   std::vector<std::optional<Peer>> peers_;  // by rank
+  PeerWatch watch_;
 };
+
+// Without a descriptor, for whatever reason, who does not come is found at the deadline.
+void Meeting::watch_all() {
+  for (std::uint32_t rank = 0; rank < options_.pids.size(); ++rank) {
+    if (rank == options_.rank) continue;
+    Descriptor pidfd = open_pidfd(options_.pids[rank]);
+    if (!pidfd.open() && errno == ESRCH) refuse_ended(rank);
+    if (pidfd.open()) watch_.add(rank, std::move(pidfd));
+  }
+}
+
+// One that has been here already is watched by whoever asked for the meeting.
+void Meeting::heed_deaths() {
+  for (const std::uint32_t rank : watch_.died()) {
+    if (is_missing(rank)) refuse_ended(rank);
+  }
+}
+
+void Meeting::refuse_ended(std::uint32_t rank) const {
+  refuse("rank " + std::to_string(rank) + " (process " + std::to_string(options_.pids[rank]) +
+         ") ended while the ranks met; its own output says why");
+}
 
 std::vector<Peer> Meeting::run() {
   while (true) {
@@ -76,6 +105,7 @@ std::vector<Peer> Meeting::run() {
     accept_waiting();
     step_all();
     if (all_here()) break;
+    heed_deaths();
     if (time_left() <= Clock::duration::zero()) refuse_late();
     wait();
   }
@@ -151,6 +181,8 @@ void Meeting::wait() const {
   if (shaking_.size() < options_.count + kStrangersMax) {
     polled.push_back({.fd = listener_.fd(), .events = POLLIN, .revents = 0});
   }
+  const auto watched = watch_.descriptors();
+  polled.insert(polled.end(), watched.begin(), watched.end());
   Clock::duration limit = time_left();
   for (std::uint32_t rank = 0; rank < options_.rank; ++rank) {
     if (is_missing(rank) && !called(rank)) limit = std::min<Clock::duration>(limit, kCallAgain);
@@ -199,6 +231,7 @@ std::vector<Peer> meet(const MeetOptions& options) {
   }
   STRATA_ASSERT(options.hello.size() <= kHelloBytesMax);
   STRATA_ASSERT(options.descriptors.size() <= kOfferedMax);
+  STRATA_ASSERT(options.pids.empty() || options.pids.size() == options.count);
   return Meeting(options).run();
 }
 

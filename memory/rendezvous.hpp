@@ -11,6 +11,8 @@
 //   const MappedArea theirs(peers[0].descriptors.at(0).get(), bytes, Access::read_write);
 #pragma once
 
+#include <sys/types.h>
+
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -31,11 +33,12 @@ struct MeetOptions {
   std::chrono::milliseconds timeout{60'000};
   std::span<const std::byte> hello{};  // at most kHelloBytesMax
   std::span<const int> descriptors{};  // at most kOfferedMax; stay the caller's
+  std::span<const pid_t> pids{};       // by rank, where they are known: who ends is not waited for
 };
 
 // All other ranks, in their order. Throws StrataError, and leaves nothing in the folder: config
-// where the folder is not safe, two processes claim one rank, or they do not fit together; io, with
-// ETIMEDOUT and the ranks that are missing, where not all came in time.
+// where the folder is not safe, two processes claim one rank, they do not fit together, or one ends
+// meanwhile; io, with ETIMEDOUT and the ranks that are missing, where not all came in time.
 std::vector<Peer> meet(const MeetOptions& options);
 
 }  // namespace strata

@@ -19,15 +19,17 @@ import torch
 from torch import nn
 
 from . import _core
+from ._config.alike import check_alike
 from ._config.configure import Options, device_goal, gradients_rest, tier_budgets
 from ._config.frozen import AS_IS, Frozen
 from ._config.managed import check_parameters
-from ._config.ranks import find_ranks, ranks_on_paper
+from ._config.ranks import find_ranks, naming_lost, ranks_on_paper
 from ._config.sizes import Size, format_count, format_size
 from ._config.units import Chosen
 from ._config.update_modes import Update
 from ._errors import keywords_of, names_nearest
 from ._hooks.hooks import Hooks
+from ._hooks.parallel import refuse_parallel
 from ._optim.foreign import Foreign, make_foreign
 from ._planning.fitting import fit
 from ._planning.planning import Goal, Planning
@@ -73,6 +75,8 @@ def wrap(
     device: str | torch.device = "auto",
     snapshots: int = 0,
     frozen: Frozen = AS_IS,
+    rank_gradients: str = "mean",
+    rank_timeout: float | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Moves the training state of a model into pages. The loop around it stays as it is. Gradients
     that the parameters have already are dropped, and the log says so.
@@ -128,6 +132,11 @@ def wrap(
             the weights of layers, not norms and embeddings. A function of a module's name and the
             module gives a form for its weights, or None. Modules stay what they are: values are
             computed on the way to the device.
+        rank_gradients: of several ranks: `"mean"`: the update gets their average, as that of
+            DistributedDataParallel does; `"sum"`: their sum.
+        rank_timeout: seconds for which this rank waits for another one that neither comes nor ends;
+            then it raises StrataError, and so do the others. Default: for as long as it takes, and
+            after 10 s the log says for whom.
 
     Returns:
         The same model, and the optimizer that takes the place of the one that was given.
@@ -153,7 +162,8 @@ def wrap(
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         gradient_accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights,
-        seed, init_device, activations, split, device, snapshots, frozen,
+        seed, init_device, activations, split, device, snapshots, frozen, rank_gradients,
+        rank_timeout,
     )  # fmt: skip
     return model, _open(model, optimizer, options).optimizer
 
@@ -321,6 +331,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
     if isinstance(optimizer, StrataOptimizer):
         raise ValueError("this optimizer already belongs to a wrapped model")
+    refuse_parallel(model)
     refuse_graphed(model)
     check_parameters(model)
 
@@ -328,16 +339,23 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
     """Starts a session for the model and moves it there. Whatever ends it earlier, Ctrl-C too,
     leaves model and optimizer as they were."""
-    _check(model, optimizer)
-    undo = Undo(model, optimizer)
-    options = replace(options, ranks=find_ranks())
+    ranks = find_ranks()
+    options = replace(options, ranks=ranks)
+    undo: Undo | None = None
     try:
-        dropped = _drop_gradients(model)
-        state = _start(model, optimizer, options, undo)
+        with naming_lost(ranks):
+            if ranks is None:
+                _check(model, optimizer)
+            else:
+                check_alike(ranks, options, lambda: _check(model, optimizer), model)
+            undo = Undo(model, optimizer)
+            dropped = _drop_gradients(model)
+            state = _start(model, optimizer, options, undo)
     except BaseException:
-        undo.run()
-        if options.ranks is not None:
-            options.ranks.close()
+        if undo is not None:
+            undo.run()
+        if ranks is not None:
+            ranks.close()
         raise
     del undo  # and with it the memory that parameters had before
     if state.planning is not None:
@@ -373,7 +391,7 @@ def _start(
         options.ranks.wait()
         options.ranks.close()
         state.ranks = options.ranks
-        watch_ranks = Watch(session)
+        watch_ranks = Watch(session, options.rank_timeout)
         undo.first(watch_ranks.end)
         state.after_leaving.append(watch_ranks.end)
     # 2. The model, and what stands for its optimizer.

@@ -216,6 +216,11 @@ class Session:
         `gives_up`: ahead of the end of the training; the others are told, and raise StrataError."""
     def awaited_rank(self) -> int | None:
         """Whom a call waits for right now."""
+    def heard_from(self, rank: int) -> int:
+        """How many messages of that rank have come: of one that is slow there are some."""
+    def give_up_rank(self, rank: int, seconds: float) -> None:
+        """Ends the session, where a call waits for that rank; who waits raises StrataError. The
+        words say that it has waited for so long."""
     def rank_steps(self) -> list[int]:
         """By rank: the step that it is in, as far as is known here; 2**63 - 1: it makes no more."""
     def renew_others(self) -> None:

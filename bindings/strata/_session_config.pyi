@@ -38,6 +38,7 @@ class Ranks(TypedDict):
     rank: int
     count: int  # of the machine
     folder: str  # where they meet: of this user alone
+    pids: list[int]  # their processes, by rank; empty: not known
     timeout_s: float  # how long they wait there for each other
     sums: bool  # gradients are summed, and not averaged
 

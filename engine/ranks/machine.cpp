@@ -30,7 +30,7 @@ constexpr std::array<const char*, Hello::kFacts> kFactNames = {
     "other pages or another way to store moments: budgets and page_size must be the same",
     "another way to update",
 };
-constexpr std::uint64_t kFormat = 2;
+constexpr std::uint64_t kFormat = 3;
 
 std::uint64_t model_of(const Config& config) {
   Fingerprint of;
@@ -107,7 +107,8 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
                     .timeout = std::chrono::milliseconds(
                         static_cast<std::int64_t>(config_.ranks_timeout_s * 1e3)),
                     .hello = std::as_bytes(std::span(&hello, 1)),
-                    .descriptors = offered});
+                    .descriptors = offered,
+                    .pids = config_.ranks_pids});
   // 3. What they show.
   std::vector<Seat> seats(config_.ranks);
   seats[config_.rank] = seat_of(own_->bytes(), config_.ranks, offer.memory);

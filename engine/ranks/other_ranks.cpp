@@ -1,11 +1,27 @@
 #include "engine/ranks/other_ranks.hpp"
 
+#include <unistd.h>
+
+#include <array>
+#include <climits>
+#include <cstdio>
 #include <string>
 #include <utility>
 
 #include "memory/check.hpp"
 
 namespace strata {
+namespace {
+
+constexpr const char* kAdvice =
+    "its own output says why; start again from the newest snapshot or checkpoint";
+
+std::string host_name() {
+  std::array<char, HOST_NAME_MAX + 1> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "this machine";
+}
+
+}  // namespace
 
 bool OtherRanks::waits() const {
   return base_.remote->waits() || exchange_.waits() || exchange_.meets() || lender_.lends() ||
@@ -27,12 +43,13 @@ bool OtherRanks::heed_deaths() {
     if (!died_[rank]) continue;
     const bool needed = base_.remote->awaits(rank) || exchange_.needs(rank);
     if (said_bye_[rank] && !needed) continue;
-    fail(rank, "rank " + std::to_string(rank) +
-                   (said_bye_[rank]
-                        ? " has ended its training, and this one has not: all ranks must take the "
-                          "same steps, and save or read parameters before any of them ends"
-                        : " has died: its own output says why; start again from the newest "
-                          "snapshot or checkpoint"));
+    if (said_bye_[rank]) {
+      fail(rank, "rank " + std::to_string(rank) +
+                     " has ended its training, and this one has not: all ranks must take the same "
+                     "steps, and save or read parameters before any of them ends");
+    } else {
+      fail_where(rank, " has died", kAdvice);
+    }
     return true;
   }
   return false;
@@ -93,6 +110,7 @@ bool OtherRanks::turn() {
   bool moved = base_.peers->flush();
   while (const auto received = base_.peers->receive()) {
     moved = true;
+    ++messages_[received->from];
     if (!take(*received)) {
       fail(received->from, "rank " + std::to_string(received->from) +
                                " said what cannot be (message " +
@@ -115,7 +133,8 @@ bool OtherRanks::turn() {
 // Whatever has failed, the rings are whole, or nobody reads them.
 void OtherRanks::tell_failure() {
   if (!std::exchange(told_failure_, true)) {
-    base_.peers->send_all({.kind = PeerMessage::Kind::failed, .what = cause_});
+    base_.peers->send_all(
+        {.kind = PeerMessage::Kind::failed, .what = cause_, .part = std::uint32_t{gave_up_}});
   }
   base_.peers->flush();
 }
@@ -127,6 +146,43 @@ void OtherRanks::fail(std::uint32_t cause, std::string what) {
   error.fault = Fault::cancelled;
   error.what = std::move(what);
   base_.gate.fail(std::move(error));
+}
+
+// Of a rank that trains no more: with its machine, the step, and the unit that it was in last.
+void OtherRanks::fail_where(std::uint32_t cause, std::string what, const std::string& advice) {
+  const Whereabouts::Place place = base_.whereabouts->of(cause);
+  what = "rank " + std::to_string(cause) + what + ", on " + host_name();
+  if (place.unit != kNoUnit) {
+    what += " in step " + std::to_string(place.steps + 1) + " since strata.wrap(), last in the " +
+            (place.backward ? "backward" : "forward") + " of " + base_.names.of(place.unit);
+  }
+  fail(cause, what + ": " + advice);
+}
+
+void OtherRanks::heed_failure(std::uint32_t from, const PeerMessage& message) {
+  const bool gave_up = message.part != 0;
+  if (message.what != base_.peers->rank()) {
+    fail_where(message.what, gave_up ? " was waited for for too long" : " has failed or died",
+               gave_up ? "see what rank " + std::to_string(from) + " says" : kAdvice);
+    return;
+  }
+  const std::string other = "rank " + std::to_string(from);
+  fail(message.what, gave_up ? "this rank let " + other +
+                                   " wait for longer than rank_timeout= allows, and the training "
+                                   "has ended: start again from the newest snapshot or checkpoint"
+                             : other + " has ended the training because of this rank, and says why "
+                                       "in its own output");
+}
+
+void OtherRanks::give_up(std::uint32_t rank, double seconds) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.3g", seconds);
+  gave_up_ = true;
+  fail_where(rank, std::string(" has let this one wait for ") + text.data() + " s",
+             "rank_timeout= allows no more; it is stopped, or computes for longer. Start again from "
+             "the newest snapshot or checkpoint");
+  tell_failure();  // no turn comes any more
+  base_.gate.notify();
 }
 
 bool OtherRanks::take(const Peers::Received& received) {
@@ -158,10 +214,8 @@ bool OtherRanks::take(const Peers::Received& received) {
       exchange_.rank_left(from);
       return true;
     case PeerMessage::Kind::failed:
-      fail(message.what, "rank " + std::to_string(message.what) +
-                             " has failed or died: its own output says why; start again from the "
-                             "newest snapshot or " +
-                             "checkpoint");
+      if (message.what >= died_.size()) return false;
+      heed_failure(from, message);
       return true;
   }
   return false;

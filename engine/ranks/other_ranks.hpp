@@ -25,6 +25,7 @@ class OtherRanks final {
         lender_(base, updates),
         said_bye_(base.peers->count(), false),
         died_(base.peers->count(), false),
+        messages_(base.peers->count(), 0),
         cause_(base.peers->rank()) {}
 
   bool turn() STRATA_REQUIRES(core_lock);
@@ -41,8 +42,12 @@ class OtherRanks final {
   bool waits() const;
   // Whom a call of this rank waits for. `in_call`: one is under way that is part of a step.
   std::optional<std::uint32_t> awaited(bool in_call) const;
+  // Messages of that rank so far: a wait in which some come is not one wait.
+  std::uint64_t heard_from(std::uint32_t rank) const { return messages_[rank]; }
   // This session has ended with an error: the others need not wait for it.
   void tell_failure();
+  // The session ends: that rank was waited for for too long.
+  void give_up(std::uint32_t rank, double seconds) STRATA_REQUIRES(core_lock);
 
  private:
   bool take(const Peers::Received& received) STRATA_REQUIRES(core_lock);
@@ -50,6 +55,9 @@ class OtherRanks final {
   std::optional<std::uint32_t> staying() const;
   bool heard() const;
   void fail(std::uint32_t cause, std::string what) STRATA_REQUIRES(core_lock);
+  void fail_where(std::uint32_t cause, std::string what, const std::string& advice)
+      STRATA_REQUIRES(core_lock);
+  void heed_failure(std::uint32_t from, const PeerMessage& message) STRATA_REQUIRES(core_lock);
   bool heed_deaths() STRATA_REQUIRES(core_lock);
   bool heed_writes() STRATA_REQUIRES(core_lock);
   bool heed_ways() STRATA_REQUIRES(core_lock);
@@ -57,9 +65,11 @@ class OtherRanks final {
   Foundation& base_;
   GradientExchange& exchange_;
   Lender lender_;
-  std::vector<bool> said_bye_;  // by rank
-  std::vector<bool> died_;      // likewise
-  std::uint32_t cause_;         // of the failure: the rank that began it
+  std::vector<bool> said_bye_;           // by rank
+  std::vector<bool> died_;               // likewise
+  std::vector<std::uint64_t> messages_;  // likewise: that came
+  std::uint32_t cause_;                  // of the failure: the rank that began it
+  bool gave_up_ = false;                 // likewise: it was waited for for too long
   bool told_failure_ = false;
 };
 

@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <array>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -138,6 +139,20 @@ TEST(MeetingRefusals, SaysWhoEndedInTheMiddle) {
   const std::string said = meeting_refused(folder.path(), 0, 2, kLong);
   EXPECT_TRUE(has(said, "rank 1 (process " + std::to_string(other.pid()) + ") ended")) << said;
   EXPECT_EQ(other.end(), 0);
+}
+
+// By its process, where that is known: it need not have come.
+TEST(MeetingRefusals, DoesNotWaitForWhoHasEnded) {
+  const TempFolder folder;
+  for (const useconds_t pause_us : {0, 50'000}) {
+    Forked other([pause_us] { ::usleep(pause_us); });
+    const std::array pids = {::getpid(), other.pid()};
+    if (pause_us == 0) EXPECT_EQ(other.end(), 0);
+    const std::string words = refusal_of([&] {
+      meet({.folder = folder.path(), .rank = 0, .count = 2, .timeout = kLong, .pids = pids});
+    });
+    EXPECT_TRUE(has(words, "rank 1 (process " + std::to_string(pids[1]) + ") ended while")) << words;
+  }
 }
 
 TEST(MeetingRefusals, RefusesAnotherUser) {

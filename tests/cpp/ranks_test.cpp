@@ -16,6 +16,7 @@
 #include "adoptions.hpp"
 #include "doubles/loopback.hpp"
 #include "engine/session.hpp"
+#include "forked.hpp"
 #include "io_fixtures.hpp"
 #include "memory/result.hpp"
 #include "session_fixtures.hpp"
@@ -278,6 +279,59 @@ TEST(Ranks, BothSayThatTheyAskDifferentThingsOfAStep) {
       EXPECT_NE(words.find("ask different things of this step"), std::string::npos) << words;
     }
   }
+}
+
+// With how far it had come, which the others read on its board.
+TEST(Ranks, WhoIsLostIsNamedWithItsStepAndUnit) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    const auto opened = open_rank(machine, rank);
+    Session& session = *opened;
+    fill_all(session);
+    train_rank(session, 2, {}, {});
+    if (rank == 1) {
+      visit_unit(session, 1, false, rank);
+      machine.lose(rank);
+    } else {
+      const std::string words = refusal_of([&] { session.step(session.config().groups, {}); });
+      const std::string unit = session.config().units[1];
+      EXPECT_NE(words.find("rank 1 has died, on "), std::string::npos) << words;
+      EXPECT_NE(words.find(" in step 3 since strata.wrap(), last in the forward of " + unit),
+                std::string::npos)
+          << words;
+    }
+    all.arrive_and_wait();  // others may still read from this one
+  });
+}
+
+// It is not waited for any longer, and all say so.
+TEST(Ranks, WhoIsGivenUpIsNamedByAll) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    const auto opened = open_rank(machine, rank);
+    Session& session = *opened;
+    fill_all(session);
+    train_rank(session, 1, {}, {});
+    session.give_up_rank(1 - rank, 9.0);  // nobody waits: nothing
+    all.arrive_and_wait();
+    if (rank == 0) {
+      std::thread watch([&] {
+        while (session.awaited_rank() != 1) std::this_thread::yield();
+        session.give_up_rank(1, 2.5);
+      });
+      const std::string words = refusal_of([&] { session.step(session.config().groups, {}); });
+      watch.join();
+      EXPECT_NE(words.find("rank 1 has let this one wait for 2.5 s"), std::string::npos) << words;
+    }
+    all.arrive_and_wait();
+    if (rank == 1) {
+      const std::string words = refusal_of([&] { session.step(session.config().groups, {}); });
+      EXPECT_NE(words.find("this rank let rank 0 wait for longer"), std::string::npos) << words;
+    }
+    all.arrive_and_wait();
+  });
 }
 
 // What another thread reads of other ranks is never on its way when they change it.

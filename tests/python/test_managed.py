@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         r"inner.weight' is a test_managed.Scaled",
     ),
     "bitsandbytes": (put(Params4bit), r"Params4bit, quantised by bitsandbytes.*8bit"),
-    "DTensor": (distributed, r"DTensor, spread over devices"),
+    "DTensor": (distributed, r"DTensor with \(Replicate\(\),\), spread over devices"),
     "lazy": (
         lambda layer: setattr(layer, "inner", nn.LazyLinear(48)),
         r"inner.weight' has no shape yet",

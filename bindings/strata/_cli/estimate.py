@@ -24,7 +24,9 @@ import torch
 
 from .. import _core
 from .._config import device
+from .._config.choices import HOST
 from .._config.configure import UNBOUNDED, Options, config_of
+from .._config.ranks import Ranks, plans_of_one_page_size
 from .._config.update_modes import LockFree
 from .._errors import StrataError, is_for_snapshots
 from .._optim.groups import group_spec
@@ -42,6 +44,7 @@ from .lora import add_adapters
 from .models import build, choose, config_file
 from .options import budgets_of
 from .planner import machine_of, reply, show
+from .sharing import held_bytes, share_of
 
 if TYPE_CHECKING:
     from .._core import Budgets, Plan, Trace, Wishes
@@ -67,11 +70,17 @@ class Step:
         """Of one backward."""
         return self.batch * self.sequence
 
+    @property
+    def ranks(self) -> int:
+        """How many train the model together; `memory` is all that they have, and `device` each."""
+        return self.options.shared_by()
+
     def budgets(self, sizes: Plan) -> Budgets:
         """As the planner takes them: buffers of gradients are no pages, and take host memory."""
-        host = max(0, self.memory["host"] - sizes["buffer_bytes"])
-        ssd = max(0, self.memory["ssd"] - sizes["snapshot_bytes"])
-        given = {**self.memory, "host": host, "ssd": ssd}
+        share = share_of(self.memory, self.ranks)
+        host = max(0, share["host"] - sizes["buffer_bytes"])
+        ssd = max(0, share["ssd"] - sizes["snapshot_bytes"])
+        given = {**share, "host": host, "ssd": ssd}
         return budgets_of(given, sizes["page_bytes"], grads_rest=self.options.update == "on_step")
 
 
@@ -146,8 +155,9 @@ def make_trace(
 
 
 def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
-    """Units in whole pages, trained by AdamW, with the page size that wrap() would choose. Raises
-    StrataError where the SSD has no room for snapshots, with what would do."""
+    """Units in whole pages, trained by AdamW, with the page size that wrap() would choose; of
+    several ranks for the one that holds most. Raises StrataError where the SSD has no room for
+    snapshots, with what would do."""
     optimizer = torch.optim.AdamW(model.parameters())
     config = config_of(
         model,
@@ -157,19 +167,21 @@ def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
         [group_spec(optimizer, 0, optimizer.param_groups[0])],
         step.device,
     )
+    share = share_of(step.memory, step.ranks)
     config |= {
-        "device_bytes": step.memory["device"],
-        "host_bytes": step.memory["host"],
-        "ssd_bytes": step.memory["ssd"],
-        "ssd_paths": ["ssd"] if step.memory["ssd"] else [],
+        "device_bytes": share["device"],
+        "host_bytes": share["host"],
+        "ssd_bytes": share["ssd"],
+        "ssd_paths": ["ssd"] if share["ssd"] else [],
     }
     try:
-        return _core.plan(config)
+        return max(plans_of_one_page_size(config, _core.plan), key=held_bytes)
     except StrataError as error:
         if is_for_snapshots(error):
             raise
         # Too small even without activations: the planner says by how much.
-        return _core.plan({**config, "device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED})
+        config |= {"device_bytes": UNBOUNDED, "host_bytes": UNBOUNDED}
+        return max(plans_of_one_page_size(config, _core.plan), key=held_bytes)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -185,6 +197,7 @@ def run(options: argparse.Namespace) -> int:
         page_size=options.page_size or "auto",
         workers=1,
         snapshots=options.snapshots,
+        ranks=Ranks(0, options.ranks, "") if options.ranks > 1 else None,
     )
     if options.snapshots and not options.memory["ssd"]:
         raise ValueError(f"--snapshots {options.snapshots} are kept on an SSD: give ssd= as well")
@@ -197,9 +210,10 @@ def run(options: argparse.Namespace) -> int:
     sizes = page_sizes(model, counted, step)
     page_bytes = sizes["page_bytes"]
     machine = machine_of(options, page_bytes, options.dtype)
-    flops_s, bytes_s = options.flops or machine.flops_s, options.device_bandwidth
+    shared = options.ranks if options.device == HOST else 1  # ranks that compute on one device
+    flops_s, bytes_s = options.flops or machine.flops_s / shared, options.device_bandwidth
     if bytes_s is None:  # another device is limited by its arithmetic
-        bytes_s = machine.memory_bytes_s if options.flops is None else float("inf")
+        bytes_s = machine.memory_bytes_s / shared if options.flops is None else float("inf")
     trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
     notes = snapshot_room(sizes["snapshot_bytes"], isinstance(options.update, LockFree))
     answer = reply(

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .._config.launched import leads, rank_name
+
 BROKEN_PIPE = 141  # the exit statuses that shells use: of a reader that went away
 INTERRUPTED = 130  # of Ctrl-C
 
@@ -154,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return BROKEN_PIPE
     except KeyboardInterrupt:
-        print("strata: interrupted", file=sys.stderr)
+        print(f"strata: {rank_name()}interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -178,9 +180,13 @@ def _run(arguments: list[str]) -> int:
 
     from .._storage.checkpoint_files import CheckpointError
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    follows = not leads()  # of several ranks the first tells what all of them do
+    logging.basicConfig(
+        level=logging.WARNING if follows else logging.INFO,
+        format=f"{rank_name() if follows else ''}%(message)s",
+    )
     for library in ("accelerate", "datasets", "httpx", "matplotlib", "peft", "transformers"):
-        logging.getLogger(library).setLevel(logging.WARNING)
+        logging.getLogger(library).setLevel(logging.ERROR if follows else logging.WARNING)
     try:
         return command(arguments[1:])
     except BrokenPipeError:
@@ -189,7 +195,7 @@ def _run(arguments: list[str]) -> int:
         if os.environ.get("STRATA_TRACEBACK"):
             raise
         says = import_failure(error) if isinstance(error, ImportError) else error
-        print(f"strata: {says}", file=sys.stderr)
+        print(f"strata: {rank_name()}{says}", file=sys.stderr)
         return 1
 
 

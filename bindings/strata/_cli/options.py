@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # What options take, and how help calls that; all others take any text.
 _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
-    (positive, "N", ("--steps", "--batch", "--sequence", "--split")),
+    (positive, "N", ("--steps", "--batch", "--sequence", "--split", "--ranks")),
     (workers, "N", ("--workers",)),
     (count, "N", ("--snapshots",)),
     (parse_size, "SIZE", ("--ssd-endurance",)),
@@ -139,8 +139,10 @@ def add_machine(parser: Parser) -> None:
         required=True,
         type=worded(_budgets),
         metavar="device=SIZE,host=SIZE[,ssd=SIZE]",
-        help="budgets, such as device=8GiB,host=24GiB,ssd=200GiB",
+        help="budgets, such as device=8GiB,host=24GiB,ssd=200GiB; of several ranks each has the "
+        "device budget, and all share the others",
     )
+    add("--ranks", f"processes of one machine that train together ({DEFAULT})", default=1)
     add("--device", f"whose figures are taken where none are told: {DEVICES}", default="auto")
     own = "(default: this machine's)"
     add("--upload-speed", f"of copies from host to device, such as 25GB/s {own}")
@@ -185,7 +187,7 @@ def estimate_parser(description: str | None) -> Parser:
         metavar=MODEL,
     )
     measured = "(default: as --device is measured)"
-    add("--batch", f"sequences ({DEFAULT})", default=1)
+    add("--batch", f"sequences, of each rank ({DEFAULT})", default=1)
     add("--sequence", f"tokens of each ({DEFAULT})", default=2048)
     add("--dtype", DEFAULT, default="bfloat16")
     add("--update", UPDATE, default="on_step")

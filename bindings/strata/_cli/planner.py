@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._config import configure, device
-from .._config.choices import SPEED_OF
+from .._config.choices import HOST, SPEED_OF
 from .._config.configure import UNBOUNDED
 from .._config.sizes import format_count, format_duration, format_size, write_size
 from .._planning import budget_check
@@ -26,6 +26,7 @@ from .._profiling.calibrate import Calibration, Setup, calibration
 from .._report.report_text import wear_lines
 from .._storage.trace_file import load
 from .options import SPEEDS, budgets_of, wishes_of
+from .sharing import costs_of_rank, share_of, shared_among
 
 if TYPE_CHECKING:
     from .._core import Budgets, Costs, DtypeName, Trace, Wishes
@@ -44,7 +45,7 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
         return self.forecast.to_dict() | {
-            "ssd_bytes_per_step": self.forecast.written_bytes,
+            "ssd_bytes_per_step": self._written_bytes(),
             "ssd_bytes_enough": self.ssd_bytes_enough,
             "wear": self._wear(),
             "notes": list(self.notes),
@@ -65,11 +66,15 @@ class Answer:
             found.append(f"give it an SSD: ssd={write_size(self.ssd_bytes_enough)} would do")
         return [*found, *self.notes]
 
+    def _written_bytes(self) -> int:
+        """To the SSD in a step, by all ranks."""
+        return self.forecast.ranks * self.forecast.written_bytes
+
     def _wear(self) -> list[str]:
         seconds = self.forecast.step_seconds
         if not seconds:
             return []
-        return wear_lines(self.forecast.written_bytes, self.endurance_bytes, self.steps, seconds)
+        return wear_lines(self._written_bytes(), self.endurance_bytes, self.steps, seconds)
 
 
 def reply(
@@ -81,10 +86,14 @@ def reply(
     changes: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Answer:
-    """Plans. `options`: of add_machine(); `changes`: to the model, so that it trains at all."""
-    wishes = wishes_of(options.activations, options.split)
-    found = replace(forecast(trace, costs, budgets, wishes, tokens), changes=changes)
-    enough = 0 if found.feasible else _ssd_enough(trace, costs, budgets, wishes)
+    """Plans. `options`: of add_machine(); `budgets` and `tokens`: of one rank; `changes`: to the
+    model, so that it trains at all."""
+    wishes, ranks = wishes_of(options.activations, options.split), options.ranks
+    told = [SPEED_OF[lane] for option, lane in SPEEDS.items() if getattr(options, option)]
+    costs = costs_of_rank(costs, ranks, options.device, told)
+    found = forecast(trace, costs, budgets, wishes, ranks * tokens)
+    found = replace(found, changes=changes, ranks=ranks)
+    enough = 0 if found.feasible else ranks * _ssd_enough(trace, costs, budgets, wishes)
     return Answer(found, options.steps, options.ssd_endurance, enough, [*notes, *remarks(options)])
 
 
@@ -144,7 +153,10 @@ def machine_of(
 
 def remarks(options: argparse.Namespace) -> list[str]:
     """Notes for people on the budgets and on the folders of --ssd-path, on this machine."""
-    said = budget_check.remarks(options.memory, options.device, options.ssd_path)
+    memory = dict(options.memory)
+    if options.device == HOST:
+        memory["device"] *= options.ranks
+    said = budget_check.remarks(memory, options.device, options.ssd_path)
     wanted, free = options.memory["device"], device.free_bytes(options.device)
     if free is not None and wanted > free - CONTEXT_BYTES:
         said.append(
@@ -193,13 +205,16 @@ def scaled(trace: Trace, factor: float) -> Trace:
 def run(options: argparse.Namespace) -> int:
     """0 where the step fits, 1 where it does not. `options`: of options.plan_parser()."""
     found = load(options.trace)
-    trace = scaled(found.trace, options.tokens_scale)
+    trace = shared_among(scaled(found.trace, options.tokens_scale), options.ranks)
     page_bytes = page_bytes_of(trace)
     options.device = device.choose(options.device)
     costs = machine_of(options, page_bytes).costs
     costs.compute_scale /= options.compute_speed
+    if options.device == HOST:  # the ranks compute on the processors of one machine
+        costs.compute_scale *= options.ranks
     tokens = round(found.origin.tokens * options.tokens_scale)
-    answer = reply(options, trace, costs, budgets_of(options.memory, page_bytes), tokens)
+    budgets = budgets_of(share_of(options.memory, options.ranks), page_bytes)
+    answer = reply(options, trace, costs, budgets, tokens)
     return show(answer, options.json)
 
 

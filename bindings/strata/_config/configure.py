@@ -29,7 +29,7 @@ from .choices import (
 )
 from .frozen import AS_IS, Frozen, check_frozen, stored_forms
 from .managed import DTYPE_NAMES, dtype_names
-from .ranks import Ranks, plans_of_all
+from .ranks import RANK_GRADIENTS, TIMEOUT_MAX_S, Ranks, plans_of_all
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
 from .units import Chosen, UnitSpec, find_units, used_apart
 from .update_modes import (
@@ -68,6 +68,7 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
     ("init_device", (str, torch.device), "a device such as 'cuda'"),
     ("split", (int, NoneType), "a whole number or None"),
     ("snapshots", int, "a whole number"),
+    ("rank_timeout", (float, int, NoneType), "seconds, or None"),
 )
 
 log = logging.getLogger("strata")
@@ -98,6 +99,8 @@ class Options:
     device: str | torch.device = "auto"
     snapshots: int = 0
     frozen: Frozen = AS_IS
+    rank_gradients: str = "mean"
+    rank_timeout: float | None = None
     ranks: Ranks | None = None  # none of wrap()'s: what torch.distributed has started
 
     def check(self) -> None:
@@ -122,6 +125,12 @@ class Options:
             )
         check_snapshots(self.snapshots, self.ssd_paths())
         check_frozen(self.frozen)
+        check_choice("rank_gradients", self.rank_gradients, RANK_GRADIENTS)
+        if self.rank_timeout is not None and not 0 < self.rank_timeout <= TIMEOUT_MAX_S:
+            raise ValueError(
+                f"rank_timeout must be a number of seconds up to {TIMEOUT_MAX_S:.0f}, or None to "
+                f"wait for as long as it takes, not {self.rank_timeout}"
+            )
         for name in ("max_grad_norm", "max_unit_norm"):
             norm = getattr(self, name)
             if norm is None:
@@ -267,7 +276,7 @@ def config_of(
         "together": [],
     }
     if options.ranks is not None:
-        config["ranks"] = options.ranks.spec()
+        config["ranks"] = options.ranks.spec(options.rank_gradients)
     return config
 
 

@@ -31,6 +31,7 @@ from .._torch_compat import graph_task, untraced
 from .adapters import refuse_new_adapters
 from .frames import Frame, Frames
 from .land_hook import LandHook, Uncopied, drop_grad
+from .parallel import KeptUnwrapped
 from .pins import Pins, hold, references
 from .saved import SavedTensors
 
@@ -69,6 +70,8 @@ class Hooks:
         self._handles.append(root)
         if (adapters := refuse_new_adapters(state.model)) is not None:
             self._handles.append(adapters)
+        if state.ranks is not None:
+            self._handles.append(KeptUnwrapped(state.model))
         self._handles += plan_forwards(self, by_module)
         for i, (parameter, spec) in enumerate(
             zip(state.params, state.config["params"], strict=True)

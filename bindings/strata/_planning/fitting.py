@@ -15,7 +15,7 @@ from torch import nn
 from .._config import machine
 from .._config.choices import HOST
 from .._config.configure import Options, configure
-from .._config.ranks import plans_of_all
+from .._config.ranks import plans_of_one_page_size
 from .._config.sizes import format_size, parse_budgets
 from .._config.units import find_units
 from .._errors import StrataError
@@ -89,12 +89,8 @@ def plan_or_refuse(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:
     StrataError where the budgets cannot work, with the smallest that would, and for an SSD with
     what is free."""
     try:
-        plans = plans_of_all(config, make_plan)
-        if len(plans) == 1:
-            return plans[0]
-        # Ranks hold different chunks, and might choose different pages.
-        config["page_bytes"] = min(plan["page_bytes"] for plan in plans)
-        return plans_of_all(config, make_plan)[config["ranks"]["rank"]]
+        plans = plans_of_one_page_size(config, make_plan)
+        return plans[config["ranks"]["rank"] if "ranks" in config else 0]
     except StrataError as error:
         if not config["ssd_paths"] or not error.needed_bytes or error.tier != "ssd":
             raise

@@ -50,6 +50,7 @@ class Forecast:
     tokens: int = 0  # of a step; 0: unknown
     changes: Sequence[str] = ()  # to the model, so that it trains in less memory
     limited: str = ""  # what limits a step, in a sentence
+    ranks: int = 1  # that train together: this is the one of them that holds most
 
     @property
     def feasible(self) -> bool:
@@ -81,6 +82,25 @@ class Forecast:
             return self.plan.refusal
         return "" if self.feasible else "infeasible: pages have to move over a link without speed"
 
+    @property
+    def partition(self) -> str:
+        """What is shared out among the ranks, in a sentence; empty where there is one, or no
+        plan."""
+        if self.ranks == 1 or not self.plan.feasible:
+            return ""
+        whole, count = sum(self.plan.resident), len(self.plan.resident)
+        if whole == 0:
+            return (
+                "no unit rests on a rank's device whole, parameters come from their owners when "
+                "they are needed: ZeRO-3"
+            )
+        which = f"{whole} of {count} units rest" if whole < count else "all units rest"
+        rest = "; what does not is ZeRO-3" if whole < count else ""
+        return (
+            f"{which} on a rank's device whole, which is ZeRO-1/2-like: parameters there, "
+            f"gradients and optimizer state with their owners{rest}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
         plan = self.plan.to_dict()
@@ -96,6 +116,8 @@ class Forecast:
             "bound": self.bound.to_dict(),
             "percent_of_bound": self.percent_of_bound,
             "limited": self.limited,
+            "ranks": self.ranks,
+            "partition": self.partition,
             "lanes": run.get("lanes", {}),
             "stalls": run.get("stalls", []),
             "budgets": self.budgets.to_dict(),
@@ -128,8 +150,15 @@ class Forecast:
                 f"lower bound {time(self.bound.seconds)} ({self.bound.what}), "
                 f"{self.percent_of_bound:.0f} % of it reached",
                 *([self.limited] if self.limited else []),
+                *([self._ranks(), self.partition] if self.ranks > 1 else []),
                 *self.changes,
             ]
+        )
+
+    def _ranks(self) -> str:
+        return (
+            f"{self.ranks} ranks, each with a device of its own and an equal part of host and ssd; "
+            "the tokens are those of all, and the rest is of the rank that holds most"
         )
 
     def _verdict(self, seconds: float) -> str:

@@ -30,10 +30,6 @@ def make_trace(step: RecordedStep, state: Wrapped) -> Trace:
         elements = sum(state.config["params"][i]["numel"] for i in unit.params)
         traced = traced_unit(unit.name, elements, sizes, unit.slices_max, unit.may_recompute)
         traced.may_swap = unit.may_swap
-        traced.remote_elements = sizes["remote_params"]
-        traced.remote_param_bytes = sizes["remote_param_bytes"]
-        traced.remote_grad_bytes = sizes["remote_landing_bytes"]
-        traced.remote_state_bytes = sizes["remote_state_bytes"]
         traced.traced, traced.slices_traced = recorded_as(unit)
         units.append(traced)
     return trace_from(step, units)
@@ -57,6 +53,10 @@ def traced_unit(
         traced="keep",
         slices_traced=1,
         code_bytes=resting if resting != shown else 0,
+        remote_elements=sizes["remote_params"],
+        remote_param_bytes=sizes["remote_param_bytes"],
+        remote_grad_bytes=sizes["remote_landing_bytes"],
+        remote_state_bytes=sizes["remote_state_bytes"],
     )
 
 

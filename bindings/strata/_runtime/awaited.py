@@ -1,10 +1,11 @@
 """Says in the log which other rank this one waits for, where that takes long.
 
-    watch = Watch(session)     # of one of several ranks
+    watch = Watch(session, limit)     # of one of several ranks
     watch.end()
 
 The core waits without the GIL, as long as another rank takes: it may be stopped, in a debugger or
-by SIGSTOP, and go on. A thread of its own looks once in a while.
+by SIGSTOP, and go on. A thread of its own looks once in a while, and ends a wait for longer than
+`limit` seconds (rank_timeout= of wrap).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .._core import Session
 
 PATIENCE_S = 10.0  # of a wait ahead of the first word
-LOOK_S = 1.0
+LOOK_S, LOOK_MIN_S = 1.0, 0.01
 
 log = logging.getLogger("strata")
 
@@ -28,8 +29,10 @@ log = logging.getLogger("strata")
 class Watch:
     """The thread that looks. Threads: any may end it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, limit: float | None) -> None:
+        """`limit`: in seconds; None: none."""
         self._session = session
+        self._limit = limit
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="strata-awaited", daemon=True)
         self._thread.start()
@@ -40,22 +43,28 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        awaited: int | None = None
+        awaited: tuple[int, int] | None = None  # the rank, and what had come of it by then
         since, told = 0.0, False
-        while not self._ended.wait(LOOK_S):
+        look = LOOK_S if self._limit is None else min(LOOK_S, max(self._limit / 10, LOOK_MIN_S))
+        while not self._ended.wait(look):
             try:
-                now = self._session.awaited_rank()
+                rank = self._session.awaited_rank()
+                now = None if rank is None else (rank, self._session.heard_from(rank))
+                if now is None or now != awaited:
+                    if told and awaited is not None:
+                        log.warning("rank %d was waited for, and has come", awaited[0])
+                    awaited, since, told = now, time.monotonic(), False
+                    continue
+                waited = time.monotonic() - since
+                if self._limit is not None and waited > self._limit:
+                    self._session.give_up_rank(now[0], waited)
             except StrataError:  # the session has ended
                 return
-            if now != awaited:
-                if told:
-                    log.warning("rank %d was waited for, and has come", awaited)
-                awaited, since, told = now, time.monotonic(), False
-            elif now is not None and not told and time.monotonic() - since > PATIENCE_S - LOOK_S:
+            if not told and waited > PATIENCE_S - LOOK_S:
+                told = True
                 log.warning(
                     "waiting for rank %d for %.0f s: it computes for longer, or is stopped; this "
                     "one goes on when it does",
-                    now,
+                    now[0],
                     PATIENCE_S,
                 )
-                told = True

@@ -302,8 +302,20 @@ class Wrapped:
             return
         flat = value.detach().reshape(-1)
         for begin in range(0, flat.numel(), CHUNK_NUMEL):
-            part = flat[begin : begin + CHUNK_NUMEL].to("cpu", torch.float32).contiguous()
+            part = self._own_part(index, offset + begin, flat[begin : begin + CHUNK_NUMEL])
             self.session.write(index, kind, offset + begin, part.data_ptr(), part.numel())
+
+    def _own_part(self, index: int, first: int, values: torch.Tensor) -> torch.Tensor:
+        """`values` as the core takes them, which begin with element `first`. Of ranks each stores
+        what it owns: the others are not looked at, so that files are not read for them."""
+        if "ranks" not in self.config:
+            return values.to("cpu", torch.float32).contiguous()
+        part = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
+        for rank, begin, count in self.session.owners(index):
+            low, high = max(begin - first, 0), min(begin + count - first, part.numel())
+            if rank == self.config["ranks"]["rank"] and low < high:
+                part[low:high] = values[low:high]
+        return part
 
     def note_step(self, result: StepResult) -> None:
         """Counts a step, and marks what it changes as changed for the graphs that saved it."""

@@ -68,11 +68,11 @@ class Together:
         self._exchange = exchange
 
     @staticmethod
-    def of(state: Wrapped, call: str) -> Together:
-        """For the thread that trains."""
+    def of(state: Wrapped, call: str, patience_s: float = PATIENCE_S) -> Together:
+        """For the thread that trains. `patience_s`: of a wait ahead of a word in the log."""
         if state.ranks is None:
             return Together.alone(call)
-        group = _Group(state.session, state.ranks.count, call)
+        group = _Group(state.session, state.ranks.count, call, patience_s)
         return Together(call, state.ranks.rank, state.ranks.count, group.exchange)
 
     @staticmethod
@@ -147,8 +147,9 @@ class Together:
 class _Group:
     """The processes of torch.distributed, for the thread that trains."""
 
-    def __init__(self, session: Session, count: int, call: str) -> None:
+    def __init__(self, session: Session, count: int, call: str, patience_s: float) -> None:
         self._session, self._count, self._call = session, count, call
+        self._patience_s = patience_s
 
     def exchange(self, message: str) -> list[str]:
         """The messages of all ranks, by rank."""
@@ -168,11 +169,8 @@ class _Group:
             work.wait()
         except StrataError:
             raise
-        except RuntimeError:  # a connection was lost: the core says whose
-            end = time.monotonic() + DEATH_S
-            while time.monotonic() < end:
-                self._session.awaited_rank()
-                time.sleep(PAUSE_MAX_S)
+        except RuntimeError:  # a connection was lost
+            name_dead(self._session)
             raise
         return values
 
@@ -183,13 +181,22 @@ class _Group:
             self._session.awaited_rank()
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_MAX_S)
-            if not told and time.monotonic() - begin > PATIENCE_S:
+            if not told and time.monotonic() - begin > self._patience_s:
                 told = True
                 log.warning(
                     "%s waits for other ranks for %.0f s: every rank has to call it",
                     self._call,
-                    PATIENCE_S,
+                    self._patience_s,
                 )
+
+
+def name_dead(session: Session) -> None:
+    """Behind an exception of torch.distributed, which has lost a connection: raises StrataError
+    with whose it was, if a rank has died."""
+    end = time.monotonic() + DEATH_S
+    while time.monotonic() < end:
+        session.awaited_rank()
+        time.sleep(PAUSE_MAX_S)
 
 
 def owned(state: Wrapped, param: int, rank: int) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .._config.launched import processes_started
 from .._errors import nearest
 from ..optim import Lion
 
@@ -42,7 +43,16 @@ def check_arguments(args: Any) -> None:
         (args.deepspeed, "deepspeed=", "leave it out; strata.from_deepspeed() translates its file"),
         (args.fsdp, "fsdp=", "leave it out: strata partitions and offloads by itself"),
         (args.torch_compile, "torch_compile=", "compile units of the model ahead of wrapping"),
-        (args.world_size > 1, f"{args.world_size} processes", "start one: ranks are not there yet"),
+        (
+            args.world_size == 1 < processes_started(),
+            f"{processes_started()} processes of which these training arguments see one",
+            "give use_cpu=True",
+        ),
+        (
+            args.world_size > 1 and args.device.type != "cpu",
+            f"{args.world_size} processes on {args.device.type}",
+            "give use_cpu=True, or start one process",
+        ),
         (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process", "set CUDA_VISIBLE_DEVICES to one"),
         (args.auto_find_batch_size, "auto_find_batch_size=", "leave it out: steps are planned"),
         (args.bf16_full_eval, "bf16_full_eval=", "give strata={'dtype': torch.bfloat16}"),

@@ -94,6 +94,12 @@ def clear_state(folder: Path) -> None:
         remove_saved(folder)
 
 
+def may_be_snapshots(args: Any) -> bool:
+    """Whether the training state of a checkpoint can be a snapshot. That of several ranks is
+    written by strata.save(). `args`: of the Trainer."""
+    return bool(args.world_size == 1)
+
+
 def snapshots_at_once(args: Any, steps: int) -> int:
     """How many complete snapshots there are beside the one that is being taken. `args`: of the
     Trainer; `steps`: that it trains."""

@@ -8,7 +8,7 @@ else. So a checkpoint without a readable one is of a run that was killed while i
 the training state is a snapshot, which becomes complete while training goes on: only then older
 checkpoints are removed. resume_from_checkpoint=True takes the newest that is whole. A run that
 comes to a step for the second time writes into the folder of the first: it removes that file ahead
-of all others.
+of all others. Of several ranks the first writes it, when all the others have written their parts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from .._storage.saving import save
 from .._storage.snapshot import SnapshotHandle, snapshot_alone
 from .._storage.snapshot_files import snapshots_of
 from .._storage.snapshot_load import load
+from .._storage.together import name_dead
 from ._trainer_checkpoints import (
     STATE_FOLDER,
     TRAINER_STATE,
     checkpoints_in,
     clear_state,
     is_complete,
+    may_be_snapshots,
     newest_checkpoint,
     outdated,
     remove_checkpoint,
@@ -78,6 +80,8 @@ class SavingMixin(_Base):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """See TrainerMixin."""
+        if resume_from_checkpoint:
+            self.accelerator.wait_for_everyone()  # rank 0 may still write to a checkpoint
         if resume_from_checkpoint is True:
             folder = newest_checkpoint(self.args.output_dir)
             if folder is None:
@@ -93,12 +97,21 @@ class SavingMixin(_Base):
             )
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(Exception):  # the first one is told
                 self._settle()
+            if isinstance(error, RuntimeError) and not isinstance(error, StrataError):
+                self._name_dead()
             raise
         self._settle()
         return result
+
+    def _name_dead(self) -> None:
+        """Raises StrataError, with its number, where a rank has died: what the Trainer exchanges
+        with it fails without a name."""
+        state = self.model.__dict__.get("_strata")
+        if state is not None and state.ranks is not None:
+            name_dead(state.session)
 
     def _plan_snapshots(self, steps: int) -> None:
         """Decides whether checkpoints are snapshots, and how many of them there are at once."""
@@ -106,13 +119,25 @@ class SavingMixin(_Base):
         if not saves or self.args.save_only_model:
             return
         given = self._strata_keywords.get("snapshots")
-        if given is not None:
+        if not may_be_snapshots(self.args):
+            if given:
+                raise ValueError(
+                    f"strata={{'snapshots': {given}}} with {self.args.world_size} ranks: snapshots "
+                    "of several ranks are not there yet; leave it out, and checkpoints are saved "
+                    "by strata.save"
+                )
+            self._tell("several ranks")
+        elif given is not None:
             self.snapshots = given
         elif self._drives():
             self.snapshots = snapshots_at_once(self.args, steps)
-        elif not self._told:
-            log.info("no ssd_path: checkpoints are saved by strata.save, and training waits for it")
-            self._told = True
+        else:
+            self._tell("no ssd_path")
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            log.info("%s: checkpoints are saved by strata.save, and training waits for it", why)
+        self._told = True
 
     def _drives(self) -> list[str]:
         """The folders of ssd_path, of a wrapped model or as they will be."""
@@ -142,7 +167,8 @@ class SavingMixin(_Base):
         the newest is complete. See Note [A checkpoint is whole or not chosen]."""
         run = Path(self._get_output_dir(trial=trial))
         folder = run / f"checkpoint-{self.state.global_step}"
-        (folder / TRAINER_STATE).unlink(missing_ok=True)
+        if self.args.should_save:
+            (folder / TRAINER_STATE).unlink(missing_ok=True)
         if not self.snapshots:
             super()._save_checkpoint(model, trial)
             return
@@ -177,13 +203,20 @@ class SavingMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / STATE_FOLDER
+        folder.parent.mkdir(parents=True, exist_ok=True)  # ranks come here at any moment
         if self.snapshots:
             clear_state(folder)
             folder.mkdir(exist_ok=True)  # see is_complete()
             self._taken = snapshot_alone(self.model, folder)
         else:
             save(self.model, folder)
-        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Of each rank its own: trainer_state.json comes behind all of them."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
 
     def _settle(self) -> None:
         """Waits for the snapshot under way, and removes checkpoints that it makes outdated. Raises
@@ -232,6 +265,7 @@ class SavingMixin(_Base):
         self._leave_best()
         best = Path(self.state.best_model_checkpoint)
         if not snapshots_of(best / STATE_FOLDER):
+            self.accelerator.wait_for_everyone()  # others may still compute with the last values
             super()._load_best_model()
             return
         states = rng.capture()

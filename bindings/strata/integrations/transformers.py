@@ -16,7 +16,13 @@ that. With LockFree the Trainer could not, and the update clips by `args.max_gra
 
 Note [A step that is tried again]. The first step of each shape is recorded, and may run out of
 device memory. Then its gradients are dropped and all its batches run again, which takes less, from
-the random state that the step began with: the bits are those of a step that had enough.
+the random state that the step began with: the bits are those of a step that had enough. Of several
+ranks the others would have to do the same: such a step is refused.
+
+Note [Ranks]. Under torchrun every rank has a Trainer of its own, and each takes its batches: the
+Trainer shares them out. What it does on the first process alone (logs, the exported model) it does
+so here. Every rank calls strata.save() and strata.load(). Nobody goes on from a checkpoint until
+all have written theirs of it.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from torch import nn
 
 from .._api import report, wrap
 from .._errors import StrataError, nearest
+from .._hooks.parallel import let_accelerate_ask
 from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import wrapped
 from ..optim import GradScaler, Lion
@@ -136,9 +143,12 @@ class TrainerMixin(SavingMixin):
         return super().get_optimizer_cls_and_kwargs(plain, model)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        """Evaluation without training needs the model in its place, too."""
+        """Evaluation without training needs the model in its place, too. Of several ranks
+        Accelerate gives it autocast here, as `args.bf16` says, and does not put it into DDP."""
         if not training and model is self.model:
             self.create_optimizer()
+        if let_accelerate_ask(model):
+            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         return super()._wrap_model(model, training=training, dataloader=dataloader)
 
     # The step -------------------------------------------------------------------------------------
@@ -179,7 +189,8 @@ class TrainerMixin(SavingMixin):
         """Raises where another try would need as much, or gradients are used already."""
         state = wrapped(self.model)
         used = state.config["update"] == "in_backward"
-        if used or state.planning is None or not state.planning.recording.may_try_smaller:
+        planning, alone = state.planning, state.ranks is None
+        if used or planning is None or not alone or not planning.recording.may_try_smaller:
             self._window.clear()
             why = "; ".join((str(error), *getattr(error, "__notes__", ())))
             other = ", or update='on_step', whose first steps may try again with less," * used

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..._config import machine
+from ..._config.choices import HOST
 from ..._config.configure import DISK_SHARE, FREE_SHARE, UNBOUNDED
 from ..._config.configure import Options as WrapOptions
+from ..._config.ranks import Ranks
 from ..._config.sizes import format_size, parse_budgets, parse_size, write_size
 from ..._errors import StrataError
 from ..._planning import budget_check
@@ -57,15 +59,16 @@ class Wear:
         if self._timed or simulation is None or not self.endurance_bytes:
             return []
         self._timed = True
+        ranks = state.ranks.count if state.ranks is not None else 1
         return wear_lines(
-            simulation.lanes["write"].bytes,
+            ranks * simulation.lanes["write"].bytes,
             self.endurance_bytes,
             None if self.bytes_per_step else self.steps,
             simulation.step_seconds,
         )
 
 
-def check(choice: Choice, options: Options, device: str) -> Wear:
+def check(choice: Choice, options: Options, device: str, ranks: Ranks | None = None) -> Wear:
     """Returns what the run writes. `device`: the core's name of it.
 
     Raises StrataError for budgets larger than the machine, and for a device budget that the step
@@ -76,7 +79,9 @@ def check(choice: Choice, options: Options, device: str) -> Wear:
     wear = Wear(training.steps, endurance)
     remove_leftovers(memory.ssd_path)
     given = parse_budgets(memory.budgets())
-    budget_check.check(given, device, memory.ssd_path)
+    count = ranks.count if ranks is not None else 1
+    asked = {**given, "device": count * given.get("device", 0)} if device == HOST else given
+    budget_check.check(asked, device, memory.ssd_path)
     budgets = {
         "device": UNBOUNDED,
         "host": int(machine.free_host_bytes() * FREE_SHARE),
@@ -88,6 +93,7 @@ def check(choice: Choice, options: Options, device: str) -> Wear:
         page_size=memory.page_size,
         workers=1,
         snapshots=1 if options.results.snapshot_every else 0,
+        ranks=Ranks(0, count, "") if count > 1 else None,
         **options.updates(),
     )
     step = Step(
@@ -105,5 +111,5 @@ def check(choice: Choice, options: Options, device: str) -> Wear:
             f"{training.batch} by {start.sequence} tokens needs about {format_size(least)}: "
             f"--device-memory {write_size(least)} would do, or a smaller --batch or --sequence"
         )
-    wear.bytes_per_step = found.written_bytes
+    wear.bytes_per_step = count * found.written_bytes
     return wear

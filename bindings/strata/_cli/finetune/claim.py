@@ -6,6 +6,7 @@
 Only files that a run writes are removed: by their names, and where they carry a mark, by that.
 """
 
+import re
 from pathlib import Path
 
 from ..._storage.export import refuse_others, remove_export
@@ -70,6 +71,11 @@ def remove_earlier(output: Path) -> None:
         (output / TOKENIZER_NAME / name).unlink(missing_ok=True)
 
 
+def _is_of_checkpoint(name: str) -> bool:
+    """Whether the Trainer calls a file so. Of several ranks each has its random state in one."""
+    return name in CHECKPOINT_FILES or re.fullmatch(r"rng_state_\d+\.pth", name) is not None
+
+
 def _is_adapter(output: Path) -> bool:
     """Whether the model of the earlier run is one; its weights carry no mark of ours."""
     return (output / MODEL_NAME / ADAPTER_FILES[-1]).is_file()
@@ -89,7 +95,7 @@ def _check_overwriting(output: Path, options: Options) -> None:
             )
     left = [path for folder in checkpoints for path in work_folders(folder, STATE_FOLDER)]
     for entry in (entry for folder in checkpoints for entry in folder.iterdir()):
-        if entry.name not in CHECKPOINT_FILES and entry not in left:
+        if not _is_of_checkpoint(entry.name) and entry not in left:
             raise ValueError(
                 f"{entry} is not a file of the earlier run: move it away, or give another --output"
             )

@@ -1,6 +1,6 @@
 """The data of a run: made from what --data names, and kept in the output folder.
 
-    with prepare(options, choice, output) as data:
+    with prepare(options, choice, output, ranks) as data:
         data.training[0]["input_ids"]        # a window; all are mapped from a file
         data.keep()                          # the run is accepted
 
@@ -23,12 +23,14 @@ from datasets import Dataset, concatenate_datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ..._config.ranks import Ranks
 from ..._config.sizes import parse_size
 from ..._storage.replacing import WorkFolder, dead_folders, remove
 from ..models import Choice
 from .encode import encoded, packed, template
 from .files import DataError, find_sources, read_sources
 from .options import Options
+from .ranks import led
 
 DATA_NAME, TOKENIZER_NAME = "data", "tokenizer"  # folders in the output
 READY_NAME = "ready.json"  # written last: the folder is then complete
@@ -53,11 +55,19 @@ class Data:
 
 
 @contextlib.contextmanager
-def prepare(options: Options, choice: Choice, output: Path) -> Iterator[Data]:
-    """Finds the data and turns it into windows. Raises DataError where there is too little."""
+def prepare(
+    options: Options, choice: Choice, output: Path, ranks: Ranks | None = None
+) -> Iterator[Data]:
+    """Finds the data and turns it into windows; of several ranks the first does, and the others
+    read them. Raises DataError where there is too little."""
     folder = output / DATA_NAME
+    count = ranks.count if ranks is not None else 1
     if options.results.resume and (folder / READY_NAME).is_file():
-        yield _read(options, choice, folder, output / TOKENIZER_NAME, lambda: None)
+        yield _read(options, choice, folder, output / TOKENIZER_NAME, lambda: None, count)
+        return
+    if ranks is not None and ranks.rank:
+        work = Path(led(ranks, str))
+        yield _read(options, choice, work, work / TOKENIZER_NAME, lambda: None, count)
         return
     folder.mkdir(parents=True, exist_ok=True)
     for left in dead_folders(folder, TARGET):
@@ -65,16 +75,18 @@ def prepare(options: Options, choice: Choice, output: Path) -> Iterator[Data]:
     with WorkFolder(folder, TARGET) as work:
         try:
             tokenizer = work.path / TOKENIZER_NAME
-            _make(options, choice, tokenizer, work.path)
-            yield _read(options, choice, work.path, tokenizer, lambda: _place(work.path, output))
+            led(ranks, lambda: _make(options, choice, tokenizer, work.path))
+            yield _read(
+                options, choice, work.path, tokenizer, lambda: _place(work.path, output), count
+            )
         finally:
             remove(work.path)
             with contextlib.suppress(OSError):  # of a run that was refused
                 folder.rmdir()
 
 
-def _make(options: Options, choice: Choice, trained: Path, folder: Path) -> None:
-    """`trained`: where a tokenizer goes that has to be trained."""
+def _make(options: Options, choice: Choice, trained: Path, folder: Path) -> str:
+    """Returns where the windows are. `trained`: where a tokenizer goes that has to be trained."""
     start = options.start
     limit = None if start.data_limit is None else parse_size(start.data_limit)
     found = read_sources(find_sources(start.data), start.held_out, folder / "read")
@@ -101,19 +113,26 @@ def _make(options: Options, choice: Choice, trained: Path, folder: Path) -> None
     held_out = next(rows for _, rows in parts if len(rows))
     ready = {"count": count, "prompt": _prompt(tokenizer, held_out[0])}
     (folder / READY_NAME).write_text(json.dumps(ready))
+    return str(folder)
 
 
 def _read(
-    options: Options, choice: Choice, folder: Path, tokenizer: Path, keep: Callable[[], None]
+    options: Options,
+    choice: Choice,
+    folder: Path,
+    tokenizer: Path,
+    keep: Callable[[], None],
+    ranks: int,
 ) -> Data:
     ready = json.loads((folder / READY_NAME).read_text())
     windows = [Dataset.from_file(str(folder / f"{name}.arrow")) for name in PARTS]
-    least = (options.training.batch, 1)
+    least = (options.training.batch * ranks, 1)
+    batches = f"a batch for each of {ranks} ranks" if ranks > 1 else "a batch"
     for name, found, needed in zip(PARTS, windows, least, strict=True):
         if len(found) < needed:
             raise DataError(
                 f"the {name.replace('_', '-')} data have {len(found)} windows of "
-                f"{options.start.sequence} tokens, less than {'a batch' if needed > 1 else 'one'}: "
+                f"{options.start.sequence} tokens, less than {batches if needed > 1 else 'one'}: "
                 "more data, a shorter --sequence or a smaller --batch would help"
             )
     return Data(

@@ -34,6 +34,7 @@ from ..._config.choices import (
     positive,
     workers,
 )
+from ..._config.launched import rank_name
 from ..._config.sizes import parse_size
 from ..._config.update_modes import LockFree, parse_update
 from ..._errors import nearest
@@ -368,5 +369,5 @@ def _check_same(options: Options, remembered: Mapping[str, Any], output: Path) -
 
 
 def _refuse(message: str) -> NoReturn:
-    print(f"strata finetune: {message}", file=sys.stderr)
+    print(f"strata finetune: {rank_name()}{message}", file=sys.stderr)
     raise SystemExit(2)

@@ -9,6 +9,9 @@ The loop is that of Transformers' Trainer (trainer.py). Files of a run, in its o
     progress.png    the picture of them             checkpoint-N/   the Trainer's, of step N
     report.json     for `strata report`             model/          the result, as save_pretrained
                                                                     writes it, with its tokenizer
+
+Under torchrun every rank runs this, and takes a part of each step's windows. Rank 0 alone writes
+these files, prints and draws, but for the checkpoints, which all write together.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from ..._config import machine
 from ..._config.choices import HOST
 from ..._config.configure import tier_budgets
 from ..._config.device import choose as choose_device
+from ..._config.sizes import format_count
 from ..._report.reports import make_report
 from ..._runtime.wrapped import wrapped
 from ..._storage.export import export_safetensors
@@ -39,10 +43,12 @@ from .data import Data, prepare
 from .interrupt import Interrupt
 from .options import Options
 from .picture import draw
+from .ranks import Lead, meet
 from .trainer import Finetuner, Follower, training_arguments
 from .view import make_view, opening, plain_needs, summary
 
 if TYPE_CHECKING:
+    from ..._config.ranks import Ranks
     from ..._core import DtypeName
 
 RATE_FRESH = 6e-4
@@ -61,60 +67,101 @@ def run(options: Options) -> int:
     """
     start, results = options.start, options.results
     output = Path(results.output)
+    ranks = meet()
     transformers_logging.disable_progress_bar()
     choice = choose(start.model, start.vocabulary, start.sequence, start.trust_remote_code)
     if start.lora and choice.weights is None:
         raise ValueError("--lora trains adapters of a saved model, and --model names a fresh one")
     check_trackers(results.report_to)
     claim(output, options)
-    if results.resume and newest_checkpoint(output) is None:
-        raise ValueError(f"cannot resume: there is no complete checkpoint in {output}")
+    if results.resume:
+        check_ranks(newest_checkpoint(output), output, ranks)
     device = choose_device(options.memory.device)
+    if ranks is not None:
+        refuse_for_ranks(options, device)
     if device not in (HOST, "cuda:0"):
         number = device.removeprefix("cuda:")
         raise ValueError(f"set CUDA_VISIBLE_DEVICES={number} and take --device cuda")
     if options.memory.dtype == "auto":
         dtype = usual_dtype(device, machine.processor_flags())
         options = options.replaced("memory", dtype=dtype)
-    wear = check(choice, options, device)
+    wear = check(choice, options, device, ranks)
     for sentence in wear.counted():
         log.info("%s", sentence)
-    with prepare(options, choice, output) as data:
+    with prepare(options, choice, output, ranks) as data:
         choice.adopt(data.tokenizer)
         set_seed(options.training.seed)
         trainer = make_trainer(choice, options, data, device)
         try:
             trainer.create_optimizer()  # which wraps the model, or refuses to
-            # No sooner: a call that was refused is not a run to continue, and takes none away.
-            if not results.resume:
-                remove_earlier(output)
-            data.keep()
-            options.save(output)
-            if not train(trainer, choice, options, data, wear):
+            lead = Lead(wrapped(trainer.model))
+            lead.first(lambda: accept(output, options, data))
+            if not train(trainer, choice, options, data, wear, lead):
                 return INTERRUPTED
-            finish(trainer, choice, options, data)
+            lead.first(lambda: finish(trainer, choice, options, data))
             return 0
+        except BaseException:
+            if (state := trainer.model.__dict__.get("_strata")) is not None:
+                Lead(state).give_up()
+            raise
         finally:
             state = trainer.model.__dict__.get("_strata")
             if state is not None:
                 state.close()
 
 
-def train(trainer: Finetuner, choice: Choice, options: Options, data: Data, wear: Wear) -> bool:
+def check_ranks(checkpoint: Path | None, output: Path, ranks: Ranks | None) -> None:
+    """Raises ValueError where there is no checkpoint to go on from, or another number of ranks has
+    written it, which would have seen other batches."""
+    if checkpoint is None:
+        raise ValueError(f"cannot resume: there is no complete checkpoint in {output}")
+    before = max(1, len(list(checkpoint.glob("rng_state_*.pth"))))  # the Trainer's, of each rank
+    now = ranks.count if ranks is not None else 1
+    if before != now:
+        how = f"torchrun --nproc-per-node {before}" if before > 1 else "a start without torchrun"
+        raise ValueError(
+            f"cannot resume: {format_count(before, 'rank')} trained the run that {output} holds, "
+            f"and {now} would go on with other batches: {how} goes on with the same ones"
+        )
+
+
+def refuse_for_ranks(options: Options, device: str) -> None:
+    """Raises ValueError for what several ranks cannot do yet."""
+    if device != HOST:
+        raise ValueError("ranks compute on the CPU for now: --device host, or start one process")
+    if options.results.snapshot_every:
+        raise ValueError(
+            "--snapshot-every: snapshots of several ranks are not there yet; --save-every does"
+        )
+
+
+def accept(output: Path, options: Options, data: Data) -> None:
+    """No sooner than the model is wrapped: a call that was refused is not a run to continue, and
+    takes none away."""
+    if not options.results.resume:
+        remove_earlier(output)
+    data.keep()
+    options.save(output)
+
+
+def train(
+    trainer: Finetuner, choice: Choice, options: Options, data: Data, wear: Wear, lead: Lead
+) -> bool:
     """To the last step. False: interrupted, with a checkpoint to continue from."""
     results, state = options.results, wrapped(trainer.model)
     newest = newest_checkpoint(results.output) if results.resume else None
     done = int(newest.name.rpartition("-")[2]) if newest else 0
     budgets = tier_budgets(state.config)
-    view = make_view(options.training.steps, done, budgets, results.no_progress)
-    with Follower(view, Interrupt(view.note), wear, Path(results.output)) as follower:
+    view = make_view(options.training.steps, done, budgets, results.no_progress, lead.leads)
+    interrupt = Interrupt(view.note)
+    with Follower(view, interrupt, wear, lead, Path(results.output)) as follower:
         trainer.follow(follower)
         view.note(opening(state, choice, data))
         if newest:
             trainer.go_on_from(newest)
         else:
             trainer.train()
-    if follower.stopped:
+    if follower.stopped and lead.leads:
         print(f"to continue: strata finetune --resume --output {results.output}", flush=True)
     return not follower.stopped
 

@@ -1,7 +1,7 @@
 """The Trainer of `strata finetune`, and what follows it while it trains.
 
 trainer = Finetuner(model, arguments, train_dataset=..., strata={...})
-with Follower(view, interrupt, wear, output) as follower:
+with Follower(view, interrupt, wear, lead, output) as follower:
     trainer.follow(follower)
     trainer.train()
 trainer.state.log_history               # a record for each step and evaluation
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .check import Wear
     from .interrupt import Interrupt
     from .options import Options
+    from .ranks import Lead
     from .view import View
 
 METRICS_NAME = "metrics.jsonl"
@@ -76,6 +77,7 @@ def training_arguments(options: Options, device: str, rate: float) -> TrainingAr
         use_cpu=device == HOST,
         disable_tqdm=True,
         include_num_input_tokens_seen="all",
+        log_level_replica="error",  # of other ranks than the first
     )
     arguments._n_gpu = min(1, arguments.n_gpu)  # of several, the first trains
     return arguments
@@ -145,12 +147,16 @@ class Finetuner(TrainerMixin, Trainer):
 
 
 class Follower(TrainerCallback, AbstractContextManager["Follower"]):
-    """Shows what the Trainer does, writes metrics.jsonl, and ends it after Ctrl-C."""
+    """Shows what the Trainer does, writes metrics.jsonl, and ends it after Ctrl-C. Of several ranks
+    the first shows and writes, and all end at the same step."""
 
-    def __init__(self, view: View, interrupt: Interrupt, wear: Wear, output: Path) -> None:
+    def __init__(
+        self, view: View, interrupt: Interrupt, wear: Wear, lead: Lead, output: Path
+    ) -> None:
         self._view = view
         self._interrupt = interrupt
         self._wear = wear
+        self._lead = lead
         self._path = output / METRICS_NAME
         self._began = 0.0
         self._tokens = 0  # seen when the step began
@@ -173,7 +179,8 @@ class Follower(TrainerCallback, AbstractContextManager["Follower"]):
         """Called by the Trainer, behind the loading of a checkpoint."""
         records = [record for record in state.log_history if _is_figure(record)]
         self.seconds = records[-1]["seconds"] if records else 0.0
-        self._path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        if self._lead.leads:
+            self._path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Called by the Trainer."""
@@ -186,14 +193,14 @@ class Follower(TrainerCallback, AbstractContextManager["Follower"]):
         self.tokens_per_second = (state.num_input_tokens_seen - self._tokens) / took
         last = state.global_step >= state.max_steps
         control.should_evaluate = control.should_evaluate or last
-        if self._interrupt.requested and not last:
+        if not last and self._lead.any(self._interrupt.requested):
             control.should_save = control.should_training_stop = self.stopped = True
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **more: Any
     ) -> None:
         """Called by the Trainer, with what it logs."""
-        if not _is_figure(logs):
+        if not _is_figure(logs) or not self._lead.leads:
             return
         with open(self._path, "a") as file:
             file.write(json.dumps({**logs, "step": state.global_step}) + "\n")

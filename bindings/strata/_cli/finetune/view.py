@@ -124,11 +124,28 @@ class BarView(AbstractContextManager["BarView"]):
         self._progress.stop()
 
 
-View = LogView | BarView
+class NoView(AbstractContextManager["NoView"]):
+    """Of all ranks but the first, which shows what all of them do."""
+
+    def step(self, record: Record) -> None:
+        """Shows nothing."""
+
+    def note(self, text: str) -> None:
+        """Shows nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to undo."""
 
 
-def make_view(steps: int, start: int, budgets: dict[str, int], plain: bool) -> View:
-    """A bar on a terminal, unless `plain` lines are asked for."""
+View = LogView | BarView | NoView
+
+
+def make_view(
+    steps: int, start: int, budgets: dict[str, int], plain: bool, leads: bool = True
+) -> View:
+    """A bar on a terminal, unless `plain` lines are asked for. `leads`: this rank shows them."""
+    if not leads:
+        return NoView()
     kind = LogView if plain or not sys.stdout.isatty() else BarView
     return kind(steps, start, budgets)
 
@@ -228,6 +245,8 @@ def opening(state: Wrapped, choice: Choice, data: Data) -> str:
     tiers = ", ".join(
         f"{tier} {format_size(size)}" for tier, size in tier_budgets(state.config).items() if size
     )
+    if state.ranks is not None:
+        tiers += f" for each of {state.ranks.count} ranks"
     windows = len(data.training) + len(data.held_out)
     tokens = windows * len(data.training[0]["input_ids"])
     return (

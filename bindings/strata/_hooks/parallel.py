@@ -1,0 +1,98 @@
+"""Other ways to train on several processes: DDP, FSDP, and what Accelerate does by itself.
+
+    refuse_parallel(model)               # ValueError: DDP or FSDP is around the model, or inside
+    kept = KeptUnwrapped(model)          # of several ranks: neither will be put around it
+    kept.remove()
+
+Note [Accelerate and DDP]. Ranks train one model already, so DDP around it would add up gradients
+for a second time. Accelerator.prepare(), which the Trainer calls as well, puts every model of
+several processes into DDP, but for those that have `_is_accelerate_prepared`. DDP itself asks a
+model for names that it shall leave alone. Both questions are answered here. Accelerate asks ahead
+of autocast, which it would then leave out without a word: that is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+PREPARED = "_is_accelerate_prepared"
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+# By class: what to do in place of it. FSDP2 makes its own class of the model's.
+PARALLEL = {
+    "DistributedDataParallel": "give strata.wrap() the model inside, model.module",
+    "DataParallel": "give strata.wrap() the model inside, model.module",
+    "FullyShardedDataParallel": "leave it out",
+    "FSDPModule": "leave fully_shard() out",
+}
+
+
+def refuse_parallel(model: nn.Module) -> None:
+    """Raises ValueError where the model is in DDP or FSDP, or a part of it is."""
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if (instead := PARALLEL.get(kind.__name__)) is not None:
+                where = f"module {name!r}" if name else "this model"
+                raise ValueError(
+                    f"{where} is in {kind.__name__}, and strata.wrap() lets the ranks of torchrun "
+                    f"train one model by itself: {instead}"
+                )
+
+
+class Answer:
+    """What a model of several ranks answers to those who would put something around it."""
+
+    def __bool__(self) -> bool:
+        """Whether Accelerate leaves the model as it is. Raises ValueError where it was to compute
+        under autocast."""
+        if (precision := _precision()) != "no":
+            raise ValueError(
+                f"mixed_precision={precision!r} does not reach a model of several ranks through "
+                "Accelerator.prepare(): give strata.wrap() dtype=torch.bfloat16, which saves "
+                "memory too, or the Trainer strata's TrainerMixin"
+            )
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        """Raises ValueError: DDP asks."""
+        raise ValueError(
+            "this model's ranks train it together already, and DistributedDataParallel would add "
+            "up gradients for a second time: leave it out"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a wrapped model is a plain one: nothing to ignore, and not prepared."""
+        return (tuple, ())
+
+
+class KeptUnwrapped:
+    """Until remove(), nothing is put around the model. See Note [Accelerate and DDP]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        answer: Any = Answer()
+        model.__dict__.update({PREPARED: answer, IGNORED: answer})
+
+    def remove(self) -> None:
+        """Accelerate and DDP may wrap the model again."""
+        for name in (PREPARED, IGNORED):
+            self._model.__dict__.pop(name, None)
+
+
+def let_accelerate_ask(model: nn.Module) -> bool:
+    """Accelerate may prepare the model once, for a caller who keeps DDP away by other means. False:
+    it has, or the model is not of several ranks."""
+    if not isinstance(model.__dict__.get(PREPARED), Answer):
+        return False
+    del model.__dict__[PREPARED]
+    return True
+
+
+def _precision() -> str:
+    """That of Accelerate's autocast in this process."""
+    state = sys.modules.get("accelerate.state")
+    shared = state.AcceleratorState._shared_state if state is not None else {}
+    return str(shared.get("_mixed_precision", "no"))
