@@ -58,7 +58,8 @@ py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   }
   const std::size_t grads = all.grads, states = all.states;
   // Gradients that pass through a few buffers on their way to an update rest nowhere.
-  const bool grads_rest = config.update != UpdateMode::in_backward && grads != 0;
+  const bool passing = config.update == UpdateMode::in_backward && !home.layout.grad_pages;
+  const bool grads_rest = !passing && grads != 0;
   py::dict unit;
   unit["name"] = config.units[u];
   unit["params"] = elements;

@@ -109,16 +109,8 @@ void check_config(const Config& config) {
   }
   if (config.workers > kWorkersMax) refuse("more than " + std::to_string(kWorkersMax) + " workers");
   if (config.rank >= config.ranks) refuse("there is no such rank among so many");
-  if (config.ranks > 1 && config.update != UpdateMode::on_step) {
-    refuse("several ranks: updates begin at step(), with update=\"on_step\"");
-  }
   if (config.ranks > 1 && config.device != "host") {
     refuse("several ranks of a machine share its host memory, and compute there: device=\"host\"");
-  }
-  if (config.ranks > 1 && config.moment_dtype == MomentDtype::block8) {
-    refuse(
-        "several ranks: moments in 8 bits have their scales with one rank; use float32 or "
-        "bfloat16");
   }
   if (config.compute_threads < 0) refuse("the number of compute threads is negative");
   if (config.max_staleness > kStalenessMax) {

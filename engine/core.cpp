@@ -64,6 +64,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       captures(base.layout.chunks.size()),
       worker_placement(place_workers(config, parts)),
       updates({.layout = base.layout,
+               .owns = base.owns,
                .config = config,
                .gate = gate,
                .captures = captures,
@@ -85,7 +86,8 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       gradients(base, between, updates, captures, parts.idle == nullptr),
       ranks(base.owns.alone()
                 ? std::nullopt
-                : std::optional<OtherRanks>(std::in_place, base, updates, *gradients.exchange())),
+                : std::optional<OtherRanks>(std::in_place, base, updates, *gradients.exchange(),
+                                            gradients.early())),
       steps({base, between, prefetcher, planner, updates, writes, gradients, loads,
              ranks ? &*ranks : nullptr}),
       rearranger({base, between, frames, loads, prefetcher, planner, updates, swapping, gradients,
@@ -140,8 +142,10 @@ bool Core::advance(Part part) {
       return swapping.saves().turn();
     case Part::awaited:
       return base.reap_awaited();
-    case Part::ranks:
-      return ranks && ranks->turn();
+    case Part::ranks: {
+      const bool moved = ranks && ranks->turn();
+      return (!base.gate.failure() && steps.turn()) || moved;
+    }
     case Part::snapshots:
       return snapshots.turn(std::exchange(others_moved_, false));
   }

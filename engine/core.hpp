@@ -79,6 +79,10 @@ class Core final {
   // Where the parameter lies on the device, for life.
   std::byte* device_address(std::uint32_t param) const;
   SessionStats stats() const;
+  // Of several ranks whose updates may lag: what is read until a gradient lands is the newest.
+  void catch_up(Lock& lock) STRATA_REQUIRES(core_lock) {
+    if (ranks) ranks->catch_up(lock, gradients.any());
+  }
   // Of several ranks: whom a call of this one waits for right now.
   std::optional<std::uint32_t> awaited_rank() const;
   // Of several ranks, by rank: the step that it is in, as far as is known here; the largest number

@@ -103,10 +103,24 @@ Elements::Moments Elements::open_moments(Lock& lock, std::uint32_t param, Kind k
   STRATA_ASSERT(piece.in_chunk + piece.count <= moments.whole.in_chunk + moments.whole.count);
   moments.stored = moment_kind(base_.config.groups[base_.config.params[param].group].rule,
                                kind == Kind::moment1 ? 1 : 2);
-  moments.scales = updates_.scales_at(chunk, role, moments.whole.in_chunk);
   moments.pin = base_.open(lock, base_.page_of(chunk, role, moments.whole.in_chunk), intent);
   moments.bytes = moments.pin.bytes() + base_.byte_in_page(chunk, role, moments.whole.in_chunk);
+  moments.scales = base_.owns.mine(piece.chunk)
+                       ? updates_.scales_at(piece.chunk, role, moments.whole.in_chunk)
+                       : remote_scales(piece.chunk, role, moments.whole);
   return moments;
+}
+
+// They lie in the first frames of their owner's memory: see foundation.hpp. While it lends the page
+// of the codes it updates neither.
+std::uint16_t* Elements::remote_scales(std::uint32_t chunk, Role moment, const Piece& whole) const {
+  if (!base_.layout.has_scales(moment)) return nullptr;
+  const std::size_t at = base_.owns.scale_offset(base_.layout, chunk, moment, whole.in_chunk);
+  const std::size_t bytes = ceil_div(whole.count, kMomentBlock) * sizeof(std::uint16_t);
+  const std::byte* const there = base_.peers->bytes(base_.owns.owner(chunk), at, bytes);
+  STRATA_ASSERT(there != nullptr);
+  // They are only read.
+  return reinterpret_cast<std::uint16_t*>(const_cast<std::byte*>(there));
 }
 
 void Elements::load(const Moments& from, float* values) const {

@@ -54,6 +54,7 @@ class Elements final {
       STRATA_REQUIRES(core_lock);
   Moments open_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
                        Intent intent) STRATA_REQUIRES(core_lock);
+  std::uint16_t* remote_scales(std::uint32_t chunk, Role moment, const Piece& whole) const;
   void load(const Moments& from, float* values) const;
   void store(const Moments& to, const float* values) const;
   void write_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,

@@ -58,8 +58,8 @@ struct Foundation final {
   Timeline timeline;
   const Names names;
   Transfers transfers;
-  // The first frames of host memory, in a row.
-  std::byte* scales = nullptr;   // the area that Layout::scale_offset() tells of; null: none
+  // The first frames of host memory, in a row: other ranks read the scales there.
+  std::byte* scales = nullptr;   // the area that Ownership::scale_offset() tells of; null: none
   std::byte* landing = nullptr;  // kLandingFrames bounce buffers; null where none are needed
   std::byte* outbox = nullptr;   // kOutboxFrames; null: this rank is alone
   std::optional<GradientFrames> gradient_frames;  // none: gradients have pages

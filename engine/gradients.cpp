@@ -31,6 +31,7 @@ Gradients::Gradients(Foundation& base, BetweenSteps& between, Updates& updates, 
   if (base.owns.alone()) return;
   exchange_.emplace(base, updates, threads);
   sums_.emplace(base, *exchange_);
+  if (base.config.update == UpdateMode::in_backward) early_.emplace(base, *exchange_);
 }
 
 void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std::byte> from,
@@ -40,14 +41,13 @@ void Gradients::land(Lock& lock, std::uint32_t param, std::shared_ptr<const std:
   if (dtype != spec.dtype && !base_.layout.accumulate) {
     refuse("a gradient of " + spec.name + " as " + name(dtype) + ": it is " + name(spec.dtype));
   }
-  if (base_.gradient_frames && landed_[param] != 0 && !base_.layout.accumulate) {
+  if (base_.config.update == UpdateMode::in_backward && landed_[param] != 0) {
     refuse("a second gradient of " + spec.name + " before step(), and gradients do not add up");
   }
   refuse_behind_end();
   if (exchange_ && !scalings_[param].empty()) {
     refuse("a gradient of " + spec.name +
-           " behind one that was scaled, of several ranks: call "
-           "step() or zero_grad() first");
+           " behind one that was scaled, of several ranks: call step() or zero_grad() first");
   }
   land_now(lock, {.param = param,
                   .unit = spec.unit,
@@ -100,17 +100,17 @@ void Gradients::agree(Lock& lock, std::uint64_t asked) {
 }
 
 bool Gradients::look(Lock& lock) {
-  if (!sums_ || sums_->looked()) return false;
+  if (!sums_ || sums_->looked() || base_.config.update != UpdateMode::on_step) return false;
   const BetweenSteps::StepCall call(between_, lock);
-  meet_others(lock, kLook);
-  exchange_->end_look();
+  const GradientSums::Look look = meet_others(lock, kLook);
   return true;
 }
 
-// REQUIRES of the caller: exchange_->end_look(), when it has done what was asked.
-void Gradients::meet_others(Lock& lock, std::uint64_t asked) {
-  sums_->look(lock, asked, scalings_);
+// All ranks do what was asked while this lives.
+GradientSums::Look Gradients::meet_others(Lock& lock, std::uint64_t asked) {
+  GradientSums::Look look = sums_->look(lock, asked, scalings_);
   take_sums();
+  return look;
 }
 
 void Gradients::take_sums() {
@@ -121,10 +121,6 @@ void Gradients::take_sums() {
     landed_params_ += sum.landed != 0 ? 1 : 0;
     sum_squares_[param] = scalings_[param].of_squares(sum.squares.value());
   }
-}
-
-std::optional<std::uint32_t> Gradients::late() const {
-  return sums_ ? sums_->late() : std::nullopt;
 }
 
 void Gradients::note(std::uint32_t param) {
@@ -177,7 +173,7 @@ bool Gradients::scale(Lock& lock, std::uint32_t param, float factor, bool divide
 
 void Gradients::refuse_without_pages(std::uint32_t param, const char* what) const {
   const std::string name = base_.config.params[param].name;
-  if (!base_.gradient_frames) return;
+  if (base_.config.update == UpdateMode::on_step) return;
   refuse("the gradient of " + name + " cannot be " + what + ": its update may begin at any time");
 }
 
@@ -266,19 +262,28 @@ double Gradients::sum_squares(std::uint32_t param) const {
 void Gradients::drop(Lock& lock) {
   const BetweenSteps::StepCall call(between_, lock);
   if (!exchange_ || !any()) return drop_all(lock);
-  meet_others(lock, kDropAll);
+  refuse_used();  // ahead of the others, who would drop theirs
+  if (base_.config.max_staleness != 0) {
+    refuse(
+        "gradients of several ranks cannot be dropped where updates may lag: call step() behind "
+        "every backward");
+  }
+  const GradientSums::Look look = meet_others(lock, kDropAll);
   drop_all(lock);
   for (std::uint32_t param = 0; param < landed_.size(); ++param) exchange_->forget(param);
-  exchange_->end_look();
 }
 
-void Gradients::drop_all(Lock& lock) {
+void Gradients::refuse_used() const {
   const auto used = std::find(used_.begin(), used_.end(), true);
   if (used != used_.end()) {
     refuse("the gradient of " +
            base_.config.params[static_cast<std::size_t>(used - used_.begin())].name +
            " was used already, during the backward: call step() behind every backward");
   }
+}
+
+void Gradients::drop_all(Lock& lock) {
+  refuse_used();
   const std::vector<bool> touched = touched_chunks();
   for (std::uint32_t id = 0; id < touched.size(); ++id) {
     if (touched[id]) refuse_merged(id);
@@ -297,7 +302,7 @@ void Gradients::drop(Lock& lock, std::uint32_t param) {
   refuse_without_pages(param, "dropped alone");
   const BetweenSteps::StepCall call(between_, lock);
   if (landed_[param] == 0) return;
-  if (exchange_) meet_others(lock, kDropOne + param);
+  const GradientSums::Look look = exchange_ ? meet_others(lock, kDropOne + param) : nullptr;
   std::vector<std::uint32_t> chunks = base_.layout.chunks_of(param);
   std::erase_if(chunks, [&](std::uint32_t id) { return !base_.owns.mine(id); });
   for (const std::uint32_t id : chunks) {
@@ -313,7 +318,6 @@ void Gradients::drop(Lock& lock, std::uint32_t param) {
   if (!exchange_) return;
   exchange_->forget(param);
   sums_->forget(param);
-  exchange_->end_look();
 }
 
 void Gradients::forget(Lock& lock) {
@@ -381,10 +385,6 @@ void Gradients::forget_used() {
 void Gradients::end_step() {
   forget_landed();
   ++step_;
-}
-
-void Gradients::begin_step() {
-  if (exchange_) exchange_->begin_step(step_);
 }
 
 std::vector<bool> Gradients::landed() const {

@@ -18,6 +18,7 @@
 #include "engine/between_steps.hpp"
 #include "engine/foundation.hpp"
 #include "engine/landing.hpp"
+#include "engine/ranks/early_units.hpp"
 #include "engine/ranks/gradient_exchange.hpp"
 #include "engine/ranks/gradient_sums.hpp"
 #include "engine/updates.hpp"
@@ -44,12 +45,14 @@ class Gradients final {
   void agree(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
   // Of several ranks: waits until what has landed of all so far is added up, so that its norms are
   // known and it can be scaled. All ranks do so, as often in a step. False: nothing has landed here
-  // since the last time.
+  // since the last time, or gradients may be used at any time.
   bool look(Lock& lock) STRATA_REQUIRES(core_lock);
   // A rank that has ended the step, as all have, and has not said what it found.
-  std::optional<std::uint32_t> late() const;
+  std::optional<std::uint32_t> late() const { return sums_ ? sums_->late() : std::nullopt; }
   // Where those of other ranks meet; null: this rank is alone.
   GradientExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
+  // Which units all ranks have completed; null: this rank is alone, or updates begin at step().
+  EarlyUnits* early() { return early_ ? &*early_ : nullptr; }
   // The same in the place of what has landed of the parameter, to which nothing is added. Throws
   // StrataError (config) where gradients have no pages.
   void replace(Lock& lock, std::uint32_t param, const std::byte* from, Dtype dtype, Stream stream)
@@ -110,7 +113,9 @@ class Gradients final {
   // The updates of what has landed are released: what lands next is of the next step.
   void end_step();
   // The last step is over, whatever became of its gradients.
-  void begin_step();
+  void begin_step() {
+    if (exchange_) exchange_->begin_step(step_);
+  }
   // By parameter: a gradient has landed since the last step.
   std::vector<bool> landed() const;
 
@@ -121,10 +126,11 @@ class Gradients final {
   void await_captured(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
   void forget_landed();
   void refuse_merged(std::uint32_t chunk) const;
+  void refuse_used() const;
   void refuse_shared(std::uint32_t param) const;
   void refuse_behind_end() const;
   void refuse_hidden(std::uint32_t param) const;
-  void meet_others(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
+  GradientSums::Look meet_others(Lock& lock, std::uint64_t asked) STRATA_REQUIRES(core_lock);
   void take_sums();
   void refuse_without_pages(std::uint32_t param, const char* what) const;
   void refuse_where_none_landed(std::uint32_t param) const;
@@ -140,6 +146,7 @@ class Gradients final {
   Landing landing_;
   std::optional<GradientExchange> exchange_;  // none: this rank is alone
   std::optional<GradientSums> sums_;          // likewise
+  std::optional<EarlyUnits> early_;           // none: as early() says
   std::vector<std::uint32_t> landed_;         // by parameter: since the last step
   std::vector<double> sum_squares_;           // by parameter: of what landed
   std::vector<GradScaling> scalings_;         // by parameter: what was asked of it since

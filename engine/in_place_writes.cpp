@@ -48,6 +48,7 @@ void InPlaceWrites::take(Lock& lock, std::uint32_t param, Stream stream) {
   }
   written_[index(unit)] = true;
   updates_.keep_exact(unit);
+  if (base_.remote) base_.remote->keep_exact(unit);
   const WrittenChunks written(*this, lock, param);
   for (const std::uint32_t chunk : written.chunks()) check_newest(param, chunk);
   const std::vector<Piece> pieces = base_.layout.pieces(param);

@@ -22,7 +22,7 @@ std::size_t master_bytes(Dtype dtype) {
 }
 
 // A scale for each block and moment.
-std::size_t scale_bytes_of(const Layout& layout, const Chunk& chunk) {
+std::size_t scale_bytes_in(const Layout& layout, const Chunk& chunk) {
   if (layout.moment_dtype != MomentDtype::block8 || !layout.segments[chunk.segment].trainable) {
     return 0;
   }
@@ -126,7 +126,7 @@ void cut(Layout& layout) {
       const auto chunk_id = static_cast<std::uint32_t>(layout.chunks.size());
       give_pages(layout, chunk, chunk_id);
       chunk.scales = layout.scale_bytes;
-      layout.scale_bytes += scale_bytes_of(layout, chunk);
+      layout.scale_bytes += scale_bytes_in(layout, chunk);
       layout.units[index(segment.unit)].chunks.push_back(chunk_id);
       layout.chunks.push_back(chunk);
     }
@@ -245,9 +245,14 @@ std::size_t Layout::scale_offset(const Chunk& chunk, Role moment, std::size_t el
   const std::size_t before = moment == Role::moment2 ? 1 : 0;
   STRATA_ASSERT(moment == Role::moment1 || moment == Role::moment2);
   STRATA_ASSERT(static_cast<int>(before) < moments);
-  STRATA_ASSERT(scale_bytes_of(*this, chunk) != 0);
+  STRATA_ASSERT(scale_bytes_in(*this, chunk) != 0);
   const std::size_t blocks = ceil_div(chunk.elements, kMomentBlock);
   return chunk.scales + (before * blocks + element / kMomentBlock) * sizeof(std::uint16_t);
+}
+
+std::size_t Layout::scale_bytes_of(std::uint32_t chunk) const {
+  const std::size_t end = chunk + 1 < chunks.size() ? chunks[chunk + 1].scales : scale_bytes;
+  return end - chunks[chunk].scales;
 }
 
 std::vector<Piece> Layout::pieces(std::uint32_t param, std::size_t first, std::size_t count,
@@ -277,7 +282,8 @@ Layout make_layout(const Config& config, std::size_t page_bytes) {
   // Late updates find gradients of several steps added up; those of ranks always add up.
   layout.accumulate =
       config.accumulate || config.update == UpdateMode::lock_free || config.ranks > 1;
-  layout.grad_pages = config.update == UpdateMode::on_step;
+  layout.grad_pages = config.update == UpdateMode::on_step ||
+                      (config.update == UpdateMode::in_backward && config.ranks > 1);
   layout.moment_dtype = config.moment_dtype;
   layout.moments = moments_of(config);
   layout.units.resize(config.units.size());

@@ -14,7 +14,9 @@
 // Note [Where gradients are]
 // Under on_step they have pages as everything else has. In the other modes they have none: the
 // session keeps them in frames of host memory that it set aside, grad_frames() for each chunk, and
-// their elements lie in them as they would in pages.
+// their elements lie in them as they would in pages. Under in_backward these frames are few, for
+// units come one after the other. Those of several ranks may come in any order, and a sum that
+// waits for a rank must not keep another from its place: so there they have pages, too.
 //
 // Note [Moments in 8 bits]
 // A chunk of 16-bit parameters has half a page of codes for each moment. Two such halves in pages
@@ -165,6 +167,11 @@ struct Layout {
   // Where the scale of an element's block lies, in bytes from the beginning of the scale area.
   // REQUIRES: `moment` is moment1 or moment2, and kept; block8; the chunk is trainable.
   std::size_t scale_offset(const Chunk& chunk, Role moment, std::size_t element = 0) const;
+  bool has_scales(Role moment) const {
+    return moment_dtype == MomentDtype::block8 && moments >= (moment == Role::moment1 ? 1 : 2);
+  }
+  // Of the scales of a chunk.
+  std::size_t scale_bytes_of(std::uint32_t chunk) const;
 };
 
 // The largest run of elements that lies within one page of every role, for every page size: pieces

@@ -34,7 +34,7 @@ Ownership ownership_of(const Config& config, const Layout& layout) {
 }
 
 BufferNeed buffer_need(const Config& config, const Layout& layout) {
-  if (config.update == UpdateMode::on_step) return {};
+  if (layout.grad_pages) return {};
   const Ownership owns = ownership_of(config, layout);
   std::size_t all = 0, largest_chunk = 0;
   std::vector<std::size_t> by_unit(layout.units.size(), 0);
@@ -138,8 +138,7 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.buffers_wanted = buffers.wanted;
   holding.counts_buffers = config.update == UpdateMode::lock_free;
   holding.late_grad_frames = holding.counts_buffers ? grad_frames : 0;
-  holding.scale_frames =
-      static_cast<std::uint32_t>(ceil_div(layout.scale_bytes, layout.page_bytes));
+  holding.scale_frames = static_cast<std::uint32_t>(ceil_div(owns.scale_bytes, layout.page_bytes));
   holding.landing_frames = config.device == "host" ? 0 : kLandingFrames;
   holding.outbox_frames = owns.alone() ? 0 : kOutboxFrames;
   // Where sums of gradients rest, or gradients wait for their updates, snapshots have them as well.
@@ -186,7 +185,7 @@ Budgets step_budgets(const Config& config, const Residence& home, std::size_t de
           .host_bytes = config.host_bytes - set_aside(home) * page,
           .ssd_bytes = config.ssd_bytes - home.kept_slots * page,
           .staging_bytes = home.staging_frames * page,
-          .grads_rest = config.update == UpdateMode::on_step};
+          .grads_rest = home.layout.grad_pages};
 }
 
 }  // namespace strata

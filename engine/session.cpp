@@ -57,10 +57,12 @@ void Session::read(std::uint32_t param, Kind kind, std::size_t offset, float* va
                    std::size_t count) {
   Gate::Call in(gate_);
   core_->elements.check(param, kind, offset, values, count);
-  if (kind == Kind::grad)
+  if (kind == Kind::grad) {
     core_->gradients.read(in.lock(), param, offset, {values, count});
-  else
+  } else {
+    core_->catch_up(in.lock());
     core_->elements.read(in.lock(), param, kind, offset, {values, count});
+  }
 }
 
 void Session::lend_gradient(std::uint32_t param, std::shared_ptr<const std::byte> from, Dtype dtype,

@@ -206,6 +206,7 @@ class Session final {
   void drain() {
     Gate::Call in(gate_);
     core_->updates.wait_done(in.lock());
+    core_->catch_up(in.lock());
   }
   void synchronize() {
     Gate::Call in(gate_);

@@ -113,10 +113,8 @@ const std::byte* Snapshots::gather(std::uint32_t id, const Runs& runs, std::uint
 
 // False: not yet.
 bool Snapshots::keep_scales(std::uint32_t id) {
-  const auto& chunks = base_.layout.chunks;
-  const std::size_t begin = chunks[id].scales;
-  const std::size_t end = id + 1 < chunks.size() ? chunks[id + 1].scales : base_.layout.scale_bytes;
-  const std::size_t bytes = end - begin;
+  const std::size_t begin = base_.layout.chunks[id].scales;
+  const std::size_t bytes = base_.layout.scale_bytes_of(id);
   if (bytes == 0) return true;
   STRATA_ASSERT(bytes <= base_.layout.page_bytes);
   if (scales_ != nullptr && scale_bytes_ + bytes > base_.layout.page_bytes && !flush_scales()) {

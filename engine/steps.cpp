@@ -82,12 +82,31 @@ void Steps::complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups,
   const Gradients& gradients = parts_.gradients;
   parts_.updates.wait_begun(lock);
   if (!parts_.gradients.use(unit)) return;
+  if (EarlyUnits* early = parts_.gradients.early()) {
+    groups_ = groups;
+    // Norms of units are known when all have ended the step.
+    if (max_unit_norm <= 0.0) early->complete(unit, fingerprint(groups, {}));
+    parts_.base.bell.ring();
+    return;
+  }
   std::vector<float> scale_of(config.units.size(), 1.0f);
   scale_of[index(unit)] =
       static_cast<float>(clip(gradients.unit_norms()[index(unit)], max_unit_norm));
   parts_.updates.release(
       {gradients.step(), groups, scale_of, gradients.scalings(), std::array{unit}});
   parts_.base.bell.ring();
+}
+
+bool Steps::turn() {
+  EarlyUnits* early = parts_.gradients.early();
+  if (early == nullptr) return false;
+  const std::vector<UnitId> units = early->take();
+  if (units.empty()) return false;
+  const std::vector<float> scale_of(parts_.base.config.units.size(),
+                                    static_cast<float>(1.0 / divisor({})));
+  const Gradients& gradients = parts_.gradients;
+  parts_.updates.release({gradients.step(), groups_, scale_of, gradients.scalings(), units});
+  return true;
 }
 
 // By unit: what its gradients are multiplied with.
@@ -153,8 +172,8 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
   } else if (any) {
     const std::vector<UnitId> order = parts_.prefetcher.order();
     const Gradients& gradients = parts_.gradients;
-    parts_.updates.release(
-        {gradients.step(), groups, scales(result.norm, options), gradients.scalings(), order});
+    parts_.updates.release({gradients.step(), groups, scales(result.norm, options),
+                            gradients.scalings(), order, true});
     if (parts_.ranks != nullptr) {
       parts_.ranks->renew(gradients.landed(), gradients.step());
       count_elsewhere(base, gradients.landed(), groups, parts_.updates);

@@ -54,6 +54,9 @@ class Steps final {
   // on it, and be completed.
   void complete(Lock& lock, UnitId unit, const std::vector<Hyper>& groups, double max_unit_norm)
       STRATA_REQUIRES(core_lock);
+  // Of several ranks: starts those of units that all have completed. True when there were any. Part
+  // of every turn.
+  bool turn() STRATA_REQUIRES(core_lock);
   // Starts the updates and returns: whoever enters a unit waits for it.
   StepResult step(Lock& lock, const std::vector<Hyper>& groups, const StepOptions& options)
       STRATA_REQUIRES(core_lock);
@@ -76,6 +79,7 @@ class Steps final {
   std::vector<float> scales(double norm, const StepOptions& options) const;
 
   Parts parts_;
+  std::vector<Hyper> groups_;  // of several ranks: with which the last unit was completed
   std::uint64_t count_ = 0;
   std::uint64_t skipped_ = 0;
 };

@@ -128,10 +128,11 @@ std::byte* Updates::at(const Slot& slot, Role role, std::size_t element) const {
   return open->bytes + spot.byte;
 }
 
-std::uint16_t* Updates::scales_at(const Chunk& chunk, Role moment, std::size_t element) const {
-  const bool kept = layout_.moments >= (moment == Role::moment1 ? 1 : 2);
-  if (layout_.moment_dtype != MomentDtype::block8 || !kept) return nullptr;
-  return reinterpret_cast<std::uint16_t*>(scales_ + layout_.scale_offset(chunk, moment, element));
+std::uint16_t* Updates::scales_at(std::uint32_t chunk, Role moment, std::size_t element) const {
+  STRATA_ASSERT(owns_.mine(chunk));
+  if (!layout_.has_scales(moment)) return nullptr;
+  const std::size_t at = owns_.scale_offset(layout_, chunk, moment, element);
+  return reinterpret_cast<std::uint16_t*>(scales_ + at);
 }
 
 void Updates::make_spans(Slot& slot) const {
@@ -157,8 +158,8 @@ void Updates::make_spans(Slot& slot) const {
     span.moment_dtype = layout_.moment_dtype;
     span.moment1 = at(slot, Role::moment1, piece.in_chunk);
     span.moment2 = at(slot, Role::moment2, piece.in_chunk);
-    span.scales1 = scales_at(chunk, Role::moment1, piece.in_chunk);
-    span.scales2 = scales_at(chunk, Role::moment2, piece.in_chunk);
+    span.scales1 = scales_at(slot.chunk, Role::moment1, piece.in_chunk);
+    span.scales2 = scales_at(slot.chunk, Role::moment2, piece.in_chunk);
     span.grad = piece.lent != nullptr ? piece.lent.get() + piece.in_param * size_of(span.grad_dtype)
                                       : at(slot, Role::grad, piece.in_chunk);
     span.hyper = &released_groups_.of(piece.release, config_.params[piece.param].group);

@@ -11,6 +11,7 @@ namespace strata {
 
 Updates::Updates(Parts parts, std::uint32_t frames_max)
     : layout_(parts.layout),
+      owns_(parts.owns),
       config_(parts.config),
       gate_(parts.gate),
       captures_(parts.captures),
@@ -161,8 +162,9 @@ void Updates::release_piece(ChunkPiece& piece, const Release& release, ReleaseId
 }
 
 void Updates::release(const Release& release) {
-  STRATA_ASSERT(release.step >= released_);
+  STRATA_ASSERT(release.step >= released_ && release.step > ended_);
   released_ = release.step;
+  if (release.ends_step) ended_ = release.step;
   exact_ = exact_next_;
   const ReleaseId kept = released_groups_.keep(release.groups);
   std::uint32_t rank = 0;
@@ -212,14 +214,14 @@ void Updates::block_or_not(std::uint32_t id) {
     prefetcher_.unblock(page);
 }
 
-void Updates::count_forward(UnitId unit) {
+void Updates::count_forward(UnitId unit, std::int64_t remote) {
   std::int64_t oldest = released_ + 1;
   for (const std::uint32_t id : layout_.units[index(unit)].chunks) {
     const ChunkState& chunk = chunks_[id];
     if (chunk.queued) oldest = std::min(oldest, chunk.oldest);
     if (chunk.open) oldest = std::min(oldest, chunk.oldest_open);
   }
-  const auto lag = static_cast<std::size_t>(released_ + 1 - oldest);
+  const auto lag = static_cast<std::size_t>(std::max(released_ + 1 - oldest, remote));
   STRATA_ASSERT(lag <= config_.max_staleness);
   ++staleness_.seen[index(unit)][lag];
 }
@@ -228,6 +230,20 @@ bool Updates::settled(std::uint32_t chunk) const {
   if (chunks_[chunk].queued || chunks_[chunk].open) return false;
   return std::none_of(spent_.begin(), spent_.end(),
                       [&](PageId page) { return layout_.chunk_of[index(page)] == chunk; });
+}
+
+std::int64_t Updates::version_of(std::uint32_t id) const {
+  const ChunkState& chunk = chunks_[id];
+  std::int64_t version = ended_;
+  if (chunk.queued) version = std::min(version, chunk.oldest - 1);
+  if (chunk.open) version = std::min(version, chunk.oldest_open - 1);
+  return version;
+}
+
+bool Updates::is_waiting(std::uint32_t chunk, std::uint32_t param) const {
+  return std::ranges::any_of(chunks_[chunk].pieces, [param](const ChunkPiece& piece) {
+    return piece.param == param && piece.waiting;
+  });
 }
 
 bool Updates::behind(std::uint32_t id, std::int64_t step) const {

@@ -46,6 +46,7 @@
 #include "engine/gate.hpp"
 #include "engine/gradient_frames.hpp"
 #include "engine/layout.hpp"
+#include "engine/ranks/ownership.hpp"
 #include "engine/released_groups.hpp"
 #include "memory/timeline.hpp"
 #include "offload/residency/prefetcher.hpp"
@@ -59,6 +60,7 @@ struct Release {
   std::span<const float> scale_of;        // by unit: what gradients are multiplied with, behind ...
   std::span<const GradScaling> scalings;  // ... by parameter: what was asked of each
   std::span<const UnitId> units;          // whose gradients; in the order of their next use
+  bool ends_step = false;                 // there are no more of this step
 };
 
 // Counters by unit.
@@ -76,6 +78,7 @@ class Updates final {
  public:
   struct Parts {
     const Layout& layout;
+    const Ownership& owns;
     const Config& config;
     Gate& gate;
     Captures& captures;
@@ -85,7 +88,7 @@ class Updates final {
     Prefetcher& prefetcher;
     Timeline& timeline;         // what workers did
     GradientFrames* gradients;  // null: they rest in pages
-    std::byte* scales;          // of block8 moments, as Layout says; null: there are none
+    std::byte* scales;          // of block8 moments, as Ownership says; null: there are none
     std::unique_ptr<Workers> workers;
     std::function<bool()> worker_is_done;  // asked in every turn; empty: it may be
   };
@@ -122,6 +125,8 @@ class Updates final {
   // Queues the chunks of these units on which gradients have landed, and counts their step.
   void release(const Release& release);
   std::int64_t released() const { return released_; }
+  // The newest step all of whose updates are in the chunk's parameters.
+  std::int64_t version_of(std::uint32_t chunk) const;
   // From the next release on, readers of the unit wait for its updates, whatever the staleness.
   void keep_exact(UnitId unit) { exact_next_[index(unit)] = true; }
   // Somebody else changes the chunk's parameters: no update of it begins until end_write().
@@ -129,13 +134,17 @@ class Updates final {
   void begin_write(std::uint32_t chunk);
   void end_write(std::uint32_t chunk) { chunks_[chunk].written = false; }
   bool is_open(std::uint32_t chunk) const { return chunks_[chunk].open; }
-  // Steps that the unit's parameters lag behind; counted as seen by a forward.
-  void count_forward(UnitId unit);
+  // Steps that the unit's parameters lag behind; counted as seen by a forward. `remote`: those that
+  // parameters of other ranks do.
+  void count_forward(UnitId unit, std::int64_t remote);
   const Staleness& staleness() const { return staleness_; }
 
   // Not queued, not open, and its gradient pages may be filled again.
   bool settled(std::uint32_t chunk) const;
   bool busy() const { return !queue_.empty() || open_ != 0 || !spent_.empty(); }
+  // Released gradients of the chunk, or one of the parameter, whose update has not begun.
+  bool is_queued(std::uint32_t chunk) const { return chunks_[chunk].queued; }
+  bool is_waiting(std::uint32_t chunk, std::uint32_t param) const;
   // Nothing goes on, and what is queued waits for release(): see Note [Held].
   bool waits_for_release() const;
   // The chunk's updates of steps up to this one are not all published.
@@ -167,8 +176,9 @@ class Updates final {
   // A worker could not do its job; the session ends with it.
   const std::optional<Error>& failure() const { return failure_; }
 
-  // The scales of the moment's blocks from this element on; null: it has none.
-  std::uint16_t* scales_at(const Chunk& chunk, Role moment, std::size_t element) const;
+  // The scales of the moment's blocks from this element on; null: it has none. REQUIRES: the chunk
+  // is this rank's.
+  std::uint16_t* scales_at(std::uint32_t chunk, Role moment, std::size_t element) const;
   std::int64_t step_of(std::uint32_t param) const;
   void set_step(std::uint32_t param, std::int64_t step);
   std::uint64_t chunks_done() const { return chunks_done_; }
@@ -243,6 +253,7 @@ class Updates final {
   void finish(Slot& slot);
 
   const Layout& layout_;
+  const Ownership& owns_;
   const Config& config_;
   Gate& gate_;
   Captures& captures_;
@@ -263,6 +274,7 @@ class Updates final {
   std::uint32_t open_ = 0;
   std::vector<PageId> spent_;  // gradient pages to forget
   std::int64_t released_ = 0;
+  std::int64_t ended_ = 0;        // the last step of which everything is released
   std::vector<bool> exact_;       // by unit: see keep_exact()
   std::vector<bool> exact_next_;  // ... from the next release on
   Staleness staleness_;

@@ -41,12 +41,21 @@ void Visits::enter(Lock& lock, UnitId unit, const EnterOptions& options) {
   if (!shares) await_unit(lock, unit, options.backward);
   // 3. They stay until leave().
   if (!prefetcher_.in_use(unit)) {
-    if (options.recorded && !options.backward) updates_.count_forward(unit);
+    if (options.recorded && !options.backward) updates_.count_forward(unit, remote_lag(unit));
     writes_.begin_visit(unit);
   }
   prefetcher_.begin_use(unit, options.stream);
   entered_.push_back({options.visit, unit, std::this_thread::get_id(), options.recorded});
   wake_pump();
+}
+
+std::int64_t Visits::remote_lag(UnitId unit) const {
+  std::int64_t most = 0;
+  if (!base_.remote || base_.config.max_staleness == 0) return most;
+  for (const PageId page : base_.layout.units[index(unit)].pages) {
+    most = std::max(most, base_.remote->lag(page));
+  }
+  return most;
 }
 
 void Visits::wake_pump() {

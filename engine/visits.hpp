@@ -65,6 +65,7 @@ class Visits final {
   bool is_inside(UnitId unit, Visit visit) const;
   void await_unit(Lock& lock, UnitId unit, bool backward) STRATA_REQUIRES(core_lock);
   void end_entry(const Entry& entry, Stream stream);
+  std::int64_t remote_lag(UnitId unit) const;
   void wake_pump();
 
   Foundation& base_;

@@ -36,11 +36,12 @@ namespace strata {
 struct PeerMessage {
   enum class Kind : std::uint32_t {
     ask,        // for page `what`, not older than `step`, nor than the `count`th write
-    grant,      // of page `what`, which lies at `at`
+    grant,      // of page `what`, which lies at `at`, with all updates up to those of `step`
     give_back,  // page `what`
     piece,      // of parameter `what`: run `part`, of `window`, number `count` there, at `at`
     taken,      // the piece that lay at `at`
-    window,     // `window` begins: those before it have no more pieces
+    window,     // `window` begins: those before it have no more pieces; `count`: it has one
+    completed,  // unit `what`, in `step`: its update may begin, as `at` says, a fingerprint
     done,       // the pieces of `step` are sent
     bye,        // no more steps
     failed,     // its session has ended with an error

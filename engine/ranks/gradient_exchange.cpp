@@ -8,28 +8,13 @@
 #include "memory/clock.hpp"
 
 namespace strata {
-namespace {
-
-constexpr int kPassBits = 18;  // backward passes between two looks
-constexpr int kLookBits = 8;   // see Note [Looks]
-constexpr int kWindowBits = kLookBits + kPassBits;
-constexpr int kNumberBits = 10;
-constexpr int kPlaceShift = kPassBits + kNumberBits;  // a key beyond it: step and look
-
-}  // namespace
-
-GradientExchange::Key GradientExchange::key_of(std::int64_t step, std::uint32_t window,
-                                               std::uint32_t number) {
-  STRATA_ASSERT(window < (1U << kWindowBits) && number < (1U << kNumberBits));
-  return static_cast<Key>(step) << (kWindowBits + kNumberBits) | Key{window} << kNumberBits |
-         number;
-}
 
 GradientExchange::GradientExchange(Foundation& base, Updates& updates, bool threads)
     : base_(base),
       updates_(updates),
+      early_(base.config.update == UpdateMode::in_backward),
       outbox_(base.outbox, base.claims.outbox_frames * base.layout.page_bytes),
-      reached_(base.peers->count(), key_of(step_, 0, 0)),
+      progress_(base.peers->rank(), base.peers->count(), key_of(step_, 0, 0)),
       numbers_(base.config.params.size(), 0) {
   STRATA_ASSERT(base_.layout.accumulate);
   STRATA_ASSERT(outbox_.capacity() >= base_.layout.page_bytes);
@@ -53,6 +38,7 @@ GradientExchange::~GradientExchange() {
 
 void GradientExchange::make_parts() {
   const Layout& layout = base_.layout;
+  parts_of_.resize(layout.chunks.size());
   for (std::uint32_t param = 0; param < layout.numel.size(); ++param) {
     first_part_.push_back(static_cast<std::uint32_t>(parts_.size()));
     const Segment& segment = layout.segments[layout.places[param].segment];
@@ -60,6 +46,7 @@ void GradientExchange::make_parts() {
     const Chunk& chunk = layout.chunks[segment.first_chunk];
     const std::size_t grain = layout.elements_per_page(chunk, Role::grad);
     for (const Piece& piece : layout.pieces(param, 0, layout.numel[param], grain)) {
+      parts_of_[piece.chunk].push_back(static_cast<std::uint32_t>(parts_.size()));
       parts_.push_back(
           {.param = param, .chunk = piece.chunk, .first = piece.in_param, .count = piece.count});
     }
@@ -69,13 +56,13 @@ void GradientExchange::make_parts() {
 
 void GradientExchange::begin_window() {
   STRATA_ASSERT(!meets_);
-  reached_[base_.peers->rank()] = key_of(step_, ++window_, 0);
+  progress_.reach(base_.peers->rank(), key_of(step_, ++window_, 0));
   std::fill(numbers_.begin(), numbers_.end(), 0U);
   base_.peers->send_all({.kind = PeerMessage::Kind::window, .window = window_, .step = step_});
 }
 
 void GradientExchange::begin_step(std::int64_t updates) {
-  STRATA_ASSERT(goal_ == 0 && adding_ == 0);
+  STRATA_ASSERT(!progress_.meets() && adding_ == 0);
   meets_ = false;
   ++step_;
   updates_step_ = updates;
@@ -85,6 +72,7 @@ void GradientExchange::begin_step(std::int64_t updates) {
 
 void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
   STRATA_ASSERT(base_.tiers.device().reachable());
+  begin_landing(lock);
   const std::uint32_t number = numbers_[gradient.param]++;
   const Key key = key_of(step_, window_, number);
   const std::uint32_t rank = base_.peers->rank();
@@ -120,6 +108,18 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
                               .at = base_.peers->place(place),
                               .step = step_});
   }
+}
+
+// See Note [Late updates].
+void GradientExchange::begin_landing(Lock& lock) {
+  const std::uint32_t rank = base_.peers->rank();
+  if (base_.config.max_staleness == 0 || progress_.has_landed(rank, step_)) return;
+  base_.remote->ask_for_newest(false);
+  base_.gate.wait(lock, [&] { return !base_.remote->awaits_newest(); }, {"the newest parameters"});
+  if (progress_.has_landed(rank, step_)) return;
+  progress_.land(rank, step_);
+  base_.peers->send_all(
+      {.kind = PeerMessage::Kind::window, .window = window_, .count = 1, .step = step_});
 }
 
 std::byte* GradientExchange::take_place(Lock& lock, std::uint32_t owner, std::size_t bytes,
@@ -177,7 +177,7 @@ std::vector<GradientExchange::Arrived> GradientExchange::addable(const Part& par
     for (std::uint32_t rank = 0; rank < base_.peers->count(); ++rank) {
       const auto first = std::ranges::find(waiting, rank, &Arrived::rank);
       const Key later = landed ? last_key + (rank <= last_rank ? 1 : 0) : 0;
-      const Key to_come = has_left(rank) ? end : std::max(reached_[rank], later);
+      const Key to_come = progress_.has_left(rank) ? end : std::max(progress_.reached(rank), later);
       const Key key = first != waiting.end() ? first->key : to_come;
       if (key >= best) continue;
       best = key;
@@ -197,18 +197,21 @@ std::unique_ptr<GradientExchange::Job> GradientExchange::begin(std::uint32_t id,
                                                                std::vector<Arrived> pieces) {
   Part& part = parts_[id];
   if (pieces.empty()) return nullptr;
+  const bool adds = part.landed == step_ || updates_.is_waiting(part.chunk, part.param);
+  const bool merges = base_.config.max_staleness != 0 && updates_.is_queued(part.chunk);
+  if (merges && !progress_.all_have_landed(step_)) return nullptr;
   std::vector<Piece> cut = base_.layout.pieces(part.param, part.first, part.count, kGrain);
   GradientPlace to(base_, cut);
   const IncomingGradient gradient{.param = part.param,
                                   .unit = base_.config.params[part.param].unit,
-                                  .adds = part.landed == step_,
+                                  .adds = adds,
                                   .step = updates_step_};
   if (to.try_open(updates_, gradient) != Cause::none) return nullptr;
   auto job = std::make_unique<Job>(Job{.part = id,
                                        .pieces = std::move(pieces),
                                        .cut = std::move(cut),
                                        .to = std::move(to),
-                                       .adds = gradient.adds});
+                                       .adds = adds});
   part.adding = true;
   ++adding_;
   return job;
@@ -239,7 +242,9 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
   STRATA_ASSERT(part.adding && adding_ > 0 && !job->pieces.empty());
   part.adding = false;
   --adding_;
-  part.landed = step_;
+  ++added_;
+  if (std::exchange(part.landed, step_) != step_) part.pieces = 0;
+  part.pieces += static_cast<std::uint32_t>(job->pieces.size());
   part.key = job->pieces.back().key;
   part.rank = job->pieces.back().rank;
   part.squares = job->squares;
@@ -250,7 +255,7 @@ void GradientExchange::end(std::unique_ptr<Job> job) {
     base_.peers->send(piece.rank, {.kind = PeerMessage::Kind::taken,
                                    .at = base_.peers->place_of(piece.rank, piece.bytes)});
   }
-  updates_.note_landed(part.chunk, part.param);
+  if (!early_) updates_.note_landed(part.chunk, part.param);
   job.reset();  // and with it the page
   base_.gate.notify();
 }
@@ -292,7 +297,7 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
   const std::byte* const bytes = base_.peers->bytes(from, message.at, part->count * size_of(dtype));
   if (bytes == nullptr) return false;
   const Key key = key_of(message.step, message.window, message.count);
-  if (key < reached_[from]) return false;
+  if (key < progress_.reached(from)) return false;
   Arrived piece{.rank = from, .key = key, .bytes = bytes, .dtype = dtype};
   if (message.count != 0) {
     piece.keep(part->count * size_of(dtype));
@@ -307,22 +312,12 @@ bool GradientExchange::piece_taken(std::uint32_t from, std::uint64_t place) {
   return bytes != nullptr && outbox_.give_back(from, bytes);
 }
 
-void GradientExchange::window_began(std::uint32_t from, std::int64_t step, std::uint32_t window) {
-  reached_[from] = std::max(reached_[from], key_of(step, window & ((1U << kWindowBits) - 1), 0));
-}
-
-std::optional<std::uint32_t> GradientExchange::awaited() const {
-  for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
-    if (awaits(rank)) return rank;
-  }
-  return std::nullopt;
-}
-
-// Nobody goes on from where all meet before all have come there.
-bool GradientExchange::parted(std::uint32_t rank) const {
-  if (goal_ == 0 || has_left(rank)) return false;
-  const Key theirs = reached_[rank] >> kPlaceShift;
-  return theirs > key_of(step_, window_, 0) >> kPlaceShift && theirs != goal_ >> kPlaceShift;
+void GradientExchange::window_began(std::uint32_t from, const PeerMessage& message) {
+  const std::uint32_t window = message.window & ((1U << kWindowBits) - 1);
+  progress_.reach(from, key_of(message.step, window, 0));
+  if (message.count == 0) return;
+  progress_.land(from, message.step);
+  base_.bell.ring();
 }
 
 bool GradientExchange::is_stuck() const {
@@ -330,22 +325,29 @@ bool GradientExchange::is_stuck() const {
   return full_since_ns_ != 0 && now_ns() - full_since_ns_ > kStuckNs;
 }
 
-bool GradientExchange::is_awaited() const {
-  const Key mine = reached_[base_.peers->rank()] >> kPlaceShift;
-  return std::ranges::any_of(reached_, [&](Key theirs) { return theirs >> kPlaceShift > mine; });
-}
-
-std::uint32_t GradientExchange::slowest() const {
-  std::uint32_t slowest = base_.peers->rank() == 0 ? 1 : 0;
-  for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
-    if (rank != base_.peers->rank() && reached_[rank] < reached_[slowest]) slowest = rank;
-  }
-  return slowest;
-}
-
 void GradientExchange::end_step(Lock& lock) {
   base_.peers->send_all({.kind = PeerMessage::Kind::done, .step = step_});
   meet(lock, key_of(step_ + 1, 0, 0));
+  for (std::uint32_t id = 0; early_ && id < parts_of_.size(); ++id) hand_over(id);
+}
+
+bool GradientExchange::is_whole(std::uint32_t chunk) const {
+  return std::ranges::all_of(parts_of_[chunk], [this](std::uint32_t id) {
+    const Part& part = parts_[id];
+    const bool at_rest = !part.adding && part.waiting.empty();
+    return at_rest && (part.landed != step_ || part.pieces == base_.peers->count());
+  });
+}
+
+bool GradientExchange::hand_over(std::uint32_t chunk) {
+  bool any = false;
+  for (const std::uint32_t id : parts_of_[chunk]) {
+    Part& part = parts_[id];
+    if (part.landed != step_ || std::exchange(part.handed_over, step_) == step_) continue;
+    updates_.note_landed(chunk, part.param);
+    any = true;
+  }
+  return any;
 }
 
 bool GradientExchange::look(Lock& lock) {
@@ -357,7 +359,7 @@ bool GradientExchange::look(Lock& lock) {
 }
 
 void GradientExchange::end_look() {
-  STRATA_ASSERT(goal_ == 0 && adding_ == 0);
+  STRATA_ASSERT(!progress_.meets() && adding_ == 0);
   meets_ = false;
   window_ = ((window_ >> kPassBits) + 1) << kPassBits;
   std::fill(numbers_.begin(), numbers_.end(), 0U);
@@ -365,20 +367,20 @@ void GradientExchange::end_look() {
 
 // Everything that all ranks have ahead of the key is added.
 void GradientExchange::meet(Lock& lock, Key at) {
-  reached_[base_.peers->rank()] = at;
-  goal_ = at;
+  progress_.meet(at);
   meets_ = true;
   base_.gate.wait(lock,
                   [&] {
                     // Who has parted is told of in the next turn.
-                    if (awaited() || adding_ != 0 || any_parted()) return false;
+                    const bool parted = progress_.any_parted(here());
+                    if (progress_.awaited() || adding_ != 0 || parted) return false;
                     return std::ranges::none_of(pending_, [&](std::uint32_t id) {
                       return std::ranges::any_of(
                           parts_[id].waiting, [&](const Arrived& piece) { return piece.key < at; });
                     });
                   },
                   {"other ranks to end the step"});
-  goal_ = 0;
+  progress_.end_meeting();
 }
 
 void GradientExchange::forget(std::uint32_t param) {

@@ -27,6 +27,12 @@
 // whatever the number of its backward passes. A rank that ends the step where others look, or looks
 // where they end it, has taken another way, and all are told.
 //
+// Note [Late updates]
+// With a staleness, a gradient is added to an older one whose update has not begun, and that waits
+// for the end of this step. Others may have asked for the newest parameters meanwhile: see
+// remote_pages.hpp, Note [Pages that lag]. So that is done only when all ranks have a gradient of
+// this step; until then pieces wait.
+//
 // Note [The exchange cannot deadlock]
 // A piece waits for pieces with a smaller key, and for those of lower ranks with the same key; a
 // rank waits where its outbox is full. Pieces of number 0 alone stay in outboxes: a rank may send
@@ -47,6 +53,7 @@
 
 #include "engine/gradient_place.hpp"
 #include "engine/ranks/outbox.hpp"
+#include "engine/ranks/progress.hpp"
 #include "memory/crew.hpp"
 #include "optimizers/exact_sum.hpp"
 
@@ -80,20 +87,29 @@ class GradientExchange final {
   // Of the squares of the sum, in the chunks of the parameter that this rank owns.
   ExactSum squares(std::uint32_t param) const;
 
+  // Of updates that begin in the backward. The step that lands now, by a count of all ranks; sums
+  // that anything was added to, since the start; nothing of the chunk is on its way to its sum, and
+  // all ranks' pieces are in what has landed of it.
+  std::int64_t step() const { return step_; }
+  std::uint64_t added() const { return added_; }
+  bool is_whole(std::uint32_t chunk) const;
+  // Updates get what has landed of the chunk in this step. False: they have.
+  bool hand_over(std::uint32_t chunk);
+
   // What others say. False: it cannot be, and the session should end.
   bool piece_came(std::uint32_t from, const PeerMessage& message);
   bool piece_taken(std::uint32_t from, std::uint64_t place);
-  void window_began(std::uint32_t from, std::int64_t step, std::uint32_t window);
+  void window_began(std::uint32_t from, const PeerMessage& message);
   void step_done(std::uint32_t from, std::int64_t step) {
-    reached_[from] = std::max(reached_[from], key_of(step + 1, 0, 0));
+    progress_.reach(from, key_of(step + 1, 0, 0));
   }
   // A rank, this one or another, has no more pieces, and ends no more steps.
-  void rank_left(std::uint32_t rank) { reached_[rank] |= kLeft; }
-  bool has_left(std::uint32_t rank) const { return (reached_[rank] & kLeft) != 0; }
+  void rank_left(std::uint32_t rank) { progress_.leave(rank); }
+  bool has_left(std::uint32_t rank) const { return progress_.has_left(rank); }
   // The step that it is in, as far as is known here. No rank is two steps ahead of another.
   std::int64_t step_of(std::uint32_t rank) const {
-    const bool ahead = rank != base_.peers->rank() && reached_[rank] >= key_of(step_ + 1, 0, 0);
-    return step_ + (ahead ? 1 : 0);
+    const bool ahead = progress_.reached(rank) >= key_of(step_ + 1, 0, 0);
+    return step_ + (ahead && rank != base_.peers->rank() ? 1 : 0);
   }
 
   // Starts and ends additions. True when anything moved.
@@ -101,30 +117,22 @@ class GradientExchange final {
   // This rank has ended the step, or looks: until begin_step() or end_look().
   bool meets() const { return meets_; }
   // Then: the first rank that has not come there; none: all have.
-  std::optional<std::uint32_t> awaited() const;
-  bool awaits(std::uint32_t rank) const { return reached_[rank] < goal_; }
+  std::optional<std::uint32_t> awaited() const { return progress_.awaited(); }
   // This rank cannot go on without that one: it awaits it, or has pieces that it has still to take.
-  bool needs(std::uint32_t rank) const { return awaits(rank) || outbox_.holds_for(rank); }
+  bool needs(std::uint32_t rank) const { return progress_.awaits(rank) || outbox_.holds_for(rank); }
   // Then: that rank has ended the step where this one looks, or the other way round.
-  bool parted(std::uint32_t rank) const;
-  bool any_parted() const {
-    for (std::uint32_t rank = 0; rank < reached_.size(); ++rank) {
-      if (parted(rank)) return true;
-    }
-    return false;
-  }
+  bool parted(std::uint32_t rank) const { return progress_.parted(rank, here()); }
   // A gradient of this rank has waited for others for long.
   bool is_stuck() const;
   // Another rank has ended the step or looks, and this one does not.
-  bool is_awaited() const;
+  bool is_awaited() const { return progress_.is_awaited(); }
   // Pieces of this rank that their owners have still to take. Of other ranks, the one that has come
   // the least far: it is what they wait for.
   bool waits() const { return !outbox_.empty(); }
-  std::uint32_t slowest() const;
+  std::uint32_t slowest() const { return progress_.slowest(); }
 
  private:
-  // Step, window and number, in this order.
-  using Key = std::uint64_t;
+  using Key = GradientKey;
   struct Arrived {
     std::uint32_t rank = 0;
     Key key = 0;
@@ -150,7 +158,9 @@ class GradientExchange final {
     std::vector<Arrived> waiting = {};  // of each rank in the order of their keys
     Key key = 0;                        // of what was added last, and whose it was, where ...
     std::uint32_t rank = 0;
-    std::int64_t landed = 0;  // ... the last step in which anything was, is this one
+    std::int64_t landed = 0;       // ... the last step in which anything was, is this one
+    std::uint32_t pieces = 0;      // so many were, in that step
+    std::int64_t handed_over = 0;  // the last step in which updates got it
     bool adding = false;
     ExactSum squares = {};  // of that step
   };
@@ -163,10 +173,10 @@ class GradientExchange final {
     ExactSum squares = {};
   };
 
-  static Key key_of(std::int64_t step, std::uint32_t window, std::uint32_t number);
-  // Beside what a rank has reached, whose number is 0, that it has left.
-  static constexpr Key kLeft = 1;
+  // How far this rank has come, but for where it meets the others.
+  Key here() const { return key_of(step_, window_, 0); }
   void meet(Lock& lock, Key at) STRATA_REQUIRES(core_lock);
+  void begin_landing(Lock& lock) STRATA_REQUIRES(core_lock);
   void make_parts();
   Part* part_of(const PeerMessage& message);
   std::byte* take_place(Lock& lock, std::uint32_t owner, std::size_t bytes, UnitId unit)
@@ -180,19 +190,21 @@ class GradientExchange final {
 
   Foundation& base_;
   Updates& updates_;
+  const bool early_;  // updates begin in the backward: they get what is whole
   Outbox outbox_;
   std::vector<Part> parts_;
-  std::vector<std::uint32_t> first_part_;  // by parameter, and one more
-  std::int64_t step_ = 1;                  // counts what all ranks have ended together
+  std::vector<std::uint32_t> first_part_;             // by parameter, and one more
+  std::vector<std::vector<std::uint32_t>> parts_of_;  // by chunk
+  std::int64_t step_ = 1;                             // counts what all ranks have ended together
   std::int64_t updates_step_ = 1;
   std::uint32_t window_ = 0;
-  std::vector<Key> reached_;  // by rank: it sends nothing below this any more
-  Key goal_ = 0;              // where this rank waits for all others; 0: it does not
+  Progress progress_;
   bool meets_ = false;
   std::vector<std::uint32_t> numbers_;  // by parameter: its gradients in this window
   std::vector<std::uint32_t> pending_;  // parts with pieces that wait
   std::int64_t full_since_ns_ = 0;      // a gradient waits for a place in the outbox; 0: none does
   std::uint32_t adding_ = 0;            // parts that are being added to
+  std::uint64_t added_ = 0;             // ... were
   std::unique_ptr<Crew<Job*, Job*>> crew_;  // last: its thread reads what is above
 };
 

@@ -14,11 +14,14 @@ void GradientSums::end_step(Lock& lock, std::uint64_t asked,
   agree(lock, asked, scalings);
 }
 
-void GradientSums::look(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings) {
+GradientSums::Look GradientSums::look(Lock& lock, std::uint64_t asked,
+                                      std::span<const GradScaling> scalings) {
   if (!exchange_.look(lock)) {
     refuse("several ranks can read or drop gradients 255 times in a step, and no more");
   }
+  Look look(&exchange_);
   agree(lock, asked, scalings);
+  return look;
 }
 
 void GradientSums::agree(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings) {

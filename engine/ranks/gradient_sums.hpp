@@ -3,13 +3,13 @@
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   sums.note_landed(param);                       // a gradient of this rank
-//   sums.look(lock, asked, scalings);              // or end_step(): waits for the others
+//   sums.note_landed(param);                               // a gradient of this rank
+//   const auto look = sums.look(lock, asked, scalings);    // or end_step(): waits for the others
 //   sums.of(param).squares.value();
-//   exchange.end_look();                           // behind what was asked; or begin_step()
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -27,9 +27,16 @@ class GradientSums final {
         agreement_(*base.peers, base.config.params.size()),
         landed_here_(base.config.params.size(), 0) {}
 
+  // While this lives nothing is added to the sums: all ranks do with them what they asked for. It
+  // ends the look also where that throws.
+  struct EndLook {
+    void operator()(GradientExchange* exchange) const { exchange->end_look(); }
+  };
+  using Look = std::unique_ptr<GradientExchange, EndLook>;
+
   // All ranks ask the same, and scale their gradients alike, or StrataError (config) is thrown.
   // `asked`: as a number; `scalings`: by parameter.
-  void look(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings)
+  [[nodiscard]] Look look(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings)
       STRATA_REQUIRES(core_lock);
   void end_step(Lock& lock, std::uint64_t asked, std::span<const GradScaling> scalings)
       STRATA_REQUIRES(core_lock);

@@ -44,11 +44,13 @@ std::optional<std::uint32_t> Lender::wrote_alone() const {
   return std::nullopt;
 }
 
-// The updates of that step are released here, and published.
+std::int64_t Lender::version_of(PageId page) const {
+  return updates_.version_of(base_.layout.chunk_of[index(page)]);
+}
+
+// The updates of that step are released here, all of them, and published.
 bool Lender::may_lend(const Loan& loan) const {
-  if (loan.writes > base_.remote->writes()) return false;
-  const std::uint32_t chunk = base_.layout.chunk_of[index(loan.page)];
-  return updates_.released() >= loan.step && !updates_.behind(chunk, loan.step);
+  return loan.writes <= base_.remote->writes() && version_of(loan.page) >= loan.step;
 }
 
 bool Lender::turn() {
@@ -60,7 +62,8 @@ bool Lender::turn() {
     if (!loan.pin || loan.dead) continue;
     base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
                                   .what = index(loan.page),
-                                  .at = base_.peers->place(loan.pin.bytes())});
+                                  .at = base_.peers->place(loan.pin.bytes()),
+                                  .step = version_of(loan.page)});
     moved = true;
   }
   const auto over = [](const Loan& loan) { return loan.dead && loan.pin; };

@@ -49,6 +49,7 @@ class Lender final {
     bool dead = false;    // so is who asked
   };
 
+  std::int64_t version_of(PageId page) const;
   bool may_lend(const Loan& loan) const;
 
   Foundation& base_;

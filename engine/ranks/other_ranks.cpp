@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "engine/checks.hpp"
 #include "memory/check.hpp"
 
 namespace strata {
@@ -194,7 +195,7 @@ bool OtherRanks::take(const Peers::Received& received) {
       return lender_.asked(from, page, message.step, message.count);
     case PeerMessage::Kind::grant:
       return message.what < base_.layout.page_count &&
-             base_.remote->granted(from, page, message.at, base_.layout.page_bytes);
+             base_.remote->granted(from, page, message.at, base_.layout.page_bytes, message.step);
     case PeerMessage::Kind::give_back:
       return lender_.given_back(from, page);
     case PeerMessage::Kind::piece:
@@ -202,9 +203,11 @@ bool OtherRanks::take(const Peers::Received& received) {
     case PeerMessage::Kind::taken:
       return exchange_.piece_taken(from, message.at);
     case PeerMessage::Kind::window:
-      exchange_.window_began(from, message.step, message.window);
+      exchange_.window_began(from, message);
       heed_ways();
       return true;
+    case PeerMessage::Kind::completed:
+      return early_ != nullptr && early_->completed(from, message);
     case PeerMessage::Kind::done:
       exchange_.step_done(from, message.step);
       heed_ways();
@@ -236,7 +239,22 @@ void OtherRanks::renew(const std::vector<bool>& landed, std::int64_t step) {
       }
     }
   }
-  base_.remote->set_step(step);
+  for (const PageId page : base_.remote->lagging()) base_.remote->renew(page);
+  base_.remote->set_step(step, base_.config.max_staleness);
+}
+
+void OtherRanks::catch_up(Lock& lock, bool landed) {
+  if (base_.config.max_staleness == 0) return;
+  if (landed) {
+    refuse(
+        "several ranks: parameters are read between backward() and step(), and updates that lag "
+        "may have gradients of this step in them: call step() first");
+  }
+  base_.remote->ask_for_newest(true);
+  for (const PageId page : base_.remote->lagging()) {
+    base_.gate.wait(lock, [&] { return base_.remote->may_renew(page); }, {"the newest parameters"});
+    base_.remote->renew(page);
+  }
 }
 
 }  // namespace strata

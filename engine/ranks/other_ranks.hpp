@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/foundation.hpp"
+#include "engine/ranks/early_units.hpp"
 #include "engine/ranks/gradient_exchange.hpp"
 #include "engine/ranks/lender.hpp"
 
@@ -19,9 +20,12 @@ namespace strata {
 
 class OtherRanks final {
  public:
-  OtherRanks(Foundation& base, const Updates& updates, GradientExchange& exchange)
+  // `early`: null where updates begin at step().
+  OtherRanks(Foundation& base, const Updates& updates, GradientExchange& exchange,
+             EarlyUnits* early)
       : base_(base),
         exchange_(exchange),
+        early_(early),
         lender_(base, updates),
         said_bye_(base.peers->count(), false),
         died_(base.peers->count(), false),
@@ -33,6 +37,9 @@ class OtherRanks final {
   // What other ranks hold of chunks whose parameters had gradients is about to change: `step` is
   // the one whose updates make it what is asked for from here on. REQUIRES: nothing of it is open.
   void renew(const std::vector<bool>& landed, std::int64_t step);
+  // What is read from here on, until a gradient lands, is the newest: pages that lag come again.
+  // `landed`: since the last step(); throws StrataError (config) where they may lag until the next.
+  void catch_up(Lock& lock, bool landed) STRATA_REQUIRES(core_lock);
 
   // This rank makes no more steps, and stays for others who need what it holds: until all say the
   // same, or one waits for a step of it, who is told by its end.
@@ -64,6 +71,7 @@ class OtherRanks final {
 
   Foundation& base_;
   GradientExchange& exchange_;
+  EarlyUnits* early_;
   Lender lender_;
   std::vector<bool> said_bye_;           // by rank
   std::vector<bool> died_;               // likewise

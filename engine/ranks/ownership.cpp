@@ -5,11 +5,27 @@
 #include "memory/check.hpp"
 
 namespace strata {
+namespace {
+
+void place_scales(const Layout& layout, std::uint32_t ranks, Ownership& owns) {
+  std::vector<std::size_t> bytes(ranks, 0);
+  for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
+    std::size_t& used = bytes[owns.alone() ? 0 : owns.owners[id]];
+    owns.scales.push_back(used);
+    used += layout.scale_bytes_of(id);
+  }
+  owns.scale_bytes = bytes[owns.rank];
+}
+
+}  // namespace
 
 Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks) {
   STRATA_ASSERT(rank < ranks);
   Ownership owns{.rank = rank, .owners = {}};
-  if (ranks == 1) return owns;
+  if (ranks == 1) {
+    place_scales(layout, ranks, owns);
+    return owns;
+  }
   owns.owners.assign(layout.chunks.size(), 0);
   const auto count = static_cast<std::int64_t>(ranks);
   // By rank: pages times `count` that it may still take. They add up to zero between units.
@@ -31,6 +47,7 @@ Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t r
       owns.owners[chunk] = taker;
     }
   }
+  place_scales(layout, ranks, owns);
   return owns;
 }
 

@@ -19,10 +19,21 @@ namespace strata {
 struct Ownership {
   std::uint32_t rank = 0;
   std::vector<std::uint32_t> owners;  // by chunk; empty: this rank is alone
+  // By chunk: where the scales of its moments begin in the scale area of its owner, which has those
+  // of no other rank. And the bytes of that area, of this rank.
+  std::vector<std::size_t> scales = {};
+  std::size_t scale_bytes = 0;
 
   bool alone() const { return owners.empty(); }
   std::uint32_t owner(std::uint32_t chunk) const { return alone() ? rank : owners[chunk]; }
   bool mine(std::uint32_t chunk) const { return owner(chunk) == rank; }
+  // Where the scale of an element's block lies in the scale area of its owner. REQUIRES: as
+  // Layout::scale_offset().
+  std::size_t scale_offset(const Layout& layout, std::uint32_t chunk, Role moment,
+                           std::size_t element) const {
+    const Chunk& of = layout.chunks[chunk];
+    return scales[chunk] + layout.scale_offset(of, moment, element) - of.scales;
+  }
 };
 
 // The chunks of a unit go to the ranks in contiguous ranges, so that each of them brings a part of

@@ -38,8 +38,10 @@ std::string advice(const Refusal& refusal, std::size_t grain) {
 
 std::string late_gradients(const Refusal& refusal) {
   if (refusal.gradient_bytes == 0) return "";
-  return "; gradients need " + bytes_text(refusal.gradient_bytes) +
-         " of host memory, update='in_backward' would need " +
+  const std::string needed =
+      "; gradients need " + bytes_text(refusal.gradient_bytes) + " of host memory";
+  if (refusal.gradient_bytes_in_backward == 0) return needed;
+  return needed + ", update='in_backward' would need " +
          bytes_text(refusal.gradient_bytes_in_backward);
 }
 

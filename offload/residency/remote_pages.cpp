@@ -8,7 +8,7 @@
 namespace strata {
 
 RemotePages::RemotePages(PageTable& table, Peers& peers, std::vector<std::uint32_t> holders)
-    : table_(table), peers_(peers), holders_(std::move(holders)) {
+    : table_(table), peers_(peers), holders_(std::move(holders)), lags_(table.page_count(), 0) {
   STRATA_ASSERT(holders_.size() <= table_.page_count());
   for (std::uint32_t i = 0; i < holders_.size(); ++i) {
     if (holders_[i] == peers_.rank()) continue;
@@ -26,12 +26,20 @@ RemotePages::Lease* RemotePages::find(PageId page) {
 
 std::byte* RemotePages::open(PageId page) {
   Lease* lease = find(page);
+  const bool exact = std::find(exact_.begin(), exact_.end(), table_.unit(page)) != exact_.end();
+  const bool newest = newest_ || exact;
+  if (lease != nullptr && lease->bytes != nullptr && newest && lags_[index(page)] != 0) {
+    if (lease->users != 0) return nullptr;
+    drop(*lease);
+    lease = nullptr;
+  }
   if (lease == nullptr) {
     if (holds_ != 0) return nullptr;
-    leases_.push_back({.page = page});
-    peers_.send(
-        holders_[index(page)],
-        {.kind = PeerMessage::Kind::ask, .what = index(page), .count = writes_, .step = step_});
+    leases_.push_back({.page = page, .newest = newest});
+    peers_.send(holders_[index(page)], {.kind = PeerMessage::Kind::ask,
+                                        .what = index(page),
+                                        .count = writes_,
+                                        .step = newest ? step_ : oldest_});
     return nullptr;
   }
   if (lease->bytes == nullptr) return nullptr;
@@ -39,11 +47,35 @@ std::byte* RemotePages::open(PageId page) {
   return lease->bytes;
 }
 
+void RemotePages::set_step(std::int64_t step, std::uint32_t staleness) {
+  step_ = step;
+  oldest_ = step - std::int64_t{staleness};
+  newest_ = false;
+  exact_ = exact_next_;
+}
+
+bool RemotePages::awaits_newest() const {
+  return std::any_of(leases_.begin(), leases_.end(),
+                     [](const Lease& lease) { return lease.newest && lease.bytes == nullptr; });
+}
+
+std::vector<PageId> RemotePages::lagging() const {
+  std::vector<PageId> pages;
+  for (std::uint32_t i = 0; i < lags_.size(); ++i) {
+    if (lags_[i] != 0) pages.push_back(PageId{i});
+  }
+  return pages;
+}
+
 void RemotePages::close(PageId page) {
   Lease* lease = find(page);
   STRATA_ASSERT(lease != nullptr && lease->users > 0);
-  if (--lease->users != 0) return;
-  leases_.erase(leases_.begin() + (lease - leases_.data()));
+  if (--lease->users == 0) drop(*lease);
+}
+
+void RemotePages::drop(const Lease& lease) {
+  const PageId page = lease.page;
+  leases_.erase(leases_.begin() + (&lease - leases_.data()));
   give_back(page);
 }
 
@@ -64,20 +96,22 @@ bool RemotePages::may_renew(PageId page) {
   const Lease* lease = find(page);
   if (lease == nullptr) return true;
   if (lease->bytes == nullptr || lease->users != 0) return false;
-  leases_.erase(leases_.begin() + (lease - leases_.data()));
-  give_back(page);
+  drop(*lease);
   return true;
 }
 
 void RemotePages::renew(PageId page) {
   STRATA_ASSERT(table_.tier(page) == Tier::remote && find(page) == nullptr);
   table_.publish(page, Tier::remote, table_.newest(page) + 1);
+  lags_[index(page)] = 0;  // until it is granted again
 }
 
-bool RemotePages::granted(std::uint32_t from, PageId page, std::uint64_t at,
-                          std::size_t page_bytes) {
+bool RemotePages::granted(std::uint32_t from, PageId page, std::uint64_t at, std::size_t page_bytes,
+                          std::int64_t step) {
   Lease* lease = find(page);
   if (lease == nullptr || lease->bytes != nullptr || holders_[index(page)] != from) return false;
+  if (step < (lease->newest ? step_ : oldest_)) return false;
+  lags_[index(page)] = std::max<std::int64_t>(0, step_ - step);
   // It is only read; copy engines take one kind of pointer for both ways.
   lease->bytes = const_cast<std::byte*>(peers_.bytes(from, at, page_bytes));
   return lease->bytes != nullptr;

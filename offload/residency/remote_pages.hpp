@@ -18,8 +18,18 @@
 // number of times, or leave some out, cannot wait for each other in a circle. What the user writes
 // is counted, since all ranks write the same, and each the part that it holds: a holder answers
 // when it has written as often as who asks.
+//
+// Note [Pages that lag]
+// With a staleness, computation asks for pages that may be so many steps old. The holder says how
+// old what it grants is; a page that lags is renewed at every step, so that what is here never lags
+// further behind. Who reads parameters from outside, or computes without gradients, asks for the
+// newest until the next backward begins. A holder may add gradients of a step to older ones that
+// wait, and publishes neither ahead of the end of that step; it does so only when all ranks have
+// begun that backward. By then what they have asked for as the newest was granted: nobody waits for
+// a page that waits for its own step().
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -54,8 +64,22 @@ class RemotePages final {
     RemotePages& pages_;
   };
 
-  // What is asked for from here on is not older than what this step's updates made.
-  void set_step(std::int64_t step) { step_ = step; }
+  // The updates of this step are released: what is asked for from here on lags behind it by
+  // `staleness` at most, but for units that are kept exact, which do not.
+  void set_step(std::int64_t step, std::uint32_t staleness);
+  // From the next step on, pages of the unit do not lag.
+  void keep_exact(UnitId unit) {
+    if (std::find(exact_next_.begin(), exact_next_.end(), unit) == exact_next_.end()) {
+      exact_next_.push_back(unit);
+    }
+  }
+  // What is asked for is the newest, or may lag again. Pages that lag are still to be renewed.
+  void ask_for_newest(bool newest) { newest_ = newest; }
+  // The newest of a page was asked for, and is still to be granted.
+  bool awaits_newest() const;
+  // By how many steps the page lags; and those that do.
+  std::int64_t lag(PageId page) const { return lags_[index(page)]; }
+  std::vector<PageId> lagging() const;
   // The user wrote to a parameter, as all ranks do: what is asked for from here on has it.
   void note_write() { ++writes_; }
   std::uint32_t writes() const { return writes_; }
@@ -64,8 +88,10 @@ class RemotePages final {
   // Nothing of it is open or being copied. Gives it back where nobody uses it.
   bool may_renew(PageId page);
 
-  // The holder said so. False: it cannot be, and the session should end.
-  bool granted(std::uint32_t from, PageId page, std::uint64_t at, std::size_t page_bytes);
+  // The holder said so, of a page with the updates up to those of `step`. False: it cannot be, and
+  // the session should end.
+  bool granted(std::uint32_t from, PageId page, std::uint64_t at, std::size_t page_bytes,
+               std::int64_t step);
 
   // Gives back what was granted to somebody who did not come back for it. True: nothing is open or
   // asked for.
@@ -80,16 +106,23 @@ class RemotePages final {
     PageId page = kNoPage;
     std::byte* bytes = nullptr;  // null: asked for, and not granted yet
     std::uint32_t users = 0;
+    bool newest = false;  // that was asked for
   };
 
   Lease* find(PageId page);
   void give_back(PageId page);
+  void drop(const Lease& lease);
 
   PageTable& table_;
   Peers& peers_;
   std::vector<std::uint32_t> holders_;
   std::vector<Lease> leases_;  // in the order in which they were asked for
   std::int64_t step_ = 0;
+  std::int64_t oldest_ = 0;         // that is asked for where pages may lag
+  bool newest_ = false;             // no page may
+  std::vector<UnitId> exact_;       // nor may those of these ...
+  std::vector<UnitId> exact_next_;  // ... from the next step on
+  std::vector<std::int64_t> lags_;  // by page, in steps: of what was granted last
   std::uint32_t writes_ = 0;
   std::uint32_t holds_ = 0;
 };

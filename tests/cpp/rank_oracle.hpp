@@ -3,6 +3,7 @@
 // Threads: one at a time.
 //
 //   RankOracle oracle(config, initial);
+//   oracle.add_up();                         // where all look
 //   oracle.land({.param = 0, .window = 1, .number = 0, .rank = 2, .dtype = dtype, .bytes = bytes});
 //   const StepResult expected = oracle.step(groups, options, ranks);
 #pragma once
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -38,24 +40,48 @@ class RankOracle final {
 
   const std::vector<PlainParam>& params() const { return params_; }
 
-  void land(LandedPiece piece) { pieces_.push_back(std::move(piece)); }
+  void land(LandedPiece piece) {
+    ++counts_[piece.param];
+    pieces_.push_back(std::move(piece));
+  }
 
-  // What step() of every rank should return.
-  StepResult step(const std::vector<Hyper>& groups, const StepOptions& options, double divisor) {
-    // 1. The sums, in the order of GradientExchange's note.
+  // What has landed so far, in the order of GradientExchange's note.
+  void add_up() {
     std::sort(pieces_.begin(), pieces_.end(), [](const LandedPiece& a, const LandedPiece& b) {
       return std::tie(a.window, a.number, a.rank) < std::tie(b.window, b.number, b.rank);
     });
     for (const LandedPiece& piece : pieces_) params_[piece.param].land(piece.bytes, piece.dtype);
     pieces_.clear();
+  }
+  // Gradients of the parameter since the last step, and the squares of their sum. REQUIRES of the
+  // second: all are added up.
+  std::uint32_t count(std::uint32_t param) const { return counts_[param]; }
+  double squares(std::uint32_t param) const {
+    return scaled_[param] ? *scaled_[param] : squares_of(param);
+  }
+  void forget(std::uint32_t param) {
+    params_[param].forget_gradient();
+    counts_[param] = 0;
+    scaled_[param].reset();
+  }
+  void scale(std::uint32_t param, float factor, bool divides) {
+    GradScaling scaling;
+    scaling.add(factor, divides);
+    scaled_[param] = scaling.of_squares(squares_of(param));
+    params_[param].scale_gradient(factor, divides);
+  }
+
+  // What step() of every rank should return.
+  StepResult step(const std::vector<Hyper>& groups, const StepOptions& options, double divisor) {
+    // 1. The sums.
+    add_up();
     // 2. Their norms.
     double total = 0.0;
     std::vector<double> by_unit(config_.units.size(), 0.0);
     for (std::uint32_t p = 0; p < params_.size(); ++p) {
       if (!params_[p].has_gradient()) continue;
-      const double squares = squares_of(p);
-      total += squares;
-      by_unit[index(config_.params[p].unit)] += squares;
+      total += squares(p);
+      by_unit[index(config_.params[p].unit)] += squares(p);
     }
     StepResult result{.norm = std::sqrt(total) / divisor};
     result.finite = std::isfinite(total);
@@ -71,6 +97,8 @@ class RankOracle final {
         params_[p].forget_gradient();
       else
         params_[p].update(groups[config_.params[p].group], static_cast<float>(scale));
+      counts_[p] = 0;
+      scaled_[p].reset();
     }
     return result;
   }
@@ -95,7 +123,10 @@ class RankOracle final {
   const Config& config_;
   Layout layout_;
   std::vector<PlainParam> params_;
-  std::vector<LandedPiece> pieces_;  // of this step
+  std::vector<LandedPiece> pieces_;  // of this step, and not added up
+  std::vector<std::uint32_t> counts_ = std::vector<std::uint32_t>(config_.params.size(), 0);
+  std::vector<std::optional<double>> scaled_ =
+      std::vector<std::optional<double>>(config_.params.size());
 };
 
 }  // namespace strata

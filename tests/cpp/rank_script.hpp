@@ -20,11 +20,23 @@
 
 namespace strata {
 
+// What all ranks do with gradients between two backward passes of a step.
+struct Look {
+  enum class What : std::uint8_t { norms, drops_all, drops_one, scales };
+  What what = What::norms;
+  std::uint32_t param = 0;  // of the last two
+  float factor = 1.0f;
+  bool divides = false;
+};
+
 // What all ranks have in common, which the seed decides ahead.
 struct Script {
   struct Step {
     std::vector<Hyper> groups;
     StepOptions options;
+    std::vector<Look> looks;
+
+    bool scales() const { return !looks.empty() && looks.back().what == Look::What::scales; }
   };
   Config model;
   std::vector<std::vector<float>> initial;
@@ -35,7 +47,58 @@ struct Script {
   bool goes_on = false;        // behind a refusal
   bool doubles = false;        // every backward has two gradients of every parameter
   bool tells = false;          // who ends by an error tells the others, and is lost then
+
+  bool early() const { return model.update == UpdateMode::in_backward; }
+  // Updates may lag, so bits depend on who comes when: parameters count the gradients in them.
+  bool counts() const { return model.max_staleness != 0; }
 };
+
+inline void choose_update(std::mt19937_64& random, Script& script) {
+  Config& model = script.model;
+  if (script.ranks == 1) return;
+  model.update = static_cast<UpdateMode>(below(random, 3));
+  if (model.update == UpdateMode::lock_free) {
+    model.max_staleness = static_cast<std::uint32_t>(below(random, 4));
+  }
+  if (script.early()) script.doubles = false;  // a parameter has one gradient in a step
+  if (!script.counts()) return;
+  script.doubles = false;
+  model.sums_ranks = true;
+  for (Hyper& group : model.groups) {
+    group = Hyper{};
+    group.rule = Rule::sgd;
+    group.lr = 1.0;
+  }
+  for (std::vector<float>& values : script.initial) std::fill(values.begin(), values.end(), 0.0f);
+}
+
+inline std::vector<Look> choose_looks(std::mt19937_64& random, const Config& model) {
+  std::vector<Look> looks;
+  const auto trained = [](const ParamSpec& spec) { return spec.trainable; };
+  if (model.update != UpdateMode::on_step || std::ranges::none_of(model.params, trained)) {
+    return looks;
+  }
+  for (std::size_t left = below(random, 3) == 0 ? below(random, 4) : 0; left > 0; --left) {
+    Look& look = looks.emplace_back();
+    // Nothing lands behind a gradient that was scaled.
+    look.what = static_cast<Look::What>(below(random, left == 1 ? 4 : 3));
+    look.param = static_cast<std::uint32_t>(below(random, model.params.size()));
+    look.factor = 0.25f + static_cast<float>(below(random, 8));
+    look.divides = below(random, 2) == 0;
+  }
+  return looks;
+}
+
+inline StepOptions choose_options(std::mt19937_64& random, const Script& script) {
+  StepOptions options;
+  if (script.counts()) return options;
+  if (below(random, 3) == 0) options.max_unit_norm = 0.1;
+  if (script.early()) return options;
+  if (below(random, 2) == 0) options.max_norm = 0.5;
+  options.grad_divisor = static_cast<double>(1 + below(random, 5));
+  options.skip_nonfinite = below(random, 2) == 0;
+  return options;
+}
 
 inline Script write_script(std::mt19937_64& random, Trouble trouble) {
   Script script;
@@ -58,15 +121,16 @@ inline Script write_script(std::mt19937_64& random, Trouble trouble) {
   const bool alone = trouble == Trouble::none && below(random, 8) == 0;
   script.ranks = alone ? 1 : 2 + static_cast<std::uint32_t>(below(random, 3));
   script.culprit = static_cast<std::uint32_t>(below(random, script.ranks));
+  choose_update(random, script);
   const std::size_t steps = 2 + below(random, 3);
   for (std::size_t i = 0; i < steps; ++i) {
     Script::Step& step = script.steps.emplace_back();
     step.groups = model.groups;
-    for (Hyper& group : step.groups) group.lr = 1e-3 * static_cast<double>(1 + below(random, 9));
-    if (below(random, 2) == 0) step.options.max_norm = 0.5;
-    if (below(random, 3) == 0) step.options.max_unit_norm = 0.1;
-    step.options.grad_divisor = static_cast<double>(1 + below(random, 5));
-    step.options.skip_nonfinite = below(random, 2) == 0;
+    for (Hyper& group : step.groups) {
+      if (!script.counts()) group.lr = 1e-3 * static_cast<double>(1 + below(random, 9));
+    }
+    step.options = choose_options(random, script);
+    step.looks = choose_looks(random, model);
   }
   script.trouble_at = below(random, steps);
   script.goes_on = below(random, 2) == 0;

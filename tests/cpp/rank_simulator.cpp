@@ -14,7 +14,7 @@
 #include "engine/session.hpp"
 #include "memory/host_device.hpp"
 #include "offload/storage/memory_engine.hpp"
-#include "rank_world.hpp"
+#include "rank_checks.hpp"
 
 namespace strata {
 namespace {
@@ -30,7 +30,11 @@ class SimulatedRank final {
         told_(world.result.ranks[rank]),
         rank_(rank),
         random_(world.random()),
-        config_(config_of(world.script, rank, random_)) {
+        config_(config_of(world.script, rank, random_)),
+        checks_(world, config_,
+                [this](const char* name, const std::function<void()>& made) { call(name, made); }),
+        landed_(config_.params.size(), false),
+        completed_(config_.units.size(), false) {
     const bool is_culprit = rank_ == world.script.culprit;
     FaultPlan faults{.seed = random_(), .delay_ns_max = 1'000'000};
     faults.chance_of(IoFault::interrupted) = 0.05;
@@ -61,7 +65,10 @@ class SimulatedRank final {
       if (world_.script.tells) give_up();
       lose();
     } catch (const Broken& broken) {
-      world_.result.broken = "rank " + std::to_string(rank_) + ": " + broken.what;
+      world_.result.broken = "rank " + std::to_string(rank_) + " of " +
+                             std::to_string(config_.ranks) + ", mode " +
+                             std::to_string(static_cast<int>(config_.update)) + ", staleness " +
+                             std::to_string(config_.max_staleness) + ": " + broken.what;
       world_.turns.give_up();
     } catch (const Turns::Over&) {
     }
@@ -185,22 +192,49 @@ class SimulatedRank final {
       world_.result.happened = true;
     }
     for (std::size_t step = 0; step < steps; ++step) {
-      const int windows = below(4);
       window_ = 0;
-      for (int w = 0; w < windows; ++w) {
-        if (w != 0 || below(4) == 0) begin_window();
-        pass(false, step);
-        pass(true, step);
+      landed_.assign(landed_.size(), false);
+      completed_.assign(completed_.size(), false);
+      for (const Look& look : world_.script.steps[step].looks) {
+        if (!backwards(step)) land_one(step);
+        pause();
+        const std::uint32_t range = (window_ >> kPassBits) + checks_.ask(*session_, look);
+        window_ = range << kPassBits;
       }
+      if (!world_.script.steps[step].scales()) backwards(step);
       if (below(20) == 0) {
         for (int i = 0; i < 700; ++i) begin_window();  // more than a ring holds
       }
       end_step(step);
       pause();
-      if (below(2) == 0) compare();
+      if (below(2) == 0) checks_.compare(*session_);
+      if (below(4) == 0) checks_.evaluate(*session_);
       if (below(4) == 0) call("synchronize", [&] { session_->synchronize(); });
     }
-    compare();
+    checks_.compare(*session_);
+  }
+
+  // Backward passes; whether any gradient has landed.
+  bool backwards(std::size_t step) {
+    const std::uint64_t before = pieces_;
+    numbers_.assign(config_.params.size(), 0);
+    const int windows = below(4);
+    for (int w = 0; w < windows; ++w) {
+      if (w != 0 || below(4) == 0) begin_window();
+      pass(false, step);
+      pass(true, step);
+    }
+    return pieces_ != before;
+  }
+
+  // REQUIRES: one is trained.
+  void land_one(std::size_t step) {
+    std::uint32_t p = 0;
+    while (!config_.params[p].trainable) ++p;
+    const UnitId unit = config_.params[p].unit;
+    call("enter", [&] { session_->enter(unit, true); });
+    land(p, step);
+    session_->leave(unit);
   }
 
   void begin_window() {
@@ -211,7 +245,6 @@ class SimulatedRank final {
 
   // Units in whatever order; some not at all, some twice.
   void pass(bool backward, std::size_t step) {
-    if (window_ == 0 && !backward) numbers_.assign(config_.params.size(), 0);
     std::vector<std::uint32_t> order;
     for (std::uint32_t u = 0; u < config_.units.size(); ++u) {
       int times = below(8) == 0 ? below(3) : 1;
@@ -221,50 +254,56 @@ class SimulatedRank final {
     if (backward) std::reverse(order.begin(), order.end());
     if (world_.script.doubles || below(3) == 0) std::shuffle(order.begin(), order.end(), random_);
     for (const std::uint32_t unit : order) {
+      if (completed_[unit]) continue;  // its update may run
       pause();
       call("enter", [&] { session_->enter(UnitId{unit}, backward); });
-      look(unit);
-      if (backward) land(unit, step);
-      look(unit);
+      checks_.look(*session_, unit);
+      const bool landed = backward && land_unit(unit, step);
+      checks_.look(*session_, unit);
       session_->leave(UnitId{unit});
+      // The rest is left to step().
+      if (landed && world_.script.early() && below(5) != 0) complete(unit, step);
     }
   }
 
-  std::vector<std::byte> shown(std::uint32_t p) {
-    const std::byte* const at = session_->device_address(p);
-    return {at, at + world_.oracle.params()[p].bytes().size()};
+  void complete(std::uint32_t unit, std::size_t step) {
+    const double max_norm = world_.script.steps[step].options.max_unit_norm;
+    const std::vector<Hyper> groups = groups_of(step);
+    call("complete", [&] { session_->complete(UnitId{unit}, groups, max_norm); });
+    completed_[unit] = true;
   }
 
-  void look(std::uint32_t unit) {
-    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
-      if (config_.params[p].unit != UnitId{unit}) continue;
-      promise(shown(p) == world_.oracle.params()[p].bytes(),
-              "the device shows another " + config_.params[p].name);
-    }
-  }
-
-  void land(std::uint32_t unit, std::size_t step) {
+  // Of a unit; whether any has.
+  bool land_unit(std::uint32_t unit, std::size_t step) {
     std::vector<std::uint32_t> params;
     for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
       const ParamSpec& spec = config_.params[p];
+      if (world_.script.early() && landed_[p]) continue;
       if (spec.unit == UnitId{unit} && spec.trainable && below(8) != 0) params.push_back(p);
     }
     if (below(3) == 0) std::shuffle(params.begin(), params.end(), random_);
     for (const std::uint32_t p : params) {
-      const ParamSpec& spec = config_.params[p];
-      const Dtype dtype = below(4) == 0 ? static_cast<Dtype>(below(3)) : spec.dtype;
-      LandedPiece piece{.param = p,
-                        .window = window_,
-                        .number = numbers_[p],
-                        .rank = rank_,
-                        .dtype = dtype,
-                        .bytes = gradient(p, dtype, step)};
-      call("land", [&] { session_->land_gradient(p, piece.bytes.data(), dtype); });
-      ++numbers_[p];
-      ++world_.result.pieces;
-      world_.oracle.land(std::move(piece));
+      land(p, step);
       if (below(4) == 0) pause();
     }
+    return !params.empty();
+  }
+
+  void land(std::uint32_t p, std::size_t step) {
+    const ParamSpec& spec = config_.params[p];
+    const Dtype dtype = below(4) == 0 ? static_cast<Dtype>(below(3)) : spec.dtype;
+    LandedPiece piece{.param = p,
+                      .window = window_,
+                      .number = numbers_[p],
+                      .rank = rank_,
+                      .dtype = dtype,
+                      .bytes = gradient(p, dtype, step)};
+    call("land", [&] { session_->land_gradient(p, piece.bytes.data(), dtype); });
+    ++numbers_[p];
+    ++pieces_;
+    ++world_.result.pieces;
+    landed_[p] = true;
+    world_.oracle.land(std::move(piece));
   }
 
   // A function of what the device shows.
@@ -272,9 +311,10 @@ class SimulatedRank final {
     const ParamSpec& spec = config_.params[p];
     std::vector<float> wide(spec.numel);
     kernels(Isa::scalar)
-        .land_gradient(wide.data(), Dtype::float32, shown(p).data(), spec.dtype, spec.numel,
-                       GradMode::copy, {});
+        .land_gradient(wide.data(), Dtype::float32, checks_.shown(*session_, p).data(), spec.dtype,
+                       spec.numel, GradMode::copy, {});
     for (float& value : wide) value = value * 0.25f + 0.01f * static_cast<float>(below(5));
+    if (world_.script.counts()) std::fill(wide.begin(), wide.end(), -1.0f);
     if (world_.script.steps[step].options.skip_nonfinite && below(60) == 0) {
       wide[static_cast<std::size_t>(below(wide.size()))] = std::numeric_limits<float>::infinity();
     }
@@ -286,12 +326,11 @@ class SimulatedRank final {
   void end_step(std::size_t step) {
     const Script::Step& asked = world_.script.steps[step];
     pause();
+    if (step == 0) world_.result.early += session_->stats().chunks_updated;
     if (world_.trouble == Trouble::other_options && step == world_.script.trouble_at) {
-      std::vector<Hyper> groups = asked.groups;
-      if (rank_ == world_.script.culprit) groups[0].lr *= 2.0;
       world_.result.happened = true;
       try {
-        call("step", [&] { session_->step(groups, asked.options); });
+        call("step", [&] { session_->step(groups_of(step), asked.options); });
         throw Broken{"a step with other options was not refused"};
       } catch (const StrataError& error) {
         const bool says = error.error().text().find("ask different things") != std::string::npos;
@@ -301,36 +340,16 @@ class SimulatedRank final {
     }
     StepResult result;
     call("step", [&] { result = session_->step(asked.groups, asked.options); });
-    if (world_.expected.size() == step) {
-      const double divisor =
-          asked.options.grad_divisor * (config_.sums_ranks ? 1.0 : double{1} * config_.ranks);
-      world_.expected.push_back(world_.oracle.step(asked.groups, asked.options, divisor));
-      world_.result.skipped += world_.expected.back().skipped ? 1 : 0;
-    }
-    const StepResult& expected = world_.expected[step];
-    promise(
-        std::bit_cast<std::uint64_t>(result.norm) == std::bit_cast<std::uint64_t>(expected.norm),
-        "another norm");
-    promise(result.finite == expected.finite && result.skipped == expected.skipped,
-            "a step was skipped, or was not");
+    checks_.end_step(result, step);
   }
 
-  void compare(std::uint32_t p, Kind kind, const std::vector<float>& expected, const char* what) {
-    std::vector<float> actual(expected.size());
-    call("read", [&] { session_->read(p, kind, 0, actual.data(), actual.size()); });
-    promise(std::memcmp(expected.data(), actual.data(), expected.size() * 4) == 0,
-            config_.params[p].name + " has another " + what);
-  }
-
-  void compare() {
-    for (std::uint32_t p = 0; p < config_.params.size(); ++p) {
-      const PlainParam& plain = world_.oracle.params()[p];
-      compare(p, Kind::master, plain.master(), "master");
-      const Hyper& group = config_.groups[config_.params[p].group];
-      const int moments = config_.params[p].trainable ? moment_count(group) : 0;
-      if (moments > 0) compare(p, Kind::moment1, plain.moment(1), "first moment");
-      if (moments > 1) compare(p, Kind::moment2, plain.moment(2), "second moment");
-    }
+  // With which this rank updates in a step.
+  std::vector<Hyper> groups_of(std::size_t step) const {
+    std::vector<Hyper> groups = world_.script.steps[step].groups;
+    const bool differs = world_.trouble == Trouble::other_options &&
+                         step == world_.script.trouble_at && rank_ == world_.script.culprit;
+    if (differs) groups[0].lr *= 2.0;
+    return groups;
   }
 
   World& world_;
@@ -342,8 +361,12 @@ class SimulatedRank final {
   FaultyEngine* faulty_ = nullptr;
   std::uint64_t faults_ = 0;
   int lates_ = 0;
+  RankChecks checks_;
   std::uint32_t window_ = 0;
+  std::uint64_t pieces_ = 0;            // that this rank has landed
   std::vector<std::uint32_t> numbers_;  // by parameter, in this window
+  std::vector<bool> landed_;            // by parameter, in this step
+  std::vector<bool> completed_;         // by unit, likewise
   std::unique_ptr<Session> session_;    // outlives its training: others may read its memory
 };
 

@@ -1,6 +1,7 @@
 // Trainings of several ranks in one process, from one seed: a random model, budgets of each rank by
 // themselves, disks with nuisances, ranks that take units in another order, leave some out, use
-// others twice, and make different numbers of backward passes. One of them may get into trouble.
+// others twice, and make different numbers of backward passes; in every mode of updates; with looks
+// at gradients, which they scale and drop. One of them may get into trouble.
 // Beside them runs the same training in plain memory, which adds all gradients in the order of
 // GradientExchange's note: what ranks read, and what their devices show, must be the same bits.
 //
@@ -43,6 +44,9 @@ struct RanksResult {
   std::uint64_t handed = 0;  // turns
   std::uint64_t pieces = 0;  // gradients that landed
   std::uint64_t skipped = 0;
+  std::uint64_t looks = 0;    // at gradients, ahead of the end of a step
+  std::uint64_t early = 0;    // chunks that were updated ahead of it
+  std::uint64_t lagging = 0;  // pages that a forward or a backward saw with gradients missing
 };
 
 RanksResult simulate_ranks(std::uint64_t seed, Trouble trouble);

@@ -44,19 +44,25 @@ void expect_named(const RanksResult& result) {
 }
 
 TEST(RankSimulator, TheBitsAreThoseOfOneTrainingInPlainMemory) {
-  std::uint64_t faults = 0, pieces = 0, skipped = 0;
-  for_seeds(16, [&](std::uint64_t seed) {
+  std::uint64_t faults = 0, pieces = 0, skipped = 0, looks = 0, early = 0, lagging = 0;
+  for_seeds(48, [&](std::uint64_t seed) {
     const RanksResult result = simulate_ranks(seed, Trouble::none);
     EXPECT_EQ(result.broken, "");
     expect_no_error(result);
     faults += result.faults;
     pieces += result.pieces;
     skipped += result.skipped;
+    looks += result.looks;
+    early += result.early;
+    lagging += result.lagging;
   });
   if (replays()) return;
   EXPECT_GT(faults, 0U) << "disks were never used";
   EXPECT_GT(pieces, 0U);
   EXPECT_GT(skipped, 0U) << "no step was skipped";
+  EXPECT_GT(looks, 0U) << "nobody looked at gradients";
+  EXPECT_GT(early, 0U) << "no update began in a backward";
+  EXPECT_GT(lagging, 0U) << "no update was ever late";
 }
 
 TEST(RankSimulator, ALateRankIsWaitedFor) {

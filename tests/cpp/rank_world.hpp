@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "doubles/loopback.hpp"
@@ -40,6 +41,7 @@ struct World {
     result.ranks.resize(script.ranks);
     result.culprit = script.culprit;
     doing.resize(script.ranks, "begin");
+    applied.emplace_back(script.model.params.size(), 0);
   }
 
   std::size_t drawn(std::size_t end) { return below(random, end); }
@@ -53,7 +55,13 @@ struct World {
   VirtualClock clock;
   RanksResult result;
   std::uint32_t filled = 0;
-  std::vector<StepResult> expected;       // by step: what its first rank was told
+  std::vector<StepResult> expected;  // by step: what its first rank was told
+  std::vector<bool> had_gradients;   // likewise: it had any
+  // By steps that had gradients, and were made: how many each parameter has had by then.
+  std::vector<std::vector<std::uint32_t>> applied;
+  // By parameter: gradients, and the squares of their sum, when all last looked.
+  std::vector<std::pair<std::uint32_t, double>> looked;
+  std::uint64_t asked = 0;                // things that one rank did for all
   std::vector<const char*> doing;         // by rank: for who looks at a hang
   std::uint64_t last_call = 0;            // when a call of a session ended
   std::uint64_t trouble_in = UINT64_MAX;  // turns of the culprit until it dies, or a bit changes

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <barrier>
 #include <bit>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <random>
@@ -58,15 +59,20 @@ void visit_unit(Session& session, std::uint32_t unit, bool backward, std::uint32
 using Between = std::function<void(Session&, int step)>;
 
 // Steps of a rank: micro-batches rank, rank + ranks, ...
-void train_rank(Session& session, int steps, const StepOptions& options, const Between& between) {
+void train_rank(Session& session, int steps, const StepOptions& options, const Between& between,
+                std::uint32_t batches = kBatches) {
   const Config& config = session.config();
+  const bool early = config.update == UpdateMode::in_backward;
   const auto units = static_cast<std::uint32_t>(config.units.size());
   for (int step = 0; step < steps; ++step) {
     if (between) between(session, step);
-    for (std::uint32_t batch = config.rank; batch < kBatches; batch += config.ranks) {
+    for (std::uint32_t batch = config.rank; batch < batches; batch += config.ranks) {
       if (batch >= config.ranks) session.begin_window();
       for (std::uint32_t u = 0; u < units; ++u) visit_unit(session, u, false, batch);
-      for (std::uint32_t u = units; u-- > 0;) visit_unit(session, u, true, batch);
+      for (std::uint32_t u = units; u-- > 0;) {
+        visit_unit(session, u, true, batch);
+        if (early) session.complete(UnitId{u}, config.groups, options.max_unit_norm);
+      }
     }
     session.step(config.groups, options);
   }
@@ -103,7 +109,8 @@ void on_ranks(std::uint32_t ranks, const std::function<void(std::uint32_t)>& bod
 
 // Of every rank: the parameters, as it reads them, from whoever holds them.
 std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Config& of,
-                                        const StepOptions& options, const Between& between) {
+                                        const StepOptions& options, const Between& between,
+                                        std::uint32_t batches = kBatches) {
   std::vector<std::vector<float>> results(ranks);
   Loopback machine(ranks);
   std::barrier all(static_cast<std::ptrdiff_t>(ranks));
@@ -121,10 +128,12 @@ std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Co
     Session session(config, std::move(parts));
     fill_all(session);
     all.arrive_and_wait();  // nobody reads what is not written yet
-    train_rank(session, steps, options, between);
+    train_rank(session, steps, options, between, batches);
     results[rank] = all_of(session, Kind::master);
-    const std::vector<float> moments = all_of(session, Kind::moment1);
-    results[rank].insert(results[rank].end(), moments.begin(), moments.end());
+    for (const Kind kind : {Kind::moment1, Kind::moment2}) {
+      const std::vector<float> moments = all_of(session, kind);
+      results[rank].insert(results[rank].end(), moments.begin(), moments.end());
+    }
     all.arrive_and_wait();  // others may still read from this one
   });
   return results;
@@ -138,24 +147,39 @@ Config roomy() {
   return config;
 }
 
+void expect_bits(const std::vector<float>& expected,
+                 const std::vector<std::vector<float>>& results) {
+  for (std::uint32_t rank = 0; rank < results.size(); ++rank) {
+    ASSERT_EQ(results[rank].size(), expected.size());
+    std::size_t differ = 0, first = 0;
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      if (std::bit_cast<std::uint32_t>(results[rank][i]) ==
+          std::bit_cast<std::uint32_t>(expected[i])) {
+        continue;
+      }
+      if (differ++ == 0) first = i;
+    }
+    EXPECT_EQ(differ, 0U) << "of " << expected.size() << ", the first " << first << ": "
+                          << results[rank][first] << " for " << expected[first] << "; rank " << rank
+                          << " of " << results.size();
+  }
+}
+
 void expect_the_same_for_all(const Config& config, const StepOptions& options,
                              const Between& between = {}) {
   const std::vector<float> expected = trained(1, 3, config, options, {})[0];
   for (const std::uint32_t ranks : {2U, 3U, 4U}) {
-    const auto results = trained(ranks, 3, config, options, between);
-    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
-      std::size_t differ = 0, first = 0;
-      for (std::size_t i = 0; i < expected.size(); ++i) {
-        if (std::bit_cast<std::uint32_t>(results[rank][i]) ==
-            std::bit_cast<std::uint32_t>(expected[i])) {
-          continue;
-        }
-        if (differ++ == 0) first = i;
-      }
-      EXPECT_EQ(differ, 0U) << "of " << expected.size() << ", the first " << first << ": "
-                            << results[rank][first] << " for " << expected[first] << "; rank "
-                            << rank << " of " << ranks;
-    }
+    expect_bits(expected, trained(ranks, 3, config, options, between));
+  }
+}
+
+// As those of one rank that updates at step(); each rank has one micro-batch.
+void expect_the_bits_of_on_step(const Config& config, const StepOptions& options) {
+  for (const std::uint32_t ranks : {2U, 3U}) {
+    Config plain = config;
+    plain.update = UpdateMode::on_step;
+    const std::vector<float> expected = trained(1, 4, plain, options, {}, ranks)[0];
+    expect_bits(expected, trained(ranks, 4, config, options, {}, ranks));
   }
 }
 
@@ -190,6 +214,28 @@ TEST(Ranks, NorWhereEachRankTakesOverPlansOfItsOwn) {
     if (turn % 2 == 0) reserve_activations(session, (turn % 3) * kPage, turn * kPage);
     limit_device(session, (turn % 3 == 0 ? 8 : 6) * kPage);
   });
+}
+
+TEST(Ranks, NorDoHowMomentsAreStored) {
+  for (const MomentDtype dtype : {MomentDtype::bfloat16, MomentDtype::block8}) {
+    const TempFolder folder;
+    for (Config config : {roomy(), tight(folder)}) {
+      config.moment_dtype = dtype;
+      expect_the_same_for_all(config, {.grad_divisor = 12.0});
+    }
+  }
+}
+
+TEST(Ranks, NorDoesItWhenUpdatesBegin) {
+  const TempFolder folder;
+  for (const UpdateMode update : {UpdateMode::in_backward, UpdateMode::lock_free}) {
+    for (Config config : {roomy(), tight(folder)}) {
+      config.update = update;
+      if (update == UpdateMode::lock_free) config.host_bytes += 32 * kPage;  // for gradients
+      expect_the_bits_of_on_step(config, {});
+      expect_the_bits_of_on_step(config, {.max_unit_norm = 0.1});
+    }
+  }
 }
 
 // Each rank holds the state that it owns, and together they go back to it.
@@ -247,8 +293,7 @@ TEST(Ranks, GoBackToWhatEachOfThemHolds) {
 }
 
 // One of two.
-std::unique_ptr<Session> open_rank(Loopback& machine, std::uint32_t rank) {
-  Config config = roomy();
+std::unique_ptr<Session> open_rank(Loopback& machine, std::uint32_t rank, Config config = roomy()) {
   config.rank = rank;
   config.ranks = 2;
   config.sums_ranks = config.accumulate = true;
@@ -351,6 +396,75 @@ TEST(Ranks, AThreadMayReadAllTheTime) {
     over = true;
     reader.join();
     all.arrive_and_wait();  // others may still read from this one
+  });
+}
+
+std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const StrataError& error) {
+    return error.what();
+  }
+  return "nothing";
+}
+
+// Updates of what all ranks have completed begin ahead of step(); of what one has not, behind it.
+TEST(Ranks, UpdatesBeginWhenAllHaveCompletedAUnit) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    Config config = roomy();
+    config.update = UpdateMode::in_backward;
+    const auto opened = open_rank(machine, rank, config);
+    Session& session = *opened;
+    fill_all(session);
+    all.arrive_and_wait();
+    for (const std::uint32_t u : {0U, 1U}) {
+      visit_unit(session, u, true, rank);
+      if (u == 0 || rank == 0) session.complete(UnitId{u}, config.groups, 0.0);
+    }
+    const std::string again = refusal([&] { visit_unit(session, 0, true, rank); });
+    EXPECT_NE(again.find("a second gradient"), std::string::npos) << again;
+    session.leave(UnitId{0});
+    const std::string dropped = refusal([&] { session.drop_gradients(); });
+    EXPECT_NE(dropped.find("was used already"), std::string::npos) << dropped;
+    const Ownership owns = share_chunks(session.residence().layout, rank, 2);
+    std::uint64_t early = 0;
+    const Layout layout = session.residence().layout;
+    for (const std::uint32_t chunk : layout.units[0].chunks) {
+      const bool trained = layout.segments[layout.chunks[chunk].segment].trainable;
+      early += owns.mine(chunk) && trained ? 1 : 0;
+    }
+    for (int i = 0; i < 2'000 && session.stats().chunks_updated < early; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_EQ(session.stats().chunks_updated, early);
+    session.step(config.groups, {});
+    session.drain();
+    EXPECT_GE(session.stats().chunks_updated, early);
+    all.arrive_and_wait();
+  });
+}
+
+TEST(Ranks, WhatMayLagIsNotReadOrDroppedBehindABackward) {
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    Config config = roomy();
+    config.update = UpdateMode::lock_free;
+    config.max_staleness = 1;
+    const auto opened = open_rank(machine, rank, config);
+    Session& session = *opened;
+    fill_all(session);
+    all.arrive_and_wait();
+    visit_unit(session, 0, true, rank);
+    const std::string read = refusal([&] { all_of(session, Kind::master); });
+    EXPECT_NE(read.find("call step() first"), std::string::npos) << read;
+    const std::string dropped = refusal([&] { session.drop_gradients(); });
+    EXPECT_NE(dropped.find("call step() behind every backward"), std::string::npos) << dropped;
+    session.step(config.groups, {});
+    EXPECT_FALSE(all_of(session, Kind::master).empty());
+    all.arrive_and_wait();
   });
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <random>
 #include <set>
 #include <vector>
@@ -51,6 +52,30 @@ TEST(Ownership, EveryChunkHasOneOwnerInContiguousRangesOfLikeSize) {
     for (const std::int64_t pages : owned) {
       EXPECT_LE(std::abs(pages - total / ranks), 2 * largest) << "of " << total << " pages";
     }
+  });
+}
+
+TEST(Ownership, EachRankHasTheScalesOfItsChunksAndNoOthers) {
+  for_seeds(100, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    Config config = random_model(random);
+    config.page_bytes = kPageBytesMin;
+    config.moment_dtype = MomentDtype::block8;
+    const Layout layout = make_layout(config, config.page_bytes);
+    const auto ranks = static_cast<std::uint32_t>(1 + below(random, 4));
+    std::size_t total = 0;
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+      const Ownership owns = share_chunks(layout, rank, ranks);
+      std::size_t next = 0;
+      for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
+        if (!owns.mine(id)) continue;
+        ASSERT_EQ(owns.scales[id], next);
+        next += layout.scale_bytes_of(id);
+      }
+      ASSERT_EQ(owns.scale_bytes, next);
+      total += next;
+    }
+    EXPECT_EQ(total, layout.scale_bytes);
   });
 }
 
@@ -222,6 +247,58 @@ TEST(Messages, AChangedBitIsNoticedOrWasOfNoMessage) {
   });
 }
 
+// What the holder was last asked for; none: for nothing.
+std::optional<PeerMessage> heard(Ranks& ranks, std::uint32_t holder) {
+  const auto got = ranks.peers[holder]->receive();
+  return got ? std::optional(got->message) : std::nullopt;
+}
+
+TEST(RemotePages, WhatLagsIsAskedForAgainAtEveryStepAndNeverFurtherBack) {
+  Ranks ranks(2);
+  PageTable table;
+  table.add(1);
+  table.set_unit(PageId{0}, UnitId{0});
+  table.place(PageId{0}, {Tier::remote, 0});
+  RemotePages remote(table, *ranks.peers[0], {1});
+  const PageId page{0};
+  remote.set_step(5, 2);
+  // 1. Computation is content with step 3, and gets 4, which lags.
+  ASSERT_EQ(remote.open(page), nullptr);
+  ASSERT_EQ(heard(ranks, 1)->step, 3);
+  ASSERT_FALSE(remote.granted(1, page, 0, 64, 2)) << "older than what was asked for";
+  ASSERT_TRUE(remote.granted(1, page, 0, 64, 4));
+  ASSERT_NE(remote.open(page), nullptr);
+  EXPECT_EQ(remote.lag(page), 1);
+  EXPECT_EQ(remote.lagging(), std::vector{page});
+  // 2. Who wants the newest waits until that is given back, and asks for step 5.
+  remote.ask_for_newest(true);
+  ASSERT_EQ(remote.open(page), nullptr);
+  EXPECT_FALSE(heard(ranks, 1)) << "while somebody reads it";
+  remote.close(page);
+  ASSERT_EQ(heard(ranks, 1)->kind, PeerMessage::Kind::give_back);
+  ASSERT_EQ(remote.open(page), nullptr);
+  ASSERT_EQ(heard(ranks, 1)->step, 5);
+  EXPECT_TRUE(remote.awaits_newest());
+  ASSERT_FALSE(remote.granted(1, page, 0, 64, 4));
+  ASSERT_TRUE(remote.granted(1, page, 0, 64, 5));
+  EXPECT_FALSE(remote.awaits_newest());
+  EXPECT_EQ(remote.lag(page), 0);
+  ASSERT_TRUE(remote.settle());
+  ASSERT_EQ(heard(ranks, 1)->kind, PeerMessage::Kind::give_back);
+  // 3. One that was granted and lags, and that nobody came for, is given back for the newest.
+  remote.set_step(6, 2);
+  ASSERT_EQ(remote.open(page), nullptr);
+  ASSERT_EQ(heard(ranks, 1)->step, 4);
+  ASSERT_TRUE(remote.granted(1, page, 0, 64, 4));
+  remote.keep_exact(UnitId{0});
+  ASSERT_NE(remote.open(page), nullptr) << "from the next step on";
+  remote.close(page);
+  ASSERT_EQ(heard(ranks, 1)->kind, PeerMessage::Kind::give_back);
+  remote.set_step(7, 2);
+  ASSERT_EQ(remote.open(page), nullptr);
+  EXPECT_EQ(heard(ranks, 1)->step, 7);
+}
+
 TEST(RemotePages, AskOnceGiveBackOnceAndNothingIsOpenBehindSettle) {
   for_seeds(100, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
@@ -270,15 +347,15 @@ TEST(RemotePages, AskOnceGiveBackOnceAndNothingIsOpenBehindSettle) {
           if (users[at] > 0) remote.close(page), --users[at];
           break;
         case 3:
-          ASSERT_FALSE(remote.granted(3 - holders[at], page, 0, 64)) << "not the holder";
+          ASSERT_FALSE(remote.granted(3 - holders[at], page, 0, 64, 0)) << "not the holder";
           ASSERT_EQ(remote.awaits(holders[at]) || !asked[at], true);
           if (asked[at]) {
-            ASSERT_FALSE(remote.granted(holders[at], page, 1 << 16, 64)) << "no such place";
-            ASSERT_TRUE(remote.granted(holders[at], page, at * 64, 64));
+            ASSERT_FALSE(remote.granted(holders[at], page, 1 << 16, 64, 0)) << "no such place";
+            ASSERT_TRUE(remote.granted(holders[at], page, at * 64, 64, 0));
             asked[at] = false;
             lent[at] = true;
           }
-          ASSERT_FALSE(remote.granted(holders[at], page, at * 64, 64)) << "not asked for";
+          ASSERT_FALSE(remote.granted(holders[at], page, at * 64, 64, 0)) << "not asked for";
           break;
         case 4:
           held.reset();

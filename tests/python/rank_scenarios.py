@@ -283,15 +283,8 @@ def differs(run: Rank) -> None:
 
 def refuses(run: Rank, what: str) -> str:
     """What several ranks cannot do yet; the words."""
-    options: dict[str, Any] = {}
-    if what == "in_backward":
-        options["update"] = "in_backward"
-    if what == "lock_free":
-        options["update"] = strata.LockFree(max_staleness=1)
-    if what == "8bit":
-        options["state_dtype"] = "8bit"
     try:
-        model, optimizer = wrap(run, make_model(), **options)
+        model, optimizer = wrap(run, make_model())
         optimizer.zero_grad()
         model(batches_of(0)[0]).square().mean().backward()
         if what == "grad":

@@ -185,9 +185,6 @@ def test_ranks_whose_steps_differ_say_so(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("in_backward", "on_step"),
-        ("lock_free", "on_step"),
-        ("8bit", "moments in 8 bits"),
         ("grad", "the values of the gradient of .* cannot be seen"),
         ("snapshot", "ssd_path"),
     ],

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
+import re
 import threading
 from collections.abc import Iterator
 from time import perf_counter
@@ -66,7 +68,6 @@ class Foreign:
         groups = len(optimizer.param_groups)
         self._options_kept = max(OPTIONS_KEPT_MIN, STEPS_UNDER_WAY * groups)
         self._known: dict[int, tuple[dict[str, Any], Kept]] = {}
-        self._next = 0
         self._scalars: dict[int, dict[int, State]] = {}  # by parameter and step
         self._noting = threading.Lock()
         self._room = max(len(self.kept(group).moments) for group in optimizer.param_groups)
@@ -80,7 +81,8 @@ class Foreign:
         return self._probed[key]
 
     def remember(self, group: dict[str, Any]) -> int:
-        """A number that stands for the group's hyperparameters as they are now."""
+        """A number that stands for the group's hyperparameters as they are now: another one where
+        they are others, and on every rank the same."""
         options, kept = options_of(group), self.kept(group)
         if len(kept.moments) > self._room:
             raise ValueError(
@@ -90,7 +92,9 @@ class Foreign:
         key = _text_of(options)
         number = self._numbers.pop(key, 0)
         if not number:
-            number = self._next = self._next + 1
+            number = _number_of(key)
+            while number in self._known:  # of an object that only differs by where it lies
+                number += 1
             self._known[number] = (options, kept)
         self._numbers[key] = number
         while len(self._numbers) > self._options_kept:
@@ -204,6 +208,12 @@ def _one_thread() -> Iterator[None]:
 def _text_of(options: dict[str, Any]) -> str:
     """The same for the same values, to the last digit."""
     return repr({n: v.tolist() if torch.is_tensor(v) else v for n, v in options.items()})
+
+
+def _number_of(text: str) -> int:
+    """Of what _text_of() returns. Where an object lies is another matter in every process."""
+    words = re.sub(" at 0x[0-9a-f]+", "", text)
+    return 1 + int.from_bytes(hashlib.sha256(words.encode()).digest()[:7])
 
 
 def _borrow(address: int, count: int) -> torch.Tensor:
