@@ -51,8 +51,6 @@ std::uint64_t Snapshots::begin(std::uint32_t keep) {
     error.what =
         "updates of this step begin as its gradients land, so parameters are of two steps: call "
         "step() first, and take the snapshot behind it";
-  } else if (!base_.owns.alone() && base_.config.update != UpdateMode::on_step) {
-    error.what = "snapshots of several ranks need update=\"on_step\": strata.save() keeps others";
   } else if (!base_.owns.alone() && gradients_.any()) {
     error.what =
         "gradients have landed since the last step(), and those of several ranks are not kept: "
