@@ -14,5 +14,6 @@ using SessionHolder = std::unique_ptr<Session, DeleteWithoutGil>;
 using SessionClass = py::class_<Session, SessionHolder>;
 
 void bind_snapshots(py::module_& module, SessionClass& session);
+void bind_codes(SessionClass& session);
 
 }  // namespace strata

@@ -106,12 +106,12 @@ void Foundation::meet_others() {
   STRATA_ASSERT(meeting != nullptr);
   const Slab& slab = tiers.slab();
   const std::size_t agreement = Agreement::board_bytes(config.params.size());
-  peers = std::make_unique<Peers>(
-      owns.rank, meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
-                                .memory_file = slab.descriptor(),
-                                .bell = &bell,
-                                .board_bytes = agreement + Whereabouts::kBytes,
-                                .page_bytes = layout.page_bytes}));
+  peers = std::make_unique<Peers>(owns.rank,
+                                  meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
+                                                 .memory_file = slab.descriptor(),
+                                                 .bell = &bell,
+                                                 .board_bytes = agreement + Whereabouts::kBytes,
+                                                 .page_bytes = layout.page_bytes}));
   STRATA_ASSERT(peers->count() == config.ranks);
   whereabouts.emplace(*peers, agreement);
   remote.emplace(table, *peers, holders_of(layout, owns));

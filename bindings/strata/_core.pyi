@@ -149,15 +149,11 @@ class Session:
         """Makes codes of all values of a parameter that rests so. `offset`: of nf4-double, the mean
         of the blocks' largest magnitudes; None: computed here, in double. Raises StrataError, and
         has changed nothing, where its unit is entered or a value is not finite."""
-    def write_codes(
-        self, param: int, first: int, codes: Buffer, scales: Buffer, groups: Buffer
-    ) -> None:
-        """Codes and scales of elements from `first` on, a multiple of 64, in nf4-double of 256
-        blocks; as read_codes() gives them; see form.hpp."""
-    def read_codes(
-        self, param: int, first: int, codes: Buffer, scales: Buffer, groups: Buffer
-    ) -> None:
-        """Fills the buffers, of just the size. `groups` is empty but for nf4-double."""
+    def write_codes(self, param: int, first: int, stored: tuple[Buffer, Buffer, Buffer]) -> None:
+        """Codes, scales and groups of scales of elements from `first` on, a multiple of 64, in
+        nf4-double of 256 blocks; as read_codes() gives them; see form.hpp."""
+    def read_codes(self, param: int, first: int, stored: tuple[Buffer, Buffer, Buffer]) -> None:
+        """Fills the buffers, of just the size. The last one is empty but for nf4-double."""
     def enter(
         self, unit: int, backward: bool, recorded: bool = True, stream: int = 0, visit: int = 0
     ) -> None:

@@ -171,17 +171,19 @@ void OtherRanks::heed_failure(std::uint32_t from, const PeerMessage& message) {
   fail(message.what, gave_up ? "this rank let " + other +
                                    " wait for longer than rank_timeout= allows, and the training "
                                    "has ended: start again from the newest snapshot or checkpoint"
-                             : other + " has ended the training because of this rank, and says why "
-                                       "in its own output");
+                             : other +
+                                   " has ended the training because of this rank, and says why "
+                                   "in its own output");
 }
 
 void OtherRanks::give_up(std::uint32_t rank, double seconds) {
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "%.3g", seconds);
   gave_up_ = true;
-  fail_where(rank, std::string(" has let this one wait for ") + text.data() + " s",
-             "rank_timeout= allows no more; it is stopped, or computes for longer. Start again from "
-             "the newest snapshot or checkpoint");
+  fail_where(
+      rank, std::string(" has let this one wait for ") + text.data() + " s",
+      "rank_timeout= allows no more; it is stopped, or computes for longer. Start again from "
+      "the newest snapshot or checkpoint");
   tell_failure();  // no turn comes any more
   base_.gate.notify();
 }

@@ -38,8 +38,8 @@ class Whereabouts final {
 
   void enter(UnitId unit, bool backward) {
     const std::uint64_t number = std::uint64_t{index(unit)} + 1;
-    words(peers_.rank()).visit.store(number << 1 | std::uint64_t{backward},
-                                     std::memory_order_relaxed);
+    words(peers_.rank())
+        .visit.store(number << 1 | std::uint64_t{backward}, std::memory_order_relaxed);
   }
   void end_step(std::uint64_t steps) {
     words(peers_.rank()).steps.store(steps, std::memory_order_relaxed);
@@ -47,7 +47,8 @@ class Whereabouts final {
   Place of(std::uint32_t rank) const {
     const Words& theirs = words(rank);
     const std::uint64_t visit = theirs.visit.load(std::memory_order_relaxed);
-    Place place{.steps = theirs.steps.load(std::memory_order_relaxed), .backward = (visit & 1) != 0};
+    Place place{.steps = theirs.steps.load(std::memory_order_relaxed),
+                .backward = (visit & 1) != 0};
     if (visit >> 1 != 0) place.unit = UnitId{static_cast<std::uint32_t>((visit >> 1) - 1)};
     return place;
   }

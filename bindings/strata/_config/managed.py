@@ -75,7 +75,9 @@ def _check_class(name: str, parameter: nn.Parameter) -> None:
     what = KNOWN.get(kind.__name__)
     if what is None and kind.__module__.startswith("torchao."):
         what = "quantised by torchao: load the model in bfloat16, and pass frozen='nf4'"
-    placements = f" with {parameter.placements}" if kind.__name__ == "DTensor" else ""
+    placements = (
+        f" with {getattr(parameter, 'placements', None)}" if kind.__name__ == "DTensor" else ""
+    )
     raise ValueError(
         f"parameter {name!r} is a {kind.__module__}.{kind.__name__}{placements}, "
         + (what or "a class of its own, which pages would not keep: make it a plain nn.Parameter")

@@ -35,21 +35,26 @@ def kinds(form: StoredName, numel: int) -> list[tuple[str, str, int]]:
     return [codes, ("scales", "uint8", numel // BLOCK), ("groups", "float32", 2 * groups)]
 
 
-def quantise(state: Wrapped, index: int, value: torch.Tensor) -> None:
-    """Makes codes of all values of the parameter. Raises ValueError for a part of them, and
-    StrataError where its unit is entered or a value is not finite: then nothing has changed."""
+def quantise(state: Wrapped, index: int, value: torch.Tensor) -> bool:
+    """Makes codes of all values of the parameter. False: it does not rest so. Raises ValueError for
+    a part of them, and StrataError where its unit is entered or a value is not finite: then nothing
+    has changed."""
+    form = state.config["params"][index].get("stored")
+    if form is None:
+        return False
     if value.shape != state.aliases[index].shape:
         raise ValueError(f"{state.names[index]!r} rests as codes, and is written whole")
     plain = value.detach().to("cpu").contiguous()
     if plain.dtype not in DTYPE_NAMES:
         plain = plain.float()
     offset = None
-    if state.config["params"][index]["stored"] == "nf4-double":
+    if form == "nf4-double":
         # As bitsandbytes computes it, to the last bit.
         offset = float(plain.reshape(-1, BLOCK).abs().amax(dim=1).float().mean())
     state.session.quantise(
         index, plain.data_ptr(), DTYPE_NAMES[plain.dtype], row_elements(plain.shape), offset
     )
+    return True
 
 
 def empty(state: Wrapped, index: int) -> list[torch.Tensor]:
@@ -65,7 +70,7 @@ def read(state: Wrapped, index: int) -> list[torch.Tensor]:
     """As kinds() lists them."""
     state.landings.wait()
     stored = empty(state, index)
-    state.session.read_codes(index, 0, *_buffers(stored))
+    state.session.read_codes(index, 0, _buffers(stored))
     return stored
 
 
@@ -73,7 +78,7 @@ def write(state: Wrapped, index: int, stored: list[torch.Tensor], first: int = 0
     """What read() returned, of this parameter or of another one of the same size and form; or a
     part of that, of elements from `first` on."""
     state.landings.wait()
-    state.session.write_codes(index, first, *_buffers(stored))
+    state.session.write_codes(index, first, _buffers(stored))
 
 
 def in_page(page: torch.Tensor, form: StoredName, first: int, count: int) -> list[torch.Tensor]:

@@ -284,9 +284,8 @@ class Wrapped:
 
     def read(self, index: int, kind: Kind = "master") -> torch.Tensor:
         """A parameter, moment or gradient, as a new float32 tensor of its shape on the CPU."""
-        alias = self.aliases[index]
-        result = own_mapping.empty(alias.shape, torch.float32)
-        if alias.numel():
+        result = own_mapping.empty(self.aliases[index].shape, torch.float32)
+        if result.numel():
             self.landings.wait()
             self.session.read(index, kind, 0, result.data_ptr(), result.numel())
         return result
@@ -297,8 +296,7 @@ class Wrapped:
         """Stores values, of any dtype, as the exact master (or moment) from element `offset` on.
         What rests as codes is stored whole."""
         self.landings.wait()
-        if "stored" in self.config["params"][index]:
-            coded.quantise(self, index, value)
+        if coded.quantise(self, index, value):
             return
         flat = value.detach().reshape(-1)
         for begin in range(0, flat.numel(), CHUNK_NUMEL):

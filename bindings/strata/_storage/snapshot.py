@@ -166,8 +166,23 @@ def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) 
     return series
 
 
+def updates_lag(state: Wrapped) -> bool:
+    """Of several ranks: what others own may be older than a step says, and nobody here knows."""
+    return state.ranks is not None and state.config["update"] == "lock_free"
+
+
+def refuse_lagging(state: Wrapped) -> None:
+    """Raises ValueError where snapshots are not to be had."""
+    if updates_lag(state):
+        raise ValueError(
+            "snapshots of several ranks with LockFree are not there yet: use "
+            "strata.save(model, path), which waits, and strata.load() of what it wrote"
+        )
+
+
 def taker_of(state: Wrapped) -> Taker:
     """The model's, made where it has none."""
+    refuse_lagging(state)
     taker: Taker = state.snapshots or Taker(state)
     state.snapshots = taker
     return taker

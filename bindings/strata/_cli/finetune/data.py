@@ -66,8 +66,8 @@ def prepare(
         yield _read(options, choice, folder, output / TOKENIZER_NAME, lambda: None, count)
         return
     if ranks is not None and ranks.rank:
-        work = Path(led(ranks, str))
-        yield _read(options, choice, work, work / TOKENIZER_NAME, lambda: None, count)
+        made = Path(led(ranks, str))
+        yield _read(options, choice, made, made / TOKENIZER_NAME, lambda: None, count)
         return
     folder.mkdir(parents=True, exist_ok=True)
     for left in dead_folders(folder, TARGET):
