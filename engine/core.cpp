@@ -1,6 +1,7 @@
 #include "engine/core.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "engine/ranks/machine.hpp"
@@ -166,13 +167,14 @@ std::optional<std::uint32_t> Core::awaited_rank() const {
   return ranks->awaited(between.step_calls() != 0);
 }
 
-std::vector<std::uint64_t> Core::meetings() const {
-  std::vector<std::uint64_t> of;
-  if (!ranks) return of;
-  for (std::uint32_t rank = 0; rank < base.peers->count(); ++rank) {
-    of.push_back(gradients.meetings_of(rank));
+std::vector<std::int64_t> Core::rank_steps() {
+  std::vector<std::int64_t> found;
+  const GradientExchange* const exchange = gradients.exchange();
+  for (std::uint32_t rank = 0; exchange != nullptr && rank < base.peers->count(); ++rank) {
+    constexpr std::int64_t kNoMore = std::numeric_limits<std::int64_t>::max();
+    found.push_back(exchange->has_left(rank) ? kNoMore : exchange->step_of(rank));
   }
-  return of;
+  return found;
 }
 
 // The watchdog's report: who waits for what, and what is in flight for how many.

@@ -85,8 +85,9 @@ class Core final {
   }
   // Of several ranks: whom a call of this one waits for right now.
   std::optional<std::uint32_t> awaited_rank() const;
-  // By rank: see Gradients::meetings_of(). One that is alone has none.
-  std::vector<std::uint64_t> meetings() const;
+  // Of several ranks, by rank: the step that it is in, as far as is known here; the largest number
+  // where it makes no more.
+  std::vector<std::int64_t> rank_steps();
 
  private:
   // The parts of a turn, in their order: what arrived is told ahead of those who may wait for it.

@@ -49,12 +49,6 @@ class Gradients final {
   bool look(Lock& lock) STRATA_REQUIRES(core_lock);
   // A rank that has ended the step, as all have, and has not said what it found.
   std::optional<std::uint32_t> late() const { return sums_ ? sums_->late() : std::nullopt; }
-  // Of several ranks: how many steps that one has ended, and how often it has looked, as far as is
-  // known here; the largest number where it ends no more.
-  std::uint64_t meetings_of(std::uint32_t rank) const {
-    constexpr std::uint64_t kNoMore = ~std::uint64_t{0};
-    return exchange_->has_left(rank) ? kNoMore : sums_->meetings_of(rank);
-  }
   // Where those of other ranks meet; null: this rank is alone.
   GradientExchange* exchange() { return exchange_ ? &*exchange_ : nullptr; }
   // Which units all ranks have completed; null: this rank is alone, or updates begin at step().

@@ -305,11 +305,10 @@ class Session final {
     const Gate::Call in(gate_);
     if (core_->awaited_rank() == rank) core_->ranks->give_up(rank, seconds);
   }
-  // By rank: how many steps it has ended, and how often it has looked at gradients; the largest
-  // number: it ends no more.
-  std::vector<std::uint64_t> meetings() {
+  // By rank: the step that it is in, as far as is known here; the largest number: it makes no more.
+  std::vector<std::int64_t> rank_steps() {
     Gate::Call in(gate_);
-    return core_->meetings();
+    return core_->rank_steps();
   }
   // All ranks have written everything that they own: what is here of others is stale.
   void renew_others() {

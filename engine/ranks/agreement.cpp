@@ -30,9 +30,9 @@ Agreement::Agreement(Peers& peers, std::size_t param_count)
 }
 
 // Memory that was zero holds a header of no step.
-Agreement::Header& Agreement::header(std::uint32_t rank, std::uint64_t page) const {
-  std::byte* const at = peers_.board(rank).data() + page * page_bytes(param_count_);
-  return *std::launder(reinterpret_cast<Header*>(at));
+Agreement::Header& Agreement::header(std::uint32_t rank) const {
+  std::byte* const page = peers_.board(rank).data() + number_ % 2 * page_bytes(param_count_);
+  return *std::launder(reinterpret_cast<Header*>(page));
 }
 
 Agreement::Entry* Agreement::entries(std::uint32_t rank) const {
@@ -55,14 +55,6 @@ std::optional<std::uint32_t> Agreement::missing() const {
     if (header(rank).number.load(std::memory_order_acquire) != number_) return rank;
   }
   return std::nullopt;
-}
-
-std::uint64_t Agreement::published(std::uint32_t rank) const {
-  std::uint64_t newest = 0;
-  for (const std::uint64_t page : {0, 1}) {
-    newest = std::max(newest, header(rank, page).number.load(std::memory_order_acquire));
-  }
-  return newest;
 }
 
 std::optional<std::uint32_t> Agreement::differs() const {

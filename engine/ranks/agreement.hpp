@@ -42,8 +42,6 @@ class Agreement final {
   bool complete() const { return !missing(); }
   // The first rank that has not.
   std::optional<std::uint32_t> missing() const;
-  // How many steps and looks that rank has published, as far as is known here.
-  std::uint64_t published(std::uint32_t rank) const;
   // REQUIRES of both: complete(). A rank that was asked something else; and what all ranks together
   // know of a parameter.
   std::optional<std::uint32_t> differs() const;
@@ -56,8 +54,7 @@ class Agreement final {
   };
   static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
-  Header& header(std::uint32_t rank) const { return header(rank, number_ % 2); }
-  Header& header(std::uint32_t rank, std::uint64_t page) const;
+  Header& header(std::uint32_t rank) const;
   Entry* entries(std::uint32_t rank) const;
 
   Peers& peers_;

@@ -106,6 +106,11 @@ class GradientExchange final {
   // A rank, this one or another, has no more pieces, and ends no more steps.
   void rank_left(std::uint32_t rank) { progress_.leave(rank); }
   bool has_left(std::uint32_t rank) const { return progress_.has_left(rank); }
+  // The step that it is in, as far as is known here. No rank is two steps ahead of another.
+  std::int64_t step_of(std::uint32_t rank) const {
+    const bool ahead = progress_.reached(rank) >= key_of(step_ + 1, 0, 0);
+    return step_ + (ahead && rank != base_.peers->rank() ? 1 : 0);
+  }
 
   // Starts and ends additions. True when anything moved.
   bool turn();

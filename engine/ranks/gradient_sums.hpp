@@ -46,8 +46,6 @@ class GradientSums final {
   Agreement::Entry of(std::uint32_t param) const { return agreement_.merged(param); }
   // A rank that has come to where all meet, as all have, and has not said what it found.
   std::optional<std::uint32_t> late() const;
-  // How many steps a rank has ended, and how often it has looked.
-  std::uint64_t meetings_of(std::uint32_t rank) const { return agreement_.published(rank); }
 
   // Of this rank's own gradients.
   void note_landed(std::uint32_t param) {

@@ -1,7 +1,7 @@
 """What ranks tell each other from threads of their own, beside the training.
 
     board = Board.of(state, "snapshots")         # None: this process is alone
-    place = board.place()                        # how far all ranks have come
+    place = board.place()                        # the step that this rank is in
     board.post(f"{place}/call", "...")           # at once; by the thread that trains, too
     messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
 
@@ -9,9 +9,9 @@ Words go through the store that torch.distributed has begun with: each is a key 
 its rank writes, and which goes when all have read it. So no collective of the user's is ever
 crossed, and nobody waits for a thread that trains. Nothing that is heard is unpickled.
 
-Note [Who did not call]. Ranks end their steps together, so where one has ended a step, or looked at
-gradients, that this one had not at its call, and has said nothing of the call, it made none: it
-would have said so before. The core knows how far each has come (Session.meetings()).
+Note [Who did not call]. Ranks end their steps together, so where one has ended the step that this
+one was in at its call, and has said nothing of the call, it made none: it would have said so
+before. The core knows how far each has come (Session.rank_steps()).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Board:
         return Board(state.session, state.ranks.rank, state.ranks.count, run)
 
     def place(self) -> int:
-        """How many steps this rank has ended, and how often it has looked at gradients."""
-        return self._session.meetings()[self.rank]
+        """The step that this rank is in."""
+        return self._session.rank_steps()[self.rank]
 
     def post(self, key: str, message: str) -> None:
         """Says it to all. Raises StrataError where a rank has died."""
@@ -121,7 +121,7 @@ class Board:
 
     def _passed(self, place: int) -> list[int]:
         """See Note [Who did not call]."""
-        return [rank for rank, at in enumerate(self._session.meetings()) if at > place]
+        return [rank for rank, at in enumerate(self._session.rank_steps()) if at > place]
 
     def _raise_death(self) -> None:
         """A connection was lost: the core says whose."""

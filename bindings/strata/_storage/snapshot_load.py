@@ -270,7 +270,9 @@ class _Source:
         return {s: memory[i * size :][:size] for i, s in enumerate(slots)}
 
     def _is_mine(self, run: list[Any]) -> bool:
-        """Whether this rank owns any of it."""
+        """Whether this rank owns any of it. Codes are read by all ranks, whoever owns them."""
+        if "stored" in self.manifest["params"][self.manifest["parts"][run[0]][0]]:
+            return True
         return any(True for _ in self._owned_of(run[0], run[1], run[2]))
 
     def _owned_of(self, part: int, first: int, count: int) -> Iterator[tuple[int, int]]:
