@@ -75,7 +75,7 @@ class SnapshotValues:
                 for part, first, count, at, *_ in chunk["runs"]:
                     self._runs.setdefault(part, []).append(_Run(first, count, at, chunk, number))
             found = {"chunks": share.chunks, "scales": list(share.scales)}
-            slots = {s: (s, version, checksum) for s, version, checksum in pages_of(found)}
+            slots = {s: (s, version, checksum) for s, version, checksum in pages_of(found, number)}
             folders = [str(Path(link).parent.parent) for link in share.links]
             names = [str(Path(*Path(link).parts[-2:])) for link in share.links]
             pages = SavedPages(folders, names, page_bytes, list(slots.values()), io_engine)
