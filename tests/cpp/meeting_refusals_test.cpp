@@ -153,7 +153,8 @@ TEST(MeetingRefusals, DoesNotWaitForWhoHasEnded) {
     const std::string words = refusal_of([&] {
       meet({.folder = folder.path(), .rank = 0, .count = 2, .timeout = kLong, .pids = pids});
     });
-    EXPECT_TRUE(has(words, "rank 1 (process " + std::to_string(pids[1]) + ") ended while")) << words;
+    EXPECT_TRUE(has(words, "rank 1 (process " + std::to_string(pids[1]) + ") ended while"))
+        << words;
   }
 }
 
