@@ -16,6 +16,8 @@ import pytest
 from rank_server import Ranks
 from test_ranks import HOME, all_say, same
 
+pytestmark = pytest.mark.thorough
+
 SOON_S = 30.0  # half of what ranks wait for each other where they meet; the bench times it
 SSD = {"memory": {"device": "1MiB", "host": "10MiB", "ssd": "1GiB"}, "page_size": "64KiB"}
 

@@ -266,6 +266,7 @@ def check_what_is_left(
         ("rotate", 0, 3),
     ],
 )
+@pytest.mark.thorough
 def test_a_rank_is_killed_in_a_commit(
     ranks: Ranks,
     tmp_path: Path,
@@ -291,6 +292,7 @@ MOMENTS = [pytest.param(i, marks=[] if i < 2 else pytest.mark.thorough) for i in
 
 
 @pytest.mark.parametrize("number", MOMENTS)
+@pytest.mark.thorough
 def test_a_rank_is_killed_at_any_moment(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], hashes: list[str], number: int
 ) -> None:

@@ -16,7 +16,9 @@ import pytest
 from rank_server import Outcome, Ranks
 
 HOME = Path(__file__).parent
-HEARD_S = 2.0  # in which all ranks know that one has died
+# An interpreter takes a while to end, where others compute; `./dev bench rank-loss` times how soon
+# a rank knows that another one has died.
+ENDED_S = 30.0
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
@@ -129,7 +131,7 @@ def test_what_all_ranks_write_all_of_them_see(ranks: Ranks) -> None:
 
 def test_what_one_rank_writes_ends_the_training(ranks: Ranks) -> None:
     all_say(ranks.start("writes_alone", 2).wait(), "rank 0 has (changed parameters|failed|ended)"
-            "|rank 1 has failed")  # fmt: skip
+            "|rank 1 has (failed|ended)")  # fmt: skip
 
 
 def test_an_exception_of_one_rank_ends_all(ranks: Ranks) -> None:
@@ -160,7 +162,7 @@ def test_who_is_killed_is_named_by_all(ranks: Ranks, where: str) -> None:
         rf"{pass_of} of \d(\.\d)?: its own output says why",
     )
     for outcome in outcomes:
-        assert outcome.seconds - killed < HEARD_S + 1.0  # an interpreter takes a while to end
+        assert outcome.seconds - killed < ENDED_S
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(12, marks=pytest.mark.thorough)])
