@@ -1,6 +1,6 @@
-// GradientExchange: gradients of all ranks of a machine meet at the owners of their chunks. Each
-// rank puts its piece into memory that the others read, and says so; the owner adds the pieces in
-// float32, in an order that is always the same, to the page where the sum rests.
+// GradientExchange: gradients of all ranks meet at the owners of their chunks. Each rank puts its
+// piece into memory that the others read, and says so; the owner adds the pieces in float32, in an
+// order that is always the same, to the page where the sum rests.
 //
 // Threads: one caller at a time (the core's lock), which is given up while bytes are moved. Added
 // up is by a thread of its own.
@@ -92,6 +92,8 @@ class GradientExchange final {
 
   // Starts and ends additions. True when anything moved.
   bool turn();
+  // The one that this rank computes, counted from 1.
+  std::int64_t step() const { return step_; }
   // This rank has ended the step, or looks: until begin_step() or end_look().
   bool meets() const { return meets_; }
   // Then: the first rank that has not come there; none: all have.

@@ -60,7 +60,8 @@ bool Lender::turn() {
     if (!loan.pin || loan.dead) continue;
     base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
                                   .what = index(loan.page),
-                                  .at = base_.peers->place(loan.pin.bytes())});
+                                  .at = base_.peers->place(loan.pin.bytes()),
+                                  .bytes = base_.layout.page_bytes});
     moved = true;
   }
   const auto over = [](const Loan& loan) { return loan.dead && loan.pin; };

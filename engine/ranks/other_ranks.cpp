@@ -27,15 +27,38 @@ bool OtherRanks::heed_deaths() {
     if (!died_[rank]) continue;
     const bool needed = base_.remote->awaits(rank) || exchange_.needs(rank);
     if (said_bye_[rank] && !needed) continue;
-    fail(rank, "rank " + std::to_string(rank) +
-                   (said_bye_[rank]
-                        ? " has ended its training, and this one has not: all ranks must take the "
-                          "same steps, and save or read parameters before any of them ends"
-                        : " has died: its own output says why; start again from the newest "
-                          "snapshot or checkpoint"));
+    if (said_bye_[rank]) {
+      fail(rank, named(rank) +
+                     " has ended its training, and this one has not: all ranks must take the same "
+                     "steps, and save or read parameters before any of them ends");
+      return true;
+    }
+    const std::string how =
+        how_[rank].empty() ? "" : ", or cannot be reached any more (" + how_[rank] + ")";
+    fail(rank, named(rank) + " has died" + how + ", " + moment() +
+                   ": its own output says why; start again from the newest snapshot or checkpoint");
     return true;
   }
   return false;
+}
+
+std::string OtherRanks::named(std::uint32_t rank) const {
+  const std::string machine = base_.config.machine(rank);
+  return "rank " + std::to_string(rank) + (machine.empty() ? "" : " on " + machine);
+}
+
+bool OtherRanks::is_far(std::uint32_t rank) const {
+  return base_.config.machine(rank) != base_.config.machine(base_.peers->rank());
+}
+
+std::string OtherRanks::moment() const {
+  std::string text = "when this one was in step " + std::to_string(exchange_.step());
+  if (base_.remote->waits()) {
+    text += " and waited for " + base_.names.of(base_.remote->awaited_page());
+  } else if (exchange_.meets()) {
+    text += " and waited for its end";
+  }
+  return text;
 }
 
 // One that waits for what this rank is still to write waits in vain once this one waits for it.
@@ -87,8 +110,11 @@ void OtherRanks::leave(Lock& lock) {
 
 bool OtherRanks::turn() {
   // Who has died says nothing more: its death is looked at first, and its last words then.
-  const std::vector<std::uint32_t> lost = base_.meeting->lost();
-  for (const std::uint32_t rank : lost) died_[rank] = true;
+  const std::vector<LostRank> lost = base_.meeting->lost();
+  for (const LostRank& of : lost) {
+    died_[of.rank] = true;
+    how_[of.rank] = of.how;
+  }
   if (heed_ways()) return true;
   bool moved = base_.peers->flush();
   while (const auto received = base_.peers->receive()) {
@@ -106,7 +132,7 @@ bool OtherRanks::turn() {
          "what rank " + std::to_string(*damaged) + " and this one say to each other is damaged");
     return true;
   }
-  for (const std::uint32_t rank : lost) lender_.forget(rank);
+  for (const LostRank& of : lost) lender_.forget(of.rank);
   if (heed_deaths() || heed_writes()) return true;
   moved |= lender_.turn();
   return exchange_.turn() || moved;
@@ -137,7 +163,7 @@ bool OtherRanks::take(const Peers::Received& received) {
     case PeerMessage::Kind::ask:
       return lender_.asked(from, page, message.step, message.count);
     case PeerMessage::Kind::grant:
-      return message.what < base_.layout.page_count &&
+      return message.what < base_.layout.page_count && message.bytes == base_.layout.page_bytes &&
              base_.remote->granted(from, page, message.at, base_.layout.page_bytes);
     case PeerMessage::Kind::give_back:
       return lender_.given_back(from, page);
@@ -158,11 +184,18 @@ bool OtherRanks::take(const Peers::Received& received) {
       exchange_.rank_left(from);
       return true;
     case PeerMessage::Kind::failed:
-      fail(message.what, "rank " + std::to_string(message.what) +
-                             " has failed or died: its own output says why; start again from the "
-                             "newest snapshot or " +
+      if (message.what >= died_.size()) return false;
+      if (message.what == base_.peers->rank() && is_far(from)) {
+        fail(from, named(from) + " cannot reach " + named(message.what) + " any more, " + moment() +
+                       ": start again from the newest snapshot or checkpoint");
+        return true;
+      }
+      fail(message.what, named(message.what) + " has failed or died, " + moment() +
+                             ": its own output says why; start again from the newest snapshot or "
                              "checkpoint");
       return true;
+    case PeerMessage::Kind::board:
+      return base_.peers->take_board(from, message.at, message.bytes);
   }
   return false;
 }

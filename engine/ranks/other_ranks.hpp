@@ -1,5 +1,5 @@
-// OtherRanks: what a rank hears from the others of its machine, handed to whom it concerns: pages
-// that are asked for and granted, and gradients on their way to their owners.
+// OtherRanks: what a rank hears from the others, handed to whom it concerns: pages that are asked
+// for and granted, and gradients on their way to their owners.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -25,6 +25,7 @@ class OtherRanks final {
         lender_(base, updates),
         said_bye_(base.peers->count(), false),
         died_(base.peers->count(), false),
+        how_(base.peers->count()),
         cause_(base.peers->rank()) {}
 
   bool turn() STRATA_REQUIRES(core_lock);
@@ -50,6 +51,10 @@ class OtherRanks final {
   std::optional<std::uint32_t> staying() const;
   bool heard() const;
   void fail(std::uint32_t cause, std::string what) STRATA_REQUIRES(core_lock);
+  // For people: the rank and its machine; and what this rank was doing.
+  std::string named(std::uint32_t rank) const;
+  bool is_far(std::uint32_t rank) const;
+  std::string moment() const;
   bool heed_deaths() STRATA_REQUIRES(core_lock);
   bool heed_writes() STRATA_REQUIRES(core_lock);
   bool heed_ways() STRATA_REQUIRES(core_lock);
@@ -57,9 +62,10 @@ class OtherRanks final {
   Foundation& base_;
   GradientExchange& exchange_;
   Lender lender_;
-  std::vector<bool> said_bye_;  // by rank
-  std::vector<bool> died_;      // likewise
-  std::uint32_t cause_;         // of the failure: the rank that began it
+  std::vector<bool> said_bye_;    // by rank
+  std::vector<bool> died_;        // likewise
+  std::vector<std::string> how_;  // likewise, of those of other machines: what broke
+  std::uint32_t cause_;           // of the failure: the rank that began it
   bool told_failure_ = false;
 };
 

@@ -43,18 +43,21 @@ void RemotePages::close(PageId page) {
   Lease* lease = find(page);
   STRATA_ASSERT(lease != nullptr && lease->users > 0);
   if (--lease->users != 0) return;
+  give_back(*lease);
   leases_.erase(leases_.begin() + (lease - leases_.data()));
-  give_back(page);
 }
 
-void RemotePages::give_back(PageId page) {
-  peers_.send(holders_[index(page)], {.kind = PeerMessage::Kind::give_back, .what = index(page)});
+void RemotePages::give_back(const Lease& lease) {
+  const std::uint32_t holder = holders_[index(lease.page)];
+  peers_.send(holder, {.kind = PeerMessage::Kind::give_back,
+                       .what = index(lease.page),
+                       .at = peers_.place_of(holder, lease.bytes)});
 }
 
 bool RemotePages::settle() {
   std::erase_if(leases_, [this](const Lease& lease) {
     const bool unused = lease.bytes != nullptr && lease.users == 0;
-    if (unused) give_back(lease.page);
+    if (unused) give_back(lease);
     return unused;
   });
   return leases_.empty();
@@ -64,8 +67,8 @@ bool RemotePages::may_renew(PageId page) {
   const Lease* lease = find(page);
   if (lease == nullptr) return true;
   if (lease->bytes == nullptr || lease->users != 0) return false;
+  give_back(*lease);
   leases_.erase(leases_.begin() + (lease - leases_.data()));
-  give_back(page);
   return true;
 }
 
@@ -94,11 +97,11 @@ bool RemotePages::awaits(std::uint32_t rank) const {
   });
 }
 
-std::uint32_t RemotePages::awaited() const {
+PageId RemotePages::awaited_page() const {
   const auto first = std::find_if(leases_.begin(), leases_.end(),
                                   [](const Lease& lease) { return lease.bytes == nullptr; });
   STRATA_ASSERT(first != leases_.end());
-  return holders_[index(first->page)];
+  return first->page;
 }
 
 }  // namespace strata

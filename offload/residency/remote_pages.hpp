@@ -1,7 +1,7 @@
-// RemotePages: pages that another rank of the machine holds. Who opens one asks its holder, who
-// brings it to memory that both map, answers with its place there, and keeps it there, as it is,
-// until it is given back. So a page is read from disk once and lies in host memory once, however
-// many ranks compute with it.
+// RemotePages: pages that another rank holds. Who opens one asks its holder, who brings it to
+// memory that both map, answers with its place there, and keeps it there, as it is, until it is
+// given back. So a page is read from disk once and lies in host memory once, however many ranks of
+// the machine compute with it. From another machine the page comes along with the answer.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -70,10 +70,12 @@ class RemotePages final {
   // Gives back what was granted to somebody who did not come back for it. True: nothing is open or
   // asked for.
   bool settle();
-  // Something is asked for, or of that rank. Whom the oldest ask waits for; REQUIRES: waits().
+  // Something is asked for, or of that rank. What the oldest ask is for, and whom it waits for;
+  // REQUIRES of both: waits().
   bool waits() const;
   bool awaits(std::uint32_t rank) const;
-  std::uint32_t awaited() const;
+  PageId awaited_page() const;
+  std::uint32_t awaited() const { return holders_[index(awaited_page())]; }
 
  private:
   struct Lease {
@@ -83,7 +85,7 @@ class RemotePages final {
   };
 
   Lease* find(PageId page);
-  void give_back(PageId page);
+  void give_back(const Lease& lease);
 
   PageTable& table_;
   Peers& peers_;

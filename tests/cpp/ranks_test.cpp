@@ -1,5 +1,5 @@
-// Ranks of one machine: whatever their number, the parameters after a training are the same bits as
-// those of one rank that takes the same micro-batches in the same order.
+// Ranks of one machine, or of several: whatever their number, the parameters after a training are
+// the same bits as those of one rank that takes the same micro-batches in the same order.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -15,6 +15,7 @@
 
 #include "adoptions.hpp"
 #include "doubles/loopback.hpp"
+#include "doubles/wire_loopback.hpp"
 #include "engine/session.hpp"
 #include "io_fixtures.hpp"
 #include "memory/result.hpp"
@@ -100,11 +101,23 @@ void on_ranks(std::uint32_t ranks, const std::function<void(std::uint32_t)>& bod
   for (std::thread& thread : threads) thread.join();
 }
 
+// How ranks reach each other.
+enum class Places : std::uint8_t { one_machine, one_each };
+
+// By rank.
+std::vector<std::string> a_machine_each(std::uint32_t ranks) {
+  std::vector<std::string> names;
+  for (std::uint32_t rank = 0; rank < ranks; ++rank) names.push_back("m" + std::to_string(rank));
+  return names;
+}
+
 // Of every rank: the parameters, as it reads them, from whoever holds them.
 std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Config& of,
-                                        const StepOptions& options, const Between& between) {
+                                        const StepOptions& options, const Between& between,
+                                        Places places = Places::one_machine) {
   std::vector<std::vector<float>> results(ranks);
   Loopback machine(ranks);
+  WireLoopback wires(ranks, {.latency = std::chrono::microseconds(100), .bytes_s = 1e9});
   std::barrier all(static_cast<std::ptrdiff_t>(ranks));
   std::vector<std::unique_ptr<TempFolder>> folders;
   for (std::uint32_t r = 0; r < ranks; ++r) folders.push_back(std::make_unique<TempFolder>());
@@ -116,7 +129,11 @@ std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Co
     config.accumulate = true;
     if (!config.ssd_paths.empty()) config.ssd_paths = {folders[rank]->path()};
     SessionParts parts;
-    if (ranks > 1) parts.meeting = machine.meeting(rank);
+    if (ranks > 1 && places == Places::one_machine) parts.meeting = machine.meeting(rank);
+    if (ranks > 1 && places == Places::one_each) {
+      config.machines = a_machine_each(ranks);
+      parts.wire = wires.wire(rank);
+    }
     Session session(config, std::move(parts));
     fill_all(session);
     all.arrive_and_wait();  // nobody reads what is not written yet
@@ -138,10 +155,10 @@ Config roomy() {
 }
 
 void expect_the_same_for_all(const Config& config, const StepOptions& options,
-                             const Between& between = {}) {
+                             const Between& between = {}, Places places = Places::one_machine) {
   const std::vector<float> expected = trained(1, 3, config, options, {})[0];
   for (const std::uint32_t ranks : {2U, 3U, 4U}) {
-    const auto results = trained(ranks, 3, config, options, between);
+    const auto results = trained(ranks, 3, config, options, between, places);
     for (std::uint32_t rank = 0; rank < ranks; ++rank) {
       std::size_t differ = 0, first = 0;
       for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -189,6 +206,80 @@ TEST(Ranks, NorWhereEachRankTakesOverPlansOfItsOwn) {
     if (turn % 2 == 0) reserve_activations(session, (turn % 3) * kPage, turn * kPage);
     limit_device(session, (turn % 3 == 0 ? 8 : 6) * kPage);
   });
+}
+
+TEST(Ranks, NorWhereEachIsOnAMachineOfItsOwn) {
+  expect_the_same_for_all(roomy(), {.max_norm = 0.5, .grad_divisor = 12.0}, {}, Places::one_each);
+}
+
+TEST(Ranks, NorWhereEachIsOnAMachineOfItsOwnAndHasLittleMemory) {
+  const TempFolder folder;
+  expect_the_same_for_all(tight(folder), {.grad_divisor = 12.0}, {}, Places::one_each);
+}
+
+// One of two machines.
+std::unique_ptr<Session> open_far_rank(WireLoopback& wires, std::uint32_t rank) {
+  Config config = roomy();
+  config.rank = rank;
+  config.ranks = 2;
+  config.sums_ranks = config.accumulate = true;
+  config.machines = {"here", "there"};
+  config.ranks_timeout_s = config.rank_patience_s = 3.0;
+  SessionParts parts;
+  parts.wire = wires.wire(rank);
+  return std::make_unique<Session>(config, std::move(parts));
+}
+
+// What each of two ranks says at the end of a training that `disturb` disturbs; empty: nothing.
+std::array<std::string, 2> disturbed(
+    WireLoopback& wires, const std::function<void(std::uint32_t rank, int step)>& disturb) {
+  std::array<std::string, 2> said;
+  on_ranks(2, [&](std::uint32_t rank) {
+    try {
+      const auto session = open_far_rank(wires, rank);
+      fill_all(*session);
+      train_rank(*session, 3, {.grad_divisor = 12.0},
+                 [&](Session&, int step) { disturb(rank, step); });
+      session->leave_ranks(false);
+    } catch (const StrataError& error) {
+      said[rank] = error.what();
+    }
+  });
+  return said;
+}
+
+TEST(Ranks, EachSaysThatTheOtherMachineCannotBeReached) {
+  WireLoopback wires(2);
+  const auto said = disturbed(wires, [&](std::uint32_t rank, int step) {
+    if (rank == 0 && step == 1) wires.cut(1);
+  });
+  EXPECT_NE(said[0].find("rank 1 on there has died, or cannot be reached"), std::string::npos)
+      << said[0];
+  EXPECT_NE(said[0].find("in step 2"), std::string::npos) << said[0];
+  EXPECT_NE(said[1].find("rank 0 on here has died, or cannot be reached"), std::string::npos)
+      << said[1];
+}
+
+// The 1st, 2nd, 3rd ... operation of the wire fails, and at last none.
+TEST(Ranks, WhateverOperationBetweenMachinesFailsAllSaySo) {
+  std::uint64_t operations = 0;
+  {
+    WireLoopback untouched(2);
+    const auto said = disturbed(untouched, [](std::uint32_t, int) {});
+    ASSERT_EQ(said[0] + said[1], "");
+    operations = untouched.operations();
+  }
+  for (std::uint64_t nth = 1; nth <= operations; nth += 1 + operations / 40) {
+    WireLoopback wires(2);
+    wires.fail_at(nth);
+    const auto said = disturbed(wires, [](std::uint32_t, int) {});
+    for (std::uint32_t rank = 0; rank < 2; ++rank) {
+      // Who has left already needs nobody.
+      const bool last = nth + operations / 20 > operations && said[rank].empty();
+      EXPECT_TRUE(last || said[rank].find(rank == 0 ? "rank 1" : "rank 0") != std::string::npos)
+          << nth << " of " << operations << ", rank " << rank << ": " << said[rank];
+    }
+  }
 }
 
 // One of two.
