@@ -121,6 +121,8 @@ Config parse_config(const py::dict& dict) {
     config.ranks = field<std::uint32_t>(ranks, "count");
     config.ranks_folder = field<std::string>(ranks, "folder");
     config.ranks_timeout_s = field<double>(ranks, "timeout_s");
+    config.machines = field<std::vector<std::string>>(ranks, "machines");
+    config.rank_patience_s = field<double>(ranks, "patience_s");
     config.sums_ranks = field<bool>(ranks, "sums");
   }
   if (dict.contains("device")) config.device = field<std::string>(dict, "device");
