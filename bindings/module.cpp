@@ -63,6 +63,11 @@ dlpack::Device device_of(const Session& session) {
   return ordinal ? dlpack::Device{dlpack::kCuda, *ordinal} : dlpack::Device{};
 }
 
+template <class Byte>
+std::span<Byte> bytes_of(const py::buffer_info& info) {
+  return {static_cast<Byte*>(info.ptr), static_cast<std::size_t>(info.size * info.itemsize)};
+}
+
 py::capsule tensor_capsule(Session& session, std::uint32_t param) {
   const ParamSpec& spec = session.config().params.at(param);
   std::byte* const address = without_gil([&] { return session.device_address(param); });
@@ -298,6 +303,36 @@ void bind_session(py::module_& module) {
              const Kind parsed = parse_kind(kind);
              const GilReleased released;
              s.read(param, parsed, offset, pointer<float>(address), count);
+           })
+      .def("quantise",
+           [](Session& s, std::uint32_t param, std::uintptr_t address, const std::string& dtype,
+              std::size_t row_elements, std::optional<float> offset) {
+             const PlainValues from{.values = pointer<const void>(address),
+                                    .dtype = parse_dtype(dtype),
+                                    .row_elements = row_elements,
+                                    .offset = offset};
+             const GilReleased released;
+             s.quantise(param, from);
+           })
+      .def("write_codes",
+           [](Session& s, std::uint32_t param, std::size_t first, const py::buffer& codes,
+              const py::buffer& scales, const py::buffer& groups) {
+             const py::buffer_info all[] = {codes.request(), scales.request(), groups.request()};
+             const Stored<const std::byte> from{bytes_of<const std::byte>(all[0]),
+                                                bytes_of<const std::byte>(all[1]),
+                                                bytes_of<const std::byte>(all[2])};
+             const GilReleased released;
+             s.write_codes(param, first, from);
+           })
+      .def("read_codes",
+           [](Session& s, std::uint32_t param, std::size_t first, const py::buffer& codes,
+              const py::buffer& scales, const py::buffer& groups) {
+             const py::buffer_info all[] = {codes.request(true), scales.request(true),
+                                            groups.request(true)};
+             const Stored<std::byte> to{bytes_of<std::byte>(all[0]), bytes_of<std::byte>(all[1]),
+                                        bytes_of<std::byte>(all[2])};
+             const GilReleased released;
+             s.read_codes(param, first, to);
            })
       .def(
           "adopt",

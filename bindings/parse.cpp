@@ -90,6 +90,11 @@ Config parse_config(const py::dict& dict) {
     param.trainable = field<bool>(spec, "trainable");
     param.unit = UnitId{field<std::uint32_t>(spec, "unit")};
     param.group = field<std::uint32_t>(spec, "group");
+    if (spec.contains("stored")) {
+      const auto codes = codes_named(field<std::string>(spec, "stored"));
+      if (!codes) throw py::value_error("a parameter has an unknown stored form");
+      param.stored = StoredForm{.codes = *codes, .dtype = param.dtype};
+    }
     config.params.push_back(std::move(param));
   }
   config.units = field<std::vector<std::string>>(dict, "units");

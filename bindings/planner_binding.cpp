@@ -91,6 +91,7 @@ void bind_trace(py::module_& module) {
       .field("may_recompute", &TracedUnit::may_recompute)
       .field("traced", &TracedUnit::traced)
       .field("slices_traced", &TracedUnit::slices_traced)
+      .optional("code_bytes", &TracedUnit::code_bytes)
       .optional("remote_elements", &TracedUnit::remote_elements)
       .optional("remote_param_bytes", &TracedUnit::remote_param_bytes)
       .optional("remote_grad_bytes", &TracedUnit::remote_grad_bytes)
@@ -116,9 +117,10 @@ void check(const Wishes& wishes, const Trace& trace) {
     throw py::value_error("on_device needs an entry for every unit");
   }
   for (std::size_t u = 0; wishes.on_device && u < trace.units.size(); ++u) {
-    if (!wishes.on_device->at(u) || !trace.units[u].is_shared()) continue;
-    throw py::value_error(trace.units[u].name +
-                          " cannot rest on the device: other ranks hold a part of it");
+    if (!wishes.on_device->at(u) || trace.units[u].may_rest()) continue;
+    throw py::value_error(
+        trace.units[u].name + " cannot rest on the device: " +
+        (trace.units[u].codes() ? "it rests as codes" : "other ranks hold a part of it"));
   }
 }
 

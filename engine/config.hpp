@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "memory/dtype.hpp"
 #include "memory/units.hpp"
 #include "offload/planner/placement.hpp"
+#include "optimizers/codes/form.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata {
@@ -20,6 +22,8 @@ struct ParamSpec {
   bool trainable = true;
   UnitId unit{0};
   std::uint32_t group = 0;  // index into Config::groups
+  // Of a frozen parameter that rests as codes; its values are computed on the way to the device.
+  std::optional<StoredForm> stored = {};
 };
 
 // When updates begin, and who waits for them.

@@ -57,7 +57,8 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
     : base(config, tier_parts(parts), meeting_of(config, parts), gate, bell),
       frames(base.table, base.tiers.device(), unit_pages(base.layout), base.layout.page_bytes,
              base.param_frames(config.device_bytes)),
-      loads(base.table, base.transfers, base.cache, frames, share_staging(base.claims).fetches),
+      loads(base.table, base.transfers, base.cache, frames, base.decoder.pages(),
+            share_staging(base.claims).fetches),
       prefetcher(base.table, base.cache, base.tiers.copies(), frames, loads),
       planner(prefetcher, frames),
       between(gate),
@@ -80,6 +81,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
       swapping(base, between),
       writes(base, prefetcher, updates, captures),
       elements(base, updates, writes),
+      coded(base, updates, prefetcher, captures),
       visits(base, between, prefetcher, updates, writes),
       gradients(base, between, updates, captures, parts.idle == nullptr),
       ranks(base.owns.alone()

@@ -12,6 +12,7 @@
 
 #include "engine/between_steps.hpp"
 #include "engine/captures.hpp"
+#include "engine/coded_values.hpp"
 #include "engine/elements.hpp"
 #include "engine/foundation.hpp"
 #include "engine/gradients.hpp"
@@ -68,6 +69,7 @@ class Core final {
   Swapping swapping;
   InPlaceWrites writes;
   Elements elements;
+  CodedValues coded;
   Visits visits;
   Gradients gradients;
   std::optional<OtherRanks> ranks;  // none: this one is alone

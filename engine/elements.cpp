@@ -10,12 +10,12 @@ namespace strata {
 namespace {
 
 // The piece, grown to whole blocks of its parameter: those of one scale are stored together.
-Piece whole_blocks(const Piece& piece, std::size_t numel) {
-  const std::size_t before = piece.in_chunk % kMomentBlock;
+Piece whole_blocks(const Piece& piece, std::size_t numel, std::size_t block = kMomentBlock) {
+  const std::size_t before = piece.in_chunk % block;
   Piece whole = piece;
   whole.in_chunk -= before;
   whole.in_param -= before;
-  whole.count = std::min(round_up(before + piece.count, kMomentBlock), numel - whole.in_param);
+  whole.count = std::min(round_up(before + piece.count, block), numel - whole.in_param);
   return whole;
 }
 
@@ -56,6 +56,16 @@ void Elements::write_master(Lock& lock, const Piece& piece, const float* values)
     base_.kernels.split(values, piece.count, dtype, to, rest);
   }
   writes_.note_written(param.page(), at, {to, piece.count * size_of(dtype)});
+}
+
+void Elements::read_codes(Lock& lock, std::uint32_t param, const Piece& piece, float* values) {
+  const Piece whole = whole_blocks(piece, base_.layout.numel[param], kCodeBlock);
+  const Chunk& chunk = base_.layout.chunks[piece.chunk];
+  std::vector<float> blocks(whole.count);
+  const Pin pin = base_.open(lock, base_.page_of(chunk, Role::param, piece.in_chunk), Intent::read);
+  base_.decoder.decode(base_.layout.segment_of(param), whole.in_chunk, whole.count, pin.bytes(),
+                       blocks.data(), Dtype::float32);
+  std::copy_n(blocks.data() + (piece.in_chunk - whole.in_chunk), piece.count, values);
 }
 
 void Elements::read_master(Lock& lock, const Piece& piece, float* values) {
@@ -131,6 +141,10 @@ void Elements::read_moments(Lock& lock, std::uint32_t param, Kind kind, const Pi
 void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,
                      std::span<const float> values) {
   if (kind == Kind::grad) refuse("gradients land, and are not written");
+  if (const ParamSpec& spec = base_.config.params[param]; spec.stored) {
+    refuse(spec.name + " rests as " + std::string(name(spec.stored->codes)) +
+           ", whose values are not written one by one: quantise() writes all of them");
+  }
   for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
     if (!base_.owns.mine(piece.chunk)) continue;
     updates_.wait_writable(lock, piece.chunk);
@@ -140,22 +154,7 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
     else
       write_moments(lock, param, kind, piece, from);
   }
-  if (base_.remote) note_remote_write(lock, param);
-}
-
-// Other ranks write what they hold of the parameter: what is here of that is stale.
-void Elements::note_remote_write(Lock& lock, std::uint32_t param) {
-  base_.remote->note_write();  // first: what is asked for meanwhile is asked for with it
-  for (const std::uint32_t id : base_.layout.chunks_of(param)) {
-    if (base_.owns.mine(id)) continue;
-    for (const PageRun& run : base_.layout.chunks[id].roles) {
-      for (std::uint32_t i = 0; i < run.count; ++i) {
-        const PageId page{index(run.first) + i};
-        base_.gate.wait(lock, [&] { return base_.remote->may_renew(page); });
-        base_.remote->renew(page);
-      }
-    }
-  }
+  if (base_.remote) base_.renew_remote(lock, param);
 }
 
 void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offset,
@@ -164,7 +163,9 @@ void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offs
   for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
     updates_.wait_settled(lock, piece.chunk);
     float* to = values.data() + (piece.in_param - offset);
-    if (kind == Kind::master)
+    if (kind == Kind::master && base_.config.params[param].stored)
+      read_codes(lock, param, piece, to);
+    else if (kind == Kind::master)
       read_master(lock, piece, to);
     else
       read_moments(lock, param, kind, piece, to);

@@ -46,9 +46,10 @@ class Elements final {
     std::byte* bytes = nullptr;
   };
 
-  void note_remote_write(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
   void write_master(Lock& lock, const Piece& piece, const float* values) STRATA_REQUIRES(core_lock);
   void read_master(Lock& lock, const Piece& piece, float* values) STRATA_REQUIRES(core_lock);
+  void read_codes(Lock& lock, std::uint32_t param, const Piece& piece, float* values)
+      STRATA_REQUIRES(core_lock);
   Moments open_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
                        Intent intent) STRATA_REQUIRES(core_lock);
   void load(const Moments& from, float* values) const;

@@ -18,7 +18,7 @@ constexpr std::size_t kTimelineSpans = 1 << 14;
 // parameters that come and go.
 PageTable make_table(const Residence& home, Tiers& tiers) {
   PageTable table;
-  table.add(home.layout.page_count);
+  table.add(home.layout.page_count + home.layout.computed_count);
   std::uint32_t next_frame = home.device_frames;
   for (std::uint32_t i = 0; i < home.layout.page_count; ++i) {
     const PageId page{i};
@@ -35,6 +35,11 @@ PageTable make_table(const Residence& home, Tiers& tiers) {
     }
   }
   STRATA_ASSERT(next_frame == home.device_frames + home.rest_frames);
+  for (const Segment& segment : home.layout.segments) {
+    for (std::uint32_t i = 0; i < segment.computed.count; ++i) {
+      table.set_unit(PageId{index(segment.computed.first) + i}, segment.unit);
+    }
+  }
   return table;
 }
 
@@ -72,6 +77,7 @@ Foundation::Foundation(const Config& its_config, TierParts parts,
       bell(its_bell),
       kernels(strata::kernels(best_isa())),
       layout(home.layout),
+      decoder(layout),
       owns(share_chunks(layout, config.rank, config.ranks)),
       meeting(std::move(its_meeting)),
       claims(home),
@@ -148,6 +154,21 @@ Pin Foundation::open(Lock& lock, PageId page, Intent intent) {
   Pin pin;
   gate.wait(lock, [&] { return static_cast<bool>(pin = cache.open(page, intent)); });
   return pin;
+}
+
+void Foundation::renew_remote(Lock& lock, std::uint32_t param) {
+  STRATA_ASSERT(remote.has_value());
+  remote->note_write();  // first: what is asked for meanwhile is asked for with it
+  for (const std::uint32_t id : layout.chunks_of(param)) {
+    if (owns.mine(id)) continue;
+    for (const PageRun& run : layout.chunks[id].roles) {
+      for (std::uint32_t i = 0; i < run.count; ++i) {
+        const PageId page{index(run.first) + i};
+        gate.wait(lock, [&] { return remote->may_renew(page); });
+        remote->renew(page);
+      }
+    }
+  }
 }
 
 void Foundation::wait_for(Lock& lock, CopyTicket ticket, UnitId unit) {

@@ -15,6 +15,7 @@
 #include <optional>
 #include <vector>
 
+#include "engine/decoder.hpp"
 #include "engine/gate.hpp"
 #include "engine/gradient_frames.hpp"
 #include "engine/layout.hpp"
@@ -49,6 +50,7 @@ struct Foundation final {
   Doorbell& bell;
   const Kernels& kernels;
   const Layout layout;
+  const Decoder decoder;  // of parameters that rest as codes
   const Ownership owns;
   // Has the memory of other ranks, which copies under way read until tiers are gone. Null: alone.
   std::unique_ptr<Meeting> meeting;
@@ -84,11 +86,14 @@ struct Foundation final {
   }
   // So many bytes of the device in frames, as far as parameters can need them.
   std::uint32_t param_frames(std::size_t bytes) const {
-    return static_cast<std::uint32_t>(std::min(bytes / layout.page_bytes, layout.param_pages()));
+    return static_cast<std::uint32_t>(std::min(bytes / layout.page_bytes, layout.view_pages()));
   }
 
   // Waits until the page is open.
   Pin open(Lock& lock, PageId page, Intent intent) STRATA_REQUIRES(core_lock);
+  // Other ranks write what they hold of the parameter: what is here of that is stale. REQUIRES:
+  // there are others.
+  void renew_remote(Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock);
   // Waits for work on the device, of the unit, while others go on.
   void wait_for(Lock& lock, CopyTicket ticket, UnitId unit) STRATA_REQUIRES(core_lock);
   // Copies a page out of the device, and waits for it without giving up the lock: a throw would

@@ -41,6 +41,11 @@ void InPlaceWrites::take(Lock& lock, std::uint32_t param, Stream stream) {
   const UnitId unit = base_.config.params[param].unit;
   if (!prefetcher_.in_use(unit)) refuse(base_.names.of(unit) + " was written and is not entered");
   base_.wait_for(lock, base_.tiers.copies().record(stream), unit);
+  if (const ParamSpec& spec = base_.config.params[param]; spec.stored) {
+    refuse(
+        spec.name + " was changed in place, and rests as " + std::string(name(spec.stored->codes)) +
+        ": the change is lost where the device computes it again; write all of it between steps");
+  }
   written_[index(unit)] = true;
   updates_.keep_exact(unit);
   const WrittenChunks written(*this, lock, param);

@@ -46,27 +46,35 @@ bool shares_pages(const Layout& layout, Role role) {
 
 // Groups the parameters into segments, in order of unit, and places each.
 void pack(const Config& config, Layout& layout) {
-  using Key = std::tuple<std::uint32_t, bool, Dtype>;  // unit, frozen, dtype
+  // Unit, frozen, dtype, stored form.
+  using Key = std::tuple<std::uint32_t, bool, Dtype, std::optional<StoredForm>>;
+  const auto key_of = [](const ParamSpec& spec) {
+    return Key{index(spec.unit), !spec.trainable, spec.dtype, spec.stored};
+  };
   std::map<Key, std::uint32_t> segment_of;
-  for (const ParamSpec& spec : config.params) {
-    segment_of.try_emplace(Key{index(spec.unit), !spec.trainable, spec.dtype}, 0U);
-  }
+  for (const ParamSpec& spec : config.params) segment_of.try_emplace(key_of(spec), 0U);
   for (auto& [key, id] : segment_of) {
     id = static_cast<std::uint32_t>(layout.segments.size());
     Segment segment;
     segment.unit = UnitId{std::get<0>(key)};
     segment.trainable = !std::get<1>(key);
     segment.dtype = std::get<2>(key);
+    segment.stored = std::get<3>(key);
+    segment.chunk_elements = segment.stored
+                                 ? packing_of(segment.stored->codes, layout.page_bytes).elements
+                                 : layout.page_bytes / size_of(segment.dtype);
+    STRATA_ASSERT(segment.chunk_elements > 0);
     layout.segments.push_back(std::move(segment));
   }
   for (std::uint32_t id = 0; id < config.params.size(); ++id) {
     const ParamSpec& spec = config.params[id];
-    const std::uint32_t at = segment_of.at(Key{index(spec.unit), !spec.trainable, spec.dtype});
+    const std::uint32_t at = segment_of.at(key_of(spec));
     Segment& segment = layout.segments[at];
     layout.places.push_back({at, segment.elements});
     layout.numel.push_back(spec.numel);
     segment.params.push_back(id);
-    segment.elements += round_up(spec.numel, kParamAlign);
+    const std::size_t align = segment.stored ? grain_of(segment.stored->codes) : kParamAlign;
+    segment.elements += round_up(spec.numel, align);
   }
 }
 
@@ -104,15 +112,12 @@ void give_pages(Layout& layout, Chunk& chunk, std::uint32_t chunk_id) {
   }
 }
 
-void cut(const Config& config, Layout& layout) {
-  layout.units.resize(config.units.size());
+void cut(Layout& layout) {
   for (std::uint32_t id = 0; id < layout.segments.size(); ++id) {
     Segment& segment = layout.segments[id];
-    UnitLayout& unit = layout.units[index(segment.unit)];
-    const std::size_t full = layout.page_bytes / size_of(segment.dtype);
+    const std::size_t full = segment.chunk_elements;
     segment.first_chunk = static_cast<std::uint32_t>(layout.chunks.size());
     segment.chunk_count = static_cast<std::uint32_t>(ceil_div(segment.elements, full));
-    segment.view_page = static_cast<std::uint32_t>(unit.pages.size());
     for (std::size_t first = 0; first < segment.elements; first += full) {
       Chunk chunk;
       chunk.segment = id;
@@ -122,9 +127,29 @@ void cut(const Config& config, Layout& layout) {
       give_pages(layout, chunk, chunk_id);
       chunk.scales = layout.scale_bytes;
       layout.scale_bytes += scale_bytes_of(layout, chunk);
-      unit.pages.push_back(chunk.run(Role::param).first);
-      unit.chunks.push_back(chunk_id);
+      layout.units[index(segment.unit)].chunks.push_back(chunk_id);
       layout.chunks.push_back(chunk);
+    }
+  }
+}
+
+// What the views of units show: parameter pages, or computed ones.
+void show(Layout& layout) {
+  for (Segment& segment : layout.segments) {
+    std::vector<PageId>& view = layout.units[index(segment.unit)].pages;
+    segment.view_page = static_cast<std::uint32_t>(view.size());
+    if (segment.stored) {
+      const std::size_t bytes = segment.elements * size_of(segment.dtype);
+      segment.computed = {PageId{layout.page_count + layout.computed_count},
+                          static_cast<std::uint32_t>(ceil_div(bytes, layout.page_bytes))};
+      layout.computed_count += segment.computed.count;
+      for (std::uint32_t i = 0; i < segment.computed.count; ++i) {
+        view.push_back(PageId{index(segment.computed.first) + i});
+      }
+      continue;
+    }
+    for (std::uint32_t i = 0; i < segment.chunk_count; ++i) {
+      view.push_back(layout.chunks[segment.first_chunk + i].run(Role::param).first);
     }
   }
 }
@@ -147,7 +172,7 @@ const char* name(Role role) {
   return "?";
 }
 
-std::size_t Layout::param_pages() const {
+std::size_t Layout::view_pages() const {
   std::size_t pages = 0;
   for (const UnitLayout& unit : units) pages += unit.pages.size();
   return pages;
@@ -181,6 +206,7 @@ std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {
   const Segment& segment = segments[chunk.segment];
   switch (role) {
     case Role::param:
+      STRATA_ASSERT(!segment.stored);
       return size_of(segment.dtype);
     case Role::master:
       return master_bytes(segment.dtype);
@@ -194,6 +220,7 @@ std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {
 }
 
 std::size_t Layout::elements_per_page(const Chunk& chunk, Role role) const {
+  if (role == Role::param) return segments[chunk.segment].chunk_elements;
   const std::size_t elements = page_bytes / element_bytes(chunk, role);
   return shares_pages(*this, role) ? elements / 2 : elements;
 }
@@ -215,6 +242,7 @@ Spot Layout::spot(const Chunk& chunk, Role role, std::size_t element) const {
   const std::size_t per_page = elements_per_page(chunk, role);
   const auto in_run = static_cast<std::uint32_t>(element / per_page);
   STRATA_ASSERT(in_run < run.count);
+  if (segments[chunk.segment].stored) return {run.first, 0};
   return {PageId{index(run.first) + in_run},
           element % per_page * element_bytes(chunk, role) + (second ? page_bytes / 2 : 0)};
 }
@@ -241,15 +269,16 @@ std::vector<Piece> Layout::pieces(std::uint32_t param, std::size_t first, std::s
                                   std::size_t grain) const {
   const Place& place = places[param];
   const Segment& segment = segments[place.segment];
-  const std::size_t full = page_bytes / size_of(segment.dtype);
+  const std::size_t full = segment.chunk_elements;
   STRATA_ASSERT(grain > 0);
-  STRATA_ASSERT(full % grain == 0);
+  STRATA_ASSERT(segment.stored || full % grain == 0);
   std::vector<Piece> out;
   for (std::size_t done = 0; done < count;) {
     const std::size_t at = place.first + first + done;
-    const std::size_t run = std::min(count - done, grain - at % grain);
-    out.push_back({segment.first_chunk + static_cast<std::uint32_t>(at / full), at % full,
-                   first + done, run});
+    const std::size_t in_chunk = at % full;
+    const std::size_t run = std::min({count - done, grain - in_chunk % grain, full - in_chunk});
+    out.push_back(
+        {segment.first_chunk + static_cast<std::uint32_t>(at / full), in_chunk, first + done, run});
     done += run;
   }
   return out;
@@ -266,8 +295,10 @@ Layout make_layout(const Config& config, std::size_t page_bytes) {
   layout.grad_pages = config.update == UpdateMode::on_step;
   layout.moment_dtype = config.moment_dtype;
   layout.moments = moments_of(config);
+  layout.units.resize(config.units.size());
   pack(config, layout);
-  cut(config, layout);
+  cut(layout);
+  show(layout);
   return layout;
 }
 

@@ -24,6 +24,14 @@
 // second half unused: to it, 8 bits cost what 16 do.) The scales of the blocks are smaller than
 // pages and never leave host memory: they lie in one area, chunk after chunk.
 //
+// Note [Parameters that rest as codes]
+// A segment of frozen parameters may rest in a stored form (optimizers/codes/form.hpp): a page of
+// Role::param then holds the codes and scales of a chunk, of as many elements as fit. Its view does
+// not show such pages. It shows computed pages, with the values in the dtype of computation: they
+// rest nowhere, and lie on the device alone. Their ids follow those of all pages that rest, so that
+// who goes through [0, page_count) meets none. Parameters begin at multiples of the form's grain:
+// none shares a scale with another.
+//
 // Note [What a parameter costs]
 // Bytes at rest of a bfloat16 parameter under AdamW, without the scales of 8-bit moments (1/32 byte
 // for each moment):
@@ -35,6 +43,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "engine/config.hpp"
@@ -74,10 +83,13 @@ struct Segment {
   UnitId unit{0};
   Dtype dtype = Dtype::bfloat16;
   bool trainable = true;
+  std::optional<StoredForm> stored = {};  // see Note [Parameters that rest as codes]
   std::size_t elements = 0;
   std::uint32_t first_chunk = 0;
   std::uint32_t chunk_count = 0;
-  std::uint32_t view_page = 0;        // where its parameter pages begin in the unit's view
+  std::size_t chunk_elements = 0;     // of a full chunk
+  std::uint32_t view_page = 0;        // where its pages begin in the unit's view
+  PageRun computed = {};              // those pages, where it is stored as codes
   std::vector<std::uint32_t> params;  // ids, in order of their place
 };
 
@@ -87,8 +99,8 @@ struct Place {
 };
 
 struct UnitLayout {
-  std::vector<PageId> pages;          // parameter pages, in view order
-  std::vector<std::uint32_t> chunks;  // the chunk behind each
+  std::vector<PageId> pages;          // that its view shows, in order
+  std::vector<std::uint32_t> chunks;  // in order of their elements
 };
 
 // A run of one parameter's elements within one chunk.
@@ -110,9 +122,10 @@ struct Layout {
   bool accumulate = false;  // gradients are float32
   bool grad_pages = true;   // see Note [Where gradients are]
   MomentDtype moment_dtype = MomentDtype::float32;
-  int moments = 0;              // of a trainable element; the most that a group's rule keeps
-  std::size_t scale_bytes = 0;  // the scale area; 0 where moments have no scales
-  std::uint32_t page_count = 0;
+  int moments = 0;                   // of a trainable element; the most that a group's rule keeps
+  std::size_t scale_bytes = 0;       // the scale area; 0 where moments have no scales
+  std::uint32_t page_count = 0;      // that rest somewhere
+  std::uint32_t computed_count = 0;  // whose ids come behind those
   std::vector<Segment> segments;
   std::vector<Chunk> chunks;
   std::vector<Place> places;       // by parameter
@@ -121,7 +134,8 @@ struct Layout {
   std::vector<std::uint32_t> chunk_of;  // by page
   std::vector<Role> role_of;            // by page
 
-  std::size_t param_pages() const;
+  // That views show.
+  std::size_t view_pages() const;
   // Of all roles but gradients: pages of trained parameters, and of frozen ones.
   std::uint64_t state_pages(bool trained) const;
   // Slots of the SSD that so many complete snapshots take beside one that begins, and beside where
@@ -140,8 +154,10 @@ struct Layout {
     return pieces(param, first, count, page_bytes / sizeof(float));
   }
   std::vector<Piece> pieces(std::uint32_t param) const { return pieces(param, 0, numel[param]); }
+  const Segment& segment_of(std::uint32_t param) const { return segments[places[param].segment]; }
   // Those that hold elements of the parameter, in order.
   std::vector<std::uint32_t> chunks_of(std::uint32_t param) const;
+  // Of codes, the byte is 0: where in the page they lie the form tells.
   Spot spot(const Chunk& chunk, Role role, std::size_t element) const;
   // Elements of `role` that one page holds, or one frame of gradients.
   std::size_t elements_per_page(const Chunk& chunk, Role role) const;

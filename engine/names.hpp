@@ -24,8 +24,10 @@ class Names final {
     return index(unit) < config_.units.size() ? config_.units[index(unit)] : "no unit";
   }
   std::string of(PageId page) const {
-    const bool activation = index(page) >= layout_.page_count;
-    const char* role = activation ? "activation" : name(layout_.role_of[index(page)]);
+    if (index(page) < layout_.page_count)
+      return of(table_.unit(page)) + " (" + name(layout_.role_of[index(page)]) + ")";
+    const bool computed = index(page) < layout_.page_count + layout_.computed_count;
+    const char* role = computed ? name(Role::param) : "activation";
     return of(table_.unit(page)) + " (" + role + ")";
   }
   // The error, with whose page it was.

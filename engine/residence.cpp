@@ -118,11 +118,13 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.units.resize(layout.units.size());
   holding.shown.resize(layout.units.size());
   const Ownership owns = ownership_of(config, layout);
-  holding.may_rest = owns.alone();
+  holding.may_rest = owns.alone() && layout.computed_count == 0;
+  for (std::size_t u = 0; u < layout.units.size(); ++u) {
+    holding.shown[u] = layout.units[u].pages.size();
+  }
   std::size_t grad_frames = 0;
   for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
     const Chunk& chunk = layout.chunks[id];
-    holding.shown[unit_of(layout, chunk)] += chunk.run(Role::param).count;
     if (!owns.mine(id)) continue;
     Sizes& unit = holding.units[unit_of(layout, chunk)];
     unit.params += chunk.run(Role::param).count;

@@ -46,6 +46,19 @@ class Session final {
   void write(std::uint32_t param, Kind kind, std::size_t offset, const float* values,
              std::size_t count);
   void read(std::uint32_t param, Kind kind, std::size_t offset, float* values, std::size_t count);
+  // coded_values.hpp.
+  void quantise(std::uint32_t param, const PlainValues& from) {
+    Gate::Call in(gate_);
+    core_->coded.quantise(in.lock(), param, from);
+  }
+  void write_codes(std::uint32_t param, std::size_t first, const Stored<const std::byte>& from) {
+    Gate::Call in(gate_);
+    core_->coded.write(in.lock(), param, first, from);
+  }
+  void read_codes(std::uint32_t param, std::size_t first, const Stored<std::byte>& to) {
+    Gate::Call in(gate_);
+    core_->coded.read(in.lock(), param, first, to);
+  }
   void device_written(std::uint32_t param, Stream stream = nullptr) {
     Gate::Call in(gate_);
     core_->writes.take(in.lock(), param, stream);

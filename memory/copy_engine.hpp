@@ -38,12 +38,20 @@ enum class CopyTicket : std::uint64_t {};
 // A stream of the caller, opaque to the core: nullptr on the host, cudaStream_t on CUDA.
 using Stream = void*;
 
+// Bytes that are computed instead of copied: a pure function of what lies at `from`. Its arguments
+// stay. Engines whose device the processor does not reach have none.
+struct Computation {
+  void (*run)(const void* how, const std::byte* from, std::byte* to) = nullptr;
+  const void* how = nullptr;
+};
+
 struct CopyRequest {
   std::byte* to;
   const std::byte* from;
-  std::size_t bytes;
+  std::size_t bytes;  // that are written
   CopyStream stream;
-  CopyTicket after{};  // of record(): the copy starts when this work is finished
+  CopyTicket after{};     // of record(): the copy starts when this work is finished
+  Computation compute{};  // none: the bytes are copied
 };
 
 class CopyEngine {

@@ -20,7 +20,11 @@ HostCopies::HostCopies(Doorbell* bell, CopyMode mode)
 
 std::uint64_t HostCopies::run(const Job& job) {
   STRATA_ASSERT(job.ticket == done_ + 1);
-  std::memcpy(job.request.to, job.request.from, job.request.bytes);
+  const CopyRequest& request = job.request;
+  if (request.compute.run != nullptr)
+    request.compute.run(request.compute.how, request.from, request.to);
+  else
+    std::memcpy(request.to, request.from, request.bytes);
   // The bytes first, then word of them.
   done_.store(job.ticket, std::memory_order_release);
   done_.notify_all();

@@ -20,6 +20,7 @@ from torch import nn
 
 from . import _core
 from ._config.configure import Options, device_goal, gradients_rest, tier_budgets
+from ._config.frozen import AS_IS, Frozen
 from ._config.managed import check_parameters
 from ._config.ranks import find_ranks, ranks_on_paper
 from ._config.sizes import Size, format_count, format_size
@@ -71,6 +72,7 @@ def wrap(
     split: int | None = None,
     device: str | torch.device = "auto",
     snapshots: int = 0,
+    frozen: Frozen = AS_IS,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Moves the training state of a model into pages. The loop around it stays as it is. Gradients
     that the parameters have already are dropped, and the log says so.
@@ -121,6 +123,11 @@ def wrap(
             times and once more the state of what is trained, and once that of what is frozen; with
             gradient_accumulation_steps and LockFree also of gradients, as a snapshot in the middle
             of an accumulation has them. 0: the first strata.snapshot() makes room, or is refused.
+        frozen: how what is frozen rests. `"nf4"` and `"nf4-double"`: in 4 bits, as bitsandbytes has
+            them, scales in 32 or 8 bits; `"int8"`; `"as-is"`: in the dtype of computation. It means
+            the weights of layers, not norms and embeddings. A function of a module's name and the
+            module gives a form for its weights, or None. Modules stay what they are: values are
+            computed on the way to the device.
 
     Returns:
         The same model, and the optimizer that takes the place of the one that was given.
@@ -146,7 +153,7 @@ def wrap(
     options = Options(
         memory, ssd_path, dtype, update, state_dtype, max_grad_norm, max_unit_norm,
         gradient_accumulation_steps, skip_nonfinite, units, page_size, io_engine, workers, weights,
-        seed, init_device, activations, split, device, snapshots,
+        seed, init_device, activations, split, device, snapshots, frozen,
     )  # fmt: skip
     return model, _open(model, optimizer, options).optimizer
 

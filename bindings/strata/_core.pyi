@@ -32,6 +32,7 @@ from ._probes import CopyProbe as CopyProbe
 from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
 from ._probes import best_isa as best_isa
+from ._probes import packing as packing
 from ._probes import update_span as update_span
 from ._saved_pages import PageFiles as PageFiles
 from ._saved_pages import SavedPages as SavedPages
@@ -43,6 +44,7 @@ from ._session_config import DtypeName as DtypeName
 from ._session_config import GroupSpec as GroupSpec
 from ._session_config import ParamSpec as ParamSpec
 from ._session_config import Ranks as Ranks
+from ._session_config import StoredName as StoredName
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
 
@@ -79,6 +81,7 @@ class UnitPlan(TypedDict):
     name: str
     params: int  # elements
     param_bytes: int  # in pages, compute dtype
+    resting_param_bytes: int  # what rests of them: fewer where they rest as codes
     landing_bytes: int  # of gradients, where they land in a step; 0 where nothing is trained
     grad_bytes: int  # at rest: in pages, or under lock_free in buffers; 0 under in_backward
     state_bytes: int  # in pages: residuals or masters, and moments
@@ -149,6 +152,21 @@ class Session:
     def read(self, param: int, kind: Kind, offset: int, address: int, count: int) -> None:
         """Reads `count` values as float32, after pending updates. Frozen float16/bfloat16
         parameters have no master: theirs is the parameter itself."""
+    def quantise(
+        self, param: int, address: int, dtype: DtypeName, row_elements: int, offset: float | None
+    ) -> None:
+        """Makes codes of all values of a parameter that rests so. `offset`: of nf4-double, the mean
+        of the blocks' largest magnitudes; None: computed here, in double. Raises StrataError, and
+        has changed nothing, where its unit is entered or a value is not finite."""
+    def write_codes(
+        self, param: int, first: int, codes: Buffer, scales: Buffer, groups: Buffer
+    ) -> None:
+        """Codes and scales of elements from `first` on, a multiple of 64, in nf4-double of 256
+        blocks; as read_codes() gives them; see form.hpp."""
+    def read_codes(
+        self, param: int, first: int, codes: Buffer, scales: Buffer, groups: Buffer
+    ) -> None:
+        """Fills the buffers, of just the size. `groups` is empty but for nf4-double."""
     def enter(
         self, unit: int, backward: bool, recorded: bool = True, stream: int = 0, visit: int = 0
     ) -> None:

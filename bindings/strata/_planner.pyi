@@ -50,6 +50,7 @@ class TracedUnit(_Struct):
     may_recompute: bool
     traced: ActivationName  # kept, or recomputed
     slices_traced: int
+    code_bytes: int = ...  # what rests of param_bytes, where some rest as codes
     remote_elements: int = ...  # what other ranks hold of the sizes above: it is uploaded, and ...
     remote_param_bytes: int = ...  # ... takes no memory, SSD or update of this one
     remote_grad_bytes: int = ...

@@ -5,7 +5,7 @@ probes at once. For type checkers only: import these from _core.
 
 from typing import Literal
 
-from ._core import DtypeName, GroupSpec
+from ._core import DtypeName, GroupSpec, StoredName
 
 Ways = Literal["in", "out", "both"]  # towards the computation, away from it
 
@@ -43,6 +43,9 @@ class UpdateProbe:
     ) -> None: ...
     def run(self, seconds: float) -> float:
         """Elements per second, all workers together."""
+
+def packing(stored: StoredName, page_bytes: int) -> tuple[int, int, int]:
+    """Of a page of codes: the elements in it, and where scales and groups of scales begin."""
 
 def best_isa() -> str:
     """The instructions that kernels use on this processor: "scalar", "avx2" or "avx512"."""

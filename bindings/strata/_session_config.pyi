@@ -5,6 +5,7 @@ means. For type checkers only: import these from _core.
 from typing import Literal, NotRequired, TypedDict
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
+StoredName = Literal["int8", "nf4", "nf4-double"]
 
 class ParamSpec(TypedDict):
     name: str
@@ -13,6 +14,7 @@ class ParamSpec(TypedDict):
     trainable: bool
     unit: int  # index into Config.units
     group: int  # index of the optimizer's parameter group; 0 for frozen ones
+    stored: NotRequired[StoredName]  # of a frozen one that rests as codes
 
 class GroupSpec(TypedDict):
     """Hyperparameters of one parameter group, as torch.optim names them."""

@@ -82,7 +82,7 @@ std::size_t CudaCopies::pin_host(std::span<std::byte> memory) {
 
 CopyTicket CudaCopies::copy(const CopyRequest& request) {
   STRATA_ASSERT(request.to != nullptr);
-  STRATA_ASSERT(request.from != nullptr);
+  STRATA_ASSERT(request.from != nullptr && request.compute.run == nullptr);
   STRATA_ASSERT(static_cast<std::uint64_t>(request.after) <= last_);
   const CudaDevice::Current current(device_);
   Queue& queue = queues_[static_cast<std::size_t>(request.stream)];

@@ -97,7 +97,7 @@ MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wis
   MustMove moves;
   for (std::size_t u = 0; u < trace.units.size(); ++u) {
     const TracedUnit& unit = trace.units[u];
-    const std::uint64_t resting = unit.is_shared() ? 0 : resting_on_device(unit, budgets);
+    const std::uint64_t resting = unit.may_rest() ? resting_on_device(unit, budgets) : 0;
     const bool known = wishes.on_device && wishes.on_device->at(u);
     if (known) device -= std::min(device, resting);
     if (!used[u]) continue;
@@ -107,19 +107,19 @@ MustMove must_move(const Trace& trace, const Budgets& budgets, const Wishes& wis
       continue;
     }
     if (forward[u] && again[u]) {
-      both += unit.param_bytes;
+      both += unit.resting_param_bytes();
       both_held += unit.held_param_bytes();
     }
     if (unit.grad_bytes == 0) {
-      frozen += unit.param_bytes;
+      frozen += unit.resting_param_bytes();
       frozen_held += unit.held_param_bytes();
       continue;
     }
-    trained += unit.param_bytes;
+    trained += unit.resting_param_bytes();
     changing += budgets.resting(unit);
     moves.down += unit.grad_bytes;
     moves.elements += unit.held_elements();
-    if (!wishes.on_device && !unit.is_shared() && resting <= budgets.device_bytes) {
+    if (!wishes.on_device && unit.may_rest() && resting <= budgets.device_bytes) {
       may_rest += resting;
       down.offer(unit.grad_bytes, resting);
       up.offer(unit.param_bytes, resting);

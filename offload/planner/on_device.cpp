@@ -40,7 +40,7 @@ std::vector<std::uint32_t> in_order_of_worth(const Problem& problem, const Plan&
   for (std::uint32_t u = 0; u < problem.units(); ++u) {
     const TracedUnit& unit = trace.units[u];
     if (!used[u]) order.push_back(u);
-    if (unit.is_shared()) continue;
+    if (!unit.may_rest()) continue;
     const bool resident = plan.frames.resident[u];
     const bool trained = unit.grad_bytes != 0;
     // 1. Its own: what is updated comes up once, and what has no frames of its own twice.
@@ -255,7 +255,7 @@ Covers::Covers(const Trace& trace, const Budgets& budgets) {
   grain_ = std::max(budgets.page_bytes, ceil_div(total, kSums));
   std::size_t sums = 0;
   for (const TracedUnit& unit : trace.units) {
-    sizes_.push_back(unit.is_shared() ? 0 : budgets.resting(unit) / grain_);
+    sizes_.push_back(unit.may_rest() ? budgets.resting(unit) / grain_ : 0);
     sums += sizes_.back();
   }
   last_.assign(sums + 1, kUnreached);

@@ -51,8 +51,8 @@ struct Holding {
   std::size_t page_bytes = 0;
   std::vector<std::string> names;  // of units
   std::vector<Sizes> units;        // in pages, in order of first use
-  // Pages of each unit's view: more than its own parameters where other ranks hold some of these.
-  // No unit rests on the device then.
+  // Pages of each unit's view: more than its own parameters where other ranks hold some of these,
+  // or they rest as codes. No unit rests on the device then.
   std::vector<std::uint64_t> shown;
   bool may_rest = true;
   std::vector<EnteredTogether> together;

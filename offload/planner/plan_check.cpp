@@ -54,7 +54,7 @@ std::string check_tiers(const Trace& trace, const Budgets& budgets, const Plan& 
     const TracedUnit& unit = trace.units[u];
     const UnitPlan& planned = plan.units[u];
     if (planned.on_device) {
-      if (unit.is_shared()) return unit.name + " rests on the device, and on other ranks";
+      if (!unit.may_rest()) return unit.name + " rests on the device, where it may not";
       if (planned.param_ssd_bytes + planned.grad_ssd_bytes + planned.state_ssd_bytes != 0) {
         return unit.name + " rests on the device and on the SSD";
       }

@@ -56,7 +56,7 @@ Swapped swapped_peak(const Trace& trace, std::span<const UnitPlan> units,
 }
 
 std::uint64_t resting_on_device(const TracedUnit& unit, const Budgets& budgets) {
-  STRATA_ASSERT(!unit.is_shared());
+  STRATA_ASSERT(unit.may_rest());
   return round_up(unit.param_bytes, budgets.page_bytes) +
          round_up(budgets.resting_grads(unit), budgets.page_bytes) +
          round_up(unit.state_bytes, budgets.page_bytes);

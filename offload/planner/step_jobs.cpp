@@ -201,7 +201,7 @@ class Builder final {
         }
         last_use[index(unit)] = i;
         if (!steady || missing == 0) continue;
-        const std::uint64_t bytes = of(unit).param_bytes * missing / frames.size();
+        const std::uint64_t bytes = of(unit).resting_param_bytes() * missing / frames.size();
         bring(i, bytes, frames_left, first_use_[index(unit)] == i);
       }
     }
@@ -213,7 +213,7 @@ class Builder final {
     const std::uint64_t on_ssd = plan_of(unit).param_ssd_bytes;
     const auto count = on_ssd != 0 || first ? pieces_of(unit) : 1;
     const double share_moved =
-        static_cast<double>(bytes) / static_cast<double>(of(unit).param_bytes);
+        static_cast<double>(bytes) / static_cast<double>(of(unit).resting_param_bytes());
     const double transfers = transfers_of(unit, count) * share_moved;
     for (std::uint32_t p = 0; p < count; ++p) {
       const Share share{p, count};

@@ -185,10 +185,12 @@ std::string check_trace(const Trace& trace) {
   if (std::string why = check_uses(trace.uses, trace.moments, names); !why.empty()) return why;
   for (std::size_t i = 0; i < trace.units.size(); ++i) {
     const TracedUnit& unit = trace.units[i];
-    if (unit.remote_elements > unit.elements || unit.remote_param_bytes > unit.param_bytes ||
+    if (unit.remote_elements > unit.elements ||
+        unit.remote_param_bytes > unit.resting_param_bytes() ||
         unit.remote_grad_bytes > unit.grad_bytes || unit.remote_state_bytes > unit.state_bytes) {
       return at("unit", i) + "other ranks hold more of it than there is";
     }
+    if (unit.code_bytes > unit.param_bytes) return at("unit", i) + "its codes are its larger form";
     if (unit.slices_max == 0) return at("unit", i) + "it has no slices";
     if (unit.traced != Activation::keep && !recomputes(unit.traced)) {
       return at("unit", i) + "it was recorded neither kept nor recomputed";

@@ -79,6 +79,8 @@ struct TracedUnit {
   std::string name;
   std::uint64_t elements = 0;     // of its parameters
   std::uint64_t param_bytes = 0;  // in the compute dtype
+  // What rests of them and crosses links, where some rest as codes: the codes, and the others.
+  std::uint64_t code_bytes = 0;
   std::uint64_t grad_bytes = 0;   // 0 where nothing is trained
   std::uint64_t state_bytes = 0;  // residuals and moments
   std::uint32_t chunks = 0;
@@ -96,12 +98,16 @@ struct TracedUnit {
   std::uint64_t remote_state_bytes = 0;
 
   std::uint64_t held_elements() const { return elements - remote_elements; }
-  std::uint64_t held_param_bytes() const { return param_bytes - remote_param_bytes; }
+  std::uint64_t resting_param_bytes() const { return codes() ? code_bytes : param_bytes; }
+  std::uint64_t held_param_bytes() const { return resting_param_bytes() - remote_param_bytes; }
   std::uint64_t held_grad_bytes() const { return grad_bytes - remote_grad_bytes; }
   std::uint64_t held_state_bytes() const { return state_bytes - remote_state_bytes; }
-  // Then it does not rest on the device.
-  bool is_shared() const {
-    return remote_elements + remote_param_bytes + remote_grad_bytes + remote_state_bytes != 0;
+  // Parameters rest as codes, and are computed on their way to the device.
+  bool codes() const { return code_bytes != 0; }
+  // Whether all of it may rest on the device: nothing is another rank's, and nothing is codes.
+  bool may_rest() const {
+    return !codes() &&
+           remote_elements + remote_param_bytes + remote_grad_bytes + remote_state_bytes == 0;
   }
 };
 

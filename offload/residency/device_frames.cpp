@@ -101,7 +101,10 @@ void DeviceFrames::vacate(FrameId frame) {
 }
 
 void DeviceFrames::evict(PageId page) {
-  const FrameId frame = table_.drop(page, Tier::device).device_frame();
+  const bool rests = table_.placement(page).somewhere();
+  const Placement there = rests ? table_.drop(page, Tier::device)
+                                : table_.drop(page, Tier::device, Discard("it is computed again"));
+  const FrameId frame = there.device_frame();
   STRATA_ASSERT(occupant(frame) == page);
   vacate(frame);
 }

@@ -8,6 +8,10 @@
 //   3. copying   The copy engine copies the page into its frame. The load pins its bytes.
 //   4.           The copy has ended, and with it the pin and the load.
 //
+// A page that is computed goes through 2 and 3 for each of its parts: what is opened is the page of
+// codes, and the copy engine computes. Between two parts the load pins nothing: see page_cache.hpp,
+// Note [Staging cannot deadlock].
+//
 // Threads: one caller at a time (the core's lock).
 //
 //   if (!loads.full() && frames.take(page, frame)) loads.begin(page, frame);
@@ -28,8 +32,9 @@ namespace strata {
 //   2. A load holds a pin exactly while it is copying.
 class Loads final {
  public:
+  // `computed` stays.
   Loads(PageTable& table, Transfers& transfers, PageCache& cache, DeviceFrames& frames,
-        std::uint32_t loads_max);
+        const ComputedPages& computed, std::uint32_t loads_max);
 
   // From here on so many at a time; what is under way goes on.
   void set_max(std::uint32_t loads_max);
@@ -41,6 +46,10 @@ class Loads final {
   bool loading(PageId page) const { return find(page) != nullptr; }
   // The frame that the page is being loaded into; kNoFrame: it is not.
   FrameId frame(PageId page) const;
+  // The first page that a load of this one opens: itself, or that of its codes.
+  PageId source(PageId page) const {
+    return computed_.contains(page) ? computed_.parts(page).front().source : page;
+  }
   // What the page needs next. REQUIRES: loading(page).
   Cause missing(PageId page) const;
   // The last copy of a page of the unit: who computes with its pages waits for it.
@@ -58,14 +67,21 @@ class Loads final {
     FrameId frame = kNoFrame;
     Phase phase = Phase::staging;
     Pin pin;
+    std::uint32_t part = 0;  // of a page that is computed
   };
 
   const Load* find(PageId page) const;
+  // What the load opens: the page, or that of the codes of its part.
+  PageId opened_by(const Load& load) const;
+  CopyTicket copy(const Load& load);
+  // False: the load goes on with its next part.
+  bool end(Load& load, bool failed);
 
   PageTable& table_;
   Transfers& transfers_;
   PageCache& cache_;
   DeviceFrames& frames_;
+  const ComputedPages& computed_;
   std::uint32_t loads_max_;
   std::vector<Load> loads_;            // in the order in which they began
   std::vector<CopyTicket> last_copy_;  // by unit

@@ -73,7 +73,7 @@ bool Prefetcher::ready(UnitId unit) const {
 Cause Prefetcher::missing(PageId page) const {
   if (loads_.loading(page)) return loads_.missing(page);
   if (table_.is_current(page, Tier::device)) return Cause::none;
-  const Tier rest = table_.tier(page);
+  const Tier rest = table_.tier(loads_.source(page));
   if (rest == Tier::device) return Cause::copy;
   const bool may_start = occupied(page) == kNoFrame && !loads_.full();
   if (may_start && frame_for(page) == kNoFrame) return Cause::frame;

@@ -9,8 +9,8 @@ namespace strata {
 
 RemotePages::RemotePages(PageTable& table, Peers& peers, std::vector<std::uint32_t> holders)
     : table_(table), peers_(peers), holders_(std::move(holders)) {
-  STRATA_ASSERT(holders_.size() == table_.page_count());
-  for (std::uint32_t i = 0; i < table_.page_count(); ++i) {
+  STRATA_ASSERT(holders_.size() <= table_.page_count());
+  for (std::uint32_t i = 0; i < holders_.size(); ++i) {
     if (holders_[i] == peers_.rank()) continue;
     STRATA_ASSERT(table_.tier(PageId{i}) == Tier::remote);
     table_.begin_fill(PageId{i}, table_.placement(PageId{i}), 1);

@@ -88,6 +88,32 @@ CopyTicket Transfers::move(PageId page, Tier from, Placement to, Requester reque
                           .stream = up ? CopyStream::pages_in : CopyStream::out});
 }
 
+CopyTicket Transfers::compute(PageId page, FrameId to, const ComputedPages& computed,
+                              std::size_t part, Tier from, const std::byte* bytes,
+                              Requester requester) {
+  STRATA_ASSERT(!full());
+  STRATA_ASSERT(!table_.placement(page).somewhere());
+  const std::span<const ComputedPart> parts = computed.parts(page);
+  STRATA_ASSERT(part < parts.size());
+  const ComputedPart& what = parts[part];
+  STRATA_ASSERT(table_.is_current(what.source, from));
+  const Link link = link_between(from, Tier::device);
+  // Each time it is new contents, whose version nobody else has seen.
+  if (part == 0) table_.begin_fill(page, to, table_.newest(page) + 1);
+  table_.begin_drain(what.source, from);
+  Transfer transfer = begin(link, requester, what.from_bytes);
+  transfer.page = page;
+  transfer.source = what.source;
+  transfer.last = part + 1 == parts.size();
+  transfer.unit = table_.unit(page);
+  ++pages_in_flight_;
+  return start(transfer, {.to = device_.address(to) + what.to_byte,
+                          .from = bytes,
+                          .bytes = what.bytes,
+                          .stream = CopyStream::pages_in,
+                          .compute = what.how});
+}
+
 // What a snapshot holds stays as it is: the page gets a fresh slot in the place of that one.
 Placement Transfers::unheld(PageId page, Placement slot) {
   STRATA_ASSERT(has_slots(slot.tier));
@@ -171,7 +197,7 @@ CopyTicket Transfers::copy(Link link, const ByteCopy& what, Requester requester)
 }
 
 CopyTicket Transfers::start(Transfer transfer, const CopyRequest& request) {
-  STRATA_ASSERT(request.bytes == transfer.bytes);
+  STRATA_ASSERT(request.bytes == transfer.bytes || request.compute.run != nullptr);
   transfer.ticket = copies_.copy(request);
   copying_[static_cast<std::size_t>(request.stream)].push_back(transfer);
   return transfer.ticket;
@@ -214,8 +240,9 @@ void Transfers::end(const Transfer& transfer, std::optional<Error> error) {
     --pages_in_flight_;
   }
   if (transfer.page != kNoPage) {
-    table_.finish_drain(transfer.page, row.from);
-    if (transfer.saved_to == kNoSlot) {
+    const bool computed = transfer.source != kNoPage;
+    table_.finish_drain(computed ? transfer.source : transfer.page, row.from);
+    if (transfer.saved_to == kNoSlot && (transfer.last || error)) {
       if (error)
         table_.abandon_fill(transfer.page, row.to);
       else

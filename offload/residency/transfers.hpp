@@ -24,6 +24,7 @@
 #include "memory/page_table.hpp"
 #include "memory/pool.hpp"
 #include "memory/timeline.hpp"
+#include "offload/residency/computed_pages.hpp"
 #include "offload/residency/links.hpp"
 #include "offload/storage/store.hpp"
 
@@ -92,6 +93,12 @@ class Transfers final {
   // REQUIRES: !full(); the tier `from` holds the newest; a link joins the tiers.
   CopyTicket move(PageId page, Tier from, Placement to, Requester requester,
                   std::byte* bytes = nullptr);
+  // Computes a part of a page that rests nowhere, out of what host memory, or another rank, has of
+  // the part's source at `from`. The device has the page once its last part has arrived.
+  // REQUIRES: !full(); the tier holds the newest of the source; parts come in their order, each
+  // when the one before it is over; the device holds nothing of the page before the first.
+  CopyTicket compute(PageId page, FrameId to, const ComputedPages& computed, std::size_t part,
+                     Tier from, const std::byte* bytes, Requester requester);
   // Writes the page as host memory has it to a slot of the SSD that is not the page's own.
   // REQUIRES: !full(); host memory holds the newest; the slot is acquired, and not held.
   void save(PageId page, SlotId to, Requester requester);
@@ -133,6 +140,8 @@ class Transfers final {
     Link link = Link::read;
     Requester requester = Requester::cache;
     PageId page = kNoPage;
+    PageId source = kNoPage;  // of compute(): what is read, in the place of the page
+    bool last = true;         // of compute(): the page is there with it
     UnitId unit = kNoUnit;
     std::uint64_t tag = 0;
     std::uint64_t bytes = 0;

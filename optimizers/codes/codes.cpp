@@ -85,24 +85,41 @@ void check_code_span(const CodeSpan& span, bool made) {
   STRATA_ASSERT(span.form.arithmetic == Arithmetic::bitsandbytes);
 }
 
+namespace {
+
+bool is_fine(const StoredForm& form, const ScaleGroup& group) {
+  // torchao divides by it: an infinite one stands for blocks that are all alike.
+  const bool factor = form.arithmetic == Arithmetic::torchao
+                          ? !std::isnan(group.factor) && group.factor != 0.0f
+                          : std::isfinite(group.factor);
+  return factor && std::isfinite(group.offset);
+}
+
+// Of blocks [first, first + blocks).
+std::size_t find_bad(const StoredForm& form, const float* scales, const ScaleGroup* groups,
+                     std::size_t first, std::size_t blocks) {
+  for (std::size_t i = 0; i < blocks; ++i) {
+    const bool fine = form.codes == Codes::nf4_double
+                          ? is_fine(form, groups[(first + i) / kScaleBlock])
+                          : std::isfinite(scales[first + i]);
+    if (!fine) return i;
+  }
+  return blocks;
+}
+
+}  // namespace
+
 std::size_t first_bad_scale(const CodeSpan& span, const void* page) {
   check_code_span(span, false);
   const ConstPageParts parts = parts_of(span.form.codes, page, span.page_bytes);
-  const std::size_t first = span.first / kCodeBlock;
-  const std::size_t blocks = span.count / kCodeBlock;
-  for (std::size_t i = 0; i < blocks; ++i) {
-    if (span.form.codes != Codes::nf4_double) {
-      if (!std::isfinite(parts.scales[first + i])) return i;
-      continue;
-    }
-    const ScaleGroup& group = parts.groups[(first + i) / kScaleBlock];
-    // torchao divides by it: an infinite one stands for blocks that are all alike.
-    const bool fine = span.form.arithmetic == Arithmetic::torchao
-                          ? !std::isnan(group.factor) && group.factor != 0.0f
-                          : std::isfinite(group.factor);
-    if (!fine || !std::isfinite(group.offset)) return i;
-  }
-  return blocks;
+  return find_bad(span.form, parts.scales, parts.groups, span.first / kCodeBlock,
+                  span.count / kCodeBlock);
+}
+
+std::size_t first_bad_scale(const StoredForm& form, const void* scales, const void* groups,
+                            std::size_t blocks) {
+  return find_bad(form, static_cast<const float*>(scales), static_cast<const ScaleGroup*>(groups),
+                  0, blocks);
 }
 
 void share_in_rows(std::span<float> absmax, std::size_t row_elements) {

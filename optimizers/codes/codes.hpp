@@ -64,6 +64,10 @@ void check_blocks(std::size_t count);
 // The index of the first block of the span whose scale is not finite; the number of blocks where
 // all are.
 std::size_t first_bad_scale(const CodeSpan& span, const void* page);
+// The same of scales, and of groups where the form has them, as they lie in a page, one after the
+// other.
+std::size_t first_bad_scale(const StoredForm& form, const void* scales, const void* groups,
+                            std::size_t blocks);
 
 // Every block gets the largest magnitude of its row. REQUIRES: rows are whole blocks.
 void share_in_rows(std::span<float> absmax, std::size_t row_elements);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -40,7 +41,7 @@ struct StoredForm {
   // Of the weight that was quantised. A value is rounded to it before it becomes anything else.
   Dtype dtype = Dtype::bfloat16;
 
-  bool operator==(const StoredForm&) const = default;
+  friend constexpr auto operator<=>(const StoredForm&, const StoredForm&) = default;
 };
 
 // Elements that share a scale.

@@ -88,7 +88,7 @@ class SmallCore final {
     }
     frames = std::make_unique<DeviceFrames>(table, *device.memory, std::move(units), kPage,
                                             options_.device_frames);
-    loads = std::make_unique<Loads>(table, *transfers, *cache, *frames, loads_max);
+    loads = std::make_unique<Loads>(table, *transfers, *cache, *frames, computed_, loads_max);
     prefetcher = std::make_unique<Prefetcher>(table, *cache, *device.copies, *frames, *loads);
     planner = std::make_unique<StepPlanner>(*prefetcher, *frames);
   }
@@ -170,6 +170,7 @@ class SmallCore final {
   std::uint32_t slots_, far_slots_;
   std::unique_ptr<Store> store_, far_store_;
   std::unique_ptr<Pool> host_;
+  const ComputedPages computed_{};  // none
 
  public:
   PageTable table;

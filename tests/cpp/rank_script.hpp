@@ -85,7 +85,7 @@ inline Config config_of(const Script& script, std::uint32_t rank, std::mt19937_6
   const Layout layout = make_layout(config, page);
   std::size_t largest = 0;
   for (const UnitLayout& unit : layout.units) largest = std::max(largest, unit.pages.size());
-  config.device_bytes = (largest + below(random, layout.param_pages() - largest + 1)) * page;
+  config.device_bytes = (largest + below(random, layout.view_pages() - largest + 1)) * page;
   const std::size_t aside = kOutboxFrames + choose_residence(config).buffer_frames;
   config.host_bytes = (aside + 8 + below(random, layout.page_count)) * page;
   while (!feasible(config)) config.host_bytes += page;

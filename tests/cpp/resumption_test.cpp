@@ -162,7 +162,7 @@ TEST_P(Resumed, GoesOnBitForBitAndReadsNothingAhead) {
   const auto before = moved(session, Link::read), wrote = moved(session, Link::write);
   resume(session, left);
   // But for parameters of the units that the next step uses first.
-  EXPECT_LE(moved(session, Link::read), before + left[0].layout.param_pages() * kPage);
+  EXPECT_LE(moved(session, Link::read), before + left[0].layout.view_pages() * kPage);
   EXPECT_EQ(moved(session, Link::write), wrote);
   train(session, 3);
   EXPECT_EQ(contents(session), expected(5));

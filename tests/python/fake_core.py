@@ -387,6 +387,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
                 "name": name,
                 "params": sum(s["numel"] for s in config["params"] if s["unit"] == u),
                 "param_bytes": sizes[u],
+                "resting_param_bytes": sizes[u],
                 "landing_bytes": landing[u],
                 "grad_bytes": grads[u],
                 "state_bytes": states[u],

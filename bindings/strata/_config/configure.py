@@ -27,6 +27,7 @@ from .choices import (
     check_split,
     check_workers,
 )
+from .frozen import AS_IS, Frozen, check_frozen, stored_forms
 from .managed import DTYPE_NAMES, dtype_names
 from .ranks import Ranks, plans_of_all
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
@@ -96,6 +97,7 @@ class Options:
     split: int | None = None
     device: str | torch.device = "auto"
     snapshots: int = 0
+    frozen: Frozen = AS_IS
     ranks: Ranks | None = None  # none of wrap()'s: what torch.distributed has started
 
     def check(self) -> None:
@@ -119,6 +121,7 @@ class Options:
                 f"{self.gradient_accumulation_steps}"
             )
         check_snapshots(self.snapshots, self.ssd_paths())
+        check_frozen(self.frozen)
         for name in ("max_grad_norm", "max_unit_norm"):
             norm = getattr(self, name)
             if norm is None:
@@ -219,9 +222,14 @@ def config_of(
     """The Config of a model that is cut into these units, still without budgets."""
     unit_of = {p: u for u, unit in enumerate(units) for p in unit.params}
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def is_trained(parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and id(parameter) in group_of
+
+    forms = stored_forms(model, is_trained, options.frozen)
     params: list[ParamSpec] = []
     for i, (name, parameter) in enumerate(model.named_parameters()):
-        trainable = parameter.requires_grad and id(parameter) in group_of
+        trainable = is_trained(parameter)
         params.append(
             {
                 "name": name,
@@ -232,6 +240,8 @@ def config_of(
                 "group": group_of[id(parameter)] if trainable else 0,
             }
         )
+        if name in forms:
+            params[-1]["stored"] = forms[name]
     update, max_staleness = core_mode(options.update)
     workers = options.workers or max(1, default_workers(device_name) // options.shared_by())
     config: Config = {

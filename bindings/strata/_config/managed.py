@@ -30,9 +30,9 @@ KNOWN = {
     "DTensor": "spread over devices by torch.distributed: wrap the model before it is sharded, one "
     "whole model in each process",
     "Params4bit": "quantised by bitsandbytes: load the model in bfloat16, without "
-    "quantization_config",
+    "quantization_config, and pass frozen='nf4' to strata.wrap()",
     "Int8Params": "quantised by bitsandbytes: load the model in bfloat16, without "
-    "quantization_config",
+    "quantization_config, and pass frozen='int8' to strata.wrap()",
     "FlatParameter": "FSDP's: wrap the plain model instead",
 }
 
@@ -74,7 +74,7 @@ def _check_class(name: str, parameter: nn.Parameter) -> None:
         return
     what = KNOWN.get(kind.__name__)
     if what is None and kind.__module__.startswith("torchao."):
-        what = "quantised by torchao: load the model in bfloat16"
+        what = "quantised by torchao: load the model in bfloat16, and pass frozen='nf4'"
     raise ValueError(
         f"parameter {name!r} is a {kind.__module__}.{kind.__name__}, "
         + (what or "a class of its own, which pages would not keep: make it a plain nn.Parameter")

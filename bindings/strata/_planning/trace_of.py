@@ -43,6 +43,7 @@ def traced_unit(
     name: str, elements: int, sizes: UnitPlan, slices_max: int, may_recompute: bool
 ) -> TracedUnit:
     """A unit of these `sizes`, recorded with all its activations."""
+    resting, shown = sizes["resting_param_bytes"], sizes["param_bytes"]
     return _core.TracedUnit(
         name=name,
         elements=elements,
@@ -55,6 +56,7 @@ def traced_unit(
         may_recompute=may_recompute,
         traced="keep",
         slices_traced=1,
+        code_bytes=resting if resting != shown else 0,
     )
 
 

@@ -26,7 +26,7 @@ from .._profiling.recorder import Recorder
 from .._profiling.timeline import StepLog, UseSpan
 from .._profiling.uses import RecordedStep
 from .._torch_compat import DisableTorchFunction, graph_task
-from . import own_mapping
+from . import coded, own_mapping
 from .gradients import Gradients
 from .lander import Inline, Lander, Landings
 from .streams import current_stream
@@ -294,8 +294,12 @@ class Wrapped:
     def write(
         self, index: int, value: torch.Tensor, kind: Kind = "master", offset: int = 0
     ) -> None:
-        """Stores values, of any dtype, as the exact master (or moment) from element `offset` on."""
+        """Stores values, of any dtype, as the exact master (or moment) from element `offset` on.
+        What rests as codes is stored whole."""
         self.landings.wait()
+        if "stored" in self.config["params"][index]:
+            coded.quantise(self, index, value)
+            return
         flat = value.detach().reshape(-1)
         for begin in range(0, flat.numel(), CHUNK_NUMEL):
             part = flat[begin : begin + CHUNK_NUMEL].to("cpu", torch.float32).contiguous()

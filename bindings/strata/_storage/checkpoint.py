@@ -41,9 +41,10 @@ import torch
 from torch import nn
 
 from .._optim.groups import moments_of
+from .._runtime.coded import KINDS, kinds
 from .._runtime.optimizer import StrataOptimizer
 from .._runtime.wrapped import Wrapped, wrapped
-from . import rng
+from . import coded, rng
 from .checkpoint_files import (
     BUFFER_BYTES,
     CheckpointError,
@@ -57,7 +58,7 @@ from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .together import Together, keeper_of, owned
 
 if TYPE_CHECKING:
-    from .._core import Kind, ParamSpec  # types only: the stub's, not the core's
+    from .._core import ParamSpec  # types only: the stub's, not the core's
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -98,7 +99,9 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             state.half_loaded = True
             state.forget_step()
             for tensor, entry in zip(tensors, manifest["params"], strict=True):
-                for record in entry["tensors"]:
+                if "stored" in entry:
+                    coded.restore(state, tensor, entry["tensors"], file, meter.add)
+                for record in entry["tensors"] if "stored" not in entry else ():
                     _restore(state, tensor, record, file, together.rank, meter)
                 for place in tensor.parts:
                     state.session.set_param_step(place, entry["step"])
@@ -160,19 +163,24 @@ class Meter:
             self.add(len(chunk))
 
 
-def stored_kinds(state: Wrapped, spec: ParamSpec) -> list[tuple[Kind, str]]:
-    """What is stored of a parameter, and as which dtype."""
+def stored_kinds(state: Wrapped, spec: ParamSpec, numel: int) -> list[tuple[str, str, int]]:
+    """What is stored of a tensor: the kind, its dtype, and how many of that."""
+    if "stored" in spec:
+        return kinds(spec["stored"], numel)
     if not spec["trainable"]:
-        return [("master", spec["dtype"])]
-    kinds: list[Kind] = ["master", "moment1", "moment2"]
+        return [("master", spec["dtype"], numel)]
     moments = moments_of(state.config["groups"][spec["group"]])
-    return [(kind, "float32") for kind in kinds[: 1 + len(moments)]]
+    found = ("master", "moment1", "moment2")[: 1 + len(moments)]
+    return [(kind, "float32", numel) for kind in found]
 
 
 def stored_values(
     state: Wrapped, tensor: StoredTensor, record: Record, buffer: torch.Tensor
 ) -> Iterator[memoryview]:
     """One tensor, from the pages of its parameters, in its dtype on disk."""
+    if record["kind"] in KINDS:
+        yield from coded.values(state, tensor, record["kind"])
+        return
     for param in tensor.parts:
         numel = state.config["params"][param]["numel"]
         for begin in range(0, numel, buffer.numel()):
@@ -316,11 +324,11 @@ def model_layout(state: Wrapped) -> dict[str, Any]:
     "bytes", without steps and checksums."""
     end = 0
 
-    def records(kinds: Sequence[tuple[str, str]], numel: int) -> list[Record]:
+    def records(kinds: Sequence[tuple[str, str, int]]) -> list[Record]:
         nonlocal end
         found = []
-        for kind, dtype in kinds:
-            size = numel * getattr(torch, dtype).itemsize
+        for kind, dtype, count in kinds:
+            size = count * getattr(torch, dtype).itemsize
             found.append({"kind": kind, "dtype": dtype, "offset": end, "bytes": size})
             end += size
         return found
@@ -335,9 +343,11 @@ def model_layout(state: Wrapped) -> dict[str, Any]:
                 "dtype": spec["dtype"],
                 "trainable": spec["trainable"],
                 "group": spec["group"],
-                "tensors": records(stored_kinds(state, spec), tensor.numel),
+                "tensors": records(stored_kinds(state, spec, tensor.numel)),
             }
         )
+        if "stored" in spec:
+            params[-1]["stored"] = spec["stored"]
     buffers = buffer_entries(persistent_buffers(state.model))
     for entry in buffers:
         for record in entry["tensors"]:

@@ -119,6 +119,11 @@ def misfits(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
             problems.append(f"{name!r} has shape {shape}, the model's has {ours[name]['shape']}")
         elif kinds != (needed := _kinds(ours[name])):
             problems.append(f"{name!r} is stored as {kinds}, the model needs {needed}")
+        elif theirs[name].get("stored") != ours[name].get("stored"):
+            problems.append(
+                f"{name!r} rests as {theirs[name].get('stored')!r:.20}, the model's as "
+                f"{ours[name].get('stored')!r}"
+            )
         elif ours[name].get("trainable"):
             group = theirs[name].get("group", ours[name]["group"])  # older ones do not say
             if group != ours[name]["group"]:

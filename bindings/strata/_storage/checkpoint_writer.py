@@ -36,7 +36,7 @@ from .checkpoint import Meter, Progress, check_buffers, model_layout, plain_grou
 from .checkpoint_files import CheckpointError, Record, replace_folder, write_manifest
 from .extras import to_json
 from .pace import Pace
-from .shards import Earlier, Shard, ShardWriter, Wanted, cut, describe, free_name
+from .shards import Earlier, Shard, ShardWriter, Wanted, cut, describe, free_name, shape_of
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .together import Together, keeper_of
 
@@ -233,7 +233,7 @@ def _wanted(entry: Record, record: Record, changes: bool) -> Wanted:
         entry["name"],
         record["kind"],
         record["dtype"],
-        tuple(entry["shape"]),
+        shape_of(entry, record),
         record["bytes"],
         entry.get("step", 0),
         changes,

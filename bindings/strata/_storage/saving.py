@@ -222,7 +222,10 @@ def _forms(state: Wrapped) -> Forms:
     specs, groups = state.config["params"], state.config["groups"]
     used = [groups[spec["group"]] for spec in specs]
     rules = [group["rule"] if moments_of(group) else "sgd" for group in used]
-    params = [Form(spec["dtype"], rule) for spec, rule in zip(specs, rules, strict=True)]
+    params = [
+        Form(spec["dtype"], rule, spec.get("stored"))
+        for spec, rule in zip(specs, rules, strict=True)
+    ]
     return Forms(params, state.config["moment_dtype"])
 
 

@@ -10,7 +10,8 @@
 Format: each shard is a safetensors file: eight bytes with the length of the header, little-endian;
 the header, JSON, padded with spaces to a multiple of eight; the tensors, wider elements first.
 parameters-00001.safetensors and so on hold parameters and buffers under their names, those of
-training in float32; moments-00001.safetensors hold NAME.exp_avg and NAME.exp_avg_sq.
+training in float32; moments-00001.safetensors hold NAME.exp_avg and NAME.exp_avg_sq. What rests as
+codes is in the place of NAME: NAME.codes, NAME.scales and, in nf4-double, NAME.scale_groups.
 
 Note [What is not written again]. A shard of an earlier checkpoint is linked into the new one where
 all its tensors have made no step since and have the same digests: their values are read, not
@@ -47,6 +48,8 @@ from .saved_file import header
 SHARD_BYTES = 1 << 30
 FORMAT_METADATA = {"format": "pt", "written_by": "strata.save"}
 MOMENT_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+CODE_NAMES = {"codes": "codes", "scales": "scales", "groups": "scale_groups"}
+KIND_NAMES = MOMENT_NAMES | CODE_NAMES
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Wanted:
     """A tensor that a checkpoint will have."""
 
     name: str  # of the parameter or buffer
-    kind: str  # master, moment1, moment2, buffer
+    kind: str  # master, moment1, moment2, buffer; codes, scales, groups
     dtype: str
     shape: tuple[int, ...]
     bytes: int
@@ -64,7 +67,7 @@ class Wanted:
     @property
     def key(self) -> str:
         """Its name in the file."""
-        return f"{self.name}.{MOMENT_NAMES[self.kind]}" if self.kind in MOMENT_NAMES else self.name
+        return f"{self.name}.{KIND_NAMES[self.kind]}" if self.kind in KIND_NAMES else self.name
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,13 @@ class Shard:
 
     stem: str  # "parameters", "moments"
     tensors: tuple[Wanted, ...]
+
+
+def shape_of(entry: Record, record: Record) -> tuple[int, ...]:
+    """Of a tensor in its file. `entry`: what a manifest says of the parameter or buffer."""
+    if record["kind"] not in CODE_NAMES:
+        return tuple(entry["shape"])
+    return (record["bytes"] // getattr(torch, record["dtype"]).itemsize,)
 
 
 def cut(wanted: Sequence[Wanted], quiet: Callable[[Wanted], bool]) -> Iterator[Shard]:
@@ -136,7 +146,8 @@ class Earlier:
         for entry in entries:
             self._steps[entry["name"]] = entry.get("step", 0)
             for record in entry["tensors"]:
-                self._records[entry["name"], record["kind"]] = (record, entry["shape"])
+                shape = list(shape_of(entry, record))
+                self._records[entry["name"], record["kind"]] = (record, shape)
 
     @staticmethod
     def find(paths: Iterable[Path | None]) -> Earlier:

@@ -82,7 +82,7 @@ def _check_role(role: list[Any], end: int, slots: set[int], size: Any, fail: Fai
     """The slots of a role of a chunk, which has elements up to `end`."""
     per_page, begin, pages = role
     sound = all(type(n) is int for n in (per_page, begin, size))
-    if not sound or not 0 < per_page <= size or not 0 <= begin < size:
+    if not sound or not 0 < per_page <= 2 * size or not 0 <= begin < size:  # codes have 4 bits
         fail("pages of no size, or with places beyond it")
     if end > per_page * len(pages):
         fail("a chunk has elements without pages")

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from .._core import join_master, load_moments
+from .._core import join_master, load_moments, packing
+from .._runtime import coded
 from .snapshot_chunks import roles_of
 from .snapshot_files import ROLES
 from .snapshot_form import ELEMENT_BYTES, MOMENT_BLOCK
 
 if TYPE_CHECKING:
-    from .._core import DtypeName
+    from .._core import DtypeName, StoredName
 
 SLICE_ELEMENTS = 1 << 16
 
@@ -44,6 +45,7 @@ class Form:
 
     dtype: DtypeName
     rule: str  # of its moments
+    stored: StoredName | None = None  # where they rest as codes
 
 
 def slices(chunk: Chunk, at: int, count: int) -> Iterator[tuple[int, int]]:
@@ -95,6 +97,22 @@ class Elements:
         address = 0 if residual is None else residual.data_ptr()
         join_master(dtype, param.data_ptr(), address, count, values.data_ptr())
         return values
+
+    def codes(
+        self, chunk: Chunk, page: Page, stored: StoredName, at: int, count: int
+    ) -> list[torch.Tensor]:
+        """Codes and scales of elements, as coded.kinds() lists them, where their page has them."""
+        per_page, _, found = chunk["param"]
+        place = found[at // per_page]
+        if place is None:  # nobody wrote it
+            return [
+                torch.zeros(n, dtype=getattr(torch, dtype))
+                for _, dtype, n in coded.kinds(stored, count)
+            ]
+        stored_page = page(place[0])
+        if per_page != packing(stored, stored_page.numel())[0] or at + count > per_page:
+            self._fail("codes reach beyond their page")
+        return coded.in_page(stored_page, stored, at, count)
 
     def _moment(
         self, chunk: Chunk, page: Page, rule: str, number: int, at: int, values: torch.Tensor

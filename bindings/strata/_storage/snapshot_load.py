@@ -26,6 +26,7 @@ from torch import nn
 from .._core import SavedPages
 from .._errors import StrataError
 from .._optim.groups import moments_of
+from .._runtime import coded
 from .._runtime.wrapped import Wrapped, wrapped
 from . import checkpoint, rng
 from .checkpoint import Meter, Progress
@@ -43,7 +44,7 @@ from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .together import Together, refuse_snapshots
 
 if TYPE_CHECKING:
-    from .._core import Kind
+    from .._core import Kind, StoredName
 
 READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
 READS_AHEAD = 2
@@ -250,6 +251,9 @@ class _Source:
     ) -> None:
         place = self.manifest["parts"][run.part][0]
         entry = self.manifest["params"][place]
+        if "stored" in entry:
+            self._restore_codes(state, chunk, pages, run, entry["stored"])
+            return
         group = state.config["params"][self.tensors[place].parts[0]]["group"]
         moments = len(kinds[group]) if entry["trainable"] else 0
         form = Form(entry["dtype"], entry["rule"])
@@ -258,6 +262,22 @@ class _Source:
                 read = self._elements.read
                 values = read(chunk, pages.__getitem__, number, form, at, count)
                 self._write(state, run, at - run.at, number, values)
+
+    def _restore_codes(
+        self, state: Wrapped, chunk: Chunk, pages: Pages, run: _Run, form: StoredName
+    ) -> None:
+        place, begin = self.manifest["parts"][run.part]
+        tensor = self.tensors[place]
+        stored = self._elements.codes(chunk, pages.__getitem__, form, run.at, run.count)
+        first = begin + run.first
+        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+            numel = torch.Size(shape).numel()
+            if first + run.count <= numel:
+                coded.write(state, part, stored, first)
+                return
+            first -= numel
+            if first < 0:
+                self._fail(f"codes of {tensor.name!r} are cut into other tiles")
 
     def scales(self, first: int, count: int) -> torch.Tensor:
         """Bytes of scales, which may be changed until others are asked for."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from .._core import SavedPages
+from .._runtime.coded import KINDS
 from .checkpoint import raw_bytes
 from .checkpoint_files import CheckpointError, Record
 from .snapshot_elements import Elements, Form, MomentDtype, slices
@@ -77,6 +78,10 @@ class SnapshotValues:
 
     def read(self, tensor: StoredTensor, record: Record) -> Iterator[memoryview]:
         """Its bytes, in the dtype of the record. Raises StrataError for a damaged page."""
+        if record["kind"] in KINDS:
+            for part in tensor.parts:
+                yield from self._codes(part, KINDS.index(record["kind"]))
+            return
         number, dtype = NUMBERS[record["kind"]], getattr(torch, record["dtype"])
         for part in tensor.parts:
             form = self._forms[part]
@@ -84,6 +89,13 @@ class SnapshotValues:
                 for at, count in slices(run.chunk, run.at, run.count):
                     values = self._elements.read(run.chunk, self._page, number, form, at, count)
                     yield from raw_bytes(values.to(dtype))
+
+    def _codes(self, part: int, kind: int) -> Iterator[memoryview]:
+        stored = self._forms[part].stored
+        assert stored is not None
+        for run in self._runs.get(part, []):
+            found = self._elements.codes(run.chunk, self._page, stored, run.at, run.count)
+            yield from raw_bytes(found[kind])
 
     def _scales(self, first: int, count: int) -> torch.Tensor:
         page, first = divmod(first, self._page_bytes)

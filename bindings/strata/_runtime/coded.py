@@ -1,0 +1,96 @@
+"""Parameters that rest as codes: made of values, and read and written as they rest.
+
+    coded.quantise(state, index, weight)
+    stored = coded.read(state, index)           # codes, scales, groups of scales: flat, on the CPU
+    coded.write(other_state, index, stored)
+
+Each is as optimizers/codes/form.hpp has it: codes in the order of elements, two of 4 bits in a
+byte; a scale for each block of 64; in nf4-double a factor and an offset for each 256 blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import _core
+from .._config.frozen import BLOCK, row_elements
+from .._config.managed import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from .._core import StoredName
+    from .wrapped import Wrapped
+
+GROUP = 256 * BLOCK
+KINDS = ("codes", "scales", "groups")
+
+
+def kinds(form: StoredName, numel: int) -> list[tuple[str, str, int]]:
+    """What there is of a parameter: kind, dtype and how many of that."""
+    codes = ("codes", "uint8", numel if form == "int8" else numel // 2)
+    if form != "nf4-double":
+        return [codes, ("scales", "float32", numel // BLOCK)]
+    groups = -(-numel // GROUP)
+    return [codes, ("scales", "uint8", numel // BLOCK), ("groups", "float32", 2 * groups)]
+
+
+def quantise(state: Wrapped, index: int, value: torch.Tensor) -> None:
+    """Makes codes of all values of the parameter. Raises ValueError for a part of them, and
+    StrataError where its unit is entered or a value is not finite: then nothing has changed."""
+    if value.shape != state.aliases[index].shape:
+        raise ValueError(f"{state.names[index]!r} rests as codes, and is written whole")
+    plain = value.detach().to("cpu").contiguous()
+    if plain.dtype not in DTYPE_NAMES:
+        plain = plain.float()
+    offset = None
+    if state.config["params"][index]["stored"] == "nf4-double":
+        # As bitsandbytes computes it, to the last bit.
+        offset = float(plain.reshape(-1, BLOCK).abs().amax(dim=1).float().mean())
+    state.session.quantise(
+        index, plain.data_ptr(), DTYPE_NAMES[plain.dtype], row_elements(plain.shape), offset
+    )
+
+
+def empty(state: Wrapped, index: int) -> list[torch.Tensor]:
+    """Room for what read() returns."""
+    spec = state.config["params"][index]
+    return [
+        torch.empty(count, dtype=getattr(torch, dtype), device="cpu")
+        for _, dtype, count in kinds(spec["stored"], spec["numel"])
+    ]
+
+
+def read(state: Wrapped, index: int) -> list[torch.Tensor]:
+    """As kinds() lists them."""
+    state.landings.wait()
+    stored = empty(state, index)
+    state.session.read_codes(index, 0, *_buffers(stored))
+    return stored
+
+
+def write(state: Wrapped, index: int, stored: list[torch.Tensor], first: int = 0) -> None:
+    """What read() returned, of this parameter or of another one of the same size and form; or a
+    part of that, of elements from `first` on."""
+    state.landings.wait()
+    state.session.write_codes(index, first, *_buffers(stored))
+
+
+def in_page(page: torch.Tensor, form: StoredName, first: int, count: int) -> list[torch.Tensor]:
+    """Views of what a page of codes has of its elements from `first` on, as kinds() lists them.
+    `first` is that of a block, in nf4-double of 256 of them."""
+    _, scales_at, groups_at = _core.packing(form, page.numel())
+    begins = {"codes": 0, "scales": scales_at, "groups": groups_at}
+    ahead = dict.fromkeys(KINDS, 0) | {kind: n for kind, _, n in kinds(form, first)}
+    found = []
+    for kind, dtype, number in kinds(form, count):
+        size = getattr(torch, dtype).itemsize
+        begin = begins[kind] + ahead[kind] * size
+        found.append(page[begin : begin + number * size].view(getattr(torch, dtype)))
+    return found
+
+
+def _buffers(stored: list[torch.Tensor]) -> tuple[memoryview, memoryview, memoryview]:
+    raw = [part.view(torch.uint8).numpy().data for part in stored]
+    codes, scales, groups = (*raw, memoryview(bytearray()))[:3]
+    return codes, scales, groups

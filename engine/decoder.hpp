@@ -1,0 +1,51 @@
+// Decoder: how what rests as codes becomes what views show. It tells the residency of which pages
+// of codes each computed page is made, and computes values for who reads them from outside.
+//
+// Threads: constant once it is made; decode() may run in several.
+//
+//   const Decoder decoder(layout);
+//   decoder.pages();                                        // for Loads
+//   decoder.decode(segment, first, 128, codes_page, values, Dtype::float32);
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "engine/layout.hpp"
+#include "offload/residency/computed_pages.hpp"
+#include "optimizers/codes/codes.hpp"
+
+namespace strata {
+
+class Decoder final {
+ public:
+  explicit Decoder(const Layout& layout);
+  Decoder(const Decoder&) = delete;
+  Decoder& operator=(const Decoder&) = delete;
+
+  const ComputedPages& pages() const { return pages_; }
+  const CodeKernels& kernels() const { return kernels_; }
+  // The values of elements [first, first + count) of a chunk, whose page of codes this is.
+  // REQUIRES: the segment rests as codes; both are whole blocks.
+  void decode(const Segment& segment, std::size_t first, std::size_t count, const std::byte* page,
+              void* values, Dtype dtype) const;
+  CodeSpan span(const Segment& segment, std::size_t first, std::size_t count) const;
+
+ private:
+  struct Work {
+    const CodeKernels* kernels = nullptr;
+    CodeSpan span{};
+    Dtype dtype = Dtype::bfloat16;
+  };
+
+  static void run(const void* work, const std::byte* from, std::byte* to);
+  std::vector<ComputedPart> parts_of(const Layout& layout, const Segment& segment,
+                                     std::size_t first, std::size_t end);
+
+  std::size_t page_bytes_;
+  const CodeKernels& kernels_;
+  std::vector<std::vector<Work>> works_;  // by computed page: computations point to them
+  ComputedPages pages_;
+};
+
+}  // namespace strata

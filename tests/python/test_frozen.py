@@ -1,0 +1,291 @@
+"""wrap(frozen="nf4"): frozen weights rest as codes; modules compute with the values of codes, to
+the bit, whatever the budgets, and checkpoints give the codes back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strata
+import torch
+from strata import StrataError
+from strata._runtime import coded
+from strata._runtime.wrapped import Wrapped, wrapped
+from strata._storage.checkpoint_files import CheckpointError
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+FORMS = ("int8", "nf4", "nf4-double")
+ROOMY = {"device": "64MiB", "host": "64MiB"}
+# NF4 of QLoRA (arXiv:2305.14314), appendix E, as bitsandbytes has it.
+NF4 = torch.tensor(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ]
+)  # fmt: skip
+
+
+def llama(seed: int = 0, **more: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=128, intermediate_size=320, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, **more,
+        )
+    )  # fmt: skip
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """All but norms."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+def wrap(model: nn.Module, frozen: Any = "nf4", **keywords: Any) -> tuple[nn.Module, Any]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    keywords = {"memory": ROOMY, "dtype": torch.bfloat16, **keywords}
+    return strata.wrap(model, optimizer, frozen=frozen, **keywords)
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(64, (2, 16), generator=generator) for _ in range(count)]
+
+
+def train(model: nn.Module, optimizer: Any, steps: list[torch.Tensor]) -> list[float]:
+    losses = []
+    for batch in steps:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def of_codes(state: Wrapped) -> dict[str, list[torch.Tensor]]:
+    """Codes and scales of all that rests so."""
+    return {
+        spec["name"]: coded.read(state, i)
+        for i, spec in enumerate(state.config["params"])
+        if "stored" in spec
+    }
+
+
+def trained(state: Wrapped) -> list[torch.Tensor]:
+    return [state.read(i) for i, spec in enumerate(state.config["params"]) if spec["trainable"]]
+
+
+def values_of(weight: torch.Tensor) -> torch.Tensor:
+    """What nf4 makes of a weight, computed here in a few lines of torch."""
+    blocks = weight.float().reshape(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    nearest = (blocks / largest).unsqueeze(-1).sub(NF4).abs().argmin(-1)
+    return (NF4[nearest] * largest).to(weight.dtype).reshape(weight.shape)
+
+
+def test_modules_compute_with_the_values_of_the_codes() -> None:
+    plain = freeze(llama()).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if "_proj" in name:
+                parameter.copy_(values_of(parameter))
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    reference, _ = strata.wrap(plain, optimizer, memory=ROOMY)
+    model, optimizer = wrap(freeze(llama()).to(torch.bfloat16))
+    state = wrapped(model)
+    stored = of_codes(state)
+    assert len(stored) == 3 * 7
+    assert all("_proj" in name for name in stored)  # no norms, no embeddings, no head
+    for i, name in enumerate(state.names):
+        if name in stored:
+            assert torch.equal(state.read(i), wrapped(reference).read(i)), name
+    assert train(model, optimizer, batches(3)) == train(
+        reference, wrapped(reference).optimizer, batches(3)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_budgets_change_no_bit(tmp_path: Path, form: str) -> None:
+    model, optimizer = wrap(freeze(llama()), form)
+    losses = train(model, optimizer, batches(4))
+    expected, codes = trained(wrapped(model)), of_codes(wrapped(model))
+    settings: list[dict[str, Any]] = [
+        {"memory": {"device": "2MiB", "host": "2MiB", "ssd": "64MiB"}, "page_size": "64KiB"},
+        {"memory": {"device": "3MiB", "host": "6MiB", "ssd": "64MiB"}, "page_size": "256KiB"},
+        {"memory": ROOMY, "activations": "recompute"},
+        {"memory": {"device": "3MiB", "host": "4MiB", "ssd": "64MiB"}, "update": "in_backward"},
+    ]
+    for setting in settings:
+        model, optimizer = wrap(freeze(llama()), form, ssd_path=tmp_path, **setting)
+        assert train(model, optimizer, batches(4)) == losses, setting
+        state = wrapped(model)
+        for one, other in zip(trained(state), expected, strict=True):
+            assert torch.equal(one, other), setting
+        for name, stored in of_codes(state).items():
+            assert all(map(torch.equal, stored, codes[name]))
+        strata.unwrap(model)
+
+
+def test_codes_take_a_quarter_of_the_host_memory() -> None:
+    sizes = {}
+    for form in ("as-is", "nf4"):
+        model, _ = wrap(freeze(llama()), form, page_size="64KiB")
+        plan = wrapped(model).session.plan
+        sizes[form] = sum(unit["resting_param_bytes"] for unit in plan["units"])
+        strata.unwrap(model)
+    assert sizes["nf4"] < 0.6 * sizes["as-is"]  # embeddings, norms and half-empty pages are in it
+
+
+def test_a_parameter_outside_its_module_has_its_values() -> None:
+    model, _ = wrap(freeze(llama()).to(torch.bfloat16))
+    weight = llama().to(torch.bfloat16).model.layers[1].mlp.down_proj.weight
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight + 0, values_of(weight))
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(model.state_dict()[name] + 0, values_of(weight))
+    plain = strata.unwrap(model)
+    assert torch.equal(plain.model.layers[1].mlp.down_proj.weight, values_of(weight))
+
+
+def test_weights_are_quantised_as_they_are_read(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    model, optimizer = wrap(freeze(llama()), "nf4-double")
+    with torch.device("meta"):
+        empty = llama()
+    streamed, other = wrap(freeze(empty), "nf4-double", weights=tmp_path / "base")
+    one, two = of_codes(wrapped(model)), of_codes(wrapped(streamed))
+    assert one.keys() == two.keys()
+    for name, stored in one.items():
+        assert all(map(torch.equal, stored, two[name])), name
+    assert train(model, optimizer, batches(2)) == train(streamed, other, batches(2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_gives_the_codes_back(tmp_path: Path, form: str) -> None:
+    model, optimizer = wrap(freeze(llama()), form)
+    train(model, optimizer, batches(2))
+    strata.save(model, tmp_path / "c")
+    codes = of_codes(wrapped(model))
+    losses = train(model, optimizer, batches(4)[2:])
+    # Another model of the same shape: all that it has comes from the checkpoint.
+    other, optimizer = wrap(freeze(llama(seed=5)), form, page_size="64KiB")
+    strata.load(other, tmp_path / "c")
+    for name, stored in of_codes(wrapped(other)).items():
+        assert all(map(torch.equal, stored, codes[name])), name
+    assert train(other, optimizer, batches(4)[2:]) == losses
+    for wrong in ("as-is", *(f for f in FORMS if f != form)):
+        third, _ = wrap(freeze(llama()), wrong)
+        with pytest.raises(CheckpointError, match=r"rests as|stored as"):
+            strata.load(third, tmp_path / "c")
+
+
+def test_what_did_not_change_is_linked(tmp_path: Path) -> None:
+    model, optimizer = wrap(freeze(llama()))
+    for step in (1, 2):
+        train(model, optimizer, batches(1))
+        strata.save(model, tmp_path / f"c{step}")
+    linked = [
+        path.name
+        for path in (tmp_path / "c2").glob("parameters-*.safetensors")
+        if path.stat().st_nlink > 1
+    ]
+    assert linked  # the shard of all codes
+
+
+def test_a_function_chooses() -> None:
+    def choose(name: str, module: nn.Module) -> str | None:
+        if name.endswith("mlp.up_proj"):
+            return "int8"
+        return "nf4" if isinstance(module, nn.Embedding) else None
+
+    model, optimizer = wrap(freeze(llama()), choose)
+    forms = {s["name"]: s.get("stored") for s in wrapped(model).config["params"] if "stored" in s}
+    assert forms.pop("model.embed_tokens.weight") == "nf4"
+    assert set(forms.values()) == {"int8"}
+    assert len(forms) == 3
+    train(model, optimizer, batches(1))
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: wrap(freeze(llama()), "nf5"), ValueError, "nf4"),
+    (lambda: wrap(freeze(llama()), lambda *_: "nf5"), ValueError, "did you mean 'nf4'"),
+    (lambda: wrap(llama(), lambda *_: "nf4"), ValueError, "it is trained: freeze it"),
+]
+
+
+def odd_rows() -> nn.Module:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_int8_needs_whole_rows(form: str) -> None:
+    if form == "nf4":  # 32 x 64 elements are whole blocks
+        wrap(odd_rows(), form)
+        return
+    with pytest.raises(ValueError, match=r"rows of '0.weight', of shape \(64, 32\)"):
+        wrap(odd_rows(), form)
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), REFUSED)
+def test_what_cannot_be_is_refused(
+    call: Callable[[], Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    model = freeze(llama())
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 3] = float("nan")
+    with pytest.raises(StrataError, match=r"up_proj\.weight has a value that is infinite or not a"):
+        wrap(model)
+    assert type(model.model.norm.weight) is nn.Parameter  # as it was
+
+
+def test_a_write_in_place_is_refused() -> None:
+    model, _ = wrap(freeze(llama()))
+    wrong = pytest.raises((StrataError, ValueError, RuntimeError), match="rests as nf4")
+    with wrong, torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("page_size", ["64KiB", "256KiB"])
+def test_a_snapshot_gives_the_codes_back(tmp_path: Path, form: str, page_size: str) -> None:
+    """With the same pages it is adopted, with others it is read."""
+    (tmp_path / "drive").mkdir()
+    small = {"device": "3MiB", "host": "3MiB", "ssd": "64MiB"}
+    keywords: dict[str, Any] = {"memory": small, "ssd_path": tmp_path / "drive"}
+    model, optimizer = wrap(freeze(llama()), form, page_size="64KiB", **keywords)
+    train(model, optimizer, batches(2))
+    strata.snapshot(model, tmp_path / "s").wait()
+    codes = of_codes(wrapped(model))
+    losses = train(model, optimizer, batches(4)[2:])
+    strata.unwrap(model)
+    other, optimizer = wrap(freeze(llama(seed=5)), form, page_size=page_size, **keywords)
+    strata.load(other, tmp_path / "s")
+    assert train(other, optimizer, batches(4)[2:]) == losses
+    for name, stored in of_codes(wrapped(other)).items():
+        assert all(map(torch.equal, stored, codes[name])), name
+
+
+def test_a_save_in_the_background_has_the_codes(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    small = {"device": "3MiB", "host": "3MiB", "ssd": "128MiB"}
+    model, optimizer = wrap(freeze(llama()), memory=small, ssd_path=tmp_path / "drive")
+    train(model, optimizer, batches(2))
+    handle = strata.save(model, tmp_path / "c", wait=False)
+    codes = of_codes(wrapped(model))
+    train(model, optimizer, batches(1))
+    handle.wait()
+    other, _ = wrap(freeze(llama(seed=5)))
+    strata.load(other, tmp_path / "c")
+    for name, stored in of_codes(wrapped(other)).items():
+        assert all(map(torch.equal, stored, codes[name])), name
