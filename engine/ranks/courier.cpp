@@ -115,7 +115,9 @@ void Courier::send_frames() {
 
 void Courier::receive_frames() {
   try {
-    for (std::uint64_t number = 0; receive_frame(number); ++number) continue;
+    for (std::uint64_t number = 0; receive_frame(number); ++number) {
+      if (parting_) return;  // what this rank said still goes
+    }
   } catch (const std::runtime_error& error) {
     how_ = error.what();
   }
@@ -133,7 +135,7 @@ std::span<std::byte> Courier::room_for(const PeerMessage& message) {
   return all.subspan(message.at, message.bytes);
 }
 
-// False: it was the last one, or nobody here hears another.
+// False: it was the last one.
 bool Courier::receive_frame(std::uint64_t number) {
   Head head;
   const std::array<std::span<std::byte>, 1> first = {std::as_writable_bytes(std::span(&head, 1))};
@@ -148,19 +150,19 @@ bool Courier::receive_frame(std::uint64_t number) {
   }
   if (!rooms.empty()) wire_.receive(other_, rooms, times_.patience);
   for (std::uint32_t i = 0; i < head.count; ++i) {
-    if (!push(head.messages[i])) return false;
+    push(head.messages[i]);
   }
   if (head.count != 0) here_.bell->ring();
   if (head.count == 0 && deaf_) throw std::runtime_error("it does not take what is sent to it");
-  return !parting_;
+  return true;
 }
 
-// False: nobody here takes it any more.
-bool Courier::push(const PeerMessage& message) {
-  for (;;) {
+// Waits for room, as long as somebody here takes what comes.
+void Courier::push(const PeerMessage& message) {
+  while (!parting_) {
     const RingAnswer answer = here_.inbox->push(message);
-    if (answer == RingAnswer::done) return true;
-    if (answer == RingAnswer::corrupt || parting_) return false;
+    if (answer == RingAnswer::done) return;
+    if (answer == RingAnswer::corrupt) throw std::runtime_error("its ring here is damaged");
     here_.bell->ring();
     std::this_thread::sleep_for(kFullAgain);
   }

@@ -89,7 +89,7 @@ class Courier final {
   Head next();
   bool receive_frame(std::uint64_t number);
   std::span<std::byte> room_for(const PeerMessage& message);
-  bool push(const PeerMessage& message);
+  void push(const PeerMessage& message);
 
   Wire& wire_;
   const std::uint32_t other_;
