@@ -17,6 +17,8 @@ import torchrun_programs as programs
 from finetune_runs import arguments, lines, tensors
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.thorough
+
 HOME = Path(__file__).parent
 RANKS = 2
 TIMEOUT_S = 150.0
