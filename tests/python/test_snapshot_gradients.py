@@ -269,9 +269,9 @@ def test_the_first_format_loads(tmp_path: Path, mode: dict[str, Any]) -> None:
         strata.load(again.model, tmp_path / "run")
         assert again.train(2) == after
         again.close()
-    write_manifest(folder, manifest | {"snapshot": 3})
+    write_manifest(folder, manifest | {"snapshot": 4})
     last = Case(tmp_path / "drive", SSD, llama(), **mode)
-    with pytest.raises(CheckpointError, match="version 3"):
+    with pytest.raises(CheckpointError, match="version 4"):
         strata.load(last.model, tmp_path / "run")
     last.close()
 
