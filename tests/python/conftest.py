@@ -22,6 +22,7 @@ import strata._core
 import strata._profiling.calibrate
 import torch
 from finetune_runs import place  # noqa: F401 (a fixture)
+from rank_server import Ranks
 
 # A shell may start what is in the background with Ctrl-C ignored, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -133,3 +134,10 @@ def quick_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         slow={a: {b: 0.8 for b in lanes if b != a} for a in lanes},
     )
     monkeypatch.setattr(strata._profiling.calibrate, "costs", lambda *args, **more: costs)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """What starts the ranks of a module's tests."""
+    with Ranks() as server:
+        yield server

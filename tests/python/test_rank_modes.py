@@ -2,7 +2,6 @@
 has no kernel. What each rank does is in rank_modes.py; rank_server.py starts them."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,12 +25,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 MODES = ("in_backward", "lock-free:0")
 COUNTS = (2, 3)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as server:
-        yield server
 
 
 def same(values: list[Any]) -> Any:

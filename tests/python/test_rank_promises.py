@@ -22,12 +22,6 @@ SOON_S = 30.0  # half of what ranks wait for each other where they meet; the ben
 SSD = {"memory": {"device": "1MiB", "host": "10MiB", "ssd": "1GiB"}, "page_size": "64KiB"}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def leaves_nothing(ranks: Ranks) -> Iterator[None]:
     """No folder in which ranks have met is there when all have gone, nor anything in /dev/shm."""

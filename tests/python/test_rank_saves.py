@@ -3,7 +3,6 @@ What each does is in rank_saves.py; rank_server.py starts them."""
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,6 @@ from rank_server import Ranks
 from safetensors.torch import load_file
 from strata._storage.checkpoint_files import read_manifest
 from test_ranks import CASES, all_say, same
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

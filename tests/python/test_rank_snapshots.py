@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ from test_ranks import CASES, HOME, all_say, same
 
 SEED = 11
 STEPS = 6  # of a run under fire
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as server:
-        yield server
 
 
 @pytest.fixture

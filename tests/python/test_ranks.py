@@ -34,12 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def leaves_nothing(ranks: Ranks) -> Iterator[None]:
     """No folder in which ranks have met is there when all have gone."""
