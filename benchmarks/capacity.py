@@ -90,12 +90,17 @@ def largest(side: str, context: Context, run: Runner) -> int:
     return parameter_count(*shape_for(best)) if best else 0
 
 
-def run(context: Context) -> Iterator[Figure]:
-    """Yields the parameters that fit, for both sides."""
-    limited = limited_runner()
+def check_room(context: Context) -> None:
+    """Raises BenchError where the SSD has no room for the largest model."""
     free = shutil.disk_usage(context.ssd_path).free
     if free < SSD_BYTES + 512 * MIB and not context.quick:
         raise BenchError(f"{context.ssd_path} has {free / 1e9:.1f} GB free, 20.5 are needed")
+
+
+def run(context: Context) -> Iterator[Figure]:
+    """Yields the parameters that fit, for both sides."""
+    limited = limited_runner()
+    check_room(context)
     for side in ("plain", "strata"):
         best = largest(side, context, limited)
         target = TARGET if side == "strata" else None

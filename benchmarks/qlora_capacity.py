@@ -4,17 +4,14 @@ is a process of its own inside the limit; blocks of one width, so that what grow
 
 import json
 import math
-import shutil
 import sys
 from collections.abc import Iterator
 
-from .capacity import last_line
-from .common import GIB, MIB, BenchError, Context, Figure
+from .capacity import LIMIT_BYTES, SSD_BYTES, check_room, last_line
+from .common import MIB, Context, Figure
 from .limit import Runner, limited_runner
 from .models import parameter_count
 
-LIMIT_BYTES = 2 * GIB
-SSD_BYTES = 20 * 10**9
 TOKENS = 32
 STEPS = 3
 HIDDEN = 4096
@@ -67,9 +64,7 @@ def largest(side: str, context: Context, run: Runner) -> int:
 def run(context: Context) -> Iterator[Figure]:
     """Yields the parameters of the base that fit, for both sides."""
     limited = limited_runner()
-    free = shutil.disk_usage(context.ssd_path).free
-    if free < SSD_BYTES + 512 * MIB and not context.quick:
-        raise BenchError(f"{context.ssd_path} has {free / 1e9:.1f} GB free, 20.5 are needed")
+    check_room(context)
     for side in ("bitsandbytes", "strata"):
         if side == "bitsandbytes" and not _has_bitsandbytes():
             context.say("bitsandbytes is not installed: its side is left out")
