@@ -4,7 +4,6 @@
 
 #include "bindings/parse.hpp"
 #include "bindings/python.hpp"
-#include "optimizers/codes/form.hpp"
 #include "optimizers/cpu/kernel.hpp"
 
 namespace strata {
@@ -77,9 +76,7 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
 void bind_update_span(py::module_& module) {
   module.def("best_isa", [] { return name(best_isa()); });
   module.def("packing", [](const std::string& stored, std::size_t page_bytes) {
-    const auto codes = codes_named(stored);
-    if (!codes) throw py::value_error("an unknown stored form");
-    const Packing packing = packing_of(*codes, page_bytes);
+    const Packing packing = packing_of(parse_codes(stored), page_bytes);
     return py::make_tuple(packing.elements, packing.scales_at, packing.groups_at);
   });
   module.def(

@@ -79,6 +79,12 @@ std::vector<Hyper> parse_groups(const py::list& groups) {
   return out;
 }
 
+Codes parse_codes(const std::string& text) {
+  const auto codes = codes_named(text);
+  if (!codes) throw py::value_error("an unknown stored form");
+  return *codes;
+}
+
 Config parse_config(const py::dict& dict) {
   Config config;
   for (const py::handle& item : field<py::list>(dict, "params")) {
@@ -91,9 +97,8 @@ Config parse_config(const py::dict& dict) {
     param.unit = UnitId{field<std::uint32_t>(spec, "unit")};
     param.group = field<std::uint32_t>(spec, "group");
     if (spec.contains("stored")) {
-      const auto codes = codes_named(field<std::string>(spec, "stored"));
-      if (!codes) throw py::value_error("a parameter has an unknown stored form");
-      param.stored = StoredForm{.codes = *codes, .dtype = param.dtype};
+      param.stored = StoredForm{.codes = parse_codes(field<std::string>(spec, "stored")),
+                                .dtype = param.dtype};
     }
     config.params.push_back(std::move(param));
   }
