@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -70,6 +71,7 @@ class Run:
         """Returns when all have ended. Those that hang are killed, and the test fails."""
         end = self._began + timeout
         while (codes := self.codes()) is None:
+            self._server.check()
             if time.monotonic() > end:
                 for pid in self.pids:
                     with contextlib.suppress(ProcessLookupError):
@@ -131,9 +133,13 @@ class Ranks:
         end = time.monotonic() + TIMEOUT_S
         while not pids.exists():
             assert time.monotonic() < end
-            assert self._server.poll() is None
+            self.check()
             time.sleep(0.005)
         return Run(self, folder, json.loads(pids.read_text()))
+
+    def check(self) -> None:
+        """Fails where the server has ended: nobody would see ranks end."""
+        assert self._server.poll() is None, "the server of the ranks has ended: see its traceback"
 
     def run(self, scenario: str, ranks: int, **arguments: Any) -> list[Any]:
         """What the scenario returned on each rank, all of which ended well."""
@@ -181,34 +187,54 @@ def _serve() -> None:
 
     children: dict[int, tuple[dict[str, Any], int, float]] = {}
     codes: dict[str, dict[int, tuple[int, float]]] = {}
+    # A child that ends wakes the loop below, where it is seen to: handlers could interrupt each
+    # other.
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    orders = b""
+    while True:
+        ready, _, _ = select.select([0, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(children, codes)
+        if 0 not in ready:
+            continue
+        if not (read := os.read(0, 1 << 16)):
+            return
+        *lines, orders = (orders + read).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            began, pids = time.monotonic(), []
+            for rank in range(order["ranks"]):
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    os.close(woken)
+                    os.close(wakes)
+                    _be_rank(order, rank)
+                    return
+                children[pid] = (order, rank, began)
+                pids.append(pid)
+            _write(Path(order["folder"]) / "pids.json", pids)
 
-    def reap(*_: object) -> None:
-        while children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            order, rank, began = children.pop(pid)
-            of = codes.setdefault(order["folder"], {})
-            of[rank] = (os.waitstatus_to_exitcode(status), time.monotonic() - began)
-            if len(of) == order["ranks"]:
-                _write(Path(order["folder"]) / "codes.json", [of[r] for r in sorted(of)])
 
-    signal.signal(signal.SIGCHLD, reap)
-    for line in sys.stdin:
-        order = json.loads(line)
-        began, pids = time.monotonic(), []
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        for rank in range(order["ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-                _be_rank(order, rank)
-                return
-            children[pid] = (order, rank, began)
-            pids.append(pid)
-        _write(Path(order["folder"]) / "pids.json", pids)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+def _reap(
+    children: dict[int, tuple[dict[str, Any], int, float]],
+    codes: dict[str, dict[int, tuple[int, float]]],
+) -> None:
+    """Takes those out that have ended. Writes how, where it was the last one of its run."""
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        order, rank, began = children.pop(pid)
+        of = codes.setdefault(order["folder"], {})
+        of[rank] = (os.waitstatus_to_exitcode(status), time.monotonic() - began)
+        if len(of) == order["ranks"]:
+            _write(Path(order["folder"]) / "codes.json", [of[r] for r in sorted(of)])
 
 
 if __name__ == "__main__":
