@@ -1,6 +1,7 @@
 """The room that snapshots take is part of the SSD's budget: planned, told, and refused up front."""
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import strata
 import torch
 from strata._cli import main as cli
+from strata._storage import snapshot_files
 from test_checkpoint import Case, llama
 from test_snapshot import SSD, drive
 
@@ -40,6 +42,36 @@ def test_what_does_not_fit_is_refused_with_what_would_do(tmp_path: Path, host: s
     case.state.snapshots.finish()
     assert case.state.session.stats()["ssd_bytes"] == room, "there was room from the start"
     assert room <= least << 20
+    case.close()
+
+
+def test_one_that_is_being_removed_takes_no_more_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest has gone, and its links not yet: the next one begins meanwhile."""
+    removed, begun = threading.Event(), threading.Event()
+    remove_links = snapshot_files.remove_links
+
+    def slow(drives: list[str], identity: str) -> None:
+        removed.set()
+        assert begun.wait(30)
+        remove_links(drives, identity)
+
+    case = wrap(tmp_path, {**MEMORY, "ssd": "64MiB"}, snapshots=1)
+    strata.snapshot(case.model, tmp_path / "run", keep=1).wait()
+    room = case.state.session.stats()["ssd_bytes"]
+    monkeypatch.setattr(snapshot_files, "remove_links", slow)
+    case.train(1)
+    second = strata.snapshot(case.model, tmp_path / "run", keep=1)
+    assert removed.wait(30)
+    case.train(1)
+    try:
+        third = strata.snapshot(case.model, tmp_path / "run", keep=1)
+    finally:
+        begun.set()
+    second.wait()
+    third.wait()
+    assert case.state.session.stats()["ssd_bytes"] == room
     case.close()
 
 

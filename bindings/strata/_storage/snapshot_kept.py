@@ -40,6 +40,7 @@ class KeptSnapshots:
         self._session = session
         self._all: dict[str, _Kept] = {}
         self._left: set[Path] = set()  # that are no snapshots, and of which the log has told
+        self._going: frozenset[Path] = frozenset()  # folders that rotate() removes now
 
     def __len__(self) -> int:
         """All series together."""
@@ -67,8 +68,18 @@ class KeptSnapshots:
         return len(self._folders_in(series))
 
     def beside(self, series: Path) -> int:
-        """Those of other series, and those that were moved out of this one."""
-        return len(self._all) - self.in_series(series)
+        """Those of other series, and those that were moved out of this one. Threads: any, also
+        while that of the Taker rotates: what is no more in its folder is looked for among those
+        that go, and then among those that have gone, in the order in which they do."""
+        folders, others = set(), 0
+        for identity, kept in list(self._all.items()):
+            in_series = kept.folder.parent == series and complete_at(kept.folder) is not None
+            if in_series or kept.folder in self._going:
+                others += kept.folder in folders  # it was moved away, and another one has its name
+                folders.add(kept.folder)
+            elif identity in self._all:
+                others += 1
+        return others
 
     def _folders_in(self, series: Path) -> set[Path]:
         folders = {kept.folder for kept in list(self._all.values())}
@@ -84,7 +95,9 @@ class KeptSnapshots:
         """Removes all but the newest. What is damaged, or is no snapshot, stays on the disk; its
         slots are given up, for nobody can load it."""
         finish_removals(series)
-        for old in snapshots_of(series)[:-keep]:
+        olds = snapshots_of(series)[:-keep]
+        self._going = frozenset(olds)
+        for old in olds:
             try:
                 remove_snapshot(old)
             except CheckpointError as error:
@@ -95,6 +108,7 @@ class KeptSnapshots:
                 for identity in ours[-1:]:  # those before it were moved away
                     self._drop(identity)
         self.drop_removed()
+        self._going = frozenset()
 
     def _drop(self, identity: str) -> None:
         kept = self._all.get(identity)  # another thread may have dropped it
