@@ -192,7 +192,7 @@ void bind_updates(SessionClass& session) {
       .def("heard_from", &Session::heard_from, py::arg("rank"), WithoutGil())
       .def("give_up_rank", &Session::give_up_rank, py::arg("rank"), py::arg("seconds"),
            WithoutGil())
-      .def("rank_steps", &Session::rank_steps, WithoutGil())
+      .def("rank_places", &Session::rank_places, WithoutGil())
       .def("renew_others", &Session::renew_others, WithoutGil())
       .def("owners",
            [](Session& s, std::uint32_t param) {

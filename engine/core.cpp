@@ -167,12 +167,12 @@ std::optional<std::uint32_t> Core::awaited_rank() const {
   return ranks->awaited(between.step_calls() != 0);
 }
 
-std::vector<std::int64_t> Core::rank_steps() {
+std::vector<std::int64_t> Core::rank_places() {
   std::vector<std::int64_t> found;
   const GradientExchange* const exchange = gradients.exchange();
   for (std::uint32_t rank = 0; exchange != nullptr && rank < base.peers->count(); ++rank) {
     constexpr std::int64_t kNoMore = std::numeric_limits<std::int64_t>::max();
-    found.push_back(exchange->has_left(rank) ? kNoMore : exchange->step_of(rank));
+    found.push_back(exchange->has_left(rank) ? kNoMore : exchange->place_of(rank));
   }
   return found;
 }

@@ -85,9 +85,9 @@ class Core final {
   }
   // Of several ranks: whom a call of this one waits for right now.
   std::optional<std::uint32_t> awaited_rank() const;
-  // Of several ranks, by rank: the step that it is in, as far as is known here; the largest number
-  // where it makes no more.
-  std::vector<std::int64_t> rank_steps();
+  // Of several ranks, by rank: how far it has come (GradientExchange::place_of); the largest number
+  // where it goes no further.
+  std::vector<std::int64_t> rank_places();
 
  private:
   // The parts of a turn, in their order: what arrived is told ahead of those who may wait for it.

@@ -305,10 +305,11 @@ class Session final {
     const Gate::Call in(gate_);
     if (core_->awaited_rank() == rank) core_->ranks->give_up(rank, seconds);
   }
-  // By rank: the step that it is in, as far as is known here; the largest number: it makes no more.
-  std::vector<std::int64_t> rank_steps() {
+  // By rank: twice the step that it is in, as far as is known here, and one more where it has begun
+  // a backward pass of it; the largest number: it goes no further.
+  std::vector<std::int64_t> rank_places() {
     Gate::Call in(gate_);
-    return core_->rank_steps();
+    return core_->rank_places();
   }
   // All ranks have written everything that they own: what is here of others is stale.
   void renew_others() {

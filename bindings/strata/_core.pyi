@@ -217,8 +217,9 @@ class Session:
     def give_up_rank(self, rank: int, seconds: float) -> None:
         """Ends the session, where a call waits for that rank; who waits raises StrataError. The
         words say that it has waited for so long."""
-    def rank_steps(self) -> list[int]:
-        """By rank: the step that it is in, as far as is known here; 2**63 - 1: it makes no more."""
+    def rank_places(self) -> list[int]:
+        """By rank: twice the step that it is in, as far as is known here, and one more where it has
+        begun a backward pass of it; 2**63 - 1: it goes no further."""
     def renew_others(self) -> None:
         """Every rank has changed all that it owns, and all have come here: what this one has of
         others is stale."""

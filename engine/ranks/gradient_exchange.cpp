@@ -29,10 +29,9 @@ GradientExchange::GradientExchange(Foundation& base, Updates& updates, bool thre
 
 // Jobs that nobody collected own their memory.
 GradientExchange::~GradientExchange() {
-  for (Job* job = nullptr; adding_ != 0;) {
-    if (!crew_->collect(job)) continue;
+  for (Job* job = nullptr; adding_ != 0; --adding_) {
+    while (!crew_->collect(job)) continue;
     delete job;
-    --adding_;
   }
 }
 
@@ -110,12 +109,14 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
   }
 }
 
-// See Note [Late updates].
+// The first gradient of a step is told to all. See Note [Late updates].
 void GradientExchange::begin_landing(Lock& lock) {
   const std::uint32_t rank = base_.peers->rank();
-  if (base_.config.max_staleness == 0 || progress_.has_landed(rank, step_)) return;
-  base_.remote->ask_for_newest(false);
-  base_.gate.wait(lock, [&] { return !base_.remote->awaits_newest(); }, {"the newest parameters"});
+  if (base_.config.max_staleness != 0 && !progress_.has_landed(rank, step_)) {
+    base_.remote->ask_for_newest(false);
+    const auto newest = [&] { return !base_.remote->awaits_newest(); };
+    base_.gate.wait(lock, newest, {"the newest parameters"});
+  }
   if (progress_.has_landed(rank, step_)) return;
   progress_.land(rank, step_);
   base_.peers->send_all(
@@ -137,11 +138,10 @@ std::byte* GradientExchange::take_place(Lock& lock, std::uint32_t owner, std::si
 bool GradientExchange::land_now(Lock& lock, std::uint32_t id, const Arrived& mine) {
   Part& part = parts_[id];
   part.waiting.push_back(mine);
-  std::unique_ptr<Job> job;
   std::vector<Arrived> next = addable(part);
   const bool comes =
       std::ranges::any_of(next, [&](const Arrived& piece) { return piece.bytes == mine.bytes; });
-  if (comes) job = begin(id, std::move(next));
+  std::unique_ptr<Job> job = comes ? begin(id, std::move(next)) : nullptr;
   if (!job) {
     part.waiting.pop_back();
     return false;
@@ -372,8 +372,8 @@ void GradientExchange::meet(Lock& lock, Key at) {
   base_.gate.wait(lock,
                   [&] {
                     // Who has parted is told of in the next turn.
-                    const bool parted = progress_.any_parted(here());
-                    if (progress_.awaited() || adding_ != 0 || parted) return false;
+                    if (progress_.awaited() || progress_.any_parted(here())) return false;
+                    if (adding_ != 0) return false;
                     return std::ranges::none_of(pending_, [&](std::uint32_t id) {
                       return std::ranges::any_of(
                           parts_[id].waiting, [&](const Arrived& piece) { return piece.key < at; });

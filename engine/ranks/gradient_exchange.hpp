@@ -19,7 +19,8 @@
 // the global micro-batches window * W + rank are added in their order, as one rank would add them,
 // and the bits are the same for every W. A rank that has nothing to add is passed over as soon as
 // that is known: a later piece of it has come, or it has begun a later window, ended its step, or
-// left. One that has left and adds what others send must not wait for itself.
+// left. One that has left and adds what others send must not wait for itself. The first gradient
+// of a step is told of as well: calls that all ranks make behind a step see who made none.
 //
 // Note [Looks]
 // Ranks may look at the sums before the step ends, all of them, as often. A look is a window of its
@@ -106,10 +107,13 @@ class GradientExchange final {
   // A rank, this one or another, has no more pieces, and ends no more steps.
   void rank_left(std::uint32_t rank) { progress_.leave(rank); }
   bool has_left(std::uint32_t rank) const { return progress_.has_left(rank); }
-  // The step that it is in, as far as is known here. No rank is two steps ahead of another.
-  std::int64_t step_of(std::uint32_t rank) const {
-    const bool ahead = progress_.reached(rank) >= key_of(step_ + 1, 0, 0);
-    return step_ + (ahead && rank != base_.peers->rank() ? 1 : 0);
+  // How far it has come, as far as is known here: twice the step that it is in, and one more where
+  // it has begun a backward pass of it. No rank is two steps ahead of another.
+  std::int64_t place_of(std::uint32_t rank) const {
+    const Key reached = rank == base_.peers->rank() ? here() : progress_.reached(rank);
+    const std::int64_t step = step_ + (reached >= key_of(step_ + 1, 0, 0) ? 1 : 0);
+    const bool begun = reached >= key_of(step, 1, 0) || progress_.has_landed(rank, step);
+    return 2 * step + (begun ? 1 : 0);
   }
 
   // Starts and ends additions. True when anything moved.

@@ -73,7 +73,7 @@ TEST(Ranks, GoBackToWhatEachOfThemHolds) {
     session.renew_others();
     train_rank(session, 2, options, {});
     again[rank] = all_of(session, Kind::master);
-    EXPECT_EQ(session.rank_steps(), std::vector<std::int64_t>(kRanks, 6));
+    EXPECT_EQ(session.rank_places(), std::vector<std::int64_t>(kRanks, 2 * 6));
     all.arrive_and_wait();
   });
   EXPECT_EQ(slots[0] + slots[1] + slots[2], slots_of_all);

@@ -1,7 +1,7 @@
 """What ranks tell each other from threads of their own, beside the training.
 
     board = Board.of(state, "snapshots")         # None: this process is alone
-    place = board.place()                        # the step that this rank is in
+    place = board.place()                        # how far this rank has come
     board.post(f"{place}/call", "...")           # at once; by the thread that trains, too
     messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
 
@@ -9,9 +9,11 @@ Words go through the store that torch.distributed has begun with: each is a key 
 its rank writes, and which goes when all have read it. So no collective of the user's is ever
 crossed, and nobody waits for a thread that trains. Nothing that is heard is unpickled.
 
-Note [Who did not call]. Ranks end their steps together, so where one has ended the step that this
-one was in at its call, and has said nothing of the call, it made none: it would have said so
-before. The core knows how far each has come (Session.rank_steps()).
+Note [Who did not call]. Where a rank has come further than this one was at its call, and has said
+nothing of the call, it made none: it would have said so before. The core knows how far each has
+come (Session.rank_places()): behind a step it is enough that one has begun the next backward pass,
+which may wait for this one and never end. In the middle of an accumulation, where ranks may have
+different numbers of passes, it has to end the step.
 """
 
 from __future__ import annotations
@@ -60,13 +62,14 @@ class Board:
         return Board(state.session, state.ranks.rank, state.ranks.count, run)
 
     def place(self) -> int:
-        """The step that this rank is in."""
-        return self._session.rank_steps()[self.rank]
+        """How far this rank has come: twice its step, and one more within its backward passes."""
+        return self._session.rank_places()[self.rank]
 
     def post(self, key: str, message: str) -> None:
         """Says it to all. Raises StrataError where a rank has died."""
         try:
             self._store.set(self._own(key), message)
+            self._store.check([self._own(key)])  # it is there, ahead of what this rank does next
         except RuntimeError:
             self._raise_death()
             raise
@@ -121,7 +124,7 @@ class Board:
 
     def _passed(self, place: int) -> list[int]:
         """See Note [Who did not call]."""
-        return [rank for rank, at in enumerate(self._session.rank_steps()) if at > place]
+        return [rank for rank, at in enumerate(self._session.rank_places()) if at > place]
 
     def _raise_death(self) -> None:
         """A connection was lost: the core says whose."""

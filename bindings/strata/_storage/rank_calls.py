@@ -28,7 +28,7 @@ class Call:
         """`number`: of those at one place."""
         self._board, self._name = board, name
         self._place = board.place() if board is not None else 0
-        self._key = f"{self._place}.{number}"
+        self._key = f"{self._place // 2}.{number}"  # wherever in its step each rank is
         self.runs = False  # the other thread takes part, whatever this one has raised
         self.together = Together.alone(name)
         if board is not None:
@@ -64,14 +64,14 @@ class Calls:
     def __init__(self, board: Board | None, name: str) -> None:
         """`board`: of that thread; None: this process is alone."""
         self._board, self._name = board, name
-        self._place, self._count = 0, 0  # of the last one
+        self._step, self._count = 0, 0  # of the last one
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[Call]:
         """Around one of them. Where it raises, and no thread takes part, other ranks are told."""
-        place = self._board.place() if self._board is not None else 0
-        self._count = self._count + 1 if self._place == place else 1
-        self._place = place
+        step = self._board.place() // 2 if self._board is not None else 0
+        self._count = self._count + 1 if self._step == step else 1
+        self._step = step
         call = Call(self._board, self._name, self._count)
         try:
             yield call
