@@ -101,6 +101,10 @@ profiler_enabled: Callable[[], bool] = _private("_C._autograd._profiler_enabled"
 enable_profiler: Callable[[Any], None] = _private("autograd._enable_profiler_legacy")
 disable_profiler: Callable[..., Any] = _private("autograd._disable_profiler_legacy")
 LIBRARY: str = _private("_C.__file__")  # torch's own, as a file
+# Functions of ATen/record_function.h in it: whether this thread has callbacks that see each
+# operation, and an end of them. A PyTorch that is built otherwise may lack them.
+HAS_CALLBACKS = "_ZN2at23hasThreadLocalCallbacksEv"
+CLEAR_CALLBACKS = "_ZN2at25clearThreadLocalCallbacksEv"
 
 # The module that torch.compile loads for CUDA graphs; there where it was used.
 GRAPHS_MODULE = "torch._inductor.cudagraph_trees"

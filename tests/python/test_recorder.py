@@ -6,9 +6,11 @@ import time
 
 import pytest
 import torch
-from strata._profiling import clock
+from strata._profiling import clock, memory_curve
 from strata._profiling.memory_curve import MemoryCurve
 from strata._profiling.recorder import Recorder
+from strata._torch_compat import ProfilerDetails, ProfilerEnd, disable_profiler, enable_profiler
+from torch.autograd import ProfilerConfig, ProfilerState
 
 LARGE = 1 << 20  # elements: 4 MiB in float32
 
@@ -265,3 +267,35 @@ assert mapped() < before, "somebody fixed the threshold"
 
 def test_malloc_stays_as_it_was() -> None:
     run(MAPPED)
+
+
+def test_a_recording_leaves_nothing_that_sees_later_operations() -> None:
+    """Each would make all that is computed behind it slower, and later recordings longer."""
+    has, _ = memory_curve._callback_functions()
+    product = torch.ones(64, 64)
+    for _ in range(3):
+        assert not has()
+        curve = MemoryCurve.start()
+        assert curve is not None
+        for _ in range(4):
+            product = (product @ product).relu()
+            curve.note(time.perf_counter())
+        curve.stop()
+    assert not has()
+
+
+def test_what_others_left_stays() -> None:
+    has, clear = memory_curve._callback_functions()
+    memory_only = ProfilerConfig(
+        ProfilerState.CPU, False, True, False, False, False, ProfilerDetails()
+    )
+    enable_profiler(memory_only)
+    disable_profiler(ProfilerEnd(False, True))  # it forgets its callback
+    disable_profiler()
+    assert has()
+    curve = MemoryCurve.start()
+    assert curve is not None
+    curve.note(time.perf_counter())
+    curve.stop()
+    assert has()
+    clear()

@@ -20,6 +20,11 @@ logs a warning to stderr: the first time, and every thousandth. Such tensors are
 batch and the loss of the step before), so warnings of PyTorch's C++ log are off while a curve
 records. What torch warns of in Python takes another way, and is heard.
 
+Note [Left callbacks]. The profiler sees operations by a callback of the thread. Where its notes are
+taken before its end, it forgets that the callback is its own and leaves it there: each recording
+would make every later operation slower, and note it once more in the next one. So all callbacks of
+the thread go with the recording, where there were none before.
+
 Note [Peaks]. The allocator tells the highest use since its peak was last reset, and note() resets
 it each time. So in a step that is measured, torch.cuda.max_memory_allocated() tells the user the
 peak of a part of it.
@@ -30,9 +35,11 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import functools
 import gc
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from time import perf_counter
 from typing import ClassVar
 
@@ -40,6 +47,8 @@ import torch
 from torch.autograd import ProfilerConfig, ProfilerState
 
 from .._torch_compat import (
+    CLEAR_CALLBACKS,
+    HAS_CALLBACKS,
     LIBRARY,
     PROFILER_LEGACY,
     ProfilerDetails,
@@ -140,6 +149,7 @@ class MemoryCurve(Curve):
         # older is left alone: to look through all objects takes a good part of a second.
         gc.collect(1)
         _CppLog.hush()
+        _callbacks.begin()
         # The profiler without Kineto: it reports allocations too, and prints nothing.
         enable_profiler(config)
         curve = cls()
@@ -154,6 +164,7 @@ class MemoryCurve(Curve):
         super().stop()
         if profiler_type() == PROFILER_LEGACY:
             disable_profiler()
+            _callbacks.end()
         _CppLog.speak()
 
     def _look(self) -> tuple[int, int]:
@@ -175,6 +186,40 @@ def _changes() -> list[int]:
         first = events[0]
         changes.sort(key=first.cpu_elapsed_us)
     return [change.cpu_memory_usage() for change in changes]
+
+
+@functools.cache
+def _callback_functions() -> tuple[Callable[[], bool], Callable[[], None]]:
+    """Of the thread that calls them: whether it has callbacks, and their end."""
+    library = ctypes.CDLL(LIBRARY)
+    try:
+        has, clear = library[HAS_CALLBACKS], library[CLEAR_CALLBACKS]
+    except AttributeError:
+        return lambda: True, lambda: None
+    has.restype, clear.restype = ctypes.c_bool, None
+    return has, clear
+
+
+class _Callbacks(threading.local):
+    """Of a thread. See Note [Left callbacks]."""
+
+    _ours = False  # all that there are, and those of a curve that was stopped on another thread
+
+    def begin(self) -> None:
+        """A curve begins."""
+        self.end()
+        has, _ = _callback_functions()
+        self._ours = not has()
+
+    def end(self) -> None:
+        """It ends."""
+        _, clear = _callback_functions()
+        if self._ours:
+            clear()
+        self._ours = False
+
+
+_callbacks = _Callbacks()
 
 
 class _CppLog:
