@@ -83,6 +83,31 @@ py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   return unit;
 }
 
+// Pages of what is trained, whether this rank owns it or not.
+std::size_t trained_pages(const Layout& layout) {
+  std::size_t pages = 0;
+  for (const Chunk& chunk : layout.chunks) {
+    if (layout.segments[chunk.segment].trainable) pages += chunk.pages();
+  }
+  return pages;
+}
+
+// The part of them that elements fill.
+std::size_t trained_bytes(const Layout& layout) {
+  std::size_t bytes = 0;
+  for (std::uint32_t param = 0; param < layout.numel.size(); ++param) {
+    const Segment& segment = layout.segment_of(param);
+    if (!segment.trainable || layout.numel[param] == 0) continue;
+    const Chunk& chunk = layout.chunks[segment.first_chunk];
+    for (std::size_t r = 0; r < kRoleCount; ++r) {
+      const auto role = static_cast<Role>(r);
+      if (layout.spot(chunk, role, 0).page == kNoPage) continue;
+      bytes += layout.numel[param] * layout.element_bytes(chunk, role);
+    }
+  }
+  return bytes;
+}
+
 }  // namespace
 
 py::dict plan_dict(const Config& config, const Residence& home) {
@@ -99,6 +124,8 @@ py::dict plan_dict(const Config& config, const Residence& home) {
   plan["buffer_bytes"] = set_aside(home) * page;
   plan["device_bytes_min"] = std::max(home.device_frames_min, home.nested_frames) * page;
   plan["nested_bytes"] = home.nested_frames * page;
+  plan["trained_page_bytes"] = trained_pages(home.layout) * page;
+  plan["trained_bytes"] = trained_bytes(home.layout);
   plan["units"] = units;
   return plan;
 }

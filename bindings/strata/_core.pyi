@@ -112,6 +112,8 @@ class Plan(TypedDict):
     buffer_bytes: int
     device_bytes_min: int  # smallest device budget that works
     nested_bytes: int  # of it: the most that `together` says is entered at one moment
+    trained_page_bytes: int  # pages of what is trained, of all roles, on any tier and rank
+    trained_bytes: int  # the part of them that elements fill
     units: list[UnitPlan]
 
 def plan(config: Config) -> Plan:

@@ -343,12 +343,16 @@ def device_error(device: str) -> str:
 def plan(config: dict[str, Any]) -> dict[str, Any]:
     units = len(config["units"])
     sizes, grads, states = [0] * units, [0] * units, [0] * units
+    trained = 0
     for spec in config["params"]:
         unit, numel = spec["unit"], spec["numel"]
         sizes[unit] += DTYPES[spec["dtype"]].itemsize * numel
         grads[unit] += _grad_bytes(config, spec) * numel
         moments = 2 * MOMENT_BYTES[config["moment_dtype"]]
-        states[unit] += (MASTER_BYTES[spec["dtype"]] + moments) * spec["trainable"] * numel
+        state = (MASTER_BYTES[spec["dtype"]] + moments) * spec["trainable"] * numel
+        states[unit] += state
+        if spec["trainable"]:
+            trained += (DTYPES[spec["dtype"]].itemsize + _grad_bytes(config, spec)) * numel + state
     landing = grads
     buffers = 0  # as many as the core needs at least; moments have no scales here
     if config["update"] == "in_backward":
@@ -381,6 +385,8 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
         "snapshot_bytes": 0,
         "device_bytes_min": smallest,
         "nested_bytes": nested,
+        "trained_page_bytes": trained,
+        "trained_bytes": trained,
         "units": [
             {
                 "name": name,

@@ -25,6 +25,41 @@ def test_llama() -> None:
     ]
 
 
+def adapted(layers: int, rank: int) -> nn.Module:
+    """Frozen layers with an adapter each, of 2 * rank rows beside 512 of 512."""
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(512, 512), Adapter(rank)) for _ in range(layers)]
+    )
+    for layer in model:
+        layer[0].requires_grad_(False)
+    return model
+
+
+class Adapter(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(512, rank, bias=False), nn.Linear(rank, 512, bias=False)
+
+
+def test_slivers_of_blocks_share_units() -> None:
+    """Up to 16 MiB of them, and up to 1/64 of the model: 322 KiB here, 8 KiB each."""
+    model = adapted(20, rank=2)
+    units, hooked = find_units(model)
+    trained = [unit for unit in units if "trained" in unit.name]
+    assert [unit.name for unit in trained] == ["what is trained of 0 to 19"]
+    assert trained[0].bytes == 20 * 8 << 10
+    blocks = [hooked[layer] for layer in model]
+    assert blocks == [[place, 0] for place in range(1, 21)], "its own has the larger index"
+
+
+def test_what_is_trained_of_blocks_alone_stays_with_them() -> None:
+    """Where the model is small, where it is clipped by itself, and where nothing is frozen."""
+    assert names(adapted(20, rank=64)) == [str(i) for i in range(20)]
+    units, _ = find_units(adapted(20, rank=2), slivers=False)
+    assert [unit.name for unit in units] == [str(i) for i in range(20)]
+    assert names(adapted(20, rank=2).requires_grad_(True)) == [str(i) for i in range(20)]
+
+
 def test_every_parameter_has_one_unit() -> None:
     for make in (llama, gpt2, t5, ConvNet):
         model = build(make)

@@ -130,7 +130,8 @@ class PlannedForward:
         if not self._is_training():
             return self.run(self.compiler, args, kwargs)
         arguments = self.arguments(args, kwargs)
-        if not any(t.requires_grad for t in arguments.tensors) and not unit.trainable:
+        trained = any(read.trainable for read in self.hook.units)
+        if not any(t.requires_grad for t in arguments.tensors) and not trained:
             return self.run(self.compiler, args, kwargs)
         if recording:
             state.recorder.inputs(arguments.tensors)

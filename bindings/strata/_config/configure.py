@@ -202,7 +202,8 @@ def configure(
             f"state_dtype={options.state_dtype!r} is not supported with {foreign.name}, which runs "
             "as its own class on float32 state: leave state_dtype out"
         )
-    units, hooked = find_units(model, options.units)
+    # What is clipped unit by unit are the gradients of blocks.
+    units, hooked = find_units(model, options.units, slivers=options.max_unit_norm is None)
     groups = [
         group_spec(optimizer, g, group, foreign) for g, group in enumerate(optimizer.param_groups)
     ]

@@ -10,6 +10,11 @@ module that owns parameters makes a unit of just these. Small ones among the lat
 that they share pages. A tied parameter belongs to the unit that owns it first; the other
 module's forward reads that unit too. A layer that is cut into tiles (nn/tiles.py) is there to be
 on the device in parts: its tiles are units of their own, and no block has it within.
+
+Note [Slivers]. Pages belong to one unit, and each role of what is trained has its own. An adapter
+of some kilobytes in each of many frozen blocks would take ten times what it needs. So what is
+trained of such blocks, in their order, makes units that several blocks read, each as large as some
+pages: it stays on the device while these blocks come one after the other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +30,7 @@ Chosen = Iterable[nn.Module | str] | Predicate
 
 SMALL_BYTES_MAX = 1 << 20  # a unit is small up to here ...
 SMALL_SHARE = 64  # ... and up to this part of the model: a toy model has small units too
+SLIVERS_BYTES_MAX = 16 << 20  # of a unit of slivers: see Note [Slivers]
 OWN_SHARE = 8  # a module that owns this part of what lies below it is a block
 
 
@@ -47,44 +53,80 @@ class _Owner:
     is_block: bool
 
 
+class _Shared:
+    """The unit that what is small joins, until it is small no more, and then the next one."""
+
+    def __init__(self, most: int, name: Callable[[list[str]], str]) -> None:
+        """`most`: bytes of one. `name`: of one, by its owners."""
+        self.most = most
+        self._name = name
+        self._owners: list[str] = []
+        self._unit = UnitSpec("", bytes=most)
+
+    def take(self, units: list[UnitSpec], owner: str, size: int) -> int:
+        """The index of the unit that so much of an owner joins; a new one is added to `units`."""
+        if not self._owners or self._unit.bytes + size > self.most:
+            self._unit, self._owners = UnitSpec(""), []
+            units.append(self._unit)
+        self._owners.append(owner)
+        self._unit.name = self._name(self._owners)
+        return units.index(self._unit)
+
+
 def find_units(
-    model: nn.Module, chosen: Chosen | None = None
+    model: nn.Module, chosen: Chosen | None = None, slivers: bool = True
 ) -> tuple[list[UnitSpec], dict[nn.Module, list[int]]]:
     """The units in order of definition, and the modules to hook with the units each one reads.
 
-    `chosen` names more blocks: modules, their names, or a predicate. Raises ValueError where one is
-    not in the model or lies in another.
+    `chosen` names more blocks: modules, their names, or a predicate. `slivers`: those of several
+    blocks share units. Raises ValueError where a block is not in the model or lies in another.
     """
     index_of = {id(p): i for i, p in enumerate(model.parameters())}
     owners = list(_owners(model, "", _chosen_modules(model, chosen)))
-    total = sum(p.nbytes for p in model.parameters())
-    small = min(SMALL_BYTES_MAX, total // SMALL_SHARE)
+    share = sum(p.nbytes for p in model.parameters()) // SMALL_SHARE
+    small = _Shared(min(SMALL_BYTES_MAX, share), "+".join)
+    trained = _Shared(
+        min(SLIVERS_BYTES_MAX, share),
+        lambda of: f"what is trained of {of[0]}" + (f" to {of[-1]}" if len(of) > 1 else ""),
+    )
 
     units: list[UnitSpec] = []
     unit_of: dict[int, int] = {}
-    shared = -1  # the unit that small owners join, until it is small no more
+
+    def give(place: int, params: list[nn.Parameter]) -> None:
+        units[place].params += [index_of[id(p)] for p in params]
+        units[place].bytes += _bytes(params)
+        unit_of.update((id(p), place) for p in params)
+
     for owner in owners:
         fresh = [p for p in owner.params if id(p) not in unit_of]
+        # That of slivers comes first: a module's own unit has the largest index that it reads.
+        if slivers and 0 < 2 * _bytes(sliver := _sliver(fresh)) <= trained.most:
+            give(trained.take(units, owner.name, _bytes(sliver)), sliver)
+            fresh = [p for p in fresh if id(p) not in unit_of]
         if not fresh:
             continue
-        size = sum(p.nbytes for p in fresh)
-        joins = not owner.is_block and size <= small
-        if joins and shared >= 0 and units[shared].bytes + size <= small:
-            place = shared
-            units[place].name += "+" + owner.name
+        if not owner.is_block and _bytes(fresh) <= small.most:
+            give(small.take(units, owner.name, _bytes(fresh)), fresh)
         else:
-            place = len(units)
             units.append(UnitSpec(owner.name))
-            shared = place if joins else shared
-        units[place].params += [index_of[id(p)] for p in fresh]
-        units[place].bytes += size
-        unit_of.update((id(p), place) for p in fresh)
+            give(len(units) - 1, fresh)
 
     hooked: dict[nn.Module, list[int]] = {}
     for owner in owners:
         reads = hooked.setdefault(owner.module, [])
         reads += [u for u in dict.fromkeys(unit_of[id(p)] for p in owner.params) if u not in reads]
     return units, hooked
+
+
+def _bytes(params: list[nn.Parameter]) -> int:
+    return sum(p.nbytes for p in params)
+
+
+def _sliver(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """What is trained of them, where others are frozen."""
+    trained = [p for p in params if p.requires_grad]
+    return trained if len(trained) < len(params) else []
 
 
 def used_apart(units: list[UnitSpec], hooked: dict[nn.Module, list[int]]) -> list[bool]:

@@ -60,6 +60,7 @@ class Hooks:
             for module, units in hooked.items()
         }
         for module, hook in by_module.items():
+            self.pins.note_reader(hook.unit, hook.indices)
             self._handles += [
                 module.register_forward_pre_hook(Hook(hook.before_forward), prepend=True),
                 module.register_forward_hook(Hook(hook.after_forward), always_call=True),

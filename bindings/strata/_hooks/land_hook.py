@@ -75,7 +75,7 @@ class LandHook(Uncopied):
                 "build the embedding with sparse=False"
             )
         if state.gradients.land(index, grad):
-            hooks.pins.land(self.unit)
+            hooks.pins.land(index)
             return
         if state.landed[index] and not self.adds:
             raise RuntimeError(
@@ -93,7 +93,7 @@ class LandHook(Uncopied):
         with state.recorder.paused():
             state.landings.put(partial(self._land, hooks, grad), grad.nbytes)
         state.landed[index] += 1
-        hooks.pins.land(self.unit)
+        hooks.pins.land(index)
 
     def _land(self, hooks: "Hooks", grad: torch.Tensor, stream: int) -> None:
         """In its turn among the landings of the model."""

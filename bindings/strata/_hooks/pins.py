@@ -2,12 +2,15 @@
 
     pins.pin(unit)       # the autograd node now running has unpacked one of its parameters
     pins.hold(unit)      # until its gradients have landed or the backward is over
-    pins.land(unit)      # one of its gradients is complete
+    pins.land(index)     # the gradient of a parameter is complete
     pins.make_way(unit)  # in_backward: gradients of other units give up their frames
 
 A node uses what it unpacked until the next node runs. So a pin belongs to the node now running, and
-goes when another node asks for another unit, or when all gradients of the unit have landed. What is
-left goes at the end of the backward; after a backward that raised, at reset().
+goes when another node asks for a unit of another module, or when all gradients of the unit have
+landed. Where some of the unit is frozen, that is not the end of its use: the frozen layer beside an
+adapter is read when the adapter's gradients are there. Then it goes, also where it was held, when
+another node asks for a unit of another module. What is left goes at the end of the backward; after
+a backward that raised, at reset().
 
 With update="in_backward" a unit whose last gradient has landed is updated at once, and one of which
 some parameters got no gradient at the end of the backward.
@@ -58,7 +61,10 @@ class _Pin(Visit):
         self.node: Any = current_node()
 
     def is_past(self, now: _Pin) -> bool:
-        """Whether another node of the same backward runs now, so that this one's is done."""
+        """Whether another node of the same backward runs now, so that this one's is done. One that
+        reads a unit of the same module may come back to this one's."""
+        if self.unit.index in now.unit.together:
+            return False
         return self.task == now.task and self.thread == now.thread and self.node is not now.node
 
 
@@ -71,6 +77,18 @@ class Pins:
         self._pins: list[_Pin] = []  # one per unit and backward
         self._held: list[_Pin] = []  # one per unit
         self._completes = state.config["update"] == "in_backward"
+        # By parameter: units that await its gradient, though it is in none of them.
+        self._readers: dict[int, list[Unit]] = {}
+
+    def note_reader(self, unit: Unit, indices: Sequence[int]) -> None:
+        """A module whose own unit this is reads these parameters. Call ahead of all else."""
+        if unit.trainable:
+            return
+        for index in indices:
+            if self._state.config["params"][index]["trainable"] and index not in unit.awaited:
+                unit.awaited.append(index)
+                self._readers.setdefault(index, []).append(unit)
+        unit.expected = len(unit.awaited)
 
     def pin(self, unit: Unit) -> None:
         """Enters the unit for the node now running."""
@@ -83,6 +101,7 @@ class Pins:
             elif pin.is_past(now):
                 past.append(pin)
         self._release(self._pins, past)
+        self._release_landed(now)
         if mine is not None:
             mine.node, mine.thread = now.node, now.thread
             return
@@ -97,19 +116,23 @@ class Pins:
             self.watch()
             pin = _Pin(unit)
             self._release(self._pins, [past for past in self._pins if past.is_past(pin)])
+            self._release_landed(pin)
             self._state.enter(unit, self._state.visits.add(pin), backward=True)
             self._held.append(pin)
 
-    def land(self, unit: Unit) -> None:
-        """Notes that one gradient of the unit is complete."""
+    def land(self, index: int) -> None:
+        """Notes that the gradient of a parameter is complete."""
         self.watch()
-        if unit.landed == 0 and (self._completes or self._held):
-            unit.expected = self._count_expected(unit)
-        unit.landed += 1
-        if unit.landed == unit.expected:
-            for pins in (self._pins, self._held):
-                self._release(pins, [pin for pin in pins if pin.unit is unit])
-            if self._completes:
+        for unit in (self._state.unit_of[index], *self._readers.get(index, ())):
+            if unit.landed == 0 and (self._completes or self._held):
+                unit.expected = self._count_expected(unit)
+            unit.landed += 1
+            if unit.landed != unit.expected:
+                continue
+            if unit.trainable == len(unit.params):
+                for pins in (self._pins, self._held):
+                    self._release(pins, [pin for pin in pins if pin.unit is unit])
+            if self._completes and unit.trainable:
                 self._complete(unit)
 
     def make_way(self, unit: Unit) -> None:
@@ -155,6 +178,11 @@ class Pins:
         if not self._state.visits.in_backward:
             self._forget_landings()
 
+    def _release_landed(self, now: _Pin) -> None:
+        """Of what is held: that whose gradients have landed, and whose nodes are past."""
+        over = [p for p in self._held if p.is_past(now) and 0 < p.unit.expected == p.unit.landed]
+        self._release(self._held, over)
+
     def _release(self, pins: list[_Pin], past: list[_Pin]) -> None:
         for pin in past:
             pins.remove(pin)
@@ -164,15 +192,15 @@ class Pins:
     def _count_expected(self, unit: Unit) -> int:
         """Of how many parameters the backward now running will complete the gradient."""
         if not self._state.visits.is_last(graph_task()):
-            return unit.trainable  # a backward within another one sees its own nodes only
-        params = [self._state.params[i] for i in unit.params]
+            return len(unit.awaited)  # a backward within another one sees its own nodes only
+        params = [self._state.params[i] for i in unit.awaited]
         with DisableTorchFunction():
             return sum(p.requires_grad and will_run(get_gradient_edge(p).node) for p in params)
 
     def _complete_rest(self) -> None:
         """Units of which some gradients were expected, and turned out to be none."""
         for unit in self._state.units:
-            if 0 < unit.landed < unit.expected:
+            if unit.trainable and 0 < unit.landed < unit.expected:
                 self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
@@ -189,7 +217,7 @@ class Pins:
     def _forget_landings(self) -> None:
         for unit in self._state.units:
             unit.landed = 0
-            unit.expected = unit.trainable
+            unit.expected = len(unit.awaited)
 
 
 def _counts_for_python() -> bool:

@@ -58,6 +58,8 @@ def plan_text(report: PlanReport) -> str:
             f"{format_size(plan['staging_bytes'])} of host memory; smallest device budget "
             f"{format_size(plan['device_bytes_min'])}",
             *_buffers(plan),
+            f"what is trained takes pages of {format_size(plan['trained_page_bytes'])}, with its "
+            f"gradients and state; they hold {format_size(plan['trained_bytes'])}",
             *snapshot_room(plan["snapshot_bytes"], report.snapshots_have_gradients),
             table(rows),
             table(units),

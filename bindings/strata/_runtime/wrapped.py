@@ -53,7 +53,11 @@ class Unit:
     name: str
     params: list[int]
     trainable: int  # how many of them train
-    landed: int = 0  # gradients of this backward
+    together: frozenset[int] = frozenset()  # units that some module reads with it
+    # Parameters whose gradients end its use in a backward: its own, or those that a module of it
+    # reads elsewhere, where nothing of its own trains.
+    awaited: list[int] = field(default_factory=list)
+    landed: int = 0  # of these, gradients of this backward
     expected: int = field(init=False)  # of them: how many there will be
     completes: bool = False  # in_backward: its update begins as soon as they are in their pages
     # What the plan says of its activations; changed between steps only.
@@ -66,7 +70,7 @@ class Unit:
     unsplit_reason: str = ""  # why it is 1, where that was tried
 
     def __post_init__(self) -> None:
-        self.expected = self.trainable
+        self.expected = len(self.awaited)
 
 
 @dataclass(slots=True, eq=False)
@@ -150,8 +154,13 @@ class Wrapped:
         members: list[list[int]] = [[] for _ in config["units"]]
         for i, spec in enumerate(config["params"]):
             members[spec["unit"]].append(i)
+        together: list[set[int]] = [set() for _ in config["units"]]
+        for _, entered in config["together"]:
+            for u in entered:
+                together[u].update(entered)
+        trained = [[i for i in own if config["params"][i]["trainable"]] for own in members]
         return [
-            Unit(u, name, members[u], sum(config["params"][i]["trainable"] for i in members[u]))
+            Unit(u, name, members[u], len(trained[u]), frozenset(together[u]), trained[u])
             for u, name in enumerate(config["units"])
         ]
 
