@@ -29,6 +29,7 @@ BENCHES = {
     "capacity": "the largest Llama that trains within 2 GiB of memory and 20 GB of SSD",
     "qlora-capacity": "the largest Llama whose adapters train over NF4 in 2 GiB and 20 GB of SSD",
     "qlora-step": "LoRA over a base in NF4 against bitsandbytes and PEFT",
+    "lora-bytes": "what adapters of a 7 B Llama take of the bytes that they need",
     "lock": "how long the core's lock is held in steady steps; checksums of a fast disk's pages",
     "trainer": "a step of Trainer with the mixin, over the same step of a loop",
     "grad": "clip_grad_norm_ on a wrapped model: time, and bytes that move",
