@@ -144,7 +144,7 @@ TEST(MeetingRefusals, SaysWhoEndedInTheMiddle) {
 // By its process, where that is known: it need not have come.
 TEST(MeetingRefusals, DoesNotWaitForWhoHasEnded) {
   const TempFolder folder;
-  for (const useconds_t pause_us : {0, 50'000}) {
+  for (const useconds_t pause_us : {0U, 50'000U}) {
     Forked other([pause_us] { ::usleep(pause_us); });
     const std::array pids = {::getpid(), other.pid()};
     if (pause_us == 0) {

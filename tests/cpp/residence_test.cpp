@@ -129,10 +129,10 @@ TEST(Residence, ClaimsNoMoreThanItMay) {
     }
   });
   if (std::getenv("STRATA_SEED") != nullptr) return;
-  EXPECT_GT(feasible, 500);
-  EXPECT_GT(on_ssd, 100);
-  EXPECT_GT(on_device, 30);
-  EXPECT_GT(with_snapshots, 100);
+  EXPECT_GT(feasible, of_all_seeds(500));
+  EXPECT_GT(on_ssd, of_all_seeds(100));
+  EXPECT_GT(on_device, of_all_seeds(30));
+  EXPECT_GT(with_snapshots, of_all_seeds(100));
 }
 
 // What rests where once activations have room, and what that costs.
@@ -204,9 +204,9 @@ TEST(Residence, MakesRoomForActivations) {
     }
   });
   if (std::getenv("STRATA_SEED") != nullptr) return;
-  EXPECT_GT(made, 500);
-  EXPECT_GT(demoting, 20);
-  EXPECT_GT(refused, 100);
+  EXPECT_GT(made, of_all_seeds(500));
+  EXPECT_GT(demoting, of_all_seeds(20));
+  EXPECT_GT(refused, of_all_seeds(100));
 }
 
 // Does what the message says: the budget that "would do".
@@ -240,7 +240,7 @@ TEST(Residence, WhatARefusalAdvisesWorks) {
     }
   });
   if (std::getenv("STRATA_SEED") == nullptr) {
-    EXPECT_GT(refused, 200);
+    EXPECT_GT(refused, of_all_seeds(200));
   }
 }
 
@@ -269,7 +269,7 @@ TEST(Residence, WhatARefusalOfRoomAdvisesWorks) {
     }
   });
   if (std::getenv("STRATA_SEED") == nullptr) {
-    EXPECT_GT(advised, 100);
+    EXPECT_GT(advised, of_all_seeds(100));
   }
 }
 
@@ -296,7 +296,7 @@ TEST(Residence, TheAdviceIsTheSmallestThatWorks) {
     }
   });
   if (std::getenv("STRATA_SEED") == nullptr) {
-    EXPECT_GT(advised, 50);
+    EXPECT_GT(advised, of_all_seeds(50));
   }
 }
 

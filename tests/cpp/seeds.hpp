@@ -29,4 +29,11 @@ void for_seeds(std::uint64_t count, Visit visit) {
   }
 }
 
+// What at least so many of all seeds have shown: a sanitizer, which sees few of them, asks for less
+// than its share.
+template <typename Count>
+Count of_all_seeds(Count many) {
+  return kSanitized ? static_cast<Count>(many / 6) : many;
+}
+
 }  // namespace strata
