@@ -18,6 +18,7 @@ LAYERS = {"q,v": ["q_proj", "v_proj"], "all linear": "all-linear"}
 
 
 def with_adapters(model: nn.Module, rank: int, layers: Any) -> Any:
+    """LoRA of a rank beside such layers; the rest is frozen."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=rank, target_modules=layers))

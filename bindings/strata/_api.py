@@ -20,8 +20,9 @@ from torch import nn
 
 from . import _core
 from ._config.alike import check_alike
+from ._config.choices import AS_IS
 from ._config.configure import Options, device_goal, gradients_rest, tier_budgets
-from ._config.frozen import AS_IS, Frozen
+from ._config.frozen import Frozen
 from ._config.managed import check_parameters
 from ._config.ranks import find_ranks, naming_lost, ranks_on_paper
 from ._config.sizes import Size, format_count, format_size

@@ -71,11 +71,13 @@ def test_adapters_of_a_saved_model_learn_chats(
         assert torch.equal(kept.detach().to(value.dtype), value), name + dot
 
 
+@pytest.mark.parametrize("frozen", ["as-is", "nf4"])
 def test_adapters_go_on_to_the_same_bits(
-    place: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, frozen: str
 ) -> None:
     told: dict[str, Any] = {"model": saved, "data": place / "chats.jsonl", "save-every": 2}
     told |= {"lora": LORA, "device-memory": "2MiB", "host-memory": "2MiB"}  # not in slices
+    told |= {"frozen": frozen}
     assert cli.main(arguments(place, "whole", **told)) == 0
     with monkeypatch.context() as patched:
         ends_at(patched, 3)
@@ -184,6 +186,8 @@ def test_code_of_a_model_runs_only_when_asked_for(
         ({"lora": "r=8"}, "--lora trains adapters of a saved model"),
         ({"lora": "rank=8"}, "unknown setting 'rank'"),
         ({"lora": "alpha=8"}, "has no r="),
+        ({"frozen": "nf4"}, "without --lora all is"),
+        ({"lora": "r=8", "frozen": "nf5"}, "nf4"),
         ({"report-to": "tensorbord"}, "tensorbord is not supported"),
         ({"report-to": "clearml"}, "--report-to clearml: its package is not installed"),
     ],

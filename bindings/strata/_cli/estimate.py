@@ -24,7 +24,7 @@ import torch
 
 from .. import _core
 from .._config import device
-from .._config.choices import HOST
+from .._config.choices import AS_IS, HOST
 from .._config.configure import UNBOUNDED, Options, config_of
 from .._config.ranks import Ranks, plans_of_one_page_size
 from .._config.update_modes import LockFree
@@ -41,7 +41,7 @@ from ..nn.causal_lm import chunk_many, is_chunked
 from ..nn.replace import put_tiles
 from ..nn.tiles import Tiled
 from .lora import add_adapters
-from .models import build, choose, config_file
+from .models import build, choose, config_file, put_on_host
 from .options import budgets_of
 from .planner import machine_of, reply, show
 from .sharing import held_bytes, share_of
@@ -97,16 +97,19 @@ def count(step: Step) -> tuple[Any, CountedStep]:
     AttentionMaskInterface.register(MASKLESS, lambda *_args, **_kwargs: None)
     config = copy.deepcopy(step.config)
     config.use_cache = False
-    with FakeTensorMode(), quiet(SHAPES_LOGGER):
+    with torch.device("meta"):
         made_as = {"dtype": step.options.dtype, "attn_implementation": MASKLESS}
         model = build(config, **made_as).train()
+    if step.lora:
+        add_adapters(model, step.lora)
+    with FakeTensorMode(), quiet(SHAPES_LOGGER):
+        put_on_host(model)
         try:
             chunk_many(model, step.tokens)
-            if step.lora:
-                add_adapters(model, step.lora)
             put_tiles(model, tiles_wanted(model, step.options, step.memory["device"]))
             ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
-            counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss)
+            slivers = step.options.max_unit_norm is None
+            counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss, slivers)
         except (RuntimeError, NotImplementedError) as error:
             why = " ".join(str(error).split())
             raise ValueError(
@@ -197,13 +200,25 @@ def run(options: argparse.Namespace) -> int:
         page_size=options.page_size or "auto",
         workers=1,
         snapshots=options.snapshots,
+        frozen=options.frozen,
         ranks=Ranks(0, options.ranks, "") if options.ranks > 1 else None,
     )
     if options.snapshots and not options.memory["ssd"]:
         raise ValueError(f"--snapshots {options.snapshots} are kept on an SSD: give ssd= as well")
     config = choose(name, None, options.sequence).config
+    if options.frozen != AS_IS and not options.lora:
+        raise ValueError(
+            f"--frozen {options.frozen} stores what is not trained, and without --lora all is: "
+            "give --lora r=8 as well"
+        )
     step = Step(
-        config, options.batch, options.sequence, options.memory, options.device, wrapped_with
+        config,
+        options.batch,
+        options.sequence,
+        options.memory,
+        options.device,
+        wrapped_with,
+        options.lora,
     )
     with quiet("transformers"):  # it advises on training this model, which nobody does here
         model, counted = count(step)

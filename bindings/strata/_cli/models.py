@@ -31,9 +31,9 @@ class Choice:
     tokenizer: Path | None
     trusted: bool = False  # code that comes with it may run
 
-    def build(self, device: str = "meta") -> nn.Module:
-        """The model, on the meta device unless asked otherwise: no parameter has memory yet."""
-        with torch.device(device):
+    def build(self) -> nn.Module:
+        """The model, on the meta device: no parameter has memory yet."""
+        with torch.device("meta"):
             return build(self.config, dtype=torch.float32, trust_remote_code=self.trusted)
 
     def adopt(self, tokenizer: Any) -> None:
@@ -96,6 +96,24 @@ def build(config: Any, **options: Any) -> nn.Module:
     with _plain_refusals(f"no model can be made of {file}"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
     return model
+
+
+def put_on_host(model: nn.Module) -> None:
+    """A model of the meta device as one of the host that has no memory either. Call inside a
+    FakeTensorMode."""
+    made: dict[int, torch.Tensor] = {}  # what is tied stays so
+    for module in model.modules():
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in kinds:
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = fake
+                tensors[name] = made[id(tensor)]
 
 
 @contextmanager

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .. import _core
 from .._config.choices import (
     ACTIVATIONS,
+    AS_IS,
     DTYPES,
+    FORMS,
     IO_ENGINES,
     SPEED_OF,
     STATE_DTYPES,
@@ -60,6 +62,7 @@ KINDS = {name: (parse, metavar) for parse, metavar, names in _KINDS for name in 
 CHOICES = {
     "--activations": ACTIVATIONS,
     "--dtype": DTYPES,
+    "--frozen": (AS_IS, *FORMS),
     "--io-engine": IO_ENGINES,
     "--state-dtype": STATE_DTYPES,
 }
@@ -192,6 +195,8 @@ def estimate_parser(description: str | None) -> Parser:
     add("--dtype", DEFAULT, default="bfloat16")
     add("--update", UPDATE, default="on_step")
     add("--state-dtype", STATE_DTYPE, default="float32")
+    add("--lora", "train adapters alone: r=8, or r=8,targets=q_proj+v_proj", metavar="r=N[,...]")
+    add("--frozen", f"how what is not trained rests ({DEFAULT})", default=AS_IS)
     add("--flops", f"FLOP/s that the device achieves, such as 400T {measured}")
     add("--device-bandwidth", f"of the device's memory, such as 3TB/s {measured}")
     add("--page-size", "default: chosen")

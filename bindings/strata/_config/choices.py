@@ -14,15 +14,21 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .._errors import check_choice
 from .sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from .._core import StoredName
 
 ACTIVATIONS = ("auto", "keep", "swap", "recompute")
 IO_ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")  # as the command line writes them
+# How what is frozen may rest: as it is, and forms of codes.
+AS_IS = "as-is"
+FORMS: tuple[StoredName, ...] = ("int8", "nf4", "nf4-double")
 # What becomes of saved tensors, by the planner's names: see offload/planner/trace.hpp.
 RECOMPUTES = frozenset(("recompute", "recompute_host", "recompute_ssd"))
 # Some saved tensors leave the device: all of them, or of a recomputed unit its inputs.

@@ -21,13 +21,14 @@ from .._optim.groups import check_optimizer, group_spec, moments_of
 from . import device, machine
 from .choices import (
     ACTIVATIONS,
+    AS_IS,
     IO_ENGINES,
     check_page_size,
     check_snapshots,
     check_split,
     check_workers,
 )
-from .frozen import AS_IS, Frozen, check_frozen, stored_forms
+from .frozen import Frozen, check_frozen, stored_forms
 from .managed import DTYPE_NAMES, dtype_names
 from .ranks import RANK_GRADIENTS, TIMEOUT_MAX_S, Ranks, plans_of_all
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size

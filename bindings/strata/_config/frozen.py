@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from .._errors import check_choice
+from .choices import AS_IS, FORMS
 
 if TYPE_CHECKING:
     from .._core import StoredName
 
-AS_IS = "as-is"
-FORMS: tuple[StoredName, ...] = ("int8", "nf4", "nf4-double")
 BLOCK = 64  # elements that share a scale: engine/../codes/form.hpp
 
 Frozen = str | Callable[[str, nn.Module], str | None]

@@ -71,15 +71,18 @@ class CountedStep:
         self.tail_seconds = self.tail_flops / flops_s + self.tail_traffic_bytes / bytes_s
 
 
-def count_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> CountedStep:
-    """Runs forward and backward once. Call inside a FakeTensorMode."""
-    units, hooked = find_units(model)
+def count_step(
+    model: nn.Module, loss: Callable[[], torch.Tensor], slivers: bool = True
+) -> CountedStep:
+    """Runs forward and backward once. `slivers`: as find_units() takes it. Call inside a
+    FakeTensorMode."""
+    units, hooked = find_units(model, slivers=slivers)
     counter = _Counter(model, CountedStep(units))
     with ExitStack() as stack:
         for module, read in hooked.items():
             stack.enter_context(counter.watch(module, read))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack))
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             handle = parameter.register_post_accumulate_grad_hook(_drop_gradient)
             stack.callback(handle.remove)
         stack.enter_context(counter)

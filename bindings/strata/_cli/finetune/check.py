@@ -92,6 +92,7 @@ def check(choice: Choice, options: Options, device: str, ranks: Ranks | None = N
         dtype=getattr(torch, memory.dtype),
         page_size=memory.page_size,
         workers=1,
+        frozen=memory.frozen,
         snapshots=1 if options.results.snapshot_every else 0,
         ranks=Ranks(0, count, "") if count > 1 else None,
         **options.updates(),

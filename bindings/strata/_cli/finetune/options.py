@@ -144,6 +144,8 @@ class Memory:
     """of the computation; auto: bfloat16, or float32 on a processor without arithmetic for it"""
     state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     """of AdamW's moments; shorter ones lose bits"""
+    frozen: Literal["as-is", "int8", "nf4", "nf4-double"] = "as-is"
+    """how the base of adapters rests: as 4 or 8 bits of each weight; needs --lora"""
     page_size: Annotated[str, _given(_page_size, "SIZE")] = "auto"
     """of pages, a power of two"""
     io_engine: Literal["auto", "io_uring", "libaio", "threads", "memory"] = "auto"
@@ -343,6 +345,11 @@ def _check(options: Options) -> None:
             "--dtype float16 scales the loss and skips steps that overflow, which --update "
             f"{options.training.update} cannot: take bfloat16, or --update on_step"
         )
+    if memory.frozen != "as-is" and not options.start.lora:
+        _refuse(
+            f"--frozen {memory.frozen} stores what is not trained, and without --lora all is: give "
+            "--lora r=8 as well"
+        )
     if results.resume and results.overwrite:
         _refuse("--resume and --overwrite contradict each other")
     try:
@@ -353,7 +360,8 @@ def _check(options: Options) -> None:
 
 # What must stay as it was for a resumed run to be the run that it continues.
 IDENTITY = (
-    *("model", "lora", "seed", "batch", "sequence", "accumulation", "dtype", "lr", "weight_decay"),
+    *("model", "lora", "frozen", "seed", "batch", "sequence", "accumulation", "dtype", "lr"),
+    "weight_decay",
 )
 
 

@@ -214,6 +214,7 @@ def make_trainer(choice: Choice, options: Options, data: Data, device: str) -> F
             **options.updates(),
             "weights": choice.weights or "init",
             "seed": training.seed,
+            "frozen": memory.frozen,
             "page_size": memory.page_size,
             "io_engine": memory.io_engine,
             "workers": memory.workers,

@@ -30,6 +30,7 @@ from ..._report.reports import make_report
 from ..._runtime.wrapped import Wrapped
 from ..._torch_compat import FakeTensorMode
 from ..lora import add_adapters
+from ..models import put_on_host
 
 if TYPE_CHECKING:
     from ..models import Choice
@@ -206,10 +207,11 @@ class PlainNeeds:
 
 def plain_needs(choice: Choice, options: Options) -> PlainNeeds:
     """Counted in a forward pass over fake tensors, which have shapes and no values."""
+    model: Any = choice.build()
+    if options.start.lora:
+        add_adapters(model, options.start.lora)
     with FakeTensorMode():
-        model: Any = choice.build("cpu")
-        if options.start.lora:
-            add_adapters(model, options.start.lora)
+        put_on_host(model)
         parameters = list(model.parameters())
         known = {p.untyped_storage()._cdata for p in parameters}
         saved: dict[int, int] = {}
