@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import strata
 import torch
+from strata._planning.meta_trace import count_step
 from strata._runtime.wrapped import wrapped
+from strata._torch_compat import FakeTensorMode
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -117,3 +119,17 @@ def test_a_block_stays_while_its_backward_comes_back_to_it() -> None:
     }
     assert 0 < moved["host to device bytes"] <= 2 * LAYERS * BLOCK
     strata.unwrap(of)
+
+
+def test_on_shapes_blocks_compute_and_save_and_the_adapters_stay() -> None:
+    """As in the session: the planner can recompute what blocks save, and adapters come once."""
+    with FakeTensorMode():
+        of = model(rank=2)
+        counted = count_step(of, lambda: of(torch.randn(8, WIDTH)).square().mean())
+    adapters = next(i for i, unit in enumerate(counted.units) if "trained" in unit.name)
+    assert {tensor.unit for tensor in counted.tensors} == {*range(LAYERS + 1)} - {adapters}
+    for use in counted.uses:
+        if use.unit != adapters and not use.backward:
+            assert use.flops >= 2 * 8 * WIDTH * WIDTH
+    backwards = [use.unit for use in counted.uses if use.backward]
+    assert backwards == [adapters, *range(LAYERS, 0, -1)]

@@ -196,8 +196,9 @@ class ModuleHook:
 
     def __init__(self, hooks: Hooks, module: nn.Module, units: list[Unit]) -> None:
         self.hooks = hooks
-        self.units = units
-        self.unit = max(units, key=lambda unit: unit.index)  # its own: others are tied to it
+        # Its own is entered last: what the module computes, and the time it takes, is noted there.
+        self.units = sorted(units, key=lambda unit: unit.index)
+        self.unit = self.units[-1]
         index_of = {id(p): i for i, p in enumerate(hooks.state.params)}
         mine = {i for unit in units for i in unit.params}
         # Where each parameter is looked up at run time: one that was exchanged must not pass.

@@ -107,6 +107,7 @@ class _Counter(TorchDispatchMode):
             for p, u in zip(model.parameters(), _units_of(model, step.units), strict=True)
         }
         self._open: list[CountedUse] = []
+        self._read_with: dict[int, list[int]] = {}  # by a module's own unit: all that it reads
         self._numbers: dict[int, int] = {}  # storages that are saved: index into step.tensors
         self._born: dict[int, int] = {}  # storages that are alive: moment
         self._refs: dict[int, Any] = {}
@@ -131,7 +132,10 @@ class _Counter(TorchDispatchMode):
 
     @contextmanager
     def watch(self, module: nn.Module, units: list[int]) -> Iterator[None]:
-        """Uses of units around the module's forward."""
+        """Uses of units around the module's forward. Its own comes last: others are tied to it."""
+        units = sorted(units)
+        own = units[-1]
+        self._read_with[own] = units
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._close_backward()
@@ -139,8 +143,8 @@ class _Counter(TorchDispatchMode):
                 self._enter(unit, False)
             given = [t for t in tensors_in([args, kwargs]) if t.is_floating_point()]
             for tensor in given:
-                self._note(tensor, units[0], saved=False)
-            self._inputs.setdefault(units[0], []).extend(given)
+                self._note(tensor, own, saved=False)
+            self._inputs.setdefault(own, []).extend(given)
 
         def after(_: nn.Module, args: Any, out: Any) -> None:
             for _unit in units:
@@ -167,11 +171,8 @@ class _Counter(TorchDispatchMode):
     def unpack(self, packed: Any) -> torch.Tensor:
         """Called when a node of the graph wants a tensor back."""
         tensor, number, unit = packed
-        current = self._open[-1].unit if self._open else OUTSIDE
-        if unit != current:
-            self._close_backward()
-            if unit != OUTSIDE:
-                self._enter(unit, True)
+        if all(use.unit != unit for use in self._open):
+            self._come_back_to(self._read_with.get(unit, [unit] if unit != OUTSIDE else []))
         if number != OUTSIDE and self._open:
             self.step.tensors[number].last_used = len(self.step.uses) - 1
         return tensor
@@ -212,10 +213,19 @@ class _Counter(TorchDispatchMode):
         use.peak_bytes = max(use.peak_bytes, self._peak)
         self._peak, self._flops, self._traffic = self._live, 0, 0
 
-    def _close_backward(self) -> None:
-        while self._open and self._open[-1].backward:
+    def _come_back_to(self, units: list[int]) -> None:
+        """Nodes of a module that reads these units run: pins.py keeps them meanwhile, and lets go
+        of others."""
+        while self._open and self._open[-1].backward and self._open[-1].unit not in units:
             self._inputs.pop(self._open[-1].unit, None)
             self._leave()
+        opened = {use.unit for use in self._open}
+        for unit in units:
+            if unit not in opened:
+                self._enter(unit, True)
+
+    def _close_backward(self) -> None:
+        self._come_back_to([])
 
     def _note(self, tensor: torch.Tensor, unit: int, saved: bool) -> int:
         """A storage that a unit's forward saves or was called with; its number in step.tensors."""

@@ -19,7 +19,7 @@ import torch
 
 from ... import _core
 from ..._config import device, machine
-from ..._config.choices import MODEL_SIZES
+from ..._config.choices import AS_IS, MODEL_SIZES
 from ..._config.configure import (
     DISK_SHARE,
     FREE_SHARE,
@@ -79,8 +79,21 @@ SHAPES = tuple(
         key=parameter_count,
     )
 )
-# Bytes at rest of a parameter that nothing can do without: 16 bits, residual and two moments.
-REST_BYTES_MIN = 12
+
+
+@dataclass(frozen=True)
+class Way:
+    """What of a model trains, and how the rest of it lies."""
+
+    lora: str | None
+    frozen: str
+    rest_bytes_min: float  # of a parameter that nothing can do without
+
+
+# 16 bits, residual and two moments.
+WHOLE = Way(None, AS_IS, 12)
+# 4 bits, and a scale for 64 of them.
+ADAPTERS = Way("r=8", "nf4", 0.5625)
 
 
 @dataclass(frozen=True)
@@ -133,20 +146,25 @@ def with_typical_disk(found: Calibration) -> Calibration:
 
 
 def largest(
-    room: dict[str, int], found: Calibration, options: argparse.Namespace, device_name: str
+    room: dict[str, int],
+    found: Calibration,
+    options: argparse.Namespace,
+    device_name: str,
+    way: Way = WHOLE,
 ) -> Largest | None:
-    """The largest model of SHAPES whose step fits. None where none does."""
+    """The largest model of SHAPES whose step fits. None where none does. Raises ImportError where
+    adapters are asked for and PEFT is not installed."""
     refusal = ""
     rest = sum(room.values())
     for shape in reversed(SHAPES):
-        needed = parameter_count(shape) * REST_BYTES_MIN
+        needed = int(parameter_count(shape) * way.rest_bytes_min)
         if needed > rest:
             refusal = (
                 f"{format_size(needed)} at least for parameters and states, and the budgets are "
                 f"{format_size(rest)} together"
             )
             continue
-        forecast = _planned(shape, room, found, options, device_name)
+        forecast = _planned(shape, room, found, options, device_name, way)
         if forecast.feasible:
             return Largest(shape, forecast, refusal)
         refusal = forecast.refusal.removeprefix("infeasible: ")
@@ -159,11 +177,14 @@ def _planned(
     found: Calibration,
     options: argparse.Namespace,
     device_name: str,
+    way: Way,
 ) -> Forecast:
     config = llama_config(shape, VOCABULARY, options.sequence)
     dtype: DtypeName = options.dtype
-    wrapped_with = Options(dtype=getattr(torch, dtype), workers=1)
-    step = Step(config, options.batch, options.sequence, room, device_name, wrapped_with)
+    wrapped_with = Options(dtype=getattr(torch, dtype), workers=1, frozen=way.frozen)
+    step = Step(
+        config, options.batch, options.sequence, room, device_name, wrapped_with, lora=way.lora
+    )
     with quiet("transformers"):
         return rehearse(step, wishes_of("auto", None), found)
 

@@ -9,6 +9,7 @@ What needs torch is left out where it cannot be imported; then that is the first
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,7 @@ class Diagnosis:
     facts: list[Fact]
     budgets: dict[str, int] | None = None
     largest: Largest | None = None
+    largest_base: Largest | None = None  # of adapters, in 4 bits; None, too, without PEFT
     wear: Sequence[str] = ()
     why_no_capacity: str = ""  # why nothing is known of budgets and models
     changes: Sequence[Change] = ()
@@ -68,6 +70,7 @@ class Diagnosis:
             "facts": [asdict(fact) for fact in self.facts],
             "budgets": self.budgets,
             "largest": self.largest.to_dict() if self.largest else None,
+            "largest_base": self.largest_base.to_dict() if self.largest_base else None,
             "wear": list(self.wear),
             "why_no_capacity": self.why_no_capacity,
             "changes": [asdict(change) for change in self.changes],
@@ -100,18 +103,23 @@ class Diagnosis:
         if self.largest is None:
             return
         found = self.largest
-        hidden, layers, *_ = found.shape
-        tokens = found.forecast.tokens
-        seconds = found.forecast.step_seconds or float("inf")
-        yield from _wrapped(
-            f"largest model: {_billions(found.parameters)} parameters (a Llama of {layers} layers, "
-            f"{hidden} wide) with {tokens:,} tokens in a step, about "
-            f"{format_rate(tokens / seconds, 'tokens')}",
-            4,
-        )
+        yield from _wrapped(f"largest model: {_in_words(found)}", 4)
         if found.refusal:
             yield from _wrapped(f"the next larger one would not fit: {found.refusal}", 4)
+        if self.largest_base is not None:
+            base = _in_words(self.largest_base)
+            yield from _wrapped(f"largest base of adapters (--lora r=8 --frozen nf4): {base}", 4)
         yield from self.wear
+
+
+def _in_words(found: Largest) -> str:
+    hidden, layers, *_ = found.shape
+    tokens = found.forecast.tokens
+    rate = tokens / (found.forecast.step_seconds or float("inf"))
+    return (
+        f"{_billions(found.parameters)} parameters (a Llama of {layers} layers, {hidden} wide) "
+        f"with {tokens:,} tokens in a step, about {format_rate(rate, 'tokens')}"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -160,6 +168,8 @@ def _look_ahead(
     found.largest = capacity.largest(room, speeds, options, device_name)
     if found.largest is None:
         return []
+    with contextlib.suppress(ImportError):  # PEFT is not needed otherwise
+        found.largest_base = capacity.largest(room, speeds, options, device_name, capacity.ADAPTERS)
     forecast = found.largest.forecast
     endurance = options.ssd_endurance or _endurance(found.facts)
     found.wear = wear_lines(forecast.written_bytes, endurance, None, forecast.step_seconds)
