@@ -84,9 +84,9 @@ def same(found: list[dict[str, Any]], but: tuple[str, ...] = ()) -> dict[str, An
 def test_trainers_give_the_bits_of_one_process(launcher: list[str], tmp_path: Path) -> None:
     found = same(on_ranks(launcher, "trainers", tmp_path))
     alone = programs.trainers(tmp_path / "alone", ranks=1)
-    for name in ("plain", "mixed", "plain norms"):
+    for name in ("plain", "mixed", "snapped", "plain norms"):
         assert found[name] == alone[name], name
-    for name in ("plain", "mixed"):
+    for name in ("plain", "mixed", "snapped"):
         assert found[f"{name} gone on"] == found[name]
         read = LlamaForCausalLM.from_pretrained(tmp_path / "trainers" / f"{name}-model")
         assert programs.hash_of(read) == found[name]
@@ -101,10 +101,11 @@ def test_trainers_give_the_bits_of_one_process(launcher: list[str], tmp_path: Pa
 def test_what_the_mixin_is_told_holds_for_ranks(launcher: list[str], tmp_path: Path) -> None:
     found = same(on_ranks(launcher, "kinds", tmp_path))
     alone = programs.kinds(tmp_path / "alone", ranks=1)
-    for name in ("autocast", "half", "best step"):
+    for name in ("autocast", "half", "best, its step", "best of snapshots, its step"):
         assert found[name] == alone[name], name
     assert found["autocast"] != found["half"]
     assert found["best"] < 1e-6
+    assert found["best of snapshots"] < 1e-6
 
 
 def test_a_loop_of_accelerate_gives_the_bits_of_one_process(
@@ -124,7 +125,7 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(
     assert "model.module" in found["wrap of DDP"]
     assert "leave it out" in found["DDP of wrapped"]
     assert "dtype=torch.bfloat16" in found["plain autocast"]
-    assert "strata={'snapshots': 2} with 2 ranks" in found["snapshots"]
+    assert "strata={'snapshots': 2} with 2 ranks and update=LockFree(...)" in found["snapshots"]
     assert found["DDP of unwrapped"] == "nothing"
 
 
@@ -218,11 +219,13 @@ def process_of(run: subprocess.Popen[str], rank: int) -> psutil.Process:
     return found
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.parametrize("saves", ["save-every", "snapshot-every"])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_finetune_goes_on_after_a_rank_was_killed(
-    launcher: list[str], tiny: Path, victim: int
+    launcher: list[str], tiny: Path, victim: int, saves: str
 ) -> None:
-    more = {"steps": 40, "save-every": 2, "eval-every": 0}
+    (tiny / "drive").mkdir()
+    more = {"steps": 40, saves: 2, "eval-every": 0, "ssd-path": tiny / "drive"}
     ran(finetune(launcher, told(tiny, "whole", RANKS, **more)))
     run = start(finetune(launcher, told(tiny, "cut", RANKS, **more)))
     await_checkpoint(run, tiny / "cut")
@@ -238,8 +241,12 @@ def test_finetune_goes_on_after_a_rank_was_killed(
     assert [row["step"] for row in lines(tiny / "cut") if "loss" in row] == list(range(1, 41))
 
 
-def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: list[str], tiny: Path) -> None:
-    more = {"steps": 400, "save-every": 2, "eval-every": 0}
+@pytest.mark.parametrize("saves", ["save-every", "snapshot-every"])
+def test_ctrl_c_ends_all_ranks_with_a_checkpoint(
+    launcher: list[str], tiny: Path, saves: str
+) -> None:
+    (tiny / "drive").mkdir()
+    more = {"steps": 400, saves: 2, "eval-every": 0, "ssd-path": tiny / "drive"}
     run = start(finetune(launcher, told(tiny, "out", RANKS, **more)))
     await_checkpoint(run, tiny / "out")
     os.kill(run.pid, signal.SIGINT)
@@ -260,7 +267,10 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: list[str], tiny: Path
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"snapshot-every": 2}, "--snapshot-every: several ranks take no snapshots here yet"),
+        (
+            {"snapshot-every": 2, "update": "lock-free:1", "ssd-path": "."},
+            "--snapshot-every: gradients of several ranks that wait",
+        ),
         pytest.param(
             {"sequence": 2000, "batch": 4, "device-memory": "1GiB"},
             "less than a batch for each of 2 ranks",

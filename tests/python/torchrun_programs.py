@@ -149,17 +149,26 @@ def trainers(folder: Path, ranks: int) -> dict[str, Any]:
     found["plain gone on"] = hash_of(trainer.model)
     finish(trainer)
 
-    trainer = mixed(folder / "mixed", ranks, **more)
-    trainer.train()
-    found["mixed"] = hash_of(trainer.model)
-    found["evaluated"] = trainer.evaluate()["eval_loss"]
-    trainer.save_model(str(folder / "mixed-model"))
-    finish(trainer)
-    trainer = mixed(folder / "mixed", ranks, **more)
-    trainer.train(resume_from_checkpoint=str(folder / "mixed" / "checkpoint-2"))
-    found["mixed gone on"] = hash_of(trainer.model)
-    finish(trainer)
+    for name, keywords in {"mixed": {}, "snapped": with_ssd(folder)}.items():
+        trainer = mixed(folder / name, ranks, strata=keywords, **more)
+        trainer.train()
+        assert bool(trainer.snapshots) == bool(keywords)
+        found[name] = hash_of(trainer.model)
+        found["evaluated"] = trainer.evaluate()["eval_loss"]
+        trainer.save_model(str(folder / f"{name}-model"))
+        finish(trainer)
+        trainer = mixed(folder / name, ranks, strata=keywords, **more)
+        trainer.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
+        found[f"{name} gone on"] = hash_of(trainer.model)
+        finish(trainer)
     return found
+
+
+def with_ssd(folder: Path) -> dict[str, Any]:
+    """Keywords of a wrap() whose checkpoints are snapshots."""
+    drive = folder / "drive"
+    drive.mkdir(parents=True, exist_ok=True)
+    return {"memory": {**MEMORY, "ssd": "256MiB"}, "ssd_path": str(drive)}
 
 
 def kinds(folder: Path, ranks: int) -> dict[str, Any]:
@@ -174,22 +183,24 @@ def kinds(folder: Path, ranks: int) -> dict[str, Any]:
     trainer.train()
     found["half"] = hash_of(trainer.model)
     finish(trainer)
-    trainer = mixed(
-        folder / "best",
-        ranks,
-        learning_rate=0.5,  # too much: the last step is not the best one
-        eval_strategy="steps",
-        eval_steps=1,
-        save_steps=1,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-    )
-    trainer.train()
-    best = min(logged(trainer, "eval_loss"))
-    found["best"] = abs(trainer.evaluate()["eval_loss"] - best)
-    found["best step"] = trainer.state.best_global_step
-    finish(trainer)
+    for name, keywords in {"best": {}, "best of snapshots": with_ssd(folder)}.items():
+        trainer = mixed(
+            folder / name,
+            ranks,
+            strata=keywords,
+            learning_rate=0.5,  # too much: the last step is not the best one
+            eval_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            save_total_limit=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_loss",
+        )
+        trainer.train()
+        best = min(logged(trainer, "eval_loss"))
+        found[name] = abs(trainer.evaluate()["eval_loss"] - best)
+        found[f"{name}, its step"] = trainer.state.best_global_step
+        finish(trainer)
     return found
 
 
@@ -266,7 +277,8 @@ def refusals(folder: Path, ranks: int) -> dict[str, Any]:
     found["DDP of unwrapped"] = _said(lambda: nn.parallel.DistributedDataParallel(plain_again))
     trainer = plain(folder / "bf16", ranks, bf16=True, save_strategy="no")
     found["plain autocast"] = _said(trainer.train)
-    trainer = mixed(folder / "snapshots", ranks, strata={"snapshots": 2, "ssd_path": str(folder)})
+    late = with_ssd(folder) | {"update": strata.LockFree(max_staleness=1)}
+    trainer = mixed(folder / "snapshots", ranks, strata={**late, "snapshots": 2})
     found["snapshots"] = _said(trainer.train)
     return found
 

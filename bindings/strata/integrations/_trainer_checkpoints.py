@@ -15,9 +15,11 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._config.update_modes import LockFree
 from .._storage.checkpoint_files import CheckpointError, find
 from .._storage.checkpoint_files import remove_checkpoint as remove_saved
 from .._storage.snapshot_files import remove_snapshot, snapshots_of
@@ -94,10 +96,11 @@ def clear_state(folder: Path) -> None:
         remove_saved(folder)
 
 
-def may_be_snapshots(args: Any) -> bool:
-    """Whether the training state of a checkpoint can be a snapshot. That of several ranks is
-    written by strata.save(). `args`: of the Trainer."""
-    return bool(args.world_size == 1)
+def may_be_snapshots(args: Any, keywords: Mapping[str, Any]) -> bool:
+    """Whether the training state of a checkpoint can be a snapshot. That of several ranks whose
+    updates may be late is written by strata.save(). `args`: of the Trainer; `keywords`: of
+    strata.wrap()."""
+    return args.world_size == 1 or not isinstance(keywords.get("update"), LockFree)
 
 
 def snapshots_at_once(args: Any, steps: int) -> int:

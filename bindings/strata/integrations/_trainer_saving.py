@@ -119,14 +119,14 @@ class SavingMixin(_Base):
         if not saves or self.args.save_only_model:
             return
         given = self._strata_keywords.get("snapshots")
-        if not may_be_snapshots(self.args):
+        if not may_be_snapshots(self.args, self._strata_keywords):
             if given:
                 raise ValueError(
-                    f"strata={{'snapshots': {given}}} with {self.args.world_size} ranks: a Trainer "
-                    "of several ranks saves its checkpoints by strata.save, and takes no "
-                    "snapshots yet: leave it out"
+                    f"strata={{'snapshots': {given}}} with {self.args.world_size} ranks and "
+                    "update=LockFree(...): their checkpoints are saved by strata.save, for "
+                    "gradients that wait are not in a snapshot of ranks: leave it out"
                 )
-            self._tell("several ranks")
+            self._tell("several ranks with late updates")
         elif given is not None:
             self.snapshots = given
         elif self._drives():
@@ -179,15 +179,18 @@ class SavingMixin(_Base):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
-        others = [path / TRAINER_STATE for _, path in checkpoints_in(run) if path != folder]
-        make_newest(folder / TRAINER_STATE, others)
-        self._rotates_in = run
+        if self.args.should_save:
+            others = [path / TRAINER_STATE for _, path in checkpoints_in(run) if path != folder]
+            make_newest(folder / TRAINER_STATE, others)
+            self._rotates_in = run
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """In a checkpoint with a snapshot, which has all parameters, only what is small: the
         configuration, the tokenizer, adapters."""
         if not (_internal_call and self.snapshots and output_dir):
             super().save_model(output_dir, _internal_call)
+            return
+        if not self.args.should_save:
             return
         collator = getattr(self.data_collator, "tokenizer", None)
         adapted = hasattr(self.model, "peft_config")
@@ -205,8 +208,10 @@ class SavingMixin(_Base):
         folder = Path(output_dir) / STATE_FOLDER
         folder.parent.mkdir(parents=True, exist_ok=True)  # ranks come here at any moment
         if self.snapshots:
-            clear_state(folder)
-            folder.mkdir(exist_ok=True)  # see is_complete()
+            if self.args.should_save:
+                clear_state(folder)
+                folder.mkdir(exist_ok=True)  # see is_complete()
+            self.accelerator.wait_for_everyone()
             self._taken = snapshot_alone(self.model, folder)
         else:
             save(self.model, folder)
@@ -244,6 +249,8 @@ class SavingMixin(_Base):
         self._settle()
         best = self.state.best_model_checkpoint
         if not self.snapshots or best is None or self.args.save_total_limit != 1:
+            return
+        if not self.args.should_save:
             return
         for _, folder in checkpoints_in(Path(best).parent):
             if not folder.samefile(best):

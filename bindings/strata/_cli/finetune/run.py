@@ -129,9 +129,10 @@ def refuse_for_ranks(options: Options, device: str) -> None:
     """Raises ValueError for what several ranks cannot do yet."""
     if device != HOST:
         raise ValueError("ranks compute on the CPU for now: --device host, or start one process")
-    if options.results.snapshot_every:
+    if options.results.snapshot_every and options.training.update.startswith("lock-free"):
         raise ValueError(
-            "--snapshot-every: several ranks take no snapshots here yet; --save-every does"
+            "--snapshot-every: gradients of several ranks that wait for their updates are in no "
+            "snapshot: --save-every does, or --update on_step"
         )
 
 
