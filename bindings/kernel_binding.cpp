@@ -1,9 +1,11 @@
 // A kernel by itself, over memory of the caller's: for tests and benchmarks. _core.pyi says what
 // its arguments mean.
+#include <span>
 #include <thread>
 
 #include "bindings/parse.hpp"
 #include "bindings/python.hpp"
+#include "optimizers/codes/tables.hpp"
 #include "optimizers/cpu/kernel.hpp"
 
 namespace strata {
@@ -78,6 +80,14 @@ void bind_update_span(py::module_& module) {
   module.def("packing", [](const std::string& stored, std::size_t page_bytes) {
     const Packing packing = packing_of(parse_codes(stored), page_bytes);
     return py::make_tuple(packing.elements, packing.scales_at, packing.groups_at);
+  });
+  module.def("code_values", [](const std::string& name) {
+    const auto list = [](std::span<const float> of) {
+      return std::vector<float>(of.begin(), of.end());
+    };
+    if (name == "nf4") return list(kNf4);
+    if (name == "scales") return list(kDynamicMap.values);
+    throw py::value_error("no codes are called " + name);
   });
   module.def(
       "update_span",

@@ -32,6 +32,7 @@ from ._probes import CopyProbe as CopyProbe
 from ._probes import SsdProbe as SsdProbe
 from ._probes import UpdateProbe as UpdateProbe
 from ._probes import best_isa as best_isa
+from ._probes import code_values as code_values
 from ._probes import packing as packing
 from ._probes import update_span as update_span
 from ._saved_pages import PageFiles as PageFiles

@@ -47,6 +47,9 @@ class UpdateProbe:
 def packing(stored: StoredName, page_bytes: int) -> tuple[int, int, int]:
     """Of a page of codes: the elements in it, and where scales and groups of scales begin."""
 
+def code_values(name: str) -> list[float]:
+    """What codes of 4 bits ("nf4"), or codes of scales ("scales"), stand for."""
+
 def best_isa() -> str:
     """The instructions that kernels use on this processor: "scalar", "avx2" or "avx512"."""
 

@@ -29,10 +29,12 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
 KNOWN = {
     "DTensor": "spread over devices by torch.distributed: wrap the model before it is sharded, one "
     "whole model in each process",
-    "Params4bit": "quantised by bitsandbytes: load the model in bfloat16, without "
-    "quantization_config, and pass frozen='nf4' to strata.wrap()",
-    "Int8Params": "quantised by bitsandbytes: load the model in bfloat16, without "
-    "quantization_config, and pass frozen='int8' to strata.wrap()",
+    "Params4bit": "quantised by bitsandbytes: build the model on the meta device, without "
+    "quantization_config, and pass weights=FOLDER, whose codes are read as they are, and "
+    "frozen='nf4' (or 'nf4-double') to strata.wrap()",
+    "Int8Params": "quantised by bitsandbytes: build the model on the meta device, without "
+    "quantization_config, and pass weights=FOLDER, whose codes are read as they are, and "
+    "frozen='int8' to strata.wrap()",
     "FlatParameter": "FSDP's: wrap the plain model instead",
 }
 

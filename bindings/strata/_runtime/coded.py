@@ -20,6 +20,7 @@ from .._config.managed import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from .._core import StoredName
+    from .ready_codes import ReadyCodes
     from .wrapped import Wrapped
 
 GROUP = 256 * BLOCK
@@ -54,6 +55,22 @@ def quantise(state: Wrapped, index: int, value: torch.Tensor) -> bool:
     state.session.quantise(
         index, plain.data_ptr(), DTYPE_NAMES[plain.dtype], row_elements(plain.shape), offset
     )
+    return True
+
+
+def take(state: Wrapped, index: int, ready: ReadyCodes) -> bool:
+    """Codes of somebody else, as they are. False: the parameter does not rest as codes. Raises
+    ValueError where its form, or its dtype, would give other values."""
+    form = state.config["params"][index].get("stored")
+    if form is None:
+        return False
+    name, dtype = state.names[index], state.aliases[index].dtype
+    if ready.form != "int8" and ready.dtype != dtype:
+        raise ValueError(
+            f"the weights of {name!r} were quantised in {ready.dtype}, and the model computes in "
+            f"{dtype}, which would round their values once more: pass dtype={ready.dtype}"
+        )
+    write(state, index, ready.to_form(form, name))
     return True
 
 

@@ -29,6 +29,7 @@ from .._torch_compat import DisableTorchFunction, graph_task
 from . import coded, own_mapping
 from .gradients import Gradients
 from .lander import Inline, Lander, Landings
+from .ready_codes import ReadyCodes
 from .streams import current_stream
 from .visits import Visit, Visits
 
@@ -300,16 +301,27 @@ class Wrapped:
         return result
 
     def write(
-        self, index: int, value: torch.Tensor, kind: Kind = "master", offset: int = 0
+        self,
+        index: int,
+        value: torch.Tensor | ReadyCodes,
+        kind: Kind = "master",
+        offset: int = 0,
     ) -> None:
         """Stores values, of any dtype, as the exact master (or moment) from element `offset` on.
         What rests as codes is stored whole."""
         self.landings.wait()
+        if isinstance(value, ReadyCodes):
+            if coded.take(self, index, value):
+                return
+            value = value.dense()
         if coded.quantise(self, index, value):
             return
         flat = value.detach().reshape(-1)
         for begin in range(0, flat.numel(), CHUNK_NUMEL):
-            part = self._own_part(index, offset + begin, flat[begin : begin + CHUNK_NUMEL])
+            values = flat[begin : begin + CHUNK_NUMEL]
+            if index in self.frozen:  # there is no master: as PyTorch rounds
+                values = values.to(self.aliases[index].dtype)
+            part = self._own_part(index, offset + begin, values)
             self.session.write(index, kind, offset + begin, part.data_ptr(), part.numel())
 
     def _own_part(self, index: int, first: int, values: torch.Tensor) -> torch.Tensor:

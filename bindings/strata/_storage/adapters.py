@@ -24,10 +24,12 @@ import torch
 from torch import nn
 
 from .._config.managed import is_of_peft
+from .._runtime.ready_codes import ReadyCodes
 from . import initialise
 from .stored import StoredTensor, base_model, base_name, stored_tensors
 
-Write = Callable[[str, torch.Tensor], None]
+Value = torch.Tensor | ReadyCodes
+Write = Callable[[str, Value], None]
 
 
 class AdapterLayers:
@@ -42,10 +44,10 @@ class AdapterLayers:
             if all(base_name(model, name) is None for name in tensor.names):
                 self._left[tensor.name] = tensor
         self._layers = dict(_layers(model)) if self._left else {}
-        self._values: dict[str, dict[str, torch.Tensor]] = {}  # of layers that lack some yet
+        self._values: dict[str, dict[str, Value]] = {}  # of layers that lack some yet
         self._tensors = {tensor.name: tensor for tensor in stored_tensors(model)}
 
-    def put(self, tensor: StoredTensor, value: torch.Tensor) -> None:
+    def put(self, tensor: StoredTensor, value: Value) -> None:
         """A value of the model inside."""
         layer = next((name for name in self._layers if tensor.name.startswith(f"{name}.")), None)
         if layer is None:
@@ -72,19 +74,25 @@ class AdapterLayers:
         prefix = f"{layer}."
         return [n for n in self._tensors if n.startswith(prefix) and n not in self._left]
 
-    def _fill(self, layer: str, values: dict[str, torch.Tensor]) -> None:
-        """Writes a layer, and what PEFT puts beside it."""
+    def _fill(self, layer: str, values: dict[str, Value]) -> None:
+        """Writes a layer, and what PEFT puts beside it. ValueError where that changes codes."""
         wanted = [
             n
             for n in self._left
             if n.startswith(f"{layer}.") and self._model.get_parameter(n).is_meta
         ]
-        made = self._injected(layer, values) if wanted else None
+        plain = {name: dense(value) for name, value in values.items()}
+        made = self._injected(layer, plain) if wanted else None
         for name, value in values.items():
             if made is not None:
                 changed = made.get_parameter(name.removeprefix(f"{layer}.")).detach()
-                before = value.to(changed.dtype)
-                value = value if torch.equal(changed, before) else changed
+                if not torch.equal(changed, plain[name].to(changed.dtype)):
+                    if isinstance(value, ReadyCodes):
+                        raise ValueError(
+                            f"the adapter of {layer!r} begins by changing its weight, which is "
+                            "quantised in the files: initialise the adapter otherwise"
+                        )
+                    value = changed
             self._write_parts(self._tensors[name], value)
         for name in wanted:
             found = _parameter(made, name.removeprefix(f"{layer}."))
@@ -139,10 +147,20 @@ class AdapterLayers:
             initialise.seeded(self._seed, layer, [inject])
         return root.get_submodule(path)
 
-    def _write_parts(self, tensor: StoredTensor, value: torch.Tensor) -> None:
+    def _write_parts(self, tensor: StoredTensor, value: Value) -> None:
         """Writes a tensor as the parameters that it is made of."""
+        if isinstance(value, ReadyCodes):
+            parts = value.split(tensor.part_shapes)
+            for name, codes in zip(tensor.part_names, parts, strict=True):
+                self._write(name, codes)
+            return
         for name, part in tensor.split(value.detach().to(torch.float32).contiguous()):
             self._write(name, part)
+
+
+def dense(value: Value) -> torch.Tensor:
+    """The values; of codes what they stand for."""
+    return value.dense() if isinstance(value, ReadyCodes) else value
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

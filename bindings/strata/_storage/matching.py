@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .._errors import listed
+from .._runtime.ready_codes import ReadyCodes
 from .conversion import Conversion, mapping_of
 from .stored import Shape, StoredTensor, base_model, base_name, persistent_buffers, stored_tensors
 
@@ -68,20 +69,37 @@ class Match:
         if mapping is not None:
             mapping.keep_used()
 
-    def read(self) -> Iterator[tuple[Wanted, torch.Tensor]]:
-        """Every wanted tensor once, in the dtype of the files."""
+    def read(self) -> Iterator[tuple[Wanted, torch.Tensor | ReadyCodes]]:
+        """Every wanted tensor once, in the dtype of the files, or as the codes that they have.
+        Raises ValueError for codes that the model has as a part of something."""
         takers: dict[str, list[Wanted]] = {}
         for wanted in self._wanted:
             takers.setdefault(self._names(wanted)[0], []).append(wanted)
         for name in list(takers):
             if name not in takers:
                 continue  # it came with another
+            if (ready := self._ready(name)) is not None:
+                yield from ((wanted, ready) for wanted in takers.pop(name))
+                continue
             values = self._made[name].run(self._source.read)
             while values:
                 made, value = values.popitem()
                 for wanted in takers.pop(made, ()):
                     self._check_tied(wanted, value)
                     yield wanted, value
+
+    def _ready(self, name: str) -> ReadyCodes | None:
+        """The codes that become this tensor; None: it is made of values."""
+        conversion = self._made[name]
+        if conversion.transform is None:
+            return self._source.ready(conversion.sources[0])
+        for source in conversion.sources:
+            if self._source.is_ready(source):
+                raise ValueError(
+                    f"{source!r} is quantised, and a part of {name!r} in the model: codes can only "
+                    "be taken as they are"
+                )
+        return None
 
     def _names(self, wanted: Wanted) -> list[str]:
         """Those under which files have it."""

@@ -19,9 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .._errors import listed
+from .._runtime.ready_codes import ReadyCodes
 from . import initialise
 from .adapters import AdapterLayers, Write
 from .matching import Match
+from .ready_files import ready_weights
 from .stored import base_name, stored_tensors, tiled_modules
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -38,7 +40,8 @@ def load(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> None:
-    """Calls `write(name, tensor)` once for every parameter, with a contiguous float32 CPU tensor.
+    """Calls `write(name, tensor)` once for every parameter, with a contiguous float32 CPU tensor,
+    or with the codes of one that is quantised in the files.
 
     `weights` is a safetensors file, or a folder of them (with the index that Transformers writes or
     without); None lets the modules initialise themselves from `seed`, on `device`. A tied parameter
@@ -62,6 +65,7 @@ def load(
             if wanted.tensor is not None:
                 layers.put(wanted.tensor, value)
                 continue
+            assert isinstance(value, torch.Tensor)  # no buffer is quantised
             taken.add(wanted.name)
             _set_buffer(model, wanted.name, value)
         layers.finish()
@@ -119,21 +123,38 @@ class WeightFiles:
                 if name in self._file_of:
                     raise ValueError(f"{name!r} is both in {self._file_of[name]} and in {file}")
                 self._file_of[name] = file
+        self._ready = ready_weights(self._file_of)
 
     def names(self) -> set[str]:
-        """The names of all stored tensors."""
-        return set(self._file_of)
+        """The names of all stored tensors, without what lies beside codes."""
+        beside = {name for files in self._ready.values() for name in files.others}
+        return self._file_of.keys() - beside
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, without reading it."""
+        if (files := self._ready.get(name)) is not None and files.state:
+            return files.shape(self._raw)
         return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
 
     def like(self, name: str) -> torch.Tensor:
         """One of the same shape, on the meta device."""
         return torch.empty(self.shape(name), device="meta")
 
+    def is_ready(self, name: str) -> bool:
+        """Whether it is quantised."""
+        return name in self._ready
+
+    def ready(self, name: str) -> ReadyCodes | None:
+        """The codes of one that is quantised; None: it is not."""
+        files = self._ready.get(name)
+        return None if files is None else files.codes(self._raw)
+
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in the dtype of the file."""
+        """One tensor, in the dtype of the file; of codes what they stand for."""
+        ready = self.ready(name)
+        return self._raw(name) if ready is None else ready.dense()
+
+    def _raw(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
