@@ -92,8 +92,7 @@ class UnitPlan(TypedDict):
     remote_state_bytes: int
     chunks: int
     on_device: bool  # all of it rests there
-    # Where what this rank holds rests: "host", "ssd", "device" or "mixed"; "remote" where others
-    # hold it all, "none" where there is none.
+    # "host", "ssd", "device" or "mixed"; "remote": on other ranks; "none": there is nothing.
     param_tier: str
     grad_tier: str
     state_tier: str

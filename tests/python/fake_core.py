@@ -330,10 +330,8 @@ MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "block8": 1}
 
 def _grad_bytes(config: dict[str, Any], spec: dict[str, Any]) -> int:
     """Of an element where its gradient lands."""
-    if not spec["trainable"]:
-        return 0
-    late = config["update"] == "lock_free"
-    return 4 if config["accumulate"] or late else DTYPES[spec["dtype"]].itemsize
+    wide = config["accumulate"] or config["update"] == "lock_free"
+    return spec["trainable"] * (4 if wide else DTYPES[spec["dtype"]].itemsize)
 
 
 def device_error(device: str) -> str:
@@ -343,17 +341,14 @@ def device_error(device: str) -> str:
 def plan(config: dict[str, Any]) -> dict[str, Any]:
     units = len(config["units"])
     sizes, grads, states = [0] * units, [0] * units, [0] * units
-    trained = 0
     for spec in config["params"]:
         unit, numel = spec["unit"], spec["numel"]
         sizes[unit] += DTYPES[spec["dtype"]].itemsize * numel
         grads[unit] += _grad_bytes(config, spec) * numel
         moments = 2 * MOMENT_BYTES[config["moment_dtype"]]
-        state = (MASTER_BYTES[spec["dtype"]] + moments) * spec["trainable"] * numel
-        states[unit] += state
-        if spec["trainable"]:
-            trained += (DTYPES[spec["dtype"]].itemsize + _grad_bytes(config, spec)) * numel + state
-    landing = grads
+        states[unit] += (MASTER_BYTES[spec["dtype"]] + moments) * spec["trainable"] * numel
+    shown = [DTYPES[s["dtype"]].itemsize * s["numel"] * s["trainable"] for s in config["params"]]
+    trained, landing = sum(shown) + sum(grads) + sum(states), grads
     buffers = 0  # as many as the core needs at least; moments have no scales here
     if config["update"] == "in_backward":
         buffers, grads = max(grads), [0] * units
@@ -385,8 +380,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
         "snapshot_bytes": 0,
         "device_bytes_min": smallest,
         "nested_bytes": nested,
-        "trained_page_bytes": trained,
-        "trained_bytes": trained,
+        **dict.fromkeys(("trained_page_bytes", "trained_bytes"), trained),
         "units": [
             {
                 "name": name,

@@ -363,19 +363,6 @@ def test_nothing_fits_into_nothing() -> None:
     assert capacity.largest(room, speeds, options(), "host") is None
 
 
-@pytest.mark.thorough
-def test_the_largest_base_of_adapters_rests_in_four_bits() -> None:
-    room = {"device": GIB, "host": GIB, "ssd": 0}
-    speeds = Calibration(typical_costs(), 1e12, 1e11)
-    whole = capacity.largest(room, speeds, options(), "host")
-    base = capacity.largest(room, speeds, options(), "host", capacity.ADAPTERS)
-    assert whole is not None
-    assert base is not None
-    assert base.parameters > 5 * whole.parameters
-    said = str(Diagnosis([], room, whole, base))
-    assert "largest base of adapters (--lora r=8 --frozen nf4)" in said
-
-
 def test_budgets_are_those_of_wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity.machine, "free_host_bytes", lambda: 10 * GIB)
     monkeypatch.setattr(capacity.machine, "free_disk_bytes", lambda paths: len(paths) * 100 * GIB)

@@ -1,13 +1,18 @@
 """Adapters of many frozen blocks share units: they take the pages that they fill, and train as they
 would alone."""
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import strata
 import torch
+from strata._cli.doctor import capacity
+from strata._cli.doctor.run import Diagnosis
+from strata._cli.options import doctor_parser
 from strata._planning.meta_trace import count_step
+from strata._profiling.calibrate import Calibration, typical_costs
 from strata._runtime.wrapped import wrapped
 from strata._torch_compat import FakeTensorMode
 from torch import nn
@@ -133,3 +138,17 @@ def test_on_shapes_blocks_compute_and_save_and_the_adapters_stay() -> None:
             assert use.flops >= 2 * 8 * WIDTH * WIDTH
     backwards = [use.unit for use in counted.uses if use.backward]
     assert backwards == [adapters, *range(LAYERS, 0, -1)]
+
+
+@pytest.mark.thorough
+def test_the_largest_base_of_adapters_rests_in_four_bits() -> None:
+    told = argparse.Namespace(**vars(doctor_parser("").parse([])) | {"device": "host"})
+    room = {"device": 1 << 30, "host": 1 << 30, "ssd": 0}
+    speeds = Calibration(typical_costs(), 1e12, 1e11)
+    whole = capacity.largest(room, speeds, told, "host")
+    base = capacity.largest(room, speeds, told, "host", capacity.ADAPTERS)
+    assert whole is not None
+    assert base is not None
+    assert base.parameters > 5 * whole.parameters
+    said = str(Diagnosis([], room, whole, base))
+    assert "largest base of adapters (--lora r=8 --frozen nf4)" in said

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from .._config.choices import RECOMPUTES
 from .._errors import StrataError
-from .._runtime.wrapped import Unit
+from .._runtime.unit import Unit
 from .._torch_compat import (
     captures_graphs,
     compiler,

@@ -50,7 +50,8 @@ import torch
 from .._config.choices import TO_SSD
 from .._errors import StrataError
 from .._runtime.streams import capturing, current_stream, keep_until_used, owned_by_graph
-from .._runtime.wrapped import Unit, Wrapped
+from .._runtime.unit import Unit
+from .._runtime.wrapped import Wrapped
 from .._torch_compat import graph_task, storage_of_weak
 from .swapped import Flight, State, Stretch, Swapped, SwappedView, span
 

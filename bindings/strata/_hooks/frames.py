@@ -23,8 +23,9 @@ from torch import nn
 
 from .._errors import StrataError
 from .._runtime.paged import PagedParameter
+from .._runtime.unit import Unit
 from .._runtime.visits import Visit
-from .._runtime.wrapped import Unit, Wrapped
+from .._runtime.wrapped import Wrapped
 from .._torch_compat import graph_task
 
 if TYPE_CHECKING:

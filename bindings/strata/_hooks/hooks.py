@@ -25,8 +25,9 @@ from torch import nn
 from .._activations.forwards import plan_forwards
 from .._activations.swapping import Swapping
 from .._runtime.streams import graphs_in_use, refuse_capture
+from .._runtime.unit import Unit
 from .._runtime.visits import Change, Visit
-from .._runtime.wrapped import Unit, Wrapped
+from .._runtime.wrapped import Wrapped
 from .._torch_compat import graph_task, untraced
 from .adapters import refuse_new_adapters
 from .frames import Frame, Frames

@@ -42,12 +42,13 @@ from .._activations.arguments import tensors_in
 from .._activations.swapping import Swapping
 from .._errors import StrataError
 from .._runtime.optimizer import clips_units, complete_unit, current_groups
+from .._runtime.unit import Unit
 from .._runtime.visits import Visit
-from .._runtime.wrapped import Unit, Wrapped
+from .._runtime.wrapped import Wrapped
 from .._torch_compat import DisableTorchFunction, current_node, graph_task, use_count, will_run
 
 if TYPE_CHECKING:
-    from .._runtime.wrapped import Unit
+    from .._runtime.unit import Unit
 
 
 class _Pin(Visit):

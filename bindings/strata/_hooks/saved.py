@@ -40,7 +40,8 @@ from .._activations.swapped import SwappedView, changed
 from .._activations.swapping import Swapping
 from .._config.choices import SWAPS
 from .._profiling.recorder import NOT_RECORDED
-from .._runtime.wrapped import Unit, Wrapped
+from .._runtime.unit import Unit
+from .._runtime.wrapped import Wrapped
 from .._torch_compat import conj_view, graph_task, neg_view, pop_hooks, push_hooks, top_hooks
 from .frames import Frames
 from .pins import Pins

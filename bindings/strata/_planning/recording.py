@@ -31,7 +31,8 @@ from .._config.choices import RECOMPUTES
 
 if TYPE_CHECKING:
     from .._activations.forwards import PlannedForward
-    from .._runtime.wrapped import Unit, Wrapped
+    from .._runtime.unit import Unit
+    from .._runtime.wrapped import Wrapped
     from .shape_class import Goal
 
 TRIES_MAX = 5  # recorded steps that run out of memory, one after the other

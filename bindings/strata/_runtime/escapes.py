@@ -34,7 +34,8 @@ from torch import nn
 from .._errors import StrataError
 from .._torch_compat import DisableTorchFunction, graph_task, held_by_torch, tensors_over
 from .paged import PagedTensor
-from .wrapped import Slot, Unit, Wrapped
+from .unit import Unit
+from .wrapped import Slot, Wrapped
 
 GENERATIONS = (0, 1, 2)  # of Python's garbage collector, the youngest objects first
 

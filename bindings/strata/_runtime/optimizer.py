@@ -27,8 +27,9 @@ from .._optim.groups import COUNTED, check_options, group_spec, moments_of
 from .loaded_state import check_entry, saved_entries, saved_groups
 from .optimizer_state import Kept, StateTensor, is_there, wait_for_updates, without_others
 from .stand_in import make
+from .unit import Unit
 from .visits import Change
-from .wrapped import Unit, Wrapped
+from .wrapped import Wrapped
 
 if TYPE_CHECKING:
     from .._core import GroupSpec, Kind

@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,11 +31,12 @@ from .gradients import Gradients
 from .lander import Inline, Lander, Landings
 from .ready_codes import ReadyCodes
 from .streams import current_stream
+from .unit import Unit, units_of
 from .visits import Visit, Visits
 
 if TYPE_CHECKING:
     from .._config.ranks import Ranks
-    from .._core import ActivationName, Config, GroupSpec, Kind, Session, StepResult
+    from .._core import Config, GroupSpec, Kind, Session, StepResult
     from .._planning.planning import Planning
     from .escapes import Views
 
@@ -44,34 +45,6 @@ CHUNK_NUMEL = 1 << 24  # values that travel through one temporary float32 tensor
 _grad: Any = torch.Tensor.grad
 
 KDLCPU = 1  # dlpack.h
-
-
-@dataclass(slots=True, eq=False)
-class Unit:
-    """A unit at run time."""
-
-    index: int
-    name: str
-    params: list[int]
-    trainable: int  # how many of them train
-    together: frozenset[int] = frozenset()  # units that some module reads with it
-    # Parameters whose gradients end its use in a backward: its own, or those that a module of it
-    # reads elsewhere, where nothing of its own trains.
-    awaited: list[int] = field(default_factory=list)
-    landed: int = 0  # of these, gradients of this backward
-    expected: int = field(init=False)  # of them: how many there will be
-    completes: bool = False  # in_backward: its update begins as soon as they are in their pages
-    # What the plan says of its activations; changed between steps only.
-    activation: ActivationName = "keep"
-    slices: int = 1
-    # What could be said of them: found when the model is wrapped, and by trying.
-    may_swap: bool = True
-    may_recompute: bool = False
-    slices_max: int = 1
-    unsplit_reason: str = ""  # why it is 1, where that was tried
-
-    def __post_init__(self) -> None:
-        self.expected = len(self.awaited)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +83,7 @@ class Wrapped:
         self.log = StepLog(session, config["units"])
         self.may_split = True  # units may be tried on slices of the batch, and run on them
         self.planning: Planning | None = None  # None: activations are PyTorch's affair
-        self.units = self._make_units(config)
+        self.units = units_of(config)
         self.unit_of = [self.units[spec["unit"]] for spec in config["params"]]
         self.aliases = [
             torch.from_dlpack(session.tensor(i)).reshape(p.shape) for i, p in enumerate(self.params)
@@ -150,20 +123,6 @@ class Wrapped:
             self, _close, session, self.landings, self.recorder, os.getpid(), self.before_close,
             self.after_leaving,
         )  # fmt: skip
-
-    def _make_units(self, config: Config) -> list[Unit]:
-        members: list[list[int]] = [[] for _ in config["units"]]
-        for i, spec in enumerate(config["params"]):
-            members[spec["unit"]].append(i)
-        together: list[set[int]] = [set() for _ in config["units"]]
-        for _, entered in config["together"]:
-            for u in entered:
-                together[u].update(entered)
-        trained = [[i for i in own if config["params"][i]["trainable"]] for own in members]
-        return [
-            Unit(u, name, members[u], len(trained[u]), frozenset(together[u]), trained[u])
-            for u, name in enumerate(config["units"])
-        ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a wrapped model is a plain one."""
