@@ -163,6 +163,25 @@ void bind_activations(SessionClass& session) {
           [](Session& s, std::uint32_t save) { s.drop_activation(SaveId{save}); }, WithoutGil());
 }
 
+void bind_ranks(SessionClass& session) {
+  session.def("begin_window", &Session::begin_window, WithoutGil())
+      .def("look_at_gradients", &Session::look_at_gradients, WithoutGil())
+      .def("leave_ranks", &Session::leave_ranks, py::arg("gives_up"), WithoutGil())
+      .def("awaited_rank", &Session::awaited_rank, WithoutGil())
+      .def("heard_from", &Session::heard_from, py::arg("rank"), WithoutGil())
+      .def("give_up_rank", &Session::give_up_rank, py::arg("rank"), py::arg("seconds"),
+           WithoutGil())
+      .def("rank_places", &Session::rank_places, WithoutGil())
+      .def("renew_others", &Session::renew_others, WithoutGil())
+      .def("owners", [](Session& s, std::uint32_t param) {
+        py::list out;
+        for (const OwnedRun& run : without_gil([&] { return s.owners(param); })) {
+          out.append(py::make_tuple(run.rank, run.first, run.count));
+        }
+        return out;
+      });
+}
+
 void bind_updates(SessionClass& session) {
   session
       .def(
@@ -185,23 +204,6 @@ void bind_updates(SessionClass& session) {
             s.replace_gradient(param, pointer<const void>(address), parsed, stream_of(stream));
           },
           py::arg("param"), py::arg("address"), py::arg("dtype"), py::arg("stream") = 0)
-      .def("begin_window", &Session::begin_window, WithoutGil())
-      .def("look_at_gradients", &Session::look_at_gradients, WithoutGil())
-      .def("leave_ranks", &Session::leave_ranks, py::arg("gives_up"), WithoutGil())
-      .def("awaited_rank", &Session::awaited_rank, WithoutGil())
-      .def("heard_from", &Session::heard_from, py::arg("rank"), WithoutGil())
-      .def("give_up_rank", &Session::give_up_rank, py::arg("rank"), py::arg("seconds"),
-           WithoutGil())
-      .def("rank_places", &Session::rank_places, WithoutGil())
-      .def("renew_others", &Session::renew_others, WithoutGil())
-      .def("owners",
-           [](Session& s, std::uint32_t param) {
-             py::list out;
-             for (const OwnedRun& run : without_gil([&] { return s.owners(param); })) {
-               out.append(py::make_tuple(run.rank, run.first, run.count));
-             }
-             return out;
-           })
       .def("scale_gradient", &Session::scale_gradient, WithoutGil())
       .def("gradient_squares", &Session::gradient_squares, WithoutGil())
       .def("drop_gradient", &Session::drop_gradient, WithoutGil())
@@ -319,6 +321,7 @@ void bind_session(py::module_& module) {
           py::arg("param"), py::arg("stream") = 0, WithoutGil())
       .def("expect_write", &Session::expect_write, WithoutGil());
   bind_visits(session);
+  bind_ranks(session);
   bind_updates(session);
   bind_activations(session);
   bind_snapshots(module, session);

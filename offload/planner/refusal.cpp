@@ -38,8 +38,7 @@ std::string advice(const Refusal& refusal, std::size_t grain) {
 
 std::string late_gradients(const Refusal& refusal) {
   if (refusal.gradient_bytes == 0) return "";
-  const std::string needed =
-      "; gradients need " + bytes_text(refusal.gradient_bytes) + " of host memory";
+  std::string needed = "; gradients need " + bytes_text(refusal.gradient_bytes) + " of host memory";
   if (refusal.gradient_bytes_in_backward == 0) return needed;
   return needed + ", update='in_backward' would need " +
          bytes_text(refusal.gradient_bytes_in_backward);

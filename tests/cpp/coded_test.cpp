@@ -2,6 +2,7 @@
 // their codes whatever the budgets, page sizes and forms, and whatever fails on the way.
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -272,7 +273,7 @@ TEST(Coded, ReadsGiveValuesAndCodesAsTheyRest) {
       session.read(p, Kind::master, 37, values.data(), values.size());
       for (std::size_t i = 0; i < values.size(); ++i) {
         const std::uint32_t bits = std::uint32_t{plain[i + 37]} << 16;
-        ASSERT_EQ(std::memcmp(&values[i], &bits, sizeof bits), 0) << i;
+        ASSERT_EQ(std::bit_cast<std::uint32_t>(values[i]), bits) << i;
       }
       // 2. Codes, into a session that never saw the values.
       const std::size_t groups = codes == Codes::nf4_double ? ceil_div(numel, grain_of(codes)) : 0;

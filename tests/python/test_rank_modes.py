@@ -14,7 +14,7 @@ SSD: dict[str, Any] = {
     "dtype": "bfloat16",
     "ssd_path": "own",
     "page_size": "64KiB",
-    "memory": {"device": "2MiB", "host": "12MiB", "ssd": "1GiB"},
+    "memory": {"device": "2MiB", "host": "14MiB", "ssd": "1GiB"},
     "width": 256,  # of 25 MiB in all
 }
 CASES: dict[str, dict[str, Any]] = {

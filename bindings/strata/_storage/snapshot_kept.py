@@ -95,20 +95,25 @@ class KeptSnapshots:
         """Removes all but the newest. What is damaged, or is no snapshot, stays on the disk; its
         slots are given up, for nobody can load it."""
         finish_removals(series)
-        olds = snapshots_of(series)[:-keep]
-        self._going = frozenset(olds)
-        for old in olds:
-            try:
-                remove_snapshot(old)
-            except CheckpointError as error:
-                if old not in self._left:
-                    log.warning("%s stays in the series: %s", old, error)
-                self._left.add(old)
-                ours = [i for i, kept in list(self._all.items()) if kept.folder == old]
-                for identity in ours[-1:]:  # those before it were moved away
-                    self._drop(identity)
-        self.drop_removed()
-        self._going = frozenset()
+        self._going = frozenset(olds := snapshots_of(series)[:-keep])
+        try:
+            for old in olds:
+                self._remove(old)
+            self.drop_removed()
+        finally:
+            self._going = frozenset()
+
+    def _remove(self, old: Path) -> None:
+        """One of a series, unless it is none."""
+        try:
+            remove_snapshot(old)
+        except CheckpointError as error:
+            if old not in self._left:
+                log.warning("%s stays in the series: %s", old, error)
+            self._left.add(old)
+            ours = [i for i, kept in list(self._all.items()) if kept.folder == old]
+            for identity in ours[-1:]:  # those before it were moved away
+                self._drop(identity)
 
     def _drop(self, identity: str) -> None:
         kept = self._all.get(identity)  # another thread may have dropped it
