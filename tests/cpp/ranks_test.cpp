@@ -141,6 +141,8 @@ TEST(Ranks, WhoIsGivenUpIsNamedByAll) {
     Session& session = *opened;
     fill_all(session);
     train_rank(session, 1, {}, {});
+    // Pages of the other rank, for the next step, may be on their way.
+    while (session.awaited_rank()) std::this_thread::yield();
     session.give_up_rank(1 - rank, 9.0);  // nobody waits: nothing
     all.arrive_and_wait();
     if (rank == 0) {
