@@ -2,26 +2,18 @@
 with all pages of what is trained, gradients and optimizer state included."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import strata
 import torch
-from torch import nn
 from transformers import LlamaForCausalLM
 
 from .common import Context, Figure
 from .models import llama_config
+from .qlora import with_adapters
 
 MEMORY = {"device": "2GiB", "host": "8GiB", "ssd": "200GiB"}
 LARGEST = 1.2
 LAYERS = {"q,v": ["q_proj", "v_proj"], "all linear": "all-linear"}
-
-
-def with_adapters(model: nn.Module, rank: int, layers: Any) -> Any:
-    """LoRA of a rank beside such layers; the rest is frozen."""
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(r=rank, target_modules=layers))
 
 
 def run(context: Context) -> Iterator[Figure]:

@@ -20,11 +20,11 @@ RANK = 8
 FORM = "nf4-double"
 
 
-def with_adapters(model: nn.Module) -> Any:
-    """LoRA beside every linear layer of the blocks; the rest is frozen."""
+def with_adapters(model: nn.Module, rank: int = RANK, layers: Any = "all-linear") -> Any:
+    """LoRA beside such layers, or every linear one of the blocks; the rest is frozen."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
+    return get_peft_model(model, LoraConfig(r=rank, target_modules=layers))
 
 
 def of_strata(options: argparse.Namespace) -> tuple[Any, Any]:

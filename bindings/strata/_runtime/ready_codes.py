@@ -21,11 +21,12 @@ import torch
 
 from .. import _core
 from .._config.frozen import BLOCK
+from .coded import GROUP, kinds
 
 if TYPE_CHECKING:
     from .._core import StoredName
 
-SCALE_BLOCK = 256  # scales that share one, in nf4-double
+SCALE_BLOCK = GROUP // BLOCK  # scales that share one, in nf4-double
 INT8_UNIT = torch.tensor(7.874015718698502e-3)  # 1/127, in bitsandbytes' digits
 
 
@@ -70,7 +71,7 @@ class ReadyCodes:
         if len(shapes) == 1:
             yield self
             return
-        grain = BLOCK * (SCALE_BLOCK if self.form == "nf4-double" else 1)
+        grain = GROUP if self.form == "nf4-double" else BLOCK
         first = 0
         for shape in shapes:
             count = math.prod(shape)
@@ -79,14 +80,11 @@ class ReadyCodes:
                     "a quantised weight is cut into tiles that would share scales: give a larger "
                     "device budget, or frozen='as-is' and weights that are not quantised"
                 )
-            per_byte = 1 if self.form == "int8" else 2
+            begins, ends = kinds(self.form, first), kinds(self.form, first + count)
             parts = [
-                self.parts[0][first // per_byte : (first + count) // per_byte],
-                self.parts[1][first // BLOCK : (first + count) // BLOCK],
+                part[begin:end]
+                for part, (_, _, begin), (_, _, end) in zip(self.parts, begins, ends, strict=True)
             ]
-            for groups in self.parts[2:]:
-                begin, end = first // grain, -(-(first + count) // grain)
-                parts.append(groups[2 * begin : 2 * end])
             yield ReadyCodes(self.form, shape, self.dtype, parts)
             first += count
 

@@ -81,7 +81,7 @@ class AdapterLayers:
             for n in self._left
             if n.startswith(f"{layer}.") and self._model.get_parameter(n).is_meta
         ]
-        plain = {name: dense(value) for name, value in values.items()}
+        plain = {name: dense(value) for name, value in values.items()} if wanted else {}
         made = self._injected(layer, plain) if wanted else None
         for name, value in values.items():
             if made is not None:

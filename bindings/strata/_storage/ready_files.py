@@ -21,16 +21,13 @@ from typing import Any
 import torch
 
 from .._config.frozen import BLOCK, row_elements
+from .._config.managed import DTYPE_NAMES
 from .._runtime.ready_codes import SCALE_BLOCK, ReadyCodes, values_of_codes
 
 Read = Callable[[str], torch.Tensor]
 STATE = ".quant_state.bitsandbytes__"
 NF4_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
