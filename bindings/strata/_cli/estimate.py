@@ -24,7 +24,7 @@ import torch
 
 from .. import _core
 from .._config import device
-from .._config.choices import AS_IS, HOST
+from .._config.choices import HOST, check_base
 from .._config.configure import UNBOUNDED, Options, config_of
 from .._config.ranks import Ranks, plans_of_one_page_size
 from .._config.update_modes import LockFree
@@ -206,11 +206,7 @@ def run(options: argparse.Namespace) -> int:
     if options.snapshots and not options.memory["ssd"]:
         raise ValueError(f"--snapshots {options.snapshots} are kept on an SSD: give ssd= as well")
     config = choose(name, None, options.sequence).config
-    if options.frozen != AS_IS and not options.lora:
-        raise ValueError(
-            f"--frozen {options.frozen} stores what is not trained, and without --lora all is: "
-            "give --lora r=8 as well"
-        )
+    check_base(options.frozen, options.lora)
     step = Step(
         config,
         options.batch,

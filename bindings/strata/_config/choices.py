@@ -68,6 +68,15 @@ def parse_device(text: str) -> str:
     return {"cpu": HOST, "cuda": "cuda:0"}.get(text, text)
 
 
+def check_base(frozen: str, lora: str | None) -> None:
+    """Raises ValueError where a stored form is asked for and everything trains."""
+    if frozen != AS_IS and not lora:
+        raise ValueError(
+            f"--frozen {frozen} stores what is not trained, and without --lora all is: give "
+            "--lora r=8 as well"
+        )
+
+
 def check_split(slices: int | None, activations: str | None) -> None:
     """Raises ValueError for what is no number of slices, and for what they cannot go with."""
     if slices is None:

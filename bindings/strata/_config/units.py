@@ -61,16 +61,16 @@ class _Shared:
         self.most = most
         self._name = name
         self._owners: list[str] = []
-        self._unit = UnitSpec("", bytes=most)
+        self._place = 0  # of the unit, where it has owners
 
     def take(self, units: list[UnitSpec], owner: str, size: int) -> int:
         """The index of the unit that so much of an owner joins; a new one is added to `units`."""
-        if not self._owners or self._unit.bytes + size > self.most:
-            self._unit, self._owners = UnitSpec(""), []
-            units.append(self._unit)
+        if not self._owners or units[self._place].bytes + size > self.most:
+            self._place, self._owners = len(units), []
+            units.append(UnitSpec(""))
         self._owners.append(owner)
-        self._unit.name = self._name(self._owners)
-        return units.index(self._unit)
+        units[self._place].name = self._name(self._owners)
+        return self._place
 
 
 def find_units(

@@ -32,7 +32,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,9 +46,6 @@ from .._runtime.unit import Unit
 from .._runtime.visits import Visit
 from .._runtime.wrapped import Wrapped
 from .._torch_compat import DisableTorchFunction, current_node, graph_task, use_count, will_run
-
-if TYPE_CHECKING:
-    from .._runtime.unit import Unit
 
 
 class _Pin(Visit):

@@ -24,6 +24,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from ..._config.choices import (
     as_written,
+    check_base,
     check_split,
     count,
     folder,
@@ -345,14 +346,10 @@ def _check(options: Options) -> None:
             "--dtype float16 scales the loss and skips steps that overflow, which --update "
             f"{options.training.update} cannot: take bfloat16, or --update on_step"
         )
-    if memory.frozen != "as-is" and not options.start.lora:
-        _refuse(
-            f"--frozen {memory.frozen} stores what is not trained, and without --lora all is: give "
-            "--lora r=8 as well"
-        )
     if results.resume and results.overwrite:
         _refuse("--resume and --overwrite contradict each other")
     try:
+        check_base(memory.frozen, options.start.lora)
         check_split(memory.split, memory.activations)
     except ValueError as error:
         _refuse(str(error))
