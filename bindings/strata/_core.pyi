@@ -7,7 +7,7 @@ failure the session is closed for business and repeats that error.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 from typing_extensions import Buffer
 
@@ -119,15 +119,24 @@ class Plan(TypedDict):
 def plan(config: Config) -> Plan:
     """What would go where. Allocates nothing, opens nothing. Raises StrataError if infeasible."""
 
+class Wire(Protocol):
+    """Each place is an address and a size. Both raise where the other rank is gone, or says nothing
+    for so many seconds."""
+
+    def send(self, to: int, places: list[tuple[int, int]], patience: float) -> None: ...
+    def receive(self, source: int, places: list[tuple[int, int]], patience: float) -> None: ...
+
 class Session:
     def __init__(
         self,
         config: Config,
         foreign: Callable[[int, int, int, int, int, int, int, int], None] | None = None,
+        wire: Wire | None = None,
     ) -> None:
         """`foreign` updates groups of rule "foreign", on worker threads: options, parameter, step
         (from 1), count, and addresses of so many float32 values: parameter, gradient, moment1 and
-        moment2 (0: absent). What it raises ends the session with a StrataError."""
+        moment2 (0: absent). What it raises ends the session with a StrataError. `wire` reaches
+        ranks of other machines, on threads of the core's."""
     @property
     def plan(self) -> Plan: ...
     def step_budgets(self, device_bytes: int) -> Budgets:

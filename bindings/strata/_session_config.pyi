@@ -36,9 +36,11 @@ class GroupSpec(TypedDict):
 
 class Ranks(TypedDict):
     rank: int
-    count: int  # of the machine
-    folder: str  # where they meet: of this user alone
-    pids: list[int]  # their processes, by rank; empty: not known
+    count: int
+    machines: list[str]  # by rank: the name of its machine; none: all are of one
+    patience_s: float  # a rank of another machine that is silent for longer is lost
+    folder: str  # where those of this machine meet: of this user alone
+    pids: list[int]  # their processes, by rank, 0 of others; empty: not known
     timeout_s: float  # how long they wait there for each other
     sums: bool  # gradients are summed, and not averaged
 
