@@ -55,6 +55,7 @@ BENCHES = {
     "tiled": "head and loss of a 32,000-word vocabulary: all logits at once, in chunks, in tiles",
     "planner-vs-optimal": "plans against the best of all plans, on small random steps",
     "replay": "steps of 7 B to 70 B models on paper machines: time, and percentage of the bound",
+    "scale": "64 ranks on 8 machines train a 70 B Llama, on paper: what binds",
     "paper-8b": "65,536 tokens of an 8 B Llama in 24 GB of an H200, on paper",
     "hide": "what updates add to a step of 2,048 tokens, in each mode, state on the SSD",
     "ssd-bound": "steps of 128 tokens under LockFree, state on the SSD, against none on it",

@@ -7,7 +7,7 @@ failure the session is closed for business and repeats that error.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, TypedDict
 
 from typing_extensions import Buffer
 
@@ -35,6 +35,7 @@ from ._probes import best_isa as best_isa
 from ._probes import code_values as code_values
 from ._probes import packing as packing
 from ._probes import update_span as update_span
+from ._saved_pages import Hasher as Hasher
 from ._saved_pages import PageFiles as PageFiles
 from ._saved_pages import SavedPages as SavedPages
 from ._saved_pages import TakenSnapshot as TakenSnapshot
@@ -46,6 +47,7 @@ from ._session_config import GroupSpec as GroupSpec
 from ._session_config import ParamSpec as ParamSpec
 from ._session_config import Ranks as Ranks
 from ._session_config import StoredName as StoredName
+from ._session_config import Wire as Wire
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
 
@@ -118,13 +120,6 @@ class Plan(TypedDict):
 
 def plan(config: Config) -> Plan:
     """What would go where. Allocates nothing, opens nothing. Raises StrataError if infeasible."""
-
-class Wire(Protocol):
-    """Each place is an address and a size. Both raise where the other rank is gone, or says nothing
-    for so many seconds."""
-
-    def send(self, to: int, places: list[tuple[int, int]], patience: float) -> None: ...
-    def receive(self, source: int, places: list[tuple[int, int]], patience: float) -> None: ...
 
 class Session:
     def __init__(
@@ -361,15 +356,6 @@ class TimelineSpan(TypedDict):
     begin_ns: int  # of time.perf_counter_ns()
     end_ns: int
     bytes: int
-
-class Hasher:
-    """XXH3-64, without a seed, of bytes that come in pieces. Use from one thread at a time."""
-
-    def __init__(self) -> None: ...
-    def update(self, buffer: Buffer) -> None:
-        """Without the GIL. BufferError where the bytes are not in one piece."""
-    def hexdigest(self) -> str:
-        """Of all bytes so far: 16 digits, the highest first."""
 
 def check_trace(trace: Trace) -> str:
     """The first thing in it that contradicts itself, so that it cannot be planned; or ""."""

@@ -159,8 +159,8 @@ void OtherRanks::fail(std::uint32_t cause, std::string what) {
 void OtherRanks::fail_where(std::uint32_t cause, std::string what, const std::string& advice) {
   const Whereabouts::Place place = base_.whereabouts->of(cause);
   const std::string machine = base_.config.machine(cause);
-  what = "rank " + std::to_string(cause) + what + ", on " +
-         (machine.empty() ? host_name() : machine);
+  what =
+      "rank " + std::to_string(cause) + what + ", on " + (machine.empty() ? host_name() : machine);
   if (place.unit != kNoUnit) {
     what += " in step " + std::to_string(place.steps + 1) + " since strata.wrap(), last in the " +
             (place.backward ? "backward" : "forward") + " of " + base_.names.of(place.unit);

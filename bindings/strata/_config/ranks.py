@@ -11,6 +11,7 @@
     ranks.close()
     with naming_lost(ranks): ...          # who has ended is named, where torch only lost it
     ranks_on_paper()                      # the same for a plan: asks nobody, any rank alone may
+    paper_ranks(8, machines=2)            # of a run that there is not
     plans_of_all(config, make_plan)       # what every rank would plan, without asking
     plans_of_one_page_size(config, make_plan)
 
@@ -155,9 +156,14 @@ def ranks_on_paper() -> Ranks | None:
         return None
     count = distributed.get_world_size()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", count))  # as torchrun says
-    several = here < count and count % here == 0
-    machines = tuple(f"machine-{rank // here}" for rank in range(count)) if several else ()
-    return Ranks(distributed.get_rank(), count, "", machines=machines) if count > 1 else None
+    machines = count // here if count % here == 0 else 1
+    return replace(paper_ranks(count, machines), rank=distributed.get_rank()) if count > 1 else None
+
+
+def paper_ranks(count: int, machines: int = 1) -> Ranks:
+    """The first of so many, as many on each machine."""
+    names = tuple(f"machine-{rank * machines // count}" for rank in range(count))
+    return Ranks(0, count, "", machines=names if machines > 1 else ())
 
 
 def plans_of_all(config: Config, make_plan: Callable[[Config], Plan]) -> list[Plan]:
