@@ -30,11 +30,17 @@ At<Byte> in_page(const StoredForm& form, Byte* page, std::size_t page_bytes, std
           page + packing.groups_at + element / grain_of(form.codes) * sizeof(ScaleGroup)};
 }
 
+// Null where the form has no such part.
+template <class Byte>
+Byte* ahead(std::span<Byte> part, std::size_t bytes) {
+  return part.empty() ? nullptr : part.data() + bytes;
+}
+
 template <class Byte>
 At<Byte> in_row(const StoredForm& form, const Stored<Byte>& some, std::size_t element) {
-  return {some.codes.data() + code_bytes(form.codes, element),
-          some.scales.data() + scale_bytes(form.codes, element),
-          some.groups.data() + element / grain_of(form.codes) * sizeof(ScaleGroup)};
+  return {ahead(some.codes, code_bytes(form.codes, element)),
+          ahead(some.scales, scale_bytes(form.codes, element)),
+          ahead(some.groups, element / grain_of(form.codes) * sizeof(ScaleGroup))};
 }
 
 template <class From>

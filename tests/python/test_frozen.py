@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import strata
 import torch
+from peft import LoraConfig, get_peft_model
 from strata import StrataError
 from strata._runtime import coded
 from strata._runtime.wrapped import Wrapped, wrapped
@@ -254,6 +255,28 @@ def test_a_write_in_place_is_refused() -> None:
     wrong = pytest.raises((StrataError, ValueError, RuntimeError), match="rests as nf4")
     with wrong, torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_are_merged_into_codes_where_that_is_asked_for(form: str) -> None:
+    """PEFT adds in place, which is refused, or writes whole weights, which are quantised again."""
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model, _ = wrap(get_peft_model(llama().to(torch.bfloat16), config), form)
+    name = "model.layers.1.mlp.up_proj"
+    layer = model.get_submodule(f"base_model.model.{name}")
+    sum_of_both = layer.base_layer.weight.detach().clone() + layer.get_delta_weight("default")
+    with pytest.raises(StrataError, match=rf"rests as {form}: .* write all of it"):
+        model.merge_and_unload()
+    model, _ = wrap(get_peft_model(llama().to(torch.bfloat16), config), form)
+    stored = wrapped(model)
+    merged = model.merge_and_unload(safe_merge=True)
+    other = freeze(llama()).to(torch.bfloat16)
+    with torch.no_grad():
+        other.get_submodule(name).weight.copy_(sum_of_both)
+    expected = of_codes(wrapped(wrap(other, form)[0]))[f"{name}.weight"]
+    found = of_codes(stored)[f"base_model.model.{name}.base_layer.weight"]
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(merged.get_submodule(name).weight, other.get_submodule(name).weight)
 
 
 @pytest.mark.parametrize("form", FORMS)
