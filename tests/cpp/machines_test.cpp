@@ -8,24 +8,24 @@ namespace strata {
 namespace {
 
 TEST(Machines, DoNotChangeABit) {
-  expect_the_same_for_all(roomy(), {.max_norm = 0.5, .grad_divisor = 12.0}, {}, Places::one_each);
+  expect_the_same_for_all(roomy(), {.max_norm = 0.5, .grad_divisor = 12.0}, {}, Hosts::one_each);
 }
 
 TEST(Machines, NorWhereEachHasLittleMemory) {
   const TempFolder folder;
-  expect_the_same_for_all(tight(folder), {.grad_divisor = 12.0}, {}, Places::one_each);
+  expect_the_same_for_all(tight(folder), {.grad_divisor = 12.0}, {}, Hosts::one_each);
 }
 
 TEST(Machines, NorWhereUpdatesBeginInTheBackward) {
   Config config = roomy();
   config.update = UpdateMode::in_backward;
-  expect_the_bits_of_on_step(config, {}, Places::one_each);
+  expect_the_bits_of_on_step(config, {}, Hosts::one_each);
 }
 
 TEST(Machines, NorWhereLateUpdatesMayLagByNoStep) {
   Config config = roomy();
   config.update = UpdateMode::lock_free;
-  expect_the_bits_of_on_step(config, {}, Places::one_each);
+  expect_the_bits_of_on_step(config, {}, Hosts::one_each);
 }
 
 // One of two machines.

@@ -115,7 +115,7 @@ inline void on_ranks(std::uint32_t ranks, const std::function<void(std::uint32_t
 }
 
 // How ranks reach each other.
-enum class Places : std::uint8_t { one_machine, one_each };
+enum class Hosts : std::uint8_t { one, one_each };
 
 // By rank.
 inline std::vector<std::string> a_machine_each(std::uint32_t ranks) {
@@ -128,7 +128,7 @@ inline std::vector<std::string> a_machine_each(std::uint32_t ranks) {
 inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Config& of,
                                                const StepOptions& options, const Between& between,
                                                std::uint32_t batches = kBatches,
-                                               Places places = Places::one_machine) {
+                                               Hosts hosts = Hosts::one) {
   std::vector<std::vector<float>> results(ranks);
   Loopback machine(ranks);
   WireLoopback wires(ranks, {.latency = std::chrono::microseconds(100), .bytes_s = 1e9});
@@ -143,8 +143,8 @@ inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, c
     config.accumulate = true;
     if (!config.ssd_paths.empty()) config.ssd_paths = {folders[rank]->path()};
     SessionParts parts;
-    if (ranks > 1 && places == Places::one_machine) parts.meeting = machine.meeting(rank);
-    if (ranks > 1 && places == Places::one_each) {
+    if (ranks > 1 && hosts == Hosts::one) parts.meeting = machine.meeting(rank);
+    if (ranks > 1 && hosts == Hosts::one_each) {
       config.machines = a_machine_each(ranks);
       parts.wire = wires.wire(rank);
     }
@@ -189,22 +189,21 @@ inline void expect_bits(const std::vector<float>& expected,
 }
 
 inline void expect_the_same_for_all(const Config& config, const StepOptions& options,
-                                    const Between& between = {},
-                                    Places places = Places::one_machine) {
+                                    const Between& between = {}, Hosts hosts = Hosts::one) {
   const std::vector<float> expected = trained(1, 3, config, options, {})[0];
   for (const std::uint32_t ranks : {2U, 3U, 4U}) {
-    expect_bits(expected, trained(ranks, 3, config, options, between, kBatches, places));
+    expect_bits(expected, trained(ranks, 3, config, options, between, kBatches, hosts));
   }
 }
 
 // As those of one rank that updates at step(); each rank has one micro-batch.
 inline void expect_the_bits_of_on_step(const Config& config, const StepOptions& options,
-                                       Places places = Places::one_machine) {
+                                       Hosts hosts = Hosts::one) {
   for (const std::uint32_t ranks : {2U, 3U}) {
     Config plain = config;
     plain.update = UpdateMode::on_step;
     const std::vector<float> expected = trained(1, 4, plain, options, {}, ranks)[0];
-    expect_bits(expected, trained(ranks, 4, config, options, {}, ranks, places));
+    expect_bits(expected, trained(ranks, 4, config, options, {}, ranks, hosts));
   }
 }
 
