@@ -305,6 +305,7 @@ class PaperMachine:
     ssd_mixed: float = 0.6  # of its speed that each way keeps beside the other
     ssd_bytes: int = 4 * 10**12
     device_share: float = 0.92  # of the device that is left beside the driver's and kernels' own
+    peak_flops_s: float = 0.0  # as printed; 0: of no interest
 
     def costs(self) -> Costs:
         """Computation as in traces made with this machine's flops_s. What moves through host memory
@@ -355,4 +356,16 @@ H200 = PaperMachine(
     host_bytes=137 * 10**9,
     host_memory_bytes_s=200e9,
     ssds=0,
+)
+# One H100 SXM of eight in a machine of 2 TiB, whose host memory is that of all: two sockets of
+# twelve channels.
+H100_OF_8 = PaperMachine(
+    "one H100 of 8",
+    device_bytes=80 * 10**9,
+    flops_s=600e12,
+    link_bytes_s=50e9,
+    host_bytes=2199 * 10**9,
+    host_memory_bytes_s=700e9,
+    ssds=0,
+    peak_flops_s=989e12,
 )

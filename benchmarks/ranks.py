@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 from .common import Context, Figure, median_ratio, take_turns
+from .network import Network
 from .peers.child import Child
 
 TARGETS = {2048: 1.05, 128: 1.3}  # of the step, by tokens of the global batch
@@ -24,7 +25,15 @@ WARM_UP_STEPS = 3
 class Group:
     """The ranks of one side, as processes that are asked together."""
 
-    def __init__(self, context: Context, side: str, tokens: int, ranks: int, threads: int) -> None:
+    def __init__(
+        self,
+        context: Context,
+        side: str,
+        tokens: int,
+        ranks: int,
+        threads: int,
+        network: Network | None = None,
+    ) -> None:
         with socket.socket() as any_port:
             any_port.bind(("127.0.0.1", 0))
             port = str(any_port.getsockname()[1])
@@ -39,6 +48,8 @@ class Group:
             if ranks > 1:
                 env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
                 env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            if network is not None:
+                return Child([*network.inside(rank), *command], env | network.env(rank))
             return Child(command, env)
 
         self._pool = ThreadPoolExecutor(ranks)

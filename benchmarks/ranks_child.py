@@ -1,6 +1,6 @@
-"""A child of the bench ranks: one rank, or one process that is alone, trains a Llama by strata or
-under FSDP2, a step at a time. Its memory is that which an idle process has not, less what it used
-of the device, which each rank has of its own."""
+"""A child of the benches ranks and wire: one rank, or one process that is alone, trains a Llama by
+strata or under FSDP2, a step at a time. Its memory is that which an idle process has not, less what
+it used of the device, which each rank has of its own."""
 
 import argparse
 import os
@@ -54,6 +54,31 @@ def open_fsdp2(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
 
 
+def wire_bytes(model: torch.nn.Module) -> Answer:
+    """Sent to other machines so far, by strata and by the interface; and what a step has to send:
+    bytes of parameters that this rank lends others once, and of gradients that are not its own."""
+    from strata._runtime.wrapped import wrapped
+
+    state = wrapped(model)
+    if state.ranks is None or state.ranks.wire is None:
+        return {"sent": 0, "interface": 0, "lends": 0, "gradients": 0}
+    rank, others = state.ranks.rank, state.ranks.count - 1
+    lends = gradients = 0
+    for param, parameter in enumerate(state.params):
+        size = parameter.element_size()
+        own = sum(count for of, _, count in state.session.owners(param) if of == rank)
+        lends += own * size * others
+        gradients += (parameter.numel() - own) * size
+    name = os.environ["GLOO_SOCKET_IFNAME"]
+    counted = Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text()
+    return {
+        "sent": sum(state.ranks.wire.sent.values()),
+        "interface": int(counted),
+        "lends": lends,
+        "gradients": gradients,
+    }
+
+
 def proportional_bytes() -> int:
     """This process's memory, what it shares with others divided among them."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
@@ -63,7 +88,7 @@ def proportional_bytes() -> int:
 
 
 def main() -> None:
-    """Answers "step" with seconds, and "memory" with bytes."""
+    """Answers "step" with seconds, "memory" with bytes, and "wire" with bytes sent so far."""
     parser = argparse.ArgumentParser()
     parser.add_argument("side", choices=["strata", "fsdp2"])
     for name in ("tokens", "seed", "threads", "sequences"):
@@ -94,16 +119,22 @@ def main() -> None:
         def step() -> Answer:
             return {"seconds": steady_step(side)}
 
+        def wire() -> Answer:
+            return wire_bytes(side.model)
+
     else:
         optimizer = open_fsdp2(model)
 
         def memory() -> Answer:
             return {"host": 0, "process": proportional_bytes() - idle}
 
+        def wire() -> Answer:
+            return {}
+
         def step() -> Answer:
             return {"seconds": seconds_of(lambda: train_step(model, optimizer, batch))}
 
-    serve(answers, {"step": step, "memory": memory})
+    serve(answers, {"step": step, "memory": memory, "wire": wire})
     os._exit(0)
 
 

@@ -65,17 +65,54 @@ std::string text_of(const py::error_already_set& error) {
          py::str(error.value()).cast<std::string>();
 }
 
-void call(py::handle callable, const UpdateSpan& slice) {
+// Runs `body`, which calls Python, on a thread of the core's.
+template <class Body>
+void call_python(const Body& body) {
   const Inside inside;
   const py::gil_scoped_acquire acquire;
   try {
-    callable(slice.hyper->options, slice.param_id, slice.step, slice.count,
-             address(slice.new_param), address(slice.grad), address(slice.moment1),
-             address(slice.moment2));
+    body();
   } catch (const py::error_already_set& error) {
     throw std::runtime_error(text_of(error));  // what leaves here must not need the GIL
   }
 }
+
+void call(py::handle callable, const UpdateSpan& slice) {
+  call_python([&] {
+    callable(slice.hyper->options, slice.param_id, slice.step, slice.count,
+             address(slice.new_param), address(slice.grad), address(slice.moment1),
+             address(slice.moment2));
+  });
+}
+
+class ForeignWire final : public Wire {
+ public:
+  explicit ForeignWire(py::handle object) : object_(object) {}
+
+  void send(std::uint32_t to, std::span<const std::span<const std::byte>> pieces,
+            std::chrono::milliseconds patience) override {
+    call("send", to, pieces, patience);
+  }
+  void receive(std::uint32_t from, std::span<const std::span<std::byte>> pieces,
+               std::chrono::milliseconds patience) override {
+    call("receive", from, pieces, patience);
+  }
+
+ private:
+  template <class Pieces>
+  void call(const char* verb, std::uint32_t rank, const Pieces& pieces,
+            std::chrono::milliseconds patience) const {
+    call_python([&] {
+      py::list places;
+      for (const auto& piece : pieces) {
+        places.append(py::make_tuple(address(piece.data()), piece.size()));
+      }
+      object_.attr(verb)(rank, places, static_cast<double>(patience.count()) * 1e-3);
+    });
+  }
+
+  py::handle object_;
+};
 
 }  // namespace
 
@@ -91,6 +128,11 @@ void shut_door_at_exit() {
 Foreign foreign_call(py::handle callable) {
   if (callable.is_none()) return {};
   return [callable](const UpdateSpan& slice) { call(callable, slice); };
+}
+
+std::unique_ptr<Wire> foreign_wire(py::handle object) {
+  if (object.is_none()) return nullptr;
+  return std::make_unique<ForeignWire>(object);
 }
 
 }  // namespace strata

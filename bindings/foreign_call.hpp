@@ -1,23 +1,30 @@
-// A Python callable in the place of an update rule: what a session calls for groups of rule
-// "foreign". Its arguments are those that bindings/strata/_core.pyi names at Session.
+// Python that the core's own threads call. In the place of an update rule, a callable: what a
+// session calls for groups of rule "foreign". In the place of a wire to other machines, an object
+// with the methods send() and receive(). Arguments are those that bindings/strata/_core.pyi names
+// at Session.
 //
-// Threads: called by workers; takes the GIL for the call. Whoever closes the session must have
-// released it, or waits for a worker that waits for the GIL.
+// Threads: called by workers and couriers; takes the GIL for the call. Whoever closes the session
+// must have released it, or waits for a thread that waits for the GIL.
 //
 //   parts.foreign = foreign_call(callable);     // REQUIRES: callable lives as long as the session
+//   parts.wire = foreign_wire(object);          // likewise
 #pragma once
 
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <memory>
+
 #include "bindings/lent_memory.hpp"
 #include "bindings/python.hpp"
+#include "engine/ranks/wire.hpp"
 #include "optimizers/foreign.hpp"
 
 namespace strata {
 
-// Empty for None. What the callable raises comes out as std::runtime_error.
+// Both are empty for None. What the object raises comes out as std::runtime_error.
 Foreign foreign_call(py::handle callable);
+std::unique_ptr<Wire> foreign_wire(py::handle object);
 
 // From the interpreter's exit on, calls fail. Call once, when the module is made.
 void shut_door_at_exit();

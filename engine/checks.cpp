@@ -109,6 +109,9 @@ void check_config(const Config& config) {
   }
   if (config.workers > kWorkersMax) refuse("more than " + std::to_string(kWorkersMax) + " workers");
   if (config.rank >= config.ranks) refuse("there is no such rank among so many");
+  if (!config.machines.empty() && config.machines.size() != config.ranks) {
+    refuse("each rank has a machine");
+  }
   if (config.ranks > 1 && config.device != "host") {
     refuse("several ranks of a machine share its host memory, and compute there: device=\"host\"");
   }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "engine/ranks/machine.hpp"
+#include "engine/ranks/machines.hpp"
 #include "offload/planner/staging.hpp"
 
 namespace strata {
@@ -42,7 +43,8 @@ std::unique_ptr<Workers> make_workers(Foundation& base, const WorkerPlacement& p
 
 std::unique_ptr<Meeting> meeting_of(const Config& config, SessionParts& parts) {
   if (parts.meeting || config.ranks == 1) return std::move(parts.meeting);
-  return std::make_unique<Machine>(config);
+  if (ranks_here(config).size() == config.ranks) return std::make_unique<Machine>(config);
+  return std::make_unique<Machines>(config, std::move(parts.wire));
 }
 
 TierParts tier_parts(SessionParts& parts) {

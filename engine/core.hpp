@@ -18,6 +18,7 @@
 #include "engine/gradients.hpp"
 #include "engine/in_place_writes.hpp"
 #include "engine/ranks/other_ranks.hpp"
+#include "engine/ranks/wire.hpp"
 #include "engine/rearranger.hpp"
 #include "engine/resumption.hpp"
 #include "engine/snapshots.hpp"
@@ -43,6 +44,8 @@ struct SessionParts : TierParts {
   Foreign foreign;  // for groups of Rule::foreign
   // Of one of several ranks; absent: the one that the configuration names.
   std::unique_ptr<Meeting> meeting;
+  // To ranks of other machines; absent: all are of this one.
+  std::unique_ptr<Wire> wire;
   // Called after every turn, for checks of what must always hold.
   std::function<void(const PageTable&, const Claims&)> turned;
 };

@@ -40,6 +40,9 @@ struct Foundation final {
   // `meeting`: null for a rank that is alone.
   Foundation(const Config& config, TierParts parts, std::unique_ptr<Meeting> meeting, Gate& gate,
              Doorbell& bell);
+  ~Foundation() {
+    if (meeting) meeting->part();  // its couriers read host memory
+  }
   Foundation(const Foundation&) = delete;
   Foundation& operator=(const Foundation&) = delete;
 
@@ -64,7 +67,7 @@ struct Foundation final {
   std::byte* outbox = nullptr;   // kOutboxFrames; null: this rank is alone
   std::optional<GradientFrames> gradient_frames;  // none: gradients have pages
   PageCache cache;
-  // The other ranks of the machine, and what they hold. None: this one is alone.
+  // The other ranks, and what they hold. None: this one is alone.
   std::unique_ptr<Peers> peers;
   std::optional<RemotePages> remote;
   std::optional<Whereabouts> whereabouts;

@@ -1,9 +1,10 @@
-// Peers: the other ranks of a machine as one of them sees them. Each has a ring for what every
-// other one says to it, a bell that wakes it, and memory that it alone writes and all may read.
-// Whoever takes part shows all that as a Seat. Nothing here is a lock, and nobody waits.
+// Peers: the other ranks as one of them sees them. Each has a ring for what every other one says to
+// it, a bell that wakes it, and memory that it alone writes and all may read. Whoever takes part
+// shows all that as a Seat. Nothing here is a lock, and nobody waits.
 //
-// Threads: one caller at a time (the core's lock). The other end of a ring is another process, or
-// another session of this one.
+// Threads: one caller at a time (the core's lock). The other end of a ring is another process,
+// another session of this one, or a courier: a rank of another machine has a seat here as well,
+// with copies of its board and memory, which a courier keeps (engine/ranks/courier.hpp).
 //
 //   Peers peers(rank, seats);
 //   peers.send(2, {.kind = PeerMessage::Kind::ask, .what = page});
@@ -15,10 +16,12 @@
 // changed, lost or came twice is noticed.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <optional>
@@ -45,6 +48,9 @@ struct PeerMessage {
     done,       // the pieces of `step` are sent
     bye,        // no more steps
     failed,     // its session has ended with an error
+    // To ranks of other machines alone:
+    board,  // its board has changed: that part lies at `at` there
+    place,  // it has ended `step` steps, and entered unit `what` last; `part`: in the backward
   };
   Kind kind = Kind::ask;
   std::uint32_t what = 0;
@@ -53,16 +59,17 @@ struct PeerMessage {
   std::uint32_t count = 0;
   std::uint32_t dtype = 0;  // of a piece: Dtype
   std::uint64_t at = 0;     // in bytes, from the beginning of the sender's memory
+  std::uint64_t bytes = 0;  // of what lies there, and goes along to another machine
   std::int64_t step = 0;
   // Filled in by Peers: counts what its sender says to the receiver; and a hash of all the rest.
   std::uint32_t number = 0;
   std::uint32_t check = 0;
 };
-static_assert(sizeof(PeerMessage) == 48 && std::is_trivially_copyable_v<PeerMessage>);
+static_assert(sizeof(PeerMessage) == 56 && std::is_trivially_copyable_v<PeerMessage>);
 
 // Another one wherever a word of the message, but for the check, is another.
 inline std::uint32_t check_of(const PeerMessage& message) {
-  const auto words = std::bit_cast<std::array<std::uint32_t, 12>>(message);
+  const auto words = std::bit_cast<std::array<std::uint32_t, 14>>(message);
   std::uint32_t hash = 0x811c9dc5U;
   for (std::size_t i = 0; i + 1 < words.size(); ++i) hash = (hash ^ words[i]) * 0x01000193U;
   return hash;
@@ -76,6 +83,9 @@ struct Seat {
   std::span<std::byte> board;          // written by this rank, read by all
   std::span<const std::byte> memory;   // likewise
   std::function<void()> ring = [] {};  // wakes it
+  // Of a rank of another machine, which has no inbox here.
+  MessageRing* way = nullptr;               // what this rank says to it
+  std::span<const std::byte> board_come{};  // what came of its board last, at the same places
 };
 
 class Peers final {
@@ -159,20 +169,42 @@ class Peers final {
     return static_cast<std::uint64_t>(bytes - memory.data());
   }
   std::span<std::byte> board(std::uint32_t rank) const { return seats_[rank].board; }
-  // Wakes everybody else: something on the board has changed.
-  void ring_all() const {
+  void send_far(const PeerMessage& message) {
     for (std::uint32_t to = 0; to < count(); ++to) {
-      if (to != rank_) seats_[to].ring();
+      if (to != rank_ && seats_[to].way != nullptr) send(to, message);
     }
+  }
+  // So many bytes of this rank's board have changed: everybody else looks. They stay as they are
+  // until all have seen them.
+  void show_board(std::size_t at, std::size_t bytes) {
+    STRATA_ASSERT(bytes > 0 && at + bytes <= seats_[rank_].board.size());
+    for (std::uint32_t to = 0; to < count(); ++to) {
+      if (to == rank_) continue;
+      if (seats_[to].way != nullptr)
+        send(to, {.kind = PeerMessage::Kind::board, .at = at, .bytes = bytes});
+      else
+        seats_[to].ring();
+    }
+  }
+  // A rank of another machine said so. False: it cannot be.
+  bool take_board(std::uint32_t from, std::uint64_t at, std::uint64_t bytes) {
+    const Seat& seat = seats_[from];
+    const std::size_t size = std::min(seat.board.size(), seat.board_come.size());
+    if (bytes == 0 || at > size || bytes > size - at) return false;
+    std::memcpy(seat.board.data() + at, seat.board_come.data() + at, bytes);
+    return true;
   }
 
  private:
+  MessageRing& ring_to(std::uint32_t to) const {
+    return seats_[to].way != nullptr ? *seats_[to].way : seats_[to].inbox[rank_];
+  }
   bool flush(std::uint32_t to) {
     if (to == rank_) return false;
     bool moved = false;
-    if (seats_[to].inbox[rank_].pushed() != pushed_[to]) damaged_ = to;
+    if (ring_to(to).pushed() != pushed_[to]) damaged_ = to;
     for (std::deque<PeerMessage>& queue = waiting_[to]; !queue.empty(); queue.pop_front()) {
-      const RingAnswer answer = seats_[to].inbox[rank_].push(queue.front());
+      const RingAnswer answer = ring_to(to).push(queue.front());
       if (answer == RingAnswer::corrupt) damaged_ = to;
       if (answer != RingAnswer::done) break;
       ++pushed_[to];

@@ -383,7 +383,7 @@ def _start(
     # The core's budget counts whole units that a plan lets rest on the device, too.
     whole = config.copy()
     whole["device_bytes"] = device_goal(config, options)
-    session = _core.Session(whole, foreign)
+    session = _core.Session(whole, foreign, options.ranks.wire if options.ranks else None)
     undo.first(session.close)
     state = Wrapped(model, session, config)
     undo.first(state.landings.close)

@@ -35,6 +35,7 @@ from ._probes import best_isa as best_isa
 from ._probes import code_values as code_values
 from ._probes import packing as packing
 from ._probes import update_span as update_span
+from ._saved_pages import Hasher as Hasher
 from ._saved_pages import PageFiles as PageFiles
 from ._saved_pages import SavedPages as SavedPages
 from ._saved_pages import TakenSnapshot as TakenSnapshot
@@ -46,6 +47,7 @@ from ._session_config import GroupSpec as GroupSpec
 from ._session_config import ParamSpec as ParamSpec
 from ._session_config import Ranks as Ranks
 from ._session_config import StoredName as StoredName
+from ._session_config import Wire as Wire
 
 Kind = Literal["master", "moment1", "moment2", "grad"]
 
@@ -124,10 +126,12 @@ class Session:
         self,
         config: Config,
         foreign: Callable[[int, int, int, int, int, int, int, int], None] | None = None,
+        wire: Wire | None = None,
     ) -> None:
         """`foreign` updates groups of rule "foreign", on worker threads: options, parameter, step
         (from 1), count, and addresses of so many float32 values: parameter, gradient, moment1 and
-        moment2 (0: absent). What it raises ends the session with a StrataError."""
+        moment2 (0: absent). What it raises ends the session with a StrataError. `wire` reaches
+        ranks of other machines, on threads of the core's."""
     @property
     def plan(self) -> Plan: ...
     def step_budgets(self, device_bytes: int) -> Budgets:
@@ -352,15 +356,6 @@ class TimelineSpan(TypedDict):
     begin_ns: int  # of time.perf_counter_ns()
     end_ns: int
     bytes: int
-
-class Hasher:
-    """XXH3-64, without a seed, of bytes that come in pieces. Use from one thread at a time."""
-
-    def __init__(self) -> None: ...
-    def update(self, buffer: Buffer) -> None:
-        """Without the GIL. BufferError where the bytes are not in one piece."""
-    def hexdigest(self) -> str:
-        """Of all bytes so far: 16 digits, the highest first."""
 
 def check_trace(trace: Trace) -> str:
     """The first thing in it that contradicts itself, so that it cannot be planned; or ""."""

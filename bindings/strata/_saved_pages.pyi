@@ -1,8 +1,11 @@
-"""Reading the pages of a snapshot (offload/storage/saved_pages.hpp), and what they hold as float32.
+"""Reading the pages of a snapshot (offload/storage/saved_pages.hpp), and what they hold as float32;
+and the hash by which bytes of files are known.
 For type checkers only: import these from _core.
 """
 
 from typing import Any, Literal
+
+from typing_extensions import Buffer
 
 from ._core import DtypeName, GroupSpec
 
@@ -55,3 +58,12 @@ def load_moments(
     count: int,
     to: int,
 ) -> None: ...
+
+class Hasher:
+    """XXH3-64, without a seed, of bytes that come in pieces. Use from one thread at a time."""
+
+    def __init__(self) -> None: ...
+    def update(self, buffer: Buffer) -> None:
+        """Without the GIL. BufferError where the bytes are not in one piece."""
+    def hexdigest(self) -> str:
+        """Of all bytes so far: 16 digits, the highest first."""

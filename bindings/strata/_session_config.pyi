@@ -1,8 +1,8 @@
-"""What a session is asked to do, of which _core's Session is made; engine/config.hpp says what it
+"""What a session is asked to do, and what it is given to do it with; engine/config.hpp says what it
 means. For type checkers only: import these from _core.
 """
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, Protocol, TypedDict
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
 StoredName = Literal["int8", "nf4", "nf4-double"]
@@ -36,9 +36,11 @@ class GroupSpec(TypedDict):
 
 class Ranks(TypedDict):
     rank: int
-    count: int  # of the machine
-    folder: str  # where they meet: of this user alone
-    pids: list[int]  # their processes, by rank; empty: not known
+    count: int
+    machines: list[str]  # by rank: the name of its machine; none: all are of one
+    patience_s: float  # a rank of another machine that is silent for longer is lost
+    folder: str  # where those of this machine meet: of this user alone
+    pids: list[int]  # their processes, by rank, 0 of others; empty: not known
     timeout_s: float  # how long they wait there for each other
     sums: bool  # gradients are summed, and not averaged
 
@@ -68,3 +70,10 @@ class Config(TypedDict):
     apart: NotRequired[list[bool]]
     # By module: its name, and the units that are entered while it runs. None: one at a time.
     together: NotRequired[list[tuple[str, list[int]]]]
+
+class Wire(Protocol):
+    """Each place is an address and a size. Both raise where the other rank is gone, or says nothing
+    for so many seconds."""
+
+    def send(self, to: int, places: list[tuple[int, int]], patience: float) -> None: ...
+    def receive(self, source: int, places: list[tuple[int, int]], patience: float) -> None: ...

@@ -47,7 +47,8 @@ void Agreement::publish(std::span<const Entry> entries, std::uint64_t asked) {
   std::copy(entries.begin(), entries.end(), this->entries(peers_.rank()));
   mine.asked = asked;
   mine.number.store(number_, std::memory_order_release);
-  peers_.ring_all();
+  const std::size_t bytes = page_bytes(param_count_);
+  peers_.show_board(number_ % 2 * bytes, bytes);
 }
 
 std::optional<std::uint32_t> Agreement::missing() const {

@@ -1,4 +1,4 @@
-// Agreement: what all ranks of a machine must know of a step before anybody updates: which
+// Agreement: what all ranks must know of a step before anybody updates: which
 // parameters have a gradient, on whichever rank, and the squares of the sums. Each rank writes on
 // its own board what it found in the chunks that it owns, and reads those of the others. All of
 // them add up the same numbers exactly, so all know the same norm, bit for bit.

@@ -1,7 +1,6 @@
 #include "engine/ranks/gradient_exchange.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "memory/check.hpp"
@@ -92,9 +91,9 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
       const Unlocked unlocked(lock);
       std::memcpy(place, from, part.count * size);
     }
-    if (owner == rank) {
-      piece.bytes = place;
-      piece.lies_here = true;
+    piece.bytes = place;
+    piece.lies_here = owner == rank;
+    if (piece.lies_here) {
       await(id, piece);
       continue;
     }
@@ -105,6 +104,7 @@ void GradientExchange::land(Lock& lock, const IncomingGradient& gradient) {
                               .count = number,
                               .dtype = static_cast<std::uint32_t>(gradient.dtype),
                               .at = base_.peers->place(place),
+                              .bytes = part.count * size,
                               .step = step_});
   }
 }
@@ -294,13 +294,13 @@ bool GradientExchange::piece_came(std::uint32_t from, const PeerMessage& message
   if (part == nullptr || message.dtype >= kDtypeNames.size()) return false;
   if (message.window >> kWindowBits != 0 || message.count >> kNumberBits != 0) return false;
   const auto dtype = static_cast<Dtype>(message.dtype);
-  const std::byte* const bytes = base_.peers->bytes(from, message.at, part->count * size_of(dtype));
-  if (bytes == nullptr) return false;
+  const std::byte* const bytes = base_.peers->bytes(from, message.at, message.bytes);
+  if (bytes == nullptr || message.bytes != part->count * size_of(dtype)) return false;
   const Key key = key_of(message.step, message.window, message.count);
   if (key < progress_.reached(from)) return false;
   Arrived piece{.rank = from, .key = key, .bytes = bytes, .dtype = dtype};
   if (message.count != 0) {
-    piece.keep(part->count * size_of(dtype));
+    piece.keep(message.bytes);
     base_.peers->send(from, {.kind = PeerMessage::Kind::taken, .at = message.at});
   }
   await(static_cast<std::uint32_t>(part - parts_.data()), piece);

@@ -1,6 +1,6 @@
-// GradientExchange: gradients of all ranks of a machine meet at the owners of their chunks. Each
-// rank puts its piece into memory that the others read, and says so; the owner adds the pieces in
-// float32, in an order that is always the same, to the page where the sum rests.
+// GradientExchange: gradients of all ranks meet at the owners of their chunks. Each rank puts its
+// piece into memory that the others read, and says so; the owner adds the pieces in float32, in an
+// order that is always the same, to the page where the sum rests.
 //
 // Threads: one caller at a time (the core's lock), which is given up while bytes are moved. Added
 // up is by a thread of its own.

@@ -63,6 +63,7 @@ bool Lender::turn() {
     base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
                                   .what = index(loan.page),
                                   .at = base_.peers->place(loan.pin.bytes()),
+                                  .bytes = base_.layout.page_bytes,
                                   .step = version_of(loan.page)});
     moved = true;
   }

@@ -1,5 +1,6 @@
 // Machine: ranks that are processes of one machine and one user. They meet in a folder, prove who
-// they are, and map each other's memory (memory/rendezvous.hpp).
+// they are, and map each other's memory (memory/rendezvous.hpp). Ranks of other machines have no
+// seats here: see machines.hpp.
 //
 // Threads: one caller at a time.
 //
@@ -7,6 +8,7 @@
 //   std::vector<Seat> seats = machine.meet(offer);
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -18,12 +20,15 @@
 
 namespace strata {
 
+// Those of this rank's machine, in their order, this one among them.
+std::vector<std::uint32_t> ranks_here(const Config& config);
+
 class Machine final : public Meeting {
  public:
   explicit Machine(const Config& config) : config_(config) {}
 
   std::vector<Seat> meet(const SeatOffer& offer) override;
-  std::vector<std::uint32_t> lost() override { return watch_.died(); }
+  std::vector<LostRank> lost() override;
 
  private:
   const Config& config_;

@@ -49,7 +49,10 @@ bool OtherRanks::heed_deaths() {
                      " has ended its training, and this one has not: all ranks must take the same "
                      "steps, and save or read parameters before any of them ends");
     } else {
-      fail_where(rank, " has died", kAdvice);
+      const std::string& how = how_[rank];
+      fail_where(rank,
+                 " has died" + (how.empty() ? "" : ", or cannot be reached any more (" + how + ")"),
+                 kAdvice);
     }
     return true;
   }
@@ -105,8 +108,11 @@ void OtherRanks::leave(Lock& lock) {
 
 bool OtherRanks::turn() {
   // Who has died says nothing more: its death is looked at first, and its last words then.
-  const std::vector<std::uint32_t> lost = base_.meeting->lost();
-  for (const std::uint32_t rank : lost) died_[rank] = true;
+  const std::vector<LostRank> lost = base_.meeting->lost();
+  for (const LostRank& of : lost) {
+    died_[of.rank] = true;
+    how_[of.rank] = of.how;
+  }
   if (heed_ways()) return true;
   bool moved = base_.peers->flush();
   while (const auto received = base_.peers->receive()) {
@@ -125,7 +131,7 @@ bool OtherRanks::turn() {
          "what rank " + std::to_string(*damaged) + " and this one say to each other is damaged");
     return true;
   }
-  for (const std::uint32_t rank : lost) lender_.forget(rank);
+  for (const LostRank& of : lost) lender_.forget(of.rank);
   if (heed_deaths() || heed_writes()) return true;
   moved |= lender_.turn();
   return exchange_.turn() || moved;
@@ -152,7 +158,9 @@ void OtherRanks::fail(std::uint32_t cause, std::string what) {
 // Of a rank that trains no more: with its machine, the step, and the unit that it was in last.
 void OtherRanks::fail_where(std::uint32_t cause, std::string what, const std::string& advice) {
   const Whereabouts::Place place = base_.whereabouts->of(cause);
-  what = "rank " + std::to_string(cause) + what + ", on " + host_name();
+  const std::string machine = base_.config.machine(cause);
+  what =
+      "rank " + std::to_string(cause) + what + ", on " + (machine.empty() ? host_name() : machine);
   if (place.unit != kNoUnit) {
     what += " in step " + std::to_string(place.steps + 1) + " since strata.wrap(), last in the " +
             (place.backward ? "backward" : "forward") + " of " + base_.names.of(place.unit);
@@ -196,7 +204,7 @@ bool OtherRanks::take(const Peers::Received& received) {
     case PeerMessage::Kind::ask:
       return lender_.asked(from, page, message.step, message.count);
     case PeerMessage::Kind::grant:
-      return message.what < base_.layout.page_count &&
+      return message.what < base_.layout.page_count && message.bytes == base_.layout.page_bytes &&
              base_.remote->granted(from, page, message.at, base_.layout.page_bytes, message.step);
     case PeerMessage::Kind::give_back:
       return lender_.given_back(from, page);
@@ -222,6 +230,10 @@ bool OtherRanks::take(const Peers::Received& received) {
       if (message.what >= died_.size()) return false;
       heed_failure(from, message);
       return true;
+    case PeerMessage::Kind::place:
+      return message.what < base_.layout.units.size() && base_.whereabouts->came(from, message);
+    case PeerMessage::Kind::board:
+      return base_.peers->take_board(from, message.at, message.bytes);
   }
   return false;
 }

@@ -1,5 +1,5 @@
-// OtherRanks: what a rank hears from the others of its machine, handed to whom it concerns: pages
-// that are asked for and granted, and gradients on their way to their owners.
+// OtherRanks: what a rank hears from the others, handed to whom it concerns: pages that are asked
+// for and granted, and gradients on their way to their owners.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -29,6 +29,7 @@ class OtherRanks final {
         lender_(base, updates),
         said_bye_(base.peers->count(), false),
         died_(base.peers->count(), false),
+        how_(base.peers->count()),
         messages_(base.peers->count(), 0),
         cause_(base.peers->rank()) {}
 
@@ -75,6 +76,7 @@ class OtherRanks final {
   Lender lender_;
   std::vector<bool> said_bye_;           // by rank
   std::vector<bool> died_;               // likewise
+  std::vector<std::string> how_;         // likewise, of those of other machines: what broke
   std::vector<std::uint64_t> messages_;  // likewise: that came
   std::uint32_t cause_;                  // of the failure: the rank that began it
   bool gave_up_ = false;                 // likewise: it was waited for for too long

@@ -74,19 +74,21 @@ void RemotePages::close(PageId page) {
 }
 
 void RemotePages::drop(const Lease& lease) {
-  const PageId page = lease.page;
+  give_back(lease);
   leases_.erase(leases_.begin() + (&lease - leases_.data()));
-  give_back(page);
 }
 
-void RemotePages::give_back(PageId page) {
-  peers_.send(holders_[index(page)], {.kind = PeerMessage::Kind::give_back, .what = index(page)});
+void RemotePages::give_back(const Lease& lease) {
+  const std::uint32_t holder = holders_[index(lease.page)];
+  peers_.send(holder, {.kind = PeerMessage::Kind::give_back,
+                       .what = index(lease.page),
+                       .at = peers_.place_of(holder, lease.bytes)});
 }
 
 bool RemotePages::settle() {
   std::erase_if(leases_, [this](const Lease& lease) {
     const bool unused = lease.bytes != nullptr && lease.users == 0;
-    if (unused) give_back(lease.page);
+    if (unused) give_back(lease);
     return unused;
   });
   return leases_.empty();

@@ -1,7 +1,7 @@
-// RemotePages: pages that another rank of the machine holds. Who opens one asks its holder, who
-// brings it to memory that both map, answers with its place there, and keeps it there, as it is,
-// until it is given back. So a page is read from disk once and lies in host memory once, however
-// many ranks compute with it.
+// RemotePages: pages that another rank holds. Who opens one asks its holder, who brings it to
+// memory that both map, answers with its place there, and keeps it there, as it is, until it is
+// given back. So a page is read from disk once and lies in host memory once, however many ranks of
+// the machine compute with it. From another machine the page comes along with the answer.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -110,7 +110,7 @@ class RemotePages final {
   };
 
   Lease* find(PageId page);
-  void give_back(PageId page);
+  void give_back(const Lease& lease);
   void drop(const Lease& lease);
 
   PageTable& table_;

@@ -1,5 +1,5 @@
-// Ranks of one machine as threads of this process, over a loopback: what they train, and that all
-// end with the same bits.
+// Ranks of one machine, or of one each, as threads of this process, over a loopback: what they
+// train, and that all end with the same bits.
 //
 // Threads: each rank has one.
 //
@@ -22,6 +22,7 @@
 
 #include "adoptions.hpp"
 #include "doubles/loopback.hpp"
+#include "doubles/wire_loopback.hpp"
 #include "engine/session.hpp"
 #include "forked.hpp"
 #include "io_fixtures.hpp"
@@ -113,12 +114,24 @@ inline void on_ranks(std::uint32_t ranks, const std::function<void(std::uint32_t
   for (std::thread& thread : threads) thread.join();
 }
 
+// How ranks reach each other.
+enum class Hosts : std::uint8_t { one, one_each };
+
+// By rank.
+inline std::vector<std::string> a_machine_each(std::uint32_t ranks) {
+  std::vector<std::string> names;
+  for (std::uint32_t rank = 0; rank < ranks; ++rank) names.push_back("m" + std::to_string(rank));
+  return names;
+}
+
 // Of every rank: the parameters, as it reads them, from whoever holds them.
 inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Config& of,
                                                const StepOptions& options, const Between& between,
-                                               std::uint32_t batches = kBatches) {
+                                               std::uint32_t batches = kBatches,
+                                               Hosts hosts = Hosts::one) {
   std::vector<std::vector<float>> results(ranks);
   Loopback machine(ranks);
+  WireLoopback wires(ranks, {.latency = std::chrono::microseconds(100), .bytes_s = 1e9});
   std::barrier all(static_cast<std::ptrdiff_t>(ranks));
   std::vector<std::unique_ptr<TempFolder>> folders;
   for (std::uint32_t r = 0; r < ranks; ++r) folders.push_back(std::make_unique<TempFolder>());
@@ -130,7 +143,11 @@ inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, c
     config.accumulate = true;
     if (!config.ssd_paths.empty()) config.ssd_paths = {folders[rank]->path()};
     SessionParts parts;
-    if (ranks > 1) parts.meeting = machine.meeting(rank);
+    if (ranks > 1 && hosts == Hosts::one) parts.meeting = machine.meeting(rank);
+    if (ranks > 1 && hosts == Hosts::one_each) {
+      config.machines = a_machine_each(ranks);
+      parts.wire = wires.wire(rank);
+    }
     Session session(config, std::move(parts));
     fill_all(session);
     all.arrive_and_wait();  // nobody reads what is not written yet
@@ -172,20 +189,21 @@ inline void expect_bits(const std::vector<float>& expected,
 }
 
 inline void expect_the_same_for_all(const Config& config, const StepOptions& options,
-                                    const Between& between = {}) {
+                                    const Between& between = {}, Hosts hosts = Hosts::one) {
   const std::vector<float> expected = trained(1, 3, config, options, {})[0];
   for (const std::uint32_t ranks : {2U, 3U, 4U}) {
-    expect_bits(expected, trained(ranks, 3, config, options, between));
+    expect_bits(expected, trained(ranks, 3, config, options, between, kBatches, hosts));
   }
 }
 
 // As those of one rank that updates at step(); each rank has one micro-batch.
-inline void expect_the_bits_of_on_step(const Config& config, const StepOptions& options) {
+inline void expect_the_bits_of_on_step(const Config& config, const StepOptions& options,
+                                       Hosts hosts = Hosts::one) {
   for (const std::uint32_t ranks : {2U, 3U}) {
     Config plain = config;
     plain.update = UpdateMode::on_step;
     const std::vector<float> expected = trained(1, 4, plain, options, {}, ranks)[0];
-    expect_bits(expected, trained(ranks, 4, config, options, {}, ranks));
+    expect_bits(expected, trained(ranks, 4, config, options, {}, ranks, hosts));
   }
 }
 

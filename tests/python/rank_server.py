@@ -1,7 +1,8 @@
-"""Runs ranks of one machine, as processes that have imported torch already.
+"""Runs ranks, as processes that have imported torch already.
 
 with Ranks() as ranks:
     results = ranks.run("losses", 2, steps=3)       # of rank_scenarios.losses, by rank
+    results = ranks.run("losses", "aabb", steps=3)  # likewise, two on each of two machines
     run = ranks.start("endless", 2)                 # ... .pids, to send signals to
     outcomes = run.wait()                           # .value, .code, .error, .seconds, by rank
 
@@ -119,13 +120,16 @@ class Ranks:
         self._server.wait()
         self._folder.cleanup()
 
-    def start(self, scenario: str, ranks: int, **arguments: Any) -> Run:
-        """Starts `ranks` processes; one alone is no rank, as without torchrun. `scenario`: a
-        function of rank_scenarios.py, or with its module ahead of it, as "rank_saves.saves"."""
+    def start(self, scenario: str, ranks: int | str, **arguments: Any) -> Run:
+        """Starts `ranks` processes; one alone is no rank, as without torchrun. A text has a letter
+        for the machine of each, which does not share memory with the others. `scenario`: a function
+        of rank_scenarios.py, or with its module ahead of it, as "rank_saves.saves"."""
+        machines = ranks if isinstance(ranks, str) else ""
+        count = len(machines) if isinstance(ranks, str) else ranks
         folder = Path(self._folder.name) / f"run-{self._runs}"
         folder.mkdir()
         self._runs += 1
-        order = {"scenario": scenario, "ranks": ranks, "folder": str(folder)}
+        order = {"scenario": scenario, "ranks": count, "folder": str(folder), "machines": machines}
         assert self._server.stdin is not None
         self._server.stdin.write((json.dumps(order | {"with": arguments}) + "\n").encode())
         self._server.stdin.flush()
@@ -141,7 +145,7 @@ class Ranks:
         """Fails where the server has ended: nobody would see ranks end."""
         assert self._server.poll() is None, "the server of the ranks has ended: see its traceback"
 
-    def run(self, scenario: str, ranks: int, **arguments: Any) -> list[Any]:
+    def run(self, scenario: str, ranks: int | str, **arguments: Any) -> list[Any]:
         """What the scenario returned on each rank, all of which ended well."""
         outcomes = self.start(scenario, ranks, **arguments).wait()
         for outcome in outcomes:
@@ -168,6 +172,8 @@ def _be_rank(order: dict[str, Any], rank: int) -> None:
     torch.set_num_threads(1)
     if order["ranks"] > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"])}
+        if order["machines"]:
+            os.environ["STRATA_MACHINE"] = order["machines"][rank]
         if order["with"].pop("meet", True):
             distributed.init_process_group(
                 "gloo",

@@ -8,6 +8,7 @@ from strata._cli import main as cli
 from strata._cli import sharing
 from strata._config.configure import Options
 from strata._config.ranks import Ranks
+from strata._storage.trace_file import load
 from test_planner_commands import BUDGET, TOKENS, estimate
 from transformers import LlamaConfig
 
@@ -31,6 +32,29 @@ def test_ranks_share_the_machine_and_have_a_device_each(ask, trace_path, capsys)
     said = capsys.readouterr().out
     assert "2 ranks, each with a device of its own" in said
     assert two["partition"] in said
+
+
+def test_machines_have_what_they_have_each_and_a_network_between_them(ask, trace_path, capsys):
+    four = ("--ranks", "4", "--machines", "2", "--link")
+    fast, one = ask(*four, "1000GB/s")[0], ask("--ranks", "2")[0]
+    assert fast["budgets"] == one["budgets"]  # two ranks share a machine, with and without others
+    assert fast["network"]["machines"] == 2
+    assert one["network"] is None
+    # A machine gets half of each page for each of its ranks, and gradients once.
+    trained = [unit for unit in load(trace_path).trace.units if unit.grad_bytes]
+    gradients = sum(unit.param_bytes for unit in trained)
+    assert fast["network"]["bytes"] >= 2 * gradients  # (one pass, and gradients) * 2 ranks / 2
+    assert fast["network"]["bytes"] == pytest.approx(2 * fast["network"]["bytes_min"])
+    slow = ask(*four, "1MB/s")[0]
+    assert slow["step_seconds"] == pytest.approx(slow["network"]["bytes"] / 1e6)
+    assert slow["percent_of_bound"] == pytest.approx(50)
+    assert "limited by the network" in slow["limited"]
+    assert "limited by the network" not in fast["limited"]
+    speed = ["--link", "1MB/s", "--ranks", "4", "--machines", "2"]
+    assert cli.main(["plan", "--trace", trace_path, "--memory", BUDGET, *speed]) == 0
+    said = capsys.readouterr().out
+    assert "4 ranks on 2 machines" in said
+    assert "(network), 50 % of it reached" in said
 
 
 def test_what_rests_on_the_devices_of_ranks_whole_is_told(ask):
@@ -59,7 +83,9 @@ def test_ranks_share_the_speed_of_the_ssd(ask):
     ("options", "says"),
     [
         (["--ranks", "0"], "'0' is not a positive whole number"),
-        (["--ranks", "2", "--machines", "2"], "unknown option '--machines'"),
+        (["--ranks", "2", "--machines", "2"], "needs the speed of their network: --link"),
+        (["--ranks", "3", "--machines", "2", "--link", "1GB/s"], "cannot be on --machines 2"),
+        (["--ranks", "2", "--link", "1GB/s"], "--link is of several machines"),
     ],
 )
 def test_ranks_that_cannot_be_asked_for_are_refused(trace_path, capsys, options, says):

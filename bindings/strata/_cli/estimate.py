@@ -26,7 +26,7 @@ from .. import _core
 from .._config import device
 from .._config.choices import HOST, check_base
 from .._config.configure import UNBOUNDED, Options, config_of
-from .._config.ranks import Ranks, plans_of_one_page_size
+from .._config.ranks import paper_ranks, plans_of_one_page_size
 from .._config.update_modes import LockFree
 from .._errors import StrataError, is_for_snapshots
 from .._optim.groups import group_spec
@@ -72,7 +72,7 @@ class Step:
 
     @property
     def ranks(self) -> int:
-        """How many train the model together; `memory` is all that they have, and `device` each."""
+        """How many share a machine; `memory` is all that they have, and `device` each."""
         return self.options.shared_by()
 
     def budgets(self, sizes: Plan) -> Budgets:
@@ -201,7 +201,7 @@ def run(options: argparse.Namespace) -> int:
         workers=1,
         snapshots=options.snapshots,
         frozen=options.frozen,
-        ranks=Ranks(0, options.ranks, "") if options.ranks > 1 else None,
+        ranks=paper_ranks(options.ranks, options.machines) if options.ranks > 1 else None,
     )
     if options.snapshots and not options.memory["ssd"]:
         raise ValueError(f"--snapshots {options.snapshots} are kept on an SSD: give ssd= as well")
@@ -221,7 +221,7 @@ def run(options: argparse.Namespace) -> int:
     sizes = page_sizes(model, counted, step)
     page_bytes = sizes["page_bytes"]
     machine = machine_of(options, page_bytes, options.dtype)
-    shared = options.ranks if options.device == HOST else 1  # ranks that compute on one device
+    shared = step.ranks if options.device == HOST else 1  # ranks that compute on one device
     flops_s, bytes_s = options.flops or machine.flops_s / shared, options.device_bandwidth
     if bytes_s is None:  # another device is limited by its arithmetic
         bytes_s = machine.memory_bytes_s / shared if options.flops is None else float("inf")

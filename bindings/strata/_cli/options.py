@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 # What options take, and how help calls that; all others take any text.
 _KINDS: tuple[tuple[Callable[[str], Any], str, tuple[str, ...]], ...] = (
-    (positive, "N", ("--steps", "--batch", "--sequence", "--split", "--ranks")),
+    (positive, "N", ("--steps", "--batch", "--sequence", "--split", "--ranks", "--machines")),
     (workers, "N", ("--workers",)),
     (count, "N", ("--snapshots",)),
     (parse_size, "SIZE", ("--ssd-endurance",)),
     (page_size, "SIZE", ("--page-size",)),
     (parse_speed, "SPEED", ("--upload-speed", "--download-speed", "--device-bandwidth")),
-    (parse_speed, "SPEED", ("--ssd-read-speed", "--ssd-write-speed")),
+    (parse_speed, "SPEED", ("--ssd-read-speed", "--ssd-write-speed", "--link")),
     (parse_count, "N", ("--update-speed", "--flops")),
     (parse_factor, "X", ("--tokens-scale", "--compute-speed")),
     (parse_device, "NAME", ("--device",)),
@@ -93,6 +93,8 @@ class Parser(argparse.ArgumentParser):
         options = self.parse_args(arguments)
         try:
             check_split(getattr(options, "split", None), getattr(options, "activations", None))
+            if hasattr(options, "machines"):
+                _check_machines(options.ranks, options.machines, options.link)
         except ValueError as error:
             self.error(str(error))
         return options
@@ -143,9 +145,11 @@ def add_machine(parser: Parser) -> None:
         type=worded(_budgets),
         metavar="device=SIZE,host=SIZE[,ssd=SIZE]",
         help="budgets, such as device=8GiB,host=24GiB,ssd=200GiB; of several ranks each has the "
-        "device budget, and all share the others",
+        "device budget, and all of a machine share the others",
     )
-    add("--ranks", f"processes of one machine that train together ({DEFAULT})", default=1)
+    add("--ranks", f"processes that train together ({DEFAULT})", default=1)
+    add("--machines", f"that they are on, as many on each ({DEFAULT})", default=1)
+    add("--link", "of a machine to the others, each way, such as 50GB/s")
     add("--device", f"whose figures are taken where none are told: {DEVICES}", default="auto")
     own = "(default: this machine's)"
     add("--upload-speed", f"of copies from host to device, such as 25GB/s {own}")
@@ -258,6 +262,18 @@ def doctor_parser(description: str | None) -> Parser:
     add("--workers", WORKERS)
     add("--json", "print one JSON object", action="store_true")
     return parser
+
+
+def _check_machines(ranks: int, machines: int, link: float | None) -> None:
+    """Raises ValueError where they do not go together."""
+    if ranks % machines:
+        raise ValueError(f"--ranks {ranks} cannot be on --machines {machines}, as many on each")
+    if (machines > 1) != (link is not None):
+        raise ValueError(
+            "--machines needs the speed of their network: --link, such as 50GB/s"
+            if machines > 1
+            else "--link is of several machines: say how many with --machines"
+        )
 
 
 def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = True) -> Budgets:

@@ -22,6 +22,7 @@ from .._config.sizes import format_count, format_duration, format_size, write_si
 from .._planning import budget_check
 from .._planning.budget_check import remove_leftovers
 from .._planning.forecast import Forecast, forecast
+from .._planning.network import Network
 from .._profiling.calibrate import Calibration, Setup, calibration
 from .._report.report_text import wear_lines
 from .._storage.trace_file import load
@@ -67,8 +68,10 @@ class Answer:
         return [*found, *self.notes]
 
     def _written_bytes(self) -> int:
-        """To the SSD in a step, by all ranks."""
-        return self.forecast.ranks * self.forecast.written_bytes
+        """To the SSD of a machine in a step, by all its ranks."""
+        crossing = self.forecast.crossing
+        machines = crossing.network.machines if crossing else 1
+        return self.forecast.ranks // machines * self.forecast.written_bytes
 
     def _wear(self) -> list[str]:
         seconds = self.forecast.step_seconds
@@ -90,10 +93,13 @@ def reply(
     model, so that it trains at all."""
     wishes, ranks = wishes_of(options.activations, options.split), options.ranks
     told = [SPEED_OF[lane] for option, lane in SPEEDS.items() if getattr(options, option)]
-    costs = costs_of_rank(costs, ranks, options.device, told)
+    here = ranks // options.machines
+    costs = costs_of_rank(costs, here, options.device, told)
     found = forecast(trace, costs, budgets, wishes, ranks * tokens)
     found = replace(found, changes=changes, ranks=ranks)
-    enough = 0 if found.feasible else ranks * _ssd_enough(trace, costs, budgets, wishes)
+    if options.machines > 1:
+        found = found.over_network(Network(options.machines, ranks, options.link))
+    enough = 0 if found.feasible else here * _ssd_enough(trace, costs, budgets, wishes)
     return Answer(found, options.steps, options.ssd_endurance, enough, [*notes, *remarks(options)])
 
 
@@ -155,7 +161,7 @@ def remarks(options: argparse.Namespace) -> list[str]:
     """Notes for people on the budgets and on the folders of --ssd-path, on this machine."""
     memory = dict(options.memory)
     if options.device == HOST:
-        memory["device"] *= options.ranks
+        memory["device"] *= options.ranks // options.machines
     said = budget_check.remarks(memory, options.device, options.ssd_path)
     wanted, free = options.memory["device"], device.free_bytes(options.device)
     if free is not None and wanted > free - CONTEXT_BYTES:
@@ -210,10 +216,11 @@ def run(options: argparse.Namespace) -> int:
     options.device = device.choose(options.device)
     costs = machine_of(options, page_bytes).costs
     costs.compute_scale /= options.compute_speed
-    if options.device == HOST:  # the ranks compute on the processors of one machine
-        costs.compute_scale *= options.ranks
+    here = options.ranks // options.machines
+    if options.device == HOST:  # ranks compute on the processors of their machine
+        costs.compute_scale *= here
     tokens = round(found.origin.tokens * options.tokens_scale)
-    budgets = budgets_of(share_of(options.memory, options.ranks), page_bytes)
+    budgets = budgets_of(share_of(options.memory, here), page_bytes)
     answer = reply(options, trace, costs, budgets, tokens)
     return show(answer, options.json)
 

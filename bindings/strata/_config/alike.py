@@ -17,9 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from .. import _core
+from .ranks import hear
 from .sizes import format_size, parse_budgets, parse_size
 
 if TYPE_CHECKING:
@@ -58,21 +59,6 @@ def check_alike(
         of = hear(ranks.count, parameters)
         rank = next(i for i, other in enumerate(of) if other != of[0])
         raise ValueError(_refusal(_different(dict(of[0]), dict(of[rank]), rank)))
-
-
-def hear(count: int, said: Any) -> list[Any]:
-    """What each rank said, by rank: JSON values."""
-    raw = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
-    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(count)]
-    distributed.all_gather(lengths, torch.tensor([raw.numel()], dtype=torch.int64))
-    padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
-    padded[: raw.numel()] = raw
-    values = [torch.empty_like(padded) for _ in range(count)]
-    distributed.all_gather(values, padded)
-    return [
-        json.loads(value[: int(length)].numpy().tobytes())
-        for value, length in zip(values, lengths, strict=True)
-    ]
 
 
 def _facts(options: Options) -> dict[str, str]:

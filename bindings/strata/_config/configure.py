@@ -159,7 +159,7 @@ class Options:
 
     def shared_by(self) -> int:
         """Ranks among which the machine's host memory, SSD and processors are shared."""
-        return self.ranks.count if self.ranks is not None else 1
+        return self.ranks.together if self.ranks is not None else 1
 
     def least(self, number: int) -> int:
         """Of what the machine has free now: ranks look at different moments, and must choose the

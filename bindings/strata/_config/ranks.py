@@ -1,13 +1,17 @@
-"""The ranks of one machine that train together, as torch.distributed has started them.
+"""The ranks that train together, on one machine or several, as torch.distributed has started them.
 
     ranks = find_ranks()                  # None: this process is alone
-    ranks.folder                          # where they meet, of this user alone; the same for all
+    ranks.machines                        # by rank: the name of its machine; none: all are of one
+    ranks.folder                          # where those of a machine meet, of this user alone
+    ranks.wire                            # to those of other machines
+    hear(ranks.count, value)              # what all of them say
     ranks.share(tensor)                   # what rank 0 has; share_text(text), too
     ranks.least(free_bytes)               # the smallest of what they have
     ranks.wait()                          # for all of them
     ranks.close()
     with naming_lost(ranks): ...          # who has ended is named, where torch only lost it
     ranks_on_paper()                      # the same for a plan: asks nobody, any rank alone may
+    paper_ranks(8, machines=2)            # of a run that there is not
     plans_of_all(config, make_plan)       # what every rank would plan, without asking
     plans_of_one_page_size(config, make_plan)
 
@@ -17,22 +21,26 @@ All calls of a Ranks that was found are calls that every rank makes, in the same
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import json
+import logging
 import os
 import re
 import select
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from .._errors import StrataError
 from .launched import processes_started
+from .wire import Wire, make_group
 
 if TYPE_CHECKING:
     from .._core import Config, Plan
@@ -40,9 +48,12 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 TIMEOUT_MAX_S = 1e9
+PATIENCE_S = 10.0  # with a rank of another machine that says nothing
 RANK_GRADIENTS = ("mean", "sum")
 LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe")  # what torch says then
 ENDED_S = 1.0  # a connection is lost ahead of the process that had it
+
+log = logging.getLogger("strata")
 
 
 @dataclass(frozen=True)
@@ -52,18 +63,28 @@ class Ranks:
     rank: int
     count: int
     folder: str  # none: on paper
-    pids: tuple[int, ...] = ()  # by rank; none: on paper
+    run: str = ""  # a name that no other run has
+    pids: tuple[int, ...] = ()  # by rank; 0 of another machine; none: on paper
+    machines: tuple[str, ...] = ()  # by rank: its name; none: all are of one
+    wire: Wire | None = None  # to other machines
 
     def spec(self, gradients: str) -> RanksSpec:
         """As the core takes it. `gradients`: one of RANK_GRADIENTS."""
         return {
             "rank": self.rank,
             "count": self.count,
+            "machines": list(self.machines),
+            "patience_s": PATIENCE_S,
             "folder": self.folder,
             "pids": list(self.pids),
             "timeout_s": TIMEOUT_S,
             "sums": gradients == "sum",
         }
+
+    @property
+    def together(self) -> int:
+        """The most ranks that a machine has: all share out what theirs has alike."""
+        return _most(self.machines, self.count)
 
     def share(self, tensor: torch.Tensor) -> None:
         """Gives every rank the values of rank 0, in place."""
@@ -72,15 +93,6 @@ class Ranks:
         if values.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(values)
-
-    def share_text(self, text: str) -> str:
-        """The text that rank 0 gives, on every rank."""
-        given = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-        length = torch.tensor([len(text.encode())], dtype=torch.int64)
-        distributed.broadcast(length, 0)
-        taken = given if self.rank == 0 else torch.empty(max(1, int(length)), dtype=torch.uint8)
-        distributed.broadcast(taken, 0)
-        return taken.numpy().tobytes()[: int(length)].decode()
 
     def least(self, number: int) -> int:
         """The smallest number that a rank has; on paper this one's."""
@@ -95,12 +107,13 @@ class Ranks:
         distributed.barrier()
 
     def ended(self, seconds: float) -> list[int]:
-        """The ranks whose processes have ended, or the first to end within so many seconds."""
+        """Of this machine: the ranks whose processes have ended, or the first to end within so many
+        seconds."""
         files: dict[int, int] = {}
         gone = []
         try:
             for rank, pid in enumerate(self.pids):
-                if rank == self.rank:
+                if rank == self.rank or pid == 0:
                     continue
                 try:
                     files[os.pidfd_open(pid)] = rank
@@ -114,7 +127,7 @@ class Ranks:
 
     def close(self) -> None:
         """The folder is not needed any more."""
-        if self.rank == 0:
+        if _here(self.rank, self.count, self.machines)[0] == self.rank:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -142,7 +155,15 @@ def ranks_on_paper() -> Ranks | None:
     if not distributed.is_available() or not distributed.is_initialized():
         return None
     count = distributed.get_world_size()
-    return Ranks(distributed.get_rank(), count, "") if count > 1 else None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", count))  # as torchrun says
+    machines = count // here if count % here == 0 else 1
+    return replace(paper_ranks(count, machines), rank=distributed.get_rank()) if count > 1 else None
+
+
+def paper_ranks(count: int, machines: int = 1) -> Ranks:
+    """The first of so many, as many on each machine."""
+    names = tuple(f"machine-{rank * machines // count}" for rank in range(count))
+    return Ranks(0, count, "", machines=names if machines > 1 else ())
 
 
 def plans_of_all(config: Config, make_plan: Callable[[Config], Plan]) -> list[Plan]:
@@ -159,7 +180,8 @@ def plans_of_all(config: Config, make_plan: Callable[[Config], Plan]) -> list[Pl
         try:
             found.append(make_plan({**config, "ranks": there}))
         except StrataError as error:
-            share = f"one of {here['count']} shares of the machine's budgets"
+            parts = _most(here["machines"], here["count"])
+            share = f"one of {parts} shares of the machine's budgets"
             error.args = (f"{error} (rank {rank}: its host and ssd are {share})",)
             raise
     return found
@@ -179,8 +201,8 @@ def find_ranks() -> Ranks | None:
     """The ranks of torch.distributed, if there is more than one.
 
     Raises:
-        ValueError: they are not of one machine, or torch.distributed is still to be initialised.
-        StrataError: another one has ended.
+        ValueError: torch.distributed is still to be initialised.
+        StrataError: another one has ended, or cannot be reached.
     """
     with naming_lost(None):
         return _find_ranks()
@@ -200,26 +222,71 @@ def _find_ranks() -> Ranks | None:
     found = ranks_on_paper()
     if found is None:
         return None
-    _check_machine(found.rank, found.count)
-    pids = [torch.empty(1, dtype=torch.int64) for _ in range(found.count)]
-    distributed.all_gather(pids, torch.tensor([os.getpid()], dtype=torch.int64))
-    folder = _meeting_folder() if found.rank == 0 else ""
-    return replace(found, folder=found.share_text(folder), pids=tuple(map(int, pids)))
-
-
-def _check_machine(rank: int, count: int) -> None:
-    """Raises ValueError where ranks cannot share memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    here = f"{boot}{os.geteuid()}{os.readlink('/proc/self/ns/pid')}"
-    mine = torch.tensor(list(hashlib.sha256(here.encode()).digest()), dtype=torch.uint8)
-    all_of = [torch.empty_like(mine) for _ in range(count)]
-    distributed.all_gather(all_of, mine)
-    others = [i for i, other in enumerate(all_of) if not torch.equal(other, mine)]
-    if others:
-        raise ValueError(
-            f"rank {rank} and rank {others[0]} are on different machines, in different containers, "
-            "or of different users: ranks share memory for now; start all of them on one machine"
+    said = hear(found.count, {**_machine(), "pid": os.getpid()})
+    machines = _named([(of["name"], of["memory"]) for of in said])
+    here = _here(found.rank, found.count, machines)
+    folders = hear(found.count, _meeting_folder() if here[0] == found.rank else "")
+    if machines:
+        log.info(
+            "ranks of %d machines, which do not share memory: %s; pages and gradients go from one "
+            "to another over torch.distributed (gloo)",
+            len(set(machines)),
+            ", ".join(f"rank {rank} on {name}" for rank, name in enumerate(machines)),
         )
+    return replace(
+        found,
+        folder=folders[here[0]],
+        run=os.path.basename(folders[0]),
+        pids=tuple(of["pid"] if rank in here else 0 for rank, of in enumerate(said)),
+        machines=machines,
+        wire=Wire(make_group()) if machines else None,
+    )
+
+
+def hear(count: int, said: Any) -> list[Any]:
+    """What each rank said, by rank: JSON values."""
+    raw = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(count)]
+    distributed.all_gather(lengths, torch.tensor([raw.numel()], dtype=torch.int64))
+    padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
+    padded[: raw.numel()] = raw
+    values = [torch.empty_like(padded) for _ in range(count)]
+    distributed.all_gather(values, padded)
+    return [
+        json.loads(value[: int(length)].numpy().tobytes())
+        for value, length in zip(values, lengths, strict=True)
+    ]
+
+
+def _machine() -> dict[str, str]:
+    """What this process says of where it is. `memory`: ranks that say the same can share theirs."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    own = os.environ.get("STRATA_MACHINE", "")  # ranks of one host that are to count as of several
+    memory = f"{boot.strip()} {os.geteuid()} {os.readlink('/proc/self/ns/pid')} {own}"
+    return {"name": own or socket.gethostname(), "memory": memory}
+
+
+def _named(places: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """By rank: what its machine is called, of names that may be alike: containers of one host, and
+    users, have the same. None: there is one machine."""
+    different = list(dict.fromkeys(places))
+    if len(different) == 1:
+        return ()
+    shown: dict[tuple[str, str], str] = {}
+    for one in different:
+        others = sum(other[0] == one[0] for other in shown)
+        shown[one] = f"{one[0]} ({others + 1})" if others else one[0]
+    return tuple(shown[one] for one in places)
+
+
+def _here(rank: int, count: int, machines: Sequence[str]) -> list[int]:
+    """The ranks of the machine of that one."""
+    return [of for of in range(count) if not machines or machines[of] == machines[rank]]
+
+
+def _most(machines: Sequence[str], count: int) -> int:
+    """Ranks of the machine that has most."""
+    return max(Counter(machines).values(), default=count)
 
 
 def _meeting_folder() -> str:

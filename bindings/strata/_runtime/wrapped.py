@@ -8,6 +8,7 @@ Use from the thread that trains. Autograd's own threads reach it through hooks.p
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import contextlib
 import os
@@ -119,6 +120,7 @@ class Wrapped:
         self.before_close: list[Callable[[], None]] = []
         self.after_leaving: list[Callable[[], None]] = []  # likewise, once no rank is waited for
         # Closes the session when nothing can reach it any more, and at the interpreter's exit.
+        _open.add(self)
         self.close: Callable[[], Any] = weakref.finalize(
             self, _close, session, self.landings, self.recorder, os.getpid(), self.before_close,
             self.after_leaving,
@@ -421,6 +423,15 @@ def _close(
     for end in after:
         end()
     session.close()
+
+
+_open: weakref.WeakSet[Wrapped] = weakref.WeakSet()
+
+
+@atexit.register  # behind the import of _core, and so ahead of its door: ends are full of calls
+def _close_open() -> None:
+    for state in list(_open):
+        state.close()
 
 
 def wrapped(model: nn.Module) -> Wrapped:

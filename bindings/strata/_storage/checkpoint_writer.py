@@ -33,7 +33,7 @@ from .._core import Hasher
 from .._runtime.wrapped import Wrapped
 from . import rng
 from .checkpoint import Meter, Progress, check_buffers, model_layout, plain_groups, raw_bytes
-from .checkpoint_files import Record, replace_folder, write_manifest
+from .checkpoint_files import CheckpointError, Record, replace_folder, write_manifest
 from .extras import to_json
 from .pace import Pace
 from .shards import Earlier, Shard, ShardWriter, Wanted, cut, describe, free_name, shape_of
@@ -136,6 +136,11 @@ class Work:
             folder = Path(phase.heard[0])
             sources = self._sources(make_values(folder))
             with self.together.phase() as phase:
+                if not folder.is_dir():
+                    raise CheckpointError(
+                        f"{self.path} is not on a disk that all machines share: rank 0 has made "
+                        f"{folder.name} beside it, and rank {self.together.rank} does not see it"
+                    )
                 phase.said = _listed(self._link(sources, folder, pace))
             records = _joined(phase.heard)
             self.meter.add(_bytes_of(records))

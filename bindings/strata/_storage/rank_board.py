@@ -19,7 +19,6 @@ different numbers of passes, it has to end the step.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -58,7 +57,7 @@ class Board:
         """Of a wrapped model. `name`: of what it is for; each thread has a board of its own."""
         if state.ranks is None:
             return None
-        run = f"{os.path.basename(state.ranks.folder)}/{name}"
+        run = f"{state.ranks.run}/{name}"
         return Board(state.session, state.ranks.rank, state.ranks.count, run)
 
     def place(self) -> int:

@@ -42,7 +42,7 @@ from .checkpoint_files import BUFFER_BYTES, CheckpointError, check_replaceable
 from .checkpoint_writer import Values, Work
 from .held_state import Holder
 from .pace import Pace
-from .snapshot import Taker, taker_of, updates_lag
+from .snapshot import Taker, taker_of, why_none
 from .snapshot_elements import Form
 from .snapshot_files import links_at
 from .snapshot_parts import own_chunks, read_part, remove_part, write_lines
@@ -236,10 +236,10 @@ def _taker(state: Wrapped) -> Taker | None:
 
 
 def _merges(state: Wrapped) -> bool:
-    """Gradients have landed that cannot be told from the state that is to be held: on those of
+    """The state cannot be held. Or gradients have landed that cannot be told from it: on those of
     earlier steps, whose updates it would not have, or on their way to other ranks."""
-    if updates_lag(state):
-        log.warning("%s: updates of ranks may lag", WAITS)
+    if whose := why_none(state):
+        log.warning("%s: of %s nothing is held", WAITS, whose)
         return True
     apart = state.ranks is None and state.config["update"] != "lock_free"
     merges = not apart and any(state.landed)

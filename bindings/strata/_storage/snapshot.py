@@ -166,23 +166,28 @@ def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) 
     return series
 
 
-def updates_lag(state: Wrapped) -> bool:
-    """Of several ranks: what others own may be older than a step says, and nobody here knows."""
-    return state.ranks is not None and state.config["update"] == "lock_free"
+def why_none(state: Wrapped) -> str:
+    """Whose snapshots are not to be had, and nobody can hold the state of; "": they are."""
+    if state.ranks is None:
+        return ""
+    if state.ranks.machines:
+        return "several machines"
+    # What others own may be older than a step says, and nobody here knows.
+    return "several ranks with LockFree" if state.config["update"] == "lock_free" else ""
 
 
-def refuse_lagging(state: Wrapped) -> None:
-    """Raises ValueError where snapshots are not to be had."""
-    if updates_lag(state):
+def refuse_some_ranks(state: Wrapped) -> None:
+    """Raises ValueError where there are none."""
+    if whose := why_none(state):
         raise ValueError(
-            "snapshots of several ranks with LockFree are not there yet: use "
-            "strata.save(model, path), which waits, and strata.load() of what it wrote"
+            f"snapshots of {whose} are not there yet: use strata.save(model, path), which waits, "
+            "and strata.load() of what it wrote"
         )
 
 
 def taker_of(state: Wrapped) -> Taker:
     """The model's, made where it has none."""
-    refuse_lagging(state)
+    refuse_some_ranks(state)
     taker: Taker = state.snapshots or Taker(state)
     state.snapshots = taker
     return taker

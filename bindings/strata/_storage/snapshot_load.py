@@ -33,7 +33,7 @@ from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
 from .extras import from_json
-from .snapshot import refuse_lagging, taker_of
+from .snapshot import refuse_some_ranks, taker_of
 from .snapshot_adopt import adopt
 from .snapshot_chunks import check_chunks, roles_of
 from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
@@ -87,7 +87,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             folder = newest[-1] if newest else None
         snapshot = folder if folder is not None and is_snapshot(read_manifest(folder)) else None
         if snapshot is not None:
-            refuse_lagging(state)
+            refuse_some_ranks(state)
         phase.said = str(snapshot)
     together.agree("paths", phase.heard)
     if snapshot is None:

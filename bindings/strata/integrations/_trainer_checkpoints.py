@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._config.launched import several_machines
 from .._config.update_modes import LockFree
 from .._storage.checkpoint_files import CheckpointError, find
 from .._storage.checkpoint_files import remove_checkpoint as remove_saved
@@ -96,11 +97,14 @@ def clear_state(folder: Path) -> None:
         remove_saved(folder)
 
 
-def may_be_snapshots(args: Any, keywords: Mapping[str, Any]) -> bool:
-    """Whether the training state of a checkpoint can be a snapshot. That of several ranks whose
-    updates may be late is written by strata.save(). `args`: of the Trainer; `keywords`: of
-    strata.wrap()."""
-    return args.world_size == 1 or not isinstance(keywords.get("update"), LockFree)
+def whose_no_snapshots(args: Any, keywords: Mapping[str, Any]) -> str:
+    """Whose training state is no snapshot, and is written by strata.save(); "": it may be one.
+    `args`: of the Trainer; `keywords`: of strata.wrap()."""
+    if args.world_size == 1:
+        return ""
+    if several_machines():
+        return "ranks of several machines"
+    return "ranks with late updates" if isinstance(keywords.get("update"), LockFree) else ""
 
 
 def snapshots_at_once(args: Any, steps: int) -> int:

@@ -38,11 +38,11 @@ from ._trainer_checkpoints import (
     checkpoints_in,
     clear_state,
     is_complete,
-    may_be_snapshots,
     newest_checkpoint,
     outdated,
     remove_checkpoint,
     snapshots_at_once,
+    whose_no_snapshots,
 )
 
 if TYPE_CHECKING:
@@ -119,14 +119,13 @@ class SavingMixin(_Base):
         if not saves or self.args.save_only_model:
             return
         given = self._strata_keywords.get("snapshots")
-        if not may_be_snapshots(self.args, self._strata_keywords):
+        if whose := whose_no_snapshots(self.args, self._strata_keywords):
             if given:
                 raise ValueError(
-                    f"strata={{'snapshots': {given}}} with {self.args.world_size} ranks and "
-                    "update=LockFree(...): their checkpoints are saved by strata.save, for "
-                    "gradients that wait are not in a snapshot of ranks: leave it out"
+                    f"strata={{'snapshots': {given}}}: checkpoints of {whose} are saved by "
+                    "strata.save: leave it out"
                 )
-            self._tell("several ranks with late updates")
+            self._tell(whose)
         elif given is not None:
             self.snapshots = given
         elif self._drives():

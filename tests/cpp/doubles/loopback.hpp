@@ -43,12 +43,12 @@ class Loopback final {
     std::vector<Seat> meet(const SeatOffer& offer) override {
       return machine_.meet(rank_, offer, memories_, bells_);
     }
-    std::vector<std::uint32_t> lost() override {
-      std::vector<std::uint32_t> lost;
+    std::vector<LostRank> lost() override {
+      std::vector<LostRank> lost;
       for (std::uint32_t rank = 0; rank < told_.size(); ++rank) {
         if (rank == rank_ || told_[rank] || !machine_.lost_[rank]) continue;
         told_[rank] = true;
-        lost.push_back(rank);
+        lost.push_back({.rank = rank});
       }
       return lost;
     }

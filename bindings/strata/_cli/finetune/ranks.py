@@ -12,7 +12,6 @@ Where rank 0 fails in what it does for all, the others raise what says so, and n
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import distributed
 
 from ..._config.launched import processes_started
-from ..._config.ranks import Ranks, ranks_on_paper
+from ..._config.ranks import Ranks, hear, ranks_on_paper
 from ..._errors import StrataError
 from ..._storage.together import Together
 
@@ -50,7 +49,7 @@ def led(ranks: Ranks | None, do: Callable[[], str]) -> str:
         except BaseException as error:
             failure, said = error, {"error": f"{type(error).__name__}: {error!s:.1000}"}
     try:
-        heard = json.loads(ranks.share_text(json.dumps(said)))
+        heard = hear(ranks.count, said)[0]
     except RuntimeError as error:  # of the connection
         raise StrataError(f"rank 0 ended ahead of the others: {error!s:.300}") from error
     if failure is not None:

@@ -1,0 +1,69 @@
+"""What machines send each other in a step, on paper.
+
+    crossing = crossing_of(trace, plan.resident, Network(machines=2, ranks=8, bytes_s=50e9))
+    crossing.bytes          # that a machine gets; it sends as many
+    crossing.seconds        # on its link; a step takes no less
+
+A rank gets what ranks of other machines hold of a unit for each use of it, unless the unit stays on
+its device: then once, for it is updated between two steps. A gradient goes to who holds the unit,
+once, in the dtype of computation. Pages come ahead of their use and gradients leave beside the
+backward, so a step takes the longer of the two, the step without a network and the network.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .._core import Trace
+
+
+@dataclass(frozen=True)
+class Network:
+    """Machines alike, with as many ranks each."""
+
+    machines: int
+    ranks: int  # of all machines
+    bytes_s: float  # of the link of a machine, each way
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Of a step, in each direction of a machine's link."""
+
+    network: Network
+    bytes: int
+    bytes_min: int  # where each machine got each page once, and sent one sum of its gradients
+
+    @property
+    def seconds(self) -> float:
+        """That the link is busy."""
+        return self.bytes / self.network.bytes_s
+
+    @property
+    def seconds_min(self) -> float:
+        """That no way of sharing parameters out can do without."""
+        return self.bytes_min / self.network.bytes_s
+
+
+def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Crossing:
+    """Of a step whose plan says which units stay on the device. `trace`: of one rank."""
+    uses = Counter(use.unit for use in trace.uses)
+    here = network.ranks // network.machines
+    parameters = gradients = 0
+    for number, unit in enumerate(trace.units):
+        passes = 1 if resident[number] else uses[number]
+        changes = unit.grad_bytes > 0
+        resting = unit.code_bytes or unit.param_bytes
+        parameters += resting * (passes if changes or not resident[number] else 0)
+        gradients += unit.param_bytes if changes else 0
+    # All chunks are shared out over all ranks alike.
+    away = (network.machines - 1) / network.machines
+    return Crossing(
+        network,
+        round((parameters + gradients) * here * away),
+        round((parameters + gradients) * away),
+    )

@@ -1,0 +1,171 @@
+#include "engine/ranks/courier.hpp"
+
+#include <stdexcept>
+#include <utility>
+
+#include "memory/check.hpp"
+
+namespace strata {
+namespace {
+
+// A frame with so much behind it takes no further message: small pages share a frame, and large
+// ones are there as soon as they have come.
+constexpr std::size_t kFrameBytes = 4 * kMiB;
+constexpr auto kFullAgain = std::chrono::microseconds(100);
+// Boards have counts that are read as one word.
+constexpr std::size_t kBoardAlign = 64;
+
+std::span<std::byte> board_in(std::vector<std::max_align_t>& memory, std::size_t bytes) {
+  auto* const first = reinterpret_cast<std::byte*>(memory.data());
+  const std::size_t past = reinterpret_cast<std::uintptr_t>(first) % kBoardAlign;
+  return {first + (kBoardAlign - past) % kBoardAlign, bytes};
+}
+
+std::size_t words_of(std::size_t board_bytes) {
+  return ceil_div(board_bytes + kBoardAlign, sizeof(std::max_align_t));
+}
+
+}  // namespace
+
+Courier::Courier(Wire& wire, std::uint32_t other, const Here& here, std::size_t memory_bytes,
+                 Times times)
+    : wire_(wire),
+      other_(other),
+      here_(here),
+      times_(times),
+      mirror_(memory_bytes),
+      come_(words_of(here.board.size())),
+      seen_(words_of(here.board.size())) {
+  STRATA_ASSERT(here_.inbox != nullptr && here_.bell != nullptr && here_.page_bytes > 0);
+  STRATA_ASSERT(times_.beat < times_.patience);
+}
+
+void Courier::start() {
+  STRATA_ASSERT(!sender_.joinable() && !parting_);
+  sender_ = std::jthread([this] { send_frames(); });
+  receiver_ = std::jthread([this] { receive_frames(); });
+}
+
+Seat Courier::seat() {
+  return {.board = board_in(seen_, here_.board.size()),
+          .memory = mirror_.bytes(),
+          .ring = [this] { bell_.ring(); },
+          .way = &way_,
+          .board_come = board_in(come_, here_.board.size())};
+}
+
+std::optional<std::string> Courier::lost() {
+  if (told_ || !gone_) return std::nullopt;
+  told_ = true;
+  return how_;
+}
+
+void Courier::part() {
+  parting_ = true;
+  bell_.ring();
+  if (sender_.joinable()) sender_.join();
+  if (receiver_.joinable()) receiver_.join();
+}
+
+// Takes messages that wait. A page that is given back needs no memory here from then on.
+void Courier::fill(Head& head) {
+  for (std::size_t bytes = 0; head.count < kMessagesMax && bytes < kFrameBytes;) {
+    PeerMessage& message = head.messages[head.count];
+    if (way_.pop(message) != RingAnswer::done) return;
+    ++head.count;
+    bytes += message.bytes;
+    if (message.kind != PeerMessage::Kind::give_back) continue;
+    mirror_.give_back(message.at, here_.page_bytes);
+  }
+}
+
+Courier::Head Courier::next() {
+  using Clock = std::chrono::steady_clock;
+  Head head;
+  for (const auto end = Clock::now() + times_.beat;;) {
+    const bool parting = parting_;  // ahead of a look at what waits: all that was said goes
+    fill(head);
+    if (head.count != 0) return head;
+    head.ends = parting ? 1 : 0;
+    const auto left = end - Clock::now();
+    if (parting || gone_ || left <= Clock::duration::zero()) return head;
+    bell_.wait(left);
+  }
+}
+
+void Courier::send_frames() {
+  try {
+    for (std::uint64_t number = 0; !gone_; ++number) {
+      Head head = next();
+      head.number = number;
+      std::vector<std::span<const std::byte>> pieces = {std::as_bytes(std::span(&head, 1))};
+      for (std::uint32_t i = 0; i < head.count; ++i) {
+        const PeerMessage& message = head.messages[i];
+        if (message.bytes == 0) continue;
+        const bool board = message.kind == PeerMessage::Kind::board;
+        pieces.push_back((board ? here_.board : here_.memory).subspan(message.at, message.bytes));
+      }
+      wire_.send(other_, pieces, times_.patience);
+      if (head.ends != 0) return;
+    }
+  } catch (const std::runtime_error&) {
+    deaf_ = true;  // what the other one has said is heard to its end, which says why
+  }
+}
+
+void Courier::receive_frames() {
+  try {
+    for (std::uint64_t number = 0; receive_frame(number); ++number) {
+      if (parting_) return;  // what this rank said still goes
+    }
+  } catch (const std::runtime_error& error) {
+    how_ = error.what();
+  }
+  gone_ = true;
+  bell_.ring();
+  here_.bell->ring();
+}
+
+std::span<std::byte> Courier::room_for(const PeerMessage& message) {
+  const bool board = message.kind == PeerMessage::Kind::board;
+  const std::span<std::byte> all = board ? board_in(come_, here_.board.size()) : mirror_.bytes();
+  if (message.at > all.size() || message.bytes > all.size() - message.at) {
+    throw std::runtime_error("what it sent is damaged");
+  }
+  return all.subspan(message.at, message.bytes);
+}
+
+// False: it was the last one.
+bool Courier::receive_frame(std::uint64_t number) {
+  Head head;
+  const std::array<std::span<std::byte>, 1> first = {std::as_writable_bytes(std::span(&head, 1))};
+  wire_.receive(other_, first, times_.patience);
+  if (head.number != number || head.count > kMessagesMax || head.ends > 1) {
+    throw std::runtime_error("what it sent is damaged");
+  }
+  if (head.ends != 0) return false;
+  std::vector<std::span<std::byte>> rooms;
+  for (std::uint32_t i = 0; i < head.count; ++i) {
+    if (head.messages[i].bytes != 0) rooms.push_back(room_for(head.messages[i]));
+  }
+  if (!rooms.empty()) wire_.receive(other_, rooms, times_.patience);
+  for (std::uint32_t i = 0; i < head.count; ++i) {
+    push(head.messages[i]);
+  }
+  if (head.count != 0) here_.bell->ring();
+  if (head.count == 0 && deaf_) throw std::runtime_error("it does not take what is sent to it");
+  return true;
+}
+
+// Waits for room, as long as somebody here takes what comes.
+void Courier::push(const PeerMessage& message) {
+  while (!parting_) {
+    const RingAnswer answer = here_.inbox->push(message);
+    if (answer == RingAnswer::done) return;
+    if (answer == RingAnswer::corrupt) throw std::runtime_error("its ring here is damaged");
+    here_.bell->ring();
+    std::this_thread::sleep_for(kFullAgain);
+  }
+}
+
+}  // namespace strata

@@ -1,0 +1,109 @@
+// Courier: carries what this rank and one of another machine say to each other, so that each is at
+// the other a Seat like those of its own machine. What a message is about goes along with it, and
+// is there when the message comes: pages that are lent, pieces of gradients, a part of a board.
+//
+// Threads: two of its own, one for each way; the core makes it, asks it and ends it.
+//
+//   Courier courier(wire, 3, here, there, {});
+//   seats[3] = courier.seat();
+//   if (auto how = courier.lost()) ...           // once
+//   courier.part();                              // what was said is sent; nobody reads `here`
+//   again
+//
+// Note [Frames]
+// A frame is a head, with a few messages, and behind it the bytes that they are about, in their
+// order. Heads are counted, and messages have numbers and checks of their own (memory/peers.hpp):
+// one that was lost, changed or came twice is noticed. A rank with nothing to say sends a head
+// without messages every now and then. One that is silent for longer is lost, as is one whose
+// connection breaks; what it said before is heard first.
+//
+// Note [Places]
+// Bytes land in a mirror of the sender's memory, at the place that they have there. A holder leaves
+// a page where it is until it is given back, and an outbox a piece until it is taken, so a place
+// has new bytes only when who read the old ones has said that it is through. The memory behind a
+// page goes when it is given back; pieces share pages of the kernel's, and keep theirs: as much as
+// an outbox has.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/ranks/wire.hpp"
+#include "memory/doorbell.hpp"
+#include "memory/mirror.hpp"
+#include "memory/peers.hpp"
+
+namespace strata {
+
+class Courier final {
+ public:
+  // What it reads of this rank, and where it puts what comes.
+  struct Here {
+    std::span<const std::byte> board{};
+    std::span<const std::byte> memory{};
+    std::size_t page_bytes = 0;
+    MessageRing* inbox = nullptr;  // for what the other one says
+    Doorbell* bell = nullptr;
+  };
+  struct Times {
+    std::chrono::milliseconds beat{1'000};       // at most so long without a frame
+    std::chrono::milliseconds patience{10'000};  // then it is lost
+  };
+
+  // `memory_bytes`: of the other rank; a positive multiple of 4096. Throws StrataError (memory).
+  Courier(Wire& wire, std::uint32_t other, const Here& here, std::size_t memory_bytes, Times times);
+  ~Courier() { part(); }
+  Courier(const Courier&) = delete;
+  Courier& operator=(const Courier&) = delete;
+
+  // From here on both ways are open.
+  void start();
+  // The other rank, as this one sees it, for as long as the courier lives.
+  Seat seat();
+  // Once: nothing more comes, and why; empty: it has parted.
+  std::optional<std::string> lost();
+  // Sends what was said, and ends both ways. Waits, at most for as long as it has patience.
+  void part();
+
+ private:
+  static constexpr std::uint32_t kMessagesMax = 4;
+  struct Head {
+    std::uint64_t number = 0;  // of the frame
+    std::uint32_t count = 0;   // of messages
+    std::uint32_t ends = 0;    // 1: nothing comes behind it
+    std::array<PeerMessage, kMessagesMax> messages{};
+  };
+  static_assert(sizeof(Head) == 16 + kMessagesMax * sizeof(PeerMessage));
+
+  void send_frames();
+  void receive_frames();
+  void fill(Head& head);
+  Head next();
+  bool receive_frame(std::uint64_t number);
+  std::span<std::byte> room_for(const PeerMessage& message);
+  void push(const PeerMessage& message);
+
+  Wire& wire_;
+  const std::uint32_t other_;
+  const Here here_;
+  const Times times_;
+  MessageRing way_;                     // what this rank says
+  Mirror mirror_;                       // of the other one's memory
+  std::vector<std::max_align_t> come_;  // of its board, as it was sent
+  std::vector<std::max_align_t> seen_;  // as the core has it
+  Doorbell bell_;                       // something is to be sent
+  std::string how_;                     // it was lost; before gone_ is set
+  std::atomic<bool> parting_ = false, gone_ = false, deaf_ = false;
+  bool told_ = false;
+  std::jthread sender_, receiver_;  // last: they use what is above
+};
+
+}  // namespace strata

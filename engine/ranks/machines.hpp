@@ -1,0 +1,43 @@
+// Machines: ranks of several machines. Those of this one share memory, as in Machine; to each other
+// one a courier goes.
+//
+// Threads: one caller at a time; couriers have threads of their own.
+//
+//   Machines machines(config, std::move(wire));     // config.machines: the name of each rank's
+//   std::vector<Seat> seats = machines.meet(offer);
+//   machines.part();                                // before the memory offered goes
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/config.hpp"
+#include "engine/ranks/courier.hpp"
+#include "engine/ranks/hello.hpp"
+#include "engine/ranks/machine.hpp"
+#include "engine/ranks/meeting.hpp"
+#include "engine/ranks/wire.hpp"
+
+namespace strata {
+
+class Machines final : public Meeting {
+ public:
+  // REQUIRES: the configuration names more than one machine.
+  Machines(const Config& config, std::unique_ptr<Wire> wire);
+
+  std::vector<Seat> meet(const SeatOffer& offer) override;
+  std::vector<LostRank> lost() override;
+  void part() override;
+
+ private:
+  std::vector<Hello> greet(const Hello& mine);
+
+  const Config& config_;
+  std::unique_ptr<Wire> wire_;
+  Machine here_;
+  std::vector<std::uint32_t> far_;                  // ranks of other machines
+  std::vector<std::unique_ptr<Courier>> couriers_;  // to them, once they have met
+};
+
+}  // namespace strata

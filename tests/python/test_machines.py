@@ -1,0 +1,196 @@
+"""Ranks of several machines, which share no memory: here they are processes of one host that were
+told so. What each does is in rank_scenarios.py and rank_saves.py; rank_server.py starts them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_server import Outcome, Ranks
+from test_ranks import CASES, HOME, QUICK, all_say, same
+
+EACH = "ab"  # by rank: its machine
+TWICE = "aabb"
+LOST_S = 10.0  # in which all ranks know that one has died
+
+
+def thorough(case: str) -> Any:
+    return pytest.param(case, marks=pytest.mark.thorough)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(ranks: Ranks) -> Iterator[None]:
+    """No folder in which ranks have met is there when all have gone."""
+    yield
+    assert not list(ranks.temporary.glob("strata-ranks-*"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in QUICK else thorough(case) for case in CASES],
+)
+def test_bits_are_those_of_one_process(ranks: Ranks, case: str) -> None:
+    expected = same(ranks.run("bits", 1, **CASES[case]))
+    for machines in (EACH, TWICE):
+        assert same(ranks.run("bits", machines, **CASES[case])) == expected
+
+
+@pytest.mark.parametrize("update", ["in_backward", "lock-free:0"])
+def test_nor_when_updates_begin(ranks: Ranks, update: str) -> None:
+    expected = same(ranks.run("rank_modes.bits", 1, of=2))
+    assert same(ranks.run("rank_modes.bits", EACH, of=2, update=update)) == expected
+
+
+@pytest.mark.parametrize("machines", ["abcd", "abab", "aaab"])
+@pytest.mark.thorough
+def test_nor_does_it_matter_who_is_where(ranks: Ranks, machines: str) -> None:
+    assert same(ranks.run("bits", machines)) == same(ranks.run("bits", 1))
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    ["clips", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("scales", "drops"))],
+)
+def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
+    expected = same(ranks.run(f"rank_gradients.{scenario}", 1))
+    assert same(ranks.run(f"rank_gradients.{scenario}", EACH)) == expected
+
+
+@pytest.mark.parametrize("scenario", ["experts", "uneven"])
+@pytest.mark.thorough
+def test_ranks_may_take_other_ways(ranks: Ranks, scenario: str) -> None:
+    assert same(ranks.run(scenario, EACH)) == same(ranks.run(scenario, 1))
+
+
+@pytest.mark.thorough
+def test_one_rank_alone_may_compute_between_steps(ranks: Ranks) -> None:
+    assert same(ranks.run("one_evaluates", EACH)) == same(ranks.run("bits", 1, steps=2))
+
+
+@pytest.mark.thorough
+def test_one_rank_alone_may_read_at_the_end(ranks: Ranks) -> None:
+    assert ranks.run("one_reads", EACH) == [same(ranks.run("bits", 1, steps=1)), None]
+
+
+def test_frozen_and_tied_parameters_and_buffers(ranks: Ranks) -> None:
+    found = same(ranks.run("kinds", EACH))
+    assert found["frozen"]
+    assert found["tied"]
+
+
+@pytest.mark.thorough
+def test_all_unwrap_and_wrap_again(ranks: Ranks) -> None:
+    assert same(ranks.run("unwraps", TWICE)) == same(ranks.run("unwraps", 1))
+
+
+@pytest.mark.thorough
+def test_what_all_ranks_write_all_of_them_see(ranks: Ranks) -> None:
+    assert same(ranks.run("writes", EACH)) == same(ranks.run("writes", 1))
+
+
+@pytest.mark.thorough
+def test_ranks_meet_between_backward_and_step(ranks: Ranks) -> None:
+    assert same(ranks.run("meets_after_backward", EACH))
+
+
+def test_a_checkpoint_goes_on_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a disk that all machines see."""
+    alone, apart = tmp_path / "alone", tmp_path / "apart"
+    expected = ranks.run("rank_saves.saves", 1, path=str(alone))[0]["hash"]
+    for found in ranks.run("rank_saves.saves", TWICE, path=str(apart)):
+        assert found["hash"] == expected
+    for count in (1, EACH):
+        for found in ranks.run("rank_saves.loads", count, path=str(apart)):
+            assert found["hash"] == expected
+
+
+def test_ranks_whose_steps_differ_say_so(ranks: Ranks) -> None:
+    all_say(ranks.start("differs", EACH).wait(), "ask different things of this step")
+
+
+def test_snapshots_are_refused(ranks: Ranks) -> None:
+    for said in ranks.run("refuses", EACH, what="snapshot"):
+        assert re.search(r"snapshots of several machines are not there yet: use strata\.save", said)
+
+
+def test_a_rank_that_ends_early_ends_the_others(ranks: Ranks) -> None:
+    left, stayed = ranks.start("ends_early", EACH).wait(30)
+    assert left.code == 0, left.output
+    all_say([stayed], "rank 0 has ended its training, and this one has not")
+
+
+def survivors_say(outcomes: list[Outcome], since: float) -> None:
+    """Rank 1, of machine b, was lost: who, where, in which step, within the time."""
+    for outcome in outcomes:
+        all_say([outcome], r"rank 1 has (failed or )?died.* on b in step \d")
+        assert outcome.seconds - since < LOST_S + 1.0  # an interpreter takes a while to end
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["step", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("forward", "backward"))],
+)
+def test_who_is_killed_is_named_by_all(ranks: Ranks, where: str) -> None:
+    run = ranks.start("at_moment", "aba", where=where, victim=1)
+    run.await_mark("there")
+    time.sleep(0.3)  # the others come to where they wait for it
+    killed = run.kill(1)
+    outcomes = run.wait()
+    survivors_say([outcomes[0], outcomes[2]], killed)
+
+
+@pytest.mark.thorough
+def test_who_is_stopped_is_lost_after_a_while(ranks: Ranks) -> None:
+    run = ranks.start("stopped", EACH)
+    run.await_mark("there")
+    stopped = run.kill(1, signal.SIGSTOP)
+    (run.folder / "go").touch()
+    time.sleep(LOST_S + 3.0)
+    run.kill(1)
+    outcomes = run.wait()
+    survivors_say([outcomes[0]], stopped + 2.0)
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_them(tmp_path: Path, ranks: Ranks) -> None:
+    """Two agents, as on two hosts, with two ranks each."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(HOME)!r})\n"
+        "import rank_scenarios as scenarios\n"
+        "from pathlib import Path\n"
+        "torch.set_num_threads(1)\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "rank = torch.distributed.get_rank()\n"
+        "run = scenarios.Rank(rank, torch.distributed.get_world_size(), Path())\n"
+        "print(scenarios.bits(run))\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    agents = [
+        subprocess.Popen(
+            [*(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
+             *(f"--node-rank={node}", "--master-addr=127.0.0.1", "--master-port=29517"),
+             str(script)],
+            stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "STRATA_MACHINE": f"host-{node}",
+                              "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    outputs: list[Any] = [agent.communicate(timeout=240)[0].split() for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert [len(output) for output in outputs] == [2, 2]
+    assert same(outputs[0] + outputs[1]) == same(ranks.run("bits", 1))
