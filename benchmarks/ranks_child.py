@@ -60,7 +60,7 @@ def wire_bytes(model: torch.nn.Module) -> Answer:
     from strata._runtime.wrapped import wrapped
 
     state = wrapped(model)
-    if state.ranks is None or state.ranks.wire is None:
+    if state.ranks is None or state.wire is None:
         return {"sent": 0, "interface": 0, "lends": 0, "gradients": 0}
     rank, others = state.ranks.rank, state.ranks.count - 1
     lends = gradients = 0
@@ -72,7 +72,7 @@ def wire_bytes(model: torch.nn.Module) -> Answer:
     name = os.environ["GLOO_SOCKET_IFNAME"]
     counted = Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text()
     return {
-        "sent": sum(state.ranks.wire.sent.values()),
+        "sent": sum(state.wire.sent.values()),
         "interface": int(counted),
         "lends": lends,
         "gradients": gradients,

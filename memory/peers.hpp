@@ -49,7 +49,8 @@ struct PeerMessage {
     bye,        // no more steps
     failed,     // its session has ended with an error
     // To ranks of other machines alone:
-    board,  // its board has changed: that part lies at `at` there
+    board,   // its board has changed: that part lies at `at` there
+    scales,  // of the moments in the page that is granted next, which lie at `at`
     place,  // it has ended `step` steps, and entered unit `what` last; `part`: in the backward
   };
   Kind kind = Kind::ask;
@@ -169,9 +170,11 @@ class Peers final {
     return static_cast<std::uint64_t>(bytes - memory.data());
   }
   std::span<std::byte> board(std::uint32_t rank) const { return seats_[rank].board; }
+  // It is of another machine: what it is to read goes along with messages.
+  bool is_far(std::uint32_t rank) const { return seats_[rank].way != nullptr; }
   void send_far(const PeerMessage& message) {
     for (std::uint32_t to = 0; to < count(); ++to) {
-      if (to != rank_ && seats_[to].way != nullptr) send(to, message);
+      if (to != rank_ && is_far(to)) send(to, message);
     }
   }
   // So many bytes of this rank's board have changed: everybody else looks. They stay as they are
@@ -180,7 +183,7 @@ class Peers final {
     STRATA_ASSERT(bytes > 0 && at + bytes <= seats_[rank_].board.size());
     for (std::uint32_t to = 0; to < count(); ++to) {
       if (to == rank_) continue;
-      if (seats_[to].way != nullptr)
+      if (is_far(to))
         send(to, {.kind = PeerMessage::Kind::board, .at = at, .bytes = bytes});
       else
         seats_[to].ring();

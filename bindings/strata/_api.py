@@ -28,6 +28,7 @@ from ._config.ranks import find_ranks, naming_lost, ranks_on_paper
 from ._config.sizes import Size, format_count, format_size
 from ._config.units import Chosen
 from ._config.update_modes import Update
+from ._config.wire import Wire
 from ._errors import keywords_of, names_nearest
 from ._hooks.hooks import Hooks
 from ._hooks.parallel import refuse_parallel
@@ -349,6 +350,11 @@ def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) 
                 _check(model, optimizer)
             else:
                 check_alike(ranks, options, lambda: _check(model, optimizer), model)
+                if ranks.machines and options.snapshots:
+                    raise ValueError(
+                        f"snapshots={options.snapshots}: those of several machines are not there "
+                        "yet; strata.save(model, path) waits, and needs no room"
+                    )
             undo = Undo(model, optimizer)
             dropped = _drop_gradients(model)
             state = _start(model, optimizer, options, undo)
@@ -383,10 +389,17 @@ def _start(
     # The core's budget counts whole units that a plan lets rest on the device, too.
     whole = config.copy()
     whole["device_bytes"] = device_goal(config, options)
-    session = _core.Session(whole, foreign, options.ranks.wire if options.ranks else None)
+    wire = None
+    if options.ranks is not None and options.ranks.machines:
+        wire = Wire(options.ranks.rank, options.ranks.machines, options.ranks.run)
+        undo.first(wire.close)
+    session = _core.Session(whole, foreign, wire)
     undo.first(session.close)
     state = Wrapped(model, session, config)
     undo.first(state.landings.close)
+    if wire is not None:
+        state.wire = wire
+        state.after_close.append(wire.close)
     _fill(state, options)
     if options.ranks is not None:  # nobody reads what is not written yet
         options.ranks.wait()

@@ -53,6 +53,18 @@ bool Lender::may_lend(const Loan& loan) const {
   return loan.writes <= base_.remote->writes() && version_of(loan.page) >= loan.step;
 }
 
+// A rank of this machine reads them where they are: elements.cpp, remote_scales().
+void Lender::send_scales(const Loan& loan) {
+  const Role role = base_.layout.role_of[index(loan.page)];
+  const bool moments = role == Role::moment1 || role == Role::moment2;
+  if (!base_.peers->is_far(loan.rank) || !moments || base_.scales == nullptr) return;
+  const std::uint32_t chunk = base_.layout.chunk_of[index(loan.page)];
+  base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::scales,
+                                .what = index(loan.page),
+                                .at = base_.peers->place(base_.scales + base_.owns.scales[chunk]),
+                                .bytes = base_.layout.scale_bytes_of(chunk)});
+}
+
 bool Lender::turn() {
   bool moved = false;
   for (Loan& loan : loans_) {
@@ -60,6 +72,7 @@ bool Lender::turn() {
     loan.pin = base_.cache.open(loan.page, Intent::read);
     loan.coming = !loan.pin;
     if (!loan.pin || loan.dead) continue;
+    send_scales(loan);
     base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
                                   .what = index(loan.page),
                                   .at = base_.peers->place(loan.pin.bytes()),

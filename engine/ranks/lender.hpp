@@ -51,6 +51,7 @@ class Lender final {
 
   std::int64_t version_of(PageId page) const;
   bool may_lend(const Loan& loan) const;
+  void send_scales(const Loan& loan);
 
   Foundation& base_;
   const Updates& updates_;

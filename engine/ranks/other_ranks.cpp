@@ -205,6 +205,7 @@ bool OtherRanks::take(const Peers::Received& received) {
       return lender_.asked(from, page, message.step, message.count);
     case PeerMessage::Kind::grant:
       return message.what < base_.layout.page_count && message.bytes == base_.layout.page_bytes &&
+             message.at % kKernelPageBytes == 0 &&
              base_.remote->granted(from, page, message.at, base_.layout.page_bytes, message.step);
     case PeerMessage::Kind::give_back:
       return lender_.given_back(from, page);
@@ -232,6 +233,8 @@ bool OtherRanks::take(const Peers::Received& received) {
       return true;
     case PeerMessage::Kind::place:
       return message.what < base_.layout.units.size() && base_.whereabouts->came(from, message);
+    case PeerMessage::Kind::scales:
+      return message.what < base_.layout.page_count;  // they lie where they are read
     case PeerMessage::Kind::board:
       return base_.peers->take_board(from, message.at, message.bytes);
   }

@@ -16,6 +16,13 @@ TEST(Machines, NorWhereEachHasLittleMemory) {
   expect_the_same_for_all(tight(folder), {.grad_divisor = 12.0}, {}, Hosts::one_each);
 }
 
+// Scales of moments are read beside their pages, and go along with them.
+TEST(Machines, NorWhereMomentsHave8Bits) {
+  Config config = roomy();
+  config.moment_dtype = MomentDtype::block8;
+  expect_the_same_for_all(config, {.grad_divisor = 12.0}, {}, Hosts::one_each);
+}
+
 TEST(Machines, NorWhereUpdatesBeginInTheBackward) {
   Config config = roomy();
   config.update = UpdateMode::in_backward;

@@ -105,14 +105,18 @@ def test_ranks_meet_between_backward_and_step(ranks: Ranks) -> None:
     assert same(ranks.run("meets_after_backward", EACH))
 
 
-def test_a_checkpoint_goes_on_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state_dtype", [None, "8bit"])
+def test_a_checkpoint_goes_on_elsewhere(
+    ranks: Ranks, tmp_path: Path, state_dtype: str | None
+) -> None:
     """Of a disk that all machines see."""
     alone, apart = tmp_path / "alone", tmp_path / "apart"
-    expected = ranks.run("rank_saves.saves", 1, path=str(alone))[0]["hash"]
-    for found in ranks.run("rank_saves.saves", TWICE, path=str(apart)):
+    kind = {} if state_dtype is None else {"state_dtype": state_dtype}
+    expected = ranks.run("rank_saves.saves", 1, path=str(alone), **kind)[0]["hash"]
+    for found in ranks.run("rank_saves.saves", TWICE, path=str(apart), **kind):
         assert found["hash"] == expected
     for count in (1, EACH):
-        for found in ranks.run("rank_saves.loads", count, path=str(apart)):
+        for found in ranks.run("rank_saves.loads", count, path=str(apart), **kind):
             assert found["hash"] == expected
 
 
@@ -151,16 +155,18 @@ def test_who_is_killed_is_named_by_all(ranks: Ranks, where: str) -> None:
     survivors_say([outcomes[0], outcomes[2]], killed)
 
 
+@pytest.mark.parametrize("machines", [EACH, "cba"])
 @pytest.mark.thorough
-def test_who_is_stopped_is_lost_after_a_while(ranks: Ranks) -> None:
-    run = ranks.start("stopped", EACH)
+def test_who_is_stopped_is_lost_after_a_while(ranks: Ranks, machines: str) -> None:
+    """No other rank is lost with it."""
+    run = ranks.start("stopped", machines)
     run.await_mark("there")
     stopped = run.kill(1, signal.SIGSTOP)
     (run.folder / "go").touch()
     time.sleep(LOST_S + 3.0)
     run.kill(1)
     outcomes = run.wait()
-    survivors_say([outcomes[0]], stopped + 2.0)
+    survivors_say([outcome for rank, outcome in enumerate(outcomes) if rank != 1], stopped + 2.0)
 
 
 @pytest.mark.thorough

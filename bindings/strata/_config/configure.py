@@ -278,7 +278,7 @@ def config_of(
         "together": [],
     }
     if options.ranks is not None:
-        config["ranks"] = options.ranks.spec(options.rank_gradients)
+        config["ranks"] = options.ranks.spec(options.rank_gradients, options.rank_timeout)
     return config
 
 

@@ -1,7 +1,6 @@
 """What torchrun, or whoever started this process, says of those beside it. Needs no torch.
 
 processes_started()        # 2; 1: this one is alone
-several_machines()         # they are not all of this one
 if leads(): print(...)     # rank 0, or a process that is alone
 f"{rank_name()}no room"    # "rank 1: no room"; of a process that is alone "no room"
 """
@@ -14,11 +13,6 @@ import os
 def processes_started() -> int:
     """How many are to train together, this one too."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def several_machines() -> bool:
-    """Whether some of them are of other machines, as torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", processes_started())) < processes_started()
 
 
 def leads() -> bool:

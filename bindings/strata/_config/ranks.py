@@ -3,9 +3,9 @@
     ranks = find_ranks()                  # None: this process is alone
     ranks.machines                        # by rank: the name of its machine; none: all are of one
     ranks.folder                          # where those of a machine meet, of this user alone
-    ranks.wire                            # to those of other machines
     hear(ranks.count, value)              # what all of them say
-    ranks.share(tensor)                   # what rank 0 has; share_text(text), too
+    machines_there()                      # as ranks.machines: asks all ranks, without more
+    ranks.share(tensor)                   # what rank 0 has
     ranks.least(free_bytes)               # the smallest of what they have
     ranks.wait()                          # for all of them
     ranks.close()
@@ -40,7 +40,6 @@ from torch import distributed
 
 from .._errors import StrataError
 from .launched import processes_started
-from .wire import Wire, make_group
 
 if TYPE_CHECKING:
     from .._core import Config, Plan
@@ -48,7 +47,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 TIMEOUT_MAX_S = 1e9
-PATIENCE_S = 10.0  # with a rank of another machine that says nothing
+PATIENCE_MAX_S = 86_400.0
+PATIENCE_S = 10.0  # at least, with a rank of another machine that says nothing
 RANK_GRADIENTS = ("mean", "sum")
 LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe")  # what torch says then
 ENDED_S = 1.0  # a connection is lost ahead of the process that had it
@@ -66,15 +66,14 @@ class Ranks:
     run: str = ""  # a name that no other run has
     pids: tuple[int, ...] = ()  # by rank; 0 of another machine; none: on paper
     machines: tuple[str, ...] = ()  # by rank: its name; none: all are of one
-    wire: Wire | None = None  # to other machines
 
-    def spec(self, gradients: str) -> RanksSpec:
-        """As the core takes it. `gradients`: one of RANK_GRADIENTS."""
+    def spec(self, gradients: str, timeout_s: float | None) -> RanksSpec:
+        """As the core takes it. `gradients`: one of RANK_GRADIENTS; `timeout_s`: rank_timeout."""
         return {
             "rank": self.rank,
             "count": self.count,
             "machines": list(self.machines),
-            "patience_s": PATIENCE_S,
+            "patience_s": min(max(PATIENCE_S, timeout_s or 0.0), PATIENCE_MAX_S),
             "folder": self.folder,
             "pids": list(self.pids),
             "timeout_s": TIMEOUT_S,
@@ -155,15 +154,16 @@ def ranks_on_paper() -> Ranks | None:
     if not distributed.is_available() or not distributed.is_initialized():
         return None
     count = distributed.get_world_size()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", count))  # as torchrun says
-    machines = count // here if count % here == 0 else 1
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # agents of torchrun
     return replace(paper_ranks(count, machines), rank=distributed.get_rank()) if count > 1 else None
 
 
 def paper_ranks(count: int, machines: int = 1) -> Ranks:
     """The first of so many, as many on each machine."""
+    if machines == 1 or count % machines:
+        return Ranks(0, count, "")
     names = tuple(f"machine-{rank * machines // count}" for rank in range(count))
-    return Ranks(0, count, "", machines=names if machines > 1 else ())
+    return Ranks(0, count, "", machines=names)
 
 
 def plans_of_all(config: Config, make_plan: Callable[[Config], Plan]) -> list[Plan]:
@@ -208,6 +208,14 @@ def find_ranks() -> Ranks | None:
         return _find_ranks()
 
 
+def machines_there() -> tuple[str, ...]:
+    """By rank: the name of its machine; none: there is one. All ranks ask at the same moment."""
+    found = ranks_on_paper()
+    if found is None:
+        return ()
+    return _named([(of["name"], of["memory"]) for of in hear(found.count, _machine())])
+
+
 def _find_ranks() -> Ranks | None:
     started = processes_started()
     there = distributed.is_available() and distributed.is_initialized()
@@ -239,7 +247,6 @@ def _find_ranks() -> Ranks | None:
         run=os.path.basename(folders[0]),
         pids=tuple(of["pid"] if rank in here else 0 for rank, of in enumerate(said)),
         machines=machines,
-        wire=Wire(make_group()) if machines else None,
     )
 
 

@@ -1,13 +1,16 @@
-"""What ranks of several machines say to each other, over a process group of torch.distributed.
+"""What ranks of several machines say to each other, over process groups of torch.distributed.
 
-    wire = Wire(make_group())              # every rank makes it, at the same moment
+    wire = Wire(rank, machines, run)       # every rank makes it, at the same moment
     session = Session(config, foreign, wire)
+    wire.close()                           # behind the session's end
 
-Note [A group of its own]. The core calls from threads of its own, two for each rank of another
+Note [Groups of its own]. The core calls from threads of its own, two for each rank of another
 machine, at moments that differ from rank to rank. What is sent from one rank to another one keeps
-its order, and nothing else needs one; so only point-to-point calls are made, in a group that
-nobody else uses. The user's own collectives, in theirs, are never between them. Pages rest in host
-memory: the group is of Gloo, whatever the user's is.
+its order, and nothing else needs one; so only point-to-point calls are made, in groups that nobody
+else uses. The user's own collectives, in theirs, are never between them. Where one call of a group
+runs out of time, Gloo ends all its connections; so each two ranks have a group, and a rank that is
+lost takes no other one with it. Pages rest in host memory: groups are of Gloo, whatever the user's
+is.
 """
 
 from __future__ import annotations
@@ -21,27 +24,41 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
+from .._torch_compat import default_store
+
+CONNECT = timedelta(seconds=60)
+
 Places = Sequence[tuple[int, int]]
 """Addresses, and how many bytes are there."""
-
-
-def make_group() -> distributed.ProcessGroup:
-    """A Gloo group of all ranks. Raises RuntimeError where one cannot reach another."""
-    return distributed.new_group(backend="gloo")
 
 
 class Wire:
     """Threads: any; from a rank, and to it, one at a time."""
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, rank: int, machines: Sequence[str], run: str) -> None:
+        """`machines`: by rank; `run`: a name that no other run has. Raises RuntimeError where a
+        rank of another machine cannot be reached."""
         self.sent: dict[int, int] = {}  # by rank: bytes
+        self._groups: dict[int, tuple[distributed.ProcessGroupGloo, int]] = {}  # and its rank there
+        # All ranks make theirs in the order of both: each waits for the other one.
+        for other in range(len(machines)):
+            if machines[other] == machines[rank]:
+                continue
+            low, high = sorted([rank, other])
+            store = distributed.PrefixStore(f"strata/{run}/{low}-{high}", default_store())
+            group = distributed.ProcessGroupGloo(store, int(rank == high), 2, CONNECT)
+            self._groups[other] = (group, int(other == high))
+
+    def close(self) -> None:
+        """Nothing is sent any more."""
+        self._groups.clear()
 
     def send(self, to: int, places: Places, patience: float) -> None:
         """Returns when the bytes may be written again. Raises ConnectionError where the other rank
         is gone, or takes nothing for so many seconds."""
         with _plain_errors():
-            works = [self._group.send([_view(*place)], to, 0) for place in places]
+            group, there = self._groups[to]
+            works = [group.send([_view(*place)], there, 0) for place in places]
             for work in works:
                 work.wait(timedelta(seconds=patience))
         self.sent[to] = self.sent.get(to, 0) + sum(size for _, size in places)
@@ -49,7 +66,8 @@ class Wire:
     def receive(self, source: int, places: Places, patience: float) -> None:
         """Returns when all bytes are there. Raises ConnectionError likewise."""
         with _plain_errors():
-            works = [self._group.recv([_view(*place)], source, 0) for place in places]
+            group, there = self._groups[source]
+            works = [group.recv([_view(*place)], there, 0) for place in places]
             for work in works:
                 work.wait(timedelta(seconds=patience))
 

@@ -36,7 +36,7 @@ class Crossing:
 
     network: Network
     bytes: int
-    bytes_min: int  # where each machine got each page once, and sent one sum of its gradients
+    bytes_min: int  # where a machine got once what changes, and sent one sum of its gradients
 
     @property
     def seconds(self) -> float:
@@ -53,17 +53,14 @@ def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Cro
     """Of a step whose plan says which units stay on the device. `trace`: of one rank."""
     uses = Counter(use.unit for use in trace.uses)
     here = network.ranks // network.machines
-    parameters = gradients = 0
+    comes = least = 0
     for number, unit in enumerate(trace.units):
-        passes = 1 if resident[number] else uses[number]
         changes = unit.grad_bytes > 0
-        resting = unit.code_bytes or unit.param_bytes
-        parameters += resting * (passes if changes or not resident[number] else 0)
-        gradients += unit.param_bytes if changes else 0
+        once = (unit.code_bytes or unit.param_bytes) * int(changes)
+        gradients = unit.param_bytes * int(changes)
+        passes = uses[number] * (unit.code_bytes or unit.param_bytes)
+        comes += (once if resident[number] else passes) + gradients
+        least += once + gradients
     # All chunks are shared out over all ranks alike.
     away = (network.machines - 1) / network.machines
-    return Crossing(
-        network,
-        round((parameters + gradients) * here * away),
-        round((parameters + gradients) * away),
-    )
+    return Crossing(network, round(comes * here * away), round(least * away))

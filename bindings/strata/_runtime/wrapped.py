@@ -8,12 +8,8 @@ Use from the thread that trains. Autograd's own threads reach it through hooks.p
 
 from __future__ import annotations
 
-import atexit
 import bisect
-import contextlib
-import os
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +24,7 @@ from .._profiling.timeline import StepLog, UseSpan
 from .._profiling.uses import RecordedStep
 from .._torch_compat import DisableTorchFunction, graph_task
 from . import coded, own_mapping
+from .closing import Calls, close_behind
 from .gradients import Gradients
 from .lander import Inline, Lander, Landings
 from .ready_codes import ReadyCodes
@@ -37,6 +34,7 @@ from .visits import Visit, Visits
 
 if TYPE_CHECKING:
     from .._config.ranks import Ranks
+    from .._config.wire import Wire
     from .._core import Config, GroupSpec, Kind, Session, StepResult
     from .._planning.planning import Planning
     from .escapes import Views
@@ -99,6 +97,7 @@ class Wrapped:
         self.contents: Any = None  # registrations.Contents, as of the last snapshot
         self.last_saved: Path | None = None  # the last checkpoint of the run, or that it loaded
         self.ranks: Ranks | None = None  # none: this process is alone
+        self.wire: Wire | None = None  # none: there are no other machines
         self._backward: int | None = None  # autograd's number of the one that landed a gradient
         self.steps_before = 0  # of the run, when it was loaded from a snapshot
         self.half_loaded = False  # strata.load() has begun to write, and has not ended
@@ -117,13 +116,13 @@ class Wrapped:
         self.low = spans[0][0]  # every address of every parameter lies in [low, high)
         self.high = max(span[1] for span in spans)
         # What waits for threads that use the session. REQUIRES: it does not lead to the model.
-        self.before_close: list[Callable[[], None]] = []
-        self.after_leaving: list[Callable[[], None]] = []  # likewise, once no rank is waited for
+        self.before_close: Calls = []
+        self.after_leaving: Calls = []  # likewise, once no rank is waited for
+        self.after_close: Calls = []  # likewise, of what it used
         # Closes the session when nothing can reach it any more, and at the interpreter's exit.
-        _open.add(self)
-        self.close: Callable[[], Any] = weakref.finalize(
-            self, _close, session, self.landings, self.recorder, os.getpid(), self.before_close,
-            self.after_leaving,
+        self.close: Callable[[], Any] = close_behind(
+            self, session, self.landings, self.recorder, self.before_close,
+            self.after_leaving, self.after_close,
         )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -399,39 +398,6 @@ class Wrapped:
         with DisableTorchFunction():
             for parameter in self.params:
                 _grad.__set__(parameter, None)
-
-
-def _close(
-    session: Session,
-    landings: Landings,
-    recorder: Recorder,
-    owner: int,
-    before: list[Callable[[], None]],
-    after: list[Callable[[], None]],
-) -> None:
-    if os.getpid() != owner:  # a forked child has none of the threads that would be waited for
-        return
-    for wait in before:
-        with contextlib.suppress(RuntimeError):  # this is the thread that it would wait for
-            wait()
-    with contextlib.suppress(RuntimeError):  # Python may collect a model on any thread
-        recorder.close()
-    landings.close()
-    with contextlib.suppress(StrataError):  # the training ended with one already
-        # Where an exception ends the process, others need not wait for what it will never do.
-        session.leave_ranks(gives_up=hasattr(sys, "last_value"))
-    for end in after:
-        end()
-    session.close()
-
-
-_open: weakref.WeakSet[Wrapped] = weakref.WeakSet()
-
-
-@atexit.register  # behind the import of _core, and so ahead of its door: ends are full of calls
-def _close_open() -> None:
-    for state in list(_open):
-        state.close()
 
 
 def wrapped(model: nn.Module) -> Wrapped:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._config.launched import several_machines
+from .._config.ranks import machines_there
 from .._config.update_modes import LockFree
 from .._storage.checkpoint_files import CheckpointError, find
 from .._storage.checkpoint_files import remove_checkpoint as remove_saved
@@ -102,7 +102,7 @@ def whose_no_snapshots(args: Any, keywords: Mapping[str, Any]) -> str:
     `args`: of the Trainer; `keywords`: of strata.wrap()."""
     if args.world_size == 1:
         return ""
-    if several_machines():
+    if machines_there():
         return "ranks of several machines"
     return "ranks with late updates" if isinstance(keywords.get("update"), LockFree) else ""
 

@@ -11,7 +11,7 @@ strata.wrap(), which knows after the first step.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,6 @@ from ..._config import machine
 from ..._config.choices import HOST
 from ..._config.configure import DISK_SHARE, FREE_SHARE, UNBOUNDED
 from ..._config.configure import Options as WrapOptions
-from ..._config.ranks import Ranks
 from ..._config.sizes import format_size, parse_budgets, parse_size, write_size
 from ..._errors import StrataError
 from ..._planning import budget_check
@@ -30,6 +29,7 @@ from ..estimate import Step, rehearse
 from ..options import wishes_of
 
 if TYPE_CHECKING:
+    from ..._config.ranks import Ranks
     from ..._runtime.wrapped import Wrapped
     from ..models import Choice
     from .options import Options
@@ -59,9 +59,9 @@ class Wear:
         if self._timed or simulation is None or not self.endurance_bytes:
             return []
         self._timed = True
-        ranks = state.ranks.count if state.ranks is not None else 1
+        here = state.ranks.together if state.ranks is not None else 1
         return wear_lines(
-            ranks * simulation.lanes["write"].bytes,
+            here * simulation.lanes["write"].bytes,
             self.endurance_bytes,
             None if self.bytes_per_step else self.steps,
             simulation.step_seconds,
@@ -79,8 +79,8 @@ def check(choice: Choice, options: Options, device: str, ranks: Ranks | None = N
     wear = Wear(training.steps, endurance)
     remove_leftovers(memory.ssd_path)
     given = parse_budgets(memory.budgets())
-    count = ranks.count if ranks is not None else 1
-    asked = {**given, "device": count * given.get("device", 0)} if device == HOST else given
+    here = ranks.together if ranks is not None else 1
+    asked = {**given, "device": here * given.get("device", 0)} if device == HOST else given
     budget_check.check(asked, device, memory.ssd_path)
     budgets = {
         "device": UNBOUNDED,
@@ -94,7 +94,7 @@ def check(choice: Choice, options: Options, device: str, ranks: Ranks | None = N
         workers=1,
         frozen=memory.frozen,
         snapshots=1 if options.results.snapshot_every else 0,
-        ranks=Ranks(0, count, "") if count > 1 else None,
+        ranks=replace(ranks, rank=0) if ranks is not None else None,
         **options.updates(),
     )
     step = Step(
@@ -112,5 +112,5 @@ def check(choice: Choice, options: Options, device: str, ranks: Ranks | None = N
             f"{training.batch} by {start.sequence} tokens needs about {format_size(least)}: "
             f"--device-memory {write_size(least)} would do, or a smaller --batch or --sequence"
         )
-    wear.bytes_per_step = count * found.written_bytes
+    wear.bytes_per_step = here * found.written_bytes
     return wear

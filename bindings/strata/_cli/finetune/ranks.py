@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch import distributed
 
 from ..._config.launched import processes_started
-from ..._config.ranks import Ranks, hear, ranks_on_paper
+from ..._config.ranks import Ranks, hear, machines_there, ranks_on_paper
 from ..._errors import StrataError
 from ..._storage.together import Together
 
@@ -34,7 +35,8 @@ def meet() -> Ranks | None:
     """The ranks of this run, which torch.distributed knows from here on."""
     if processes_started() > 1 and not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=WAIT)
-    return ranks_on_paper()
+    ranks = ranks_on_paper()
+    return replace(ranks, machines=machines_there()) if ranks is not None else None
 
 
 def led(ranks: Ranks | None, do: Callable[[], str]) -> str:
