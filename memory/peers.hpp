@@ -51,7 +51,7 @@ struct PeerMessage {
     // To ranks of other machines alone:
     board,   // its board has changed: that part lies at `at` there
     scales,  // of the moments in the page that is granted next, which lie at `at`
-    place,  // it has ended `step` steps, and entered unit `what` last; `part`: in the backward
+    place,   // it has ended `step` steps, and entered unit `what` last; `part`: in the backward
   };
   Kind kind = Kind::ask;
   std::uint32_t what = 0;

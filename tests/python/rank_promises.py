@@ -15,6 +15,7 @@ import strata
 import torch
 from rank_loops import BATCHES, Rank, batches_of, hash_of, make_model, train, wrap
 from safetensors.torch import save_file
+from strata._config.ranks import machines_there
 from strata._runtime.wrapped import wrapped
 from strata._storage.weights import WeightFiles
 from torch import distributed, nn
@@ -38,6 +39,12 @@ def tiny_llama() -> Any:
             max_position_embeddings=64,
         )
     )
+
+
+def machines(run: Rank) -> tuple[str, ...]:
+    """Of a launcher that says nothing of machines, for which Accelerate puts a 1."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    return machines_there()
 
 
 def shows(run: Rank, only_first: bool) -> dict[str, Any] | None:

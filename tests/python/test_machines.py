@@ -124,6 +124,11 @@ def test_ranks_whose_steps_differ_say_so(ranks: Ranks) -> None:
     all_say(ranks.start("differs", EACH).wait(), "ask different things of this step")
 
 
+def test_a_machine_is_what_shares_memory(ranks: Ranks) -> None:
+    assert same(ranks.run("rank_promises.machines", 2)) == []
+    assert same(ranks.run("rank_promises.machines", "aab")) == ["a", "a", "b"]
+
+
 def test_snapshots_are_refused(ranks: Ranks) -> None:
     for said in ranks.run("refuses", EACH, what="snapshot"):
         assert re.search(r"snapshots of several machines are not there yet: use strata\.save", said)

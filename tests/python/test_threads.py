@@ -1,6 +1,8 @@
 """Several threads use one wrapped model: what one of them gives up, or is in the middle of, is none
 of the others' affair."""
 
+import _thread
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import pytest
 import torch
 from small_models import adamw, assert_same, build, tight
 from stacks import Blocks, steps
+from strata import StrataError
 from strata._planning.planning import TIMED_STEPS
 from strata._runtime.visits import Visit, Visits
 from strata._runtime.wrapped import wrapped
@@ -206,3 +209,21 @@ def test_visits_are_sorted_out_while_others_end_theirs(core: ModuleType) -> None
         ended.set()
         other.join()
         sys.setswitchinterval(usual)
+
+
+def test_a_model_that_a_thread_of_others_collects_is_closed_by_another(core: ModuleType) -> None:
+    """The core's own threads run Python, and its garbage collection; who closes waits for them."""
+    model, optimizer = tight(build(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))))
+    session = wrapped(model).session
+    closed: list[str] = []
+    wrapped(model).after_close.append(lambda: closed.append(threading.current_thread().name))
+    del model, optimizer
+    done = threading.Event()
+    _thread.start_new_thread(lambda: (gc.collect(), done.set()), ())  # type: ignore[arg-type]
+    assert done.wait(SECONDS)
+    for thread in threading.enumerate():
+        if thread.name == "strata-close":
+            thread.join(SECONDS)
+    assert closed == ["strata-close"]
+    with pytest.raises(StrataError, match="closed"):
+        session.drain()

@@ -20,6 +20,7 @@ import ctypes
 import re
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed
@@ -39,7 +40,7 @@ class Wire:
         """`machines`: by rank; `run`: a name that no other run has. Raises RuntimeError where a
         rank of another machine cannot be reached."""
         self.sent: dict[int, int] = {}  # by rank: bytes
-        self._groups: dict[int, tuple[distributed.ProcessGroupGloo, int]] = {}  # and its rank there
+        self._groups: dict[int, tuple[Any, int]] = {}  # by rank: of Gloo, and its rank there
         # All ranks make theirs in the order of both: each waits for the other one.
         for other in range(len(machines)):
             if machines[other] == machines[rank]:
