@@ -30,6 +30,7 @@ from transformers import (
 )
 
 TOKENS = torch.stack([row["input_ids"] for row in rows(4)])
+ROOM = {**SMALL, "device": "448KiB"}  # a page of adapters beside the block that computes
 KINDS: dict[str, Any] = {
     "LoRA": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     "DoRA": LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM"),
@@ -55,7 +56,7 @@ def trained(over: bool, kind: str = "LoRA") -> tuple[Any, list[float]]:
     model: Any = adapted(kind)
     optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     if over:
-        model, optimizer = wrapped(model, optimizer)
+        model, optimizer = strata.wrap(model, optimizer, memory=ROOM)
     losses = []
     for _ in range(4):
         loss = model(input_ids=TOKENS, labels=TOKENS).loss

@@ -77,14 +77,14 @@ def test_an_older_one_stays_until_a_newer_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rotation that counts what is under way would leave nothing to go on from."""
-    write, may_write = Taker._write, threading.Event()
+    brings, may_write = Taker._run, threading.Event()
     seen: list[tuple[list[str], Path | None]] = []
     run = tmp_path / "run"
 
-    def slow(self: Any, number: int, folder: Path, *rest: Any) -> None:
-        if folder.parent.parent.name == "checkpoint-6":
+    def slow(self: Any, future: Any, call: Any, asked: Any) -> None:
+        if asked.folder.parent.parent.name == "checkpoint-6":
             assert may_write.wait(60)
-        write(self, number, folder, *rest)
+        brings(self, future, call, asked)
 
     step = Mixed.training_step
 
@@ -95,7 +95,7 @@ def test_an_older_one_stays_until_a_newer_is_complete(
             may_write.set()
         return loss
 
-    monkeypatch.setattr(Taker, "_write", slow)
+    monkeypatch.setattr(Taker, "_run", slow)
     monkeypatch.setattr(Mixed, "training_step", watched)
     trainer(tmp_path, save_steps=3, eval_strategy="no").train()
     assert seen == [(["checkpoint-3", "checkpoint-6"], run / "checkpoint-3")]
@@ -196,11 +196,11 @@ def test_without_an_ssd_checkpoints_are_saved_and_it_says_so(
 def test_an_interrupted_training_waits_for_what_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Taker._write
+    brings = Taker._run
 
     def slow(self: Any, *rest: Any) -> None:
         time.sleep(0.5)
-        write(self, *rest)
+        brings(self, *rest)
 
     step = Mixed.training_step
 
@@ -209,7 +209,7 @@ def test_an_interrupted_training_waits_for_what_is_under_way(
             raise KeyboardInterrupt
         return step(self, *batch)
 
-    monkeypatch.setattr(Taker, "_write", slow)
+    monkeypatch.setattr(Taker, "_run", slow)
     monkeypatch.setattr(Mixed, "training_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path).train()

@@ -355,6 +355,7 @@ for step in range(1000):
 
 @pytest.mark.parametrize("memory", ["SSD", "HOST"])
 @pytest.mark.parametrize("takes", [False, True], ids=["trains", "takes more"])
+@pytest.mark.thorough
 def test_a_process_killed_at_any_moment_leaves_it_loadable(
     tmp_path: Path, disk: Path, told: Callable[[], str], memory: str, takes: bool
 ) -> None:

@@ -156,6 +156,7 @@ def test_a_run_that_ended_between_its_last_step_and_its_result_is_finished(
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+@pytest.mark.thorough
 def test_code_of_a_model_runs_only_when_asked_for(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path) -> None:
     assert links(place) == []
 
 
+@pytest.mark.thorough
 def test_ctrl_c_waits_for_the_snapshot(place: Path) -> None:
     slow_disk = (
         "from strata._storage.snapshot_writer import Writer\n"

@@ -230,6 +230,7 @@ def test_host_memory_is_touched_until_it_grows_no_more(most, held):
     assert machine.used <= machine.total
 
 
+@pytest.mark.thorough
 def test_the_largest_model_is_looked_for_in_children(context):
     figures = by_metric(capacity_gpu.run(context))
     assert figures["parameters"].value == models.parameter_count(256, 2)

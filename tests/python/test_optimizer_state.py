@@ -260,6 +260,7 @@ for name, what in (("optimizer", optimizer), ("model", model)):
 """
 
 
+@pytest.mark.thorough
 def test_saving_takes_no_memory_of_the_size_of_the_state(tmp_path: Path) -> None:
     # A first run calibrates the machine, which leaves a heap with holes behind.
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}

@@ -109,6 +109,7 @@ def test_the_formulas_agree_with_the_counted_step(dtype):
         assert grown == pytest.approx(use.peak_bytes - use.live_bytes, rel=0.35)
 
 
+@pytest.mark.thorough
 def test_a_loss_without_logits_agrees_with_the_counted_step():
     """Of a vocabulary so large that the head's matrix is more than a few chunks of logits."""
     sizes = replace(SIZES, vocabulary=1 << 22)

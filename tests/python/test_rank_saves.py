@@ -83,6 +83,7 @@ def test_one_of_a_process_alone_goes_on_under_ranks(ranks: Ranks, tmp_path: Path
     assert same(each(found, "draws")) == alone["draws"]
 
 
+@pytest.mark.thorough
 def test_one_is_written_while_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     plain, beside = tmp_path / "plain", tmp_path / "beside"
     expected = ranks.run("rank_saves.saves", 2, path=str(plain), **CASES["ssd"])
@@ -98,6 +99,7 @@ def test_one_is_written_while_training_goes_on(ranks: Ranks, tmp_path: Path) -> 
             assert each(loaded, key) == each(other, key)
 
 
+@pytest.mark.thorough
 def test_ranks_without_an_ssd_wait_for_it(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run("rank_saves.saves_beside", 2, path=str(tmp_path / "beside"))
     assert each(found, "complete") == [True, True]
@@ -117,6 +119,7 @@ def test_a_rank_cannot_write_beside_the_training(ranks: Ranks, tmp_path: Path, v
     assert loaded[0]["hash"] == same(each(found, "hash"))
 
 
+@pytest.mark.thorough
 def test_what_is_frozen_is_linked_and_buffers_are_those_of_rank_0(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -135,6 +138,7 @@ def test_what_is_frozen_is_linked_and_buffers_are_those_of_rank_0(
     ("where", "victim", "step"),
     [("shard", 1, 2), ("shard", 0, 2), ("manifest", 0, 2), ("aside", 0, 2), ("between", 0, 3)],
 )
+@pytest.mark.thorough
 def test_a_rank_is_killed_in_save(
     ranks: Ranks,
     tmp_path: Path,
@@ -171,6 +175,7 @@ def test_a_rank_cannot_write(ranks: Ranks, tmp_path: Path, victim: int) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_one_rank_sees_the_damage_and_all_refuse(ranks: Ranks, tmp_path: Path) -> None:
     sound, damaged = tmp_path / "sound", tmp_path / "damaged"
     expected = same(each(ranks.run("rank_saves.saves", 2, path=str(sound)), "hash"))

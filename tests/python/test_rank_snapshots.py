@@ -87,6 +87,7 @@ def test_three_ranks_take_one(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any])
     assert same(each(found, "hash")) == same(each(taken, "hash"))
 
 
+@pytest.mark.thorough
 def test_ranks_without_one_in_memory_load_it(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]
 ) -> None:
@@ -98,6 +99,7 @@ def test_ranks_without_one_in_memory_load_it(
         assert same(each(found, "hash")) == same(each(taken, "hash"))
 
 
+@pytest.mark.thorough
 def test_frozen_parameters_and_buffers(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
     series = str(tmp_path / "run")
     taken = ranks.run("rank_snapshots.takes_kinds", 2, series=series, **ssd)
@@ -127,6 +129,7 @@ def test_older_ones_go_with_all_their_parts(
         assert found[rank]["held"] > 0
 
 
+@pytest.mark.thorough
 def test_commands_know_all_parts(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def test_ranks_that_treat_gradients_differently_say_so(ranks: Ranks, what: str, 
 
 
 @pytest.mark.parametrize("scenario", ["experts", "uneven", "catches"])
+@pytest.mark.thorough
 def test_neither_do_they_where_ranks_take_other_ways(ranks: Ranks, scenario: str) -> None:
     expected = same(ranks.run(scenario, 1))
     assert same(ranks.run(scenario, 2)) == expected
@@ -111,6 +112,7 @@ def test_frozen_and_tied_parameters_and_buffers(ranks: Ranks) -> None:
     assert found["tied"]
 
 
+@pytest.mark.thorough
 def test_all_unwrap_and_wrap_again(ranks: Ranks) -> None:
     assert same(ranks.run("unwraps", 2)) == same(ranks.run("unwraps", 1))
 
