@@ -14,7 +14,6 @@ from .ranks import WARM_UP_STEPS, Group
 BYTES_TARGET = 1.02
 SHARE_TARGET = 0.9
 TOKENS = 512
-PASSES = 2  # in which a page that does not stay on the device is needed: forward and backward
 RATIOS = (0.5, 1.0, 2.0)  # of the network's time to that of computation
 
 
@@ -67,4 +66,4 @@ def _sent(
 
 def _must(answers: Sequence[Mapping[str, float]]) -> list[float]:
     """By rank: what the others need of it in a step, and what it has for them."""
-    return [PASSES * answer["lends"] + answer["gradients"] for answer in answers]
+    return [answer["lends"] + answer["gradients"] for answer in answers]
