@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from rank_server import Outcome, Ranks
-from test_ranks import CASES, HOME, QUICK, all_say, same
+from test_ranks import CASES, QUICK, all_say, same, script_of_bits
 
 EACH = "ab"  # by rank: its machine
 TWICE = "aabb"
@@ -177,19 +177,7 @@ def test_who_is_stopped_is_lost_after_a_while(ranks: Ranks, machines: str) -> No
 @pytest.mark.thorough
 def test_torchrun_starts_them(tmp_path: Path, ranks: Ranks) -> None:
     """Two agents, as on two hosts, with two ranks each."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, torch\n"
-        f"sys.path.insert(0, {str(HOME)!r})\n"
-        "import rank_scenarios as scenarios\n"
-        "from pathlib import Path\n"
-        "torch.set_num_threads(1)\n"
-        "torch.distributed.init_process_group('gloo')\n"
-        "rank = torch.distributed.get_rank()\n"
-        "run = scenarios.Rank(rank, torch.distributed.get_world_size(), Path())\n"
-        "print(scenarios.bits(run))\n"
-        "torch.distributed.destroy_process_group()\n"
-    )
+    script = script_of_bits(tmp_path, "torch.distributed.destroy_process_group()\n")
     agents = [
         subprocess.Popen(
             [*(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),

@@ -209,9 +209,9 @@ def test_the_next_run_finds_nothing_of_one_that_was_killed(ranks: Ranks, tmp_pat
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.thorough
-def test_torchrun_starts_them(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+def script_of_bits(folder: Path, end: str = "") -> Path:
+    """A program for torchrun, each rank of which prints what the scenario "bits" returns."""
+    script = folder / "train.py"
     script.write_text(
         "import sys, torch\n"
         f"sys.path.insert(0, {str(HOME)!r})\n"
@@ -221,8 +221,14 @@ def test_torchrun_starts_them(tmp_path: Path) -> None:
         "torch.distributed.init_process_group('gloo')\n"
         "rank = torch.distributed.get_rank()\n"
         "run = scenarios.Rank(rank, torch.distributed.get_world_size(), Path())\n"
-        "print(scenarios.bits(run))\n"
+        "print(scenarios.bits(run))\n" + end
     )
+    return script
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_them(tmp_path: Path) -> None:
+    script = script_of_bits(tmp_path)
     done = subprocess.run(
         [*(sys.executable, "-m", "torch.distributed.run"), "--standalone", "--nproc-per-node", "2",
          str(script)],

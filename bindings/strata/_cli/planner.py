@@ -69,9 +69,8 @@ class Answer:
 
     def _written_bytes(self) -> int:
         """To the SSD of a machine in a step, by all its ranks."""
-        crossing = self.forecast.crossing
-        machines = crossing.network.machines if crossing else 1
-        return self.forecast.ranks // machines * self.forecast.written_bytes
+        here = self.forecast.ranks // self.forecast.machines
+        return here * self.forecast.written_bytes
 
     def _wear(self) -> list[str]:
         seconds = self.forecast.step_seconds
@@ -93,7 +92,7 @@ def reply(
     model, so that it trains at all."""
     wishes, ranks = wishes_of(options.activations, options.split), options.ranks
     told = [SPEED_OF[lane] for option, lane in SPEEDS.items() if getattr(options, option)]
-    here = ranks // options.machines
+    here = ranks_here(options)
     costs = costs_of_rank(costs, here, options.device, told)
     found = forecast(trace, costs, budgets, wishes, ranks * tokens)
     found = replace(found, changes=changes, ranks=ranks)
@@ -107,6 +106,11 @@ def show(answer: Answer, as_json: bool) -> int:
     """Prints it, and returns the command's exit status: 0 where the step fits, 1 where not."""
     print(json.dumps(answer.to_dict(), indent=2) if as_json else answer)
     return 0 if answer.forecast.feasible else 1
+
+
+def ranks_here(options: argparse.Namespace) -> int:
+    """Of a machine. `options`: of add_machine()."""
+    return int(options.ranks // options.machines)
 
 
 def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) -> int:
@@ -161,7 +165,7 @@ def remarks(options: argparse.Namespace) -> list[str]:
     """Notes for people on the budgets and on the folders of --ssd-path, on this machine."""
     memory = dict(options.memory)
     if options.device == HOST:
-        memory["device"] *= options.ranks // options.machines
+        memory["device"] *= ranks_here(options)
     said = budget_check.remarks(memory, options.device, options.ssd_path)
     wanted, free = options.memory["device"], device.free_bytes(options.device)
     if free is not None and wanted > free - CONTEXT_BYTES:
@@ -216,7 +220,7 @@ def run(options: argparse.Namespace) -> int:
     options.device = device.choose(options.device)
     costs = machine_of(options, page_bytes).costs
     costs.compute_scale /= options.compute_speed
-    here = options.ranks // options.machines
+    here = ranks_here(options)
     if options.device == HOST:  # ranks compute on the processors of their machine
         costs.compute_scale *= here
     tokens = round(found.origin.tokens * options.tokens_scale)

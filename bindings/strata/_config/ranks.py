@@ -30,7 +30,7 @@ import shutil
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,7 +213,7 @@ def machines_there() -> tuple[str, ...]:
     found = ranks_on_paper()
     if found is None:
         return ()
-    return _named([(of["name"], of["memory"]) for of in hear(found.count, _machine())])
+    return _named(hear(found.count, _machine()))
 
 
 def _find_ranks() -> Ranks | None:
@@ -231,7 +231,7 @@ def _find_ranks() -> Ranks | None:
     if found is None:
         return None
     said = hear(found.count, {**_machine(), "pid": os.getpid()})
-    machines = _named([(of["name"], of["memory"]) for of in said])
+    machines = _named(said)
     here = _here(found.rank, found.count, machines)
     folders = hear(found.count, _meeting_folder() if here[0] == found.rank else "")
     if machines:
@@ -273,9 +273,10 @@ def _machine() -> dict[str, str]:
     return {"name": own or socket.gethostname(), "memory": memory}
 
 
-def _named(places: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """By rank: what its machine is called, of names that may be alike: containers of one host, and
-    users, have the same. None: there is one machine."""
+def _named(said: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """By rank, of what each said by _machine(): what its machine is called. Containers of one host,
+    and users, have the same name. None: there is one machine."""
+    places = [(of["name"], of["memory"]) for of in said]
     different = list(dict.fromkeys(places))
     if len(different) == 1:
         return ()

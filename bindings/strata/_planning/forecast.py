@@ -55,6 +55,11 @@ class Forecast:
     crossing: Crossing | None = None  # between machines; none: there is one
 
     @property
+    def machines(self) -> int:
+        """That the ranks are on, as many on each."""
+        return self.crossing.network.machines if self.crossing else 1
+
+    @property
     def feasible(self) -> bool:
         """Whether the step fits, and ends."""
         return self.step_seconds is not None
@@ -158,7 +163,7 @@ class Forecast:
         if self.crossing is None:
             return None
         return {
-            "machines": self.crossing.network.machines,
+            "machines": self.machines,
             "bytes": self.crossing.bytes,
             "busy_seconds": self.crossing.seconds,
             "bytes_min": self.crossing.bytes_min,
@@ -192,9 +197,8 @@ class Forecast:
         )
 
     def _ranks(self) -> str:
-        machines = self.crossing.network.machines if self.crossing else 1
-        where = f" on {machines} machines" if machines > 1 else ""
-        whose = "its machine's host and ssd" if machines > 1 else "host and ssd"
+        where = f" on {self.machines} machines" if self.machines > 1 else ""
+        whose = "its machine's host and ssd" if self.machines > 1 else "host and ssd"
         return (
             f"{self.ranks} ranks{where}, each with a device of its own and an equal part of "
             f"{whose}; the tokens are those of all, and the rest is of the rank that holds most"

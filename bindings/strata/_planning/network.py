@@ -55,11 +55,9 @@ def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Cro
     here = network.ranks // network.machines
     comes = least = 0
     for number, unit in enumerate(trace.units):
-        changes = unit.grad_bytes > 0
-        once = (unit.code_bytes or unit.param_bytes) * int(changes)
-        gradients = unit.param_bytes * int(changes)
-        passes = uses[number] * (unit.code_bytes or unit.param_bytes)
-        comes += (once if resident[number] else passes) + gradients
+        rests = unit.code_bytes or unit.param_bytes
+        once, gradients = (rests, unit.param_bytes) if unit.grad_bytes else (0, 0)
+        comes += (once if resident[number] else uses[number] * rests) + gradients
         least += once + gradients
     # All chunks are shared out over all ranks alike.
     away = (network.machines - 1) / network.machines
