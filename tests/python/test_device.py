@@ -21,7 +21,7 @@ from strata._profiling.memory_curve import CudaMemoryCurve, start_curve
 from strata._profiling.recorder import Recorder
 from strata._profiling.uses import Uses
 from strata._runtime import streams
-from strata._runtime.lander import UNDER_WAY_BYTES, Lander
+from strata._runtime.lander import Lander
 from strata._runtime.wrapped import wrapped
 from torch import nn
 
@@ -127,7 +127,7 @@ def test_every_call_that_touches_the_device_names_the_current_stream(
     monkeypatch.setattr(torch.cuda, "Stream", stream_of_landings)
     for module in (wrapped_module, strata._activations.swapping):
         monkeypatch.setattr(module, "current_stream", lambda _: streams.current_stream(GPU))
-    monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(GPU))
+    monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(GPU, 1 << 20))
     model = build(llama)
     model, optimizer = strata.wrap(
         model, adamw(model), memory={"device": "8MiB", "host": "8MiB"}, activations="swap"
@@ -149,14 +149,14 @@ def test_every_call_that_touches_the_device_names_the_current_stream(
 
 
 def test_a_stream_that_is_captured_is_handed_to_no_landing(cuda: FakeCuda) -> None:
-    lander = Lander(GPU)
+    lander = Lander(GPU, 4096)
     done: list[int] = []
     cuda.capturing = True
     for _ in range(3):  # they leave nothing under way
         with pytest.raises(strata.StrataError, match="around a backward of the model"):
-            lander.put(done.append, UNDER_WAY_BYTES)
+            lander.put(done.append, 4096)
     cuda.capturing = False
-    lander.put(done.append, UNDER_WAY_BYTES)
+    lander.put(done.append, 4096)
     lander.wait()
     lander.close()
     assert len(done) == 1

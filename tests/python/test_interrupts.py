@@ -84,7 +84,7 @@ class Race:
         self.model, self.optimizer = tight(model, sgd(model), **options)
         self.state = wrapped(self.model)
         if activations == "aside":  # gradients land on a thread of their own, as on a GPU
-            self.state.landings = Lander(torch.device("cpu"))
+            self.state.landings = Lander(torch.device("cpu"), 1 << 20)
         self.changes = activations == "changed"  # between a backward and a step
         self.batches = 0
         self.last = Interrupt(None)

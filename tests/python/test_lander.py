@@ -13,15 +13,16 @@ import strata
 import strata._runtime.wrapped as wrapped_module
 import torch
 from small_models import assert_same, batch, build, llama, tight, train
-from strata._runtime.lander import UNDER_WAY_BYTES, Inline, Lander
+from strata._runtime.lander import Inline, Lander
 from strata._runtime.wrapped import wrapped
 
 HOST = torch.device("cpu")
+AHEAD = 1 << 20
 
 
 @pytest.fixture
 def lander():
-    made = Lander(HOST)
+    made = Lander(HOST, AHEAD)
     yield made
     made.close()
 
@@ -29,7 +30,7 @@ def lander():
 @pytest.fixture
 def aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrapped models land aside, as they do on a GPU."""
-    monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(HOST))
+    monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(HOST, AHEAD))
 
 
 def test_landings_happen_in_order_and_in_turn(lander: Lander) -> None:
@@ -65,29 +66,26 @@ def test_any_number_of_small_ones_may_be_on_their_way(lander: Lander) -> None:
     gate = threading.Event()
     for _ in range(100):
         lander.put(lambda stream: gate.wait() and None, 4096)
-    assert not waits(lander, UNDER_WAY_BYTES - 100 * 4096)
+    assert not waits(lander, AHEAD - 100 * 4096)
     assert waits(lander, 1)
     gate.set()
     lander.wait()
     assert not waits(lander, 1)
 
 
-def test_two_may_be_on_their_way_however_large(lander: Lander) -> None:
-    gates = [threading.Event(), threading.Event()]
-    for gate in gates:
-        lander.put(lambda stream, gate=gate: gate.wait() and None, 2 * UNDER_WAY_BYTES)
-    lander.put(lambda stream: None)  # what holds nothing never waits
-    put = threading.Event()
+def test_what_is_larger_than_all_that_may_be_under_way_is_waited_for(lander: Lander) -> None:
+    gate, put = threading.Event(), threading.Event()
+    lander.put(lambda stream: None, AHEAD)
 
-    def third() -> None:
-        lander.put(lambda stream: None, 2 * UNDER_WAY_BYTES)
+    def large() -> None:
+        lander.put(lambda stream: gate.wait() and None, AHEAD + 1)
         put.set()
 
-    threading.Thread(target=third, daemon=True).start()
+    threading.Thread(target=large, daemon=True).start()
     assert not put.wait(0.05)
-    gates[0].set()
+    lander.put(lambda stream: None)  # what holds nothing never waits
+    gate.set()
     assert put.wait(5)
-    gates[1].set()
 
 
 def test_what_a_landing_raises_is_told_once_and_ends_those_behind_it(lander: Lander) -> None:
@@ -187,7 +185,7 @@ def trained(options: dict[str, Any]) -> Any:
 def test_bits_are_the_same(core: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once, norms, kind = trained(MODES[name])
     assert kind is Inline
-    monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(HOST))
+    monkeypatch.setattr(wrapped_module, "Inline", lambda: Lander(HOST, AHEAD))
     later, other_norms, kind = trained(MODES[name])
     assert kind is Lander
     assert other_norms == norms

@@ -92,6 +92,9 @@ class LandHook(Uncopied):
         state.note_backward()
         with state.recorder.paused():
             state.landings.put(partial(self._land, hooks, grad), grad.nbytes)
+            if state.recorder.recording:  # plans count what is under way apart
+                del grad
+                state.landings.wait()
         state.landed[index] += 1
         hooks.pins.land(index)
 

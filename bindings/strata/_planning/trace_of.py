@@ -32,7 +32,25 @@ def make_trace(step: RecordedStep, state: Wrapped) -> Trace:
         traced.may_swap = unit.may_swap
         traced.traced, traced.slices_traced = recorded_as(unit)
         units.append(traced)
-    return trace_from(step, units)
+    trace = trace_from(step, units)
+    if step.measured:
+        add_under_way(trace, state.landings.ahead_bytes)
+    return trace
+
+
+def add_under_way(trace: Trace, ahead_bytes: int) -> None:
+    """Counts gradients that may be under way, at most so many bytes, beside what PyTorch held. In
+    the traced step none were."""
+    begun = 0
+    for use in trace.uses:
+        before = min(ahead_bytes, begun)
+        use.live_bytes += before
+        if use.gap_peak_bytes:
+            use.gap_peak_bytes += before
+        if use.backward:
+            begun += trace.units[use.unit].grad_bytes
+        use.peak_bytes += min(ahead_bytes, begun)
+    trace.tail_peak_bytes += min(ahead_bytes, begun)
 
 
 def traced_unit(

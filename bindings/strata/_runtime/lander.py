@@ -1,6 +1,6 @@
 """Takes gradients to the core behind autograd's back: on a thread of its own, in order.
 
-    lander = Lander(torch.device("cuda", 0))
+    lander = Lander(torch.device("cuda", 0), ahead_of(24 << 30))
     lander.put(land, grad.nbytes)    # land(stream) is called soon, by the lander's thread
     lander.wait()            # all of them are done; raises what one of them raised
     lander.close()
@@ -17,11 +17,13 @@ they come in turn: before each the stream waits for the event that was recorded 
 so for what was computed by then and for nothing that comes later.
 
 Note [What is bounded]. A gradient's memory is held until it has landed, so put() waits while more
-than UNDER_WAY_BYTES are on their way: that is how far autograd runs ahead of the copies. Two may
-always be: one lands while the next is ready. The core hears of a copy's end and has the next one
-submitted within some 80 µs (a look every 50 µs at most, two threads to wake, 10 µs each, and 10 µs
-to submit), in which a link of 55 GB/s moves 4.4 MB. Over ten times as much keeps the link busy
-behind gradients of any size, and autograd does not wait for small ones, however many there are.
+than `ahead_bytes` would be on their way: that is how far autograd runs ahead of the copies, and
+plans count as many bytes beside what a step held where nothing was under way (trace_of.py). A
+gradient that is larger by itself is waited for at once. The bound is a share of the device budget:
+two gradients of a large matrix of the model that it is for, one of which lands while the next is
+ready. The core hears of a copy's end and has the next one submitted within some 80 µs (a look every
+50 µs at most, two threads to wake, 10 µs each, and 10 µs to submit), in which a link of 55 GB/s
+moves 4.4 MB: small ones keep the link busy however many there are.
 
 Note [Signals]. A signal handler may raise wherever Python code runs: within threading.Condition
 too, whose lock would stay taken for ever. What waits here are objects of C, which it cannot divide.
@@ -40,7 +42,7 @@ import torch
 
 from .streams import refuse_capture
 
-UNDER_WAY_BYTES = 64 << 20
+AHEAD_SHARE = 32  # one part in so many of the device budget
 PATIENCE_S = 1.0  # between looks at a thread that may have ended
 
 Landing = Callable[[int], None]  # given a stream, as cudaStream_t; 0 on the host
@@ -59,6 +61,8 @@ class _UnderWay:
 class Inline:
     """Landings that happen at once, on the caller's thread."""
 
+    ahead_bytes = 0
+
     def put(self, landing: Landing, byte_count: int = 0) -> None:
         """Does it."""
         landing(0)
@@ -70,6 +74,11 @@ class Inline:
         """Nothing to drop."""
 
 
+def ahead_of(device_bytes: int) -> int:
+    """Bytes of gradients that may be under way beside a device budget."""
+    return device_bytes // AHEAD_SHARE
+
+
 class Lander:
     """Landings on a thread of their own. Does not keep the model alive, but for what is under way.
 
@@ -79,8 +88,9 @@ class Lander:
        before is of an older `_epoch`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ahead_bytes: int) -> None:
         cuda = device.type == "cuda"
+        self.ahead_bytes = ahead_bytes
         self._device = device
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._under_way: deque[_UnderWay] = deque()
@@ -96,9 +106,9 @@ class Lander:
         self._thread.start()
 
     def put(self, landing: Landing, byte_count: int = 0) -> None:
-        """Queues a landing behind those put before. Waits while too many bytes are under way;
-        `byte_count`: what it holds until it is done. Raises what an earlier one raised, and
-        StrataError where the current stream is captured."""
+        """Queues a landing behind those put before. Waits while too many bytes are under way, or
+        would be; `byte_count`: what it holds until it is done. Raises what an earlier one raised,
+        and StrataError where the current stream is captured."""
         while not self._closed and (oldest := self._in_the_way(byte_count)) is not None:
             oldest.ends.acquire(timeout=PATIENCE_S)
         self._raise()
@@ -112,6 +122,8 @@ class Lander:
         under_way = _UnderWay(byte_count)
         self._queue.put((landing, self._epoch, computed, under_way))
         self._under_way.append(under_way)
+        while byte_count > self.ahead_bytes and not (under_way.done or self._closed):
+            under_way.ends.acquire(timeout=PATIENCE_S)
 
     def wait(self) -> None:
         """Waits until all of them are done. Raises what one of them raised, once."""
@@ -140,8 +152,8 @@ class Lander:
             with suppress(ValueError):  # another thread did
                 self._under_way.remove(one)
         held = [one for one in self._under_way.copy() if one.bytes and not one.done]
-        more = sum(one.bytes for one in held) + byte_count > UNDER_WAY_BYTES
-        return held[0] if byte_count and more and len(held) >= 2 else None
+        more = sum(one.bytes for one in held) + byte_count > self.ahead_bytes
+        return held[0] if byte_count and more and held else None
 
     def _raise(self) -> None:
         error, self._error = self._error, None

@@ -26,7 +26,7 @@ from .._torch_compat import DisableTorchFunction, graph_task
 from . import coded, own_mapping
 from .closing import Calls, close_behind
 from .gradients import Gradients
-from .lander import Inline, Lander, Landings
+from .lander import Inline, Lander, Landings, ahead_of
 from .ready_codes import ReadyCodes
 from .streams import current_stream
 from .unit import Unit, units_of
@@ -73,7 +73,9 @@ class Wrapped:
         self.optimizer: torch.optim.Optimizer = cast(torch.optim.Optimizer, None)
         kind, number = session.device
         self.device = torch.device("cpu") if kind == KDLCPU else torch.device("cuda", number)
-        self.landings: Landings = Inline() if kind == KDLCPU else Lander(self.device)
+        self.landings: Landings = (
+            Inline() if kind == KDLCPU else Lander(self.device, ahead_of(config["device_bytes"]))
+        )
         self.moved_buffers: list[tuple[nn.Module, str, torch.dtype, torch.device]] = []  # as before
         self.hooks: Any = None  # hooks.Hooks, once installed
         self.views: Views = cast("Views", None)  # once the parameters are paged
