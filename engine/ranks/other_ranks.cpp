@@ -37,12 +37,13 @@ std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) const {
   return std::nullopt;
 }
 
-// A rank that has said bye is missed only by who still needs it. REQUIRES: what the dead have said
-// was heard.
+// A rank that has said bye is missed only by who still needs it. Who has said bye as well does not:
+// what it asked for ahead of a next step comes no more. REQUIRES: what the dead have said was heard.
 bool OtherRanks::heed_deaths() {
   for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
     if (!died_[rank]) continue;
-    const bool needed = base_.remote->awaits(rank) || exchange_.needs(rank);
+    const bool ends = said_bye_[base_.peers->rank()];
+    const bool needed = !ends && (base_.remote->awaits(rank) || exchange_.needs(rank));
     if (said_bye_[rank] && !needed) continue;
     if (said_bye_[rank]) {
       fail(rank, "rank " + std::to_string(rank) +
