@@ -1,5 +1,6 @@
-"""A step of an 8 B Llama in bfloat16 within 24 GB of a GPU: the share of the GPU's matrix products
-that the model's own arithmetic reaches, and the share of the lower bound.
+"""Steps of an 8 B Llama in bfloat16 within 24 GB of a GPU, of 16,384 tokens and of 65,536: the
+share of the GPU's matrix products that the model's own arithmetic reaches, and that of the lower
+bound.
 
 Updates run in backward, which gives the bits of exact ones; activations and slices are planned. The
 model is made where it rests, so it is never in memory as a whole. What is computed twice counts as
@@ -8,6 +9,7 @@ time and not as arithmetic.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from strata._config.machine import free_host_bytes
@@ -43,26 +45,27 @@ class Setting:
     """What is trained, within what."""
 
     sizes: LlamaSizes
-    sequences: int
+    sequences: tuple[int, ...]  # of a step: one batch after the other
     sequence: int
     device_bytes: int
     host_bytes: int
     products: tuple[int, ...] = PRODUCT_SIZES
 
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.sequences * self.sequence
+    def batch(self, sequences: int, context: Context) -> torch.Tensor:
+        """Of so many sequences, on the device."""
+        count = sequences * self.sequence
+        batch = tokens(count, context.seed, self.sizes.vocabulary, sequences)
+        return batch.to(torch_device(context.device))
 
 
 LLAMA_8B = LlamaSizes("8B", 32, 4096, 14336, 32, 8, 128_256)
 QUICK = Setting(
-    LlamaSizes("tiny", 2, 128, 336, 2, 1, 512), 2, 64, 512 * MIB, 256 * MIB, products=(256,)
+    LlamaSizes("tiny", 2, 128, 336, 2, 1, 512), (1, 2), 64, 512 * MIB, 256 * MIB, products=(256,)
 )
 
 
 def full_setting(say: Callable[[str], None]) -> Setting:
-    """The one to reach: 65,536 tokens. BenchError where host memory is too small."""
+    """The one to reach. BenchError where host memory is too small."""
     needed = int(LLAMA_8B.parameters * HOST_BYTES_EACH) + PASSING_BYTES
     grow(needed + LEFT_TO_OTHERS, say)
     free = free_host_bytes() - LEFT_TO_OTHERS
@@ -71,7 +74,7 @@ def full_setting(say: Callable[[str], None]) -> Setting:
             f"needs {(needed + LEFT_TO_OTHERS) / 1e9:.0f} GB of host memory, "
             f"{(free + LEFT_TO_OTHERS) / 1e9:.0f} GB are free"
         )
-    return Setting(LLAMA_8B, 16, 4096, DEVICE_BYTES, free)
+    return Setting(LLAMA_8B, (4, 16), 4096, DEVICE_BYTES, free)
 
 
 def open_side(context: Context, setting: Setting) -> Planned:
@@ -79,10 +82,9 @@ def open_side(context: Context, setting: Setting) -> Planned:
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(setting.sizes, setting.sequence)).train()
     chunk_loss(model)
-    batch = tokens(setting.tokens, context.seed, setting.sizes.vocabulary, setting.sequences)
     return Planned(
         model,
-        batch.to(torch_device(context.device)),
+        setting.batch(setting.sequences[0], context),
         {"device": setting.device_bytes, "host": setting.host_bytes},
         options={
             "update": "in_backward",
@@ -96,43 +98,56 @@ def open_side(context: Context, setting: Setting) -> Planned:
 
 
 def run(context: Context) -> Iterator[Figure]:
-    """Yields seconds of a step, what the GPU's matrix products reach, and the two shares."""
+    """Yields, for each batch, seconds of a step, what the GPU's matrix products reach, and the two
+    shares."""
     full_size_needs_gpu(context)
     setting = QUICK if context.quick else full_setting(context.say)
-    peaks = [product_flops_s(context.device, setting.products)]
+    # Before the steps: a GPU that is hot multiplies slower.
+    peak = product_flops_s(context.device, setting.products)
     before = None if context.device == HOST else free_bytes(context.device)
     side = open_side(context, setting)
     try:
-        side.settle()
-        context.say(side.planning.describe())
-        for turn in range(max(3, context.rounds)):
-            context.say(f"step {turn + 1}: {seconds_on(context.device, side.step):.3g} s")
-        asked = side.session.stats()["driver"]
-        side.step()
-        yield from driver_calls(asked, side.session.stats()["driver"])
-        report = judge(side, context.quick)
-        share_of_bound(report)
-        context.say(report.limited)
-        if before is not None:
-            used = before - int(torch.cuda.mem_get_info(context.device)[0])
-            yield Figure("step-gpu", "device_memory", used / 1e9, "GB", setting.device_bytes / 1e9)
+        for sequences in setting.sequences:
+            side.batch = setting.batch(sequences, context)
+            count = sequences * setting.sequence
+            calls, report = measured(context, side)
+            yield from driver_calls(calls, count)
+            if before is not None:
+                used = before - int(torch.cuda.mem_get_info(context.device)[0])
+                name, budget = f"device_memory_{count}", setting.device_bytes / 1e9
+                yield Figure("step-gpu", name, used / 1e9, "GB", budget)
+            target = (
+                None if context.quick or sequences != max(setting.sequences) else UTILISATION_MIN
+            )
+            seconds, bound = report.measured_seconds, report.bound_seconds
+            yield from figures(setting, count, seconds, peak, bound, target)
     finally:
         side.close()
-    # A GPU that is hot multiplies slower: the faster of the two is what a step is held against.
-    peaks.append(product_flops_s(context.device, setting.products))
-    target = None if context.quick else UTILISATION_MIN
-    yield from figures(setting, report.measured_seconds, max(peaks), report.bound_seconds, target)
     if context.device != HOST:
         yield from waits(traced(context))
 
 
-def driver_calls(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[Figure]:
-    """What strata asked of the GPU's driver in a step, by its own count. Threads of the processor
-    sleep in no call but those of workers, one for each update on the device."""
+def measured(context: Context, side: Planned) -> tuple[dict[str, int], Any]:
+    """What a step under the plan for the side's batch asks of the driver, and the report."""
+    side.settle()
+    context.say(side.planning.describe())
+    for turn in range(max(3, context.rounds)):
+        context.say(f"step {turn + 1}: {seconds_on(context.device, side.step):.3g} s")
+    before = side.session.stats()["driver"]
+    side.step()
+    calls = {name: n - before[name] for name, n in side.session.stats()["driver"].items()}
+    report = judge(side, context.quick)
+    share_of_bound(report)
+    context.say(report.limited)
+    return calls, report
+
+
+def driver_calls(calls: Mapping[str, int], count: int) -> Iterator[Figure]:
+    """What strata asked of the GPU's driver in a step of so many tokens, by its own count. Threads
+    of the processor sleep in no call but those of workers, one for each update on the device."""
     targets = dict.fromkeys(("stream_synchronize", "map", "unmap", "set_access"), 0)
-    for name, calls in after.items():
-        number = calls - before[name]
-        yield Figure("step-gpu", f"driver_{name}", number, "calls", targets.get(name))
+    for name, number in calls.items():
+        yield Figure("step-gpu", f"driver_{name}_{count}", number, "calls", targets.get(name))
 
 
 def traced(context: Context) -> dict[str, int]:
@@ -155,14 +170,13 @@ def waits(counts: Mapping[str, int]) -> Iterator[Figure]:
 
 
 def figures(
-    setting: Setting, seconds: float, peak: float, bound: float, target: float | None
+    setting: Setting, count: int, seconds: float, peak: float, bound: float, target: float | None
 ) -> Iterator[Figure]:
-    """What a step of so many seconds says."""
-    arithmetic = step_flops(setting.sizes, setting.tokens, setting.sequence)
-    used = 100 * arithmetic / seconds / peak
+    """What a step of so many tokens, in so many seconds, says."""
     bench = "step-gpu"
-    yield Figure(bench, "seconds", seconds, "s", bound=bound)
-    yield Figure(bench, "tokens", setting.tokens / seconds, "tokens/s", better="higher")
-    yield Figure(bench, "matrix_products", peak / 1e12, "TFLOP/s", better="higher")
-    yield Figure(bench, "utilisation", used, "%", target, 100, "higher")
-    yield Figure(bench, "of_bound", 100 * bound / seconds, "%", bound=100, better="higher")
+    used = 100 * step_flops(setting.sizes, count, setting.sequence) / seconds / peak
+    yield Figure(bench, f"seconds_{count}", seconds, "s", bound=bound)
+    yield Figure(bench, f"tokens_{count}", count / seconds, "tokens/s", better="higher")
+    yield Figure(bench, f"matrix_products_{count}", peak / 1e12, "TFLOP/s", better="higher")
+    yield Figure(bench, f"utilisation_{count}", used, "%", target, 100, "higher")
+    yield Figure(bench, f"of_bound_{count}", 100 * bound / seconds, "%", bound=100, better="higher")

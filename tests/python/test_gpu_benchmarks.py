@@ -74,10 +74,12 @@ def test_a_program_that_refuses_is_quoted(context, program):
 
 def test_a_step_is_held_against_matrix_products_and_the_bound(context):
     figures = by_metric(step_gpu.run(context))
-    assert figures["matrix_products"].value > 0
-    share = figures["seconds"].bound / figures["seconds"].value
-    assert figures["of_bound"].value == pytest.approx(100 * share)
-    assert figures["utilisation"].target is None
+    for tokens in (64, 128):
+        assert figures[f"matrix_products_{tokens}"].value > 0
+        seconds = figures[f"seconds_{tokens}"]
+        share = seconds.bound / seconds.value
+        assert figures[f"of_bound_{tokens}"].value == pytest.approx(100 * share)
+        assert figures[f"utilisation_{tokens}"].target is None
 
 
 def test_waits_of_a_steady_step_are_figures():
@@ -88,15 +90,14 @@ def test_waits_of_a_steady_step_are_figures():
 
 
 def test_what_strata_asks_of_the_driver_in_a_step_are_figures():
-    before = {"stream_wait": 7, "event_synchronize": 2, "stream_synchronize": 1, "map": 40}
-    after = {"stream_wait": 27, "event_synchronize": 5, "stream_synchronize": 2, "map": 40}
-    found = by_metric(step_gpu.driver_calls(before, after))
-    assert found["driver_stream_wait"].value == 20
-    assert found["driver_event_synchronize"].value == 3
-    assert found["driver_event_synchronize"].target is None
-    assert not found["driver_stream_synchronize"].reached
-    assert found["driver_map"].reached
-    assert list(step_gpu.driver_calls({}, {})) == []  # the host has no driver
+    calls = {"stream_wait": 20, "event_synchronize": 3, "stream_synchronize": 1, "map": 0}
+    found = by_metric(step_gpu.driver_calls(calls, 64))
+    assert found["driver_stream_wait_64"].value == 20
+    assert found["driver_event_synchronize_64"].value == 3
+    assert found["driver_event_synchronize_64"].target is None
+    assert not found["driver_stream_synchronize_64"].reached
+    assert found["driver_map_64"].reached
+    assert list(step_gpu.driver_calls({}, 64)) == []  # the host has no driver
 
 
 def test_figures_come_before_the_trace_whose_model_is_the_smallest(context, monkeypatch):
@@ -118,19 +119,20 @@ def test_figures_come_before_the_trace_whose_model_is_the_smallest(context, monk
         if not figure.metric.endswith("_synchronisations"):
             assert not traced, f"{figure.metric} waits for the trace"
     assert len(traced) == 1
-    assert {"utilisation", "of_bound", "stream_synchronisations"} <= set(metrics)
+    assert {"utilisation_64", "of_bound_128", "stream_synchronisations"} <= set(metrics)
 
 
 def test_utilisation_counts_the_arithmetic_of_the_model_alone():
-    setting = step_gpu.Setting(step_gpu.LLAMA_8B, 16, 4096, 0, 0)
-    figures = by_metric(step_gpu.figures(setting, 10.0, 800e12, 8.0, 55.0))
-    tokens = 65_536
+    setting, tokens = step_gpu.Setting(step_gpu.LLAMA_8B, (16,), 4096, 0, 0), 65_536
+    figures = by_metric(step_gpu.figures(setting, tokens, 10.0, 800e12, 8.0, 55.0))
     # The usual rule: 6 for each parameter but the embedding's, and 6 L s h for causal attention.
     parameters = step_gpu.LLAMA_8B.parameters - 128_256 * 4096
     arithmetic = tokens * (6 * parameters + 6 * 32 * 4096 * 4096)
-    assert figures["utilisation"].value == pytest.approx(100 * arithmetic / 10 / 800e12, rel=1e-3)
-    assert figures["tokens"].value == pytest.approx(tokens / 10)
-    assert figures["of_bound"].value == pytest.approx(80)
+    assert figures["utilisation_65536"].value == pytest.approx(
+        100 * arithmetic / 10 / 800e12, rel=1e-3
+    )
+    assert figures["tokens_65536"].value == pytest.approx(tokens / 10)
+    assert figures["of_bound_65536"].value == pytest.approx(80)
 
 
 def test_the_8b_model_is_the_one_of_its_sizes():

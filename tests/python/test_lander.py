@@ -12,7 +12,8 @@ import pytest
 import strata
 import strata._runtime.wrapped as wrapped_module
 import torch
-from small_models import assert_same, batch, build, llama, tight, train
+from small_models import adamw, assert_same, batch, build, llama, tight, train
+from strata._planning.trace_of import add_under_way
 from strata._runtime.lander import Inline, Lander
 from strata._runtime.wrapped import wrapped
 
@@ -246,3 +247,47 @@ def test_a_thread_ends_with_its_model(core: ModuleType, aside: None) -> None:
     del model, optimizer
     gc.collect()
     assert not thread.is_alive()
+
+
+def planned(core: ModuleType) -> Any:
+    memory = {"device": "64MiB", "host": "64MiB"}
+    model = build(llama)
+    return strata.wrap(model, adamw(model), memory=memory, page_size="64KiB", activations="auto")
+
+
+def test_nothing_is_under_way_in_a_step_that_is_recorded(
+    core: ModuleType, aside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = planned(core)
+    slow_down(model)
+    state, put, left = wrapped(model), Lander.put, {True: 0, False: 0}
+
+    def looking(lander: Lander, *args: Any) -> None:
+        undone = sum(not one.done for one in lander._under_way if one.bytes)
+        left[state.recorder.recording] += undone
+        put(lander, *args)
+
+    monkeypatch.setattr(Lander, "put", looking)
+    train(model, optimizer, 4)
+    assert left[True] == 0
+    assert left[False] > 0
+    strata.unwrap(model)
+
+
+def test_plans_count_what_may_be_under_way(core: ModuleType) -> None:
+    model, optimizer = planned(core)
+    train(model, optimizer, 2)
+    planning = wrapped(model).planning
+    assert planning is not None
+    assert planning.trace is not None
+    trace, before = planning.trace, [use.replace() for use in planning.trace.uses]
+    tail, grads = trace.tail_peak_bytes, [unit.grad_bytes for unit in trace.units]
+    ahead = sum(grads) // 2
+    add_under_way(trace, ahead)
+    begun = 0
+    for use, old in zip(trace.uses, before, strict=True):
+        assert use.live_bytes - old.live_bytes == min(ahead, begun)
+        begun += grads[use.unit] if use.backward else 0
+        assert use.peak_bytes - old.peak_bytes == min(ahead, begun)
+    assert trace.tail_peak_bytes - tail == ahead
+    strata.unwrap(model)

@@ -7,6 +7,7 @@ import pytest
 import strata
 import torch
 from small_models import adamw
+from strata._config.sizes import parse_size
 from strata._runtime.wrapped import wrapped
 from torch import nn
 
@@ -101,3 +102,30 @@ def test_inputs_that_fill_the_device_leave() -> None:
     run(model, optimizer, 4)
     assert state.planning.plan is not None
     assert state.planning.plan.feasible
+
+
+class Wide(nn.Module):
+    """Saves many times its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8 * WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, 8 * WIDTH, bias=False)
+        self.down = nn.Linear(8 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("device", ["8MiB", "12MiB", "24MiB"])
+def test_a_backward_that_needs_more_than_is_left_is_recorded_on_slices(device: str) -> None:
+    """Blocks that save 8 MiB and need about 14 in a backward. No more slices than that takes."""
+    torch.manual_seed(0)
+    model, optimizer = wrap(nn.Sequential(*[Wide() for _ in range(4)]), device)
+    state = wrapped(model)
+    assert state.planning is not None
+    run(model, optimizer, 1, rows=16)
+    assert state.planning.trace is not None
+    slices = {unit.slices_traced for unit in state.planning.trace.units}
+    assert slices == {{"8MiB": 4, "12MiB": 2, "24MiB": 1}[device]}
+    assert recorded_peak(model, state.planning.allocator.page_bytes) <= parse_size(device)

@@ -9,8 +9,11 @@ Note [Smaller]. Nothing is known of a batch before its first step. So in that on
 1. inputs of recomputed units leave for host memory, or the SSD, where those of all units to come
    would take more than half of what is left of the device. Room for them is made before the step,
    when their size can only be guessed: as many bytes a token as the unit's first matrix is wide;
-2. a unit whose forward saved more than is left for its backward runs again, on slices; so does one
-   whose forward ran out of memory. Random numbers go on where the first run ended;
+2. a unit whose backward is expected to take more than is left runs its forward again, on slices;
+   so does one whose forward ran out of memory. Random numbers go on where the first run ended. A
+   backward is expected to take the gradients of the inputs, what the forward of a slice saved,
+   three times the largest tensor of that (a gradient that comes in and two that go out), and the
+   gradients of parameters, which on slices are summed in float32 beside those of one slice;
 3. an error of memory in the backward cannot be made good from within. The next step, which is
    recorded in its place, starts with inputs away and twice as many slices.
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 TRIES_MAX = 5  # recorded steps that run out of memory, one after the other
 NO_MEMORY = "ran out of memory"
 SLACK = 1.25  # of the room for inputs
+WORKING_TENSORS = 3  # of a backward, as large as the largest one that is saved
 BYTES_MIN = 4096  # of a tensor that is worth counting
 
 log = logging.getLogger("strata")
@@ -132,11 +136,13 @@ class Recording:
             if ran_out is None:
                 if swapping.kept_for_room > stayed:
                     unit.activation = "recompute"  # what the trace says must be what happened
-                if recorder.saved_since(mark) <= self._left():
+                inputs = sum(t.nbytes for t in arguments.tensors)
+                needed = inputs + self._backward_bytes(unit, recorder.saved_since(mark))
+                if needed <= self._left():
                     return output
                 if not (repeatable and self._may_cut(planned, args, kwargs, batch)):
                     return output
-                ran_out = "saved more than is left of the device"
+                ran_out = "has a backward that needs more than is left of the device"
             output = None
             found.put_back()
             recorder.drop_to(mark)
@@ -153,9 +159,15 @@ class Recording:
             return
         self._ran_out = True
         error.add_note(
-            "in a step that strata records: drop it by optimizer.zero_grad() and go on with the "
-            "loop; the next step will try to take less"
+            f"in a step that strata records: {self._drop_it()} and go on with the loop; the next "
+            "step will try to take less"
         )
+
+    def _drop_it(self) -> str:
+        """What the user does with a step that did not end."""
+        if self._state.config["update"] == "in_backward":
+            return "some parameters are updated already: end it by optimizer.step()"
+        return "drop it by optimizer.zero_grad()"
 
     def _note_failure(self) -> None:
         """The step before was recorded, and did not end."""
@@ -179,6 +191,12 @@ class Recording:
             t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in batch if t.dim()
         )
         return max(tokens, default=0) * width * itemsize
+
+    def _backward_bytes(self, unit: Unit, saved: Sequence[int]) -> int:
+        """What a backward is expected to take. See Note [Smaller]."""
+        grads = sum(p.nbytes for i in unit.params if (p := self._state.params[i]).requires_grad)
+        once = grads if unit.slices == 1 else 3 * grads
+        return sum(saved) // unit.slices + WORKING_TENSORS * max(saved, default=0) + once
 
     def _left(self, held: int | None = None) -> int:
         """Bytes of the device beside pages and what PyTorch holds, by default now."""

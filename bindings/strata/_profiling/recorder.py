@@ -176,9 +176,9 @@ class Recorder:
         """How many tensors were saved so far."""
         return len(self._uses.step.tensors)
 
-    def saved_since(self, mark: int) -> int:
-        """Bytes that forwards have saved since then, without those of inputs."""
-        return sum(t.bytes for t in self._uses.step.tensors[mark:] if not t.input)
+    def saved_since(self, mark: int) -> list[int]:
+        """Bytes of each tensor that forwards have saved since then, without inputs."""
+        return [t.bytes for t in self._uses.step.tensors[mark:] if not t.input]
 
     def drop_to(self, mark: int) -> None:
         """Forgets what was saved since then: that forward runs again."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .escapes import Views
 
 
-CHUNK_NUMEL = 1 << 24  # values that travel through one temporary float32 tensor
+CHUNK_NUMEL = 1 << 22  # values that travel through one temporary float32 tensor, which malloc keeps
 _grad: Any = torch.Tensor.grad
 
 KDLCPU = 1  # dlpack.h

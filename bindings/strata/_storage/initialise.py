@@ -29,9 +29,9 @@ Initialiser = Callable[[], object]
 def parameters(
     model: nn.Module, module_name: str, seed: int, device: str | torch.device = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """First values, as float32 on the CPU, of the meta parameters that `module_name` owns itself.
+    """First values, as float32, of the meta parameters that `module_name` owns itself.
 
-    `device` draws them: each kind of device has a random stream of its own.
+    `device` draws and holds them: each kind of device has a random stream of its own.
 
     The module is left as it was. Raises ValueError for a parameter that no initialiser sets.
     """
@@ -59,7 +59,7 @@ def parameters(
                 f"{type(module).__name__}: give reset_parameters() to the module, pass weights=, "
                 "or build the model on the CPU"
             )
-    return {name: value.detach().cpu() for name, value in values.items()}
+    return {name: value.detach() for name, value in values.items()}
 
 
 def buffers(model: nn.Module, skip: frozenset[str] = frozenset()) -> None:
