@@ -127,7 +127,7 @@ def _ssd_enough(trace: Trace, costs: Costs, budgets: Budgets, wishes: Wishes) ->
 
 # Of a GPU, outside of any budget: the CUDA context, loaded kernels and the handles of libraries.
 # PyTorch programs see 300 to 600 MiB, by GPU, driver and libraries in use.
-CONTEXT_BYTES = 512 << 20
+CONTEXT_BYTES = 896 << 20
 
 
 def setup_of(options: argparse.Namespace, page_bytes: int, dtype: DtypeName = "bfloat16") -> Setup:
