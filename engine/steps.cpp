@@ -170,10 +170,11 @@ StepResult Steps::step(Lock& lock, const std::vector<Hyper>& groups, const StepO
     ++skipped_;
     result.skipped = true;
   } else if (any) {
-    const std::vector<UnitId> order = parts_.prefetcher.order();
+    std::vector<UnitId> all(base.config.units.size());
+    for (std::uint32_t unit = 0; unit < all.size(); ++unit) all[unit] = UnitId{unit};
     const Gradients& gradients = parts_.gradients;
-    parts_.updates.release({gradients.step(), groups, scales(result.norm, options),
-                            gradients.scalings(), order, true});
+    parts_.updates.release(
+        {gradients.step(), groups, scales(result.norm, options), gradients.scalings(), all, true});
     if (parts_.ranks != nullptr) {
       parts_.ranks->renew(gradients.landed(), gradients.step());
       count_elsewhere(base, gradients.landed(), groups, parts_.updates);

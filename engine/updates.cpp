@@ -167,11 +167,9 @@ void Updates::release(const Release& release) {
   if (release.ends_step) ended_ = release.step;
   exact_ = exact_next_;
   const ReleaseId kept = released_groups_.keep(release.groups);
-  std::uint32_t rank = 0;
   for (const UnitId unit : release.units) {
     for (const std::uint32_t id : layout_.units[index(unit)].chunks) {
       ChunkState& chunk = chunks_[id];
-      chunk.rank = rank++;
       const auto landed = [](const ChunkPiece& piece) { return piece.landed; };
       if (captures_.needs_runs(id) && std::ranges::any_of(chunk.pieces, landed)) {
         captures_.keep_runs(id, runs_of(id, true));
@@ -193,6 +191,10 @@ void Updates::release(const Release& release) {
     }
   }
   released_groups_.drop(kept);
+  std::uint32_t rank = 0;
+  for (const UnitId unit : prefetcher_.order()) {
+    for (const std::uint32_t id : layout_.units[index(unit)].chunks) chunks_[id].rank = rank++;
+  }
   std::sort(queue_.begin(), queue_.end(), [this](std::uint32_t a, std::uint32_t b) {
     const ChunkState& one = chunks_[a];
     const ChunkState& other = chunks_[b];

@@ -1,11 +1,11 @@
-// Updates: the chunk pipeline. A released chunk is queued in the order of its next use; a bounded
-// number are open at a time, each loads its pages through the staging area, goes to a worker, and
-// is written back.
+// Updates: the chunk pipeline. Released chunks are queued in the order of their next use, whenever
+// they were released; a bounded number are open at a time, each loads its pages through the staging
+// area, goes to a worker, and is written back.
 //
 // Threads: one caller at a time (the core's lock). Workers see only the spans of memory.
 //
 //   updates.note_landed(chunk, param);
-//   updates.release({.step = 1, .groups = groups, .scale_of = scales, .units = order});
+//   updates.release({.step = 1, .groups = groups, .scale_of = scales, .units = units});
 //   while (updates.busy()) { ...turn... }
 //
 // Note [Versions]. A chunk is at version v when the gradients of all steps up to v are in its
@@ -59,7 +59,7 @@ struct Release {
   std::span<const Hyper> groups;          // by parameter group
   std::span<const float> scale_of;        // by unit: what gradients are multiplied with, behind ...
   std::span<const GradScaling> scalings;  // ... by parameter: what was asked of each
-  std::span<const UnitId> units;          // whose gradients; in the order of their next use
+  std::span<const UnitId> units;          // whose gradients
   bool ends_step = false;                 // there are no more of this step
 };
 

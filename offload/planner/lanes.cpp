@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "memory/check.hpp"
 
@@ -74,16 +75,27 @@ void Lanes::play(std::uint32_t step, JobId job) {
   while (!is_done(step, job)) advance();
 }
 
+bool Lanes::goes_ahead(Instance instance, Instance of) const {
+  const auto place = [this](Instance i) {
+    return std::pair(i / job_count_, graph_.jobs_[i % job_count_].rank);
+  };
+  return place(instance) < place(of);
+}
+
 void Lanes::enqueue(Instance instance) {
   const std::size_t lane = index(graph_.jobs_[instance % job_count_].lane);
   Running& queue = lanes_[lane];
-  if (queue.head != kNone) {
-    next_[queue.tail] = instance;
-    queue.tail = instance;
-    return;
+  if (queue.head == kNone) {
+    queue.head = queue.tail = instance;
+    return start(lane);
   }
-  queue.head = queue.tail = instance;
-  start(lane);
+  Instance before = queue.tail;  // what runs goes on
+  if (before != queue.head && goes_ahead(instance, before)) {
+    before = queue.head;
+    while (!goes_ahead(instance, next_[before])) before = next_[before];
+  }
+  next_[instance] = std::exchange(next_[before], instance);
+  if (before == queue.tail) queue.tail = instance;
 }
 
 void Lanes::start(std::size_t lane) {

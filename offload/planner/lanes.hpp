@@ -1,6 +1,7 @@
 // Jobs on lanes under a virtual clock: what a step of a training run does, repeated step after
 // step. A job enters its lane's queue when all that it waits for is done, each lane does one job at
-// a time in that order, and lanes that are busy together slow each other down.
+// a time in that order, unless jobs have ranks, and lanes that are busy together slow each other
+// down.
 //
 // Threads: none; the graph outlives the lanes.
 //
@@ -34,6 +35,8 @@ class StepGraph final {
     return static_cast<JobId>(jobs_.size() - 1);
   }
   Lane lane(JobId job) const { return jobs_[job].lane; }
+  // In its lane's queue it goes ahead of jobs of its step with a higher rank. At first: 0.
+  void set_rank(JobId job, std::uint32_t rank) { jobs_[job].rank = rank; }
   // REQUIRES: no cycle comes of it.
   void wait(JobId job, JobId until) {
     STRATA_ASSERT(job != until);
@@ -47,6 +50,7 @@ class StepGraph final {
   struct Job {
     double seconds = 0.0;  // alone
     Lane lane = Lane::compute;
+    std::uint32_t rank = 0;
   };
   struct Wait {
     JobId job = kNoJob;
@@ -100,6 +104,7 @@ class Lanes final {
 
   Instance at(std::uint32_t step, JobId job) const { return step * job_count_ + job; }
   void begin_step();
+  bool goes_ahead(Instance instance, Instance of) const;
   void enqueue(Instance instance);
   void start(std::size_t lane);
   void advance();

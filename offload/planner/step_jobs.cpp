@@ -51,6 +51,7 @@ class Builder final {
   struct Piece {
     JobId update = kNoJob;
     JobId written = kNoJob;  // kNoJob: it is not
+    bool staged = false;     // it passes the staging area
   };
   // One piece's share of what belongs to a whole unit.
   struct Share {
@@ -91,29 +92,34 @@ class Builder final {
     out_.graph.wait(job, uses_[use].before);
   }
 
-  // In the order in which they begin: that of the next forward, or that in which gradients land.
-  std::vector<UnitId> update_order() const {
+  // Those that train, in the order of the next forward.
+  std::vector<UnitId> forward_order() const {
     std::vector<UnitId> order;
     for (const std::uint32_t u : units_in_order(trace_, [](const Use&) { return true; })) {
       if (trained(UnitId{u})) order.push_back(UnitId{u});
-    }
-    if (plan_.updates_early) {
-      std::stable_sort(order.begin(), order.end(), [this](UnitId a, UnitId b) {
-        return last_back_[index(a)] < last_back_[index(b)];
-      });
     }
     return order;
   }
 
   void updates() {
-    std::vector<JobId> done;  // of every piece, in order: its last job
-    for (const UnitId unit : update_order()) {
+    std::vector<UnitId> order = forward_order();
+    std::vector<std::uint32_t> rank(trace_.units.size(), 0);
+    for (std::uint32_t i = 0; i < order.size(); ++i) rank[index(order[i])] = i;
+    if (plan_.updates_early) {  // in the order in which gradients land
+      std::stable_sort(order.begin(), order.end(), [this](UnitId a, UnitId b) {
+        return last_back_[index(a)] < last_back_[index(b)];
+      });
+    }
+    std::vector<JobId> staged;  // of every piece that passes the staging area: its last job
+    for (const UnitId unit : order) {
       const std::uint32_t count = pieces_of(unit);
       for (std::uint32_t p = 0; p < count; ++p) {
-        const JobId opened = done.size() < kPiecesOpen ? kNoJob : done[done.size() - kPiecesOpen];
+        const JobId opened =
+            staged.size() < kPiecesOpen ? kNoJob : staged[staged.size() - kPiecesOpen];
         const Piece piece = update_piece(unit, {p, count}, opened);
+        out_.graph.set_rank(piece.update, rank[index(unit)]);
         pieces_[index(unit)].push_back(piece);
-        done.push_back(piece.written == kNoJob ? piece.update : piece.written);
+        if (piece.staged) staged.push_back(piece.written == kNoJob ? piece.update : piece.written);
         if (plan_of(unit).on_device) {
           out_.graph.wait_across(uses_[first_use_[index(unit)]].first, piece.update);
         }
@@ -136,7 +142,8 @@ class Builder final {
       start = move(Lane::read, read_bytes, transfers, Purpose::state, unit);
       out_.graph.wait(piece.update, start);
     }
-    if (opened != kNoJob) out_.graph.wait(start, opened);
+    piece.staged = read_bytes != 0;
+    if (piece.staged && opened != kNoJob) out_.graph.wait(start, opened);
     if (!plan_.updates_early) out_.graph.wait(start, end_);
     out_.graph.wait(start, landed_[index(unit)]);
     if (kept != 0) {

@@ -41,6 +41,27 @@ TEST(Lanes, OfSeveralBusyLanesTheOneThatHurtsMostDecides) {
   EXPECT_NEAR(lanes.done(0, compute).end, 4.0, kNear);
 }
 
+TEST(Lanes, JobsThatWaitTogetherGoByRank) {
+  StepGraph graph;
+  const JobId first = graph.add(Lane::compute, 1.0);
+  std::vector<JobId> updates;
+  for (const std::uint32_t rank : {3U, 2U, 2U, 0U, 1U}) {
+    updates.push_back(graph.add(Lane::update, 1.0));
+    graph.set_rank(updates.back(), rank);
+    graph.wait(updates.back(), first);
+  }
+  const JobId end = graph.add(Lane::compute, 0.0);
+  for (const JobId update : updates) graph.wait(end, update);
+  graph.wait_across(first, end);
+  Lanes lanes(graph, Costs{});
+  lanes.play(0, end);
+  // The first one runs when the others come.
+  const std::vector<double> begins = {1.0, 4.0, 5.0, 2.0, 3.0};
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    EXPECT_NEAR(lanes.done(0, updates[i]).begin, begins[i], kNear) << i;
+  }
+}
+
 TEST(Lanes, ServeInTheOrderOfBeingReadyAndCarryOverToTheNextStep) {
   StepGraph graph;
   const JobId late = graph.add(Lane::read, 1.0);

@@ -33,9 +33,10 @@ from .._optim.groups import group_spec
 from .._planning.fitting import tiles_wanted
 from .._planning.forecast import Forecast, forecast
 from .._planning.meta_trace import CountedStep, count_step
-from .._planning.trace_of import trace_from, traced_unit
+from .._planning.trace_of import add_under_way, trace_from, traced_unit
 from .._profiling.calibrate import TYPICAL_COMPUTING, typical_costs
 from .._report.report_text import snapshot_room
+from .._runtime.lander import ahead_of
 from .._torch_compat import SHAPES_LOGGER, FakeTensorMode
 from ..nn.causal_lm import chunk_many, is_chunked
 from ..nn.replace import put_tiles
@@ -74,6 +75,11 @@ class Step:
     def ranks(self) -> int:
         """How many share a machine; `memory` is all that they have, and `device` each."""
         return self.options.shared_by()
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Of gradients that may be under way: those of the host land at once."""
+        return 0 if self.device == HOST else ahead_of(self.memory["device"])
 
     def budgets(self, sizes: Plan) -> Budgets:
         """As the planner takes them: buffers of gradients are no pages, and take host memory."""
@@ -226,6 +232,7 @@ def run(options: argparse.Namespace) -> int:
     if bytes_s is None:  # another device is limited by its arithmetic
         bytes_s = machine.memory_bytes_s / shared if options.flops is None else float("inf")
     trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
+    add_under_way(trace, step.ahead_bytes)
     notes = snapshot_room(sizes["snapshot_bytes"], isinstance(options.update, LockFree))
     answer = reply(
         options, trace, machine.costs, step.budgets(sizes), step.tokens, changes(model), notes
@@ -242,5 +249,6 @@ def rehearse(step: Step, wishes: Wishes, machine: Calibration | None = None) -> 
     if machine is not None:
         flops_s, bytes_s = machine.flops_s, machine.memory_bytes_s
     trace = make_trace(counted, sizes, step.batch, flops_s, bytes_s)
+    add_under_way(trace, step.ahead_bytes)
     costs = typical_costs() if machine is None else machine.costs
     return forecast(trace, costs, step.budgets(sizes), wishes, step.tokens)
