@@ -8,8 +8,6 @@ model = strata.unwrap(model)
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,36 +17,21 @@ import torch
 from torch import nn
 
 from . import _core
-from ._config.alike import check_alike
 from ._config.choices import AS_IS
-from ._config.configure import Options, device_goal, gradients_rest, tier_budgets
+from ._config.configure import Options, gradients_rest, tier_budgets
 from ._config.frozen import Frozen
-from ._config.managed import check_parameters
-from ._config.ranks import find_ranks, naming_lost, ranks_on_paper
-from ._config.sizes import Size, format_count, format_size
+from ._config.ranks import ranks_on_paper
+from ._config.sizes import Size
 from ._config.units import Chosen
 from ._config.update_modes import Update
-from ._config.wire import Wire
 from ._errors import keywords_of, names_nearest
-from ._hooks.hooks import Hooks
-from ._hooks.parallel import refuse_parallel
-from ._optim.foreign import Foreign, make_foreign
+from ._opening import check, open_session
 from ._planning.fitting import fit
-from ._planning.planning import Goal, Planning
 from ._report.reports import PlanReport, Report, make_report
-from ._runtime.awaited import Watch
-from ._runtime.escapes import Views
-from ._runtime.forks import watch
 from ._runtime.optimizer import StrataOptimizer
-from ._runtime.paged import make_paged
-from ._runtime.streams import refuse_graphed
 from ._runtime.undo import Undo
-from ._runtime.wrapped import Slot, Wrapped, wrapped
-from ._storage import weights as weight_files
-from ._storage.saved_file import stream_paged
-from .nn.replace import release_originals, remove_tiles
-
-log = logging.getLogger("strata")
+from ._runtime.wrapped import wrapped
+from .nn.replace import remove_tiles
 
 
 @names_nearest
@@ -167,23 +150,7 @@ def wrap(
         seed, init_device, activations, split, device, snapshots, frozen, rank_gradients,
         rank_timeout,
     )  # fmt: skip
-    return model, _open(model, optimizer, options).optimizer
-
-
-def _log_choices(state: Wrapped) -> None:
-    """Says in the log what was made, and what works less well than it could."""
-    stats = state.session.stats()
-    log.info(
-        "wrapped %s: %s, pages of %s, %s backend%s",
-        type(state.model).__name__,
-        format_count(len(state.units), "unit"),
-        format_size(state.session.plan["page_bytes"]),
-        stats["backend"],
-        f", {stats['io_engine']} ({stats['io_engine_why']})" if stats["io_engine"] else "",
-    )
-    log.info("%s %s", format_count(state.config["workers"], "worker"), stats["workers_where"])
-    for warning in stats.get("warnings", []):
-        log.warning("%s", warning)
+    return model, open_session(model, optimizer, options).optimizer
 
 
 @keywords_of(wrap)
@@ -203,7 +170,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
         >>> plan.budgets["host"]
         8388608
     """
-    _check(model, optimizer)
+    check(model, optimizer)
     undo = Undo(model, optimizer)
     try:
         wanted = replace(Options(**options), ranks=ranks_on_paper())
@@ -320,214 +287,3 @@ def synchronize(model: nn.Module) -> None:
         >>> strata.synchronize(model)
     """
     wrapped(model).synchronize()
-
-
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises where strata cannot train this model at all, and touches nothing."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
-    if not any(True for _ in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
-    for module in model.modules():
-        if module.__dict__.get("_strata") is not None:
-            raise ValueError("this model is already wrapped: call strata.unwrap(model) first")
-    if isinstance(optimizer, StrataOptimizer):
-        raise ValueError("this optimizer already belongs to a wrapped model")
-    refuse_parallel(model)
-    refuse_graphed(model)
-    check_parameters(model)
-
-
-def _open(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> Wrapped:
-    """Starts a session for the model and moves it there. Whatever ends it earlier, Ctrl-C too,
-    leaves model and optimizer as they were."""
-    ranks = find_ranks()
-    options = replace(options, ranks=ranks)
-    undo: Undo | None = None
-    try:
-        with naming_lost(ranks):
-            if ranks is None:
-                _check(model, optimizer)
-            else:
-                check_alike(ranks, options, lambda: _check(model, optimizer), model)
-                if ranks.machines and options.snapshots:
-                    raise ValueError(
-                        f"snapshots={options.snapshots}: those of several machines are not there "
-                        "yet; strata.save(model, path) waits, and needs no room"
-                    )
-            undo = Undo(model, optimizer)
-            dropped = _drop_gradients(model)
-            state = _start(model, optimizer, options, undo)
-    except BaseException:
-        if undo is not None:
-            undo.run()
-        if ranks is not None:
-            ranks.close()
-        raise
-    del undo  # and with it the memory that parameters had before
-    if state.planning is not None:
-        state.planning.allocator.give_reserve_back()
-    _log_choices(state)
-    if dropped:
-        log.warning(
-            "dropped %s that parameters had before strata.wrap(): step() uses what comes after it",
-            format_count(dropped, "gradient"),
-        )
-    return state
-
-
-def _start(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, undo: Undo
-) -> Wrapped:
-    weight_files.check_values(model, options.weights)
-    # 1. Room, and the values in it.
-    config, hooked, _ = fit(model, optimizer, options, _core.plan)
-    gc.collect()  # wrapped models that nobody can reach any more still have frames and files
-    foreign = make_foreign(optimizer)
-    if foreign is not None:
-        _log_cost(foreign, optimizer, config)
-    # The core's budget counts whole units that a plan lets rest on the device, too.
-    whole = config.copy()
-    whole["device_bytes"] = device_goal(config, options)
-    wire = None
-    if options.ranks is not None and options.ranks.machines:
-        wire = Wire(options.ranks.rank, options.ranks.machines, options.ranks.run)
-        undo.first(wire.close)
-    session = _core.Session(whole, foreign, wire)
-    undo.first(session.close)
-    state = Wrapped(model, session, config)
-    undo.first(state.landings.close)
-    if wire is not None:
-        state.wire = wire
-        state.after_close.append(wire.close)
-    _fill(state, options)
-    if options.ranks is not None:  # nobody reads what is not written yet
-        options.ranks.wait()
-        options.ranks.close()
-        state.ranks = options.ranks
-        watch_ranks = Watch(session, options.rank_timeout)
-        undo.first(watch_ranks.end)
-        state.after_leaving.append(watch_ranks.end)
-    # 2. The model, and what stands for its optimizer.
-    _move(state, options.dtype)
-    release_originals(model)
-    state.hooks = Hooks(state)
-    state.hooks.install(hooked)
-    state.optimizer = StrataOptimizer(
-        optimizer,
-        state,
-        max_grad_norm=options.max_grad_norm,
-        max_unit_norm=options.max_unit_norm,
-        skip_nonfinite=options.skip_nonfinite,
-        foreign=foreign,
-    )
-    undo.first(state.optimizer.release_inner)
-    model.__dict__["_strata"] = state
-    watch(state)
-    stream_paged()
-    if options.activations is not None:
-        _start_planning(state, options, whole["device_bytes"], undo)
-    return state
-
-
-def _drop_gradients(model: nn.Module) -> int:
-    """Those from before wrap(), which autograd would add the first new ones to. Returns how many
-    there were."""
-    old = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    for parameter in old:
-        parameter.grad = None
-    return len(old)
-
-
-def _log_cost(foreign: Foreign, optimizer: torch.optim.Optimizer, config: _core.Config) -> None:
-    """Of a class without a kernel."""
-    trained = sum(spec["numel"] for spec in config["params"] if spec["trainable"])
-    each = foreign.seconds_per_element(optimizer.param_groups[0])
-    log.warning(
-        "%s has no kernel in strata and runs as its own class: the same results, but slower, about "
-        "%.2g ns for each trained parameter and %.2g s of one core for a step",
-        foreign.name,
-        each * 1e9,
-        each * trained,
-    )
-
-
-def _start_planning(
-    state: Wrapped,
-    options: Options,
-    device_bytes: int,
-    undo: Undo,
-) -> None:
-    """Plans steps from the first one on."""
-    config = state.config
-    assert options.activations is not None
-    # Until activations are known, parameters have no more than the unit that computes and the next.
-    needed = state.session.plan["nested_bytes"]
-    goal = Goal(
-        options.activations,
-        options.split,
-        device_bytes,
-        max(needed, min(2 * needed, config["device_bytes"] // 2)),
-        config["workers"],
-        config["io_engine"],
-        alone=options.ranks is None,
-    )
-    state.planning = Planning(state, goal)
-    undo.first(state.planning.allocator.close)
-    state.session.adopt(param_bytes=goal.param_bytes)
-
-
-def _fill(state: Wrapped, options: Options) -> None:
-    """Stores the values of all parameters. The model itself is not touched yet: this may fail."""
-    if options.weights is None:
-        for i, parameter in enumerate(state.params):
-            if options.ranks is not None:
-                options.ranks.share(parameter)
-            state.write(i, parameter)
-        if options.ranks is not None:
-            for buffer in state.model.buffers():
-                options.ranks.share(buffer)
-        return
-    place = {name: i for i, name in enumerate(state.names)}
-    weight_files.load(
-        state.model,
-        lambda name, value: state.write(place[name], value),
-        weights=None if options.weights == weight_files.INIT else options.weights,
-        seed=options.seed,
-        device=options.init_device,
-    )
-
-
-def _move(state: Wrapped, dtype: torch.dtype | None) -> None:
-    """Moves the parameters onto the session's memory; each remains the same Python object."""
-    for i, parameter in enumerate(state.params):
-        alias = state.aliases[i]
-        if parameter.is_meta:
-            real = nn.Parameter(alias.view(alias.shape), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, real)
-        else:
-            parameter.data = alias.view(alias.shape)
-        state.written[i] = parameter._version
-        parameter._strata = Slot(state, i, state.unit_of[i])  # type: ignore[attr-defined]
-        make_paged(parameter)
-    state.views = Views(state)
-    _move_buffers(state, dtype)
-
-
-def _move_buffers(state: Wrapped, dtype: torch.dtype | None) -> None:
-    """Puts buffers on the device. Statistics beside parameters (batch norm) take part in the same
-    kernels, so they have the same dtype; tables of modules without parameters (rotary frequencies)
-    keep theirs."""
-    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a buffer may be that of many modules
-    for module in state.model.modules():
-        beside = next(module.parameters(recurse=False), None) is not None
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            casts = dtype is not None and beside and buffer.is_floating_point()
-            wanted = dtype if casts and dtype is not None else buffer.dtype
-            if buffer.dtype == wanted and buffer.device == state.device:
-                continue
-            state.moved_buffers.append((module, name, buffer.dtype, buffer.device))
-            key = (id(buffer), wanted)
-            if key not in moved:
-                moved[key] = buffer.to(state.device, wanted)
-            setattr(module, name, moved[key])

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "offload/planner/sharing.hpp"
+#include "offload/planner/simulate.hpp"
 #include "paper_steps.hpp"
 
 namespace strata {
@@ -60,6 +61,22 @@ TEST(Lanes, JobsThatWaitTogetherGoByRank) {
   for (std::size_t i = 0; i < updates.size(); ++i) {
     EXPECT_NEAR(lanes.done(0, updates[i]).begin, begins[i], kNear) << i;
   }
+}
+
+// Updates take longer than the backward: what the next forward wants last goes last, beside it.
+TEST(Lanes, EarlyUpdatesThatLagGoInTheOrderOfTheNextForward) {
+  const Trace trace = paper_step(4, {.forward = 1.0, .backward = 0.25, .trained = true});
+  Plan plan = paper_plan(trace, 4);
+  plan.updates_early = true;
+  Costs costs = paper_costs();
+  costs.update_elements_s /= 10.0;
+  const Simulation run = simulate(trace, plan, costs, Detail::spans);
+  std::vector<std::uint32_t> order;
+  for (const Span& span : run.spans) {
+    if (span.lane == Lane::update) order.push_back(index(span.unit));
+  }
+  // Unit 3 was alone, and unit 2 when that was done; then all gradients are there.
+  EXPECT_EQ(order, (std::vector<std::uint32_t>{3, 0, 1, 2}));
 }
 
 TEST(Lanes, ServeInTheOrderOfBeingReadyAndCarryOverToTheNextStep) {

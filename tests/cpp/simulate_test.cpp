@@ -321,22 +321,6 @@ TEST(Simulate, UpdatesInPlaceBeginEarlyWherePlansSaySo) {
   EXPECT_EQ(lane(run, Lane::upload).bytes + lane(run, Lane::download).bytes, 0U);
 }
 
-// Updates take longer than the backward: what the next forward wants last goes last, beside it.
-TEST(Simulate, EarlyUpdatesThatLagGoInTheOrderOfTheNextForward) {
-  const Trace trace = paper_step(4, {.forward = 1.0, .backward = 0.25, .trained = true});
-  Plan plan = paper_plan(trace, 4);
-  plan.updates_early = true;
-  Costs costs = paper_costs();
-  costs.update_elements_s /= 10.0;
-  const Simulation run = simulate(trace, plan, costs, Detail::spans);
-  std::vector<std::uint32_t> order;
-  for (const Span& span : run.spans) {
-    if (span.lane == Lane::update) order.push_back(index(span.unit));
-  }
-  // Unit 3 was alone, and unit 2 when that was done; then all gradients are there.
-  EXPECT_EQ(order, (std::vector<std::uint32_t>{3, 0, 1, 2}));
-}
-
 TEST(Simulate, ALaneWithoutSpeedNeverEnds) {
   const Trace trace = paper_step(2, {.trained = true});
   Costs costs = paper_costs();

@@ -112,7 +112,7 @@ def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """What strata.wrap() builds sessions from during this test."""
     module = fake_core if request.param == "fake" else strata._core
-    for name in ("strata._api", "strata._config.device"):
+    for name in ("strata._api", "strata._opening", "strata._config.device"):
         monkeypatch.setattr(sys.modules[name], "_core", module)
     return module
 

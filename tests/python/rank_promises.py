@@ -177,9 +177,9 @@ def is_refused(run: Rank, what: str) -> list[str]:
     options: dict[str, Any] = {}
     model: nn.Module = make_model()
     if what == "core":
-        from strata import _api
+        from strata import _opening
 
-        _api.check_alike = lambda *_: None
+        _opening.check_alike = lambda *_: None
     if what in ("models", "core") and odd:
         model = make_model(2)
     if what == "frozen" and odd:
@@ -223,9 +223,11 @@ def ends_ahead(run: Rank, where: str) -> None:
     if run.rank == 1 and where == "ahead":
         os._exit(3)
     if run.rank == 1 and where == "memory":
-        from strata import _api
+        from strata import _opening
 
-        _api._core = type("Core", (), {"plan": _api._core.plan, "Session": lambda *_: os._exit(3)})
+        _opening._core = type(
+            "Core", (), {"plan": _opening._core.plan, "Session": lambda *_: os._exit(3)}
+        )
     if run.rank == 1 and where == "values":
         from strata._config.ranks import Ranks
 

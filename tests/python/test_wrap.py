@@ -226,7 +226,7 @@ def test_a_failed_wrap_leaves_the_model_alone(core: ModuleType, tmp_path: Path) 
 def test_a_disk_that_fails_during_wrap_leaves_the_model_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.modules["strata._api"], "_core", fake_core)
+    monkeypatch.setattr(sys.modules["strata._opening"], "_core", fake_core)
     count = len(list(build(llama).parameters()))
     calls: list[int] = []
     write = fake_core.Session.write
