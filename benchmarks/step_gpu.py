@@ -163,8 +163,8 @@ def traced(context: Context) -> dict[str, int]:
 
 def waits(counts: Mapping[str, int]) -> Iterator[Figure]:
     """How often a steady step held up the processor until the GPU was done. The loop looks at the
-    loss, which waits for a stream once."""
-    targets = {"device": 0, "stream": 1, "event": None}
+    loss, and Transformers at whether sequences are packed: each waits for a stream once."""
+    targets = {"device": 0, "stream": 2, "event": None}
     for kind, number in counts.items():
         yield Figure("step-gpu", f"{kind}_synchronisations", number, "calls", targets[kind])
 

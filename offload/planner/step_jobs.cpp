@@ -51,7 +51,7 @@ class Builder final {
   struct Piece {
     JobId update = kNoJob;
     JobId written = kNoJob;  // kNoJob: it is not
-    bool staged = false;     // it passes the staging area
+    bool in_order = false;   // opened behind those before it
   };
   // One piece's share of what belongs to a whole unit.
   struct Share {
@@ -110,16 +110,15 @@ class Builder final {
         return last_back_[index(a)] < last_back_[index(b)];
       });
     }
-    std::vector<JobId> staged;  // of every piece that passes the staging area: its last job
+    std::vector<JobId> done;  // of the pieces that are opened in order: the last job of each
     for (const UnitId unit : order) {
       const std::uint32_t count = pieces_of(unit);
       for (std::uint32_t p = 0; p < count; ++p) {
-        const JobId opened =
-            staged.size() < kPiecesOpen ? kNoJob : staged[staged.size() - kPiecesOpen];
+        const JobId opened = done.size() < kPiecesOpen ? kNoJob : done[done.size() - kPiecesOpen];
         const Piece piece = update_piece(unit, {p, count}, opened);
         out_.graph.set_rank(piece.update, rank[index(unit)]);
         pieces_[index(unit)].push_back(piece);
-        if (piece.staged) staged.push_back(piece.written == kNoJob ? piece.update : piece.written);
+        if (piece.in_order) done.push_back(piece.written == kNoJob ? piece.update : piece.written);
         if (plan_of(unit).on_device) {
           out_.graph.wait_across(uses_[first_use_[index(unit)]].first, piece.update);
         }
@@ -142,8 +141,8 @@ class Builder final {
       start = move(Lane::read, read_bytes, transfers, Purpose::state, unit);
       out_.graph.wait(piece.update, start);
     }
-    piece.staged = read_bytes != 0;
-    if (piece.staged && opened != kNoJob) out_.graph.wait(start, opened);
+    piece.in_order = read_bytes != 0 || !plan_.updates_early;
+    if (piece.in_order && opened != kNoJob) out_.graph.wait(start, opened);
     if (!plan_.updates_early) out_.graph.wait(start, end_);
     out_.graph.wait(start, landed_[index(unit)]);
     if (kept != 0) {

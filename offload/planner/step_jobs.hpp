@@ -15,9 +15,10 @@
 //                `activation_lookahead` before is entered (from the SSD, one use earlier), never
 //                before the first backward. Where a unit is recomputed, that waits for its inputs
 //   gradients    go when the unit's backward is over; where landing waits, so does computation
-//   updates      start after the last computation, or early: as gradients land; those that could
-//                start go in the order of the next forward. A piece that passes the staging area is
-//                opened when the one kPiecesOpen before is done and written
+//   updates      start after the last computation, in the order of the next forward, or early: as
+//                gradients land, and of those that have landed in that order. A piece is opened
+//                when the one kPiecesOpen before is done and written; of early ones those that pass
+//                the staging area
 // Of a unit that rests on the device nothing comes or goes but its activations: its update starts
 // where the gradient is, and its next forward waits for that.
 //

@@ -83,7 +83,7 @@ def test_a_step_is_held_against_matrix_products_and_the_bound(context):
 
 
 def test_waits_of_a_steady_step_are_figures():
-    found = by_metric(step_gpu.waits({"device": 0, "stream": 2, "event": 5}))
+    found = by_metric(step_gpu.waits({"device": 0, "stream": 3, "event": 5}))
     assert found["device_synchronisations"].reached
     assert not found["stream_synchronisations"].reached
     assert found["event_synchronisations"].target is None
