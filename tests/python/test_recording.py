@@ -8,6 +8,7 @@ import strata
 import torch
 from small_models import adamw
 from strata._config.sizes import parse_size
+from strata._planning.recording import Recording
 from strata._runtime.wrapped import wrapped
 from torch import nn
 
@@ -118,8 +119,12 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("device", ["8MiB", "12MiB", "24MiB"])
-def test_a_backward_that_needs_more_than_is_left_is_recorded_on_slices(device: str) -> None:
-    """Blocks that save 8 MiB and need about 14 in a backward. No more slices than that takes."""
+def test_a_backward_that_needs_more_than_is_left_is_recorded_on_slices(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that save 8 MiB and need about 14 in a backward. No more slices than that takes, and
+    all steps run on as many."""
+    monkeypatch.setattr(Recording, "_limited", True)  # as on a GPU
     torch.manual_seed(0)
     model, optimizer = wrap(nn.Sequential(*[Wide() for _ in range(4)]), device)
     state = wrapped(model)
@@ -129,3 +134,6 @@ def test_a_backward_that_needs_more_than_is_left_is_recorded_on_slices(device: s
     slices = {unit.slices_traced for unit in state.planning.trace.units}
     assert slices == {{"8MiB": 4, "12MiB": 2, "24MiB": 1}[device]}
     assert recorded_peak(model, state.planning.allocator.page_bytes) <= parse_size(device)
+    run(model, optimizer, 3, rows=16)
+    assert state.planning.plan is not None
+    assert {unit.slices for unit in state.planning.plan.units} == slices

@@ -125,7 +125,7 @@ def test_what_ranks_cannot_do_is_refused_on_all_of_them(
     assert "model.module" in found["wrap of DDP"]
     assert "leave it out" in found["DDP of wrapped"]
     assert "dtype=torch.bfloat16" in found["plain autocast"]
-    assert "strata={'snapshots': 2} with 2 ranks and update=LockFree(...)" in found["snapshots"]
+    assert "strata={'snapshots': 2}: checkpoints of ranks with late updates" in found["snapshots"]
     assert found["DDP of unwrapped"] == "nothing"
 
 

@@ -11,9 +11,12 @@ Note [Smaller]. Nothing is known of a batch before its first step. So in that on
    when their size can only be guessed: as many bytes a token as the unit's first matrix is wide;
 2. a unit whose backward is expected to take more than is left runs its forward again, on slices;
    so does one whose forward ran out of memory. Random numbers go on where the first run ended. A
-   backward is expected to take the gradients of the inputs, what the forward of a slice saved,
-   three times the largest tensor of that (a gradient that comes in and two that go out), and the
-   gradients of parameters, which on slices are summed in float32 beside those of one slice;
+   backward is expected to take what the forward of a slice saved. Where PyTorch's memory has a
+   limit it is also expected to take the gradients of the inputs, three times the largest tensor
+   that was saved (a gradient that comes in and two that go out), and the gradients of parameters,
+   which on slices are summed in float32 beside those of one slice. Plans then have as many slices,
+   so that all steps give the same bits. Elsewhere a step may go over once, rather than have other
+   bits than those behind it;
 3. an error of memory in the backward cannot be made good from within. The next step, which is
    recorded in its place, starts with inputs away and twice as many slices.
 
@@ -137,8 +140,7 @@ class Recording:
                 if swapping.kept_for_room > stayed:
                     unit.activation = "recompute"  # what the trace says must be what happened
                 inputs = sum(t.nbytes for t in arguments.tensors)
-                needed = inputs + self._backward_bytes(unit, recorder.saved_since(mark))
-                if needed <= self._left():
+                if self._backward_bytes(unit, inputs, recorder.saved_since(mark)) <= self._left():
                     return output
                 if not (repeatable and self._may_cut(planned, args, kwargs, batch)):
                     return output
@@ -149,7 +151,7 @@ class Recording:
             if self._state.device.type == "cuda":
                 torch.cuda.empty_cache()
             unit.slices = min(2 * unit.slices, batch)
-            if ran_out == NO_MEMORY:
+            if ran_out == NO_MEMORY or self._limited:
                 self.slices_min = max(self.slices_min, unit.slices)
             log.info("%s %s: recorded on %d slices", unit.name, ran_out, unit.slices)
 
@@ -192,11 +194,19 @@ class Recording:
         )
         return max(tokens, default=0) * width * itemsize
 
-    def _backward_bytes(self, unit: Unit, saved: Sequence[int]) -> int:
+    @property
+    def _limited(self) -> bool:
+        """Whether PyTorch's allocator refuses what passes the budget."""
+        return self._state.device.type == "cuda"
+
+    def _backward_bytes(self, unit: Unit, inputs: int, saved: Sequence[int]) -> int:
         """What a backward is expected to take. See Note [Smaller]."""
+        slice_bytes = sum(saved) // unit.slices
+        if not self._limited:
+            return slice_bytes
         grads = sum(p.nbytes for i in unit.params if (p := self._state.params[i]).requires_grad)
         once = grads if unit.slices == 1 else 3 * grads
-        return sum(saved) // unit.slices + WORKING_TENSORS * max(saved, default=0) + once
+        return inputs + slice_bytes + WORKING_TENSORS * max(saved, default=0) + once
 
     def _left(self, held: int | None = None) -> int:
         """Bytes of the device beside pages and what PyTorch holds, by default now."""
