@@ -122,7 +122,8 @@ make_wheel() {
   [ ! -e "$made/cuda/bindings/libstrata_cuda.so" ] ||
     cuda=-Dgpu_library=$made/cuda/bindings/libstrata_cuda.so
   phase "making an environment with $name" "$python" -m venv --clear "$env"
-  phase "installing what builds" "$env/bin/python" -m pip install \
+  # Older pips take one --config-settings of a name.
+  phase "installing what builds" "$env/bin/python" -m pip install 'pip>=23.1' \
     $(grep -E '^(meson|ninja|pybind11)==' "$root/requirements.txt") \
     $(grep '^meson-python==' "$root/packaging/requirements.txt")
   rm -rf "$made/raw"

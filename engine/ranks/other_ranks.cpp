@@ -38,7 +38,8 @@ std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) const {
 }
 
 // A rank that has said bye is missed only by who still needs it. Who has said bye as well does not:
-// what it asked for ahead of a next step comes no more. REQUIRES: what the dead have said was heard.
+// what it asked for ahead of a next step comes no more. REQUIRES: what the dead have said was
+// heard.
 bool OtherRanks::heed_deaths() {
   for (std::uint32_t rank = 0; rank < died_.size(); ++rank) {
     if (!died_[rank]) continue;
