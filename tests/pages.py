@@ -49,10 +49,11 @@ def run(page: Path, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, __file__, str(page)],
         cwd=folder,
-        # Budgets on the pages are for the host as a device.
+        # Budgets on the pages are for the host as a device. Lines come at once, as in a terminal.
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONUNBUFFERED": "1",
             "CUDA_VISIBLE_DEVICES": "",
         },
         stdout=subprocess.PIPE,
