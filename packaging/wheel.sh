@@ -41,7 +41,7 @@ cpp = '$bin/zig-c++'
 ar = '$bin/zig-ar'
 ranlib = '$bin/zig-ranlib'
 [built-in options]
-cpp_args = ['-isystem$libraries']
+cpp_args = ['-isystem$libraries', '-idirafter$made/headers']
 cpp_link_args = ['-L$libraries', '-s']
 END
 }
@@ -117,6 +117,9 @@ make_cuda_library() {
 make_wheel() {
   local python=$1 name env options cuda=-Dcuda=disabled
   name=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+  # Debian's Python has a part of its headers where a compiler for other machines does not look.
+  rm -rf "$made/headers" && mkdir -p "$made/headers/x86_64-linux-gnu"
+  ln -s "/usr/include/x86_64-linux-gnu/$name" "$made/headers/x86_64-linux-gnu/$name"
   env=$made/$name
   options="--native-file=$made/zig.ini"
   [ ! -e "$made/cuda/bindings/libstrata_cuda.so" ] ||
