@@ -191,15 +191,13 @@ void Updates::release(const Release& release) {
     }
   }
   released_groups_.drop(kept);
-  std::uint32_t rank = 0;
+  std::vector<std::uint32_t> rank(chunks_.size());  // by chunk: in the order of the next use
+  std::uint32_t next = 0;
   for (const UnitId unit : prefetcher_.order()) {
-    for (const std::uint32_t id : layout_.units[index(unit)].chunks) chunks_[id].rank = rank++;
+    for (const std::uint32_t id : layout_.units[index(unit)].chunks) rank[id] = next++;
   }
-  std::sort(queue_.begin(), queue_.end(), [this](std::uint32_t a, std::uint32_t b) {
-    const ChunkState& one = chunks_[a];
-    const ChunkState& other = chunks_[b];
-    return std::pair(one.oldest, one.rank) < std::pair(other.oldest, other.rank);
-  });
+  std::ranges::sort(queue_, {},
+                    [&](std::uint32_t id) { return std::pair(chunks_[id].oldest, rank[id]); });
   for (std::uint32_t id = 0; id < chunks_.size(); ++id) block_or_not(id);
 }
 

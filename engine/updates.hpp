@@ -205,7 +205,6 @@ class Updates final {
   struct ChunkState {
     std::vector<ChunkPiece> pieces;
     std::uint32_t staging_need = 0;  // pages that rest on the SSD
-    std::uint32_t rank = 0;          // in the order of the next use
     std::int64_t oldest = 0;         // step of the oldest gradient that is queued
     std::int64_t oldest_open = 0;    // ... that is open; 0: none
     bool queued = false;
