@@ -163,7 +163,7 @@ bool Core::runs_foreign() const {
                              [](const Hyper& group) { return group.rule == Rule::foreign; });
 }
 
-std::optional<std::uint32_t> Core::awaited_rank() const {
+std::optional<std::uint32_t> Core::awaited_rank() {
   if (!ranks) return std::nullopt;
   if (const auto late = gradients.late()) return late;
   return ranks->awaited(between.step_calls() != 0);

@@ -87,7 +87,7 @@ class Core final {
     if (ranks) ranks->catch_up(lock, gradients.any());
   }
   // Of several ranks: whom a call of this one waits for right now.
-  std::optional<std::uint32_t> awaited_rank() const;
+  std::optional<std::uint32_t> awaited_rank();
   // Of several ranks, by rank: how far it has come (GradientExchange::place_of); the largest number
   // where it goes no further.
   std::vector<std::int64_t> rank_places();

@@ -43,12 +43,6 @@ PageTable make_table(const Residence& home, Tiers& tiers) {
   return table;
 }
 
-std::vector<std::uint32_t> holders_of(const Layout& layout, const Ownership& owns) {
-  std::vector<std::uint32_t> holders;
-  for (const std::uint32_t chunk : layout.chunk_of) holders.push_back(owns.owner(chunk));
-  return holders;
-}
-
 // Takes so many frames of the pool for good. REQUIRES: they are the next in a row.
 std::byte* set_aside(Pool& host, std::uint32_t count) {
   std::byte* first = nullptr;
@@ -90,11 +84,13 @@ Foundation::Foundation(const Config& its_config, TierParts parts,
       scales(set_aside(tiers.host(), claims.scale_frames)),
       landing(set_aside(tiers.host(), claims.landing_frames)),
       outbox(set_aside(tiers.host(), claims.outbox_frames)),
+      relayed(set_aside(tiers.host(), claims.relay_frames)),
       gradient_frames(claims.buffer_frames == 0
                           ? std::nullopt
                           : std::optional<GradientFrames>(std::in_place, layout, tiers.host(),
                                                           claims.buffer_frames)),
-      cache(table, transfers, tiers.host(), tiers.device()) {
+      cache(table, transfers, tiers.host(), tiers.device()),
+      page_ranks(owns.alone() ? PageRanks{} : strata::page_ranks(config, layout, owns)) {
   connect_stores();
   meet_others();
   if (scales != nullptr) std::memset(scales, 0, claims.scale_frames * layout.page_bytes);
@@ -106,16 +102,32 @@ void Foundation::meet_others() {
   STRATA_ASSERT(meeting != nullptr);
   const Slab& slab = tiers.slab();
   const std::size_t agreement = Agreement::board_bytes(config.params.size());
+  const std::size_t relayed_bytes = claims.relay_frames * layout.page_bytes;
   peers = std::make_unique<Peers>(owns.rank,
                                   meeting->meet({.memory = {slab.bytes().data(), slab.bytes_max()},
                                                  .memory_file = slab.descriptor(),
                                                  .bell = &bell,
                                                  .board_bytes = agreement + Whereabouts::kBytes,
-                                                 .page_bytes = layout.page_bytes}));
+                                                 .page_bytes = layout.page_bytes,
+                                                 .relayed = {relayed, relayed_bytes}}));
   STRATA_ASSERT(peers->count() == config.ranks);
   whereabouts.emplace(*peers, agreement);
-  remote.emplace(table, *peers, holders_of(layout, owns));
+  open_relay();
+  remote.emplace(table, *peers, page_ranks, relay ? &*relay : nullptr);
   cache.connect(*remote);
+}
+
+// Where it has no frames it sends all on.
+void Foundation::open_relay() {
+  if (page_ranks.here.size() == 1 || page_ranks.here.size() == config.ranks) return;
+  const RelayRoom room{.at = relayed == nullptr ? 0 : peers->place(relayed),
+                       .page_bytes = layout.page_bytes,
+                       .frames = claims.relay_frames};
+  relay.emplace(room, page_ranks, [this](std::uint32_t to, const PeerMessage& message) {
+    if (to != owns.rank) return peers->send(to, message);
+    const bool heard = remote->answered(to, message, layout.page_bytes);
+    STRATA_ASSERT(heard);
+  });
 }
 
 void Foundation::connect_stores() {
@@ -154,7 +166,11 @@ PageId Foundation::page_of(const Chunk& chunk, Role role, std::size_t element) c
 
 Pin Foundation::open(Lock& lock, PageId page, Intent intent) {
   Pin pin;
-  gate.wait(lock, [&] { return static_cast<bool>(pin = cache.open(page, intent)); });
+  gate.wait(lock, [&] {
+    std::optional<RemotePages::AtHolders> newest;
+    if (remote) newest.emplace(*remote);
+    return static_cast<bool>(pin = cache.open(page, intent));
+  });
   return pin;
 }
 

@@ -7,6 +7,7 @@
 #include "engine/checks.hpp"
 #include "engine/devices.hpp"
 #include "engine/ranks/ownership.hpp"
+#include "engine/ranks/relays.hpp"
 #include "memory/check.hpp"
 #include "memory/result.hpp"
 
@@ -141,6 +142,7 @@ Holding holding_of(const Config& config, const Layout& layout) {
   holding.scale_frames = static_cast<std::uint32_t>(ceil_div(owns.scale_bytes, layout.page_bytes));
   holding.landing_frames = config.device == "host" ? 0 : kLandingFrames;
   holding.outbox_frames = owns.alone() ? 0 : kOutboxFrames;
+  holding.relay_wanted = relay_frames_wanted(config, layout, owns);
   // Where sums of gradients rest, or gradients wait for their updates, snapshots have them as well.
   holding.kept_slots =
       config.snapshots == 0

@@ -38,9 +38,11 @@ namespace strata {
 // The meaning of the fields is that of the kind.
 struct PeerMessage {
   enum class Kind : std::uint32_t {
-    ask,        // for page `what`, not older than `step`, nor than the `count`th write
-    grant,      // of page `what`, which lies at `at`, with all updates up to those of `step`
+    ask,        // for page `what`, not older than `step`, nor than the `count`th write, for `part`
+    grant,      // of page `what`, which lies at `at`, with all updates up to those of `step`; of no
+                // bytes: its holder is to be asked; `window`, as asked: it comes to that frame
     give_back,  // page `what`
+    alive,      // nothing: who takes it runs
     piece,      // of parameter `what`: run `part`, of `window`, number `count` there, at `at`
     taken,      // the piece that lay at `at`
     window,     // `window` begins: those before it have no more pieces; `count`: it has one
@@ -126,8 +128,9 @@ class Peers final {
     return moved;
   }
 
-  // Nothing to that rank waits for room.
+  // Nothing to that rank waits for room; it, or its courier, has taken all of it.
   bool sent(std::uint32_t to) const { return waiting_[to].empty(); }
+  bool taken(std::uint32_t to) const { return sent(to) && ring_to(to).popped() == pushed_[to]; }
 
   struct Received {
     std::uint32_t from = 0;

@@ -74,7 +74,7 @@ void Courier::fill(Head& head) {
     if (way_.pop(message) != RingAnswer::done) return;
     ++head.count;
     bytes += message.bytes;
-    if (message.kind != PeerMessage::Kind::give_back) continue;
+    if (message.kind != PeerMessage::Kind::give_back || message.window != 0) continue;
     mirror_.give_back(message.at, here_.page_bytes);
   }
 }
@@ -128,11 +128,16 @@ void Courier::receive_frames() {
 
 std::span<std::byte> Courier::room_for(const PeerMessage& message) {
   const bool board = message.kind == PeerMessage::Kind::board;
-  const std::span<std::byte> all = board ? board_in(come_, here_.board.size()) : mirror_.bytes();
-  if (message.at > all.size() || message.bytes > all.size() - message.at) {
+  const bool relayed = message.kind == PeerMessage::Kind::grant && message.window != 0;
+  const std::span<std::byte> all = board     ? board_in(come_, here_.board.size())
+                                   : relayed ? here_.relayed
+                                             : mirror_.bytes();
+  const std::size_t at = relayed ? std::size_t{message.window - 1} * here_.page_bytes : message.at;
+  if (at > all.size() || message.bytes > all.size() - at ||
+      (relayed && message.bytes > here_.page_bytes)) {
     throw std::runtime_error("what it sent is damaged");
   }
-  return all.subspan(message.at, message.bytes);
+  return all.subspan(at, message.bytes);
 }
 
 // False: it was the last one.

@@ -22,7 +22,8 @@
 // a page where it is until it is given back, and an outbox a piece until it is taken, so a place
 // has new bytes only when who read the old ones has said that it is through. The memory behind a
 // page goes when it is given back; pieces share pages of the kernel's, and keep theirs: as much as
-// an outbox has.
+// an outbox has. A page that this rank relays was asked for at a place in its own memory, and lands
+// there: its frame, counted from 1, is the `window` of the ask, the grant, and what gives it back.
 #pragma once
 
 #include <array>
@@ -50,7 +51,8 @@ class Courier final {
     std::span<const std::byte> board{};
     std::span<const std::byte> memory{};
     std::size_t page_bytes = 0;
-    MessageRing* inbox = nullptr;  // for what the other one says
+    std::span<std::byte> relayed{};  // frames for pages that this rank relays
+    MessageRing* inbox = nullptr;    // for what the other one says
     Doorbell* bell = nullptr;
   };
   struct Times {

@@ -17,7 +17,7 @@ constexpr std::array<const char*, Hello::kFacts> kFactNames = {
     "other pages or another way to store moments: budgets and page_size must be the same",
     "another way to update",
 };
-constexpr std::uint64_t kFormat = 3;
+constexpr std::uint64_t kFormat = 4;
 
 std::uint64_t model_of(const Config& config) {
   Fingerprint of;

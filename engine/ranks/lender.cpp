@@ -7,10 +7,15 @@
 
 namespace strata {
 
-bool Lender::asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes) {
-  if (index(page) >= base_.layout.page_count) return false;
-  if (!base_.owns.mine(base_.layout.chunk_of[index(page)])) return false;
-  loans_.push_back({.rank = rank, .page = page, .step = step, .writes = writes});
+bool Lender::asked(std::uint32_t rank, const PeerMessage& ask) {
+  if (ask.what >= base_.layout.page_count || ask.part >= base_.peers->count()) return false;
+  if (!base_.owns.mine(base_.layout.chunk_of[ask.what])) return false;
+  loans_.push_back({.rank = rank,
+                    .page = PageId{ask.what},
+                    .step = ask.step,
+                    .writes = ask.count,
+                    .reader = ask.part,
+                    .frame = ask.window});
   return true;
 }
 
@@ -39,7 +44,7 @@ bool Lender::lends() const {
 
 std::optional<std::uint32_t> Lender::wrote_alone() const {
   for (const Loan& loan : loans_) {
-    if (!loan.dead && loan.writes > base_.remote->writes()) return loan.rank;
+    if (!loan.dead && loan.writes > base_.remote->writes()) return loan.reader;
   }
   return std::nullopt;
 }
@@ -75,6 +80,7 @@ bool Lender::turn() {
     send_scales(loan);
     base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::grant,
                                   .what = index(loan.page),
+                                  .window = loan.frame,
                                   .at = base_.peers->place(loan.pin.bytes()),
                                   .bytes = base_.layout.page_bytes,
                                   .step = version_of(loan.page)});

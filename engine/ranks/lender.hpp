@@ -4,14 +4,15 @@
 //
 // Threads: one caller at a time (the core's lock).
 //
-//   lender.asked(rank, page, step, writes);
+//   lender.asked(rank, ask);
 //   lender.turn();                           // answers what can be
 //   lender.given_back(rank, page);
 //
 // Note [Lending cannot deadlock]
 // A page that is lent holds a frame of the staging area, like any page that is on its way to the
 // device (page_cache.hpp, Note [Staging cannot deadlock]): who borrows it has its frame of the
-// device already, copies it, and gives it back without needing anything else.
+// device already, copies it, and gives it back without needing anything else. Who relays it has a
+// frame for it, and gives it back as soon as it has come.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,7 @@ class Lender final {
   Lender(Foundation& base, const Updates& updates) : base_(base), updates_(updates) {}
 
   // False of both: it cannot be, and the session should end.
-  bool asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes);
+  bool asked(std::uint32_t rank, const PeerMessage& ask);
   bool given_back(std::uint32_t rank, PageId page);
   bool turn();
   // The rank has died: it gives nothing back, and needs nothing.
@@ -44,9 +45,11 @@ class Lender final {
     PageId page = kNoPage;
     std::int64_t step = 0;
     std::uint32_t writes = 0;
-    Pin pin = {};         // empty: it is asked for
-    bool coming = false;  // the cache was asked for it: whoever asks comes back
-    bool dead = false;    // so is who asked
+    std::uint32_t reader = 0;  // whose need it is, where `rank` relays it
+    std::uint32_t frame = 0;   // of `rank`, to which it goes, counted from 1; 0: none
+    Pin pin = {};              // empty: it is asked for
+    bool coming = false;       // the cache was asked for it: whoever asks comes back
+    bool dead = false;         // so is who asked
   };
 
   std::int64_t version_of(PageId page) const;

@@ -79,6 +79,7 @@ std::vector<Seat> Machines::meet(const SeatOffer& offer) {
     const Courier::Here here{.board = own.board.first(offer.board_bytes),
                              .memory = own.memory,
                              .page_bytes = offer.page_bytes,
+                             .relayed = offer.relayed,
                              .inbox = &own.inbox[far_[i]],
                              .bell = offer.bell};
     couriers_.push_back(std::make_unique<Courier>(

@@ -25,6 +25,7 @@ struct SeatOffer {
   Doorbell* bell = nullptr;
   std::size_t board_bytes = 0;
   std::size_t page_bytes = 0;
+  std::span<std::byte> relayed{};  // part of it, in pages: where those of other machines come to
 };
 
 struct LostRank {

@@ -14,6 +14,8 @@
 namespace strata {
 namespace {
 
+// At a rank that takes no message.
+constexpr std::uint32_t kLooksMax = 3;
 constexpr const char* kAdvice =
     "its own output says why; start again from the newest snapshot or checkpoint";
 
@@ -25,12 +27,26 @@ std::string host_name() {
 }  // namespace
 
 bool OtherRanks::waits() const {
+  const bool relays = base_.relay && base_.relay->busy();
   return base_.remote->waits() || exchange_.waits() || exchange_.meets() || lender_.lends() ||
-         said_bye_[base_.peers->rank()];
+         relays || said_bye_[base_.peers->rank()];
 }
 
-std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) const {
-  if (base_.remote->waits()) return base_.remote->awaited();
+// A page that is relayed is awaited of its holder, as long as the relay takes what is said to it:
+// then it has asked for it, or has it soon.
+std::uint32_t OtherRanks::lender_awaited() {
+  const RemotePages::Source of = base_.remote->awaited();
+  if (of.asked == of.holder || of.asked == base_.peers->rank()) return of.holder;
+  if (base_.peers->taken(of.asked)) {
+    untaken_looks_ = 0;
+    base_.peers->send(of.asked, {.kind = PeerMessage::Kind::alive});
+    return of.holder;
+  }
+  return ++untaken_looks_ > kLooksMax ? of.asked : of.holder;
+}
+
+std::optional<std::uint32_t> OtherRanks::awaited(bool in_call) {
+  if (base_.remote->waits()) return lender_awaited();
   if (said_bye_[base_.peers->rank()]) return staying();
   if (exchange_.meets()) return exchange_.awaited();
   if (in_call && exchange_.waits()) return exchange_.slowest();
@@ -133,7 +149,10 @@ bool OtherRanks::turn() {
          "what rank " + std::to_string(*damaged) + " and this one say to each other is damaged");
     return true;
   }
-  for (const LostRank& of : lost) lender_.forget(of.rank);
+  for (const LostRank& of : lost) {
+    lender_.forget(of.rank);
+    if (base_.relay) base_.relay->forget(of.rank, true);
+  }
   if (heed_deaths() || heed_writes()) return true;
   moved |= lender_.turn();
   return exchange_.turn() || moved;
@@ -198,19 +217,38 @@ void OtherRanks::give_up(std::uint32_t rank, double seconds) {
   base_.gate.notify();
 }
 
+bool OtherRanks::take_ask(std::uint32_t from, const PeerMessage& ask) {
+  const PageId page{ask.what};
+  const bool relayed = base_.relay && base_.page_ranks.relays(page);
+  return relayed ? base_.relay->asked(from, page, ask.step, ask.count) : lender_.asked(from, ask);
+}
+
+bool OtherRanks::take_back(std::uint32_t from, PageId page) {
+  const bool relayed = base_.relay && base_.page_ranks.relays(page);
+  return relayed ? base_.relay->given_back(from, page) : lender_.given_back(from, page);
+}
+
+bool OtherRanks::take_grant(std::uint32_t from, const PeerMessage& grant) {
+  if (grant.what >= base_.layout.page_count || grant.at % kKernelPageBytes != 0) return false;
+  if (grant.window != 0) return base_.relay && base_.relay->came(from, grant);
+  // Who holds it has answered, too, where another rank relays it.
+  const std::uint32_t holder = base_.page_ranks.holders[grant.what];
+  if (holder != from && grant.bytes != 0) ++messages_[holder];
+  return base_.remote->answered(from, grant, base_.layout.page_bytes);
+}
+
 bool OtherRanks::take(const Peers::Received& received) {
   const std::uint32_t from = received.from;
   const PeerMessage& message = received.message;
-  const PageId page{message.what};
   switch (message.kind) {
     case PeerMessage::Kind::ask:
-      return lender_.asked(from, page, message.step, message.count);
+      return take_ask(from, message);
     case PeerMessage::Kind::grant:
-      return message.what < base_.layout.page_count && message.bytes == base_.layout.page_bytes &&
-             message.at % kKernelPageBytes == 0 &&
-             base_.remote->granted(from, page, message.at, base_.layout.page_bytes, message.step);
+      return take_grant(from, message);
     case PeerMessage::Kind::give_back:
-      return lender_.given_back(from, page);
+      return take_back(from, PageId{message.what});
+    case PeerMessage::Kind::alive:
+      return true;
     case PeerMessage::Kind::piece:
       return exchange_.piece_came(from, message);
     case PeerMessage::Kind::taken:
@@ -228,6 +266,7 @@ bool OtherRanks::take(const Peers::Received& received) {
     case PeerMessage::Kind::bye:
       said_bye_[from] = true;
       exchange_.rank_left(from);
+      if (base_.relay) base_.relay->forget(from, false);
       return true;
     case PeerMessage::Kind::failed:
       if (message.what >= died_.size()) return false;

@@ -49,7 +49,8 @@ class OtherRanks final {
   // Something is under way that another rank has to do: it may take as long as it likes.
   bool waits() const;
   // Whom a call of this rank waits for. `in_call`: one is under way that is part of a step.
-  std::optional<std::uint32_t> awaited(bool in_call) const;
+  // To be asked once in a while: one that relays a page is named when it takes no message any more.
+  std::optional<std::uint32_t> awaited(bool in_call);
   // Messages of that rank so far: a wait in which some come is not one wait.
   std::uint64_t heard_from(std::uint32_t rank) const { return messages_[rank]; }
   // This session has ended with an error: the others need not wait for it.
@@ -59,6 +60,10 @@ class OtherRanks final {
 
  private:
   bool take(const Peers::Received& received) STRATA_REQUIRES(core_lock);
+  bool take_ask(std::uint32_t from, const PeerMessage& ask);
+  bool take_grant(std::uint32_t from, const PeerMessage& grant);
+  bool take_back(std::uint32_t from, PageId page);
+  std::uint32_t lender_awaited();
   // A rank that trains on; none: all have left.
   std::optional<std::uint32_t> staying() const;
   bool heard() const;
@@ -79,6 +84,7 @@ class OtherRanks final {
   std::vector<std::string> how_;         // likewise, of those of other machines: what broke
   std::vector<std::uint64_t> messages_;  // likewise: that came
   std::uint32_t cause_;                  // of the failure: the rank that began it
+  std::uint32_t untaken_looks_ = 0;      // at a rank that relays what is awaited
   bool gave_up_ = false;                 // likewise: it was waited for for too long
   bool told_failure_ = false;
 };

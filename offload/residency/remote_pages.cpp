@@ -1,17 +1,19 @@
 #include "offload/residency/remote_pages.hpp"
 
 #include <algorithm>
-#include <utility>
 
 #include "memory/check.hpp"
 
 namespace strata {
 
-RemotePages::RemotePages(PageTable& table, Peers& peers, std::vector<std::uint32_t> holders)
-    : table_(table), peers_(peers), holders_(std::move(holders)), lags_(table.page_count(), 0) {
-  STRATA_ASSERT(holders_.size() <= table_.page_count());
-  for (std::uint32_t i = 0; i < holders_.size(); ++i) {
-    if (holders_[i] == peers_.rank()) continue;
+RemotePages::RemotePages(PageTable& table, Peers& peers, const PageRanks& pages, Relay* relay)
+    : table_(table), peers_(peers), pages_(pages), relay_(relay), lags_(table.page_count(), 0) {
+  STRATA_ASSERT(pages_.rank == peers_.rank());
+  STRATA_ASSERT(pages_.holders.size() <= table_.page_count());
+  STRATA_ASSERT(pages_.holders.size() == pages_.sources.size());
+  for (std::uint32_t i = 0; i < pages_.holders.size(); ++i) {
+    if (pages_.holders[i] == peers_.rank()) continue;
+    STRATA_ASSERT(relay_ != nullptr || pages_.sources[i] != peers_.rank());
     STRATA_ASSERT(table_.tier(PageId{i}) == Tier::remote);
     table_.begin_fill(PageId{i}, table_.placement(PageId{i}), 1);
     table_.finish_fill(PageId{i}, Tier::remote);
@@ -28,23 +30,40 @@ std::byte* RemotePages::open(PageId page) {
   Lease* lease = find(page);
   const bool exact = std::find(exact_.begin(), exact_.end(), table_.unit(page)) != exact_.end();
   const bool newest = newest_ || exact;
-  if (lease != nullptr && lease->bytes != nullptr && newest && lags_[index(page)] != 0) {
+  const std::uint32_t source =
+      at_holders_ ? pages_.holders[index(page)] : pages_.sources[index(page)];
+  if (lease != nullptr && lease->bytes != nullptr &&
+      ((newest && lags_[index(page)] != 0) || (at_holders_ && lease->source != source))) {
     if (lease->users != 0) return nullptr;
     drop(*lease);
     lease = nullptr;
   }
   if (lease == nullptr) {
     if (holds_ != 0) return nullptr;
-    leases_.push_back({.page = page, .newest = newest});
-    peers_.send(holders_[index(page)], {.kind = PeerMessage::Kind::ask,
-                                        .what = index(page),
-                                        .count = writes_,
-                                        .step = newest ? step_ : oldest_});
-    return nullptr;
+    leases_.push_back({.page = page,
+                       .newest = newest,
+                       .step = newest ? step_ : oldest_,
+                       .writes = writes_,
+                       .source = source});
+    ask(leases_.back());
+    lease = find(page);  // this rank may have relayed it to itself
   }
   if (lease->bytes == nullptr) return nullptr;
   ++lease->users;
   return lease->bytes;
+}
+
+void RemotePages::ask(const Lease& lease) {
+  if (lease.source == peers_.rank()) {
+    const bool asked = relay_->asked(lease.source, lease.page, lease.step, lease.writes);
+    STRATA_ASSERT(asked);
+    return;
+  }
+  peers_.send(lease.source, {.kind = PeerMessage::Kind::ask,
+                             .what = index(lease.page),
+                             .part = peers_.rank(),
+                             .count = lease.writes,
+                             .step = lease.step});
 }
 
 void RemotePages::set_step(std::int64_t step, std::uint32_t staleness) {
@@ -79,10 +98,14 @@ void RemotePages::drop(const Lease& lease) {
 }
 
 void RemotePages::give_back(const Lease& lease) {
-  const std::uint32_t holder = holders_[index(lease.page)];
-  peers_.send(holder, {.kind = PeerMessage::Kind::give_back,
-                       .what = index(lease.page),
-                       .at = peers_.place_of(holder, lease.bytes)});
+  if (lease.source == peers_.rank()) {
+    const bool had = relay_->given_back(lease.source, lease.page);
+    STRATA_ASSERT(had);
+    return;
+  }
+  peers_.send(lease.source, {.kind = PeerMessage::Kind::give_back,
+                             .what = index(lease.page),
+                             .at = peers_.place_of(lease.source, lease.bytes)});
 }
 
 bool RemotePages::settle() {
@@ -108,14 +131,19 @@ void RemotePages::renew(PageId page) {
   lags_[index(page)] = 0;  // until it is granted again
 }
 
-bool RemotePages::granted(std::uint32_t from, PageId page, std::uint64_t at, std::size_t page_bytes,
-                          std::int64_t step) {
+bool RemotePages::answered(std::uint32_t from, const PeerMessage& grant, std::size_t page_bytes) {
+  const PageId page{grant.what};
   Lease* lease = find(page);
-  if (lease == nullptr || lease->bytes != nullptr || holders_[index(page)] != from) return false;
-  if (step < (lease->newest ? step_ : oldest_)) return false;
-  lags_[index(page)] = std::max<std::int64_t>(0, step_ - step);
+  if (lease == nullptr || lease->bytes != nullptr || lease->source != from) return false;
+  if (grant.bytes == 0 && from != pages_.holders[index(page)]) {
+    lease->source = pages_.holders[index(page)];
+    ask(*lease);
+    return true;
+  }
+  if (grant.bytes != page_bytes || grant.step < lease->step) return false;
+  lags_[index(page)] = std::max<std::int64_t>(0, step_ - grant.step);
   // It is only read; copy engines take one kind of pointer for both ways.
-  lease->bytes = const_cast<std::byte*>(peers_.bytes(from, at, page_bytes));
+  lease->bytes = const_cast<std::byte*>(peers_.bytes(from, grant.at, page_bytes));
   return lease->bytes != nullptr;
 }
 
@@ -126,15 +154,16 @@ bool RemotePages::waits() const {
 
 bool RemotePages::awaits(std::uint32_t rank) const {
   return std::any_of(leases_.begin(), leases_.end(), [&](const Lease& lease) {
-    return lease.bytes == nullptr && holders_[index(lease.page)] == rank;
+    return lease.bytes == nullptr &&
+           (lease.source == rank || pages_.holders[index(lease.page)] == rank);
   });
 }
 
-std::uint32_t RemotePages::awaited() const {
+RemotePages::Source RemotePages::awaited() const {
   const auto first = std::find_if(leases_.begin(), leases_.end(),
                                   [](const Lease& lease) { return lease.bytes == nullptr; });
   STRATA_ASSERT(first != leases_.end());
-  return holders_[index(first->page)];
+  return {first->source, pages_.holders[index(first->page)]};
 }
 
 }  // namespace strata

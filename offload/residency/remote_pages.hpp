@@ -1,7 +1,8 @@
 // RemotePages: pages that another rank holds. Who opens one asks its holder, who brings it to
 // memory that both map, answers with its place there, and keeps it there, as it is, until it is
 // given back. So a page is read from disk once and lies in host memory once, however many ranks of
-// the machine compute with it. From another machine the page comes along with the answer.
+// the machine compute with it. From another machine the page comes along with the answer. Where
+// several ranks share a machine, one of them relays it to the others, who ask that one: relay.hpp.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -35,6 +36,7 @@
 
 #include "memory/page_table.hpp"
 #include "memory/peers.hpp"
+#include "offload/residency/relay.hpp"
 
 namespace strata {
 
@@ -43,8 +45,8 @@ namespace strata {
 //   2. users > 0 only where it was granted.
 class RemotePages final {
  public:
-  // `holders`: by page of the table, the rank that holds it. Places those of others.
-  RemotePages(PageTable& table, Peers& peers, std::vector<std::uint32_t> holders);
+  // Places the pages of others. `relay`: null where this rank relays none.
+  RemotePages(PageTable& table, Peers& peers, const PageRanks& pages, Relay* relay = nullptr);
   RemotePages(const RemotePages&) = delete;
   RemotePages& operator=(const RemotePages&) = delete;
 
@@ -59,6 +61,20 @@ class RemotePages final {
     ~Hold() { --pages_.holds_; }
     Hold(const Hold&) = delete;
     Hold& operator=(const Hold&) = delete;
+
+   private:
+    RemotePages& pages_;
+  };
+
+  // While this lasts, pages are asked of their holders, whoever relays them. What is read from
+  // outside is read in parts, from several pages, which fit together only as their holder has them:
+  // a copy is older than they are where updates begin in the backward.
+  class [[nodiscard]] AtHolders final {
+   public:
+    explicit AtHolders(RemotePages& pages) : pages_(pages) { pages_.at_holders_ = true; }
+    ~AtHolders() { pages_.at_holders_ = false; }
+    AtHolders(const AtHolders&) = delete;
+    AtHolders& operator=(const AtHolders&) = delete;
 
    private:
     RemotePages& pages_;
@@ -88,34 +104,42 @@ class RemotePages final {
   // Nothing of it is open or being copied. Gives it back where nobody uses it.
   bool may_renew(PageId page);
 
-  // The holder said so, of a page with the updates up to those of `step`. False: it cannot be, and
-  // the session should end.
-  bool granted(std::uint32_t from, PageId page, std::uint64_t at, std::size_t page_bytes,
-               std::int64_t step);
+  // A grant, of a page with the updates up to those of its step. One without bytes is of a relay
+  // that has no room for it: its holder is asked. False: it cannot be, and the session should end.
+  bool answered(std::uint32_t from, const PeerMessage& grant, std::size_t page_bytes);
 
   // Gives back what was granted to somebody who did not come back for it. True: nothing is open or
   // asked for.
   bool settle();
-  // Something is asked for, or of that rank. Whom the oldest ask waits for; REQUIRES: waits().
+  // Something is asked for; that rank holds it, or relays it.
   bool waits() const;
   bool awaits(std::uint32_t rank) const;
-  std::uint32_t awaited() const;
+  // Of the oldest ask: who was asked, and who holds the page. REQUIRES: waits().
+  struct Source {
+    std::uint32_t asked = 0, holder = 0;
+  };
+  Source awaited() const;
 
  private:
   struct Lease {
     PageId page = kNoPage;
     std::byte* bytes = nullptr;  // null: asked for, and not granted yet
     std::uint32_t users = 0;
-    bool newest = false;  // that was asked for
+    bool newest = false;  // that was asked for, of ...
+    std::int64_t step = 0;
+    std::uint32_t writes = 0;
+    std::uint32_t source = 0;  // the rank that was asked
   };
 
   Lease* find(PageId page);
+  void ask(const Lease& lease);
   void give_back(const Lease& lease);
   void drop(const Lease& lease);
 
   PageTable& table_;
   Peers& peers_;
-  std::vector<std::uint32_t> holders_;
+  const PageRanks& pages_;
+  Relay* relay_;
   std::vector<Lease> leases_;  // in the order in which they were asked for
   std::int64_t step_ = 0;
   std::int64_t oldest_ = 0;         // that is asked for where pages may lag
@@ -125,6 +149,7 @@ class RemotePages final {
   std::vector<std::int64_t> lags_;  // by page, in steps: of what was granted last
   std::uint32_t writes_ = 0;
   std::uint32_t holds_ = 0;
+  bool at_holders_ = false;
 };
 
 }  // namespace strata

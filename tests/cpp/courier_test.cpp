@@ -32,11 +32,13 @@ struct End {
       : wire(wires.wire(rank)),
         memory("test-memory", kMemory),
         board("test-board", kKernelPageBytes),
+        relayed("test-relayed", 2 * kKernelPageBytes),
         inboxes(std::make_unique<MessageRing[]>(2)),
         courier(*wire, 1 - rank,
                 {.board = board.bytes().first(kBoard),
                  .memory = memory.bytes(),
                  .page_bytes = kKernelPageBytes,
+                 .relayed = relayed.bytes(),
                  .inbox = &inboxes[1 - rank],
                  .bell = &bell},
                 kMemory, {.beat = 20ms, .patience = patience}) {
@@ -65,7 +67,7 @@ struct End {
   }
 
   std::unique_ptr<Wire> wire;
-  SharedArea memory, board;
+  SharedArea memory, board, relayed;
   std::unique_ptr<MessageRing[]> inboxes;
   Doorbell bell;
   Courier courier;
@@ -129,6 +131,24 @@ TEST(Courier, APageThatIsGivenBackTakesNoMemory) {
   two.peers->send(0, {.kind = PeerMessage::Kind::give_back, .at = 2 * kKernelPageBytes});
   ASSERT_TRUE(one.hear());
   EXPECT_EQ(page[0], std::byte{0});
+}
+
+TEST(Courier, APageThatIsRelayedComesToTheFrameThatItWasAskedFor) {
+  WireLoopback wires(2);
+  End one(wires, 0), two(wires, 1);
+  one.courier.start();
+  two.courier.start();
+  const std::size_t at = 5 * kKernelPageBytes;
+  one.memory.bytes()[at] = std::byte{9};
+  PeerMessage grant{
+      .kind = PeerMessage::Kind::grant, .window = 2, .at = at, .bytes = kKernelPageBytes};
+  one.peers->send(1, grant);
+  ASSERT_TRUE(two.hear());
+  EXPECT_EQ(two.relayed.bytes()[kKernelPageBytes], std::byte{9});
+  EXPECT_EQ(*two.peers->bytes(0, at, 1), std::byte{0});
+  grant.window = 3;
+  one.peers->send(1, grant);
+  EXPECT_EQ(two.await_loss(), "what it sent is damaged");
 }
 
 TEST(Courier, WhatWasSaidGoesAheadOfTheEnd) {

@@ -35,6 +35,152 @@ TEST(Machines, NorWhereLateUpdatesMayLagByNoStep) {
   expect_the_bits_of_on_step(config, {}, Hosts::one_each);
 }
 
+TEST(Machines, NorWhereRanksOfOneRelayPagesToEachOther) {
+  const StepOptions options{.max_norm = 0.5, .grad_divisor = 12.0};
+  expect_the_same_for_all(roomy(), options, {}, Hosts::pairs, {3, 4});
+  expect_the_same_for_all(roomy(), options, {}, Hosts::triples, {6});
+}
+
+// A frame for each rank.
+TEST(Machines, NorWhereThereIsLittleRoomForRelayedPages) {
+  const TempFolder folder;
+  const Config config = tight(folder);
+  EXPECT_EQ(config.host_bytes / kRelayPart / kPage, 1U);
+  expect_the_same_for_all(config, {.grad_divisor = 12.0}, {}, Hosts::pairs, {3, 4});
+}
+
+TEST(Machines, NorInOtherModesWherePagesAreRelayed) {
+  Config config = roomy();
+  for (const UpdateMode update : {UpdateMode::in_backward, UpdateMode::lock_free}) {
+    config.update = update;
+    expect_the_bits_of_on_step(config, {}, Hosts::pairs, {4});
+  }
+  config.update = UpdateMode::on_step;
+  config.moment_dtype = MomentDtype::block8;
+  expect_the_same_for_all(config, {.grad_divisor = 12.0}, {}, Hosts::pairs, {4});
+}
+
+// One evaluates, or uses a unit once more, while the others go on.
+TEST(Machines, NorWhereARankUsesWhatOthersDoNot) {
+  const Between more = [](Session& session, int step) {
+    const std::uint32_t rank = session.config().rank;
+    if (rank == 1) visit_unit(session, static_cast<std::uint32_t>(step) % kUnits, false, 0);
+    for (std::uint32_t u = 0; rank == 2 && u < kUnits; ++u) visit_unit(session, u, false, 0);
+  };
+  expect_the_same_for_all(roomy(), {.grad_divisor = 12.0}, more, Hosts::pairs, {3, 4});
+}
+
+// Pages of parameters, of ranks that compute one behind the other, or all at once.
+TEST(Machines, APageCrossesOncePerMachine) {
+  for (const Hosts hosts : {Hosts::pairs, Hosts::triples}) {
+    for (const bool apart : {false, true}) {
+      const std::uint32_t ranks = 2 * static_cast<std::uint32_t>(hosts);
+      Cluster machines(ranks, hosts);
+      std::barrier all(static_cast<std::ptrdiff_t>(ranks));
+      std::atomic<std::uint32_t> turn = 0;
+      std::atomic<std::uint64_t> expected = 0;
+      on_ranks(ranks, [&](std::uint32_t rank) {
+        Config config = roomy();
+        config.device_bytes = 8 * kPage;  // the backward needs most of them again
+        const auto session = machines.open(rank, config);
+        fill_all(*session);
+        all.arrive_and_wait();
+        while (apart && turn != rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        for (const bool backward : {false, true}) {
+          for (std::uint32_t u = 0; u < kUnits; ++u) {
+            session->enter(UnitId{backward ? kUnits - 1 - u : u}, backward);
+            session->leave(UnitId{backward ? kUnits - 1 - u : u});
+          }
+        }
+        ++turn;
+        const Layout layout = session->residence().layout;
+        const auto pages = std::ranges::count(layout.role_of, Role::param);
+        if (rank == 0) expected = static_cast<std::uint64_t>(pages);
+        all.arrive_and_wait();
+      });
+      EXPECT_EQ(machines.wires().pieces(kPage), expected.load())
+          << ranks << " ranks, apart: " << apart;
+    }
+  }
+}
+
+// With a staleness bits are those of no other run; what is read behind the last step is of all.
+TEST(Machines, PagesThatLagAreRelayedWithinTheBound) {
+  constexpr std::uint32_t kRanks = 4;
+  Config config = roomy();
+  config.update = UpdateMode::lock_free;
+  config.max_staleness = 2;
+  Cluster machines(kRanks, Hosts::pairs, {.latency = std::chrono::microseconds(100)});
+  std::barrier all(std::ptrdiff_t{kRanks});
+  std::vector<std::vector<float>> found(kRanks);
+  on_ranks(kRanks, [&](std::uint32_t rank) {
+    const auto session = machines.open(rank, config);
+    fill_all(*session);
+    all.arrive_and_wait();
+    train_rank(*session, 6, {.grad_divisor = 4.0}, {}, kRanks);
+    session->drain();
+    found[rank] = all_of(*session, Kind::master);
+    all.arrive_and_wait();
+  });
+  expect_bits(found[0], found);
+}
+
+// A unit with a page that rank 1, of the machine of rank 0, relays, and rank 3 holds, and with none
+// that rank 1 holds.
+std::uint32_t relayed_unit(Session& session) {
+  const Layout layout = session.residence().layout;
+  const PageRanks pages = page_ranks(session.config(), layout, share_chunks(layout, 0, 4));
+  for (std::uint32_t u = 0; u < layout.units.size(); ++u) {
+    bool relayed = false, held = false;
+    for (const PageId page : layout.units[u].pages) {
+      held |= pages.holders[index(page)] == 1;
+      relayed |= pages.sources[index(page)] == 1 && pages.holders[index(page)] == 3;
+    }
+    if (relayed && !held) return u;
+  }
+  ADD_FAILURE() << "no such unit";
+  return 0;
+}
+
+// Rank 0 enters such a unit, and rank `stuck` does nothing any more, with its lock held: it is the
+// one who is awaited.
+void expect_to_await(std::uint32_t stuck) {
+  Cluster machines(4, Hosts::pairs);
+  std::barrier all(4);
+  std::atomic<bool> holds = false;
+  on_ranks(4, [&](std::uint32_t rank) {
+    const auto session = machines.open(rank, roomy(), [&, rank] {
+      while (rank == stuck && holds) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+    fill_all(*session);
+    all.arrive_and_wait();
+    if (rank == stuck) holds = true;
+    all.arrive_and_wait();
+    if (rank == 0) {
+      std::thread watch([&] {
+        std::optional<std::uint32_t> awaited;
+        for (int i = 0; i < 2'000 && awaited != stuck; ++i) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+          awaited = session->awaited_rank();
+        }
+        EXPECT_EQ(awaited, stuck);
+        holds = false;
+      });
+      visit_unit(*session, relayed_unit(*session), false, 0);
+      watch.join();
+    }
+    all.arrive_and_wait();
+  });
+}
+
+TEST(Machines, WhoHoldsAPageIsAwaitedAndNotWhoRelaysIt) {
+  expect_to_await(3);
+}
+
+TEST(Machines, WhoRelaysAPageIsAwaitedWhereItTakesNoMessage) {
+  expect_to_await(1);
+}
+
 // One of two machines.
 std::unique_ptr<Session> open_far_rank(WireLoopback& wires, std::uint32_t rank) {
   Config config = roomy();

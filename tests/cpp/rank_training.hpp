@@ -14,6 +14,7 @@
 #include <bit>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -23,6 +24,7 @@
 #include "adoptions.hpp"
 #include "doubles/loopback.hpp"
 #include "doubles/wire_loopback.hpp"
+#include "engine/ranks/relays.hpp"
 #include "engine/session.hpp"
 #include "forked.hpp"
 #include "io_fixtures.hpp"
@@ -114,15 +116,68 @@ inline void on_ranks(std::uint32_t ranks, const std::function<void(std::uint32_t
   for (std::thread& thread : threads) thread.join();
 }
 
-// How ranks reach each other.
-enum class Hosts : std::uint8_t { one, one_each };
+inline Config roomy() {
+  Config config = roomy_config();
+  config.params[1].numel = 90'000;  // three pages
+  config.params[2].numel = 300;
+  config.workers = 1;
+  return config;
+}
+
+// One of several of one machine; or one that is alone.
+inline std::unique_ptr<Session> open_rank(Loopback& machine, std::uint32_t rank,
+                                          Config config = roomy(), std::uint32_t ranks = 2) {
+  config.rank = rank;
+  config.ranks = ranks;
+  config.sums_ranks = config.accumulate = true;
+  SessionParts parts;
+  if (ranks > 1) parts.meeting = machine.meeting(rank);
+  return std::make_unique<Session>(config, std::move(parts));
+}
+
+// How many ranks share a machine, as far as there are as many.
+enum class Hosts : std::uint32_t { one = UINT32_MAX, one_each = 1, pairs = 2, triples = 3 };
 
 // By rank.
-inline std::vector<std::string> a_machine_each(std::uint32_t ranks) {
+inline std::vector<std::string> machine_names(std::uint32_t ranks, Hosts hosts) {
   std::vector<std::string> names;
-  for (std::uint32_t rank = 0; rank < ranks; ++rank) names.push_back("m" + std::to_string(rank));
+  const auto each = static_cast<std::uint32_t>(hosts);
+  for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+    names.push_back("m" + std::to_string(rank / each));
+  }
   return names;
 }
+
+// Ranks of several machines: the ways between them, and a folder for each machine.
+class Cluster final {
+ public:
+  Cluster(std::uint32_t ranks, Hosts hosts, WireLoopbackOptions options = {})
+      : names_(machine_names(ranks, hosts)), wires_(ranks, options) {
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+      if (!folders_[names_[rank]]) folders_[names_[rank]] = std::make_unique<TempFolder>();
+    }
+  }
+
+  // `turned`: is called in every turn.
+  std::unique_ptr<Session> open(std::uint32_t rank, Config config,
+                                const std::function<void()>& turned = {}) {
+    config.rank = rank;
+    config.ranks = static_cast<std::uint32_t>(names_.size());
+    config.sums_ranks = config.accumulate = true;
+    config.machines = names_;
+    config.ranks_folder = folders_.at(names_[rank])->path();
+    SessionParts parts;
+    parts.wire = wires_.wire(rank);
+    if (turned) parts.turned = [turned](const PageTable&, const Claims&) { turned(); };
+    return std::make_unique<Session>(config, std::move(parts));
+  }
+  WireLoopback& wires() { return wires_; }
+
+ private:
+  const std::vector<std::string> names_;
+  std::map<std::string, std::unique_ptr<TempFolder>> folders_;
+  WireLoopback wires_;
+};
 
 // Of every rank: the parameters, as it reads them, from whoever holds them.
 inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, const Config& of,
@@ -131,24 +186,16 @@ inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, c
                                                Hosts hosts = Hosts::one) {
   std::vector<std::vector<float>> results(ranks);
   Loopback machine(ranks);
-  WireLoopback wires(ranks, {.latency = std::chrono::microseconds(100), .bytes_s = 1e9});
+  Cluster machines(ranks, hosts, {.latency = std::chrono::microseconds(100), .bytes_s = 1e9});
   std::barrier all(static_cast<std::ptrdiff_t>(ranks));
   std::vector<std::unique_ptr<TempFolder>> folders;
   for (std::uint32_t r = 0; r < ranks; ++r) folders.push_back(std::make_unique<TempFolder>());
   on_ranks(ranks, [&](std::uint32_t rank) {
     Config config = of;
-    config.rank = rank;
-    config.ranks = ranks;
-    config.sums_ranks = true;
-    config.accumulate = true;
     if (!config.ssd_paths.empty()) config.ssd_paths = {folders[rank]->path()};
-    SessionParts parts;
-    if (ranks > 1 && hosts == Hosts::one) parts.meeting = machine.meeting(rank);
-    if (ranks > 1 && hosts == Hosts::one_each) {
-      config.machines = a_machine_each(ranks);
-      parts.wire = wires.wire(rank);
-    }
-    Session session(config, std::move(parts));
+    const auto opened =
+        hosts == Hosts::one ? open_rank(machine, rank, config, ranks) : machines.open(rank, config);
+    Session& session = *opened;
     fill_all(session);
     all.arrive_and_wait();  // nobody reads what is not written yet
     train_rank(session, steps, options, between, batches);
@@ -160,14 +207,6 @@ inline std::vector<std::vector<float>> trained(std::uint32_t ranks, int steps, c
     all.arrive_and_wait();  // others may still read from this one
   });
   return results;
-}
-
-inline Config roomy() {
-  Config config = roomy_config();
-  config.params[1].numel = 90'000;  // three pages
-  config.params[2].numel = 300;
-  config.workers = 1;
-  return config;
 }
 
 inline void expect_bits(const std::vector<float>& expected,
@@ -189,17 +228,19 @@ inline void expect_bits(const std::vector<float>& expected,
 }
 
 inline void expect_the_same_for_all(const Config& config, const StepOptions& options,
-                                    const Between& between = {}, Hosts hosts = Hosts::one) {
+                                    const Between& between = {}, Hosts hosts = Hosts::one,
+                                    const std::vector<std::uint32_t>& counts = {2, 3, 4}) {
   const std::vector<float> expected = trained(1, 3, config, options, {})[0];
-  for (const std::uint32_t ranks : {2U, 3U, 4U}) {
+  for (const std::uint32_t ranks : counts) {
     expect_bits(expected, trained(ranks, 3, config, options, between, kBatches, hosts));
   }
 }
 
 // As those of one rank that updates at step(); each rank has one micro-batch.
 inline void expect_the_bits_of_on_step(const Config& config, const StepOptions& options,
-                                       Hosts hosts = Hosts::one) {
-  for (const std::uint32_t ranks : {2U, 3U}) {
+                                       Hosts hosts = Hosts::one,
+                                       const std::vector<std::uint32_t>& counts = {2, 3}) {
+  for (const std::uint32_t ranks : counts) {
     Config plain = config;
     plain.update = UpdateMode::on_step;
     const std::vector<float> expected = trained(1, 4, plain, options, {}, ranks)[0];
@@ -215,17 +256,6 @@ inline Config tight(const TempFolder& folder) {
   config.host_bytes = 28 * kPage;
   config.device_bytes = 8 * kPage;
   return config;
-}
-
-// One of two.
-inline std::unique_ptr<Session> open_rank(Loopback& machine, std::uint32_t rank,
-                                          Config config = roomy()) {
-  config.rank = rank;
-  config.ranks = 2;
-  config.sums_ranks = config.accumulate = true;
-  SessionParts parts;
-  parts.meeting = machine.meeting(rank);
-  return std::make_unique<Session>(config, std::move(parts));
 }
 
 inline std::string refusal(const std::function<void()>& call) {

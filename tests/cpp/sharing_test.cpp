@@ -253,20 +253,28 @@ std::optional<PeerMessage> heard(Ranks& ranks, std::uint32_t holder) {
   return got ? std::optional(got->message) : std::nullopt;
 }
 
+bool granted(RemotePages& remote, std::uint32_t from, PageId page, std::uint64_t at,
+             std::int64_t step) {
+  const PeerMessage grant{
+      .kind = PeerMessage::Kind::grant, .what = index(page), .at = at, .bytes = 64, .step = step};
+  return remote.answered(from, grant, 64);
+}
+
 TEST(RemotePages, WhatLagsIsAskedForAgainAtEveryStepAndNeverFurtherBack) {
   Ranks ranks(2);
   PageTable table;
   table.add(1);
   table.set_unit(PageId{0}, UnitId{0});
   table.place(PageId{0}, {Tier::remote, 0});
-  RemotePages remote(table, *ranks.peers[0], {1});
+  const PageRanks pages{.rank = 0, .holders = {1}, .sources = {1}};
+  RemotePages remote(table, *ranks.peers[0], pages);
   const PageId page{0};
   remote.set_step(5, 2);
   // 1. Computation is content with step 3, and gets 4, which lags.
   ASSERT_EQ(remote.open(page), nullptr);
   ASSERT_EQ(heard(ranks, 1)->step, 3);
-  ASSERT_FALSE(remote.granted(1, page, 0, 64, 2)) << "older than what was asked for";
-  ASSERT_TRUE(remote.granted(1, page, 0, 64, 4));
+  ASSERT_FALSE(granted(remote, 1, page, 0, 2)) << "older than what was asked for";
+  ASSERT_TRUE(granted(remote, 1, page, 0, 4));
   ASSERT_NE(remote.open(page), nullptr);
   EXPECT_EQ(remote.lag(page), 1);
   EXPECT_EQ(remote.lagging(), std::vector{page});
@@ -279,8 +287,8 @@ TEST(RemotePages, WhatLagsIsAskedForAgainAtEveryStepAndNeverFurtherBack) {
   ASSERT_EQ(remote.open(page), nullptr);
   ASSERT_EQ(heard(ranks, 1)->step, 5);
   EXPECT_TRUE(remote.awaits_newest());
-  ASSERT_FALSE(remote.granted(1, page, 0, 64, 4));
-  ASSERT_TRUE(remote.granted(1, page, 0, 64, 5));
+  ASSERT_FALSE(granted(remote, 1, page, 0, 4));
+  ASSERT_TRUE(granted(remote, 1, page, 0, 5));
   EXPECT_FALSE(remote.awaits_newest());
   EXPECT_EQ(remote.lag(page), 0);
   ASSERT_TRUE(remote.settle());
@@ -289,7 +297,7 @@ TEST(RemotePages, WhatLagsIsAskedForAgainAtEveryStepAndNeverFurtherBack) {
   remote.set_step(6, 2);
   ASSERT_EQ(remote.open(page), nullptr);
   ASSERT_EQ(heard(ranks, 1)->step, 4);
-  ASSERT_TRUE(remote.granted(1, page, 0, 64, 4));
+  ASSERT_TRUE(granted(remote, 1, page, 0, 4));
   remote.keep_exact(UnitId{0});
   ASSERT_NE(remote.open(page), nullptr) << "from the next step on";
   remote.close(page);
@@ -311,7 +319,8 @@ TEST(RemotePages, AskOnceGiveBackOnceAndNothingIsOpenBehindSettle) {
       holders.push_back(1 + i % 2);
       table.place(PageId{i}, {Tier::remote, i});
     }
-    RemotePages remote(table, *ranks.peers[0], holders);
+    const PageRanks pages{.rank = 0, .holders = holders, .sources = holders};
+    RemotePages remote(table, *ranks.peers[0], pages);
     std::vector<int> users(kPages, 0);
     std::vector<bool> asked(kPages, false), lent(kPages, false);
     std::unique_ptr<RemotePages::Hold> held;
@@ -347,15 +356,15 @@ TEST(RemotePages, AskOnceGiveBackOnceAndNothingIsOpenBehindSettle) {
           if (users[at] > 0) remote.close(page), --users[at];
           break;
         case 3:
-          ASSERT_FALSE(remote.granted(3 - holders[at], page, 0, 64, 0)) << "not the holder";
+          ASSERT_FALSE(granted(remote, 3 - holders[at], page, 0, 0)) << "not the holder";
           ASSERT_EQ(remote.awaits(holders[at]) || !asked[at], true);
           if (asked[at]) {
-            ASSERT_FALSE(remote.granted(holders[at], page, 1 << 16, 64, 0)) << "no such place";
-            ASSERT_TRUE(remote.granted(holders[at], page, at * 64, 64, 0));
+            ASSERT_FALSE(granted(remote, holders[at], page, 1 << 16, 0)) << "no such place";
+            ASSERT_TRUE(granted(remote, holders[at], page, at * 64, 0));
             asked[at] = false;
             lent[at] = true;
           }
-          ASSERT_FALSE(remote.granted(holders[at], page, at * 64, 64, 0)) << "not asked for";
+          ASSERT_FALSE(granted(remote, holders[at], page, at * 64, 0)) << "not asked for";
           break;
         case 4:
           held.reset();

@@ -47,6 +47,32 @@ def machines(run: Rank) -> tuple[str, ...]:
     return machines_there()
 
 
+def crosses(run: Rank) -> tuple[int, int]:
+    """Bytes that this rank sends while all compute a forward, one behind the other; and bytes of
+    the parameters that it owns."""
+    model, _ = wrap(
+        run,
+        make_model(width=256),
+        page_size="64KiB",
+        memory={"device": "2MiB", "host": "128MiB"},
+    )
+    state = wrapped(model)
+    assert state.wire is not None
+    run.meet()
+    before = sum(state.wire.sent.values())
+    for turn in range(run.ranks):
+        if turn == run.rank:
+            with torch.no_grad():
+                model(torch.ones(3, 256))
+        run.meet()
+    sent = sum(state.wire.sent.values()) - before
+    owned = 0
+    for number, parameter in enumerate(state.params):
+        counts = [n for of, _, n in state.session.owners(number) if of == run.rank]
+        owned += sum(counts) * parameter.element_size()
+    return sent, owned
+
+
 def shows(run: Rank, only_first: bool) -> dict[str, Any] | None:
     """Everything that reads a model, behind a step: on every rank, or on rank 0 while the others go
     on to the next step, and wait there."""

@@ -47,10 +47,20 @@ def test_bits_are_those_of_one_process(ranks: Ranks, case: str) -> None:
         assert same(ranks.run("bits", machines, **CASES[case])) == expected
 
 
+@pytest.mark.parametrize("machines", [EACH, thorough(TWICE)])
 @pytest.mark.parametrize("update", ["in_backward", "lock-free:0"])
-def test_nor_when_updates_begin(ranks: Ranks, update: str) -> None:
-    expected = same(ranks.run("rank_modes.bits", 1, of=2))
-    assert same(ranks.run("rank_modes.bits", EACH, of=2, update=update)) == expected
+def test_nor_when_updates_begin(ranks: Ranks, update: str, machines: str) -> None:
+    of = len(machines)
+    expected = same(ranks.run("rank_modes.bits", 1, of=of))
+    assert same(ranks.run("rank_modes.bits", machines, of=of, update=update)) == expected
+
+
+@pytest.mark.parametrize("machines", [TWICE, thorough("abab"), thorough("aaab")])
+def test_a_page_crosses_once_for_all_ranks_of_a_machine(ranks: Ranks, machines: str) -> None:
+    """Also where they compute one behind the other."""
+    found = ranks.run("rank_promises.crosses", machines)
+    sent, owned = (sum(of) for of in zip(*found, strict=True))
+    assert 0.95 * owned < sent < 1.15 * owned  # pages are not full
 
 
 @pytest.mark.parametrize("machines", ["abcd", "abab", "aaab"])
@@ -68,20 +78,26 @@ def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
     assert same(ranks.run(f"rank_gradients.{scenario}", EACH)) == expected
 
 
-@pytest.mark.parametrize("scenario", ["experts", "uneven"])
+@pytest.mark.parametrize(
+    ("scenario", "machines"), [("experts", EACH), ("experts", TWICE), ("uneven", EACH)]
+)
 @pytest.mark.thorough
-def test_ranks_may_take_other_ways(ranks: Ranks, scenario: str) -> None:
-    assert same(ranks.run(scenario, EACH)) == same(ranks.run(scenario, 1))
+def test_ranks_may_take_other_ways(ranks: Ranks, scenario: str, machines: str) -> None:
+    assert same(ranks.run(scenario, machines)) == same(ranks.run(scenario, 1))
 
 
+@pytest.mark.parametrize("machines", [EACH, TWICE])
 @pytest.mark.thorough
-def test_one_rank_alone_may_compute_between_steps(ranks: Ranks) -> None:
-    assert same(ranks.run("one_evaluates", EACH)) == same(ranks.run("bits", 1, steps=2))
+def test_one_rank_alone_may_compute_between_steps(ranks: Ranks, machines: str) -> None:
+    assert same(ranks.run("one_evaluates", machines)) == same(ranks.run("bits", 1, steps=2))
 
 
+@pytest.mark.parametrize("machines", [EACH, TWICE])
 @pytest.mark.thorough
-def test_one_rank_alone_may_read_at_the_end(ranks: Ranks) -> None:
-    assert ranks.run("one_reads", EACH) == [same(ranks.run("bits", 1, steps=1)), None]
+def test_one_rank_alone_may_read_at_the_end(ranks: Ranks, machines: str) -> None:
+    first, *others = ranks.run("one_reads", machines)
+    assert first == same(ranks.run("bits", 1, steps=1))
+    assert others == [None] * (len(machines) - 1)
 
 
 def test_frozen_and_tied_parameters_and_buffers(ranks: Ranks) -> None:
@@ -95,9 +111,10 @@ def test_all_unwrap_and_wrap_again(ranks: Ranks) -> None:
     assert same(ranks.run("unwraps", TWICE)) == same(ranks.run("unwraps", 1))
 
 
+@pytest.mark.parametrize("machines", [EACH, TWICE])
 @pytest.mark.thorough
-def test_what_all_ranks_write_all_of_them_see(ranks: Ranks) -> None:
-    assert same(ranks.run("writes", EACH)) == same(ranks.run("writes", 1))
+def test_what_all_ranks_write_all_of_them_see(ranks: Ranks, machines: str) -> None:
+    assert same(ranks.run("writes", machines)) == same(ranks.run("writes", 1))
 
 
 @pytest.mark.thorough
@@ -147,20 +164,19 @@ def survivors_say(outcomes: list[Outcome], since: float) -> None:
         assert outcome.seconds - since < LOST_S + 1.0  # an interpreter takes a while to end
 
 
-@pytest.mark.parametrize(
-    "where",
-    ["step", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("forward", "backward"))],
-)
-def test_who_is_killed_is_named_by_all(ranks: Ranks, where: str) -> None:
-    run = ranks.start("at_moment", "aba", where=where, victim=1)
+@pytest.mark.parametrize("machines", ["aba", "abab"])
+@pytest.mark.parametrize("where", ["step", thorough("forward"), thorough("backward")])
+def test_who_is_killed_is_named_by_all(ranks: Ranks, where: str, machines: str) -> None:
+    """Of two on each machine one holds pages, and one relays them."""
+    run = ranks.start("at_moment", machines, where=where, victim=1)
     run.await_mark("there")
     time.sleep(0.3)  # the others come to where they wait for it
     killed = run.kill(1)
     outcomes = run.wait()
-    survivors_say([outcomes[0], outcomes[2]], killed)
+    survivors_say(outcomes[:1] + outcomes[2:], killed)
 
 
-@pytest.mark.parametrize("machines", [EACH, "cba"])
+@pytest.mark.parametrize("machines", [EACH, "cba", "abab"])
 @pytest.mark.thorough
 def test_who_is_stopped_is_lost_after_a_while(ranks: Ranks, machines: str) -> None:
     """No other rank is lost with it."""

@@ -4,10 +4,11 @@
     crossing.bytes          # that a machine gets; it sends as many
     crossing.seconds        # on its link; a step takes no less
 
-A rank gets what ranks of other machines hold of a unit for each use of it, unless the unit stays on
-its device: then once, for it is updated between two steps. A gradient goes to who holds the unit,
-once, in the dtype of computation. Pages come ahead of their use and gradients leave beside the
-backward, so a step takes the longer of the two, the step without a network and the network.
+A machine gets what others hold of a unit once for each use of it, however many ranks it has: one
+of them relays it. What stays on the devices comes once, for it is updated between two steps. Each
+rank's gradient goes to who holds the unit, once, in the dtype of computation. Pages come ahead of
+their use and gradients leave beside the backward, so a step takes the longer of the two, the step
+without a network and the network.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ def crossing_of(trace: Trace, resident: Sequence[bool], network: Network) -> Cro
     """Of a step whose plan says which units stay on the device. `trace`: of one rank."""
     uses = Counter(use.unit for use in trace.uses)
     here = network.ranks // network.machines
-    comes = least = 0
+    comes = sent = least = 0
     for number, unit in enumerate(trace.units):
         rests = unit.code_bytes or unit.param_bytes
         once, gradients = (rests, unit.param_bytes) if unit.grad_bytes else (0, 0)
-        comes += (once if resident[number] else uses[number] * rests) + gradients
+        comes += once if resident[number] else uses[number] * rests
+        sent += here * gradients
         least += once + gradients
     # All chunks are shared out over all ranks alike.
     away = (network.machines - 1) / network.machines
-    return Crossing(network, round(comes * here * away), round(least * away))
+    return Crossing(network, round((comes + sent) * away), round(least * away))

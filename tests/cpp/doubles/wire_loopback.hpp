@@ -62,6 +62,11 @@ class WireLoopback final {
     const std::lock_guard lock(mutex_);
     return operations_;
   }
+  // Pieces of that size that went from a rank of one machine to one of another.
+  std::uint64_t pieces(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    return pieces_[bytes];
+  }
 
  private:
   struct Piece {
@@ -123,6 +128,7 @@ class WireLoopback final {
         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
     way.free = std::max(way.free, Clock::now()) + takes;
     sent.comes = way.free + options_.latency;
+    ++pieces_[piece.size()];
     way.pieces.push_back(std::move(sent));
     changed_.notify_all();
   }
@@ -154,6 +160,7 @@ class WireLoopback final {
   std::map<std::pair<std::uint32_t, std::uint32_t>, Way> ways_;  // from, to
   std::vector<bool> cut_;
   std::map<std::uint32_t, std::size_t> changes_;  // by sender
+  std::map<std::size_t, std::uint64_t> pieces_;   // by size
   std::uint64_t operations_ = 0, fails_at_ = 0;
 };
 

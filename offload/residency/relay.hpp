@@ -1,0 +1,123 @@
+// Relay: a page of another machine crosses the network once for all ranks of this one. Of the pages
+// that ranks of other machines hold, each rank of a machine relays some: the others ask it, it
+// alone asks the holder, and what comes lies in its own memory, which all of them map. There it
+// stays for those who come later, as long as there is room.
+//
+// Threads: one caller at a time (the core's lock). The bytes come on other threads, to frames that
+// were asked for and nobody reads.
+//
+//   Relay relay(room, holders, sources, say);
+//   relay.asked(2, page, step, writes);       // answered by `say`: now, or when the page has come
+//   relay.came(7, grant);                     // from its holder
+//   relay.given_back(2, page);
+//
+// Note [Copies]
+// A copy is given back to its holder as soon as it has come, so it keeps no frame there, and what
+// it has of updates and writes stays as it was. It serves whoever asks for that or for less, until
+// its frame is needed. A rank asks with its own step, which may be another one than this rank's,
+// and so the holder is asked with the step of who asks. Who needs more than a copy has gets another
+// one, in the same frame, where nobody reads it. Ranks of a machine need not be at the same place:
+// what some of them have still to ask for goes last.
+//
+// Note [Relaying cannot deadlock]
+// Who asks waits for the holder, as if he had asked it himself, and for nobody else: the relay
+// needs neither its Python nor a frame of the device. It never waits for a frame of its room. Where
+// all of them are read, or expected, who asks is sent on to the holder, and the page crosses for
+// him alone. He waits for a page that was asked for by another rank only where both have written as
+// often. (A holder may have to write first, as its Python does, for one of them and not for the
+// other.) The other one may have asked for a newer step: that is published by then, or will be by
+// updates that wait for no rank.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "memory/peers.hpp"
+#include "memory/units.hpp"
+
+namespace strata {
+
+// Frames in a row, of this rank's memory.
+struct RelayRoom {
+  std::uint64_t at = 0;  // the first one: a place of this rank's
+  std::size_t page_bytes = 0;
+  std::uint32_t frames = 0;
+};
+
+// Of a rank, and by page of the table: who holds it, and who is asked for it: its holder, or the
+// rank of this machine that relays it.
+struct PageRanks {
+  std::uint32_t rank = 0;
+  std::vector<std::uint32_t> here{};  // ranks of this machine
+  std::vector<std::uint32_t> holders{}, sources{};
+
+  bool relays(PageId page) const {
+    return index(page) < sources.size() && sources[index(page)] == rank &&
+           holders[index(page)] != rank;
+  }
+};
+
+// Invariants:
+//   1. A rank has one loan of a page at most.
+//   2. users > 0 only of a copy that has come: as many as loans have it.
+//   3. A loan that has no copy waits for one on its way.
+class Relay final {
+ public:
+  // To a rank; this one hears what it asked for itself in the same way.
+  using Say = std::function<void(std::uint32_t to, const PeerMessage&)>;
+
+  Relay(const RelayRoom& room, const PageRanks& pages, Say say);
+  Relay(const Relay&) = delete;
+  Relay& operator=(const Relay&) = delete;
+
+  // A rank of this machine, perhaps this one. The answer is a grant; one without bytes: the rank
+  // asks the holder. False of the three: it cannot be, and the session should end.
+  bool asked(std::uint32_t rank, PageId page, std::int64_t step, std::uint32_t writes);
+  bool given_back(std::uint32_t rank, PageId page);
+  // A grant of a rank of another machine, with the bytes in the frame that it was asked for.
+  bool came(std::uint32_t holder, const PeerMessage& grant);
+  // The rank asks for nothing more; where it is `dead`, it gives nothing back either.
+  void forget(std::uint32_t rank, bool dead);
+  // A rank waits for a page, or reads one.
+  bool busy() const { return !loans_.empty(); }
+
+ private:
+  static constexpr std::uint32_t kNone = UINT32_MAX;
+  struct Copy {
+    PageId page = kNoPage;  // none: the frame is free
+    bool there = false;     // else it was asked for
+    std::int64_t step = 0;  // that it has, or that was asked for
+    std::uint32_t writes = 0;
+    std::uint32_t users = 0;
+    std::uint64_t last_use = 0;
+    std::vector<bool> had{};  // by rank of this machine: it has read it
+  };
+  struct Loan {
+    std::uint32_t rank = 0;
+    PageId page = kNoPage;
+    std::int64_t step = 0;
+    std::uint32_t writes = 0;
+    std::uint32_t copy = kNone;
+  };
+
+  std::uint32_t place_of(std::uint32_t rank) const;
+  std::vector<Loan>::iterator find(std::uint32_t rank, PageId page);
+  bool lend(Loan& loan);
+  bool serve(Loan& loan);
+  bool is_wanted(const Copy& copy) const;
+  std::uint32_t find_room(PageId page) const;
+  void ask(std::uint32_t frame, const Loan& loan);
+
+  const RelayRoom room_;
+  const PageRanks& pages_;
+  const Say say_;
+  std::vector<Copy> copies_;  // by frame
+  std::vector<Loan> loans_;   // in the order in which they were asked for
+  std::vector<bool> gone_;    // by rank of this machine: it asks for nothing more
+  std::int64_t newest_ = 0;   // step that was asked for
+  std::uint64_t use_ = 0;
+};
+
+}  // namespace strata

@@ -1,0 +1,277 @@
+// Relay: whatever ranks of a machine ask for, in whatever order, all read what they asked for, as
+// it was, for as long as they read it; and a page crosses once where there is room for it.
+// STRATA_SEEDS=10000 runs more; STRATA_SEED=7 replays one.
+#include "offload/residency/relay.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <deque>
+#include <optional>
+#include <random>
+#include <vector>
+
+#include "configs.hpp"
+#include "seeds.hpp"
+
+namespace strata {
+namespace {
+
+using Word = PeerMessage::Kind;
+
+constexpr std::size_t kBytes = 4096;
+constexpr std::uint32_t kHolder = 7;
+
+// Ranks of one machine, of which the first relays all pages, and a holder elsewhere.
+struct OneMachine {
+  struct Content {
+    std::uint32_t page = 0;
+    std::int64_t step = -1;
+    std::uint32_t writes = 0;
+    bool operator==(const Content&) const = default;
+  };
+  struct Reader {
+    PeerMessage ask{};
+    bool waits = false;
+    std::optional<std::uint32_t> frame{};  // that it reads
+    Content read{};
+  };
+
+  OneMachine(std::uint32_t ranks, std::uint32_t page_count, std::uint32_t frames)
+      : contents(frames), readers(ranks, std::vector<Reader>(page_count)) {
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) pages.here.push_back(rank);
+    pages.holders.assign(page_count, kHolder);
+    pages.sources.assign(page_count, 0);
+    relay.emplace(RelayRoom{.at = kBytes, .page_bytes = kBytes, .frames = frames}, pages,
+                  [this](std::uint32_t to, const PeerMessage& message) { hear(to, message); });
+  }
+
+  void hear(std::uint32_t to, const PeerMessage& message) {
+    if (to == kHolder) {
+      ASSERT_TRUE(message.kind == Word::ask || message.kind == Word::give_back);
+      if (message.kind == Word::ask) {
+        ASSERT_EQ(users_of(message.window - 1), 0) << "somebody reads what will be there";
+        asks.push_back(message);
+        ++asked;
+      } else {
+        --lent;
+      }
+      return;
+    }
+    Reader& reader = readers.at(to).at(message.what);
+    ASSERT_EQ(message.kind, Word::grant);
+    ASSERT_TRUE(reader.waits) << "nobody asked";
+    reader.waits = false;
+    if (message.bytes == 0) {
+      ++sent_on;
+      for (std::uint32_t frame = 0; frame < contents.size(); ++frame) {
+        ASSERT_TRUE(users_of(frame) != 0 || is_expected(frame)) << "there was room";
+      }
+      return;
+    }
+    const auto frame = static_cast<std::uint32_t>(message.at / kBytes - 1);
+    reader.frame = frame;
+    reader.read = contents.at(frame);
+    ASSERT_EQ(reader.read.page, message.what);
+    ASSERT_EQ(reader.read.step, message.step);
+    ASSERT_GE(reader.read.step, reader.ask.step);
+    ASSERT_GE(reader.read.writes, reader.ask.count);
+  }
+
+  int users_of(std::uint32_t frame) const {
+    int users = 0;
+    for (const auto& of : readers) {
+      users += static_cast<int>(std::ranges::count(of, std::optional(frame), &Reader::frame));
+    }
+    return users;
+  }
+  bool is_expected(std::uint32_t frame) const {
+    const auto to = [frame](const PeerMessage& ask) { return ask.window == frame + 1; };
+    return std::ranges::any_of(asks, to);
+  }
+
+  void ask(std::uint32_t rank, std::uint32_t page, std::int64_t step, std::uint32_t writes) {
+    Reader& reader = readers[rank][page];
+    if (reader.waits || reader.frame) return;
+    reader = {.ask = {.what = page, .count = writes, .step = step}, .waits = true};
+    ASSERT_TRUE(relay->asked(rank, PageId{page}, step, writes));
+  }
+  // The holder has what was asked for, or newer.
+  void grant(std::size_t which, std::int64_t newer = 0) {
+    const PeerMessage ask = asks.at(which);
+    asks.erase(asks.begin() + static_cast<std::ptrdiff_t>(which));
+    ASSERT_EQ(users_of(ask.window - 1), 0) << "somebody reads what was there";
+    contents.at(ask.window - 1) = {ask.what, ask.step + newer, ask.count};
+    ++lent;
+    const PeerMessage given{.kind = Word::grant,
+                            .what = ask.what,
+                            .window = ask.window,
+                            .bytes = kBytes,
+                            .step = ask.step + newer};
+    ASSERT_FALSE(relay->came(kHolder + 1, given)) << "not its holder";
+    ASSERT_TRUE(relay->came(kHolder, given));
+    ASSERT_FALSE(relay->came(kHolder, given)) << "twice";
+  }
+  void give_back(std::uint32_t rank, std::uint32_t page) {
+    Reader& reader = readers[rank][page];
+    if (!reader.frame) return;
+    ASSERT_EQ(contents[*reader.frame], reader.read) << "it has changed";
+    reader.frame.reset();
+    ASSERT_TRUE(relay->given_back(rank, PageId{page}));
+    ASSERT_FALSE(relay->given_back(rank, PageId{page})) << "twice";
+  }
+  // Asks, and reads at once what is there.
+  void read(std::uint32_t rank, std::uint32_t page, std::int64_t step = 0) {
+    ask(rank, page, step, 0);
+    while (!asks.empty()) grant(0);
+    ASSERT_TRUE(readers[rank][page].frame);
+    give_back(rank, page);
+  }
+
+  PageRanks pages{};
+  std::vector<Content> contents;             // by frame
+  std::vector<std::vector<Reader>> readers;  // by rank and page
+  std::deque<PeerMessage> asks;              // that the holder has still to answer
+  std::uint64_t asked = 0, sent_on = 0;
+  std::int64_t lent = 0;  // by the holder
+  std::optional<Relay> relay;
+};
+
+TEST(Relay, AllReadWhatTheyAskedForAsItWas) {
+  for_seeds(400, [](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const auto ranks = static_cast<std::uint32_t>(2 + below(random, 3));
+    const auto page_count = static_cast<std::uint32_t>(1 + below(random, 6));
+    OneMachine machine(ranks, page_count, static_cast<std::uint32_t>(below(random, 7)));
+    std::int64_t step = 1;
+    std::uint32_t writes = 0;
+    for (int i = 0; i < 400 && !testing::Test::HasFailure(); ++i) {
+      const auto rank = static_cast<std::uint32_t>(below(random, ranks));
+      const auto page = static_cast<std::uint32_t>(below(random, page_count));
+      switch (below(random, 8)) {
+        case 0:
+        case 1:
+        case 2: {
+          const auto late = static_cast<std::uint32_t>(below(random, 2));
+          machine.ask(rank, page, step - static_cast<std::int64_t>(below(random, 2)),
+                      writes - std::min(writes, late));
+          break;
+        }
+        case 3:
+        case 4:
+          if (!machine.asks.empty()) {
+            machine.grant(below(random, machine.asks.size()),
+                          static_cast<std::int64_t>(below(random, 2)));
+          }
+          break;
+        case 5:
+        case 6:
+          machine.give_back(rank, page);
+          break;
+        default:
+          if (below(random, 10) == 0) ++step;
+          if (below(random, 10) == 0) ++writes;
+      }
+    }
+    while (!machine.asks.empty()) machine.grant(0);
+    EXPECT_EQ(machine.lent, 0) << "the holder has its frames back";
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+      for (std::uint32_t page = 0; page < page_count; ++page) {
+        EXPECT_FALSE(machine.readers[rank][page].waits) << rank << " waits for " << page;
+        machine.give_back(rank, page);
+      }
+    }
+    EXPECT_FALSE(machine.relay->busy());
+  });
+}
+
+TEST(Relay, APageCrossesOnceHoweverFarApartRanksAre) {
+  OneMachine machine(3, 5, 5);
+  for (const std::int64_t step : {1, 2}) {
+    const std::uint64_t before = machine.asked;
+    for (std::uint32_t rank = 0; rank < 3; ++rank) {
+      for (std::uint32_t page = 0; page < 5; ++page) machine.read(rank, page, step);
+    }
+    EXPECT_EQ(machine.asked - before, 5U) << "in step " << step;
+  }
+  EXPECT_EQ(machine.sent_on, 0U);
+}
+
+TEST(Relay, TwoThatWaitForAPageGetTheSame) {
+  OneMachine machine(2, 1, 3);
+  machine.ask(0, 0, 4, 1);
+  machine.ask(1, 0, 3, 1);
+  EXPECT_EQ(machine.asked, 1U);
+  machine.grant(0);
+  EXPECT_TRUE(machine.readers[0][0].frame && machine.readers[1][0].frame);
+}
+
+// The holder writes when its Python does; until then the other one reads what was there before.
+TEST(Relay, WhoHasWrittenLessDoesNotWaitForWhoHasWrittenMore) {
+  OneMachine machine(2, 1, 2);
+  machine.ask(1, 0, 1, 1);
+  machine.ask(0, 0, 1, 0);
+  ASSERT_EQ(machine.asks.size(), 2U);
+  machine.grant(1);
+  EXPECT_TRUE(machine.readers[0][0].frame);
+  EXPECT_TRUE(machine.readers[1][0].waits);
+}
+
+TEST(Relay, WhatOthersHaveStillToReadGoesLast) {
+  OneMachine machine(2, 3, 2);
+  machine.read(1, 0);
+  for (const std::uint32_t rank : {0U, 1U}) machine.read(rank, 1);
+  machine.read(1, 2);  // takes the frame of page 1, though page 0 is older
+  const std::uint64_t before = machine.asked;
+  machine.read(0, 0);
+  EXPECT_EQ(machine.asked, before);
+  // Of a former step nobody wants any.
+  machine.read(1, 1, 1);
+  machine.read(1, 2, 1);
+  EXPECT_EQ(machine.asked, before + 2);
+  machine.read(0, 1, 1);
+  EXPECT_EQ(machine.asked, before + 2);
+}
+
+TEST(Relay, WhoFindsNoRoomIsSentOn) {
+  OneMachine machine(2, 2, 1);
+  machine.ask(0, 0, 0, 0);
+  machine.ask(1, 1, 0, 0);
+  EXPECT_EQ(machine.sent_on, 1U) << "while a page is expected there";
+  machine.grant(0);
+  machine.ask(1, 1, 0, 0);
+  EXPECT_EQ(machine.sent_on, 2U) << "while somebody reads there";
+  machine.give_back(0, 0);
+  machine.read(1, 1);
+  EXPECT_EQ(machine.sent_on, 2U);
+}
+
+TEST(Relay, TheDeadGiveNothingBack) {
+  OneMachine machine(2, 2, 1);
+  machine.ask(1, 0, 0, 0);
+  machine.grant(0);
+  machine.readers[1][0].frame.reset();
+  machine.relay->forget(1, true);
+  EXPECT_FALSE(machine.relay->busy());
+  machine.read(0, 1);
+  EXPECT_EQ(machine.sent_on, 0U);
+}
+
+TEST(Relay, WhatCannotBeIsNotTaken) {
+  OneMachine machine(2, 1, 1);
+  EXPECT_FALSE(machine.relay->asked(2, PageId{0}, 0, 0)) << "of another machine";
+  EXPECT_FALSE(machine.relay->asked(1, PageId{1}, 0, 0)) << "no such page";
+  EXPECT_FALSE(machine.relay->given_back(1, PageId{0}));
+  machine.ask(1, 0, 3, 0);
+  EXPECT_FALSE(machine.relay->asked(1, PageId{0}, 3, 0)) << "twice";
+  EXPECT_FALSE(machine.relay->given_back(1, PageId{0})) << "it has not come";
+  PeerMessage grant{.kind = Word::grant, .window = 1, .bytes = kBytes, .step = 2};
+  EXPECT_FALSE(machine.relay->came(kHolder, grant)) << "older than what was asked for";
+  grant.step = 3;
+  grant.window = 2;
+  EXPECT_FALSE(machine.relay->came(kHolder, grant)) << "no such frame";
+}
+
+}  // namespace
+}  // namespace strata
