@@ -149,7 +149,9 @@ void expect_to_await(std::uint32_t stuck) {
   std::barrier all(4);
   std::atomic<bool> holds = false;
   on_ranks(4, [&](std::uint32_t rank) {
-    const auto session = machines.open(rank, roomy(), [&, rank] {
+    Config config = roomy();
+    for (ParamSpec& param : config.params) param.numel = 10'000;  // one page for each unit
+    const auto session = machines.open(rank, config, [&, rank] {
       while (rank == stuck && holds) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     });
     fill_all(*session);
