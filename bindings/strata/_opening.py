@@ -69,11 +69,6 @@ def open_session(model: nn.Module, optimizer: torch.optim.Optimizer, options: Op
                 check(model, optimizer)
             else:
                 check_alike(ranks, options, lambda: check(model, optimizer), model)
-                if ranks.machines and options.snapshots:
-                    raise ValueError(
-                        f"snapshots={options.snapshots}: those of several machines are not there "
-                        "yet; strata.save(model, path) waits, and needs no room"
-                    )
             undo = Undo(model, optimizer)
             dropped = _drop_gradients(model)
             state = _start(model, optimizer, options, undo)

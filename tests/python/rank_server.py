@@ -3,6 +3,7 @@
 with Ranks() as ranks:
     results = ranks.run("losses", 2, steps=3)       # of rank_scenarios.losses, by rank
     results = ranks.run("losses", "aabb", steps=3)  # likewise, two on each of two machines
+    results = ranks.run("takes", "ab", series="/tmp/{machine}", hides="/tmp")   # own disks
     run = ranks.start("endless", 2)                 # ... .pids, to send signals to
     outcomes = run.wait()                           # .value, .code, .error, .seconds, by rank
 
@@ -122,7 +123,8 @@ class Ranks:
 
     def start(self, scenario: str, ranks: int | str, **arguments: Any) -> Run:
         """Starts `ranks` processes; one alone is no rank, as without torchrun. A text has a letter
-        for the machine of each, which does not share memory with the others. `scenario`: a function
+        for the machine of each, which does not share memory with the others; "{machine}" in an
+        argument becomes it, and with `hides` none sees the others' disks. `scenario`: a function
         of rank_scenarios.py, or with its module ahead of it, as "rank_saves.saves"."""
         machines = ranks if isinstance(ranks, str) else ""
         count = len(machines) if isinstance(ranks, str) else ranks
@@ -162,6 +164,7 @@ def _write(path: Path, value: Any) -> None:
 def _be_rank(order: dict[str, Any], rank: int) -> None:
     import rank_scenarios
     import torch
+    from machine_disks import hide_others
     from torch import distributed
 
     folder = Path(order["folder"])
@@ -170,10 +173,13 @@ def _be_rank(order: dict[str, Any], rank: int) -> None:
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     torch.set_num_threads(1)
+    if order["machines"]:
+        machine = os.environ["STRATA_MACHINE"] = order["machines"][rank]
+        order["with"] = json.loads(json.dumps(order["with"]).replace("{machine}", machine))
+        if root := order["with"].pop("hides", None):
+            hide_others(root, machine)
     if order["ranks"] > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"])}
-        if order["machines"]:
-            os.environ["STRATA_MACHINE"] = order["machines"][rank]
         if order["with"].pop("meet", True):
             distributed.init_process_group(
                 "gloo",

@@ -18,7 +18,9 @@ from rank_loops import Rank, batches_of, hash_of, make_model, options_of, train,
 from rank_saves import STEPS, Kinds, loads
 from strata._runtime.wrapped import wrapped
 from strata._storage import snapshot_writer
-from strata._storage.snapshot_files import Links
+from strata._storage.snapshot import share_removals, snapshot_alone
+from strata._storage.snapshot_files import Links, remove_snapshot
+from strata._storage.snapshot_machines import Copies
 from torch import nn
 
 SERIES_S = 20.0  # in which a snapshot of a tiny model is complete
@@ -110,6 +112,18 @@ def rotates(run: Rank, series: str, steps: int, **options: Any) -> dict[str, Any
     }
 
 
+def removes(run: Rank, series: str, **options: Any) -> int:
+    """As a Trainer does, whose checkpoints rank 0 removes: the slots that this rank holds then."""
+    model, _ = start(run, make_model(), **options)
+    folder = snapshot_alone(model, series).wait(SERIES_S)
+    run.meet()
+    if run.rank == 0:
+        remove_snapshot(folder)
+    run.meet()
+    share_removals(model)
+    return int(wrapped(model).session.stats()["slots_kept"])
+
+
 def calls_late(run: Rank, series: str, **options: Any) -> dict[str, Any]:
     """Rank 1 calls a second after rank 0, which waits for nobody in the call, and trains on."""
     model, optimizer = start(run, make_model(), **options)
@@ -161,6 +175,12 @@ def disagrees(run: Rank, series: str, what: str, **options: Any) -> dict[str, An
     train(run, model, optimizer, 1, first=STEPS)
     folder = strata.snapshot(model, series).wait(SERIES_S)
     return {"said": said, "folder": folder.name, "hash": hash_of(model)}
+
+
+def in_eight_bits(run: Rank, series: str, **options: Any) -> list[str]:
+    """Of moments in 8 bits."""
+    model, _ = start(run, make_model(), state_dtype="8bit", **options)
+    return error_of(lambda: strata.snapshot(model, series).wait(SERIES_S))
 
 
 def leaves(run: Rank, series: str, **options: Any) -> list[str]:
@@ -247,6 +267,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "linked": (Links, "sync"),
     "part": (snapshot_writer, "write_part"),
     "manifest": (snapshot_writer, "write_large_manifest"),
+    "copy": (Copies, "take"),
     "newest": (snapshot_writer, "make_newest"),
     "finish": (Links, "finish"),
     "rotate": (snapshot_writer.KeptSnapshots, "rotate"),
@@ -275,3 +296,11 @@ def trains_on(run: Rank, series: str, **options: Any) -> dict[str, Any]:
     train(run, model, optimizer, 1, first=step)
     folder = strata.snapshot(model, series).wait(SERIES_S)
     return {"step": step, "loaded": loaded, "trained": hash_of(model), "folder": folder.name}
+
+
+def without_links(run: Rank, series: str, **options: Any) -> list[str]:
+    """The drives' file systems have no hard links."""
+    model, _ = start(run, make_model(), **options)
+    session: Any = type(wrapped(model).session)
+    session.link_pages = lambda *_: False
+    return error_of(lambda: strata.snapshot(model, series).wait(SERIES_S))

@@ -2,7 +2,6 @@
 told so. What each does is in rank_scenarios.py and rank_saves.py; rank_server.py starts them."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -144,11 +143,6 @@ def test_ranks_whose_steps_differ_say_so(ranks: Ranks) -> None:
 def test_a_machine_is_what_shares_memory(ranks: Ranks) -> None:
     assert same(ranks.run("rank_promises.machines", 2)) == []
     assert same(ranks.run("rank_promises.machines", "aab")) == ["a", "a", "b"]
-
-
-def test_snapshots_are_refused(ranks: Ranks) -> None:
-    for said in ranks.run("refuses", EACH, what="snapshot"):
-        assert re.search(r"snapshots of several machines are not there yet: use strata\.save", said)
 
 
 def test_a_rank_that_ends_early_ends_the_others(ranks: Ranks) -> None:

@@ -188,6 +188,17 @@ def test_ranks_that_differ_say_so(
     assert same(each(found, "hash")) == loaded[0]["hash"]
 
 
+def test_moments_in_8_bits_are_refused(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
+    """Of several ranks. That of one process loads under several."""
+    series = str(tmp_path / "run")
+    for said in ranks.run("rank_snapshots.in_eight_bits", 2, series=series, **ssd):
+        assert "snapshots of several ranks with moments in 8 bits are not there yet" in said[1]
+    ssd |= {"state_dtype": "8bit"}
+    one = ranks.run("rank_snapshots.takes", 1, series=series, **ssd)
+    for found in ranks.run("rank_snapshots.goes_on", 2, path=series, **ssd):
+        assert found["hash"] == one[0]["hash"]
+
+
 def test_a_rank_that_leaves_is_named(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
     found = ranks.run("rank_snapshots.leaves", 2, series=str(tmp_path / "run"), **ssd)
     assert re.search("rank 1 has (gone on without|ended)", found[0][1]), found

@@ -18,6 +18,7 @@ from .._storage.checkpoint_files import CheckpointError, read_manifest
 from .._storage.snapshot_files import (
     LINKS,
     check_drives,
+    drives_by_rank,
     is_snapshot,
     lost_on,
     owners_on,
@@ -60,11 +61,14 @@ def _remove(snapshots: list[Path], drives: list[Path]) -> int:
     for folder in snapshots:
         if series := snapshots_of(folder):
             raise CheckpointError(f"{folder} holds {len(series)}: name them, as {series[0]}")
-        absent = [d for d in _drives(folder) if not os.path.isdir(d)]
+        absent = {d: m for m, of in _drives(folder) for d in of if not os.path.isdir(d)}
         remove_snapshot(folder)
         print(f"removed {folder}")
-        for gone in absent:
-            print(f"  {gone} is not there: later, strata snapshots rm --lost {gone}")
+        for gone, machine in absent.items():
+            if machine:
+                print(f"  {gone} of {machine} is not seen from here: do the same there")
+            else:
+                print(f"  {gone} is not there: later, strata snapshots rm --lost {gone}")
     for drive in [each for place in drives for each in _drives_at(place)]:
         owners = owners_on(drive)
         for identity in lost_on(drive):
@@ -79,10 +83,12 @@ def _drives_at(place: Path) -> list[Path]:
     return [folder for folder in folders if (folder / LINKS).is_dir()]
 
 
-def _drives(folder: Path) -> list[str]:
+def _drives(folder: Path) -> list[tuple[str, list[str]]]:
+    """The machine of each rank, "" where there is one, and its drives."""
     manifest = read_manifest(folder)
     check_drives(manifest, folder)
-    return [drive["folder"] for drive in manifest["drives"] if drive["folder"]]
+    by_rank = [[d["folder"] for d in of if d["folder"]] for of in drives_by_rank(manifest)]
+    return list(zip(manifest.get("machines", [""] * len(by_rank)), by_rank, strict=True))
 
 
 def _list(place: Path) -> int:
@@ -124,8 +130,9 @@ def _line(folder: Path) -> str:
     check_drives(manifest, folder)
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["time"] / 1e9))
     size = format_size(bytes_of(manifest))
-    drives = [drive["folder"] for drive in manifest["drives"]]
-    where = "in the folder" if drives == [""] * len(drives) else f"on {', '.join(drives)}"
+    drives = [f"{m}: {d}" if m else d for m, of in _drives(folder) for d in of]
+    where = f"on {', '.join(drives)}" if drives else "in the folder"
     missing = [path for path in page_paths(manifest, folder) if not Path(path).is_file()]
-    lost = f"; {missing[0]} is missing" if missing else ""
+    how = "is not seen from here" if "machines" in manifest else "is missing"
+    lost = f"; {missing[0]} {how}" if missing else ""
     return f"{taken}  {size} {where}{lost}"

@@ -4,6 +4,8 @@
     place = board.place()                        # how far this rank has come
     board.post(f"{place}/call", "...")           # at once; by the thread that trains, too
     messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
+    board.send("a/manifest", path)               # a file, for ranks that do not see its folder ...
+    board.take("a/manifest", 0, to)              # ... of rank 0; once it is known to have sent it
 
 Words go through the store that torch.distributed has begun with: each is a key of it, which only
 its rank writes, and which goes when all have read it. So no collective of the user's is ever
@@ -19,7 +21,9 @@ different numbers of passes, it has to end the step.
 from __future__ import annotations
 
 import logging
+import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import distributed
@@ -30,11 +34,13 @@ from .._torch_compat import default_store
 from .checkpoint_files import CheckpointError
 
 if TYPE_CHECKING:
+    from .._config.ranks import Ranks
     from .._core import Session
 
 PATIENCE_S = 10.0  # of a wait ahead of the first word
 DEATH_S = 2.0  # in which the core sees that a rank has died
 PAUSE_MIN_S, PAUSE_MAX_S = 1e-4, 1e-2
+PIECE_BYTES = 1 << 20  # of a file; a store takes some more
 
 log = logging.getLogger("strata")
 
@@ -42,23 +48,24 @@ log = logging.getLogger("strata")
 class Board:
     """Of one rank. Threads: one hears; any may post."""
 
-    def __init__(self, session: Session, rank: int, count: int, run: str) -> None:
-        """`run`: a name that no other run has, and all of its ranks."""
+    def __init__(self, session: Session, ranks: Ranks, name: str) -> None:
+        """`name`: of what it is for."""
         self._session = session
-        self.rank, self.count = rank, count
+        self.rank, self.count, self.machines = ranks.rank, ranks.count, ranks.machines
         self._first = default_store()  # what it serves ends with it
         # A connection of its own, where it has any: others would wait for ours.
         own = self._first.clone() if hasattr(self._first, "clone") else self._first
-        self._store = distributed.PrefixStore(f"strata/{run}", own)
+        # The run has a name that no other one has, and all of its ranks.
+        self._store = distributed.PrefixStore(f"strata/{ranks.run}/{name}", own)
         self._heard: list[str] = []  # by this rank, of which others may still read what it said
+        self._sent: list[str] = []  # keys of files of this rank that are there
 
     @staticmethod
     def of(state: Wrapped, name: str) -> Board | None:
         """Of a wrapped model. `name`: of what it is for; each thread has a board of its own."""
         if state.ranks is None:
             return None
-        run = f"{state.ranks.run}/{name}"
-        return Board(state.session, state.ranks.rank, state.ranks.count, run)
+        return Board(state.session, state.ranks, name)
 
     def place(self) -> int:
         """How far this rank has come: twice its step, and one more within its backward passes."""
@@ -90,6 +97,43 @@ class Board:
             raise
         self._heard = [key] if place is None else [*self._heard, key]
         return found
+
+    def send(self, key: str, path: Path) -> None:
+        """Has a file where other ranks can take it, until forget_sent(). Raises OSError, and
+        StrataError where a rank has died."""
+        try:
+            with path.open("rb") as file:
+                pieces = 0
+                while piece := file.read(PIECE_BYTES):
+                    self._put(f"{self._own(key)}.{pieces}", piece)
+                    pieces += 1
+            self._put(self._own(key), str(pieces))
+        except RuntimeError:
+            self._raise_death()
+            raise
+
+    def _put(self, key: str, value: str | bytes) -> None:
+        self._sent.append(key)
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken, too
+
+    def take(self, key: str, rank: int, to: Path) -> None:
+        """Writes a file that another rank has sent, and waits until the disk has it. REQUIRES: that
+        rank has come to the end of a phase since. Raises as send()."""
+        try:
+            with to.open("wb") as file:
+                for piece in range(int(self._store.get(f"{key}/{rank}"))):
+                    file.write(self._store.get(f"{key}/{rank}.{piece}"))
+                file.flush()
+                os.fsync(file.fileno())
+        except RuntimeError:
+            self._raise_death()
+            raise
+
+    def forget_sent(self) -> None:
+        """All have what this rank has sent, or nobody wants it any more."""
+        for key in self._sent:
+            self._store.delete_key(key)
+        self._sent = []
 
     def _own(self, key: str) -> str:
         return f"{key}/{self.rank}"

@@ -238,7 +238,10 @@ def _taker(state: Wrapped) -> Taker | None:
 def _merges(state: Wrapped) -> bool:
     """The state cannot be held. Or gradients have landed that cannot be told from it: on those of
     earlier steps, whose updates it would not have, or on their way to other ranks."""
-    if whose := why_none(state):
+    whose = why_none(state)
+    if state.ranks is not None and state.ranks.machines:  # each reads what others hold there
+        whose = "several machines"
+    if whose:
         log.warning("%s: of %s nothing is held", WAITS, whose)
         return True
     apart = state.ranks is None and state.config["update"] != "lock_free"

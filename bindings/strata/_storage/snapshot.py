@@ -32,8 +32,9 @@ from .rank_board import Board
 from .rank_calls import Call, Calls
 from .registrations import Contents
 from .snapshot_context import Form, form_of, take_context
-from .snapshot_files import check_series, clean_up, step_folder
+from .snapshot_files import check_series, remove_links, step_folder
 from .snapshot_kept import KeptSnapshots
+from .snapshot_machines import recover
 from .snapshot_writer import Asked, Writer
 from .together import Together
 
@@ -97,7 +98,9 @@ def snapshot(
     Of several ranks each one calls it, with the same path and `keep`, behind the same step, and
     ahead of the next backward; each keeps what it owns, and rank 0 writes the one manifest when all
     have. It loads under any number of ranks. It has the random states and `extra` of each rank, and
-    buffers of rank 0. Where a rank fails or dies, older snapshots are as they were.
+    buffers of rank 0. Where a rank fails or dies, older snapshots are as they were. A machine that
+    does not see the folder that rank 0 writes to has a copy of the manifest at its own `path`, and
+    pages stay on the drives of the machine whose ranks own them: it loads where all of these run.
 
     The page files of `ssd_path` are linked, so they outlive the run; where the file system has no
     links, pages are copied into the folder. The first snapshot sets room on the SSD aside: `keep` +
@@ -137,6 +140,23 @@ def snapshot_alone(
     return _begin(model, Path(path), 1, 0, extra)
 
 
+def share_removals(model: nn.Module) -> None:
+    """Has the drives of other machines give up what was removed on that of rank 0 in folders that
+    all see. All ranks call it; nothing happens on one machine. REQUIRES: no snapshot is under way.
+    """
+    state = wrapped(model)
+    if state.ranks is None or not state.ranks.machines or state.snapshots is None:
+        return
+    together, kept = Together.of(state, NAME), state.snapshots.kept
+    with together.phase() as phase:
+        kept.drop_removed()
+        phase.said = kept.take_gone()
+    with together.phase():
+        for identity in phase.heard[0] if not together.leads else ():
+            remove_links(state.snapshots.drives, identity)
+        kept.drop_removed()
+
+
 def _begin(
     model: nn.Module, path: Path, keep: int, beside: int, extra: dict[str, Any] | None
 ) -> SnapshotHandle:
@@ -153,6 +173,7 @@ def _begin(
 
 def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) -> Path:
     """The folder of the series. Raises where there can be no such snapshot now."""
+    refuse_some_ranks(state, taken=True)
     state.refuse_half_step("snapshot()")
     state.landings.wait()
     if not isinstance(keep, int) or isinstance(keep, bool):
@@ -166,19 +187,21 @@ def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) 
     return series
 
 
-def why_none(state: Wrapped) -> str:
-    """Whose snapshots are not to be had, and nobody can hold the state of; "": they are."""
+def why_none(state: Wrapped, taken: bool = True) -> str:
+    """Whose snapshots are not to be had, and nobody can hold the state of; "": they are. `taken`:
+    one is to be taken, and not only loaded."""
     if state.ranks is None:
         return ""
-    if state.ranks.machines:
-        return "several machines"
     # What others own may be older than a step says, and nobody here knows.
-    return "several ranks with LockFree" if state.config["update"] == "lock_free" else ""
+    if state.config["update"] == "lock_free":
+        return "several ranks with LockFree"
+    eight = taken and state.config["moment_dtype"] == "block8"
+    return "several ranks with moments in 8 bits" if eight else ""
 
 
-def refuse_some_ranks(state: Wrapped) -> None:
-    """Raises ValueError where there are none."""
-    if whose := why_none(state):
+def refuse_some_ranks(state: Wrapped, taken: bool = False) -> None:
+    """Raises ValueError where there are none. `taken`: see why_none()."""
+    if whose := why_none(state, taken):
         raise ValueError(
             f"snapshots of {whose} are not there yet: use strata.save(model, path), which waits, "
             "and strata.load() of what it wrote"
@@ -203,7 +226,7 @@ class Taker:
     def __init__(self, state: Wrapped) -> None:
         """Of a process that is alone: removes what killed ones left on the drives."""
         self._session = state.session
-        self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
+        self.drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
         self.kept = KeptSnapshots(self._session)  # complete ones
         # The core counts from 1. All up to _known are, or were, known here; where a call was ended
         # in the middle, there may be another one.
@@ -212,16 +235,15 @@ class Taker:
         # Killed processes have left something on the drives, or the last one, which failed.
         self._unclean = True
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
-        self.durability = Durability(self._drives)
-        self.holder = Holder(state, self._drives, self.durability)
+        self.durability = Durability(self.drives)
+        self.holder = Holder(state, self.drives, self.durability)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
         state.before_close += [self._pool.shutdown, self.holder.shutdown]
         self._form = Form([], [])
-        board = Board.of(state, "snapshots")
-        self.calls = Calls(board, NAME)
-        self._alone = board is None
-        if self._alone:
+        self._board = Board.of(state, "snapshots")
+        self.calls = Calls(self._board, NAME)
+        if self._board is None:
             self.tidy(Together.alone(NAME))
 
     def raise_failure(self) -> None:
@@ -233,7 +255,7 @@ class Taker:
                 self._handles.remove(handle)
                 handle.raise_failure()
         except (RuntimeError, OSError) as error:
-            if self._alone:
+            if self._board is None:
                 raise
             log.error("a snapshot, or a save, has failed: %s", error)
 
@@ -292,7 +314,7 @@ class Taker:
         asked = Asked(number, folder, keep, context, self._form)
         try:
             self._handles.append(handle)
-            call.post({"folders": str(folder), "keep": keep})
+            call.post({"snapshots": folder.name, "folders": str(folder), "keep": keep})
             self._pool.submit(self._run, future, call, asked)
         except BaseException:  # the interpreter ends, or Ctrl-C
             if future.cancel():
@@ -328,11 +350,11 @@ class Taker:
             return
         number, folder = asked.number, asked.folder
         try:
-            call.hear()
+            call.hear(apart=("folders",))
             cleans, self._unclean = self._unclean, False
             with self.durability.watch(folder.parent):
-                writer = Writer(self._session, self._drives, self.kept, self.durability, asked)
-                writer.write(call.together, cleans)
+                to = (self._session, self.drives, self.kept, self.durability)
+                Writer(*to, asked, call.together, self._board).write(cleans)
         except BaseException as error:
             self._unclean = True
             self.durability.note_failure(folder)
@@ -352,8 +374,5 @@ class Taker:
     def tidy(self, together: Together) -> None:
         """Removes what killed processes left on the drives, ahead of what looks at the links there.
         Of several ranks all do so, rank 0 first. REQUIRES: no snapshot is under way."""
-        for leads in (True, False):
-            with together.phase():
-                if self._unclean and together.leads == leads:
-                    clean_up(self._drives, clears=leads)
-                    self._unclean = False
+        recover(self._board, self.drives, together, self._unclean)
+        self._unclean = False

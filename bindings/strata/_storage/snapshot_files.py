@@ -3,12 +3,12 @@
     runs/llama/step-000500/manifest.json, state.bin         # a folder of the series "runs/llama"
     /mnt/nvme/strata-snapshots/<id>-0.pages, <id>.json      # on each drive: a link, and whose it is
 
-Format, version 3. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
+Format, version 4. The folder is a checkpoint's (checkpoint.py), but most tensors lie in pages:
 
     state.bin      bytes that are in no page, one behind the other: the persistent buffers, and
                    tensors of `extra`
     manifest.json  {"checksum", "version", "bytes": as in a checkpoint,
-                    "snapshot": 2 or 3, "id": 16 hex digits,
+                    "snapshot": 2, 3 or 4, "id": 16 hex digits,
                     "step": of the run, "time": ns since 1970,
                     "drives":  [{"folder": of the drive, or "" for the snapshot's own, "file"}],
                     "page_bytes", "moment_dtype",
@@ -21,8 +21,9 @@ Format, version 3. The folder is a checkpoint's (checkpoint.py), but most tensor
                     "tensors": of extra,
                     "gradients": null, or of what had landed since the step: see below,
                     "zeros":   parts whose gradient the user has made zero,
-                    "ranks":   version 3: how many of "drives" each rank has, rank 0 first,
-                    "others":  version 3: {"rng", "extra", "tensors"} of rank 1 and each next one}
+                    "ranks":   from version 3: how many of "drives" each rank has, rank 0 first,
+                    "others":  from version 3: {"rng", "extra", "tensors"} of rank 1 and each next,
+                    "machines": version 4: by rank, what its machine is called}
 
 A chunk is {"runs": [[part, first element there, count, first element in the chunk, updates that
 these have had, gradient]], "scales": [byte of exp_avg's, of exp_avg_sq's] in all pages of scales,
@@ -43,6 +44,12 @@ A snapshot that several ranks have taken is of version 3; one of a process that 
 has none of this. Each rank has page files, slots and links of its own, and a chunk also has its
 "rank": slot s of it lies in file s % n of that rank's n drives. It has no gradients, nor scales.
 
+Version 4 is that of ranks of several machines. A drive's folder is a path on its rank's machine. A
+machine that does not see rank 0's folder of the series has a folder of its own, with the same two
+files: the whole manifest, with the same id. The snapshot counts from the moment that rank 0 has the
+manifest; until then no other machine has it, and everything else is on the disk of all of them. See
+snapshot_machines.py.
+
 Version 1 had no gradients: no "gradients", "zeros" and "grad", runs without their last two values,
 and the scales of all chunks in state.bin, where "scales" says.
 
@@ -58,6 +65,7 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +75,13 @@ from .checkpoint_files import (
     CheckpointError,
     complete_at,
     read_manifest,
+    replace_folder,
     tidy,
 )
 from .replacing import make_folder, remove_unmarked, sync, targets_of_work, write_whole
 
-FORMAT, RANKS_FORMAT = 2, 3
-FORMATS = (1, 2, 3)
+FORMAT, RANKS_FORMAT, MACHINES_FORMAT = 2, 3, 4
+FORMATS = (1, 2, 3, 4)
 ROLES = ("param", "residual", "exp_avg", "exp_avg_sq")
 GRAD = "grad"
 LINKS = "strata-snapshots"
@@ -124,6 +133,20 @@ def check_series(path: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def taking_place(folder: Path) -> Iterator[Path]:
+    """As replace_folder(), and with what another snapshot has on the drives, of another run that
+    came by this step."""
+    tidy(folder)
+    replaced = links_at(folder)
+    if replaced is not None:
+        mark_pending(*replaced, folder)
+    with replace_folder(folder) as new:
+        yield new
+    if replaced is not None:
+        remove_links(*replaced)
+
+
 class Links:
     """The names that a snapshot gives to the page files, on every drive. Until finish() a killed
     process leaves them to the next one's clean_up()."""
@@ -164,7 +187,7 @@ class Links:
 
     def lead_to_what_is_there(self) -> bool:
         """Whether the manifest that is in the folder now needs them."""
-        return _id_at(self._folder) == self.id
+        return id_at(self._folder) == self.id
 
     def finish(self) -> None:
         """The manifest is there."""
@@ -187,9 +210,9 @@ class Links:
 
 def clean_up(drives: list[str], clears: bool = True) -> None:
     """Removes what is left of snapshots that were never complete, or were being removed: links, and
-    files in their series. Of several ranks rank 0 comes first, and the others do not clear:
-    whatever they have of such a snapshot on their drives, it has there as well. REQUIRES: the
-    drives' lock is ours, so who left them is dead."""
+    files in their series. Of several ranks the first of a machine comes first, and the others do
+    not clear: whatever they have of such a snapshot on their drives, it has there as well.
+    REQUIRES: the drives' lock is ours, so who left them is dead."""
     for drive in drives:
         folder = Path(drive) / LINKS
         if not folder.is_dir():
@@ -205,10 +228,25 @@ def clean_up(drives: list[str], clears: bool = True) -> None:
             if clears:
                 with contextlib.suppress(OSError):  # the series cannot be written to: its links go
                     _clear_folder(Path(owner["folder"]))
-            if _id_at(Path(owner["folder"])) == entry.stem:
+            if id_at(Path(owner["folder"])) == entry.stem:
                 _write_owner(Path(drive), entry.stem, Path(owner["folder"]), pending=False)
             else:
                 remove_links([drive], entry.stem)
+
+
+def pending_on(drives: list[str]) -> dict[str, Path]:
+    """By id: where the manifests of snapshots would be of which nobody knows here whether they are
+    complete; those that are being removed are not. REQUIRES: as clean_up()."""
+    found = {}
+    for drive in drives:
+        for entry in sorted((Path(drive) / LINKS).glob("*.json")):
+            owner = _owner(entry)
+            if owner is None or not owner["pending"] or entry.stem in _under_way:
+                continue
+            folder = Path(owner["folder"])
+            if id_at(folder, REMOVED_NAME) != entry.stem:
+                found[entry.stem] = folder
+    return found
 
 
 def owners_on(drive: Path) -> dict[str, Path]:
@@ -223,7 +261,7 @@ def owners_on(drive: Path) -> dict[str, Path]:
 
 def lost_on(drive: Path) -> list[str]:
     """Ids of those whose folders do not have them any more: removed, or moved elsewhere."""
-    return [i for i, folder in owners_on(drive).items() if _id_at(folder) != i]
+    return [i for i, folder in owners_on(drive).items() if id_at(folder) != i]
 
 
 def _clear_folder(folder: Path) -> None:
@@ -257,6 +295,14 @@ def mark_pending(drives: list[str], identity: str, folder: Path) -> None:
     for drive in drives:
         with contextlib.suppress(OSError):  # a drive that is not there: its links stay
             if _owner(_owner_path(Path(drive), identity)) is not None:
+                _write_owner(Path(drive), identity, folder, pending=True)
+
+
+def mark_going(drives: list[str], identities: Iterable[str]) -> None:
+    """As mark_pending(), of snapshots that another machine removes."""
+    for drive in drives:
+        for identity in identities:
+            if (folder := link_owner(Path(drive), identity)) is not None:
                 _write_owner(Path(drive), identity, folder, pending=True)
 
 
@@ -310,11 +356,14 @@ def check_drives(manifest: dict[str, Any], folder: Path) -> None:
 
 
 def _shares_out(manifest: dict[str, Any]) -> bool:
-    """Whether each drive is one rank's."""
+    """Whether each drive is one rank's, and each rank on one machine."""
     ranks = manifest.get("ranks", [len(manifest["drives"])])
     if not isinstance(ranks, list) or not all(type(n) is int and n > 0 for n in ranks):
         return False
-    return sum(ranks) == len(manifest["drives"])
+    machines = manifest.get("machines", [""] * len(ranks))
+    if not isinstance(machines, list) or not all(isinstance(name, str) for name in machines):
+        return False
+    return sum(ranks) == len(manifest["drives"]) and len(machines) == len(ranks)
 
 
 def drives_by_rank(manifest: dict[str, Any]) -> list[list[dict[str, str]]]:
@@ -356,9 +405,10 @@ def link_owner(drive: Path, identity: str) -> Path | None:
     return None if owner is None or owner["pending"] else Path(owner["folder"])
 
 
-def _id_at(folder: Path) -> str | None:
+def id_at(folder: Path, name: str = MANIFEST_NAME) -> str | None:
+    """The id of the snapshot in a folder; None: there is none that is whole."""
     try:
-        found = read_manifest(folder).get("id")
+        found = read_manifest(folder, name).get("id")
     except CheckpointError:
         return None
     return found if isinstance(found, str) else None

@@ -17,7 +17,7 @@ import torch
 
 from .._config.conforms import conforms
 from . import extras
-from .snapshot_files import RANKS_FORMAT
+from .snapshot_files import MACHINES_FORMAT, RANKS_FORMAT
 
 ALIGNMENT = 4096  # of what pages are read into
 MOMENT_BLOCK = 64  # elements that share a scale
@@ -70,7 +70,7 @@ def unsound(manifest: dict[str, Any]) -> Iterator[str]:
     if not conforms(others, list[dict[str, Any]], {}) or not all(map(_is_rank, others)):
         yield "what it says of other ranks makes no sense"
         return
-    if manifest["snapshot"] == RANKS_FORMAT:
+    if manifest["snapshot"] in (RANKS_FORMAT, MACHINES_FORMAT):
         yield from _problems_of_ranks(manifest, len(others))
     tensors = [record for said in (manifest, *others) for record in said["tensors"]]
     for record in [*buffers, *tensors]:

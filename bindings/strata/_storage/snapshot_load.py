@@ -33,19 +33,20 @@ from .checkpoint import Meter, Progress
 from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
 from .checkpoint_manifest import misfits
 from .extras import from_json
-from .snapshot import refuse_some_ranks, taker_of
+from .snapshot import refuse_some_ranks, taker_of, why_none
 from .snapshot_adopt import adopt
 from .snapshot_chunks import check_chunks, roles_of
 from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
 from .snapshot_files import FORMATS, check_drives, drives_by_rank, is_snapshot, snapshots_of
 from .snapshot_form import unsound
 from .snapshot_gradients import Pages, SavedGradients, upgrade
+from .snapshot_machines import newest_of_all, readers_of
 from .snapshot_pages import bytes_of, page_memory, saved_pages
 from .stored import StoredTensor, persistent_buffers, stored_tensors
 from .together import Together, owned
 
 if TYPE_CHECKING:
-    from .._core import Kind, StoredName
+    from .._core import Kind, SavedPages, StoredName
 
 READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
 READS_AHEAD = 2
@@ -66,7 +67,9 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     before all have. The number of ranks may be another than when it
     was saved. Where it is the same, each gets back its own random states and `extra`; else all get
     those of rank 0. Buffers are rank 0's on all of them. Load ahead of the first backward, or
-    behind step(). Several ranks load no snapshot of the middle of an accumulation.
+    behind step(). Several ranks load no snapshot of the middle of an accumulation. Of several
+    machines it is the newest snapshot that all of them have, and what lies on the drive of another
+    machine is sent from there.
 
     Returns `extra`. Raises CheckpointError, before anything is changed, where there is none that is
     complete, where it is damaged, or of another model, and where another rank fails, which the
@@ -76,23 +79,33 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
     """
     state = wrapped(model)
     together = Together.of(state, "strata.load()")
-    with together.phase() as phase:
+    with together.phase():
         if state.snapshots is not None:  # what is under way may be what is asked for, or remove it
             state.hooks.reset()  # raises in a forked child, which has none of the threads
             state.snapshots.finish()
             state.snapshots.holder.finish()
-        folder = find(path)
-        if folder is None:
-            newest = snapshots_of(Path(os.path.realpath(path)))
-            folder = newest[-1] if newest else None
-        snapshot = folder if folder is not None and is_snapshot(read_manifest(folder)) else None
-        if snapshot is not None:
-            refuse_some_ranks(state)
-        phase.said = str(snapshot)
-    together.agree("paths", phase.heard)
+    if together.machines and not why_none(state, taken=False):
+        taker_of(state).tidy(together)  # which may find the newest one
+    snapshot = _find(state, Path(os.path.realpath(path)), together)
     if snapshot is None:
         return checkpoint.load(model, path, progress=progress)
     return _load_snapshot(state, snapshot, progress, together)
+
+
+def _find(state: Wrapped, path: Path, together: Together) -> Path | None:
+    """The folder of the snapshot to load; None: there is none, but maybe a checkpoint. The same for
+    all ranks, or on several machines folders of the same snapshot."""
+    with together.phase() as phase:
+        folder, found = find(path), snapshots_of(path)[::-1]
+        if folder is not None:
+            found = [folder] if is_snapshot(read_manifest(folder)) else []
+        if found:
+            refuse_some_ranks(state)
+        phase.said = str(found[0] if found else None)
+    if together.machines:
+        return newest_of_all(found, path, together)
+    together.agree("paths", phase.heard)
+    return found[0] if found else None
 
 
 def _load_snapshot(
@@ -114,7 +127,8 @@ def _load_snapshot(
             extra = from_json(own["extra"], [_tensor(file, record) for record in own["tensors"]])
             phase.said = manifest.get("id")
         together.agree("snapshots", phase.heard)
-        if together.count > 1:
+        source.find_pages(together)
+        if together.count > 1 and not together.machines:
             taker_of(state).tidy(together)
         # 2. Each rank goes on from its pages where they lie, if all can.
         with together.phase() as phase:
@@ -129,7 +143,7 @@ def _load_snapshot(
         with together.phase():
             if why:
                 log.info("%s is read and written page by page: %s", folder, why)
-                source.restore(state, meter)
+                source.restore(state, meter, together)
             else:
                 log.info("the pages of %s are read when they are needed", folder)
                 state.session.renew_others()
@@ -177,11 +191,9 @@ class _Source:
         if isinstance(manifest["scales"], dict):
             file.verify([("scales", manifest["scales"])], lambda _: None)
             self._scales = _tensor(file, manifest["scales"] | {"shape": [-1]})
-        engine, ranks = state.config["io_engine"], range(len(drives_by_rank(manifest)))
-        try:
-            self._pages = [saved_pages(manifest, folder, rank, engine) for rank in ranks]
-        except (StrataError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the pages of {folder} cannot be read: {error}") from error
+        self._folder, self._engine = folder, state.config["io_engine"]
+        self._pages: dict[int, SavedPages] = {}  # by rank that had them, where they are reached
+        self._readers: dict[int, int] = {}  # likewise: who reads for all; none: each for itself
         self._others = torch.empty(SLICE_ELEMENTS, dtype=torch.float32)  # nobody reads them
         self._elements = Elements(manifest["moment_dtype"], self.scales, self._fail)
         self._reading = threading.Lock()  # the next chunks, or gradients and scales
@@ -213,10 +225,25 @@ class _Source:
                 f"{self._where} is a snapshot of another model: {'; '.join(problems[:4])}"
             )
 
-    def restore(self, state: Wrapped, meter: Meter) -> None:
-        """Writes everything to the session. What comes next is read meanwhile."""
+    def find_pages(self, together: Together) -> None:
+        """Opens the page files that can be reached. All ranks call it. Raises CheckpointError."""
+        manifest, folder = self.manifest, self._folder
+        ranks = range(len(drives_by_rank(manifest)))
+        if together.machines or "machines" in manifest:
+            self._readers = readers_of(manifest, folder, together)
+        reached = [r for r in ranks if self._readers.get(r, together.rank) == together.rank]
+        with together.phase():
+            try:
+                opened = [saved_pages(manifest, folder, rank, self._engine) for rank in reached]
+            except (StrataError, TypeError, ValueError) as error:
+                raise CheckpointError(f"the pages of {folder} cannot be read: {error}") from error
+        self._pages = dict(zip(reached, opened, strict=True))
+
+    def restore(self, state: Wrapped, meter: Meter, together: Together) -> None:
+        """Writes everything to the session. What comes next is read meanwhile. Where a rank reads
+        for others, one that fails goes on with that to the end."""
         kinds = [moments_of(group) for group in state.config["groups"]]
-        batches = self._batches()
+        batches, failed = self._batches(), None
         free = [torch.empty(0, dtype=torch.uint8)] * (READS_AHEAD + 1)
         ahead: deque[tuple[list[Chunk], Future[tuple[torch.Tensor, Pages]]]] = deque()
         with ThreadPoolExecutor(1, "strata-load") as pool:
@@ -224,22 +251,48 @@ class _Source:
                 while free and (batch := next(batches, None)) is not None:
                     ahead.append((batch, pool.submit(self._read, batch, free.pop())))
                 if not ahead:
-                    return
+                    break
                 batch, reading = ahead.popleft()
-                memory, pages = reading.result()
-                meter.add(sum(len(_slots(chunk)) for chunk in batch) * self._page_bytes)
-                for chunk in batch:
-                    for run in chunk["runs"]:
-                        if self._is_mine(run):
-                            self.gradients.apply(chunk, pages, run)
-                        self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
+                memory = torch.empty(0, dtype=torch.uint8)
+                try:
+                    memory, pages = self._received(batch, reading, together)
+                    meter.add(sum(len(_slots(chunk)) for chunk in batch) * self._page_bytes)
+                    if failed is None:
+                        self._restore_batch(state, batch, pages, kinds)
+                except BaseException as error:
+                    if not self._readers:
+                        raise
+                    failed = failed or error
                 free.append(memory)
+        if failed is not None:
+            raise failed
+
+    def _received(
+        self, batch: list[Chunk], reading: Future[tuple[torch.Tensor, Pages]], together: Together
+    ) -> tuple[torch.Tensor, Pages]:
+        """As _read(), whose result it is, also where another rank has read."""
+        reader = self._readers.get(_rank_of(batch))
+        if reader is None:
+            return reading.result()
+        failed = reading.exception()
+        memory, pages = reading.result() if failed is None else (torch.empty(0), Pages())
+        together.pass_on(memory[: len(pages) * self._page_bytes], reader, failed)
+        return memory, pages
+
+    def _restore_batch(
+        self, state: Wrapped, batch: list[Chunk], pages: Pages, kinds: list[Any]
+    ) -> None:
+        for chunk in batch:
+            for run in chunk["runs"]:
+                if self._is_mine(run):
+                    self.gradients.apply(chunk, pages, run)
+                self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
 
     def _batches(self) -> Iterator[list[Chunk]]:
         """All chunks, in lists that are worth a read, each of one rank's."""
         batch: list[Chunk] = []
         for chunk in self._chunks:
-            if batch and batch[0].get("rank") != chunk.get("rank"):
+            if batch and _rank_of(batch) != _rank_of([chunk]):
                 yield batch
                 batch = []
             batch.append(chunk)
@@ -252,20 +305,23 @@ class _Source:
     def _read(self, batch: list[Chunk], memory: torch.Tensor) -> tuple[torch.Tensor, Pages]:
         """Pages of chunks, by slot, in the memory, or in more of it where it does not suffice. New
         memory would have to be cleared by the kernel each time."""
-        wanted = [chunk for chunk in batch if any(map(self._is_mine, chunk["runs"]))]
+        rank = _rank_of(batch)
+        wanted = [c for c in batch if rank in self._readers or any(map(self._is_mine, c["runs"]))]
         slots = list(dict.fromkeys(slot for chunk in wanted for slot in _slots(chunk)))
         size = len(slots) * self._page_bytes
         if memory.numel() < size:
             memory = page_memory(size)
-        return memory, self._read_to(slots, memory, batch[0].get("rank", 0))
+        return memory, self._read_to(slots, memory, rank)
 
     def pages_of(self, slots: list[int]) -> Pages:
         """Those slots, read and verified, of a process that was alone."""
         return self._read_to(slots, page_memory(len(slots) * self._page_bytes), 0)
 
     def _read_to(self, slots: list[int], memory: torch.Tensor, rank: int) -> Pages:
-        with self._reading:
-            self._pages[rank].read(slots, memory.data_ptr())
+        """The memory's pages. `rank`: whose they were; what another one reads comes later."""
+        if rank in self._pages:
+            with self._reading:
+                self._pages[rank].read(slots, memory.data_ptr())
         size = self._page_bytes
         return {s: memory[i * size :][:size] for i, s in enumerate(slots)}
 
@@ -349,6 +405,11 @@ def _owned(state: Wrapped) -> list[list[tuple[int, int]]]:
             begin += torch.Size(shape).numel()
         found.append(runs)
     return found
+
+
+def _rank_of(batch: list[Chunk]) -> int:
+    """The one that had its pages."""
+    return int(batch[0].get("rank", 0))
 
 
 def _slots(chunk: Chunk) -> list[int]:

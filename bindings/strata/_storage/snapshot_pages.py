@@ -28,7 +28,7 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .replacing import sync
-from .snapshot_files import GRAD, ROLES, check_drives, drives_by_rank
+from .snapshot_files import GRAD, RANKS_FORMAT, ROLES, check_drives, drives_by_rank
 from .snapshot_form import ALIGNMENT
 
 Read = Callable[[int, torch.Tensor], None]
@@ -85,6 +85,9 @@ def copy_snapshot(folder: Path, to: Path) -> None:
     check_drives(manifest, folder)
     if to.exists():
         raise CheckpointError(f"{to} exists")
+    for rank, here in enumerate(lies_here(manifest, folder)):
+        if not here and "machines" in manifest:
+            raise CheckpointError(unreachable(manifest, folder, rank, "nobody here"))
     try:
         with replace_folder(to) as new:
             names: list[str] = []
@@ -98,6 +101,8 @@ def copy_snapshot(folder: Path, to: Path) -> None:
                 raise CheckpointError(f"another snapshot took the place of {folder}")
             manifest["drives"] = [{"folder": "", "file": name} for name in names]
             manifest["id"] = secrets.token_hex(8)
+            if manifest.pop("machines", None) is not None:
+                manifest["snapshot"] = RANKS_FORMAT
             write_manifest(new, manifest)
     except (StrataError, OSError, CheckpointError) as error:
         if not (folder / MANIFEST_NAME).is_file():
@@ -126,6 +131,26 @@ def _verified(manifest: dict[str, Any], folder: Path, rank: int) -> Read:
         pages.read([slot], page.data_ptr())
 
     return read
+
+
+def lies_here(manifest: dict[str, Any], folder: Path) -> list[bool]:
+    """By rank: whether the page files that it had are seen here."""
+    return [
+        all(Path(drive["folder"] or folder, drive["file"]).is_file() for drive in drives)
+        for drives in drives_by_rank(manifest)
+    ]
+
+
+def unreachable(manifest: dict[str, Any], folder: Path, rank: int, who: str) -> str:
+    """What to say where `who` does not see them."""
+    drives = drives_by_rank(manifest)[rank]
+    where = " and ".join(drive["folder"] or str(folder) for drive in drives)
+    machine = manifest["machines"][rank] if "machines" in manifest else "its machine"
+    return (
+        f"pages of rank {rank} are on {machine} in {where}, which {who} sees: start a rank on "
+        f"{machine} too, or mount that folder here under the same path. What strata.save() writes "
+        "needs neither, nor what `strata snapshots copy` writes where all of them are seen"
+    )
 
 
 def page_paths(manifest: dict[str, Any], folder: Path) -> list[str]:

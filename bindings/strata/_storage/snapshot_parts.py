@@ -2,6 +2,7 @@
 being made. They are gone before it takes its place.
 
     write_part(folder, rank, pages, context)           # of rank 1, 2, ...
+    board.send(name, part_files(folder, rank)[0])      # from where rank 0 does not see it
     manifest["others"].append(join_part(folder, rank, manifest, file))         # by rank 0
 
     part-1.jsonl   {"steps": by parameter, "rng", "extra", "tensors": as in a manifest}, then a line
@@ -89,9 +90,14 @@ def note_steps(manifest: dict[str, Any], steps: list[int]) -> None:
         entry["step"] = max(entry["step"], step)
 
 
+def part_files(folder: Path, rank: int) -> tuple[Path, Path]:
+    """Those of a part."""
+    return _lines(folder, rank), _tensors(folder, rank)
+
+
 def remove_part(folder: Path, rank: int) -> None:
     """Its files, as far as they are there."""
-    for path in (_lines(folder, rank), _tensors(folder, rank)):
+    for path in part_files(folder, rank):
         path.unlink(missing_ok=True)
 
 

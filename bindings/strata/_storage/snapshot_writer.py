@@ -1,7 +1,7 @@
 """Brings one snapshot to the disk: of one process, or of all ranks of a run, each of them a part.
 
-    writer = Writer(session, drives, kept, durability, what)
-    writer.write(together, cleans=False)         # waits; on a thread
+    writer = Writer(session, drives, kept, durability, what, together, board)
+    writer.write(cleans=False)                   # waits; on a thread
 
 Note [One commit]. Each rank holds the slots of what it owns, and links its own page files. A
 snapshot is one manifest that names all of them.
@@ -10,11 +10,14 @@ snapshot is one manifest that names all of them.
     3. Rank 0 makes the new folder.
     4. Each rank links its page files, waits until the disk has the names, and says what lies where
        (snapshot_parts.py).
-    5. When all have, rank 0 writes the manifest, and the folder takes its place.
-Each phase ends for all ranks, or for none (together.py). Up to the end of phase 4 nobody has a
-manifest, and so whoever fails takes its links away. From there on rank 0 alone decides: who does
-not hear of it leaves its links as they are, and marked as pending. The next run on these drives
-sees whether a manifest needs them.
+    5. When all have, rank 0 writes the manifest to the new folder. Machines that do not see it get
+       a copy of their own (snapshot_machines.py).
+    6. Rank 0's folder takes its place.
+    7. So do the copies. Then older snapshots are removed, on all machines.
+Each phase ends for all ranks, or for none (together.py). Up to the end of phase 5 there is no
+manifest in its place, and so whoever fails takes its links away. From there on rank 0 alone
+decides: who does not hear of it leaves its links as they are, and marked as pending. The next run
+on these drives sees whether a manifest needs them.
 """
 
 from __future__ import annotations
@@ -23,31 +26,27 @@ import contextlib
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint_files import (
-    MANIFEST_NAME,
-    STATE_NAME,
-    CheckpointError,
-    TensorWriter,
-    replace_folder,
-    tidy,
-)
+from .checkpoint_files import STATE_NAME, CheckpointError, TensorWriter
 from .durability import Durability
 from .large_manifest import write_large_manifest
-from .replacing import make_newest
+from .rank_board import Board
 from .snapshot_context import Context, Form, write_state
 from .snapshot_files import (
+    MACHINES_FORMAT,
     RANKS_FORMAT,
     Links,
-    clean_up,
-    links_at,
-    mark_pending,
+    id_at,
+    mark_going,
     remove_links,
     snapshots_of,
+    taking_place,
 )
 from .snapshot_kept import KeptSnapshots
+from .snapshot_machines import Copies, make_newest_of, recover
 from .snapshot_pages import copy_pages, from_files, slots_of
 from .snapshot_parts import join_part, note_steps, own_chunks, write_part
 from .together import Together
@@ -79,85 +78,130 @@ class Writer:
         kept: KeptSnapshots,
         durability: Durability,
         asked: Asked,
+        together: Together,
+        board: Board | None,
     ) -> None:
-        """It knows the session and plain values only."""
+        """It knows the session and plain values only. `board`: of several ranks."""
         self._session, self._drives = session, drives
         self._kept, self._durability = kept, durability
         self._asked = asked
+        self._together, self._board = together, board
         self._links: Links | None = None
         self._decided = True  # this rank knows whether there is a manifest
 
-    def write(self, together: Together, cleans: bool) -> None:
+    def write(self, cleans: bool) -> None:
         """Returns when it is complete. See Note [One commit]."""
-        asked, series = self._asked, self._asked.folder.parent
-        with together.phase():
-            self._durability.check()
-            if together.leads:
-                if cleans:
-                    clean_up(self._drives)
-                if self._kept.in_series(series) > asked.keep:
-                    self._kept.rotate(series, asked.keep)  # that failed last time: slots are needed
-        with together.phase() as phase:
-            if not together.leads:
-                if cleans:
-                    clean_up(self._drives, clears=False)
-                self._kept.drop_removed()
+        asked = self._asked
+        recover(self._board, self._drives, self._together, cleans)
+        self._rotate(self._kept.in_series(asked.folder.parent) > asked.keep)
+        with self._together.phase() as phase:
             pages = self._session.snapshot(asked.number)  # waits
             self._durability.sync_pages(self._session)
             phase.said = len(self._drives)
         try:
-            self._commit(together, pages, phase.heard)
-        except BaseException as error:
-            self._give_up(knows=self._decided or isinstance(error, CheckpointError))
+            self._commit(pages, phase.heard)
+        except BaseException:
+            self._give_up()
             raise
-        if not together.leads:
+        if not self._together.leads:
             self._finish()
-            self._kept.drop_removed()
+        self._rotate(True)
+        if self._board is not None:
+            self._board.forget_sent()
 
-    def _give_up(self, knows: bool) -> None:
+    def _rotate(self, wanted: bool) -> None:
+        """Removes older ones, if rank 0 wants it: the last time that may have failed."""
+        series, keep, kept = self._asked.folder.parent, self._asked.keep, self._kept
+        together = self._together
+        with together.phase() as phase:
+            self._durability.check()
+            if together.leads and together.machines:
+                phase.said = [id_at(each) for each in kept.outdated(series, keep) if wanted]
+            elif together.leads and wanted:
+                kept.rotate(series, keep)
+        if together.machines:
+            self._rotate_machines([identity for identity in phase.heard[0] if identity], wanted)
+        if not together.leads:
+            kept.drop_removed()
+
+    def _rotate_machines(self, going: list[str], wanted: bool) -> None:
+        """Who is killed from here on leaves links that the next run removes; also of what others
+        have removed on rank 0's machine meanwhile."""
+        series, keep, kept = self._asked.folder.parent, self._asked.keep, self._kept
+        with self._together.phase():
+            if not self._together.leads:
+                mark_going(self._drives, going)
+        with self._together.phase() as phase:
+            if self._together.leads:
+                kept.drop_removed()
+                if wanted:
+                    kept.rotate(series, keep)
+                left = [id_at(each) for each in snapshots_of(series)] if wanted else None
+                phase.said = {"left": left, "gone": kept.take_gone()}
+        left, gone = phase.heard[0]["left"], phase.heard[0]["gone"]
+        with self._together.phase():
+            if self._together.turn == 1 and left is not None:
+                kept.rotate(series, keep, left)
+            for identity in gone if not self._together.leads else ():
+                remove_links(self._drives, identity)
+
+    def _give_up(self) -> None:
         links = self._links
         if links is None:
             return
-        if links.lead_to_what_is_there():
-            links.leave()  # so its slots stay
-            self._kept.add(links.id, self._asked.number, self._asked.folder, links.paths[0])
-        elif knows:
+        if self._decided and not links.lead_to_what_is_there():
             links.remove()
         else:
-            links.leave()
+            links.leave()  # so its slots stay
+            self._kept.add(links.id, self._asked.number, self._asked.folder, links.paths[0])
 
-    def _commit(self, together: Together, pages: TakenSnapshot, drives: list[int]) -> None:
+    def _commit(self, pages: TakenSnapshot, drives: list[int]) -> None:
         """`drives`: how many each rank has."""
-        folder = self._asked.folder
+        folder, together = self._asked.folder, self._together
         with contextlib.ExitStack() as stack:
+            # 3. The new folder.
             with together.phase() as phase:
                 if together.leads:
-                    self._links = Links(self._drives, folder)
-                    tidy(folder)
-                    replaced = links_at(folder)  # of another run that came by this step
-                    if replaced is not None:
-                        mark_pending(*replaced, folder)
-                    new = stack.enter_context(replace_folder(folder))
-                    phase.said = [self._links.id, str(new)]
-            identity, place = phase.heard[0]
-            with together.phase() as phase:
-                first = sum(drives[: together.rank])
-                phase.said = self._keep_pages(pages, identity, Path(place), first)
+                    links = self._make_links()
+                    new = stack.enter_context(taking_place(folder))
+                    phase.said = [links.id, str(new)]
+            identity, made = phase.heard[0]
+            copies = Copies(identity, made, together, self._board)
+            # 4. The parts.
+            make_links = partial(self._make_links, identity)
+            with copies.meeting(folder, make_links), together.phase() as phase:
+                place, first = copies.place(), sum(drives[: together.rank])
+                entries = self._keep_pages(pages, make_links(), place, first)
                 if not together.leads:
-                    write_part(Path(place), together.rank, pages, self._asked.context)
-                    self._decided = False
+                    write_part(place, together.rank, pages, self._asked.context)
+                    copies.send_part()
+                phase.said = {"drives": entries, "of": copies.of}
+            copies.hear([said["of"] for said in phase.heard])
+            # 5. The manifest, and its copies.
             with together.phase():
                 if together.leads:
-                    entries = [entry for heard in phase.heard for entry in heard]
-                    manifest = self._manifest(pages) | {"drives": entries}
-                    if together.count > 1:
-                        manifest |= {"snapshot": RANKS_FORMAT, "ranks": drives}
-                    self._write_folder(new, manifest, together.count)
+                    copies.take_parts(new)
+                    entries = [entry for said in phase.heard for entry in said["drives"]]
+                    self._write_folder(new, self._manifest(pages) | {"drives": entries}, drives)
+                    copies.send(new)
+            if copies.needed:
+                with together.phase():
+                    if copies.mine:
+                        copies.take(stack.enter_context(taking_place(folder)), folder)
+            # 6. It counts.
+            self._decided = together.leads
+            try:
+                with together.phase():
+                    if together.leads:
+                        stack.close()
+                        self._finish()
+            except CheckpointError:
+                self._decided |= copies.of == 0  # rank 0 has ended it, and the folder says how
+                raise
+            # 7. So it does on all machines.
+            if copies.needed:
+                with together.phase():
                     stack.close()
-                    if replaced is not None:
-                        remove_links(*replaced)
-                    self._finish()
-                    self._kept.rotate(folder.parent, self._asked.keep)
         self._decided = True
 
     def _finish(self) -> None:
@@ -183,16 +227,24 @@ class Writer:
         note_steps(manifest, pages.param_steps)
         return manifest
 
+    def _make_links(self, identity: str = "") -> Links:
+        """Those of this snapshot, if they are still to be made."""
+        self._links = self._links or Links(self._drives, self._asked.folder, identity)
+        return self._links
+
     def _keep_pages(
-        self, pages: TakenSnapshot, identity: str, new: Path, first: int
+        self, pages: TakenSnapshot, links: Links, new: Path, first: int
     ) -> list[dict[str, str]]:
         """Links this rank's page files, or copies its pages to the new folder. Returns the drives
         as the manifest has them. `first`: the number of the first one."""
-        if self._links is None:
-            self._links = Links(self._drives, self._asked.folder, identity)
-        if self._session.link_pages(self._links.paths):
-            self._links.sync()
-            return self._links.drive_entries()
+        if self._session.link_pages(links.paths):
+            links.sync()
+            return links.drive_entries()
+        if self._together.machines:
+            raise CheckpointError(
+                f"the file systems of {', '.join(self._drives)} have no hard links, which "
+                "snapshots of several machines need: use strata.save()"
+            )
         log.warning(
             "the file systems of %s have no hard links: snapshots are copied to %s, page by page",
             ", ".join(self._drives),
@@ -208,9 +260,14 @@ class Writer:
                 os.close(file)
         return [{"folder": "", "file": name} for name in names]
 
-    def _write_folder(self, new: Path, manifest: dict[str, Any], ranks: int) -> None:
-        """Of all ranks. The manifest comes last."""
+    def _write_folder(self, new: Path, manifest: dict[str, Any], drives: list[int]) -> None:
+        """Of all ranks. The manifest comes last. `drives`: how many each rank has."""
         assert self._links is not None
+        ranks, machines = self._together.count, list(self._together.machines)
+        if ranks > 1:
+            manifest |= {"snapshot": RANKS_FORMAT, "ranks": drives}
+        if machines:
+            manifest |= {"snapshot": MACHINES_FORMAT, "machines": machines}
         manifest["id"] = self._links.id
         with TensorWriter(new / STATE_NAME) as file:
             write_state(file, manifest, self._asked.context)
@@ -223,5 +280,4 @@ class Writer:
                 ]
             manifest["bytes"] = file.bytes
         write_large_manifest(new, manifest)
-        others = [each / MANIFEST_NAME for each in snapshots_of(self._asked.folder.parent)]
-        make_newest(new / MANIFEST_NAME, others)
+        make_newest_of(self._asked.folder.parent, new)

@@ -6,6 +6,8 @@
         ...                                # this rank's part
     phase.heard                            # what each rank said, by rank
     together.leads                         # this is rank 0
+    together.turn                          # 1: the first rank of another machine; 2: others
+    together.pass_on(memory, 3, None)      # what rank 3 has in it, on all of them
     beside = Together.beside(board, "strata.snapshot()", key)   # the same, on a thread
     heard = beside.hear(place)             # what all said in beside.tell(), wherever they are
 
@@ -29,7 +31,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +63,21 @@ class Phase:
 class Together:
     """The ranks of a model's run, in one call that all of them make."""
 
-    def __init__(self, call: str, rank: int, count: int, exchange: Exchange) -> None:
-        """`call`: what users call it."""
+    def __init__(
+        self,
+        call: str,
+        rank: int,
+        count: int,
+        exchange: Exchange,
+        machines: tuple[str, ...] = (),
+        group: _Group | None = None,
+    ) -> None:
+        """`call`: what users call it; `machines`: by rank, where there are several."""
         self._call = call
         self.rank, self.count = rank, count
+        self.machines = machines
         self._exchange = exchange
+        self._group = group
 
     @staticmethod
     def of(state: Wrapped, call: str, patience_s: float = PATIENCE_S) -> Together:
@@ -73,7 +85,8 @@ class Together:
         if state.ranks is None:
             return Together.alone(call)
         group = _Group(state.session, state.ranks.count, call, patience_s)
-        return Together(call, state.ranks.rank, state.ranks.count, group.exchange)
+        ranks = state.ranks
+        return Together(call, ranks.rank, ranks.count, group.exchange, ranks.machines, group)
 
     @staticmethod
     def alone(call: str) -> Together:
@@ -91,12 +104,47 @@ class Together:
             board.post(f"{key}/{exchanges}", message)
             return board.hear(f"{key}/{exchanges}", call)
 
-        return Together(call, board.rank, board.count, exchange)
+        return Together(call, board.rank, board.count, exchange, board.machines)
 
     @property
     def leads(self) -> bool:
         """Whether this rank does what one alone does."""
         return self.rank == 0
+
+    @property
+    def turn(self) -> int:
+        """Of this rank."""
+        return self.turn_of(self.rank)
+
+    def turn_of(self, rank: int) -> int:
+        """In the order in which ranks look after folders: 0: rank 0; 1: the first one of another
+        machine; 2: others, which leave folders to the first one of theirs."""
+        if rank == 0:
+            return 0
+        return 1 if self.machines and self.machines.index(self.machines[rank]) == rank else 2
+
+    @property
+    def turns(self) -> Sequence[int]:
+        """Those that there are."""
+        return (0, 1, 2) if self.machines else (0, 2)
+
+    def machine(self, rank: int) -> str:
+        """What it is called, in words that end a sentence; "": there is one."""
+        return f" on {self.machines[rank]}" if self.machines else ""
+
+    def pass_on(self, memory: torch.Tensor, source: int, failed: BaseException | None) -> None:
+        """Fills the memory, of the same size on all ranks, with what rank `source` has in its own.
+        Raises `failed` there, which it was not read for, and CheckpointError on the others.
+        REQUIRES: there are several ranks; made by of()."""
+        assert self._group is not None
+        status = torch.tensor([failed is not None], dtype=torch.uint8)
+        self._group.broadcast(status, source)
+        if failed is not None:
+            raise failed
+        if status.any():
+            raise CheckpointError(f"{self._call} failed on rank {source}, which reads for others")
+        if memory.numel():
+            self._group.broadcast(memory, source)
 
     @contextlib.contextmanager
     def phase(self) -> Iterator[Phase]:
@@ -134,13 +182,15 @@ class Together:
                 raise CheckpointError(f"{self._call} failed on rank {rank}: {heard['error']}")
         return [heard["said"] for heard in found]
 
-    def agree(self, what: str, values: list[Any]) -> None:
-        """Raises CheckpointError unless all ranks said the same. `what`: it is."""
+    def agree(self, what: str, values: list[Any], apart: bool = False) -> None:
+        """Raises CheckpointError unless all ranks said the same. `what`: it is; `apart`: those of
+        another machine may say something else."""
         for rank, value in enumerate(values):
-            if value != values[0]:
+            first = self.machines.index(self.machines[rank]) if apart and self.machines else 0
+            if value != values[first]:
                 raise CheckpointError(
-                    f"{self._call} was given different {what}: {values[0]!s:.300} on rank 0, and "
-                    f"{value!s:.300} on rank {rank}"
+                    f"{self._call} was given different {what}: {values[first]!s:.300} on rank "
+                    f"{first}, and {value!s:.300} on rank {rank}"
                 )
 
 
@@ -173,6 +223,19 @@ class _Group:
             name_dead(self._session)
             raise
         return values
+
+    def broadcast(self, value: torch.Tensor, source: int) -> None:
+        """Has all ranks have that of one."""
+        try:
+            work = distributed.broadcast(value, source, async_op=True)
+            assert work is not None
+            self._await(work)
+            work.wait()
+        except StrataError:
+            raise
+        except RuntimeError:  # a connection was lost
+            name_dead(self._session)
+            raise
 
     def _await(self, work: distributed.Work) -> None:
         """Returns when it is over. Raises StrataError where a rank has died."""
