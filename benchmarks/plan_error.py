@@ -1,7 +1,8 @@
 """Predicted against measured step time, and measured step time against the lower bound, in six
 settings of budgets, tokens and activation modes; predictions also for adapters over a base in NF4,
-where values are computed from codes on their way up. Steps are measured as in training, one behind the
-other; predictions are made before, from recorded and timed steps and what the machine can do then.
+where values are computed from codes on their way up. Steps are measured as in training, one behind
+the other; predictions are made before, from recorded and timed steps and what the machine can do
+then.
 """
 
 import statistics
