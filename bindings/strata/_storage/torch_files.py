@@ -24,13 +24,15 @@ NF4 = "NF4Tensor"
 MODULES = ("torchao.dtypes.nf4tensor", "torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
 
 
+def _refuse(_: Any, function: Any, *_args: Any, **_keywords: Any) -> Any:
+    """Called by torch for every operation on a StandIn."""
+    raise NotImplementedError(f"{function} of codes that are not read yet")
+
+
 class StandIn(torch.Tensor):
     """An NF4Tensor of a file: it has a shape and attributes, and computes nothing."""
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for every operation."""
-        raise NotImplementedError(f"{func} of codes that are not read yet")
+    __torch_dispatch__: Any = classmethod(_refuse)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def codes_of(name: str, tensor: torch.Tensor) -> ReadyCodes:
         if not holds:
             raise ValueError(f"{name!r} is an NF4Tensor of torchao, and cannot be read: {what}")
 
-    parts = {part: getattr(tensor, part, None) for part in PARTS}
+    parts: dict[str, Any] = {part: getattr(tensor, part, None) for part in PARTS}
     for part, value in parts.items():
         require(type(value) in (torch.Tensor, torch.nn.Parameter), f"it has no {part}")
     for size, wanted in (("block_size", BLOCK), ("scaler_block_size", SCALE_BLOCK)):
