@@ -39,9 +39,10 @@ def base_of(seed: int, shape: Shape, windows: np.ndarray[Any, Any], folder: Path
     side = open_side(Mode("on_step"), seed, shape, folder)
     try:
         learn(side, windows, shape.steps)
-        return strata.unwrap(side.model)
-    finally:
+    except BaseException:
         side.close()
+        raise
+    return strata.unwrap(side.model)  # which closes it
 
 
 def adapted(
