@@ -48,7 +48,7 @@ Job read(const std::string& line) {
   Job job;
   std::string form, arithmetic, dtype, to, isa = "scalar";
   words >> job.verb >> form;
-  job.form.codes = codes_named(form).value();
+  job.form.codes = form_named(form).value().codes;
   if (job.verb == "place") {
     words >> job.count;
   } else if (job.verb == "quantise") {

@@ -1,6 +1,8 @@
 """Predicted against measured step time, and measured step time against the lower bound, in six
-settings of budgets, tokens and activation modes. Steps are measured as in training, one behind the
-other; predictions are made before, from recorded and timed steps and what the machine can do then.
+settings of budgets, tokens and activation modes; predictions also for adapters over a base in NF4,
+where values are computed from codes on their way up. Steps are measured as in training, one behind
+the other; predictions are made before, from recorded and timed steps and what the machine can do
+then.
 """
 
 import statistics
@@ -14,6 +16,7 @@ import torch
 from .common import Context, Figure
 from .models import llama, llama_166m, llama_config, tokens
 from .planned import Planned, judge, share_of_bound
+from .qlora import with_adapters
 from .sides import everything_resident, state_on_ssd
 
 MEDIAN_ERROR_MAX = 0.05
@@ -31,6 +34,7 @@ class Setting:
     device_gib: float  # 0: unlimited
     on_ssd: bool
     activations: str
+    frozen: str = "as-is"  # how the base of adapters rests; as it is, all is trained
 
 
 SETTINGS = {
@@ -40,6 +44,13 @@ SETTINGS = {
     "1024_ssd_auto": Setting(1024, 0.5, True, "auto"),
     "256_ssd_swap": Setting(256, 0.5, True, "swap"),
     "128_ssd_auto": Setting(128, 0.25, True, "auto"),
+}
+
+
+# The link's work is mostly to compute values: the bound knows of the codes alone.
+QUANTISED = {
+    "64_nf4_tight": Setting(64, 0.125, False, "auto", "nf4-double"),
+    "512_nf4_ssd": Setting(512, 0.25, True, "auto", "nf4-double"),
 }
 
 
@@ -64,7 +75,11 @@ def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
     memory["device"] = int((setting.device_gib or 16) * GIB)
     memory["ssd" if setting.on_ssd else "host"] += 2 * GIB  # for swapped tensors
     batch = tokens(setting.tokens // (8 if context.quick else 1), context.seed)
-    side = Planned(model, batch, memory, folder if setting.on_ssd else None, setting.activations)
+    options = {"frozen": setting.frozen, "dtype": torch.bfloat16}
+    if setting.frozen != "as-is":
+        model = with_adapters(model)
+    on_ssd = folder if setting.on_ssd else None
+    side = Planned(model, batch, memory, on_ssd, setting.activations, options=options)
     predicted, measured, shares = [], [], []
     try:
         side.settle()
@@ -94,9 +109,14 @@ def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
 @cache
 def outcomes(context: Context) -> dict[str, Outcome]:
     """All settings, measured once for both benches."""
+    return measured(context, SETTINGS)
+
+
+def measured(context: Context, settings: dict[str, Setting]) -> dict[str, Outcome]:
+    """By name of the setting."""
     found = {}
     with context.scratch() as folder:
-        for name, setting in SETTINGS.items():
+        for name, setting in settings.items():
             found[name] = measure(context, setting, folder)
             context.say(f"{name}: {found[name]}")
     return found
@@ -105,7 +125,7 @@ def outcomes(context: Context) -> dict[str, Outcome]:
 def run(context: Context) -> Iterator[Figure]:
     """Yields the error of every prediction, the median and the worst."""
     errors = []
-    for name, outcome in outcomes(context).items():
+    for name, outcome in (outcomes(context) | measured(context, QUANTISED)).items():
         error = abs(outcome.predicted / outcome.measured - 1)
         errors.append(error)
         yield Figure("plan-error", f"{name}_predicted", outcome.predicted, "s")

@@ -2,7 +2,7 @@
 // the GIL, so that several can run at once.
 #include <optional>
 
-#include "bindings/python.hpp"
+#include "bindings/parse.hpp"
 #include "engine/calibrate.hpp"
 #include "engine/devices.hpp"
 #include "offload/storage/calibrate.hpp"
@@ -81,6 +81,17 @@ void bind_calibration(py::module_& module) {
            }),
            py::arg("page_bytes"), py::arg("bytes"), py::arg("device"))
       .def("run", &run_ways<CopyProbe>, py::arg("ways"), py::arg("seconds"))
+      .def(
+          "decode_bytes_s",
+          [](CopyProbe& probe, const std::string& stored, const std::string& dtype,
+             double seconds) {
+            StoredForm form = parse_form(stored);
+            form.dtype = parse_dtype(dtype);
+            check_seconds(seconds);
+            const py::gil_scoped_release release;
+            return decode_bytes_s(probe, form, seconds);
+          },
+          py::arg("stored"), py::arg("dtype"), py::arg("seconds"))
       .def("transfer_seconds", &CopyProbe::transfer_seconds,
            py::call_guard<py::gil_scoped_release>());
   py::class_<UpdateProbe>(module, "UpdateProbe")

@@ -78,7 +78,7 @@ void update_span(const Kernels& chosen, const UpdateSpan& whole, int threads) {
 void bind_update_span(py::module_& module) {
   module.def("best_isa", [] { return name(best_isa()); });
   module.def("packing", [](const std::string& stored, std::size_t page_bytes) {
-    const Packing packing = packing_of(parse_codes(stored), page_bytes);
+    const Packing packing = packing_of(parse_form(stored).codes, page_bytes);
     return py::make_tuple(packing.elements, packing.scales_at, packing.groups_at);
   });
   module.def("code_values", [](const std::string& name) {
@@ -86,6 +86,7 @@ void bind_update_span(py::module_& module) {
       return std::vector<float>(of.begin(), of.end());
     };
     if (name == "nf4") return list(kNf4);
+    if (name == kTorchaoName) return list(kNf4Torchao);
     if (name == "scales") return list(kDynamicMap.values);
     throw py::value_error("no codes are called " + name);
   });

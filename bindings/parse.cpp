@@ -79,10 +79,10 @@ std::vector<Hyper> parse_groups(const py::list& groups) {
   return out;
 }
 
-Codes parse_codes(const std::string& text) {
-  const auto codes = codes_named(text);
-  if (!codes) throw py::value_error("an unknown stored form");
-  return *codes;
+StoredForm parse_form(const std::string& text) {
+  const auto form = form_named(text);
+  if (!form) throw py::value_error("an unknown stored form");
+  return *form;
 }
 
 Config parse_config(const py::dict& dict) {
@@ -97,8 +97,8 @@ Config parse_config(const py::dict& dict) {
     param.unit = UnitId{field<std::uint32_t>(spec, "unit")};
     param.group = field<std::uint32_t>(spec, "group");
     if (spec.contains("stored")) {
-      param.stored = StoredForm{.codes = parse_codes(field<std::string>(spec, "stored")),
-                                .dtype = param.dtype};
+      param.stored = parse_form(field<std::string>(spec, "stored"));
+      param.stored->dtype = param.dtype;
     }
     config.params.push_back(std::move(param));
   }

@@ -16,7 +16,7 @@
 namespace strata {
 
 Rule parse_rule(const std::string& text);
-Codes parse_codes(const std::string& text);
+StoredForm parse_form(const std::string& text);
 MomentDtype parse_moment_dtype(const std::string& text);
 Hyper parse_group(const py::dict& group);
 py::dict group_dict(const Hyper& hyper);  // the other way round

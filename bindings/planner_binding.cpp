@@ -28,6 +28,7 @@ void check(const Costs& costs) {
   check_amount(costs.update_elements_s, "update_elements_s");
   check_amount(costs.transfer_seconds, "transfer_seconds");
   check_amount(costs.slice_seconds, "slice_seconds");
+  check_amount(costs.decode_bytes_s, "decode_bytes_s");
 }
 
 Lane parse_lane(const py::handle& text) {
@@ -135,6 +136,7 @@ void bind_questions(py::module_& module) {
       .field("update_elements_s", &Costs::update_elements_s)
       .field("transfer_seconds", &Costs::transfer_seconds)
       .field("slice_seconds", &Costs::slice_seconds)
+      .optional("decode_bytes_s", &Costs::decode_bytes_s)
       .optional("landing_waits", &Costs::landing_waits)
       .made("slow", &slow_of, &set_slow);
   Schema<Budgets>(module, "Budgets")

@@ -4,6 +4,7 @@
 
 #include "memory/check.hpp"
 #include "memory/clock.hpp"
+#include "optimizers/codes/codes.hpp"
 
 namespace strata {
 namespace {
@@ -80,6 +81,24 @@ double UpdateProbe::run(double seconds) {
     if (!any && done < begun) bell_.wait(kBellMs);
   }
   return static_cast<double>(done * chunks_.front().count) / elapsed();
+}
+
+double decode_bytes_s(CopyProbe& copies, const StoredForm& form, double seconds) {
+  struct Work {
+    const CodeKernels* kernels = nullptr;
+    CodeSpan span{};
+  };
+  const std::size_t page_bytes = copies.page_bytes();
+  const Work work{.kernels = &code_kernels(best_isa()),
+                  .span = {.form = form,
+                           .page_bytes = page_bytes,
+                           .first = 0,
+                           .count = page_bytes / size_of(form.dtype)}};
+  const auto run = [](const void* how, const std::byte* from, std::byte* to) {
+    const auto& what = *static_cast<const Work*>(how);
+    what.kernels->dequantise(what.span, from, to, what.span.form.dtype);
+  };
+  return copies.computed_bytes_s({.run = run, .how = &work}, seconds);
 }
 
 }  // namespace strata

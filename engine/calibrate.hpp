@@ -1,10 +1,11 @@
 // UpdateProbe: the optimizer's worker threads at work as a session would have them, on chunks in
-// host memory that no cache holds, to see how fast they are.
+// host memory that no cache holds, to see how fast they are. And how fast codes become values.
 //
 // Threads: one caller at a time.
 //
 //   UpdateProbe updates({.workers = 2, .dtype = Dtype::bfloat16});
 //   double elements_s = updates.run(0.2);               // AdamW, all workers together
+//   double bytes_s = decode_bytes_s(copies, {.codes = Codes::nf4}, 0.2);
 #pragma once
 
 #include <cstddef>
@@ -14,6 +15,8 @@
 #include "memory/dtype.hpp"
 #include "memory/slab.hpp"
 #include "memory/units.hpp"
+#include "offload/storage/calibrate.hpp"
+#include "optimizers/codes/form.hpp"
 #include "optimizers/workers.hpp"
 
 namespace strata {
@@ -43,5 +46,9 @@ class UpdateProbe final {
   std::vector<UpdateSpan> chunks_;
   Workers workers_;  // last: its threads read everything above
 };
+
+// Bytes of values a second that the host's copies make of pages of codes. REQUIRES: the probe is of
+// the host.
+double decode_bytes_s(CopyProbe& copies, const StoredForm& form, double seconds);
 
 }  // namespace strata

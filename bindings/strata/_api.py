@@ -94,8 +94,9 @@ def wrap(
         io_engine: `"io_uring"`, `"libaio"`, `"threads"` or `"memory"`; `"auto"` takes the first
             that works.
         workers: threads of the optimizer. Default: by the number of processors.
-        weights: a safetensors file, or a folder of them, to read the parameters from. `"init"`:
-            the modules of a model on the meta device begin with the values that `seed` draws.
+        weights: a safetensors file, one of torch.save() with a state dict, or a folder of them, to
+            read the parameters from. `"init"`: the modules of a model on the meta device begin with
+            the values that `seed` draws.
         seed: of `weights="init"`.
         init_device: where those are drawn. A GPU is faster, and draws others than `"cpu"`.
         activations: what becomes of the tensors that autograd saves between forward and backward.
@@ -113,10 +114,10 @@ def wrap(
             gradient_accumulation_steps and LockFree also of gradients, as a snapshot in the middle
             of an accumulation has them. 0: the first strata.snapshot() makes room, or is refused.
         frozen: how what is frozen rests. `"nf4"` and `"nf4-double"`: in 4 bits, as bitsandbytes has
-            them, scales in 32 or 8 bits; `"int8"`; `"as-is"`: in the dtype of computation. It means
-            the weights of layers, not norms and embeddings. A function of a module's name and the
-            module gives a form for its weights, or None. Modules stay what they are: values are
-            computed on the way to the device.
+            them, scales in 32 or 8 bits; `"nf4-torchao"`: as torchao has made them; `"int8"`;
+            `"as-is"`: in the dtype of computation. It means the weights of layers, not norms and
+            embeddings. A function of a module's name and the module gives a form for its weights,
+            or None. Modules stay what they are: values are computed on the way to the device.
         rank_gradients: of several ranks: `"mean"`: the update gets their average, as that of
             DistributedDataParallel does; `"sum"`: their sum.
         rank_timeout: seconds for which this rank waits for another one that neither comes nor ends;

@@ -17,7 +17,7 @@ from torch import nn
 from . import _core
 from ._config.alike import check_alike
 from ._config.configure import Options, device_goal
-from ._config.managed import check_parameters
+from ._config.managed import check_parameters, is_nf4
 from ._config.ranks import find_ranks, naming_lost
 from ._config.sizes import format_count, format_size
 from ._config.wire import Wire
@@ -36,6 +36,7 @@ from ._runtime.undo import Undo
 from ._runtime.wrapped import Slot, Wrapped
 from ._storage import weights as weight_files
 from ._storage.saved_file import stream_paged
+from ._storage.torchao_tensors import codes_of, parts_of
 from .nn.replace import release_originals
 
 log = logging.getLogger("strata")
@@ -211,9 +212,11 @@ def _fill(state: Wrapped, options: Options) -> None:
     """Stores the values of all parameters. The model itself is not touched yet: this may fail."""
     if options.weights is None:
         for i, parameter in enumerate(state.params):
+            nf4 = is_nf4(parameter)
             if options.ranks is not None:
-                options.ranks.share(parameter)
-            state.write(i, parameter)
+                for part in parts_of(parameter) if nf4 else [parameter]:
+                    options.ranks.share(part)
+            state.write(i, codes_of(state.names[i], parameter) if nf4 else parameter)
         if options.ranks is not None:
             for buffer in state.model.buffers():
                 options.ranks.share(buffer)
@@ -232,7 +235,7 @@ def _move(state: Wrapped, dtype: torch.dtype | None) -> None:
     """Moves the parameters onto the session's memory; each remains the same Python object."""
     for i, parameter in enumerate(state.params):
         alias = state.aliases[i]
-        if parameter.is_meta:
+        if parameter.is_meta or is_nf4(parameter):
             real = nn.Parameter(alias.view(alias.shape), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, real)
         else:

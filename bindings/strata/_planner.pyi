@@ -73,6 +73,7 @@ class Costs(_Struct):
     update_elements_s: float
     transfer_seconds: float
     slice_seconds: float
+    decode_bytes_s: float = ...  # values of codes that come up; 0: as fast as the link
     landing_waits: bool = ...  # computation stands still while a gradient goes down
     slow: dict[LaneName, dict[LaneName, float]]  # all pairs; those left out: 1
 

@@ -31,6 +31,9 @@ class CopyProbe:
         """Raises StrataError where the device cannot be used, or has no room."""
     def run(self, ways: Ways, seconds: float) -> tuple[float, float]:
         """(bytes uploaded, bytes downloaded) per second."""
+    def decode_bytes_s(self, stored: StoredName, dtype: DtypeName, seconds: float) -> float:
+        """Bytes of values per second, that are computed of codes on the way to the host's frames.
+        REQUIRES: the device is the host."""
     def transfer_seconds(self) -> float:
         """What one of many copies takes beside its bytes."""
 
@@ -48,7 +51,7 @@ def packing(stored: StoredName, page_bytes: int) -> tuple[int, int, int]:
     """Of a page of codes: the elements in it, and where scales and groups of scales begin."""
 
 def code_values(name: str) -> list[float]:
-    """What codes of 4 bits ("nf4"), or codes of scales ("scales"), stand for."""
+    """What codes of 4 bits ("nf4", "nf4-torchao"), or codes of scales ("scales"), stand for."""
 
 def best_isa() -> str:
     """The instructions that kernels use on this processor: "scalar", "avx2" or "avx512"."""

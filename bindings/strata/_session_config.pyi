@@ -5,7 +5,7 @@ means. For type checkers only: import these from _core.
 from typing import Literal, NotRequired, Protocol, TypedDict
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
-StoredName = Literal["int8", "nf4", "nf4-double"]
+StoredName = Literal["int8", "nf4", "nf4-double", "nf4-torchao"]
 
 class ParamSpec(TypedDict):
     name: str

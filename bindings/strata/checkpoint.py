@@ -4,6 +4,7 @@ strata.checkpoint.save(model, "checkpoint/")            # also strata.save
 strata.checkpoint.snapshot(model, "runs/llama")         # also strata.snapshot: training goes on
 strata.checkpoint.load(model, "checkpoint/")            # or a snapshot, or their series
 strata.checkpoint.export_safetensors(model, "out/")
+strata.checkpoint.tile_as(model, "checkpoint/")         # ahead of strata.wrap(): the same bits
 """
 
 from ._storage.checkpoint_files import CheckpointError
@@ -11,6 +12,7 @@ from ._storage.export import export_safetensors
 from ._storage.saving import SaveHandle, save
 from ._storage.snapshot import SnapshotHandle, snapshot
 from ._storage.snapshot_load import load
+from ._storage.tiled import tile_as
 
 __all__ = [
     "CheckpointError",
@@ -20,4 +22,5 @@ __all__ = [
     "load",
     "save",
     "snapshot",
+    "tile_as",
 ]

@@ -33,6 +33,8 @@ struct Costs {
   double write_bytes_s = 0.0;      // host → SSD
   double update_elements_s = 0.0;  // the optimizer, all workers together
   double transfer_seconds = 0.0;   // a transfer costs this beside its bytes
+  double decode_bytes_s = 0.0;     // values of codes that come up, of which a link moves the codes;
+                                   // 0: the link is what takes time
   double slice_seconds = 0.0;      // a further slice of a unit's batch costs this, each way
   bool landing_waits = false;      // computation stands still while a gradient goes down, because
                                    // its own thread copies it

@@ -82,8 +82,20 @@ class Builder final {
                          : lane == Lane::read     ? costs_.read_bytes_s
                                                   : costs_.write_bytes_s;
     STRATA_ASSERT(transfers >= 0.0);
-    const double seconds = static_cast<double>(bytes) / speed + transfers * costs_.transfer_seconds;
+    double seconds = static_cast<double>(bytes) / speed;
+    if (lane == Lane::upload && purpose == Purpose::param) {
+      seconds = std::max(seconds, decode_seconds(of(unit), bytes));
+    }
+    seconds += transfers * costs_.transfer_seconds;
     return out_.add(lane, seconds, {bytes, unit, kNone, purpose});
+  }
+
+  // Until so much of what rests of a unit has become values.
+  double decode_seconds(const TracedUnit& unit, std::uint64_t bytes) const {
+    if (!unit.codes()) return 0.0;
+    const auto shown = static_cast<double>(unit.param_bytes);
+    const double share = static_cast<double>(bytes) / static_cast<double>(unit.code_bytes);
+    return costs_.decode_bytes_s > 0.0 ? share * shown / costs_.decode_bytes_s : 0.0;
   }
 
   void wait_for_enter(JobId job, std::uint32_t use) {

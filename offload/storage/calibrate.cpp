@@ -167,14 +167,18 @@ void CopyProbe::finish(CopyTicket copy) {
 }
 
 // The first bytes of a page, between the frame and the host memory whose turn it is.
-CopyTicket CopyProbe::submit(CopyStream stream, std::size_t turn, std::size_t bytes) {
+CopyTicket CopyProbe::submit(CopyStream stream, std::size_t turn, std::size_t bytes,
+                             const Computation& compute) {
   STRATA_ASSERT(bytes <= page_bytes_);
   const FrameId frame{static_cast<std::uint32_t>(turn % frame_count_)};
   std::byte* const there = device_.memory->address(frame);
   std::byte* const page = memory_.bytes().data() + turn % page_count_ * page_bytes_;
   const bool out = stream == CopyStream::out;
-  return device_.copies->copy(
-      {.to = out ? page : there, .from = out ? there : page, .bytes = bytes, .stream = stream});
+  return device_.copies->copy({.to = out ? page : there,
+                               .from = out ? there : page,
+                               .bytes = bytes,
+                               .stream = stream,
+                               .compute = compute});
 }
 
 template <typename Submit, typename Enough>
@@ -204,6 +208,17 @@ LinkSpeed CopyProbe::run(Ways ways, double seconds) {
       next, [&](std::size_t turns, double so_far) { return turns >= least && so_far >= seconds; });
   return {.in_bytes_s = static_cast<double>(bytes[0]) / took,
           .out_bytes_s = static_cast<double>(bytes[1]) / took};
+}
+
+double CopyProbe::computed_bytes_s(const Computation& compute, double seconds) {
+  std::uint64_t pages = 0;
+  const auto next = [&](std::size_t turn) {
+    ++pages;
+    return submit(CopyStream::pages_in, turn, page_bytes_, compute);
+  };
+  const double took = keep_busy(
+      next, [&](std::size_t turns, double so_far) { return turns >= 1 && so_far >= seconds; });
+  return static_cast<double>(pages * page_bytes_) / took;
 }
 
 double CopyProbe::transfer_seconds() {

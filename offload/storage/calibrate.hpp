@@ -107,12 +107,17 @@ class CopyProbe final {
   LinkSpeed run(Ways ways, double seconds);
   // What one of many copies takes beside its bytes: the same, with next to none.
   double transfer_seconds();
+  // Bytes of frames a second, where each page there is computed of one in host memory.
+  // REQUIRES: `compute` writes a page, and the device is the host.
+  double computed_bytes_s(const Computation& compute, double seconds);
+  std::size_t page_bytes() const { return page_bytes_; }
 
  private:
   // Copies number 0, 1, 2 … until `enough` of them: seconds until all are done.
   template <typename Submit, typename Enough>
   double keep_busy(Submit submit, Enough enough);
-  CopyTicket submit(CopyStream stream, std::size_t turn, std::size_t bytes);
+  CopyTicket submit(CopyStream stream, std::size_t turn, std::size_t bytes,
+                    const Computation& compute = {});
   void finish(CopyTicket copy);
 
   std::size_t page_bytes_;

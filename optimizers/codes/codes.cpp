@@ -33,9 +33,12 @@ std::string of_64(std::size_t number) {
 
 }  // namespace
 
-std::optional<Codes> codes_named(std::string_view name) {
+std::optional<StoredForm> form_named(std::string_view name) {
+  if (name == kTorchaoName) {
+    return StoredForm{.codes = Codes::nf4_double, .arithmetic = Arithmetic::torchao};
+  }
   for (std::size_t i = 0; i < kCodesNames.size(); ++i) {
-    if (kCodesNames[i] == name) return static_cast<Codes>(i);
+    if (kCodesNames[i] == name) return StoredForm{.codes = static_cast<Codes>(i)};
   }
   return std::nullopt;
 }

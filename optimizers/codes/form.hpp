@@ -29,11 +29,10 @@ inline constexpr std::array<std::string_view, 3> kCodesNames = {"int8", "nf4", "
 constexpr std::string_view name(Codes codes) {
   return kCodesNames[static_cast<std::size_t>(codes)];
 }
-// Nothing where no form has that name.
-std::optional<Codes> codes_named(std::string_view name);
 
 // Whose arithmetic gives the values. See kernel.hpp, Note [Two libraries].
 enum class Arithmetic : std::uint8_t { bitsandbytes, torchao };
+inline constexpr std::string_view kTorchaoName = "nf4-torchao";
 
 struct StoredForm {
   Codes codes = Codes::nf4;
@@ -43,6 +42,10 @@ struct StoredForm {
 
   friend constexpr auto operator<=>(const StoredForm&, const StoredForm&) = default;
 };
+
+// The form that people mean by a name: that of codes with the arithmetic of bitsandbytes, or
+// kTorchaoName. Nothing where no form has that name.
+std::optional<StoredForm> form_named(std::string_view name);
 
 // Elements that share a scale.
 inline constexpr std::size_t kCodeBlock = 64;

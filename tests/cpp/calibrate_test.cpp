@@ -105,6 +105,15 @@ TEST(CopyProbe, TellsBothWaysOfTheHost) {
   expect_speeds(probe);
 }
 
+TEST(CopyProbe, TellsHowFastCodesBecomeValues) {
+  CopyProbe probe(host_device(nullptr), kPage, 16 * kPage);
+  for (const Codes codes : {Codes::int8, Codes::nf4, Codes::nf4_double}) {
+    for (const Dtype dtype : {Dtype::bfloat16, Dtype::float32}) {
+      EXPECT_GT(decode_bytes_s(probe, {.codes = codes, .dtype = dtype}, kSeconds), 0.0);
+    }
+  }
+}
+
 // Pinned as in a session, and without one copy that waits for another.
 TEST(CopyProbe, TellsBothWaysOfAGpu) {
   for (const bool late : {false, true}) {

@@ -310,8 +310,10 @@ TEST(StoredForm, WhatCannotBeStoredIsRefused) {
   EXPECT_TRUE(has(refusal({.codes = static_cast<Codes>(9)}, 64, 64), "unknown stored form"));
   EXPECT_TRUE(
       has(refusal({.codes = Codes::nf4, .arithmetic = Arithmetic::torchao}, 64, 64), "nf4-double"));
-  EXPECT_EQ(codes_named("nf4-double"), Codes::nf4_double);
-  EXPECT_EQ(codes_named("fp4"), std::nullopt);
+  EXPECT_EQ(form_named("nf4-double"), StoredForm{.codes = Codes::nf4_double});
+  const StoredForm torchaos{.codes = Codes::nf4_double, .arithmetic = Arithmetic::torchao};
+  EXPECT_EQ(form_named("nf4-torchao"), torchaos);
+  EXPECT_EQ(form_named("fp4"), std::nullopt);
 }
 
 TEST(StoredForm, ScalesAndValuesThatAreNotFiniteAreFound) {

@@ -153,5 +153,23 @@ TEST(Sharing, NoOrderOfJobsIsFaster) {
   }
 }
 
+TEST(Lanes, CodesComeUpNoFasterThanTheirValuesAreComputed) {
+  Trace trace = paper_step(2, {.pages = 4});
+  for (TracedUnit& unit : trace.units) unit.code_bytes = kPaperPage;  // a quarter
+  const Plan plan = paper_plan(trace, 4);                             // room for one unit
+  const auto seconds = [&](double decode_bytes_s, std::uint64_t bytes = 2 * kPaperPage) {
+    Costs costs = paper_costs();
+    costs.decode_bytes_s = decode_bytes_s;
+    const Simulation run = simulate(trace, plan, costs);
+    EXPECT_EQ(run.lanes[index(Lane::upload)].bytes, bytes);
+    return run.lanes[index(Lane::upload)].busy_seconds;
+  };
+  EXPECT_NEAR(seconds(0.0), 2 * 1.0, kNear);  // nobody has measured it
+  EXPECT_NEAR(seconds(1e9), 2 * 1.0, kNear);
+  EXPECT_NEAR(seconds(50.0), 2 * 8.0, kNear);
+  for (TracedUnit& unit : trace.units) unit.code_bytes = 0;
+  EXPECT_NEAR(seconds(50.0, 2 * 4 * kPaperPage), 2 * 4.0, kNear);  // no codes
+}
+
 }  // namespace
 }  // namespace strata

@@ -165,7 +165,9 @@ def test_a_cache_folder_that_cannot_be_made_is_logged(monkeypatch, tmp_path, cap
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.INFO, "strata"):
-        assert calibrate.costs(Setup(1, PAGE, [], "auto")).upload_bytes_s > 0
+        costs = calibrate.costs(Setup(1, PAGE, [], "auto"))
+    assert costs.upload_bytes_s > 0
+    assert costs.decode_bytes_s > 0
     assert "is not remembered" in caplog.text
 
 

@@ -142,6 +142,31 @@ def test_codes_take_a_quarter_of_the_host_memory() -> None:
     assert sizes["nf4"] < 0.6 * sizes["as-is"]  # embeddings, norms and half-empty pages are in it
 
 
+def test_norms_of_many_blocks_share_pages() -> None:
+    """Each block alone would have a page of its norms, and its own of adapters; no bit differs."""
+    losses, taken = [], []
+    for apart in (None, 1e9):  # gradients of units are clipped by themselves, and never are
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 24}
+        base = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=4, **sizes))
+        config = LoraConfig(r=1, target_modules=["q_proj"], init_lora_weights=False)
+        model = get_peft_model(base, config)
+        model, optimizer = wrap(model, page_size="64KiB", max_unit_norm=apart)
+        state = wrapped(model)
+        small = [
+            spec for spec in state.config["params"]
+            if not spec["trainable"] and "stored" not in spec and "layernorm" in spec["name"]
+        ]  # fmt: skip
+        units = {spec["unit"] for spec in small}
+        plan = state.session.plan["units"]
+        taken.append(sum(plan[u]["param_bytes"] - plan[u]["params"] * 2 for u in units))
+        assert len(units) == (1 if apart is None else 24)
+        losses.append(train(model, optimizer, batches(3)))
+        strata.unwrap(model)
+    assert taken[0] < taken[1] / 20
+    assert losses[0] == losses[1]
+
+
 def test_a_parameter_outside_its_module_has_its_values() -> None:
     model, _ = wrap(freeze(llama()).to(torch.bfloat16))
     weight = llama().to(torch.bfloat16).model.layers[1].mlp.down_proj.weight

@@ -52,6 +52,21 @@ def test_slivers_of_blocks_share_units() -> None:
     assert blocks == [[place, 0] for place in range(1, 21)], "its own has the larger index"
 
 
+def test_what_is_no_codes_among_codes_is_a_sliver_too() -> None:
+    """Here biases, of 2 KiB each, beside what is trained."""
+    model = adapted(20, rank=2)
+    coded = {id(layer[0].weight) for layer in model}
+    units, hooked = find_units(model, coded=coded)
+    assert units[0].name == "what is small of 0 to 19"
+    assert units[0].bytes == 20 * (8 + 2) << 10
+    assert [unit.bytes for unit in units[1:]] == [512 * 512 * 4] * 20
+    assert [hooked[layer] for layer in model] == [[place, 0] for place in range(1, 21)]
+    # Where too much of a block is none, what is trained is a sliver all the same.
+    coded = {id(layer[0].bias) for layer in model}
+    units, _ = find_units(model, coded=coded)
+    assert units[0].bytes == 20 * 8 << 10
+
+
 def test_what_is_trained_of_blocks_alone_stays_with_them() -> None:
     """Where the model is small, where it is clipped by itself, and where nothing is frozen."""
     assert names(adapted(20, rank=64)) == [str(i) for i in range(20)]

@@ -26,6 +26,7 @@ from .. import _core
 from .._config import device
 from .._config.choices import HOST, check_base
 from .._config.configure import UNBOUNDED, Options, config_of
+from .._config.frozen import coded_parameters
 from .._config.ranks import paper_ranks, plans_of_one_page_size
 from .._config.update_modes import LockFree
 from .._errors import StrataError, is_for_snapshots
@@ -115,7 +116,10 @@ def count(step: Step) -> tuple[Any, CountedStep]:
             put_tiles(model, tiles_wanted(model, step.options, step.memory["device"]))
             ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
             slivers = step.options.max_unit_norm is None
-            counted = count_step(model, lambda: model(input_ids=ids, labels=ids).loss, slivers)
+            coded = coded_parameters(model, lambda p: p.requires_grad, step.options.frozen)
+            counted = count_step(
+                model, lambda: model(input_ids=ids, labels=ids).loss, slivers, coded
+            )
         except (RuntimeError, NotImplementedError) as error:
             why = " ".join(str(error).split())
             raise ValueError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What all ranks of a machine share, whatever their devices are ...
 SHARED = ("read_bytes_s", "write_bytes_s", "update_elements_s")
 # ... and where the device is host memory.
-SHARED_ON_HOST = ("upload_bytes_s", "download_bytes_s")
+SHARED_ON_HOST = ("upload_bytes_s", "download_bytes_s", "decode_bytes_s")
 
 
 def share_of(memory: Mapping[str, int], ranks: int) -> dict[str, int]:

@@ -28,7 +28,7 @@ from .choices import (
     check_split,
     check_workers,
 )
-from .frozen import Frozen, check_frozen, stored_forms
+from .frozen import Frozen, check_frozen, coded_parameters, stored_forms
 from .managed import DTYPE_NAMES, dtype_names
 from .ranks import RANK_GRADIENTS, TIMEOUT_MAX_S, Ranks, plans_of_all
 from .sizes import TIERS, Size, format_size, parse_budgets, parse_size
@@ -204,7 +204,9 @@ def configure(
             "as its own class on float32 state: leave state_dtype out"
         )
     # What is clipped unit by unit are the gradients of blocks.
-    units, hooked = find_units(model, options.units, slivers=options.max_unit_norm is None)
+    coded = coded_parameters(model, _trained_by(optimizer), options.frozen)
+    slivers = options.max_unit_norm is None
+    units, hooked = find_units(model, options.units, slivers, coded)
     groups = [
         group_spec(optimizer, g, group, foreign) for g, group in enumerate(optimizer.param_groups)
     ]
@@ -233,10 +235,7 @@ def config_of(
     """The Config of a model that is cut into these units, still without budgets."""
     unit_of = {p: u for u, unit in enumerate(units) for p in unit.params}
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-    def is_trained(parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad and id(parameter) in group_of
-
+    is_trained = _trained_by(optimizer)
     forms = stored_forms(model, is_trained, options.frozen)
     params: list[ParamSpec] = []
     for i, (name, parameter) in enumerate(model.named_parameters()):
@@ -280,6 +279,11 @@ def config_of(
     if options.ranks is not None:
         config["ranks"] = options.ranks.spec(options.rank_gradients, options.rank_timeout)
     return config
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], bool]:
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return lambda parameter: parameter.requires_grad and id(parameter) in known
 
 
 def tier_budgets(config: Config) -> dict[str, int]:

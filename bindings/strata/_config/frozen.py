@@ -64,6 +64,14 @@ def stored_forms(
     return forms
 
 
+def coded_parameters(
+    model: nn.Module, is_trained: Callable[[nn.Parameter], bool], frozen: Frozen
+) -> set[int]:
+    """Their ids. Raises as stored_forms()."""
+    forms = stored_forms(model, is_trained, frozen)
+    return {id(parameter) for name, parameter in model.named_parameters() if name in forms}
+
+
 def row_elements(shape: torch.Size) -> int:
     """Of a weight: elements of one output, which share a scale in int8."""
     return math.prod(shape[1:])

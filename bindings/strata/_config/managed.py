@@ -1,4 +1,5 @@
-"""Which parameters strata can manage: plain tensors of floating point, each with memory of its own.
+"""Which parameters strata can manage: plain tensors of floating point, each with memory of its own,
+and torchao's NF4Tensor, whose codes are taken over.
 
     check_parameters(model)     # raises ValueError with the name of the first that it cannot
     dtype_names()               # the dtypes that parameters may have, in words
@@ -64,6 +65,12 @@ def is_of_peft(module: nn.Module | None) -> bool:
     return type(module).__module__.split(".")[0] == "peft"
 
 
+def is_nf4(parameter: torch.Tensor) -> bool:
+    """Whether it is torchao's NF4Tensor, which need not be installed."""
+    kind = type(parameter)
+    return kind.__name__ == "NF4Tensor" and kind.__module__.startswith("torchao.")
+
+
 def dtype_names() -> str:
     """The dtypes that parameters may have."""
     return ", ".join(str(dtype) for dtype in DTYPE_NAMES)
@@ -72,11 +79,16 @@ def dtype_names() -> str:
 def _check_class(name: str, parameter: nn.Parameter) -> None:
     """What a subclass adds, such as scales or a place among ranks, pages do not have."""
     kind = type(parameter)
-    if kind is nn.Parameter:
+    if kind is nn.Parameter or (is_nf4(parameter) and not parameter.requires_grad):
         return
     what = KNOWN.get(kind.__name__)
-    if what is None and kind.__module__.startswith("torchao."):
-        what = "quantised by torchao: load the model in bfloat16, and pass frozen='nf4'"
+    if is_nf4(parameter):
+        what = "quantised by torchao, and cannot be trained: freeze it (requires_grad_(False))"
+    elif what is None and kind.__module__.startswith("torchao."):
+        what = (
+            "quantised by torchao, and of its forms strata takes NF4Tensor: load the model in "
+            "bfloat16, and pass frozen='nf4'"
+        )
     placements = (
         f" with {getattr(parameter, 'placements', None)}" if kind.__name__ == "DTensor" else ""
     )

@@ -14,10 +14,11 @@ on the device in parts: its tiles are units of their own, and no block has it wi
 Note [Slivers]. Pages belong to one unit, and each role of what is trained has its own. An adapter
 of some kilobytes in each of many frozen blocks would take ten times what it needs. So what is
 trained of such blocks, in their order, makes units that several blocks read, each as large as some
-pages: it stays on the device while these blocks come one after the other.
+pages: it stays on the device while these blocks come one after the other. So does what is frozen
+and no codes where the rest of a block is codes, such as norms: those have pages of their own, too.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -74,12 +75,16 @@ class _Shared:
 
 
 def find_units(
-    model: nn.Module, chosen: Chosen | None = None, slivers: bool = True
+    model: nn.Module,
+    chosen: Chosen | None = None,
+    slivers: bool = True,
+    coded: Collection[int] = (),
 ) -> tuple[list[UnitSpec], dict[nn.Module, list[int]]]:
     """The units in order of definition, and the modules to hook with the units each one reads.
 
     `chosen` names more blocks: modules, their names, or a predicate. `slivers`: those of several
-    blocks share units. Raises ValueError where a block is not in the model or lies in another.
+    blocks share units. `coded`: the ids of parameters that rest as codes. Raises
+    ValueError where a block is not in the model or lies in another.
     """
     index_of = {id(p): i for i, p in enumerate(model.parameters())}
     owners = list(_owners(model, "", _chosen_modules(model, chosen)))
@@ -87,7 +92,10 @@ def find_units(
     small = _Shared(min(SMALL_BYTES_MAX, share), "+".join)
     trained = _Shared(
         min(SLIVERS_BYTES_MAX, share),
-        lambda of: f"what is trained of {of[0]}" + (f" to {of[-1]}" if len(of) > 1 else ""),
+        lambda of: (
+            f"what is {'small' if coded else 'trained'} of {of[0]}"
+            + (f" to {of[-1]}" if len(of) > 1 else "")
+        ),
     )
 
     units: list[UnitSpec] = []
@@ -101,9 +109,11 @@ def find_units(
     for owner in owners:
         fresh = [p for p in owner.params if id(p) not in unit_of]
         # That of slivers comes first: a module's own unit has the largest index that it reads.
-        if slivers and 0 < 2 * _bytes(sliver := _sliver(fresh)) <= trained.most:
-            give(trained.take(units, owner.name, _bytes(sliver)), sliver)
-            fresh = [p for p in fresh if id(p) not in unit_of]
+        for sliver in _slivers(fresh, coded) if slivers else ():
+            if 0 < 2 * _bytes(sliver) <= trained.most:
+                give(trained.take(units, owner.name, _bytes(sliver)), sliver)
+                fresh = [p for p in fresh if id(p) not in unit_of]
+                break
         if not fresh:
             continue
         if not owner.is_block and _bytes(fresh) <= small.most:
@@ -123,10 +133,12 @@ def _bytes(params: list[nn.Parameter]) -> int:
     return sum(p.nbytes for p in params)
 
 
-def _sliver(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """What is trained of them, where others are frozen."""
+def _slivers(params: list[nn.Parameter], coded: Collection[int]) -> list[list[nn.Parameter]]:
+    """What of them may be apart, the most of it first: what is no codes, where others are codes;
+    what is trained, where others are frozen."""
+    plain = [p for p in params if id(p) not in coded]
     trained = [p for p in params if p.requires_grad]
-    return trained if len(trained) < len(params) else []
+    return [part for part in (plain, trained) if len(part) < len(params)]
 
 
 def used_apart(units: list[UnitSpec], hooked: dict[nn.Module, list[int]]) -> list[bool]:

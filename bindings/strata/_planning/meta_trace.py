@@ -19,7 +19,7 @@ fast device is slower than this says.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,11 +72,14 @@ class CountedStep:
 
 
 def count_step(
-    model: nn.Module, loss: Callable[[], torch.Tensor], slivers: bool = True
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    slivers: bool = True,
+    coded: Collection[int] = (),
 ) -> CountedStep:
-    """Runs forward and backward once. `slivers`: as find_units() takes it. Call inside a
+    """Runs forward and backward once. `slivers`, `coded`: as find_units() takes them. Call inside a
     FakeTensorMode."""
-    units, hooked = find_units(model, slivers=slivers)
+    units, hooked = find_units(model, slivers=slivers, coded=coded)
     counter = _Counter(model, CountedStep(units))
     with ExitStack() as stack:
         for module, read in hooked.items():

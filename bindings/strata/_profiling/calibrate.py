@@ -9,10 +9,11 @@ Format of the file calibration-<hash>.json: {"key": what it was measured with, "
 fields of Calibration}. A file that cannot be read, or whose key is another, is measured again.
 
 Note [What is measured]. Links and the optimizer are the core's own engines at work (SsdProbe,
-CopyProbe, UpdateProbe); computation is a feed-forward block's forward and backward on torch's
-threads, or on the GPU. probes.py runs them alone and together. The optimizer's lane is the
-processor's, also beside a GPU. The SSD is measured through a file small enough for a drive's fast
-cache, so a drive that slows down once that is full is slower in a long run than told here.
+CopyProbe, UpdateProbe), and so is what makes values of codes on their way to the host's frames;
+computation is a feed-forward block's forward and backward on torch's threads, or on the GPU.
+probes.py runs them alone and together. The optimizer's lane is the processor's, also beside a GPU.
+The SSD is measured through a file small enough for a drive's fast cache, so a drive that slows down
+once that is full is slower in a long run than told here.
 Folders of one file system count as one disk. Most figures are medians of three short windows, so
 they are as good as the machine was quiet. Copies of a GPU need 24 MiB of pages beside the device
 budget; without room for them typical values are used, a warning says so, and the next run measures.
@@ -28,6 +29,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +40,20 @@ from .._config import device, machine
 from .._config.choices import SPEED_OF
 from .._config.device import compute_threads
 from .._errors import StrataError
-from .probes import LANES, Compute, matmul_flops, measure_lanes, memory_bandwidth, slice_seconds
+from .probes import (
+    LANES,
+    Compute,
+    decode_speed,
+    matmul_flops,
+    measure_lanes,
+    memory_bandwidth,
+    slice_seconds,
+)
 
 if TYPE_CHECKING:
     from .._core import Costs, DtypeName, LaneName
 
-VERSION = 4  # of what is measured: another one is measured again
+VERSION = 5  # of what is measured: another one is measured again
 SSD_BYTES = 256 << 20
 COPY_BYTES = 96 << 20
 UPDATE_BYTES = 96 << 20
@@ -179,14 +189,18 @@ def measure(setup: Setup) -> Calibration:
         )
     alone, slow = measure_lanes(compute, copies, update, ssd, attempt)
     transfer = attempt(("upload", "download"), copies.transfer_seconds) if copies else None
+    decode = None
+    if copies and setup.device == device.HOST:
+        decode = attempt(("upload",), partial(decode_speed, copies, setup.dtype))
     del compute, copies  # their memory is the next one's
     flops_s, each_slice, memory_bytes_s = (
         attempt(("compute",), lambda: _computing(setup.dtype, there)) or TYPICAL_COMPUTING
     )
     no_disk: dict[LaneName, float] = {} if setup.ssd_paths else {"read": 0.0, "write": 0.0}
     speed = {**TYPICAL, **alone, **no_disk}
+    costs = _costs(speed, transfer or TYPICAL_TRANSFER_SECONDS, each_slice, slow)
     return Calibration(
-        costs=_costs(speed, transfer or TYPICAL_TRANSFER_SECONDS, each_slice, slow),
+        costs=costs.replace(decode_bytes_s=decode or 0.0),
         flops_s=flops_s,
         # The host's copies are inside the device's memory, and read and write it.
         memory_bytes_s=memory_bytes_s or 2 * speed["upload"],

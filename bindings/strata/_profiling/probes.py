@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import nn
 
 if TYPE_CHECKING:
-    from .._core import CopyProbe, LaneName, SsdProbe, UpdateProbe
+    from .._core import CopyProbe, DtypeName, LaneName, SsdProbe, UpdateProbe
 
 SHORTEST_SECONDS = 0.1  # spent on looking for the shortest time
 ROUNDS_MIN = 4  # for that
@@ -241,6 +241,12 @@ def measure_lanes(
             slow[lane]["download"] = slow[lane]["upload"]
             slow["download"][lane] = slow["upload"][lane]
     return alone, slow
+
+
+def decode_speed(copies: CopyProbe, dtype: DtypeName) -> float:
+    """Bytes per second of values that are computed of codes on the way to frames of the host. Forms
+    differ little: what is written takes most of the time."""
+    return _typical(lambda seconds: copies.decode_bytes_s("nf4", dtype, seconds))
 
 
 def _typical(run: Run) -> float:

@@ -6,6 +6,7 @@
 
 Each is as optimizers/codes/form.hpp has it: codes in the order of elements, two of 4 bits in a
 byte; a scale for each block of 64; in nf4-double a factor and an offset for each 256 blocks.
+nf4-torchao is nf4-double with torchao's arithmetic: such codes are read, and none are made.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 
 GROUP = 256 * BLOCK
 KINDS = ("codes", "scales", "groups")
+TORCHAO: StoredName = "nf4-torchao"
+DOUBLE: tuple[StoredName, ...] = ("nf4-double", TORCHAO)  # scales of 8 bits
 
 
 def kinds(form: StoredName, numel: int) -> list[tuple[str, str, int]]:
     """What there is of a parameter: kind, dtype and how many of that."""
     codes = ("codes", "uint8", numel if form == "int8" else numel // 2)
-    if form != "nf4-double":
+    if form not in DOUBLE:
         return [codes, ("scales", "float32", numel // BLOCK)]
     groups = -(-numel // GROUP)
     return [codes, ("scales", "uint8", numel // BLOCK), ("groups", "float32", 2 * groups)]
@@ -38,13 +41,19 @@ def kinds(form: StoredName, numel: int) -> list[tuple[str, str, int]]:
 
 def quantise(state: Wrapped, index: int, value: torch.Tensor) -> bool:
     """Makes codes of all values of the parameter. False: it does not rest so. Raises ValueError for
-    a part of them, and StrataError where its unit is entered or a value is not finite: then nothing
-    has changed."""
+    a part of them and for codes of torchao, StrataError where its unit is entered or a value is not
+    finite: then nothing has changed."""
     form = state.config["params"][index].get("stored")
     if form is None:
         return False
     if value.shape != state.aliases[index].shape:
         raise ValueError(f"{state.names[index]!r} rests as codes, and is written whole")
+    if form == TORCHAO:
+        raise ValueError(
+            f"{state.names[index]!r} is to rest as codes of torchao, and its values are none: they "
+            "are read and not made. Pass frozen='nf4-double', or a function that gives None for "
+            "this module"
+        )
     plain = value.detach().to("cpu").contiguous()
     if plain.dtype not in DTYPE_NAMES:
         plain = plain.float()
@@ -100,7 +109,7 @@ def write(state: Wrapped, index: int, stored: list[torch.Tensor], first: int = 0
 
 def in_page(page: torch.Tensor, form: StoredName, first: int, count: int) -> list[torch.Tensor]:
     """Views of what a page of codes has of its elements from `first` on, as kinds() lists them.
-    `first` is that of a block, in nf4-double of 256 of them."""
+    `first` is that of a block, and in forms of DOUBLE of 256 of them."""
     _, scales_at, groups_at = _core.packing(form, page.numel())
     begins = {"codes": 0, "scales": scales_at, "groups": groups_at}
     ahead = dict.fromkeys(KINDS, 0) | {kind: n for kind, _, n in kinds(form, first)}

@@ -4,9 +4,9 @@
     ready.to_form("nf4", name)       # as coded.write() takes it; ValueError where it is another
     ready.dense()                    # the values that the codes stand for
 
-The parts are those of coded.kinds(), flat, on the CPU. Values are bitsandbytes' to the bit: what a
-code stands for times its scale in float32, rounded once to the dtype of the weight that was
-quantised.
+The parts are those of coded.kinds(), flat, on the CPU. Values are their library's to the bit.
+bitsandbytes': what a code stands for times its scale in float32, rounded once to the dtype of the
+weight that was quantised. torchao's: the same in that dtype, rounded after each operation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from .. import _core
 from .._config.frozen import BLOCK
-from .coded import GROUP, kinds
+from .coded import DOUBLE, GROUP, TORCHAO, kinds
 
 if TYPE_CHECKING:
     from .._core import StoredName
@@ -32,7 +32,7 @@ INT8_UNIT = torch.tensor(7.874015718698502e-3)  # 1/127, in bitsandbytes' digits
 
 @functools.cache
 def values_of_codes(name: str) -> torch.Tensor:
-    """What 4-bit codes ("nf4"), or the 8-bit codes of scales ("scales"), stand for."""
+    """What codes of 4 bits ("nf4", "nf4-torchao"), or of scales ("scales"), stand for."""
     return torch.tensor(_core.code_values(name), dtype=torch.float32, device="cpu")
 
 
@@ -46,13 +46,15 @@ class ReadyCodes:
     parts: list[torch.Tensor]
 
     def scales(self) -> torch.Tensor:
-        """One for each block of 64, in float32."""
-        if self.form != "nf4-double":
+        """One for each block of 64, in float32; torchao's in the dtype of the weight."""
+        if self.form not in DOUBLE:
             return self.parts[1]
-        factor, offset = self.parts[2].reshape(-1, 2).T
-        codes = values_of_codes("scales")[self.parts[1].long()]
-        groups = torch.arange(len(codes)) // SCALE_BLOCK
-        return codes * factor[groups] + offset[groups]
+        groups = torch.arange(len(self.parts[1])) // SCALE_BLOCK
+        factor, offset = self.parts[2].reshape(-1, 2)[groups].T
+        if self.form == TORCHAO:
+            codes = self.parts[1].view(torch.int8).float()
+            return (codes / factor).to(self.dtype) + offset.to(self.dtype)
+        return values_of_codes("scales")[self.parts[1].long()] * factor + offset
 
     def dense(self) -> torch.Tensor:
         """The values, in the dtype of the weight."""
@@ -62,7 +64,9 @@ class ReadyCodes:
             values = blocks * self.scales()[:, None] * INT8_UNIT
         else:
             both = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1, BLOCK)
-            values = values_of_codes("nf4")[both.long()] * self.scales()[:, None]
+            table = values_of_codes(TORCHAO if self.form == TORCHAO else "nf4")
+            scales = self.scales()[:, None]
+            values = table.to(scales.dtype)[both.long()] * scales
         return values.to(self.dtype).reshape(self.shape)
 
     def split(self, shapes: Sequence[tuple[int, ...]]) -> Iterator[ReadyCodes]:
@@ -71,7 +75,7 @@ class ReadyCodes:
         if len(shapes) == 1:
             yield self
             return
-        grain = GROUP if self.form == "nf4-double" else BLOCK
+        grain = GROUP if self.form in DOUBLE else BLOCK
         first = 0
         for shape in shapes:
             count = math.prod(shape)

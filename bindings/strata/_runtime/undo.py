@@ -87,6 +87,9 @@ class _Parameter:
 
     def restore(self) -> None:
         parameter, data = self._parameter, self._data
+        if self._class is not nn.Parameter:  # it holds other tensors, and has no memory
+            self._restore_holder()
+            return
         if type(parameter) is not self._class:
             parameter.__class__ = self._class  # first: operations on a paged one are not torch's
         if parameter.is_meta != data.is_meta:
@@ -100,6 +103,14 @@ class _Parameter:
             parameter.grad = self._grad
         _refill(vars(parameter), self._own)
         _refill(_hooks(parameter), self._hooks)
+
+    def _restore_holder(self) -> None:
+        """Of a class that torch does not let another tensor have."""
+        parameter = self._parameter
+        if type(parameter) is not self._class:
+            parameter.__class__ = nn.Parameter
+            torch.utils.swap_tensors(parameter, nn.Parameter(self._data, self._trains))
+        _refill(vars(parameter), self._own)
 
 
 def _hooks(parameter: nn.Parameter) -> dict[int, Any]:

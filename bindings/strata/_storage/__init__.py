@@ -3,7 +3,7 @@
 Knows wrapped models. Must not know hooks, plans or reports.
 In reading order: stored, weights, matching, conversion, initialise, adapters (values that come in);
 replacing, checkpoint, checkpoint_files, checkpoint_manifest, rng, export, exported, parameters,
-merged (files that take the place of others); saved_file (the files of others); together,
+merged, tiled (files that take the place of others); saved_file (the files of others); together,
 rank_board, rank_calls (what ranks do together); snapshot, snapshot_writer, snapshot_parts,
 snapshot_machines, snapshot_files, durability, snapshot_adopt, snapshot_elements, snapshot_load
 (what is kept while training goes on); shards, pace, held_state, snapshot_values, saving

@@ -13,7 +13,8 @@ Format, version 1, which was written until version 2. A checkpoint is a folder o
     manifest.json  {"checksum": XXH3-64 of the rest as canonical JSON, "version": 1,
                     "bytes": of state.bin,
                     "params":  [{"name", "shape", "dtype", "trainable", "step", "tensors",
-                                 "group": its place in "groups", which older ones do not say}],
+                                 "group": its place in "groups", and "tiles": how many the layer
+                                 was cut into, which older ones do not say}],
                     "buffers": [{"name", "shape", "tensors"}],
                         where tensors is [{"kind", "dtype", "offset", "bytes", "xxh3_64"}]
                     "groups":  the optimizer's parameter groups without their parameters,
@@ -55,6 +56,7 @@ from .checkpoint_files import (
 from .checkpoint_manifest import check, merged
 from .extras import from_json
 from .stored import StoredTensor, persistent_buffers, stored_tensors
+from .tiled import say_of_tiles
 from .together import Together, keeper_of, owned
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             file = stack.enter_context(TensorReader(folder))
             manifest = file.manifest
             check(manifest, model_layout(state) | {"groups": plain_groups(state)}, str(folder))
+            say_of_tiles(state, manifest, folder)
             groups = merged_groups(state, manifest["groups"], folder)
             tensors = stored_tensors(model)
             meter = Meter(progress, 2 * manifest["bytes"])
@@ -349,6 +352,7 @@ def model_layout(state: Wrapped) -> dict[str, Any]:
                 "dtype": spec["dtype"],
                 "trainable": spec["trainable"],
                 "group": spec["group"],
+                "tiles": len(tensor.parts),
                 "tensors": records(stored_kinds(state, spec, tensor.numel)),
             }
         )

@@ -98,6 +98,7 @@ def _unsound_entry(entry: Any, trained: bool) -> list[str]:
             "dtype": lambda value: value in DTYPES,
             "trainable": lambda value: isinstance(value, bool),
             "step": lambda value: _is_count(value) and value <= STEPS_MAX,
+            "tiles": lambda value: value is None or (_is_count(value) and value > 0),
         }
     return [
         f"{key!r} is {entry.get(key)!r:.60}"

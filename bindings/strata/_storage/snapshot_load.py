@@ -43,6 +43,7 @@ from .snapshot_gradients import Pages, SavedGradients, upgrade
 from .snapshot_machines import newest_of_all, readers_of
 from .snapshot_pages import bytes_of, page_memory, saved_pages
 from .stored import StoredTensor, persistent_buffers, stored_tensors
+from .tiled import say_of_tiles
 from .together import Together, owned
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def _load_snapshot(
             file = stack.enter_context(TensorReader(folder))
             manifest = file.manifest
             source = _Source(manifest, folder, state, file)
+            say_of_tiles(state, manifest, folder)
             groups = checkpoint.merged_groups(state, manifest["groups"], folder)
             buffers = persistent_buffers(state.model)
             own = checkpoint.said_by(manifest, together)

@@ -23,10 +23,19 @@ from .._runtime.ready_codes import ReadyCodes
 from . import initialise
 from .adapters import AdapterLayers, Write
 from .matching import Match
-from .ready_files import ready_weights
+from .ready_files import Files, ready_weights
 from .stored import base_name, stored_tensors, tiled_modules
+from .torch_files import TorchFile, is_torch_file
+from .torchao_tensors import codes_of, refuse_others
 
 INDEX_NAME = "model.safetensors.index.json"
+# In a folder, the first that is there says what its weights are.
+NAMES = (
+    INDEX_NAME,
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
 INIT = (
     "init"  # in the place of a path: the modules' own initialisers; a folder of that name: ./init
 )
@@ -43,12 +52,13 @@ def load(
     """Calls `write(name, tensor)` once for every parameter, with a contiguous float32 CPU tensor,
     or with the codes of one that is quantised in the files.
 
-    `weights` is a safetensors file, or a folder of them (with the index that Transformers writes or
-    without); None lets the modules initialise themselves from `seed`, on `device`. A tied parameter
-    is written once, under its first name. A layer that is cut into tiles is read, and initialised,
-    as a whole: the values are those of the plain model. Files of a model of Transformers are as
-    its save_pretrained() writes them; those of a model with adapters of PEFT, of the model inside:
-    PEFT initialises the adapters then, from `seed`.
+    `weights` is a safetensors file, or one of torch.save() with a state dict, or a folder of them
+    (with the index that Transformers writes or without); None lets the modules initialise
+    themselves from `seed`, on `device`. A tied parameter is written once, under its first name. A
+    layer that is cut into tiles is read, and initialised, as a whole: the values are those of the
+    plain model. Files of a model of Transformers are as its save_pretrained() writes them; those of
+    a model with adapters of PEFT, of the model inside: PEFT initialises the adapters then, from
+    `seed`.
 
     Raises ValueError where the weights lack a tensor, hold one too many, or one of another shape.
     """
@@ -103,7 +113,7 @@ def check_values(model: nn.Module, weights: str | Path | None) -> None:
 
 
 class WeightFiles:
-    """The tensors of a safetensors file, or of a folder of them, by name. Reads one at a time.
+    """The tensors of a file, or of a folder of them, by name. Reads one at a time.
 
     Use from one thread. Holds the files open until close().
     """
@@ -114,16 +124,13 @@ class WeightFiles:
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
         for file in _weight_files(self.path):
-            try:
-                opened = safe_open(file, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
-            self._files[file] = opened
+            self._files[file] = opened = _open(file)
             for name in list(opened.keys()):
                 if name in self._file_of:
                     raise ValueError(f"{name!r} is both in {self._file_of[name]} and in {file}")
                 self._file_of[name] = file
-        self._ready = ready_weights(self._file_of)
+        self._ready: dict[str, Files] = ready_weights(self._file_of)
+        self._nf4 = {n: t for f in self._files.values() for n, t in getattr(f, "nf4", {}).items()}
 
     def names(self) -> set[str]:
         """The names of all stored tensors, without what lies beside codes."""
@@ -142,10 +149,12 @@ class WeightFiles:
 
     def is_ready(self, name: str) -> bool:
         """Whether it is quantised."""
-        return name in self._ready
+        return name in self._ready or name in self._nf4
 
     def ready(self, name: str) -> ReadyCodes | None:
         """The codes of one that is quantised; None: it is not."""
+        if name in self._nf4:
+            return codes_of(name, self._nf4[name])
         files = self._ready.get(name)
         return None if files is None else files.codes(self._raw)
 
@@ -161,6 +170,20 @@ class WeightFiles:
     def close(self) -> None:
         """Closes the files. Tensors already read stay valid."""
         self._files.clear()
+        self._nf4.clear()
+
+
+def _open(file: Path) -> Any:
+    """What has keys(), get_tensor() and get_slice(). Raises ValueError for what cannot be read, and
+    for weights that are quantised in a way that strata does not know."""
+    try:
+        if is_torch_file(file):
+            return TorchFile(file)
+        opened = safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+    refuse_others(opened.metadata())
+    return opened
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -170,21 +193,20 @@ def _weight_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"no weights at {path}")
-    if (path / INDEX_NAME).is_file():
-        return _indexed_files(path / INDEX_NAME)
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors file in {path}")
-    return files
+    if found := next((path / name for name in NAMES[:2] if (path / name).is_file()), None):
+        return _weight_files(found)
+    if files := sorted(path.glob("*.safetensors")):
+        return files
+    if found := next((path / name for name in NAMES[2:] if (path / name).is_file()), None):
+        return _weight_files(found)
+    raise FileNotFoundError(f"no *.safetensors file in {path}, and no pytorch_model.bin")
 
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is not a safetensors index: {error!r:.200}") from error
+        raise ValueError(f"{index} is not an index of weights: {error!r:.200}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{index} names {name!r:.80}, which is no file below its folder")

@@ -293,6 +293,8 @@ def why_not(module: nn.Module) -> str:
             "themselves can, as other classes may compute something else"
         )
     for name, parameter in module.named_parameters():
+        if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"its {name} is a {type(parameter).__name__}, which is not cut into rows"
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"its {name} has hooks, which tiles would not call"
     return ""

@@ -145,7 +145,7 @@ class Memory:
     """of the computation; auto: bfloat16, or float32 on a processor without arithmetic for it"""
     state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     """of AdamW's moments; shorter ones lose bits"""
-    frozen: Literal["as-is", "int8", "nf4", "nf4-double"] = "as-is"
+    frozen: Literal["as-is", "int8", "nf4", "nf4-double", "nf4-torchao"] = "as-is"
     """how the base of adapters rests: as 4 or 8 bits of each weight; needs --lora"""
     page_size: Annotated[str, _given(_page_size, "SIZE")] = "auto"
     """of pages, a power of two"""

@@ -33,6 +33,8 @@ from ..._config.sizes import format_count
 from ..._report.reports import make_report
 from ..._runtime.wrapped import wrapped
 from ..._storage.export import export_safetensors
+from ..._storage.tiled import tile_as
+from ...integrations._trainer_checkpoints import STATE_FOLDER
 from ...integrations.transformers import newest_checkpoint
 from ...nn.causal_lm import chunk_many
 from ..lora import add_adapters
@@ -205,6 +207,8 @@ def make_trainer(choice: Choice, options: Options, data: Data, device: str) -> F
     chunk_many(model, training.batch * start.sequence)
     if start.lora:
         add_adapters(model, start.lora)
+    if options.results.resume and (newest := newest_checkpoint(options.results.output)):
+        tile_as(model, newest / STATE_FOLDER)
     saved = RATE_ADAPTERS if start.lora else RATE_SAVED
     rate = training.lr or (saved if choice.weights else RATE_FRESH)
     count = min(options.results.eval_windows, len(data.held_out))

@@ -1,0 +1,95 @@
+"""Into how many tiles layers were cut in the run that a checkpoint or snapshot is of.
+
+    tile_as(model, "checkpoint/")            # ahead of strata.wrap(): cut as there
+    say_of_tiles(state, manifest, folder)    # a warning where they are cut otherwise
+
+Each entry of a manifest's "params" has "tiles", 1 where the layer was whole. What tiles change is
+the last bits of sums alone, so a checkpoint may be loaded with others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._errors import listed
+from .._runtime.wrapped import Wrapped
+from ..nn.replace import tile
+from .checkpoint_files import CheckpointError, find, read_manifest
+from .snapshot_files import snapshots_of
+from .stored import stored_tensors
+
+log = logging.getLogger("strata")
+
+
+def tile_as(
+    model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, int]:
+    """Cuts layers into tiles as they were in the run that saved `path`, so that a run under other
+    budgets goes on with the same bits. Call it before strata.wrap().
+
+    Args:
+        model: as it was ahead of strata.wrap() in that run.
+        path: what strata.save() wrote, or strata.snapshot(), or a series of these.
+        optimizer: where it is built already: it gets the tiles for the parameters that they take
+            the place of.
+
+    Returns:
+        The layers that are cut, and into how many tiles each; none where none was.
+
+    Raises:
+        CheckpointError: there is none that is complete, or it is damaged.
+        ValueError: the model has no such layer, it is cut already, or the model is wrapped.
+    """
+    folder = find(path)
+    if folder is None:
+        newest = snapshots_of(Path(os.path.realpath(path)))
+        folder = newest[-1] if newest else None
+    if folder is None:
+        raise CheckpointError(f"no complete checkpoint at {path}")
+    counts: dict[str, int] = {}
+    try:
+        for entry in read_manifest(folder)["params"]:
+            layer, count = entry["name"].rpartition(".")[0], entry.get("tiles", 1)
+            if not is_tiles(count):
+                raise ValueError(f"{entry['name']!r} has {count!r:.60} tiles")
+            if count > 1:
+                counts[layer] = count
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{folder} is a damaged checkpoint: {error!r:.200}") from error
+    for layer, count in counts.items():
+        tile(model, layer, count, optimizer)
+    return counts
+
+
+def is_tiles(value: Any) -> bool:
+    """Whether a layer may have so many."""
+    return type(value) is int and value >= 1
+
+
+def say_of_tiles(state: Wrapped, manifest: dict[str, Any], folder: Path) -> None:
+    """Warns where the model's layers are cut otherwise than those of the run that saved it. Older
+    checkpoints do not say. REQUIRES: the manifest fits the model."""
+    found: dict[str, str] = {}
+    for tensor, entry in zip(stored_tensors(state.model), manifest["params"], strict=True):
+        there, here = entry.get("tiles"), len(tensor.parts)
+        if is_tiles(there) and there != here:
+            layer = tensor.name.rpartition(".")[0]
+            found[layer] = f"{layer!r}, {_in_tiles(here)} here and {_in_tiles(there)} there"
+    if found:
+        log.warning(
+            "layers are cut otherwise than in the run that saved %s, so last bits may differ from "
+            "its: %s; strata.checkpoint.tile_as(model, path) ahead of strata.wrap() cuts them as "
+            "there, and a device budget that holds what was whole keeps it whole",
+            folder,
+            listed(list(found.values())),
+        )
+
+
+def _in_tiles(count: int) -> str:
+    return "whole" if count == 1 else f"in {count} tiles"
