@@ -74,6 +74,7 @@ class Costs(_Struct):
     transfer_seconds: float
     slice_seconds: float
     landing_waits: bool = ...  # computation stands still while a gradient goes down
+    updates_first: bool = ...  # computation waits for updates that wait for no disk
     slow: dict[LaneName, dict[LaneName, float]]  # all pairs; those left out: 1
 
 class Budgets(_Struct):
