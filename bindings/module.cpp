@@ -225,6 +225,7 @@ void bind_updates(SessionClass& session) {
            py::arg("skip_nonfinite"), py::arg("max_unit_norm") = 0.0)
       .def("updated", &Session::updated, WithoutGil())
       .def("in_half_step", &Session::in_half_step, WithoutGil())
+      .def("updates_first", &Session::updates_first, WithoutGil())
       .def("forget_step", &Session::forget_step, WithoutGil())
       .def("steps", &Session::steps, WithoutGil())
       .def("drain", &Session::drain, WithoutGil())

@@ -138,6 +138,7 @@ void bind_questions(py::module_& module) {
       .field("slice_seconds", &Costs::slice_seconds)
       .optional("decode_bytes_s", &Costs::decode_bytes_s)
       .optional("landing_waits", &Costs::landing_waits)
+      .optional("updates_first", &Costs::updates_first)
       .made("slow", &slow_of, &set_slow);
   Schema<Budgets>(module, "Budgets")
       .field("page_bytes", &Budgets::page_bytes)

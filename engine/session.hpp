@@ -212,6 +212,11 @@ class Session final {
     Gate::Call in(gate_);
     core_->steps.synchronize(in.lock());
   }
+  // See updates.hpp, Note [Shared processors].
+  bool updates_first() {
+    Gate::Call in(gate_);
+    return core_->updates.shares_processors();
+  }
   std::uint64_t steps() {
     const Lock lock(gate_.mutex(), gate_.meter());
     return gate_.closed() ? 0 : core_->steps.count();

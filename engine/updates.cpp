@@ -23,6 +23,7 @@ Updates::Updates(Parts parts, std::uint32_t frames_max)
       gradients_(parts.gradients),
       scales_(parts.scales),
       worker_is_done_(std::move(parts.worker_is_done)),
+      shares_processors_(parts.shares_processors && config_.update == UpdateMode::on_step),
       frames_max_(frames_max),
       chunks_(layout_.chunks.size()),
       slots_(update_slots(parts.workers->thread_count())),
@@ -53,6 +54,8 @@ void Updates::set_staging(std::uint32_t frames_max) {
   for (std::uint32_t page = 0; page < layout_.page_count; ++page) {
     if (has_slots(table_.tier(PageId{page}))) ++chunks_[layout_.chunk_of[page]].staging_need;
   }
+  staged_ = std::ranges::any_of(
+      chunks_, [](const ChunkState& c) { return !c.pieces.empty() && c.staging_need != 0; });
 }
 
 bool Updates::on_device(std::uint32_t chunk) const {

@@ -28,6 +28,11 @@
 // one is of both steps: the sum is updated with what the newer release says, which knows its norm.
 // So it is by parameter, also where a chunk holds several.
 //
+// Note [Shared processors]. Where workers have the processors of the computation, neither hides
+// behind the other: each thread of a matrix product that a worker holds up holds up the rest. So
+// what is in memory is updated first, by all workers, and the next forward begins behind that.
+// Updates that wait for a disk leave the processors to the computation, and go on beside it.
+//
 // Note [Held]. Where readers may lag, a gradient that lands on a chunk whose last one still waits
 // is added to it; elsewhere it lands when that has been taken: may_land(). From then on the
 // chunk waits for release(): the norm of what is applied, and whether it is applied at all, is
@@ -91,6 +96,7 @@ class Updates final {
     std::byte* scales;          // of block8 moments, as Ownership says; null: there are none
     std::unique_ptr<Workers> workers;
     std::function<bool()> worker_is_done;  // asked in every turn; empty: it may be
+    bool shares_processors = false;        // workers, with the computation
   };
 
   // `frames_max`: staging frames that open chunks may hold together.
@@ -141,6 +147,9 @@ class Updates final {
 
   // Not queued, not open, and its gradient pages may be filled again.
   bool settled(std::uint32_t chunk) const;
+  // See Note [Shared processors]: whether that is so, and computation is to wait right now.
+  bool shares_processors() const { return shares_processors_; }
+  bool goes_first() const { return shares_processors_ && !staged_ && busy(); }
   bool busy() const { return !queue_.empty() || open_ != 0 || !spent_.empty(); }
   // Released gradients of the chunk, or one of the parameter, whose update has not begun.
   bool is_queued(std::uint32_t chunk) const { return chunks_[chunk].queued; }
@@ -264,6 +273,8 @@ class Updates final {
   GradientFrames* gradients_;
   std::byte* scales_;
   std::function<bool()> worker_is_done_;
+  const bool shares_processors_;
+  bool staged_ = false;  // some chunks pass the staging area
   std::uint32_t frames_max_;
   std::uint32_t frames_held_ = 0;
   std::vector<ChunkState> chunks_;

@@ -74,9 +74,12 @@ void Visits::await_unit(Lock& lock, UnitId unit, bool backward) {
   Waiting waiting(base_.timeline, unit, backward);
   bool waited_for_update = false;
   const auto ready = [&] {
-    if (prefetcher_.ready(unit)) return true;
-    prefetcher_.demand(unit);
-    const Cause cause = prefetcher_.missing(unit);
+    const bool there = prefetcher_.ready(unit);
+    // Who is inside may be waited for by an update.
+    const bool first = entered_.empty() && updates_.goes_first();
+    if (there && !first) return true;
+    if (!there) prefetcher_.demand(unit);
+    const Cause cause = there ? Cause::update : prefetcher_.missing(unit);
     waited_for_update |= cause == Cause::update;
     waiting.missing(cause);
     return false;

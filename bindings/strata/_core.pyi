@@ -237,6 +237,9 @@ class Session:
         """in_backward: starts the update with what has landed. More may land, and be completed."""
     def updated(self, param: int) -> bool:
         """complete() has used its gradient since the last step(): it may show new values."""
+    def updates_first(self) -> bool:
+        """Whether a forward waits for all updates of the last step, where those wait for no disk:
+        workers have the processors of the computation."""
     def in_half_step(self) -> bool:
         """... that of any parameter: some have taken this step, and others have not."""
     def step(

@@ -75,6 +75,7 @@ class Costs(_Struct):
     slice_seconds: float
     decode_bytes_s: float = ...  # values of codes that come up; 0: as fast as the link
     landing_waits: bool = ...  # computation stands still while a gradient goes down
+    updates_first: bool = ...  # computation waits for updates that wait for no disk
     slow: dict[LaneName, dict[LaneName, float]]  # all pairs; those left out: 1
 
 class Budgets(_Struct):

@@ -38,6 +38,8 @@ struct Costs {
   double slice_seconds = 0.0;      // a further slice of a unit's batch costs this, each way
   bool landing_waits = false;      // computation stands still while a gradient goes down, because
                                    // its own thread copies it
+  bool updates_first = false;      // computation waits for updates that wait for no disk: they have
+                                   // its processors
   // [a][b]: the speed of lane a, of what it does alone, while lane b is busy; 1 where they share
   // nothing. Of several busy lanes the one that hurts most decides: they share what they take.
   PerLane<PerLane<double>> slow = unhindered();

@@ -122,6 +122,7 @@ class Builder final {
         return last_back_[index(a)] < last_back_[index(b)];
       });
     }
+    const bool first = costs_.updates_first && !plan_.updates_early && !any_on_ssd();
     std::vector<JobId> done;  // of the pieces that are opened in order: the last job of each
     for (const UnitId unit : order) {
       const std::uint32_t count = pieces_of(unit);
@@ -131,11 +132,20 @@ class Builder final {
         out_.graph.set_rank(piece.update, rank[index(unit)]);
         pieces_[index(unit)].push_back(piece);
         if (piece.in_order) done.push_back(piece.written == kNoJob ? piece.update : piece.written);
-        if (plan_of(unit).on_device) {
+        if (first) {
+          out_.graph.wait_across(uses_.front().first, piece.update);
+        } else if (plan_of(unit).on_device) {
           out_.graph.wait_across(uses_[first_use_[index(unit)]].first, piece.update);
         }
       }
     }
+  }
+
+  // Whether what updates need comes from there.
+  bool any_on_ssd() const {
+    return std::ranges::any_of(plan_.units, [](const UnitPlan& unit) {
+      return unit.state_ssd_bytes + unit.param_ssd_bytes + unit.grad_ssd_bytes != 0;
+    });
   }
 
   Piece update_piece(UnitId unit, Share share, JobId opened) {

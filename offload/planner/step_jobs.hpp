@@ -18,7 +18,8 @@
 //   updates      start after the last computation, in the order of the next forward, or early: as
 //                gradients land, and of those that have landed in that order. A piece is opened
 //                when the one kPiecesOpen before is done and written; of early ones those that pass
-//                the staging area
+//                the staging area. Where they go first, the next step's computation begins behind
+//                all of them
 // Of a unit that rests on the device nothing comes or goes but its activations: its update starts
 // where the gradient is, and its next forward waits for that.
 //

@@ -221,7 +221,8 @@ def test_what_is_missing_or_unknown_is_named() -> None:
     for whole in [*structs, made_up_budgets()]:
         fields = {name: getattr(whole, name) for name in whole.to_dict()}
         assert type(whole)(**fields) == whole
-        optional = {"landing_waits", "grads_rest", "code_bytes", "decode_bytes_s"}
+        optional = {"landing_waits", "updates_first", "grads_rest", "code_bytes"}
+        optional.add("decode_bytes_s")
         optional |= {name for name in fields if name.startswith("remote_")}
         for name in fields.keys() - optional:
             with pytest.raises(TypeError, match=f"needs {name}"):

@@ -182,9 +182,11 @@ class Options:
 
 def default_workers(device_name: str = device.HOST) -> int:
     """Threads that update parameters where nobody says how many."""
-    if device_name == device.HOST:
-        return max(1, min(WORKERS_MAX, machine.processors() // 2))
-    return max(1, min(WORKERS_MAX_GPU, machine.processors() - device.PROCESSORS_LEFT))
+    spare = machine.processors() - device.compute_threads(device_name)
+    if device_name != device.HOST:
+        return max(1, min(WORKERS_MAX_GPU, spare))
+    # Where none is spare, workers share them all with the computation.
+    return min(WORKERS_MAX, spare if spare > 0 else machine.processors())
 
 
 def configure(

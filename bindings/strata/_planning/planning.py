@@ -261,7 +261,10 @@ class Planning:
         )
         costs = calibrate.costs(setup, refresh)
         # On the host autograd's thread lands gradients itself, see lander.py.
-        return costs.replace(landing_waits=self.state.device.type == "cpu")
+        return costs.replace(
+            landing_waits=self.state.device.type == "cpu",
+            updates_first=self.state.session.updates_first(),
+        )
 
     def _adopt(self, found: ShapeClass) -> None:
         self._plan_class(found)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .._core import Costs, DtypeName, LaneName
 
 VERSION = 5  # of what is measured: another one is measured again
+NOT_MEASURED = ("landing_waits", "updates_first")  # of costs: how a session works
 SSD_BYTES = 256 << 20
 COPY_BYTES = 96 << 20
 UPDATE_BYTES = 96 << 20
@@ -240,7 +241,8 @@ def _load(file: Path, key: dict[str, Any]) -> Calibration | None:
 def _check(found: Calibration) -> None:
     """Raises where a stored calibration is not what _save() stores."""
     speeds = found.costs.to_dict()
-    del speeds["slow"], speeds["landing_waits"]  # shares, of known lanes; and not measured
+    for name in ("slow", *NOT_MEASURED):
+        del speeds[name]  # shares, of known lanes
     values = [found.flops_s, found.memory_bytes_s, *speeds.values()]
     if not all(isinstance(value, float) and 0 <= value < 1e18 for value in values):
         raise ValueError("a value is not a speed")
@@ -248,7 +250,8 @@ def _check(found: Calibration) -> None:
 
 def _save(file: Path, key: dict[str, Any], found: Calibration) -> None:
     costs = found.costs.to_dict()
-    del costs["landing_waits"]
+    for name in NOT_MEASURED:
+        del costs[name]
     fields = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)} | {"costs": costs}
     text = json.dumps({"key": key, "calibration": fields}, indent=2)
     partial = file.with_suffix(f".{os.getpid()}")
