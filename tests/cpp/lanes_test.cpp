@@ -79,6 +79,20 @@ TEST(Lanes, EarlyUpdatesThatLagGoInTheOrderOfTheNextForward) {
   EXPECT_EQ(order, (std::vector<std::uint32_t>{3, 0, 1, 2}));
 }
 
+TEST(Lanes, ComputationCanWaitForUpdatesThatWaitForNoDisk) {
+  const Trace trace = paper_step(3, {.forward = 2.0, .backward = 3.0, .trained = true});
+  Plan plan = paper_plan(trace, 3);
+  Costs costs = paper_costs();
+  const double beside = simulate(trace, plan, costs).step_seconds;
+  costs.updates_first = true;
+  // Units 1 and 2 were updated while unit 0 came up and computed.
+  EXPECT_NEAR(simulate(trace, plan, costs).step_seconds, beside + 1.0, kNear);
+  plan.units[2].state_ssd_bytes = trace.units[2].state_bytes;
+  const double from_disk = simulate(trace, plan, costs).step_seconds;
+  costs.updates_first = false;
+  EXPECT_NEAR(simulate(trace, plan, costs).step_seconds, from_disk, kNear);
+}
+
 TEST(Lanes, ServeInTheOrderOfBeingReadyAndCarryOverToTheNextStep) {
   StepGraph graph;
   const JobId late = graph.add(Lane::read, 1.0);

@@ -215,9 +215,6 @@ class Session(Saves, Alone):
     def updated(self, param: int) -> bool:
         return self.params[param].updated
 
-    def updates_first(self) -> bool:
-        return False
-
     def in_half_step(self) -> bool:
         return any(p.updated for p in self.params)
 

@@ -1,4 +1,4 @@
-"""What fake_core's session says of other ranks: it is alone."""
+"""What fake_core's session says of other ranks, and of workers: it is alone."""
 
 from typing import Any
 
@@ -10,6 +10,10 @@ class Alone:
 
     def leave_ranks(self, gives_up: bool) -> None:
         """Nobody waits for it."""
+
+    def updates_first(self) -> bool:
+        """Nobody shares its processors."""
+        return False
 
     def owners(self, param: int) -> list[tuple[int, int, int]]:
         """It has everything."""
