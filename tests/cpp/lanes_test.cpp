@@ -83,9 +83,10 @@ TEST(Lanes, ComputationCanWaitForUpdatesThatWaitForNoDisk) {
   const Trace trace = paper_step(3, {.forward = 2.0, .backward = 3.0, .trained = true});
   Plan plan = paper_plan(trace, 3);
   Costs costs = paper_costs();
+  costs.update_elements_s /= 2;
   const double beside = simulate(trace, plan, costs).step_seconds;
   costs.updates_first = true;
-  // Units 1 and 2 were updated while unit 0 came up and computed.
+  // The last of three updates of 2 s ended when unit 0 had come up, and had computed for 1 s.
   EXPECT_NEAR(simulate(trace, plan, costs).step_seconds, beside + 1.0, kNear);
   plan.units[2].state_ssd_bytes = trace.units[2].state_bytes;
   const double from_disk = simulate(trace, plan, costs).step_seconds;
