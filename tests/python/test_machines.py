@@ -47,7 +47,7 @@ def test_bits_are_those_of_one_process(ranks: Ranks, case: str) -> None:
 
 
 @pytest.mark.parametrize("machines", [EACH, thorough(TWICE)])
-@pytest.mark.parametrize("update", ["in_backward", "lock-free:0"])
+@pytest.mark.parametrize("update", ["in_backward", thorough("lock-free:0")])
 def test_nor_when_updates_begin(ranks: Ranks, update: str, machines: str) -> None:
     of = len(machines)
     expected = same(ranks.run("rank_modes.bits", 1, of=of))

@@ -30,7 +30,7 @@ def context(folder: Path, count: int) -> Context:
 
 
 def test_killed_runs_lose_nothing(tmp_path: Path) -> None:
-    count = int(os.environ.get("STRATA_KILLS", "5"))
+    count = int(os.environ.get("STRATA_KILLS", "3"))
     figures = {f.metric: f.value for f in crash.run(context(tmp_path, count))}
     assert figures["kills"] == count
     assert figures["runs_that_lost_something"] == 0

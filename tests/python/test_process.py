@@ -95,10 +95,13 @@ def meta() -> Made:
     return model, torch.optim.AdamW(model.parameters())
 
 
-CASES = [
+THOROUGH = [
     (build, {"memory": ROOMY, "update": "in_backward"}),
     (build, {"memory": SMALL, "dtype": torch.bfloat16}),
+]
+CASES = [
     (meta, {"memory": ROOMY}),
+    *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH),
 ]
 
 
@@ -133,7 +136,7 @@ def test_an_interrupted_wrap_leaves_the_model_as_it_was(
     strata.unwrap(model)
 
 
-@pytest.mark.parametrize("memory", [ROOMY, SMALL])
+@pytest.mark.parametrize("memory", [ROOMY, pytest.param(SMALL, marks=pytest.mark.thorough)])
 def test_an_interrupted_unwrap_can_be_done_again(memory: dict[str, str]) -> None:
     model, optimizer = build()
     strata.wrap(model, optimizer, memory=memory)

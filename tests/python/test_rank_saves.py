@@ -41,7 +41,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "case", ["bfloat16", "ssd", pytest.param("float32", marks=pytest.mark.thorough)]
+    "case", ["ssd", *(pytest.param(c, marks=pytest.mark.thorough) for c in ("bfloat16", "float32"))]
 )
 def test_a_checkpoint_goes_on_under_any_number_of_ranks(
     ranks: Ranks, tmp_path: Path, case: str
@@ -107,7 +107,7 @@ def test_ranks_without_an_ssd_wait_for_it(ranks: Ranks, tmp_path: Path) -> None:
     assert loaded[0]["hash"] == same(each(found, "hash"))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_rank_cannot_write_beside_the_training(ranks: Ranks, tmp_path: Path, victim: int) -> None:
     path = tmp_path / "checkpoint"
     found = ranks.run("rank_saves.saves_beside", 2, path=str(path), victim=victim, **CASES["ssd"])
@@ -158,7 +158,7 @@ def test_a_rank_is_killed_in_save(
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_rank_cannot_write(ranks: Ranks, tmp_path: Path, victim: int) -> None:
     path = tmp_path / "checkpoint"
     found = ranks.run("rank_saves.cannot_write", 2, path=str(path), victim=victim)

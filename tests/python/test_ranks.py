@@ -55,7 +55,7 @@ def all_say(outcomes: list[Outcome], pattern: str) -> None:
         assert re.search(pattern, last), outcome.output
 
 
-QUICK = ("bfloat16", "ssd")
+QUICK = ("ssd",)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,10 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> N
         assert same(ranks.run("bits", count, **CASES[case])) == expected
 
 
-@pytest.mark.parametrize("scenario", ["clips", "scales", "drops"])
+@pytest.mark.parametrize(
+    "scenario",
+    ["clips", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("scales", "drops"))],
+)
 def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
     expected = same(ranks.run(f"rank_gradients.{scenario}", 1))
     for count in (2, 4):

@@ -355,7 +355,12 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 @pytest.mark.parametrize(
     ("optimizer", "child"),
-    [("AdamW", "pass"), ("RMSprop", "del model, optimizer, train; gc.collect()")],
+    [
+        ("AdamW", "pass"),
+        pytest.param(
+            *("RMSprop", "del model, optimizer, train; gc.collect()"), marks=pytest.mark.thorough
+        ),
+    ],
 )
 def test_a_forked_child_leaves_the_parent_its_session(optimizer: str, child: str) -> None:
     """A child has the objects, but not the threads: whoever waits for one there waits for ever."""
