@@ -18,8 +18,7 @@ from rank_loops import Rank, batches_of, hash_of, make_model, options_of, train,
 from rank_saves import STEPS, Kinds, loads
 from strata._runtime.wrapped import wrapped
 from strata._storage import snapshot_writer
-from strata._storage.snapshot import share_removals, snapshot_alone
-from strata._storage.snapshot_files import Links, remove_snapshot
+from strata._storage.snapshot_files import Links
 from strata._storage.snapshot_machines import Copies
 from torch import nn
 
@@ -110,18 +109,6 @@ def rotates(run: Rank, series: str, steps: int, **options: Any) -> dict[str, Any
         "adopted": any("when they are needed" in line for line in words),
         "again": again.name,
     }
-
-
-def removes(run: Rank, series: str, **options: Any) -> int:
-    """As a Trainer does, whose checkpoints rank 0 removes: the slots that this rank holds then."""
-    model, _ = start(run, make_model(), **options)
-    folder = snapshot_alone(model, series).wait(SERIES_S)
-    run.meet()
-    if run.rank == 0:
-        remove_snapshot(folder)
-    run.meet()
-    share_removals(model)
-    return int(wrapped(model).session.stats()["slots_kept"])
 
 
 def calls_late(run: Rank, series: str, **options: Any) -> dict[str, Any]:

@@ -137,15 +137,6 @@ def test_older_ones_go_on_all_machines(ranks: Ranks, tmp_path: Path, disks: dict
     check_drives(tmp_path, EACH, ids)
 
 
-def test_what_rank_0_removes_frees_all_drives(
-    ranks: Ranks, tmp_path: Path, disks: dict[str, Any]
-) -> None:
-    """Of a folder that all see, on drives that it does not."""
-    series = str(tmp_path / "run")
-    assert ranks.run("rank_snapshots.removes", EACH, series=series, **disks) == [0, 0]
-    check_drives(tmp_path, EACH, [])
-
-
 def test_what_no_rank_reaches_is_named(ranks: Ranks, tmp_path: Path, disks: dict[str, Any]) -> None:
     shared = tmp_path / "run"
     ranks.run("rank_snapshots.takes", EACH, series=str(shared), **disks)

@@ -32,7 +32,7 @@ from .rank_board import Board
 from .rank_calls import Call, Calls
 from .registrations import Contents
 from .snapshot_context import Form, form_of, take_context
-from .snapshot_files import check_series, remove_links, step_folder
+from .snapshot_files import check_series, step_folder
 from .snapshot_kept import KeptSnapshots
 from .snapshot_machines import recover
 from .snapshot_writer import Asked, Writer
@@ -138,23 +138,6 @@ def snapshot_alone(
 ) -> SnapshotHandle:
     """As snapshot(), the only one of its series. Whoever asks removes it: remove_snapshot()."""
     return _begin(model, Path(path), 1, 0, extra)
-
-
-def share_removals(model: nn.Module) -> None:
-    """Has the drives of other machines give up what was removed on that of rank 0 in folders that
-    all see. All ranks call it; nothing happens on one machine. REQUIRES: no snapshot is under way.
-    """
-    state = wrapped(model)
-    if state.ranks is None or not state.ranks.machines or state.snapshots is None:
-        return
-    together, kept = Together.of(state, NAME), state.snapshots.kept
-    with together.phase() as phase:
-        kept.drop_removed()
-        phase.said = kept.take_gone()
-    with together.phase():
-        for identity in phase.heard[0] if not together.leads else ():
-            remove_links(state.snapshots.drives, identity)
-        kept.drop_removed()
 
 
 def _begin(
