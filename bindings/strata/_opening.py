@@ -17,7 +17,7 @@ from torch import nn
 from . import _core
 from ._config.alike import check_alike
 from ._config.configure import Options, device_goal
-from ._config.managed import check_parameters, is_nf4
+from ._config.managed import check_parameters
 from ._config.ranks import find_ranks, naming_lost
 from ._config.sizes import format_count, format_size
 from ._config.wire import Wire
@@ -37,6 +37,7 @@ from ._runtime.wrapped import Slot, Wrapped
 from ._storage import weights as weight_files
 from ._storage.saved_file import stream_paged
 from ._storage.torchao_tensors import codes_of, parts_of
+from ._torch_compat import is_nf4
 from .nn.replace import release_originals
 
 log = logging.getLogger("strata")

@@ -1,4 +1,4 @@
-"""Every private name of torch that strata uses.
+"""Every private name of torch that strata uses, and a class of torchao that need not be there.
 
 torch 2.8 is the oldest that has all of them: 2.7 cannot say which saved-tensor hooks lie on top of
 its stack. A torch that lacks one is refused, by name, when this is imported.
@@ -146,3 +146,9 @@ def held_by_torch(tensor: torch.Tensor) -> bool:
 
 
 __all__ = ["BatchNorm", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
+
+
+def is_nf4(parameter: torch.Tensor) -> bool:
+    """Whether it is torchao's NF4Tensor, which need not be installed."""
+    kind = type(parameter)
+    return kind.__name__ == "NF4Tensor" and kind.__module__.startswith("torchao.")

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .._torch_compat import is_nf4
+
 if TYPE_CHECKING:
     from .._core import DtypeName
 
@@ -63,12 +65,6 @@ def check_parameters(model: nn.Module) -> None:
 def is_of_peft(module: nn.Module | None) -> bool:
     """Whether its class is PEFT's, which need not be installed."""
     return type(module).__module__.split(".")[0] == "peft"
-
-
-def is_nf4(parameter: torch.Tensor) -> bool:
-    """Whether it is torchao's NF4Tensor, which need not be installed."""
-    kind = type(parameter)
-    return kind.__name__ == "NF4Tensor" and kind.__module__.startswith("torchao.")
 
 
 def dtype_names() -> str:

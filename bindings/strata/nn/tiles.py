@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .._torch_compat import is_nf4
 from .products import SHORT
 from .request import Request, autocasts, check_range
 
@@ -293,8 +294,8 @@ def why_not(module: nn.Module) -> str:
             "themselves can, as other classes may compute something else"
         )
     for name, parameter in module.named_parameters():
-        if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return f"its {name} is a {type(parameter).__name__}, which is not cut into rows"
+        if is_nf4(parameter):
+            return f"its {name} is an NF4Tensor, which is not cut into rows"
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"its {name} has hooks, which tiles would not call"
     return ""
