@@ -289,6 +289,9 @@ def refuses(run: Rank, what: str) -> str:
         model(batches_of(0)[0]).square().mean().backward()
         if what == "grad":
             next(model.parameters()).grad.sum().item()  # type: ignore[union-attr]
+        if what == "snapshot":
+            optimizer.step()
+            strata.snapshot(model, run.folder / "snapshots")
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"

@@ -12,7 +12,7 @@ import torch
 from strata._core import Hasher
 from strata._storage.checkpoint_files import CheckpointError, read_manifest, write_manifest
 from strata._storage.snapshot_adopt import adopt
-from strata._storage.snapshot_files import remove_snapshot, snapshots_of
+from strata._storage.snapshot_files import MACHINES_FORMAT, remove_snapshot, snapshots_of
 from strata._storage.snapshot_pages import copy_snapshot, page_paths, slots_of
 from strata._storage.together import Together
 from test_checkpoint import Case, llama
@@ -269,9 +269,9 @@ def test_the_first_format_loads(tmp_path: Path, mode: dict[str, Any]) -> None:
         strata.load(again.model, tmp_path / "run")
         assert again.train(2) == after
         again.close()
-    write_manifest(folder, manifest | {"snapshot": 4})
+    write_manifest(folder, manifest | {"snapshot": MACHINES_FORMAT + 1})
     last = Case(tmp_path / "drive", SSD, llama(), **mode)
-    with pytest.raises(CheckpointError, match="version 4"):
+    with pytest.raises(CheckpointError, match=f"version {MACHINES_FORMAT + 1}"):
         strata.load(last.model, tmp_path / "run")
     last.close()
 
