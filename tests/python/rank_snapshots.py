@@ -255,7 +255,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "part": (snapshot_writer, "write_part"),
     "manifest": (snapshot_writer, "write_large_manifest"),
     "copy": (Copies, "take"),
-    "newest": (snapshot_writer, "make_newest"),
+    "newest": (snapshot_writer, "make_newest_of"),
     "finish": (Links, "finish"),
     "rotate": (snapshot_writer.KeptSnapshots, "rotate"),
 }
@@ -266,6 +266,7 @@ def stay_at(run: Rank, where: str) -> None:
     if not where:
         return
     of, name = PLACES[where]
+    assert hasattr(of, name), f"{of} has no {name}: nobody would come there"
 
     def stay(*_: Any) -> None:
         run.mark("there")
