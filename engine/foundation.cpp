@@ -167,8 +167,8 @@ PageId Foundation::page_of(const Chunk& chunk, Role role, std::size_t element) c
 Pin Foundation::open(Lock& lock, PageId page, Intent intent) {
   Pin pin;
   gate.wait(lock, [&] {
-    std::optional<RemotePages::AtHolders> newest;
-    if (remote) newest.emplace(*remote);
+    std::optional<RemotePages::AtHolders> at_holders;
+    if (remote) at_holders.emplace(*remote);
     return static_cast<bool>(pin = cache.open(page, intent));
   });
   return pin;

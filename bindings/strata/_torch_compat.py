@@ -145,10 +145,10 @@ def held_by_torch(tensor: torch.Tensor) -> bool:
         return use_count(tensor.to(tensor.dtype)) > 1
 
 
-__all__ = ["BatchNorm", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
-
-
 def is_nf4(parameter: torch.Tensor) -> bool:
     """Whether it is torchao's NF4Tensor, which need not be installed."""
     kind = type(parameter)
     return kind.__name__ == "NF4Tensor" and kind.__module__.startswith("torchao.")
+
+
+__all__ = ["BatchNorm", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]

@@ -219,13 +219,13 @@ void OtherRanks::give_up(std::uint32_t rank, double seconds) {
 
 bool OtherRanks::take_ask(std::uint32_t from, const PeerMessage& ask) {
   const PageId page{ask.what};
-  const bool relayed = base_.relay && base_.page_ranks.relays(page);
-  return relayed ? base_.relay->asked(from, page, ask.step, ask.count) : lender_.asked(from, ask);
+  if (!base_.page_ranks.relays(page)) return lender_.asked(from, ask);
+  return base_.relay->asked(from, page, ask.step, ask.count);
 }
 
 bool OtherRanks::take_back(std::uint32_t from, PageId page) {
-  const bool relayed = base_.relay && base_.page_ranks.relays(page);
-  return relayed ? base_.relay->given_back(from, page) : lender_.given_back(from, page);
+  if (!base_.page_ranks.relays(page)) return lender_.given_back(from, page);
+  return base_.relay->given_back(from, page);
 }
 
 bool OtherRanks::take_grant(std::uint32_t from, const PeerMessage& grant) {

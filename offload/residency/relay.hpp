@@ -6,7 +6,7 @@
 // Threads: one caller at a time (the core's lock). The bytes come on other threads, to frames that
 // were asked for and nobody reads.
 //
-//   Relay relay(room, holders, sources, say);
+//   Relay relay(room, pages, say);
 //   relay.asked(2, page, step, writes);       // answered by `say`: now, or when the page has come
 //   relay.came(7, grant);                     // from its holder
 //   relay.given_back(2, page);

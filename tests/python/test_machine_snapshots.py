@@ -3,10 +3,7 @@ unless all see one: one commit, and they load where their parts can be reached. 
 processes of one host that do not see each other's disks. What each does is in rank_snapshots.py;
 rank_server.py starts them."""
 
-import os
-import random
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +14,14 @@ from strata._cli import main as cli
 from strata._storage.checkpoint_files import read_manifest
 from strata._storage.snapshot_files import LINKS, snapshots_of
 from test_rank_saves import each
-from test_rank_snapshots import SEED, STEPS
-from test_ranks import all_say, same
+from test_rank_snapshots import (
+    STEPS,
+    chosen_for,
+    kill_at_any_moment,
+    kill_in_a_commit,
+    step_that_trains_on,
+)
+from test_ranks import same, thorough
 
 EACH = "ab"  # by rank: its machine
 TWICE = "aabb"
@@ -70,7 +73,7 @@ def all_refuse(outcomes: list[Outcome], pattern: str) -> None:
         assert re.search(pattern, last), outcome.output
 
 
-@pytest.mark.parametrize("machines", [EACH, pytest.param(TWICE, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("machines", [EACH, thorough(TWICE)])
 def test_machines_share_nothing_but_the_network(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any], machines: str
 ) -> None:
@@ -96,7 +99,7 @@ def test_machines_share_nothing_but_the_network(
         assert f"'rank': {rank}}}" in found[rank]["extra"]
 
 
-@pytest.mark.parametrize("machines", ["ba", "aab", pytest.param("abc", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("machines", ["ba", "aab", thorough("abc")])
 def test_other_ranks_of_these_machines_read_for_each_other(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any], machines: str
 ) -> None:
@@ -228,10 +231,7 @@ def check_what_is_left(
 ) -> int:
     """The newest snapshot has the bits of its step, training goes on to those of the next one, and
     nothing else is left. Returns the step."""
-    found = ranks.run("rank_snapshots.trains_on", EACH, series=series, **disks)
-    step = same(each(found, "step"))
-    assert same(each(found, "loaded")) == hashes[step - 2]
-    assert same(each(found, "trained")) == hashes[step - 1]
+    step = step_that_trains_on(ranks, EACH, hashes, series=series, **disks)
     places = sorted({Path(series.replace("{machine}", machine)) for machine in EACH})
     ids = ids_in(places[0])
     for place in places:
@@ -240,7 +240,7 @@ def check_what_is_left(
             folder.name for folder in snapshots_of(place)
         )
     check_drives(root, EACH, ids)
-    return int(step)
+    return step
 
 
 @pytest.mark.parametrize(
@@ -263,12 +263,7 @@ def test_a_rank_is_killed_in_a_commit(
     victim: int, step: int,
 ) -> None:  # fmt: skip
     series = own(tmp_path)
-    at = {"steps": 1, "victim": victim, "where": where}
-    run = ranks.start("rank_snapshots.under_fire", EACH, series=series, **at, **disks)
-    run.await_mark("there", 120.0)
-    time.sleep(0.1)  # the other one comes to where it waits for it
-    run.kill(victim)
-    all_say([run.wait()[1 - victim]], f"rank {victim} has (failed or )?died")
+    kill_in_a_commit(ranks, EACH, where, victim, series=series, **disks)
     assert check_what_is_left(ranks, tmp_path, disks, hashes, series) == step
 
 
@@ -291,27 +286,15 @@ def test_a_copy_that_was_lost_comes_from_rank_0(
     assert ids_in(a) == ids_in(b)
 
 
-MOMENTS = [pytest.param(i, marks=[] if i < 1 else pytest.mark.thorough) for i in range(12)]
-
-
-@pytest.mark.parametrize("number", MOMENTS)
+@pytest.mark.parametrize("number", range(12))
 @pytest.mark.thorough
 def test_a_rank_is_killed_at_any_moment(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any], hashes: list[str], number: int
 ) -> None:
-    """Seeded: STRATA_SEED replays others."""
-    chosen = random.Random(int(os.environ.get("STRATA_SEED", SEED)) * 100 + number)
+    chosen = chosen_for(number)
     victim = chosen.randrange(2)
     series = chosen.choice([own(tmp_path), str(tmp_path / "run")])
-    run = ranks.start(
-        "rank_snapshots.under_fire", EACH, series=series, steps=STEPS, victim=victim, **disks
-    )
-    run.await_mark("there", 120.0)
-    time.sleep(chosen.uniform(0.0, 0.6))
-    run.kill(victim)
-    outcome = run.wait()[1 - victim]
-    if outcome.code != 0:  # else it was at the end already
-        all_say([outcome], f"rank {victim} has (failed or )?died")
+    kill_at_any_moment(ranks, EACH, victim, chosen, series=series, **disks)
     check_what_is_left(ranks, tmp_path, disks, hashes, series)
 
 

@@ -12,15 +12,11 @@ from typing import Any
 
 import pytest
 from rank_server import Outcome, Ranks
-from test_ranks import CASES, QUICK, all_say, same, script_of_bits
+from test_ranks import CASES, QUICK, all_say, same, script_of_bits, thorough
 
 EACH = "ab"  # by rank: its machine
 TWICE = "aabb"
 LOST_S = 10.0  # in which all ranks know that one has died
-
-
-def thorough(case: str | None) -> Any:
-    return pytest.param(case, marks=pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ def test_nor_does_it_matter_who_is_where(ranks: Ranks, machines: str) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    ["clips", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("scales", "drops"))],
+    ["clips", thorough("scales"), thorough("drops")],
 )
 def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
     expected = same(ranks.run(f"rank_gradients.{scenario}", 1))

@@ -10,7 +10,7 @@ import pytest
 from rank_server import Ranks
 from safetensors.torch import load_file
 from strata._storage.checkpoint_files import read_manifest
-from test_ranks import CASES, all_say, same
+from test_ranks import CASES, all_say, same, thorough
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "case", ["ssd", *(pytest.param(c, marks=pytest.mark.thorough) for c in ("bfloat16", "float32"))]
-)
+@pytest.mark.parametrize("case", ["ssd", thorough("bfloat16"), thorough("float32")])
 def test_a_checkpoint_goes_on_under_any_number_of_ranks(
     ranks: Ranks, tmp_path: Path, case: str
 ) -> None:
@@ -107,7 +105,7 @@ def test_ranks_without_an_ssd_wait_for_it(ranks: Ranks, tmp_path: Path) -> None:
     assert loaded[0]["hash"] == same(each(found, "hash"))
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.parametrize("victim", [thorough(0), 1])
 def test_a_rank_cannot_write_beside_the_training(ranks: Ranks, tmp_path: Path, victim: int) -> None:
     path = tmp_path / "checkpoint"
     found = ranks.run("rank_saves.saves_beside", 2, path=str(path), victim=victim, **CASES["ssd"])
@@ -158,7 +156,7 @@ def test_a_rank_is_killed_in_save(
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.parametrize("victim", [thorough(0), 1])
 def test_a_rank_cannot_write(ranks: Ranks, tmp_path: Path, victim: int) -> None:
     path = tmp_path / "checkpoint"
     found = ranks.run("rank_saves.cannot_write", 2, path=str(path), victim=victim)

@@ -17,7 +17,7 @@ from strata._cli import main as cli
 from strata._storage.checkpoint_files import read_manifest
 from strata._storage.snapshot_files import LINKS, snapshots_of
 from test_rank_saves import each
-from test_ranks import CASES, HOME, all_say, same
+from test_ranks import CASES, HOME, all_say, same, thorough
 
 SEED = 11
 STEPS = 6  # of a run under fire
@@ -40,7 +40,7 @@ def links(drive: dict[str, Any]) -> list[Path]:
     return sorted(Path(drive["ssd_path"]).glob(f"**/{LINKS}/*"))
 
 
-@pytest.mark.parametrize("case", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("case", ["float32", thorough("bfloat16")])
 def test_a_snapshot_goes_on_under_any_number_of_ranks(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], case: str
 ) -> None:
@@ -239,23 +239,59 @@ def hashes(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return list(same(ranks.run("rank_snapshots.hashes_by_step", 2, steps=STEPS + 1, **options)))
 
 
+def kill_in_a_commit(ranks: Ranks, who: int | str, where: str, victim: int, **options: Any) -> None:
+    """One of two ranks stays there in its next snapshot, and is killed; the other one says so."""
+    run = ranks.start(
+        "rank_snapshots.under_fire", who, steps=1, victim=victim, where=where, **options
+    )
+    run.await_mark("there", 120.0)
+    time.sleep(0.1)  # the other one comes to where it waits for it
+    run.kill(victim)
+    all_say([run.wait()[1 - victim]], f"rank {victim} has (failed or )?died")
+
+
+def kill_at_any_moment(
+    ranks: Ranks, who: int | str, victim: int, chosen: random.Random, **options: Any
+) -> None:
+    """One of two ranks, behind its first snapshot."""
+    run = ranks.start("rank_snapshots.under_fire", who, steps=STEPS, victim=victim, **options)
+    run.await_mark("there", 120.0)
+    time.sleep(chosen.uniform(0.0, 0.6))
+    run.kill(victim)
+    outcome = run.wait()[1 - victim]
+    if outcome.code != 0:  # else it was at the end already
+        all_say([outcome], f"rank {victim} has (failed or )?died")
+
+
+def chosen_for(number: int) -> random.Random:
+    """Seeded: STRATA_SEED replays others."""
+    return random.Random(int(os.environ.get("STRATA_SEED", SEED)) * 100 + number)
+
+
+def step_that_trains_on(ranks: Ranks, who: int | str, hashes: list[str], **options: Any) -> int:
+    """Of the newest snapshot, which has the bits of its step; training goes on to those of the next
+    one."""
+    found = ranks.run("rank_snapshots.trains_on", who, **options)
+    step = int(same(each(found, "step")))
+    assert same(each(found, "loaded")) == hashes[step - 2]
+    assert same(each(found, "trained")) == hashes[step - 1]
+    return step
+
+
 def check_what_is_left(
     ranks: Ranks, series: Path, ssd: dict[str, Any], hashes: list[str], count: int
 ) -> int:
     """The newest snapshot has the bits of its step, training goes on to those of the next one, and
     nothing else is left. Returns the step."""
     newest = snapshots_of(series)[-1].name
-    found = ranks.run("rank_snapshots.trains_on", count, series=str(series), **ssd)
-    step = same(each(found, "step"))
+    step = step_that_trains_on(ranks, count, hashes, series=str(series), **ssd)
     assert newest == f"step-{step:06d}"
-    assert same(each(found, "loaded")) == hashes[step - 2]
-    assert same(each(found, "trained")) == hashes[step - 1]
     if count == 2:  # on the same drives
         left = {read_manifest(folder)["id"] for folder in snapshots_of(series)}
         assert {link.name[:16] for link in links(ssd)} == left
         names = {entry.name for entry in series.iterdir()}
         assert names == {folder.name for folder in snapshots_of(series)}
-    return int(step)
+    return step
 
 
 @pytest.mark.parametrize(
@@ -284,38 +320,19 @@ def test_a_rank_is_killed_in_a_commit(
     step: int,
 ) -> None:
     series = tmp_path / "run"
-    run = ranks.start(
-        "rank_snapshots.under_fire", 2, series=str(series), steps=1, victim=victim, where=where,
-        **ssd,
-    )  # fmt: skip
-    run.await_mark("there", 120.0)
-    time.sleep(0.1)  # the other one comes to where it waits for it
-    run.kill(victim)
-    all_say([run.wait()[1 - victim]], f"rank {victim} has (failed or )?died")
+    kill_in_a_commit(ranks, 2, where, victim, series=str(series), **ssd)
     assert check_what_is_left(ranks, series, ssd, hashes, 2) == step
 
 
-MOMENTS = [pytest.param(i, marks=[] if i < 2 else pytest.mark.thorough) for i in range(12)]
-
-
-@pytest.mark.parametrize("number", MOMENTS)
+@pytest.mark.parametrize("number", range(12))
 @pytest.mark.thorough
 def test_a_rank_is_killed_at_any_moment(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], hashes: list[str], number: int
 ) -> None:
-    """Seeded: STRATA_SEED replays others."""
-    chosen = random.Random(int(os.environ.get("STRATA_SEED", SEED)) * 100 + number)
+    chosen = chosen_for(number)
     victim, count = chosen.randrange(2), chosen.choice([1, 2, 2])
     series = tmp_path / "run"
-    run = ranks.start(
-        "rank_snapshots.under_fire", 2, series=str(series), steps=STEPS, victim=victim, **ssd
-    )
-    run.await_mark("there", 120.0)
-    time.sleep(chosen.uniform(0.0, 0.6))
-    run.kill(victim)
-    outcome = run.wait()[1 - victim]
-    if outcome.code != 0:  # else it was at the end already
-        all_say([outcome], f"rank {victim} has (failed or )?died")
+    kill_at_any_moment(ranks, 2, victim, chosen, series=str(series), **ssd)
     check_what_is_left(ranks, series, ssd, hashes, count)
 
 

@@ -58,9 +58,13 @@ def all_say(outcomes: list[Outcome], pattern: str) -> None:
 QUICK = ("ssd",)
 
 
+def thorough(case: Any) -> Any:
+    return pytest.param(case, marks=pytest.mark.thorough)
+
+
 @pytest.mark.parametrize(
     "case",
-    [case if case in QUICK else pytest.param(case, marks=pytest.mark.thorough) for case in CASES],
+    [case if case in QUICK else thorough(case) for case in CASES],
 )
 def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> None:
     expected = same(ranks.run("bits", 1, **CASES[case]))
@@ -68,10 +72,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> N
         assert same(ranks.run("bits", count, **CASES[case])) == expected
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    ["clips", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("scales", "drops"))],
-)
+@pytest.mark.parametrize("scenario", ["clips", thorough("scales"), thorough("drops")])
 def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
     expected = same(ranks.run(f"rank_gradients.{scenario}", 1))
     for count in (2, 4):
@@ -164,7 +165,7 @@ def test_who_is_killed_is_named_by_all(ranks: Ranks, where: str) -> None:
         assert outcome.seconds - killed < ENDED_S
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(12, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seconds", [3, thorough(12)])
 def test_who_is_stopped_is_waited_for(ranks: Ranks, seconds: int) -> None:
     run = ranks.start("stopped", 2)
     run.await_mark("there")

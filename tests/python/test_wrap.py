@@ -358,7 +358,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
     [
         ("AdamW", "pass"),
         pytest.param(
-            *("RMSprop", "del model, optimizer, train; gc.collect()"), marks=pytest.mark.thorough
+            "RMSprop", "del model, optimizer, train; gc.collect()", marks=pytest.mark.thorough
         ),
     ],
 )

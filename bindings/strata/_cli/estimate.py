@@ -26,7 +26,7 @@ from .. import _core
 from .._config import device
 from .._config.choices import HOST, check_base
 from .._config.configure import UNBOUNDED, Options, config_of
-from .._config.frozen import coded_parameters
+from .._config.frozen import coded_parameters, stored_forms
 from .._config.ranks import paper_ranks, plans_of_one_page_size
 from .._config.update_modes import LockFree
 from .._errors import StrataError, is_for_snapshots
@@ -49,7 +49,7 @@ from .planner import machine_of, reply, show
 from .sharing import held_bytes, share_of
 
 if TYPE_CHECKING:
-    from .._core import Budgets, Plan, Trace, Wishes
+    from .._core import Budgets, Plan, StoredName, Trace, Wishes
     from .._profiling.calibrate import Calibration
 
 MASKLESS = "strata_causal"  # a form of attention, as Transformers names them
@@ -116,7 +116,7 @@ def count(step: Step) -> tuple[Any, CountedStep]:
             put_tiles(model, tiles_wanted(model, step.options, step.memory["device"]))
             ids = torch.zeros(step.batch, step.sequence, dtype=torch.long)
             slivers = step.options.max_unit_norm is None
-            coded = coded_parameters(model, lambda p: p.requires_grad, step.options.frozen)
+            coded = coded_parameters(model, _forms(model, step.options))
             counted = count_step(
                 model, lambda: model(input_ids=ids, labels=ids).loss, slivers, coded
             )
@@ -167,6 +167,11 @@ def make_trace(
     return trace_from(counted, units)
 
 
+def _forms(model: Any, options: Options) -> dict[str, StoredName]:
+    """Of a model whose optimizer has all that is not frozen."""
+    return stored_forms(model, lambda p: p.requires_grad, options.frozen)
+
+
 def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
     """Units in whole pages, trained by AdamW, with the page size that wrap() would choose; of
     several ranks for the one that holds most. Raises StrataError where the SSD has no room for
@@ -178,6 +183,7 @@ def page_sizes(model: Any, counted: CountedStep, step: Step) -> Plan:
         step.options,
         counted.units,
         [group_spec(optimizer, 0, optimizer.param_groups[0])],
+        _forms(model, step.options),
         step.device,
     )
     share = share_of(step.memory, step.ranks)

@@ -45,7 +45,7 @@ from .update_modes import (
 )
 
 if TYPE_CHECKING:
-    from .._core import Config, GroupSpec, ParamSpec, Plan
+    from .._core import Config, GroupSpec, ParamSpec, Plan, StoredName
 
 FREE_SHARE = 0.8  # of the free host memory that strata takes of its own accord
 DISK_SHARE = 0.9
@@ -206,14 +206,14 @@ def configure(
             "as its own class on float32 state: leave state_dtype out"
         )
     # What is clipped unit by unit are the gradients of blocks.
-    coded = coded_parameters(model, _trained_by(optimizer), options.frozen)
+    forms = stored_forms(model, _trained_by(optimizer), options.frozen)
     slivers = options.max_unit_norm is None
-    units, hooked = find_units(model, options.units, slivers, coded)
+    units, hooked = find_units(model, options.units, slivers, coded_parameters(model, forms))
     groups = [
         group_spec(optimizer, g, group, foreign) for g, group in enumerate(optimizer.param_groups)
     ]
     check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
-    config = config_of(model, optimizer, options, units, groups, device_name)
+    config = config_of(model, optimizer, options, units, groups, forms, device_name)
     config["apart"] = used_apart(units, hooked) if options.max_unit_norm else []
     config["together"] = _entered_together(model, hooked)
     given = parse_budgets(options.memory)
@@ -232,13 +232,14 @@ def config_of(
     options: Options,
     units: Sequence[UnitSpec],
     groups: list[GroupSpec],
+    forms: Mapping[str, StoredName],
     device_name: str,
 ) -> Config:
-    """The Config of a model that is cut into these units, still without budgets."""
+    """The Config of a model that is cut into these units, still without budgets. `forms`: of those
+    that rest as codes, by name."""
     unit_of = {p: u for u, unit in enumerate(units) for p in unit.params}
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     is_trained = _trained_by(optimizer)
-    forms = stored_forms(model, is_trained, options.frozen)
     params: list[ParamSpec] = []
     for i, (name, parameter) in enumerate(model.named_parameters()):
         trainable = is_trained(parameter)

@@ -9,7 +9,7 @@ Pure but for looking at the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,11 +64,8 @@ def stored_forms(
     return forms
 
 
-def coded_parameters(
-    model: nn.Module, is_trained: Callable[[nn.Parameter], bool], frozen: Frozen
-) -> set[int]:
-    """Their ids. Raises as stored_forms()."""
-    forms = stored_forms(model, is_trained, frozen)
+def coded_parameters(model: nn.Module, forms: Mapping[str, StoredName]) -> set[int]:
+    """The ids of those that stored_forms() tells of."""
     return {id(parameter) for name, parameter in model.named_parameters() if name in forms}
 
 

@@ -28,7 +28,9 @@ FASTER = {
     "the optimizer": ("update_elements_s",),
     "the SSD": ("read_bytes_s", "write_bytes_s"),
     "the link to the device": (
-        *("upload_bytes_s", "download_bytes_s", "decode_bytes_s"),
+        "upload_bytes_s",
+        "download_bytes_s",
+        "decode_bytes_s",
         "transfer_seconds",
     ),
 }

@@ -98,7 +98,7 @@ def _unsound_entry(entry: Any, trained: bool) -> list[str]:
             "dtype": lambda value: value in DTYPES,
             "trainable": lambda value: isinstance(value, bool),
             "step": lambda value: _is_count(value) and value <= STEPS_MAX,
-            "tiles": lambda value: value is None or (_is_count(value) and value > 0),
+            "tiles": lambda value: value is None or is_tiles(value),
         }
     return [
         f"{key!r} is {entry.get(key)!r:.60}"
@@ -228,6 +228,11 @@ def _fits(saved: Any, ours: Any) -> bool:
 
 def _kinds(entry: dict[str, Any]) -> list[tuple[Any, Any]]:
     return [(record.get("kind"), record.get("dtype")) for record in entry["tensors"]]
+
+
+def is_tiles(value: Any) -> bool:
+    """Whether a layer may have so many."""
+    return _is_count(value) and value > 0
 
 
 def _is_count(value: Any) -> bool:

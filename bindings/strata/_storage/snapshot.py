@@ -209,7 +209,7 @@ class Taker:
     def __init__(self, state: Wrapped) -> None:
         """Of a process that is alone: removes what killed ones left on the drives."""
         self._session = state.session
-        self.drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
+        self._drives = [os.path.realpath(path) for path in state.config["ssd_paths"]]
         self.kept = KeptSnapshots(self._session)  # complete ones
         # The core counts from 1. All up to _known are, or were, known here; where a call was ended
         # in the middle, there may be another one.
@@ -218,8 +218,8 @@ class Taker:
         # Killed processes have left something on the drives, or the last one, which failed.
         self._unclean = True
         self._handles: list[SnapshotHandle] = []  # not seen to be complete, the oldest first
-        self.durability = Durability(self.drives)
-        self.holder = Holder(state, self.drives, self.durability)
+        self.durability = Durability(self._drives)
+        self.holder = Holder(state, self._drives, self.durability)
         # Its thread ends what was begun before the interpreter goes.
         self._pool = ThreadPoolExecutor(1, "strata-snapshot")
         state.before_close += [self._pool.shutdown, self.holder.shutdown]
@@ -336,8 +336,11 @@ class Taker:
             call.hear(apart=("folders",))
             cleans, self._unclean = self._unclean, False
             with self.durability.watch(folder.parent):
-                to = (self._session, self.drives, self.kept, self.durability)
-                Writer(*to, asked, call.together, self._board).write(cleans)
+                writer = Writer(
+                    self._session, self._drives, self.kept, self.durability, asked,
+                    call.together, self._board,
+                )  # fmt: skip
+                writer.write(cleans)
         except BaseException as error:
             self._unclean = True
             self.durability.note_failure(folder)
@@ -357,5 +360,5 @@ class Taker:
     def tidy(self, together: Together) -> None:
         """Removes what killed processes left on the drives, ahead of what looks at the links there.
         Of several ranks all do so, rank 0 first. REQUIRES: no snapshot is under way."""
-        recover(self._board, self.drives, together, self._unclean)
+        recover(self._board, self._drives, together, self._unclean)
         self._unclean = False

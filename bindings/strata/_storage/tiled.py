@@ -21,6 +21,7 @@ from .._errors import listed
 from .._runtime.wrapped import Wrapped
 from ..nn.replace import tile
 from .checkpoint_files import CheckpointError, find, read_manifest
+from .checkpoint_manifest import is_tiles
 from .snapshot_files import snapshots_of
 from .stored import stored_tensors
 
@@ -65,11 +66,6 @@ def tile_as(
     for layer, count in counts.items():
         tile(model, layer, count, optimizer)
     return counts
-
-
-def is_tiles(value: Any) -> bool:
-    """Whether a layer may have so many."""
-    return type(value) is int and value >= 1
 
 
 def say_of_tiles(state: Wrapped, manifest: dict[str, Any], folder: Path) -> None:

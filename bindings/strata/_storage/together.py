@@ -213,21 +213,17 @@ class _Group:
     def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Those of all ranks, by rank: of the same size. See Note [Nobody waits in vain]."""
         values = [torch.empty_like(value) for _ in range(self._count)]
-        try:
-            work = distributed.all_gather(values, value, async_op=True)
-            self._await(work)
-            work.wait()
-        except StrataError:
-            raise
-        except RuntimeError:  # a connection was lost
-            name_dead(self._session)
-            raise
+        self._complete(lambda: distributed.all_gather(values, value, async_op=True))
         return values
 
     def broadcast(self, value: torch.Tensor, source: int) -> None:
         """Has all ranks have that of one."""
+        self._complete(lambda: distributed.broadcast(value, source, async_op=True))
+
+    def _complete(self, begin: Callable[[], distributed.Work | None]) -> None:
+        """Begins a call of all ranks, and returns when it is over."""
         try:
-            work = distributed.broadcast(value, source, async_op=True)
+            work = begin()
             assert work is not None
             self._await(work)
             work.wait()

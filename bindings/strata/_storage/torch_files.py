@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch_compat import is_nf4
+
 NF4 = "NF4Tensor"
 # Where torchao has had the class.
 MODULES = ("torchao.dtypes.nf4tensor", "torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
@@ -58,7 +60,7 @@ class TorchFile:
         self._tensors: dict[str, torch.Tensor] = {}
         for name, value in found.items():
             kind = type(value)
-            if (kind is StandIn or kind.__name__ == NF4) and isinstance(name, str):
+            if (kind is StandIn or is_nf4(value)) and isinstance(name, str):
                 self.nf4[name] = value
             elif kind not in (torch.Tensor, nn.Parameter) or not isinstance(name, str):
                 raise ValueError(

@@ -29,13 +29,10 @@ from .torch_files import TorchFile, is_torch_file
 from .torchao_tensors import codes_of, refuse_others
 
 INDEX_NAME = "model.safetensors.index.json"
-# In a folder, the first that is there says what its weights are.
-NAMES = (
-    INDEX_NAME,
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
-)
+# In a folder, the first that is there says what its weights are: of safetensors files, and where
+# there are none.
+NAMES = (INDEX_NAME, "model.safetensors")
+TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 INIT = (
     "init"  # in the place of a path: the modules' own initialisers; a folder of that name: ./init
 )
@@ -193,12 +190,12 @@ def _weight_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"no weights at {path}")
-    if found := next((path / name for name in NAMES[:2] if (path / name).is_file()), None):
-        return _weight_files(found)
-    if files := sorted(path.glob("*.safetensors")):
+    files = sorted(path.glob("*.safetensors"))
+    for name in NAMES if files or (path / INDEX_NAME).is_file() else TORCH_NAMES:
+        if (path / name).is_file():
+            return _weight_files(path / name)
+    if files:
         return files
-    if found := next((path / name for name in NAMES[2:] if (path / name).is_file()), None):
-        return _weight_files(found)
     raise FileNotFoundError(f"no *.safetensors file in {path}, and no pytorch_model.bin")
 
 
