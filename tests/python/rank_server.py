@@ -150,8 +150,8 @@ class Ranks:
     def run(self, scenario: str, ranks: int | str, **arguments: Any) -> list[Any]:
         """What the scenario returned on each rank, all of which ended well."""
         outcomes = self.start(scenario, ranks, **arguments).wait()
-        for outcome in outcomes:
-            assert outcome.code == 0, outcome.output
+        printed = "\n".join(outcome.output for outcome in outcomes)
+        assert all(outcome.code == 0 for outcome in outcomes), printed
         return [outcome.value for outcome in outcomes]
 
 

@@ -231,12 +231,12 @@ def hashes_by_step(run: Rank, steps: int, **options: Any) -> list[str]:
 
 
 def under_fire(
-    run: Rank, series: str, steps: int, victim: int, where: str = "", **options: Any
+    run: Rank, series: str, steps: int, victim: int, where: str = "", keep: int = 2, **options: Any
 ) -> None:
     """A snapshot behind every step. The victim stays `where`, once the second one comes there,
     until it is killed; with none it says when the first is complete, and trains on."""
     model, optimizer = start(run, make_model(), **options)
-    strata.snapshot(model, series).wait(SERIES_S)
+    strata.snapshot(model, series, keep=keep).wait(SERIES_S)
     run.meet()
     if run.rank == victim:
         stay_at(run, where)
@@ -244,8 +244,8 @@ def under_fire(
             run.mark("there")
     for step in range(STEPS, STEPS + steps):
         train(run, model, optimizer, 1, first=step)
-        strata.snapshot(model, series)
-    strata.snapshot(model, series).wait(SERIES_S)
+        strata.snapshot(model, series, keep=keep)
+    strata.snapshot(model, series, keep=keep).wait(SERIES_S)
 
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -275,14 +275,14 @@ def stay_at(run: Rank, where: str) -> None:
     setattr(of, name, stay)
 
 
-def trains_on(run: Rank, series: str, **options: Any) -> dict[str, Any]:
+def trains_on(run: Rank, series: str, keep: int = 2, **options: Any) -> dict[str, Any]:
     """What the newest snapshot of the series has, and of which step it is; and another one."""
     model, optimizer = wrap(run, make_model(), **options_of(run, options))
     strata.load(model, series)
     loaded = hash_of(model)
     step = int(wrapped(model).steps_before)
     train(run, model, optimizer, 1, first=step)
-    folder = strata.snapshot(model, series).wait(SERIES_S)
+    folder = strata.snapshot(model, series, keep=keep).wait(SERIES_S)
     return {"step": step, "loaded": loaded, "trained": hash_of(model), "folder": folder.name}
 
 

@@ -267,6 +267,22 @@ def test_a_rank_is_killed_in_a_commit(
     assert check_what_is_left(ranks, tmp_path, disks, hashes, series) == step
 
 
+def test_a_machine_that_has_one_more_removes_it(
+    ranks: Ranks, tmp_path: Path, disks: dict[str, Any], hashes: list[str]
+) -> None:
+    """Rank 1 is killed when rank 0 has removed the older one. Its machine has two then, and their
+    slots in its budget, where only one is to be kept."""
+    series = own(tmp_path)
+    options = disks | {"series": series, "keep": 1}
+    kill_in_a_commit(ranks, EACH, "rotate", 1, **options)
+    a, b = (tmp_path / machine / "run" for machine in EACH)
+    assert [len(snapshots_of(place)) for place in (a, b)] == [1, 2]
+    assert step_that_trains_on(ranks, EACH, hashes, **options) == 3
+    assert len(ids_in(a)) == 1
+    assert ids_in(a) == ids_in(b)
+    check_drives(tmp_path, EACH, ids_in(a))
+
+
 def test_a_copy_that_was_lost_comes_from_rank_0(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any], hashes: list[str]
 ) -> None:

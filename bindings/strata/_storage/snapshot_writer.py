@@ -110,17 +110,22 @@ class Writer:
             self._board.forget_sent()
 
     def _rotate(self, wanted: bool) -> None:
-        """Removes older ones, if rank 0 wants it: the last time that may have failed."""
+        """Removes older ones, if rank 0 wants it: the last time that may have failed. So does any
+        other machine: one where that was cut short, or that others have gone on without, has more
+        than rank 0's."""
         series, keep, kept = self._asked.folder.parent, self._asked.keep, self._kept
         together = self._together
         with together.phase() as phase:
             self._durability.check()
-            if together.leads and together.machines:
-                phase.said = [id_at(each) for each in kept.outdated(series, keep) if wanted]
+            if together.machines:
+                olds = kept.outdated(series, keep) if together.leads else []
+                phase.said = {"wanted": wanted, "outdated": [id_at(each) for each in olds]}
             elif together.leads and wanted:
                 kept.rotate(series, keep)
         if together.machines:
-            self._rotate_machines([identity for identity in phase.heard[0] if identity], wanted)
+            wanted = any(said["wanted"] for said in phase.heard)
+            outdated = phase.heard[0]["outdated"] if wanted else []
+            self._rotate_machines([identity for identity in outdated if identity], wanted)
         if not together.leads:
             kept.drop_removed()
 
