@@ -17,7 +17,13 @@ import strata
 import torch
 from safetensors.torch import save_file
 from strata._report.reports import Report
-from strata._storage import snapshot_files, snapshot_pages, trace_file
+from strata._storage import (
+    snapshot_files,
+    snapshot_links,
+    snapshot_pages,
+    snapshot_series,
+    trace_file,
+)
 from strata._storage.checkpoint_files import write_manifest
 from strata._storage.weights import WeightFiles
 from torch import nn
@@ -183,7 +189,7 @@ class Owner(Kind):
         self._series.mkdir(parents=True)
         (self._series / "notes.txt").write_text("the user's")
         content = {
-            "strata": snapshot_files.OWNER_MARK,
+            "strata": snapshot_links.OWNER_MARK,
             "folder": str(self._series),
             "pending": True,
         }
@@ -198,7 +204,7 @@ class Owner(Kind):
         (links / f"{'1' * 16}-0.pages").write_bytes(b"of another snapshot")
 
     def use(self) -> None:
-        snapshot_files.clean_up([str(self.drive)])
+        snapshot_series.clean_up([str(self.drive)])
 
     def check(self) -> None:
         links = self.drive / snapshot_files.LINKS

@@ -48,9 +48,9 @@ std::vector<PageId> pages_of(const Layout& layout, const Chunk& chunk, Role role
   return pages;
 }
 
-// A complete snapshot, with what is needed to say where everything lies; where it has no runs or
-// scales of its own, the session's. Chunks are asked for one by one, so that other threads get the
-// GIL between two.
+// A complete snapshot, with what is needed to say where everything lies; where it has no runs of
+// its own, the session's. Chunks are asked for one by one, so that other threads get the GIL
+// between two.
 class TakenSnapshot final {
  public:
   TakenSnapshot(Session& session, Snapshot snapshot)
@@ -60,7 +60,7 @@ class TakenSnapshot final {
         owns_(share_chunks(layout_, config_.rank, config_.ranks)) {}
 
   std::size_t page_bytes() const { return layout_.page_bytes; }
-  std::size_t scale_bytes() const { return layout_.scale_bytes; }  // of the session's scale area
+  std::size_t scale_bytes() const { return owns_.scale_bytes; }  // of the session's scale area
   std::size_t chunk_count() const { return layout_.chunks.size(); }
   bool mine(std::uint32_t id) const { return id < chunk_count() && owns_.mine(id); }
   py::dict chunk(std::uint32_t id) const;
@@ -71,11 +71,8 @@ class TakenSnapshot final {
       steps[run.param] = std::max(steps[run.param], run.step);
     return steps;
   }
-  py::list scales() const {
-    py::list pages;
-    for (const SavedSlot& saved : snapshot_.scales) pages.append(slot_tuple(saved));
-    return pages;
-  }
+  // In the scale area: where those of each moment begin. REQUIRES: mine(id).
+  py::list scale_places(std::uint32_t id) const { return scales_from(id, owns_.scales.at(id)); }
   // None: they are no part of it.
   py::object gradients() const;
   py::list hypers() const;
@@ -93,7 +90,7 @@ class TakenSnapshot final {
   py::object role(const Chunk& chunk, Role role) const;
   py::object gradient(std::uint32_t id, bool holds) const;
   py::object kind(const SavedRun& run) const;
-  py::list scales_of(std::uint32_t id) const;
+  py::list scales_from(std::uint32_t id, std::size_t begin) const;
 
   Snapshot snapshot_;
   Layout layout_;
@@ -161,21 +158,22 @@ py::dict TakenSnapshot::chunk(std::uint32_t id) const {
   out["runs"] = runs;
   for (const Role each : kSavedRoles) out[name(each)] = role(chunk, each);
   out[name(Role::grad)] = gradient(id, holds);
-  out["scales"] = scales_of(id);
+  const auto kept = std::ranges::lower_bound(snapshot_.scales_at, id, {}, &SavedScales::chunk);
+  const bool has_scales = kept != snapshot_.scales_at.end() && kept->chunk == id;
+  out["scales"] = has_scales ? scales_from(id, kept->byte % layout_.page_bytes) : py::list();
+  out["scale_page"] = has_scales ? slot_tuple(snapshot_.scales[kept->byte / layout_.page_bytes])
+                                 : py::object(py::none());
   return out;
 }
 
-py::list TakenSnapshot::scales_of(std::uint32_t id) const {
+// By moment, where those of a chunk begin at `begin`.
+py::list TakenSnapshot::scales_from(std::uint32_t id, std::size_t begin) const {
   py::list scales;
-  const Chunk& chunk = layout_.chunks[id];
-  if (layout_.moment_dtype != MomentDtype::block8 || !layout_.segments[chunk.segment].trainable) {
-    return scales;
-  }
-  const auto kept = std::ranges::lower_bound(snapshot_.scales_at, id, {}, &SavedScales::chunk);
-  const bool known = kept != snapshot_.scales_at.end() && kept->chunk == id;
+  const Chunk& chunk = layout_.chunks.at(id);
+  if (layout_.scale_bytes_of(id) == 0) return scales;
   for (int m = 1; m <= layout_.moments; ++m) {
-    const std::size_t at = layout_.scale_offset(chunk, m == 1 ? Role::moment1 : Role::moment2);
-    scales.append(known ? kept->byte + at - chunk.scales : at);
+    const Role moment = m == 1 ? Role::moment1 : Role::moment2;
+    scales.append(begin + layout_.scale_offset(chunk, moment) - chunk.scales);
   }
   return scales;
 }
@@ -309,10 +307,10 @@ void bind_snapshots(py::module_& module, SessionClass& session) {
       .def_property_readonly("scale_bytes", &TakenSnapshot::scale_bytes)
       .def_property_readonly("chunk_count", &TakenSnapshot::chunk_count)
       .def_property_readonly("param_steps", &TakenSnapshot::param_steps)
-      .def_property_readonly("scales", &TakenSnapshot::scales)
       .def_property_readonly("gradients", &TakenSnapshot::gradients)
       .def_property_readonly("hypers", &TakenSnapshot::hypers)
       .def("mine", &TakenSnapshot::mine)
+      .def("scale_places", &TakenSnapshot::scale_places)
       .def("chunk", &TakenSnapshot::chunk);
   session.def("reserve_snapshots", &Session::reserve_snapshots, WithoutGil())
       .def("begin_snapshot", &Session::begin_snapshot, WithoutGil())

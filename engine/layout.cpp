@@ -178,15 +178,6 @@ std::size_t Layout::view_pages() const {
   return pages;
 }
 
-std::uint64_t Layout::scale_pages() const {
-  if (scale_bytes == 0) return 0;
-  std::size_t largest = scale_bytes - chunks.back().scales;
-  for (std::size_t i = 1; i < chunks.size(); ++i) {
-    largest = std::max(largest, chunks[i].scales - chunks[i - 1].scales);
-  }
-  return 1 + scale_bytes / (page_bytes - largest);
-}
-
 std::size_t Layout::element_bytes(const Chunk& chunk, Role role) const {
   const Segment& segment = segments[chunk.segment];
   switch (role) {

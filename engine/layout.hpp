@@ -138,8 +138,6 @@ struct Layout {
 
   // That views show.
   std::size_t view_pages() const;
-  // Of the scales of moments, which a snapshot has in pages; those of a chunk are in one.
-  std::uint64_t scale_pages() const;
 
   // The elements [first, first + count) of a parameter, cut so that no piece crosses a multiple of
   // `grain` elements of its segment. REQUIRES: grain divides the elements of a full chunk.

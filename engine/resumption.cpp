@@ -25,7 +25,7 @@ void Resumption::check_between_steps() const {
 }
 
 void Resumption::check_scales(const std::vector<std::byte>& scales) const {
-  if (scales.size() != base_.layout.scale_bytes) refuse("moments have other scales");
+  if (scales.size() != base_.owns.scale_bytes) refuse("moments have other scales");
 }
 
 // The files, with what is held in them, and by how many.

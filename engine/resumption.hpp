@@ -53,7 +53,7 @@ struct LeftState {
     SlotId slot = kNoSlot;
   };
   std::vector<PageAt> pages;
-  std::vector<std::byte> scales;  // the scale area: see Layout
+  std::vector<std::byte> scales;  // the scale area: see Ownership
 };
 
 class Resumption final {

@@ -113,7 +113,7 @@ const std::byte* Snapshots::gather(std::uint32_t id, const Runs& runs, std::uint
 
 // False: not yet.
 bool Snapshots::keep_scales(std::uint32_t id) {
-  const std::size_t begin = base_.layout.chunks[id].scales;
+  const std::size_t begin = base_.owns.scales[id];
   const std::size_t bytes = base_.layout.scale_bytes_of(id);
   if (bytes == 0) return true;
   STRATA_ASSERT(bytes <= base_.layout.page_bytes);

@@ -67,7 +67,8 @@ struct SavedFrame : SavedSlot {
   std::uint32_t number = 0;
 };
 
-// Where the scales of a chunk's moments begin, as they lie in the scale area, in all `scales`.
+// Where the scales of a chunk's moments begin, as they lie in the scale area, in all `scales`. They
+// are in one page.
 struct SavedScales {
   std::uint32_t chunk = 0;
   std::uint64_t byte = 0;

@@ -37,15 +37,16 @@ class TakenSnapshot:
     """What a session holds in its slots, as _storage/snapshot_files.py describes it."""
 
     page_bytes: int
-    scale_bytes: int  # of the session's moments
+    scale_bytes: int  # of the scale area, which has those of this rank's moments
     chunk_count: int
     param_steps: list[int]  # by parameter
-    scales: list[tuple[int, int, int]]
     gradients: list[tuple[int, int, float, list[float], int]] | None
     hypers: list[GroupSpec]  # of gradients that wait
     def mine(self, number: int) -> bool:
         """Whether this rank owns the chunk, and so has its pages."""
     def chunk(self, number: int) -> dict[str, Any]: ...
+    def scale_places(self, number: int) -> list[int]:
+        """By moment: where its scales begin in the scale area, of a chunk of this rank."""
 
 # A parameter of a page and what its residual adds (0: none), as float32; and moments likewise.
 def join_master(dtype: DtypeName, param: int, residual: int, count: int, to: int) -> None: ...

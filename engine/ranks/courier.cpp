@@ -83,20 +83,22 @@ Courier::Head Courier::next() {
   using Clock = std::chrono::steady_clock;
   Head head;
   for (const auto end = Clock::now() + times_.beat;;) {
-    const bool parting = parting_;  // ahead of a look at what waits: all that was said goes
+    // Ahead of a look at what waits: all that was said goes.
+    const bool parting = parting_ || gone_;
     fill(head);
     if (head.count != 0) return head;
     head.ends = parting ? 1 : 0;
     const auto left = end - Clock::now();
-    if (parting || gone_ || left <= Clock::duration::zero()) return head;
+    if (parting || left <= Clock::duration::zero()) return head;
     bell_.wait(left);
   }
 }
 
 void Courier::send_frames() {
   try {
-    for (std::uint64_t number = 0; !gone_; ++number) {
+    for (std::uint64_t number = 0;; ++number) {
       Head head = next();
+      if (gone_ && !how_.empty()) return;  // it was lost
       head.number = number;
       std::vector<std::span<const std::byte>> pieces = {std::as_bytes(std::span(&head, 1))};
       for (std::uint32_t i = 0; i < head.count; ++i) {
@@ -115,9 +117,7 @@ void Courier::send_frames() {
 
 void Courier::receive_frames() {
   try {
-    for (std::uint64_t number = 0; receive_frame(number); ++number) {
-      if (parting_) return;  // what this rank said still goes
-    }
+    for (std::uint64_t number = 0; receive_frame(number);) ++number;
   } catch (const std::runtime_error& error) {
     how_ = error.what();
   }

@@ -15,7 +15,9 @@
 // order. Heads are counted, and messages have numbers and checks of their own (memory/peers.hpp):
 // one that was lost, changed or came twice is noticed. A rank with nothing to say sends a head
 // without messages every now and then. One that is silent for longer is lost, as is one whose
-// connection breaks; what it said before is heard first.
+// connection breaks; what it said before is heard first. Who parts says so behind all else, and
+// goes on to take what comes until the other one has said the same, which it does at once: neither
+// waits for one who does not listen any more.
 //
 // Note [Places]
 // Bytes land in a mirror of the sender's memory, at the place that they have there. A holder leaves
@@ -72,7 +74,8 @@ class Courier final {
   Seat seat();
   // Once: nothing more comes, and why; empty: it has parted.
   std::optional<std::string> lost();
-  // Sends what was said, and ends both ways. Waits, at most for as long as it has patience.
+  // Sends what was said, and ends both ways. Waits for the other one's end; for one that says
+  // nothing at most as long as it has patience.
   void part();
 
  private:

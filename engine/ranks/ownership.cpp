@@ -17,6 +17,16 @@ void place_scales(const Layout& layout, std::uint32_t ranks, Ownership& owns) {
   owns.scale_bytes = bytes[owns.rank];
 }
 
+// Of a snapshot, which has the scales of a chunk in one page, in whatever order chunks come.
+std::uint64_t scale_pages(const Layout& layout, const Ownership& owns) {
+  if (owns.scale_bytes == 0) return 0;
+  std::size_t largest = 0;
+  for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
+    if (owns.mine(id)) largest = std::max(largest, layout.scale_bytes_of(id));
+  }
+  return 1 + owns.scale_bytes / (layout.page_bytes - largest);
+}
+
 }  // namespace
 
 Ownership share_chunks(const Layout& layout, std::uint32_t rank, std::uint32_t ranks) {
@@ -70,7 +80,7 @@ SnapshotSlots snapshot_slots(const Layout& layout, const Ownership& owns) {
     (layout.segments[chunk.segment].trainable ? slots.trained : slots.frozen) += pages;
     slots.gradients += layout.grad_frames(chunk);
   }
-  slots.trained += layout.scale_pages();
+  slots.trained += scale_pages(layout, owns);
   // Ranks take snapshots behind their steps alone, where there are none.
   if (!owns.alone()) slots.gradients = 0;
   return slots;

@@ -167,6 +167,28 @@ TEST(Courier, WhatWasSaidGoesAheadOfTheEnd) {
   EXPECT_FALSE(two.courier.lost()) << "once";
 }
 
+// Each has more to say than the way has room for: who stopped to listen would keep the other one.
+TEST(Courier, BothMayPartAtOnce) {
+  for (int i = 0; i < 20; ++i) {
+    WireLoopback wires(2, {.latency = std::chrono::microseconds(200), .bytes_s = 0.0});
+    End one(wires, 0), two(wires, 1);
+    one.courier.start();
+    two.courier.start();
+    for (std::uint32_t m = 0; m < 200; ++m) {
+      one.peers->send(1, {.what = m});
+      two.peers->send(0, {.what = m});
+    }
+    const auto began = std::chrono::steady_clock::now();
+    {
+      const std::jthread other([&] { two.courier.part(); });
+      one.courier.part();
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - began, 2s);
+    EXPECT_EQ(one.courier.lost(), "");
+    EXPECT_EQ(two.courier.lost(), "");
+  }
+}
+
 TEST(Courier, WhoIsSilentIsLost) {
   WireLoopback wires(2);
   End one(wires, 0, 200ms), two(wires, 1);

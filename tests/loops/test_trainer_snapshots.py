@@ -15,7 +15,8 @@ import pytest
 import strata
 import torch
 from strata._storage.snapshot import Taker
-from strata._storage.snapshot_files import LINKS, snapshots_of
+from strata._storage.snapshot_files import LINKS
+from strata._storage.snapshot_series import snapshots_of
 from strata.integrations import _trainer_checkpoints as checkpoints
 from strata.integrations.transformers import newest_checkpoint
 from test_trainer import DATA, Mixed, arguments, losses

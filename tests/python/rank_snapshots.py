@@ -18,7 +18,7 @@ from rank_loops import Rank, batches_of, hash_of, make_model, options_of, train,
 from rank_saves import STEPS, Kinds, loads
 from strata._runtime.wrapped import wrapped
 from strata._storage import snapshot_writer
-from strata._storage.snapshot_files import Links
+from strata._storage.snapshot_links import Links
 from strata._storage.snapshot_machines import Copies
 from torch import nn
 
@@ -162,12 +162,6 @@ def disagrees(run: Rank, series: str, what: str, **options: Any) -> dict[str, An
     train(run, model, optimizer, 1, first=STEPS)
     folder = strata.snapshot(model, series).wait(SERIES_S)
     return {"said": said, "folder": folder.name, "hash": hash_of(model)}
-
-
-def in_eight_bits(run: Rank, series: str, **options: Any) -> list[str]:
-    """Of moments in 8 bits."""
-    model, _ = start(run, make_model(), state_dtype="8bit", **options)
-    return error_of(lambda: strata.snapshot(model, series).wait(SERIES_S))
 
 
 def leaves(run: Rank, series: str, **options: Any) -> list[str]:

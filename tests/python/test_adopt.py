@@ -18,8 +18,9 @@ import strata
 import torch
 from strata._core import SavedPages
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS, remove_snapshot, snapshots_of
+from strata._storage.snapshot_files import LINKS
 from strata._storage.snapshot_pages import copy_snapshot, page_paths, pages_of, slots_of
+from strata._storage.snapshot_series import remove_snapshot, snapshots_of
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, MODES, SSD, drive, links
 

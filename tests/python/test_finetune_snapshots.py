@@ -12,7 +12,8 @@ import pytest
 import torch
 from finetune_runs import ENVIRONMENT, arguments, lines, tensors, wrong
 from strata._cli import main as cli
-from strata._storage.snapshot_files import LINKS, snapshots_of
+from strata._storage.snapshot_files import LINKS
+from strata._storage.snapshot_series import snapshots_of
 from strata.integrations.transformers import newest_checkpoint
 
 ROOM: dict[str, Any] = {"ssd-memory": "64MiB", "eval-every": 0}

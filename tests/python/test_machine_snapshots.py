@@ -12,7 +12,8 @@ import pytest
 from rank_server import Outcome, Ranks
 from strata._cli import main as cli
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS, snapshots_of
+from strata._storage.snapshot_files import LINKS
+from strata._storage.snapshot_series import snapshots_of
 from test_rank_saves import each
 from test_rank_snapshots import (
     STEPS,
@@ -99,12 +100,14 @@ def test_machines_share_nothing_but_the_network(
         assert f"'rank': {rank}}}" in found[rank]["extra"]
 
 
-@pytest.mark.parametrize("machines", ["ba", "aab", thorough("abc")])
+@pytest.mark.parametrize(
+    ("machines", "kind"), [("ba", {"state_dtype": "8bit"}), ("aab", {}), thorough("abc", {})]
+)
 def test_other_ranks_of_these_machines_read_for_each_other(
-    ranks: Ranks, tmp_path: Path, disks: dict[str, Any], machines: str
+    ranks: Ranks, tmp_path: Path, disks: dict[str, Any], machines: str, kind: dict[str, Any]
 ) -> None:
     """What a rank owns now may lie on a disk of another machine."""
-    shared = str(tmp_path / "run")
+    disks, shared = disks | kind, str(tmp_path / "run")
     ranks.run("rank_snapshots.takes", EACH, series=shared, **disks)
     found = ranks.run("rank_snapshots.goes_on", machines, path=shared, **disks)
     assert not any(each(found, "adopted"))

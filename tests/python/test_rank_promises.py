@@ -195,13 +195,20 @@ os.write(1, f"found {{done}} {{run.ranks}} {{loops.hash_of(model)}}\\n".encode()
 """
 
 
+OF_TORCHRUN = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as docs/how-to/ranks.md says
+}
+
+
 def torchrun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT.format(home=str(HOME)))
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments, str(script)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ | OF_TORCHRUN,
     )  # fmt: skip
 
 
@@ -213,7 +220,9 @@ def found_by(process: subprocess.Popen[str]) -> list[list[str]]:
 
 
 @pytest.mark.thorough
-def test_torchrun_starts_again_from_the_newest_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+def test_torchrun_starts_again_from_the_newest_checkpoint(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = same(ranks.run("bits", 2, steps=8))
     process = torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
     found = found_by(process)
@@ -222,3 +231,6 @@ def test_torchrun_starts_again_from_the_newest_checkpoint(ranks: Ranks, tmp_path
     assert found_by(torchrun(tmp_path, "--standalone", "--nproc-per-node", "1")) == [
         ["8", "1", expected]
     ]
+    monkeypatch.setitem(OF_TORCHRUN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+    shared = torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    assert "pytorch issue 135712" in shared.communicate(timeout=300)[1].lower()

@@ -81,18 +81,21 @@ def test_one_of_a_process_alone_goes_on_under_ranks(ranks: Ranks, tmp_path: Path
     assert same(each(found, "draws")) == alone["draws"]
 
 
+@pytest.mark.parametrize("kind", [{}, {"state_dtype": "8bit"}], ids=["float32", "8bit"])
 @pytest.mark.thorough
-def test_one_is_written_while_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
-    plain, beside = tmp_path / "plain", tmp_path / "beside"
-    expected = ranks.run("rank_saves.saves", 2, path=str(plain), **CASES["ssd"])
-    found = ranks.run("rank_saves.saves_beside", 2, path=str(beside), **CASES["ssd"])
+def test_one_is_written_while_training_goes_on(
+    ranks: Ranks, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    plain, beside, options = tmp_path / "plain", tmp_path / "beside", CASES["ssd"] | kind
+    expected = ranks.run("rank_saves.saves", 2, path=str(plain), **options)
+    found = ranks.run("rank_saves.saves_beside", 2, path=str(beside), **options)
     assert each(found, "complete") == [True, True]
     assert same(each(found, "hash")) == same(each(expected, "hash"))
     assert equal(tensors_of(beside), tensors_of(plain))
     assert [entry.name for entry in beside.iterdir() if "part" in entry.name] == []
     for count in (1, 2, 3):
-        loaded = ranks.run("rank_saves.loads", count, path=str(beside), **CASES["ssd"])
-        other = ranks.run("rank_saves.loads", count, path=str(plain), **CASES["ssd"])
+        loaded = ranks.run("rank_saves.loads", count, path=str(beside), **options)
+        other = ranks.run("rank_saves.loads", count, path=str(plain), **options)
         for key in ("loaded", "hash", "draws", "extra"):
             assert each(loaded, key) == each(other, key)
 

@@ -15,7 +15,8 @@ import pytest
 from rank_server import Ranks
 from strata._cli import main as cli
 from strata._storage.checkpoint_files import read_manifest
-from strata._storage.snapshot_files import LINKS, snapshots_of
+from strata._storage.snapshot_files import LINKS
+from strata._storage.snapshot_series import snapshots_of
 from test_rank_saves import each
 from test_ranks import CASES, HOME, all_say, same, thorough
 
@@ -40,11 +41,18 @@ def links(drive: dict[str, Any]) -> list[Path]:
     return sorted(Path(drive["ssd_path"]).glob(f"**/{LINKS}/*"))
 
 
-@pytest.mark.parametrize("case", ["float32", thorough("bfloat16")])
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": CASES["bfloat16"],
+    "8bit": {"state_dtype": "8bit"},  # with scales, which each rank has of what it owns
+}
+
+
+@pytest.mark.parametrize("case", ["8bit", thorough("float32"), thorough("bfloat16")])
 def test_a_snapshot_goes_on_under_any_number_of_ranks(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], case: str
 ) -> None:
-    ssd |= CASES[case]
+    ssd |= KINDS[case]
     alone, two = tmp_path / "alone", tmp_path / "two"
     one = ranks.run("rank_snapshots.takes", 1, series=str(alone), **ssd)[0]
     taken = ranks.run("rank_snapshots.takes", 2, series=str(two), **ssd)
@@ -53,7 +61,7 @@ def test_a_snapshot_goes_on_under_any_number_of_ranks(
     manifest = read_manifest(two / "step-000002")
     assert {chunk["rank"] for chunk in manifest["chunks"]} == {0, 1}
 
-    elsewhere = on_drive(tmp_path / "elsewhere", **CASES[case])
+    elsewhere = on_drive(tmp_path / "elsewhere", **KINDS[case])
     for count, drive in ((1, ssd), (2, elsewhere), (2, ssd)):
         found = ranks.run("rank_snapshots.goes_on", count, path=str(two), **drive)
         assert same(each(found, "hash")) == one["hash"]
@@ -186,17 +194,6 @@ def test_ranks_that_differ_say_so(
     assert [folder.name for folder in snapshots_of(series)] == ["step-000003"]
     loaded = ranks.run("rank_snapshots.goes_on", 1, path=str(series), after=0, **ssd)
     assert same(each(found, "hash")) == loaded[0]["hash"]
-
-
-def test_moments_in_8_bits_are_refused(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:
-    """Of several ranks. That of one process loads under several."""
-    series = str(tmp_path / "run")
-    for said in ranks.run("rank_snapshots.in_eight_bits", 2, series=series, **ssd):
-        assert "snapshots of several ranks with moments in 8 bits are not there yet" in said[1]
-    ssd |= {"state_dtype": "8bit"}
-    one = ranks.run("rank_snapshots.takes", 1, series=series, **ssd)
-    for found in ranks.run("rank_snapshots.goes_on", 2, path=series, **ssd):
-        assert found["hash"] == one[0]["hash"]
 
 
 def test_a_rank_that_leaves_is_named(ranks: Ranks, tmp_path: Path, ssd: dict[str, Any]) -> None:

@@ -58,8 +58,8 @@ def all_say(outcomes: list[Outcome], pattern: str) -> None:
 QUICK = ("ssd",)
 
 
-def thorough(case: Any) -> Any:
-    return pytest.param(case, marks=pytest.mark.thorough)
+def thorough(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.thorough)
 
 
 @pytest.mark.parametrize(

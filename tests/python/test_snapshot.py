@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import strata
 import torch
-from strata._storage import snapshot_files
+from strata._storage import snapshot_links
 from strata._storage.checkpoint_files import CheckpointError, read_manifest, write_manifest
-from strata._storage.snapshot_files import LINKS, Links, remove_snapshot, snapshots_of
+from strata._storage.snapshot_files import LINKS
+from strata._storage.snapshot_links import Links
 from strata._storage.snapshot_pages import copy_snapshot
+from strata._storage.snapshot_series import remove_snapshot, snapshots_of
 from test_checkpoint import Case, llama
 
 SSD = {"device": "512KiB", "host": "4MiB", "ssd": "256MiB"}
@@ -214,7 +216,7 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path, 
     for name in (begun.paths[0], disk / LINKS / f"{'0' * 16}.json.tmp", disk / LINKS / "letter"):
         Path(name).write_text("")
     (disk / LINKS / f"{'1' * 16}.json").write_text('{"of": "somebody else"}')
-    snapshot_files._under_way.clear()  # as in a new process
+    snapshot_links._under_way.clear()  # as in a new process
     again = Case(disk, SSD, llama())
     strata.snapshot(again.model, tmp_path / "other").wait()
     again.close()

@@ -12,8 +12,9 @@ import torch
 from strata._core import Hasher
 from strata._storage.checkpoint_files import CheckpointError, read_manifest, write_manifest
 from strata._storage.snapshot_adopt import adopt
-from strata._storage.snapshot_files import MACHINES_FORMAT, remove_snapshot, snapshots_of
+from strata._storage.snapshot_files import SCALES_FORMAT
 from strata._storage.snapshot_pages import copy_snapshot, page_paths, slots_of
+from strata._storage.snapshot_series import remove_snapshot, snapshots_of
 from strata._storage.together import Together
 from test_checkpoint import Case, llama
 from test_snapshot import HOST, SSD, drive
@@ -246,21 +247,28 @@ def test_copies_have_them_and_damage_is_noticed(tmp_path: Path) -> None:
     case.close()
 
 
-@pytest.mark.parametrize("mode", [{}, {"state_dtype": "8bit"}], ids=["float32", "8bit"])
-def test_the_first_format_loads(tmp_path: Path, mode: dict[str, Any]) -> None:
-    """What a run without gradients has, as version 1 had it: scales in state.bin, fewer numbers."""
+@pytest.mark.parametrize(
+    ("version", "mode"),
+    [(1, {}), (1, {"state_dtype": "8bit"}), (2, {"state_dtype": "8bit"})],
+    ids=["1", "1 with scales", "2 with scales"],
+)
+def test_older_formats_load(tmp_path: Path, version: int, mode: dict[str, Any]) -> None:
+    """What a run without gradients has. Version 1 had scales in state.bin, and fewer numbers."""
     case = Case(drive(tmp_path, "drive"), SSD, llama(), **mode)
     case.train(2)
     folder = strata.snapshot(case.model, tmp_path / "run").wait()
     after = case.train(2)
     manifest = read_manifest(folder)
-    for chunk in manifest["chunks"]:
-        chunk["runs"] = [run[:4] for run in chunk["runs"]]
-        del chunk["grad"]
-    del manifest["gradients"], manifest["zeros"]
-    if mode:
-        _put_scales_into_the_state(folder, manifest)
-    write_manifest(folder, manifest | {"snapshot": 1})
+    assert (manifest["snapshot"] == SCALES_FORMAT) == bool(mode)
+    _list_scales(manifest)
+    if version == 1:
+        for chunk in manifest["chunks"]:
+            chunk["runs"] = [run[:4] for run in chunk["runs"]]
+            del chunk["grad"]
+        del manifest["gradients"], manifest["zeros"]
+        if mode:
+            _put_scales_into_the_state(folder, manifest)
+    write_manifest(folder, manifest | {"snapshot": version})
     strata.load(case.model, tmp_path / "run")  # goes back to its own slots
     assert case.train(2) == after
     case.close()
@@ -269,11 +277,24 @@ def test_the_first_format_loads(tmp_path: Path, mode: dict[str, Any]) -> None:
         strata.load(again.model, tmp_path / "run")
         assert again.train(2) == after
         again.close()
-    write_manifest(folder, manifest | {"snapshot": MACHINES_FORMAT + 1})
+    write_manifest(folder, manifest | {"snapshot": SCALES_FORMAT + 1})
     last = Case(tmp_path / "drive", SSD, llama(), **mode)
-    with pytest.raises(CheckpointError, match=f"version {MACHINES_FORMAT + 1}"):
+    with pytest.raises(CheckpointError, match=f"version {SCALES_FORMAT + 1}"):
         strata.load(last.model, tmp_path / "run")
     last.close()
+
+
+def _list_scales(manifest: dict[str, Any]) -> None:
+    """As version 2 had them: all pages, and of each chunk bytes in all of these."""
+    pages: list[list[int]] = []
+    for chunk in manifest["chunks"]:
+        if (page := chunk.pop("scale_page")) is None:
+            continue
+        if page not in pages:
+            pages.append(page)
+        first = pages.index(page) * manifest["page_bytes"]
+        chunk["scales"] = [first + byte for byte in chunk["scales"]]
+    manifest["scales"] = pages or None
 
 
 def _put_scales_into_the_state(folder: Path, manifest: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 import strata
 from strata._storage.checkpoint_files import MANIFEST_NAME, CheckpointError
-from strata._storage.snapshot_files import LINKS, snapshots_of
+from strata._storage.snapshot_files import LINKS
+from strata._storage.snapshot_series import snapshots_of
 from test_adopt import verify
 from test_checkpoint import Case, llama
 from test_saving import expected, same, tensors

@@ -15,18 +15,10 @@ from pathlib import Path
 
 from .._config.sizes import format_size
 from .._storage.checkpoint_files import CheckpointError, read_manifest
-from .._storage.snapshot_files import (
-    LINKS,
-    check_drives,
-    drives_by_rank,
-    is_snapshot,
-    lost_on,
-    owners_on,
-    remove_links,
-    remove_snapshot,
-    snapshots_of,
-)
+from .._storage.snapshot_files import LINKS, check_drives, drives_by_rank, is_snapshot
+from .._storage.snapshot_links import complete_on, lost_on, remove_links
 from .._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths
+from .._storage.snapshot_series import remove_snapshot, snapshots_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,7 +62,7 @@ def _remove(snapshots: list[Path], drives: list[Path]) -> int:
             else:
                 print(f"  {gone} is not there: later, strata snapshots rm --lost {gone}")
     for drive in [each for place in drives for each in _drives_at(place)]:
-        owners = owners_on(drive)
+        owners = complete_on(drive)
         for identity in lost_on(drive):
             remove_links([str(drive)], identity)
             print(f"removed what {drive} kept for {owners[identity]}")
@@ -113,7 +105,7 @@ def _list(place: Path) -> int:
 def _list_drive(drive: Path) -> int:
     """What a drive keeps for which snapshots."""
     lost = lost_on(drive)
-    for identity, folder in owners_on(drive).items():
+    for identity, folder in complete_on(drive).items():
         link = next((drive / LINKS).glob(f"{identity}-*.pages"), None)
         size = 0 if link is None else link.stat().st_blocks * 512
         what = "; it is not there: removed, or moved" if identity in lost else ""

@@ -39,7 +39,7 @@ import torch
 from torch import distributed
 
 from .._errors import StrataError
-from .launched import processes_started
+from .launched import processes_started, restarts_share_a_store
 
 if TYPE_CHECKING:
     from .._core import Config, Plan
@@ -230,6 +230,12 @@ def _find_ranks() -> Ranks | None:
     found = ranks_on_paper()
     if found is None:
         return None
+    if found.rank == 0 and restarts_share_a_store():
+        log.warning(
+            "ranks that torchrun starts again may look for those that died, in the store that all "
+            "of them use (PyTorch issue 135712): give torchrun "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and no --master-addr"
+        )
     said = hear(found.count, {**_machine(), "pid": os.getpid()})
     machines = _named(said)
     here = _here(found.rank, found.count, machines)

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 from .._errors import StrataError
 from .checkpoint_files import complete_at
 from .replacing import SyncError
-from .snapshot_files import LINKS, snapshots_of
+from .snapshot_files import LINKS
+from .snapshot_series import snapshots_of
 
 if TYPE_CHECKING:
     from .._core import Session

@@ -26,7 +26,7 @@ from .durability import Durability
 from .pace import Pace
 from .rank_board import Board
 from .rank_calls import Call, Calls
-from .snapshot_files import Links
+from .snapshot_links import Links
 
 if TYPE_CHECKING:
     from .._core import TakenSnapshot

@@ -286,7 +286,7 @@ def _shares(
 ) -> list[Share]:
     """By rank: what each holds. They tell each other by files in the folder, which go again."""
     if together.count == 1:
-        return [Share([chunk for _, chunk in own_chunks(pages)], links, pages.scales)]
+        return [Share([chunk for _, chunk in own_chunks(pages)], links)]
     with together.phase():
         write_lines(folder, together.rank, pages, {"links": links})
     shares = []

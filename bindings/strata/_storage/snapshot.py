@@ -32,9 +32,9 @@ from .rank_board import Board
 from .rank_calls import Call, Calls
 from .registrations import Contents
 from .snapshot_context import Form, form_of, take_context
-from .snapshot_files import check_series, step_folder
 from .snapshot_kept import KeptSnapshots
 from .snapshot_machines import recover
+from .snapshot_series import check_series, step_folder
 from .snapshot_writer import Asked, Writer
 from .together import Together
 
@@ -156,7 +156,7 @@ def _begin(
 
 def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) -> Path:
     """The folder of the series. Raises where there can be no such snapshot now."""
-    refuse_some_ranks(state, taken=True)
+    refuse_some_ranks(state)
     state.refuse_half_step("snapshot()")
     state.landings.wait()
     if not isinstance(keep, int) or isinstance(keep, bool):
@@ -170,21 +170,16 @@ def _check(state: Wrapped, path: Path, keep: int, extra: dict[str, Any] | None) 
     return series
 
 
-def why_none(state: Wrapped, taken: bool = True) -> str:
-    """Whose snapshots are not to be had, and nobody can hold the state of; "": they are. `taken`:
-    one is to be taken, and not only loaded."""
-    if state.ranks is None:
-        return ""
-    # What others own may be older than a step says, and nobody here knows.
-    if state.config["update"] == "lock_free":
-        return "several ranks with LockFree"
-    eight = taken and state.config["moment_dtype"] == "block8"
-    return "several ranks with moments in 8 bits" if eight else ""
+def why_none(state: Wrapped) -> str:
+    """Whose snapshots are not to be had, and nobody can hold the state of; "": they are."""
+    # What other ranks own may be older than a step says, and nobody here knows.
+    late = state.ranks is not None and state.config["update"] == "lock_free"
+    return "several ranks with LockFree" if late else ""
 
 
-def refuse_some_ranks(state: Wrapped, taken: bool = False) -> None:
-    """Raises ValueError where there are none. `taken`: see why_none()."""
-    if whose := why_none(state, taken):
+def refuse_some_ranks(state: Wrapped) -> None:
+    """Raises ValueError where there are none."""
+    if whose := why_none(state):
         raise ValueError(
             f"snapshots of {whose} are not there yet: use strata.save(model, path), which waits, "
             "and strata.load() of what it wrote"

@@ -25,16 +25,17 @@ from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError, read_manifest
 from .snapshot import taker_of
 from .snapshot_context import parts_of, rule_of
-from .snapshot_files import LINKS, ROLES, check_drives, drives_by_rank, link_owner
-from .snapshot_form import MOMENT_BLOCK
+from .snapshot_files import LINKS, ROLES, check_drives, drives_by_rank
 from .snapshot_gradients import waits
+from .snapshot_links import link_owner
 from .snapshot_pages import pages_of
 from .stored import stored_tensors
 from .together import Together
 
 Chunk = dict[str, Any]
 Slot = tuple[int, int, int]  # with version and checksum
-Scales = Callable[[int, int], torch.Tensor]  # bytes of the manifest's, from one on
+Scales = Callable[[Chunk, int, int], torch.Tensor]
+"""Those of a chunk's first elements, by moment and number of elements."""
 
 
 class _RefusedError(Exception):
@@ -123,13 +124,15 @@ def _scale_area(state: Wrapped, manifest: dict[str, Any], scales: Scales) -> byt
     ours = state.session.page_layout()
     area = torch.zeros(ours.scale_bytes, dtype=torch.uint8)
     for number, chunk in enumerate(manifest["chunks"] if ours.scale_bytes else []):
-        elements = max(run[3] + run[2] for run in chunk["runs"])
-        size = -(-elements // MOMENT_BLOCK) * 2
-        places = ours.chunk(number)["scales"]
+        if not ours.mine(number):
+            continue
+        places = ours.scale_places(number)
         if len(places) != len(chunk["scales"]):
             raise _RefusedError("it has scales of other moments")
-        for to, begin in zip(places, chunk["scales"], strict=True):
-            area[to : to + size] = scales(begin, size)
+        elements = max(run[3] + run[2] for run in chunk["runs"])
+        for moment, to in enumerate(places):
+            found = scales(chunk, moment, elements)
+            area[to : to + found.numel()] = found
     return area.numpy().tobytes()
 
 

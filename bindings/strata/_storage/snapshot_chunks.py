@@ -24,6 +24,7 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
     """Every element of every tensor is there once, in pages that no other chunk has."""
     covered: list[list[tuple[int, int]]] = [[] for _ in tensors]
     taken: dict[int, set[int]] = {}  # slots, by rank
+    of_scales: dict[int, set[int]] = {}  # likewise; chunks share them
     size = manifest["page_bytes"]
     if manifest["moment_dtype"] not in ELEMENT_BYTES:
         fail(f"its moments are {manifest['moment_dtype']!r:.20}")
@@ -39,8 +40,11 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
         end = max((run[3] + run[2] for run in chunk["runs"]), default=0)
         if chunk["param"] is None:
             fail("a chunk has no parameters")
-        if not all(_has_scales(manifest, n, end) for n in chunk["scales"]):
+        if not _has_scales(manifest, chunk, end):
             fail("the scales of a chunk lie nowhere")
+        if (page := chunk["scale_page"]) is not None:
+            found = _check_role([1, 0, [page]], 0, set(), size, fail)
+            of_scales.setdefault(chunk.get("rank", 0), set()).update(found)
         for role in roles_of(chunk):
             mine |= _check_role(chunk[role], end, slots, size, fail)
         if chunk[GRAD] is not None:
@@ -49,10 +53,8 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
                 fail("a gradient lies in a slot of another role")
             mine |= gradient
         slots |= mine  # 8-bit moments share theirs
-    if isinstance(manifest["scales"], list):
-        _check_role([1, 0, manifest["scales"]], 0, taken.get(0, set()), size, fail)
-        if any(page is None for page in manifest["scales"]):
-            fail("a page of scales is missing")
+    if any(found & taken[rank] for rank, found in of_scales.items()):
+        fail("scales lie in a slot of something else")
     for tensor_, runs in zip(tensors, covered, strict=True):
         end = 0
         for first, count in sorted(runs):
@@ -68,15 +70,16 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
             fail(f"{entry['name']!r} made {entry['step']!r:.20} steps")
 
 
-def _has_scales(manifest: Manifest, first: Any, elements: int) -> bool:
-    """Whether those of so many elements are there, from this byte on; in pages, within one."""
-    scales, size = manifest["scales"], -(-elements // MOMENT_BLOCK) * 2
-    if type(first) is not int or first < 0 or scales is None:
+def _has_scales(manifest: Manifest, chunk: dict[str, Any], elements: int) -> bool:
+    """Whether those of so many elements are there, of every moment that has them."""
+    old, size = manifest["scales"], -(-elements // MOMENT_BLOCK) * 2
+    moments = sum(chunk[role] is not None for role in ROLES[2:])
+    if manifest["moment_dtype"] == "block8" and len(chunk["scales"]) < moments:
         return False
-    if isinstance(scales, dict):
-        return bool(first + size <= scales["bytes"])
-    page, begin = divmod(first, manifest["page_bytes"])
-    return bool(page < len(scales) and begin + size <= manifest["page_bytes"])
+    if chunk["scale_page"] is None and old is None:
+        return not chunk["scales"]
+    end = old["bytes"] if chunk["scale_page"] is None else manifest["page_bytes"]
+    return all(type(first) is int and 0 <= first <= end - size for first in chunk["scales"])
 
 
 def _check_role(role: list[Any], end: int, slots: set[int], size: Any, fail: Fail) -> set[int]:

@@ -1,11 +1,11 @@
 """Elements of a snapshot as float32, whatever they are stored as in its pages.
 
-    elements = Elements(moment_dtype, scales, fail)
+    elements = Elements(moment_dtype, fail)
     for at, count in slices(chunk, run_at, run_count):
         values = elements.read(chunk, page, number, form, at, count)    # valid until the next ones
 
-`chunk` is one as snapshot_files.py describes it, `page` gives the page in a slot, and `scales`
-bytes of all scales. Number 0 is the master, 1 and 2 are the moments. Use from one thread.
+`chunk` is one as snapshot_files.py describes it, and `page` gives the page in a slot. Number 0 is
+the master, 1 and 2 are the moments. Use from one thread.
 
 Note [Slices]. Values pass through memory of their own on the way from their pages to where they go.
 A slice of that is small enough to stay in the cache meanwhile, and large enough that what is done
@@ -35,8 +35,6 @@ Chunk = dict[str, Any]
 MomentDtype = Literal["float32", "bfloat16", "block8"]
 Page = Callable[[int], torch.Tensor]
 """The bytes of the page in a slot."""
-Scales = Callable[[int, int], torch.Tensor]
-"""So many bytes of all scales, from one on; valid until others are asked for."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,15 @@ class Elements:
     """Of one snapshot. Memory used: a slice."""
 
     def __init__(
-        self, moment_dtype: MomentDtype, scales: Scales, fail: Callable[[str], NoReturn]
+        self,
+        moment_dtype: MomentDtype,
+        fail: Callable[[str], NoReturn],
+        old_scales: torch.Tensor | None = None,
     ) -> None:
-        """`fail(why)` raises: the snapshot contradicts itself."""
+        """`fail(why)` raises: the snapshot contradicts itself. `old_scales`: all of them, of a
+        snapshot of version 1."""
         self._moment_dtype: MomentDtype = moment_dtype
-        self._scales = scales
+        self._old_scales = old_scales
         self._fail = fail
         self._values = torch.empty(SLICE_ELEMENTS, dtype=torch.float32)
 
@@ -123,14 +125,19 @@ class Elements:
             return stored.view(torch.float32)
         scales = None
         if dtype == "block8":
-            first = max(chunk["scales"][number - 1], 0) + at // MOMENT_BLOCK * 2
-            size = 2 * -(-count // MOMENT_BLOCK)
-            scales = self._scales(first, size)
-            if at % MOMENT_BLOCK or scales.numel() != size:
-                self._fail("scales are missing")
+            scales = self.scales(chunk, page, number - 1, at, count)
         address = 0 if scales is None else scales.data_ptr()
         load_moments(dtype, rule, number, stored.data_ptr(), address, count, values.data_ptr())
         return values
+
+    def scales(self, chunk: Chunk, page: Page, moment: int, at: int, count: int) -> torch.Tensor:
+        """Those of elements of a moment: bytes of the page that has them."""
+        held, size = chunk["scale_page"], 2 * -(-count // MOMENT_BLOCK)
+        found = self._old_scales if held is None else page(held[0])
+        first = chunk["scales"][moment] + at // MOMENT_BLOCK * 2
+        if found is None or at % MOMENT_BLOCK or first + size > found.numel():
+            self._fail("scales are missing")
+        return found[first : first + size]
 
     def _bytes(
         self, chunk: Chunk, page: Page, role: str, at: int, count: int, size: int

@@ -17,7 +17,6 @@ import torch
 
 from .._config.conforms import conforms
 from . import extras
-from .snapshot_files import MACHINES_FORMAT, RANKS_FORMAT
 
 ALIGNMENT = 4096  # of what pages are read into
 MOMENT_BLOCK = 64  # elements that share a scale
@@ -62,7 +61,7 @@ def unsound(manifest: dict[str, Any]) -> Iterator[str]:
             yield f"a buffer is {entry!r:.60}"
             return
     scales = manifest.get("scales", False)
-    in_pages = isinstance(scales, list) and manifest["snapshot"] != 1
+    in_pages = isinstance(scales, list) and manifest["snapshot"] == 2
     if scales is not None and not in_pages and not _lies(scales, manifest["bytes"]):
         yield "the scales lie where they cannot"
     buffers = [entry["tensors"][0] | {"shape": entry["shape"]} for entry in manifest["buffers"]]
@@ -70,7 +69,7 @@ def unsound(manifest: dict[str, Any]) -> Iterator[str]:
     if not conforms(others, list[dict[str, Any]], {}) or not all(map(_is_rank, others)):
         yield "what it says of other ranks makes no sense"
         return
-    if manifest["snapshot"] in (RANKS_FORMAT, MACHINES_FORMAT):
+    if "ranks" in manifest or manifest["snapshot"] in (3, 4):
         yield from _problems_of_ranks(manifest, len(others))
     tensors = [record for said in (manifest, *others) for record in said["tensors"]]
     for record in [*buffers, *tensors]:
@@ -95,7 +94,7 @@ def _problems_of_ranks(manifest: dict[str, Any], others: int) -> Iterator[str]:
     ):
         yield "a chunk is of no rank"
     if manifest["scales"] is not None or manifest.get("gradients") is not None:
-        yield "ranks have no scales, and no gradients"
+        yield "ranks have no gradients, and scales where their chunks say"
 
 
 def _lies(record: Any, end: int) -> bool:

@@ -1,6 +1,6 @@
 """Gradients of a snapshot that was taken in the middle of a step, and the steps of its runs.
 
-    upgrade(manifest)                           # of an older format: as if it were of this one
+    upgrade(manifest)                           # of an older format: as one of this is
     gradients = SavedGradients(manifest, state, source)         # raises CheckpointError
     gradients.apply(chunk, pages, run)          # an update that was still to come, on what was read
     gradients.restore()                         # behind all values: they land again
@@ -22,6 +22,7 @@ from .._config.managed import DTYPE_NAMES
 from .._core import update_span
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
+from .snapshot_elements import Page
 from .snapshot_files import FORMAT, GRAD, ROLES
 from .stored import StoredTensor
 
@@ -45,14 +46,38 @@ class Source(Protocol):
     def pages_of(self, slots: list[int]) -> Pages:
         """Those slots, read and verified."""
 
-    def scales(self, first: int, count: int) -> torch.Tensor:
-        """Bytes of scales, which may be changed until others are asked for."""
+    def scales(self, chunk: Chunk, page: Page, moment: int, at: int, count: int) -> torch.Tensor:
+        """As Elements has them."""
 
 
 def upgrade(manifest: dict[str, Any]) -> None:
-    """Gives a manifest of format 1 what format 2 has beside it. Raises as it contradicts itself."""
-    if manifest["snapshot"] != 1:
-        return
+    """Gives a manifest of an older format what this one has. Raises as it contradicts itself."""
+    if isinstance(manifest["scales"], list):
+        _place_scales(manifest)
+    for chunk in manifest["chunks"]:
+        chunk.setdefault("scale_page", None)
+    if manifest["snapshot"] == 1:
+        _upgrade_runs(manifest)
+
+
+def _place_scales(manifest: dict[str, Any]) -> None:
+    """Of format 2: each chunk says in which page its scales are."""
+    pages, size = manifest["scales"], manifest["page_bytes"]
+    if size <= 0:
+        raise ValueError(f"pages of {size} bytes")
+    for chunk in manifest["chunks"]:
+        places = [divmod(first, size) for first in chunk["scales"]]
+        if not places:
+            continue
+        page = places[0][0]
+        if page < 0 or any(other != page for other, _ in places):
+            raise ValueError("scales of a chunk lie in two pages")
+        chunk |= {"scale_page": pages[page], "scales": [first for _, first in places]}
+    manifest["scales"] = None
+
+
+def _upgrade_runs(manifest: dict[str, Any]) -> None:
+    """Of format 1."""
     steps = [entry["step"] for entry in manifest["params"]]
     for chunk in manifest["chunks"]:
         for run in chunk["runs"]:
@@ -213,8 +238,8 @@ class SavedGradients:
                 for role, name in zip(ROLES, ADDRESSES, strict=True)
                 if chunk[role] is not None
             }
-            for base, name in zip(chunk["scales"], ("scales1", "scales2"), strict=False):
-                scales = self._source.scales(base + begin // 64 * 2, -(-length // 64) * 2)
+            for i, name in zip(range(len(chunk["scales"])), ("scales1", "scales2"), strict=False):
+                scales = self._source.scales(chunk, pages.__getitem__, i, begin, length)
                 addresses[name] = scales.data_ptr()
             gradient = self._gradient(chunk, begin, length, self._dtype(run))
             update_span(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint_files import MANIFEST_NAME, CheckpointError, complete_at, read_manifest
-from .snapshot_files import finish_removals, remove_snapshot, snapshots_of
+from .snapshot_series import finish_removals, remove_snapshot, snapshots_of
 
 if TYPE_CHECKING:
     from .._core import Session

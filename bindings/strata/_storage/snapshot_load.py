@@ -4,8 +4,7 @@ they are read, verified, and written to wherever the model has them now.
     extra = load(model, "runs/llama")                # a series, one of its folders, or a checkpoint
 
 Budgets, page size, drives, tiles, the form of moments and the mode of updates may be others than in
-the run that took the snapshot. The format is described in snapshot_files.py: everything in the
-manifest is held against it, and against the model, before anything is changed.
+the run that took the snapshot.
 """
 
 from __future__ import annotations
@@ -13,44 +12,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
-import torch
 from torch import nn
 
-from .._errors import StrataError
-from .._optim.groups import moments_of
-from .._runtime import coded
 from .._runtime.wrapped import Wrapped, wrapped
-from . import checkpoint, rng
+from . import checkpoint
 from .checkpoint import Meter, Progress
-from .checkpoint_files import CheckpointError, Record, TensorReader, find, read_manifest
-from .checkpoint_manifest import misfits
+from .checkpoint_files import TensorReader, find, read_manifest
 from .extras import from_json
 from .snapshot import refuse_some_ranks, taker_of, why_none
 from .snapshot_adopt import adopt
-from .snapshot_chunks import check_chunks, roles_of
-from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
-from .snapshot_files import FORMATS, check_drives, drives_by_rank, is_snapshot, snapshots_of
-from .snapshot_form import unsound
-from .snapshot_gradients import Pages, SavedGradients, upgrade
-from .snapshot_machines import newest_of_all, readers_of
-from .snapshot_pages import bytes_of, page_memory, saved_pages
-from .stored import StoredTensor, persistent_buffers, stored_tensors
+from .snapshot_files import is_snapshot
+from .snapshot_machines import newest_of_all
+from .snapshot_series import snapshots_of
+from .snapshot_source import Source, read_tensor
+from .stored import persistent_buffers
 from .tiled import say_of_tiles
-from .together import Together, owned
-
-if TYPE_CHECKING:
-    from .._core import Kind, SavedPages, StoredName
-
-READ_BYTES = 16 << 20  # at least, so that the disk has work until the next read begins
-READS_AHEAD = 2
+from .together import Together
 
 log = logging.getLogger("strata")
 
@@ -85,7 +65,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
             state.hooks.reset()  # raises in a forked child, which has none of the threads
             state.snapshots.finish()
             state.snapshots.holder.finish()
-    if together.machines and not why_none(state, taken=False):
+    if together.machines and not why_none(state):
         taker_of(state).tidy(together)  # which may find the newest one
     snapshot = _find(state, Path(os.path.realpath(path)), together)
     if snapshot is None:
@@ -117,7 +97,7 @@ def _load_snapshot(
         with together.phase() as phase:
             file = stack.enter_context(TensorReader(folder))
             manifest = file.manifest
-            source = _Source(manifest, folder, state, file)
+            source = Source(manifest, folder, state, file)
             say_of_tiles(state, manifest, folder)
             groups = checkpoint.merged_groups(state, manifest["groups"], folder)
             buffers = persistent_buffers(state.model)
@@ -126,7 +106,9 @@ def _load_snapshot(
             records += [("extra", record) for record in own["tensors"]]
             meter = Meter(progress, source.bytes)
             file.verify(records, lambda _: None)
-            extra = from_json(own["extra"], [_tensor(file, record) for record in own["tensors"]])
+            extra = from_json(
+                own["extra"], [read_tensor(file, record) for record in own["tensors"]]
+            )
             phase.said = manifest.get("id")
         together.agree("snapshots", phase.heard)
         source.find_pages(together)
@@ -139,7 +121,7 @@ def _load_snapshot(
                 state.drop_gradients()  # all ranks meet for it
             state.half_loaded = True
             state.forget_step()
-            phase.said = adopt(state, manifest, folder, source.scales, together)
+            phase.said = adopt(state, manifest, folder, source.scales_alone, together)
         why = next(filter(None, phase.heard), "")
         # 3. Else each reads what it owns.
         with together.phase():
@@ -161,280 +143,3 @@ def _load_snapshot(
             checkpoint.restore_context(state, groups, own["rng"])
     state.half_loaded = False
     return extra
-
-
-@dataclass
-class _Run:
-    """Elements of a tensor that lie behind each other in a chunk."""
-
-    part: int
-    first: int  # in the part
-    count: int
-    at: int  # in the chunk
-
-
-class _Source:
-    """A snapshot's pages, as a manifest that fits the model names them."""
-
-    def __init__(
-        self, manifest: dict[str, Any], folder: Path, state: Wrapped, file: TensorReader
-    ) -> None:
-        """Raises CheckpointError where the manifest contradicts its format or the model."""
-        self.manifest = manifest
-        self.tensors = stored_tensors(state.model)
-        self._where = str(folder)
-        self._check(state)
-        self._chunks = manifest["chunks"]
-        self._page_bytes = manifest["page_bytes"]
-        self.bytes = bytes_of(manifest)
-        self._owned = _owned(state)
-        self._scales = torch.empty(0, dtype=torch.uint8)
-        self._scale_page = -1  # of it, where scales lie in pages
-        if isinstance(manifest["scales"], dict):
-            file.verify([("scales", manifest["scales"])], lambda _: None)
-            self._scales = _tensor(file, manifest["scales"] | {"shape": [-1]})
-        self._folder, self._engine = folder, state.config["io_engine"]
-        self._pages: dict[int, SavedPages] = {}  # by rank that had them, where they are reached
-        self._readers: dict[int, int] = {}  # likewise: who reads for all; none: each for itself
-        self._others = torch.empty(SLICE_ELEMENTS, dtype=torch.float32)  # nobody reads them
-        self._elements = Elements(manifest["moment_dtype"], self.scales, self._fail)
-        self._reading = threading.Lock()  # the next chunks, or gradients and scales
-
-    def _fail(self, why: str) -> NoReturn:
-        raise CheckpointError(f"{self._where} is a damaged snapshot: {why}")
-
-    def _check(self, state: Wrapped) -> None:
-        manifest = self.manifest
-        if manifest["snapshot"] not in FORMATS:
-            raise CheckpointError(
-                f"{self._where} is a snapshot of version {manifest['snapshot']!r:.20}; this strata "
-                f"reads 1 to {FORMATS[-1]}"
-            )
-        check_drives(manifest, Path(self._where))
-        for problem in unsound(manifest):
-            self._fail(problem)
-        try:
-            wanted = checkpoint.model_layout(state) | {"groups": checkpoint.plain_groups(state)}
-            problems = misfits(manifest, wanted) + rng.problems(manifest["rng"])
-            if not problems:
-                upgrade(manifest)
-                check_chunks(manifest, self.tensors, self._fail)
-                self.gradients = SavedGradients(manifest, state, self)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
-        if problems:
-            raise CheckpointError(
-                f"{self._where} is a snapshot of another model: {'; '.join(problems[:4])}"
-            )
-
-    def find_pages(self, together: Together) -> None:
-        """Opens the page files that can be reached. All ranks call it. Raises CheckpointError."""
-        manifest, folder = self.manifest, self._folder
-        ranks = range(len(drives_by_rank(manifest)))
-        if together.machines or "machines" in manifest:
-            self._readers = readers_of(manifest, folder, together)
-        reached = [r for r in ranks if self._readers.get(r, together.rank) == together.rank]
-        with together.phase():
-            try:
-                opened = [saved_pages(manifest, folder, rank, self._engine) for rank in reached]
-            except (StrataError, TypeError, ValueError) as error:
-                raise CheckpointError(f"the pages of {folder} cannot be read: {error}") from error
-        self._pages = dict(zip(reached, opened, strict=True))
-
-    def restore(self, state: Wrapped, meter: Meter, together: Together) -> None:
-        """Writes everything to the session. What comes next is read meanwhile. Where a rank reads
-        for others, one that fails goes on with that to the end."""
-        kinds = [moments_of(group) for group in state.config["groups"]]
-        batches, failed = self._batches(), None
-        free = [torch.empty(0, dtype=torch.uint8)] * (READS_AHEAD + 1)
-        ahead: deque[tuple[list[Chunk], Future[tuple[torch.Tensor, Pages]]]] = deque()
-        with ThreadPoolExecutor(1, "strata-load") as pool:
-            while True:
-                while free and (batch := next(batches, None)) is not None:
-                    ahead.append((batch, pool.submit(self._read, batch, free.pop())))
-                if not ahead:
-                    break
-                batch, reading = ahead.popleft()
-                memory = torch.empty(0, dtype=torch.uint8)
-                try:
-                    memory, pages = self._received(batch, reading, together)
-                    meter.add(sum(len(_slots(chunk)) for chunk in batch) * self._page_bytes)
-                    if failed is None:
-                        self._restore_batch(state, batch, pages, kinds)
-                except BaseException as error:
-                    if not self._readers:
-                        raise
-                    failed = failed or error
-                free.append(memory)
-        if failed is not None:
-            raise failed
-
-    def _received(
-        self, batch: list[Chunk], reading: Future[tuple[torch.Tensor, Pages]], together: Together
-    ) -> tuple[torch.Tensor, Pages]:
-        """As _read(), whose result it is, also where another rank has read."""
-        reader = self._readers.get(_rank_of(batch))
-        if reader is None:
-            return reading.result()
-        failed = reading.exception()
-        memory, pages = reading.result() if failed is None else (torch.empty(0), Pages())
-        together.pass_on(memory[: len(pages) * self._page_bytes], reader, failed)
-        return memory, pages
-
-    def _restore_batch(
-        self, state: Wrapped, batch: list[Chunk], pages: Pages, kinds: list[Any]
-    ) -> None:
-        for chunk in batch:
-            for run in chunk["runs"]:
-                if self._is_mine(run):
-                    self.gradients.apply(chunk, pages, run)
-                self._restore_run(state, chunk, pages, _Run(*run[:4]), kinds)
-
-    def _batches(self) -> Iterator[list[Chunk]]:
-        """All chunks, in lists that are worth a read, each of one rank's."""
-        batch: list[Chunk] = []
-        for chunk in self._chunks:
-            if batch and _rank_of(batch) != _rank_of([chunk]):
-                yield batch
-                batch = []
-            batch.append(chunk)
-            if sum(len(_slots(each)) for each in batch) * self._page_bytes >= READ_BYTES:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
-
-    def _read(self, batch: list[Chunk], memory: torch.Tensor) -> tuple[torch.Tensor, Pages]:
-        """Pages of chunks, by slot, in the memory, or in more of it where it does not suffice. New
-        memory would have to be cleared by the kernel each time."""
-        rank = _rank_of(batch)
-        wanted = [c for c in batch if rank in self._readers or any(map(self._is_mine, c["runs"]))]
-        slots = list(dict.fromkeys(slot for chunk in wanted for slot in _slots(chunk)))
-        size = len(slots) * self._page_bytes
-        if memory.numel() < size:
-            memory = page_memory(size)
-        return memory, self._read_to(slots, memory, rank)
-
-    def pages_of(self, slots: list[int]) -> Pages:
-        """Those slots, read and verified, of a process that was alone."""
-        return self._read_to(slots, page_memory(len(slots) * self._page_bytes), 0)
-
-    def _read_to(self, slots: list[int], memory: torch.Tensor, rank: int) -> Pages:
-        """The memory's pages. `rank`: whose they were; what another one reads comes later."""
-        if rank in self._pages:
-            with self._reading:
-                self._pages[rank].read(slots, memory.data_ptr())
-        size = self._page_bytes
-        return {s: memory[i * size :][:size] for i, s in enumerate(slots)}
-
-    def _is_mine(self, run: list[Any]) -> bool:
-        """Whether this rank owns any of it. Codes are read by all ranks, whoever owns them."""
-        if "stored" in self.manifest["params"][self.manifest["parts"][run[0]][0]]:
-            return True
-        return any(True for _ in self._owned_of(run[0], run[1], run[2]))
-
-    def _owned_of(self, part: int, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """What this rank owns of elements of a part: in their tensor, as (first, count)."""
-        place, begin = self.manifest["parts"][part]
-        return checkpoint.within(self._owned[place], begin + first, count)
-
-    def _restore_run(
-        self, state: Wrapped, chunk: Chunk, pages: Pages, run: _Run, kinds: list[Any]
-    ) -> None:
-        place = self.manifest["parts"][run.part][0]
-        entry = self.manifest["params"][place]
-        if "stored" in entry:
-            self._restore_codes(state, chunk, pages, run, entry["stored"])
-            return
-        group = state.config["params"][self.tensors[place].parts[0]]["group"]
-        moments = len(kinds[group]) if entry["trainable"] else 0
-        form = Form(entry["dtype"], entry["rule"])
-        for at, count in slices(chunk, run.at, run.count):
-            first = run.first + at - run.at
-            mine = any(True for _ in self._owned_of(run.part, first, count))
-            for number in range(moments + 1):
-                read = self._elements.read
-                # All ranks make the same calls of write(), and the core takes what a rank owns.
-                values = self._others[:count]
-                if mine:
-                    values = read(chunk, pages.__getitem__, number, form, at, count)
-                self._write(state, run, at - run.at, number, values)
-
-    def _restore_codes(
-        self, state: Wrapped, chunk: Chunk, pages: Pages, run: _Run, form: StoredName
-    ) -> None:
-        place, begin = self.manifest["parts"][run.part]
-        tensor = self.tensors[place]
-        stored = self._elements.codes(chunk, pages.__getitem__, form, run.at, run.count)
-        first = begin + run.first
-        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
-            numel = torch.Size(shape).numel()
-            if first + run.count <= numel:
-                coded.write(state, part, stored, first)
-                return
-            first -= numel
-            if first < 0:
-                self._fail(f"codes of {tensor.name!r} are cut into other tiles")
-
-    def scales(self, first: int, count: int) -> torch.Tensor:
-        """Bytes of scales, which may be changed until others are asked for."""
-        if isinstance(self.manifest["scales"], list):
-            page, first = divmod(first, self._page_bytes)
-            if not 0 <= page < len(self.manifest["scales"]):
-                self._fail("scales are missing")
-            if page != self._scale_page:
-                slot = self.manifest["scales"][page][0]
-                self._scales, self._scale_page = self.pages_of([slot])[slot], page
-        return self._scales[first : first + count]
-
-    def _write(
-        self, state: Wrapped, run: _Run, done: int, number: int, values: torch.Tensor
-    ) -> None:
-        place, begin = self.manifest["parts"][run.part]
-        kinds: tuple[Kind, Kind, Kind] = ("master", "moment1", "moment2")
-        for part, offset, piece in _split(self.tensors[place], begin + run.first + done, values):
-            state.session.write(part, kinds[number], offset, piece.data_ptr(), piece.numel())
-
-
-def _owned(state: Wrapped) -> list[list[tuple[int, int]]]:
-    """By tensor: what this rank owns of its elements, as (first, count)."""
-    rank = state.ranks.rank if state.ranks is not None else 0
-    found = []
-    for tensor in stored_tensors(state.model):
-        runs, begin = [], 0
-        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
-            runs += [(begin + first, count) for first, count in owned(state, part, rank)]
-            begin += torch.Size(shape).numel()
-        found.append(runs)
-    return found
-
-
-def _rank_of(batch: list[Chunk]) -> int:
-    """The one that had its pages."""
-    return int(batch[0].get("rank", 0))
-
-
-def _slots(chunk: Chunk) -> list[int]:
-    """Of the pages of its state."""
-    return [p[0] for role in roles_of(chunk) for p in chunk[role][2] if p is not None]
-
-
-def _split(
-    tensor: StoredTensor, first: int, values: torch.Tensor
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Parameters, first elements in them, and values, of elements of a tensor from `first` on."""
-    for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
-        numel = torch.Size(shape).numel()
-        if first < numel and values.numel():
-            yield part, first, values[: numel - first]
-            values = values[numel - first :]
-            first = numel
-        first -= numel
-
-
-def _tensor(file: TensorReader, record: Record) -> torch.Tensor:
-    raw = bytearray().join(bytes(chunk) for chunk in file.chunks(record))
-    dtype = getattr(torch, record["dtype"])
-    if not raw:
-        return torch.empty(record["shape"], dtype=dtype)
-    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(record["shape"])

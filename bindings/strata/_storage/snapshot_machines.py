@@ -40,16 +40,11 @@ from typing import Any
 from .checkpoint_files import MANIFEST_NAME, STATE_NAME, CheckpointError, read_manifest
 from .rank_board import Board
 from .replacing import WorkFolder, make_folder, make_newest, remove, sync
-from .snapshot_files import (
-    clean_up,
-    id_at,
-    link_owner,
-    pending_on,
-    snapshots_of,
-    taking_place,
-)
+from .snapshot_files import id_at
+from .snapshot_links import link_owner
 from .snapshot_pages import lies_here, unreachable
 from .snapshot_parts import part_files
+from .snapshot_series import clean_up, snapshots_of, taking_place, unknown_on
 from .together import Together
 
 COPIED = (STATE_NAME, MANIFEST_NAME)  # the manifest last
@@ -166,7 +161,7 @@ def recover(board: Board | None, drives: list[str], together: Together, cleans: 
     with together.phase() as phase:
         if together.turn == 0 and cleans:
             clean_up(drives)
-        asked = pending_on(drives) if cleans else {}
+        asked = unknown_on(drives) if cleans else {}
         phase.said = {identity: id_at(folder) == identity for identity, folder in asked.items()}
     # 2. It sends the files of what somebody lacks.
     wanted = sorted({i for said in phase.heard[1:] for i, there in said.items() if not there})
@@ -247,9 +242,4 @@ def readers_of(manifest: dict[str, Any], folder: Path, together: Together) -> di
             raise CheckpointError(unreachable(manifest, folder, part, who))
         if not all(reach):
             readers[part] = reach.index(True)
-    if readers and isinstance(manifest["scales"], list):
-        raise CheckpointError(
-            "moments of 8 bits that a process which was alone has kept in a snapshot are read from "
-            "its own disk: go on there, or load what strata.save wrote"
-        )
     return readers

@@ -28,7 +28,7 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .replacing import sync
-from .snapshot_files import GRAD, RANKS_FORMAT, ROLES, check_drives, drives_by_rank
+from .snapshot_files import GRAD, ROLES, check_drives, drives_by_rank, format_of
 from .snapshot_form import ALIGNMENT
 
 Read = Callable[[int, torch.Tensor], None]
@@ -102,7 +102,7 @@ def copy_snapshot(folder: Path, to: Path) -> None:
             manifest["drives"] = [{"folder": "", "file": name} for name in names]
             manifest["id"] = secrets.token_hex(8)
             if manifest.pop("machines", None) is not None:
-                manifest["snapshot"] = RANKS_FORMAT
+                manifest["snapshot"] = format_of(manifest)
             write_manifest(new, manifest)
     except (StrataError, OSError, CheckpointError) as error:
         if not (folder / MANIFEST_NAME).is_file():
@@ -170,16 +170,18 @@ def bytes_of(manifest: dict[str, Any]) -> int:
 
 
 def pages_of(manifest: dict[str, Any], rank: int = 0) -> list[list[int]]:
-    """Slot, version and checksum of every page that a rank has, in order."""
-    scales = manifest["scales"] if isinstance(manifest["scales"], list) else []
-    return scales + [
-        page
-        for chunk in manifest["chunks"]
-        if chunk.get("rank", 0) == rank
-        for role in (*ROLES, GRAD)
-        for page in (chunk.get(role) or ((), (), ()))[2]
-        if page is not None
-    ]
+    """Slot, version and checksum of every page that a rank has; of one that chunks share, for each
+    of them."""
+    old = manifest.get("scales")
+    pages = list(old) if isinstance(old, list) else []
+    for chunk in manifest["chunks"]:
+        if chunk.get("rank", 0) != rank:
+            continue
+        for role in (*ROLES, GRAD):
+            pages += [page for page in (chunk.get(role) or ((), (), ()))[2] if page is not None]
+        if chunk.get("scale_page") is not None:
+            pages.append(chunk["scale_page"])
+    return pages
 
 
 def _write_all(file: int, page: torch.Tensor, offset: int) -> None:

@@ -43,7 +43,6 @@ class Share:
 
     chunks: Sequence[dict[str, Any]]
     links: Sequence[str]  # a name of each page file
-    scales: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -65,17 +64,16 @@ class SnapshotValues:
     ) -> None:
         """`shares`: by rank."""
         self._page_bytes = page_bytes
-        self._scale_pages = shares[0].scales  # of a process that is alone
         self._forms = forms.params
-        self._elements = Elements(forms.moment_dtype, self._scales, _fail)
+        self._elements = Elements(forms.moment_dtype, _fail)
         self._runs: dict[int, list[_Run]] = {}
         self._pages = []
         for number, share in enumerate(shares):
             for chunk in share.chunks:
                 for part, first, count, at, *_ in chunk["runs"]:
                     self._runs.setdefault(part, []).append(_Run(first, count, at, chunk, number))
-            found = {"chunks": share.chunks, "scales": list(share.scales)}
-            slots = {s: (s, version, checksum) for s, version, checksum in pages_of(found, number)}
+            found = pages_of({"chunks": share.chunks}, number)
+            slots = {s: (s, version, checksum) for s, version, checksum in found}
             folders = [str(Path(link).parent.parent) for link in share.links]
             names = [str(Path(*Path(link).parts[-2:])) for link in share.links]
             pages = SavedPages(folders, names, page_bytes, list(slots.values()), io_engine)
@@ -106,10 +104,6 @@ class SnapshotValues:
             page = partial(self._page, run.share)
             found = self._elements.codes(run.chunk, page, stored, run.at, run.count)
             yield from raw_bytes(found[kind])
-
-    def _scales(self, first: int, count: int) -> torch.Tensor:
-        page, first = divmod(first, self._page_bytes)
-        return self._page(0, self._scale_pages[page][0])[first : first + count]
 
     def _page(self, share: int, slot: int) -> torch.Tensor:
         key = (share, slot)

@@ -35,20 +35,13 @@ from .durability import Durability
 from .large_manifest import write_large_manifest
 from .rank_board import Board
 from .snapshot_context import Context, Form, write_state
-from .snapshot_files import (
-    MACHINES_FORMAT,
-    RANKS_FORMAT,
-    Links,
-    id_at,
-    mark_going,
-    remove_links,
-    snapshots_of,
-    taking_place,
-)
+from .snapshot_files import format_of, id_at
 from .snapshot_kept import KeptSnapshots
+from .snapshot_links import Links, mark_going, remove_links
 from .snapshot_machines import Copies, make_newest_of, recover
 from .snapshot_pages import copy_pages, from_files, slots_of
 from .snapshot_parts import join_part, note_steps, own_chunks, write_part
+from .snapshot_series import snapshots_of, taking_place
 from .together import Together
 
 if TYPE_CHECKING:
@@ -225,7 +218,7 @@ class Writer:
         manifest["chunks"] = [None] * pages.chunk_count
         for number, chunk in own_chunks(pages):
             manifest["chunks"][number] = chunk
-        manifest["scales"] = pages.scales or None
+        manifest["scales"] = None
         if (gradients := pages.gradients) is not None:
             manifest["gradients"] = {"params": gradients, "groups": pages.hypers} | manifest["sums"]
         del manifest["sums"]
@@ -256,7 +249,7 @@ class Writer:
             self._asked.folder.parent,
         )
         chunks = [chunk for _, chunk in own_chunks(pages)]
-        slots, size = slots_of({"chunks": chunks, "scales": pages.scales}), pages.page_bytes
+        slots, size = slots_of({"chunks": chunks}), pages.page_bytes
         files = self._session.page_files()
         try:
             names = copy_pages(from_files(files, size), len(files), slots, size, new, first)
@@ -270,9 +263,9 @@ class Writer:
         assert self._links is not None
         ranks, machines = self._together.count, list(self._together.machines)
         if ranks > 1:
-            manifest |= {"snapshot": RANKS_FORMAT, "ranks": drives}
+            manifest["ranks"] = drives
         if machines:
-            manifest |= {"snapshot": MACHINES_FORMAT, "machines": machines}
+            manifest["machines"] = machines
         manifest["id"] = self._links.id
         with TensorWriter(new / STATE_NAME) as file:
             write_state(file, manifest, self._asked.context)
@@ -283,6 +276,6 @@ class Writer:
                 manifest["others"] = [
                     join_part(new, rank, manifest, file) for rank in range(1, ranks)
                 ]
-            manifest["bytes"] = file.bytes
+            manifest |= {"bytes": file.bytes, "snapshot": format_of(manifest)}
         write_large_manifest(new, manifest)
         make_newest_of(self._asked.folder.parent, new)

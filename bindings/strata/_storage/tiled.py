@@ -22,7 +22,7 @@ from .._runtime.wrapped import Wrapped
 from ..nn.replace import tile
 from .checkpoint_files import CheckpointError, find, read_manifest
 from .checkpoint_manifest import is_tiles
-from .snapshot_files import snapshots_of
+from .snapshot_series import snapshots_of
 from .stored import stored_tensors
 
 log = logging.getLogger("strata")

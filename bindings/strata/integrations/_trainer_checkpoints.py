@@ -19,12 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._config.ranks import machines_there
 from .._config.update_modes import LockFree
 from .._storage.checkpoint_files import CheckpointError, find
 from .._storage.checkpoint_files import remove_checkpoint as remove_saved
-from .._storage.snapshot_files import remove_snapshot, snapshots_of
-from ._trainer_arguments import OPTIMIZERS, optimizer_name
+from .._storage.snapshot_series import remove_snapshot, snapshots_of
 
 STATE_FOLDER = "strata"  # of a checkpoint
 TRAINER_STATE = "trainer_state.json"
@@ -103,13 +101,7 @@ def whose_no_snapshots(args: Any, keywords: Mapping[str, Any]) -> str:
     `args`: of the Trainer; `keywords`: of strata.wrap()."""
     if args.world_size == 1:
         return ""
-    if machines_there():
-        return "ranks of several machines"
-    if isinstance(keywords.get("update"), LockFree):
-        return "ranks with late updates"
-    _, implied = OPTIMIZERS.get(optimizer_name(args), ("", {}))
-    eight = {**implied, **keywords}.get("state_dtype") == "8bit"
-    return "ranks with moments in 8 bits" if eight else ""
+    return "ranks with late updates" if isinstance(keywords.get("update"), LockFree) else ""
 
 
 def snapshots_at_once(args: Any, steps: int) -> int:

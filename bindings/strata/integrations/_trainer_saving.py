@@ -29,8 +29,8 @@ from .._storage import rng
 from .._storage.replacing import make_newest
 from .._storage.saving import save
 from .._storage.snapshot import SnapshotHandle, snapshot_alone
-from .._storage.snapshot_files import snapshots_of
 from .._storage.snapshot_load import load
+from .._storage.snapshot_series import snapshots_of
 from .._storage.together import name_dead
 from ._trainer_checkpoints import (
     STATE_FOLDER,

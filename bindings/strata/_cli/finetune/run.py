@@ -136,11 +136,6 @@ def refuse_for_ranks(options: Options, device: str) -> None:
             "--snapshot-every: gradients of several ranks that wait for their updates are in no "
             "snapshot: --save-every does, or --update on_step"
         )
-    if options.results.snapshot_every and options.memory.state_dtype == "8bit":
-        raise ValueError(
-            "--snapshot-every: moments in 8 bits of several ranks are in no snapshot: --save-every "
-            "does, or --state-dtype bfloat16"
-        )
 
 
 def accept(output: Path, options: Options, data: Data) -> None:

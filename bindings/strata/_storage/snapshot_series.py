@@ -1,0 +1,150 @@
+"""A series of snapshots: its folders, how one takes its place there, and how one goes.
+
+    with taking_place(step_folder(series, 500)) as new: ...     # complete, or as before
+    snapshots_of(series)                                        # the oldest first
+    remove_snapshot(folder)
+    clean_up(drives)                                            # what killed processes left
+
+The format is described in snapshot_files.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from .checkpoint_files import (
+    MANIFEST_NAME,
+    STATE_NAME,
+    CheckpointError,
+    complete_at,
+    read_manifest,
+    replace_folder,
+    tidy,
+)
+from .replacing import remove_unmarked, sync, targets_of_work
+from .snapshot_files import REMOVED_NAME, check_drives, id_at, is_snapshot, links_at
+from .snapshot_links import mark_complete, mark_pending, pending_on, remove_halves, remove_links
+
+STEP_NAME = re.compile(r"step-(\d{6,12})")
+
+
+def step_folder(series: Path, step: int) -> Path:
+    """Where the snapshot behind a step lies."""
+    return series / f"step-{step:06d}"
+
+
+def snapshots_of(series: Path) -> list[Path]:
+    """The complete ones, the oldest first; also one that a killed process was about to replace.
+    Their order is that of their manifests' times, which make_newest() keeps true: a run may have
+    gone back to an earlier step, and another one may use the same series."""
+    if not series.is_dir():
+        return []
+    names = {entry.name for entry in series.iterdir()} | set(targets_of_work(series))
+    found = []
+    for name in filter(STEP_NAME.fullmatch, names):
+        if (folder := complete_at(series / name)) is not None:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found.append(((folder / MANIFEST_NAME).stat().st_mtime_ns, name, folder))
+    return [folder for *_, folder in sorted(found)]
+
+
+def check_series(path: Path) -> None:
+    """Raises CheckpointError where something else is at the path of a series."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file, and a series of snapshots is a folder")
+    if (path / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            f"{path} is the folder of a checkpoint or a snapshot, which strata.load would find "
+            "instead of the series there: give another path"
+        )
+
+
+@contextlib.contextmanager
+def taking_place(folder: Path) -> Iterator[Path]:
+    """As replace_folder(), and with what another snapshot has on the drives, of another run that
+    came by this step."""
+    tidy(folder)
+    replaced = links_at(folder)
+    if replaced is not None:
+        mark_pending(*replaced, folder)
+    with replace_folder(folder) as new:
+        yield new
+    if replaced is not None:
+        remove_links(*replaced)
+
+
+def clean_up(drives: list[str], clears: bool = True) -> None:
+    """Removes what is left of snapshots that were never complete, or were being removed: links, and
+    files in their series. Of several ranks the first of a machine comes first, and the others do
+    not clear: whatever they have of such a snapshot on their drives, it has there as well.
+    REQUIRES: the drives' lock is ours, so who left them is dead."""
+    for drive in map(Path, drives):
+        remove_halves(drive)
+        for identity, folder in pending_on(drive).items():
+            if clears:
+                with contextlib.suppress(OSError):  # the series cannot be written to: its links go
+                    _clear_folder(folder)
+            if id_at(folder) == identity:
+                mark_complete(drive, identity, folder)
+            else:
+                remove_links([str(drive)], identity)
+
+
+def unknown_on(drives: list[str]) -> dict[str, Path]:
+    """By id: the folders of snapshots that may be complete elsewhere, and are not being removed
+    here. REQUIRES: as clean_up()."""
+    found = {i: folder for drive in drives for i, folder in pending_on(Path(drive)).items()}
+    return {i: folder for i, folder in found.items() if id_at(folder, REMOVED_NAME) != i}
+
+
+def _clear_folder(folder: Path) -> None:
+    """Of one that is pending, and whose process is dead: what it left there."""
+    if not STEP_NAME.fullmatch(folder.name):
+        return
+    tidy(folder)
+    remove_unmarked(folder.parent, folder.name)
+    finish_removal(folder)
+    with contextlib.suppress(OSError):  # it is not there, or not empty
+        folder.rmdir()
+
+
+def remove_snapshot(folder: Path) -> None:
+    """Removes a snapshot: its manifest first, so that none is there in part. Other files in its
+    folder stay. Raises CheckpointError where it is none."""
+    folder = Path(os.path.realpath(folder))  # whoever goes on with it may have another directory
+    manifest = read_manifest(folder)
+    if not is_snapshot(manifest):
+        raise CheckpointError(f"{folder} is a checkpoint, and no snapshot")
+    check_drives(manifest, folder)
+    drives = [d["folder"] for d in manifest["drives"] if d["folder"]]
+    mark_pending(drives, manifest["id"], folder)
+    os.replace(folder / MANIFEST_NAME, folder / REMOVED_NAME)
+    sync(folder)
+    finish_removal(folder)
+
+
+def finish_removal(folder: Path) -> None:
+    """Removes the rest of a snapshot whose removal has begun; nothing where there is none."""
+    try:
+        manifest = read_manifest(folder, REMOVED_NAME)
+        check_drives(manifest, folder)
+    except CheckpointError:
+        return
+    own = [d["file"] for d in manifest["drives"] if not d["folder"]]
+    for name in (STATE_NAME, *own, REMOVED_NAME):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the user's files are there
+        folder.rmdir()
+    # Last: their owner tells that the folder was ours, whenever this is killed.
+    remove_links([d["folder"] for d in manifest["drives"] if d["folder"]], manifest["id"])
+
+
+def finish_removals(series: Path) -> None:
+    """Of all in the series that killed processes have begun."""
+    for folder in series.iterdir() if series.is_dir() else []:
+        if STEP_NAME.fullmatch(folder.name) and (folder / REMOVED_NAME).is_file():
+            finish_removal(folder)
