@@ -63,7 +63,7 @@ def alone(disks: dict[str, Any]) -> dict[str, Any]:
     """For ranks of one machine."""
     drive = Path(disks["hides"]) / "drive"
     drive.mkdir(exist_ok=True)
-    return {key: disks[key] for key in ("memory", "page_size")} | {"ssd_path": str(drive)}
+    return {key: disks[key] for key in disks if key != "hides"} | {"ssd_path": str(drive)}
 
 
 def all_refuse(outcomes: list[Outcome], pattern: str) -> None:
