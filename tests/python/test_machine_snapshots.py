@@ -101,7 +101,8 @@ def test_machines_share_nothing_but_the_network(
 
 
 @pytest.mark.parametrize(
-    ("machines", "kind"), [("ba", {"state_dtype": "8bit"}), ("aab", {}), thorough("abc", {})]
+    ("machines", "kind"),
+    [("ba", {"state_dtype": "8bit"}), thorough("aab", {}), thorough("abc", {})],
 )
 def test_other_ranks_of_these_machines_read_for_each_other(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any], machines: str, kind: dict[str, Any]
