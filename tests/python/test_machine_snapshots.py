@@ -292,11 +292,7 @@ def test_a_copy_that_was_lost_comes_from_rank_0(
 ) -> None:
     """Rank 0 is killed when it has the manifest, and machine b has nothing but pages and links."""
     series = own(tmp_path)
-    at = {"steps": 1, "victim": 0, "where": "finish"}
-    run = ranks.start("rank_snapshots.under_fire", EACH, series=series, **at, **disks)
-    run.await_mark("there", 120.0)
-    run.kill(0)
-    run.wait()
+    kill_in_a_commit(ranks, EACH, "finish", 0, series=series, **disks)
     a, b = (tmp_path / machine / "run" for machine in EACH)
     assert [folder.name for folder in snapshots_of(a)] == ["step-000002", "step-000003"]
     assert [folder.name for folder in snapshots_of(b)] == ["step-000002"]

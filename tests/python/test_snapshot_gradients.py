@@ -237,6 +237,7 @@ def test_copies_have_them_and_damage_is_noticed(tmp_path: Path) -> None:
         lambda m: m.update(zeros=[1 << 40]),
         lambda m: m["chunks"][chunk]["runs"][0].__setitem__(5, [7, 1, 1.0]),
         lambda m: m["chunks"][chunk]["runs"][0].__setitem__(4, -1),
+        lambda m: m["chunks"][chunk].update(rank=1),  # of one that was alone
     ):
         broken = json.loads(json.dumps(manifest))
         damage(broken)

@@ -29,9 +29,9 @@ A chunk is {"runs": [[part, first element there, count, first element in the chu
 these have had, gradient]], "scale_page": the page that has the scales of its 8-bit moments, maybe
 beside those of other chunks, or null, "scales": [byte of exp_avg's there, of exp_avg_sq's], and of
 each role (param, residual, exp_avg, exp_avg_sq, grad) null, or [elements in a page, byte where they
-begin, pages]}, a page being [slot, version, checksum], or null
-where it is zero. Slot s lies in file s % n of the n drives, at page s // n. The checksum is XXH3-64
-of the page, seeded with slot and version (offload/storage/checksum.cpp).
+begin, pages]}, a page being [slot, version, checksum], or null where it is zero. Slot s lies in
+file s % n of the n drives, at page s // n. The checksum is XXH3-64 of the page, seeded with slot
+and version (offload/storage/checksum.cpp).
 
 A run's gradient is 0: none; 1: of the step that is under way; 2: likewise, and with that of an
 earlier step in it, which waited for its update (LockFree); or [place in "groups", number of the

@@ -17,6 +17,7 @@ import torch
 
 from .._config.conforms import conforms
 from . import extras
+from .snapshot_files import MACHINES_FORMAT, RANKS_FORMAT
 
 ALIGNMENT = 4096  # of what pages are read into
 MOMENT_BLOCK = 64  # elements that share a scale
@@ -69,8 +70,7 @@ def unsound(manifest: dict[str, Any]) -> Iterator[str]:
     if not conforms(others, list[dict[str, Any]], {}) or not all(map(_is_rank, others)):
         yield "what it says of other ranks makes no sense"
         return
-    if "ranks" in manifest or manifest["snapshot"] in (3, 4):
-        yield from _problems_of_ranks(manifest, len(others))
+    yield from _problems_of_ranks(manifest, len(others))
     tensors = [record for said in (manifest, *others) for record in said["tensors"]]
     for record in [*buffers, *tensors]:
         if not _fits(record, manifest["bytes"]):
@@ -86,13 +86,15 @@ def _is_rank(said: dict[str, Any]) -> bool:
 
 
 def _problems_of_ranks(manifest: dict[str, Any], others: int) -> Iterator[str]:
-    ranks = len(manifest.get("ranks", []))
+    several = "ranks" in manifest or manifest["snapshot"] in (RANKS_FORMAT, MACHINES_FORMAT)
+    ranks = len(manifest.get("ranks", [])) if several else 1
     if ranks != 1 + others:
         yield f"it has drives of {ranks} ranks, and says something of {1 + others}"
-    if any(
-        type(c.get("rank")) is not int or not 0 <= c["rank"] < ranks for c in manifest["chunks"]
-    ):
+    owners = [chunk.get("rank", None if several else 0) for chunk in manifest["chunks"]]
+    if not all(type(owner) is int and 0 <= owner < ranks for owner in owners):
         yield "a chunk is of no rank"
+    if not several:
+        return
     if manifest["scales"] is not None or manifest.get("gradients") is not None:
         yield "ranks have no gradients, and scales where their chunks say"
 

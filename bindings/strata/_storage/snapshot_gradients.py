@@ -238,7 +238,7 @@ class SavedGradients:
                 for role, name in zip(ROLES, ADDRESSES, strict=True)
                 if chunk[role] is not None
             }
-            for i, name in zip(range(len(chunk["scales"])), ("scales1", "scales2"), strict=False):
+            for i, name in enumerate(("scales1", "scales2")[: len(chunk["scales"])]):
                 scales = self._source.scales(chunk, pages.__getitem__, i, begin, length)
                 addresses[name] = scales.data_ptr()
             gradient = self._gradient(chunk, begin, length, self._dtype(run))

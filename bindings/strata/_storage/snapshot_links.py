@@ -76,7 +76,7 @@ class Links:
             if not os.path.exists(path):  # the pages were copied
                 remove_links([drive], self.id)
                 continue
-            _write_owner(Path(drive), self.id, self._folder, pending=False)
+            mark_complete(Path(drive), self.id, self._folder)
         _under_way.discard(self.id)
 
     def leave(self) -> None:

@@ -326,6 +326,7 @@ def _split(
 
 
 def read_tensor(file: TensorReader, record: Record) -> torch.Tensor:
+    """A tensor of state.bin."""
     raw = bytearray().join(bytes(chunk) for chunk in file.chunks(record))
     dtype = getattr(torch, record["dtype"])
     if not raw:
