@@ -64,7 +64,7 @@ TEST(Ranks, GoBackToWhatEachOfThemHolds) {
     const SnapshotSlots mine = snapshot_slots(layout, owns);
     EXPECT_LE(held[rank].pages.size(), mine.trained + mine.frozen);
     slots[rank] = mine.trained + mine.frozen;
-    const SnapshotSlots whole = snapshot_slots(layout, {});
+    const SnapshotSlots whole = snapshot_slots(layout, share_chunks(layout, 0, 1));
     slots_of_all = whole.trained + whole.frozen;
     all.arrive_and_wait();  // others may still read from this one
     session.go_back(id);
