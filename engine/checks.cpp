@@ -64,13 +64,9 @@ bool same_moments(const Hyper& laid_out, const Hyper& now) {
 }
 
 // Rows are checked where values come: whole blocks do for the others.
-void check_codes(const Config& config, const ParamSpec& param) {
+void check_codes(const ParamSpec& param) {
   if (param.trainable) {
     refuse(param.name + " is trained, and only frozen parameters can rest as codes");
-  }
-  if (config.device != "host") {
-    refuse(param.name + " rests as codes, from which the processor computes values: device=\"" +
-           config.device + "\" needs them as they are");
   }
   try {
     check_stored(*param.stored, param.numel, param.numel);
@@ -82,7 +78,7 @@ void check_codes(const Config& config, const ParamSpec& param) {
 void check_param_spec(const Config& config, const ParamSpec& param) {
   if (index(param.unit) >= config.units.size()) refuse(param.name + " is in a unit without a name");
   if (param.group >= config.groups.size()) refuse(param.name + " is in a group that is not there");
-  if (param.stored) check_codes(config, param);
+  if (param.stored) check_codes(param);
   if (param.numel > kNumelMax) refuse(param.name + " has more elements than any memory");
 }
 

@@ -15,8 +15,8 @@ std::size_t stored_bytes(Codes codes, std::size_t elements) {
 
 }  // namespace
 
-Decoder::Decoder(const Layout& layout)
-    : page_bytes_(layout.page_bytes), kernels_(code_kernels(best_isa())) {
+Decoder::Decoder(const Layout& layout, const DeviceKernels* device)
+    : page_bytes_(layout.page_bytes), kernels_(code_kernels(best_isa())), device_(device) {
   std::vector<std::vector<ComputedPart>> parts;
   parts.reserve(layout.computed_count);
   works_.reserve(layout.computed_count);
@@ -44,13 +44,13 @@ std::vector<ComputedPart> Decoder::parts_of(const Layout& layout, const Segment&
   for (std::size_t at = first; at < end;) {
     const std::size_t in_chunk = at % full;
     const std::size_t elements = std::min(end - at, full - in_chunk);
-    works.push_back({&kernels_, span(segment, in_chunk, elements), segment.dtype});
+    works.push_back({&kernels_, device_, span(segment, in_chunk, elements), segment.dtype});
     parts.push_back(
         {.source = layout.chunks[segment.first_chunk + at / full].run(Role::param).first,
          .to_byte = (at - first) * size_of(segment.dtype),
          .bytes = elements * size_of(segment.dtype),
          .from_bytes = stored_bytes(segment.stored->codes, elements),
-         .how = {.run = &Decoder::run, .how = &works.back()}});
+         .how = {.run = &Decoder::run, .submit = &Decoder::submit, .how = &works.back()}});
     at += elements;
   }
   STRATA_ASSERT(parts.size() == count);
@@ -70,6 +70,13 @@ void Decoder::decode(const Segment& segment, std::size_t first, std::size_t coun
 void Decoder::run(const void* work, const std::byte* from, std::byte* to) {
   const auto& what = *static_cast<const Work*>(work);
   what.kernels->dequantise(what.span, from, to, what.dtype);
+}
+
+int Decoder::submit(const void* work, const std::byte* from, std::byte* to, Stream stream) {
+  const auto& what = *static_cast<const Work*>(work);
+  STRATA_ASSERT(what.device != nullptr);
+  const DecodeSpan span{what.span, from, to, what.dtype};
+  return what.device->decode(&span, 1, stream);
 }
 
 }  // namespace strata

@@ -1,9 +1,10 @@
 // Decoder: how what rests as codes becomes what views show. It tells the residency of which pages
-// of codes each computed page is made, and computes values for who reads them from outside.
+// of codes each computed page is made, and computes values for who reads them from outside. A
+// device that the processor does not reach computes them itself, from pinned host memory.
 //
 // Threads: constant once it is made; decode() may run in several.
 //
-//   const Decoder decoder(layout);
+//   const Decoder decoder(layout, nullptr);
 //   decoder.pages();                                        // for Loads
 //   decoder.decode(segment, first, 128, codes_page, values, Dtype::float32);
 #pragma once
@@ -14,12 +15,14 @@
 #include "engine/layout.hpp"
 #include "offload/residency/computed_pages.hpp"
 #include "optimizers/codes/codes.hpp"
+#include "optimizers/cuda/kernels.hpp"
 
 namespace strata {
 
 class Decoder final {
  public:
-  explicit Decoder(const Layout& layout);
+  // `device`: its kernels, which outlive this; null: the processor reaches its memory.
+  Decoder(const Layout& layout, const DeviceKernels* device);
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 
@@ -34,16 +37,19 @@ class Decoder final {
  private:
   struct Work {
     const CodeKernels* kernels = nullptr;
+    const DeviceKernels* device = nullptr;
     CodeSpan span{};
     Dtype dtype = Dtype::bfloat16;
   };
 
   static void run(const void* work, const std::byte* from, std::byte* to);
+  static int submit(const void* work, const std::byte* from, std::byte* to, Stream stream);
   std::vector<ComputedPart> parts_of(const Layout& layout, const Segment& segment,
                                      std::size_t first, std::size_t end);
 
   std::size_t page_bytes_;
   const CodeKernels& kernels_;
+  const DeviceKernels* device_;
   std::vector<std::vector<Work>> works_;  // by computed page: computations point to them
   ComputedPages pages_;
 };

@@ -53,12 +53,12 @@ struct Foundation final {
   Doorbell& bell;
   const Kernels& kernels;
   const Layout layout;
-  const Decoder decoder;  // of parameters that rest as codes
   const Ownership owns;
   // Has the memory of other ranks, which copies under way read until tiers are gone. Null: alone.
   std::unique_ptr<Meeting> meeting;
   Claims claims;  // as they are now
   Tiers tiers;
+  const Decoder decoder;  // of parameters that rest as codes
   PageTable table;
   Timeline timeline;
   const Names names;

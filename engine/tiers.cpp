@@ -30,6 +30,7 @@ Tiers::Tiers(const Config& config, const Residence& home, TierParts parts, Doorb
     : config_(config),
       page_bytes_(home.layout.page_bytes),
       grad_pages_(home.layout.grad_pages),
+      codes_(home.layout.computed_count != 0),
       bell_(bell),
       slab_(home.host_frames * page_bytes_, Locking::wanted,
             std::max(home.host_frames * page_bytes_, host_bytes_max(config, page_bytes_)),
@@ -58,7 +59,11 @@ std::unique_ptr<IoEngine> Tiers::take_io_engine(std::string* why) {
 
 void Tiers::open_store(std::uint32_t slots) {
   stores_[static_cast<std::size_t>(Tier::ssd)] = make_ssd(slots, &io_engine_why_);
-  slots_ = slots;
+}
+
+std::uint32_t Tiers::slots_beyond(std::uint32_t slots) const {
+  const std::uint32_t there = store(Tier::ssd)->slot_count();
+  return slots > there ? slots - there : 0;
 }
 
 std::unique_ptr<Store> Tiers::make_ssd(std::uint32_t slots, std::string* why) {
@@ -73,8 +78,8 @@ Tiers::SlotGrowth Tiers::begin_growth(std::uint32_t slots) {
 void Tiers::grow_files(SlotGrowth& growth) {
   if (opening_)
     growth.made = make_ssd(growth.slots, &growth.io_engine_why);
-  else if (growth.slots > slots_)
-    store(Tier::ssd)->lengthen(growth.slots - slots_);
+  else if (const std::uint32_t more = slots_beyond(growth.slots))
+    store(Tier::ssd)->lengthen(more);
 }
 
 void Tiers::end_growth(SlotGrowth growth) {
@@ -82,10 +87,9 @@ void Tiers::end_growth(SlotGrowth growth) {
   if (growth.made) {
     stores_[static_cast<std::size_t>(Tier::ssd)] = std::move(growth.made);
     io_engine_why_ = std::move(growth.io_engine_why);
-  } else if (growth.slots > slots_) {
-    store(Tier::ssd)->extend(growth.slots - slots_);
+  } else if (const std::uint32_t more = slots_beyond(growth.slots)) {
+    store(Tier::ssd)->extend(more);
   }
-  slots_ = std::max(slots_, growth.slots);
 }
 
 std::uint32_t Tiers::prepare_files(const SavedFiles& saved, const Claims& claims) const {
@@ -113,7 +117,6 @@ void Tiers::change_files(SavedFiles saved) {
                                   take_io_engine(&io_engine_why_), std::move(saved), bell_);
     ssd->register_memory(slab_.bytes());
   }
-  slots_ = ssd->slot_count();
 }
 
 StoreOptions Tiers::store_options(std::vector<std::string> paths, std::uint32_t slots) const {
@@ -168,11 +171,11 @@ void Tiers::grow(const Claims& then, std::uint32_t device_frames) {
     resize_device(device_frames);
     Store* const ssd = store(Tier::ssd);
     const std::uint32_t slots = then.slots + then.kept_slots;
-    if (ssd == nullptr && slots != 0) open_store(slots);
-    if (ssd != nullptr && slots > slots_) {
-      ssd->lengthen(slots - slots_);
-      ssd->extend(slots - slots_);
-      slots_ = slots;
+    if (ssd == nullptr) {
+      if (slots != 0) open_store(slots);
+    } else if (const std::uint32_t more = slots_beyond(slots)) {
+      ssd->lengthen(more);
+      ssd->extend(more);
     }
     for (Store* const had : {ssd, store(Tier::far)}) {
       const std::span<std::byte> more = slab_.bytes().subspan(before);
@@ -191,12 +194,20 @@ void Tiers::check_kept(const Claims& now, std::uint64_t slots) const {
   const std::uint64_t budget = config_.ssd_paths.empty() ? 0 : config_.ssd_bytes;
   const std::uint64_t needed = (now.slots + slots) * page_bytes_;
   if (needed <= budget) return;
-  refuse("infeasible: snapshots need " + bytes_text(slots * page_bytes_) + " of the SSD beside " +
-         bytes_text(now.slots * page_bytes_) + " for what rests there, and ssd= is " +
-         bytes_text(budget) + (config_.ranks > 1 ? " for each rank" : "") + "; ssd=\"" +
-         std::to_string(ceil_div(needed * config_.ranks, kMiB)) +
-         "MiB\" would do, or a smaller keep=" +
-         (config_.ssd_paths.empty() ? ", and ssd_path= is needed" : ""));
+  Error error;
+  error.fault = Fault::config;
+  error.what = "infeasible: snapshots need " + bytes_text(slots * page_bytes_) +
+               " of the SSD beside " + bytes_text(now.slots * page_bytes_) +
+               " for what rests there, and ssd= is " + bytes_text(budget) +
+               (config_.ranks > 1 ? " for each rank" : "") + "; ssd=\"" +
+               std::to_string(ceil_div(needed * config_.ranks, kMiB)) +
+               "MiB\" would do, or a smaller keep=" +
+               (config_.ssd_paths.empty() ? ", and ssd_path= is needed" : "");
+  error.needed_bytes = needed;
+  error.budget_bytes = budget;
+  error.snapshot_bytes = slots * page_bytes_;
+  error.would_do_bytes = needed;
+  throw StrataError(std::move(error));
 }
 
 void Tiers::check_resting(const Residence& then) const {
@@ -213,10 +224,24 @@ void Tiers::check_resting(const Residence& then) const {
   }
 }
 
+// A page of codes may be in any frame of host memory when its values are computed.
+void Tiers::check_codes() const {
+  const std::string to_compute = "frozen= needs the kernels of " + device().description() +
+                                 " to reach host memory, where codes come by";
+  if (!compute()->reaches_host()) refuse(to_compute + ": they do not; take frozen=\"as-is\"");
+  if (pinned_ >= slab_.bytes().size()) return;
+  refuse(
+      to_compute + ": of " + bytes_text(slab_.bytes().size()) + " " + bytes_text(pinned_) +
+      " could be pinned; raise the limit of locked memory (ulimit -l), or pass memory={\"host\": " +
+      std::to_string(pinned_) + "}");
+}
+
 // Likewise. Kernels reach pinned host memory by its own address: the sums of what lands, scales of
 // moments, and gradients without pages, which may be in any frame.
 void Tiers::check_pinned(const Claims& then) const {
-  if (device().reachable() || then.rest_frames == 0) return;
+  if (device().reachable()) return;
+  if (codes_) check_codes();
+  if (then.rest_frames == 0) return;
   const std::size_t first = std::size_t{then.scale_frames} + then.landing_frames;
   const std::size_t needed = grad_pages_ ? first * page_bytes_ : slab_.bytes().size();
   if (pinned_ >= needed) return;

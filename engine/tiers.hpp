@@ -117,7 +117,10 @@ class Tiers final {
  private:
   void pin(std::size_t host_bytes);
   void check_pinned(const Claims& then) const;
+  void check_codes() const;
   std::unique_ptr<IoEngine> take_io_engine(std::string* why);
+  // Of so many, those that the SSD has not. REQUIRES: there is a store.
+  std::uint32_t slots_beyond(std::uint32_t slots) const;
   void open_store(std::uint32_t slots);
   StoreOptions store_options(std::vector<std::string> paths, std::uint32_t slots) const;
   std::unique_ptr<Store> make_ssd(std::uint32_t slots, std::string* why);
@@ -127,6 +130,7 @@ class Tiers final {
   const Config& config_;
   std::size_t page_bytes_;
   bool grad_pages_;
+  bool codes_;  // some of what rests does so as codes
   Doorbell* bell_;
   Slab slab_;
   Pool host_;
@@ -138,7 +142,6 @@ class Tiers final {
   bool opening_ = false;  // an engine of the SSD is being made, and may register host memory
   std::unique_ptr<IoEngine> io_engine_;  // given, and not needed yet
   std::string io_engine_why_;
-  std::uint32_t slots_ = 0;  // of the SSD
   std::array<std::unique_ptr<Store>, kTierCount> stores_;
 };
 

@@ -38,11 +38,16 @@ enum class CopyTicket : std::uint64_t {};
 // A stream of the caller, opaque to the core: nullptr on the host, cudaStream_t on CUDA.
 using Stream = void*;
 
-// Bytes that are computed instead of copied: a pure function of what lies at `from`. Its arguments
-// stay. Engines whose device the processor does not reach have none.
+// Bytes that are computed instead of copied: a pure function of what lies at `from`, by the
+// processor or by a kernel of the device, whichever reaches the device's memory. Its arguments
+// stay.
 struct Computation {
   void (*run)(const void* how, const std::byte* from, std::byte* to) = nullptr;
+  // Puts it on a stream: 0, or the device's error. REQUIRES: `from` is pinned.
+  int (*submit)(const void* how, const std::byte* from, std::byte* to, Stream stream) = nullptr;
   const void* how = nullptr;
+
+  bool empty() const { return how == nullptr; }
 };
 
 struct CopyRequest {
@@ -51,7 +56,7 @@ struct CopyRequest {
   std::size_t bytes;  // that are written
   CopyStream stream;
   CopyTicket after{};     // of record(): the copy starts when this work is finished
-  Computation compute{};  // none: the bytes are copied
+  Computation compute{};  // empty: the bytes are copied
 };
 
 class CopyEngine {

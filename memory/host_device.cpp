@@ -21,7 +21,7 @@ HostCopies::HostCopies(Doorbell* bell, CopyMode mode)
 std::uint64_t HostCopies::run(const Job& job) {
   STRATA_ASSERT(job.ticket == done_ + 1);
   const CopyRequest& request = job.request;
-  if (request.compute.run != nullptr)
+  if (!request.compute.empty())
     request.compute.run(request.compute.how, request.from, request.to);
   else
     std::memcpy(request.to, request.from, request.bytes);

@@ -51,4 +51,13 @@ void check_landing(const LandSpan& span) {
   STRATA_ASSERT(span.count == 0 || span.sums != nullptr);
 }
 
+void check_decoding(const DecodeSpan& span) {
+  STRATA_ASSERT(span.page != nullptr);
+  STRATA_ASSERT(span.to != nullptr);
+  STRATA_ASSERT(span.form.codes <= Codes::nf4_double);
+  STRATA_ASSERT(span.first % kCodeBlock == 0 && span.count % kCodeBlock == 0);
+  const std::size_t room = packing_of(span.form.codes, span.page_bytes).elements;
+  STRATA_ASSERT(span.first <= room && span.count <= room - span.first);
+}
+
 }  // namespace strata

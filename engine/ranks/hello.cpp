@@ -13,11 +13,13 @@ constexpr std::array<const char*, Hello::kFacts> kFactNames = {
     "another version of strata",
     "a model with other parameters (names, sizes, dtypes, or which are trained)",
     "another number of parameters or units",
+    "other units or parameter groups: units= must be the same",
+    "parameters that rest as other codes: frozen= must be the same",
     "other optimizers",
     "other pages or another way to store moments: budgets and page_size must be the same",
     "another way to update",
 };
-constexpr std::uint64_t kFormat = 4;
+constexpr std::uint64_t kFormat = 5;
 
 std::uint64_t model_of(const Config& config) {
   Fingerprint of;
@@ -25,30 +27,52 @@ std::uint64_t model_of(const Config& config) {
     of.add(param.name);
     of.add(std::uint64_t{param.numel});
     of.add(static_cast<std::uint64_t>(param.dtype) << 1 | std::uint64_t{param.trainable});
+  }
+  return of.value();
+}
+
+std::uint64_t units_of(const Config& config) {
+  Fingerprint of;
+  for (const ParamSpec& param : config.params) {
     of.add(std::uint64_t{index(param.unit)} << 32 | param.group);
+  }
+  return of.value();
+}
+
+std::uint64_t codes_of(const Config& config) {
+  Fingerprint of;
+  for (const ParamSpec& param : config.params) {
+    const StoredForm form = param.stored.value_or(StoredForm{});
+    of.add(std::uint64_t{param.stored.has_value()} << 24 |
+           static_cast<std::uint64_t>(form.codes) << 16 |
+           static_cast<std::uint64_t>(form.arithmetic) << 8 |
+           static_cast<std::uint64_t>(form.dtype));
   }
   return of.value();
 }
 
 std::uint64_t rules_of(const Config& config) {
   Fingerprint of;
-  for (const Hyper& group : config.groups) of.add(static_cast<std::uint64_t>(group.rule));
+  for (const Hyper& group : config.groups) {
+    of.add(static_cast<std::uint64_t>(group.rule) << 8 |
+           static_cast<std::uint64_t>(moment_count(group)));
+  }
   return of.value();
 }
 
 }  // namespace
 
 Hello hello_of(const Config& config, const SeatOffer& offer, std::size_t area_bytes) {
-  return {
-      .facts = {kFormat, model_of(config),
-                std::uint64_t{config.params.size()} << 32 | config.units.size(), rules_of(config),
-                std::uint64_t{offer.page_bytes} << 8 |
-                    static_cast<std::uint64_t>(config.moment_dtype),
-                std::uint64_t{config.max_staleness} << 8 |
-                    static_cast<std::uint64_t>(config.update) << 1 |
-                    std::uint64_t{config.sums_ranks}},
-      .memory_bytes = offer.memory.size(),
-      .area_bytes = area_bytes};
+  return {.facts = {kFormat, model_of(config),
+                    std::uint64_t{config.params.size()} << 32 | config.units.size(),
+                    units_of(config), codes_of(config), rules_of(config),
+                    std::uint64_t{offer.page_bytes} << 8 |
+                        static_cast<std::uint64_t>(config.moment_dtype),
+                    std::uint64_t{config.max_staleness} << 8 |
+                        static_cast<std::uint64_t>(config.update) << 1 |
+                        std::uint64_t{config.sums_ranks}},
+          .memory_bytes = offer.memory.size(),
+          .area_bytes = area_bytes};
 }
 
 Hello checked(std::span<const std::byte> said, std::uint32_t other, const Hello& mine,

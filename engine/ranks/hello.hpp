@@ -20,7 +20,7 @@ namespace strata {
 
 // Ranks train together where the facts are the same.
 struct Hello {
-  static constexpr std::size_t kFacts = 6;
+  static constexpr std::size_t kFacts = 8;
   std::array<std::uint64_t, kFacts> facts{};
   std::uint64_t memory_bytes = 0;
   std::uint64_t area_bytes = 0;  // of rings and board; of ranks of this machine

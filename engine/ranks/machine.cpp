@@ -69,7 +69,8 @@ std::vector<Seat> Machine::meet(const SeatOffer& offer) {
   for (Peer& peer : peers) {
     const std::uint32_t rank = here[peer.rank];
     const Hello theirs = checked(peer.hello, rank, hello, config_.rank);
-    if (theirs.area_bytes != bytes || peer.descriptors.size() != offered.size()) {
+    if (theirs.area_bytes != bytes || peer.descriptors.size() != offered.size() ||
+        theirs.memory_bytes == 0 || theirs.memory_bytes % kKernelPageBytes != 0) {
       refuse("rank " + std::to_string(rank) + " is damaged");
     }
     areas_.emplace_back(peer.descriptors[0].get(), bytes, Access::read_write);

@@ -20,8 +20,8 @@
 namespace strata {
 
 struct SeatOffer {
-  std::span<std::byte> memory;  // all that it may grow to
-  int memory_file = -1;         // by which other processes map it
+  std::span<std::byte> memory{};  // all that it may grow to
+  int memory_file = -1;           // by which other processes map it
   Doorbell* bell = nullptr;
   std::size_t board_bytes = 0;
   std::size_t page_bytes = 0;

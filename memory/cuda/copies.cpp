@@ -82,7 +82,8 @@ std::size_t CudaCopies::pin_host(std::span<std::byte> memory) {
 
 CopyTicket CudaCopies::copy(const CopyRequest& request) {
   STRATA_ASSERT(request.to != nullptr);
-  STRATA_ASSERT(request.from != nullptr && request.compute.run == nullptr);
+  STRATA_ASSERT(request.from != nullptr);
+  STRATA_ASSERT(request.compute.empty() || request.stream != CopyStream::out);
   STRATA_ASSERT(static_cast<std::uint64_t>(request.after) <= last_);
   const CudaDevice::Current current(device_);
   Queue& queue = queues_[static_cast<std::size_t>(request.stream)];
@@ -103,12 +104,12 @@ CopyTicket CudaCopies::copy(const CopyRequest& request) {
   }
   begin_flight();
   queue.copies.push_back(copy);
-  lose_if("copy", enqueue(queue, request.stream, before));
+  lose_if(request.compute.empty() ? "copy" : "compute values", enqueue(queue, request, before));
   return CopyTicket{last_};
 }
 
 // Puts the queue's last copy, after some events, on the device.
-int CudaCopies::enqueue(Queue& queue, CopyStream way,
+int CudaCopies::enqueue(Queue& queue, const CopyRequest& request,
                         std::array<CudaEvent, kCopyStreamCount> after) {
   Copy& copy = queue.copies.back();
   STRATA_ASSERT(copy.ticket == last_);
@@ -118,11 +119,19 @@ int CudaCopies::enqueue(Queue& queue, CopyStream way,
     if (const int failed = device_.call(&CudaDriver::stream_wait, queue.stream, event))
       return failed;
   }
-  const int failed =
-      way == CopyStream::out
-          ? device_.call(&CudaDriver::copy_out, copy.to, copy.from, copy.bytes, queue.stream)
-          : device_.call(&CudaDriver::copy_in, copy.to, copy.from, copy.bytes, queue.stream);
+  const int failed = move(request, queue.stream);
   return failed != kCudaSuccess ? failed : signal(queue.stream, copy.event);
+}
+
+// A kernel reads pinned memory over the bus as a copy does, each byte once.
+int CudaCopies::move(const CopyRequest& request, CudaStream stream) {
+  if (!request.compute.empty()) {
+    STRATA_ASSERT(request.compute.submit != nullptr);
+    return request.compute.submit(request.compute.how, request.from, request.to, stream);
+  }
+  const auto copy =
+      request.stream == CopyStream::out ? &CudaDriver::copy_out : &CudaDriver::copy_in;
+  return device_.call(copy, request.to, request.from, request.bytes, stream);
 }
 
 // The last copy of the other queue that reads what this one writes, or writes what it touches.

@@ -103,7 +103,9 @@ class CudaCopies final : public CopyEngine {
     std::deque<Mark> marks;
   };
 
-  int enqueue(Queue& queue, CopyStream way, std::array<CudaEvent, kCopyStreamCount> after);
+  int enqueue(Queue& queue, const CopyRequest& request,
+              std::array<CudaEvent, kCopyStreamCount> after);
+  int move(const CopyRequest& request, CudaStream stream);
   static CudaEvent conflict(const Queue& other, const Copy& copy);
   std::deque<Mark>& marks_of(Stream stream);
   int signal(CudaStream stream, CudaEvent& event);

@@ -12,6 +12,7 @@
 
 #include "optimizers/codes/codes.hpp"
 #include "optimizers/codes/tables.hpp"
+#include "optimizers/device_code.hpp"
 #include "optimizers/masters.hpp"
 
 namespace strata {
@@ -32,14 +33,14 @@ namespace strata {
 
 // Nearest, ties to even, in the lower halves. An infinity stays one. REQUIRES: no NaN.
 template <class V>
-typename V::I bfloat16_of(typename V::F value) {
+STRATA_DEVICE_CODE typename V::I bfloat16_of(typename V::F value) {
   const auto bits = V::bits(value);
   const auto odd = V::both(V::template down<16>(bits), V::set_bits(1));
   return V::template down<16>(V::plus(bits, V::plus(odd, V::set_bits(0x7fff))));
 }
 
 template <class V, Dtype kTo>
-void store_as(void* to, std::size_t at, typename V::F value) {
+STRATA_DEVICE_CODE void store_as(void* to, std::size_t at, typename V::F value) {
   if constexpr (kTo == Dtype::float32) {
     V::store(static_cast<float*>(to) + at, value, typename V::All{});
   } else if constexpr (kTo == Dtype::float16) {
@@ -52,7 +53,7 @@ void store_as(void* to, std::size_t at, typename V::F value) {
 
 // One after another: to the weight's dtype, then to the destination's.
 template <class V, Dtype kDtype, Dtype kTo>
-void store_value(void* to, std::size_t at, typename V::F value) {
+STRATA_DEVICE_CODE void store_value(void* to, std::size_t at, typename V::F value) {
   if constexpr (kDtype == kTo) {
     store_as<V, kTo>(to, at, value);
   } else {
@@ -69,19 +70,34 @@ struct ElementOf<Dtype::float32> {
   using Type = float;
 };
 
+// A scale of nf4_double, of what its code stands for: a number of the map, or the code itself.
+template <class V, Dtype kDtype, Arithmetic kArithmetic>
+STRATA_DEVICE_CODE typename V::F nested_scale(typename V::F code, typename V::F factor,
+                                              typename V::F offset) {
+  if constexpr (kArithmetic == Arithmetic::bitsandbytes) {
+    return V::add(V::mul(code, factor), offset);
+  } else {
+    return rounded_to<V, kDtype>(V::add(rounded_to<V, kDtype>(V::div(code, factor)), offset));
+  }
+}
+
+inline constexpr float kInt8Unit = 7.874015718698502e-3f;  // 1/127 in bitsandbytes' digits
+
+template <class V>
+STRATA_DEVICE_CODE typename V::F int8_value(typename V::I code, typename V::F scale) {
+  return V::mul(V::mul(V::of_int(code), scale), V::set(kInt8Unit));
+}
+
 template <class V, Dtype kDtype, Arithmetic kArithmetic>
 struct FourBits {
   using F = typename V::F;
-  static constexpr const float (&kTable)[16] = kArithmetic == Arithmetic::torchao ? kNf4Torchao
-                                                                                  : kNf4;
-
   // The table as the library multiplies it.
   float table[16];
 
   FourBits() {
+    constexpr bool rounds = kArithmetic == Arithmetic::torchao;
     for (std::size_t i = 0; i < 16; i += V::kLanes) {
-      const F values = V::load(kTable + i, typename V::All{});
-      const bool rounds = kArithmetic == Arithmetic::torchao;
+      const F values = V::load((rounds ? kNf4Torchao : kNf4) + i, typename V::All{});
       V::store(table + i, rounds ? rounded_to<V, kDtype>(values) : values, typename V::All{});
     }
   }
@@ -110,16 +126,17 @@ struct FourBits {
     if constexpr (kArithmetic == Arithmetic::bitsandbytes) {
       for (std::size_t i = 0; i < count; ++i) scales[i] = kDynamicMap.values[codes[i]];
       for (std::size_t i = 0; i < count; i += V::kLanes) {
-        const F part = V::mul(V::load(scales + i, typename V::All{}), factor);
-        V::store(scales + i, V::add(part, offset), typename V::All{});
+        const F code = V::load(scales + i, typename V::All{});
+        V::store(scales + i, nested_scale<V, kDtype, kArithmetic>(code, factor, offset),
+                 typename V::All{});
       }
     } else {
       std::int8_t whole[kScaleBlock] = {};
       std::memcpy(whole, codes, count);
       for (std::size_t i = 0; i < count; i += V::kLanes) {
         const F code = V::of_int(V::load(whole + i));
-        const F part = rounded_to<V, kDtype>(V::div(code, factor));
-        V::store(scales + i, rounded_to<V, kDtype>(V::add(part, offset)), typename V::All{});
+        V::store(scales + i, nested_scale<V, kDtype, kArithmetic>(code, factor, offset),
+                 typename V::All{});
       }
     }
   }
@@ -142,17 +159,13 @@ struct FourBits {
   }
 };
 
-inline constexpr float kInt8Unit = 7.874015718698502e-3f;  // 1/127 in bitsandbytes' digits
-
 template <class V, Dtype kDtype, Dtype kTo>
 void dequantise_int8(const ConstPageParts& parts, std::size_t first, std::size_t count, void* to) {
-  const auto unit = V::set(kInt8Unit);
   const auto* const codes = reinterpret_cast<const std::int8_t*>(parts.codes);
   for (std::size_t at = 0; at < count; at += kCodeBlock) {
     const auto scale = V::set(parts.scales[(first + at) / kCodeBlock]);
     for (std::size_t k = at; k < at + kCodeBlock; k += V::kLanes) {
-      const auto code = V::of_int(V::load(codes + first + k));
-      store_value<V, kDtype, kTo>(to, k, V::mul(V::mul(code, scale), unit));
+      store_value<V, kDtype, kTo>(to, k, int8_value<V>(V::load(codes + first + k), scale));
     }
   }
 }

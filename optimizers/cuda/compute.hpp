@@ -35,6 +35,7 @@ class DeviceCompute final {
   DeviceCompute(const DeviceCompute&) = delete;
   DeviceCompute& operator=(const DeviceCompute&) = delete;
 
+  const DeviceKernels& kernels() const { return kernels_; }
   // Kernels read and write pinned host memory by its own address.
   bool reaches_host() const { return device_.facts().reaches_host != 0; }
 

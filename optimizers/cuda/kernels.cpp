@@ -34,6 +34,15 @@ int land_spans(const LandSpan* spans, std::size_t count, Stream) {
   return 0;
 }
 
+int decode_spans(const DecodeSpan* spans, std::size_t count, Stream) {
+  const CodeKernels& best = code_kernels(best_isa());
+  for (const DecodeSpan* span = spans; span != spans + count; ++span) {
+    check_decoding(*span);
+    best.dequantise(*span, span->page, span->to, span->to_dtype);
+  }
+  return 0;
+}
+
 const char* text_of(int) {
   return "no error";
 }
@@ -41,7 +50,8 @@ const char* text_of(int) {
 }  // namespace
 
 const DeviceKernels& host_device_kernels() {
-  static constexpr DeviceKernels table{.update = update_spans, .land = land_spans, .text = text_of};
+  static constexpr DeviceKernels table{
+      .update = update_spans, .land = land_spans, .decode = decode_spans, .text = text_of};
   return table;
 }
 

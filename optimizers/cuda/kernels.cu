@@ -25,18 +25,19 @@ class CudaWarp {
   Share share_;
 };
 
+template <class Shared>
 class CudaGroup {
  public:
-  __device__ explicit CudaGroup(LandingShared& shared) : shared_(shared) {}
+  __device__ explicit CudaGroup(Shared& shared) : shared_(shared) {}
   template <class Phase>
   __device__ void each(const Phase& phase) {
     phase(threadIdx.x);
     __syncthreads();
   }
-  __device__ LandingShared& shared() { return shared_; }
+  __device__ Shared& shared() { return shared_; }
 
  private:
-  LandingShared& shared_;
+  Shared& shared_;
 };
 
 template <class Share>
@@ -54,6 +55,14 @@ __global__ void __launch_bounds__(kTileThreads)
   run_landing<Form>(batch.tasks[blockIdx.y], blockIdx.x, group);
 }
 
+template <class Form>
+__global__ void __launch_bounds__(kTileThreads)
+    decode_tiles(const __grid_constant__ Batch<DecodeTask<Form>> batch) {
+  __shared__ DecodeTables<Form> shared;
+  CudaGroup group(shared);
+  run_decoding<Form>(batch.tasks[blockIdx.y], blockIdx.x, group);
+}
+
 class CudaLaunch {
  public:
   explicit CudaLaunch(Stream stream) : stream_(static_cast<cudaStream_t>(stream)) {}
@@ -65,6 +74,10 @@ class CudaLaunch {
   template <class Form>
   int landings(const Batch<LandSpan>& batch, std::size_t blocks, std::size_t rows) {
     return launch(land_blocks<Form>, batch, blocks, rows);
+  }
+  template <class Form>
+  int decodings(const Batch<DecodeTask<Form>>& batch, std::size_t tiles, std::size_t rows) {
+    return launch(decode_tiles<Form>, batch, tiles, rows);
   }
 
  private:
@@ -89,6 +102,11 @@ int land_spans(const LandSpan* spans, std::size_t count, Stream stream) {
   return launch_landings(spans, count, launch);
 }
 
+int decode_spans(const DecodeSpan* spans, std::size_t count, Stream stream) {
+  CudaLaunch launch(stream);
+  return launch_decodings(spans, count, launch);
+}
+
 // To ask for what a kernel needs is to load it, also where the driver loads lazily.
 int prepare() {
   cudaError_t failed = cudaSuccess;
@@ -98,6 +116,7 @@ int prepare() {
   };
   visit_updates([&]<class Kernel>(Kernel) { load(update_tiles<typename Kernel::Share>); });
   visit_landings([&]<class Kernel>(Kernel) { load(land_blocks<typename Kernel::Form>); });
+  visit_decodings([&]<class Kernel>(Kernel) { load(decode_tiles<typename Kernel::Form>); });
   return failed;
 }
 
@@ -108,8 +127,11 @@ const char* text_of(int error) {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) const DeviceKernels* strata_device_kernels() {
-  static constexpr DeviceKernels table{
-      .update = update_spans, .land = land_spans, .text = text_of, .prepare = prepare};
+  static constexpr DeviceKernels table{.update = update_spans,
+                                       .land = land_spans,
+                                       .decode = decode_spans,
+                                       .text = text_of,
+                                       .prepare = prepare};
   return &table;
 }
 

@@ -1,6 +1,6 @@
-// Updates and landings of memory that rests on a device: the kernels of rule.hpp once more, with
-// the same bits, submitted to a stream. A device's library fills the table; where the host is the
-// device, its own kernels do.
+// Updates and landings of memory that rests on a device, and values for its frames: the kernels of
+// rule.hpp and codes.hpp once more, with the same bits, submitted to a stream. A device's library
+// fills the table; where the host is the device, its own kernels do.
 //
 // Threads: any. What spans point to is the device's memory, and nobody else's until the stream has
 // passed; the spans themselves and their Hyper are read before the call returns. A call allocates
@@ -10,6 +10,8 @@
 //   if (int failed = device.prepare()) log(device.text(failed));
 //   if (int failed = device.update(spans.data(), spans.size(), stream)) log(device.text(failed));
 //   device.land(&landing, 1, stream);       // landing.sums: norm_blocks(count) numbers
+//   device.decode(&part, 1, stream);        // part.page: the device's, or pinned memory of the
+//   host
 //   // when the stream has passed:
 //   squares.add(sum_in_order(landing.sums, norm_blocks(landing.count)));   // an ExactSum
 #pragma once
@@ -18,6 +20,7 @@
 
 #include "memory/copy_engine.hpp"
 #include "memory/units.hpp"
+#include "optimizers/codes/codes.hpp"
 #include "optimizers/rule.hpp"
 
 namespace strata {
@@ -35,6 +38,14 @@ struct LandSpan {
   GradScaling of_older = {};  // of what it is added to
 };
 
+// Values of a part of a page of codes: what CodeKernels::dequantise does. REQUIRES: the page begins
+// at a multiple of kPartAlignment, and `to` at one of 16 bytes.
+struct DecodeSpan : CodeSpan {
+  const void* page = nullptr;
+  void* to = nullptr;
+  Dtype to_dtype = Dtype::bfloat16;
+};
+
 // Sums that a landing of so many elements writes.
 constexpr std::size_t norm_blocks(std::size_t count) {
   return ceil_div(count, kNormBlock);
@@ -47,12 +58,14 @@ double sum_in_order(const double* sums, std::size_t blocks);
 
 // REQUIRES, stated as assertions.
 void check_landing(const LandSpan& span);
+void check_decoding(const DecodeSpan& span);
 
 // REQUIRES: each span meets what Kernels asks of it; spans of one call do not overlap.
 struct DeviceKernels {
   // Zero, or the device's error.
   int (*update)(const UpdateSpan* spans, std::size_t count, Stream stream);
   int (*land)(const LandSpan* spans, std::size_t count, Stream stream);
+  int (*decode)(const DecodeSpan* spans, std::size_t count, Stream stream);
   const char* (*text)(int error);
   // Loads every kernel, which may mean to compile it, for the device that is the calling thread's:
   // else its first launch would, in the middle of a step. On a processor nothing is to be loaded.

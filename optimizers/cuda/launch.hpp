@@ -12,6 +12,7 @@
 #include "memory/units.hpp"
 #include "optimizers/adagrad.hpp"
 #include "optimizers/adam.hpp"
+#include "optimizers/cuda/decoding.hpp"
 #include "optimizers/cuda/landing.hpp"
 #include "optimizers/cuda/update.hpp"
 #include "optimizers/lion.hpp"
@@ -41,6 +42,10 @@ inline bool same_kernel(const LandSpan& a, const LandSpan& b) {
   return a.to_dtype == b.to_dtype && a.from_dtype == b.from_dtype && a.mode == b.mode &&
          (a.to == nullptr) == (b.to == nullptr);
 }
+inline bool same_kernel(const DecodeSpan& a, const DecodeSpan& b) {
+  return a.form.codes == b.form.codes && a.form.arithmetic == b.form.arithmetic &&
+         a.form.dtype == b.form.dtype && a.to_dtype == b.to_dtype;
+}
 
 // Spans from the first on that one launch takes.
 template <class Span>
@@ -51,9 +56,10 @@ std::size_t run_length(const Span* spans, std::size_t count, std::size_t count_m
 }
 
 // Note [Every kernel]
-// Which kernels there are is said once, by visit_updates() and visit_landings(): a launch looks for
-// the one that takes its span, and prepare() loads each of them. A kernel that prepare() forgot
-// would be loaded by its first launch, which may wait for the whole device in the middle of a step.
+// Which kernels there are is said once, by visit_updates(), visit_landings() and visit_decodings():
+// a launch looks for the one that takes its span, and prepare() loads each of them. A kernel that
+// prepare() forgot would be loaded by its first launch, which may wait for the whole device in the
+// middle of a step.
 
 template <class Math_, Dtype kDtype, Dtype kGradDtype, MomentDtype kMomentDtype>
 struct UpdateKernel {
@@ -86,6 +92,41 @@ struct LandingKernel {
   static std::size_t width(std::size_t count) { return norm_blocks(count); }
   static int launch(auto& device, const Batch<Task>& batch, std::size_t blocks, std::size_t rows) {
     return device.template landings<Form>(batch, blocks, rows);
+  }
+};
+
+template <Codes kCodes, Arithmetic kArithmetic, Dtype kDtype, Dtype kTo>
+struct DecodeKernel {
+  using Form = DecodeForm<kCodes, kArithmetic, kDtype, kTo>;
+  static bool takes(const DecodeSpan& span) {
+    return span.form.codes == kCodes && span.form.arithmetic == kArithmetic &&
+           span.form.dtype == kDtype && span.to_dtype == kTo;
+  }
+  using Task = DecodeTask<Form>;
+  static Task task(const DecodeSpan& span) {
+    const Packing packing = packing_of(kCodes, span.page_bytes);
+    const auto* const page = static_cast<const std::byte*>(span.page);
+    const std::byte* const scales = page + packing.scales_at;
+    Task task{.first = span.first, .count = span.count, .to = span.to};
+    task.parts.codes = reinterpret_cast<const std::uint8_t*>(page);
+    if constexpr (kCodes == Codes::nf4_double) {
+      task.parts.scale_codes = reinterpret_cast<const std::uint8_t*>(scales);
+      task.parts.groups = reinterpret_cast<const ScaleGroup*>(page + packing.groups_at);
+    } else {
+      task.parts.scales = reinterpret_cast<const float*>(scales);
+    }
+    if constexpr (kCodes != Codes::int8) {
+      const FourBits<Vec1, kDtype, kArithmetic> four_bits;
+      for (std::size_t i = 0; i < 16; ++i) task.tables.four_bits[i] = four_bits.table[i];
+    }
+    if constexpr (Form::kMaps) {
+      for (std::size_t i = 0; i < 256; ++i) task.tables.map[i] = kDynamicMap.values[i];
+    }
+    return task;
+  }
+  static std::size_t width(std::size_t count) { return ceil_div(count, kDecodedByTile); }
+  static int launch(auto& device, const Batch<Task>& batch, std::size_t tiles, std::size_t rows) {
+    return device.template decodings<Form>(batch, tiles, rows);
   }
 };
 
@@ -137,6 +178,29 @@ void visit_landings(Visit visit) {
   visit_landings_of<Dtype::bfloat16>(visit);
 }
 
+template <Codes kCodes, Arithmetic kArithmetic, Dtype kDtype, class Visit>
+void visit_decodings_to(Visit& visit) {
+  visit(DecodeKernel<kCodes, kArithmetic, kDtype, Dtype::float32>());
+  visit(DecodeKernel<kCodes, kArithmetic, kDtype, Dtype::float16>());
+  visit(DecodeKernel<kCodes, kArithmetic, kDtype, Dtype::bfloat16>());
+}
+
+template <Codes kCodes, Arithmetic kArithmetic, class Visit>
+void visit_decodings_of(Visit& visit) {
+  visit_decodings_to<kCodes, kArithmetic, Dtype::float32>(visit);
+  visit_decodings_to<kCodes, kArithmetic, Dtype::float16>(visit);
+  visit_decodings_to<kCodes, kArithmetic, Dtype::bfloat16>(visit);
+}
+
+// Likewise for every kernel that computes the values of codes.
+template <class Visit>
+void visit_decodings(Visit visit) {
+  visit_decodings_of<Codes::int8, Arithmetic::bitsandbytes>(visit);
+  visit_decodings_of<Codes::nf4, Arithmetic::bitsandbytes>(visit);
+  visit_decodings_of<Codes::nf4_double, Arithmetic::bitsandbytes>(visit);
+  visit_decodings_of<Codes::nf4_double, Arithmetic::torchao>(visit);
+}
+
 // Takes as many spans as fit from the front of (spans, count), and launches them.
 template <class Kernel, class Span, class Launch>
 int launch_run(const Span*& spans, std::size_t& count, Launch& launch) {
@@ -182,6 +246,12 @@ template <class Launch>
 int launch_landings(const LandSpan* spans, std::size_t count, Launch& launch) {
   for (std::size_t i = 0; i < count; ++i) check_landing(spans[i]);
   return launch_all(spans, count, launch, [](auto visit) { visit_landings(visit); });
+}
+
+template <class Launch>
+int launch_decodings(const DecodeSpan* spans, std::size_t count, Launch& launch) {
+  for (std::size_t i = 0; i < count; ++i) check_decoding(spans[i]);
+  return launch_all(spans, count, launch, [](auto visit) { visit_decodings(visit); });
 }
 
 }  // namespace strata

@@ -26,19 +26,20 @@ class TwinWarp {
   Share shares_[kWarpThreads];
 };
 
+template <class Shared>
 class TwinGroup {
  public:
   template <class Phase>
   void each(const Phase& phase) {
     for (std::size_t thread = 0; thread < kTileThreads; ++thread) phase(thread);
   }
-  LandingShared& shared() { return shared_; }
+  Shared& shared() { return shared_; }
 
  private:
-  LandingShared shared_;
+  Shared shared_;
 };
 
-// Of the Share of an update, or the Form of a landing: prepare() has seen its kernel.
+// Of the Share of an update, or the Form of another kernel: prepare() has seen its kernel.
 template <class Kind>
 std::atomic<bool> loaded = false;
 
@@ -57,10 +58,21 @@ struct TwinLaunch {
   template <class Form>
   int landings(const Batch<LandSpan>& batch, std::size_t blocks, std::size_t rows) {
     STRATA_ASSERT(loaded<Form> && "a step would load a kernel");
-    TwinGroup group;
+    TwinGroup<LandingShared> group;
     for (std::size_t row = 0; row < rows; ++row) {
       for (std::size_t block = 0; block < blocks; ++block) {
         run_landing<Form>(batch.tasks[row], block, group);
+      }
+    }
+    return 0;
+  }
+  template <class Form>
+  int decodings(const Batch<DecodeTask<Form>>& batch, std::size_t tiles, std::size_t rows) {
+    STRATA_ASSERT(loaded<Form> && "a step would load a kernel");
+    TwinGroup<DecodeTables<Form>> group;
+    for (std::size_t row = 0; row < rows; ++row) {
+      for (std::size_t tile = 0; tile < tiles; ++tile) {
+        run_decoding<Form>(batch.tasks[row], tile, group);
       }
     }
     return 0;
@@ -77,9 +89,15 @@ int land_spans(const LandSpan* spans, std::size_t count, Stream) {
   return launch_landings(spans, count, launch);
 }
 
+int decode_spans(const DecodeSpan* spans, std::size_t count, Stream) {
+  TwinLaunch launch;
+  return launch_decodings(spans, count, launch);
+}
+
 int prepare() {
   visit_updates([]<class Kernel>(Kernel) { loaded<typename Kernel::Share> = true; });
   visit_landings([]<class Kernel>(Kernel) { loaded<typename Kernel::Form> = true; });
+  visit_decodings([]<class Kernel>(Kernel) { loaded<typename Kernel::Form> = true; });
   return 0;
 }
 
@@ -90,8 +108,11 @@ const char* text_of(int) {
 }  // namespace
 
 const DeviceKernels& twin_device_kernels() {
-  static constexpr DeviceKernels table{
-      .update = update_spans, .land = land_spans, .text = text_of, .prepare = prepare};
+  static constexpr DeviceKernels table{.update = update_spans,
+                                       .land = land_spans,
+                                       .decode = decode_spans,
+                                       .text = text_of,
+                                       .prepare = prepare};
   return table;
 }
 

@@ -1,16 +1,16 @@
-// Parameters that rest as codes: where their elements lie, and that the device shows the values of
-// their codes whatever the budgets, page sizes and forms, and whatever fails on the way.
+// Parameters that rest as codes: where their elements lie, and that every device shows the values
+// of their codes whatever the budgets, page sizes and forms, and whatever fails on the way.
 #include <gtest/gtest.h>
 
 #include <bit>
-#include <cmath>
-#include <cstring>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "coded_fixtures.hpp"
 #include "doubles/faulty_device.hpp"
+#include "doubles/gpu.hpp"
 #include "engine/session.hpp"
 #include "memory/host_device.hpp"
 #include "seeds.hpp"
@@ -18,143 +18,6 @@
 
 namespace strata {
 namespace {
-
-constexpr std::size_t kPage = kPageBytesMin;
-constexpr std::uint32_t kUnits = 3;
-constexpr Codes kForms[] = {Codes::int8, Codes::nf4, Codes::nf4_double};
-// Of each unit: a trained sliver, and two frozen weights, of which the first begins and ends in the
-// middle of pages.
-constexpr std::size_t kSliver = 3'000;
-constexpr std::size_t kRow = 192;
-constexpr std::size_t kWeights[] = {kRow * 900, kRow * 128};
-constexpr std::uint32_t kEach = 3;
-
-Config coded_config(Codes codes, const std::string& folder, std::size_t page = kPage) {
-  Config config;
-  for (std::uint32_t u = 0; u < kUnits; ++u) {
-    config.units.push_back("block" + std::to_string(u));
-    config.params.push_back(
-        {.name = "sliver" + std::to_string(u), .numel = kSliver, .unit = UnitId{u}});
-    for (const std::size_t numel : kWeights) {
-      config.params.push_back({.name = "weight" + std::to_string(config.params.size()),
-                               .numel = numel,
-                               .trainable = false,
-                               .unit = UnitId{u},
-                               .stored = StoredForm{.codes = codes}});
-    }
-  }
-  config.groups = {Hyper{}};
-  config.page_bytes = page;
-  config.device_bytes = 512 * page;
-  config.host_bytes = 512 * page;
-  if (!folder.empty()) {
-    const Layout layout = make_layout(config, page);
-    config.device_bytes = (layout.units[0].pages.size() + 2) * page;  // one unit, and a little
-    config.host_bytes = 16 * page;
-    config.ssd_bytes = kGiB;
-    config.ssd_paths = {folder};
-  }
-  config.workers = 2;
-  return config;
-}
-
-std::vector<float> weight_values(std::uint32_t param, std::size_t numel) {
-  std::mt19937 random(param);
-  std::normal_distribution<float> normal(0.0f, 0.02f);
-  std::vector<float> values(numel);
-  for (float& value : values) value = normal(random);
-  return values;
-}
-
-// A page that holds all of a parameter, as nobody else would.
-struct WholePage {
-  explicit WholePage(Codes codes, std::size_t numel) {
-    while (packing_of(codes, bytes).elements < round_up(numel, grain_of(codes))) bytes *= 2;
-    memory.resize(bytes / sizeof(Line));
-  }
-  struct alignas(64) Line {
-    std::byte bytes[64];
-  };
-  std::size_t bytes = kPage;
-  std::vector<Line> memory;
-};
-
-// What the device is to show: computed here, in one piece.
-std::vector<std::uint16_t> expected_values(Codes codes, std::uint32_t param, std::size_t numel) {
-  const std::vector<float> values = weight_values(param, numel);
-  const CodeKernels& kernels = code_kernels(Isa::scalar);
-  WholePage page(codes, numel);
-  const CodeSpan span{
-      .form = {.codes = codes}, .page_bytes = page.bytes, .first = 0, .count = numel};
-  std::vector<float> absmax(numel / kCodeBlock);
-  EXPECT_TRUE(kernels.absmax(values.data(), Dtype::float32, numel, absmax.data()));
-  if (codes == Codes::int8) share_in_rows(absmax, kRow);
-  kernels.quantise(span, values.data(), Dtype::float32, absmax.data(), mean_of(absmax),
-                   page.memory.data());
-  std::vector<std::uint16_t> shown(numel);
-  kernels.dequantise(span, page.memory.data(), shown.data(), Dtype::bfloat16);
-  return shown;
-}
-
-bool coded(const Session& session, std::uint32_t param) {
-  return session.config().params[param].stored.has_value();
-}
-
-void fill(Session& session) {
-  for (std::uint32_t p = 0; p < session.config().params.size(); ++p) {
-    const std::size_t numel = session.config().params[p].numel;
-    const std::vector<float> values = weight_values(p, numel);
-    if (coded(session, p))
-      session.quantise(p, {.values = values.data(), .dtype = Dtype::float32, .row_elements = kRow});
-    else
-      session.write(p, Kind::master, 0, values.data(), numel);
-  }
-}
-
-std::vector<std::uint16_t> shown(Session& session, std::uint32_t param) {
-  std::vector<std::uint16_t> values(session.config().params[param].numel);
-  std::memcpy(values.data(), session.device_address(param), values.size() * 2);
-  return values;
-}
-
-// A step that looks at all that the device shows; what is trained follows from what it shows.
-void train(Session& session, Codes codes, int steps) {
-  const auto visit = [&](std::uint32_t unit, bool backward) {
-    session.enter(UnitId{unit}, backward);
-    for (std::uint32_t p = unit * kEach; p < (unit + 1) * kEach; ++p) {
-      if (!coded(session, p)) continue;
-      ASSERT_EQ(shown(session, p), expected_values(codes, p, session.config().params[p].numel))
-          << session.config().params[p].name;
-    }
-    const std::uint32_t sliver = unit * kEach;
-    if (backward) {
-      session.land_gradient(sliver, session.device_address(sliver + 1), Dtype::bfloat16);
-    }
-    session.leave(UnitId{unit});
-  };
-  for (int step = 0; step < steps; ++step) {
-    for (std::uint32_t u = 0; u < kUnits; ++u) visit(u, false);
-    for (std::uint32_t u = kUnits; u-- > 0;) visit(u, true);
-    session.step(session.config().groups, {});
-  }
-}
-
-std::vector<float> trained(Session& session) {
-  std::vector<float> all(kUnits * kSliver);
-  for (std::uint32_t u = 0; u < kUnits; ++u) {
-    session.read(u * kEach, Kind::master, 0, all.data() + u * kSliver, kSliver);
-  }
-  return all;
-}
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const StrataError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
-}
 
 TEST(Coded, EveryElementIsInOnePageAndComputedOnce) {
   for_seeds(200, [](std::uint64_t seed) {
@@ -173,7 +36,7 @@ TEST(Coded, EveryElementIsInOnePageAndComputedOnce) {
       config.params.push_back(spec);
     }
     const Layout layout = make_layout(config, page);
-    const Decoder decoder(layout);
+    const Decoder decoder(layout, nullptr);
     std::uint32_t computed = layout.page_count;
     for (const Segment& segment : layout.segments) {
       if (!segment.stored) continue;
@@ -214,26 +77,31 @@ TEST(Coded, EveryElementIsInOnePageAndComputedOnce) {
   });
 }
 
-TEST(Coded, TheDeviceShowsTheValuesOfTheCodes) {
+class CodedOn : public OverDevices {};
+
+TEST_P(CodedOn, TheDeviceShowsTheValuesOfTheCodes) {
   for (const Codes codes : kForms) {
-    Session roomy(coded_config(codes, ""));
-    fill(roomy);
-    train(roomy, codes, 2);
-    const std::vector<float> plain = trained(roomy);
-    for (const std::size_t page : {kPage, 4 * kPage}) {
+    std::vector<float> plain;
+    {
+      Session roomy(coded_config(codes, ""));
+      fill(roomy);
+      train(roomy, codes, 2);
+      plain = trained(roomy);
+    }
+    for (const std::size_t size : {page(), 4 * page()}) {
       TempFolder folder;
-      const Config config = coded_config(codes, folder.path(), page);
-      Session small(config);
+      const Config config = fit(coded_config(codes, folder.path(), size));
+      Session small(config, device().parts());
       fill(small);
-      train(small, codes, 3);
+      train(small, codes, 2, &device());
+      EXPECT_EQ(trained(small), plain) << name(codes) << ", pages of " << size;
+      train(small, codes, 1, &device());
       EXPECT_LE(small.stats().device_bytes_peak, config.device_bytes);
-      Session other(coded_config(codes, folder.path(), page));
-      fill(other);
-      train(other, codes, 2);
-      EXPECT_EQ(trained(other), plain) << name(codes) << ", pages of " << page;
     }
   }
+  EXPECT_TRUE(GetParam() != TestedOn::gpu_double || KernelsOfDouble::decodings > 0);
 }
+INSTANTIATE_TEST_SUITE_P(Devices, CodedOn, testing::ValuesIn(kTestDevices), device_name);
 
 // A step reads a page of codes from the SSD about once for each time that its unit comes.
 TEST(Coded, OnlyCodesCrossTheLinks) {
@@ -345,7 +213,6 @@ TEST(Coded, WhatCannotBeStoredIsRefused) {
             std::string::npos);
   EXPECT_NE(with([](Config& c) { c.params[1].numel = 100; }).find("no multiple of 64"),
             std::string::npos);
-  EXPECT_NE(with([](Config& c) { c.device = "cuda:0"; }).find("rests as codes"), std::string::npos);
 
   Session session(coded_config(Codes::int8, ""));
   fill(session);

@@ -6,6 +6,7 @@
 //   kernels(best_isa()).update(streams.in(bytes.data()));
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -245,5 +246,48 @@ inline LandingAt any_landing(std::size_t count, bool wild, Bytes& bytes, std::mt
   put(any_floats(count, wild, random), span.to_dtype, bytes.at<std::byte>(at.to));
   return at;
 }
+
+// Offsets of a page of any codes with any scales, and of values of a part of it.
+struct Coded {
+  std::size_t page = 0, to = 0;
+  DecodeSpan span;
+
+  DecodeSpan in(std::byte* memory) const {
+    DecodeSpan out = span;
+    out.page = memory + page;
+    out.to = memory + to;
+    return out;
+  }
+};
+
+inline Coded any_coded(const StoredForm& form, Dtype to, Bytes& bytes, std::mt19937_64& random) {
+  Coded any;
+  any.span.form = form;
+  any.span.page_bytes = kPageBytesMin;
+  any.span.to_dtype = to;
+  any.page = bytes.take(kPageBytesMin, kPartAlignment);
+  for (std::size_t i = 0; i < kPageBytesMin; ++i) {
+    *bytes.at<std::byte>(any.page + i) = static_cast<std::byte>(random());
+  }
+  const PageParts parts = parts_of(form.codes, bytes.at<void>(any.page), kPageBytesMin);
+  const std::size_t room = packing_of(form.codes, kPageBytesMin).elements;
+  const auto scale = [&] { return std::ldexp(static_cast<float>(random() % 999 + 1), -12); };
+  for (std::size_t i = 0; parts.scales != nullptr && i < room / kCodeBlock; ++i) {
+    parts.scales[i] = scale();
+  }
+  for (std::size_t i = 0; parts.groups != nullptr && i < room / grain_of(form.codes); ++i) {
+    parts.groups[i] = {.factor = scale(), .offset = scale()};
+  }
+  any.span.first = random() % (room / kCodeBlock) * kCodeBlock;
+  any.span.count = (1 + random() % ((room - any.span.first) / kCodeBlock)) * kCodeBlock;
+  if (random() % 2 == 0) any.span.count = std::min(any.span.count, 3 * kCodeBlock);
+  any.to = bytes.take(any.span.count * size_of(to), kPartAlignment);
+  return any;
+}
+
+// Pages begin at a multiple of its size.
+struct alignas(kPartAlignment) Line {
+  std::byte bytes[kPartAlignment];
+};
 
 }  // namespace strata

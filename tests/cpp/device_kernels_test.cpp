@@ -23,6 +23,7 @@
 #include "memory/doorbell.hpp"
 #include "memory/host_device.hpp"
 #include "memory/units.hpp"
+#include "optimizers/codes/codes.hpp"
 #include "optimizers/cuda/kernels.hpp"
 
 #ifndef STRATA_CUDA_LIBRARY
@@ -93,6 +94,11 @@ class DeviceKernelsTest : public testing::TestWithParam<Subject> {
   }
   void land(const std::vector<LandSpan>& spans) {
     const int error = device_->land(spans.data(), spans.size(), nullptr);
+    ASSERT_EQ(error, 0) << device_->text(error);
+  }
+
+  void decode(const std::vector<DecodeSpan>& spans) {
+    const int error = device_->decode(spans.data(), spans.size(), nullptr);
     ASSERT_EQ(error, 0) << device_->text(error);
   }
 
@@ -187,6 +193,45 @@ TEST_P(DeviceKernelsTest, NeighboursMayDifferInOneThing) {
       streams[i] = any_span(i % 2 == 0 ? base : other, 100, bytes, random);
     }
     expect_same_updates(bytes, streams);
+  }
+}
+
+// Every form from every dtype to every other one; spans of one call may be of one form, or of some.
+TEST_P(DeviceKernelsTest, CodesHaveTheValuesOfTheCpu) {
+  std::uint64_t seed = 0;
+  for (const char* const named : {"int8", "nf4", "nf4-double", "nf4-torchao"}) {
+    for (const Dtype dtype : kDtypes) {
+      for (const Dtype to : kDtypes) {
+        StoredForm form = form_named(named).value();
+        form.dtype = dtype;
+        SCOPED_TRACE(std::string(named) + " of " + name(dtype) + " to " + name(to));
+        std::mt19937_64 random(++seed);
+        Bytes start;
+        std::vector<Coded> all;
+        for (int i = 0; i < 5; ++i) {
+          StoredForm other = form;
+          if (random() % 4 == 0) other.codes = Codes::nf4_double;
+          all.push_back(any_coded(other, to, start, random));
+        }
+        const auto spans_in = [&](std::byte* memory) {
+          std::vector<DecodeSpan> spans;
+          for (const Coded& one : all) spans.push_back(one.in(memory));
+          return spans;
+        };
+        Bytes actual = start;
+        to_device(actual);
+        decode(spans_in(memory()));
+        from_device(actual);
+        for (const Isa isa : isas()) {
+          std::vector<Line> expected(1 + start.size() / sizeof(Line));
+          std::copy_n(start.data(), start.size(), expected[0].bytes);
+          for (const DecodeSpan& span : spans_in(expected[0].bytes)) {
+            code_kernels(isa).dequantise(span, span.page, span.to, span.to_dtype);
+          }
+          ASSERT_EQ(std::memcmp(actual.data(), expected.data(), start.size()), 0) << name(isa);
+        }
+      }
+    }
   }
 }
 

@@ -1,8 +1,8 @@
 // A GPU for sessions: the double of its driver, and its kernels' twins on the processor, which
-// alone see the device's memory where it is hidden. Landings run as late as the driver's copies. It
-// exists for sessions that reach into a GPU's memory by themselves, for updates that run on the
-// wrong side, and for sums that are read, or gradients that are given back, before the kernel that
-// makes or reads them has run.
+// alone see the device's memory where it is hidden. Landings and decodings run as late as the
+// driver's copies. It exists for sessions that reach into a GPU's memory by themselves, for updates
+// that run on the wrong side, and for sums that are read, or gradients that are given back, before
+// the kernel that makes or reads them has run.
 //
 // Threads: any; one GPU at a time.
 //
@@ -28,10 +28,10 @@ namespace strata {
 struct KernelsOfDouble {
   static inline RecordingDriver* driver = nullptr;
   // Launched since gpu(); `sums`: landings that leave sums only.
-  static inline std::atomic<std::uint64_t> updates = 0, landings = 0, sums = 0;
+  static inline std::atomic<std::uint64_t> updates = 0, landings = 0, sums = 0, decodings = 0;
   static inline bool prepared = false;
-  // This landing (from 1; 0: none) fails when part of it was launched.
-  static inline std::uint64_t nth_landing_fails = 0;
+  // This landing (from 1; 0: none) fails when part of it was launched; this decoding at once.
+  static inline std::uint64_t nth_landing_fails = 0, nth_decoding_fails = 0;
 
   static int prepare() {
     prepared = true;
@@ -61,8 +61,21 @@ struct KernelsOfDouble {
     }
     return fails ? kCudaLaunchFailed : 0;
   }
+  static int decode(const DecodeSpan* spans, std::size_t count, Stream stream) {
+    STRATA_ASSERT(prepared && "a step would load kernels");
+    if (++decodings == nth_decoding_fails) return kCudaLaunchFailed;
+    for (const DecodeSpan& span : std::span(spans, count)) {
+      driver->launch(
+          stream,
+          {{static_cast<const std::byte*>(span.page), span.page_bytes},
+           {static_cast<const std::byte*>(span.to), span.count * size_of(span.to_dtype)}},
+          [span] { twin_device_kernels().decode(&span, 1, nullptr); });
+    }
+    return 0;
+  }
   static constexpr DeviceKernels table{.update = update,
                                        .land = land,
+                                       .decode = decode,
                                        .text = [](int) { return "a launch of the double failed"; },
                                        .prepare = prepare};
 };
@@ -107,6 +120,7 @@ inline OpenedDevice gpu(RecordingDriver& driver, Doorbell* bell = nullptr,
   KernelsOfDouble::driver = &driver;
   KernelsOfDouble::prepared = false;
   KernelsOfDouble::updates = KernelsOfDouble::landings = KernelsOfDouble::sums = 0;
+  KernelsOfDouble::decodings = KernelsOfDouble::nth_decoding_fails = 0;
   auto counted = std::make_unique<CountedDriver>(driver.table());
   const CudaDriver table = counted->table();
   Device device = cuda_device(table, 0, bell, options.pinned_piece_bytes);
