@@ -42,6 +42,7 @@ void set_attributes(const py::object& of, const Error& error) {
   of.attr("units") = py::cast(error.units);
   of.attr("needed_bytes") = error.needed_bytes;
   of.attr("budget_bytes") = error.budget_bytes;
+  of.attr("snapshot_bytes") = error.snapshot_bytes;
   of.attr("would_do_bytes") = error.would_do_bytes;
 }
 

@@ -160,9 +160,9 @@ py::dict TakenSnapshot::chunk(std::uint32_t id) const {
   out[name(Role::grad)] = gradient(id, holds);
   const auto kept = std::ranges::lower_bound(snapshot_.scales_at, id, {}, &SavedScales::chunk);
   const bool has_scales = kept != snapshot_.scales_at.end() && kept->chunk == id;
-  out["scales"] = has_scales ? scales_from(id, kept->byte % layout_.page_bytes) : py::list();
-  out["scale_page"] = has_scales ? slot_tuple(snapshot_.scales[kept->byte / layout_.page_bytes])
-                                 : py::object(py::none());
+  out["scales"] = has_scales ? scales_from(id, kept->byte) : py::list();
+  out["scale_page"] =
+      has_scales ? slot_tuple(snapshot_.scales[kept->page]) : py::object(py::none());
   return out;
 }
 
@@ -170,10 +170,10 @@ py::dict TakenSnapshot::chunk(std::uint32_t id) const {
 py::list TakenSnapshot::scales_from(std::uint32_t id, std::size_t begin) const {
   py::list scales;
   const Chunk& chunk = layout_.chunks.at(id);
-  if (layout_.scale_bytes_of(id) == 0) return scales;
+  if (layout_.scale_bytes(chunk) == 0) return scales;
   for (int m = 1; m <= layout_.moments; ++m) {
     const Role moment = m == 1 ? Role::moment1 : Role::moment2;
-    scales.append(begin + layout_.scale_offset(chunk, moment) - chunk.scales);
+    scales.append(begin + layout_.scale_offset(chunk, moment));
   }
   return scales;
 }
@@ -323,7 +323,6 @@ void bind_snapshots(py::module_& module, SessionClass& session) {
              const GilReleased released;
              s.restore_gradient(saved);
            })
-      .def("snapshot_complete", &Session::snapshot_complete, WithoutGil())
       .def(
           "snapshot",
           [](Session& s, std::uint64_t id) {

@@ -21,15 +21,6 @@ std::size_t master_bytes(Dtype dtype) {
   return 0;
 }
 
-// A scale for each block and moment.
-std::size_t scale_bytes_in(const Layout& layout, const Chunk& chunk) {
-  if (layout.moment_dtype != MomentDtype::block8 || !layout.segments[chunk.segment].trainable) {
-    return 0;
-  }
-  const std::size_t blocks = ceil_div(chunk.elements, kMomentBlock);
-  return blocks * sizeof(std::uint16_t) * static_cast<std::size_t>(layout.moments);
-}
-
 int moments_of(const Config& config) {
   int moments = 0;
   for (const Hyper& group : config.groups) {
@@ -125,8 +116,6 @@ void cut(Layout& layout) {
       chunk.elements = std::min(full, segment.elements - first);
       const auto chunk_id = static_cast<std::uint32_t>(layout.chunks.size());
       give_pages(layout, chunk, chunk_id);
-      chunk.scales = layout.scale_bytes;
-      layout.scale_bytes += scale_bytes_in(layout, chunk);
       layout.units[index(segment.unit)].chunks.push_back(chunk_id);
       layout.chunks.push_back(chunk);
     }
@@ -236,14 +225,16 @@ std::size_t Layout::scale_offset(const Chunk& chunk, Role moment, std::size_t el
   const std::size_t before = moment == Role::moment2 ? 1 : 0;
   STRATA_ASSERT(moment == Role::moment1 || moment == Role::moment2);
   STRATA_ASSERT(static_cast<int>(before) < moments);
-  STRATA_ASSERT(scale_bytes_in(*this, chunk) != 0);
+  STRATA_ASSERT(scale_bytes(chunk) != 0);
   const std::size_t blocks = ceil_div(chunk.elements, kMomentBlock);
-  return chunk.scales + (before * blocks + element / kMomentBlock) * sizeof(std::uint16_t);
+  return (before * blocks + element / kMomentBlock) * sizeof(std::uint16_t);
 }
 
-std::size_t Layout::scale_bytes_of(std::uint32_t chunk) const {
-  const std::size_t end = chunk + 1 < chunks.size() ? chunks[chunk + 1].scales : scale_bytes;
-  return end - chunks[chunk].scales;
+// A scale for each block and moment.
+std::size_t Layout::scale_bytes(const Chunk& chunk) const {
+  if (moment_dtype != MomentDtype::block8 || !segments[chunk.segment].trainable) return 0;
+  const std::size_t blocks = ceil_div(chunk.elements, kMomentBlock);
+  return blocks * sizeof(std::uint16_t) * static_cast<std::size_t>(moments);
 }
 
 std::vector<Piece> Layout::pieces(std::uint32_t param, std::size_t first, std::size_t count,

@@ -69,7 +69,6 @@ struct Chunk {
   std::uint32_t segment = 0;
   std::size_t first = 0;     // first element, in its segment
   std::size_t elements = 0;  // all but the last chunk of a segment are full
-  std::size_t scales = 0;    // where its scales begin in the scale area, in bytes
   std::array<PageRun, kRoleCount> roles;
 
   const PageRun& run(Role role) const { return roles[static_cast<std::size_t>(role)]; }
@@ -125,7 +124,6 @@ struct Layout {
   bool grad_pages = true;   // see Note [Where gradients are]
   MomentDtype moment_dtype = MomentDtype::float32;
   int moments = 0;                   // of a trainable element; the most that a group's rule keeps
-  std::size_t scale_bytes = 0;       // the scale area; 0 where moments have no scales
   std::uint32_t page_count = 0;      // that rest somewhere
   std::uint32_t computed_count = 0;  // whose ids come behind those
   std::vector<Segment> segments;
@@ -162,14 +160,14 @@ struct Layout {
   // Frames that the gradient of a chunk takes, in pages or not; 0 where it is not trainable.
   std::uint32_t grad_frames(const Chunk& chunk) const;
 
-  // Where the scale of an element's block lies, in bytes from the beginning of the scale area.
+  // Where the scale of an element's block lies, in bytes from where those of its chunk begin.
   // REQUIRES: `moment` is moment1 or moment2, and kept; block8; the chunk is trainable.
   std::size_t scale_offset(const Chunk& chunk, Role moment, std::size_t element = 0) const;
   bool has_scales(Role moment) const {
     return moment_dtype == MomentDtype::block8 && moments >= (moment == Role::moment1 ? 1 : 2);
   }
-  // Of the scales of a chunk.
-  std::size_t scale_bytes_of(std::uint32_t chunk) const;
+  // Of the scales of a chunk; 0 where its moments have none.
+  std::size_t scale_bytes(const Chunk& chunk) const;
 };
 
 // The largest run of elements that lies within one page of every role, for every page size: pieces

@@ -114,7 +114,7 @@ const std::byte* Snapshots::gather(std::uint32_t id, const Runs& runs, std::uint
 // False: not yet.
 bool Snapshots::keep_scales(std::uint32_t id) {
   const std::size_t begin = base_.owns.scales[id];
-  const std::size_t bytes = base_.layout.scale_bytes_of(id);
+  const std::size_t bytes = base_.layout.scale_bytes(base_.layout.chunks[id]);
   if (bytes == 0) return true;
   STRATA_ASSERT(bytes <= base_.layout.page_bytes);
   if (scales_ != nullptr && scale_bytes_ + bytes > base_.layout.page_bytes && !flush_scales()) {
@@ -129,8 +129,8 @@ bool Snapshots::keep_scales(std::uint32_t id) {
     now_.scales.emplace_back();
   }
   std::memcpy(scales_->bytes + scale_bytes_, base_.scales + begin, bytes);
-  const std::uint64_t page = now_.scales.size() - 1;
-  now_.scales_at.push_back({id, page * base_.layout.page_bytes + scale_bytes_});
+  const auto page = static_cast<std::uint32_t>(now_.scales.size() - 1);
+  now_.scales_at.push_back({.chunk = id, .page = page, .byte = scale_bytes_});
   scale_bytes_ += bytes;
   return true;
 }

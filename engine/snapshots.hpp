@@ -67,11 +67,11 @@ struct SavedFrame : SavedSlot {
   std::uint32_t number = 0;
 };
 
-// Where the scales of a chunk's moments begin, as they lie in the scale area, in all `scales`. They
-// are in one page.
+// Where the scales of a chunk's moments begin: all in one page, as they lie in the scale area.
 struct SavedScales {
   std::uint32_t chunk = 0;
-  std::uint64_t byte = 0;
+  std::uint32_t page = 0;  // of Snapshot::scales
+  std::size_t byte = 0;    // in the page
 };
 
 struct Snapshot {

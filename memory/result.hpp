@@ -39,6 +39,7 @@ struct Error {
   std::vector<std::string> units{};  // those in use then
   std::uint64_t needed_bytes = 0;
   std::uint64_t budget_bytes = 0;
+  std::uint64_t snapshot_bytes = 0;  // part of what is needed
   std::uint64_t would_do_bytes = 0;  // 0: no budget of this tier would
 
   std::string text() const;

@@ -62,11 +62,13 @@ class StrataError(RuntimeError):
     path: str
     offset: int
     # Where budgets cannot work: when in the step ("forward of layers.11"), the units in use then,
-    # and bytes: needed, there, and that would do. Otherwise empty, and 0.
+    # and bytes: needed, there, of the needed ones those for snapshots, and that would do. Otherwise
+    # empty, and 0.
     moment: str
     units: list[str]
     needed_bytes: int
     budget_bytes: int
+    snapshot_bytes: int
     would_do_bytes: int
 
 def device_error(device: str) -> str:
@@ -331,8 +333,6 @@ class Session:
     def restore_gradient(
         self, param: int, count: int, sum_squares: float, factors: list[float], divisions: int
     ) -> None: ...
-    def snapshot_complete(self, number: int) -> bool:
-        """Whether all of it is in slots. Raises StrataError where nothing came of it."""
     def snapshot(self, number: int) -> TakenSnapshot: ...  # waits until it is complete
     def drop_snapshot(self, number: int) -> None: ...  # complete or not: its slots are free again
     def make_pages_durable(self) -> None: ...  # what was written is on the disks behind it

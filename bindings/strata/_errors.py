@@ -56,7 +56,7 @@ def import_failure(error: ImportError) -> str:
 
 def is_for_snapshots(error: StrataError) -> bool:
     """Whether the SSD had no room for snapshots."""
-    return error.fault == "config" and "snapshots need" in str(error)
+    return error.snapshot_bytes > 0
 
 
 def listed(items: Sequence[str], most: int = 8, between: str = ", ") -> str:

@@ -67,7 +67,7 @@ void Lender::send_scales(const Loan& loan) {
   base_.peers->send(loan.rank, {.kind = PeerMessage::Kind::scales,
                                 .what = index(loan.page),
                                 .at = base_.peers->place(base_.scales + base_.owns.scales[chunk]),
-                                .bytes = base_.layout.scale_bytes_of(chunk)});
+                                .bytes = base_.layout.scale_bytes(base_.layout.chunks[chunk])});
 }
 
 bool Lender::turn() {

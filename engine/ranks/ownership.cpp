@@ -12,7 +12,7 @@ void place_scales(const Layout& layout, std::uint32_t ranks, Ownership& owns) {
   for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
     std::size_t& used = bytes[owns.alone() ? 0 : owns.owners[id]];
     owns.scales.push_back(used);
-    used += layout.scale_bytes_of(id);
+    used += layout.scale_bytes(layout.chunks[id]);
   }
   owns.scale_bytes = bytes[owns.rank];
 }
@@ -22,7 +22,7 @@ std::uint64_t scale_pages(const Layout& layout, const Ownership& owns) {
   if (owns.scale_bytes == 0) return 0;
   std::size_t largest = 0;
   for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
-    if (owns.mine(id)) largest = std::max(largest, layout.scale_bytes_of(id));
+    if (owns.mine(id)) largest = std::max(largest, layout.scale_bytes(layout.chunks[id]));
   }
   return 1 + owns.scale_bytes / (layout.page_bytes - largest);
 }

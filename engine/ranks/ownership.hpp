@@ -31,8 +31,7 @@ struct Ownership {
   // Layout::scale_offset().
   std::size_t scale_offset(const Layout& layout, std::uint32_t chunk, Role moment,
                            std::size_t element) const {
-    const Chunk& of = layout.chunks[chunk];
-    return scales[chunk] + layout.scale_offset(of, moment, element) - of.scales;
+    return scales[chunk] + layout.scale_offset(layout.chunks[chunk], moment, element);
   }
 };
 

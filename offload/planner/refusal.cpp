@@ -117,6 +117,7 @@ Error to_error(const Refusal& refusal) {
   error.units = refusal.units;
   error.needed_bytes = refusal.needed_bytes;
   error.budget_bytes = refusal.budget_bytes;
+  error.snapshot_bytes = refusal.lack == Lack::snapshots ? refusal.snapshot_bytes : 0;
   error.would_do_bytes = refusal.would_do_bytes;
   return error;
 }

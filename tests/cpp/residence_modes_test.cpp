@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "configs.hpp"
+#include "engine/ranks/ownership.hpp"
 #include "engine/residence.hpp"
 #include "memory/result.hpp"
 #include "seeds.hpp"
@@ -79,7 +80,7 @@ TEST(Residence, ScalesAreSetAside) {
   config.moment_dtype = MomentDtype::block8;
   const Residence home = choose_residence(config);
   // 12 x 32,768 elements in blocks of 64, two bytes for each of two moments: 24 KiB.
-  EXPECT_EQ(home.layout.scale_bytes, 24 * kKiB);
+  EXPECT_EQ(share_chunks(home.layout, 0, 1).scale_bytes, 24 * kKiB);
   EXPECT_EQ(home.scale_frames, 1U);
   EXPECT_EQ(home.host_frames, home.layout.page_count + 1);
 }

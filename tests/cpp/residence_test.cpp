@@ -41,8 +41,9 @@ std::size_t grad_frames_of_unit(const Residence& home, std::size_t unit) {
 // What is set aside is enough for what the mode does: see Note [Buffers].
 void check_buffers(const Config& config, const Residence& home) {
   const Layout& layout = home.layout;
-  EXPECT_GE(home.scale_frames * layout.page_bytes, layout.scale_bytes);
-  EXPECT_LT(home.scale_frames * layout.page_bytes, layout.scale_bytes + layout.page_bytes);
+  const std::size_t scale_bytes = share_chunks(layout, 0, 1).scale_bytes;
+  EXPECT_GE(home.scale_frames * layout.page_bytes, scale_bytes);
+  EXPECT_LT(home.scale_frames * layout.page_bytes, scale_bytes + layout.page_bytes);
   std::size_t all = 0, largest_unit = 0, largest_chunk = 0;
   for (std::size_t u = 0; u < layout.units.size(); ++u) {
     all += grad_frames_of_unit(home, u);

@@ -10,6 +10,7 @@
 #include <ostream>
 
 #include "adoptions.hpp"
+#include "engine/ranks/ownership.hpp"
 #include "io_fixtures.hpp"
 #include "offload/storage/saved_pages.hpp"
 #include "session_fixtures.hpp"
@@ -47,13 +48,12 @@ struct Linked {
   }
   // As the scale area of a session has them.
   std::vector<std::byte> scales() const {
-    std::vector<std::byte> all(layout.scale_bytes);
+    const Ownership owns = share_chunks(layout, 0, 1);
+    std::vector<std::byte> all(owns.scale_bytes);
     for (const SavedScales& at : snapshot.scales_at) {
-      const std::size_t begin = layout.chunks[at.chunk].scales;
-      const std::size_t end =
-          at.chunk + 1 < layout.chunks.size() ? layout.chunks[at.chunk + 1].scales : all.size();
-      const std::vector<std::byte> page = read(snapshot.scales[at.byte / kPage].slot);
-      std::copy_n(page.data() + at.byte % kPage, end - begin, all.data() + begin);
+      const std::vector<std::byte> page = read(snapshot.scales[at.page].slot);
+      std::copy_n(page.data() + at.byte, layout.scale_bytes(layout.chunks[at.chunk]),
+                  all.data() + owns.scales[at.chunk]);
     }
     return all;
   }

@@ -64,18 +64,19 @@ TEST(Ownership, EachRankHasTheScalesOfItsChunksAndNoOthers) {
     const Layout layout = make_layout(config, config.page_bytes);
     const auto ranks = static_cast<std::uint32_t>(1 + below(random, 4));
     std::size_t total = 0;
+    const std::size_t of_one = share_chunks(layout, 0, 1).scale_bytes;
     for (std::uint32_t rank = 0; rank < ranks; ++rank) {
       const Ownership owns = share_chunks(layout, rank, ranks);
       std::size_t next = 0;
       for (std::uint32_t id = 0; id < layout.chunks.size(); ++id) {
         if (!owns.mine(id)) continue;
         ASSERT_EQ(owns.scales[id], next);
-        next += layout.scale_bytes_of(id);
+        next += layout.scale_bytes(layout.chunks[id]);
       }
       ASSERT_EQ(owns.scale_bytes, next);
       total += next;
     }
-    EXPECT_EQ(total, layout.scale_bytes);
+    EXPECT_EQ(total, of_one);
   });
 }
 

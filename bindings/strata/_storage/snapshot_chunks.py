@@ -43,7 +43,7 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
         if not _has_scales(manifest, chunk, end):
             fail("the scales of a chunk lie nowhere")
         if (page := chunk["scale_page"]) is not None:
-            found = _check_role([1, 0, [page]], 0, set(), size, fail)
+            found = _check_pages([page], set(), fail)
             of_scales.setdefault(chunk.get("rank", 0), set()).update(found)
         for role in roles_of(chunk):
             mine |= _check_role(chunk[role], end, slots, size, fail)
@@ -90,6 +90,11 @@ def _check_role(role: list[Any], end: int, slots: set[int], size: Any, fail: Fai
         fail("pages of no size, or with places beyond it")
     if end > per_page * len(pages):
         fail("a chunk has elements without pages")
+    return _check_pages(pages, slots, fail)
+
+
+def _check_pages(pages: list[Any], slots: set[int], fail: Fail) -> set[int]:
+    """Their slots, of which none may be in `slots`, or there twice."""
     found = set()
     for page in pages:
         if page is None:

@@ -38,8 +38,8 @@ Chunk = dict[str, Any]
 Pages = dict[int, torch.Tensor]
 
 
-class Source(Protocol):
-    """Where pages are read from."""
+class PageReader(Protocol):
+    """Reads pages of a snapshot that is loaded."""
 
     tensors: list[StoredTensor]
 
@@ -94,7 +94,7 @@ def waits(run: list[Any]) -> bool:
 class SavedGradients:
     """See above."""
 
-    def __init__(self, manifest: dict[str, Any], state: Wrapped, source: Source) -> None:
+    def __init__(self, manifest: dict[str, Any], state: Wrapped, source: PageReader) -> None:
         """Raises CheckpointError, KeyError, TypeError, ValueError or IndexError where the manifest
         contradicts its format, and CheckpointError where the session cannot have its gradients."""
         self._manifest = manifest
