@@ -4,6 +4,7 @@ when it is asked for."""
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import strata
 import torch
@@ -78,7 +79,9 @@ def test_a_scheduler_goes_on_to_the_same_rates(tmp_path: Path, disk: Path) -> No
         ({(1, 2): 3}, r"the key \(1, 2\)"),
         ({"deep": [{b"x": 1}]}, "the key b'x'"),
         ({"strata.items": []}, "stands for"),
-        ({"a": {1}}, "not JSON serializable"),
+        ({"a": [0, {"b": {1}}]}, r"extra\['a'\]\[1\]\['b'\] is of set"),
+        ({"seen": np.int64(3)}, r"extra\['seen'\] is of int64"),
+        ({"bias": torch.empty(2, device="meta")}, r"extra\['bias'\] is a tensor"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(

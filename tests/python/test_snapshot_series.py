@@ -2,6 +2,7 @@
 sets the clock back, damages a manifest, or leaves the model to the garbage collector."""
 
 import gc
+import json
 import os
 import time
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any, cast
 
 import pytest
 import strata
-from strata._storage.checkpoint_files import MANIFEST_NAME, CheckpointError
-from strata._storage.snapshot_files import LINKS
+from strata._storage.checkpoint_files import MANIFEST_NAME, OLD_NAME, CheckpointError
+from strata._storage.replacing import MARKER_NAME, WorkFolder
+from strata._storage.snapshot_files import LINKS, id_at
+from strata._storage.snapshot_links import mark_pending
 from strata._storage.snapshot_series import snapshots_of
 from test_adopt import verify
 from test_checkpoint import Case, llama
@@ -41,6 +44,29 @@ def test_one_that_is_moved_keeps_its_slots(tmp_path: Path, disk: Path) -> None:
         take(case, tmp_path / "run", keep=2)
         verify(tmp_path / "best")
     case.close()
+
+
+@pytest.mark.parametrize("reboots", [False, True])
+def test_one_that_was_put_aside_when_all_ended_comes_back(
+    reboots: bool, tmp_path: Path, disk: Path
+) -> None:
+    """Another one of its step was to take its place, and the process was killed, or the machine
+    lost power, between two renames."""
+    case = Case(disk, SSD, llama())
+    only = take(case, tmp_path / "run")
+    masters = case.masters()
+    case.close()
+    mark_pending([str(disk)], str(id_at(only)), only)
+    with WorkFolder(only.parent, only.name) as work:
+        os.rename(only, work.path / OLD_NAME)
+        if reboots:
+            marker = json.loads((work.path / MARKER_NAME).read_text())
+            (work.path / MARKER_NAME).write_text(json.dumps(marker | {"boot": "another"}))
+    fresh = Case(disk, SSD, llama())
+    strata.load(fresh.model, tmp_path / "run")
+    assert all(a.equal(b) for a, b in zip(fresh.masters(), masters, strict=True))
+    assert sorted(tmp_path.joinpath("run").iterdir()) == [only]
+    fresh.close()
 
 
 def test_the_newest_stays_when_the_clock_is_set_back(tmp_path: Path, disk: Path) -> None:

@@ -15,7 +15,13 @@ from pathlib import Path
 
 from .._config.sizes import format_size
 from .._storage.checkpoint_files import CheckpointError, read_manifest
-from .._storage.snapshot_files import LINKS, check_drives, drives_by_rank, is_snapshot
+from .._storage.snapshot_files import (
+    LINKS,
+    check_drives,
+    drives_by_rank,
+    is_snapshot,
+    read_snapshot,
+)
 from .._storage.snapshot_links import complete_on, lost_on, remove_links
 from .._storage.snapshot_pages import bytes_of, copy_snapshot, page_paths
 from .._storage.snapshot_series import remove_snapshot, snapshots_of
@@ -77,8 +83,7 @@ def _drives_at(place: Path) -> list[Path]:
 
 def _drives(folder: Path) -> list[tuple[str, list[str]]]:
     """The machine of each rank, "" where there is one, and its drives."""
-    manifest = read_manifest(folder)
-    check_drives(manifest, folder)
+    manifest = read_snapshot(folder)
     by_rank = [[d["folder"] for d in of if d["folder"]] for of in drives_by_rank(manifest)]
     return list(zip(manifest.get("machines", [""] * len(by_rank)), by_rank, strict=True))
 

@@ -259,9 +259,10 @@ def replace_folder(path: Path) -> Iterator[Path]:
     tidy(path)
 
 
-def tidy(path: Path) -> None:
-    """Removes what killed processes left beside `path`, and puts back what they had put aside."""
-    for left in dead_folders(path.parent, path.name):
+def tidy(path: Path, is_dead: Callable[[Path], bool] = lambda _: False) -> None:
+    """Removes what killed processes left beside `path`, and puts back what they had put aside.
+    `is_dead`: as dead_folders() has it."""
+    for left in dead_folders(path.parent, path.name, is_dead):
         _clear(left, path)
 
 
@@ -303,11 +304,6 @@ def remove_checkpoint(path: Path) -> None:
             _remove_files(left / name)
         _clear(left, path)
     _remove_files(path)
-
-
-def foreign_files(path: Path) -> list[Path]:
-    """What lies in the folder of a checkpoint and is not one's."""
-    return sorted(e for e in path.iterdir() if not is_ours(e.name)) if path.is_dir() else []
 
 
 def _remove_files(folder: Path) -> None:

@@ -24,37 +24,57 @@ TENSOR_KEY, TUPLE_KEY, ITEMS_KEY = "strata.tensor", "strata.tuple", "strata.item
 OURS = frozenset({TENSOR_KEY, TUPLE_KEY, ITEMS_KEY})
 
 
-def to_json(value: Any, tensors: list[torch.Tensor] | None) -> Any:
-    """Copies of tensors, as they are now, go to the list; without one they stay, and JSON refuses
-    them. Raises TypeError for a key, or a tensor, that cannot be kept."""
-    if isinstance(value, torch.Tensor) and tensors is not None:
-        if value.layout != torch.strided or value.is_quantized or value.is_nested:
-            kind = "quantized" if value.is_quantized else value.layout
-            kind = "nested" if value.is_nested else kind
-            raise TypeError(f"extra has a tensor that is {kind}: make it dense")
-        tensors.append(value.detach().to("cpu", copy=True))
-        return {TENSOR_KEY: len(tensors) - 1}
+def to_json(value: Any, tensors: list[torch.Tensor] | None, where: str = "extra") -> Any:
+    """Copies of tensors, as they are now, go to the list; None: there is no place for any. Raises
+    TypeError for a key or a value that cannot be kept, with its place."""
+    if isinstance(value, torch.Tensor):
+        return _tensor(value, tensors, where)
     if isinstance(value, dict):
-        return _dictionary(value, tensors)
-    if isinstance(value, tuple):
-        return {TUPLE_KEY: [to_json(each, tensors) for each in value]}
-    if isinstance(value, list):
-        return [to_json(each, tensors) for each in value]
+        return _dictionary(value, tensors, where)
+    if isinstance(value, list | tuple):
+        inside = [to_json(each, tensors, f"{where}[{i}]") for i, each in enumerate(value)]
+        return {TUPLE_KEY: inside} if isinstance(value, tuple) else inside
+    if value is not None and not isinstance(value, str | int | float):
+        raise TypeError(
+            f"{where} is of {type(value).__name__}, and extra keeps strings, numbers, booleans, "
+            "None, lists, tuples and dictionaries of these, and a snapshot tensors: make it one of "
+            "them"
+        )
     return value
 
 
-def _dictionary(value: dict[Any, Any], tensors: list[torch.Tensor] | None) -> dict[str, Any]:
+def _tensor(value: torch.Tensor, tensors: list[torch.Tensor] | None, where: str) -> dict[str, int]:
+    if tensors is None:
+        raise TypeError(
+            f"{where} is a tensor, which strata.snapshot keeps and strata.save does not: give "
+            ".tolist()"
+        )
+    if value.is_meta:
+        raise TypeError(f"{where} is a tensor on the meta device, which has no values")
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        kind = "quantized" if value.is_quantized else value.layout
+        kind = "nested" if value.is_nested else kind
+        raise TypeError(f"{where} is a tensor that is {kind}: make it dense")
+    tensors.append(value.detach().to("cpu", copy=True))
+    return {TENSOR_KEY: len(tensors) - 1}
+
+
+def _dictionary(
+    value: dict[Any, Any], tensors: list[torch.Tensor] | None, where: str
+) -> dict[str, Any]:
     for key in value:
         if not isinstance(key, str | int | float | None):
             raise TypeError(
-                f"extra has the key {key!r:.60}, and keys may be strings, numbers, booleans and "
+                f"{where} has the key {key!r:.60}, and keys may be strings, numbers, booleans and "
                 "None"
             )
         if key in OURS:
-            raise TypeError(f"extra has a key {key!r}, which stands for other values")
+            raise TypeError(f"{where} has a key {key!r}, which stands for other values")
     if all(isinstance(key, str) for key in value):
-        return {key: to_json(each, tensors) for key, each in value.items()}
-    return {ITEMS_KEY: [[key, to_json(each, tensors)] for key, each in value.items()]}
+        return {k: to_json(each, tensors, f"{where}[{k!r}]") for k, each in value.items()}
+    return {
+        ITEMS_KEY: [[k, to_json(each, tensors, f"{where}[{k!r}]")] for k, each in value.items()]
+    }
 
 
 def from_json(value: Any, tensors: list[torch.Tensor]) -> Any:

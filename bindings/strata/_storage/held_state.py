@@ -14,6 +14,7 @@ thread that trains.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from .snapshot_links import Links
 
 if TYPE_CHECKING:
     from .._core import TakenSnapshot
+
+log = logging.getLogger("strata")
 
 Write = Callable[["TakenSnapshot", list[str], Pace], None]
 """Is given what the session says of the held state, a link to each page file, and its pace."""
@@ -152,5 +155,8 @@ class Holder:
             with call.together.phase():
                 pages = self._session.snapshot(held.number)  # waits
             write(pages, held.links.paths, pace)
+        except BaseException as error:
+            log.warning("strata.save(wait=False) has failed: %s", error)
+            raise
         finally:
             self.let_go(held)

@@ -25,7 +25,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,15 @@ def work_folders(parent: Path, target: str) -> list[Path]:
     return [folder for folder, _ in _marked(parent, target)]
 
 
-def dead_folders(parent: Path, target: str) -> Iterator[Path]:
-    """Those whose process is dead, one after the other, to be removed. See Note [Who is dead]."""
+def dead_folders(
+    parent: Path, target: str, is_dead: Callable[[Path], bool] = lambda _: False
+) -> Iterator[Path]:
+    """Those whose process is dead, one after the other, to be removed. See Note [Who is dead].
+    `is_dead`: of a folder of which something else says so, such as a lock that was its process's.
+    """
     here = _boot()
     for folder, marker in _marked(parent, target):
-        if not here or marker.get("boot") != here:
+        if (not here or marker.get("boot") != here) and not is_dead(folder):
             log.warning(
                 "%s was left by process %s of %s, before a reboot or on another machine: remove it "
                 "if nobody writes there any more",

@@ -337,6 +337,7 @@ class Taker:
                 )  # fmt: skip
                 writer.write(cleans)
         except BaseException as error:
+            log.warning("the snapshot at %s has failed: %s", folder, error)
             self._unclean = True
             self.durability.note_failure(folder)
             if number not in self.kept.numbers():

@@ -150,6 +150,19 @@ def id_at(folder: Path, name: str = MANIFEST_NAME) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def read_snapshot(folder: Path) -> dict[str, Any]:
+    """The manifest of the snapshot in a folder. Raises CheckpointError: there is none, it is one of
+    a checkpoint, or it is damaged."""
+    manifest = read_manifest(folder)
+    if not is_snapshot(manifest):
+        raise CheckpointError(
+            f"{folder} is a checkpoint of strata.save, and no snapshot: its files are all in that "
+            "folder, which can be copied or removed as it is"
+        )
+    check_drives(manifest, folder)
+    return manifest
+
+
 def links_at(folder: Path) -> tuple[list[str], str] | None:
     """The drives and the id of the snapshot that is in a folder; None: there is none."""
     try:

@@ -28,7 +28,7 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .replacing import sync
-from .snapshot_files import GRAD, ROLES, check_drives, drives_by_rank, format_of
+from .snapshot_files import GRAD, ROLES, drives_by_rank, format_of, read_snapshot
 from .snapshot_form import ALIGNMENT
 
 Read = Callable[[int, torch.Tensor], None]
@@ -81,8 +81,7 @@ def copy_snapshot(folder: Path, to: Path) -> None:
     """Makes a snapshot that needs no drive but the folder's. Every page is verified. `to` must not
     exist. Raises OSError, CheckpointError: where a page is damaged, and where the snapshot is
     removed meanwhile."""
-    manifest = read_manifest(folder)
-    check_drives(manifest, folder)
+    manifest = read_snapshot(folder)
     if to.exists():
         raise CheckpointError(f"{to} exists")
     for rank, here in enumerate(lies_here(manifest, folder)):

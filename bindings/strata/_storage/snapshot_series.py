@@ -18,6 +18,8 @@ from pathlib import Path
 
 from .checkpoint_files import (
     MANIFEST_NAME,
+    NEW_NAME,
+    OLD_NAME,
     STATE_NAME,
     CheckpointError,
     complete_at,
@@ -26,7 +28,7 @@ from .checkpoint_files import (
     tidy,
 )
 from .replacing import remove_unmarked, sync, targets_of_work
-from .snapshot_files import REMOVED_NAME, check_drives, id_at, is_snapshot, links_at
+from .snapshot_files import REMOVED_NAME, check_drives, id_at, links_at, read_snapshot
 from .snapshot_links import mark_complete, mark_pending, pending_on, remove_halves, remove_links
 
 STEP_NAME = re.compile(r"step-(\d{6,12})")
@@ -87,7 +89,7 @@ def clean_up(drives: list[str], clears: bool = True) -> None:
         for identity, folder in pending_on(drive).items():
             if clears:
                 with contextlib.suppress(OSError):  # the series cannot be written to: its links go
-                    _clear_folder(folder)
+                    _clear_folder(folder, identity)
             if id_at(folder) == identity:
                 mark_complete(drive, identity, folder)
             else:
@@ -101,11 +103,12 @@ def unknown_on(drives: list[str]) -> dict[str, Path]:
     return {i: folder for i, folder in found.items() if id_at(folder, REMOVED_NAME) != i}
 
 
-def _clear_folder(folder: Path) -> None:
-    """Of one that is pending, and whose process is dead: what it left there."""
+def _clear_folder(folder: Path, identity: str) -> None:
+    """Of one that is pending, and whose process is dead: what it left there. Whoever worked with
+    that snapshot in its hands was that process, also where another boot of the machine began it."""
     if not STEP_NAME.fullmatch(folder.name):
         return
-    tidy(folder)
+    tidy(folder, lambda work: identity in (id_at(work / OLD_NAME), id_at(work / NEW_NAME)))
     remove_unmarked(folder.parent, folder.name)
     finish_removal(folder)
     with contextlib.suppress(OSError):  # it is not there, or not empty
@@ -116,10 +119,7 @@ def remove_snapshot(folder: Path) -> None:
     """Removes a snapshot: its manifest first, so that none is there in part. Other files in its
     folder stay. Raises CheckpointError where it is none."""
     folder = Path(os.path.realpath(folder))  # whoever goes on with it may have another directory
-    manifest = read_manifest(folder)
-    if not is_snapshot(manifest):
-        raise CheckpointError(f"{folder} is a checkpoint, and no snapshot")
-    check_drives(manifest, folder)
+    manifest = read_snapshot(folder)
     drives = [d["folder"] for d in manifest["drives"] if d["folder"]]
     mark_pending(drives, manifest["id"], folder)
     os.replace(folder / MANIFEST_NAME, folder / REMOVED_NAME)

@@ -47,7 +47,13 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
         Its folder, `checkpoint-N`; None: there is none.
     """
     complete = [(n, path) for n, path in checkpoints_in(output_dir) if is_complete(path)]
-    return max(complete)[1] if complete else None
+    return max(complete, key=lambda each: (_written(each[1]), each[0]), default=(0, None))[1]
+
+
+def _written(checkpoint: Path) -> int:
+    """When the Trainer came to the end of it. Numbers say less: a run that went back to an older
+    checkpoint counts on from that one's."""
+    return (checkpoint / TRAINER_STATE).stat().st_mtime_ns
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -65,8 +71,8 @@ def is_complete(checkpoint: Path) -> bool:
 def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
     """Those that need not stay beside the newest complete one: `limit` stay, the best among them.
     One that is under way is newer, and stays."""
-    found = [path for _, path in checkpoints_in(output_dir) if (path / TRAINER_STATE).is_file()]
-    found.sort(key=lambda path: (path / TRAINER_STATE).stat().st_mtime_ns)
+    all_of_them = [path for _, path in checkpoints_in(output_dir)]
+    found = sorted((p for p in all_of_them if (p / TRAINER_STATE).is_file()), key=_written)
     complete = [path for path in found if is_complete(path)]
     if not limit or limit < 1 or not complete:
         return []
@@ -74,7 +80,16 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
     for path in reversed(complete):
         if len(stay) < limit:
             stay.add(path)
-    return [path for path in found[: found.index(complete[-1])] if path not in stay]
+    cut = [path for path in all_of_them if _was_cut(path, _written(complete[-1]))]
+    return [path for path in found[: found.index(complete[-1])] if path not in stay] + cut
+
+
+def _was_cut(checkpoint: Path, since: int) -> bool:
+    """Whether a process was killed while it wrote or removed this one: the Trainer did not come to
+    its end, and nothing in it is newer than that time."""
+    if (checkpoint / TRAINER_STATE).exists() or not (checkpoint / STATE_FOLDER).is_dir():
+        return False
+    return all(p.lstat().st_mtime_ns < since for p in [checkpoint, *checkpoint.rglob("*")])
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
@@ -110,8 +125,9 @@ def snapshots_at_once(args: Any, steps: int) -> int:
     limit = args.save_total_limit
     if limit and limit > 0:
         return max(int(limit), 2 if args.load_best_model_at_end else 1)
-    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-    every = args.save_steps if strategy == "steps" else args.eval_steps or 1
+    strategy, every = args.save_strategy, args.save_steps
+    if strategy == "best":  # at most behind every evaluation
+        strategy, every = args.eval_strategy, args.eval_steps or 1
     if every < 1:  # a part of all steps
         every = max(1, math.ceil(steps * every))
     saves = args.num_train_epochs if strategy == "epoch" else steps / every
