@@ -59,7 +59,7 @@ struct Config {
   std::string ranks_folder;           // where those of this machine meet: of this user alone
   std::vector<int> ranks_pids;        // their processes, by rank; empty: not known
   double ranks_timeout_s = 60.0;      // how long they wait there for each other
-  double rank_patience_s = 10.0;      // a rank of another machine that is silent for longer is lost
+  double rank_patience_s = 8.0;       // a rank of another machine that is silent for longer is lost
   bool sums_ranks = false;            // gradients of ranks are summed, and not averaged
   MomentDtype moment_dtype = MomentDtype::float32;
   // in_backward, by unit: its first and its last gradient may land far apart, and are needed

@@ -58,8 +58,8 @@ class Courier final {
     Doorbell* bell = nullptr;
   };
   struct Times {
-    std::chrono::milliseconds beat{1'000};       // at most so long without a frame
-    std::chrono::milliseconds patience{10'000};  // then it is lost
+    std::chrono::milliseconds beat{1'000};      // at most so long without a frame
+    std::chrono::milliseconds patience{8'000};  // then it is lost
   };
 
   // `memory_bytes`: of the other rank; a positive multiple of 4096. Throws StrataError (memory).

@@ -5,10 +5,12 @@ what the processor can do.
 import argparse
 import logging
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import strata
+import torch
 from small_models import adamw, build, llama
 from strata._cli import main as cli
 from strata._cli import planner
@@ -18,6 +20,7 @@ from strata._config.machine import FileSystem
 from strata._config.sizes import format_duration, format_rate, write_size
 from strata._planning import budget_check
 from strata._report.report_text import like, wear_lines
+from torch import nn
 
 GIB = 1 << 30
 
@@ -282,3 +285,26 @@ def test_io_tune_names_the_file_system(
     monkeypatch.setattr(io_tune, "lanes_table", lambda *_: "")
     assert cli.main(["io-tune", "--ssd-path", "/", "--device", "host"]) == 0
     assert "btrfs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flags", "slow"),
+    [
+        (torch.bfloat16, {"avx2"}, True),
+        (torch.bfloat16, {"avx2", "avx512_bf16"}, False),
+        (torch.float32, {"avx2"}, False),
+    ],
+)
+def test_a_dtype_that_the_processor_lacks_is_said_with_what_to_do(
+    dtype: torch.dtype,
+    flags: set[str],
+    slow: bool,
+    core: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(machine, "processor_flags", lambda: flags)
+    model = nn.Linear(4, 4)
+    strata.wrap(model, torch.optim.AdamW(model.parameters()), dtype=dtype, device="host")
+    strata.unwrap(model)
+    assert ("Pass dtype=torch.float32" in caplog.text) == slow

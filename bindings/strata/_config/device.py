@@ -8,13 +8,14 @@ free_bytes(name)                      # of a GPU; None on the host, which shares
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from .. import _core
 from .._errors import StrataError
-from . import kernel
+from . import kernel, machine
 from .choices import HOST, parse_device
 from .sizes import format_size
 
@@ -102,6 +103,20 @@ def check_budget(name: str, byte_count: int, free: int, model: nn.Module) -> Non
             else ""
         )
     )
+
+
+def say_slow_dtypes(name: str, dtypes: Collection[str]) -> None:
+    """Warns where a processor without arithmetic in bfloat16 is to compute with it. `dtypes`: of
+    the model's parameters, by the core's names."""
+    if (
+        name == HOST
+        and "bfloat16" in dtypes
+        and not machine.has_bfloat16(machine.processor_flags())
+    ):
+        log.warning(
+            "this processor has no arithmetic in bfloat16: forward and backward take many times as "
+            "long as in float32. Pass dtype=torch.float32, for twice the memory"
+        )
 
 
 def compute_threads(name: str) -> int:

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 60.0
 TIMEOUT_MAX_S = 1e9
 PATIENCE_MAX_S = 86_400.0
-PATIENCE_S = 10.0  # at least, with a rank of another machine that says nothing
+# At least, with a rank of another machine that says nothing: all others end within 10 s of its end.
+PATIENCE_S = 8.0
 RANK_GRADIENTS = ("mean", "sum")
 LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe")  # what torch says then
 ENDED_S = 1.0  # a connection is lost ahead of the process that had it

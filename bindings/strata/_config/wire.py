@@ -11,6 +11,11 @@ else uses. The user's own collectives, in theirs, are never between them. Where 
 runs out of time, Gloo ends all its connections; so each two ranks have a group, and a rank that is
 lost takes no other one with it. Pages rest in host memory: groups are of Gloo, whatever the user's
 is.
+
+Note [Trailers]. Where a connection breaks, Gloo wakes whoever waits for a message of which nothing
+has come, and forgets whoever waits for the rest of one: that receive would end by its patience. So
+a byte follows each piece, and is waited for first: where it has come, the piece has, and where the
+connection breaks within the piece nothing of it has.
 """
 
 from __future__ import annotations
@@ -59,7 +64,10 @@ class Wire:
         is gone, or takes nothing for so many seconds."""
         with _plain_errors():
             group, there = self._groups[to]
-            works = [group.send([_view(*place)], there, 0) for place in places]
+            pieces = [
+                (_view(*place), _trailer()) for place in places
+            ]  # they stay until all are out
+            works = [group.send([tensor], there, 0) for piece in pieces for tensor in piece]
             for work in works:
                 work.wait(timedelta(seconds=patience))
         self.sent[to] = self.sent.get(to, 0) + sum(size for _, size in places)
@@ -68,9 +76,15 @@ class Wire:
         """Returns when all bytes are there. Raises ConnectionError likewise."""
         with _plain_errors():
             group, there = self._groups[source]
-            works = [group.recv([_view(*place)], there, 0) for place in places]
-            for work in works:
-                work.wait(timedelta(seconds=patience))
+            pieces = [(_view(*place), _trailer()) for place in places]
+            works = [[group.recv([tensor], there, 0) for tensor in piece] for piece in pieces]
+            for piece, trailer in works:
+                trailer.wait(timedelta(seconds=patience))
+                piece.wait(timedelta(seconds=patience))
+
+
+def _trailer() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 @contextlib.contextmanager
