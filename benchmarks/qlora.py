@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import torch
+from strata._config import machine
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -18,6 +19,11 @@ from .models import llama_config, tokens
 
 RANK = 8
 FORM = "nf4-double"
+
+
+def dtype_name() -> str:
+    """What both sides compute in: bfloat16, and float32 where processors have no products in it."""
+    return "bfloat16" if machine.has_bfloat16(machine.processor_flags()) else "float32"
 
 
 def with_adapters(model: nn.Module, rank: int = RANK, layers: Any = "all-linear") -> Any:
@@ -42,7 +48,7 @@ def of_strata(options: argparse.Namespace) -> tuple[Any, Any]:
         torch.optim.AdamW(trained),
         memory=memory,
         ssd_path=options.ssd_path,
-        dtype=torch.bfloat16,
+        dtype=getattr(torch, dtype_name()),
         weights="init",
         seed=options.seed,
         device="host",
@@ -55,6 +61,7 @@ def of_bitsandbytes(options: argparse.Namespace) -> tuple[Any, Any]:
     """The same model with the layers of bitsandbytes, in memory."""
     import bitsandbytes
 
+    dtype = getattr(torch, dtype_name())
     with torch.device("meta"):
         model = LlamaForCausalLM(llama_config(options.hidden, options.layers))
     kept = model.get_output_embeddings()
@@ -66,11 +73,11 @@ def of_bitsandbytes(options: argparse.Namespace) -> tuple[Any, Any]:
                 layer.in_features,
                 layer.out_features,
                 bias=False,
-                compute_dtype=torch.bfloat16,
+                compute_dtype=dtype,
                 compress_statistics=True,
                 quant_type="nf4",
             )
-            drawn = torch.empty(layer.weight.shape, dtype=torch.bfloat16).normal_(std=0.02)
+            drawn = torch.empty(layer.weight.shape, dtype=dtype).normal_(std=0.02)
             four.weight = bitsandbytes.nn.Params4bit(
                 drawn, requires_grad=False, quant_type="nf4", compress_statistics=True
             )
@@ -78,7 +85,7 @@ def of_bitsandbytes(options: argparse.Namespace) -> tuple[Any, Any]:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                value = torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(std=0.02)
+                value = torch.empty(parameter.shape, dtype=dtype).normal_(std=0.02)
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
@@ -103,6 +110,8 @@ def main() -> None:
     made = of_strata if options.side == "strata" else of_bitsandbytes
     began = time.perf_counter()
     model, optimizer = made(options)
+    if options.limited:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     setup = time.perf_counter() - began
     batch = tokens(options.tokens, options.seed)
     losses, seconds = [], []

@@ -1,5 +1,6 @@
-"""The largest Llama whose adapters train over a base in NF4, in a real memory limit. Each attempt
-is a process of its own inside the limit; blocks of one width, so that what grows is the number.
+"""The largest Llama whose adapters train over a base in NF4, in a real memory limit, on both sides
+with gradient checkpointing. Each attempt is a process of its own inside the limit; blocks of one
+width, so that what grows is the number.
 """
 
 import json
@@ -11,24 +12,33 @@ from .capacity import LIMIT_BYTES, SSD_BYTES, check_room, last_line
 from .common import MIB, Context, Figure
 from .limit import Runner, limited_runner
 from .models import parameter_count
+from .qlora import dtype_name
 
 TOKENS = 32
 STEPS = 3
-HIDDEN = 4096
-# Blocks in each attempt, until one fails: of 199 M parameters.
-LAYERS = {"strata": (126, 140, 155, 170), "bitsandbytes": (6, 8, 10, 12, 14, 16)}
+HIDDEN = {"bfloat16": 4096, "float32": 2048}  # a block is computed from 400 MB, or from 200
+# In each attempt, until one fails.
+BILLIONS = {"strata": (25.1, 28.0, 31.0, 34.0), "bitsandbytes": (1.2, 1.6, 2.0, 2.4, 2.8, 3.2)}
 # Python, PyTorch and PEFT take about 0.6 of the 2 GiB; activations the rest of what is not here.
 DEVICE_BYTES = 640 * MIB
 HOST_BYTES = 320 * MIB
 TARGET = 25e9
 BYTES_PER_PARAMETER = 0.516  # codes, scales of 8 bits, and their groups
-QUICK_LAYERS = 1
+QUICK_BILLIONS = 0.1
 
 
-def attempt(side: str, layers: int, context: Context, run: Runner) -> bool:
-    """Whether the steps of a model of so many blocks complete with finite losses."""
-    count = parameter_count(HIDDEN, layers)
-    numbers = {"hidden": HIDDEN, "layers": layers, "tokens": TOKENS, "steps": STEPS}
+def shape_for(billions: float) -> tuple[int, int]:
+    """(hidden, layers) of at least so many parameters."""
+    hidden = HIDDEN[dtype_name()]
+    beside = parameter_count(hidden, 0)
+    return hidden, math.ceil((billions * 1e9 - beside) / (parameter_count(hidden, 1) - beside))
+
+
+def attempt(side: str, shape: tuple[int, int], context: Context, run: Runner) -> bool:
+    """Whether the steps of a model of this shape complete with finite losses."""
+    hidden, layers = shape
+    count = parameter_count(hidden, layers)
+    numbers = {"hidden": hidden, "layers": layers, "tokens": TOKENS, "steps": STEPS}
     numbers |= {"seed": context.seed, "device-bytes": DEVICE_BYTES, "host-bytes": HOST_BYTES}
     with context.scratch() as folder:
         done = run(
@@ -54,10 +64,11 @@ def attempt(side: str, layers: int, context: Context, run: Runner) -> bool:
 def largest(side: str, context: Context, run: Runner) -> int:
     """Parameters of the largest model that completes; 0 where none does."""
     best = 0
-    for layers in (QUICK_LAYERS,) if context.quick else LAYERS[side]:
-        if not attempt(side, layers, context, run):
+    for billions in (QUICK_BILLIONS,) if context.quick else BILLIONS[side]:
+        shape = shape_for(billions)
+        if not attempt(side, shape, context, run):
             break
-        best = parameter_count(HIDDEN, layers)
+        best = parameter_count(*shape)
     return best
 
 

@@ -11,9 +11,9 @@
 //   in_backward  enough for two units, so that one lands while the other is updated; for one where
 //                the host budget is short. A unit's gradients are complete before its update frees
 //                any of them, so less than one unit would never do. Where one is incomplete while
-//                others land, what it has is used early, so that its frames come back. A unit whose
-//                gradients are needed together (they are clipped) cannot: those that may be
-//                incomplete for long (Config::apart) have frames beside the others'
+//                others land, what it has is used early, so that its frames come back. Units
+//                whose gradients are clipped together cannot do so: those that may be incomplete
+//                for long (Config::apart) have frames of their own
 //   lock_free    every gradient may be late: all of them, beside them those that open updates
 //                still read while the next ones land, and with a staleness the new parameters of
 //                open updates

@@ -285,8 +285,8 @@ class Session final {
     Gate::Call in(gate_);
     return gate_.holds();
   }
-  // Of one of several ranks, at the end of its training: see other_ranks.hpp. `gives_up`: ahead of
-  // it, and does not stay for the others, who are told.
+  // Ends this rank's training; see other_ranks.hpp. `gives_up`: early, and the others are told and
+  // not waited for.
   void leave_ranks(bool gives_up) {
     Gate::Call in(gate_);
     if (!core_->ranks) return;

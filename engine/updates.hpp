@@ -169,13 +169,15 @@ class Updates final {
   void set_run(std::uint32_t param, std::size_t first, std::size_t count, std::int64_t step,
                bool merged);
 
-  // Wait until the chunk is settled; until it may be written as well; until nothing is busy, for a
-  // step that begins; and until everything is published. All but the third throw StrataError where
-  // gradients have been added to older ones since the last release: both wait for the next.
+  // Until the chunk is settled. This and the next two throw StrataError where a gradient has been
+  // added to an older one since the last release: both wait for the next one.
   void wait_settled(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
+  // Until it may be written as well.
   void wait_writable(Lock& lock, std::uint32_t chunk) STRATA_REQUIRES(core_lock);
-  void wait_idle(Lock& lock) STRATA_REQUIRES(core_lock);
+  // Until everything is published.
   void wait_done(Lock& lock) STRATA_REQUIRES(core_lock);
+  // Until nothing is busy, for a step that begins.
+  void wait_idle(Lock& lock) STRATA_REQUIRES(core_lock);
   // Until every snapshot that was asked for has begun, so that a later step may be released.
   void wait_begun(Lock& lock) STRATA_REQUIRES(core_lock);
   // Until no snapshot needs gradients.

@@ -53,8 +53,8 @@ class RemotePages final {
   // The page's bytes; null: not yet. Each open() that succeeds is closed.
   std::byte* open(PageId page);
   void close(PageId page);
-  // No page is asked for while this lasts: who would comes again. So settle() is not put off for
-  // ever by threads that read one page after the other, and all may be renewed behind it.
+  // No page is asked for while this lives; who needs one tries again later. Else threads that read
+  // page after page would put settle() off for ever. Behind it all may be renewed.
   class [[nodiscard]] Hold final {
    public:
     explicit Hold(RemotePages& pages) : pages_(pages) { ++pages.holds_; }
@@ -108,8 +108,7 @@ class RemotePages final {
   // that has no room for it: its holder is asked. False: it cannot be, and the session should end.
   bool answered(std::uint32_t from, const PeerMessage& grant, std::size_t page_bytes);
 
-  // Gives back what was granted to somebody who did not come back for it. True: nothing is open or
-  // asked for.
+  // Returns pages that were granted and never opened. True: nothing is open or asked for.
   bool settle();
   // Something is asked for; that rank holds it, or relays it.
   bool waits() const;

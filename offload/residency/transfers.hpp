@@ -1,8 +1,9 @@
 // Transfers: the one owner of everything that is on its way between two tiers: pages, and bytes
-// that are no page (gradients, activations, reads from outside). It alone begins and ends copies of
-// a page between tiers; PageCache and DeviceFrames drop copies, and PageCache publishes new
-// contents. Whoever starts a transfer is named with it, and takes its completion; so nobody has to
-// find out whose an arrival is.
+// that are no page (gradients, activations, reads from outside). It alone moves contents between
+// tiers. Where no bytes cross, others make copies: PageCache gives zero pages theirs and publishes
+// what was written, RemotePages places what other ranks lend; both drop copies, as DeviceFrames
+// does. Whoever starts a transfer is named with it, and takes its completion; so nobody has to find
+// out whose an arrival is.
 //
 // Threads: one caller at a time (the core's lock).
 //
@@ -64,8 +65,9 @@ struct ByteCopy {
 //   2. pages_in_flight_ <= in_flight_max_.
 //   3. A stream's copies are in the order of their tickets.
 //   4. No slot that is held is written: a page whose slot is held gets another one as it moves.
-//   5. A page that is lent a slot rests elsewhere, the slot has its newest contents, and it counts
-//      among those that hold it.
+//   5. A page that is lent a slot rests elsewhere, the slot has its newest contents, and the page
+//   is
+//      one of the slot's holders.
 class Transfers final {
  public:
   Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& device, const Pool& host,
