@@ -35,22 +35,30 @@ from .checkpoint_files import CheckpointError
 
 if TYPE_CHECKING:
     from .._config.ranks import Ranks
-    from .._core import Session
+    from .._core import Config, Session
 
 PATIENCE_S = 10.0  # of a wait ahead of the first word
-DEATH_S = 2.0  # in which the core sees that a rank has died
+DEATH_S = 2.0  # in which the core sees that a rank of its machine has died
 PAUSE_MIN_S, PAUSE_MAX_S = 1e-4, 1e-2
 PIECE_BYTES = 1 << 20  # of a file; a store takes some more
 
 log = logging.getLogger("strata")
 
 
+def death_s(config: Config) -> float:
+    """In which the core sees that any rank has died: of another machine it may need its patience.
+    REQUIRES: there are several ranks."""
+    ranks = config["ranks"]
+    return DEATH_S + (ranks["patience_s"] if ranks["machines"] else 0.0)
+
+
 class Board:
     """Of one rank. Threads: one hears; any may post."""
 
-    def __init__(self, session: Session, ranks: Ranks, name: str) -> None:
-        """`name`: of what it is for."""
+    def __init__(self, session: Session, ranks: Ranks, name: str, death_s: float) -> None:
+        """`name`: of what it is for; `death_s`: see there."""
         self._session = session
+        self._death_s = death_s
         self.rank, self.count, self.machines = ranks.rank, ranks.count, ranks.machines
         self._first = default_store()  # what it serves ends with it
         # A connection of its own, where it has any: others would wait for ours.
@@ -65,7 +73,7 @@ class Board:
         """Of a wrapped model. `name`: of what it is for; each thread has a board of its own."""
         if state.ranks is None:
             return None
-        return Board(state.session, state.ranks, name)
+        return Board(state.session, state.ranks, name, death_s(state.config))
 
     def place(self) -> int:
         """How far this rank has come: twice its step, and one more within its backward passes."""
@@ -171,7 +179,7 @@ class Board:
 
     def _raise_death(self) -> None:
         """A connection was lost: the core says whose."""
-        end = time.monotonic() + DEATH_S
+        end = time.monotonic() + self._death_s
         while time.monotonic() < end:
             self._session.awaited_rank()
             time.sleep(PAUSE_MAX_S)
