@@ -102,6 +102,7 @@ class Wrapped:
         self.wire: Wire | None = None  # none: there are no other machines
         self._backward: int | None = None  # autograd's number of the one that landed a gradient
         self.steps_before = 0  # of the run, when it was loaded from a snapshot
+        self.given_back = False  # strata.unwrap() has made the model plain, and not ended yet
         self.half_loaded = False  # strata.load() has begun to write, and has not ended
         # in_backward: what the updates of this backward use; None where none has begun.
         self.groups_used: list[GroupSpec] | None = None

@@ -4,6 +4,7 @@
     place = board.place()                        # how far this rank has come
     board.post(f"{place}/call", "...")           # at once; by the thread that trains, too
     messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
+    board.meet("end", "strata.unwrap()")         # waits for all who still train
     board.send("a/manifest", path)               # a file, for ranks that do not see its folder ...
     board.take("a/manifest", 0, to)              # ... of rank 0; once it is known to have sent it
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 10.0  # of a wait ahead of the first word
 DEATH_S = 2.0  # in which the core sees that a rank of its machine has died
+NO_MORE = 2**63 - 1  # the place of a rank that has ended its training
 PAUSE_MIN_S, PAUSE_MAX_S = 1e-4, 1e-2
 PIECE_BYTES = 1 << 20  # of a file; a store takes some more
 
@@ -106,6 +108,18 @@ class Board:
         self._heard = [key] if place is None else [*self._heard, key]
         return found
 
+    def meet(self, key: str, call: str) -> None:
+        """Returns when all ranks that still train have made the call, of which there is one with
+        this key. Raises StrataError where one has died."""
+        self.post(key, "")
+        try:
+            self._await(key, call, None, all_train=False)
+        except StrataError:
+            raise
+        except RuntimeError:
+            self._raise_death()
+            raise
+
     def send(self, key: str, path: Path) -> None:
         """Has a file where other ranks can take it, until forget_sent(). Raises OSError, and
         StrataError where a rank has died."""
@@ -146,13 +160,19 @@ class Board:
     def _own(self, key: str) -> str:
         return f"{key}/{self.rank}"
 
-    def _await(self, key: str, call: str, place: int | None) -> None:
+    def _await(self, key: str, call: str, place: int | None, all_train: bool = True) -> None:
+        """`all_train`: also of those that have ended their training the word is needed."""
         begin, pause, told = time.monotonic(), PAUSE_MIN_S, False
         missing = [rank for rank in range(self.count) if rank != self.rank]
         while True:
             self._session.awaited_rank()  # raises where one has died
             passed = [] if place is None else self._passed(place)
-            missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
+            left = [] if all_train else self._passed(NO_MORE - 1)
+            missing = [
+                rank
+                for rank in missing
+                if rank not in left and not self._store.check([f"{key}/{rank}"])
+            ]
             if not missing:
                 return
             for rank in missing:
