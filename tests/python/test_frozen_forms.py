@@ -11,6 +11,7 @@ import strata
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from strata import StrataError
 from strata._config.frozen import stored_forms
 from strata._runtime.wrapped import wrapped
 from test_frozen import ROOMY, batches, freeze, llama, train, wrap
@@ -304,3 +305,17 @@ def test_what_wants_gradients_but_has_no_optimizer_is_not_stored(
     model[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"no frozen weight .*0\.weight, 1\.weight: not in the op"):
         strata.wrap(model, optimizer, memory=ROOMY, frozen="nf4")
+
+
+def test_a_refusal_says_why_tiles_cannot_be() -> None:
+    """Rows of 1,000 elements: only 8 of them make whole blocks."""
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 16))
+    model[0].requires_grad_(False)
+    weight = model[0].weight
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    memory = {"device": "2MiB", "host": "64MiB"}
+    with pytest.raises(StrataError, match=r"tiles either: .*'0\.tiles\.\d+\.weight'") as caught:
+        strata.wrap(model, optimizer, memory=memory, frozen="nf4", page_size="64KiB")
+    assert "blocks of 64" in str(caught.value)
+    assert caught.value.needed_bytes > 0  # what the first refusal knows
+    assert model[0].weight is weight  # the model is as it was
