@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import _core
-from .._config.frozen import BLOCK, row_elements
+from .._config.frozen import BLOCK
 from .._config.managed import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def quantise(state: Wrapped, index: int, value: torch.Tensor) -> bool:
         # As bitsandbytes computes it, to the last bit.
         offset = float(plain.reshape(-1, BLOCK).abs().amax(dim=1).float().mean())
     state.session.quantise(
-        index, plain.data_ptr(), DTYPE_NAMES[plain.dtype], row_elements(plain.shape), offset
+        index, plain.data_ptr(), DTYPE_NAMES[plain.dtype], state.row_elements[index], offset
     )
     return True
 
