@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import strata
 import torch
+from safetensors.torch import save_file
+from strata import StrataError
 from strata._runtime import coded
 from strata._runtime.coded import GROUP, piece, same_groups
 from strata._runtime.ready_codes import ReadyCodes
@@ -156,3 +158,35 @@ def test_nothing_is_written_beyond_a_record(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="more than its 8 bytes"):
             file.write(wanted, [memoryview(bytes(8)), memoryview(bytes(1))])
         assert file.bytes == before + 8
+
+
+def streamed(path: Path, rows: int, tiles: int) -> nn.Module:
+    """The model of seed 0, read from a file."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(COLUMNS, rows, bias=False), nn.Linear(rows, 4))
+    save_file(plain.state_dict(), path)
+    with torch.device("meta"):
+        return cut_model(path.parent / "drive", rows, tiles, seed=0, weights=path)
+
+
+@pytest.mark.parametrize("way", ["in memory", "streamed"])
+@pytest.mark.parametrize(("rows", "tiles"), [(1024, 4), (192, 3), (256, 2)])
+def test_tiles_on_borders_have_the_codes_of_the_whole(
+    tmp_path: Path, way: str, rows: int, tiles: int
+) -> None:
+    whole = cut_model(tmp_path / "a", rows, 1, seed=0)
+    if way == "in memory":
+        cut = cut_model(tmp_path / "b", rows, tiles, seed=0)
+    else:
+        cut = streamed(tmp_path / "w.safetensors", rows, tiles)
+    assert len([s for s in wrapped(cut).config["params"] if "stored" in s]) == tiles
+    assert all(map(torch.equal, codes_of(cut), codes_of(whole)))
+
+
+def test_a_tile_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(COLUMNS, 192, bias=False), nn.Linear(192, 4))
+    model[0].weight.requires_grad_(False)[100, 0] = math.nan
+    strata.nn.tile(model, "0", 3)
+    with pytest.raises(StrataError, match=r"0\.tiles\.1\.weight has a value that is infinite or"):
+        wrap(model, lambda name, _: "nf4-double" if name[:1] == "0" else None)

@@ -17,6 +17,8 @@ behind part. Everywhere else scales would have to be made anew, from values that
 
 from __future__ import annotations
 
+import functools
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -84,10 +86,27 @@ def piece(
     return found
 
 
-def quantise(state: Wrapped, index: int, value: torch.Tensor) -> bool:
-    """Makes codes of all values of the parameter. False: it does not rest so. Raises ValueError for
-    a part of them and for codes of torchao, StrataError where its unit is entered or a value is not
-    finite: then nothing has changed."""
+class Whole:
+    """The values of a tensor whose tiles are quantised one by one."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        """`parts`: one behind the other."""
+        self._parts = parts
+
+    @functools.cached_property
+    def scale_offset(self) -> float:
+        """Of nf4-double, as bitsandbytes computes it, to the last bit. REQUIRES: each part has
+        whole blocks."""
+        largest = [
+            _plain(part).reshape(-1, BLOCK).abs().amax(dim=1).float() for part in self._parts
+        ]
+        return float(torch.cat(largest).mean())
+
+
+def quantise(state: Wrapped, index: int, value: torch.Tensor, whole: Whole | None = None) -> bool:
+    """Makes codes of all values of the parameter. `whole`: what it is a tile of. False: it does not
+    rest so. Raises ValueError for a part of them and for codes of torchao, StrataError where its
+    unit is entered or a value is not finite: then nothing has changed."""
     form = state.config["params"][index].get("stored")
     if form is None:
         return False
@@ -99,17 +118,21 @@ def quantise(state: Wrapped, index: int, value: torch.Tensor) -> bool:
             "are read and not made. Pass frozen='nf4-double', or a function that gives None for "
             "this module"
         )
-    plain = value.detach().to("cpu").contiguous()
-    if plain.dtype not in DTYPE_NAMES:
-        plain = plain.float()
+    plain = _plain(value)
     offset = None
     if form == "nf4-double":
-        # As bitsandbytes computes it, to the last bit.
-        offset = float(plain.reshape(-1, BLOCK).abs().amax(dim=1).float().mean())
+        offset = (whole or Whole([plain])).scale_offset
+        if not math.isfinite(offset):  # the core names the tile whose value it is
+            offset = Whole([plain]).scale_offset
     state.session.quantise(
         index, plain.data_ptr(), DTYPE_NAMES[plain.dtype], row_elements(plain.shape), offset
     )
     return True
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    plain = value.detach().to("cpu").contiguous()
+    return plain if plain.dtype in DTYPE_NAMES else plain.float()
 
 
 def take(state: Wrapped, index: int, ready: ReadyCodes) -> bool:
