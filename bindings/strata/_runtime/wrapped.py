@@ -273,15 +273,16 @@ class Wrapped:
         value: torch.Tensor | ReadyCodes,
         kind: Kind = "master",
         offset: int = 0,
+        whole: coded.Whole | None = None,
     ) -> None:
         """Stores values, of any dtype, as the exact master (or moment) from element `offset` on.
-        What rests as codes is stored whole."""
+        What rests as codes is stored whole; `whole`: what it is a tile of."""
         self.landings.wait()
         if isinstance(value, ReadyCodes):
             if coded.take(self, index, value):
                 return
             value = value.dense()
-        if coded.quantise(self, index, value):
+        if coded.quantise(self, index, value, whole):
             return
         flat = value.detach().reshape(-1)
         for begin in range(0, flat.numel(), CHUNK_NUMEL):

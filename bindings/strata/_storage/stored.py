@@ -44,9 +44,14 @@ class StoredTensor:
         """Elements of the whole."""
         return math.prod(self.shape)
 
+    @property
+    def part_numels(self) -> list[int]:
+        """Elements of each part."""
+        return [math.prod(shape) for shape in self.part_shapes]
+
     def split(self, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters' names, and the part of `value` that each one is."""
-        parts = value.reshape(-1).split([math.prod(shape) for shape in self.part_shapes])
+        parts = value.reshape(-1).split(self.part_numels)
         for name, part, shape in zip(self.part_names, parts, self.part_shapes, strict=True):
             yield name, part.reshape(shape)
 
