@@ -109,6 +109,10 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
                                STRATA_REQUIRES(core_lock) { return turn(static_cast<Part>(part)); },
                    .parts = kParts,
                    .runs_foreign = [this] { return runs_foreign(); },
+                   .tell_failure =
+                       [this] {
+                         if (ranks) ranks->tell_failure();
+                       },
                    .stuck = [this](const Awaited& awaited,
                                    const std::string& looks) { return stuck(awaited, looks); }});
 }
@@ -124,7 +128,6 @@ bool Core::turn(Part part) {
   }
   if (updates.failure()) base.gate.fail(*updates.failure());
   base.heed_failure();
-  if (ranks && base.gate.failure()) ranks->tell_failure();
   if (turned_) turned_(base.table, base.claims);
   return moved;
 }

@@ -43,7 +43,9 @@ bool Gate::close() {
 }
 
 void Gate::fail(Error error) {
-  if (!failure_) failure_ = std::move(error);
+  if (failure_) return;
+  failure_ = std::move(error);
+  duties_.tell_failure();  // no turn may come any more
 }
 
 void Gate::throw_if_failed() const {
@@ -88,7 +90,9 @@ void Gate::take_turns(Lock& lock) {
       const Unlocked unlocked(lock);  // others may come in
     }
   }
-  if (failure_) notify();
+  if (!failure_) return;
+  duties_.tell_failure();
+  notify();
 }
 
 void Gate::wait(Lock& lock, const std::function<bool()>& ready, const Awaited& awaited) {

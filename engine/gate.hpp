@@ -59,6 +59,8 @@ struct GateDuties {
   int parts = 1;
   // Somebody else's code runs, for as long as it likes.
   std::function<bool()> runs_foreign;
+  // The session has failed: others, who wait for it, are told. Again until all of it is said.
+  std::function<void()> tell_failure = [] {};
   // What is in flight, for a person to read; `looks`: how often nothing had moved.
   std::function<Error(const Awaited& awaited, const std::string& looks)> stuck;
 };

@@ -42,9 +42,11 @@ void InPlaceWrites::take(Lock& lock, std::uint32_t param, Stream stream) {
   if (!prefetcher_.in_use(unit)) refuse(base_.names.of(unit) + " was written and is not entered");
   base_.wait_for(lock, base_.tiers.copies().record(stream), unit);
   if (const ParamSpec& spec = base_.config.params[param]; spec.stored) {
-    refuse(
-        spec.name + " was changed in place, and rests as " + std::string(name(spec.stored->codes)) +
-        ": the change is lost where the device computes it again; write all of it between steps");
+    prefetcher_.spoil(unit);
+    refuse(spec.name + " was changed in place, and rests as " +
+           std::string(name(spec.stored->codes)) +
+           ": the change is undone. Write all of it at once, by copy_(); adapters are merged by "
+           "merge_and_unload(safe_merge=True) or strata.export_safetensors(merge=True)");
   }
   written_[index(unit)] = true;
   updates_.keep_exact(unit);

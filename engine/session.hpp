@@ -288,7 +288,7 @@ class Session final {
   // Ends this rank's training; see other_ranks.hpp. `gives_up`: early, and the others are told and
   // not waited for.
   void leave_ranks(bool gives_up) {
-    Gate::Call in(gate_);
+    Gate::Call in(gate_, gives_up ? Gate::Enters::failed_too : Gate::Enters::working);
     if (!core_->ranks) return;
     if (gives_up)
       core_->ranks->tell_failure();

@@ -116,9 +116,10 @@ def wrap(
             of an accumulation has them. 0: the first strata.snapshot() makes room, or is refused.
         frozen: how what is frozen rests. `"nf4"` and `"nf4-double"`: in 4 bits, as bitsandbytes has
             them, scales in 32 or 8 bits; `"nf4-torchao"`: as torchao has made them; `"int8"`;
-            `"as-is"`: in the dtype of computation. It means the weights of layers, not norms and
-            embeddings. A function of a module's name and the module gives a form for its weights,
-            or None. Modules stay what they are: values are computed on the way to the device.
+            `"as-is"`: in the dtype of computation. It means the weights of layers, not norms,
+            embeddings, the last layer and adapters. A function of a module's name and the module
+            gives a form for its weights, or None. Modules stay what they are: values are computed
+            on the way to the device.
         rank_gradients: of several ranks: `"mean"`: the update gets their average, as that of
             DistributedDataParallel does; `"sum"`: their sum.
         rank_timeout: seconds for which this rank waits for another one that neither comes nor ends;

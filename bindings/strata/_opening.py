@@ -28,6 +28,7 @@ from ._planning.fitting import fit
 from ._planning.planning import Goal, Planning
 from ._runtime.awaited import Watch
 from ._runtime.closing import await_collected
+from ._runtime.coded import Whole
 from ._runtime.escapes import Views
 from ._runtime.forks import watch
 from ._runtime.optimizer import StrataOptimizer
@@ -37,6 +38,7 @@ from ._runtime.undo import Undo
 from ._runtime.wrapped import Slot, Wrapped
 from ._storage import weights as weight_files
 from ._storage.saved_file import stream_paged
+from ._storage.stored import stored_tensors
 from ._storage.torchao_tensors import codes_of, parts_of
 from ._torch_compat import is_nf4
 from .nn.replace import release_originals
@@ -214,12 +216,20 @@ def _start_planning(
 def _fill(state: Wrapped, options: Options) -> None:
     """Stores the values of all parameters. The model itself is not touched yet: this may fail."""
     if options.weights is None:
-        for i, parameter in enumerate(state.params):
-            nf4 = is_nf4(parameter)
-            if options.ranks is not None:
-                for part in parts_of(parameter) if nf4 else [parameter]:
+        if options.ranks is not None:
+            for parameter in state.params:
+                for part in parts_of(parameter) if is_nf4(parameter) else [parameter]:
                     options.ranks.share(part)
-            state.write(i, codes_of(state.names[i], parameter) if nf4 else parameter)
+        tiles: dict[int, Whole] = {}
+        for tensor in stored_tensors(state.model):
+            if len(tensor.parts) > 1:
+                whole = Whole([state.params[part] for part in tensor.parts])
+                tiles |= dict.fromkeys(tensor.parts, whole)
+        for i, parameter in enumerate(state.params):
+            if is_nf4(parameter):
+                state.write(i, codes_of(state.names[i], parameter))
+            else:
+                state.write(i, parameter, whole=tiles.get(i))
         if options.ranks is not None:
             for buffer in state.model.buffers():
                 options.ranks.share(buffer)
@@ -227,7 +237,7 @@ def _fill(state: Wrapped, options: Options) -> None:
     place = {name: i for i, name in enumerate(state.names)}
     weight_files.load(
         state.model,
-        lambda name, value: state.write(place[name], value),
+        lambda name, value, whole=None: state.write(place[name], value, whole=whole),
         weights=None if options.weights == weight_files.INIT else options.weights,
         seed=options.seed,
         device=options.init_device,

@@ -213,7 +213,6 @@ void OtherRanks::give_up(std::uint32_t rank, double seconds) {
       rank, std::string(" has let this one wait for ") + text.data() + " s",
       "rank_timeout= allows no more; it is stopped, or computes for longer. Start again from "
       "the newest snapshot or checkpoint");
-  tell_failure();  // no turn comes any more
   base_.gate.notify();
 }
 

@@ -64,6 +64,7 @@ void Prefetcher::block(PageId page) {
 bool Prefetcher::ready(UnitId unit) const {
   const UnitState& state = state_[index(unit)];
   if (state.users != 0 && !state.out_of_date) return true;
+  if (state.spoiled) return false;
   const std::vector<PageId>& pages = frames_.pages(unit);
   return std::all_of(pages.begin(), pages.end(), [this](PageId page) {
     return !blocked_[index(page)] && table_.is_current(page, Tier::device);
@@ -82,7 +83,7 @@ Cause Prefetcher::missing(PageId page) const {
 }
 
 Cause Prefetcher::missing(UnitId unit) const {
-  Cause furthest = Cause::none;
+  Cause furthest = state_[index(unit)].spoiled ? Cause::copy : Cause::none;
   for (const PageId page : frames_.pages(unit)) {
     if (blocked_[index(page)]) return Cause::update;
     if (furthest != Cause::frame) furthest = std::max(furthest, missing(page));
@@ -291,9 +292,19 @@ bool Prefetcher::write_back(UnitId unit) {
   return moved;
 }
 
+// What was computed of codes leaves the device. REQUIRES: nobody uses the unit.
+void Prefetcher::drop_spoiled(UnitId unit) {
+  for (const PageId page : frames_.pages(unit)) {
+    const bool there = table_.copy(page, Tier::device).state != CopyState::none;
+    if (there && loads_.source(page) != page) frames_.evict(page);
+  }
+  state_[index(unit)].spoiled = false;
+}
+
 bool Prefetcher::load_unit(UnitId unit) {
   if (in_use(unit) || !passed(unit)) return false;  // somebody reads what its frames hold
   if (rests(unit)) return write_back(unit);
+  if (state_[index(unit)].spoiled) drop_spoiled(unit);
   bool moved = false;
   for (const PageId page : frames_.pages(unit)) {
     if (blocked_[index(page)] || loads_.loading(page)) continue;

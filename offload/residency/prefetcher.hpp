@@ -44,6 +44,9 @@ class Prefetcher final {
   // Pages under update: not loaded, and their unit is not ready, until unblocked.
   void block(PageId page);
   void unblock(PageId page) { blocked_[index(page)] = false; }
+  // The device shows of the unit what its codes do not say: it is computed again as soon as nobody
+  // uses it.
+  void spoil(UnitId unit) { state_[index(unit)].spoiled = true; }
 
   // Notes a use and asks for the unit's pages. `recorded` uses are part of the step's trace.
   // nullopt, or how many frames are needed at once where that is more than there are: then the unit
@@ -110,6 +113,7 @@ class Prefetcher final {
   struct UnitState {
     std::uint32_t users = 0;
     bool out_of_date = false;  // a page was blocked since the first of these came
+    bool spoiled = false;      // see spoil()
     std::uint64_t last_use = 0;
     CopyTicket released{};
   };
@@ -123,6 +127,7 @@ class Prefetcher final {
   bool show_planned(UnitId unit);
   bool load_unit(UnitId unit);
   bool write_back(UnitId unit);
+  void drop_spoiled(UnitId unit);
   std::size_t rank(UnitId unit) const;
   bool may_take(FrameId frame, std::size_t taker_rank) const;
   FrameId frame_for(PageId page) const;

@@ -126,11 +126,11 @@ inline Config roomy() {
 
 // One of several of one machine; or one that is alone.
 inline std::unique_ptr<Session> open_rank(Loopback& machine, std::uint32_t rank,
-                                          Config config = roomy(), std::uint32_t ranks = 2) {
+                                          Config config = roomy(), std::uint32_t ranks = 2,
+                                          SessionParts parts = {}) {
   config.rank = rank;
   config.ranks = ranks;
   config.sums_ranks = config.accumulate = true;
-  SessionParts parts;
   if (ranks > 1) parts.meeting = machine.meeting(rank);
   return std::make_unique<Session>(config, std::move(parts));
 }

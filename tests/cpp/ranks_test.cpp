@@ -2,6 +2,7 @@
 // those of one rank that takes the same micro-batches in the same order.
 #include <gtest/gtest.h>
 
+#include "doubles/held_engine.hpp"
 #include "rank_training.hpp"
 
 namespace strata {
@@ -128,6 +129,40 @@ TEST(Ranks, WhoIsLostIsNamedWithItsStepAndUnit) {
                 std::string::npos)
           << words;
     }
+    all.arrive_and_wait();  // others may still read from this one
+  });
+}
+
+// Also where no turn finds the failure: a wait is given up.
+TEST(Ranks, WhoseDiskHangsSaysSoToTheOthers) {
+  const TempFolder folder;
+  std::atomic<bool> holds = false;
+  Loopback machine(2);
+  std::barrier all(2);
+  on_ranks(2, [&](std::uint32_t rank) {
+    SessionParts parts;
+    parts.look_period = std::chrono::milliseconds(1);
+    parts.looks_max = rank == 0 ? 40 : 5'000;
+    if (rank == 0) parts.io_engine = std::make_unique<HeldEngine>(holds);
+    Config config = tight(folder);
+    config.host_bytes = 22 * kPage;
+    const auto opened = open_rank(machine, rank, config, 2, std::move(parts));
+    Session& session = *opened;
+    fill_all(session);
+    train_rank(session, 1, {}, {});
+    session.synchronize();
+    all.arrive_and_wait();
+    if (rank == 0) {
+      holds = true;
+      const std::string words = refusal_of([&] {
+        for (const Kind kind : {Kind::master, Kind::moment1, Kind::moment2}) all_of(session, kind);
+      });
+      EXPECT_NE(words.find("the disk may hang"), std::string::npos) << words;
+    } else {
+      const std::string words = refusal_of([&] { session.step(session.config().groups, {}); });
+      EXPECT_NE(words.find("rank 0 has failed or died"), std::string::npos) << words;
+    }
+    holds = false;
     all.arrive_and_wait();  // others may still read from this one
   });
 }

@@ -10,35 +10,14 @@
 #include <thread>
 #include <utility>
 
+#include "doubles/held_engine.hpp"
 #include "io_fixtures.hpp"
-#include "offload/storage/make_engine.hpp"
 #include "session_fixtures.hpp"
 
 namespace strata {
 namespace {
 
 using std::chrono::milliseconds;
-
-// Holds back what the disk has finished: for waits that nobody ends, or the wrong one.
-class HeldEngine final : public IoEngine {
- public:
-  explicit HeldEngine(const std::atomic<bool>& holds) : holds_(holds) {
-    std::string why;
-    inner_ = make_io_engine("threads", nullptr, 64, &why);
-  }
-
-  const char* name() const override { return "held"; }
-  int attach(int fd, std::uint64_t bytes) override { return inner_->attach(fd, bytes); }
-  void grew(int file, std::uint64_t bytes) override { inner_->grew(file, bytes); }
-  void reattach(int file, int fd) override { inner_->reattach(file, fd); }
-  [[nodiscard]] bool submit(const IoRequest& request) override { return inner_->submit(request); }
-  void flush() override { inner_->flush(); }
-  std::size_t reap(std::span<IoCompletion> out) override { return holds_ ? 0 : inner_->reap(out); }
-
- private:
-  const std::atomic<bool>& holds_;
-  std::unique_ptr<IoEngine> inner_;
-};
 
 // Another process that stops this one for a while when it is asked to.
 class Stopper final {

@@ -1,6 +1,7 @@
 """Trainer's checkpoints as snapshots: taken while training goes on, whole or never chosen, and
 older ones stay until a newer one is complete."""
 
+import json
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import strata
 import torch
+from strata._storage.checkpoint_files import write_manifest
 from strata._storage.snapshot import Taker
 from strata._storage.snapshot_files import LINKS
 from strata._storage.snapshot_series import snapshots_of
@@ -223,11 +225,58 @@ def test_epochs_and_parts_of_steps_are_counted(tmp_path: Path) -> None:
         ({"save_steps": 3}, 8, 2),
         ({"save_steps": 0.25}, 8, 3),
         ({"save_strategy": "epoch", "num_train_epochs": 4}, 64, 3),
+        (
+            {
+                "save_strategy": "best",
+                "eval_strategy": "epoch",
+                "num_train_epochs": 4,
+                "metric_for_best_model": "loss",
+            },
+            64,
+            3,
+        ),
+        (
+            {
+                "save_strategy": "best",
+                "eval_strategy": "steps",
+                "eval_steps": 16,
+                "metric_for_best_model": "loss",
+            },
+            64,
+            3,
+        ),
         ({"save_total_limit": 2}, 8, 2),
         ({"save_total_limit": 1, "load_best_model_at_end": True}, 8, 2),
     ):
         given = arguments(tmp_path, **{"save_total_limit": None, **more})
         assert checkpoints.snapshots_at_once(given, steps) == at_once, more
+
+
+def test_the_newest_counts_and_halves_go(tmp_path: Path) -> None:
+    """Also where a run went back to an older one, and counts on from there; what a killed process
+    left of one goes when a newer one is complete, and nothing that is not ours."""
+
+    def write(step: int, when: int, *, whole: bool = True, ours: bool = True) -> Path:
+        folder = tmp_path / f"checkpoint-{step}"
+        (folder / checkpoints.STATE_FOLDER if ours else folder).mkdir(parents=True)
+        if whole:
+            strata_folder = folder / checkpoints.STATE_FOLDER
+            write_manifest(strata_folder, {"bytes": 0})
+            (folder / checkpoints.TRAINER_STATE).write_text(json.dumps({"global_step": step}))
+        for path in [folder, *folder.rglob("*")]:
+            os.utime(path, (when, when))
+        return folder
+
+    write(300, 100), write(200, 110)
+    newest = write(250, 120)
+    cut = write(240, 105, whole=False)
+    write(260, 130, whole=False)  # under way
+    write(10, 90, whole=False, ours=False)
+    assert newest_checkpoint(tmp_path) == newest
+    assert set(checkpoints.outdated(tmp_path, limit=2, best=None)) == {
+        tmp_path / "checkpoint-300",
+        cut,
+    }
 
 
 def test_relative_paths_are_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

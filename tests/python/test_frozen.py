@@ -275,11 +275,16 @@ def test_values_that_are_not_finite_are_refused() -> None:
     assert type(model.model.norm.weight) is nn.Parameter  # as it was
 
 
-def test_a_write_in_place_is_refused() -> None:
+def test_a_write_in_place_is_refused_and_undone() -> None:
     model, _ = wrap(freeze(llama()))
-    wrong = pytest.raises((StrataError, ValueError, RuntimeError), match="rests as nf4")
-    with wrong, torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    inputs = batches(1)[0]
+    values, loss = weight.detach().clone(), model(input_ids=inputs, labels=inputs).loss.item()
+    for change in (lambda: weight.mul_(2), lambda: weight.zero_(), lambda: weight[0].fill_(1)):
+        with pytest.raises(StrataError, match=r"rests as nf4.*undone.*safe_merge"), torch.no_grad():
+            change()
+        assert torch.equal(weight.detach().clone(), values)
+        assert model(input_ids=inputs, labels=inputs).loss.item() == loss
 
 
 def with_adapters(tiles: int) -> nn.Module:
@@ -322,7 +327,7 @@ def test_adapters_are_merged_into_codes_where_that_is_asked_for(form: str) -> No
     name = "model.layers.1.mlp.up_proj"
     layer = model.get_submodule(f"base_model.model.{name}")
     sum_of_both = layer.base_layer.weight.detach().clone() + layer.get_delta_weight("default")
-    with pytest.raises(StrataError, match=rf"rests as {form}: .* write all of it"):
+    with pytest.raises(StrataError, match=rf"rests as {form}: .* Write all of it"):
         model.merge_and_unload()
     model, _ = wrap(get_peft_model(llama().to(torch.bfloat16), config), form)
     stored = wrapped(model)

@@ -44,6 +44,31 @@ def test_frozen_parameters_stay(core: ModuleType) -> None:
     assert torch.equal(model.blocks[1][0].weight, before)  # type: ignore[index]
 
 
+@pytest.mark.parametrize("form", ["int8", "nf4", "nf4-double"])
+def test_a_base_of_codes_computes_with_its_values(form: str) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(
+            nn.Linear(192, 320), nn.LayerNorm(320), nn.Tanh(), nn.Linear(320, 64), nn.LayerNorm(64)
+        ).bfloat16()
+        for layer in (model[0], model[3]):
+            layer.requires_grad_(False)
+        return model
+
+    model, plain = build(make), build(make)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    memory = {"device": "64MiB", "host": "64MiB"}
+    model, optimizer = strata.wrap(model, optimizer, memory=memory, frozen=form)
+    plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    x = torch.randn(4, 192, dtype=torch.bfloat16)
+    for _ in range(3):
+        out = model(x)
+        assert torch.equal(out, plain(x))
+        out.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
 def test_unused_parameters_stay(core: ModuleType) -> None:
     compare(blocks(lambda self, x: x + self.blocks[0](x) + self.blocks[3](x)))
 

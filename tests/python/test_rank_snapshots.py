@@ -353,7 +353,7 @@ def test_torchrun_starts_them(tmp_path: Path, ssd: dict[str, Any]) -> None:
         "else:\n"
         "    train(run, model, optimizer, 2)\n"
         "    handle = strata.snapshot(model, sys.argv[1])\n"
-        "print(hash_of(model))\n"
+        "sys.stdout.write(hash_of(model) + chr(10))  # at once, for others print, too\n"
         "torch.distributed.destroy_process_group()\n"
     )
     found = []

@@ -225,7 +225,8 @@ def script_of_bits(folder: Path, end: str = "") -> Path:
         "torch.distributed.init_process_group('gloo')\n"
         "rank = torch.distributed.get_rank()\n"
         "run = scenarios.Rank(rank, torch.distributed.get_world_size(), Path())\n"
-        "print(scenarios.bits(run))\n" + end
+        "sys.stdout.write(str(scenarios.bits(run)) + chr(10))  # at once, for others print, too\n"
+        + end
     )
     return script
 

@@ -42,6 +42,19 @@ def test_the_command_line_looks_after_all_drives(
     again.close()
 
 
+@pytest.mark.parametrize("words", [["rm", "{c}"], ["copy", "{c}", "{to}"]])
+def test_a_checkpoint_is_told_from_a_damaged_snapshot(
+    words: list[str], tmp_path: Path, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case(disk, SSD, llama())
+    strata.save(case.model, tmp_path / "c")
+    case.close()
+    given = [word.format(c=tmp_path / "c", to=tmp_path / "to") for word in words]
+    assert cli.main(["snapshots", *given]) == 1
+    assert "is a checkpoint of strata.save, and no snapshot" in capsys.readouterr().out
+    assert (tmp_path / "c" / "manifest.json").is_file()
+
+
 def test_the_command_line_finds_what_there_is(
     tmp_path: Path, disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

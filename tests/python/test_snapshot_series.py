@@ -1,6 +1,7 @@
 """Which snapshots a series keeps, and whose slots a run holds: also where somebody moves a folder,
 sets the clock back, damages a manifest, or leaves the model to the garbage collector."""
 
+import errno
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import strata
+from strata._storage import checkpoint_writer, snapshot_writer
 from strata._storage.checkpoint_files import MANIFEST_NAME, OLD_NAME, CheckpointError
 from strata._storage.replacing import MARKER_NAME, WorkFolder
 from strata._storage.snapshot_files import LINKS, id_at
@@ -67,6 +69,31 @@ def test_one_that_was_put_aside_when_all_ended_comes_back(
     assert all(a.equal(b) for a, b in zip(fresh.masters(), masters, strict=True))
     assert sorted(tmp_path.joinpath("run").iterdir()) == [only]
     fresh.close()
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_one_that_nobody_waits_for_fails_with_a_word(
+    saves: bool,
+    tmp_path: Path,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    case = Case(disk, SSD, llama())
+    case.train(1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module in (checkpoint_writer, snapshot_writer):
+        for name in ("write_manifest", "write_large_manifest"):
+            monkeypatch.setattr(module, name, full, raising=False)
+    if saves:
+        strata.save(case.model, tmp_path / "c", wait=False)
+    else:
+        strata.snapshot(case.model, tmp_path / "run")
+    case.close()
+    assert "has failed: [Errno 28] No space left on device" in caplog.text
 
 
 def test_the_newest_stays_when_the_clock_is_set_back(tmp_path: Path, disk: Path) -> None:

@@ -67,6 +67,21 @@ def is_of_peft(module: nn.Module | None) -> bool:
     return type(module).__module__.split(".")[0] == "peft"
 
 
+# Where modules of PEFT have what they wrap.
+WRAPPED_BY_PEFT = ("base_model", "model", "base_layer", "original_module", "token_adapter")
+
+
+def is_of_adapter(model: nn.Module, name: str) -> bool:
+    """Whether the parameter of this name is an adapter's, used at present or not, or belongs to a
+    copy that PEFT has made of a module to train it."""
+    module: nn.Module | None = model
+    for part in name.split(".")[:-1]:
+        if is_of_peft(module) and part not in WRAPPED_BY_PEFT:
+            return True
+        module = module._modules.get(part) if module is not None else None
+    return is_of_peft(module)
+
+
 def dtype_names() -> str:
     """The dtypes that parameters may have."""
     return ", ".join(str(dtype) for dtype in DTYPE_NAMES)

@@ -60,7 +60,10 @@ def fit(
         counts = tiles_wanted(model, options, config["device_bytes"])
         if not counts:
             raise
-        cut = _cut(model, optimizer, options, make_plan, counts)
+        try:
+            cut = _cut(model, optimizer, options, make_plan, counts)
+        except ValueError as reason:
+            raise _with_reason(error, reason) from reason
         if cut is None:
             raise
         log.info("does not fit as it is (%s): cut into tiles: %s", error, _listed(counts))
@@ -74,14 +77,25 @@ def _cut(
     make_plan: Callable[[Config], Plan],
     counts: dict[str, int],
 ) -> Fitted | None:
-    """The configuration with tiles. None, and the model as it was, where that does not fit."""
+    """The configuration with tiles. None where that does not fit, ValueError where these tiles
+    cannot be; then the model is as it was."""
     try:
         put_tiles(model, counts, optimizer)
         config, hooked = configure(model, optimizer, options, make_plan)
         return config, hooked, plan_or_refuse(config, make_plan)
-    except (StrataError, ValueError):
+    except StrataError:
         remove_tiles(model, optimizer)
         return None
+    except ValueError:
+        remove_tiles(model, optimizer)
+        raise
+
+
+def _with_reason(error: StrataError, reason: ValueError) -> StrataError:
+    """A refusal that says as well why tiles do not help, with all that it knows."""
+    told = StrataError(f"{error}; its layers cannot be cut into tiles either: {reason}")
+    vars(told).update(vars(error))
+    return told
 
 
 def plan_or_refuse(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:

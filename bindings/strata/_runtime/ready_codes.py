@@ -21,7 +21,7 @@ import torch
 
 from .. import _core
 from .._config.frozen import BLOCK
-from .coded import DOUBLE, GROUP, TORCHAO, kinds
+from .coded import DOUBLE, GROUP, TORCHAO, piece, same_groups
 
 if TYPE_CHECKING:
     from .._core import StoredName
@@ -75,20 +75,15 @@ class ReadyCodes:
         if len(shapes) == 1:
             yield self
             return
-        grain = GROUP if self.form in DOUBLE else BLOCK
+        counts = [math.prod(shape) for shape in shapes]
+        if not same_groups(self.form, counts, [sum(counts)]):
+            raise ValueError(
+                "a quantised weight is cut into tiles that would share scales: give a larger "
+                "device budget, or frozen='as-is' and weights that are not quantised"
+            )
         first = 0
-        for shape in shapes:
-            count = math.prod(shape)
-            if first % grain or count % BLOCK:
-                raise ValueError(
-                    "a quantised weight is cut into tiles that would share scales: give a larger "
-                    "device budget, or frozen='as-is' and weights that are not quantised"
-                )
-            begins, ends = kinds(self.form, first), kinds(self.form, first + count)
-            parts = [
-                part[begin:end]
-                for part, (_, _, begin), (_, _, end) in zip(self.parts, begins, ends, strict=True)
-            ]
+        for shape, count in zip(shapes, counts, strict=True):
+            parts = piece(self.form, self.parts, first, count)
             yield ReadyCodes(self.form, shape, self.dtype, parts)
             first += count
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from .._config.frozen import row_elements
 from .._errors import StrataError
 from .._profiling.recorder import Recorder
 from .._profiling.timeline import StepLog, UseSpan
@@ -70,6 +71,10 @@ class Wrapped:
         self.params = list(model.parameters())
         self.names = [spec["name"] for spec in config["params"]]
         self.original_dtypes = [p.dtype for p in self.params]
+        self.row_elements = [  # modules may be others later, and codes stay
+            row_elements(model.get_submodule(name.rpartition(".")[0]), p.shape)
+            for name, p in zip(self.names, self.params, strict=True)
+        ]
         self.optimizer: torch.optim.Optimizer = cast(torch.optim.Optimizer, None)
         kind, number = session.device
         self.device = torch.device("cpu") if kind == KDLCPU else torch.device("cuda", number)
@@ -270,15 +275,16 @@ class Wrapped:
         value: torch.Tensor | ReadyCodes,
         kind: Kind = "master",
         offset: int = 0,
+        whole: coded.Whole | None = None,
     ) -> None:
         """Stores values, of any dtype, as the exact master (or moment) from element `offset` on.
-        What rests as codes is stored whole."""
+        What rests as codes is stored whole; `whole`: what it is a tile of."""
         self.landings.wait()
         if isinstance(value, ReadyCodes):
             if coded.take(self, index, value):
                 return
             value = value.dense()
-        if coded.quantise(self, index, value):
+        if coded.quantise(self, index, value, whole):
             return
         flat = value.detach().reshape(-1)
         for begin in range(0, flat.numel(), CHUNK_NUMEL):

@@ -24,12 +24,14 @@ import torch
 from torch import nn
 
 from .._config.managed import is_of_peft
+from .._runtime.coded import Whole
 from .._runtime.ready_codes import ReadyCodes
 from . import initialise
 from .stored import StoredTensor, base_model, base_name, stored_tensors
 
 Value = torch.Tensor | ReadyCodes
-Write = Callable[[str, Value], None]
+Write = Callable[..., None]
+"""Takes a parameter's name and value; of a tile also the Whole that it is a tile of."""
 
 
 class AdapterLayers:
@@ -154,8 +156,13 @@ class AdapterLayers:
             for name, codes in zip(tensor.part_names, parts, strict=True):
                 self._write(name, codes)
             return
-        for name, part in tensor.split(value.detach().to(torch.float32).contiguous()):
-            self._write(name, part)
+        value = value.detach().to(torch.float32).contiguous()
+        whole = Whole([value]) if len(tensor.parts) > 1 else None
+        for name, part in tensor.split(value):
+            if whole is None:
+                self._write(name, part)
+            else:
+                self._write(name, part, whole)
 
 
 def dense(value: Value) -> torch.Tensor:

@@ -172,10 +172,13 @@ class Meter:
             self.add(len(chunk))
 
 
-def stored_kinds(state: Wrapped, spec: ParamSpec, numel: int) -> list[tuple[str, str, int]]:
+def stored_kinds(
+    state: Wrapped, spec: ParamSpec, tensor: StoredTensor
+) -> list[tuple[str, str, int]]:
     """What is stored of a tensor: the kind, its dtype, and how many of that."""
     if "stored" in spec:
-        return kinds(spec["stored"], numel)
+        return kinds(spec["stored"], *tensor.part_numels)
+    numel = tensor.numel
     if not spec["trainable"]:
         return [("master", spec["dtype"], numel)]
     moments = moments_of(state.config["groups"][spec["group"]])
@@ -210,16 +213,17 @@ def _restore(
     from each what is the rank's own: the rest of `values` is never looked at, nor read here."""
     dtype = getattr(torch, record["dtype"])
     values = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
-    at = record["offset"]  # of the part
+    at = 0  # of the part, in the record
     for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
         numel = math.prod(shape)
         runs = owned(state, part, rank)
         for begin in range(0, numel, values.numel()):
             here = values[: numel - begin]
             for first, count in within(runs, begin, here.numel()):
-                bytes_of = {"offset": at + first * dtype.itemsize, "bytes": count * dtype.itemsize}
                 to = first - begin
-                for chunk in file.chunks(record | bytes_of):
+                for chunk in file.chunks(
+                    record, at + first * dtype.itemsize, count * dtype.itemsize
+                ):
                     read = torch.frombuffer(chunk, dtype=dtype)
                     here[to : to + read.numel()] = read
                     to += read.numel()
@@ -353,7 +357,7 @@ def model_layout(state: Wrapped) -> dict[str, Any]:
                 "trainable": spec["trainable"],
                 "group": spec["group"],
                 "tiles": len(tensor.parts),
-                "tensors": records(stored_kinds(state, spec, tensor.numel)),
+                "tensors": records(stored_kinds(state, spec, tensor)),
             }
         )
         if "stored" in spec:

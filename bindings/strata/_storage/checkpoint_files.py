@@ -134,14 +134,23 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
         if found != size:
             raise CheckpointError(f"{path} has {found} bytes, its manifest says {size!r:.20}")
 
-    def chunks(self, record: Record) -> Iterator[memoryview]:
-        """The bytes of one tensor. A chunk is valid until the next one is asked for."""
+    def chunks(
+        self, record: Record, first: int = 0, count: int | None = None
+    ) -> Iterator[memoryview]:
+        """The bytes of one tensor, or so many of them from its byte `first` on. A chunk is valid
+        until the next one is asked for. Raises CheckpointError for bytes that are not the tensor's.
+        """
         name = record.get("file", STATE_NAME)
         file = self._files.get(name)
         if file is None:
             raise CheckpointError(f"{self.folder} is damaged: it has no {name!r:.60}")
-        file.seek(record["offset"])
-        left = record["bytes"]
+        left = record["bytes"] - first if count is None else count
+        if not 0 <= first <= first + left <= record["bytes"]:
+            raise CheckpointError(
+                f"bytes {first} to {first + left} of a tensor in {self.folder / name} are asked "
+                f"for, and it has {record['bytes']}"
+            )
+        file.seek(record["offset"] + first)
         while left:
             view = memoryview(self._buffer)[: min(left, len(self._buffer))]
             filled = 0

@@ -6,6 +6,7 @@ format, the file of tensors and the model, in one place.
 A manifest with a right checksum may still be another program's, or that of a bug. Pure functions.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any
 
 from .._config.choices import DTYPES
 from .._errors import listed
+from .._runtime.coded import GROUP, same_groups
+from ..nn.tiles import tile_rows
 from . import extras, rng
 from .checkpoint_files import SHARDS_VERSION, CheckpointError, sizes_of
 
@@ -35,8 +38,40 @@ def check(manifest: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
         raise CheckpointError(f"{where} is a damaged checkpoint: {_list(problems)}")
     if problems := misfits(manifest, wanted):
         raise CheckpointError(f"{where} is a checkpoint of another model: {_list(problems)}")
+    cuts = [_cut_of(entry) for entry in manifest["params"]]
+    check_cuts(cuts, wanted["params"], where)
     if problem := _misplaced(manifest, wanted):
         raise CheckpointError(f"{where} is a damaged checkpoint: {problem}")
+
+
+def check_cuts(cuts: list[list[int]], wanted: list[dict[str, Any]], where: str) -> None:
+    """Raises CheckpointError where codes have other groups of scales than the model's. `cuts`: of
+    each of its tensors, how many elements each part had. See ../_runtime/coded.py, Note [Cuts]."""
+    found = []
+    for entry, theirs in zip(wanted, cuts, strict=True):
+        if "stored" not in entry or same_groups(entry["stored"], _cut_of(entry), theirs):
+            continue
+        here, there = in_tiles(entry["tiles"]), in_tiles(len(theirs))
+        found.append(f"{entry['name']!r}, {here} here and {there} there")
+    if found:
+        raise CheckpointError(
+            f"{where} has codes of layers that the model cuts otherwise, within groups of {GROUP} "
+            f"elements that share a scale: {listed(found)}; call strata.checkpoint.tile_as(model, "
+            "path) ahead of strata.wrap() to cut them as there, and give a device budget that "
+            "holds what is whole there"
+        )
+
+
+def _cut_of(entry: dict[str, Any]) -> list[int]:
+    """Elements of each part of a tensor. Older checkpoints that do not say it are of whole ones."""
+    if (tiles := entry.get("tiles") or 1) == 1:
+        return [math.prod(entry["shape"])]
+    return [rows * math.prod(entry["shape"][1:]) for rows in tile_rows(entry["shape"][0], tiles)]
+
+
+def in_tiles(count: int) -> str:
+    """How a layer is cut, in words."""
+    return "whole" if count == 1 else f"in {count} tiles"
 
 
 def merged(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +133,7 @@ def _unsound_entry(entry: Any, trained: bool) -> list[str]:
             "dtype": lambda value: value in DTYPES,
             "trainable": lambda value: isinstance(value, bool),
             "step": lambda value: _is_count(value) and value <= STEPS_MAX,
-            "tiles": lambda value: value is None or is_tiles(value),
+            "tiles": lambda value: value is None or _fits_rows(value, entry.get("shape")),
         }
     return [
         f"{key!r} is {entry.get(key)!r:.60}"
@@ -228,6 +263,12 @@ def _fits(saved: Any, ours: Any) -> bool:
 
 def _kinds(entry: dict[str, Any]) -> list[tuple[Any, Any]]:
     return [(record.get("kind"), record.get("dtype")) for record in entry["tensors"]]
+
+
+def _fits_rows(tiles: Any, shape: Any) -> bool:
+    """Whether a tensor may be in so many tiles."""
+    rows = shape[0] if isinstance(shape, list) and shape and _is_count(shape[0]) else 1
+    return is_tiles(tiles) and tiles <= max(rows, 1)
 
 
 def is_tiles(value: Any) -> bool:

@@ -4,7 +4,8 @@
     restore(state, tensor, records, file, meter.add)
 
 What the values were that were quantised is not known any more, and to quantise those that the codes
-stand for gives other scales. So codes go into files and come back, bit for bit.
+stand for gives other scales. So codes go into files and come back, bit for bit. Those of tiles lie
+part behind part (../_runtime/coded.py, Note [Cuts]).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from .._runtime import coded
 from .._runtime.wrapped import Wrapped
-from .checkpoint_files import Record, TensorReader
+from .checkpoint_files import CheckpointError, Record, TensorReader
 from .stored import StoredTensor
 
 
@@ -32,15 +33,22 @@ def restore(
     file: TensorReader,
     count: Callable[[int], None],
 ) -> None:
-    """Codes and scales of all parts. `count` is told of bytes that were read."""
-    begins = [record["offset"] for record in records]
+    """Codes and scales of all parts. `count` is told of bytes that were read. REQUIRES: the records
+    have the groups of these parts."""
+    begins = [0 for _ in records]
     for param in tensor.parts:
         stored = coded.empty(state, param)
         for i, (part, record) in enumerate(zip(stored, records, strict=True)):
             raw, at = part.view(torch.uint8), 0
-            for chunk in file.chunks(record | {"offset": begins[i], "bytes": raw.numel()}):
+            for chunk in file.chunks(record, begins[i], raw.numel()):
                 raw[at : at + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
                 at += len(chunk)
                 count(len(chunk))
             begins[i] += at
         coded.write(state, param, stored)
+    for begin, record in zip(begins, records, strict=True):
+        if begin != record["bytes"]:
+            raise CheckpointError(
+                f"{record['kind']} of {tensor.name!r} have {record['bytes']} bytes, and {begin} "
+                "are the model's"
+            )

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .._config.frozen import BLOCK, row_elements
+from .._config.frozen import BLOCK
 from .._config.managed import DTYPE_NAMES
 from .._runtime.ready_codes import SCALE_BLOCK, ReadyCodes, values_of_codes
 
@@ -52,8 +52,8 @@ class Files:
         codes, rows = read(self.name), read(f"{self.name.removesuffix('weight')}SCB")
         self._require(codes.dtype == torch.int8 and codes.dim() == 2, "codes are not int8")
         self._require(rows.numel() == len(codes), "SCB has not one scale for each row")
-        blocks = row_elements(codes.shape) // BLOCK
-        self._require(blocks * BLOCK == row_elements(codes.shape), f"rows are no blocks of {BLOCK}")
+        blocks = codes.shape[1] // BLOCK
+        self._require(blocks * BLOCK == codes.shape[1], f"rows are no blocks of {BLOCK}")
         scales = rows.float().reshape(-1).repeat_interleave(blocks)
         self._finite(scales)
         flat = codes.contiguous().view(torch.uint8).reshape(-1)

@@ -128,10 +128,22 @@ class ShardWriter(TensorWriter):
 
     def write(self, tensor: Wanted, chunks: Iterable[memoryview]) -> Record:
         """Writes the next tensor of the shard, and returns what the manifest says about it."""
-        record = self.append(tensor.kind, tensor.dtype, chunks)
+        record = self.append(tensor.kind, tensor.dtype, _up_to(tensor, chunks))
         if record["bytes"] != tensor.bytes:
-            raise RuntimeError(f"{tensor.key} came with {record['bytes']} bytes")
+            raise RuntimeError(
+                f"{tensor.key} came with {record['bytes']} bytes, and has {tensor.bytes}"
+            )
         return record | {"file": self.name}
+
+
+def _up_to(tensor: Wanted, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Raises RuntimeError ahead of the first byte that is not the tensor's."""
+    left = tensor.bytes
+    for chunk in chunks:
+        left -= len(chunk)
+        if left < 0:
+            raise RuntimeError(f"{tensor.key} came with more than its {tensor.bytes} bytes")
+        yield chunk
 
 
 class Earlier:

@@ -7,6 +7,7 @@ is loaded by it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from .._config.choices import DTYPES
@@ -68,6 +69,14 @@ def check_chunks(manifest: Manifest, tensors: list[StoredTensor], fail: Fail) ->
             fail(f"{entry['name']!r} has an unknown rule or dtype")
         if type(entry["step"]) is not int or not 0 <= entry["step"] < 1 << 53:
             fail(f"{entry['name']!r} made {entry['step']!r:.20} steps")
+
+
+def cuts_of(manifest: Manifest, tensors: list[StoredTensor]) -> list[list[int]]:
+    """Of each tensor, how many elements each part had. REQUIRES: the chunks are sound."""
+    begins: list[set[int]] = [{tensor.numel} for tensor in tensors]
+    for tensor, begin in manifest["parts"]:
+        begins[tensor].add(begin)
+    return [[end - begin for begin, end in pairwise(sorted(found))] for found in begins]
 
 
 def _has_scales(manifest: Manifest, chunk: dict[str, Any], elements: int) -> bool:

@@ -28,8 +28,8 @@ from .._runtime.wrapped import Wrapped
 from . import checkpoint, rng
 from .checkpoint import Meter
 from .checkpoint_files import CheckpointError, Record, TensorReader
-from .checkpoint_manifest import misfits
-from .snapshot_chunks import check_chunks, roles_of
+from .checkpoint_manifest import check_cuts, misfits
+from .snapshot_chunks import check_chunks, cuts_of, roles_of
 from .snapshot_elements import SLICE_ELEMENTS, Chunk, Elements, Form, slices
 from .snapshot_files import FORMATS, check_drives, drives_by_rank
 from .snapshot_form import unsound
@@ -53,7 +53,7 @@ class _Run:
     part: int
     first: int  # in the part
     count: int
-    at: int  # in the chunk
+    at: int  # in the chunk, or in what comes from it
 
 
 class Source:
@@ -103,6 +103,7 @@ class Source:
             if not problems:
                 upgrade(manifest)
                 check_chunks(manifest, self.tensors, self._fail)
+                check_cuts(cuts_of(manifest, self.tensors), wanted["params"], self._where)
                 self.gradients = SavedGradients(manifest, state, self)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CheckpointError(f"{self._where} is a damaged snapshot: {error!r:.80}") from error
@@ -254,15 +255,8 @@ class Source:
         place, begin = self.manifest["parts"][run.part]
         tensor = self.tensors[place]
         stored = self._elements.codes(chunk, pages.__getitem__, form, run.at, run.count)
-        first = begin + run.first
-        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
-            numel = torch.Size(shape).numel()
-            if first + run.count <= numel:
-                coded.write(state, part, stored, first)
-                return
-            first -= numel
-            if first < 0:
-                self._fail(f"codes of {tensor.name!r} are cut into other tiles")
+        for to in _split(tensor, begin + run.first, run.count):
+            coded.write(state, to.part, coded.piece(form, stored, to.at, to.count), to.first)
 
     def scales_alone(self, chunk: Chunk, moment: int, elements: int) -> torch.Tensor:
         """Of a chunk of this rank's, whose other pages are not read. Valid until the next ones."""
@@ -280,8 +274,9 @@ class Source:
     ) -> None:
         place, begin = self.manifest["parts"][run.part]
         kinds: tuple[Kind, Kind, Kind] = ("master", "moment1", "moment2")
-        for part, offset, piece in _split(self.tensors[place], begin + run.first + done, values):
-            state.session.write(part, kinds[number], offset, piece.data_ptr(), piece.numel())
+        for to in _split(self.tensors[place], begin + run.first + done, values.numel()):
+            piece = values[to.at : to.at + to.count]
+            state.session.write(to.part, kinds[number], to.first, piece.data_ptr(), to.count)
 
 
 def _owned(state: Wrapped) -> list[list[tuple[int, int]]]:
@@ -312,17 +307,15 @@ def _slots(chunk: Chunk) -> list[int]:
     return _state_slots(chunk) + ([] if scales is None else [scales[0]])
 
 
-def _split(
-    tensor: StoredTensor, first: int, values: torch.Tensor
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Parameters, first elements in them, and values, of elements of a tensor from `first` on."""
-    for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
-        numel = torch.Size(shape).numel()
-        if first < numel and values.numel():
-            yield part, first, values[: numel - first]
-            values = values[numel - first :]
-            first = numel
-        first -= numel
+def _split(tensor: StoredTensor, first: int, count: int) -> Iterator[_Run]:
+    """Of so many elements of a tensor, from `first` on, those that each parameter has; `at` counts
+    from `first`."""
+    end = 0
+    for part, numel in zip(tensor.parts, tensor.part_numels, strict=True):
+        begin, end = end, end + numel
+        low, high = max(first, begin), min(first + count, end)
+        if low < high:
+            yield _Run(part, low - begin, high - low, low - first)
 
 
 def read_tensor(file: TensorReader, record: Record) -> torch.Tensor:

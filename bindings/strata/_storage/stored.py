@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from .._config.managed import is_of_peft
+from .._config.managed import WRAPPED_BY_PEFT, is_of_peft
 from ..nn.tiles import Tiled
 from .registrations import persistent_places
 
@@ -44,9 +44,14 @@ class StoredTensor:
         """Elements of the whole."""
         return math.prod(self.shape)
 
+    @property
+    def part_numels(self) -> list[int]:
+        """Elements of each part."""
+        return [math.prod(shape) for shape in self.part_shapes]
+
     def split(self, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters' names, and the part of `value` that each one is."""
-        parts = value.reshape(-1).split([math.prod(shape) for shape in self.part_shapes])
+        parts = value.reshape(-1).split(self.part_numels)
         for name, part, shape in zip(self.part_names, parts, self.part_shapes, strict=True):
             yield name, part.reshape(shape)
 
@@ -100,15 +105,11 @@ def base_name(model: nn.Module, name: str) -> str | None:
             found.append(part)
         elif part == "modules_to_save":
             copied = True
-        elif part not in _INSIDE:
+        elif part not in WRAPPED_BY_PEFT:
             return None
         module = module._modules.get(part) if module is not None else None
     adapter = module is not None and is_of_peft(module)
     return None if adapter else ".".join([*found, parts[-1]])
-
-
-# Where modules of PEFT have what they wrap.
-_INSIDE = ("base_model", "model", "base_layer", "original_module", "token_adapter")
 
 
 def kept_name(model: nn.Module, names: Sequence[str]) -> str:

@@ -4,7 +4,8 @@
     say_of_tiles(state, manifest, folder)    # a warning where they are cut otherwise
 
 Each entry of a manifest's "params" has "tiles", 1 where the layer was whole. What tiles change is
-the last bits of sums alone, so a checkpoint may be loaded with others.
+the last bits of sums alone, so a checkpoint may be loaded with others; not so codes whose groups of
+scales tiles would share (checkpoint_manifest.py, check_cuts).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .._errors import listed
 from .._runtime.wrapped import Wrapped
 from ..nn.replace import tile
 from .checkpoint_files import CheckpointError, find, read_manifest
-from .checkpoint_manifest import is_tiles
+from .checkpoint_manifest import in_tiles, is_tiles
 from .snapshot_series import snapshots_of
 from .stored import stored_tensors
 
@@ -76,7 +77,7 @@ def say_of_tiles(state: Wrapped, manifest: dict[str, Any], folder: Path) -> None
         there, here = entry.get("tiles"), len(tensor.parts)
         if is_tiles(there) and there != here:
             layer = tensor.name.rpartition(".")[0]
-            found[layer] = f"{layer!r}, {_in_tiles(here)} here and {_in_tiles(there)} there"
+            found[layer] = f"{layer!r}, {in_tiles(here)} here and {in_tiles(there)} there"
     if found:
         log.warning(
             "layers are cut otherwise than in the run that saved %s, so last bits may differ from "
@@ -85,7 +86,3 @@ def say_of_tiles(state: Wrapped, manifest: dict[str, Any], folder: Path) -> None
             folder,
             listed(list(found.values())),
         )
-
-
-def _in_tiles(count: int) -> str:
-    return "whole" if count == 1 else f"in {count} tiles"

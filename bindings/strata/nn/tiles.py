@@ -277,9 +277,14 @@ def cut_parameters(module: nn.Module, tiles: int) -> dict[str, list[nn.Parameter
     if tiles == 1:
         return {name: [p] for name, p in module.named_parameters()}
     return {
-        name: [nn.Parameter(v, p.requires_grad) for v in p.detach().tensor_split(tiles)]
+        name: [nn.Parameter(v, p.requires_grad) for v in p.detach().split(tile_rows(rows, tiles))]
         for name, p in module.named_parameters()
     }
+
+
+def tile_rows(rows: int, tiles: int) -> list[int]:
+    """Of each tile, where a layer is cut into as many. Checkpoints rely on it."""
+    return [rows // tiles + (i < rows % tiles) for i in range(tiles)]
 
 
 def why_not(module: nn.Module) -> str:
