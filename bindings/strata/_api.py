@@ -24,13 +24,14 @@ from ._config.ranks import ranks_on_paper
 from ._config.sizes import Size
 from ._config.units import Chosen
 from ._config.update_modes import Update
-from ._errors import keywords_of, names_nearest
+from ._errors import StrataError, keywords_of, names_nearest
 from ._opening import check, open_session
 from ._planning.fitting import fit
 from ._report.reports import PlanReport, Report, make_report
 from ._runtime.optimizer import StrataOptimizer
 from ._runtime.undo import Undo
-from ._runtime.wrapped import wrapped
+from ._runtime.wrapped import Wrapped, wrapped
+from ._storage.rank_board import Board
 from .nn.replace import remove_tiles
 
 
@@ -187,7 +188,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Parameters get the dtype that they had before wrap(), with the values of the master copy. The
     memory for all of them is needed at once. Where an exception ends it half-way, Ctrl-C too, it
-    can be called again and finishes.
+    can be called again and finishes. Of several ranks all call it: it waits for those that still
+    train, which may read what this one holds, and after 10 s the log says for whom.
 
     Returns:
         The same model.
@@ -195,7 +197,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not wrapped.
         RuntimeError: between backward() and step() of update="in_backward".
-        StrataError: a page could not be read.
+        StrataError: a page could not be read, or another rank has died. Where parameters are plain
+            by then, another call ends the session.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -205,6 +208,23 @@ def unwrap(model: nn.Module) -> nn.Module:
         <class 'torch.nn.parameter.Parameter'>
     """
     state = wrapped(model)
+    if not state.given_back:
+        _give_back(model, state)
+    board = Board.of(state, "unwrap")
+    if board is not None:
+        try:
+            board.meet("end", "strata.unwrap()")  # others still read what this rank holds
+        except StrataError:  # all of them end with it, and read nothing more
+            state.ranks = None
+            raise
+    del model.__dict__["_strata"]
+    state.close()
+    return model
+
+
+def _give_back(model: nn.Module, state: Wrapped) -> None:
+    """Parameters, buffers, hooks and optimizer as they were before wrap(), with the newest values.
+    Can be called again."""
     state.hooks.reset()
     state.refuse_half_step("unwrap()")
     state.synchronize()
@@ -225,11 +245,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     if state.snapshots is not None:
         state.snapshots.finish()
         state.snapshots.holder.finish()
-    del model.__dict__["_strata"]
-    if state.ranks is not None:
-        state.ranks.wait()  # others still read what this rank holds
-    state.close()
-    return model
+    state.given_back = True
 
 
 def report(model: nn.Module) -> Report:

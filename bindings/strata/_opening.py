@@ -27,6 +27,7 @@ from ._optim.foreign import Foreign, make_foreign
 from ._planning.fitting import fit
 from ._planning.planning import Goal, Planning
 from ._runtime.awaited import Watch
+from ._runtime.closing import await_collected
 from ._runtime.coded import Whole
 from ._runtime.escapes import Views
 from ._runtime.forks import watch
@@ -117,6 +118,7 @@ def _start(
     # 1. Room, and the values in it.
     config, hooked, _ = fit(model, optimizer, options, _core.plan)
     gc.collect()  # wrapped models that nobody can reach any more still have frames and files
+    await_collected()
     foreign = make_foreign(optimizer)
     if foreign is not None:
         _log_cost(foreign, optimizer, config)

@@ -258,7 +258,9 @@ def _find_ranks() -> Ranks | None:
 
 
 def hear(count: int, said: Any) -> list[Any]:
-    """What each rank said, by rank: JSON values."""
+    """What each rank said, by rank: JSON values. Raises ValueError where torch.distributed was
+    initialised for GPUs alone."""
+    _refuse_without_cpu()
     raw = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(count)]
     distributed.all_gather(lengths, torch.tensor([raw.numel()], dtype=torch.int64))
@@ -270,6 +272,18 @@ def hear(count: int, said: Any) -> list[Any]:
         json.loads(value[: int(length)].numpy().tobytes())
         for value, length in zip(values, lengths, strict=True)
     ]
+
+
+def _refuse_without_cpu() -> None:
+    """Ranks exchange tensors in CPU memory, for which the group needs a backend."""
+    backends = distributed.get_backend_config()  # as "cpu:gloo,cuda:nccl"
+    if "cpu" in {pair.partition(":")[0] for pair in backends.split(",")}:
+        return
+    raise ValueError(
+        f"torch.distributed was initialised with {backends!r}, which sends nothing that is in CPU "
+        "memory: call torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), or "
+        "init_process_group('gloo'), before strata.wrap()"
+    )
 
 
 def _machine() -> dict[str, str]:

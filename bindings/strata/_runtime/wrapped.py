@@ -25,7 +25,7 @@ from .._profiling.timeline import StepLog, UseSpan
 from .._profiling.uses import RecordedStep
 from .._torch_compat import DisableTorchFunction, graph_task
 from . import coded, own_mapping
-from .closing import Calls, close_behind
+from .closing import Calls, Ending, close_behind
 from .gradients import Gradients
 from .lander import Inline, Lander, Landings, ahead_of
 from .ready_codes import ReadyCodes
@@ -107,6 +107,7 @@ class Wrapped:
         self.wire: Wire | None = None  # none: there are no other machines
         self._backward: int | None = None  # autograd's number of the one that landed a gradient
         self.steps_before = 0  # of the run, when it was loaded from a snapshot
+        self.given_back = False  # strata.unwrap() has made the model plain, and not ended yet
         self.half_loaded = False  # strata.load() has begun to write, and has not ended
         # in_backward: what the updates of this backward use; None where none has begun.
         self.groups_used: list[GroupSpec] | None = None
@@ -127,10 +128,11 @@ class Wrapped:
         self.after_leaving: Calls = []  # likewise, once no rank is waited for
         self.after_close: Calls = []  # likewise, of what it used
         # Closes the session when nothing can reach it any more, and at the interpreter's exit.
-        self.close: Callable[[], Any] = close_behind(
-            self, session, self.landings, self.recorder, self.before_close,
-            self.after_leaving, self.after_close,
+        ending = Ending(
+            session, self.landings, self.recorder, self.before_close, self.after_leaving,
+            self.after_close, among_ranks="ranks" in config,
         )  # fmt: skip
+        self.close: Callable[[], None] = close_behind(self, ending)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a wrapped model is a plain one."""

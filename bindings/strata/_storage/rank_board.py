@@ -4,6 +4,7 @@
     place = board.place()                        # how far this rank has come
     board.post(f"{place}/call", "...")           # at once; by the thread that trains, too
     messages = board.hear(f"{place}/call", "strata.snapshot()", place)       # waits; by rank
+    board.meet("end", "strata.unwrap()")         # waits for all who still train
     board.send("a/manifest", path)               # a file, for ranks that do not see its folder ...
     board.take("a/manifest", 0, to)              # ... of rank 0; once it is known to have sent it
 
@@ -35,22 +36,31 @@ from .checkpoint_files import CheckpointError
 
 if TYPE_CHECKING:
     from .._config.ranks import Ranks
-    from .._core import Session
+    from .._core import Config, Session
 
 PATIENCE_S = 10.0  # of a wait ahead of the first word
-DEATH_S = 2.0  # in which the core sees that a rank has died
+DEATH_S = 2.0  # in which the core sees that a rank of its machine has died
+NO_MORE = 2**63 - 1  # the place of a rank that has ended its training
 PAUSE_MIN_S, PAUSE_MAX_S = 1e-4, 1e-2
 PIECE_BYTES = 1 << 20  # of a file; a store takes some more
 
 log = logging.getLogger("strata")
 
 
+def death_s(config: Config) -> float:
+    """In which the core sees that any rank has died: of another machine it may need its patience.
+    REQUIRES: there are several ranks."""
+    ranks = config["ranks"]
+    return DEATH_S + (ranks["patience_s"] if ranks["machines"] else 0.0)
+
+
 class Board:
     """Of one rank. Threads: one hears; any may post."""
 
-    def __init__(self, session: Session, ranks: Ranks, name: str) -> None:
-        """`name`: of what it is for."""
+    def __init__(self, session: Session, ranks: Ranks, name: str, death_s: float) -> None:
+        """`name`: of what it is for; `death_s`: see there."""
         self._session = session
+        self._death_s = death_s
         self.rank, self.count, self.machines = ranks.rank, ranks.count, ranks.machines
         self._first = default_store()  # what it serves ends with it
         # A connection of its own, where it has any: others would wait for ours.
@@ -65,7 +75,7 @@ class Board:
         """Of a wrapped model. `name`: of what it is for; each thread has a board of its own."""
         if state.ranks is None:
             return None
-        return Board(state.session, state.ranks, name)
+        return Board(state.session, state.ranks, name, death_s(state.config))
 
     def place(self) -> int:
         """How far this rank has come: twice its step, and one more within its backward passes."""
@@ -97,6 +107,18 @@ class Board:
             raise
         self._heard = [key] if place is None else [*self._heard, key]
         return found
+
+    def meet(self, key: str, call: str) -> None:
+        """Returns when all ranks that still train have made the call, of which there is one with
+        this key. Raises StrataError where one has died."""
+        self.post(key, "")
+        try:
+            self._await(key, call, None, all_train=False)
+        except StrataError:
+            raise
+        except RuntimeError:
+            self._raise_death()
+            raise
 
     def send(self, key: str, path: Path) -> None:
         """Has a file where other ranks can take it, until forget_sent(). Raises OSError, and
@@ -138,13 +160,19 @@ class Board:
     def _own(self, key: str) -> str:
         return f"{key}/{self.rank}"
 
-    def _await(self, key: str, call: str, place: int | None) -> None:
+    def _await(self, key: str, call: str, place: int | None, all_train: bool = True) -> None:
+        """`all_train`: also of those that have ended their training the word is needed."""
         begin, pause, told = time.monotonic(), PAUSE_MIN_S, False
         missing = [rank for rank in range(self.count) if rank != self.rank]
         while True:
             self._session.awaited_rank()  # raises where one has died
             passed = [] if place is None else self._passed(place)
-            missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
+            left = [] if all_train else self._passed(NO_MORE - 1)
+            missing = [
+                rank
+                for rank in missing
+                if rank not in left and not self._store.check([f"{key}/{rank}"])
+            ]
             if not missing:
                 return
             for rank in missing:
@@ -171,7 +199,7 @@ class Board:
 
     def _raise_death(self) -> None:
         """A connection was lost: the core says whose."""
-        end = time.monotonic() + DEATH_S
+        end = time.monotonic() + self._death_s
         while time.monotonic() < end:
             self._session.awaited_rank()
             time.sleep(PAUSE_MAX_S)

@@ -41,7 +41,7 @@ from torch import distributed
 from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
-from .rank_board import DEATH_S, PATIENCE_S, PAUSE_MAX_S, PAUSE_MIN_S, Board
+from .rank_board import PATIENCE_S, PAUSE_MAX_S, PAUSE_MIN_S, Board, death_s
 
 if TYPE_CHECKING:
     from .._core import Session
@@ -84,7 +84,7 @@ class Together:
         """For the thread that trains. `patience_s`: of a wait ahead of a word in the log."""
         if state.ranks is None:
             return Together.alone(call)
-        group = _Group(state.session, state.ranks.count, call, patience_s)
+        group = _Group(state, state.ranks.count, call, patience_s)
         ranks = state.ranks
         return Together(call, ranks.rank, ranks.count, group.exchange, ranks.machines, group)
 
@@ -197,8 +197,9 @@ class Together:
 class _Group:
     """The processes of torch.distributed, for the thread that trains."""
 
-    def __init__(self, session: Session, count: int, call: str, patience_s: float) -> None:
-        self._session, self._count, self._call = session, count, call
+    def __init__(self, state: Wrapped, count: int, call: str, patience_s: float) -> None:
+        self._session, self._count, self._call = state.session, count, call
+        self._death_s = death_s(state.config)
         self._patience_s = patience_s
 
     def exchange(self, message: str) -> list[str]:
@@ -230,7 +231,7 @@ class _Group:
         except StrataError:
             raise
         except RuntimeError:  # a connection was lost
-            name_dead(self._session)
+            name_dead(self._session, self._death_s)
             raise
 
     def _await(self, work: distributed.Work) -> None:
@@ -249,10 +250,10 @@ class _Group:
                 )
 
 
-def name_dead(session: Session) -> None:
+def name_dead(session: Session, seconds: float) -> None:
     """Behind an exception of torch.distributed, which has lost a connection: raises StrataError
-    with whose it was, if a rank has died."""
-    end = time.monotonic() + DEATH_S
+    with whose it was, if a rank has died. `seconds`: death_s()."""
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         session.awaited_rank()
         time.sleep(PAUSE_MAX_S)

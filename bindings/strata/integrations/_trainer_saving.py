@@ -26,6 +26,7 @@ from .._config.configure import Options
 from .._errors import StrataError, is_for_snapshots
 from .._runtime.wrapped import wrapped
 from .._storage import rng
+from .._storage.rank_board import death_s
 from .._storage.replacing import make_newest
 from .._storage.saving import save
 from .._storage.snapshot import SnapshotHandle, snapshot_alone
@@ -111,7 +112,7 @@ class SavingMixin(_Base):
         with it fails without a name."""
         state = self.model.__dict__.get("_strata")
         if state is not None and state.ranks is not None:
-            name_dead(state.session)
+            name_dead(state.session, death_s(state.config))
 
     def _plan_snapshots(self, steps: int) -> None:
         """Decides whether checkpoints are snapshots, and how many of them there are at once."""

@@ -1,0 +1,115 @@
+"""What ranks do in tests/python/test_rank_ends.py: see rank_scenarios.py."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import strata
+import strata._api
+from rank_loops import Rank, hash_of, make_model, train, wrap
+from rank_scenarios import bits
+from strata._storage import rank_board
+from torch import distributed, nn
+
+
+def drops(run: Rank, then: str) -> str:
+    """A model is dropped by all, and collected by rank 0 at once, by rank 1 later, as happens by
+    itself. Meanwhile rank 0 goes on to what all do together."""
+    gc.disable()
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    run.meet()
+    del model, optimizer
+    if run.rank == 0:
+        gc.collect()
+        if then == "raises":
+            raise ArithmeticError("by the test")
+    if then != "wraps":
+        distributed.barrier()
+        gc.collect()
+    return bits(run)
+
+
+def unwraps_at_the_end(run: Rank) -> str:
+    """Rank 0 alone, when the others have come to the end of the script."""
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    if run.rank:
+        return hash_of(model)
+    time.sleep(0.3)
+    return hash_of(strata.unwrap(model))
+
+
+def unwraps_late(run: Rank) -> str:
+    """Rank 1 comes when rank 0 has waited for it for long enough to say so."""
+    logging.basicConfig(level=logging.WARNING)
+    rank_board.PATIENCE_S = 0.3
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    time.sleep(2.0 * run.rank)
+    return hash_of(strata.unwrap(model))
+
+
+def dies_in_unwrap(run: Rank) -> list[Any]:
+    """Rank 1, when rank 0 has read everything and waits for it there. What rank 0 is told, whether
+    its model is plain, and whether another call ends."""
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    expected = hash_of(model)
+    run.meet()
+    if run.rank == 1:
+        while not (run.folder / "there").exists():
+            time.sleep(0.005)
+        time.sleep(0.5)
+        os._exit(3)
+
+    def come(*_: Any, remove: Any = strata._api.remove_tiles) -> None:
+        remove(*_)
+        run.mark("there")
+
+    strata._api.remove_tiles = come
+    told = ""
+    try:
+        strata.unwrap(model)
+    except RuntimeError as error:
+        told = f"{type(error).__name__}: {error}"
+    plain = type(next(model.parameters())) is nn.Parameter and hash_of(model) == expected
+    return [told, plain, strata.unwrap(model) is model]
+
+
+def meets_by(run: Rank, backend: str) -> str:
+    """The words of what strata.wrap() says of a group of this backend."""
+    _init(run, backend, 60.0)
+    try:
+        wrap(run, make_model())
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def saves_beside_one_that_is_stopped(run: Rank, timeout: float) -> None:
+    """The others call strata.save() when the test has stopped rank 1; torch waits so long."""
+    _init(run, "gloo", timeout)
+    model, optimizer = wrap(run, make_model())
+    train(run, model, optimizer, 1)
+    if run.rank == 1:
+        run.mark("there")
+        time.sleep(1000)
+    while not (run.folder / "go").exists():
+        time.sleep(0.005)
+    strata.save(model, run.folder / "checkpoint")
+
+
+def _init(run: Rank, backend: str, timeout: float) -> None:
+    distributed.init_process_group(
+        backend,
+        init_method=f"file://{run.folder}/store",
+        rank=run.rank,
+        world_size=run.ranks,
+        timeout=timedelta(seconds=timeout),
+    )

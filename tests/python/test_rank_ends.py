@@ -1,0 +1,79 @@
+"""How ranks end their sessions: by strata.unwrap(), or when Python collects a model, which each
+does at a moment of its own; and what ends a call of all. What each does is in rank_ends.py;
+rank_server.py starts them."""
+
+import re
+import signal
+import time
+
+import pytest
+from rank_server import Ranks
+from test_ranks import all_say, same
+
+MACHINES = [2, "ab"]
+
+
+@pytest.mark.parametrize("machines", MACHINES)
+@pytest.mark.parametrize("then", ["meets", "wraps"])
+def test_who_collects_a_model_first_waits_for_nobody(
+    ranks: Ranks, then: str, machines: int | str
+) -> None:
+    found = [
+        outcome.value for outcome in ranks.start("rank_ends.drops", machines, then=then).wait()
+    ]
+    assert same(found) == same(ranks.run("bits", 1))
+
+
+def test_an_exception_behind_a_collection_ends_all(ranks: Ranks) -> None:
+    """Also where the collected session waits for the others."""
+    outcomes = ranks.start("rank_ends.drops", 2, then="raises").wait()
+    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert "ArithmeticError" in outcomes[0].output
+
+
+@pytest.mark.parametrize("machines", MACHINES)
+def test_who_has_ended_its_training_need_not_unwrap(ranks: Ranks, machines: int | str) -> None:
+    outcomes = ranks.start("rank_ends.unwraps_at_the_end", machines).wait()
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    same([outcome.value for outcome in outcomes])
+
+
+def test_unwrap_says_for_whom_it_waits(ranks: Ranks) -> None:
+    first, second = ranks.start("rank_ends.unwraps_late", 2).wait()
+    assert same([first.value, second.value])
+    assert "strata.unwrap() waits for rank 1 for" in first.output
+
+
+@pytest.mark.parametrize("machines", MACHINES)
+def test_who_dies_in_unwrap_is_named_and_another_call_ends_it(
+    ranks: Ranks, machines: int | str
+) -> None:
+    stayed, left = ranks.start("rank_ends.dies_in_unwrap", machines).wait()
+    assert left.code == 3
+    assert stayed.code == 0, stayed.output
+    told, plain, ended = stayed.value
+    assert re.match("StrataError: rank 1 has (failed or )?died", told), told
+    assert plain
+    assert ended
+
+
+def test_a_group_for_gpus_alone_is_refused_with_what_to_do(ranks: Ranks) -> None:
+    """As one of NCCL is, which need not be built in here."""
+    for said in ranks.run("rank_ends.meets_by", 2, meet=False, backend="cuda:gloo"):
+        assert re.search("^ValueError: .*'cuda:gloo'.*'cpu:gloo,cuda:nccl'", said), said
+    assert ranks.run("rank_ends.meets_by", 2, meet=False, backend="cpu:gloo") == ["nothing"] * 2
+
+
+@pytest.mark.thorough
+def test_who_says_nothing_in_a_save_is_named_though_torch_has_given_up(ranks: Ranks) -> None:
+    """Between machines the core takes longer than torch does here."""
+    run = ranks.start("rank_ends.saves_beside_one_that_is_stopped", "ab", meet=False, timeout=4.0)
+    run.await_mark("there", 120.0)
+    run.kill(1, signal.SIGSTOP)
+    (run.folder / "go").touch()
+    while (run.folder / "rank-0.log").read_text().count("Error") == 0:
+        run._server.check()
+        assert run.codes() is None
+        time.sleep(0.02)
+    run.kill(1)
+    all_say(run.wait()[:1], r"rank 1 has (failed or )?died.* on b in step \d")
