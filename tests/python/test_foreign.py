@@ -337,13 +337,13 @@ def test_the_cost_is_said(core: ModuleType, caplog: Any, tmp_path: Path) -> None
 LEAVES_AT_ONCE = """
 import sys
 import torch, strata
-from strata._runtime.wrapped import wrapped
+from strata._runtime import closing
 model = torch.nn.Linear(512, 512)
 model, optimizer = strata.wrap(model, torch.optim.RMSprop(model.parameters()), activations=None)
 model(torch.ones(2, 512)).sum().backward()
 optimizer.step()
 if sys.argv[1] == "forgotten":
-    wrapped(model).close.detach()
+    closing._open.clear()  # nobody closes it
     del model.__dict__["_strata"], optimizer, model
 """
 
