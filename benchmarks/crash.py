@@ -152,9 +152,10 @@ class Campaign:
             time.sleep(delay)
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
-        if not os.WIFSIGNALED(status):
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
             self.failures += 1
-            self._context.say(f"it failed before it was killed: {self._error.read_text()}")
+            said = self._error.read_text() if self._error.exists() else f"status {status}"
+            self._context.say(f"it failed before it was killed ({setting}): {said}")
         return WRITING[board.writing] if board.writing else DOING[board.doing]
 
     def _wait(self, child: int) -> str:
