@@ -17,6 +17,7 @@ from torch import nn
 from . import _core
 from ._config.alike import check_alike
 from ._config.configure import Options, device_goal
+from ._config.device import say_slow_dtypes
 from ._config.managed import check_parameters
 from ._config.ranks import find_ranks, naming_lost
 from ._config.sizes import format_count, format_size
@@ -117,6 +118,7 @@ def _start(
     weight_files.check_values(model, options.weights)
     # 1. Room, and the values in it.
     config, hooked, _ = fit(model, optimizer, options, _core.plan)
+    say_slow_dtypes(config["device"], {param["dtype"] for param in config["params"]})
     gc.collect()  # wrapped models that nobody can reach any more still have frames and files
     await_collected()
     foreign = make_foreign(optimizer)

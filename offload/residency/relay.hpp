@@ -15,10 +15,10 @@
 // A copy is given back to its holder as soon as it has come, so it keeps no frame there, and what
 // it has of updates and writes stays as it was. It serves whoever asks for that or for less, until
 // its frame is needed. A rank asks with its own step, which may be another one than this rank's,
-// and so the holder is asked with the step of who asks. A rank that needs
-// a newer page than the copy gets a new copy, in the same frame, once nobody reads the old one.
-// Ranks of a machine need not be at the same place: what some of them have still to ask for goes
-// last.
+// and so the holder is asked with the step of who asks. A rank that
+// needs a newer page than the copy gets a new copy, in the same frame, once nobody reads the old
+// one. Ranks of a machine need not be at the same place: what some of them have still to ask for
+// goes last.
 //
 // Note [Relaying cannot deadlock]
 // Who asks waits for the holder, as if he had asked it himself, and for nobody else: the relay

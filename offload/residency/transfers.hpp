@@ -66,8 +66,7 @@ struct ByteCopy {
 //   3. A stream's copies are in the order of their tickets.
 //   4. No slot that is held is written: a page whose slot is held gets another one as it moves.
 //   5. A page that is lent a slot rests elsewhere, the slot has its newest contents, and the page
-//   is
-//      one of the slot's holders.
+//      is one of the slot's holders.
 class Transfers final {
  public:
   Transfers(PageTable& table, CopyEngine& copies, const DeviceMemory& device, const Pool& host,

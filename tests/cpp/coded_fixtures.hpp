@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "engine/session.hpp"
+#include "forked.hpp"
 #include "test_device.hpp"
 
 namespace strata {
@@ -153,15 +154,6 @@ inline std::vector<float> trained(Session& session) {
     session.read(u * kEach, Kind::master, 0, all.data() + u * kSliver, kSliver);
   }
   return all;
-}
-
-inline std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const StrataError& error) {
-    return error.what();
-  }
-  return "nothing was refused";
 }
 
 }  // namespace strata

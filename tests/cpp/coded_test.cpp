@@ -192,7 +192,7 @@ TEST(Coded, AFailedCopyEndsTheSession) {
     parts.device = faulty(host_device(nullptr, CopyMode::polled), {.nth_copy = nth});
     Session session(coded_config(Codes::nf4, folder.path()), std::move(parts));
     fill(session);
-    const std::string said = refusal([&] {
+    const std::string said = refusal_of([&] {
       for (std::uint32_t u = 0; u < 100 * kUnits; ++u) {
         session.enter(UnitId{u % kUnits}, false);
         session.leave(UnitId{u % kUnits});
@@ -207,7 +207,7 @@ TEST(Coded, WhatCannotBeStoredIsRefused) {
   const auto with = [](auto change) {
     Config config = coded_config(Codes::nf4, "");
     change(config);
-    return refusal([&] { const Session session(config); });
+    return refusal_of([&] { const Session session(config); });
   };
   EXPECT_NE(with([](Config& c) { c.params[1].trainable = true; }).find("is trained"),
             std::string::npos);
@@ -217,7 +217,7 @@ TEST(Coded, WhatCannotBeStoredIsRefused) {
   Session session(coded_config(Codes::int8, ""));
   fill(session);
   const auto says = [&](const std::function<void()>& call, const char* words) {
-    const std::string said = refusal(call);
+    const std::string said = refusal_of(call);
     EXPECT_NE(said.find(words), std::string::npos) << said;
   };
   std::vector<float> values = weight_values(1, kWeights[0]);

@@ -44,7 +44,7 @@ TEST(CudaCoded, AKernelThatFailsEndsTheSession) {
       Session session(config, parts_over(driver));
       fill(session);
       KernelsOfDouble::nth_decoding_fails = nth;
-      const std::string said = refusal([&] {
+      const std::string said = refusal_of([&] {
         for (std::uint32_t u = 0; u < kUnits; ++u) {
           session.enter(UnitId{u}, false);
           session.leave(UnitId{u});
@@ -62,7 +62,7 @@ TEST(CudaCoded, HostMemoryThatAGpuDoesNotReachIsRefused) {
     RecordingDriver driver(options);
     Config config = coded_config(Codes::nf4, "");
     config.device = "cuda:0";
-    return refusal([&] {
+    return refusal_of([&] {
       const Session session(config, parts_over(driver, false, {.pinned_piece_bytes = 2 * kPage}));
     });
   };

@@ -44,10 +44,10 @@ TEST(RankModes, UpdatesBeginWhenAllHaveCompletedAUnit) {
       visit_unit(session, u, true, rank);
       if (u == 0 || rank == 0) session.complete(UnitId{u}, config.groups, 0.0);
     }
-    const std::string again = refusal([&] { visit_unit(session, 0, true, rank); });
+    const std::string again = refusal_of([&] { visit_unit(session, 0, true, rank); });
     EXPECT_NE(again.find("a second gradient"), std::string::npos) << again;
     session.leave(UnitId{0});
-    const std::string dropped = refusal([&] { session.drop_gradients(); });
+    const std::string dropped = refusal_of([&] { session.drop_gradients(); });
     EXPECT_NE(dropped.find("was used already"), std::string::npos) << dropped;
     const Ownership owns = share_chunks(session.residence().layout, rank, 2);
     std::uint64_t early = 0;
@@ -79,9 +79,9 @@ TEST(RankModes, WhatMayLagIsNotReadOrDroppedBehindABackward) {
     fill_all(session);
     all.arrive_and_wait();
     visit_unit(session, 0, true, rank);
-    const std::string read = refusal([&] { all_of(session, Kind::master); });
+    const std::string read = refusal_of([&] { all_of(session, Kind::master); });
     EXPECT_NE(read.find("call step() first"), std::string::npos) << read;
-    const std::string dropped = refusal([&] { session.drop_gradients(); });
+    const std::string dropped = refusal_of([&] { session.drop_gradients(); });
     EXPECT_NE(dropped.find("call step() behind every backward"), std::string::npos) << dropped;
     session.step(config.groups, {});
     EXPECT_FALSE(all_of(session, Kind::master).empty());

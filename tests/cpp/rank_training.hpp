@@ -258,13 +258,4 @@ inline Config tight(const TempFolder& folder) {
   return config;
 }
 
-inline std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const StrataError& error) {
-    return error.what();
-  }
-  return "nothing";
-}
-
 }  // namespace strata

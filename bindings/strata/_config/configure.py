@@ -214,7 +214,6 @@ def configure(
     ]
     check_moments(options.state_dtype, (len(moments_of(group)) for group in groups))
     config = config_of(model, optimizer, options, units, groups, forms, device_name)
-    device.say_slow_dtypes(device_name, {param["dtype"] for param in config["params"]})
     config["apart"] = used_apart(units, hooked) if options.max_unit_norm else []
     config["together"] = _entered_together(model, hooked)
     given = parse_budgets(options.memory)
