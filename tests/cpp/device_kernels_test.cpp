@@ -60,6 +60,15 @@ const Subject kSubjects[] = {{"host", host_device_kernels, open_host},
                              {"twin", twin_device_kernels, open_host},
                              {"cuda", cuda_kernels, open_cuda}};
 
+// The spans of some Streams, or Coded, that lie in this memory.
+template <class Offsets>
+auto spans_in(const std::vector<Offsets>& all, std::byte* memory) {
+  std::vector<decltype(all.front().in(memory))> spans;
+  spans.reserve(all.size());
+  for (const Offsets& one : all) spans.push_back(one.in(memory));
+  return spans;
+}
+
 class DeviceKernelsTest : public testing::TestWithParam<Subject> {
  protected:
   void SetUp() override {
@@ -104,19 +113,13 @@ class DeviceKernelsTest : public testing::TestWithParam<Subject> {
 
   // Updates `start` on the device and by every instruction set, and compares all bytes.
   void expect_same_updates(const Bytes& start, const std::vector<Streams>& streams) {
-    const auto spans_in = [&](std::byte* memory) {
-      std::vector<UpdateSpan> spans;
-      spans.reserve(streams.size());
-      for (const Streams& one : streams) spans.push_back(one.in(memory));
-      return spans;
-    };
     Bytes actual = start;
     to_device(actual);
-    update(spans_in(memory()));
+    update(spans_in(streams, memory()));
     from_device(actual);
     for (const Isa isa : isas()) {
       Bytes expected = start;
-      for (const UpdateSpan& span : spans_in(expected.data())) kernels(isa).update(span);
+      for (const UpdateSpan& span : spans_in(streams, expected.data())) kernels(isa).update(span);
       ASSERT_TRUE(actual == expected) << name(isa);
     }
   }
@@ -213,19 +216,14 @@ TEST_P(DeviceKernelsTest, CodesHaveTheValuesOfTheCpu) {
           if (random() % 4 == 0) other.codes = Codes::nf4_double;
           all.push_back(any_coded(other, to, start, random));
         }
-        const auto spans_in = [&](std::byte* memory) {
-          std::vector<DecodeSpan> spans;
-          for (const Coded& one : all) spans.push_back(one.in(memory));
-          return spans;
-        };
         Bytes actual = start;
         to_device(actual);
-        decode(spans_in(memory()));
+        decode(spans_in(all, memory()));
         from_device(actual);
         for (const Isa isa : isas()) {
           std::vector<Line> expected(1 + start.size() / sizeof(Line));
           std::copy_n(start.data(), start.size(), expected[0].bytes);
-          for (const DecodeSpan& span : spans_in(expected[0].bytes)) {
+          for (const DecodeSpan& span : spans_in(all, expected[0].bytes)) {
             code_kernels(isa).dequantise(span, span.page, span.to, span.to_dtype);
           }
           ASSERT_EQ(std::memcmp(actual.data(), expected.data(), start.size()), 0) << name(isa);
