@@ -103,6 +103,7 @@ void CodedValues::for_pieces(Lock& lock, std::uint32_t param, std::size_t first,
       updates_.wait_writable(lock, piece.chunk);
     }
     const Pin pin = base_.open(lock, base_.page_of(chunk, Role::param, piece.in_chunk), intent);
+    const Unlocked unlocked(lock);
     work(piece, pin.bytes());
   }
 }
@@ -111,8 +112,10 @@ void CodedValues::for_pieces(Lock& lock, std::uint32_t param, std::size_t first,
 void CodedValues::forget_shown(Lock& lock, std::uint32_t param) {
   captures_.note_frozen_written();
   if (base_.remote) base_.renew_remote(lock, param);
-  base_.gate.wait(lock, [&] { return prefetcher_.still(); }, {"copies to the device"});
-  prefetcher_.evict(base_.config.params[param].unit);
+  const UnitId unit = base_.config.params[param].unit;
+  base_.gate.wait(lock, [&] { return prefetcher_.still() && !prefetcher_.in_use(unit); },
+                  {"copies to the device, and who uses them,", unit});
+  prefetcher_.evict(unit);
 }
 
 void CodedValues::quantise(Lock& lock, std::uint32_t param, const PlainValues& from) {
@@ -123,15 +126,22 @@ void CodedValues::quantise(Lock& lock, std::uint32_t param, const PlainValues& f
   }
   if (from.values == nullptr) refuse("no memory was given for values of " + spec.name);
   check_stored(form, spec.numel, from.row_elements);
-  check_left(param);
   const CodeKernels& kernels = base_.decoder.kernels();
-  std::vector<float> absmax(spec.numel / kCodeBlock);
-  if (!kernels.absmax(from.values, from.dtype, spec.numel, absmax.data())) {
+  std::vector<float> absmax;
+  float offset = 0.0f;
+  bool finite = false;
+  {
+    const Unlocked unlocked(lock);
+    absmax.resize(spec.numel / kCodeBlock);
+    finite = kernels.absmax(from.values, from.dtype, spec.numel, absmax.data());
+    if (form.codes == Codes::int8) share_in_rows(absmax, from.row_elements);
+    offset = from.offset ? *from.offset : mean_of(absmax);
+  }
+  if (!finite) {
     refuse(spec.name + " has a value that is infinite or not a number: it cannot be stored as " +
            std::string(name(form.codes)));
   }
-  if (form.codes == Codes::int8) share_in_rows(absmax, from.row_elements);
-  const float offset = from.offset ? *from.offset : mean_of(absmax);
+  check_left(param);
   const auto* const values = static_cast<const std::byte*>(from.values);
   for_pieces(lock, param, 0, spec.numel, Intent::modify, [&](const Piece& piece, std::byte* page) {
     const CodeSpan span =
@@ -146,8 +156,12 @@ void CodedValues::write(Lock& lock, std::uint32_t param, std::size_t first,
                         const Stored<const std::byte>& from) {
   const StoredForm& form = form_of(param);
   const std::size_t count = check_sizes(param, first, from), blocks = count / kCodeBlock;
+  std::size_t bad = 0;
+  {
+    const Unlocked unlocked(lock);
+    bad = first_bad_scale(form, from.scales.data(), from.groups.data(), blocks);
+  }
   check_left(param);
-  const std::size_t bad = first_bad_scale(form, from.scales.data(), from.groups.data(), blocks);
   if (bad != blocks) {
     refuse(base_.config.params[param].name + ": the scale of its block " +
            std::to_string(first / kCodeBlock + bad) + " is infinite or not a number");

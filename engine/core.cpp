@@ -69,6 +69,7 @@ Core::Core(const Config& config, SessionParts parts, Gate& gate, Doorbell& bell)
                .owns = base.owns,
                .config = config,
                .gate = gate,
+               .bell = bell,
                .captures = captures,
                .table = base.table,
                .cache = base.cache,

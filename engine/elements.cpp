@@ -45,12 +45,14 @@ void Elements::write_master(Lock& lock, const Piece& piece, const float* values)
   const std::size_t at = base_.byte_in_page(chunk, Role::param, piece.in_chunk);
   std::byte* const to = param.bytes() + at;
   if (chunk.run(Role::master).count == 0) {
+    const Unlocked unlocked(lock);
     // float32 is its own master; a frozen 16-bit parameter has none.
     std::vector<std::byte> none(dtype == Dtype::float32 ? 0 : piece.count * sizeof(float));
     base_.kernels.split(values, piece.count, dtype, to, none.data());
   } else {
     const Pin master =
         base_.open(lock, base_.page_of(chunk, Role::master, piece.in_chunk), Intent::modify);
+    const Unlocked unlocked(lock);
     std::byte* const rest =
         master.bytes() + base_.byte_in_page(chunk, Role::master, piece.in_chunk);
     base_.kernels.split(values, piece.count, dtype, to, rest);
@@ -61,8 +63,9 @@ void Elements::write_master(Lock& lock, const Piece& piece, const float* values)
 void Elements::read_codes(Lock& lock, std::uint32_t param, const Piece& piece, float* values) {
   const Piece whole = whole_blocks(piece, base_.layout.numel[param], kCodeBlock);
   const Chunk& chunk = base_.layout.chunks[piece.chunk];
-  std::vector<float> blocks(whole.count);
   const Pin pin = base_.open(lock, base_.page_of(chunk, Role::param, piece.in_chunk), Intent::read);
+  const Unlocked unlocked(lock);
+  std::vector<float> blocks(whole.count);
   base_.decoder.decode(base_.layout.segment_of(param), whole.in_chunk, whole.count, pin.bytes(),
                        blocks.data(), Dtype::float32);
   std::copy_n(blocks.data() + (piece.in_chunk - whole.in_chunk), piece.count, values);
@@ -76,17 +79,22 @@ void Elements::read_master(Lock& lock, const Piece& piece, float* values) {
   // Who reads what another rank holds has one page of it at a time: see lender.hpp.
   std::vector<std::byte> copy;
   if (param.tier() == Tier::remote) {
-    copy.assign(from, from + piece.count * size_of(dtype));
+    {
+      const Unlocked unlocked(lock);
+      copy.assign(from, from + piece.count * size_of(dtype));
+    }
     from = copy.data();
     param.close();
   }
   if (chunk.run(Role::master).count == 0) {
+    const Unlocked unlocked(lock);
     base_.kernels.land_gradient(values, Dtype::float32, from, dtype, piece.count, GradMode::copy,
                                 {});
     return;
   }
   const Pin master =
       base_.open(lock, base_.page_of(chunk, Role::master, piece.in_chunk), Intent::read);
+  const Unlocked unlocked(lock);
   const std::byte* rest = master.bytes() + base_.byte_in_page(chunk, Role::master, piece.in_chunk);
   base_.kernels.join(from, rest, piece.count, dtype, values);
 }
@@ -136,6 +144,7 @@ void Elements::store(const Moments& to, const float* values) const {
 void Elements::write_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
                              const float* values) {
   const Moments moments = open_moments(lock, param, kind, piece, Intent::modify);
+  const Unlocked unlocked(lock);
   if (moments.whole.count == piece.count) return store(moments, values);
   std::vector<float> blocks(moments.whole.count);
   load(moments, blocks.data());
@@ -146,6 +155,7 @@ void Elements::write_moments(Lock& lock, std::uint32_t param, Kind kind, const P
 void Elements::read_moments(Lock& lock, std::uint32_t param, Kind kind, const Piece& piece,
                             float* values) {
   const Moments moments = open_moments(lock, param, kind, piece, Intent::read);
+  const Unlocked unlocked(lock);
   if (moments.whole.count == piece.count) return load(moments, values);
   std::vector<float> blocks(moments.whole.count);
   load(moments, blocks.data());
@@ -162,6 +172,7 @@ void Elements::write(Lock& lock, std::uint32_t param, Kind kind, std::size_t off
   for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
     if (!base_.owns.mine(piece.chunk)) continue;
     updates_.wait_writable(lock, piece.chunk);
+    const Updates::Deferral deferral(updates_, piece.chunk);
     const float* from = values.data() + (piece.in_param - offset);
     if (kind == Kind::master)
       write_master(lock, piece, from);
@@ -182,6 +193,7 @@ void Elements::read(Lock& lock, std::uint32_t param, Kind kind, std::size_t offs
   STRATA_ASSERT(kind != Kind::grad);
   for (const Piece& piece : base_.layout.pieces(param, offset, values.size())) {
     updates_.wait_settled(lock, piece.chunk);
+    const Updates::Deferral deferral(updates_, piece.chunk);
     float* to = values.data() + (piece.in_param - offset);
     if (kind == Kind::master && base_.config.params[param].stored)
       read_codes(lock, param, piece, to);

@@ -166,11 +166,17 @@ PageId Foundation::page_of(const Chunk& chunk, Role role, std::size_t element) c
 
 Pin Foundation::open(Lock& lock, PageId page, Intent intent) {
   Pin pin;
+  bool unwritten = false;
   gate.wait(lock, [&] {
     std::optional<RemotePages::AtHolders> at_holders;
     if (remote) at_holders.emplace(*remote);
-    return static_cast<bool>(pin = cache.open(page, intent));
+    unwritten = intent == Intent::modify && table.newest(page) == 0;
+    return static_cast<bool>(pin = cache.open(page, unwritten ? Intent::overwrite : intent));
   });
+  if (unwritten) {
+    const Unlocked unlocked(lock);
+    std::memset(pin.bytes(), 0, layout.page_bytes);
+  }
   return pin;
 }
 

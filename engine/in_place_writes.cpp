@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 
 #include "memory/check.hpp"
 
@@ -10,21 +11,16 @@ namespace strata {
 // Chunks of a parameter that the user wrote; no update of them begins.
 class InPlaceWrites::WrittenChunks final {
  public:
-  WrittenChunks(InPlaceWrites& writes, Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock)
-      : writes_(writes) {
+  WrittenChunks(InPlaceWrites& writes, Lock& lock, std::uint32_t param) STRATA_REQUIRES(core_lock) {
     for (const Piece& piece : writes.base_.layout.pieces(param)) {
       if (!writes.base_.owns.mine(piece.chunk)) continue;
       if (!chunks_.empty() && chunks_.back() == piece.chunk) continue;
       writes.base_.gate.wait(lock, [&] {
         return !writes.updates_.is_open(piece.chunk) && writes.may_change(piece.chunk);
       });
-      writes.updates_.begin_write(piece.chunk);
+      deferrals_.emplace_back(writes.updates_, piece.chunk);
       chunks_.push_back(piece.chunk);
     }
-  }
-  ~WrittenChunks() {
-    for (const std::uint32_t chunk : chunks_) writes_.updates_.end_write(chunk);
-    writes_.base_.bell.ring();
   }
   WrittenChunks(const WrittenChunks&) = delete;
   WrittenChunks& operator=(const WrittenChunks&) = delete;
@@ -32,7 +28,7 @@ class InPlaceWrites::WrittenChunks final {
   const std::vector<std::uint32_t>& chunks() const { return chunks_; }
 
  private:
-  InPlaceWrites& writes_;
+  std::deque<Updates::Deferral> deferrals_;  // they stay where they are
   std::vector<std::uint32_t> chunks_;
 };
 
@@ -96,7 +92,10 @@ void InPlaceWrites::take_chunk(Lock& lock, std::uint32_t id, std::span<const Pie
     }
   } else {
     pin = base_.open(lock, page, Intent::modify);
-    before.assign(pin.bytes(), pin.bytes() + base_.layout.page_bytes);
+    {
+      const Unlocked unlocked(lock);
+      before.assign(pin.bytes(), pin.bytes() + base_.layout.page_bytes);
+    }
     base_.copy_out_now(pin.bytes(), prefetcher_.frame_of(page), page);
   }
   // 2. What the master holds beyond them.
@@ -122,6 +121,7 @@ void InPlaceWrites::keep_masters(Lock& lock, const Piece& piece, const std::byte
   const auto* const now = reinterpret_cast<const std::uint16_t*>(bytes + at);
   const PageId page = base_.page_of(chunk, Role::master, piece.in_chunk);
   const Pin pin = base_.open(lock, page, Intent::modify);
+  const Unlocked unlocked(lock);
   std::byte* const rest = pin.bytes() + base_.byte_in_page(chunk, Role::master, piece.in_chunk);
   if (dtype == Dtype::float16) {
     // The master is whole, so it says itself what the old bits were.

@@ -1,7 +1,6 @@
 // A chunk on its way through a slot: its pages are opened, a worker gets what lies in them, and
 // they are closed.
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "engine/updates.hpp"
@@ -29,7 +28,7 @@ bool Updates::admit() {
 
 bool Updates::may_open(std::uint32_t id) {
   const ChunkState& chunk = chunks_[id];
-  if (chunk.open || chunk.written || is_held(id)) return false;
+  if (chunk.open || chunk.deferrals != 0 || is_held(id)) return false;
   return captures_.may_update(id, chunk.oldest);
 }
 
@@ -75,6 +74,10 @@ bool Updates::is_read(const Slot& slot, PageId page) const {
 // Opens the page where it rests. False: not yet.
 bool Updates::open(OpenPage& page) {
   if (table_.tier(page.page) != Tier::device) {
+    // Who updates it clears it, beside the lock.
+    if (page.intent == Intent::modify && table_.newest(page.page) == 0) {
+      page.intent = Intent::overwrite;
+    }
     page.pin = cache_.open(page.page, page.intent);
     page.bytes = page.pin ? page.pin.bytes() : nullptr;
     return page.pin ? true : false;
@@ -109,8 +112,18 @@ bool Updates::load(Slot& slot) {
   if (!complete) return moved;
   make_spans(slot);
   keep_others(slot);
+  slot.unwritten.clear();
+  for (const OpenPage& page : slot.pages) {
+    if (page.intent == Intent::overwrite)
+      slot.unwritten.emplace_back(page.bytes, layout_.page_bytes);
+  }
   const auto tag = static_cast<std::uint64_t>(&slot - slots_.data());
-  if (!workers_->submit({slot.spans, tag, on_device(slot.chunk), slot.kept})) return moved;
+  const UpdateJob job{.spans = slot.spans,
+                      .tag = tag,
+                      .on_device = on_device(slot.chunk),
+                      .kept = slot.kept,
+                      .unwritten = slot.unwritten};
+  if (!workers_->submit(job)) return moved;
   slot.stage = Stage::updating;
   return true;
 }
@@ -139,10 +152,6 @@ void Updates::make_spans(Slot& slot) const {
   slot.spans.clear();
   const Chunk& chunk = layout_.chunks[slot.chunk];
   const Segment& segment = layout_.segments[chunk.segment];
-  // What has no gradient is in the new page, too.
-  if (slot.fresh != kNoHostFrame && slot.pieces.size() != chunks_[slot.chunk].pieces.size()) {
-    std::memcpy(gradients_->address(slot.fresh), at(slot, Role::param, 0), layout_.page_bytes);
-  }
   for (const ChunkPiece& piece : slot.pieces) {
     UpdateSpan span;
     span.dtype = segment.dtype;

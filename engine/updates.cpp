@@ -14,6 +14,7 @@ Updates::Updates(Parts parts, std::uint32_t frames_max)
       owns_(parts.owns),
       config_(parts.config),
       gate_(parts.gate),
+      bell_(parts.bell),
       captures_(parts.captures),
       table_(parts.table),
       cache_(parts.cache),
@@ -76,9 +77,17 @@ bool Updates::may_land(std::uint32_t chunk, std::int64_t step) const {
   return staleness_of(chunk) != 0 || !chunks_[chunk].queued || chunks_[chunk].oldest >= step;
 }
 
-void Updates::begin_write(std::uint32_t chunk) {
-  STRATA_ASSERT(!chunks_[chunk].open);
-  chunks_[chunk].written = true;
+Updates::Deferral::Deferral(Updates& updates, std::uint32_t chunk)
+    : updates_(updates), chunk_(chunk) {
+  STRATA_ASSERT(!updates.is_open(chunk));
+  ++updates.chunks_[chunk].deferrals;
+}
+
+Updates::Deferral::~Deferral() {
+  ChunkState& chunk = updates_.chunks_[chunk_];
+  STRATA_ASSERT(chunk.deferrals > 0 && !chunk.open);
+  --chunk.deferrals;
+  if (chunk.queued) updates_.bell_.ring();
 }
 
 void Updates::note_landed(std::uint32_t chunk, std::uint32_t param,

@@ -33,6 +33,10 @@
 // what is in memory is updated first, by all workers, and the next forward begins behind that.
 // Updates that wait for a disk leave the processors to the computation, and go on beside it.
 //
+// Note [Pages from outside]. Who reads or writes a chunk's elements has one of its pages open, and
+// waits for the next. An update that began meanwhile would have that one, and wait for the first.
+// So while a Deferral lives none begins.
+//
 // Note [Held]. Where readers may lag, a gradient that lands on a chunk whose last one still waits
 // is added to it; elsewhere it lands when that has been taken: may_land(). From then on the
 // chunk waits for release(): the norm of what is applied, and whether it is applied at all, is
@@ -86,6 +90,7 @@ class Updates final {
     const Ownership& owns;
     const Config& config;
     Gate& gate;
+    Doorbell& bell;
     Captures& captures;
     const PageTable& table;
     PageCache& cache;
@@ -135,10 +140,18 @@ class Updates final {
   std::int64_t version_of(std::uint32_t chunk) const;
   // From the next release on, readers of the unit wait for its updates, whatever the staleness.
   void keep_exact(UnitId unit) { exact_next_[index(unit)] = true; }
-  // Somebody else changes the chunk's parameters: no update of it begins until end_write().
-  // REQUIRES: !is_open(chunk).
-  void begin_write(std::uint32_t chunk);
-  void end_write(std::uint32_t chunk) { chunks_[chunk].written = false; }
+  // See Note [Pages from outside]. REQUIRES: !is_open(chunk), when it begins.
+  class [[nodiscard]] Deferral final {
+   public:
+    Deferral(Updates& updates, std::uint32_t chunk);
+    ~Deferral();
+    Deferral(const Deferral&) = delete;
+    Deferral& operator=(const Deferral&) = delete;
+
+   private:
+    Updates& updates_;
+    std::uint32_t chunk_;
+  };
   bool is_open(std::uint32_t chunk) const { return chunks_[chunk].open; }
   // Steps that the unit's parameters lag behind; counted as seen by a forward. `remote`: those that
   // parameters of other ranks do.
@@ -220,7 +233,7 @@ class Updates final {
     std::int64_t oldest_open = 0;    // ... that is open; 0: none
     bool queued = false;
     bool open = false;
-    bool written = false;  // between begin_write() and end_write()
+    std::uint32_t deferrals = 0;
   };
   enum class Stage : std::uint8_t { free, loading, updating, publishing };
   struct OpenPage {
@@ -238,6 +251,7 @@ class Updates final {
     HostFrameId fresh = kNoHostFrame;   // for the new parameters, where they are written beside
     std::vector<UpdateSpan> spans;
     std::vector<KeptBytes> kept;  // the parameters beside them, where there is a fresh frame
+    std::vector<std::span<std::byte>> unwritten;  // pages
   };
 
   bool on_device(std::uint32_t chunk) const;
@@ -266,6 +280,7 @@ class Updates final {
   const Ownership& owns_;
   const Config& config_;
   Gate& gate_;
+  Doorbell& bell_;
   Captures& captures_;
   const PageTable& table_;
   PageCache& cache_;

@@ -19,6 +19,7 @@ struct Tools {
 };
 
 void update_here(const UpdateJob& job, const Tools& tools) {
+  for (const std::span<std::byte> page : job.unwritten) std::memset(page.data(), 0, page.size());
   for (const KeptBytes& kept : job.kept) std::memcpy(kept.to, kept.from, kept.bytes);
   for (const UpdateSpan& span : job.spans) {
     if (span.hyper->rule == Rule::foreign)
@@ -30,7 +31,7 @@ void update_here(const UpdateJob& job, const Tools& tools) {
 
 UpdateDone run(const UpdateJob& job, const Tools& tools, int worker) {
   STRATA_ASSERT(worker >= 0);
-  STRATA_ASSERT(job.kept.empty() || !job.on_device);
+  STRATA_ASSERT((job.kept.empty() && job.unwritten.empty()) || !job.on_device);
   UpdateDone done;
   done.tag = job.tag;
   done.worker = static_cast<std::uint8_t>(worker);  // beyond 256 some share a number: only shown

@@ -16,6 +16,7 @@
 #include "adoptions.hpp"
 #include "memory/result.hpp"
 #include "session_fixtures.hpp"
+#include "temp_folder.hpp"
 
 namespace strata {
 namespace {
@@ -192,6 +193,30 @@ TEST_F(Threads, WhoComesBehindAStepWaitsForThoseInside) {
   EXPECT_TRUE(session.leave(UnitId{0}, nullptr, 1));
   next.join();
   EXPECT_TRUE(came);
+}
+
+// A reader has one page of a chunk open and waits for another: an update that has that one, and
+// waits for the first, would keep both for ever.
+TEST_F(Threads, WhoReadsAndWhoUpdatesDoNotWaitForEachOther) {
+  const TempFolder folder;
+  SessionParts patience = parts();
+  patience.looks_max = 1'000;
+  Session session(small_config(folder.path()), std::move(patience));
+  fill(session);
+  std::atomic<bool> over = false;
+  std::thread reading([&] {
+    std::vector<float> values(kNumel);
+    EXPECT_NO_THROW(for (std::uint32_t turn = 0; !over; ++turn) {
+      session.read(turn % (kUnits * kParamsEach), Kind::master, 0, values.data(), kNumel);
+    });
+  });
+  EXPECT_NO_THROW(for (int step = 0; step < 100; ++step) {
+    for (std::uint32_t u = 0; u < kUnits; ++u) visit(session, u, true);
+    session.step(session.config().groups, {});
+  });
+  over = true;
+  reading.join();
+  EXPECT_EQ(session.steps(), 100);
 }
 
 }  // namespace
