@@ -30,6 +30,7 @@ BENCHES = {
     "capacity": "the largest Llama that trains within 2 GiB of memory and 20 GB of SSD",
     "qlora-capacity": "the largest Llama whose adapters train over NF4 in 2 GiB and 20 GB of SSD",
     "qlora-step": "LoRA over a base in NF4 against bitsandbytes and PEFT",
+    "qlora-quality": "held-out loss of LoRA over a base in bfloat16, int8 and NF4",
     "lora-bytes": "what adapters of a 7 B Llama take of the bytes that they need",
     "lock": "how long the core's lock is held in steady steps; checksums of a fast disk's pages",
     "trainer": "a step of Trainer with the mixin, over the same step of a loop",
@@ -73,7 +74,7 @@ NEEDS_GPU = ("step-gpu", "capacity-gpu", "vs-torch")  # but for --quick
 CAMPAIGNS = ("crash", "fuzz", "rank-loss", "soak")  # long: not among "all", but for --quick
 NEEDS_ROOT = ("wire",)  # it makes network namespaces
 ROUNDS = 5
-ROUNDS_OF = {"quality": 3, "rank-loss": 200}
+ROUNDS_OF = {"quality": 3, "qlora-quality": 3, "rank-loss": 200}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -106,15 +106,7 @@ def train(mode: Mode, seed: int, shape: Shape, text: Text, folder: Path) -> Outc
     order = np.random.default_rng(seed).permutation(len(text.training))
     side = open_side(mode, seed, shape, folder)
     try:
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            side.optimizer, lambda step: rate(step, shape.steps)
-        )
-        losses = []
-        for step in range(shape.steps):
-            window = order[step % len(order)]
-            side.batch = torch.from_numpy(text.training[window : window + 1])
-            losses.append(side.step())
-            schedule.step()
+        losses = learn(side, text.training[order], shape.steps)
         stats = side.session.stats()  # before evaluation, whose forwards would count too
         side.synchronize()
         held_out = evaluate(side.model, text.held_out[: shape.held_out_windows])
@@ -130,6 +122,18 @@ def train(mode: Mode, seed: int, shape: Shape, text: Text, folder: Path) -> Outc
         )
     finally:
         side.close()
+
+
+def learn(side: Paged, windows: np.ndarray[Any, Any], steps: int) -> list[float]:
+    """The losses of so many steps, a window each, over and over."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(side.optimizer, lambda step: rate(step, steps))
+    losses = []
+    for step in range(steps):
+        window = step % len(windows)
+        side.batch = torch.from_numpy(windows[window : window + 1])
+        losses.append(side.step())
+        schedule.step()
+    return losses
 
 
 def open_side(mode: Mode, seed: int, shape: Shape, folder: Path) -> Paged:
