@@ -52,11 +52,19 @@ def adapted(kind: str = "LoRA") -> PeftModel:
     return get_peft_model(base, KINDS[kind])
 
 
+def with_optimizer(model: Any, **keywords: Any) -> Any:
+    """Wrapped, where there are keywords."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return strata.wrap(model, optimizer, **keywords) if keywords else (model, optimizer)
+
+
 def trained(over: bool, kind: str = "LoRA") -> tuple[Any, list[float]]:
-    model: Any = adapted(kind)
-    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    if over:
-        model, optimizer = strata.wrap(model, optimizer, memory=ROOM)
+    keywords = {"memory": ROOM} if over else {}
+    model, optimizer = with_optimizer(adapted(kind), **keywords)
+    return model, train(model, optimizer)
+
+
+def train(model: Any, optimizer: Any) -> list[float]:
     losses = []
     for _ in range(4):
         loss = model(input_ids=TOKENS, labels=TOKENS).loss
@@ -65,7 +73,7 @@ def trained(over: bool, kind: str = "LoRA") -> tuple[Any, list[float]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return model, losses
+    return losses
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -87,6 +95,22 @@ def test_adapters_are_trained_and_saved(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(files[1][name], tensor, rtol=1e-3, atol=1e-5)
     back = PeftModel.from_pretrained(llama(), tmp_path / "strata")
     torch.testing.assert_close(logits(back), logits(model))
+
+
+@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("kind", some(KINDS, "LoRA"))
+def test_adapters_over_codes_train_as_over_their_values(kind: str, form: str) -> None:
+    model, optimizer = with_optimizer(adapted(kind), memory=MEMORY, frozen=form)
+    plain = adapted(kind)
+    coded = 0
+    with torch.no_grad():
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            if one.requires_grad:
+                continue
+            coded += not torch.equal(one, other)
+            one.copy_(other)
+    assert coded > 0
+    assert same(train(*with_optimizer(plain)), train(model, optimizer), 1e-5)
 
 
 def test_an_adapter_that_was_there_is_filled_and_a_new_one_refused(tmp_path: Path) -> None:

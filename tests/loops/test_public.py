@@ -14,9 +14,12 @@ from typing import Any
 
 import over_prepare
 import pytest
+import strata
+import torch
 import trl
 from accelerate.test_utils.scripts import test_script, test_sync
-from toys import LETTERS, folder_of_model, over_strata, same, some
+from peft import LoraConfig, get_peft_model
+from toys import LETTERS, MEMORY, folder_of_model, llama, over_strata, same, some
 
 SOURCES = Path(os.environ["STRATA_LOOPS"])  # unpacked source archives: ./dev sets it
 # Compares the free memory of the whole machine, which others use meanwhile.
@@ -89,41 +92,87 @@ PROGRAMS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 }
 
 
+def losses_of(
+    monkeypatch: pytest.MonkeyPatch, name: str, trainer: Any, arguments: list[str]
+) -> list[float]:
+    """Of TRL's program of this name, with a class of trainers in the place of its own."""
+    module: Any = __import__(f"trl.scripts.{name}", fromlist=["main"])
+    made: list[Any] = []
+
+    class Kept(trainer):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trl, PROGRAMS[name][0], Kept)
+        common = [
+            "--max_steps=4", "--logging_steps=1", "--per_device_train_batch_size=2",
+            "--report_to=none", "--use_cpu", "--bf16=False", "--disable_tqdm=True",
+            "--save_steps=2", "--max_length=64", "--dtype=float32",
+        ]  # fmt: skip
+        module.main(*module.make_parser().parse_args_and_config([*arguments, *common])[:4])
+    return [row["loss"] for row in made[0].state.log_history if "loss" in row]
+
+
+def folder_of_data(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A data set as `datasets` reads it."""
+    assert all(c in LETTERS for row in rows for v in row.values() if isinstance(v, str) for c in v)
+    path.mkdir()
+    (path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows * 16))
+    return path
+
+
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", some(PROGRAMS, "sft"))
 def test_programs_of_trl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, lora: bool
 ) -> None:
-    module: Any = __import__(f"trl.scripts.{name}", fromlist=["main"])
-    class_name, data = PROGRAMS[name]
-    model = folder_of_model(tmp_path / "model")
-    (tmp_path / "data").mkdir()
-    lines = [json.dumps(row) for row in data * 16]
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))
-    assert all(c in LETTERS for row in data for v in row.values() if isinstance(v, str) for c in v)
+    class_name, rows = PROGRAMS[name]
+    model, data = folder_of_model(tmp_path / "model"), folder_of_data(tmp_path / "data", rows)
     losses = {}
     for over in (False, True):
-        made: list[Any] = []
-        base = over_strata(getattr(trl, class_name)) if over else getattr(trl, class_name)
-
-        class Kept(base):  # type: ignore[misc, valid-type]
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                made.append(self)  # noqa: B023
-
-        with monkeypatch.context() as patch:
-            patch.setattr(trl, class_name, Kept)
-            arguments = [
-                f"--model_name_or_path={model}", f"--dataset_name={tmp_path / 'data'}",
-                f"--output_dir={tmp_path / f'out-{over}'}", "--max_steps=4", "--logging_steps=1",
-                "--per_device_train_batch_size=2", "--report_to=none", "--use_cpu", "--bf16=False",
-                "--disable_tqdm=True", "--save_steps=2", "--max_length=64", "--dtype=float32",
-                *(LORA if lora else []),
-                *(["--lora_task_type=SEQ_CLS"] if name == "reward" else []),
-            ]  # fmt: skip
-            module.main(*module.make_parser().parse_args_and_config(arguments)[:4])
-        history = made[0].state.log_history
-        losses[over] = [row["loss"] for row in history if "loss" in row]
+        trainer = getattr(trl, class_name)
+        arguments = [
+            f"--model_name_or_path={model}", f"--dataset_name={data}",
+            f"--output_dir={tmp_path / f'out-{over}'}",
+            *(LORA if lora else []),
+            *(["--lora_task_type=SEQ_CLS"] if name == "reward" else []),
+        ]  # fmt: skip
+        losses[over] = losses_of(
+            monkeypatch, name, over_strata(trainer) if over else trainer, arguments
+        )
         names = {p.name for p in (tmp_path / f"out-{over}").iterdir()}
         assert ("adapter_model.safetensors" if lora else "model.safetensors") in names
     assert same(losses[False], losses[True], 1e-4)
+
+
+@pytest.mark.representative
+def test_a_recipe_of_qlora(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """frozen="nf4" in the place of load_in_4bit: the losses of the plain recipe over the values
+    that the codes stand for."""
+    base = folder_of_model(tmp_path / "base")
+    stands_for = folder_of_model(tmp_path / "values", values_of_codes(llama()))
+    data = folder_of_data(tmp_path / "data", PROGRAMS["sft"][1])
+    losses = [
+        losses_of(monkeypatch, "sft", trainer, [
+            f"--model_name_or_path={model}", f"--dataset_name={data}",
+            f"--output_dir={tmp_path / out}", "--learning_rate=1e-2", *LORA,
+        ])
+        for trainer, model, out in (
+            (trl.SFTTrainer, stands_for, "plain"),
+            (over_strata(trl.SFTTrainer, frozen="nf4"), base, "coded"),
+            (trl.SFTTrainer, base, "other"),
+        )
+    ]  # fmt: skip
+    assert same(losses[0], losses[1], 1e-4)
+    assert not same(losses[0], losses[2], 1e-4)
+    assert (tmp_path / "coded" / "adapter_model.safetensors").exists()
+
+
+def values_of_codes(model: Any) -> Any:
+    """The model with what its linear layers show once they rest in 4 bits."""
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    adapted, _ = strata.wrap(adapted, torch.optim.AdamW(trained), memory=MEMORY, frozen="nf4")
+    return strata.unwrap(adapted).unload()
