@@ -65,6 +65,7 @@ py::dict unit_dict(const Config& config, const Residence& home, std::size_t u) {
   unit["params"] = elements;
   unit["param_bytes"] = home.layout.units[u].pages.size() * page;
   unit["resting_param_bytes"] = all.params * page;
+  unit["codes"] = home.layout.has_codes(UnitId{static_cast<std::uint32_t>(u)});
   unit["landing_bytes"] = grads * page;
   unit["grad_bytes"] = grads_rest ? grads * page : 0;
   unit["state_bytes"] = states * page;

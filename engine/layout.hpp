@@ -43,6 +43,7 @@
 //     8 bits               6        8         10
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -147,6 +148,11 @@ struct Layout {
   }
   std::vector<Piece> pieces(std::uint32_t param) const { return pieces(param, 0, numel[param]); }
   const Segment& segment_of(std::uint32_t param) const { return segments[places[param].segment]; }
+  // Some of the unit's parameters rest as codes: its view shows pages that rest nowhere.
+  bool has_codes(UnitId unit) const {
+    return std::ranges::any_of(units[index(unit)].pages,
+                               [this](PageId page) { return index(page) >= page_count; });
+  }
   // Those that hold elements of the parameter, in order.
   std::vector<std::uint32_t> chunks_of(std::uint32_t param) const;
   // Of codes, the byte is 0: where in the page they lie the form tells.

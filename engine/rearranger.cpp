@@ -44,6 +44,9 @@ Room Rearranger::wanted_room(const Adoption& wanted) const {
       refuse(base_.config.units[u] + " cannot rest on the device: its parameters are shared by " +
              std::to_string(base_.config.ranks) + " ranks");
     }
+    if (room.on_device[u] && base_.layout.has_codes(UnitId{static_cast<std::uint32_t>(u)})) {
+      refuse(base_.config.units[u] + " cannot rest on the device: its parameters rest as codes");
+    }
   }
   return room;
 }

@@ -86,7 +86,8 @@ class UnitPlan(TypedDict):
     name: str
     params: int  # elements
     param_bytes: int  # in pages, compute dtype
-    resting_param_bytes: int  # what rests of them: fewer where they rest as codes
+    resting_param_bytes: int  # what rests of them
+    codes: bool  # some of them rest as codes, and the device computes its pages from these
     landing_bytes: int  # of gradients, where they land in a step; 0 where nothing is trained
     grad_bytes: int  # at rest: in pages, or under lock_free in buffers; 0 under in_backward
     state_bytes: int  # in pages: residuals or masters, and moments

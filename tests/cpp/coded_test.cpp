@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "adoptions.hpp"
 #include "coded_fixtures.hpp"
 #include "doubles/faulty_device.hpp"
 #include "doubles/gpu.hpp"
@@ -240,6 +241,8 @@ TEST(Coded, WhatCannotBeStoredIsRefused) {
   says([&] { quantise(1, kRow); }, "is entered");
   says([&] { session.device_written(1); }, "was changed in place");
   session.leave(UnitId{0});
+  std::vector<bool> resting(session.config().units.size(), true);
+  says([&] { rest_on_device(session, resting, session.config().device_bytes); }, "rest as codes");
   // Nothing of all that has changed anything.
   session.enter(UnitId{0}, false);
   EXPECT_EQ(shown(session, 1), expected_values(Codes::int8, 1, kWeights[0]));

@@ -386,6 +386,7 @@ def plan(config: dict[str, Any]) -> dict[str, Any]:
                 "name": name,
                 "params": sum(s["numel"] for s in config["params"] if s["unit"] == u),
                 **dict.fromkeys(("param_bytes", "resting_param_bytes"), sizes[u]),
+                "codes": False,
                 "landing_bytes": landing[u],
                 "grad_bytes": grads[u],
                 "state_bytes": states[u],

@@ -29,6 +29,16 @@ def bits(run: Rank, steps: int = 3, units: int = 3, **options: Any) -> str:
     return hash_of(model)
 
 
+def codes(run: Rank, form: str, steps: int = 3, **options: Any) -> str:
+    """The parameters after some steps over layers that are frozen, and rest as codes."""
+    model = make_model()
+    for unit in model:
+        unit[0].weight.requires_grad_(False)  # type: ignore[index]
+    model, optimizer = wrap(run, model, frozen=form, **options_of(run, options))
+    train(run, model, optimizer, steps)
+    return hash_of(model)
+
+
 class Experts(nn.Module):
     """Which experts a rank uses is its own affair."""
 

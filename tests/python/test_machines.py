@@ -43,6 +43,12 @@ def test_bits_are_those_of_one_process(ranks: Ranks, case: str) -> None:
 
 
 @pytest.mark.parametrize("machines", [EACH, thorough(TWICE)])
+def test_nor_where_a_base_rests_as_codes(ranks: Ranks, machines: str) -> None:
+    case = {"form": "nf4-double", **CASES["ssd"]}
+    assert same(ranks.run("codes", machines, **case)) == same(ranks.run("codes", 1, **case))
+
+
+@pytest.mark.parametrize("machines", [EACH, thorough(TWICE)])
 @pytest.mark.parametrize("update", ["in_backward", thorough("lock-free:0")])
 def test_nor_when_updates_begin(ranks: Ranks, update: str, machines: str) -> None:
     of = len(machines)

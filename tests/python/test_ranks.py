@@ -72,6 +72,14 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks: Ranks, case: str) -> N
         assert same(ranks.run("bits", count, **CASES[case])) == expected
 
 
+@pytest.mark.parametrize("case", [thorough("float32"), "ssd"])
+@pytest.mark.parametrize("form", ["nf4-double", thorough("nf4")])
+def test_nor_where_a_base_rests_as_codes(ranks: Ranks, form: str, case: str) -> None:
+    expected = same(ranks.run("codes", 1, form=form, **CASES[case]))
+    assert expected != same(ranks.run("codes", 1, form="as-is", **CASES[case]))
+    assert same(ranks.run("codes", 2, form=form, **CASES[case])) == expected
+
+
 @pytest.mark.parametrize("scenario", ["clips", thorough("scales"), thorough("drops")])
 def test_gradients_answer_for_all_ranks(ranks: Ranks, scenario: str) -> None:
     expected = same(ranks.run(f"rank_gradients.{scenario}", 1))

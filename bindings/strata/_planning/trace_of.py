@@ -57,7 +57,6 @@ def traced_unit(
     name: str, elements: int, sizes: UnitPlan, slices_max: int, may_recompute: bool
 ) -> TracedUnit:
     """A unit of these `sizes`, recorded with all its activations."""
-    resting, shown = sizes["resting_param_bytes"], sizes["param_bytes"]
     return _core.TracedUnit(
         name=name,
         elements=elements,
@@ -70,7 +69,7 @@ def traced_unit(
         may_recompute=may_recompute,
         traced="keep",
         slices_traced=1,
-        code_bytes=resting if resting != shown else 0,
+        code_bytes=sizes["resting_param_bytes"] if sizes["codes"] else 0,
         remote_elements=sizes["remote_params"],
         remote_param_bytes=sizes["remote_param_bytes"],
         remote_grad_bytes=sizes["remote_landing_bytes"],
