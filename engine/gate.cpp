@@ -68,28 +68,27 @@ bool Gate::turn(int part) {
   return moved;
 }
 
-bool Gate::turn() {
+bool Gate::turn(Lock& lock) {
   bool moved = false;
-  for (int part = 0; part < duties_.parts; ++part) moved |= turn(part);
+  for (int part = 0; part < duties_.parts && !closed_ && !failure_; ++part) {
+    if (turn(part)) {
+      moved = true;
+      notify();
+    }
+    const Unlocked unlocked(lock);  // others may come in
+  }
   return moved;
 }
 
 void Gate::take_turn() {
-  if (turn()) notify();
+  bool moved = false;
+  for (int part = 0; part < duties_.parts; ++part) moved |= turn(part);
+  if (moved) notify();
   throw_if_failed();
 }
 
 void Gate::take_turns(Lock& lock) {
-  for (bool moved = true; moved;) {
-    moved = false;
-    for (int part = 0; part < duties_.parts && !closed_ && !failure_; ++part) {
-      if (turn(part)) {
-        moved = true;
-        notify();
-      }
-      const Unlocked unlocked(lock);  // others may come in
-    }
-  }
+  while (turn(lock)) continue;
   if (!failure_) return;
   duties_.tell_failure();
   notify();
@@ -100,12 +99,10 @@ void Gate::wait(Lock& lock, const std::function<bool()>& ready, const Awaited& a
   std::uint64_t seen = progress_;
   int looks = 0;  // in a row, at which nothing had moved
   while (!ready()) {
-    const bool moved = turn();
+    const std::uint64_t notified = notified_;
+    turn(lock);
     throw_if_failed();
-    if (moved) {
-      notify();  // what moved may be what another one waits for
-      continue;
-    }
+    if (notified_ != notified) continue;  // it may be what we wait for
     bool slept = true;
     if (options_.idle)
       options_.idle();

@@ -108,7 +108,10 @@ class Gate final {
   // One turn, for who asks whether something has happened.
   void take_turn() STRATA_REQUIRES(core_lock);
   // Something has changed that others may wait for.
-  void notify() { moved_.notify_all(); }
+  void notify() {
+    ++notified_;
+    moved_.notify_all();
+  }
 
   // The session ends with it; the first one counts.
   void fail(Error error) STRATA_REQUIRES(core_lock);
@@ -126,7 +129,8 @@ class Gate final {
 
  private:
   void throw_if_closed() const;
-  bool turn() STRATA_REQUIRES(core_lock);
+  // Gives the lock up between the parts. True when anything moved.
+  bool turn(Lock& lock) STRATA_REQUIRES(core_lock);
   bool turn(int part) STRATA_REQUIRES(core_lock);
 
   GateOptions options_;
@@ -137,6 +141,7 @@ class Gate final {
   std::condition_variable moved_;
   std::optional<Error> failure_ STRATA_GUARDED_BY(core_lock);
   std::uint64_t progress_ STRATA_GUARDED_BY(core_lock) = 0;  // parts of turns that moved something
+  std::uint64_t notified_ = 0;                               // changes with the lock only
   std::uint32_t inside_ STRATA_GUARDED_BY(core_lock) = 0;
   bool closed_ = false;
 };

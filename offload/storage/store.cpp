@@ -18,6 +18,9 @@ constexpr std::uint32_t kRetriesMax = 64;
 // a while, each time twice as long, for a quarter of a second in all.
 constexpr std::uint32_t kErrorsMax = 6;
 constexpr std::int64_t kFirstPauseNs = 4'000'000;
+// Requests, and pages to hash, that one look hands over: each wakes a thread, which takes some
+// 10 µs, and whoever looks has the core's lock. The rest goes with the next look.
+constexpr std::size_t kHandedOverMax = 2;
 
 }  // namespace
 
@@ -174,8 +177,9 @@ bool Store::turn(Completions& out) {
 bool Store::hash(Completions& out) {
   bool moved = false;
   bool took_back = false;
+  std::size_t left = kHandedOverMax;
   do {
-    for (; !unhashed_.empty(); unhashed_.pop_front(), moved = true) {
+    for (; !unhashed_.empty() && left != 0; unhashed_.pop_front(), moved = true, --left) {
       const Transfer& transfer = transfers_[unhashed_.front()];
       const HashJob job{.bytes = {transfer.buffer, options_.slot_bytes},
                         .slot = transfer.slot,
@@ -201,7 +205,8 @@ bool Store::hash(Completions& out) {
 bool Store::submit_waiting(Completions& out) {
   STRATA_ASSERT(idle_.size() + unhashed_.size() + waiting_.size() <= transfers_.size());
   bool moved = false;
-  for (; !waiting_.empty(); waiting_.pop_front(), moved = true) {
+  std::size_t left = kHandedOverMax;
+  for (; !waiting_.empty() && left != 0; waiting_.pop_front(), moved = true, --left) {
     const std::uint32_t which = waiting_.front();
     const Transfer& transfer = transfers_[which];
     if (transfer.op == IoOp::read) {
