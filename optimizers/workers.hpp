@@ -34,8 +34,8 @@ struct KeptBytes {
 struct UpdateJob {
   std::span<const UpdateSpan> spans;
   std::uint64_t tag = 0;
-  bool on_device = false;                // what the spans point to rests there
-  std::span<const KeptBytes> kept = {};  // empty on a device, like the next one
+  bool on_device = false;                                // what the spans point to rests there
+  std::span<const KeptBytes> kept = {};                  // empty on a device, like the next one
   std::span<const std::span<std::byte>> unwritten = {};  // to be zero before the update
 };
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -21,7 +22,7 @@ TEST(UpdateOrder, OfWhatWaitsTheNextForwardsFirstUnitsGoFirst) {
   for (ParamSpec& param : config.params) param.numel = kChunksEach * kPage / 4;
   config.update = UpdateMode::in_backward;
   config.workers = 1;
-  bool workers_are_done = false;
+  std::atomic<bool> workers_are_done = false;
   SessionParts parts;
   parts.worker_is_done = [&] { return workers_are_done; };
   Session session(config, std::move(parts));
