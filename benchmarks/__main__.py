@@ -19,6 +19,7 @@ from .device import HOST, parse_device
 # Each module has run(context), which yields figures.
 BENCHES = {
     "equal": "the same bits under any budgets, page size, I/O engine and workers",
+    "equal-codes": "the same bits of adapters over codes: tiers, page sizes, activations, tiles",
     "step": "step time against plain PyTorch: all resident, state in host memory, state on the SSD",
     "io-bound": "SSD bandwidth of a step with little computation, against fio",
     "adam": "the optimizer kernel against torch's and against a loop over the same bytes",

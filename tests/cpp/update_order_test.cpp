@@ -24,7 +24,7 @@ TEST(UpdateOrder, OfWhatWaitsTheNextForwardsFirstUnitsGoFirst) {
   config.workers = 1;
   std::atomic<bool> workers_are_done = false;
   SessionParts parts;
-  parts.worker_is_done = [&] { return workers_are_done; };
+  parts.worker_is_done = [&] { return workers_are_done.load(); };
   Session session(config, std::move(parts));
   fill(session);
   // 1. A backward. For two units the worker gets no further than what is handed to it at once.
