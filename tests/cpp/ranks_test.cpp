@@ -118,6 +118,7 @@ TEST(Ranks, WhoIsLostIsNamedWithItsStepAndUnit) {
     Session& session = *opened;
     fill_all(session);
     train_rank(session, 2, {}, {});
+    all.arrive_and_wait();  // the other one is not lost while this one is still in these steps
     if (rank == 1) {
       visit_unit(session, 1, false, rank);
       machine.lose(rank);
