@@ -121,6 +121,7 @@ def test_other_ranks_of_these_machines_read_for_each_other(
         assert same(each(found, "hash")) == expected[0]["hash"]
 
 
+@pytest.mark.thorough
 def test_a_series_that_all_see_has_no_copies(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any]
 ) -> None:
@@ -197,7 +198,7 @@ def test_ranks_of_one_machine_name_one_folder(
         assert re.search("given different folders: .* on rank 1, and .* on rank 2", said[1]), said
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, thorough(1)])
 def test_a_machine_cannot_write(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any], victim: int
 ) -> None:
@@ -271,6 +272,7 @@ def test_a_rank_is_killed_in_a_commit(
     assert check_what_is_left(ranks, tmp_path, disks, hashes, series) == step
 
 
+@pytest.mark.thorough
 def test_a_machine_that_has_one_more_removes_it(
     ranks: Ranks, tmp_path: Path, disks: dict[str, Any], hashes: list[str]
 ) -> None:

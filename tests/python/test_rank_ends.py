@@ -8,9 +8,9 @@ import time
 
 import pytest
 from rank_server import Ranks
-from test_ranks import all_say, same
+from test_ranks import all_say, same, thorough
 
-MACHINES = [2, "ab"]
+MACHINES = [thorough(2), "ab"]
 
 
 @pytest.mark.parametrize("machines", MACHINES)

@@ -175,11 +175,11 @@ def test_the_call_waits_for_nobody(ranks: Ranks, tmp_path: Path, ssd: dict[str, 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("paths", "was given different folders"),
-        ("keeps", "was given different keep: 2 on rank 0, and 3 on rank 1"),
-        ("arguments", "keep must be a whole number"),
+        thorough("paths", "was given different folders"),
+        thorough("keeps", "was given different keep: 2 on rank 0, and 3 on rank 1"),
+        thorough("arguments", "keep must be a whole number"),
         ("absent", "rank 1 has gone on without strata.snapshot"),
-        ("accumulation", "those of several ranks are not kept: take the snapshot behind step"),
+        thorough("accumulation", "those of several ranks are not kept: take the snapshot"),
     ],
 )
 def test_ranks_that_differ_say_so(
@@ -201,7 +201,7 @@ def test_a_rank_that_leaves_is_named(ranks: Ranks, tmp_path: Path, ssd: dict[str
     assert re.search("rank 1 has (gone on without|ended)", found[0][1]), found
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [thorough(0), 1])
 def test_a_rank_cannot_write(
     ranks: Ranks, tmp_path: Path, ssd: dict[str, Any], victim: int
 ) -> None:
