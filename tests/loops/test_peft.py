@@ -74,6 +74,21 @@ def test_adapters_are_trained_and_saved(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(logits(back), logits(model))
 
 
+@pytest.mark.representative
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_transformers_takes_the_pages_of_one_block(reentrant: bool) -> None:
+    """The frozen layers beside adapters whose gradients are there make way for the next block."""
+    losses = []
+    room = {**SMALL, "device": "192KiB"}  # a page of a block, one of adapters, one that is shared
+    for keywords in ({}, {"memory": room, "activations": None, "page_size": "64KiB"}):
+        model: Any = adapted()
+        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        losses.append(train(*with_optimizer(model, **keywords)))
+    assert same(*losses, 1e-5)
+
+
 @pytest.mark.parametrize("form", ["nf4", "nf4-double"])
 @pytest.mark.parametrize("kind", some(KINDS, "LoRA"))
 def test_adapters_over_codes_train_as_over_their_values(kind: str, form: str) -> None:

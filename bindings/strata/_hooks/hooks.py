@@ -234,6 +234,8 @@ class ModuleHook:
         if not backward and not hooks.frames.mine():
             hooks.let_land()
             state.refuse_half_step("a forward")
+        if backward:
+            hooks.pins.run_again(self.unit)
         hooks.swapping.open(self.unit)
         recorded = torch.is_grad_enabled() or state.model.training
         frame = hooks.frames.begin(self, hooks.saved.pushed())

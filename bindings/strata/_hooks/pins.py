@@ -1,16 +1,17 @@
 """Which units stay entered during a backward, and until when.
 
-    pins.pin(unit)       # the autograd node now running has unpacked one of its parameters
-    pins.hold(unit)      # until its gradients have landed or the backward is over
-    pins.land(index)     # the gradient of a parameter is complete
-    pins.make_way(unit)  # in_backward: gradients of other units give up their frames
+    pins.pin(unit)        # the autograd node now running has unpacked one of its parameters
+    pins.hold(unit)       # until its gradients have landed or the backward is over
+    pins.run_again(unit)  # a user's checkpoint computes it for the node now running
+    pins.land(index)      # the gradient of a parameter is complete
+    pins.make_way(unit)   # in_backward: gradients of other units give up their frames
 
 A node uses what it unpacked until the next node runs. So a pin belongs to the node now running, and
 goes when another node asks for a unit of another module, or when all gradients of the unit have
 landed. Where some of the unit is frozen, that is not the end of its use: the frozen layer beside an
 adapter is read when the adapter's gradients are there. Then it goes, also where it was held, when
-another node asks for a unit of another module. What is left goes at the end of the backward; after
-a backward that raised, at reset().
+another node asks for a unit of another module, or has one computed again. What is left goes at the
+end of the backward; after a backward that raised, at reset().
 
 With update="in_backward" a unit whose last gradient has landed is updated at once, and one of which
 some parameters got no gradient at the end of the backward.
@@ -91,18 +92,11 @@ class Pins:
     def pin(self, unit: Unit) -> None:
         """Enters the unit for the node now running."""
         now = _Pin(unit)
-        mine = None
-        past = []
+        self._release_past(now)
         for pin in self._pins:
             if pin.unit is unit and pin.task == now.task:
-                mine = pin
-            elif pin.is_past(now):
-                past.append(pin)
-        self._release(self._pins, past)
-        self._release_landed(now)
-        if mine is not None:
-            mine.node, mine.thread = now.node, now.thread
-            return
+                pin.node, pin.thread = now.node, now.thread
+                return
         self.watch()
         self._swapping.arrive(unit)
         self._state.enter(unit, self._state.visits.add(now), backward=True)
@@ -113,10 +107,13 @@ class Pins:
         if not any(pin.unit is unit for pin in self._held):
             self.watch()
             pin = _Pin(unit)
-            self._release(self._pins, [past for past in self._pins if past.is_past(pin)])
-            self._release_landed(pin)
+            self._release_past(pin)
             self._state.enter(unit, self._state.visits.add(pin), backward=True)
             self._held.append(pin)
+
+    def run_again(self, unit: Unit) -> None:
+        """The module of the unit is about to compute again, for the node now running."""
+        self._release_past(_Pin(unit))
 
     def land(self, index: int) -> None:
         """Notes that the gradient of a parameter is complete."""
@@ -176,8 +173,10 @@ class Pins:
         if not self._state.visits.in_backward:
             self._forget_landings()
 
-    def _release_landed(self, now: _Pin) -> None:
-        """Of what is held: that whose gradients have landed, and whose nodes are past."""
+    def _release_past(self, now: _Pin) -> None:
+        """Of what is held, only that whose gradients have landed."""
+        past = [pin for pin in self._pins if pin.unit is not now.unit and pin.is_past(now)]
+        self._release(self._pins, past)
         over = [p for p in self._held if p.is_past(now) and 0 < p.unit.expected == p.unit.landed]
         self._release(self._held, over)
 

@@ -216,13 +216,20 @@ class SavedTensors:
         self._pins.watch()
         return self.swapping.unpack(cast(SwappedView, packed))
 
-    def push_outside(self, unit: Unit) -> None:
-        """For an operation on a parameter outside its module."""
-        top = top_hooks(True)
-        if top is None or getattr(top[0], "__module__", "") != "torch.utils.checkpoint":
-            self.push()
-        elif graph_task() != -1:
+    def hold_outside(self, unit: Unit) -> None:
+        """Ahead of an operation on a parameter outside its module, whose unit is to be entered."""
+        if graph_task() != -1 and _under_checkpoint():
             self._pins.hold(unit)  # see Note [Checkpoint]
+
+    def push_outside(self) -> None:
+        """For such an operation, once the unit is entered."""
+        if not _under_checkpoint():
+            self.push()
+
+
+def _under_checkpoint() -> bool:
+    top = top_hooks(True)
+    return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 @dataclass(slots=True, eq=False)

@@ -163,9 +163,10 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             visits.append((slot, visit, slot.state.hooks.saved.pushed()))
             if _writes(func, kwargs):
                 slot.state.session.expect_write(slot.index)
+            slot.state.hooks.saved.hold_outside(slot.unit)
             slot.state.enter(slot.unit, visit, backward, recorded=in_step[id(slot.state)])
             entered.append(slot)
-            slot.state.hooks.saved.push_outside(slot.unit)
+            slot.state.hooks.saved.push_outside()
         for tensor in paged if backward else ():
             tensor._strata.state.check_old(tensor._strata.index)
         # 2. Run.
