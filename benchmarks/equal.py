@@ -3,7 +3,7 @@ equal losses and parameters; and in float32 equal to plain PyTorch.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,19 +88,29 @@ def paged(
     return Paged(model, batch, budgets(place, page, parameters), ssd_path, options, **ADAMW)
 
 
+def compare(sides: Iterable[tuple[str, Side]], steps: int, context: Context) -> tuple[int, int]:
+    """How many sides there were, made one behind the other, and how many differ from the first."""
+    count = different = 0
+    first: Outcome | None = None
+    for name, side in sides:
+        outcome = train(side, steps)
+        first = first or outcome
+        count += 1
+        if not outcome.same_as(first):
+            different += 1
+            context.say(f"{name} differs")
+    return count, different
+
+
 def run(context: Context) -> Iterator[Figure]:
     """Yields how many combinations differ from the first, and the distance from plain PyTorch."""
     steps = 3 if context.quick else 20
-    count = different = 0
-    first: Outcome | None = None
     with context.scratch() as folder:
-        for combination in combinations(context):
-            outcome = train(paged(combination, torch.bfloat16, context.seed, folder), steps)
-            first = first or outcome
-            count += 1
-            if not outcome.same_as(first):
-                different += 1
-                context.say(f"{combination} differs")
+        sides = (
+            (str(each), paged(each, torch.bfloat16, context.seed, folder))
+            for each in combinations(context)
+        )
+        count, different = compare(sides, steps, context)
         yield Figure("equal", "combinations", count, "runs")
         yield Figure("equal", "combinations_that_differ", different, "runs", target=0)
 

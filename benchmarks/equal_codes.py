@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .common import Context, Figure
-from .equal import ADAMW, LAYERS, PAGES, TOKENS, VOCABULARY, Outcome, budgets, train
+from .equal import ADAMW, LAYERS, PAGES, TOKENS, VOCABULARY, budgets, compare
 from .models import llama, llama_config, tokens
 from .qlora import with_adapters
 from .sides import Paged
@@ -35,8 +35,12 @@ def paged(form: str, tiles: int, combination: Combination, seed: int, folder: Pa
     below = [name for name, _ in model.named_modules() if name.endswith(".base_layer")]
     for name in below if tiles > 1 else ():
         strata.nn.tile(model, name, tiles)
-    options = {"page_size": page, "dtype": torch.bfloat16, "frozen": form}
-    options |= {"activations": activations}
+    options = {
+        "page_size": page,
+        "dtype": torch.bfloat16,
+        "frozen": form,
+        "activations": activations,
+    }
     return Paged(
         model,
         tokens(TOKENS, seed, VOCABULARY),
@@ -53,16 +57,15 @@ def run(context: Context) -> Iterator[Figure]:
     combinations: list[Combination] = list(itertools.product(PLACES, PAGES, ACTIVATIONS))
     if context.quick:
         combinations = [("resident", PAGES[0], None), ("ssd", PAGES[1], "recompute")]
+    seed = context.seed
     count = different = 0
     with context.scratch() as folder:
         for form, tiles in itertools.product(FORMS, TILES):
-            first: Outcome | None = None
-            for combination in combinations:
-                outcome = train(paged(form, tiles, combination, context.seed, folder), steps)
-                first = first or outcome
-                count += 1
-                if not outcome.same_as(first):
-                    different += 1
-                    context.say(f"{form} in {tiles} tile(s), {combination} differs")
+            sides = (
+                (f"{form} in {tiles} tile(s), {each}", paged(form, tiles, each, seed, folder))
+                for each in combinations
+            )
+            ran, differ = compare(sides, steps, context)
+            count, different = count + ran, different + differ
     yield Figure("equal-codes", "combinations", count, "runs")
     yield Figure("equal-codes", "combinations_that_differ", different, "runs", target=0)

@@ -2,9 +2,9 @@
 in bfloat16, int8 and NF4. A round is a seed.
 
 The text is that of `quality`, and the model as large (11 M parameters), with rows that are whole
-blocks of 64, as int8 needs. A base learns from one half of the text; adapters
-learn from the other half, as many steps, over each form of the same base and from the same first
-values. An excess is the mean over seeds of held-out loss less that over bfloat16.
+blocks of 64, as int8 needs. A base learns from one half of the text; adapters learn from the other
+half, as many steps, over each form of the same base and from the same first values. An excess is
+the mean over seeds of held-out loss less that over bfloat16.
 """
 
 import copy

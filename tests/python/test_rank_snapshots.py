@@ -179,7 +179,9 @@ def test_the_call_waits_for_nobody(ranks: Ranks, tmp_path: Path, ssd: dict[str, 
         thorough("keeps", "was given different keep: 2 on rank 0, and 3 on rank 1"),
         thorough("arguments", "keep must be a whole number"),
         ("absent", "rank 1 has gone on without strata.snapshot"),
-        thorough("accumulation", "those of several ranks are not kept: take the snapshot"),
+        thorough(
+            "accumulation", "those of several ranks are not kept: take the snapshot behind step"
+        ),
     ],
 )
 def test_ranks_that_differ_say_so(

@@ -174,7 +174,8 @@ class Pins:
             self._forget_landings()
 
     def _release_past(self, now: _Pin) -> None:
-        """Of what is held, only that whose gradients have landed."""
+        """What nodes before this one have asked for; of what is held, only that whose gradients
+        have landed."""
         past = [pin for pin in self._pins if pin.unit is not now.unit and pin.is_past(now)]
         self._release(self._pins, past)
         over = [p for p in self._held if p.is_past(now) and 0 < p.unit.expected == p.unit.landed]
