@@ -43,6 +43,7 @@ BENCHES = {
     "resume": "from a snapshot to the first step",
     "reshard": "a snapshot under other budgets, page sizes, modes and tilings: the same bits",
     "ranks": "two ranks of this machine over one process, and over FSDP2: steps and memory",
+    "ranks-equal": "the same bits of one to four ranks: transports, budgets, page sizes, modes",
     "rank-loss": "ranks killed and stopped at random moments: who says what, when; what is lost",
     "wire": "two ranks with a network of a set rate between them: bytes sent, and steps",
     "soak": "a run with a snapshot behind every 20th step, for --minutes: memory, slots",

@@ -25,6 +25,7 @@ from typing import Any
 
 import strata
 import torch
+import torch._dynamo  # as the first optimizer does: for all ranks
 from strata._runtime.wrapped import wrapped
 from torch import distributed, nn
 

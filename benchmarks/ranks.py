@@ -3,17 +3,13 @@ step of one process with two, for the same global batch; FSDP2 with two ranks be
 memory of one, two and four. Sides take turns.
 """
 
-import os
-import socket
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
 from .common import Context, Figure, median_ratio, take_turns
 from .network import Network
-from .peers.child import Child
+from .rank_group import Group
 
 TARGETS = {2048: 1.05, 128: 1.3}  # of the step, by tokens of the global batch
 FSDP2_TARGET = 2.0  # how much faster, at 128 tokens
@@ -22,51 +18,22 @@ SEQUENCES = 4  # of the global batch: each rank has as many
 WARM_UP_STEPS = 3
 
 
-class Group:
-    """The ranks of one side, as processes that are asked together."""
-
-    def __init__(
-        self,
-        context: Context,
-        side: str,
-        tokens: int,
-        ranks: int,
-        threads: int,
-        network: Network | None = None,
-    ) -> None:
-        with socket.socket() as any_port:
-            any_port.bind(("127.0.0.1", 0))
-            port = str(any_port.getsockname()[1])
-        command = [
-            *(sys.executable, "-m", "benchmarks.ranks_child", side),
-            *(f"--tokens={tokens}", f"--seed={context.seed}", f"--sequences={SEQUENCES}"),
-            *(f"--threads={threads}", *(["--quick"] if context.quick else [])),
-        ]
-
-        def start(rank: int) -> Child:
-            env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-            if ranks > 1:
-                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-                env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            if network is not None:
-                return Child([*network.inside(rank), *command], env | network.env(rank))
-            return Child(command, env)
-
-        self._pool = ThreadPoolExecutor(ranks)
-        self._children = list(self._pool.map(start, range(ranks)))
-
-    def ask(self, command: str) -> Sequence[Mapping[str, float]]:
-        """What each rank answers."""
-        return list(self._pool.map(lambda child: child.ask(command), self._children))
-
-    def step(self) -> float:
-        """Seconds of the slowest rank."""
-        return max(float(answer["seconds"]) for answer in self.ask("step"))
-
-    def close(self) -> None:
-        """Lets all end."""
-        list(self._pool.map(lambda child: child.close(), self._children))
-        self._pool.shutdown()
+def training_group(
+    context: Context,
+    side: str,
+    tokens: int,
+    ranks: int,
+    threads: int,
+    network: Network | None = None,
+) -> Group:
+    """Ranks that train a Llama by strata or under FSDP2; each on its host of a network, if any."""
+    arguments = [
+        *(side, f"--tokens={tokens}", f"--seed={context.seed}", f"--sequences={SEQUENCES}"),
+        *(f"--threads={threads}", *(["--quick"] if context.quick else [])),
+    ]
+    if network is None:
+        return Group("benchmarks.ranks_child", arguments, ranks, threads)
+    return Group("benchmarks.ranks_child", arguments, ranks, threads, network.env, network.inside)
 
 
 def run(context: Context) -> Iterator[Figure]:
@@ -84,7 +51,9 @@ def _steps(context: Context, tokens: int, target: float | None) -> Iterator[Figu
     with ExitStack() as stack:
         steps: dict[str, Callable[[], float]] = {}
         for name, (side, ranks, threads) in sides.items():
-            group = stack.enter_context(closing(Group(context, side, tokens, ranks, threads)))
+            group = stack.enter_context(
+                closing(training_group(context, side, tokens, ranks, threads))
+            )
             for _ in range(WARM_UP_STEPS):
                 group.step()
             steps[name] = group.step
@@ -106,7 +75,7 @@ def _memory(context: Context) -> Iterator[Figure]:
     host: dict[int, float] = {}
     process: dict[int, float] = {}
     for ranks in (1, 2, 4):
-        with closing(Group(context, "strata", 128, ranks, 1)) as group:
+        with closing(training_group(context, "strata", 128, ranks, 1)) as group:
             for _ in range(WARM_UP_STEPS):
                 group.step()
             answers = group.ask("memory")

@@ -9,7 +9,7 @@ from contextlib import closing
 
 from .common import Context, Figure
 from .network import Network
-from .ranks import WARM_UP_STEPS, Group
+from .ranks import WARM_UP_STEPS, training_group
 
 BYTES_TARGET = 1.02
 SHARE_TARGET = 0.9
@@ -23,7 +23,7 @@ def run(context: Context) -> Iterator[Figure]:
     rounds = context.rounds
     with (
         Network() as network,
-        closing(Group(context, "strata", tokens, 2, 1, network)) as group,
+        closing(training_group(context, "strata", tokens, 2, 1, network)) as group,
     ):
         for _ in range(WARM_UP_STEPS):
             group.step()

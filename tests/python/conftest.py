@@ -137,8 +137,8 @@ def quick_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(strata._profiling.calibrate, "costs", lambda *args, **more: costs)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """What starts the ranks of a module's tests."""
+    """What starts the ranks of all tests."""
     with Ranks() as server:
         yield server

@@ -195,7 +195,10 @@ def _be_rank(order: dict[str, Any], rank: int) -> None:
 
 
 def _serve() -> None:
-    import rank_scenarios  # noqa: F401 (for all ranks)
+    # For all ranks: what torch imports with the first optimizer takes longer than most runs.
+    import rank_scenarios  # noqa: F401
+    import strata._api  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     children: dict[int, tuple[dict[str, Any], int, float]] = {}
     codes: dict[str, dict[int, tuple[int, float]]] = {}

@@ -19,12 +19,6 @@ TWICE = "aabb"
 LOST_S = 10.0  # in which all ranks know that one has died
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def leaves_nothing(ranks: Ranks) -> Iterator[None]:
     """No folder in which ranks have met is there when all have gone."""

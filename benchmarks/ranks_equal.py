@@ -1,0 +1,79 @@
+"""The same training by one to four ranks, over shared memory and over Gloo, under every combination
+of budgets, page size and update mode: bitwise equal parameters, and in float32 those of
+DistributedDataParallel.
+
+On the step, a step has twelve micro-batches whatever the number of ranks is. In the other modes
+each rank has one, and a process that is alone takes as many. (The suite `simulator` compares
+sessions that the `loopback` transport joins.)
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from .common import Context, Figure
+from .rank_group import Group
+from .ranks_equal_child import MODES, PAGES, PLACES, Combination
+
+RANKS = (1, 2, 3, 4)
+DDP_TARGET = 1e-6
+
+
+def combinations(context: Context) -> list[Combination]:
+    """Those of each number of ranks."""
+    if context.quick:
+        return [("ssd", PAGES[0], "on_step"), ("resident", PAGES[1], "in_backward")]
+    return list(itertools.product(PLACES, PAGES, MODES))
+
+
+def sides(context: Context) -> list[tuple[int, bool]]:
+    """How many ranks, and whether each counts as a machine of its own."""
+    several = (2,) if context.quick else RANKS[1:]
+    return [(1, False), *itertools.product(several, (False, True))]
+
+
+def expected_of(alone: Group, each: Combination, ranks: int, known: dict[str, object]) -> object:
+    """What one process ends with, which adds up the micro-batches of all ranks."""
+    order = json.dumps([*each, ranks])
+    if order not in known:
+        known[order] = alone.ask(order)[0]["digest"]
+    return known[order]
+
+
+def run(context: Context) -> Iterator[Figure]:
+    """Yields how many runs differ from one process, and the distance from DDP."""
+    count = different = 0
+    distance = 0.0
+    known: dict[str, object] = {}
+    with context.scratch() as folder, ExitStack() as stack:
+        alone = stack.enter_context(closing(group(context, folder, 1, False)))
+        first = {mode: ("resident", PAGES[0], mode) for mode in MODES}
+        for ranks, apart in sides(context):
+            transport = "gloo" if apart else "shared memory"
+            context.say(f"{ranks} rank(s), {transport}")
+            with closing(group(context, folder, ranks, apart)) as side:
+                for each in combinations(context):
+                    # One process has one mode: whatever its budgets, it ends with the same.
+                    expected = expected_of(alone, first[each[2]], ranks, known)
+                    found = [a["digest"] for a in side.ask(json.dumps([*each, ranks]))]
+                    count += 1
+                    if any(digest != expected for digest in found):
+                        different += 1
+                        context.say(f"{ranks} ranks over {transport}, {each}: differs")
+                if ranks == 2 and not apart:
+                    distance = max(float(a["distance"]) for a in side.ask("ddp"))
+    yield Figure("ranks-equal", "runs", count, "runs")
+    yield Figure("ranks-equal", "runs_that_differ", different, "runs", target=0)
+    yield Figure("ranks-equal", "float32_distance_from_ddp", distance, "relative", DDP_TARGET)
+
+
+def group(context: Context, folder: Path, ranks: int, apart: bool) -> Group:
+    """Processes that train whatever they are asked to."""
+
+    def env(rank: int) -> Mapping[str, str]:
+        return {"STRATA_MACHINE": f"host-{rank}"} if apart else {}
+
+    arguments = [str(folder), f"--seed={context.seed}"]
+    return Group("benchmarks.ranks_equal_child", arguments, ranks, env=env)
