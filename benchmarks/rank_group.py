@@ -1,7 +1,8 @@
 """The ranks of one side of a bench, each a child process that is asked for what it measures.
 
-with closing(Group("benchmarks.ranks_child", ["strata"], ranks=2)) as group:
-    group.ask("memory")                     # what each rank answers, in their order
+group = Group("benchmarks.ranks_child", ["strata"], ranks=2)
+group.ask("memory")  # what each rank answers, in their order
+group.close()
 """
 
 import os

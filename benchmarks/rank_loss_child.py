@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import json
 import logging
@@ -25,7 +26,6 @@ from typing import Any
 
 import strata
 import torch
-import torch._dynamo  # as the first optimizer does: for all ranks
 from strata._runtime.wrapped import wrapped
 from torch import distributed, nn
 
@@ -244,6 +244,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model = nn.Linear(INPUTS, HIDDEN)  # what is imported when it is needed
     strata.plan(model, torch.optim.AdamW(model.parameters()), memory={"host": "32MiB"})
+    gc.collect()
+    gc.freeze()  # else each rank copies all of this when it looks at it at its end
     pids: list[int] = []
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:

@@ -9,10 +9,12 @@ knows.
 
 import ast
 import builtins
+import functools
 import io
 import re
 import sys
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,8 +51,13 @@ def _said(path: Path) -> str:
         return "\n".join(re.findall("//.*", text))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     said = [token.string for token in tokens if token.type == tokenize.COMMENT]
-    said += [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(text)) if _documented(n)]
+    said += [ast.get_docstring(n) or "" for n in ast.walk(_parsed(text)) if _documented(n)]
     return "\n".join(said)
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 def _documented(node: ast.AST) -> bool:
@@ -59,12 +66,15 @@ def _documented(node: ast.AST) -> bool:
 
 def example_breaches(root: Path) -> Iterator[str]:
     """What the examples of modules call, and nobody defines."""
-    trees = {p: ast.parse(p.read_text()) for p in sources(root) if p.suffix == ".py"}
+    trees = {p: _parsed(p.read_text()) for p in sources(root) if p.suffix == ".py"}
     names = {path: _names(tree) for path, tree in trees.items()}
     known = set().union(*names.values())
+    folders: dict[Path, dict[str, set[str]]] = defaultdict(dict)
+    for path in trees:
+        folders[path.parent][path.stem] = names[path]
     for path, tree in trees.items():
         own = {*names[path], *dir(builtins)}
-        beside = {p.stem: names[p] for p in trees if p.parent == path.parent}
+        beside = folders[path.parent]
         example = [*_examples(ast.get_docstring(tree) or "")]
         own |= {n.id for n in example if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for call in (n.func for n in example if isinstance(n, ast.Call)):

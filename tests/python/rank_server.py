@@ -14,6 +14,7 @@ second to begin. What a rank ends with, an exception too, it ends with as any Py
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -199,6 +200,10 @@ def _serve() -> None:
     import rank_scenarios  # noqa: F401
     import strata._api  # noqa: F401
     import torch._dynamo  # noqa: F401
+
+    # Else each rank looks at all of this at its end, and copies what it shares with the others.
+    gc.collect()
+    gc.freeze()
 
     children: dict[int, tuple[dict[str, Any], int, float]] = {}
     codes: dict[str, dict[int, tuple[int, float]]] = {}

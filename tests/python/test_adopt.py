@@ -68,37 +68,57 @@ def read_bytes(case: Case) -> int:
     return case.state.session.stats()["ssd to host bytes"]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=IDS)
+FROM = {"ssd": SSD, "half": HALF, "host": HOST, "device": DEVICE}
+# ./dev check takes every mode from everywhere.
+QUICK = {("on_step", "ssd"), ("in_backward", "half"), ("lock_free", "host"), ("8bit", "device")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "memory"),
+    [
+        pytest.param(
+            mode,
+            memory,
+            id=f"{name}-{place}",
+            marks=[pytest.mark.thorough] * ((name, place) not in QUICK),
+        )
+        for name, mode in zip(IDS, MODES, strict=True)
+        for place, memory in FROM.items()
+    ],
+)
 def test_it_goes_on_bit_for_bit_and_reads_nothing_ahead(
-    tmp_path: Path, disk: Path, told: Callable[[], str], mode: dict[str, Any]
+    tmp_path: Path,
+    disk: Path,
+    told: Callable[[], str],
+    mode: dict[str, Any],
+    memory: dict[str, str],
 ) -> None:
-    for memory in (SSD, HALF, HOST, DEVICE):
-        case = Case(disk, memory, llama(), **mode)
-        run = tmp_path / f"run-{memory['device']}-{memory['host']}"
-        torch.manual_seed(3)
-        case.train(2)
-        strata.snapshot(case.model, run, extra={"batch": 2}).wait()
-        expected = case.masters()
-        after = case.train(3)
-        last = case.masters()
-        case.close()
-        for other in (SSD, HALF, HOST, DEVICE):
-            again = Case(disk, other, llama(), **mode)
-            again.train(1)
-            before = read_bytes(again)
-            assert strata.load(again.model, run) == {"batch": 2}
-            assert ADOPTED in (why := told()), why
-            pages = read_manifest(snapshots_of(run)[0])
-            size = len(slots_of(pages)) * pages["page_bytes"]
-            assert read_bytes(again) - before < size / 3, "more than the next step's first units"
-            assert again.train(3) == after
-            assert all(map(torch.equal, again.masters(), last))
-            strata.load(again.model, run)
-            assert ADOPTED in (why := told()), why
-            assert all(map(torch.equal, again.masters(), expected))
-            again.close()
-            told()
-        verify(snapshots_of(run)[0])
+    case = Case(disk, memory, llama(), **mode)
+    run = tmp_path / "run"
+    torch.manual_seed(3)
+    case.train(2)
+    strata.snapshot(case.model, run, extra={"batch": 2}).wait()
+    expected = case.masters()
+    after = case.train(3)
+    last = case.masters()
+    case.close()
+    for other in FROM.values():
+        again = Case(disk, other, llama(), **mode)
+        again.train(1)
+        before = read_bytes(again)
+        assert strata.load(again.model, run) == {"batch": 2}
+        assert ADOPTED in (why := told()), why
+        pages = read_manifest(snapshots_of(run)[0])
+        size = len(slots_of(pages)) * pages["page_bytes"]
+        assert read_bytes(again) - before < size / 3, "more than the next step's first units"
+        assert again.train(3) == after
+        assert all(map(torch.equal, again.masters(), last))
+        strata.load(again.model, run)
+        assert ADOPTED in (why := told()), why
+        assert all(map(torch.equal, again.masters(), expected))
+        again.close()
+        told()
+    verify(snapshots_of(run)[0])
 
 
 def test_runs_go_on_in_one_file_and_nothing_held_is_overwritten(

@@ -68,7 +68,12 @@ def test_a_tokenizer_that_is_damaged_is_named(tmp_path: Path) -> None:
     ("config", "batch", "reason"),
     [
         ({"model_type": "bert", "num_hidden_layers": 1}, "1", "The expanded size of the tensor"),
-        (SMALL, "1000000000000", "Storage size calculation overflowed"),
+        pytest.param(
+            SMALL,
+            "1000000000000",
+            "Storage size calculation overflowed",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_model_that_cannot_run_on_shapes_is_refused_in_one_line(

@@ -377,6 +377,7 @@ def test_budgets_are_those_of_wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert capacity.budgets("cuda:0", []) == {"device": 80 * GIB, "host": 8 * GIB, "ssd": 0}
 
 
+@pytest.mark.thorough
 def test_this_machine(tmp_path: Path) -> None:
     told = ["--ssd-path", str(tmp_path), "--sequence", "128", "--json", "--ssd-endurance", "600TB"]
     done = subprocess.run([*COMMAND, *told], env=ENVIRONMENT, capture_output=True, text=True)
