@@ -69,38 +69,24 @@ def read_bytes(case: Case) -> int:
 
 
 FROM = {"ssd": SSD, "half": HALF, "host": HOST, "device": DEVICE}
-# ./dev check takes every mode from everywhere.
 QUICK = {("on_step", "ssd"), ("in_backward", "half"), ("lock_free", "host"), ("8bit", "device")}
+CASES = [
+    pytest.param(mode, FROM[place], marks=[pytest.mark.thorough] * ((name, place) not in QUICK))
+    for name, mode in zip(IDS, MODES, strict=True)
+    for place in FROM
+]
 
 
-@pytest.mark.parametrize(
-    ("mode", "memory"),
-    [
-        pytest.param(
-            mode,
-            memory,
-            id=f"{name}-{place}",
-            marks=[pytest.mark.thorough] * ((name, place) not in QUICK),
-        )
-        for name, mode in zip(IDS, MODES, strict=True)
-        for place, memory in FROM.items()
-    ],
-)
+@pytest.mark.parametrize(("mode", "memory"), CASES)
 def test_it_goes_on_bit_for_bit_and_reads_nothing_ahead(
-    tmp_path: Path,
-    disk: Path,
-    told: Callable[[], str],
-    mode: dict[str, Any],
-    memory: dict[str, str],
+    tmp_path: Path, disk: Path, told: Callable[[], str], mode: dict[str, Any], memory: Any
 ) -> None:
-    case = Case(disk, memory, llama(), **mode)
-    run = tmp_path / "run"
+    case, run = Case(disk, memory, llama(), **mode), tmp_path / "run"
     torch.manual_seed(3)
     case.train(2)
     strata.snapshot(case.model, run, extra={"batch": 2}).wait()
     expected = case.masters()
-    after = case.train(3)
-    last = case.masters()
+    after, last = case.train(3), case.masters()
     case.close()
     for other in FROM.values():
         again = Case(disk, other, llama(), **mode)

@@ -348,7 +348,7 @@ if sys.argv[1] == "forgotten":
 """
 
 
-@pytest.mark.parametrize("how", ["open", "forgotten"])
+@pytest.mark.parametrize("how", ["open", pytest.param("forgotten", marks=pytest.mark.thorough)])
 def test_a_program_may_end_in_the_middle(how: str) -> None:
     subprocess.run([sys.executable, "-c", LEAVES_AT_ONCE, how], check=True, timeout=60)
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FORMS = ("int8", "nf4", "nf4-double")
+EACH_FORM = ("int8", pytest.param("nf4", marks=pytest.mark.thorough), "nf4-double")
 ROOMY = {"device": "64MiB", "host": "64MiB"}
 # NF4 of QLoRA (arXiv:2305.14314), appendix E, as bitsandbytes has it.
 NF4 = torch.tensor(
@@ -110,7 +111,7 @@ def test_modules_compute_with_the_values_of_the_codes() -> None:
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EACH_FORM)
 def test_budgets_change_no_bit(tmp_path: Path, form: str) -> None:
     model, optimizer = wrap(freeze(llama()), form)
     losses = train(model, optimizer, batches(4))
@@ -190,7 +191,7 @@ def test_weights_are_quantised_as_they_are_read(tmp_path: Path) -> None:
     assert train(model, optimizer, batches(2)) == train(streamed, other, batches(2))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EACH_FORM)
 def test_a_checkpoint_gives_the_codes_back(tmp_path: Path, form: str) -> None:
     model, optimizer = wrap(freeze(llama()), form)
     train(model, optimizer, batches(2))
@@ -300,7 +301,7 @@ def with_adapters(tiles: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EACH_FORM)
 def test_tiles_of_codes_train_where_a_block_has_no_room(form: str) -> None:
     """What computes with one tile at a time gives the same bits whatever the budgets."""
     steps = [batch[:1, :8] for batch in batches(2)]
@@ -319,7 +320,7 @@ def test_tiles_of_codes_train_where_a_block_has_no_room(form: str) -> None:
     assert train(model, optimizer, steps) == pytest.approx(found[0][0], rel=3e-2)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EACH_FORM)
 def test_adapters_are_merged_into_codes_where_that_is_asked_for(form: str) -> None:
     """PEFT adds in place, which is refused, or writes whole weights, which are quantised again."""
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -341,7 +342,7 @@ def test_adapters_are_merged_into_codes_where_that_is_asked_for(form: str) -> No
     assert torch.equal(merged.get_submodule(name).weight, other.get_submodule(name).weight)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EACH_FORM)
 @pytest.mark.parametrize("page_size", ["64KiB", "256KiB"])
 def test_a_snapshot_gives_the_codes_back(tmp_path: Path, form: str, page_size: str) -> None:
     """With the same pages it is adopted, with others it is read."""

@@ -316,7 +316,9 @@ for step in range(1000):
 """
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "end", ["sys.exit(3)", pytest.param("raise KeyboardInterrupt", marks=pytest.mark.thorough)]
+)
 def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
     """Real core only: files and a clean exit."""
     script = SCRIPT.format(ssd=str(tmp_path), end=end)
