@@ -4,13 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import strata
 import torch
 from strata._runtime.wrapped import wrapped
 from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TIERS = ("device", "host", "ssd")
+TIERS = ("device", pytest.param("host", marks=pytest.mark.thorough), "ssd")
 WIDE = 48
 
 
