@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from . import _core
+from ._config.budgets import gradients_rest, tier_budgets
 from ._config.choices import AS_IS
-from ._config.configure import Options, gradients_rest, tier_budgets
 from ._config.frozen import Frozen
+from ._config.options import Options
 from ._config.ranks import ranks_on_paper
 from ._config.sizes import Size
 from ._config.units import Chosen

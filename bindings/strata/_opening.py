@@ -16,9 +16,10 @@ from torch import nn
 
 from . import _core
 from ._config.alike import check_alike
-from ._config.configure import Options, device_goal
+from ._config.budgets import device_goal
 from ._config.device import say_slow_dtypes
 from ._config.managed import check_parameters
+from ._config.options import Options
 from ._config.ranks import find_ranks, naming_lost
 from ._config.sizes import format_count, format_size
 from ._config.wire import Wire

@@ -11,7 +11,7 @@ import pytest
 import torch
 from strata._cli import main as cli
 from strata._cli.models import choose
-from strata._config.configure import Options
+from strata._config.options import Options
 from transformers import BertConfig, LlamaConfig
 
 BUDGET = "--memory=device=1GiB,host=1GiB"

@@ -342,7 +342,7 @@ def test_budgets_are_asked_of_the_gpu(
     assert 0 < plan.budgets["device"] <= usable.free
     usable.free = 1000
     small = strata.plan(model, adamw(model), device="cuda", memory={"host": "1GiB"})
-    assert small.budgets["device"] == int(1000 * strata._config.configure.FREE_SHARE)
+    assert small.budgets["device"] == int(1000 * strata._config.options.FREE_SHARE)
     with pytest.raises(strata.StrataError, match="cuda:0 has 1000 B free"):
         strata.plan(model, adamw(model), device="cuda", memory={"device": "1GiB"})
     monkeypatch.setattr(nn.Parameter, "is_cuda", True)  # as if the user had moved it there

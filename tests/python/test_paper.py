@@ -7,7 +7,7 @@ import pytest
 import torch
 from strata import _core
 from strata._cli import estimate
-from strata._config.configure import Options
+from strata._config.options import Options
 from strata.nn.request import CHUNK_BYTES, COLUMNS_MIN
 from transformers import LlamaConfig, LlamaForCausalLM
 

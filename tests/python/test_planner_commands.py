@@ -10,7 +10,7 @@ import torch
 from strata._cli import main as cli
 from strata._cli import planner
 from strata._config import choices, configure, device
-from strata._config.configure import Options
+from strata._config.options import Options
 from strata._profiling import probes
 from strata._profiling.calibrate import Calibration
 from strata._storage import trace_file

@@ -6,7 +6,7 @@ import torch
 from strata._cli import estimate as counting
 from strata._cli import main as cli
 from strata._cli import sharing
-from strata._config.configure import Options
+from strata._config.options import Options
 from strata._config.ranks import Ranks
 from strata._planning.network import Network, crossing_of
 from strata._storage.trace_file import load

@@ -17,7 +17,7 @@ import strata
 import torch
 from safetensors.torch import save_file
 from small_models import ConvNet, adamw, assert_same, batch, build, llama, tight, train
-from strata._config import configure, machine
+from strata._config import machine, options
 from torch import nn
 
 
@@ -386,5 +386,5 @@ def test_configuration_names_are_the_keywords_of_wrap() -> None:
     assert keywords == [
         "model",
         "optimizer",
-        *(f.name for f in dataclasses.fields(configure.Options) if f.name != "ranks"),
+        *(f.name for f in dataclasses.fields(options.Options) if f.name != "ranks"),
     ]

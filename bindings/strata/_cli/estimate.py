@@ -24,9 +24,11 @@ import torch
 
 from .. import _core
 from .._config import device
+from .._config.budgets import UNBOUNDED
 from .._config.choices import HOST, check_base
-from .._config.configure import UNBOUNDED, Options, config_of
+from .._config.configure import config_of
 from .._config.frozen import coded_parameters, stored_forms
+from .._config.options import Options
 from .._config.ranks import paper_ranks, plans_of_one_page_size
 from .._config.update_modes import LockFree
 from .._errors import StrataError, is_for_snapshots

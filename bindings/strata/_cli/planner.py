@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._config import configure, device
+from .._config.budgets import UNBOUNDED
 from .._config.choices import HOST, SPEED_OF
-from .._config.configure import UNBOUNDED
 from .._config.sizes import format_count, format_duration, format_size, write_size
 from .._planning import budget_check
 from .._planning.budget_check import remove_leftovers

@@ -24,7 +24,7 @@ from .ranks import hear
 from .sizes import format_size, parse_budgets, parse_size
 
 if TYPE_CHECKING:
-    from .configure import Options
+    from .options import Options
     from .ranks import Ranks
 
 SHARED_TIERS = ("host", "ssd")  # whose budgets are the machine's, and not each rank's

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from .._core import Config
-    from .configure import Options
+    from .options import Options
 
 EXACT = ("on_step", "in_backward")
 LOCK_FREE_WORD = "lock-free"  # of LockFree on a command line

@@ -14,7 +14,8 @@ from torch import nn
 
 from .._config import machine
 from .._config.choices import HOST
-from .._config.configure import Options, configure
+from .._config.configure import configure
+from .._config.options import Options
 from .._config.ranks import plans_of_one_page_size
 from .._config.sizes import format_size, parse_budgets
 from .._config.units import find_units

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._config.configure import Options
+from .._config.options import Options
 from .._errors import StrataError, is_for_snapshots
 from .._runtime.wrapped import wrapped
 from .._storage import rng

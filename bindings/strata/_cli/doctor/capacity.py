@@ -19,16 +19,11 @@ import torch
 
 from ... import _core
 from ..._config import device, machine
+from ..._config.budgets import DISK_SHARE, UNBOUNDED, shares
 from ..._config.choices import AS_IS, MODEL_SIZES
-from ..._config.configure import (
-    DISK_SHARE,
-    FREE_SHARE,
-    UNBOUNDED,
-    Options,
-    default_workers,
-    shares,
-)
+from ..._config.configure import default_workers
 from ..._config.device import compute_threads
+from ..._config.options import FREE_SHARE, Options
 from ..._config.sizes import format_size
 from ..._planning.budget_check import MEMORY_KINDS
 from ..._planning.forecast import Forecast

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..._config import machine
+from ..._config.budgets import DISK_SHARE, UNBOUNDED
 from ..._config.choices import HOST
-from ..._config.configure import DISK_SHARE, FREE_SHARE, UNBOUNDED
-from ..._config.configure import Options as WrapOptions
+from ..._config.options import FREE_SHARE
+from ..._config.options import Options as WrapOptions
 from ..._config.sizes import format_size, parse_budgets, parse_size, write_size
 from ..._errors import StrataError
 from ..._planning import budget_check

@@ -26,8 +26,8 @@ from transformers.trainer_utils import set_seed
 from transformers.utils import logging as transformers_logging
 
 from ..._config import machine
+from ..._config.budgets import tier_budgets
 from ..._config.choices import HOST
-from ..._config.configure import tier_budgets
 from ..._config.device import choose as choose_device
 from ..._config.sizes import format_count
 from ..._report.reports import make_report

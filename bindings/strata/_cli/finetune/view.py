@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..._config.configure import tier_budgets
+from ..._config.budgets import tier_budgets
 from ..._config.sizes import UNITS, format_duration, format_number, format_size
 from ..._report.reports import make_report
 from ..._runtime.wrapped import Wrapped
