@@ -83,7 +83,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", some(WAYS, "default clipping", "accumulation"))
+@pytest.mark.parametrize("way", some(WAYS, "accumulation"))
 @pytest.mark.parametrize("train", [unchanged, mixed])
 def test_training_is_that_of_the_plain_model(tmp_path: Path, train: Any, way: str) -> None:
     one = plain(tmp_path / "plain", **WAYS[way])

@@ -14,7 +14,7 @@ MACHINES = [thorough(2), "ab"]
 
 
 @pytest.mark.parametrize("machines", MACHINES)
-@pytest.mark.parametrize("then", ["meets", "wraps"])
+@pytest.mark.parametrize("then", [thorough("meets"), "wraps"])
 def test_who_collects_a_model_first_waits_for_nobody(
     ranks: Ranks, then: str, machines: int | str
 ) -> None:
