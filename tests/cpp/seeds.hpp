@@ -14,7 +14,9 @@ namespace strata {
 
 // A third of all seeds: a sanitizer looks at the code and not at what it computes, and ./dev test
 // leaves the others to ./dev check.
-inline bool few_seeds() { return kSanitized || std::getenv("STRATA_FEW_SEEDS") != nullptr; }
+inline bool few_seeds() {
+  return kSanitized || std::getenv("STRATA_FEW_SEEDS") != nullptr;
+}
 
 // Calls visit(seed) for 1 to `count`; STRATA_SEED=7 replays one, STRATA_SEEDS=1000 runs so many
 // where those are more.
