@@ -18,6 +18,7 @@ __all__ = [
     "listed",
     "names_nearest",
     "nearest",
+    "with_more",
 ]
 
 # What parts of the package import beside torch, numpy and safetensors, by the extra of
@@ -57,6 +58,13 @@ def import_failure(error: ImportError) -> str:
 def is_for_snapshots(error: StrataError) -> bool:
     """Whether the SSD had no room for snapshots."""
     return error.snapshot_bytes > 0
+
+
+def with_more(error: StrataError, more: str) -> StrataError:
+    """The same error, with all that it knows and more words behind its own."""
+    told = StrataError(f"{error}{more}")
+    vars(told).update(vars(error))
+    return told
 
 
 def listed(items: Sequence[str], most: int = 8, between: str = ", ") -> str:

@@ -31,6 +31,8 @@ def test_what_does_not_fit_is_refused_with_what_would_do(tmp_path: Path, host: s
     little = {**MEMORY, "host": host, "ssd": "1MiB"}
     with pytest.raises(strata.StrataError, match="snapshots need") as refused:
         wrap(tmp_path, little, snapshots=2)
+    assert "free)" in str(refused.value)
+    assert refused.value.snapshot_bytes > 0, "it is still told in numbers"
     least = enough(refused.value)
     with pytest.raises(strata.StrataError, match="snapshots need"):
         wrap(tmp_path, {**little, "ssd": f"{least - 1}MiB"}, snapshots=2)

@@ -19,7 +19,7 @@ from .._config.options import Options
 from .._config.ranks import plans_of_one_page_size
 from .._config.sizes import format_size, parse_budgets
 from .._config.units import find_units
-from .._errors import StrataError
+from .._errors import StrataError, with_more
 from ..nn.causal_lm import why_not_chunked
 from ..nn.replace import put_tiles, remove_tiles
 from ..nn.tiles import Tiled, why_not
@@ -64,7 +64,8 @@ def fit(
         try:
             cut = _cut(model, optimizer, options, make_plan, counts)
         except ValueError as reason:
-            raise _with_reason(error, reason) from reason
+            why = f"; its layers cannot be cut into tiles either: {reason}"
+            raise with_more(error, why) from reason
         if cut is None:
             raise
         log.info("does not fit as it is (%s): cut into tiles: %s", error, _listed(counts))
@@ -92,13 +93,6 @@ def _cut(
         raise
 
 
-def _with_reason(error: StrataError, reason: ValueError) -> StrataError:
-    """A refusal that says as well why tiles do not help, with all that it knows."""
-    told = StrataError(f"{error}; its layers cannot be cut into tiles either: {reason}")
-    vars(told).update(vars(error))
-    return told
-
-
 def plan_or_refuse(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:
     """The plan of `config`; with several ranks it gets a page size that all of them find. Raises
     StrataError where the budgets cannot work, with the smallest that would, and for an SSD with
@@ -110,7 +104,8 @@ def plan_or_refuse(config: Config, make_plan: Callable[[Config], Plan]) -> Plan:
         if not config["ssd_paths"] or not error.needed_bytes or error.tier != "ssd":
             raise
         free = format_size(machine.free_disk_bytes(config["ssd_paths"]))
-        raise StrataError(f"{error} ({', '.join(config['ssd_paths'])}: {free} free)") from error
+        there = ", ".join(config["ssd_paths"])
+        raise with_more(error, f" ({there}: {free} free)") from error
 
 
 def tiles_wanted(model: nn.Module, options: Options, device_bytes: int) -> dict[str, int]:

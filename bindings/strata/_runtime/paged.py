@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._errors import StrataError
+from .._errors import StrataError, with_more
 from .._torch_compat import (
     DisableTorchFunction,
     compatible,
@@ -180,7 +180,7 @@ def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _guard(result, units)
     except StrataError as error:
         if advice := optimizer_advice(func):
-            raise StrataError(f"{error}; {advice}") from error
+            raise with_more(error, f"; {advice}") from error
         if len(entered) == len(units) or not entered or _writes(func, kwargs):
             raise
     finally:

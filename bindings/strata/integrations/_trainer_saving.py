@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._config.options import Options
-from .._errors import StrataError, is_for_snapshots
+from .._errors import StrataError, is_for_snapshots, with_more
 from .._runtime.wrapped import wrapped
 from .._storage import rng
 from .._storage.rank_board import death_s
@@ -156,10 +156,11 @@ class SavingMixin(_Base):
                 raise
             limit = self.args.save_total_limit
             few = f"save_total_limit={limit}" if limit else "save_total_limit=1, which is not set,"
-            raise StrataError(
-                f"{error}. Of {self.snapshots} checkpoints at once, and the one that is being "
-                f"taken, the snapshots are kept there: {few} says how many; "
-                "strata={'snapshots': 0} saves checkpoints by strata.save"
+            raise with_more(
+                error,
+                f". Of {self.snapshots} checkpoints at once, and the one that is being taken, the "
+                f"snapshots are kept there: {few} says how many; strata={{'snapshots': 0}} saves "
+                "checkpoints by strata.save",
             ) from error
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
