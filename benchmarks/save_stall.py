@@ -4,7 +4,7 @@ async_save with the DefaultStager and without.
 
 Each side saves behind a step. Held is the time of the call, and what the next step took beyond the
 median of those without a save; memory is the most that the process had from the call to the end of
-the save, beyond the most that it has in a step.
+the save, beyond the most that it has in steps ahead of the first one.
 """
 
 import statistics
@@ -48,7 +48,7 @@ class Measured:
         """The call, the share of a step that a save adds, and memory."""
         step, call = statistics.median(self.alone), statistics.median(self.calls)
         held = call + max(0.0, statistics.median(self.behind) - step)
-        memory = max(0.0, statistics.median(self.peaks) - statistics.median(self.peaks_alone))
+        memory = max(0, max(self.peaks) - self.peaks_alone[0])  # copies stay for the next save
         yield Figure("save-stall", f"{name}_call", call, "s", CALL_TARGET_S if targets else None)
         wanted = STEP_SHARE_TARGET if targets else None
         yield Figure("save-stall", f"{name}_share", held / step, "of a step", wanted)
