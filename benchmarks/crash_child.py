@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import hashlib
 import mmap
 import os
 import signal
@@ -26,13 +25,13 @@ from typing import Any
 
 import strata
 import torch
-from strata._runtime.wrapped import wrapped
 from torch import nn
+
+from .sides import digest_of_state
 
 SERIES = "run"
 LAST_STEP = 500  # of a run that nobody interrupts
 BATCH, INPUTS, HIDDEN = 4, 96, 256  # each matrix of float32 takes more than a page
-KINDS = ("master", "moment1", "moment2")
 STUCK_SECONDS = 300
 PR_SET_PDEATHSIG = 1
 # What a run is doing: on its own thread, then on that of its snapshots.
@@ -156,13 +155,7 @@ class Training:
 
     def digest(self) -> bytes:
         """Of weights, moments and steps."""
-        state = wrapped(self.model)
-        digest = hashlib.blake2b(digest_size=16)
-        for i in range(len(state.params)):
-            digest.update(struct.pack("q", state.session.param_step(i)))
-            for kind in KINDS:
-                digest.update(state.read(i, kind).numpy().tobytes())  # type: ignore[arg-type]
-        return digest.digest()
+        return digest_of_state(self.model)
 
 
 def reference(setting: Setting, folder: Path, to: Path) -> None:

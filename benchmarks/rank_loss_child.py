@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import hashlib
 import json
 import logging
 import mmap
@@ -26,15 +25,14 @@ from typing import Any
 
 import strata
 import torch
-from strata._runtime.wrapped import wrapped
 from torch import distributed, nn
 
 from .peers.child import claim_stdout
+from .sides import digest_of_state
 
 LAST_STEP = 400  # of a run that nobody interrupts
 MICRO_BATCHES = 12  # of a step, over all ranks
 BATCH, INPUTS, HIDDEN = 2, 96, 256  # each matrix of float32 takes more than a page
-KINDS = ("master", "moment1", "moment2")
 CHECKPOINT = "checkpoint"
 DIGESTS = "digests"  # a file of the digest behind every step, the first before all
 DIGEST_BYTES = 16
@@ -87,17 +85,6 @@ class Board:
 
 class LostError(AssertionError):
     """Something that strata promises did not hold."""
-
-
-def digest(model: nn.Module) -> bytes:
-    """Of weights, moments and steps, whoever owns them."""
-    state = wrapped(model)
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for i in range(len(state.params)):
-        found.update(struct.pack("q", state.session.param_step(i)))
-        for kind in KINDS:
-            found.update(state.read(i, kind).numpy().tobytes())  # type: ignore[arg-type]
-    return found.digest()
 
 
 class Training:
@@ -161,7 +148,7 @@ def train(setting: Setting, rank: int, board: Board) -> None:
 
 def _check(model: nn.Module, step: int, expected: bytes) -> None:
     at = step * DIGEST_BYTES
-    if digest(model) != expected[at : at + DIGEST_BYTES]:
+    if digest_of_state(model) != expected[at : at + DIGEST_BYTES]:
         raise LostError(f"the state behind step {step} is another than that of a whole run")
 
 
@@ -169,10 +156,10 @@ def write_digests(folder: Path) -> None:
     """Trains alone, which nobody interrupts."""
     training = Training(Setting(str(folder)), rank=0)
     with (folder / DIGESTS).open("wb") as file:
-        file.write(digest(training.model))
+        file.write(digest_of_state(training.model))
         for step in range(LAST_STEP):
             training.step(step)
-            file.write(digest(training.model))
+            file.write(digest_of_state(training.model))
 
 
 def be_rank(setting: Setting, rank: int) -> None:

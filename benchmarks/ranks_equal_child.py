@@ -1,10 +1,9 @@
 """A child of the bench ranks-equal: a rank, or one process that is alone, trains a small Llama as
-often as it is asked to, each time under other budgets, and answers with a digest of all parameters.
+often as it is asked to, each time under other budgets, and answers with a digest of its state.
 """
 
 import argparse
 import copy
-import hashlib
 import itertools
 import json
 import os
@@ -22,7 +21,7 @@ from torch import nn
 from .equal import ADAMW, HIDDEN, LAYERS, PAGES, TOKENS, VOCABULARY, budgets
 from .models import llama, llama_config, tokens
 from .peers.child import Answer, claim_stdout, serve
-from .sides import Paged
+from .sides import Paged, digest_of_state
 
 PLACES = ("resident", "tiny", "ssd")
 MODES = ("on_step", "in_backward", "lock-free:0")
@@ -75,7 +74,8 @@ class Trainer:
             else:
                 side.optimizer.step()
             side.optimizer.zero_grad()
-        answer = {"digest": digest_of(side.model)}
+        side.synchronize()
+        answer = {"digest": digest_of_state(side.model).hex()}
         strata.unwrap(side.model)
         return answer
 
@@ -108,14 +108,6 @@ class Trainer:
         )
         strata.unwrap(ours)
         return {"distance": distance}
-
-
-def digest_of(model: nn.Module) -> str:
-    """Of all parameters, to the bit."""
-    digest = hashlib.sha256()
-    for value in model.state_dict().values():
-        digest.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def main() -> None:

@@ -22,10 +22,9 @@ from strata._storage.snapshot_pages import copy_snapshot, page_paths, slots_of
 from .common import MIB, Context, Figure, seconds_of, share_of_best, take_turns
 from .disk import read_seconds
 from .models import llama, llama_166m, llama_config, tokens
-from .sides import Paged, state_on_ssd
+from .sides import Paged, room_of_snapshots, state_on_ssd
 
 TOKENS = 128
-STATE_COPIES = 5
 MORE_BYTES = 14  # of a parameter: all that rests of it
 LOAD_MAX_S = 1.0  # beyond the step
 SHARE_MIN = 90.0  # of the disk, in percent
@@ -40,8 +39,7 @@ class Resumes:
         self._batch = tokens(TOKENS, context.seed)
         parameters = sum(p.numel() for p in self._fresh().parameters())
         rest = parameters * MORE_BYTES
-        ssd = {"ssd": rest * STATE_COPIES + (1 << 28)}
-        self.on_ssd = state_on_ssd(parameters) | ssd
+        self.on_ssd = state_on_ssd(parameters) | room_of_snapshots(parameters)
         self.in_host = self.on_ssd | {"host": self.on_ssd["host"] + rest + 64 * MIB}
         self.firsts: dict[str, list[float]] = {}
         self.loads: dict[str, list[float]] = {}

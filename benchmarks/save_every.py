@@ -11,11 +11,10 @@ import torch
 
 from .common import Context, Figure, median_ratio, seconds_of, take_turns
 from .models import llama, llama_166m, llama_config, tokens
-from .sides import Paged, state_on_ssd
+from .sides import Paged, room_of_snapshots, state_on_ssd
 
 TOKENS = 512
 STEPS = 10  # of a turn
-STATE_COPIES = 5  # of the state, for two snapshots beside one that begins
 TARGETS = {"every_10th": 1.02, "every": 1.05}
 
 
@@ -25,7 +24,7 @@ def run(context: Context) -> Iterator[Figure]:
     if not context.quick:
         model = llama_166m(context.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    memory = state_on_ssd(parameters) | {"ssd": parameters * 14 * STATE_COPIES + (1 << 28)}
+    memory = state_on_ssd(parameters) | room_of_snapshots(parameters)
     with context.scratch() as folder:
         side = Paged(model, tokens(TOKENS, context.seed), memory, folder)
         try:

@@ -21,17 +21,14 @@ import torch
 from .common import MIB, Context, Figure, seconds_of
 from .models import llama, llama_166m, llama_config, tokens
 from .peers.child import memory_peak
-from .sides import Paged, Plain, Side, everything_resident, state_on_ssd
+from .sides import Paged, Plain, Side, everything_resident, room_of_snapshots, state_on_ssd
 
 TOKENS = 512
-STATE_COPIES = 5  # of the state, for two snapshots beside one that begins
-STATE_BYTES = 14  # of a parameter: all that rests of it
 CALL_TARGET_S = 0.010
 STEP_SHARE_TARGET = 0.01
 MEMORY_TARGET = 64 * MIB
-Save = Callable[
-    [int], Callable[[], object]
-]  # begins the nth one; what it returns waits for its end
+# Begins the nth one; what it returns waits for its end.
+Save = Callable[[int], Callable[[], object]]
 
 
 @dataclass
@@ -61,7 +58,7 @@ def run(context: Context) -> Iterator[Figure]:
     with context.scratch() as folder:
         yield from _of_torch(context, folder)
         parameters = sum(p.numel() for p in _model(context).parameters())
-        room = {"ssd": parameters * STATE_BYTES * STATE_COPIES + (1 << 28)}
+        room = room_of_snapshots(parameters)
         yield from _of_strata("", state_on_ssd(parameters) | room, context, folder)
         yield from _of_strata("_of_host", everything_resident(parameters) | room, context, folder)
 

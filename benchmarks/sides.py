@@ -1,5 +1,7 @@
 """The sides of a comparison: the same training loop over plain PyTorch and over strata."""
 
+import hashlib
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,6 +131,19 @@ def session_of(model: nn.Module) -> Any:
     return wrapped(model).session
 
 
+def digest_of_state(model: nn.Module) -> bytes:
+    """16 bytes, of the weights, moments and steps of a wrapped model, whoever owns them."""
+    from strata._runtime.wrapped import wrapped
+
+    state = wrapped(model)
+    digest = hashlib.blake2b(digest_size=16)
+    for i in range(len(state.params)):
+        digest.update(struct.pack("q", state.session.param_step(i)))
+        for kind in ("master", "moment1", "moment2"):
+            digest.update(state.read(i, kind).numpy().tobytes())
+    return digest.digest()
+
+
 def steady_step(side: Side) -> float:
     """Seconds of one step between two others. Updates of a step run on into the next one, so the
     timed step waits for those of the step before it and leaves its own to the end of the turn.
@@ -169,3 +184,8 @@ def state_on_ssd(parameters: int) -> dict[str, int]:
         "host": int(PARAM_AND_GRAD_BYTES * parameters * SLACK) + STAGING_BYTES,
         "ssd": int(STATE_BYTES * parameters * SLACK) + 256 * MIB,
     }
+
+
+def room_of_snapshots(parameters: int) -> dict[str, int]:
+    """An SSD budget for two snapshots beside one that begins."""
+    return {"ssd": parameters * (PARAM_AND_GRAD_BYTES + STATE_BYTES) * 5 + 256 * MIB}
