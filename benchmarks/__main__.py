@@ -50,7 +50,7 @@ BENCHES = {
     "fuzz": "damaged files, as strangers may have left them: what is handled wrongly",
     "crash": "runs killed by SIGKILL at random moments: what of their snapshots is lost",
     "wrap": "what a wrapped module costs when its parameters are there already",
-    "plan-error": "predicted against measured step time, in six settings",
+    "plan-error": "predicted against measured step time, in eight settings",
     "bound": "measured step time against the lower bound, in the same settings",
     "device-floor": "the smallest device budget at 1.10 times plain PyTorch's step",
     "activations": "memory and time where activations are kept, swapped, recomputed, sliced",

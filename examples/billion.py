@@ -1,4 +1,4 @@
-"""1.4 billion parameters in 2 GiB: parameters, gradients and AdamW's state, 22 GB, are on an SSD.
+"""1.4 billion parameters in 2 GiB: parameters and AdamW's state, 16 GB, are on an SSD.
 
     ./dev run python examples/billion.py --ssd /path/on/an/ssd
 

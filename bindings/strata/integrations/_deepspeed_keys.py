@@ -38,7 +38,7 @@ class Key(NamedTuple):
 
 
 # Why strata needs no such key; several keys share one reason.
-_RANKS = "one process trains, so nothing is gathered, reduced or divided among ranks"
+_RANKS = "strata exchanges between ranks by itself: there is nothing to tune"
 _PLANNED = "the planner decides what is on the device, and when it moves; memory={...} bounds it"
 _PAGES = "parameters, gradients and state are in pages of one size; page_size= sets it"
 _OVERLAPPED = "reads, updates and writes always overlap"

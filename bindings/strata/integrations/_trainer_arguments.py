@@ -42,7 +42,11 @@ def check_arguments(args: Any) -> None:
     refused = [
         (args.deepspeed, "deepspeed=", "leave it out; strata.from_deepspeed() translates its file"),
         (args.fsdp, "fsdp=", "leave it out: strata partitions and offloads by itself"),
-        (args.torch_compile, "torch_compile=", "compile units of the model ahead of wrapping"),
+        (
+            args.torch_compile,
+            "torch_compile=",
+            "leave it out, and compile the wrapped model",
+        ),
         (
             args.world_size == 1 < processes_started(),
             f"{processes_started()} processes of which these training arguments see one",
