@@ -6,10 +6,8 @@ import statistics
 from collections.abc import Iterator
 from functools import partial
 
-import torch
-
 from .common import Context, Figure, median_ratio, seconds_of, take_turns
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .planned import Planned
 from .sides import everything_resident
 
@@ -36,10 +34,7 @@ def run(context: Context) -> Iterator[Figure]:
     batch = tokens(256 if context.quick else TOKENS, context.seed, sequences=SEQUENCES)
 
     def side(mode: str) -> Planned:
-        if context.quick:
-            model = llama(llama_config(128, 2), torch.bfloat16, context.seed)
-        else:
-            model = llama_166m(context.seed)
+        model = llama_166m_or_small(context.quick, context.seed)
         parameters = sum(p.numel() for p in model.parameters())
         memory = everything_resident(parameters)
         # Room for every mode: the modes differ in what they do, not in what they are given.

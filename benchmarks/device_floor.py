@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from .common import Context, Figure, median_ratio, seconds_of, take_turns
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .planned import Planned, pytorch_peak
 from .sides import Plain, everything_resident, steady_step
 
@@ -27,9 +27,7 @@ def run(context: Context) -> Iterator[Figure]:
     from strata._errors import StrataError
 
     def model() -> torch.nn.Module:
-        if context.quick:
-            return llama(llama_config(128, 2), torch.bfloat16, context.seed)
-        return llama_166m(context.seed)
+        return llama_166m_or_small(context.quick, context.seed)
 
     batch = tokens(128 if context.quick else TOKENS, context.seed)
     plain = Plain(model(), batch)

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch.nn.utils import clip_grad_norm_
 
 from .common import Context, Figure, seconds_of
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .sides import Paged, state_on_ssd
 
 TARGET_S = 5e-3
@@ -29,9 +28,7 @@ def moved(session: Any) -> int:
 
 def run(context: Context) -> Iterator[Figure]:
     """Yields seconds of clip_grad_norm_, of zero_grad(), and bytes that moved meanwhile."""
-    model = llama(llama_config(128, 2), torch.bfloat16, context.seed)
-    if not context.quick:
-        model = llama_166m(context.seed)
+    model = llama_166m_or_small(context.quick, context.seed)
     parameters = sum(p.numel() for p in model.parameters())
     clipping, zeroing, bytes_moved = [], [], 0
     with context.scratch() as folder:

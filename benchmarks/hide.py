@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from .common import MIB, BenchError, Context, Figure, median_ratio, take_turns
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .modes import Mode, lock_free
 from .sides import Paged, steady_step
 
@@ -38,9 +38,7 @@ def run(context: Context) -> Iterator[Figure]:
     """Yields every side's seconds and host memory, and the ratio of each mode to no update."""
 
     def model() -> torch.nn.Module:
-        if context.quick:
-            return llama(llama_config(256, 4), torch.bfloat16, context.seed)
-        return llama_166m(context.seed)
+        return llama_166m_or_small(context.quick, context.seed, (256, 4))
 
     batch = tokens(64 if context.quick else TOKENS, context.seed)
     parameters = sum(p.numel() for p in model().parameters())

@@ -6,11 +6,9 @@ round, and the bound of a round is the most that the disk gave to any of the thr
 import statistics
 from collections.abc import Iterator
 
-import torch
-
 from .common import GIB, MIB, Context, Figure, seconds_of, share_of_best
 from .disk import mixed_bandwidth
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .sides import Paged, state_on_ssd
 
 TOKENS = 128
@@ -41,11 +39,7 @@ def bandwidth(side: Paged, steps: int) -> tuple[float, float]:
 def run(context: Context) -> Iterator[Figure]:
     """Yields both bandwidths and the median of what each round reached of its bound."""
     quick = context.quick
-    model = (
-        llama(llama_config(256, 4), torch.bfloat16, context.seed)
-        if quick
-        else llama_166m(context.seed)
-    )
+    model = llama_166m_or_small(quick, context.seed, (256, 4))
     parameters = sum(p.numel() for p in model.parameters()) * (4 if quick else 1)
     ours, theirs, moved = [], [], 0.0
     with context.scratch() as folder:

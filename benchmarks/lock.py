@@ -10,10 +10,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 
-import torch
-
 from .common import ROOT, BenchError, Context, Figure
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .sides import Paged, state_on_ssd
 
 STORE = ROOT / "build/release/benchmarks/store_reads"
@@ -25,9 +23,7 @@ LONGEST_TARGET_S = 50e-6
 def run(context: Context) -> Iterator[Figure]:
     """Yields the longest hold and the sum of a step in processor time, beside the longest that
     the same clock shows where nothing is done, and wall-clock p99."""
-    model = llama(llama_config(128, 2), torch.bfloat16, context.seed)
-    if not context.quick:
-        model = llama_166m(context.seed)
+    model = llama_166m_or_small(context.quick, context.seed)
     parameters = sum(p.numel() for p in model.parameters())
     longest, summed, wall, nothing = [], [], [], []
     with context.scratch() as folder:

@@ -72,6 +72,11 @@ def llama_166m(seed: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return llama(llama_config(1024, 12), dtype, seed)
 
 
+def llama_166m_or_small(quick: bool, seed: int, small: tuple[int, int] = (128, 2)) -> nn.Module:
+    """llama_166m(), or where it shall be quick a Llama of so much width and so many layers."""
+    return llama(llama_config(*small), torch.bfloat16, seed) if quick else llama_166m(seed)
+
+
 def tokens(count: int, seed: int, vocabulary: int = VOCABULARY, sequences: int = 1) -> torch.Tensor:
     """A batch of random tokens: `count` of them in sequences of equal length."""
     generator = torch.Generator().manual_seed(seed)

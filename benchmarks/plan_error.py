@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .common import Context, Figure
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .planned import Planned, judge, share_of_bound
 from .qlora import with_adapters
 from .sides import everything_resident, state_on_ssd
@@ -66,10 +66,7 @@ class Outcome:
 
 def measure(context: Context, setting: Setting, folder: Path) -> Outcome:
     """Trains some steps in a setting."""
-    if context.quick:
-        model = llama(llama_config(128, 2), torch.bfloat16, context.seed)
-    else:
-        model = llama_166m(context.seed)
+    model = llama_166m_or_small(context.quick, context.seed)
     parameters = sum(p.numel() for p in model.parameters())
     memory = state_on_ssd(parameters) if setting.on_ssd else everything_resident(parameters)
     memory["device"] = int((setting.device_gib or 16) * GIB)

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import strata
-import torch
 
 from .common import Context, Figure, median_ratio, seconds_of, take_turns
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .sides import Paged, room_of_snapshots, state_on_ssd
 
 TOKENS = 512
@@ -20,9 +19,7 @@ TARGETS = {"every_10th": 1.02, "every": 1.05}
 
 def run(context: Context) -> Iterator[Figure]:
     """Yields seconds of a step without snapshots, and how much longer steps with them take."""
-    model = llama(llama_config(128, 2), torch.bfloat16, context.seed)
-    if not context.quick:
-        model = llama_166m(context.seed)
+    model = llama_166m_or_small(context.quick, context.seed)
     parameters = sum(p.numel() for p in model.parameters())
     memory = state_on_ssd(parameters) | room_of_snapshots(parameters)
     with context.scratch() as folder:

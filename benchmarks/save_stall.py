@@ -19,7 +19,7 @@ import strata
 import torch
 
 from .common import MIB, Context, Figure, seconds_of
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .peers.child import memory_peak
 from .sides import Paged, Plain, Side, everything_resident, room_of_snapshots, state_on_ssd
 
@@ -152,9 +152,7 @@ def _ended(save: Callable[[int], object]) -> Save:
 
 
 def _model(context: Context) -> torch.nn.Module:
-    if context.quick:
-        return llama(llama_config(128, 2), torch.bfloat16, context.seed)
-    return llama_166m(context.seed)
+    return llama_166m_or_small(context.quick, context.seed)
 
 
 def _batch(context: Context) -> torch.Tensor:

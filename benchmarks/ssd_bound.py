@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .common import MIB, Context, Figure, median_ratio, seconds_of, take_turns
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .modes import lock_free
 from .sides import Paged
 from .staleness import Staleness
@@ -86,9 +86,7 @@ def open_sides(context: Context, folder: Path, sides: dict[str, Watched]) -> Non
     """Fills in a side for every bound, and the one without an SSD."""
 
     def model() -> torch.nn.Module:
-        if context.quick:
-            return llama(llama_config(256, 4), torch.bfloat16, context.seed)
-        return llama_166m(context.seed)
+        return llama_166m_or_small(context.quick, context.seed, (256, 4))
 
     batch = tokens(TOKENS, context.seed)
     parameters = sum(p.numel() for p in model().parameters())

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .common import Context, Figure, median_ratio, take_turns
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .sides import (
     OnePass,
     Paged,
@@ -41,9 +41,7 @@ def run(context: Context) -> Iterator[Figure]:
 
 def _sides(context: Context, token_count: int, folder: Path | None) -> dict[str, Side]:
     def model() -> torch.nn.Module:
-        if context.quick:
-            return llama(llama_config(128, 2), torch.bfloat16, context.seed)
-        return llama_166m(context.seed)
+        return llama_166m_or_small(context.quick, context.seed)
 
     batch = tokens(token_count, context.seed)
     parameters = sum(p.numel() for p in model().parameters())

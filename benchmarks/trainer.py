@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .common import Context, Figure, median_ratio, take_turns
-from .models import llama, llama_166m, llama_config, tokens
+from .models import llama_166m_or_small, tokens
 from .sides import Paged, everything_resident, session_of
 
 TARGETS = {2048: 1.02, 128: 1.05}
@@ -35,9 +35,7 @@ def run(context: Context) -> Iterator[Figure]:
 
 def _taken(context: Context, count: int, folder: Path) -> dict[str, list[float]]:
     def model() -> torch.nn.Module:
-        if context.quick:
-            return llama(llama_config(128, 2), torch.bfloat16, context.seed)
-        return llama_166m(context.seed)
+        return llama_166m_or_small(context.quick, context.seed)
 
     batch = tokens(QUICK[count] if context.quick else count, context.seed)
     parameters = sum(p.numel() for p in model().parameters())

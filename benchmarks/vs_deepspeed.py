@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-import torch
-
 from .common import BenchError, Context, Figure, median_ratio, take_turns
-from .models import llama, llama_166m, llama_config
+from .models import llama_166m_or_small
 from .peers import environment
 from .peers.child import Child
 
@@ -77,11 +75,7 @@ def run(context: Context) -> Iterator[Figure]:
 
 def save_model(context: Context, folder: Path) -> None:
     """Writes the weights that every side starts from."""
-    model = (
-        llama(llama_config(256, 2), torch.bfloat16, context.seed)
-        if context.quick
-        else llama_166m(context.seed)
-    )
+    model = llama_166m_or_small(context.quick, context.seed, (256, 2))
     model.save_pretrained(folder)  # type: ignore[operator]
 
 
