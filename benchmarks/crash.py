@@ -1,6 +1,7 @@
-"""Runs that are killed by SIGKILL at random moments, while they wrap, load, train, take snapshots
-and remove old ones: after each kill the newest complete snapshot must load, with the bits of a run
-that nobody interrupted, and training must go on to the same bits.
+"""Runs that are killed by SIGKILL at random moments, while they wrap, load, train, accumulate
+gradients, save, take snapshots and remove old ones: after each kill the newest complete snapshot
+must load, and what was saved, with the bits of a run that nobody interrupted, and training must go
+on to the same bits.
 
 Kill n depends on the seed and on n alone but for what the machine's clock does; --from goes on
 behind an interrupted campaign.
@@ -119,11 +120,11 @@ class Campaign:
         self._board.clear()
 
     def _expected_of(self, setting: Setting) -> list[tuple[bytes, float]]:
-        key = str(setting.state_dtype)
+        key = f"{setting.state_dtype} {setting.backwards}"
         if key not in self._expected:
             folder = self._folder / "whole"
             (folder / "drive0").mkdir(parents=True)
-            plain = Setting(state_dtype=setting.state_dtype)
+            plain = Setting(state_dtype=setting.state_dtype, backwards=setting.backwards)
             to = folder / "digests"
             failure = self._wait(forked(lambda: reference(plain, folder, to), self._error))
             if failure:
@@ -169,13 +170,16 @@ class Campaign:
 
 
 def _setting(choice: random.Random) -> Setting:
+    update = choice.choice(UPDATES)
     return Setting(
         place=choice.choice(["ssd", "ssd", "host"]),
-        update=choice.choice(UPDATES),
+        update=update,
         state_dtype=choice.choice([torch.float32, torch.float32, torch.bfloat16, "8bit"]),
         page_size=choice.choice(PAGE_SIZES),
         io_engine=choice.choice(ENGINES),
         drives=choice.choice([1, 1, 2]),
         keep=choice.choice([1, 2, 3]),
         every=choice.choice([1, 1, 2, 5]),
+        backwards=1 if update == "in_backward" else choice.choice([1, 1, 2, 3]),
+        saves=choice.choice([True, False]),
     )

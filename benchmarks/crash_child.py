@@ -29,13 +29,13 @@ from torch import nn
 
 from .sides import digest_of_state
 
-SERIES = "run"
+SERIES, SAVED = "run", "saved"
 LAST_STEP = 500  # of a run that nobody interrupts
 BATCH, INPUTS, HIDDEN = 4, 96, 256  # each matrix of float32 takes more than a page
 STUCK_SECONDS = 300
 PR_SET_PDEATHSIG = 1
 # What a run is doing: on its own thread, then on that of its snapshots.
-DOING = ("nothing", "wrap", "load", "step", "snapshot", "done")
+DOING = ("nothing", "wrap", "load", "step", "snapshot", "save", "done")
 WRITING = ("nothing", "commit", "removal")
 PLACES: dict[str, dict[str, str]] = {
     "ssd": {"device": "512KiB", "host": "4MiB", "ssd": "64MiB"},
@@ -45,7 +45,7 @@ PLACES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run is set up. Those of equal `state_dtype` train the same bits."""
+    """How a run is set up. Those of equal `state_dtype` and `backwards` train the same bits."""
 
     place: str = "host"
     update: Any = "on_step"
@@ -55,6 +55,8 @@ class Setting:
     drives: int = 1
     keep: int = 2
     every: int = 1  # steps to a snapshot
+    backwards: int = 1  # to an update; each is called a step here
+    saves: bool = False  # while training goes on
 
 
 class Board:
@@ -133,14 +135,16 @@ class Training:
         )
         torch.manual_seed(2)
         self.steps = 0
+        self._backwards = setting.backwards
 
     def step(self) -> float:
         """Returns its loss."""
         loss = self.model(torch.randn(BATCH, INPUTS)).square().mean()
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         self.steps += 1
+        if self.steps % self._backwards == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return float(loss.detach())
 
     def load(self, series: Path) -> bool:
@@ -184,7 +188,7 @@ def victim(board: Board, setting: Setting, folder: Path, operation: int) -> None
     training = Training(setting, folder)
     board.doing = DOING.index("load")
     training.load(folder / SERIES)
-    handle, taken = None, 0
+    handle, taken, saving = None, 0, None
     while training.steps < LAST_STEP:
         board.doing = DOING.index("step")
         training.step()
@@ -198,6 +202,9 @@ def victim(board: Board, setting: Setting, folder: Path, operation: int) -> None
                 training.model, folder / SERIES, keep=setting.keep, extra=extra
             )
             taken = training.steps
+            if setting.saves and (saving is None or saving.complete):
+                board.doing = DOING.index("save")
+                saving = strata.save(training.model, folder / SAVED, wait=False, extra=extra)
         if handle is not None and handle.complete:
             board.complete = taken
             board.writing = 0
@@ -230,11 +237,15 @@ def _watch_files(board: Board, operation: int) -> None:
 def survivor(
     board: Board, setting: Setting, folder: Path, expected: list[tuple[bytes, float]]
 ) -> None:
-    """Loads the newest snapshot, holds it against the run that nobody interrupted, trains on, and
-    takes a snapshot of its own, with which nothing of the killed run is left."""
+    """Loads what was saved and the newest snapshot, holds both against the run that nobody
+    interrupted, trains on, and takes a snapshot and saves, with which nothing of the killed run is
+    left."""
     training = Training(setting, folder)
-    if not training.load(folder / SERIES):
-        training.steps = 0
+    if (folder / SAVED).exists():
+        if not training.load(folder / SAVED):
+            raise LostError("what was saved is not whole")
+        _compare(training, expected)
+    training.load(folder / SERIES)
     if training.steps < board.complete:
         raise LostError(f"step {training.steps} is the newest; step {board.complete} was complete")
     _compare(training, expected)
@@ -246,6 +257,8 @@ def survivor(
     extra = {"step": training.steps}
     strata.snapshot(training.model, folder / SERIES, keep=setting.keep, extra=extra).wait()
     board.complete = training.steps
+    if setting.saves:
+        strata.save(training.model, folder / SAVED, extra=extra)
     strata.unwrap(training.model)
     for path in _left_over(folder, setting.keep):
         raise LostError(f"{path} is left over")
@@ -257,7 +270,9 @@ def _compare(training: Training, expected: list[tuple[bytes, float]]) -> None:
 
 
 def _left_over(folder: Path, keep: int) -> Iterator[Path]:
-    """What is neither a snapshot nor a link of one."""
+    """What is neither a snapshot, nor a link of one, nor what was saved."""
+    known = (SERIES, SAVED, *(drive.name for drive in folder.glob("drive*")))
+    yield from (entry for entry in folder.iterdir() if entry.name not in known)
     kept = sorted(entry for entry in (folder / SERIES).iterdir())
     yield from kept[:-keep]
     for entry in kept[-keep:]:
