@@ -4,14 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import strata
 import torch
 from strata._runtime.wrapped import wrapped
 from torch import nn
+from variants import thorough
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TIERS = ("device", pytest.param("host", marks=pytest.mark.thorough), "ssd")
+TIERS = ("device", thorough("host"), "ssd")
 WIDE = 48
 
 

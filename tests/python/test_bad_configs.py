@@ -13,6 +13,7 @@ from strata._cli import main as cli
 from strata._cli.models import choose
 from strata._config.options import Options
 from transformers import BertConfig, LlamaConfig
+from variants import thorough
 
 BUDGET = "--memory=device=1GiB,host=1GiB"
 SMALL: dict[str, Any] = {
@@ -68,12 +69,7 @@ def test_a_tokenizer_that_is_damaged_is_named(tmp_path: Path) -> None:
     ("config", "batch", "reason"),
     [
         ({"model_type": "bert", "num_hidden_layers": 1}, "1", "The expanded size of the tensor"),
-        pytest.param(
-            SMALL,
-            "1000000000000",
-            "Storage size calculation overflowed",
-            marks=pytest.mark.thorough,
-        ),
+        thorough(SMALL, "1000000000000", "Storage size calculation overflowed"),
     ],
 )
 def test_a_model_that_cannot_run_on_shapes_is_refused_in_one_line(

@@ -16,6 +16,7 @@ from strata._cli import main as cli
 from strata._cli.finetune import run as finetune
 from strata._cli.finetune.trainer import Finetuner
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from variants import thorough
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -110,11 +111,7 @@ def ends_at(patched: pytest.MonkeyPatch, step: int, signals: int = 0) -> None:
     [
         ({"steps": 5, "accumulation": 1}, 1),
         # 13 batches are an epoch, whose last step has one: it ends with step 7.
-        pytest.param(
-            {"steps": 9, "sequence": 96, "device-memory": "2MiB", "host-memory": "4MiB"},
-            6,
-            marks=pytest.mark.thorough,
-        ),
+        thorough({"steps": 9, "sequence": 96, "device-memory": "2MiB", "host-memory": "4MiB"}, 6),
     ],
 )
 def test_ctrl_c_ends_after_the_step_and_the_run_goes_on_to_the_same_bits(

@@ -18,6 +18,7 @@ from strata._optim.foreign_probe import probe
 from strata._runtime.wrapped import wrapped
 from torch import nn
 from torch.optim import Optimizer
+from variants import thorough
 
 Rule = Callable[[Any], Optimizer]
 
@@ -348,7 +349,7 @@ if sys.argv[1] == "forgotten":
 """
 
 
-@pytest.mark.parametrize("how", ["open", pytest.param("forgotten", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("how", ["open", thorough("forgotten")])
 def test_a_program_may_end_in_the_middle(how: str) -> None:
     subprocess.run([sys.executable, "-c", LEAVES_AT_ONCE, how], check=True, timeout=60)
 

@@ -15,9 +15,10 @@ from strata._runtime.wrapped import Wrapped, wrapped
 from strata._storage.checkpoint_files import CheckpointError
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from variants import thorough
 
 FORMS = ("int8", "nf4", "nf4-double")
-EACH_FORM = ("int8", pytest.param("nf4", marks=pytest.mark.thorough), "nf4-double")
+EACH_FORM = ("int8", thorough("nf4"), "nf4-double")
 ROOMY = {"device": "64MiB", "host": "64MiB"}
 # NF4 of QLoRA (arXiv:2305.14314), appendix E, as bitsandbytes has it.
 NF4 = torch.tensor(

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from rank_server import Outcome, Ranks
-from test_ranks import CASES, QUICK, all_say, same, script_of_bits, thorough
+from test_ranks import CASES, QUICK, all_say, same, script_of_bits
+from variants import thorough
 
 EACH = "ab"  # by rank: its machine
 TWICE = "aabb"

@@ -17,6 +17,7 @@ from strata._errors import StrataError
 from strata._profiling.windows import Window
 from strata._runtime.wrapped import wrapped
 from torch import nn
+from variants import thorough
 
 ROOM = {"device": "64MiB", "host": "64MiB"}
 STEPS = 6  # one recorded, two timed, one measured, and then some
@@ -197,7 +198,7 @@ def test_a_users_checkpointing_inside_planned_units(core: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "keep", "swap", "recompute", "split"])
-@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["llama", thorough("t5")])
 def test_no_tensor_waits_for_the_garbage_collector(core: ModuleType, name: str, mode: str) -> None:
     """Activations that lie in a reference cycle stay until Python looks for one."""
     model = build(MODELS[name])
@@ -217,7 +218,7 @@ def test_no_tensor_waits_for_the_garbage_collector(core: ModuleType, name: str, 
         gc.enable()
 
 
-@pytest.mark.parametrize("declared", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("declared", [thorough(1), 2])
 def test_several_backwards_per_step(core: ModuleType, declared: int) -> None:
     results = []
     for mode in (None, "auto", "swap", "recompute"):

@@ -18,6 +18,7 @@ from strata._cli.finetune.interrupt import Interrupt
 from strata._hooks import hooks
 from strata._runtime import undo
 from torch import nn
+from variants import thorough
 
 SMALL = {"device": "64KiB", "host": "8MiB"}  # tiles are wanted
 ROOMY = {"device": "1MiB", "host": "8MiB"}
@@ -101,7 +102,7 @@ THOROUGH = [
 ]
 CASES = [
     (meta, {"memory": ROOMY}),
-    *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH),
+    *(thorough(*case) for case in THOROUGH),
 ]
 
 
@@ -136,7 +137,7 @@ def test_an_interrupted_wrap_leaves_the_model_as_it_was(
     strata.unwrap(model)
 
 
-@pytest.mark.parametrize("memory", [ROOMY, pytest.param(SMALL, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("memory", [ROOMY, thorough(SMALL)])
 def test_an_interrupted_unwrap_can_be_done_again(memory: dict[str, str]) -> None:
     model, optimizer = build()
     strata.wrap(model, optimizer, memory=memory)

@@ -8,7 +8,8 @@ import time
 
 import pytest
 from rank_server import Ranks
-from test_ranks import all_say, same, thorough
+from test_ranks import all_say, same
+from variants import thorough
 
 MACHINES = [thorough(2), "ab"]
 

@@ -10,7 +10,8 @@ import pytest
 from rank_server import Ranks
 from safetensors.torch import load_file
 from strata._storage.checkpoint_files import read_manifest
-from test_ranks import CASES, all_say, same, thorough
+from test_ranks import CASES, all_say, same
+from variants import thorough
 
 
 @pytest.fixture(scope="module")

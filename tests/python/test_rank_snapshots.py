@@ -18,7 +18,8 @@ from strata._storage.checkpoint_files import read_manifest
 from strata._storage.snapshot_files import LINKS
 from strata._storage.snapshot_series import snapshots_of
 from test_rank_saves import each
-from test_ranks import CASES, HOME, all_say, same, thorough
+from test_ranks import CASES, HOME, all_say, same
+from variants import thorough
 
 SEED = 11
 STEPS = 6  # of a run under fire

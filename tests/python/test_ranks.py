@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from rank_server import Outcome, Ranks
+from variants import thorough
 
 HOME = Path(__file__).parent
 # An interpreter takes a while to end, where others compute; `./dev bench rank-loss` times how soon
@@ -56,10 +57,6 @@ def all_say(outcomes: list[Outcome], pattern: str) -> None:
 
 
 QUICK = ("ssd",)
-
-
-def thorough(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.thorough)
 
 
 @pytest.mark.parametrize(

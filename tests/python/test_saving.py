@@ -18,6 +18,7 @@ from strata._storage.checkpoint_files import CheckpointError, find, read_manifes
 from test_checkpoint import Case, llama
 from test_snapshot import SSD, drive, links
 from torch import nn
+from variants import thorough
 
 ROOMY = {"device": "8MiB", "host": "32MiB"}
 
@@ -247,7 +248,7 @@ def test_checkpoints_of_version_1_load_and_are_replaced(tmp_path: Path) -> None:
     case.close()
 
 
-@pytest.mark.parametrize("seconds", [0.03, pytest.param(0.15, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seconds", [0.03, thorough(0.15)])
 def test_a_killed_save_leaves_the_last_complete_one(tmp_path: Path, seconds: float) -> None:
     disk = drive(tmp_path, "drive")
     begun, begins = os.pipe()

@@ -16,6 +16,7 @@ import torch
 import torchrun_programs as programs
 from finetune_runs import arguments, lines, tensors
 from transformers import LlamaConfig, LlamaForCausalLM
+from variants import thorough
 
 pytestmark = pytest.mark.thorough
 
@@ -279,13 +280,12 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(
             {"snapshot-every": 2, "update": "lock-free:1", "ssd-path": "."},
             "--snapshot-every: gradients of several ranks that wait",
         ),
-        pytest.param(
+        thorough(
             {"sequence": 2000, "batch": 4, "device-memory": "1GiB"},
             "less than a batch for each of 2 ranks",
-            marks=pytest.mark.thorough,
         ),
-        pytest.param({"data": "nowhere"}, "no data at nowhere", marks=pytest.mark.thorough),
-        pytest.param({"device-memory": "64KiB"}, "infeasible", marks=pytest.mark.thorough),
+        thorough({"data": "nowhere"}, "no data at nowhere"),
+        thorough({"device-memory": "64KiB"}, "infeasible"),
     ],
 )
 def test_finetune_refuses_by_name_and_nobody_hangs(

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from small_models import ConvNet, adamw, assert_same, batch, build, llama, tight, train
 from strata._config import machine, options
 from torch import nn
+from variants import thorough
 
 
 def test_same_objects_come_back(core: ModuleType) -> None:
@@ -316,9 +317,7 @@ for step in range(1000):
 """
 
 
-@pytest.mark.parametrize(
-    "end", ["sys.exit(3)", pytest.param("raise KeyboardInterrupt", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("end", ["sys.exit(3)", thorough("raise KeyboardInterrupt")])
 def test_nothing_is_left_behind(tmp_path: Path, end: str) -> None:
     """Real core only: files and a clean exit."""
     script = SCRIPT.format(ssd=str(tmp_path), end=end)
@@ -359,9 +358,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
     ("optimizer", "child"),
     [
         ("AdamW", "pass"),
-        pytest.param(
-            "RMSprop", "del model, optimizer, train; gc.collect()", marks=pytest.mark.thorough
-        ),
+        thorough("RMSprop", "del model, optimizer, train; gc.collect()"),
     ],
 )
 def test_a_forked_child_leaves_the_parent_its_session(optimizer: str, child: str) -> None:
