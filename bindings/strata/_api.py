@@ -287,7 +287,7 @@ def gather_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     state, index = slot.state, slot.index
     if state.gradients.on_step:
         return state.gradients.gather(index)
-    return state.read(index, "grad").to(state.device) if state.landed[index] else None
+    return state.read(index, "grad").to(state.device) if state.steps.landed[index] else None
 
 
 def synchronize(model: nn.Module) -> None:

@@ -148,7 +148,7 @@ def skips(run: Rank) -> list[Any]:
             (model(batch).square().mean() * factor / len(mine)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [wrapped(model).steps_skipped, hash_of(model)]
+    return [wrapped(model).steps.skipped, hash_of(model)]
 
 
 def sums(run: Rank) -> str:

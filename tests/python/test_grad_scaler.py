@@ -81,7 +81,7 @@ def test_it_is_as_torch_scales(core: ModuleType, update: Any) -> None:
     assert any(b > a for a, b in pairwise(scales))
     assert any(b < a for a, b in pairwise(scales))
     state = wrapped(model)
-    assert state.steps_skipped == state.steps_nonfinite == 20 - state.session.param_step(0) > 0
+    assert state.steps.skipped == state.steps.nonfinite == 20 - state.session.param_step(0) > 0
     for i, master in enumerate(oracle.masters):
         torch.testing.assert_close(state.read(i), master.detach(), rtol=1e-5, atol=1e-6)
 
@@ -108,8 +108,8 @@ def test_an_overflow_in_one_unit_skips_the_step_in_all(
     assert all(g.isfinite().all() for g in grads[QUIET])
     assert not all(g.isfinite().all() for g in grads[LOUD])
     scaler.step(optimizer)
-    assert state.last_step is not None
-    assert state.last_step["skipped"]
+    assert state.steps.last is not None
+    assert state.steps.last["skipped"]
     scaler.update()
     optimizer.zero_grad()
     assert scaler.get_scale() == 2.0**9
@@ -121,7 +121,7 @@ def test_an_overflow_in_one_unit_skips_the_step_in_all(
         assert torch.equal(entry["step"], entries[key]["step"])
     scaled_step(model, optimizer, scaler, data(2))
     assert all(state.session.param_step(i) == 2 for i in range(len(state.params)))
-    assert state.steps_skipped == 1
+    assert state.steps.skipped == 1
 
 
 def test_it_is_the_divided_gradients_that_are_clipped(core: ModuleType) -> None:
@@ -131,7 +131,7 @@ def test_it_is_the_divided_gradients_that_are_clipped(core: ModuleType) -> None:
         scaler = strata.GradScaler("cpu", init_scale=scale)
         for step in range(3):
             scaled_step(model, optimizer, scaler, data(step))
-        last = wrapped(model).last_step
+        last = wrapped(model).steps.last
         assert last is not None
         results.append((last["norm"], strata.unwrap(model)))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-2)

@@ -177,7 +177,7 @@ def trained(options: dict[str, Any]) -> Any:
         for _ in range(options.get("gradient_accumulation_steps", 1)):
             model(**batch(model)).loss.backward()
         optimizer.step()
-        norms.append(wrapped(model).last_step["norm"])
+        norms.append(wrapped(model).steps.last["norm"])
         optimizer.zero_grad()
     return strata.unwrap(model), norms, kind
 

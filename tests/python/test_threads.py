@@ -86,25 +86,25 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 def test_a_step_counts_once(core: ModuleType) -> None:
     model, optimizer = roomy(build(Blocks))
     state = wrapped(model)
-    meeting, note_step = Meeting(), state.note_step
+    meeting, note_step = Meeting(), state.steps.note
 
     def note_later(result: Any) -> None:
         meeting.stand()
         note_step(result)
 
-    state.note_step = note_later  # type: ignore[method-assign]
+    state.steps.note = note_later  # type: ignore[method-assign]
     loss_of(model).backward()
     with beside(optimizer.step):
         assert meeting.inside.wait(SECONDS)
         give_up(model)
         evaluate(model)
         meeting.go_on.set()
-    assert state.steps == 1
-    assert not any(state.landed)
-    del state.note_step
+    assert state.steps.count == 1
+    assert not any(state.steps.landed)
+    del state.steps.note
     optimizer.zero_grad()
     steps(model, optimizer)
-    assert state.steps == 4
+    assert state.steps.count == 4
 
 
 def test_a_forward_that_is_given_up_leaves_the_backward_of_another_thread(
@@ -122,7 +122,7 @@ def test_a_forward_that_is_given_up_leaves_the_backward_of_another_thread(
         give_up(model)
         evaluate(model)
         meeting.go_on.set()
-    assert all(wrapped(model).landed)
+    assert all(wrapped(model).steps.landed)
     optimizer.step()
     loss_of(plain).backward()
     inner.step()
@@ -156,20 +156,20 @@ def test_a_plan_waits_for_the_forward_of_another_thread(core: ModuleType) -> Non
     model, optimizer = roomy(build(Blocks), activations="auto")
     model.eval()  # as in the test before
     state = wrapped(model)
-    planning, note_step = state.planning, state.note_step
+    planning, note_step = state.planning, state.steps.note
     assert planning is not None
     meeting = Meeting()
     slow = threading.Thread(target=lambda: evaluate(model))
 
     def come(result: Any) -> None:
         note_step(result)
-        if state.steps == PLANNED_AFTER:
+        if state.steps.count == PLANNED_AFTER:
             handle = model.blocks[1][1].register_forward_pre_hook(meeting.stand)
             slow.start()
             assert meeting.inside.wait(SECONDS)
             handle.remove()
 
-    state.note_step = come  # type: ignore[method-assign]
+    state.steps.note = come  # type: ignore[method-assign]
     losses = []
     torch.manual_seed(1)
     for step in range(1, 6):

@@ -287,7 +287,7 @@ def backward(model: nn.Module) -> Wrapped:
 def test_updates_of_one_backward_have_one_rate(core: ModuleType) -> None:
     model, optimizer = tight(build(llama), **IN_BACKWARD)
     state = backward(model)
-    assert current_groups(state) is current_groups(state) is state.groups_used
+    assert current_groups(state) is current_groups(state) is state.steps.groups_used
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(
         RuntimeError, match=r"lr of parameter group 0 .* from 0\.01 to 0\.5 between"
@@ -296,7 +296,7 @@ def test_updates_of_one_backward_have_one_rate(core: ModuleType) -> None:
     optimizer.param_groups[0]["lr"] = 0.01
     optimizer.step()
     optimizer.zero_grad()
-    assert state.groups_used is None
+    assert state.steps.groups_used is None
     optimizer.param_groups[0]["lr"] = 0.5  # behind step(): where schedulers change it
     backward(model)
     optimizer.step()

@@ -22,6 +22,7 @@ from .._config.choices import (
     ACTIVATIONS,
     AS_IS,
     DTYPES,
+    FORCED,
     FORMS,
     IO_ENGINES,
     SPEED_OF,
@@ -127,8 +128,6 @@ def adder(group: Any) -> Callable[..., None]:
     return add
 
 
-# What --activations forces, by the planner's names.
-FORCED = {"auto": None, "keep": "keep", "swap": "swap_host", "recompute": "recompute"}
 # The options that give the speed of a lane.
 SPEEDS = {
     f"ssd_{lane}_speed" if lane in ("read", "write") else f"{lane}_speed": lane for lane in SPEED_OF
@@ -163,7 +162,7 @@ def add_machine(parser: Parser) -> None:
     add("--io-engine", DEFAULT, default="auto")
     add = adder(parser.add_argument_group("what is asked of it"))
     add("--steps", "of the run, to say what it takes")
-    add("--activations", DEFAULT, choices=FORCED, default="auto")
+    add("--activations", DEFAULT, default="auto")
     add("--split", "slices of the batch (default: auto)", metavar="K")
     add("--json", "print one JSON object", action="store_true")
 
@@ -284,7 +283,7 @@ def budgets_of(given: Mapping[str, int], page_bytes: int, grads_rest: bool = Tru
 def wishes_of(activations: str, split: int | None) -> Wishes:
     """What --activations and --split force."""
     return _core.Wishes(
-        activation=FORCED[activations],  # type: ignore[arg-type]
+        activation=FORCED[activations],
         slices=split or 0,
         may_split=activations == "auto",
     )

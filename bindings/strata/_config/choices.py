@@ -20,9 +20,16 @@ from .._errors import check_choice
 from .sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from .._core import StoredName
+    from .._core import ActivationName, StoredName
 
-ACTIVATIONS = ("auto", "keep", "swap", "recompute")
+# What activations= forces, by the planner's names.
+FORCED: dict[str, ActivationName | None] = {
+    "auto": None,
+    "keep": "keep",
+    "swap": "swap_host",
+    "recompute": "recompute",
+}
+ACTIVATIONS = tuple(FORCED)
 IO_ENGINES = ("auto", "io_uring", "libaio", "threads", "memory")
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")  # as the command line writes them

@@ -24,6 +24,7 @@ from torch import nn
 
 from .._activations.forwards import plan_forwards
 from .._activations.swapping import Swapping
+from .._runtime.gradients import drop_real
 from .._runtime.streams import graphs_in_use, refuse_capture
 from .._runtime.unit import Unit
 from .._runtime.visits import Change, Visit
@@ -31,7 +32,7 @@ from .._runtime.wrapped import Wrapped
 from .._torch_compat import graph_task, untraced
 from .adapters import refuse_new_adapters
 from .frames import Frame, Frames
-from .land_hook import LandHook, Uncopied, drop_grad
+from .land_hook import LandHook, Uncopied
 from .parallel import KeptUnwrapped
 from .pins import Pins, hold, references
 from .saved import SavedTensors
@@ -79,7 +80,8 @@ class Hooks:
             zip(state.params, state.config["params"], strict=True)
         ):
             if parameter.requires_grad:
-                land: Any = drop_grad
+                # That of one that no optimizer group holds: nobody will ask for it.
+                land: Any = drop_real
                 if spec["trainable"]:
                     land = self._land_hooks[i] = LandHook(self, i)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(land))
@@ -150,7 +152,7 @@ class Hooks:
         if tasks or any(visit.task != -1 or isinstance(visit, Change) for visit in over):
             if self.state.visits.in_backward or any(isinstance(v, Change) for v in others):
                 return False
-            self.state.learn_outcome()
+            self.state.steps.learn_outcome()
         return True
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:

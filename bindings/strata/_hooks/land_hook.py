@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._config.managed import DTYPE_NAMES
+from .._runtime.gradients import drop_real, real_grad
 from .._runtime.ownership import owns_memory
 from .._runtime.streams import owned_by_graph
-from .._torch_compat import DisableTorchFunction
 
 if TYPE_CHECKING:
     from .hooks import Hooks
@@ -42,9 +42,6 @@ def _make_inert() -> Any:
     return inert
 
 
-_grad: Any = torch.Tensor.grad
-
-
 class LandHook(Uncopied):
     """Takes the gradient of one parameter to the core.
 
@@ -65,7 +62,8 @@ class LandHook(Uncopied):
     def __call__(self, parameter: torch.Tensor) -> None:
         """Called by autograd when the gradient is complete, once per backward."""
         hooks, index = self.hooks(), self.index
-        grad = take_grad(parameter)
+        grad = real_grad(parameter)
+        drop_real(parameter)
         if hooks is None or grad is None:
             return
         state = hooks.state
@@ -77,7 +75,7 @@ class LandHook(Uncopied):
         if state.gradients.land(index, grad):
             hooks.pins.land(index)
             return
-        if state.landed[index] and not self.adds:
+        if state.steps.landed[index] and not self.adds:
             raise RuntimeError(
                 f"a second gradient of {state.names[index]!r} before step(): "
                 f"update={state.config['update']!r} has used the first one already, or may have; "
@@ -89,13 +87,13 @@ class LandHook(Uncopied):
         # See Note [Memory of graphs] in streams.py; a custom backward may return a parameter's own.
         if owned_by_graph(grad) or state.find(grad.data_ptr()) >= 0:
             grad = grad.clone()
-        state.note_backward()
+        state.steps.note_backward()
         with state.recorder.paused():
             state.landings.put(partial(self._land, hooks, grad), grad.nbytes)
             if state.recorder.recording:  # plans count what is under way apart
                 del grad
                 state.landings.wait()
-        state.landed[index] += 1
+        state.steps.landed[index] += 1
         hooks.pins.land(index)
 
     def _land(self, hooks: "Hooks", grad: torch.Tensor, stream: int) -> None:
@@ -111,16 +109,3 @@ class LandHook(Uncopied):
             # What is lent would count as memory of the computation, in a step that is measured.
             owner=grad if not state.recorder.measuring and owns_memory(grad) else None,
         )
-
-
-def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Removes and returns what autograd left in the real `grad` of a parameter."""
-    with DisableTorchFunction():
-        grad: torch.Tensor | None = _grad.__get__(parameter)
-        _grad.__set__(parameter, None)
-    return grad
-
-
-def drop_grad(parameter: torch.Tensor) -> None:
-    """Called by autograd for a parameter that no optimizer group holds: nobody will ask for it."""
-    take_grad(parameter)

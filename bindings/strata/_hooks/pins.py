@@ -163,7 +163,7 @@ class Pins:
                 self._complete_rest()
             self._forget_landings()
             self._swapping.end()
-            self._state.end_backward()
+            self._state.steps.end_backward()
         self._state.visits.end_backward(task)
 
     def reset(self, live: list[int]) -> None:

@@ -47,6 +47,7 @@ import torch
 from .. import _core
 from .._activations.arguments import tensors_in
 from .._config import machine
+from .._config.choices import FORCED
 from .._config.sizes import format_size
 from .._errors import StrataError
 from .._profiling import calibrate
@@ -66,12 +67,6 @@ if TYPE_CHECKING:
 
 TIMED_STEPS = 2  # the first one still warms up
 SLOW_FACTOR = 1.5  # of the predicted time: is it the disk?
-MODES: dict[str, Any] = {
-    "auto": None,
-    "keep": "keep",
-    "swap": "swap_host",
-    "recompute": "recompute",
-}
 
 log = logging.getLogger("strata")
 
@@ -159,7 +154,7 @@ class Planning:
         Raises StrataError where the budgets cannot work.
         """
         promise = self.current if self.current and self.current.paper else None
-        step = self.state.end_step(
+        step = self.state.steps.end(
             promise.predicted_seconds if promise else None,
             promise.number if promise else 0,
         )
@@ -237,7 +232,7 @@ class Planning:
         costs = self.following.known()
         budgets = self.state.session.step_budgets(max(0, self.goal.device_bytes - reserve))
         wishes = _core.Wishes(
-            activation=MODES[self.goal.activations],
+            activation=FORCED[self.goal.activations],
             slices=self.goal.split or 0,
             may_split=False,
             fewest_slices=self._chooses_slices,

@@ -43,7 +43,7 @@ SMALL_SHARE = 0.5  # of a class's elements: smaller batches get a class of their
 class Goal:
     """What the user asked for."""
 
-    activations: str  # one of MODES
+    activations: str  # one of choices.ACTIVATIONS
     split: int | None
     device_bytes: int  # frames, activations and PyTorch's own memory together
     param_bytes: int  # of the device, for parameters, until activations are known

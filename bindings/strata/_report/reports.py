@@ -219,10 +219,10 @@ def make_report(state: Wrapped) -> Report:
     planning: Planning | None = state.planning
     host = stats["host_bytes"]
     return Report(
-        steps=state.steps,
-        steps_nonfinite=state.steps_nonfinite,
-        steps_skipped=state.steps_skipped,
-        grad_norm=state.last_step["norm"] if state.last_step else None,
+        steps=state.steps.count,
+        steps_nonfinite=state.steps.nonfinite,
+        steps_skipped=state.steps.skipped,
+        grad_norm=state.steps.last["norm"] if state.steps.last else None,
         tiers={
             "device": TierUse(
                 config["device_bytes"], stats["device_bytes"], stats["device_bytes_peak"]

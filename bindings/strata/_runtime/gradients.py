@@ -5,11 +5,11 @@
     state.gradients.drop(index)           # p.grad = None
     state.gradients.hand_over()              # ahead of step(): the core has all of them
 
-Note [Where a gradient is]. What a backward leaves lies in the core, which counts it in
-`state.landed`. There it rests until step(), unless somebody has a tensor that shares its memory:
-one that was assigned to `p.grad`, or a view of what p.grad was read as. Then it is *held*: that
-tensor is the gradient, whatever the core has (held_gradients.py). Zeros are
-noted, and take no memory before step(). What step() has used is gone; its sum of squares stays.
+Note [Where a gradient is]. What a backward leaves lies in the core; `state.steps.landed` counts it.
+There it rests until step(), unless somebody has a tensor that shares its memory: one that was
+assigned to `p.grad`, or a view of what p.grad was read as. Then it is *held*: that tensor is the
+gradient, whatever the core has (held_gradients.py). Zeros are noted, and take no memory before
+step(). What step() has used is gone; its sum of squares stays.
 
 Threads: the one that trains; hooks of autograd, under the GIL.
 """
@@ -61,7 +61,7 @@ class Gradients:
         """The value of p.grad."""
         state = self._state
         self.sort_out()
-        state.look_at_gradients()
+        state.steps.look_at_gradients()
         if graph_task() != -1 and (real := real_grad(state.params[index])) is not None:
             # A hook of the user's that autograd calls ahead of ours.
             if not self._there(index):
@@ -93,7 +93,7 @@ class Gradients:
         self._check(index, value)
         state.landings.wait()
         self._leave_values(index)
-        _drop_real(state.params[index])
+        drop_real(state.params[index])
         self.used.discard(index)
         self._held.give(index, value.to(self._dtypes[index]))
 
@@ -114,23 +114,23 @@ class Gradients:
         self.sort_out()
         state = self._state
         state.landings.wait()
-        if not self.on_step and state.landed[index]:
+        if not self.on_step and state.steps.landed[index]:
             raise RuntimeError(
                 f"the gradient of {state.names[index]!r} cannot be dropped alone with "
                 f"update={state.config['update']!r}: call optimizer.zero_grad()"
             )
         self._leave_values(index)
         with self._change():
-            _drop_real(state.params[index])
+            drop_real(state.params[index])
             self._held.drop(index)
             self._zero.discard(index)
             self.used.discard(index)
             self._drop_landed(index)
 
     def _drop_landed(self, index: int) -> None:
-        if self._state.landed[index]:
+        if self._state.steps.landed[index]:
             self._state.session.drop_gradient(index)
-            self._state.landed[index] = 0
+            self._state.steps.landed[index] = 0
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
@@ -161,7 +161,7 @@ class Gradients:
         else:
             for index in list(self._shown):
                 self._leave_values(index)
-        self._state.drop_gradients()
+        self._state.steps.drop_gradients()
         self.used.clear()
         if not zeros or not self.on_step:
             self.forget()
@@ -198,7 +198,7 @@ class Gradients:
 
     def _there(self, index: int) -> bool:
         return bool(
-            self._state.landed[index]
+            self._state.steps.landed[index]
             or index in self._held
             or index in self._zero
             or index in self.used
@@ -252,10 +252,10 @@ class Gradients:
         self.refuse_mode(index, "its norm cannot be asked for")
         if index in self._held:
             return None
-        if index in self._zero and not self._state.landed[index]:
+        if index in self._zero and not self._state.steps.landed[index]:
             return 0.0, False
         self._state.landings.wait()
-        self._state.look_at_gradients()
+        self._state.steps.look_at_gradients()
         return self._state.session.gradient_squares(index)
 
     def scale(self, index: int, factor: float, divides: bool) -> bool:
@@ -264,7 +264,7 @@ class Gradients:
         its values."""
         if index in self._held:
             return False
-        if not self._state.landed[index]:
+        if not self._state.steps.landed[index]:
             return index in self._zero and not math.isnan(factor)
         self._state.landings.wait()
         return self._state.session.scale_gradient(index, factor, divides)
@@ -277,7 +277,7 @@ class Gradients:
         self._refuse_used(index)
         # Not one of a user's inference mode: its version tells whether it was changed.
         with torch.inference_mode(False), torch.no_grad():
-            if not self._state.landed[index]:
+            if not self._state.steps.landed[index]:
                 if index not in self._zero:
                     raise RuntimeError(f"there is no gradient of {self.name(index)} any more")
                 return torch.zeros(self.shape(index), dtype=self._dtypes[index], device=self.device)
@@ -293,7 +293,7 @@ class Gradients:
             self._replace(index, values)
 
     def _refuse_used(self, index: int) -> None:
-        if index in self.used and not self._state.landed[index]:
+        if index in self.used and not self._state.steps.landed[index]:
             raise RuntimeError(
                 f"the gradient of {self.name(index)} was used by optimizer.step(), and its memory "
                 "with it: only its norm is known. Read or copy it (p.grad.clone()) ahead of step()"
@@ -307,7 +307,7 @@ class Gradients:
         dtype = DTYPE_NAMES[source.dtype]
         with self._change():
             state.session.replace_gradient(index, source.data_ptr(), dtype, stream=state.stream())
-            state.landed[index] = max(state.landed[index], 1)
+            state.steps.landed[index] = max(state.steps.landed[index], 1)
         self._zero.discard(index)
         self.used.discard(index)
 
@@ -317,7 +317,7 @@ class Gradients:
         shown = ref() if ref is not None else None
         if shown is None:
             return
-        there = self._state.landed[index] or index in self._held or index in self._zero
+        there = self._state.steps.landed[index] or index in self._held or index in self._zero
         alone = self._state.ranks is None  # of several, nobody can keep what p.grad was
         shown.leave(self.open(index) if there and self.on_step and alone else None)
 
@@ -342,7 +342,7 @@ class Gradients:
     def hand_over(self) -> None:
         """Ahead of a step: the core gets what is held, and zeros."""
         self._held.land_all()
-        for index in [i for i in self._zero if not self._state.landed[i]]:
+        for index in [i for i in self._zero if not self._state.steps.landed[i]]:
             self._replace(index, self.open(index))
             self._zero.add(index)  # as p.grad will show
 
@@ -356,14 +356,12 @@ class Gradients:
 
     def take_over(self, zeros: set[int]) -> None:
         """Of a snapshot: the core has all that has landed; these are zero."""
-        self._state.landed = [
-            self._state.session.gradient_count(i) for i in range(len(self._state.params))
-        ]
+        self._state.steps.learn_landed()
         self._zero = zeros
 
     def end_step(self) -> None:
         """Of what has landed only that is left which is held, or zero."""
-        landed = {i for i, count in enumerate(self._state.landed) if count}
+        landed = {i for i, count in enumerate(self._state.steps.landed) if count}
         self._held.end_step()
         self.used |= landed - self._held.indices() - self._zero
 
@@ -385,6 +383,7 @@ def real_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return grad
 
 
-def _drop_real(parameter: torch.Tensor) -> None:
+def drop_real(parameter: torch.Tensor) -> None:
+    """Removes what real_grad() returns."""
     with DisableTorchFunction():
         _grad.__set__(parameter, None)

@@ -45,9 +45,9 @@ _HOOKS = (
 
 def current_groups(state: Wrapped) -> list[GroupSpec]:
     """The hyperparameters of the updates that begin in this backward: read when the first does."""
-    if state.groups_used is None:
-        state.groups_used = cast(StrataOptimizer, state.optimizer).group_specs()
-    return state.groups_used
+    if state.steps.groups_used is None:
+        state.steps.groups_used = cast(StrataOptimizer, state.optimizer).group_specs()
+    return state.steps.groups_used
 
 
 def complete_unit(state: Wrapped, unit: Unit) -> None:
@@ -131,7 +131,7 @@ class StrataOptimizer(torch.optim.Optimizer):
         state.landings.wait()
         state.gradients.hand_over()
         groups = self.group_specs()
-        _check_unchanged(state.groups_used, groups)
+        _check_unchanged(state.steps.groups_used, groups)
         result = state.session.step(
             groups,
             self._max_grad_norm,
@@ -139,9 +139,9 @@ class StrataOptimizer(torch.optim.Optimizer):
             self._skip_nonfinite or loss_scale is not None,
             self.max_unit_norm,
         )
-        state.note_step(result)
+        state.steps.note(result)
         if state.planning is None:
-            state.end_step()
+            state.steps.end()
         else:
             state.planning.end_step()
         state.visits.end(change)
@@ -185,7 +185,7 @@ class StrataOptimizer(torch.optim.Optimizer):
     @property
     def last_finite(self) -> bool:
         """Whether all gradients of the last step() were."""
-        result = self._wrapped.last_step
+        result = self._wrapped.steps.last
         return result is None or result["finite"]
 
     def group_specs(self, groups: list[dict[str, Any]] | None = None) -> list[GroupSpec]:

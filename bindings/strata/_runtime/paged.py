@@ -11,32 +11,26 @@ operation made it. Operations that would give raw memory away (`__dlpack__`, ele
 raise, and `data_ptr` gives an address for comparing, which nobody can follow (paged_storage.py).
 Limits: `torch.tensor(p)`, `torch.as_tensor(p)` and `other.data = p.data` go past a tensor's class,
 so nothing can be done for them here; what they see is true only while the unit is on the device.
-
-Note [Writes]. An in-place operation raises the version counter of the tensor it changes; comparing
-the counters before and after finds every one of them. The core then takes the value on the device
-for the parameter's value in all tiers. A `copy_` into a contiguous range goes to the master copy
-instead, so that a float32 source is kept exactly.
 """
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._errors import StrataError, with_more
 from .._torch_compat import (
     DisableTorchFunction,
     compatible,
-    graph_task,
     rebuild_parameter,
     typed_storage,
 )
 from . import own_mapping
+from .paged_run import in_step, is_paged, paged_in, run
 from .paged_storage import RAW_MEMORY, PagedStorage, address_of, saved_tensor
 from .stand_in import StandIn
 from .tensor_functions import (
@@ -46,10 +40,8 @@ from .tensor_functions import (
     changes_nothing,
     functions,
     name_of,
-    optimizer_advice,
 )
-from .visits import Visit
-from .wrapped import Slot, Wrapped
+from .wrapped import Slot
 
 
 def _call(
@@ -63,13 +55,14 @@ def _call(
             return func(*args, **(kwargs or {}))
     if func in _REFUSED:
         raise RuntimeError(f"{name_of(func)} {RAW_MEMORY}")
-    return _SPECIAL.get(func, _run)(func, args, kwargs or {})
+    return _SPECIAL.get(func, run)(func, args, kwargs or {})
 
 
 class PagedTensor(torch.Tensor):
     """A view of a paged parameter, as an operation outside its module returned it."""
 
     _strata: Slot
+    _strata_is_paged: ClassVar[bool] = True
 
     __torch_function__: Any = classmethod(_call)
 
@@ -90,6 +83,7 @@ class PagedParameter(nn.Parameter):
     """A parameter while its unit is not entered by its own module. Same object, other class."""
 
     _strata: Slot
+    _strata_is_paged: ClassVar[bool] = True
 
     __torch_function__: Any = classmethod(_call)
 
@@ -148,122 +142,25 @@ def _saved(tensor: PagedTensor, protocol: Any) -> Any:
     return saved_tensor(tensor, address_of(alias), read, offset, alias.nbytes)
 
 
-def _run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation while the units of all its paged arguments are entered."""
-    paged = list(_paged_in((args, kwargs)))
-    units = {(id(t._strata.state), t._strata.unit.index): t._strata for t in paged}
-    entered: list[Slot] = []
-    visits: list[tuple[Slot, Visit, int]] = []  # and the saved-tensor hooks before it
-    try:
-        # 1. Bring the units in. What autograd saves of them is found again by its address.
-        backward = graph_task() != -1  # a user's checkpoint reads it there
-        in_step = {id(t._strata.state): _in_step(t._strata.state, func) for t in paged}
-        for slot in units.values():
-            visit = slot.state.visits.add(Visit())
-            visits.append((slot, visit, slot.state.hooks.saved.pushed()))
-            if _writes(func, kwargs):
-                slot.state.session.expect_write(slot.index)
-            slot.state.hooks.saved.hold_outside(slot.unit)
-            slot.state.enter(slot.unit, visit, backward, recorded=in_step[id(slot.state)])
-            entered.append(slot)
-            slot.state.hooks.saved.push_outside()
-        for tensor in paged if backward else ():
-            tensor._strata.state.check_old(tensor._strata.index)
-        # 2. Run.
-        with DisableTorchFunction():
-            versions = [t._version for t in paged]
-            result = func(*args, **kwargs)
-            # 3. Tell the core what was changed, and mark what may outlive the visit.
-            for tensor, version in zip(paged, versions, strict=True):
-                if tensor._version != version:
-                    tensor._strata.state.note_write(tensor._strata.index)
-            return _guard(result, units)
-    except StrataError as error:
-        if advice := optimizer_advice(func):
-            raise with_more(error, f"; {advice}") from error
-        if len(entered) == len(units) or not entered or _writes(func, kwargs):
-            raise
-    finally:
-        for slot, visit, pushed in reversed(visits):
-            slot.state.hooks.saved.pop_to(pushed)
-            slot.state.leave(slot.unit, visit)
-            slot.state.visits.end(visit)
-    # They do not fit on the device together: copy them out one by one. Autograd follows.
-    return func(*_copied_out(args), **_copied_out(kwargs))
-
-
-def _in_step(state: Wrapped, func: Function) -> bool:
-    """Whether the model computes now; where it does not, all updates are seen to first."""
-    in_step = state.hooks.frames.in_step()
-    if not in_step:
-        state.hooks.reset()
-        state.refuse_half_step(f"{name_of(func)} of a parameter")
-        state.catch_up()
-    return in_step
-
-
-def _writes(func: Function, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation may change its arguments, going by torch's names."""
-    name = name_of(func)
-    return (
-        "out" in kwargs
-        or name in ("__set__", "__setitem__")
-        or (name.startswith("__i") if name.startswith("__") else name.endswith("_"))
-    )
-
-
-def _copied_out(value: Any) -> Any:
-    """Arguments with every paged tensor replaced by a copy in ordinary memory."""
-    if is_paged(value):
-        return value.clone()
-    if type(value) is tuple or type(value) is list:
-        return type(value)(_copied_out(item) for item in value)
-    if type(value) is dict:
-        return {key: _copied_out(item) for key, item in value.items()}
-    return value
-
-
-def _paged_in(value: Any) -> Iterator[Any]:
-    """The paged tensors among arguments, nested ones too."""
-    if is_paged(value):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _paged_in(item)
-
-
-def _guard(result: Any, units: dict[tuple[int, int], Slot]) -> Any:
-    """Makes paged tensors of those results that are views of a parameter. See Note [Aliases]."""
-    if type(result) is torch.Tensor:
-        for other in units.values():
-            state = other.state
-            index = state.find(result.data_ptr()) if result.layout is torch.strided else -1
-            if index >= 0:
-                state.views.mark(result, index)
-    elif isinstance(result, tuple | list):
-        for item in result:
-            _guard(item, units)
-    return result
-
-
 # Operations that need more than entering ----------------------------------------------------------
 
 
 def _copy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """copy_ into a contiguous range: exact float32 values to the master. See Note [Writes]."""
+    """copy_ into a contiguous range: exact float32 values to the master. See Note [Writes] of
+    paged_run.py."""
     target = args[0]
     source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
     if not is_paged(target) or not isinstance(source, torch.Tensor):
-        return _run(func, args, kwargs)
+        return run(func, args, kwargs)
     with DisableTorchFunction():
         tracked = torch.is_grad_enabled() and (target.requires_grad or source.requires_grad)
         simple = target.is_contiguous() and not tracked and not source.is_complex()
     if not simple:
-        return _run(func, args, kwargs)
+        return run(func, args, kwargs)
     slot: Slot = target._strata
-    _in_step(slot.state, func)
+    in_step(slot.state, func)
     if slot.state.session.entered(slot.unit.index):  # who has it sees the device
-        return _run(func, args, kwargs)
+        return run(func, args, kwargs)
     value = source.detach().expand(target.shape)
     if is_paged(value):
         value = value.clone()
@@ -331,8 +228,8 @@ def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     inputs = kwargs.get("inputs")
     if inputs is not None:
         kwargs = {**kwargs, "inputs": _edges(inputs, retained=True)}
-    if next(_paged_in(args[0]), None) is not None:  # of a parameter itself
-        return _run(func, args, kwargs)
+    if next(paged_in(args[0]), None) is not None:  # of a parameter itself
+        return run(func, args, kwargs)
     return func(*args, **kwargs)
 
 
@@ -370,11 +267,11 @@ def _to_numpy(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _converted(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor itself, without entering its unit, where it has that dtype and is there."""
     known = is_paged(args[0]) and changes_nothing(func, *args, **kwargs)
-    return args[0] if known else _run(func, args, kwargs)
+    return args[0] if known else run(func, args, kwargs)
 
 
 def _compatible(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] is args[1] or _run(func, args, kwargs)
+    return args[0] is args[1] or run(func, args, kwargs)
 
 
 def _address(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -393,11 +290,6 @@ def _storage(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
 def _label(tensor: Any) -> str:
     slot: Slot = tensor._strata
     return repr(slot.state.names[slot.index])
-
-
-def is_paged(value: Any) -> bool:
-    """Whether it is a parameter outside its module, or a view of one."""
-    return type(value) is PagedParameter or type(value) is PagedTensor
 
 
 _REFUSED = functions(

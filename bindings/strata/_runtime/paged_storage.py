@@ -70,9 +70,7 @@ class PagedStorage:
 
     def untyped(self) -> "PagedStorage":
         """The same, counted in bytes."""
-        other = object.__new__(PagedStorage)
-        other.__dict__.update(self.__dict__, _itemsize=1)
-        return other
+        return PagedStorage(self._address, self._bytes, self.device, 1)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PagedStorage) and self._address == other._address

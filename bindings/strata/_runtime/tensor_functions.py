@@ -20,6 +20,16 @@ def functions(methods: str, properties: str = "") -> frozenset[Function]:
     return frozenset(found)
 
 
+def may_write(func: Function, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation may change its arguments, going by torch's names."""
+    name = name_of(func)
+    return (
+        "out" in kwargs
+        or name in ("__set__", "__setitem__")
+        or (name.startswith("__i") if name.startswith("__") else name.endswith("_"))
+    )
+
+
 def name_of(func: Function) -> str:
     """As torch names it."""
     return getattr(func, "__name__", repr(func))

@@ -21,14 +21,14 @@ from torch import nn
 from .._config.frozen import row_elements
 from .._errors import StrataError
 from .._profiling.recorder import Recorder
-from .._profiling.timeline import StepLog, UseSpan
-from .._profiling.uses import RecordedStep
-from .._torch_compat import DisableTorchFunction, graph_task
+from .._profiling.timeline import StepLog
+from .._torch_compat import DisableTorchFunction
 from . import coded, own_mapping
 from .closing import Calls, Ending, close_behind
 from .gradients import Gradients
 from .lander import Inline, Lander, Landings, ahead_of
 from .ready_codes import ReadyCodes
+from .steps import Steps
 from .streams import current_stream
 from .unit import Unit, units_of
 from .visits import Visit, Visits
@@ -36,13 +36,12 @@ from .visits import Visit, Visits
 if TYPE_CHECKING:
     from .._config.ranks import Ranks
     from .._config.wire import Wire
-    from .._core import Config, GroupSpec, Kind, Session, StepResult
+    from .._core import Config, Kind, Session
     from .._planning.planning import Planning
     from .escapes import Views
 
 
 CHUNK_NUMEL = 1 << 22  # values that travel through one temporary float32 tensor, which malloc keeps
-_grad: Any = torch.Tensor.grad
 
 KDLCPU = 1  # dlpack.h
 
@@ -97,7 +96,7 @@ class Wrapped:
         self.written = [0] * len(self.params)
         # Parameters that forwards write to through `p.data`, past their version counters.
         self.silent: set[int] = set()
-        self.landed = [0] * len(self.params)  # gradients that the core has, of this step
+        self.steps = Steps(self)
         self.gradients = Gradients(self)
         self.frozen = {i for i, p in enumerate(self.params) if not p.requires_grad}
         self.snapshots: Any = None  # snapshot.Taker, once there is one
@@ -105,15 +104,9 @@ class Wrapped:
         self.last_saved: Path | None = None  # the last checkpoint of the run, or that it loaded
         self.ranks: Ranks | None = None  # none: this process is alone
         self.wire: Wire | None = None  # none: there are no other machines
-        self._backward: int | None = None  # autograd's number of the one that landed a gradient
         self.steps_before = 0  # of the run, when it was loaded from a snapshot
         self.given_back = False  # strata.unwrap() has made the model plain, and not ended yet
         self.half_loaded = False  # strata.load() has begun to write, and has not ended
-        # in_backward: what the updates of this backward use; None where none has begun.
-        self.groups_used: list[GroupSpec] | None = None
-        self.last_step: StepResult | None = None
-        self.steps = 0  # of the core's that are noted here
-        self.steps_nonfinite = self.steps_skipped = 0
         spans = sorted(
             (alias.data_ptr(), alias.data_ptr() + alias.nbytes, i)
             for i, alias in enumerate(self.aliases)
@@ -196,7 +189,7 @@ class Wrapped:
     def check_old(self, index: int) -> None:
         """In a backward, of a parameter that is entered: raises StrataError where it was updated in
         this backward already (update="in_backward")."""
-        if self.groups_used is None:
+        if self.steps.groups_used is None:
             return
         if self.unit_of[index].completes:
             self.landings.wait()  # the core is to know whether its update has begun
@@ -220,7 +213,7 @@ class Wrapped:
         """Raises RuntimeError between a backward that has updated parameters and step(), and where
         refuse_half_load() does: parameters are of two states then."""
         self.refuse_half_load(what)
-        if self.groups_used is not None:
+        if self.steps.groups_used is not None:
             raise RuntimeError(
                 f"{what} between backward() and step(): update='in_backward' has updated some of "
                 "the parameters already, perhaps not all. Call optimizer.step() first, which ends "
@@ -305,109 +298,6 @@ class Wrapped:
             if rank == self.config["ranks"]["rank"] and low < high:
                 part[low:high] = values[low:high]
         return part
-
-    def note_step(self, result: StepResult) -> None:
-        """Counts a step, and marks what it changes as changed for the graphs that saved it."""
-        self.last_step = result
-        self.steps_nonfinite += not result["finite"]
-        self.steps_skipped += result["skipped"]
-        self._note_step(changes=not result["skipped"])
-
-    def _note_step(self, changes: bool) -> None:
-        if changes:
-            # What other ranks have gradients of changes here, too.
-            trained = [spec["trainable"] for spec in self.config["params"]]
-            landed = self.landed if self.ranks is None else trained
-            self._note_change([i for i, count in enumerate(landed) if count])
-        self.gradients.end_step()
-        self._note_no_gradients()
-        self.steps = self.session.steps()
-
-    def _note_change(self, changed: list[int]) -> None:
-        with DisableTorchFunction():
-            torch.autograd.graph.increment_version([self.params[i] for i in changed])
-            for i in changed:
-                self.written[i] = self.params[i]._version
-
-    def _note_no_gradients(self) -> None:
-        self.groups_used = None
-        self.landed = [0] * len(self.params)
-        for unit in self.units:
-            unit.completes = False
-
-    def learn_outcome(self) -> None:
-        """After an exception: learns from the core what happened. REQUIRES: no backward runs, and
-        no other thread is in step() or zero_grad()."""
-        self.landings.wait()
-        self._drop_real_gradients()
-        if self.session.steps() != self.steps:
-            self._note_step(changes=True)
-        if not self.session.in_half_step():
-            self.groups_used = None
-        self._learn_landed()
-
-    def forget_step(self) -> None:
-        """Forgets gradients and what they were used for. What parameters hold then is of no one
-        step: call it ahead of writing all of them."""
-        self.landings.wait()
-        self._drop_real_gradients()
-        self.session.forget_step()
-        self._note_change(list(range(len(self.params))))
-        self._note_no_gradients()
-        self.gradients.forget()
-
-    def end_step(self, predicted_seconds: float | None = None, plan: int = 0) -> RecordedStep:
-        """What was recorded of the step that has ended. The log keeps of it what reports tell."""
-        self._backward = None
-        step = self.recorder.take()
-        if step.uses:
-            # Of several rounds the recorder tells the last one only.
-            begin = step.begin if step.rounds == 1 else None
-            uses = map(UseSpan.of, step.uses)
-            self.log.end_step(begin, step.end, uses, predicted_seconds, plan)
-        return step
-
-    def note_backward(self) -> None:
-        """Called by autograd ahead of a gradient. Ranks add up theirs backward by backward: a new
-        one begins, also where the last was given up."""
-        if self.ranks is None:
-            return
-        task = graph_task()
-        if self._backward not in (None, task):
-            self.session.begin_window()
-        self._backward = task
-
-    def end_backward(self) -> None:
-        """The last backward that was running is over: ranks wait for nothing more of it."""
-        if self.ranks is not None:
-            self.session.begin_window()
-            self._backward = None
-
-    def look_at_gradients(self) -> None:
-        """Ahead of an answer of p.grad: ranks add up what has landed of all of them. In a backward
-        there is nothing to see yet."""
-        if self.ranks is None or graph_task() != -1:
-            return
-        self.landings.wait()
-        if self.session.look_at_gradients():
-            self._learn_landed()
-
-    def _learn_landed(self) -> None:
-        count = self.session.gradient_count
-        self.landed = [count(i) for i in range(len(self.params))]
-
-    def drop_gradients(self) -> None:
-        """Forgets what has landed since the last step."""
-        self.landings.wait()
-        self._drop_real_gradients()
-        self.session.drop_gradients()
-        self.landed = [0] * len(self.params)
-
-    def _drop_real_gradients(self) -> None:
-        """Those that autograd completed, and no hook took to the core: an exception came first."""
-        with DisableTorchFunction():
-            for parameter in self.params:
-                _grad.__set__(parameter, None)
 
 
 def wrapped(model: nn.Module) -> Wrapped:

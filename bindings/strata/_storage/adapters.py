@@ -157,12 +157,9 @@ class AdapterLayers:
                 self._write(name, codes)
             return
         value = value.detach().to(torch.float32).contiguous()
-        whole = Whole([value]) if len(tensor.parts) > 1 else None
+        whole = [Whole([value])] if len(tensor.parts) > 1 else []
         for name, part in tensor.split(value):
-            if whole is None:
-                self._write(name, part)
-            else:
-                self._write(name, part, whole)
+            self._write(name, part, *whole)
 
 
 def dense(value: Value) -> torch.Tensor:

@@ -32,7 +32,6 @@ the next save to the same `path`.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,10 +96,7 @@ def load(model: nn.Module, path: str | Path, *, progress: Progress | None = None
         # 2. It takes the place of what the model has.
         with together.phase():
             state.hooks.reset()
-            if together.count > 1:
-                state.drop_gradients()  # all ranks meet for it
-            state.half_loaded = True
-            state.forget_step()
+            state.steps.forget()
             for tensor, entry in zip(tensors, manifest["params"], strict=True):
                 if "stored" in entry:
                     coded.restore(state, tensor, entry["tensors"], file, meter.add)
@@ -214,8 +210,7 @@ def _restore(
     dtype = getattr(torch, record["dtype"])
     values = torch.empty(BUFFER_BYTES // 4, dtype=torch.float32, device="cpu")
     at = 0  # of the part, in the record
-    for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
-        numel = math.prod(shape)
+    for part, numel in zip(tensor.parts, tensor.part_numels, strict=True):
         runs = owned(state, part, rank)
         for begin in range(0, numel, values.numel()):
             here = values[: numel - begin]

@@ -280,13 +280,9 @@ def complete_at(path: Path) -> Path | None:
     something took its place; None: nothing is."""
     if (path / MANIFEST_NAME).is_file():
         return path
-    old = (
-        [work / OLD_NAME for work in work_folders(path.parent, path.name)]
-        if not path.exists()
-        else []
-    )
-    whole = [folder for folder in old if (folder / MANIFEST_NAME).is_file()]
-    return max(whole, key=lambda p: (p / MANIFEST_NAME).stat().st_mtime_ns, default=None)
+    if path.exists():
+        return None
+    return _newest(work / OLD_NAME for work in work_folders(path.parent, path.name))
 
 
 def find(path: str | Path) -> Path | None:
@@ -294,13 +290,13 @@ def find(path: str | Path) -> Path | None:
     path = Path(os.path.realpath(path))
     if (path / MANIFEST_NAME).is_file():
         return path
-    folders = work_folders(path.parent, path.name)
-    whole = [
-        folder / name
-        for folder in folders
-        for name in (NEW_NAME, OLD_NAME)
-        if (folder / name / MANIFEST_NAME).is_file()
-    ]
+    works = work_folders(path.parent, path.name)
+    return _newest(work / name for work in works for name in (NEW_NAME, OLD_NAME))
+
+
+def _newest(folders: Iterable[Path]) -> Path | None:
+    """Of those that are whole."""
+    whole = [folder for folder in folders if (folder / MANIFEST_NAME).is_file()]
     return max(whole, key=lambda p: (p / MANIFEST_NAME).stat().st_mtime_ns, default=None)
 
 

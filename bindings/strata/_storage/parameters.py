@@ -5,7 +5,6 @@ values = Parameter(state, tensor, torch.float32)     # of its master; see Values
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class Parameter:
         """The newest values, in memory of their own."""
         tensor = self._tensor
         result = own_mapping.empty(self.shape, self.dtype)
-        rows = result.reshape(-1).split([math.prod(shape) for shape in tensor.part_shapes])
+        rows = result.reshape(-1).split(tensor.part_numels)
         for param, part in zip(tensor.parts, rows, strict=True):
             self._read(param, part)
         return result

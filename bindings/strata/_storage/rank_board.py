@@ -21,9 +21,11 @@ different numbers of passes, it has to end the step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,28 @@ def death_s(config: Config) -> float:
     REQUIRES: there are several ranks."""
     ranks = config["ranks"]
     return DEATH_S + (ranks["patience_s"] if ranks["machines"] else 0.0)
+
+
+def name_dead(session: Session, seconds: float) -> None:
+    """Behind an exception of torch.distributed, which has lost a connection: raises StrataError
+    with whose it was, if a rank has died. `seconds`: death_s()."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        session.awaited_rank()
+        time.sleep(PAUSE_MAX_S)
+
+
+@contextlib.contextmanager
+def naming_dead(session: Session, seconds: float) -> Iterator[None]:
+    """Around calls of torch.distributed: where one fails because a rank has died, StrataError says
+    which. `seconds`: death_s()."""
+    try:
+        yield
+    except (StrataError, CheckpointError):
+        raise
+    except RuntimeError:
+        name_dead(session, seconds)
+        raise
 
 
 class Board:
@@ -83,28 +107,20 @@ class Board:
 
     def post(self, key: str, message: str) -> None:
         """Says it to all. Raises StrataError where a rank has died."""
-        try:
+        with naming_dead(self._session, self._death_s):
             self._store.set(self._own(key), message)
             self._store.check([self._own(key)])  # it is there, ahead of what this rank does next
-        except RuntimeError:
-            self._raise_death()
-            raise
 
     def hear(self, key: str, call: str, place: int | None = None) -> list[str]:
         """What all have posted, by rank. Raises StrataError where one has died. `call`: what users
         call it; `place`: where this rank was at the call, and CheckpointError where another one was
         there and did not call."""
-        try:
+        with naming_dead(self._session, self._death_s):
             self._await(key, call, place)
             found = [self._store.get(f"{key}/{rank}").decode() for rank in range(self.count)]
             # All threads have come here, and so have heard what came before.
             for old in self._heard if place is None else []:
                 self._store.delete_key(self._own(old))
-        except (StrataError, CheckpointError):
-            raise
-        except RuntimeError:
-            self._raise_death()
-            raise
         self._heard = [key] if place is None else [*self._heard, key]
         return found
 
@@ -112,27 +128,18 @@ class Board:
         """Returns when all ranks that still train have made the call, of which there is one with
         this key. Raises StrataError where one has died."""
         self.post(key, "")
-        try:
+        with naming_dead(self._session, self._death_s):
             self._await(key, call, None, all_train=False)
-        except StrataError:
-            raise
-        except RuntimeError:
-            self._raise_death()
-            raise
 
     def send(self, key: str, path: Path) -> None:
         """Has a file where other ranks can take it, until forget_sent(). Raises OSError, and
         StrataError where a rank has died."""
-        try:
-            with path.open("rb") as file:
-                pieces = 0
-                while piece := file.read(PIECE_BYTES):
-                    self._put(f"{self._own(key)}.{pieces}", piece)
-                    pieces += 1
+        with naming_dead(self._session, self._death_s), path.open("rb") as file:
+            pieces = 0
+            while piece := file.read(PIECE_BYTES):
+                self._put(f"{self._own(key)}.{pieces}", piece)
+                pieces += 1
             self._put(self._own(key), str(pieces))
-        except RuntimeError:
-            self._raise_death()
-            raise
 
     def _put(self, key: str, value: str | bytes) -> None:
         self._sent.append(key)
@@ -141,15 +148,11 @@ class Board:
     def take(self, key: str, rank: int, to: Path) -> None:
         """Writes a file that another rank has sent, and waits until the disk has it. REQUIRES: that
         rank has come to the end of a phase since. Raises as send()."""
-        try:
-            with to.open("wb") as file:
-                for piece in range(int(self._store.get(f"{key}/{rank}"))):
-                    file.write(self._store.get(f"{key}/{rank}.{piece}"))
-                file.flush()
-                os.fsync(file.fileno())
-        except RuntimeError:
-            self._raise_death()
-            raise
+        with naming_dead(self._session, self._death_s), to.open("wb") as file:
+            for piece in range(int(self._store.get(f"{key}/{rank}"))):
+                file.write(self._store.get(f"{key}/{rank}.{piece}"))
+            file.flush()
+            os.fsync(file.fileno())
 
     def forget_sent(self) -> None:
         """All have what this rank has sent, or nobody wants it any more."""
@@ -196,10 +199,3 @@ class Board:
     def _passed(self, place: int) -> list[int]:
         """See Note [Who did not call]."""
         return [rank for rank, at in enumerate(self._session.rank_places()) if at > place]
-
-    def _raise_death(self) -> None:
-        """A connection was lost: the core says whose."""
-        end = time.monotonic() + self._death_s
-        while time.monotonic() < end:
-            self._session.awaited_rank()
-            time.sleep(PAUSE_MAX_S)

@@ -27,7 +27,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from .._runtime.paged import is_paged
+from .._runtime.paged_run import is_paged
 from .._runtime.stand_in import StandIn
 
 # Names of dtypes, in the order in which files have their tensors.

@@ -245,7 +245,7 @@ def _merges(state: Wrapped) -> bool:
         log.warning("%s: of %s nothing is held", WAITS, whose)
         return True
     apart = state.ranks is None and state.config["update"] != "lock_free"
-    merges = not apart and any(state.landed)
+    merges = not apart and any(state.steps.landed)
     if merges:
         log.warning("%s: gradients have landed since the last step()", WAITS)
     return merges

@@ -8,7 +8,6 @@ parameters.
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +59,7 @@ def take_context(
     check_dense(values)
     manifest: dict[str, Any] = {
         "snapshot": FORMAT,
-        "step": state.steps_before + state.steps,
+        "step": state.steps_before + state.steps.count,
         "time": time.time_ns(),
         "moment_dtype": state.config["moment_dtype"],
         "buffers": buffer_entries(values),
@@ -94,9 +93,9 @@ def parts_of(state: Wrapped) -> list[list[int]]:
     parts: list[list[int]] = [[] for _ in state.config["params"]]
     for place, tensor in enumerate(stored_tensors(state.model)):
         first = 0
-        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+        for part, numel in zip(tensor.parts, tensor.part_numels, strict=True):
             parts[part] = [place, first]
-            first += math.prod(shape)
+            first += numel
     return parts
 
 

@@ -285,8 +285,7 @@ class SavedGradients:
                 runs.setdefault(self._manifest["parts"][run[0]][0], []).append((chunk, run))
         for place, tensor in enumerate(self._source.tensors):
             first = 0
-            for part in tensor.parts:
-                numel = self._state.config["params"][part]["numel"]
+            for part, numel in zip(tensor.parts, tensor.part_numels, strict=True):
                 self._restore_part(part, first, numel, runs.get(place, []))
                 first += numel
         self._take_over_zeros()

@@ -67,7 +67,8 @@ class KeptSnapshots:
 
     def in_series(self, series: Path) -> int:
         """Those that are complete in its folder."""
-        return len(self._folders_in(series))
+        folders = {kept.folder for kept in list(self._all.values())}
+        return sum(f.parent == series and complete_at(f) is not None for f in folders)
 
     def beside(self, series: Path) -> int:
         """Those of other series, and those that were moved out of this one. Threads: any, also
@@ -82,10 +83,6 @@ class KeptSnapshots:
             elif identity in self._all:
                 others += 1
         return others
-
-    def _folders_in(self, series: Path) -> set[Path]:
-        folders = {kept.folder for kept in list(self._all.values())}
-        return {f for f in folders if f.parent == series and complete_at(f) is not None}
 
     def drop_removed(self) -> None:
         """Gives up the slots of those that are not there any more."""

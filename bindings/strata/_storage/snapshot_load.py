@@ -117,10 +117,7 @@ def _load_snapshot(
         # 2. Each rank goes on from its pages where they lie, if all can.
         with together.phase() as phase:
             state.hooks.reset()
-            if together.count > 1:
-                state.drop_gradients()  # all ranks meet for it
-            state.half_loaded = True
-            state.forget_step()
+            state.steps.forget()
             phase.said = adopt(state, manifest, folder, source.scales_alone, together)
         why = next(filter(None, phase.heard), "")
         # 3. Else each reads what it owns.

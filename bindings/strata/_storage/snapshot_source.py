@@ -285,9 +285,9 @@ def _owned(state: Wrapped) -> list[list[tuple[int, int]]]:
     found = []
     for tensor in stored_tensors(state.model):
         runs, begin = [], 0
-        for part, shape in zip(tensor.parts, tensor.part_shapes, strict=True):
+        for part, numel in zip(tensor.parts, tensor.part_numels, strict=True):
             runs += [(begin + first, count) for first, count in owned(state, part, rank)]
-            begin += torch.Size(shape).numel()
+            begin += numel
         found.append(runs)
     return found
 

@@ -33,18 +33,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed
 
-from .._errors import StrataError
 from .._runtime.wrapped import Wrapped
 from .checkpoint_files import CheckpointError
-from .rank_board import PATIENCE_S, PAUSE_MAX_S, PAUSE_MIN_S, Board, death_s
-
-if TYPE_CHECKING:
-    from .._core import Session
+from .rank_board import PATIENCE_S, PAUSE_MAX_S, PAUSE_MIN_S, Board, death_s, naming_dead
 
 Exchange = Callable[[str], list[str]]
 """Gives what all ranks say, by rank, for what this one says."""
@@ -223,16 +219,11 @@ class _Group:
 
     def _complete(self, begin: Callable[[], distributed.Work | None]) -> None:
         """Begins a call of all ranks, and returns when it is over."""
-        try:
+        with naming_dead(self._session, self._death_s):
             work = begin()
             assert work is not None
             self._await(work)
             work.wait()
-        except StrataError:
-            raise
-        except RuntimeError:  # a connection was lost
-            name_dead(self._session, self._death_s)
-            raise
 
     def _await(self, work: distributed.Work) -> None:
         """Returns when it is over. Raises StrataError where a rank has died."""
@@ -248,15 +239,6 @@ class _Group:
                     self._call,
                     self._patience_s,
                 )
-
-
-def name_dead(session: Session, seconds: float) -> None:
-    """Behind an exception of torch.distributed, which has lost a connection: raises StrataError
-    with whose it was, if a rank has died. `seconds`: death_s()."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        session.awaited_rank()
-        time.sleep(PAUSE_MAX_S)
 
 
 def owned(state: Wrapped, param: int, rank: int) -> list[tuple[int, int]]:

@@ -26,13 +26,12 @@ from .._config.options import Options
 from .._errors import StrataError, is_for_snapshots, with_more
 from .._runtime.wrapped import wrapped
 from .._storage import rng
-from .._storage.rank_board import death_s
+from .._storage.rank_board import death_s, name_dead
 from .._storage.replacing import make_newest
 from .._storage.saving import save
 from .._storage.snapshot import SnapshotHandle, snapshot_alone
 from .._storage.snapshot_load import load
 from .._storage.snapshot_series import snapshots_of
-from .._storage.together import name_dead
 from ._trainer_checkpoints import (
     STATE_FOLDER,
     TRAINER_STATE,

@@ -282,7 +282,7 @@ def held(model: nn.Module) -> dict[str, float]:
     state = wrapped(model)
     stats = state.session.stats()
     numbers = {f"strata_{tier}_gib": stats[f"{tier}_bytes"] / 2**30 for tier in TIERS}
-    return numbers | ({"grad_norm": state.last_step["norm"]} if state.last_step else {})
+    return numbers | ({"grad_norm": state.steps.last["norm"]} if state.steps.last else {})
 
 
 def _training_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

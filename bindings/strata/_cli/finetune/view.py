@@ -290,8 +290,8 @@ def summary(
     ]
     if limited := make_report(state).limited:
         rows.append(("speed is", limited))
-    if state.steps_skipped:
-        rows.append(("skipped steps", f"{state.steps_skipped}, their gradients were not finite"))
+    if state.steps.skipped:
+        rows.append(("skipped steps", f"{state.steps.skipped}, their gradients were not finite"))
     rows += [
         (f"{tier} memory", f"{format_size(used[tier].peak)} of {format_size(budget)}")
         for tier, budget in tiers.items()
